@@ -1,0 +1,118 @@
+"""What an attention backend is: a capability statement, a plan made once per forward, and a run made once per layer."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from specdec.kv_cache import LayerCache
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """What a model asks of its attention backend.
+
+    Attributes:
+        device: where the tensors live.
+        dtype: type of query, key, value and cache.
+        num_heads, num_kv_heads, head_dim: shape of one layer; the first is a multiple of the second.
+        block_size: tokens per cache block.
+        windows: every distinct window of the model's layers; None is full attention.
+        sinks: layers carry a learned logit per head that joins the softmax and attends to nothing.
+        softcap: bound `c` in `c * tanh(score / c)`, or None.
+        non_causal: blocks whose rows see each other in both directions are needed (drafters).
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    windows: frozenset[int | None] = frozenset({None})
+    sinks: bool = False
+    softcap: float | None = None
+    non_causal: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """One forward's view of the paged cache, shared by all layers.
+
+    Queries are packed without padding. The queries of a request are its last `query_len` positions:
+
+        |<------------- seq_len ------------->|
+        |<---- context ---->|<-- query_len -->|
+
+    Attributes:
+        query_start_loc: int32 [num_reqs + 1], first row of each request; the last entry is `num_tokens`.
+        seq_lens: int32 [num_reqs], tokens in the cache once this forward has written its own.
+        block_table: int32 [num_reqs, max_blocks]; entries past a request's own blocks may hold any valid block id.
+        slot_mapping: int64 [num_tokens], `block_id * block_size + offset` of each row; padding rows name the null block.
+        num_reqs, num_tokens, max_query_len: host counts.
+        max_seq_len: host bound, at least the largest of `seq_lens`.
+        causal: a row sees positions up to its own; otherwise it sees all `seq_len` positions. A window of W always hides
+            positions W or more away, on both sides when not causal.
+        query_lens, seq_lens_host: the lengths as host lists when the host knows them exactly (prefill), else None, and then
+            every request has `max_query_len` rows.
+    """
+
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    slot_mapping: Tensor
+    num_reqs: int
+    num_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    causal: bool = True
+    query_lens: list[int] | None = None
+    seq_lens_host: list[int] | None = None
+
+
+class AttentionBackend(ABC):
+    """Attention over the paged cache.
+
+    One object serves one model on one device. `plan` may look at every request of the batch; `run` should only launch kernels.
+    Neither may make the host wait for the device.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.spec = spec
+
+    @classmethod
+    @abstractmethod
+    def unsupported_reasons(cls, spec: AttentionSpec) -> list[str]:
+        """All reasons why this backend cannot serve `spec`; empty when it can."""
+
+    @abstractmethod
+    def plan(self, metadata: AttentionMetadata) -> Any:
+        """Work that all layers of one forward share, such as masks and index lists."""
+
+    @abstractmethod
+    def run(
+        self,
+        query: Tensor,  # [num_tokens, num_heads, head_dim]
+        key: Tensor,  # [num_tokens, num_kv_heads, head_dim]
+        value: Tensor,  # [num_tokens, num_kv_heads, head_dim]
+        cache: LayerCache,
+        plan: Any,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,  # [num_heads]
+    ) -> Tensor:
+        """Writes `key` and `value` to the cache, then attends to the cache.
+
+        Returns:
+            [num_tokens, num_heads, head_dim] in the dtype of `query`.
+        """
+
+    @abstractmethod
+    def write(self, cache: LayerCache, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+        """Stores rows `[num_tokens, num_kv_heads, head_dim]` at `slot_mapping` int64 [num_tokens], in place."""

@@ -1,0 +1,289 @@
+"""The nouns of the system: what a request is, what crosses each border of a step, and the two protocols.
+
+Shapes use `num_reqs` requests of a batch, `k` drafts per request, `V` vocabulary, `H` hidden width. Token ids are int64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from specdec.attention.backend import AttentionBackend, AttentionMetadata
+from specdec.config import DraftSampling, SamplingParams
+from specdec.kv_cache import KVLayerSpec, LayerCache
+
+if TYPE_CHECKING:
+    from specdec.sampling import SamplingTensors
+
+
+class Status(Enum):
+    """Where a request stands; it moves down, and from RUNNING or PREFILLING back to WAITING when it is preempted."""
+
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence on the host.
+
+    Set by the caller: `request_id`, `prompt_token_ids`, `sampling`, `seed`, `max_total_len` (prompt and output together).
+    Set by the engine as results arrive: `output_token_ids`, `logprobs`, `finish_reason`, `error`, the step counts.
+    Set by the scheduler and the engine between steps: `status`, `slot`, `block_ids`, `num_prefilled`, `num_kv_tokens`,
+    `in_flight`, `first_token_unread`.
+    """
+
+    request_id: int
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    seed: int
+    max_total_len: int
+    on_tokens: Callable[[Request, list[int]], int | None] | None = None
+    """Called with the tokens about to be added; returns how many to keep when a stop string ends among them, else None."""
+
+    output_token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: str | None = None
+    num_drafted: list[int] = field(default_factory=list)  # per verify step: drafts offered
+    num_accepted: list[int] = field(default_factory=list)  # per verify step: drafts kept, after stop conditions
+    num_emitted: list[int] = field(default_factory=list)  # per verify step: tokens output
+
+    status: Status = Status.WAITING
+    slot: int = -1
+    block_ids: list[int] = field(default_factory=list)
+    num_prefilled: int = 0  # tokens whose KV the prefill has written or found in the cache
+    num_kv_tokens: int = 0  # L, as far as results have been read
+    in_flight: list[int] = field(default_factory=list)  # k of each launched step whose result is unread
+    first_token_unread: bool = False  # the prefill has sampled the first anchor, and its result is unread
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and output so far."""
+        return self.prompt_token_ids + self.output_token_ids
+
+    @property
+    def kv_tokens_bound(self) -> int:
+        """Upper bound of L on the device, which may be ahead of what the host has read."""
+        return self.num_kv_tokens + sum(k + 1 for k in self.in_flight)
+
+    @property
+    def num_left(self) -> int:
+        """Output tokens still allowed after the anchor, as far as results have been read."""
+        return self.max_total_len - len(self.prompt_token_ids) - len(self.output_token_ids) - self.first_token_unread
+
+
+@dataclass(slots=True)
+class ForwardInput:
+    """Packed rows for one forward of the target.
+
+    Attributes:
+        token_ids: int64 [num_tokens].
+        position_ids: int64 [num_tokens].
+        metadata: attention metadata of these rows.
+        logit_rows: int64 [n], rows whose logits are wanted; None for all rows.
+    """
+
+    token_ids: Tensor
+    position_ids: Tensor
+    metadata: AttentionMetadata
+    logit_rows: Tensor | None = None
+
+
+@dataclass(slots=True)
+class VerifyOutput:
+    """Result of one forward of the target.
+
+    Attributes:
+        logits: [num_selected, V], in the model's dtype.
+        aux_hidden: [num_tokens, len(aux_layer_ids) * H], raw outputs of the tapped layers side by side; None without taps.
+    """
+
+    logits: Tensor
+    aux_hidden: Tensor | None = None
+
+
+@dataclass(slots=True)
+class PrefillBatch:
+    """A chunk of one or more prompts, packed. Rows of a request are consecutive positions."""
+
+    forward: ForwardInput
+    slots: Tensor  # int64 [num_reqs]
+
+
+@dataclass(slots=True)
+class DecodeBatch:
+    """The requests of one step, as tensors on the device. Row `i` of every tensor belongs to the request in `slots[i]`.
+
+    The invariant of the engine holds: `seq_lens` (L) tokens have their KV in the cache; `anchors` is the token at position L,
+    whose KV is not. The block tables reach position `L + k`.
+
+    Attributes:
+        slots: int64 [num_reqs], where the request's device state lives; smaller than `max_num_seqs`.
+        anchors: int64 [num_reqs].
+        seq_lens: int64 [num_reqs], L.
+        block_table: int32 [num_reqs, max_blocks].
+        k: drafts per request in this step.
+        max_seq_len: host bound on `L + k + 1`.
+        block_size: tokens per cache block.
+        max_model_len: position ids never reach this, so that learned position tables are safe.
+        sampling: sampling state of the requests.
+    """
+
+    slots: Tensor
+    anchors: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    k: int
+    max_seq_len: int
+    block_size: int
+    max_model_len: int
+    sampling: SamplingTensors
+
+    @property
+    def num_reqs(self) -> int:
+        """Requests in the batch."""
+        return self.slots.shape[0]
+
+    def positions(self, width: int) -> Tensor:
+        """int64 [num_reqs, width]: positions L, L+1, ... of each request, not clamped."""
+        return self.seq_lens[:, None] + torch.arange(width, device=self.slots.device)
+
+    def position_ids(self, width: int) -> Tensor:
+        """int64 [num_reqs * width]: the same for a model; only surplus rows past the model's length are clamped."""
+        return self.positions(width).clamp(max=self.max_model_len - 1).reshape(-1)
+
+    def slot_mapping(self, width: int) -> Tensor:
+        """int64 [num_reqs * width]: cache slots of those positions."""
+        positions = self.positions(width)
+        blocks = self.block_table.gather(1, positions // self.block_size)
+        return (blocks.long() * self.block_size + positions % self.block_size).reshape(-1)
+
+    def metadata(self, width: int, *, causal: bool) -> AttentionMetadata:
+        """Attention metadata of `width` new rows per request, starting at the anchor."""
+        return AttentionMetadata(
+            query_start_loc=torch.arange(0, self.num_reqs * width + 1, width, dtype=torch.int32, device=self.slots.device),
+            seq_lens=(self.seq_lens + width).int(),
+            block_table=self.block_table,
+            slot_mapping=self.slot_mapping(width),
+            num_reqs=self.num_reqs,
+            num_tokens=self.num_reqs * width,
+            max_query_len=width,
+            max_seq_len=self.max_seq_len,
+            causal=causal,
+        )
+
+
+@dataclass(slots=True)
+class DraftOutput:
+    """Drafts for positions L+1 .. L+k, and the distribution they were drawn from.
+
+    Exactly one form of proposal:
+        point mass: `probs` and `candidate_ids` are None; the draft has probability 1.
+        dense: `probs` [num_reqs, k, V].
+        top-k supported: `candidate_ids` int64 [num_reqs, k, C] without repeats, `probs` [num_reqs, k, C].
+
+    Attributes:
+        token_ids: int64 [num_reqs, k]; every entry is a valid token id, also past `num_drafts`.
+        num_drafts: int64 [num_reqs], drafts that count, the first ones; None means all k.
+    """
+
+    token_ids: Tensor
+    num_drafts: Tensor | None = None
+    probs: Tensor | None = None
+    candidate_ids: Tensor | None = None
+
+
+@dataclass(slots=True)
+class AcceptOutput:
+    """What a step adds to each request: `num_accepted` drafts, then one token of the target's own.
+
+    Attributes:
+        token_ids: int64 [num_reqs, k + 1], output tokens; the first `num_accepted + 1` count, and the last of those is the
+            recovered or bonus token.
+        num_accepted: int64 [num_reqs], in [0, k].
+        next_anchors: int64 [num_reqs], the recovered or bonus token.
+        finite: bool [num_reqs], False when logits behind a counted token were NaN or infinite.
+        logprobs: float32 [num_reqs, k + 1] under the target's unprocessed logits, or None when nobody asked.
+    """
+
+    token_ids: Tensor
+    num_accepted: Tensor
+    next_anchors: Tensor
+    finite: Tensor
+    logprobs: Tensor | None = None
+
+
+class Verifier(Protocol):
+    """The target model, seen from the engine and from drafters."""
+
+    name: str
+    device: torch.device
+    dtype: torch.dtype
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    kv_specs: list[KVLayerSpec]
+    attention: AttentionBackend
+    embedding_scale: float
+    """Factor the model applies to its input embeddings (sqrt(H) for Gemma, else 1)."""
+    final_softcap: float | None
+    """Softcap the model applies to its logits, or None."""
+
+    def forward(self, rows: ForwardInput, caches: Sequence[LayerCache], aux_layer_ids: Sequence[int] = ()) -> VerifyOutput:
+        """Scores packed rows, writing their KV to `caches` (one per layer) and tapping decoder layers `aux_layer_ids` (0-based)."""
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Raw rows `[..., H]` of the input embedding table, without the model's embedding scale."""
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits `[..., V]` of the output head alone, without softcap or scaling."""
+
+
+class Drafter(Protocol):
+    """Proposes tokens.
+
+    Called by the engine in this order: `bind` once; per request `begin` when it gets a slot and `prefill` for each prompt
+    chunk; per step `propose`, then `commit`. Between `propose` and the end of `commit` nothing may make the host wait for
+    the device. State of a slot may be overwritten by the next `begin`; there is no release.
+    """
+
+    max_draft_tokens: int
+    """Largest k."""
+    aux_layer_ids: tuple[int, ...]
+    """Decoder layers (0-based) of the target whose raw outputs are needed."""
+    kv_specs: list[KVLayerSpec]
+    """Cache layers needed, in the same blocks as the target's."""
+
+    def bind(
+        self, verifier: Verifier, caches: Sequence[LayerCache], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling
+    ) -> None:
+        """Checks that the drafter fits the target and allocates per-request state for `max_len` positions.
+
+        Raises:
+            CheckpointError: it does not fit; the message says why.
+        """
+
+    def begin(self, slot: int, token_ids: Sequence[int]) -> None:
+        """A request with all its known tokens starts in `slot`; runs between steps."""
+
+    def prefill(self, batch: PrefillBatch, verify: VerifyOutput) -> None:
+        """Takes over the context of a prompt chunk."""
+
+    def propose(self, batch: DecodeBatch) -> DraftOutput:
+        """Drafts `batch.k` tokens per request."""
+
+    def commit(self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput) -> None:
+        """Takes over the context of a step: `token_ids` int64 [num_reqs, k+1] are the verified rows, anchor and drafts.
+
+        All k + 1 rows are handed over. Rows past `accept.num_accepted` lie at positions that the next step overwrites.
+        """

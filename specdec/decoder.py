@@ -1,0 +1,310 @@
+"""The Python API: load a target and a drafter, generate or stream, and read how the drafts fared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from specdec.attention.backend import AttentionMetadata
+from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.core import Drafter, ForwardInput, Request, Status, Verifier
+from specdec.device import resolve_device, resolve_dtype
+from specdec.engine import SpecEngine
+from specdec.errors import InvalidInputError, SpecDecError
+from specdec.kv_cache import PagedKVCache, blocks_for
+from specdec.metrics import AcceptanceStats
+from specdec.registry import DRAFTERS, VERIFIERS, resolve
+from specdec.text import IncrementalDecoder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
+"""Raw text, token ids, or chat messages with `role` and `content`."""
+
+
+@dataclass(slots=True)
+class GenerationResult:
+    """Output of one request.
+
+    Attributes:
+        prompt_token_ids: the prompt as the model saw it.
+        text: the output, special tokens left out, cut before a stop string.
+        token_ids: the output, its stop token included.
+        finish_reason: "stop", "length", "cancelled" or "error".
+        error: one line, when the reason is "error".
+        logprobs: one per output token when asked for, under the target's unprocessed logits; else None.
+        seed: seed of the request's random stream; the same seed repeats the output.
+        stats: how the drafts of each verify step fared.
+    """
+
+    prompt_token_ids: list[int]
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    error: str | None = None
+    logprobs: list[float] | None = None
+    seed: int = 0
+    stats: AcceptanceStats = field(default_factory=lambda: AcceptanceStats([], [], []))
+
+
+@dataclass(slots=True)
+class StreamChunk:
+    """New output of one request.
+
+    Attributes:
+        index: which of the inputs.
+        text: new text; may lag the tokens while a character or a possible stop string is incomplete.
+        token_ids: new tokens.
+        result: the whole result, on the last chunk of an input; None before.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    result: GenerationResult | None = None
+
+
+class SpecDecoder:
+    """Accelerated generation with exactly the target's own output.
+
+    Args:
+        verifier: the target.
+        tokenizer: the target's tokenizer.
+        drafter: proposes drafts; None decodes plainly.
+        config: limits and choices of the engine.
+
+    Example:
+        >>> decoder = SpecDecoder.from_pretrained("embedded", drafter="ngram")  # doctest: +SKIP
+        >>> decoder.generate("Once upon a time", max_tokens=32).text  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        verifier: Verifier,
+        tokenizer: PreTrainedTokenizerBase,
+        drafter: Drafter | None = None,
+        config: EngineConfig | None = None,
+    ) -> None:
+        self.verifier = verifier
+        self.tokenizer = tokenizer
+        self.engine = SpecEngine(verifier, drafter, config)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        target: str = "embedded",
+        *,
+        drafter: str | None = "ngram",
+        device: str = "auto",
+        dtype: str = "auto",
+        attention: str = "auto",
+        engine: EngineConfig | None = None,
+    ) -> SpecDecoder:
+        """Loads a target and a drafter.
+
+        Args:
+            target: "embedded", a local folder, or a hub name.
+            drafter: "ngram", the folder or hub name of a DFlash checkpoint, or None.
+            device: "auto", "cpu", "cuda" or "cuda:N" (ROCm devices answer to "cuda").
+            dtype: "auto", "float32", "bfloat16" or "float16".
+            attention: "auto" or the name of an attention backend.
+            engine: limits and choices.
+
+        Raises:
+            SpecDecError: one line that names what is wrong with an argument, a checkpoint or their combination.
+        """
+        engine = engine or EngineConfig()
+        where = resolve_device(device)
+        load_verifier = resolve(VERIFIERS, "hf", "verifier")
+        verifier, tokenizer = load_verifier(
+            target, device=where, dtype=resolve_dtype(dtype, where), attention=attention, block_size=engine.cache.block_size
+        )
+        return cls(verifier, tokenizer, _load_drafter(drafter, verifier), engine)
+
+    def plain(self) -> SpecDecoder:
+        """The same target without a drafter and with a cache of its own: the baseline of every ratio."""
+        return SpecDecoder(self.verifier, self.tokenizer, None, replace(self.engine.config, num_draft_tokens=None))
+
+    def generate(
+        self, inputs: Prompt | Sequence[Prompt], sampling: SamplingParams | None = None, **overrides: Any
+    ) -> GenerationResult | list[GenerationResult]:
+        """Generates for one prompt, or for many at once.
+
+        Args:
+            inputs: a string (raw text, no chat template), token ids, chat messages, or a list of these.
+            sampling: how to decode.
+            **overrides: fields of `SamplingParams`, by name.
+
+        Returns:
+            A result for one input; a list in the order of the inputs for many.
+
+        Raises:
+            SpecDecError: a value is out of range, or the only input cannot be served. Of many inputs, one that cannot be served
+                gets a result with `finish_reason` "error", and the others go on.
+        """
+        prompts, single = _as_prompts(inputs)
+        results: dict[int, GenerationResult] = {}
+        for chunk in self._run(prompts, single, _with(sampling, overrides), incremental=False):
+            if chunk.result is not None:
+                results[chunk.index] = chunk.result
+        return results[0] if single else [results[index] for index in range(len(prompts))]
+
+    def stream(
+        self, inputs: Prompt | Sequence[Prompt], sampling: SamplingParams | None = None, **overrides: Any
+    ) -> Iterator[StreamChunk]:
+        """Like `generate`, as chunks that arrive while decoding goes on; chunks of many inputs interleave.
+
+        Closing the iterator early cancels what is unfinished.
+        """
+        prompts, single = _as_prompts(inputs)
+        return self._run(prompts, single, _with(sampling, overrides), incremental=True)
+
+    def tokenize(self, prompt: Prompt) -> list[int]:
+        """Token ids of one prompt; chat messages go through the tokenizer's chat template.
+
+        Raises:
+            InvalidInputError: the prompt is empty, or is a chat and the tokenizer has no template.
+        """
+        if isinstance(prompt, str):
+            ids = self.tokenizer(prompt)["input_ids"] if prompt else []
+        elif prompt and isinstance(prompt[0], dict):
+            if not getattr(self.tokenizer, "chat_template", None):
+                raise InvalidInputError(f"the tokenizer of {self.verifier.name!r} has no chat template; give text or token ids")
+            text = self.tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        else:
+            ids = prompt
+        if not len(ids):
+            raise InvalidInputError("the prompt is empty; give at least one token")
+        return [int(token) for token in ids]
+
+    @torch.inference_mode()
+    def next_token_logits(self, token_ids: Sequence[int]) -> Tensor:
+        """The target's unprocessed logits after `token_ids`, float32 [V], computed alone with a cache of their own."""
+        count, block_size, device = len(token_ids), self.engine.config.cache.block_size, self.verifier.device
+        blocks = blocks_for(count, block_size)
+        cache = PagedKVCache(
+            self.verifier.kv_specs, num_blocks=blocks, block_size=block_size, dtype=self.verifier.dtype, device=device
+        )
+        metadata = AttentionMetadata(
+            query_start_loc=torch.tensor([0, count], dtype=torch.int32, device=device),
+            seq_lens=torch.tensor([count], dtype=torch.int32, device=device),
+            block_table=torch.arange(blocks, dtype=torch.int32, device=device)[None],
+            slot_mapping=torch.arange(count, device=device),
+            num_reqs=1,
+            num_tokens=count,
+            max_query_len=count,
+            max_seq_len=count,
+        )
+        tokens = torch.tensor(list(token_ids), device=device)
+        rows = ForwardInput(tokens, torch.arange(count, device=device), metadata, torch.tensor([count - 1], device=device))
+        return self.verifier.forward(rows, cache.layers).logits[0].float()
+
+    def _run(self, prompts: list[Prompt], single: bool, sampling: SamplingParams, *, incremental: bool) -> Iterator[StreamChunk]:
+        """Queues all prompts and steps the engine until they are done; whatever ends it early cancels the rest."""
+        work: dict[int, _Work] = {}
+        try:
+            for index, prompt in enumerate(prompts):
+                try:
+                    item = _Work(index, self._text_decoder(sampling, incremental=incremental))
+                    request = self.engine.add_request(self.tokenize(prompt), sampling, on_tokens=item.on_tokens)
+                    work[request.request_id] = item
+                except SpecDecError as error:
+                    if single:
+                        raise
+                    yield StreamChunk(index, "", [], GenerationResult([], "", [], "error", error=str(error)))
+            unfinished = set(work)
+            while unfinished:
+                for request in self.engine.step():
+                    if request.request_id in unfinished:
+                        chunk = self._chunk(request, work[request.request_id])
+                        if chunk.result is not None:
+                            unfinished.discard(request.request_id)
+                        yield chunk
+        finally:
+            self.engine.abort_all(work)
+
+    def _chunk(self, request: Request, item: _Work) -> StreamChunk:
+        tokens = request.output_token_ids[item.num_shown :]
+        item.num_shown = len(request.output_token_ids)
+        if request.status is not Status.FINISHED:
+            return StreamChunk(item.index, item.text.take() if item.text else "", tokens)
+        if item.text:
+            tail = item.text.finish()
+            text = item.text.text
+        else:
+            tail = text = self.tokenizer.decode(request.output_token_ids, skip_special_tokens=True)
+        result = GenerationResult(
+            prompt_token_ids=request.prompt_token_ids,
+            text=text,
+            token_ids=request.output_token_ids,
+            finish_reason=request.finish_reason or "cancelled",
+            error=request.error,
+            logprobs=request.logprobs if request.sampling.logprobs else None,
+            seed=request.seed,
+            stats=AcceptanceStats(request.num_drafted, request.num_accepted, request.num_emitted),
+        )
+        return StreamChunk(item.index, tail, tokens, result)
+
+    def _text_decoder(self, sampling: SamplingParams, *, incremental: bool) -> IncrementalDecoder | None:
+        """Text is followed token by token only when someone streams or a stop string must be found."""
+        return IncrementalDecoder(self.tokenizer, sampling.stop) if incremental or sampling.stop else None
+
+
+@dataclass(slots=True)
+class _Work:
+    """An input while it is decoded."""
+
+    index: int
+    text: IncrementalDecoder | None
+    num_shown: int = 0
+
+    def on_tokens(self, request: Request, tokens: list[int]) -> int | None:
+        return self.text.push(tokens) if self.text else None
+
+
+def _as_prompts(inputs: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
+    """The inputs as a list, and whether there was just one."""
+    if isinstance(inputs, str):
+        return [inputs], True
+    items: list[Any] = list(inputs)
+    if not items:
+        raise InvalidInputError("there is no prompt; give a string, token ids, chat messages, or a list of these")
+    if all(isinstance(item, int) for item in items) or all(isinstance(item, dict) for item in items):
+        return [items], True
+    for index, item in enumerate(items):
+        if not isinstance(item, str | list | tuple):
+            raise InvalidInputError(
+                f"input {index} is a {type(item).__name__}; a prompt is a string, a list of token ids or a list of messages"
+            )
+    return items, False
+
+
+def _with(sampling: SamplingParams | None, overrides: dict[str, Any]) -> SamplingParams:
+    known = SamplingParams.__dataclass_fields__
+    unknown = [name for name in overrides if name not in known]
+    if unknown:
+        raise InvalidInputError(f"unknown sampling value {unknown[0]!r} (known: {', '.join(known)})")
+    return replace(sampling or SamplingParams(), **overrides)
+
+
+def _load_drafter(name: str | None, verifier: Verifier) -> Drafter | None:
+    """A drafter by the registry's name, else a checkpoint by folder or hub name."""
+    if name is None or name == "none":
+        return None
+    drafter: Drafter
+    if name in DRAFTERS:
+        drafter = resolve(DRAFTERS, name, "drafter")(None, verifier=verifier)
+    elif "/" in name or Path(name).exists():
+        drafter = resolve(DRAFTERS, "dflash", "drafter")(name, verifier=verifier)
+    else:
+        raise InvalidInputError(
+            f"unknown drafter {name!r} (known: {', '.join(DRAFTERS)}, none); a checkpoint is named by its folder or as owner/name"
+        )
+    return drafter

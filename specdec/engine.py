@@ -1,0 +1,368 @@
+"""The decoding step: schedule, draft, verify, accept, commit.
+
+Invariant: before a step, a request has L tokens whose KV is in the cache and one *anchor* token at position L whose KV is not.
+
+    prefill  target scores the prompt in chunks   -> KV of L tokens, features for the drafter, the first anchor
+    draft    drafter proposes                     -> k tokens for positions L+1 .. L+k
+    verify   target scores anchor and drafts      -> logits of k+1 rows, features, KV at positions L .. L+k
+    accept   longest acceptable prefix, a drafts  -> then one recovered or bonus token, the next anchor
+    commit   L += a + 1                           -> rows of rejected drafts lie where the next step writes
+
+Plain decoding is k = 0. From draft to commit every value stays on the device and every shape is known beforehand, so the host never
+waits; one copy per step brings the results back, and on an accelerator they are read while the next step runs.
+"""
+
+import random
+from collections import deque
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdec.acceptance import accept
+from specdec.config import EngineConfig, SamplingParams
+from specdec.core import AcceptOutput, DecodeBatch, Drafter, DraftOutput, ForwardInput, Request, Status, Verifier
+from specdec.device import default_cache_bytes
+from specdec.errors import CapacityError, InvalidInputError
+from specdec.kv_cache import BlockPool, PagedKVCache, blocks_for, num_blocks_in_budget
+from specdec.scheduler import Chunk, Scheduler
+from specdec.state import SlotState, samples_first_token
+from specdec.timing import StepTimer
+
+OnTokens = Callable[[Request, list[int]], int | None]
+
+
+@dataclass(slots=True)
+class _Launched:
+    """A step whose results are on their way to the host."""
+
+    requests: list[Request]
+    k: int | None  # None for the first tokens of a prefill
+    result: Tensor  # int64 [num_reqs, ...], columns as in `_send_results`; on an accelerator in pinned host memory
+    arrived: torch.cuda.Event | None
+
+
+class SpecEngine:
+    """Continuous batching of requests through one target and at most one drafter.
+
+    Args:
+        verifier: the target.
+        drafter: proposes drafts; None decodes plainly.
+        config: limits and choices.
+
+    Raises:
+        InvalidInputError: more drafts per step than the drafter can give, or drafts without a drafter.
+        CheckpointError: the drafter does not fit the target.
+        CapacityError: the cache budget does not pay for two blocks.
+    """
+
+    def __init__(self, verifier: Verifier, drafter: Drafter | None = None, config: EngineConfig | None = None) -> None:
+        config = config or EngineConfig()
+        self.config = config
+        self.verifier = verifier
+        self.num_draft_tokens = _num_draft_tokens(config.num_draft_tokens, drafter)
+        self.drafter = drafter if self.num_draft_tokens > 0 else None
+        self.pipeline_depth = config.pipeline_depth if config.pipeline_depth is not None else int(verifier.device.type == "cuda")
+        self.max_model_len = min(config.max_model_len or verifier.max_model_len, verifier.max_model_len)
+        self.timer = StepTimer(verifier.device, enabled=config.timing)
+        self._launched: deque[_Launched] = deque()
+        self._touched: dict[int, Request] = {}
+        self._next_id = 0
+        self._seeds = random.Random(config.seed)
+
+        block_size = config.cache.block_size
+        specs = [*verifier.kv_specs, *(self.drafter.kv_specs if self.drafter else [])]
+        max_blocks = blocks_for(self.max_model_len + self._overshoot, block_size)
+        num_blocks = num_blocks_in_budget(
+            specs,
+            memory_bytes=config.cache.memory_bytes or default_cache_bytes(verifier.device),
+            most_tokens=config.max_num_seqs * max_blocks * block_size,
+            block_size=block_size,
+            dtype=verifier.dtype,
+        )
+        self.kv_cache = PagedKVCache(
+            specs, num_blocks=num_blocks, block_size=block_size, dtype=verifier.dtype, device=verifier.device
+        )
+        self.pool = BlockPool(num_blocks)
+        self.scheduler = Scheduler(
+            self.pool,
+            block_size=block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_prefill_tokens=config.max_prefill_tokens,
+            prefix_caching=config.cache.prefix_caching,
+        )
+        self.state = SlotState(
+            max_num_seqs=config.max_num_seqs,
+            max_blocks=max_blocks,
+            block_size=block_size,
+            max_model_len=self.max_model_len,
+            vocab_size=verifier.vocab_size,
+            device=verifier.device,
+        )
+        self._target_caches = self.kv_cache.layers[: len(verifier.kv_specs)]
+        self._aux_layer_ids: tuple[int, ...] = ()
+        if self.drafter:
+            self._aux_layer_ids = self.drafter.aux_layer_ids
+            self.drafter.bind(
+                verifier,
+                self.kv_cache.layers[len(verifier.kv_specs) :],
+                max_num_seqs=config.max_num_seqs,
+                max_len=max_blocks * block_size,
+                draft_sampling=config.draft_sampling,
+            )
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self.scheduler.waiting or self.scheduler.working or self._launched)
+
+    @property
+    def _overshoot(self) -> int:
+        """Most positions that launched steps can write past the last token a request may have."""
+        return (self.pipeline_depth + 1) * (self.num_draft_tokens + 1)
+
+    def add_request(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams | None = None, *, on_tokens: OnTokens | None = None
+    ) -> Request:
+        """Queues a request; `step` works on it.
+
+        Args:
+            prompt_token_ids: at least one token.
+            sampling: how to decode it.
+            on_tokens: see `Request.on_tokens`.
+
+        Raises:
+            InvalidInputError: the prompt is empty or holds ids outside the vocabulary.
+            CapacityError: it cannot fit the model or the cache, even alone.
+        """
+        sampling = sampling or SamplingParams()
+        prompt = list(prompt_token_ids)
+        if not prompt:
+            raise InvalidInputError("the prompt is empty; give at least one token")
+        if min(prompt) < 0 or max(prompt) >= self.verifier.vocab_size:
+            raise InvalidInputError(
+                f"the prompt holds token id {min(prompt) if min(prompt) < 0 else max(prompt)}; ids of this model lie in"
+                f" [0, {self.verifier.vocab_size}), so tokenize it with the target's own tokenizer"
+            )
+        if len(prompt) >= self.max_model_len:
+            raise CapacityError(
+                f"the prompt has {len(prompt)} tokens and the limit is {self.max_model_len} for prompt and output together;"
+                " shorten it or raise max_model_len, if the model allows more"
+            )
+        total = min(len(prompt) + sampling.max_tokens, self.max_model_len)
+        needed = blocks_for(total + self._overshoot, self.config.cache.block_size)
+        if needed > self.pool.num_blocks - 1:
+            raise CapacityError(
+                f"prompt and output of {total} tokens need {needed} cache blocks and the cache has {self.pool.num_blocks - 1};"
+                " lower max_tokens, shorten the prompt or give the cache more memory"
+            )
+        seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
+        request = Request(self._next_id, prompt, sampling, seed=seed, max_total_len=total, on_tokens=on_tokens)
+        self._next_id += 1
+        self.scheduler.add(request)
+        return request
+
+    def abort(self, request: Request) -> None:
+        """Ends a request with what it has; does nothing when it is finished."""
+        if request.status is not Status.FINISHED:
+            self._finish(request, "cancelled")
+
+    def abort_all(self, request_ids: Container[int]) -> None:
+        """Ends every unfinished request whose id is among `request_ids`."""
+        for request in [*self.scheduler.waiting, *self.scheduler.working]:
+            if request.request_id in request_ids:
+                self.abort(request)
+
+    @torch.inference_mode()
+    def step(self) -> list[Request]:
+        """Launches the next step and reads the results that are due.
+
+        Returns:
+            Requests that have new tokens or have finished since the last call.
+        """
+        with self.timer.phase("schedule"):
+            schedule = self.scheduler.schedule(self.num_draft_tokens, settle=self._read_results)
+        if schedule.prefill:
+            self._prefill(schedule.prefill)
+        if schedule.decode:
+            self._decode(schedule.decode, schedule.k)
+        with self.timer.phase("collect"):
+            self._read_results(leave=self.pipeline_depth if schedule.prefill or schedule.decode else 0)
+        touched, self._touched = self._touched, {}
+        return list(touched.values())
+
+    def _prefill(self, chunks: list[Chunk]) -> None:
+        """Writes the KV of prompt chunks and chooses the first token of every prompt that ends among them."""
+        with self.timer.phase("schedule"):
+            for chunk in chunks:
+                if chunk.admitted:
+                    self.state.begin(chunk.request)
+                    if self.drafter:
+                        self.drafter.begin(chunk.request.slot, chunk.request.token_ids)
+                self.state.extend_block_table(chunk.request)
+            batch = self.state.prefill_batch(chunks)
+        with self.timer.phase("prefill"):
+            verify = self.verifier.forward(batch.forward, self._target_caches, self._aux_layer_ids)
+        if self.drafter:
+            with self.timer.phase("context"):
+                self.drafter.prefill(batch, verify)
+        with self.timer.phase("accept"):
+            for chunk in chunks:
+                self.scheduler.prefilled(chunk)
+                if chunk.last:
+                    self.state.seq_lens[chunk.request.slot] = chunk.end
+                    self.state.anchors[chunk.request.slot] = chunk.request.token_ids[-1]
+            self._sample_first_tokens([chunk.request for chunk in chunks if samples_first_token(chunk)], verify.logits)
+
+    def _sample_first_tokens(self, requests: list[Request], logits: Tensor) -> None:
+        """The step's acceptance with the last prompt token as anchor and no drafts."""
+        if not requests:
+            return
+        slots = torch.tensor([request.slot for request in requests]).to(self.verifier.device, non_blocking=True)
+        sampling = self.state.sampling(requests, slots)
+        last_tokens = self.state.anchors.index_select(0, slots)[:, None]
+        last_positions = self.state.seq_lens.index_select(0, slots)[:, None] - 1
+        result = accept(last_tokens, logits[:, None], None, sampling, last_positions)
+        self.state.anchors.index_copy_(0, slots, result.next_anchors)
+        for request in requests:
+            request.first_token_unread = True
+        self._send_results(requests, None, result, None)
+
+    def _decode(self, requests: list[Request], k: int) -> None:
+        """Drafts, verifies, accepts and commits for all running requests; nothing in here waits for the device."""
+        with self.timer.phase("schedule"):
+            for request in requests:
+                self.state.extend_block_table(request)
+            batch = self.state.decode_batch(requests, k)
+        draft, token_ids, result = self._launch(batch)
+        for request in requests:
+            request.in_flight.append(k)
+        with self.timer.phase("collect"):
+            self._send_results(requests, k, result, draft)
+        self.timer.num_steps += 1
+
+    def _launch(self, batch: DecodeBatch) -> tuple[DraftOutput | None, Tensor, AcceptOutput]:
+        """The step on the device, from draft to commit."""
+        width = batch.k + 1
+        draft, token_ids = None, batch.anchors[:, None]
+        if self.drafter and batch.k:
+            with self.timer.phase("draft"):
+                draft = self.drafter.propose(batch)
+                token_ids = torch.cat([token_ids, draft.token_ids], dim=1)  # [num_reqs, k+1]
+        with self.timer.phase("verify"):
+            rows = ForwardInput(token_ids.reshape(-1), batch.position_ids(width), batch.metadata(width, causal=True))
+            verify = self.verifier.forward(rows, self._target_caches, self._aux_layer_ids)
+        with self.timer.phase("accept"):
+            logits = verify.logits.view(batch.num_reqs, width, -1)
+            result = accept(token_ids, logits, draft, batch.sampling, batch.positions(width))
+            self.state.commit(batch, token_ids, result)
+        if self.drafter:
+            with self.timer.phase("context"):
+                self.drafter.commit(batch, token_ids, result, verify)
+        return draft, token_ids, result
+
+    def _send_results(self, requests: list[Request], k: int | None, result: AcceptOutput, draft: DraftOutput | None) -> None:
+        """Starts the one copy of a step: accepted, offered, finite, the output tokens and, when asked for, their logprobs."""
+        offered = draft.num_drafts if draft and draft.num_drafts is not None else torch.full_like(result.num_accepted, k or 0)
+        columns = [torch.stack([result.num_accepted, offered, result.finite.long()], dim=1), result.token_ids]
+        if result.logprobs is not None:
+            columns.append(result.logprobs.double().view(torch.int64))  # the same 8 bytes, so that one tensor carries both
+        table = torch.cat(columns, dim=1)
+        arrived = None
+        if table.device.type == "cuda":
+            host = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
+            table = host.copy_(table, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        self._launched.append(_Launched(list(requests), k, table, arrived))
+
+    def _read_results(self, leave: int = 0) -> None:
+        """Reads results, oldest first, until only `leave` launched steps are unread."""
+        while len(self._launched) > leave:
+            step = self._launched.popleft()
+            if step.arrived:
+                step.arrived.synchronize()
+            width = (step.k or 0) + 1
+            for request, (num_accepted, offered, finite, *row) in zip(step.requests, step.result.tolist(), strict=True):
+                if request.status is Status.FINISHED:
+                    continue  # it ended while this step was in flight; what the step added is surplus
+                count = num_accepted + 1
+                if step.k is None:
+                    request.first_token_unread = False
+                else:
+                    request.in_flight.pop(0)
+                    request.num_kv_tokens += count
+                logprobs = torch.tensor(row[width:], dtype=torch.int64).view(torch.float64).tolist()
+                self._append(request, row[:count] if finite else None, logprobs, step.k is not None, num_accepted, offered)
+
+    def _append(
+        self, request: Request, tokens: list[int] | None, logprobs: list[float], verified: bool, num_accepted: int, offered: int
+    ) -> None:
+        """Adds a step's tokens to a request, cut exactly where plain decoding would have stopped."""
+        self._touched[request.request_id] = request
+        if tokens is None:
+            count = len(request.output_token_ids)
+            request.error = (
+                f"the target's logits are NaN or infinite after {count} output tokens; use --dtype float32 or check the checkpoint"
+            )
+            self._finish(request, "error")
+            return
+        room = request.max_total_len - len(request.prompt_token_ids) - len(request.output_token_ids)
+        tokens, reason = _cut(tokens, room, self._stop_ids(request))
+        keep = request.on_tokens(request, tokens) if request.on_tokens else None
+        if keep is not None:
+            tokens, reason = tokens[:keep], "stop"
+        request.output_token_ids += tokens
+        if request.sampling.logprobs:
+            request.logprobs += logprobs[: len(tokens)]
+        if verified:
+            request.num_drafted.append(offered)
+            request.num_accepted.append(min(num_accepted, len(tokens)))
+            request.num_emitted.append(len(tokens))
+        if reason:
+            self._finish(request, reason)
+
+    def _stop_ids(self, request: Request) -> frozenset[int]:
+        own = () if request.sampling.ignore_eos else self.verifier.eos_token_ids
+        return frozenset((*own, *request.sampling.stop_token_ids))
+
+    def _finish(self, request: Request, reason: str) -> None:
+        request.finish_reason = reason
+        self._touched[request.request_id] = request
+        blocks = list(request.block_ids)
+        freed = self.scheduler.finish(request)
+        if reason == "error":
+            # Its keys and values may be NaN, and a masked NaN is still NaN to the next owner of the block.
+            self.pool.discard(blocks)
+            self.kv_cache.scrub(freed)
+
+
+def _cut(tokens: list[int], room: int, stop_ids: frozenset[int]) -> tuple[list[int], str | None]:
+    """The tokens up to the first stop token or the token limit, and why they end there.
+
+    >>> _cut([5, 6, 7], 2, frozenset({7}))
+    ([5, 6], 'length')
+    >>> _cut([5, 6, 7, 8], 9, frozenset({6}))
+    ([5, 6], 'stop')
+    """
+    tokens = tokens[:room]
+    for index, token in enumerate(tokens):
+        if token in stop_ids:
+            return tokens[: index + 1], "stop"
+    return tokens, "length" if len(tokens) == room else None
+
+
+def _num_draft_tokens(asked: int | None, drafter: Drafter | None) -> int:
+    """k, checked against the drafter.
+
+    Raises:
+        InvalidInputError: the drafter cannot give that many.
+    """
+    most = drafter.max_draft_tokens if drafter else 0
+    if asked is None:
+        return most
+    if asked > most:
+        way_out = f"choose 1 to {most}, or 0 for plain decoding" if drafter else "name a drafter, or leave it out"
+        raise InvalidInputError(f"num_draft_tokens is {asked} and the drafter gives at most {most}; {way_out}")
+    return asked

@@ -1,0 +1,97 @@
+"""The paged KV cache: one key and one value tensor per layer, all sharing the same block ids."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec.errors import CapacityError
+from specdec.kv_cache.block_pool import blocks_for
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayerSpec:
+    """What one attention layer stores per token: `num_kv_heads` keys and values of `head_dim` numbers each."""
+
+    num_kv_heads: int
+    head_dim: int
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes of one token's key and value.
+
+        >>> KVLayerSpec(num_kv_heads=3, head_dim=64).bytes_per_token(torch.bfloat16)
+        768
+        """
+        return 2 * self.num_kv_heads * self.head_dim * dtype.itemsize
+
+
+class LayerCache(NamedTuple):
+    """Cache of one layer in the plain layout; slot `s` lies at `[s // block_size, s % block_size]`."""
+
+    key: Tensor  # [num_blocks, block_size, num_kv_heads, head_dim]
+    value: Tensor  # [num_blocks, block_size, num_kv_heads, head_dim]
+
+
+class PagedKVCache:
+    """Key and value tensors for the layers of the target, then of the drafter.
+
+    A block id means the same tokens in every layer, so one block table per request serves all of them, and a block shared
+    between requests carries the drafter's context along with the target's.
+
+    Args:
+        specs: one per layer.
+        num_blocks: blocks per layer, the null block included.
+        block_size: tokens per block.
+        dtype: element type.
+        device: where the tensors live.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[KVLayerSpec],
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        # Zeros, not uninitialised memory: a masked key weighs 0, and 0 times NaN would still be NaN.
+        self.layers = [
+            LayerCache(*(torch.zeros(num_blocks, block_size, s.num_kv_heads, s.head_dim, dtype=dtype, device=device) for _ in "kv"))
+            for s in specs
+        ]
+
+    def scrub(self, blocks: Sequence[int]) -> None:
+        """Zeroes blocks whose content is not finite, before anyone else reads them."""
+        if not blocks:
+            return
+        index = torch.tensor(blocks, device=self.layers[0].key.device)
+        for layer in self.layers:
+            layer.key.index_fill_(0, index, 0)
+            layer.value.index_fill_(0, index, 0)
+
+
+def num_blocks_in_budget(
+    specs: Sequence[KVLayerSpec], *, memory_bytes: int, most_tokens: int, block_size: int, dtype: torch.dtype
+) -> int:
+    """Blocks that `memory_bytes` pays for, never more than `most_tokens` can fill, the null block included.
+
+    Raises:
+        CapacityError: the budget does not pay for two blocks.
+
+    >>> spec = [KVLayerSpec(num_kv_heads=3, head_dim=64)] * 30
+    >>> num_blocks_in_budget(spec, memory_bytes=2**20, most_tokens=10**6, block_size=16, dtype=torch.bfloat16)
+    2
+    """
+    block_bytes = block_size * sum(spec.bytes_per_token(dtype) for spec in specs)
+    affordable = memory_bytes // block_bytes
+    if affordable < 2:
+        raise CapacityError(
+            f"the KV cache budget of {memory_bytes:,} bytes pays for {affordable} blocks of {block_bytes:,} bytes;"
+            f" give it at least {2 * block_bytes:,} bytes"
+        )
+    return min(affordable, blocks_for(most_tokens, block_size) + 1)

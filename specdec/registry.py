@@ -1,0 +1,42 @@
+"""Names of what can be chosen, and where it lives: the core names the other packages only here, as strings."""
+
+from difflib import get_close_matches
+from importlib import import_module
+from typing import Any
+
+from specdec.errors import InvalidInputError
+
+ATTENTION_BACKENDS = {
+    "torch_ref": "specdec.attention.torch_ref:TorchRefBackend",
+}
+"""In order of preference for `auto`."""
+
+DRAFTERS = {
+    "ngram": "drafters.ngram:load_ngram",
+    "dflash": "drafters.dflash:load_dflash",
+}
+"""Functions `(path | None, *, verifier) -> Drafter`."""
+
+VERIFIERS = {
+    "hf": "verifiers.hf:load_verifier",
+}
+"""Functions `(name_or_path, *, device, dtype, attention) -> (Verifier, tokenizer)`."""
+
+COMMANDS = {
+    "generate": "specdec.generate_command:run",
+}
+"""Functions `(argparse.Namespace) -> exit status`, named as strings so that `--help` imports none of them."""
+
+
+def resolve(table: dict[str, str], name: str, kind: str) -> Any:
+    """Imports and returns what `name` stands for.
+
+    Raises:
+        InvalidInputError: the name is not in the table; the message lists all names, near ones first.
+    """
+    if name not in table:
+        near = get_close_matches(name, table, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise InvalidInputError(f"unknown {kind} {name!r}{hint} (known: {', '.join(table)})")
+    module, _, attribute = table[name].partition(":")
+    return getattr(import_module(module), attribute)

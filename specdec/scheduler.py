@@ -1,0 +1,185 @@
+"""Who works in the next step: admission, chunked prefill, growth of the block tables, preemption by recompute."""
+
+from bisect import insort
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from specdec.core import Request, Status
+from specdec.kv_cache import BlockPool, blocks_for, prefix_hashes
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Tokens `start .. end - 1` of a request's prefill."""
+
+    request: Request
+    start: int
+    end: int
+    admitted: bool  # the request got its slot in this step
+    last: bool  # nothing of the prefill is left after it
+
+
+@dataclass(slots=True)
+class Schedule:
+    """Work of one step: a packed prefill, and a decode step with `k` drafts per request."""
+
+    prefill: list[Chunk]
+    decode: list[Request]
+    k: int
+
+
+def prefill_tokens(request: Request) -> list[int]:
+    """Tokens whose KV the prefill writes: the prompt, or after a preemption everything but the known anchor."""
+    return request.token_ids[:-1] if request.output_token_ids else request.prompt_token_ids
+
+
+class Scheduler:
+    """First come, first served; the last to arrive is the first to be preempted, so the oldest request always advances.
+
+    All state is on the host. Requests hold blocks for everything they have prefilled and for every position that launched steps
+    may write, whatever those steps will turn out to have accepted.
+
+    Args:
+        pool: blocks of the cache.
+        block_size: tokens per block.
+        max_num_seqs: slots for requests in work.
+        max_prefill_tokens: tokens of all prefill chunks of a step together.
+        prefix_caching: reuse published blocks.
+    """
+
+    def __init__(
+        self, pool: BlockPool, *, block_size: int, max_num_seqs: int, max_prefill_tokens: int, prefix_caching: bool
+    ) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self.max_prefill_tokens = max_prefill_tokens
+        self.prefix_caching = prefix_caching
+        self.waiting: list[Request] = []  # in order of arrival
+        self.working: list[Request] = []  # prefilling or running, in order of arrival
+        self.num_preemptions = 0
+        self._free_slots = list(reversed(range(max_num_seqs)))
+        self._digests: dict[int, list[bytes]] = {}  # by request id, while the request is in work
+
+    def add(self, request: Request) -> None:
+        """Queues a request."""
+        insort(self.waiting, request, key=_arrival)
+
+    def finish(self, request: Request) -> list[int]:
+        """Takes a request out, wherever it stands, and returns the blocks that nobody holds any more."""
+        freed: list[int] = []
+        if request.status is Status.WAITING:
+            self.waiting.remove(request)
+        elif request.status is not Status.FINISHED:
+            freed = self._withdraw(request)
+        request.status = Status.FINISHED
+        return freed
+
+    def schedule(self, k: int, settle: Callable[[], None]) -> Schedule:
+        """Decides the next step and reserves its blocks.
+
+        Args:
+            k: most drafts per request; less is scheduled when no request has that many tokens left.
+            settle: reads the results of all launched steps; called before anyone is preempted, since only a request whose
+                tokens are all known can be recomputed.
+        """
+        preemptions = self.num_preemptions
+        decode = self._grow_running(k, settle)
+        admit = self.num_preemptions == preemptions  # else the victim would take back what was just freed
+        return Schedule(
+            prefill=self._prefill_chunks(k, admit=admit),
+            decode=decode,
+            k=min([k, max((request.num_left for request in decode), default=0)]),
+        )
+
+    def prefilled(self, chunk: Chunk) -> None:
+        """Notes a launched chunk; blocks it has filled are offered for reuse from the next step on."""
+        request = chunk.request
+        if self.prefix_caching:
+            digests = self._digests[request.request_id]
+            for index in range(chunk.start // self.block_size, chunk.end // self.block_size):
+                self.pool.publish(request.block_ids[index], digests[index])
+        request.num_prefilled = chunk.end
+        if chunk.last:
+            request.status = Status.RUNNING
+            request.num_kv_tokens = chunk.end
+
+    def _grow_running(self, k: int, settle: Callable[[], None]) -> list[Request]:
+        """Requests that decode in this step, each with blocks up to position L + k for the largest possible L."""
+        ready: list[Request] = []
+        for request in list(self.working):
+            while _can_decode(request):
+                missing = blocks_for(request.kv_tokens_bound + k + 1, self.block_size) - len(request.block_ids)
+                if missing <= self.pool.num_free:
+                    request.block_ids += self.pool.allocate(max(missing, 0))
+                    ready.append(request)
+                    break
+                if any(r.in_flight or r.first_token_unread for r in self.working):
+                    settle()
+                else:
+                    self._preempt(self.working[-1])
+        return [request for request in ready if _can_decode(request)]
+
+    def _prefill_chunks(self, k: int, *, admit: bool) -> list[Chunk]:
+        """Prefills under way first, then newcomers, as far as tokens, slots and blocks go."""
+        budget = self.max_prefill_tokens
+        chunks: list[Chunk] = []
+        for request in [r for r in self.working if r.status is Status.PREFILLING]:
+            budget = self._take(chunks, request, budget, admitted=False)
+        while admit and budget > 0 and self.waiting and self._free_slots:
+            request = self.waiting[0]
+            if not self._admit(request, k):
+                break
+            budget = self._take(chunks, request, budget, admitted=True)
+        return chunks
+
+    def _take(self, chunks: list[Chunk], request: Request, budget: int, *, admitted: bool) -> int:
+        """Appends the next chunk of `request` and returns the budget left."""
+        start, total = request.num_prefilled, len(prefill_tokens(request))
+        end = min(total, start + budget)
+        if end > start:
+            chunks.append(Chunk(request, start, end, admitted=admitted, last=end == total))
+        return budget - (end - start)
+
+    def _admit(self, request: Request, k: int) -> bool:
+        """Gives a waiting request a slot and the blocks of its prefill and first step, if those in work can still grow."""
+        tokens = prefill_tokens(request)
+        digests = prefix_hashes(tokens, self.block_size) if self.prefix_caching else []
+        # The last token is always computed: its logits choose the first output token.
+        cached = self.pool.match(digests[: (len(tokens) - 1) // self.block_size])
+        missing = blocks_for(len(tokens) + k + 1, self.block_size) - len(cached)
+        if missing + len(self.working) > self.pool.num_free:
+            self.pool.release(cached)
+            return False
+        request.block_ids = cached + self.pool.allocate(missing)
+        request.num_prefilled = len(cached) * self.block_size
+        request.slot = self._free_slots.pop()
+        request.status = Status.PREFILLING
+        self._digests[request.request_id] = digests
+        self.waiting.pop(0)
+        insort(self.working, request, key=_arrival)
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        """Sends a request back to wait; its tokens so far will be prefilled again."""
+        self.num_preemptions += 1
+        self._withdraw(request)
+        request.status = Status.WAITING
+        insort(self.waiting, request, key=_arrival)
+
+    def _withdraw(self, request: Request) -> list[int]:
+        freed = self.pool.release(request.block_ids)
+        self._free_slots.append(request.slot)
+        self._digests.pop(request.request_id)
+        self.working.remove(request)
+        request.block_ids, request.slot = [], -1
+        request.num_prefilled = request.num_kv_tokens = 0
+        return freed
+
+
+def _arrival(request: Request) -> int:
+    return request.request_id
+
+
+def _can_decode(request: Request) -> bool:
+    """Whether one more step can still add a token: every step in flight adds at least one."""
+    return request.status is Status.RUNNING and request.num_left > len(request.in_flight)

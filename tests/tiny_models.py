@@ -1,0 +1,105 @@
+"""Tiny random models of every supported kind, and engines around them."""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from specdec.attention.selector import select_backend
+from verifiers.hf import HFVerifier, attention_spec
+from verifiers.hf_attention import ATTENTION_NAME
+
+VOCAB = 97
+WINDOW = 8
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.3,
+}
+_WINDOWED = ["sliding_attention", "full_attention"] * 2
+
+CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**_COMMON),
+    "llama_tied": lambda: LlamaConfig(**_COMMON, tie_word_embeddings=True),
+    "qwen2": lambda: Qwen2Config(**_without("head_dim")),
+    "qwen2_window": lambda: Qwen2Config(
+        **_without("head_dim"), use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2
+    ),
+    "qwen3": lambda: Qwen3Config(**_COMMON),
+    "qwen3_moe": lambda: Qwen3MoeConfig(**_COMMON, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2),
+    "mistral": lambda: MistralConfig(**_COMMON, sliding_window=WINDOW),
+    "gemma2": lambda: Gemma2Config(
+        **_COMMON, sliding_window=WINDOW, query_pre_attn_scalar=16, attn_logit_softcapping=5.0, final_logit_softcapping=8.0
+    ),
+    "gemma3": lambda: Gemma3TextConfig(**_COMMON, sliding_window=WINDOW, query_pre_attn_scalar=16, layer_types=_WINDOWED),
+    "gpt_oss": lambda: GptOssConfig(
+        **_COMMON, sliding_window=WINDOW, num_local_experts=4, num_experts_per_tok=2, layer_types=_WINDOWED
+    ),
+}
+"""One factory per architecture and feature: grouped heads, windows, sinks, softcaps, experts, embedding scale, tied heads."""
+
+
+def _without(*keys: str) -> dict[str, Any]:
+    return {key: value for key, value in _COMMON.items() if key not in keys}
+
+
+def plain_model(name: str, seed: int = 0) -> PreTrainedModel:
+    """The model as transformers alone runs it, eager attention, float32."""
+    torch.manual_seed(seed)
+    config = CONFIGS[name]()
+    config.tie_word_embeddings = config.tie_word_embeddings and not name.startswith("gemma")
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith("sinks") or "norm" in parameter_name:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    return model
+
+
+def paged_verifier(model: PreTrainedModel, block_size: int = 4) -> HFVerifier:
+    """A second model with the same weights behind our paged attention."""
+    config = copy.deepcopy(model.config)
+    paged: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
+    paged.load_state_dict(model.state_dict())
+    paged.generation_config.eos_token_id = model.generation_config.eos_token_id
+    spec = attention_spec(config, device=torch.device("cpu"), dtype=torch.float32, block_size=block_size)
+    return HFVerifier(paged.eval(), name=config.model_type, backend=select_backend("torch_ref", spec))
+
+
+@torch.inference_mode()
+def plain_greedy(model: PreTrainedModel, prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """New tokens of `generate`, greedy, end-of-sequence included."""
+    ids = torch.tensor([list(prompt)])
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False)
+    return output[0, len(prompt) :].tolist()
+
+
+def random_prompts(count: int, seed: int = 0, longest: int = 40) -> list[list[int]]:
+    """Prompts of 1 to `longest` tokens, special tokens left out."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, longest + 1, (count,), generator=generator).tolist()
+    return [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in lengths]
