@@ -1,0 +1,46 @@
+"""A guard under which anything that makes the host wait for the device raises."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_SYNCING_METHODS = ("item", "cpu", "tolist", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
+_SYNCING_OPS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "equal")
+
+
+class HostSyncError(AssertionError):
+    """Raised by the guard."""
+
+
+class _NoSyncOps(TorchDispatchMode):
+    """Refuses operations whose result the host needs, also when they hide in an index or in C++."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        masks = [a for arg in args[1:] if isinstance(arg, list | tuple) for a in arg if isinstance(a, torch.Tensor)]
+        if name in _SYNCING_OPS or (name.startswith("index") and any(m.dtype == torch.bool for m in masks)):
+            raise HostSyncError(f"{name} makes the host wait")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def no_host_sync() -> Iterator[None]:
+    """Within it `.item()`, `.cpu()`, `.tolist()`, `bool(tensor)`, boolean indexing and tensors from host lists raise."""
+
+    def refuse(name: str) -> Any:
+        def method(*args: Any, **kwargs: Any) -> Any:
+            raise HostSyncError(f"{name} makes the host wait")
+
+        return method
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in _SYNCING_METHODS:
+            patch.setattr(torch.Tensor, name, refuse(name))
+        for name in ("tensor", "as_tensor", "from_numpy"):
+            patch.setattr(torch, name, refuse(f"torch.{name}"))
+        with _NoSyncOps():
+            yield

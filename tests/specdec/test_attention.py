@@ -1,0 +1,109 @@
+"""torch_ref against attention written out position by position, and the choice of a backend."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec.attention.backend import AttentionMetadata, AttentionSpec
+from specdec.attention.selector import refusals, select_backend
+from specdec.attention.torch_ref import TorchRefBackend
+from specdec.errors import BackendError, InvalidInputError
+from specdec.kv_cache import KVLayerSpec, PagedKVCache, blocks_for
+
+BLOCK, HEADS, DIM = 4, 6, 8
+
+
+def spec(**changes: object) -> AttentionSpec:
+    """A small request to a backend."""
+    values: dict[str, object] = {
+        "device": torch.device("cpu"),
+        "dtype": torch.float32,
+        "num_heads": HEADS,
+        "num_kv_heads": 2,
+        "head_dim": DIM,
+        "block_size": BLOCK,
+    }
+    return AttentionSpec(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def one_row(
+    query: Tensor, keys: Tensor, values: Tensor, position: int, *, causal: bool, window: int | None, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Attention of one query [heads, dim] at `position` to keys [length, kv_heads, dim], in float64, key by key."""
+    out = torch.zeros(query.shape, dtype=torch.float64)
+    group = query.shape[0] // keys.shape[1]
+    for head in range(query.shape[0]):
+        weights: list[tuple[float, Tensor]] = []
+        for s in range(keys.shape[0]):
+            hidden = (causal and s > position) or (window is not None and abs(position - s) >= window)
+            if not hidden:
+                score = float(query[head].double() @ keys[s, head // group].double()) * 0.3
+                score = softcap * float(torch.tanh(torch.tensor(score / softcap, dtype=torch.float64))) if softcap else score
+                weights.append((score, values[s, head // group].double()))
+        extra = [float(sinks[head])] if sinks is not None else []
+        exps = torch.tensor([w for w, _ in weights] + extra, dtype=torch.float64).softmax(0)
+        out[head] = sum(e * v for e, (_, v) in zip(exps, weights, strict=False))  # type: ignore[assignment]
+    return out
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 6])
+@pytest.mark.parametrize(("causal", "window"), list(itertools.product([True, False], [None, 1, 3, 100])))
+@pytest.mark.parametrize("extra", ["", "sinks", "softcap", "both"])
+@pytest.mark.parametrize("uniform", [True, False])
+def test_every_case_equals_the_definition(num_kv_heads: int, causal: bool, window: int | None, extra: str, uniform: bool) -> None:
+    """Prefill, extension, causal and bidirectional blocks, windows, sinks, softcap and every group size, on scattered blocks."""
+    torch.manual_seed(0)
+    backend = TorchRefBackend(spec(num_kv_heads=num_kv_heads))
+    lengths, widths = ([9, 5, 12], [3, 3, 3]) if uniform else ([9, 5, 12], [9, 1, 4])
+    counts = [blocks_for(n, BLOCK) for n in lengths]
+    tables = list(torch.split(torch.randperm(sum(counts)) + 1, counts))
+    cache = PagedKVCache(
+        [KVLayerSpec(num_kv_heads, DIM)], num_blocks=sum(counts) + 1, block_size=BLOCK, dtype=torch.float32, device=torch.device("cpu")
+    ).layers[0]
+    cache.key.normal_()  # what nobody wrote must not matter
+    cache.value.normal_()
+    keys, values = ([torch.randn(n, num_kv_heads, DIM) for n in lengths] for _ in "kv")
+    slots = [tables[i][torch.arange(n) // BLOCK] * BLOCK + torch.arange(n) % BLOCK for i, n in enumerate(lengths)]
+    for i, (n, w) in enumerate(zip(lengths, widths, strict=True)):
+        backend.write(cache, keys[i][: n - w], values[i][: n - w], slots[i][: n - w])
+    table = torch.zeros(3, 5, dtype=torch.int32)
+    for i in range(3):
+        table[i, : counts[i]] = tables[i].int()
+    metadata = AttentionMetadata(
+        query_start_loc=torch.tensor([0, *itertools.accumulate(widths)], dtype=torch.int32),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        block_table=table,
+        slot_mapping=torch.cat([s[-w:] for s, w in zip(slots, widths, strict=True)]),
+        num_reqs=3,
+        num_tokens=sum(widths),
+        max_query_len=max(widths),
+        max_seq_len=14 if uniform else max(lengths),
+        causal=causal,
+        query_lens=None if uniform else widths,
+        seq_lens_host=None if uniform else lengths,
+    )
+    query = torch.randn(sum(widths), HEADS, DIM)
+    sinks = torch.randn(HEADS) if extra in ("sinks", "both") else None
+    softcap = 0.7 if extra in ("softcap", "both") else None
+    tails = [torch.cat([t[-w:] for t, w in zip(side, widths, strict=True)]) for side in (keys, values)]
+    got = backend.run(query, *tails, cache, backend.plan(metadata), scale=0.3, window=window, softcap=softcap, sinks=sinks)
+    row = 0
+    for i, (n, w) in enumerate(zip(lengths, widths, strict=True)):
+        for position in range(n - w, n):
+            want = one_row(query[row], keys[i], values[i], position, causal=causal, window=window, softcap=softcap, sinks=sinks)
+            torch.testing.assert_close(got[row].double(), want, atol=1e-5, rtol=1e-5)
+            row += 1
+
+
+def test_backends_are_chosen_and_refused_by_reason() -> None:
+    """An unknown name lists the known ones; a refusal gives every reason at once; auto takes the first without one."""
+    assert select_backend("auto", spec()).name == "torch_ref"
+    with pytest.raises(InvalidInputError, match=r"unknown attention backend 'torch_rf'; did you mean 'torch_ref'\? \(known: torch_ref"):
+        select_backend("torch_rf", spec())
+    bad = spec(dtype=torch.int8, num_kv_heads=4)
+    assert len(refusals(bad)["torch_ref"]) == 2
+    for name in ("torch_ref", "auto"):
+        with pytest.raises(BackendError, match=r"int8.*6 query heads do not share 4 key heads"):
+            select_backend(name, bad)

@@ -1,0 +1,57 @@
+"""The test that matters most: speculative output equals plain output, token for token, in float32."""
+
+from collections.abc import Callable
+
+import pytest
+
+from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.core import Drafter
+from specdec.engine import SpecEngine
+from tests.scripted import ScriptedDrafter
+from tests.tiny_models import CONFIGS, paged_verifier, plain_greedy, plain_model, random_prompts
+from verifiers.hf import HFVerifier
+
+K = 4
+MAX_TOKENS = 24
+Outputs = dict[tuple[int, ...], list[int]]
+
+
+def run(verifier: HFVerifier, drafter: Drafter | None, prompts: list[list[int]], config: EngineConfig, **sampling: object) -> list[list[int]]:
+    """Output tokens of every prompt, all queued at once."""
+    engine = SpecEngine(verifier, drafter, config)
+    requests = [engine.add_request(p, SamplingParams(max_tokens=MAX_TOKENS, **sampling)) for p in prompts]  # type: ignore[arg-type]
+    while engine.has_work:
+        engine.step()
+    assert engine.pool.num_used == 0
+    return [request.output_token_ids for request in requests]
+
+
+def engine_config(batch: int, **changes: object) -> EngineConfig:
+    """A small cache with odd sizes; prefill in chunks shorter than most prompts."""
+    return EngineConfig(max_num_seqs=batch, max_prefill_tokens=13, cache=CacheConfig(block_size=4, memory_bytes=2**22), **changes)  # type: ignore[arg-type]
+
+
+DRAFTERS: dict[str, Callable[[Outputs, HFVerifier], Drafter | None]] = {
+    "plain": lambda outputs, verifier: None,
+    "right": lambda outputs, verifier: ScriptedDrafter(outputs, K),
+    "wrong": lambda outputs, verifier: ScriptedDrafter(outputs, K, [{0, 1, 2, 3}]),
+    "wrong_at_each": lambda outputs, verifier: ScriptedDrafter(outputs, K, [{0}, {1}, {2}, {3}, set()]),
+}
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def case(request: pytest.FixtureRequest) -> tuple[HFVerifier, Outputs]:
+    """A target and what transformers' `generate` makes of 5 prompts."""
+    model = plain_model(request.param)
+    return paged_verifier(model), {tuple(p): plain_greedy(model, p, MAX_TOKENS) for p in random_prompts(5)}
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_greedy_equals_generate(case: tuple[HFVerifier, Outputs], drafter: str, batch: int, depth: int) -> None:
+    """Every architecture, drafter and batch size, results read at once and one step late."""
+    verifier, outputs = case
+    prompts = [list(p) for p in outputs]
+    got = run(verifier, DRAFTERS[drafter](outputs, verifier), prompts, engine_config(batch, pipeline_depth=depth))
+    assert got == list(outputs.values())

@@ -1,0 +1,88 @@
+"""Nothing between draft and commit makes the host wait for the device."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from specdec.config import SamplingParams
+from specdec.core import DecodeBatch, Drafter
+from specdec.engine import SpecEngine
+from tests.guards import HostSyncError, no_host_sync
+from tests.scripted import ScriptedDrafter
+from tests.test_lossless import MAX_TOKENS, engine_config
+from tests.tiny_models import VOCAB, paged_verifier, plain_greedy, plain_model, random_prompts
+from verifiers.hf import HFVerifier
+
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"temperature": 0.8, "seed": 3},
+    "filtered": {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 3, "logprobs": True},
+    "penalised": {"repetition_penalty": 1.3},
+}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "caught"),
+    [
+        (lambda x: x.sum().item(), True),
+        (lambda x: bool(x.any()), True),
+        (lambda x: x[x > 0], True),
+        (lambda x: x.tolist(), True),
+        (lambda x: torch.tensor([0]), True),
+        (lambda x: x[torch.zeros_like(x)], False),
+    ],
+)
+def test_the_guard_works(spoil: Callable[[torch.Tensor], Any], caught: bool) -> None:
+    """The guard raises for each kind of wait, and for nothing else."""
+    tensor = torch.arange(3)
+    with no_host_sync():
+        if caught:
+            with pytest.raises(HostSyncError):
+                spoil(tensor)
+        else:
+            spoil(tensor)
+
+
+def guarded_run(verifier: HFVerifier, drafter: Drafter | None, prompts: list[list[int]], sampling: SamplingParams) -> list[list[int]]:
+    """Outputs of an engine whose every launch runs under the guard."""
+    engine = SpecEngine(verifier, drafter, engine_config(3, pipeline_depth=1))
+    launch, launches = engine._launch, []
+
+    def guarded(batch: DecodeBatch) -> Any:
+        launches.append(batch.k)
+        with no_host_sync():
+            return launch(batch)
+
+    engine._launch = guarded  # type: ignore[method-assign]
+    requests = [engine.add_request(prompt, sampling) for prompt in prompts]
+    while engine.has_work:
+        engine.step()
+    assert launches
+    return [request.output_token_ids for request in requests]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_step_never_waits(name: str, sampling: str) -> None:
+    """Draft, verify, accept and commit under the guard, results read one step late, with every sampling feature."""
+    model = plain_model(name)
+    prompts = random_prompts(4)
+    outputs = {tuple(p): plain_greedy(model, p, MAX_TOKENS) for p in prompts}
+    params = SamplingParams(max_tokens=MAX_TOKENS, **SAMPLINGS[sampling])
+    guarded_run(paged_verifier(model), ScriptedDrafter(outputs, 3, [{1}]), prompts, params)
+
+
+def test_sync_in_a_drafter_is_caught() -> None:
+    """A drafter that looks at a value on the host fails the test above."""
+
+    class Peeking(ScriptedDrafter):
+        def propose(self, batch: DecodeBatch) -> Any:
+            assert batch.anchors[0].item() < VOCAB
+            return super().propose(batch)
+
+    model, prompt = plain_model("llama"), random_prompts(1)[0]
+    drafter = Peeking({tuple(prompt): plain_greedy(model, prompt, MAX_TOKENS)}, 3)
+    with pytest.raises(HostSyncError):
+        guarded_run(paged_verifier(model), drafter, [prompt], SamplingParams(max_tokens=8))

@@ -1,0 +1,104 @@
+"""The target on our paged cache against plain transformers: same logits, same features, for every architecture."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec.attention.backend import AttentionMetadata
+from specdec.core import ForwardInput
+from specdec.kv_cache import PagedKVCache, blocks_for
+from tests.tiny_models import CONFIGS, WINDOW, paged_verifier, plain_model, random_prompts
+from verifiers.hf import HFVerifier, layer_windows
+
+BLOCK = 4
+
+
+class PackedRun:
+    """Feeds several sequences to a verifier in packed chunks over one cache with scattered blocks."""
+
+    def __init__(self, verifier: HFVerifier, sequences: list[list[int]]) -> None:
+        self.verifier, self.sequences = verifier, sequences
+        counts = [blocks_for(len(s), BLOCK) for s in sequences]
+        order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)) + 1
+        self.tables = list(torch.split(order, counts))
+        self.cache = PagedKVCache(
+            verifier.kv_specs, num_blocks=sum(counts) + 1, block_size=BLOCK, dtype=torch.float32, device=torch.device("cpu")
+        )
+
+    def forward(self, spans: list[tuple[int, int, int]], aux: tuple[int, ...] = (), *, host_lengths: bool = True) -> list[Tensor]:
+        """Runs rows `start .. end - 1` of sequence `i` for every (i, start, end); returns logits, or features when tapping."""
+        tokens = torch.cat([torch.tensor(self.sequences[i][a:b]) for i, a, b in spans])
+        positions = torch.cat([torch.arange(a, b) for _, a, b in spans])
+        slots = torch.cat([self.tables[i][torch.arange(a, b) // BLOCK] * BLOCK + torch.arange(a, b) % BLOCK for i, a, b in spans])
+        widths, ends = [b - a for _, a, b in spans], [b for *_, b in spans]
+        table = torch.zeros(len(spans), max(len(t) for t in self.tables), dtype=torch.int32)
+        for row, (i, _, _) in enumerate(spans):
+            table[row, : len(self.tables[i])] = self.tables[i].int()
+        metadata = AttentionMetadata(
+            query_start_loc=torch.tensor([0, *torch.tensor(widths).cumsum(0).tolist()], dtype=torch.int32),
+            seq_lens=torch.tensor(ends, dtype=torch.int32),
+            block_table=table,
+            slot_mapping=slots,
+            num_reqs=len(spans),
+            num_tokens=len(tokens),
+            max_query_len=max(widths),
+            max_seq_len=max(ends),
+            query_lens=widths if host_lengths else None,
+            seq_lens_host=ends if host_lengths else None,
+        )
+        output = self.verifier.forward(ForwardInput(tokens, positions, metadata), self.cache.layers, aux)
+        rows = output.aux_hidden if aux else output.logits
+        assert rows is not None
+        return list(torch.split(rows, widths))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_equal_transformers(name: str) -> None:
+    """Packed prefill, a chunked extension, a multi-token verify and single tokens, past the window, on scattered blocks."""
+    model = plain_model(name)
+    sequences = [s[:1] * 3 + s for s in random_prompts(3, seed=2, longest=30)] + [random_prompts(1, seed=3)[0] * 30]
+    sequences[-1] = sequences[-1][: 4 * WINDOW]
+    sequences = [s + [7, 11, 13, 17, 19, 23, 29] for s in sequences]
+    run = PackedRun(paged_verifier(model, BLOCK), sequences)
+    lengths = [len(s) for s in sequences]
+    got = [
+        run.forward([(i, 0, n // 2) for i, n in enumerate(lengths)]),
+        run.forward([(i, n // 2, n - 6) for i, n in enumerate(lengths)]),
+        run.forward([(i, n - 6, n - 1) for i, n in enumerate(lengths)], host_lengths=False),
+        run.forward([(i, n - 1, n) for i, n in enumerate(lengths)], host_lengths=False),
+    ]
+    for i, sequence in enumerate(sequences):
+        with torch.inference_mode():
+            expected = model(torch.tensor([sequence])).logits[0]
+        torch.testing.assert_close(torch.cat([part[i] for part in got]), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_features_are_raw_layer_outputs() -> None:
+    """Taps hold what each decoder layer returned, also the last one, whose `hidden_states` entry would be normed."""
+    model = plain_model("qwen3")
+    sequence = random_prompts(1, seed=5)[0]
+    with torch.inference_mode():
+        hidden = model(torch.tensor([sequence]), output_hidden_states=True).hidden_states
+    run = PackedRun(paged_verifier(model, BLOCK), [sequence])
+    (features,) = run.forward([(0, 0, len(sequence))], aux=(0, 2, 3))
+    first, third, last = features.split(32, dim=-1)
+    torch.testing.assert_close(first, hidden[1][0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(third, hidden[3][0], atol=1e-5, rtol=1e-5)
+    normed = model.base_model.norm(last)
+    torch.testing.assert_close(normed, hidden[4][0], atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(last, hidden[4][0], atol=1e-2)
+
+
+def test_windows_come_from_the_config() -> None:
+    """Every source of windows: a list of layer types, one window for all layers, and a window that is switched off."""
+    assert layer_windows(CONFIGS["gemma3"]()) == [WINDOW, None, WINDOW, None]
+    assert layer_windows(CONFIGS["mistral"]()) == [WINDOW] * 4
+    assert layer_windows(CONFIGS["qwen2_window"]()) == [None, None, WINDOW, WINDOW]
+    assert layer_windows(CONFIGS["qwen2"]()) == [None] * 4
+
+
+def test_model_called_without_its_cache_says_so() -> None:
+    """The registered attention never runs without a cache: it would have no mask at all."""
+    verifier = paged_verifier(plain_model("llama"))
+    with pytest.raises(RuntimeError, match=r"HFVerifier\.forward"):
+        verifier.model(torch.tensor([[1, 2, 3]]))
