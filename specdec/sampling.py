@@ -1,0 +1,171 @@
+"""From logits to probabilities to tokens, batched, with one random stream per request.
+
+Random numbers are a function of (request seed, position, purpose) alone. A request's output therefore does not depend on its
+neighbours, on preemption, or, for point-mass drafts, on whether drafts were used at all. The numbers of a position are used
+once per purpose: those behind a rejection have influenced nothing yet when the next step draws them again.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+
+class Purpose(IntEnum):
+    """Independent random streams of one position."""
+
+    SAMPLE = 0  # the target's own token
+    ACCEPT = 1  # the acceptance test of a draft
+    DRAFT = 2  # the drafter's token
+
+
+@dataclass(slots=True)
+class SamplingTensors:
+    """Sampling state of the requests in a batch.
+
+    Attributes:
+        temperature: float32 [num_reqs]; 0 is greedy.
+        top_k: int64 [num_reqs]; 0 is off.
+        top_p, min_p, repetition_penalty: float32 [num_reqs].
+        seeds: int64 [num_reqs].
+        seen: bool [num_reqs, V], tokens before the anchor that the repetition penalty counts; None when no request has one.
+        all_greedy, any_top_k, any_top_p, any_min_p: host facts that choose the code path.
+        logprobs: a request wants log-probabilities.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    repetition_penalty: Tensor
+    seeds: Tensor
+    seen: Tensor | None
+    all_greedy: bool
+    any_top_k: bool
+    any_top_p: bool
+    any_min_p: bool
+    logprobs: bool
+
+
+def _signed(bits: int) -> int:
+    """The int64 with these 64 bits."""
+    return bits - 2**64 if bits >= 2**63 else bits
+
+
+_STEP = _signed(0x9E3779B97F4A7C15)
+_FACTORS = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
+_COLDEST = 1e-20  # already one-hot for any logits that differ in float32; dividing by less could overflow
+
+
+def _shift_right(bits: Tensor, count: int) -> Tensor:
+    # `>>` copies the sign bit of an int64; the hash wants zeros.
+    return (bits >> count) & ((1 << (64 - count)) - 1)
+
+
+def _mix(bits: Tensor) -> Tensor:
+    """Bijective 64-bit finaliser: flipping any input bit flips every output bit with probability near one half."""
+    bits = (bits ^ _shift_right(bits, 30)) * _FACTORS[0]
+    bits = (bits ^ _shift_right(bits, 27)) * _FACTORS[1]
+    return bits ^ _shift_right(bits, 31)
+
+
+def uniform(seeds: Tensor, positions: Tensor, purpose: Purpose) -> Tensor:
+    """Random numbers that depend on nothing but their arguments.
+
+    Each request walks its own SplitMix64 sequence (Steele, Lea and Flood, OOPSLA 2014), started at its hashed seed and
+    addressed directly instead of step by step. Products wrap around, as the generator wants.
+
+    Args:
+        seeds: int64 [num_reqs].
+        positions: int64 [num_reqs, n], positions of the tokens that the numbers decide.
+        purpose: what they decide.
+
+    Returns:
+        float64 [num_reqs, n] in [0, 1), multiples of 2**-53.
+    """
+    counter = positions * len(Purpose) + (int(purpose) + 1)
+    bits = _mix(_mix(seeds)[:, None] + counter * _STEP)
+    return _shift_right(bits, 11).double() * 2.0**-53
+
+
+def penalised(logits: Tensor, sampling: SamplingTensors, tokens: Tensor) -> Tensor:
+    """Applies the repetition penalty to rows that were fed `tokens`: a row counts the tokens up to its own.
+
+    Args:
+        logits: [num_reqs, n, V].
+        sampling: `seen` must be there; requests with penalty 1 are left as they are.
+        tokens: int64 [num_reqs, n], the anchor, then the drafts.
+
+    Returns:
+        float32 [num_reqs, n, V].
+    """
+    assert sampling.seen is not None, "no request has a repetition penalty"
+    width = tokens.shape[1]
+    causal = torch.ones(width, width, dtype=torch.bool, device=tokens.device).tril()
+    # Row j names its tokens 0..j; in place of later ones it names the anchor again, which every row has.
+    fed = torch.where(causal, tokens[:, None, :], tokens[:, :1, None])
+    seen = sampling.seen[:, None, :].repeat(1, width, 1).scatter_(-1, fed, True)
+    scores = logits.float()
+    penalty = sampling.repetition_penalty[:, None, None]
+    return torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
+
+
+def processed_probs(logits: Tensor, sampling: SamplingTensors) -> Tensor:
+    """Distributions that tokens are drawn from: temperature, top-k, top-p and min-p, in Transformers' order.
+
+    Every row is computed from its own values only, bit for bit the same whichever filters its neighbours use.
+
+    Args:
+        logits: [num_reqs, n, V], after the repetition penalty if there is one.
+        sampling: rows of greedy requests become one-hot at their first maximum.
+
+    Returns:
+        float32 [num_reqs, n, V]. A row with a NaN or infinite maximum has no meaning and disturbs no other.
+    """
+    temperature = sampling.temperature[:, None, None]
+    scores = logits.float() / temperature.clamp(min=_COLDEST)
+    if sampling.any_top_k or sampling.any_top_p:
+        scores = _filter_top_k_top_p(scores, sampling)
+    if sampling.any_min_p:
+        probs = scores.softmax(dim=-1)
+        floor = sampling.min_p[:, None, None] * probs.amax(dim=-1, keepdim=True)
+        scores = scores.masked_fill(probs < floor, -torch.inf)
+    probs = scores.softmax(dim=-1)
+    greedy = torch.zeros_like(probs).scatter_(-1, logits.max(dim=-1, keepdim=True).indices, 1.0)
+    return torch.where(temperature == 0, greedy, probs)
+
+
+def _filter_top_k_top_p(scores: Tensor, sampling: SamplingTensors) -> Tensor:
+    vocab_size = scores.shape[-1]
+    # A stable order decides ties at the edge of top-p the same way for every batch shape and device.
+    ordered, token_ids = scores.sort(dim=-1, stable=True)
+    if sampling.any_top_k:
+        count = torch.where(sampling.top_k > 0, sampling.top_k, vocab_size).clamp(max=vocab_size)
+        least = ordered.gather(-1, (vocab_size - count)[:, None, None].expand(-1, scores.shape[1], 1))
+        scores = scores.masked_fill(scores < least, -torch.inf)
+        ordered = ordered.masked_fill(ordered < least, -torch.inf)
+    if sampling.any_top_p:
+        dropped = ordered.softmax(dim=-1).cumsum(dim=-1) <= 1 - sampling.top_p[:, None, None]
+        dropped[..., -1] = False
+        scores = scores.masked_fill(dropped.scatter(-1, token_ids, dropped), -torch.inf)
+    return scores
+
+
+def sample_from(probs: Tensor, u: Tensor) -> Tensor:
+    """Inverse of the cumulative distribution: the first token whose cumulative probability exceeds `u` times the total.
+
+    A token of probability 0 is never returned while the row has any other.
+
+    Args:
+        probs: float32 [..., V], at least 0; need not sum to 1.
+        u: float64 [...] in [0, 1).
+
+    Returns:
+        int64 [...] in [0, V), also for rows that are zero or not finite.
+    """
+    cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
+    total = cumulative[..., -1:]
+    # Staying below the total keeps the search off zeros at the end of a row.
+    target = torch.minimum(u[..., None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, target, right=True).squeeze(-1).clamp(max=probs.shape[-1] - 1)

@@ -1,0 +1,450 @@
+"""Acceptance: exact in distribution, exact token for token where that is promised, and blind to neighbours.
+
+A toy target (a table of logits per previous token, vocabulary of 6) is decoded for three steps by 20,000 requests at once. The
+joint distribution of the first three tokens is compared with enumeration by a chi-square test. Seeds are fixed; with a
+threshold of 1e-6 on about forty p-values, a fresh choice of seeds would raise a false alarm in about one run of 25,000.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from specdec import acceptance
+from specdec.acceptance import accept
+from specdec.config import SamplingParams
+from specdec.core import AcceptOutput, DraftOutput
+from specdec.sampling import Purpose, SamplingTensors, sample_from, uniform
+from tests.specdec.test_sampling import tensors, transformers_probs
+
+V, K, C = 6, 3, 3
+FORMS = ("point mass", "dense", "top-k supported")
+START = 10  # position of the first anchor
+
+GENERATOR = torch.Generator().manual_seed(0)
+TARGET = 1.5 * torch.randn(V, V, generator=GENERATOR)
+DRAFT_LOGITS = TARGET + torch.randn(V, V, generator=GENERATOR)
+DENSE = DRAFT_LOGITS.softmax(-1)
+CANDIDATES = DRAFT_LOGITS.topk(C).indices
+CANDIDATE_PROBS = DRAFT_LOGITS.topk(C).values.softmax(-1)
+
+
+def sampling_for(params: list[SamplingParams], repeat: int = 1) -> SamplingTensors:
+    """Request `i` of `len(params) * repeat` has seed `i` and setting `i % len(params)`; penalties have seen nothing yet."""
+    params = params * repeat
+    penalised = any(p.repetition_penalty != 1 for p in params)
+    return tensors(params, torch.zeros(len(params), V).bool() if penalised else None)
+
+
+def propose(form: str, anchors: Tensor, positions: Tensor, seeds: Tensor, k: int, num_drafts: Tensor | None) -> DraftOutput:
+    """Drafts one token after the other; `positions` int64 [num_reqs] are those of the anchors."""
+    tokens = [anchors]
+    for i in range(1, k + 1):
+        if form == "point mass":
+            tokens.append(DRAFT_LOGITS[tokens[-1]].argmax(-1))
+            continue
+        u = uniform(seeds, positions[:, None] + i, Purpose.DRAFT).squeeze(1)
+        if form == "dense":
+            tokens.append(sample_from(DENSE[tokens[-1]], u))
+        else:
+            choice = sample_from(CANDIDATE_PROBS[tokens[-1]], u)
+            tokens.append(CANDIDATES[tokens[-1]].gather(1, choice[:, None]).squeeze(1))
+    previous = torch.stack(tokens[:-1], 1) if k else anchors[:, None][:, :0]
+    return DraftOutput(
+        token_ids=torch.stack(tokens, 1)[:, 1:],
+        num_drafts=num_drafts,
+        probs={"point mass": None, "dense": DENSE[previous], "top-k supported": CANDIDATE_PROBS[previous]}[form],
+        candidate_ids=CANDIDATES[previous] if form == "top-k supported" else None,
+    )
+
+
+def one_step(
+    form: str, sampling: SamplingTensors, k: int = K, num_drafts: Tensor | None = None
+) -> tuple[Tensor, DraftOutput, AcceptOutput]:
+    """Verified tokens, drafts and outcome of one step from different anchors."""
+    anchors = sampling.seeds // len(MIXED) % V
+    draft = propose(form, anchors, torch.full_like(anchors, START), sampling.seeds, k, num_drafts)
+    tokens = torch.cat([anchors[:, None], draft.token_ids], 1)
+    return tokens, draft, accept(tokens, TARGET[tokens], draft, sampling, START + torch.arange(k + 1).expand_as(tokens))
+
+
+def decode(
+    form: str, sampling: SamplingTensors, steps: int, k: int = K, num_drafts: Tensor | None = None, stale: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Output tokens [num_reqs, steps * (k + 1)] and how many count; `stale` forgets to advance the random numbers."""
+    anchors = torch.zeros_like(sampling.seeds)
+    length = torch.zeros_like(anchors)
+    output = torch.full((len(anchors), steps * (k + 1)), -1)
+    width = torch.arange(k + 1)
+    for _ in range(steps):
+        positions = START + (torch.zeros_like(length) if stale else length)
+        draft = propose(form, anchors, positions, sampling.seeds, k, num_drafts)
+        tokens = torch.cat([anchors[:, None], draft.token_ids], 1)
+        result = accept(tokens, TARGET[tokens], draft, sampling, positions[:, None] + width)
+        output.scatter_(1, length[:, None] + width, result.token_ids)  # the next step overwrites the surplus
+        length += result.num_accepted + 1
+        anchors = result.next_anchors
+    return output, length
+
+
+def p_value(output: Tensor, params: SamplingParams, num_tokens: int) -> float:
+    """Chi-square test of the first `num_tokens` tokens against enumeration of the target; 0 if one of them is impossible."""
+    table = transformers_probs(params, torch.empty(V, 0).long(), TARGET).double()
+    table /= table.sum(-1, keepdim=True)
+    joint, cells = table[0], output[:, 0]
+    for i in range(1, num_tokens):
+        joint = (joint.reshape(-1, V, 1) * table).flatten()
+        cells = cells * V + output[:, i]
+    observed = cells.bincount(minlength=V**num_tokens).double()
+    if observed[joint == 0].any():
+        return 0.0
+    expected, order = (joint[joint > 0] * len(output)).sort()
+    observed = observed[joint > 0][order]
+    rare = int((expected < 5).sum()) + 1  # pooled with the least likely cell that is not rare, to keep the approximation good
+    expected, observed = (torch.cat([x[:rare].sum()[None], x[rare:]]) for x in (expected, observed))
+    return float(stats.chisquare(observed.numpy(), expected.numpy()).pvalue) if len(expected) > 1 else 1.0
+
+
+FILTERS: dict[str, dict[str, Any]] = {
+    "no filter": {},
+    "top-k": {"top_k": 3},
+    "top-p": {"top_p": 0.8},
+    "min-p": {"min_p": 0.15},
+    "all filters": {"top_k": 4, "top_p": 0.9, "min_p": 0.05},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("filters", FILTERS)
+def test_joint_distribution_is_the_targets(form: str, temperature: float, filters: str) -> None:
+    """Catches a wrong acceptance rule, a wrong residual, filters missing from p, and random numbers that must not be reused."""
+    params = SamplingParams(temperature=temperature, **FILTERS[filters])
+    output, _ = decode(form, sampling_for([params], 20_000), steps=3)
+    assert p_value(output, params, 3) > 1e-6
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_joint_distribution_with_fewer_drafts_than_k(form: str) -> None:
+    """Catches a draft past `num_drafts` that is accepted, or judged as if it had been rejected."""
+    params = SamplingParams(temperature=1.0)
+    output, _ = decode(form, sampling_for([params], 20_000), steps=3, num_drafts=torch.arange(20_000) % (K + 1))
+    assert p_value(output, params, 3) > 1e-6
+
+
+def shrunk_uniform(seeds: Tensor, positions: Tensor, purpose: Purpose) -> Tensor:
+    u = uniform(seeds, positions, purpose)
+    return u / 1.02 if purpose is Purpose.ACCEPT else u
+
+
+@pytest.mark.parametrize("form", ["dense", "top-k supported"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_bias_of_two_percent_would_be_found(form: str, biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control of the method: the true rule passes with 400,000 requests, and accepting 2 % too readily does not."""
+    if biased:
+        monkeypatch.setattr(acceptance, "uniform", shrunk_uniform)
+    params = SamplingParams(temperature=1.0)
+    output, _ = decode(form, sampling_for([params], 400_000), steps=1, k=1)
+    assert (p_value(output, params, 1) > 1e-6) is not biased
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_random_numbers_used_for_two_tokens_would_be_found(form: str) -> None:
+    """Control of the method: without the position in the random numbers, the joint distribution is visibly wrong."""
+    params = SamplingParams(temperature=1.0)
+    output, _ = decode(form, sampling_for([params], 20_000), steps=3, stale=True)
+    assert p_value(output, params, 3) < 1e-6
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), *(SamplingParams(temperature=0.9, **f) for f in FILTERS.values())], ids=str)
+def test_point_mass_output_equals_plain_decoding_token_for_token(params: SamplingParams) -> None:
+    """Catches a random number that depends on the row or on whether drafts are used."""
+    sampling = sampling_for([params], 2_000)
+    plain, _ = decode("point mass", sampling, steps=4, k=0)
+    drafted, length = decode("point mass", sampling, steps=4)
+    assert length.min() >= 4
+    assert torch.equal(plain[:, :4], drafted[:, :4])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("company", [[], [SamplingParams(temperature=1.0, top_p=0.9)]], ids=["all greedy", "mixed batch"])
+def test_greedy_requests_get_the_argmax_whatever_the_proposal(form: str, company: list[SamplingParams]) -> None:
+    """Catches a greedy request that is treated as a sampled one, beside sampled ones or with drafts from a distribution."""
+    sampling = sampling_for([SamplingParams(), *company], 200)
+    output, length = decode(form, sampling, steps=4)
+    greedy = torch.arange(len(output)) % (1 + len(company)) == 0
+    token = torch.zeros_like(length)
+    for i in range(4):
+        token = TARGET[token].argmax(-1)
+        assert torch.equal(output[greedy, i], token[greedy])
+
+
+def chain(length: int) -> list[int]:
+    tokens = [0]
+    for _ in range(length):
+        tokens.append(int(TARGET[tokens[-1]].argmax()))
+    return tokens
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-3])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("right", range(K + 1))
+@pytest.mark.parametrize("limit", [None, 0, 1, K])
+def test_drafts_stay_up_to_the_first_wrong_one_or_the_limit(form: str, temperature: float, right: int, limit: int | None) -> None:
+    """Catches an off-by-one at every position; `right == K` is a draft that is always right."""
+    truth = chain(K + 1)
+    drafts = torch.tensor([truth[1 : right + 1] + [(t + 1) % V for t in truth[right + 1 : K + 1]]])
+    tokens = torch.cat([torch.tensor([[0]]), drafts], 1)
+    one_hot = torch.nn.functional.one_hot(drafts, V).float()
+    draft = DraftOutput(drafts, None if limit is None else torch.tensor([limit]))
+    if form == "dense":
+        draft.probs = one_hot
+    elif form == "top-k supported":
+        draft.candidate_ids = torch.stack([drafts, (drafts + 2) % V], -1)
+        draft.probs = torch.tensor([1.0, 0.0]).expand(1, K, 2)
+    sampling = sampling_for([SamplingParams(temperature=temperature)])
+    result = accept(tokens, TARGET[tokens], draft, sampling, START + torch.arange(K + 1)[None])
+    count = right if limit is None else min(right, limit)
+    assert result.num_accepted.tolist() == [count]
+    assert result.token_ids[0, : count + 1].tolist() == truth[1 : count + 2]
+    assert result.next_anchors.tolist() == [truth[count + 1]]
+    assert result.token_ids.shape == (1, K + 1) and result.finite.all() and result.logprobs is None
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1])
+def test_identical_distributions_keep_every_draft_and_the_last_token_is_that_of_plain_decoding(num_drafts: int) -> None:
+    """Catches a bonus token drawn with the numbers of another position, or from a residual."""
+    sampling = sampling_for([SamplingParams(temperature=1.0)], 500)
+    table = TARGET.softmax(-1)
+    anchors = sampling.seeds % V
+    positions = START + torch.arange(2).expand(500, 2)
+    drafts = sample_from(table[anchors][:, None], uniform(sampling.seeds, positions[:, 1:], Purpose.DRAFT))
+    tokens = torch.cat([anchors[:, None], drafts], 1)
+    draft = DraftOutput(drafts, torch.full((500,), num_drafts), probs=table[anchors][:, None])
+    result = accept(tokens, TARGET[tokens], draft, sampling, positions)
+    assert (result.num_accepted == num_drafts).all()
+    u = uniform(sampling.seeds, positions + 1, Purpose.SAMPLE)[:, num_drafts]
+    assert torch.equal(result.next_anchors, sample_from(table[tokens[:, num_drafts]], u))
+
+
+@pytest.mark.parametrize("form", ["dense", "top-k supported"])
+@pytest.mark.parametrize("q", [1.0, torch.nan])
+def test_without_a_residual_the_target_decides(form: str, q: float) -> None:
+    """Catches a residual of mass 0 (p and q agree where p was rejected by rounding) or NaN that yields a meaningless token."""
+    sampling = sampling_for([SamplingParams(temperature=1.0)], 500)
+    tokens = torch.cat([sampling.seeds[:, None] % V, torch.full((500, 1), 2)], 1)
+    logits = TARGET[tokens]
+    logits[..., 2] = -torch.inf  # the draft is impossible, so that it is rejected
+    positions = START + torch.arange(2).expand(500, 2)
+    draft = DraftOutput(tokens[:, 1:], probs=torch.full((500, 1, V), q))
+    if form == "top-k supported":
+        draft = replace(draft, candidate_ids=torch.arange(V).expand(500, 1, V))
+    result = accept(tokens, logits, draft, sampling, positions)
+    assert (result.num_accepted == 0).all() and result.finite.all()
+    u = uniform(sampling.seeds, positions + 1, Purpose.SAMPLE)[:, 0]
+    assert torch.equal(result.next_anchors, sample_from(logits[:, 0].softmax(-1), u))
+
+
+MIXED = [
+    SamplingParams(logprobs=True),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.7, top_k=3),
+    SamplingParams(temperature=1.3, top_p=0.7, min_p=0.1),
+    SamplingParams(temperature=0.9, repetition_penalty=1.5),
+    SamplingParams(repetition_penalty=1.5),
+]
+
+
+def rows(sampling: SamplingTensors, index: Tensor) -> SamplingTensors:
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seeds", "seen")
+    return replace(sampling, **{name: getattr(sampling, name)[index] for name in names})
+
+
+def pick(draft: DraftOutput, index: Tensor) -> DraftOutput:
+    fields = (draft.token_ids, draft.num_drafts, draft.probs, draft.candidate_ids)
+    return DraftOutput(*(None if x is None else x[index] for x in fields))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_results_do_not_depend_on_neighbours(form: str) -> None:
+    """Catches anything shared between rows: permuting a mixed batch permutes its results, and each request alone gets the same."""
+    sampling = sampling_for(MIXED, 10)
+    count = len(sampling.seeds)
+    tokens, draft, together = one_step(form, sampling, num_drafts=torch.arange(count) % (K + 1))
+    positions = START + torch.arange(K + 1).expand_as(tokens)
+
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(1))
+    shuffled = accept(tokens[order], TARGET[tokens[order]], pick(draft, order), rows(sampling, order), positions)
+    for name in ("token_ids", "num_accepted", "next_anchors", "finite", "logprobs"):
+        assert torch.equal(getattr(shuffled, name), getattr(together, name)[order]), name
+
+    for i in range(count):
+        one = torch.tensor([i])
+        alone = sampling_for([replace(MIXED[i % len(MIXED)], logprobs=True)])
+        alone.seeds = one
+        result = accept(tokens[one], TARGET[tokens[one]], pick(draft, one), alone, positions[one])
+        end = int(together.num_accepted[i]) + 1
+        assert result.num_accepted.item() + 1 == end
+        assert torch.equal(result.token_ids[0, :end], together.token_ids[i, :end])
+        assert torch.equal(result.logprobs[0, :end], together.logprobs[i, :end])  # type: ignore[index]
+
+
+@pytest.mark.parametrize(("bad", "where"), [(torch.nan, slice(None)), (torch.nan, 2), (torch.inf, 2), (-torch.inf, slice(None))])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("params", [[SamplingParams()], MIXED], ids=["greedy", "mixed"])
+def test_logits_that_are_not_finite_are_reported_and_stay_with_their_request(
+    form: str, bad: float, where: int | slice, params: list[SamplingParams]
+) -> None:
+    """Catches invalid ids, a missed or a needless report, and damage to neighbours, with the bad row at every position."""
+    sampling = sampling_for(params, 36)
+    tokens, draft, clean = one_step(form, sampling)
+    positions = START + torch.arange(K + 1).expand_as(tokens)
+    victim = torch.rand(len(tokens), generator=torch.Generator().manual_seed(1)) < 0.5
+    for row in range(K + 1):
+        logits = TARGET[tokens]
+        logits[victim, row, where] = bad
+        result = accept(tokens, logits, draft, sampling, positions)
+        assert result.token_ids.min() >= 0 and result.token_ids.max() < V
+        assert torch.equal(result.finite, ~(victim & (row <= result.num_accepted)))
+        assert result.finite[clean.num_accepted < row].all()
+        untouched = result.finite
+        assert (untouched & victim).any() or row == 0, "the case must occur: a bad row behind a rejection"
+        assert torch.equal(result.num_accepted[untouched], clean.num_accepted[untouched])
+        assert torch.equal(result.next_anchors[untouched], clean.next_anchors[untouched])
+
+
+def test_masked_tokens_are_finite() -> None:
+    """Catches a report about logits of -inf that merely forbid a token, such as those of a padded vocabulary."""
+    for params in ([SamplingParams()], MIXED):
+        sampling = sampling_for(params)
+        tokens = torch.zeros(len(params), 1).long()
+        logits = TARGET[tokens].clone()
+        logits[..., 1:4] = -torch.inf
+        result = accept(tokens, logits, None, sampling, tokens)
+        assert result.finite.all()
+        assert not torch.isin(result.token_ids, torch.tensor([1, 2, 3])).any()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_repetition_penalty_counts_the_drafts_at_each_position(temperature: float) -> None:
+    """Catches a penalty that misses a draft, or sees a later one: step by step, the choices are those of Transformers."""
+    params = SamplingParams(temperature=temperature, repetition_penalty=1.8)
+    count = 300
+    sampling = sampling_for([params], count)
+    generator = torch.Generator().manual_seed(2)
+    prompt = torch.randint(V, (count, 2), generator=generator)
+    assert sampling.seen is not None
+    sampling.seen.scatter_(1, prompt[:, :1], True)
+    history, anchors = prompt, prompt[:, 1:]
+    expected = []
+    for i in range(K + 1):
+        probs = transformers_probs(params, history, TARGET[history[:, -1]])
+        expected.append(
+            sample_from(probs, uniform(sampling.seeds, torch.full((count, 1), START + i + 1), Purpose.SAMPLE).squeeze(1))
+        )
+        history = torch.cat([history, expected[-1][:, None]], 1)
+    truth = torch.stack(expected, 1)
+    for wrong in range(K + 1):  # the draft at this index is wrong; at K none is
+        drafts = truth[:, :K].clone()
+        drafts[:, wrong:] = (drafts[:, wrong:] + 1) % V
+        tokens = torch.cat([anchors, drafts], 1)
+        result = accept(tokens, TARGET[tokens], None, sampling, START + torch.arange(K + 1).expand_as(tokens))
+        assert (result.num_accepted == wrong).all()
+        assert torch.equal(result.token_ids[:, : wrong + 1], truth[:, : wrong + 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", FORMS)
+def test_logprobs_are_those_of_the_unprocessed_logits(form: str, dtype: torch.dtype) -> None:
+    """Catches log-probabilities after temperature or penalty, in the model's dtype, or of the drafts instead of the output."""
+    params = [replace(p, logprobs=True) for p in MIXED]
+    sampling = sampling_for(params, 20)
+    tokens, draft, _ = one_step(form, sampling)
+    logits = TARGET[tokens].to(dtype)
+    result = accept(tokens, logits, draft, sampling, START + torch.arange(K + 1).expand_as(tokens))
+    expected = logits.double().log_softmax(-1).gather(-1, result.token_ids[..., None]).squeeze(-1)
+    assert result.logprobs is not None and result.logprobs.dtype == torch.float32
+    assert (result.logprobs - expected).abs().max() < 1e-5
+
+
+class Recorder(TorchDispatchMode):
+    """Notes every operation with its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.calls.append((func.overloadpacket.__name__, args, result))
+        return result
+
+
+SYNCS = ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select", "unique", "_unique2")
+
+
+@contextmanager
+def no_sync() -> Iterator[None]:
+    """Fails on whatever makes a host wait for its device."""
+
+    def refuse(self: Tensor, *_: object, **__: object) -> Any:
+        raise AssertionError("the host read a tensor")
+
+    with pytest.MonkeyPatch.context() as patch, Recorder() as recorder:
+        for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__"):
+            patch.setattr(Tensor, name, refuse)
+        yield
+    for name, args, _ in recorder.calls:
+        assert name not in SYNCS, name
+        if name in ("index", "index_put", "index_put_"):
+            assert all(i is None or i.dtype != torch.bool for i in args[1]), "indexed by a mask"
+
+
+@pytest.mark.parametrize("read", [Tensor.item, Tensor.nonzero, lambda x: x[x > 0], lambda x: 0 if x else 1, torch.unique])
+def test_the_guard_against_waiting_notices(read: Callable[[Tensor], object]) -> None:
+    with pytest.raises(AssertionError), no_sync():
+        read(torch.ones(1))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("k", [0, K])
+@pytest.mark.parametrize("params", [[SamplingParams(logprobs=True)], MIXED], ids=["greedy", "mixed"])
+def test_the_host_never_waits(form: str, k: int, params: list[SamplingParams]) -> None:
+    """Catches reads of device values and shapes that depend on them; tensors without data (`meta`) leave no way to cheat."""
+    sampling = sampling_for(params, 3)
+    tokens, draft, expected = one_step(form, sampling, k, torch.full((len(sampling.seeds),), min(k, 2)))
+    logits = TARGET[tokens]
+    positions = START + torch.arange(k + 1).expand_as(tokens)
+    with no_sync():
+        result = accept(tokens, logits, draft, sampling, positions)
+    assert torch.equal(result.token_ids, expected.token_ids)
+
+    def meta(x: Any) -> Any:
+        return type(x)(**{f: meta(getattr(x, f)) for f in x.__slots__}) if hasattr(x, "__slots__") else as_meta(x)
+
+    def as_meta(x: Any) -> Any:
+        return x.to("meta") if isinstance(x, Tensor) else x
+
+    planned = accept(as_meta(tokens), as_meta(logits), meta(draft), meta(sampling), as_meta(positions))
+    for name in ("token_ids", "num_accepted", "next_anchors", "finite", "logprobs"):
+        a, b = getattr(planned, name), getattr(result, name)
+        assert (a.shape, a.dtype) == (b.shape, b.dtype), name
+
+
+def test_all_greedy_makes_no_float_copy_of_the_logits() -> None:
+    """Catches a cast of [num_reqs, k + 1, V] logits on the path that needs only their maxima."""
+    sampling = sampling_for([SamplingParams()], 4)
+    tokens = torch.zeros(4, K + 1).long()
+    logits = TARGET[tokens].bfloat16()
+    with Recorder() as recorder:
+        result = accept(tokens, logits, None, sampling, tokens)
+    assert (result.token_ids == logits.argmax(-1)).all()
+    assert not [
+        name for name, _, x in recorder.calls if isinstance(x, Tensor) and x.shape == logits.shape and x.is_floating_point()
+    ]
