@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention.backend import AttentionMetadata
-from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.config import EngineConfig, SamplingParams
 from specdec.core import Drafter, ForwardInput, Request, Status, Verifier
 from specdec.device import resolve_device, resolve_dtype
 from specdec.engine import SpecEngine
@@ -120,12 +120,12 @@ class SpecDecoder:
             SpecDecError: one line that names what is wrong with an argument, a checkpoint or their combination.
         """
         engine = engine or EngineConfig()
-        where = resolve_device(device)
+        where, make_drafter = resolve_device(device), _find_drafter(drafter)
         load_verifier = resolve(VERIFIERS, "hf", "verifier")
         verifier, tokenizer = load_verifier(
             target, device=where, dtype=resolve_dtype(dtype, where), attention=attention, block_size=engine.cache.block_size
         )
-        return cls(verifier, tokenizer, _load_drafter(drafter, verifier), engine)
+        return cls(verifier, tokenizer, make_drafter(verifier), engine)
 
     def plain(self) -> SpecDecoder:
         """The same target without a drafter and with a cache of its own: the baseline of every ratio."""
@@ -239,7 +239,9 @@ class SpecDecoder:
             tail = item.text.finish()
             text = item.text.text
         else:
-            tail = text = self.tokenizer.decode(request.output_token_ids, skip_special_tokens=True)
+            tail = text = self.tokenizer.decode(
+                request.output_token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
         result = GenerationResult(
             prompt_token_ids=request.prompt_token_ids,
             text=text,
@@ -294,17 +296,14 @@ def _with(sampling: SamplingParams | None, overrides: dict[str, Any]) -> Samplin
     return replace(sampling or SamplingParams(), **overrides)
 
 
-def _load_drafter(name: str | None, verifier: Verifier) -> Drafter | None:
-    """A drafter by the registry's name, else a checkpoint by folder or hub name."""
+def _find_drafter(name: str | None) -> Callable[[Verifier], Drafter | None]:
+    """What makes the drafter once the target is there: a name in the registry, else a checkpoint by folder or hub name."""
     if name is None or name == "none":
-        return None
-    drafter: Drafter
+        return lambda verifier: None
     if name in DRAFTERS:
-        drafter = resolve(DRAFTERS, name, "drafter")(None, verifier=verifier)
-    elif "/" in name or Path(name).exists():
-        drafter = resolve(DRAFTERS, "dflash", "drafter")(name, verifier=verifier)
-    else:
-        raise InvalidInputError(
-            f"unknown drafter {name!r} (known: {', '.join(DRAFTERS)}, none); a checkpoint is named by its folder or as owner/name"
-        )
-    return drafter
+        return lambda verifier: resolve(DRAFTERS, name, "drafter")(None, verifier=verifier)
+    if "/" in name or Path(name).exists():
+        return lambda verifier: resolve(DRAFTERS, "dflash", "drafter")(name, verifier=verifier)
+    raise InvalidInputError(
+        f"unknown drafter {name!r} (known: {', '.join(DRAFTERS)}, none); a checkpoint is named by its folder or as owner/name"
+    )

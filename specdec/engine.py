@@ -235,14 +235,14 @@ class SpecEngine:
             for request in requests:
                 self.state.extend_block_table(request)
             batch = self.state.decode_batch(requests, k)
-        draft, token_ids, result = self._launch(batch)
+        draft, result = self._launch(batch)
         for request in requests:
             request.in_flight.append(k)
         with self.timer.phase("collect"):
             self._send_results(requests, k, result, draft)
         self.timer.num_steps += 1
 
-    def _launch(self, batch: DecodeBatch) -> tuple[DraftOutput | None, Tensor, AcceptOutput]:
+    def _launch(self, batch: DecodeBatch) -> tuple[DraftOutput | None, AcceptOutput]:
         """The step on the device, from draft to commit."""
         width = batch.k + 1
         draft, token_ids = None, batch.anchors[:, None]
@@ -260,7 +260,7 @@ class SpecEngine:
         if self.drafter:
             with self.timer.phase("context"):
                 self.drafter.commit(batch, token_ids, result, verify)
-        return draft, token_ids, result
+        return draft, result
 
     def _send_results(self, requests: list[Request], k: int | None, result: AcceptOutput, draft: DraftOutput | None) -> None:
         """Starts the one copy of a step: accepted, offered, finite, the output tokens and, when asked for, their logprobs."""

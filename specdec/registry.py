@@ -24,6 +24,7 @@ VERIFIERS = {
 
 COMMANDS = {
     "generate": "specdec.generate_command:run",
+    "compare": "evals.compare:run",  # generate --compare
 }
 """Functions `(argparse.Namespace) -> exit status`, named as strings so that `--help` imports none of them."""
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specdec.core import AcceptOutput, DecodeBatch, ForwardInput, PrefillBatch, Request
 from specdec.attention.backend import AttentionMetadata
+from specdec.core import AcceptOutput, DecodeBatch, ForwardInput, PrefillBatch, Request
 from specdec.sampling import SamplingTensors
 from specdec.scheduler import Chunk, prefill_tokens
 

@@ -20,10 +20,10 @@ class ScriptedDrafter:
     """
 
     aux_layer_ids: tuple[int, ...] = ()
-    kv_specs: list[KVLayerSpec] = []
 
     def __init__(self, outputs: dict[tuple[int, ...], list[int]], k: int, wrong_at: Sequence[set[int]] = (set(),)) -> None:
         self.outputs, self.max_draft_tokens, self.wrong_at = outputs, k, wrong_at
+        self.kv_specs: list[KVLayerSpec] = []
 
     def bind(
         self, verifier: Verifier, caches: Sequence[LayerCache], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling

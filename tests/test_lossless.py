@@ -4,11 +4,12 @@ from collections.abc import Callable
 
 import pytest
 
+from drafters.ngram import NGramDrafter
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import Drafter
 from specdec.engine import SpecEngine
 from tests.scripted import ScriptedDrafter
-from tests.tiny_models import CONFIGS, paged_verifier, plain_greedy, plain_model, random_prompts
+from tests.tiny_models import CONFIGS, paged_verifier, plain_greedy, plain_model, random_dflash, random_prompts
 from verifiers.hf import HFVerifier
 
 K = 4
@@ -16,7 +17,9 @@ MAX_TOKENS = 24
 Outputs = dict[tuple[int, ...], list[int]]
 
 
-def run(verifier: HFVerifier, drafter: Drafter | None, prompts: list[list[int]], config: EngineConfig, **sampling: object) -> list[list[int]]:
+def run(
+    verifier: HFVerifier, drafter: Drafter | None, prompts: list[list[int]], config: EngineConfig, **sampling: object
+) -> list[list[int]]:
     """Output tokens of every prompt, all queued at once."""
     engine = SpecEngine(verifier, drafter, config)
     requests = [engine.add_request(p, SamplingParams(max_tokens=MAX_TOKENS, **sampling)) for p in prompts]  # type: ignore[arg-type]
@@ -33,6 +36,8 @@ def engine_config(batch: int, **changes: object) -> EngineConfig:
 
 DRAFTERS: dict[str, Callable[[Outputs, HFVerifier], Drafter | None]] = {
     "plain": lambda outputs, verifier: None,
+    "ngram": lambda outputs, verifier: NGramDrafter(max_draft_tokens=K),
+    "dflash": lambda outputs, verifier: random_dflash(verifier, block_size=K + 1),
     "right": lambda outputs, verifier: ScriptedDrafter(outputs, K),
     "wrong": lambda outputs, verifier: ScriptedDrafter(outputs, K, [{0, 1, 2, 3}]),
     "wrong_at_each": lambda outputs, verifier: ScriptedDrafter(outputs, K, [{0}, {1}, {2}, {3}, set()]),

@@ -1,18 +1,20 @@
 """Nothing between draft and commit makes the host wait for the device."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from drafters.ngram import NGramDrafter
 from specdec.config import SamplingParams
 from specdec.core import DecodeBatch, Drafter
 from specdec.engine import SpecEngine
 from tests.guards import HostSyncError, no_host_sync
 from tests.scripted import ScriptedDrafter
 from tests.test_lossless import MAX_TOKENS, engine_config
-from tests.tiny_models import VOCAB, paged_verifier, plain_greedy, plain_model, random_prompts
+from tests.tiny_models import VOCAB, paged_verifier, plain_greedy, plain_model, random_dflash, random_prompts
 from verifiers.hf import HFVerifier
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
@@ -45,9 +47,15 @@ def test_the_guard_works(spoil: Callable[[torch.Tensor], Any], caught: bool) -> 
             spoil(tensor)
 
 
-def guarded_run(verifier: HFVerifier, drafter: Drafter | None, prompts: list[list[int]], sampling: SamplingParams) -> list[list[int]]:
+def guarded_run(
+    verifier: HFVerifier,
+    drafter: Drafter | None,
+    prompts: list[list[int]],
+    sampling: SamplingParams,
+    draft_sampling: str = "greedy",
+) -> list[list[int]]:
     """Outputs of an engine whose every launch runs under the guard."""
-    engine = SpecEngine(verifier, drafter, engine_config(3, pipeline_depth=1))
+    engine = SpecEngine(verifier, drafter, engine_config(3, pipeline_depth=1, draft_sampling=draft_sampling))
     launch, launches = engine._launch, []
 
     def guarded(batch: DecodeBatch) -> Any:
@@ -70,8 +78,10 @@ def test_step_never_waits(name: str, sampling: str) -> None:
     model = plain_model(name)
     prompts = random_prompts(4)
     outputs = {tuple(p): plain_greedy(model, p, MAX_TOKENS) for p in prompts}
-    params = SamplingParams(max_tokens=MAX_TOKENS, **SAMPLINGS[sampling])
-    guarded_run(paged_verifier(model), ScriptedDrafter(outputs, 3, [{1}]), prompts, params)
+    params, verifier = SamplingParams(max_tokens=MAX_TOKENS, **SAMPLINGS[sampling]), paged_verifier(model)
+    drafters = (None, ScriptedDrafter(outputs, 3, [{1}]), NGramDrafter(max_draft_tokens=3), random_dflash(verifier))
+    for drafter, how in itertools.product(drafters, ("greedy", "probabilistic")):
+        guarded_run(verifier, drafter, prompts, params, how)
 
 
 def test_sync_in_a_drafter_is_caught() -> None:

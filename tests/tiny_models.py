@@ -19,6 +19,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from drafters.config import DFlashConfig
+from drafters.dflash import DFlashDrafter, DFlashModel
 from specdec.attention.selector import select_backend
 from verifiers.hf import HFVerifier, attention_spec
 from verifiers.hf_attention import ATTENTION_NAME
@@ -96,6 +98,28 @@ def plain_greedy(model: PreTrainedModel, prompt: Sequence[int], max_tokens: int)
     ids = torch.tensor([list(prompt)])
     output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False)
     return output[0, len(prompt) :].tolist()
+
+
+def random_dflash(verifier: HFVerifier, *, block_size: int = 5, seed: int = 0) -> DFlashDrafter:
+    """A DFlash drafter with random weights and one layer of each kind: full, sliding causal, sliding bidirectional."""
+    torch.manual_seed(seed)
+    config = DFlashConfig(
+        block_size=block_size,
+        mask_token_id=0,
+        target_layer_ids=(0, 2, 3),
+        windows=(None, WINDOW, WINDOW),
+        causal=(False, True, False),
+        hidden_size=verifier.hidden_size,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=verifier.vocab_size,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        max_position_embeddings=512,
+        num_target_layers=verifier.num_layers,
+    )
+    return DFlashDrafter(DFlashModel(config))
 
 
 def random_prompts(count: int, seed: int = 0, longest: int = 40) -> list[list[int]]:

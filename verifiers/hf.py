@@ -121,9 +121,12 @@ def attention_spec(config: PreTrainedConfig, *, device: torch.device, dtype: tor
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The list of decoder layers, wherever the model keeps it."""
     count = model.config.num_hidden_layers
-    found = [m for m in model.base_model.children() if isinstance(m, nn.ModuleList) and len(m) == count]
+    children = dict.fromkeys([*model.base_model.children(), *model.get_decoder().children()])
+    found = [m for m in children if isinstance(m, nn.ModuleList) and len(m) == count]
     if len(found) != 1:
-        raise RuntimeError(f"{type(model).__name__} has {len(found)} lists of {count} modules; one was expected, the decoder layers")
+        raise RuntimeError(
+            f"{type(model).__name__} has {len(found)} lists of {count} modules; one was expected, the decoder layers"
+        )
     return found[0]
 
 

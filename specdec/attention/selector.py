@@ -33,4 +33,6 @@ def select_backend(name: str, spec: AttentionSpec) -> AttentionBackend:
             skipped = "; ".join(f"{other}: {', '.join(why)}" for other, why in refused.items() if why)
             logger.info("attention backend %s%s", candidate, f" ({skipped})" if skipped else "")
             return resolve(ATTENTION_BACKENDS, candidate, "attention backend")(spec)
-    raise BackendError("no attention backend can serve this model: " + "; ".join(f"{n}: {', '.join(r)}" for n, r in refused.items()))
+    raise BackendError(
+        "no attention backend can serve this model: " + "; ".join(f"{n}: {', '.join(r)}" for n, r in refused.items())
+    )

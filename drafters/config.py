@@ -1,0 +1,115 @@
+"""Configuration of a DFlash drafter, whatever checkpoint layout it came in."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from specdec.errors import CheckpointError
+
+_ROPE_TYPES = ("default", "linear", "yarn", "llama3")
+
+
+def require(ok: bool, message: str) -> None:
+    """Raises a CheckpointError with `message` unless `ok`."""
+    if not ok:
+        raise CheckpointError(message)
+
+
+@dataclass(frozen=True, slots=True)
+class DFlashConfig:
+    """Everything needed to run a DFlash drafter (arXiv 2602.06036).
+
+    Attributes:
+        block_size: positions of a training block, the anchor included.
+        mask_token_id: token whose input embedding fills the slots after the anchor.
+        target_layer_ids: tapped decoder layers of the target, 0-based.
+        windows: per draft layer, the sliding window or None for full attention.
+        causal: per draft layer, whether a row of the block sees only rows up to itself.
+        hidden_size, intermediate_size, num_attention_heads, num_key_value_heads, head_dim: shape of the draft layers.
+        vocab_size: vocabulary of the target.
+        rope_parameters: `rope_type`, `rope_theta` and what the type needs, as in Transformers 5.
+        max_position_embeddings: longest trained position; some RoPE types need it.
+        rms_norm_eps: of every norm.
+        attention_bias: query, key, value and output projections carry biases.
+        sample_from_anchor: slot `i` predicts the token after its own position, so the anchor slot predicts too and a block
+            gives `block_size` drafts; otherwise slot `i` predicts its own position, the anchor slot's output is unused and a
+            block gives `block_size - 1` drafts.
+        input_embedding_scale: factor on raw embedding rows; None when the checkpoint does not say, and then the target's own
+            scale and, unless stated, its final softcap apply.
+        output_multiplier: factor on logits, before the softcap.
+        final_logit_softcapping: `c` in `c * tanh(logit / c)`, or None.
+        draft_vocab_size: size of a reduced draft vocabulary with its own head, or None.
+        num_target_layers: layers of the target, when stated.
+        target_hidden_size: width of one tap when it differs from `hidden_size`.
+        verifier_name, verifier_architectures: the target it was trained for, when stated.
+    """
+
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    windows: tuple[int | None, ...]
+    causal: tuple[bool, ...]
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    rope_parameters: Mapping[str, Any]
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    sample_from_anchor: bool = False
+    input_embedding_scale: float | None = None
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float | None = None
+    draft_vocab_size: int | None = None
+    num_target_layers: int | None = None
+    target_hidden_size: int | None = None
+    verifier_name: str | None = None
+    verifier_architectures: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+        for name in sizes:
+            require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be positive")
+        require(self.max_draft_tokens >= 1, f"block_size is {self.block_size}, which leaves no slot to predict a token; at least 2")
+        require(
+            self.num_attention_heads % self.num_key_value_heads == 0 and self.head_dim % 2 == 0,
+            f"{self.num_attention_heads} query heads on {self.num_key_value_heads} key heads of {self.head_dim}:"
+            " the first must be a multiple of the second, the third even",
+        )
+        require(bool(self.windows) and len(self.windows) == len(self.causal), "windows and causal must have one entry per layer")
+        require(all(w is None or w >= 1 for w in self.windows), f"sliding windows are {self.windows}; they must be positive")
+        require(bool(self.target_layer_ids), "no target layers are tapped; a DFlash drafter needs at least one")
+        require(
+            min(self.target_layer_ids) >= 0,
+            f"target layer ids are {list(self.target_layer_ids)}; the embedding output cannot be tapped, only layers 0, 1, ...",
+        )
+        require(
+            0 <= self.mask_token_id < self.vocab_size,
+            f"mask_token_id {self.mask_token_id} lies outside {self.vocab_size} embeddings",
+        )
+        require(self.output_multiplier > 0, f"output_multiplier is {self.output_multiplier}; it must be positive")
+        require(
+            self.draft_vocab_size is None or 1 <= self.draft_vocab_size < self.vocab_size,
+            f"draft_vocab_size is {self.draft_vocab_size}; it must be smaller than vocab_size {self.vocab_size}, or left out",
+        )
+        rope_type = self.rope_parameters.get("rope_type")
+        require(rope_type in _ROPE_TYPES, f"RoPE type {rope_type!r} is not supported; supported: {', '.join(_ROPE_TYPES)}")
+        require(self.rope_parameters.get("partial_rotary_factor") in (None, 1), "partial RoPE is not supported in a drafter")
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """Draft layers."""
+        return len(self.windows)
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """Drafts that a full block gives."""
+        return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+    @property
+    def feature_size(self) -> int:
+        """Width of the concatenated taps."""
+        return len(self.target_layer_ids) * (self.target_hidden_size or self.hidden_size)

@@ -1,0 +1,308 @@
+"""DFlash (arXiv 2602.06036): a whole block of drafts from one forward of a few layers on the target's own features.
+
+The target's tapped features of every context position are projected once and become keys and values of every draft layer, in the
+drafter's paged cache. The block `[anchor, mask, mask, ...]` then runs through the layers as queries over that context.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from drafters.checkpoint import read_checkpoint, target_ids
+from drafters.config import DFlashConfig
+from drafters.rotary import Rotary, rotate
+from specdec.config import DraftSampling
+from specdec.core import AcceptOutput, DecodeBatch, DraftOutput, PrefillBatch, Verifier, VerifyOutput
+from specdec.errors import BackendError, CheckpointError, InvalidInputError
+from specdec.kv_cache import KVLayerSpec, LayerCache
+from specdec.sampling import Purpose, processed_probs, sample_from, uniform
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""`(layer, query [..., heads, D], key [..., kv_heads, D], value [..., kv_heads, D]) -> [..., heads, D]`, context included."""
+
+
+class DFlashAttention(nn.Module):
+    """Projections of one draft layer; the attention itself is the caller's."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        hidden, bias = config.hidden_size, config.attention_bias
+        query, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        self.head_dim = config.head_dim
+        self.q_proj = nn.Linear(hidden, query, bias=bias)
+        self.k_proj = nn.Linear(hidden, kv, bias=bias)
+        self.v_proj = nn.Linear(hidden, kv, bias=bias)
+        self.o_proj = nn.Linear(query, hidden, bias=bias)
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+
+    def project(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value [..., heads, head_dim] of block rows [..., H]."""
+        query, key, value = (p(hidden).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        return rotate(self.q_norm(query), cos, sin), rotate(self.k_norm(key), cos, sin), value
+
+
+class DFlashMLP(nn.Module):
+    """Gated SiLU."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., H] to [..., H]."""
+        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+
+
+class DFlashLayer(nn.Module):
+    """One draft layer."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = DFlashAttention(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = DFlashMLP(config)
+
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+        """[..., H] to [..., H]."""
+        query, key, value = self.self_attn.project(self.input_layernorm(hidden), cos, sin)
+        hidden = hidden + self.self_attn.o_proj(attend(query, key, value).flatten(-2))
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class DFlashModel(nn.Module):
+    """The network. Its state dict is the checkpoint, and it serves training as well as drafting: all shapes may carry batch axes.
+
+    Args:
+        config: the drafter.
+        own_embeddings, own_head: the checkpoint brings its own instead of borrowing the target's; a reduced vocabulary always
+            brings its head.
+    """
+
+    def __init__(self, config: DFlashConfig, *, own_embeddings: bool = False, own_head: bool = False) -> None:
+        super().__init__()
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.config = config
+        self.layers = nn.ModuleList(DFlashLayer(config) for _ in range(config.num_hidden_layers))
+        self.fc = nn.Linear(config.feature_size, hidden, bias=False)
+        self.hidden_norm = nn.RMSNorm(hidden, eps=eps)
+        self.norm = nn.RMSNorm(hidden, eps=eps)
+        self.embed_tokens = nn.Embedding(config.vocab_size, hidden) if own_embeddings else None
+        draft_vocab = config.draft_vocab_size
+        own_head = own_head or draft_vocab is not None
+        self.lm_head = nn.Linear(hidden, draft_vocab or config.vocab_size, bias=False) if own_head else None
+        self.d2t: Tensor | None
+        self.register_buffer("d2t", None if draft_vocab is None else torch.zeros(draft_vocab, dtype=torch.long))
+        self.rotary = Rotary(config)
+        self._fused: tuple[Tensor, Tensor | None, Tensor] | None = None
+
+    def context_kv(self, features: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values that context positions contribute to every layer; they depend on nothing but the target's features.
+
+        Args:
+            features: [..., num_taps * H_target], raw outputs of the tapped layers side by side.
+            position_ids: int64 [...].
+
+        Returns:
+            Two tensors [..., num_layers, num_kv_heads, head_dim]; keys are normed and rotated.
+        """
+        config = self.config
+        weight, bias, norm = self._fused or self._context_weights()
+        context = self.hidden_norm(self.fc(features))
+        shape = (config.num_hidden_layers, 2, config.num_key_value_heads, config.head_dim)
+        key, value = F.linear(context, weight, bias).unflatten(-1, shape).unbind(-3)
+        key = F.rms_norm(key, (config.head_dim,), eps=config.rms_norm_eps) * norm
+        cos, sin = self.rotary(position_ids, key.dtype)
+        return rotate(key, cos[..., None, :, :], sin[..., None, :, :]), value
+
+    def block_forward(self, embeddings: Tensor, position_ids: Tensor, attend: Attend) -> Tensor:
+        """Final hidden states [..., H], normed, of block rows.
+
+        Args:
+            embeddings: [..., H], scaled input embeddings of the anchor and the masks.
+            position_ids: int64 [...].
+            attend: attention of a layer over its context and the block.
+        """
+        hidden = embeddings
+        cos, sin = self.rotary(position_ids, hidden.dtype)
+        for i, layer in enumerate(self.layers):
+            hidden = layer(hidden, cos, sin, partial(attend, i))
+        return self.norm(hidden)
+
+    def fuse_context(self) -> None:
+        """Stores the context projections of all layers as one matrix, of which the layers' own weights become views."""
+        self._fused = self._context_weights()
+        projections = self._context_projections()
+        rows = projections[0].out_features
+        for projection, view in zip(projections, self._fused[0].data.split(rows), strict=True):
+            projection.weight.data = view
+
+    def _context_projections(self) -> list[nn.Linear]:
+        """Key and value projection of every layer, in turn."""
+        attentions = [cast(DFlashLayer, layer).self_attn for layer in self.layers]
+        return [projection for attention in attentions for projection in (attention.k_proj, attention.v_proj)]
+
+    def _context_weights(self) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Weight [num_layers * 2 * kv, H], bias and key norm [num_layers, 1, head_dim] of all layers."""
+        projections = self._context_projections()
+        weight = torch.cat([projection.weight for projection in projections])
+        bias = torch.cat([projection.bias for projection in projections]) if self.config.attention_bias else None
+        norms: list[Tensor] = [cast(DFlashLayer, layer).self_attn.k_norm.weight for layer in self.layers]
+        return weight, bias, torch.stack(norms)[:, None]
+
+
+class DFlashDrafter:
+    """Drafts with a `DFlashModel` over the paged cache; see `specdec.core.Drafter`."""
+
+    def __init__(self, model: DFlashModel) -> None:
+        config = model.config
+        self.model = model.requires_grad_(False).eval()
+        self.config = config
+        self.max_draft_tokens = config.max_draft_tokens
+        self.aux_layer_ids = config.target_layer_ids
+        self.kv_specs = [KVLayerSpec(config.num_key_value_heads, config.head_dim)] * config.num_hidden_layers
+
+    def bind(
+        self, verifier: Verifier, caches: Sequence[LayerCache], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling
+    ) -> None:
+        """See `specdec.core.Drafter.bind`.
+
+        Raises:
+            CheckpointError: the drafter was made for another target.
+            BackendError: the target's attention backend cannot serve the draft layers.
+        """
+        config, model = self.config, self.model
+        _check_target(model, verifier)
+        spec = replace(
+            verifier.attention.spec,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            windows=frozenset(config.windows),
+            sinks=False,
+            softcap=None,
+            non_causal=not all(config.causal),
+        )
+        backend = type(verifier.attention)
+        if reasons := backend.unsupported_reasons(spec):
+            raise BackendError(
+                f"attention backend {backend.name!r} cannot serve this drafter: {'; '.join(reasons)}; choose another"
+            )
+        self.attention = backend(spec)
+        self.caches = list(caches)
+        self.verifier = verifier
+        self.draft_sampling = draft_sampling
+        model.to(verifier.device, verifier.dtype).fuse_context()
+        self._target_ids = None if model.d2t is None else target_ids(model.d2t)
+        # A checkpoint that states no scale was trained on the target's own embedding module and head.
+        unstated = config.input_embedding_scale is None
+        self._embedding_scale = verifier.embedding_scale if config.input_embedding_scale is None else config.input_embedding_scale
+        self._softcap = config.final_logit_softcapping or (verifier.final_softcap if unstated else None)
+
+    def begin(self, slot: int, token_ids: Sequence[int]) -> None:
+        """Nothing: the context lies in the cache, and prefill writes it."""
+
+    def prefill(self, batch: PrefillBatch, verify: VerifyOutput) -> None:
+        """Writes the context of a prompt chunk."""
+        self._write_context(verify, batch.forward.position_ids, batch.forward.metadata.slot_mapping)
+
+    def propose(self, batch: DecodeBatch) -> DraftOutput:
+        """Drafts `batch.k` tokens per request in one forward."""
+        logits = self.logits(self.draft_hidden(batch))
+        if self.draft_sampling == "greedy" or batch.sampling.all_greedy:
+            return DraftOutput(token_ids=self._to_target(logits.argmax(dim=-1)))
+        probs = processed_probs(logits, batch.sampling)
+        draws = uniform(batch.sampling.seeds, batch.positions(batch.k) + 1, Purpose.DRAFT)
+        token_ids = self._to_target(sample_from(probs, draws))
+        candidate_ids = None if self._target_ids is None else self._target_ids.expand(probs.shape)
+        return DraftOutput(token_ids=token_ids, probs=probs, candidate_ids=candidate_ids)
+
+    def commit(self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput) -> None:
+        """Writes the context of all verified rows, over what the block left there."""
+        width = token_ids.shape[1]
+        self._write_context(verify, batch.position_ids(width), batch.slot_mapping(width))
+
+    def draft_hidden(self, batch: DecodeBatch) -> Tensor:
+        """Final hidden states [num_reqs, k, H] of the predicting slots."""
+        config = self.config
+        width = batch.k if config.sample_from_anchor else batch.k + 1
+        token_ids = F.pad(batch.anchors[:, None], (0, width - 1), value=config.mask_token_id).reshape(-1)
+        embed = self.verifier.embed if self.model.embed_tokens is None else self.model.embed_tokens
+        embeddings = embed(token_ids)
+        if self._embedding_scale != 1:
+            embeddings = embeddings * self._embedding_scale
+        metadata = batch.metadata(width, causal=False)
+        plans = {causal: self.attention.plan(replace(metadata, causal=causal)) for causal in set(config.causal)}
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            plan, window = plans[config.causal[layer]], config.windows[layer]
+            return self.attention.run(query, key, value, self.caches[layer], plan, scale=config.head_dim**-0.5, window=window)
+
+        hidden = self.model.block_forward(embeddings, batch.position_ids(width), attend)
+        return hidden.view(batch.num_reqs, width, -1)[:, width - batch.k :]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V or draft_vocab_size] of hidden states [..., H]."""
+        rows = hidden.reshape(-1, hidden.shape[-1])  # torch multiplies a slice of three axes an order of magnitude slower
+        logits = self.verifier.head(rows) if self.model.lm_head is None else self.model.lm_head(rows)
+        logits = logits.view(*hidden.shape[:-1], -1)
+        if self.config.output_multiplier != 1:
+            logits = logits * self.config.output_multiplier
+        return logits if self._softcap is None else self._softcap * torch.tanh(logits / self._softcap)
+
+    def _to_target(self, draft_ids: Tensor) -> Tensor:
+        return draft_ids if self._target_ids is None else self._target_ids[draft_ids]
+
+    def _write_context(self, verify: VerifyOutput, position_ids: Tensor, slot_mapping: Tensor) -> None:
+        assert verify.aux_hidden is not None, "the engine taps aux_layer_ids"
+        keys, values = self.model.context_kv(verify.aux_hidden, position_ids)
+        for cache, key, value in zip(self.caches, keys.unbind(1), values.unbind(1), strict=True):
+            self.attention.write(cache, key, value, slot_mapping)
+
+
+def load_dflash(path: str | Path | None, *, verifier: Verifier) -> DFlashDrafter:
+    """Loads a DFlash drafter in the z-lab or the speculators layout from a folder or the hub.
+
+    Raises:
+        InvalidInputError: no path.
+        CheckpointError: see `read_checkpoint`.
+    """
+    if path is None:
+        raise InvalidInputError("the dflash drafter needs a checkpoint; give its folder or hub name")
+    config, tensors = read_checkpoint(path)
+    with torch.device("meta"):
+        model = DFlashModel(config, own_embeddings="embed_tokens.weight" in tensors, own_head="lm_head.weight" in tensors)
+    model.load_state_dict(tensors, assign=True)
+    return DFlashDrafter(model)
+
+
+def _check_target(model: DFlashModel, verifier: Verifier) -> None:
+    """Refuses a drafter that was made for a target of another shape; acceptance would drop without any error."""
+    config = model.config
+    borrows = model.embed_tokens is None or model.lm_head is None
+    tap_width = config.target_hidden_size or config.hidden_size
+    problems = []
+    if max(config.target_layer_ids) >= verifier.num_layers:
+        problems.append(f"it taps layer {max(config.target_layer_ids)} of a target whose last layer is {verifier.num_layers - 1}")
+    if config.num_target_layers not in (None, verifier.num_layers):
+        problems.append(f"it was made for {config.num_target_layers} target layers, not {verifier.num_layers}")
+    if tap_width != verifier.hidden_size:
+        problems.append(
+            f"its fc.weight takes {config.feature_size} features, not {len(config.target_layer_ids)} taps of {verifier.hidden_size}"
+        )
+    if borrows and config.hidden_size != verifier.hidden_size:
+        problems.append(f"its hidden size {config.hidden_size} cannot share embeddings of width {verifier.hidden_size}")
+    if config.vocab_size != verifier.vocab_size:
+        problems.append(f"its vocabulary has {config.vocab_size} tokens, the target's {verifier.vocab_size}")
+    if problems:
+        made_for = f" (made for {config.verifier_name})" if config.verifier_name else ""
+        raise CheckpointError(f"the drafter{made_for} does not fit {verifier.name}: {'; '.join(problems)}; choose one made for it")

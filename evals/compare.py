@@ -1,0 +1,303 @@
+"""`specdec generate --compare`: the same prompts with and without drafts, side by side."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+import transformers
+
+from specdec import __version__
+from specdec.config import SamplingParams
+from specdec.decoder import GenerationResult, SpecDecoder, StreamChunk
+from specdec.errors import InvalidInputError
+from specdec.generate_command import counted, describe_drafts, load_decoder, sampling_params
+from specdec.metrics import AcceptanceStats, Speed, mean_tau, pooled
+from specdec.prompts import model_inputs, read_prompts
+from specdec.result_writer import ResultWriter
+
+WARMUP_TOKENS = 16
+BAR_WIDTH = 32
+
+Show = Callable[[str, Iterator[StreamChunk]], list[GenerationResult]]
+"""Shows one run, called with "plain" or "speculative" and the run's chunks, and returns its results in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """Where the two outputs of one prompt part.
+
+    Attributes:
+        index: which prompt, counted from 0.
+        position: first output token that differs, counted from 0.
+        plain_token_id, speculative_token_id: what stands there; None where that output has ended.
+        margin: the target's largest logit there less its second largest, both unprocessed.
+        resolution: distance between neighbouring numbers of the target's dtype at the size of that logit.
+    """
+
+    index: int
+    position: int
+    plain_token_id: int | None
+    speculative_token_id: int | None
+    margin: float
+    resolution: float
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Plain and speculative decoding of the same prompts.
+
+    Attributes:
+        sampling: how both decoded, the seed included.
+        plain, speculative: speed of the timed runs.
+        stats: verify steps of the first speculative run, one entry per prompt.
+        divergences: prompts whose outputs differ, where they first do; None when they were not compared, because probabilistic
+            drafts keep the distribution of sampled tokens rather than the tokens.
+    """
+
+    sampling: SamplingParams
+    plain: Speed
+    speculative: Speed
+    stats: list[AcceptanceStats]
+    divergences: list[Divergence] | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures for a JSON report."""
+        return {
+            "sampling": asdict(self.sampling),
+            "plain": self.plain.to_dict(),
+            "speculative": self.speculative.to_dict(),
+            "ratio": self.speculative.ratio(self.plain),
+            "acceptance": pooled(self.stats).to_dict() | {"mean_tau": mean_tau(self.stats)},
+            "identical": None if self.divergences is None else not self.divergences,
+            "divergences": None if self.divergences is None else [asdict(one) for one in self.divergences],
+        }
+
+
+def compare(
+    decoder: SpecDecoder, inputs: Sequence[Any], sampling: SamplingParams, *, repeats: int = 1, show: Show | None = None
+) -> Comparison:
+    """Decodes `inputs` with `decoder` and with its plain twin, in turn, `repeats` times each.
+
+    Both are warmed up on the same prompts, so both find them in their prefix caches and the time is that of decoding.
+
+    Args:
+        decoder: has a drafter.
+        inputs: prompts as `SpecDecoder.generate` takes them.
+        sampling: how to decode; without a seed, both sides use seed 0.
+        repeats: timed runs of each side.
+        show: shows the first run of each side while it goes on; showing is part of the time.
+
+    Raises:
+        InvalidInputError: `repeats` is below 1, or a prompt failed.
+    """
+    if repeats < 1:
+        raise InvalidInputError(f"repeats is {repeats}; it must be at least 1")
+    if sampling.seed is None:
+        sampling = replace(sampling, seed=0)
+    sides = {"plain": decoder.plain(), "speculative": decoder}
+    for side in sides.values():
+        _generate(side, inputs, replace(sampling, max_tokens=min(WARMUP_TOKENS, sampling.max_tokens)))
+
+    runs: dict[str, list[list[GenerationResult]]] = {name: [] for name in sides}
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for repeat in range(repeats):
+        for name, side in sides.items():
+            started = time.perf_counter()
+            if show is not None and repeat == 0:
+                results = show(name, side.stream(list(inputs), sampling))
+            else:
+                results = _generate(side, inputs, sampling)
+            seconds[name].append(time.perf_counter() - started)
+            runs[name].append(results)
+
+    same_tokens = sampling.temperature == 0 or decoder.engine.config.draft_sampling == "greedy"
+    return Comparison(
+        sampling=sampling,
+        plain=_speed(runs["plain"], seconds["plain"]),
+        speculative=_speed(runs["speculative"], seconds["speculative"]),
+        stats=[result.stats for result in runs["speculative"][0]],
+        divergences=_divergences(decoder, runs["plain"], runs["speculative"]) if same_tokens else None,
+    )
+
+
+def first_divergence(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """First position at which two outputs differ, the end of the shorter one included; None when they are the same.
+
+    >>> first_divergence([5, 6, 7], [5, 6, 7]), first_divergence([5, 6, 7], [5, 9]), first_divergence([5], [5, 6])
+    (None, 1, 1)
+    """
+    for position, (left, right) in enumerate(zip(one, other, strict=False)):
+        if left != right:
+            return position
+    return None if len(one) == len(other) else min(len(one), len(other))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs `specdec generate --compare` and prints its report."""
+    prompts, sampling = read_prompts(args.prompts, args.file), sampling_params(args)
+    decoder = load_decoder(args)
+    inputs = model_inputs(prompts, decoder.tokenizer, raw=args.raw, system=args.system)
+
+    def show(name: str, chunks: Iterator[StreamChunk]) -> list[GenerationResult]:
+        print(f"{name}\n{'-' * len(name)}")
+        writer = ResultWriter(prompts, live=True)
+        writer.write(chunks)
+        print()
+        return [writer.results[index] for index in range(len(prompts))]
+
+    repeats = 1 if args.repeats is None else args.repeats
+    comparison = compare(decoder, inputs, sampling, repeats=repeats, show=show if args.stream else None)
+    if args.json:
+        print(json.dumps(_provenance(decoder, args) | comparison.to_dict(), indent=2))
+    else:
+        print(format_comparison(comparison, decoder, drafter=args.drafter))
+    return 0
+
+
+def format_comparison(comparison: Comparison, decoder: SpecDecoder, *, drafter: str) -> str:
+    """The report as text, at most 80 columns wide apart from names."""
+    verifier, sampling, stats = decoder.verifier, comparison.sampling, pooled(comparison.stats)
+    how = "greedy" if sampling.temperature == 0 else f"temperature {sampling.temperature:g}, seed {sampling.seed}"
+    lines = [
+        f"{verifier.name} on {verifier.device}, {_dtype_name(verifier.dtype)}; {describe_drafts(decoder, drafter)}",
+        f"{counted(len(comparison.stats), 'prompt')}, {how}, at most {counted(sampling.max_tokens, 'token')} each",
+        "",
+        *_speed_table(comparison),
+        "",
+        f"  {'tau':<13}{stats.tau:>9.2f}   tokens per verify step" + (", pooled" if len(comparison.stats) > 1 else ""),
+    ]
+    if len(comparison.stats) > 1:
+        lines.append(f"  {'':<13}{mean_tau(comparison.stats):>9.2f}   mean over the prompts")
+    lines += ["", *_output_lines(comparison, decoder)]
+    if stats.num_steps:
+        lines += ["", "  tokens put out per verify step", *_histogram(stats.histogram, stats.num_steps)]
+    if stats.acceptance_rate:
+        lines += ["", "  drafts accepted, by position", *_rates(stats.acceptance_rate)]
+    return "\n".join(lines)
+
+
+def _generate(decoder: SpecDecoder, inputs: Sequence[Any], sampling: SamplingParams) -> list[GenerationResult]:
+    results = decoder.generate(list(inputs), sampling)
+    assert isinstance(results, list)
+    return results
+
+
+def _speed(runs: list[list[GenerationResult]], seconds: list[float]) -> Speed:
+    for results in runs:
+        for index, result in enumerate(results):
+            if result.error is not None:
+                raise InvalidInputError(f"prompt {index + 1} failed, so there is nothing to compare: {result.error}")
+    return Speed(num_tokens=[sum(len(result.token_ids) for result in results) for results in runs], seconds=seconds)
+
+
+def _divergences(
+    decoder: SpecDecoder, plain_runs: list[list[GenerationResult]], speculative_runs: list[list[GenerationResult]]
+) -> list[Divergence]:
+    found: dict[int, Divergence] = {}
+    for plain_run, speculative_run in zip(plain_runs, speculative_runs, strict=True):
+        for index, (plain, speculative) in enumerate(zip(plain_run, speculative_run, strict=True)):
+            position = first_divergence(plain.token_ids, speculative.token_ids)
+            if position is not None and index not in found:
+                found[index] = _divergence(decoder, index, position, plain, speculative)
+    return [found[index] for index in sorted(found)]
+
+
+def _divergence(
+    decoder: SpecDecoder, index: int, position: int, plain: GenerationResult, speculative: GenerationResult
+) -> Divergence:
+    logits = decoder.next_token_logits([*plain.prompt_token_ids, *plain.token_ids[:position]])
+    largest, second = logits.topk(2).values.tolist()
+    _, exponent = math.frexp(largest)
+    return Divergence(
+        index=index,
+        position=position,
+        plain_token_id=plain.token_ids[position] if position < len(plain.token_ids) else None,
+        speculative_token_id=speculative.token_ids[position] if position < len(speculative.token_ids) else None,
+        margin=largest - second,
+        resolution=math.ldexp(torch.finfo(decoder.verifier.dtype).eps, exponent - 1),
+    )
+
+
+def _speed_table(comparison: Comparison) -> list[str]:
+    repeated = len(comparison.plain.seconds) > 1
+    lines = [f"  {'':<13}{'tokens/s':>9}{'tokens':>10}{'seconds':>10}" + ("   range of tokens/s" if repeated else "")]
+    for name, speed in (("plain", comparison.plain), ("speculative", comparison.speculative)):
+        slowest, fastest = speed.spread
+        line = f"  {name:<13}{speed.median:>9.1f}{speed.num_tokens[0]:>10,}{median(speed.seconds):>10.2f}"
+        lines.append(line + (f"   {slowest:.1f} to {fastest:.1f}" if repeated else ""))
+    ratio = comparison.speculative.ratio(comparison.plain)
+    note = f"   median of {len(comparison.plain.seconds)} runs each" if repeated else ""
+    return [*lines, f"  {'ratio':<13}{'none' if ratio is None else f'{ratio:.2f}x':>9}{note}"]
+
+
+def _output_lines(comparison: Comparison, decoder: SpecDecoder) -> list[str]:
+    if comparison.divergences is None:
+        return [f"  {'output':<13}not compared: probabilistic drafts keep the distribution, not the tokens"]
+    num_prompts = len(comparison.stats)
+    if not comparison.divergences:
+        return [f"  {'output':<13}identical" + (" for every prompt" if num_prompts > 1 else "")]
+    lines = [f"  {'output':<13}differs for {len(comparison.divergences)} of {counted(num_prompts, 'prompt')}"]
+    dtype = _dtype_name(decoder.verifier.dtype)
+    for one in comparison.divergences:
+        plain, speculative = (_token(decoder, token_id) for token_id in (one.plain_token_id, one.speculative_token_id))
+        apart = f"{one.margin:.4g} apart, where {dtype} resolves {one.resolution:.4g}" if one.margin else "equal"
+        lines += [
+            f"    prompt {one.index + 1}, output token {one.position + 1}: plain {plain}, speculative {speculative}",
+            f"      the target's two largest logits there are {apart}",
+        ]
+    return lines
+
+
+def _histogram(counts: list[int], num_steps: int) -> list[str]:
+    rows = [(tokens, count) for tokens, count in enumerate(counts) if tokens > 0 or count > 0]
+    return [f"  {tokens:>4}  {_bar(count / max(counts))}{100 * count / num_steps:>7.1f}%{count:>9,}" for tokens, count in rows]
+
+
+def _rates(rates: list[float]) -> list[str]:
+    return [f"  {position:>4}  {_bar(rate)}{100 * rate:>7.1f}%" for position, rate in enumerate(rates, start=1)]
+
+
+def _bar(fraction: float) -> str:
+    """A bar of `fraction` of the full width, in eighths of a character where the terminal has them."""
+    if "utf" not in (sys.stdout.encoding or "").lower():
+        return ("#" * round(fraction * BAR_WIDTH)).ljust(BAR_WIDTH)
+    full, eighths = divmod(round(fraction * BAR_WIDTH * 8), 8)
+    return ("█" * full + (chr(0x2590 - eighths) if eighths else "")).ljust(BAR_WIDTH)
+
+
+def _token(decoder: SpecDecoder, token_id: int | None) -> str:
+    return "has ended" if token_id is None else f"{decoder.tokenizer.decode([token_id])!r} ({token_id})"
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _provenance(decoder: SpecDecoder, args: argparse.Namespace) -> dict[str, Any]:
+    device = decoder.verifier.device
+    return {
+        "command": shlex.join(["specdec", *sys.argv[1:]]),
+        "model": decoder.verifier.name,
+        "drafter": args.drafter,
+        "num_draft_tokens": decoder.engine.num_draft_tokens,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine(),
+        "dtype": _dtype_name(decoder.verifier.dtype),
+        "attention": decoder.verifier.attention.name,
+        "versions": {
+            "specdec": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }

@@ -1,0 +1,6 @@
+"""`python -m specdec` is `specdec`."""
+
+from specdec.cli import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

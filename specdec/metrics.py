@@ -1,0 +1,170 @@
+"""The one definition of every figure that is printed: acceptance from step counts, speed from tokens and seconds."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from statistics import median
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptanceStats:
+    """What the verify steps of one request, or of several pooled ones, offered, kept and put out.
+
+    The prefill is not a verify step, so the first output token appears nowhere here. A last step that a stop condition cuts
+    short counts with what it kept.
+
+    Attributes:
+        num_drafted: drafts offered, one entry per verify step.
+        num_accepted: drafts accepted, one entry per verify step.
+        num_emitted: tokens output, one entry per verify step: the accepted drafts and the recovered or bonus token.
+
+    >>> stats = AcceptanceStats(num_drafted=[3, 3, 0, 3], num_accepted=[3, 1, 0, 2], num_emitted=[4, 2, 1, 2])
+    >>> stats.num_steps, stats.tau, stats.mean_accepted
+    (4, 2.25, 1.5)
+    """
+
+    num_drafted: list[int] = field(default_factory=list)
+    num_accepted: list[int] = field(default_factory=list)
+    num_emitted: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        assert len(self.num_drafted) == len(self.num_accepted) == len(self.num_emitted)
+
+    @property
+    def num_steps(self) -> int:
+        """Verify steps."""
+        return len(self.num_emitted)
+
+    @property
+    def tau(self) -> float:
+        """Tokens output per verify step; 1 for plain decoding, 0 without steps.
+
+        >>> AcceptanceStats(num_drafted=[0, 0], num_accepted=[0, 0], num_emitted=[1, 1]).tau
+        1.0
+        """
+        return sum(self.num_emitted) / self.num_steps if self.num_steps else 0.0
+
+    @property
+    def mean_accepted(self) -> float:
+        """Drafts accepted per verify step, `tau` less the target's own token; 0 without steps."""
+        return sum(self.num_accepted) / self.num_steps if self.num_steps else 0.0
+
+    @property
+    def acceptance_rate(self) -> list[float]:
+        """P(draft position i accepted), over the steps that offered a draft at position i.
+
+        Not conditional on the positions before it, so it never rises when every step offers the same number of drafts.
+
+        >>> AcceptanceStats(num_drafted=[2, 2, 1, 0], num_accepted=[2, 0, 1, 0], num_emitted=[3, 1, 2, 1]).acceptance_rate
+        [0.6666666666666666, 0.5]
+        """
+        rates = []
+        for position in range(max(self.num_drafted, default=0)):
+            offered = sum(drafted > position for drafted in self.num_drafted)
+            accepted = sum(kept > position for kept in self.num_accepted)
+            rates.append(accepted / offered)
+        return rates
+
+    @property
+    def histogram(self) -> list[int]:
+        """Entry `n` counts the verify steps that put out `n` tokens.
+
+        >>> AcceptanceStats(num_drafted=[2, 2, 2], num_accepted=[2, 0, 2], num_emitted=[3, 1, 3]).histogram
+        [0, 1, 0, 2]
+        """
+        counts = [0] * (max(self.num_emitted) + 1 if self.num_emitted else 0)
+        for emitted in self.num_emitted:
+            counts[emitted] += 1
+        return counts
+
+    def to_dict(self) -> dict[str, Any]:
+        """Totals and figures for a JSON report."""
+        return {
+            "num_steps": self.num_steps,
+            "num_drafted": sum(self.num_drafted),
+            "num_accepted": sum(self.num_accepted),
+            "num_emitted": sum(self.num_emitted),
+            "tau": self.tau,
+            "mean_accepted": self.mean_accepted,
+            "acceptance_rate": self.acceptance_rate,
+            "histogram": self.histogram,
+        }
+
+
+def pooled(stats: Iterable[AcceptanceStats]) -> AcceptanceStats:
+    """All verify steps of all requests as one; its `tau` weighs long outputs more than short ones.
+
+    >>> short = AcceptanceStats(num_drafted=[3], num_accepted=[3], num_emitted=[4])
+    >>> long = AcceptanceStats(num_drafted=[3, 3, 3], num_accepted=[0, 1, 0], num_emitted=[1, 2, 1])
+    >>> pooled([short, long]).tau
+    2.0
+    """
+    every = list(stats)
+    return AcceptanceStats(
+        num_drafted=list(chain.from_iterable(one.num_drafted for one in every)),
+        num_accepted=list(chain.from_iterable(one.num_accepted for one in every)),
+        num_emitted=list(chain.from_iterable(one.num_emitted for one in every)),
+    )
+
+
+def mean_tau(stats: Iterable[AcceptanceStats]) -> float:
+    """Mean of the requests' own `tau`, each request weighing the same; requests without verify steps are left out.
+
+    >>> short = AcceptanceStats(num_drafted=[3], num_accepted=[3], num_emitted=[4])
+    >>> long = AcceptanceStats(num_drafted=[3, 3, 3], num_accepted=[0, 1, 0], num_emitted=[1, 2, 1])
+    >>> round(mean_tau([short, long, AcceptanceStats()]), 3)
+    2.667
+    """
+    taus = [one.tau for one in stats if one.num_steps]
+    return sum(taus) / len(taus) if taus else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Speed of repeated runs of the same work.
+
+    A run is one call of `generate` with all prompts: `num_tokens` are the output tokens of all its requests, `seconds` its
+    wall time, prefill included.
+
+    >>> speed = Speed(num_tokens=[100, 100, 100], seconds=[2.0, 1.0, 4.0])
+    >>> speed.tokens_per_second, speed.median, speed.spread
+    ([50.0, 100.0, 25.0], 50.0, (25.0, 100.0))
+    """
+
+    num_tokens: Sequence[int]
+    seconds: Sequence[float]
+
+    def __post_init__(self) -> None:
+        assert len(self.num_tokens) == len(self.seconds)
+
+    @property
+    def tokens_per_second(self) -> list[float]:
+        """One entry per run; 0 for a run that took no time."""
+        return [tokens / secs if secs > 0 else 0.0 for tokens, secs in zip(self.num_tokens, self.seconds, strict=True)]
+
+    @property
+    def median(self) -> float:
+        """Median over the runs, in tokens per second; 0 without runs."""
+        return median(self.tokens_per_second) if self.seconds else 0.0
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """Slowest and fastest run, in tokens per second; 0 and 0 without runs."""
+        return min(self.tokens_per_second, default=0.0), max(self.tokens_per_second, default=0.0)
+
+    def ratio(self, baseline: "Speed") -> float | None:
+        """How many times faster than `baseline`, median against median; None when the baseline has no speed.
+
+        >>> Speed(num_tokens=[100], seconds=[1.0]).ratio(Speed(num_tokens=[100], seconds=[2.0]))
+        2.0
+        """
+        return self.median / baseline.median if baseline.median > 0 else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Runs and figures for a JSON report."""
+        return {
+            "num_tokens": list(self.num_tokens),
+            "seconds": list(self.seconds),
+            "tokens_per_second": {"median": self.median, "min": self.spread[0], "max": self.spread[1]},
+        }

@@ -1,0 +1,140 @@
+"""Prompts as a user gives them: arguments, files, a pipe."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specdec.errors import InvalidInputError
+
+Messages = list[dict[str, str]]
+
+JSON_FIELDS = ("prompt", "messages", "question")
+"""Where a line of a .jsonl file may hold its prompt; it holds exactly one of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt as given.
+
+    Attributes:
+        source: what error messages call it, such as "prompt 2" or "questions.jsonl:7".
+        content: text, or chat messages with `role` and `content`.
+    """
+
+    source: str
+    content: str | Messages
+
+    @property
+    def label(self) -> str:
+        """Its text, or its last message, on one line."""
+        text = self.content if isinstance(self.content, str) else self.content[-1]["content"]
+        return " ".join(text.split())
+
+
+def read_prompts(texts: Sequence[str], file: str | None) -> list[Prompt]:
+    """The prompts of the command line, where "-" stands for standard input, then those of `file`.
+
+    Without either, standard input is the one prompt.
+
+    Raises:
+        InvalidInputError: there is no prompt, one is empty, or a file cannot be read or understood.
+    """
+    prompts = [_read_stdin() if text == "-" else Prompt(f"prompt {number}", text) for number, text in enumerate(texts, start=1)]
+    if file is not None:
+        prompts += _read_file(Path(file))
+    elif not prompts:
+        if sys.stdin.isatty():
+            raise InvalidInputError("no prompt given; write one in quotes, name a file with --file, or pipe text in")
+        prompts = [_read_stdin()]
+    for prompt in prompts:
+        if not prompt.label:
+            raise InvalidInputError(f"{prompt.source} is empty; give it some text")
+    return prompts
+
+
+def model_inputs(prompts: Sequence[Prompt], tokenizer: Any, *, raw: bool, system: str | None) -> list[str | Messages]:
+    """What the decoder is given: chat messages if the tokenizer has a chat template and `raw` is off, else text.
+
+    Raises:
+        InvalidInputError: messages or a system message without a chat template, or two system messages for one prompt.
+    """
+    if not raw and getattr(tokenizer, "chat_template", None):
+        return [_as_chat(prompt, system) for prompt in prompts]
+    reason = "--raw turns it off; drop --raw" if raw else "the tokenizer of this model has none; give plain text"
+    if system is not None:
+        raise InvalidInputError(f"--system needs a chat template, but {reason}")
+    texts: list[str | Messages] = []
+    for prompt in prompts:
+        if not isinstance(prompt.content, str):
+            raise InvalidInputError(f"{prompt.source} holds chat messages, which need a chat template, but {reason}")
+        texts.append(prompt.content)
+    return texts
+
+
+def _as_chat(prompt: Prompt, system: str | None) -> Messages:
+    messages = [{"role": "user", "content": prompt.content}] if isinstance(prompt.content, str) else prompt.content
+    if system is None:
+        return messages
+    if messages[0]["role"] == "system":
+        raise InvalidInputError(f"{prompt.source} has a system message of its own; drop --system")
+    return [{"role": "system", "content": system}, *messages]
+
+
+def _read_stdin() -> Prompt:
+    try:
+        return Prompt("standard input", sys.stdin.read().rstrip("\n"))
+    except UnicodeDecodeError as error:
+        raise InvalidInputError(f"standard input is not UTF-8 text (byte {error.start}); convert it") from error
+
+
+def _read_file(path: Path) -> list[Prompt]:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise InvalidInputError(
+            f"cannot read {str(path)!r}: {reason}; --file takes a text file with one prompt per line"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise InvalidInputError(f"{str(path)!r} is not UTF-8 text (byte {error.start}); convert it") from error
+    prompts = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        source = f"{path}:{number}"
+        if line.strip():
+            prompts.append(Prompt(source, _parse_json(line, source) if path.suffix.lower() == ".jsonl" else line.strip()))
+    if not prompts:
+        raise InvalidInputError(f"{str(path)!r} holds no prompt; write one per line")
+    return prompts
+
+
+def _parse_json(line: str, source: str) -> str | Messages:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InvalidInputError(f"{source} is not JSON ({error.msg} at column {error.colno}); write one object per line") from error
+    if not isinstance(record, dict):
+        raise InvalidInputError(f"{source} is a JSON {type(record).__name__}; write one object per line")
+    given = [name for name in JSON_FIELDS if name in record]
+    if len(given) != 1:
+        found = " and ".join(given) if given else "none"
+        raise InvalidInputError(f"{source} must have exactly one of the fields {', '.join(JSON_FIELDS)}, but has {found}")
+    content = record[given[0]]
+    if given[0] == "messages":
+        if not _are_messages(content):
+            raise InvalidInputError(f"{source}: messages must be a list of objects with a role and a content, both strings")
+    elif not isinstance(content, str):
+        raise InvalidInputError(f"{source}: {given[0]} is a JSON {type(content).__name__}; it must be a string")
+    return content
+
+
+def _are_messages(content: Any) -> bool:
+    return (
+        isinstance(content, list)
+        and len(content) > 0
+        and all(
+            isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str) for one in content
+        )
+    )

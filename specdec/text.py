@@ -1,0 +1,152 @@
+"""Token ids to text while they arrive: unfinished characters are held back, stop strings are found and cut."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_REPLACEMENT = "\ufffd"
+"""What a tokenizer writes for bytes that are not UTF-8, and so for a character whose last bytes are still to come."""
+
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+"""How tokenizers with byte fallback spell the token of a single byte."""
+
+
+class IncrementalDecoder:
+    """The text of one output, token by token.
+
+    New text is the difference between two decodings of a short window: the tokens last turned to text, then the new ones. The
+    former make the window decode as it would in the middle of the whole output, above all with its leading space.
+
+    Text is *settled* once no later token can change it. Only settled text is handed out. It leaves out
+
+    * a trailing replacement character, which may be the first bytes of a longer one;
+    * a trailing run of byte-fallback tokens, because one invalid byte turns all of the run to replacement characters.
+
+    The outcome depends on the tokens alone, not on how `push` receives them. Pieces add up to
+    `tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)`, up to the stop string. One exception: a special token inside
+    a run of byte-fallback tokens settles what comes before it.
+
+    Args:
+        tokenizer: decodes ids to text.
+        stop: strings that end the output. The one completed first wins, whichever way it is cut into tokens; of two completed
+            by the same character, the longer one.
+        skip_special_tokens: leave special tokens out of the text; a stop string then cannot match one.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = (), *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._longest_stop = max(map(len, self._stop), default=0)
+        self._skip_special_tokens = skip_special_tokens
+        self._window: list[int] = []  # the context, then the pending tokens
+        self._num_context = 0  # tokens whose text is settled, kept for what they do to the next ones
+        self._context_length = 0  # characters of the context alone
+        self._num_settled = 0  # characters of the window that are settled, some of a pending token's perhaps among them
+        self._text = ""  # settled text
+        self._pending_text = ""  # the rest, as it would read if nothing followed
+        self._num_taken = 0  # settled characters that `take` has handed out
+        self._stopped = False
+
+    @property
+    def text(self) -> str:
+        """Settled text so far, without a completed stop string; everything once `finish` was called."""
+        return self._text
+
+    @property
+    def stopped(self) -> bool:
+        """A stop string was completed."""
+        return self._stopped
+
+    def push(self, token_ids: Sequence[int]) -> int | None:
+        """Adds tokens.
+
+        Returns:
+            How many of `token_ids` to keep when a stop string was completed among them, the completing token included; None
+            when the output goes on. After a stop nothing more is kept, so the answer is 0.
+        """
+        if self._stopped:
+            return 0
+        if not self._stop:
+            self._append(token_ids)
+            return None
+        for num_kept, token_id in enumerate(token_ids, start=1):
+            search_from = max(0, len(self._text) - self._longest_stop + 1)
+            self._append([token_id])
+            if self._cut_at_stop(search_from):
+                return num_kept
+        return None
+
+    def take(self) -> str:
+        """New settled text, except for an ending that could grow into a stop string."""
+        return self._take_until(len(self._text) - (0 if self._stopped else self._stop_prefix_length()))
+
+    def finish(self) -> str:
+        """Ends the output: settles what is pending and returns all text not yet taken."""
+        self._text += self._pending_text
+        self._pending_text = ""
+        return self._take_until(len(self._text))
+
+    def _append(self, token_ids: Sequence[int]) -> None:
+        if not token_ids:
+            return
+        self._window.extend(token_ids)
+        new_text = self._decode(self._window)[self._num_settled :]
+        settled = self._settled_part(new_text)
+        self._text += settled
+        self._pending_text = new_text[len(settled) :]
+        self._num_settled += len(settled)
+        if not self._pending_text:
+            self._shorten_window()
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text = self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+    def _settled_part(self, new_text: str) -> str:
+        if new_text.endswith(_REPLACEMENT):
+            return new_text.rstrip(_REPLACEMENT)
+        token = self._tokenizer.convert_ids_to_tokens(self._window[-1])
+        return "" if isinstance(token, str) and _BYTE_TOKEN.fullmatch(token) else new_text
+
+    def _shorten_window(self) -> None:
+        """Keeps the newest tokens that show text as the context; they have used up the first space, if the tokenizer drops it."""
+        if self._num_settled > self._context_length:
+            del self._window[: self._num_context]
+            self._context_length = self._num_settled = len(self._decode(self._window))
+        elif self._context_length > 0:
+            del self._window[self._num_context :]
+        self._num_context = len(self._window)
+
+    def _cut_at_stop(self, search_from: int) -> bool:
+        text = self._text + self._pending_text.rstrip(_REPLACEMENT)
+        ends = []
+        for stop in self._stop:
+            start = text.find(stop, search_from)
+            if start >= 0:
+                ends.append((start + len(stop), start))
+        if not ends:
+            return False
+        self._text = text[: min(ends)[1]]
+        self._pending_text = ""
+        self._stopped = True
+        return True
+
+    def _stop_prefix_length(self) -> int:
+        """Length of the longest ending of the settled text that begins a stop string."""
+        for length in range(min(self._longest_stop - 1, len(self._text)), 0, -1):
+            ending = self._text[-length:]
+            if any(stop.startswith(ending) for stop in self._stop):
+                return length
+        return 0
+
+    def _take_until(self, end: int) -> str:
+        assert end >= self._num_taken, "text was handed out that a stop string has cut"
+        piece = self._text[self._num_taken : end]
+        self._num_taken = end
+        return piece

@@ -1,0 +1,237 @@
+"""Checkpoints on disk: both layouts there and back, variants that public files use, and damage."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from drafters import checkpoint
+from drafters.checkpoint import read_checkpoint, write_checkpoint
+from drafters.config import DFlashConfig
+from specdec.errors import CheckpointError
+from tests.drafters.tiny import HIDDEN, TINY, VOCAB, tiny_tensors, write_tiny_dflash
+
+REDUCED = replace(TINY, draft_vocab_size=30, attention_bias=True)
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("layout", ["z-lab", "speculators"])
+@pytest.mark.parametrize("config", [TINY, REDUCED, replace(TINY, windows=(4, 4, None), causal=(True, True, False))])
+def test_round_trip(layout: Any, config: DFlashConfig, tmp_path: Path) -> None:
+    """Configuration and every tensor bit survive, also through the other layout."""
+    path = write_tiny_dflash(tmp_path / "a", config, layout=layout)
+    assert read_checkpoint(path)[0] == config
+    assert_same(read_checkpoint(path)[1], tiny_tensors(config))
+    other = "speculators" if layout == "z-lab" else "z-lab"
+    write_checkpoint(tmp_path / "b", *read_checkpoint(path), layout=other)  # type: ignore[arg-type]
+    assert read_checkpoint(tmp_path / "b")[0] == config
+    assert_same(read_checkpoint(tmp_path / "b")[1], tiny_tensors(config))
+
+
+def test_written_dtype_and_vocabulary_map(tmp_path: Path) -> None:
+    """`dtype` casts weights, not the map; `t2d` marks the target tokens that `d2t` reaches."""
+    write_checkpoint(tmp_path / "d", REDUCED, tiny_tensors(REDUCED), layout="speculators", dtype=torch.bfloat16)
+    stored = load_file(tmp_path / "d" / "model.safetensors")
+    assert stored["fc.weight"].dtype == torch.bfloat16 and stored["d2t"].dtype == torch.long
+    assert stored["t2d"].nonzero().flatten().tolist() == list(range(0, 60, 2))
+    assert json.loads((tmp_path / "d" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_speculators_numbers(tmp_path: Path) -> None:
+    """The values that other software reads: taps one higher, the draft count, the draft layers in their own section."""
+    path = write_tiny_dflash(tmp_path / "d", replace(TINY, windows=(4, 4, None), verifier_name="some/target"), layout="speculators")
+    raw = json.loads((path / "config.json").read_text())
+    assert raw["aux_hidden_state_layer_ids"] == [2, 3, 5]
+    assert raw["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 7
+    assert raw["speculators_config"]["verifier"]["name_or_path"] == "some/target"
+    assert raw["sliding_window_non_causal"] is True
+    assert raw["draft_vocab_size"] == VOCAB
+    assert raw["transformer_layer_config"]["num_hidden_layers"] == 3
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    file = path / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
+    save_file(change(tensors), file)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: {f"model.{name}": tensor for name, tensor in t.items()},
+        lambda t: {name.replace("layers.0.", "midlayer."): tensor for name, tensor in t.items()},
+        lambda t: t | {"rotary_emb.inv_freq": torch.ones(8), "verifier_norm.weight": torch.ones(HIDDEN)},
+        lambda t: t | {"d2t": torch.zeros(VOCAB, dtype=torch.long), "t2d": torch.ones(VOCAB, dtype=torch.bool)},
+    ],
+    ids=["model prefix", "midlayer", "tensors of the target", "identity map"],
+)
+def test_public_variants(change: Callable[[dict[str, Tensor]], dict[str, Tensor]], tmp_path: Path) -> None:
+    """Spellings and extras found in public files read as the plain checkpoint."""
+    path = write_tiny_dflash(tmp_path / "d")
+    rewrite(path, change)
+    assert_same(read_checkpoint(path)[1], tiny_tensors())
+
+
+def test_own_embeddings_and_head(tmp_path: Path) -> None:
+    """A checkpoint may bring its own; they are kept."""
+    extra = {"embed_tokens.weight": torch.rand(VOCAB, HIDDEN), "lm_head.weight": torch.rand(VOCAB, HIDDEN)}
+    path = write_tiny_dflash(tmp_path / "d", tensors=tiny_tensors() | extra)
+    assert_same(read_checkpoint(path)[1], tiny_tensors() | extra)
+
+
+def test_sharded(tmp_path: Path) -> None:
+    """Shards listed by an index read as one; a missing shard is named."""
+    path = write_tiny_dflash(tmp_path / "d")
+    tensors = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    names = sorted(tensors)
+    weight_map: dict[str, str] = {}
+    for number, part in enumerate((names[:10], names[10:])):
+        file = f"model-{number}.safetensors"
+        save_file({name: tensors[name] for name in part}, path / file)
+        weight_map |= dict.fromkeys(part, file)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert_same(read_checkpoint(path)[1], tiny_tensors())
+    (path / "model-1.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model-1\.safetensors is missing"):
+        read_checkpoint(path)
+
+
+def cut(file: Path, keep: float) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content[: int(len(content) * keep)])
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no folder": (shutil.rmtree, "is not a folder"),
+    "no config": (lambda p: (p / "config.json").unlink(), "config.json is missing"),
+    "invalid JSON": (lambda p: (p / "config.json").write_text("{"), "config.json is not valid JSON"),
+    "not text": (lambda p: (p / "config.json").write_bytes(b"\xff\xfe\x00"), "config.json is not valid JSON"),
+    "no object": (lambda p: (p / "config.json").write_text("[]"), "config.json holds no JSON object"),
+    "bad value": (lambda p: (p / "config.json").write_text("{}"), "names no architecture"),
+    "no weights": (lambda p: (p / "model.safetensors").unlink(), "model.safetensors is missing"),
+    "truncated weights": (lambda p: cut(p / "model.safetensors", 0.6), "model.safetensors is damaged or cut short"),
+    "truncated header": (lambda p: cut(p / "model.safetensors", 0.001), "model.safetensors is damaged or cut short"),
+    "empty weights": (lambda p: cut(p / "model.safetensors", 0), "model.safetensors is damaged or cut short"),
+    "one tensor missing": (
+        lambda p: rewrite(p, lambda t: {n: x for n, x in t.items() if n != "norm.weight"}),
+        "tensor norm.weight is missing; config.json asks for 36 tensors",
+    ),
+    "layer missing": (
+        lambda p: rewrite(p, lambda t: {n: x for n, x in t.items() if not n.startswith("layers.2")}),
+        "tensor layers.2.input_layernorm.weight and 10 more are missing",
+    ),
+    "wrong shape": (
+        lambda p: rewrite(p, lambda t: t | {"fc.weight": torch.zeros(HIDDEN, 2 * HIDDEN)}),
+        r"tensor fc.weight has shape \[32, 64\], config.json asks for \[32, 96\]",
+    ),
+    "fused": (
+        lambda p: rewrite(p, lambda t: t | {"layers.0.self_attn.qkv_proj.weight": torch.zeros(2, 2)}),
+        "tensor layers.0.self_attn.qkv_proj.weight belongs to a fused or gated layer",
+    ),
+    "gated": (
+        lambda p: rewrite(p, lambda t: t | {"layers.0.self_attn.g_proj.weight": torch.zeros(2, 2)}),
+        "g_proj.weight belongs to a fused or gated layer",
+    ),
+    "unknown tensor": (
+        lambda p: rewrite(p, lambda t: t | {"markov_head.markov_w1.weight": torch.zeros(2, 2)}),
+        "tensor markov_head.markov_w1.weight is no part of a DFlash drafter",
+    ),
+    "quantised": (
+        lambda p: rewrite(p, lambda t: t | {"fc.weight": t["fc.weight"].to(torch.int8)}),
+        "tensor fc.weight is torch.int8; quantised weights are not read",
+    ),
+    "reordered full vocabulary": (
+        lambda p: rewrite(p, lambda t: t | {"d2t": torch.ones(VOCAB, dtype=torch.long)}),
+        "d2t reorders a full vocabulary",
+    ),
+    "mask embedding": (lambda p: (p / "mask_embedding.pt").touch(), "mask_embedding.pt is not supported yet"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage(name: str, tmp_path: Path) -> None:
+    """Every kind of damage is one line that names the path and the part."""
+    path = write_tiny_dflash(tmp_path / "d")
+    damage, message = DAMAGE[name]
+    damage(path)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read_checkpoint(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("token", "target"), [(0, -1), (29, VOCAB), (5, 8)], ids=["below", "above", "twice"])
+def test_vocabulary_map_is_checked(token: int, target: int, tmp_path: Path) -> None:
+    """A target id outside the vocabulary would index out of range on the device, one named twice would get two probabilities."""
+    path = write_tiny_dflash(tmp_path / "d", REDUCED)
+    rewrite(path, lambda t: t | {"d2t": t["d2t"].index_fill(0, torch.tensor([token]), target - token)})
+    with pytest.raises(CheckpointError, match="d2t does not map 30 draft tokens to distinct tokens below 61"):
+        read_checkpoint(path)
+
+
+def test_hub_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub is asked only for names that can be one and are no folder; its failure is one line."""
+    path = write_tiny_dflash(tmp_path / "owner" / "name")
+    monkeypatch.setattr(checkpoint, "snapshot_download", lambda name, **_: str(tmp_path / name))
+    assert read_checkpoint("owner/name")[0] == TINY
+
+    def offline(name: str, **_: Any) -> str:
+        raise FileNotFoundError("no connection\nand nothing cached")
+
+    monkeypatch.setattr(checkpoint, "snapshot_download", offline)
+    with pytest.raises(
+        CheckpointError, match=r"neither a local folder nor to be had from the hub \(no connection and nothing cached\)"
+    ):
+        read_checkpoint("owner/name")
+    assert read_checkpoint(path)[0] == TINY
+    with pytest.raises(CheckpointError, match="is not a folder"):
+        read_checkpoint(tmp_path / "owner" / "other")
+
+
+@pytest.mark.parametrize("failing", ["save_file", "config"])
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_failed_write_leaves_nothing(failing: str, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk or Ctrl-C in the middle leaves neither the folder nor a part of it."""
+
+    def fail(tensors: Any, file: Path, **_: Any) -> None:
+        file.write_bytes(b"half")
+        raise error
+
+    def fail_text(file: Path, _: str) -> None:
+        raise error
+
+    if failing == "save_file":
+        monkeypatch.setattr(checkpoint, "save_file", fail)
+    else:
+        monkeypatch.setattr(Path, "write_text", fail_text)
+    expected = CheckpointError if isinstance(error, OSError) else KeyboardInterrupt
+    with pytest.raises(expected):
+        write_tiny_dflash(tmp_path / "d")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_write_refuses(tmp_path: Path) -> None:
+    """A taken path and incomplete tensors, before anything is written."""
+    path = write_tiny_dflash(tmp_path / "d")
+    before = (path / "model.safetensors").read_bytes()
+    with pytest.raises(CheckpointError, match="exists already; choose a new folder"):
+        write_tiny_dflash(path, seed=2)
+    assert (path / "model.safetensors").read_bytes() == before
+    tensors = tiny_tensors()
+    del tensors["fc.weight"]
+    with pytest.raises(CheckpointError, match=r"tensor fc\.weight is missing"):
+        write_checkpoint(tmp_path / "e", TINY, tensors)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["d"]

@@ -1,0 +1,303 @@
+"""What a `config.json` means: alignment, taps, windows, causality, RoPE, and what is refused."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from drafters.config import DFlashConfig
+from drafters.layout import config_json, parse_config
+from drafters.rotary import Rotary, rope_frequencies, rotate
+from specdec.errors import CheckpointError
+from tests.drafters.tiny import TINY
+
+F, S = "full_attention", "sliding_attention"
+
+
+def zlab(remove: tuple[str, ...] = (), own: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    """A z-lab config.json of three layers with top-level `changes` and additions to its dflash_config."""
+    raw = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "block_size": 8,
+        "dflash_config": {"mask_token_id": 60, "target_layer_ids": [1, 2, 4], **(own or {})},
+        "num_target_layers": 6,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 61,
+        "rope_theta": 1000000.0,
+        "rope_scaling": None,
+        "max_position_embeddings": 512,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-06,
+    } | changes
+    return {key: value for key, value in raw.items() if key not in remove}
+
+
+def speculators(
+    algorithm: str = "dflash", tokens: int | None = 7, layers: dict[str, Any] | None = None, **changes: Any
+) -> dict[str, Any]:
+    """A speculators config.json of the same drafter."""
+    section = zlab(remove=("architectures", "block_size", "dflash_config", "num_target_layers")) | (layers or {})
+    return {
+        "architectures": ["DFlashSpeculator"],
+        "speculators_model_type": algorithm,
+        "speculators_config": {
+            "algorithm": algorithm,
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": tokens}],
+            "verifier": {"name_or_path": "some/target", "architectures": ["Qwen3ForCausalLM"]},
+        },
+        "transformer_layer_config": section,
+        "block_size": 8,
+        "mask_token_id": 60,
+        "draft_vocab_size": 61,
+        "aux_hidden_state_layer_ids": [2, 3, 5],
+        **changes,
+    }
+
+
+def test_both_layouts_mean_the_same() -> None:
+    """Taps are one apart between the layouts; everything else agrees."""
+    assert parse_config(zlab()) == TINY
+    named = replace(TINY, num_target_layers=None, verifier_name="some/target", verifier_architectures=("Qwen3ForCausalLM",))
+    assert parse_config(speculators()) == named
+
+
+@pytest.mark.parametrize("section", ["top", "own"])
+def test_values_are_found_in_either_place(section: str) -> None:
+    """Older checkpoints keep drafter values at the top level, newer ones inside dflash_config, which wins."""
+    values: dict[str, Any] = {
+        "block_size": 5,
+        "output_multiplier": 2.0,
+        "final_logit_softcapping": 30.0,
+        "input_embedding_scale": 1.0,
+    }
+    raw = zlab(**values) if section == "top" else zlab(block_size=99, own=values)
+    config = parse_config(raw)
+    assert (config.block_size, config.output_multiplier, config.final_logit_softcapping) == (5, 2.0, 30.0)
+    assert config.input_embedding_scale == 1.0
+    assert parse_config(zlab()).input_embedding_scale is None, "a missing scale differs from a scale of 1"
+
+
+ALIGNMENTS: list[tuple[str, dict[str, Any], bool, int]] = [
+    ("z-lab", zlab(), False, 7),
+    ("z-lab stated", zlab(own={"sample_from_anchor": True}), True, 8),
+    ("z-lab next-token family", zlab(architectures=["Qwen3DSparkModel"], markov_rank=0), True, 8),
+    ("speculators", speculators(), False, 7),
+    ("speculators stated", speculators(tokens=8, sample_from_anchor=True), True, 8),
+    ("speculators dspark without a Markov head", speculators("dspark", tokens=8, markov_rank=0), True, 8),
+    ("speculators without a count", speculators(tokens=None), False, 7),
+]
+
+
+@pytest.mark.parametrize(
+    ("raw", "sample_from_anchor", "most"), [case[1:] for case in ALIGNMENTS], ids=[case[0] for case in ALIGNMENTS]
+)
+def test_alignment(raw: dict[str, Any], sample_from_anchor: bool, most: int) -> None:
+    """Whether the anchor slot predicts, and hence how many drafts a block gives."""
+    config = parse_config(raw)
+    assert config.sample_from_anchor is sample_from_anchor
+    assert config.max_draft_tokens == most
+
+
+KINDS: list[tuple[str, dict[str, Any], list[int | None], list[bool]]] = [
+    ("nothing said", zlab(), [None] * 3, [False] * 3),
+    ("by type", zlab(layer_types=[S, S, F], sliding_window=9), [9, 9, None], [True, True, False]),
+    ("null is_causal", zlab(layer_types=[S, S, F], sliding_window=9, is_causal=None), [9, 9, None], [True, True, False]),
+    ("is_causal false", zlab(layer_types=[S, S, F], sliding_window=9, is_causal=False), [9, 9, None], [False] * 3),
+    ("is_causal true", zlab(layer_types=[S, S, F], sliding_window=9, is_causal=True), [9, 9, None], [True] * 3),
+    ("own is_causal", zlab(layer_types=[S] * 3, sliding_window=9, own={"is_causal": False}), [9] * 3, [False] * 3),
+    ("own causal", zlab(layer_types=[S] * 3, sliding_window=9, own={"causal": False}), [9] * 3, [False] * 3),
+    ("top level first", zlab(is_causal=True, own={"is_causal": False, "causal": False}), [None] * 3, [True] * 3),
+    ("is_causal before causal", zlab(own={"is_causal": True, "causal": False}), [None] * 3, [True] * 3),
+    ("forced window", zlab(own={"use_swa": True, "swa_window_size": 5}, layer_types=[F] * 3), [5] * 3, [True] * 3),
+    ("window disabled", zlab(use_sliding_window=False, sliding_window=9, max_window_layers=1), [None] * 3, [False] * 3),
+    ("window from a layer on", zlab(use_sliding_window=True, sliding_window=9, max_window_layers=2),
+     [None, None, 9], [False, False, True]),
+    ("explicit types win", zlab(use_sliding_window=True, sliding_window=9, max_window_layers=3, layer_types=[S, F, F]),
+     [9, None, None], [True, False, False]),
+    ("speculators", speculators(layers={"layer_types": [S, F, F], "sliding_window": 9}), [9, None, None], [True, False, False]),
+    ("speculators non-causal", speculators(layers={"layer_types": [S, F, F], "sliding_window": 9}, sliding_window_non_causal=True),
+     [9, None, None], [False] * 3),
+    ("speculators is_causal moved", speculators(layers={"layer_types": [S, F, F], "sliding_window": 9, "is_causal": False}),
+     [9, None, None], [False] * 3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("raw", "windows", "causal"), [case[1:] for case in KINDS], ids=[case[0] for case in KINDS])
+def test_windows_and_causality(raw: dict[str, Any], windows: list[int | None], causal: list[bool]) -> None:
+    """The resolution table; a wrong entry lowers acceptance without any error."""
+    config = parse_config(raw)
+    assert list(config.windows) == windows
+    assert list(config.causal) == causal
+
+
+def test_default_taps() -> None:
+    """Without a list: the middle layer for one draft layer, else evenly from layer 1 to the third last."""
+    raw = zlab(num_target_layers=36, num_hidden_layers=5)
+    del raw["dflash_config"]["target_layer_ids"]
+    assert parse_config(raw).target_layer_ids == (1, 9, 17, 25, 33)
+    assert parse_config(raw | {"num_hidden_layers": 1}).target_layer_ids == (18,)
+    assert parse_config(raw | {"num_target_layers": 61, "num_hidden_layers": 6}).target_layer_ids == (1, 12, 24, 35, 47, 58)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (zlab(architectures=["DFlash2DraftModel"]), "'dflash2' is not supported yet"),
+    (zlab(own={"selector_rank": 256}), "'dflash2' is not supported yet"),
+    (zlab(architectures=["LlamaForCausalLMEagle3"]), "'LlamaForCausalLMEagle3' is not supported yet"),
+    (zlab(architectures=["Qwen3ForCausalLM"]), "'Qwen3ForCausalLM' is not supported yet"),
+    (zlab(architectures=["Qwen3DSparkModel"], markov_rank=256), "dspark with markov_rank 256 is not supported yet"),
+    (speculators("eagle3"), "'eagle3' is not supported yet"),
+    (speculators("dspark", tokens=8, markov_rank=16), "dspark with markov_rank 16"),
+    (speculators(projector_type="domino"), "projector_type 'domino'"),
+    (zlab(own={"attention_mode": "mla"}), "attention_mode 'mla'"),
+    (zlab(own={"attention_sink_bias": True}), "attention_sink_bias True"),
+    (zlab(own={"use_aux_hidden_state": False}), "use_aux_hidden_state False"),
+    (zlab(is_neox_style=False), "is_neox_style False"),
+    (zlab(remove=("architectures", "dflash_config")), "names no architecture"),
+    (zlab(remove=("hidden_size",)), "lacks hidden_size"),
+    (zlab(remove=("block_size",)), "lacks block_size"),
+    (zlab(dflash_config={"target_layer_ids": [1]}), "lacks mask_token_id"),
+    (zlab(dflash_config=[1]), r"dflash_config is \[1\]; it must be an object"),
+    (zlab(hidden_size="32"), "hidden_size is '32'; it must be an integer"),
+    (zlab(block_size=True), "block_size is True; it must be an integer"),
+    (zlab(rms_norm_eps="x"), "rms_norm_eps is 'x'; it must be a number"),
+    (zlab(is_causal="no"), "is_causal is 'no'; it must be true or false"),
+    (zlab(block_size=1), "block_size is 1"),
+    (zlab(layer_types=[S, F, F]), "layer 0 is sliding_attention but config.json enables no window"),
+    (zlab(layer_types=[F, S, F], sliding_window=9, use_sliding_window=False), "layer 1 is sliding_attention"),
+    (zlab(own={"use_swa": True}), "layer 0 is sliding_attention"),
+    (zlab(layer_types=[F, F]), "for each of 3 layers"),
+    (zlab(layer_types=["chunked_attention"] * 3), "chunked_attention"),
+    (zlab(own={"target_layer_ids": [-1, 2]}), "the embedding output cannot be tapped"),
+    (speculators(aux_hidden_state_layer_ids=[0, 3, 5]), "the embedding output cannot be tapped"),
+    (zlab(own={"target_layer_ids": "1,2"}), "must be a list of integers"),
+    (zlab(own={"mask_token_id": 61}), "mask_token_id 61 lies outside 61 embeddings"),
+    (zlab(remove=("rope_theta",)), "rope_theta is None"),
+    (zlab(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "'dynamic' is not supported"),
+    (zlab(rope_scaling={"type": "longrope"}), "'longrope' is not supported"),
+    (zlab(rope_parameters={F: {"rope_theta": 1e4}, S: {"rope_theta": 1e4}}), "one set for all layers"),
+    (speculators(tokens=8), "speculative_tokens is 8, but block_size 8 with sample_from_anchor false gives 7"),
+    (speculators(tokens=7, sample_from_anchor=True), "speculative_tokens is 7, but block_size 8 with sample_from_anchor true"),
+    (zlab(draft_vocab_size=62), "draft_vocab_size is 62"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("raw", "message"), REFUSED, ids=[message[:40] for _, message in REFUSED])
+def test_refusals(raw: dict[str, Any], message: str) -> None:
+    """Each says in one line what is wrong."""
+    with pytest.raises(CheckpointError, match=message) as caught:
+        parse_config(raw)
+    assert "\n" not in str(caught.value)
+
+
+ROUND_TRIPS: dict[str, DFlashConfig] = {
+    "plain": TINY,
+    "sliding": replace(TINY, windows=(9, 9, None), causal=(True, True, False)),
+    "sliding non-causal": replace(TINY, windows=(9, None, 9)),
+    "everything": replace(
+        TINY,
+        attention_bias=True,
+        sample_from_anchor=True,
+        input_embedding_scale=2.0,
+        output_multiplier=0.5,
+        final_logit_softcapping=30.0,
+        draft_vocab_size=30,
+        target_hidden_size=64,
+        rms_norm_eps=1e-5,
+        verifier_name="some/target",
+        verifier_architectures=("Qwen3ForCausalLM",),
+        rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                         "original_max_position_embeddings": 128},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["z-lab", "speculators"])
+@pytest.mark.parametrize("name", ROUND_TRIPS)
+def test_round_trip(layout: Any, name: str) -> None:
+    """What is written is what is read, in either layout."""
+    assert parse_config(config_json(ROUND_TRIPS[name], layout, dtype="float32")) == ROUND_TRIPS[name]
+
+
+def test_causal_full_layers_only_in_zlab() -> None:
+    """The speculators layout has no key for them, and says so instead of losing them."""
+    config = replace(TINY, causal=(True,) * 3)
+    assert parse_config(config_json(config, "z-lab", dtype="float32")) == config
+    with pytest.raises(CheckpointError, match="no key in the speculators layout"):
+        config_json(config, "speculators", dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("config", "layout", "message"),
+    [
+        (replace(TINY, windows=(9, 8, None)), "z-lab", r"windows of \[8, 9\]"),
+        (replace(TINY, causal=(True, False, False)), "z-lab", "no key in the z-lab layout"),
+        (replace(TINY, num_target_layers=None), "z-lab", "num_target_layers is unknown"),
+        (replace(TINY, target_layer_ids=(1, 5)), "speculators", "tap 5 is the target's last layer"),
+    ],
+)
+def test_unwritable(config: DFlashConfig, layout: Any, message: str) -> None:
+    """A layout refuses what it cannot say."""
+    with pytest.raises(CheckpointError, match=message):
+        config_json(config, layout, dtype="float32")
+
+
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "yarn": {"factor": 16.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0},
+    "yarn with a stated amplitude": {"factor": 16.0, "original_max_position_embeddings": 64, "attention_factor": 1.0},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+}
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_rope_forms(name: str) -> None:
+    """Both forms of the RoPE keys give the angles that Transformers gives for them."""
+    rope_type, values = name.split()[0], ROPES[name]
+    old = {"rope_theta": 1e4, "rope_scaling": {"type": rope_type, **values} if values else None}
+    new: dict[str, Any] = {"rope_parameters": {"rope_type": rope_type, "rope_theta": 1e4, **values}}
+    mixed = {"rope_theta": None, "rope_scaling": new["rope_parameters"]}
+    configs = [parse_config(zlab(remove=("rope_theta", "rope_scaling")) | form) for form in (old, new, mixed)]
+    assert configs[0].rope_parameters == configs[1].rope_parameters == configs[2].rope_parameters
+    theirs = LlamaRotaryEmbedding(LlamaConfig(head_dim=16, max_position_embeddings=512, **new))
+    positions = torch.tensor([0, 1, 77, 400])
+    cos, sin = theirs(torch.zeros(1), positions[None])
+    our_cos, our_sin = Rotary(configs[0])(positions, torch.float32)
+    torch.testing.assert_close(our_cos[:, 0], cos[0])
+    torch.testing.assert_close(our_sin[:, 0, 8:], sin[0, :, 8:])
+    torch.testing.assert_close(our_sin[:, 0, :8], -sin[0, :, :8])
+
+
+def test_yarn_amplitude_ignores_mscale() -> None:
+    """With mscale and mscale_all_dim of 1 the ratio of the target would be 1; the drafter was trained with the plain amplitude."""
+    values = {"rope_type": "yarn", "rope_theta": 5e4, "factor": 64.0, "original_max_position_embeddings": 4096}
+    config = replace(TINY, rope_parameters=values | {"mscale": 1.0, "mscale_all_dim": 1.0})
+    frequencies, amplitude = rope_frequencies(config)
+    assert amplitude == pytest.approx(1 + 0.1 * math.log(64))
+    torch.testing.assert_close(frequencies, rope_frequencies(replace(TINY, rope_parameters=values))[0])
+
+
+def test_rope_without_its_values() -> None:
+    """A RoPE type that lacks a value names it."""
+    config = replace(TINY, rope_parameters={"rope_type": "llama3", "rope_theta": 1e4})
+    with pytest.raises(CheckpointError, match=r"'llama3'.* are not complete and valid .*factor"):
+        rope_frequencies(config)
+
+
+def test_rotation_of_halves() -> None:
+    """Rotating by an angle turns each pair (x[i], x[i + D/2]) by it."""
+    x = torch.tensor([[[1.0, 0.0, 0.0, 2.0]]])
+    angle = torch.tensor([0.3, 0.3])
+    cos, sin = torch.cat([angle.cos()] * 2), torch.cat([-angle.sin(), angle.sin()])
+    expected = [math.cos(0.3), -2 * math.sin(0.3), math.sin(0.3), 2 * math.cos(0.3)]
+    torch.testing.assert_close(rotate(x, cos, sin)[0, 0], torch.tensor(expected))

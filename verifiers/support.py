@@ -1,0 +1,119 @@
+"""Which Hugging Face models can be targets, told from the config alone: an unfit one is refused before its weights are read.
+
+A target has to be a decoder whose every layer attends exactly once, through transformers' attention interface, to keys and values
+of one shape. Its rows must not depend on each other in any other way, because requests share a forward.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from transformers import PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+from specdec.errors import UnsupportedModelError
+
+LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+
+PECULIAR = {
+    "diffllama": "each of its layers attends twice",
+    "doge": "its attention mask depends on the values",
+    "hrm_text": "its layers run several times per token",
+    "jetmoe": "it attends to each stored key and value head several times",
+    "nemotron": "its layers do not pass the paged cache on to their attention",
+}
+"""Model types whose obstacle shows in their code only."""
+
+
+def check_supported(name: str, config: PreTrainedConfig) -> None:
+    """Refuses a model that cannot be a target.
+
+    Args:
+        name: how the user called the model.
+        config: its config.
+
+    Raises:
+        UnsupportedModelError: naming the model, its type and every reason.
+    """
+    reasons = unsupported_reasons(config)
+    if reasons:
+        raise UnsupportedModelError(
+            f"model {name!r} of type {config.model_type!r} is not supported: {'; '.join(reasons)};"
+            " choose a decoder-only text model such as Llama, Qwen3 or Gemma 2"
+        )
+
+
+def unsupported_reasons(config: PreTrainedConfig) -> list[str]:
+    """All reasons why a model of this config cannot be a target; empty when it can."""
+    return [*_model_reasons(config), *_attention_reasons(config), *_cache_reasons(config), *_position_reasons(config)]
+
+
+def _model_reasons(config: PreTrainedConfig) -> Iterator[str]:
+    if config.is_encoder_decoder:
+        yield "it is an encoder-decoder model"
+    if config.sub_configs:
+        parts = ", ".join(sorted(config.sub_configs))
+        multimodal = any(sense in parts for sense in ("vision", "audio"))
+        yield f"it is {'multimodal' if multimodal else 'composed of nested configs'} ({parts})"
+    if config.model_type in PECULIAR:
+        yield PECULIAR[config.model_type]
+    model_class = _model_class(config)
+    if model_class is None:
+        remote = " and code from its repository is never run" if getattr(config, "auto_map", None) else ""
+        yield f"this transformers version has no causal language model of that type{remote}"
+        return
+    if getattr(model_class, "_is_stateful", False):
+        yield "it keeps a recurrent state (state-space model or linear attention), which cannot be rolled back"
+    if not getattr(model_class, "_supports_attention_backend", False):
+        yield f"{model_class.__name__} does not go through transformers' attention interface"
+
+
+def _model_class(config: PreTrainedConfig) -> type | None:
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return found[0] if isinstance(found, tuple) else found
+
+
+def _attention_reasons(config: PreTrainedConfig) -> Iterator[str]:
+    kinds = set(_value(config, "layer_types") or ())
+    if kinds - LAYER_TYPES:
+        yield f"it has layers of type {', '.join(sorted(kinds - LAYER_TYPES))}"
+    elif "sliding_attention" in kinds and not _value(config, "sliding_window"):
+        yield "it has sliding_attention layers without a sliding_window"
+    if chunk := _value(config, "attention_chunk_size"):
+        yield f"it attends within chunks of {chunk} tokens"
+    encoder = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES or config.model_type == "bert-generation"
+    non_causal = _value(config, "use_bidirectional_attention") in (True, "all") or _value(config, "is_causal") is False
+    if encoder or non_causal:
+        yield "its attention is bidirectional"
+
+
+def _cache_reasons(config: PreTrainedConfig) -> Iterator[str]:
+    rank = _value(config, "kv_lora_rank")
+    if rank:
+        yield f"multi-head latent attention (kv_lora_rank {rank}) needs the latent cache, which is not available yet"
+    if shared := _value(config, "num_kv_shared_layers"):
+        yield f"{shared} of its layers use the keys and values of another layer"
+    differing = sorted(getattr(config, "per_layer_attributes", None) or ())
+    if len(set(_value(config, "num_attention_heads_per_layer") or ())) > 1:
+        differing.append("num_attention_heads")
+    if differing:
+        yield f"its layers differ in {', '.join(differing)}"
+    value_dim, key_dim = _value(config, "v_head_dim"), _value(config, "head_dim")
+    if not rank and value_dim and key_dim and value_dim != key_dim:
+        yield f"its keys have {key_dim} numbers per head and its values {value_dim}"
+
+
+def _position_reasons(config: PreTrainedConfig) -> Iterator[str]:
+    """RoPE that looks at the longest sequence of the batch: a request's output would depend on its neighbours."""
+    parameters = _value(config, "rope_parameters") or {}
+    by_layer_type = parameters.values() if all(isinstance(entry, dict) for entry in parameters.values()) else [parameters]
+    kinds = {str(entry.get("rope_type", "default")) for entry in by_layer_type}
+    for kind in sorted(kinds):
+        if "dynamic" in kind or kind == "longrope":
+            yield f"its RoPE of type {kind} changes with the longest sequence of a batch"
+
+
+def _value(config: PreTrainedConfig, name: str) -> Any:
+    """A config entry; None when it is absent, or when layers differ in it, which is reported on its own."""
+    if name in (getattr(config, "per_layer_attributes", None) or ()):
+        return None
+    return getattr(config, name, None)
