@@ -20,7 +20,7 @@ test: lint check ## everything that has to pass: format, lint, types, tests
 
 check: $(VENV)/.dev ## tests only
 	@# One thread per worker: more would only wait for each other.
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 lint: $(VENV)/.dev ## format, lint and types, nothing changed
 	$(BIN)/ruff format --check .

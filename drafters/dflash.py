@@ -219,7 +219,7 @@ class DFlashDrafter:
         """Drafts `batch.k` tokens per request in one forward."""
         logits = self.logits(self.draft_hidden(batch))
         if self.draft_sampling == "greedy" or batch.sampling.all_greedy:
-            return DraftOutput(token_ids=self._to_target(logits.argmax(dim=-1)))
+            return DraftOutput(token_ids=self._to_target(logits.max(dim=-1).indices))  # on a CPU faster than argmax
         probs = processed_probs(logits, batch.sampling)
         draws = uniform(batch.sampling.seeds, batch.positions(batch.k) + 1, Purpose.DRAFT)
         token_ids = self._to_target(sample_from(probs, draws))

@@ -21,6 +21,7 @@ from specdec.registry import COMMANDS, resolve
 
 VERBS = {
     "generate": "complete prompts, or compare the speed with plain decoding",
+    "train": "train a drafter on the target's own answers",
 }
 """What `specdec --help` lists, one line each; every verb has its function in `COMMANDS`."""
 

@@ -25,6 +25,7 @@ VERIFIERS = {
 COMMANDS = {
     "generate": "specdec.generate_command:run",
     "compare": "evals.compare:run",  # generate --compare
+    "train": "drafters.training.command:run",
 }
 """Functions `(argparse.Namespace) -> exit status`, named as strings so that `--help` imports none of them."""
 
