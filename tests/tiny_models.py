@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -14,6 +15,7 @@ from transformers import (
     MistralConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -100,15 +102,25 @@ def plain_greedy(model: PreTrainedModel, prompt: Sequence[int], max_tokens: int)
     return output[0, len(prompt) :].tolist()
 
 
-def random_dflash(verifier: HFVerifier, *, block_size: int = 5, seed: int = 0) -> DFlashDrafter:
-    """A DFlash drafter with random weights and one layer of each kind: full, sliding causal, sliding bidirectional."""
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character, the same size as the tiny models' vocabulary."""
+    pieces = ["<pad>", "<s>", "</s>", *map(chr, range(32, 32 + VOCAB - 3))]
+    tokenizer = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], unk_token="<pad>"))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+
+
+def random_dflash(
+    verifier: HFVerifier, *, block_size: int = 5, causal: tuple[bool, bool, bool] = (False, True, False), seed: int = 0
+) -> DFlashDrafter:
+    """A DFlash drafter with random weights, one full layer and two sliding ones."""
     torch.manual_seed(seed)
     config = DFlashConfig(
         block_size=block_size,
         mask_token_id=0,
         target_layer_ids=(0, 2, 3),
         windows=(None, WINDOW, WINDOW),
-        causal=(False, True, False),
+        causal=causal,
         hidden_size=verifier.hidden_size,
         intermediate_size=48,
         num_attention_heads=4,

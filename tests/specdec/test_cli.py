@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
 
 from drafters.ngram import load_ngram
 from evals.compare import compare, first_divergence
@@ -25,7 +23,7 @@ from specdec.errors import CapacityError
 from specdec.metrics import AcceptanceStats
 from specdec.registry import COMMANDS
 from specdec.timing import StepTimer
-from tests.tiny_models import VOCAB, paged_verifier, plain_model
+from tests.tiny_models import VOCAB, paged_verifier, plain_model, tiny_tokenizer
 
 Capture = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
@@ -359,14 +357,6 @@ def test_timing_adds_up_and_names_the_engines_share(monkeypatch: Patch, capsys: 
 )
 def test_sizes_are_binary(text: str, size: int) -> None:
     assert byte_size(text) == size
-
-
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character, the same size as the tiny models' vocabulary."""
-    pieces = ["<pad>", "<s>", "</s>", *map(chr, range(32, 32 + VOCAB - 3))]
-    tokenizer = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], unk_token="<pad>"))
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
 
 
 @pytest.fixture

@@ -1,0 +1,225 @@
+"""Bad input from the command line down to real files: one line with the value, the limit and the way out, and nothing lost."""
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from drafters.checkpoint import write_checkpoint
+from specdec import EngineConfig, SamplingParams, SpecDecError, SpecDecoder
+from specdec.cli import main
+from tests.tiny_models import paged_verifier, plain_model, random_dflash, tiny_tokenizer
+
+Capture = pytest.CaptureFixture[str]
+Damage = Callable[[Path], None]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny target and a drafter for it, on disk."""
+    root = tmp_path_factory.mktemp("models")
+    model = plain_model("llama")
+    model.save_pretrained(root / "target")
+    tiny_tokenizer().save_pretrained(root / "target")
+    drafter = random_dflash(paged_verifier(model), causal=(False, True, True))
+    write_checkpoint(root / "drafter", drafter.config, drafter.model.state_dict())
+    return root
+
+
+def fails(capsys: Capture, *arguments: str | Path, status: int = 2) -> str:
+    """The one line that the command prints before it exits with `status`."""
+    assert main(["generate", *map(str, arguments)]) == status
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = [line for line in captured.err.splitlines() if line.startswith("specdec: error: ")]
+    assert len(lines) == 1, captured.err
+    assert "Traceback" not in captured.err
+    return lines[0]
+
+
+def test_the_folders_work(folders: Path, capsys: Capture) -> None:
+    """What the other tests damage is sound."""
+    assert (
+        main(
+            [
+                "generate",
+                "abc",
+                "--raw",
+                "--model",
+                str(folders / "target"),
+                "--drafter",
+                str(folders / "drafter"),
+                "--max-tokens",
+                "5",
+            ]
+        )
+        == 0
+    )
+    assert "tokens per verify step" in capsys.readouterr().err
+
+
+def truncate(name: str) -> Damage:
+    def damage(folder: Path) -> None:
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[: len(content) // 2])
+
+    return damage
+
+
+def drop(tensor: str) -> Damage:
+    def damage(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        del tensors[tensor]
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return damage
+
+
+def set_key(**values: object) -> Damage:
+    def damage(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | values))
+
+    return damage
+
+
+def remove(name: str) -> Damage:
+    return lambda folder: (folder / name).unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (truncate("model.safetensors"), ("cannot read the weights of target", "fetch it again")),
+        (truncate("config.json"), ("cannot read the config of target",)),
+        (drop("model.layers.2.mlp.up_proj.weight"), ("lacks 1 tensors", "model.layers.2.mlp.up_proj.weight", "fetch")),
+        (set_key(num_hidden_layers=5), ("lacks 9 tensors", "model.layers.4.input_layernorm.weight")),
+        (set_key(intermediate_size=50), ("cannot read the weights of target",)),
+        (set_key(model_type="t5"), ("encoder-decoder",)),
+        (set_key(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), ("RoPE of type dynamic",)),
+        (remove("config.json"), ("cannot read the config of target",)),
+        (remove("model.safetensors"), ("cannot read the weights of target", "model.safetensors")),
+    ],
+)
+def test_damaged_target(folders: Path, tmp_path: Path, capsys: Capture, damage: Damage, said: Sequence[str]) -> None:
+    """A truncated or incomplete target never runs with whatever weights were left."""
+    shutil.copytree(folders / "target", tmp_path / "target")
+    damage(tmp_path / "target")
+    line = fails(capsys, "abc", "--raw", "--model", tmp_path / "target")
+    for part in said:
+        assert part in line
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (truncate("model.safetensors"), ("model.safetensors is damaged or cut short", "download it again")),
+        (drop("fc.weight"), ("tensor fc.weight is missing",)),
+        (set_key(num_target_layers=9), ("was made for 9 target layers, not 4",)),
+        (set_key(vocab_size=120), ("vocabulary has 120 tokens, the target's 97",)),
+        (set_key(architectures=["DFlash2DraftModel"]), ("algorithm 'dflash2' is not supported yet",)),
+        (remove("model.safetensors"), ("model.safetensors is missing",)),
+    ],
+)
+def test_damaged_or_foreign_drafter(folders: Path, tmp_path: Path, capsys: Capture, damage: Damage, said: Sequence[str]) -> None:
+    """A drafter that is broken, or made for another target, is refused with the reason."""
+    shutil.copytree(folders / "drafter", tmp_path / "drafter")
+    damage(tmp_path / "drafter")
+    line = fails(capsys, "abc", "--raw", "--model", folders / "target", "--drafter", tmp_path / "drafter")
+    for part in said:
+        assert part in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("abc", "--drafter", "ngramm"), ("unknown drafter 'ngramm'", "ngram, dflash, none")),
+        (("abc", "--drafter", "{drafter}", "-k", "5"), ("num_draft_tokens is 5 and the drafter gives at most 4",)),
+        (("abc", "--attention", "flash"), ("unknown attention backend 'flash'", "torch_ref")),
+        (("abc", "--device", "cuda:77"), ("cuda:77", "cpu")),
+        (("abc", "--device", "quantum"), ("unknown device 'quantum'",)),
+        (("abc", "--dtype", "int3"), ("unknown dtype 'int3'", "float32")),
+        (("abc", "--top-p", "1.5"), ("top_p is 1.5", "(0, 1]")),
+        (("abc", "--kv-memory", "1K"), ("budget of 1,024 bytes", "give it at least")),
+        (("abc" * 300,), ("prompt has 900 tokens and the limit is 512",)),
+        (("abc", "--max-tokens", "300", "--kv-memory", "100K"), ("cache blocks and the cache has", "max_tokens")),
+        (("",), ("prompt",)),
+    ],
+)
+def test_bad_arguments(folders: Path, capsys: Capture, arguments: Sequence[str], said: Sequence[str]) -> None:
+    """Unknown names list the known ones; numbers come with their range."""
+    given = [argument.format(drafter=folders / "drafter") for argument in arguments]
+    line = fails(capsys, *given, "--raw", "--model", folders / "target")
+    for part in said:
+        assert part in line
+
+
+def test_paths_that_are_not_there(folders: Path, tmp_path: Path, capsys: Capture) -> None:
+    """A missing folder is not taken for a hub name."""
+    assert "is not a folder" in fails(capsys, "abc", "--model", tmp_path / "nowhere")
+    assert "is not a folder" in fails(capsys, "abc", "--model", folders / "target", "--drafter", tmp_path / "nowhere")
+
+
+def test_one_bad_prompt_of_many_leaves_the_others_alone(folders: Path, capsys: Capture) -> None:
+    """Two prompts fail, with a line each; the outputs of the others do not change, and the status says that some failed."""
+    arguments = ["--raw", "--model", str(folders / "target"), "--max-tokens", "6", "--json"]
+    assert main(["generate", "abc", "hello", *arguments]) == 0
+    good = [json.loads(line)["token_ids"] for line in capsys.readouterr().out.splitlines()]
+    assert main(["generate", "abc", "x" * 600, "hello", *arguments]) == 1
+    results = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [result["token_ids"] for result in results] == [good[0], [], good[1]]
+    assert "prompt has 600 tokens and the limit is 512" in results[1]["error"]
+
+
+def test_errors_of_the_api_have_one_base_class() -> None:
+    """Everything above can be caught as `SpecDecError`; mistakes in the form of the input are told apart."""
+    verifier = paged_verifier(plain_model("llama"))
+    decoder = SpecDecoder(verifier, tiny_tokenizer(), None, EngineConfig(max_num_seqs=2, max_model_len=64))
+    for inputs, said in (
+        ([], "there is no prompt"),
+        ("", "prompt is empty"),
+        ([[]], "prompt is empty"),
+        ([1.5], "input 0 is a float"),
+        ([{"role": "user", "content": "hi"}], "no chat template"),
+        ([5] * 64, "limit is 64"),
+    ):
+        single = inputs != [[]]
+        if single:
+            with pytest.raises(SpecDecError, match=said):
+                decoder.generate(inputs)  # type: ignore[arg-type]
+        else:
+            (result,) = decoder.generate(inputs)  # type: ignore[misc,arg-type]
+            assert said in (result.error or "")
+    with pytest.raises(SpecDecError, match=r"unknown sampling value 'temprature' \(known: max_tokens"):
+        decoder.generate("abc", temprature=1)
+    assert not decoder.engine.has_work
+
+
+def test_interrupted_stream_leaves_the_decoder_usable() -> None:
+    """Closing a stream early, as Ctrl-C does, cancels what is unfinished; the next call starts from an empty cache."""
+    verifier = paged_verifier(plain_model("llama"))
+    decoder = SpecDecoder(verifier, tiny_tokenizer(), None, EngineConfig(max_num_seqs=2, pipeline_depth=1))
+    sampling = SamplingParams(max_tokens=12)
+    expected = decoder.generate(["abc", "def", "ghi"], sampling)
+    stream = decoder.stream(["abc", "def", "ghi"], sampling)
+    for _ in range(3):
+        next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    again = decoder.generate(["abc", "def", "ghi"], replace(sampling))
+    assert [result.token_ids for result in again] == [result.token_ids for result in expected]  # type: ignore[union-attr]
+    assert decoder.engine.pool.num_used == 0
+
+
+def test_half_the_vocabulary_nan_is_reported(folders: Path, tmp_path: Path, capsys: Capture) -> None:
+    """A checkpoint whose weights are NaN ends every request with one clear line and a non-zero status."""
+    shutil.copytree(folders / "target", tmp_path / "target")
+    tensors = load_file(tmp_path / "target" / "model.safetensors")
+    tensors["lm_head.weight"][5] = torch.nan
+    save_file(tensors, tmp_path / "target" / "model.safetensors", metadata={"format": "pt"})
+    assert main(["generate", "abc", "--raw", "--model", str(tmp_path / "target")]) != 0
+    assert "NaN" in capsys.readouterr().err
