@@ -210,6 +210,8 @@ def test_interrupted_stream_leaves_the_decoder_usable() -> None:
     for _ in range(3):
         next(stream)
     stream.close()  # type: ignore[attr-defined]
+    assert not decoder.engine.scheduler.working
+    assert not decoder.engine.scheduler.waiting
     again = decoder.generate(["abc", "def", "ghi"], replace(sampling))
     assert [result.token_ids for result in again] == [result.token_ids for result in expected]  # type: ignore[union-attr]
     assert decoder.engine.pool.num_used == 0

@@ -23,6 +23,8 @@ def prefix_hashes(token_ids: Sequence[int], block_size: int) -> list[bytes]:
     >>> a, b = prefix_hashes([1, 2, 3, 4, 5], 2), prefix_hashes([1, 2, 3, 9], 2)
     >>> len(a), a[0] == b[0], a[1] == b[1]
     (2, True, False)
+    >>> prefix_hashes([8, 8, 3, 4], 2)[1] == a[1]
+    False
     """
     digests: list[bytes] = []
     digest = b""

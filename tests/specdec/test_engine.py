@@ -1,5 +1,7 @@
 """The engine's edges: stops inside a block, NaN logits, cancellation, seeds, logprobs, limits."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -79,21 +81,14 @@ def test_end_of_sequence_can_be_ignored(case: Case) -> None:
     assert ignored.output_token_ids == whole
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_nan_logits_end_one_request_and_spare_the_others(
-    case: Case, phase: str, depth: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """NaN keys, values and logits of one request: it ends with an error, its neighbours and successors keep their outputs."""
-    verifier, prompts, outputs = case
-    engine = SpecEngine(verifier, ScriptedDrafter(outputs, 3, [{2}]), config(pipeline_depth=depth))
+@contextmanager
+def poisoned(verifier: HFVerifier, victims: list[Request], first_bad: int) -> Iterator[None]:
+    """Makes keys, values and logits of the victim NaN from position `first_bad` on."""
     forward = verifier.forward
-    victim_prompt = prompts[1]
-    first_bad = len(victim_prompt) - 1 if phase == "prefill" else len(victim_prompt) + 6
 
-    def poisoned(rows: ForwardInput, caches: Any, aux: Any = ()) -> VerifyOutput:
+    def forward_with_nan(rows: ForwardInput, caches: Any, aux: Any = ()) -> VerifyOutput:
         output = forward(rows, caches, aux)
-        slots = torch.tensor([b * 4 + o for b in victim.block_ids for o in range(4)] or [-1])
+        slots = torch.tensor([b * 4 + o for victim in victims for b in victim.block_ids for o in range(4)] or [-1])
         bad = torch.isin(rows.metadata.slot_mapping, slots) & (rows.position_ids >= first_bad)
         for layer in caches:
             for side in layer:
@@ -101,22 +96,49 @@ def test_nan_logits_end_one_request_and_spare_the_others(
         selected = bad if rows.logit_rows is None else bad[rows.logit_rows]
         return VerifyOutput(output.logits.masked_fill(selected[:, None], torch.nan), output.aux_hidden)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(verifier, "forward", poisoned)
-        requests = [engine.add_request(prompt, SamplingParams(max_tokens=MAX_TOKENS)) for prompt in prompts]
-        victim = requests[1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verifier, "forward", forward_with_nan)
+        yield
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_nan_logits_end_one_request_and_spare_the_others(case: Case, phase: str, depth: int) -> None:
+    """NaN keys, values and logits of one request: it ends with an error, its neighbours and successors keep their outputs."""
+    verifier, prompts, outputs = case
+    engine = SpecEngine(verifier, ScriptedDrafter(outputs, 3, [{2}]), config(pipeline_depth=depth))
+    first_bad = len(prompts[1]) - 1 if phase == "prefill" else len(prompts[1]) + 6
+    requests = [engine.add_request(prompt, SamplingParams(max_tokens=MAX_TOKENS)) for prompt in prompts]
+    victim = requests[1]
+    with poisoned(verifier, [victim], first_bad):
         finish(engine)
     assert victim.finish_reason == "error"
     assert victim.error is not None
     assert "NaN" in victim.error
     assert "\n" not in victim.error
-    assert victim.output_token_ids == outputs[tuple(victim_prompt)][: len(victim.output_token_ids)]
+    assert victim.output_token_ids == outputs[tuple(prompts[1])][: len(victim.output_token_ids)]
     for request in (*requests[:1], *requests[2:]):
         assert request.output_token_ids == outputs[tuple(request.prompt_token_ids)]
     assert engine.pool.num_used == 0
     assert all(torch.isfinite(side).all() for layer in engine.kv_cache.layers for side in layer)
     again = [engine.add_request(prompt, SamplingParams(max_tokens=MAX_TOKENS)) for prompt in prompts]
     assert finish(engine, *again) == list(outputs.values())
+
+
+def test_block_tables_never_point_at_anothers_blocks(case: Case) -> None:
+    """What an earlier owner of the slot left in the table would let a neighbour's NaN in, although it is masked."""
+    verifier = case[0]
+    cache = CacheConfig(block_size=4, memory_bytes=25 * 4096)
+    engine = SpecEngine(verifier, None, EngineConfig(max_num_seqs=2, pipeline_depth=1, cache=cache))
+    long, short = list(range(3, 63)), [7, 8, 9]
+    finish(engine, engine.add_request(long, SamplingParams(max_tokens=4)))
+    expected = finish(engine, engine.add_request(short, SamplingParams(max_tokens=12)))
+    finish(engine, engine.add_request(long[::-1], SamplingParams(max_tokens=4)))
+    request = engine.add_request(short, SamplingParams(max_tokens=12))
+    victim = engine.add_request(long[1:], SamplingParams(max_tokens=12))
+    with poisoned(verifier, [victim], first_bad=len(victim.prompt_token_ids) + 2):
+        assert finish(engine, request) == expected
+    assert victim.finish_reason == "error"
 
 
 def test_seed_repeats_the_output_whatever_the_neighbours_and_drafts(case: Case) -> None:
@@ -141,6 +163,17 @@ def test_seed_repeats_the_output_whatever_the_neighbours_and_drafts(case: Case) 
         engine, engine.add_request(prompts[0], SamplingParams(max_tokens=MAX_TOKENS, temperature=0.9, top_p=0.95, seed=12))
     )
     assert other != alone
+
+
+def test_every_position_has_its_own_random_number(case: Case) -> None:
+    """A sampled output continues the same from any of its prefixes, the first token included."""
+    verifier, prompts, _ = case
+    sampling = SamplingParams(max_tokens=8, temperature=1.2, seed=5)
+    engine = SpecEngine(verifier, None, config())
+    (whole,) = finish(engine, engine.add_request(prompts[0], sampling))
+    for cut in range(1, 4):
+        (rest,) = finish(engine, engine.add_request([*prompts[0], *whole[:cut]], sampling))
+        assert rest[: len(whole) - cut] == whole[cut:]
 
 
 def test_unseeded_requests_differ_and_report_a_seed_that_repeats_them(case: Case) -> None:
