@@ -1,0 +1,108 @@
+"""Training blocks: where they start, what they are given, what they must say, and their forward through the drafter."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from drafters.dflash import DFlashModel
+from drafters.training.mask import BlockAttention
+
+
+@dataclass(slots=True)
+class SequenceBatch:
+    """Sequences of prompt and answer, padded on the right.
+
+    Attributes:
+        token_ids: int64 [S, T].
+        prompt_lens: int64 [S], where the answer begins.
+        lengths: int64 [S], where it ends.
+    """
+
+    token_ids: Tensor
+    prompt_lens: Tensor
+    lengths: Tensor
+
+
+@dataclass(slots=True)
+class Blocks:
+    """N blocks of each of S sequences; K slots of a block predict.
+
+    Attributes:
+        anchors: int64 [S, N], position of the anchor; 0 in a block that is not valid.
+        labels: int64 [S, N, K], the answer's token for every predicting slot, anything where `valid` is False.
+        valid: bool [S, N, K].
+    """
+
+    anchors: Tensor
+    labels: Tensor
+    valid: Tensor
+
+
+def sample_anchors(batch: SequenceBatch, count: int, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Answer positions that have an answer token after them, those with the highest scores, in order.
+
+    Args:
+        batch: the sequences.
+        count: N.
+        scores: float32 [S, T] in [0, 1), random.
+
+    Returns:
+        Positions int64 [S, N] and whether each is one, bool: a short answer has fewer, and the rest are 0.
+    """
+    length = batch.token_ids.shape[1]
+    positions = torch.arange(length, device=batch.token_ids.device)
+    eligible = (positions >= batch.prompt_lens[:, None]) & (positions < batch.lengths[:, None] - 1)
+    top, anchors = scores.masked_fill(~eligible, -1.0).topk(min(count, length), dim=1)
+    anchors, order = anchors.masked_fill(top < 0, length).sort(dim=1)
+    valid = top.gather(1, order) >= 0
+    return anchors.masked_fill(~valid, 0), valid
+
+
+def make_blocks(batch: SequenceBatch, anchors: Tensor, valid: Tensor, *, num_slots: int) -> Blocks:
+    """Labels of the blocks at `anchors` int64 [S, N]: slot k = 1, 2, ... predicts the token at the anchor's position + k."""
+    length = batch.token_ids.shape[1]
+    positions = anchors[:, :, None] + torch.arange(1, num_slots + 1, device=anchors.device)
+    labels = batch.token_ids.gather(1, positions.clamp(max=length - 1).flatten(1)).view_as(positions)
+    return Blocks(anchors, labels, valid[:, :, None] & (positions < batch.lengths[:, None, None]))
+
+
+def block_hidden(
+    model: DFlashModel,
+    embed: Callable[[Tensor], Tensor],
+    batch: SequenceBatch,
+    anchors: Tensor,
+    context: tuple[Tensor, Tensor],
+    *,
+    flex: bool,
+) -> Tensor:
+    """Final hidden states of the predicting slots of all blocks.
+
+    Args:
+        model: the drafter.
+        embed: token ids [...] to scaled embeddings [..., H].
+        batch: the sequences.
+        anchors: int64 [S, N].
+        context: keys and values [S, T, layers, kv_heads, head_dim] of every position, from `DFlashModel.context_kv`.
+        flex: see `BlockAttention`.
+
+    Returns:
+        [S, N, K, H].
+    """
+    config = model.config
+    width = config.max_draft_tokens + (not config.sample_from_anchor)
+    keys, values = context
+    attention = BlockAttention(anchors, keys.shape[1], width, flex)
+    token_ids = F.pad(batch.token_ids.gather(1, anchors)[:, :, None], (0, width - 1), value=config.mask_token_id)
+    positions = anchors[:, :, None] + torch.arange(width, device=anchors.device)
+    kinds = list(zip(config.causal, config.windows, strict=True))
+
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        all_keys = torch.cat([keys[:, :, layer], key], dim=1)
+        all_values = torch.cat([values[:, :, layer], value], dim=1)
+        return attention(kinds[layer], query, all_keys, all_values)
+
+    hidden = model.block_forward(embed(token_ids.flatten(1)), positions.flatten(1), attend)
+    return hidden.view(*anchors.shape, width, -1)[:, :, width - config.max_draft_tokens :]

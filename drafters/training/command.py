@@ -1,0 +1,44 @@
+"""`specdec train`: answers, training and the check against the engine, from one config file or flags."""
+
+import argparse
+
+from drafters.training.config import TrainConfig, add_flags, build_config
+from specdec.errors import InvalidInputError
+
+STAGES = ("answers", "train", "finish")
+
+_EXAMPLES = """\
+examples:
+  specdec train --out run --prompts questions.jsonl --variations 4 --temperatures 0 0.8 --max-minutes 20
+  specdec train answers --config run.toml
+  torchrun --nproc-per-node 2 -m specdec train train --config run.toml
+  specdec train finish --config run.toml
+
+Stages: answers (the target answers the prompts), train, finish (export, and compare tau with the engine's); all without a name.
+A killed run goes on with the same command. docs/training.md is the guide.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `specdec train`."""
+    parser.usage = "%(prog)s [STAGE ...] --out FOLDER [options]"
+    parser.epilog = _EXAMPLES
+    parser.add_argument("stages", nargs="*", metavar="STAGE", help="answers, train, finish (default: all three)")
+    parser.add_argument("--config", metavar="FILE", help="TOML or JSON file with the options below as keys; flags win")
+    add_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs `specdec train`; 0 when the stages are complete, 1 when they were stopped as asked and can go on.
+
+    Raises:
+        SpecDecError: see `drafters.training.stages.run_stages`.
+    """
+    config: TrainConfig = build_config(vars(args), args.config)
+    stages = tuple(args.stages) or STAGES
+    unknown = [stage for stage in stages if stage not in STAGES]
+    if unknown:
+        raise InvalidInputError(f"unknown stage {unknown[0]!r} (known: {', '.join(STAGES)})")
+    from drafters.training.stages import run_stages
+
+    return 0 if run_stages(tuple(stage for stage in STAGES if stage in stages), config) else 1

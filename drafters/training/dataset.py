@@ -1,0 +1,140 @@
+"""Answers as the training loop reads them: one compact token tensor on the device, and batches of sequences of like length."""
+
+import gzip
+import json
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import torch
+from torch import Tensor
+
+from drafters.training.blocks import SequenceBatch
+from specdec.errors import CheckpointError, InvalidInputError
+
+MOST_MASKED = 0.01
+"""Share of answers that may hold the mask token by accident of sampling."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """A prompt and what the target answered.
+
+    Attributes:
+        prompt_ids, answer_ids: tokens, as compact arrays.
+        few_shot: the prompt is a few-shot text, and the answer ends where the next question begins.
+    """
+
+    prompt_ids: Sequence[int]
+    answer_ids: Sequence[int]
+    few_shot: bool = False
+
+
+def read_answers(folder: Path, split: str) -> list[Answer]:
+    """Answers of the finished shards of `split`, "train" or "heldout".
+
+    Raises:
+        InvalidInputError: there are none.
+        CheckpointError: a shard is damaged.
+    """
+    answers = []
+    for path in sorted(folder.glob(f"{split}-*.jsonl.gz")):
+        try:
+            with gzip.open(path, "rt") as file:
+                for line in file:
+                    record = json.loads(line)
+                    prompt_ids, answer_ids = (array("i", record[name]) for name in ("prompt_ids", "answer_ids"))
+                    answers.append(Answer(prompt_ids, answer_ids, few_shot=record["template"] == "few-shot"))
+        except (OSError, EOFError, ValueError, KeyError) as error:
+            raise CheckpointError(f"{path} is damaged ({error}); delete it and run the answers stage again") from error
+    if not answers:
+        raise InvalidInputError(f"{str(folder)!r} holds no {split} answers; run the answers stage first")
+    return answers
+
+
+class AnswerSet:
+    """All answers on the device.
+
+    Args:
+        answers: sequences.
+        device: where their tokens live, as int32.
+        max_length: longer sequences are left out.
+        bucket: batches are padded to a multiple of this many tokens.
+        mask_token_id: sequences that hold it are left out: the drafter could not tell it from a word.
+
+    Attributes:
+        num_too_long: sequences left out for their length.
+        num_too_short: those left out because no answer token follows another.
+        num_masked: those left out because they hold the mask token.
+
+    Raises:
+        InvalidInputError: nothing is left, or the mask token is a common one.
+    """
+
+    def __init__(
+        self, answers: Sequence[Answer], *, device: torch.device, max_length: int, bucket: int, mask_token_id: int
+    ) -> None:
+        fitting = [a for a in answers if len(a.prompt_ids) + len(a.answer_ids) <= max_length]
+        long_enough = [a for a in fitting if len(a.answer_ids) >= 2]
+        kept = [a for a in long_enough if mask_token_id not in a.answer_ids and mask_token_id not in a.prompt_ids]
+        self.num_too_long, self.num_too_short = len(answers) - len(fitting), len(fitting) - len(long_enough)
+        self.num_masked = len(long_enough) - len(kept)
+        if self.num_masked > MOST_MASKED * len(long_enough):
+            raise InvalidInputError(
+                f"mask-token {mask_token_id} occurs in {self.num_masked} of {len(long_enough)} answers, so the drafter could not"
+                " tell it from a word; choose another --mask-token"
+            )
+        if not kept:
+            raise InvalidInputError(
+                f"none of {len(answers)} answers can be used: {self.num_too_long} are longer than max-length {max_length} with"
+                f" their prompt, {self.num_too_short} have fewer than 2 tokens; raise --max-length or --max-tokens"
+            )
+        self.bucket = bucket
+        self.lengths = [len(a.prompt_ids) + len(a.answer_ids) for a in kept]
+        tokens = array("i")
+        for answer in kept:
+            tokens.extend(answer.prompt_ids)
+            tokens.extend(answer.answer_ids)
+        self._tokens = torch.frombuffer(tokens, dtype=torch.int32).to(device, copy=True)
+        self._lengths = torch.tensor(self.lengths).to(device)
+        self._prompt_lens = torch.tensor([len(a.prompt_ids) for a in kept]).to(device)
+        self._starts = self._lengths.cumsum(0) - self._lengths
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def take(self, indices: Tensor, longest: int) -> SequenceBatch:
+        """The sequences `indices` int64 [S] on the device, none longer than `longest`, which the host knows."""
+        width = -(-longest // self.bucket) * self.bucket
+        positions = torch.arange(width, device=self._tokens.device)
+        lengths = self._lengths[indices]
+        rows = (self._starts[indices][:, None] + positions).clamp(max=self._tokens.shape[0] - 1)
+        tokens = self._tokens[rows].long().masked_fill(positions >= lengths[:, None], 0)
+        return SequenceBatch(tokens, self._prompt_lens[indices], lengths)
+
+    def epoch(self, seed: int, batch_size: int) -> list[list[int]]:
+        """Batches of sequence indices for one pass, the same for the same seed; the remainder that fills no batch is left out.
+
+        Sequences of like length share a batch, so that little of it is padding, and batches come in random order.
+        """
+        random = Random(seed)
+        order = random.sample(range(len(self)), len(self))
+        if len(order) < batch_size:
+            order = (order * -(-batch_size // len(order)))[:batch_size]
+        order = order[: len(order) - len(order) % batch_size]
+        order.sort(key=lambda index: self.lengths[index])
+        batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+        random.shuffle(batches)
+        return batches
+
+    def longest(self, indices: Sequence[int]) -> int:
+        """Tokens of the longest of these sequences."""
+        return max(self.lengths[index] for index in indices)
+
+
+def in_batches(count: int, size: int) -> Iterator[range]:
+    """`range(count)` in pieces of `size`."""
+    for start in range(0, count, size):
+        yield range(start, min(start + size, count))

@@ -1,0 +1,120 @@
+"""The last stage: export, and the check that the drafter does in the engine what training says it does.
+
+The exported folder is loaded as any user would load it and answers the held-out prompts in the real engine. Training replays the
+same answers with its own forward. Wrong slots, taps, masks, positions or lost settings all show as a difference of tau.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drafters.checkpoint import read_checkpoint, write_checkpoint
+from drafters.dflash import DFlashModel
+from drafters.layout import Layout
+from drafters.training.answers import FEW_SHOT_STOP
+from drafters.training.config import TrainConfig
+from drafters.training.dataset import Answer
+from drafters.training.state import write_atomically
+from specdec.config import EngineConfig, SamplingParams
+from specdec.decoder import GenerationResult, SpecDecoder
+from specdec.errors import CheckpointError, SpecDecError
+from specdec.metrics import pooled
+
+LAYOUTS: dict[Layout, str] = {"z-lab": "drafter", "speculators": "drafter-speculators"}
+"""Folder of each layout."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """tau of the same drafter on the same prompts, twice.
+
+    Attributes:
+        replayed: by training's own forward on stored answers.
+        engine: by the engine with the exported drafter.
+        same_answers: share of the prompts that the engine answered exactly as stored; less than 1 is rounding, in low precision.
+    """
+
+    replayed: float
+    engine: float
+    same_answers: float
+
+    @property
+    def difference(self) -> float:
+        """Relative to the replay."""
+        return abs(self.engine - self.replayed) / self.replayed
+
+    def check(self, tolerance: float) -> None:
+        """Accepts a difference of at most `tolerance`.
+
+        Raises:
+            SpecDecError: it is larger.
+        """
+        if not self.difference <= tolerance:
+            raise SpecDecError(
+                f"tau is {self.replayed:.3f} in training and {self.engine:.3f} in the engine, {100 * self.difference:.1f}% apart"
+                f" where {100 * tolerance:.1f}% is allowed ({100 * self.same_answers:.0f}% of the answers are the same): suspect,"
+                " in this order, slot alignment, tap numbering, chat template, a mask leak, RoPE; the exported drafter is kept"
+            )
+
+
+def export(config: TrainConfig, model: DFlashModel) -> Path:
+    """Writes the drafter in both layouts, replacing an earlier export of the same run, and returns the z-lab folder.
+
+    Raises:
+        CheckpointError: it cannot be written, or what was written does not read back the same.
+    """
+    tensors = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+    for layout, name in LAYOUTS.items():
+        folder = config.folder / name
+        for file in ("config.json", "model.safetensors"):
+            (folder / file).unlink(missing_ok=True)
+        write_checkpoint(folder, model.config, tensors, layout=layout)
+        _, back = read_checkpoint(folder)
+        if back.keys() != tensors.keys() or not all(torch.equal(back[key], tensors[key]) for key in tensors):
+            raise CheckpointError(f"{folder} does not read back as it was written; the disk may be damaged")
+    return config.folder / LAYOUTS["z-lab"]
+
+
+def engine_tau(config: TrainConfig, drafter: Path, answers: list[Answer]) -> tuple[float, float]:
+    """tau of the exported drafter in the engine on the prompts of `answers`, and the share of answers that came out the same.
+
+    Raises:
+        SpecDecError: the drafter or the engine fails.
+    """
+    decoder = SpecDecoder.from_pretrained(
+        config.model,
+        drafter=str(drafter.resolve()),
+        device=config.device,
+        dtype=config.dtype,
+        attention=config.attention,
+        engine=EngineConfig(max_num_seqs=min(config.max_num_seqs, len(answers))),
+    )
+    results: list[GenerationResult] = []
+    for few_shot, stop in ((False, ()), (True, (FEW_SHOT_STOP,))):
+        prompts = [list(answer.prompt_ids) for answer in answers if answer.few_shot == few_shot]
+        if prompts:
+            part = decoder.generate(prompts, SamplingParams(max_tokens=config.max_tokens, stop=stop))
+            assert isinstance(part, list)
+            results += part
+    failed = next((result.error for result in results if result.error), None)
+    if failed:
+        raise SpecDecError(f"the engine failed on a held-out prompt: {failed}")
+    stored = sorted(answers, key=lambda answer: answer.few_shot)  # the order of the results
+    same = sum(result.token_ids == list(answer.answer_ids) for result, answer in zip(results, stored, strict=True))
+    return pooled(result.stats for result in results).tau, same / len(answers)
+
+
+def write_report(config: TrainConfig, agreement: Agreement, about: dict[str, Any]) -> Path:
+    """Writes the figures to `report.json` and returns its path."""
+    path = config.folder / "report.json"
+    figures = {
+        "tau_replayed": agreement.replayed,
+        "tau_engine": agreement.engine,
+        "difference": agreement.difference,
+        "same_answers": agreement.same_answers,
+    }
+    write_atomically(path, lambda target: target.write_text(json.dumps(figures | about, indent=2) + "\n"))
+    return path

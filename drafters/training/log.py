@@ -1,0 +1,113 @@
+"""What training reports: a CSV file, a plot, a progress bar or lines."""
+
+import csv
+import sys
+from pathlib import Path
+from typing import Any
+
+from drafters.training.state import disk_errors, write_atomically
+
+COLUMNS = ("step", "minutes", "epoch", "loss", "train_tau", "slot1", "lr", "grad_norm", "sequences_per_second", "tau")
+"""`train_tau` and `slot1` are teacher-forced on training answers at random anchors; `tau` is replayed on held-out answers."""
+
+
+class TrainLog:
+    """Rows of figures in `log.csv` and on the screen.
+
+    Args:
+        folder: where `log.csv` and `curves.png` go.
+        last_step: rows after this step belong to a run that was killed before it could save, and are dropped.
+        quiet: no file and no screen, for all processes but the first.
+    """
+
+    def __init__(self, folder: Path, *, last_step: int, quiet: bool = False) -> None:
+        self._path, self._quiet = folder / "log.csv", quiet
+        self.rows: list[dict[str, str]] = []
+        if self._path.exists():
+            with self._path.open(newline="") as file:
+                self.rows = [row for row in csv.DictReader(file) if (row["step"] or "").isdigit() and int(row["step"]) <= last_step]
+        self._bar: Any = None
+        if not quiet:
+            write_atomically(self._path, self._write_all)
+            self._bar = _progress_bar()
+
+    def write(self, row: dict[str, Any], progress: float) -> None:
+        """Adds a row; `progress` in [0, 1] is that of the whole run."""
+        if self._quiet:
+            return
+        texts = {name: _text(row.get(name)) for name in COLUMNS}
+        self.rows.append(texts)
+        with disk_errors(self._path), self._path.open("a", newline="") as file:
+            csv.DictWriter(file, COLUMNS).writerow(texts)
+        words = " ".join(f"{name} {texts[name]}" for name in ("step", "loss", "train_tau", "tau") if texts[name])
+        if self._bar is not None:
+            self._bar.n = round(100 * progress, 1)
+            self._bar.set_postfix_str(words)
+        else:
+            speed = texts["sequences_per_second"]
+            self.say(f"{100 * progress:5.1f}% {words}" + (f" ({speed} sequences/s)" if speed else ""))
+
+    def say(self, text: str) -> None:
+        """A line for the user."""
+        if self._quiet:
+            return
+        if self._bar is not None:
+            self._bar.write(text, file=sys.stderr)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Ends the progress bar and draws the curves."""
+        if self._quiet:
+            return
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+        self._plot()
+
+    def _write_all(self, path: Path) -> None:
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            writer.writeheader()
+            writer.writerows(self.rows)
+
+    def _plot(self) -> None:
+        try:
+            from matplotlib.backends.backend_agg import FigureCanvasAgg
+            from matplotlib.figure import Figure
+        except ImportError:
+            self.say("no curves.png: matplotlib is not installed (pip install 'specdec[train]')")
+            return
+        figure = Figure(figsize=(9, 4), layout="constrained")
+        loss_axes, tau_axes = figure.subplots(1, 2)
+        _draw(loss_axes, self.rows, "loss", "training loss")
+        _draw(tau_axes, self.rows, "train_tau", "training, random anchors")
+        _draw(tau_axes, self.rows, "tau", "held out, replayed", marker="o")
+        loss_axes.set_ylabel("loss")
+        tau_axes.set_ylabel("tokens per verify step")
+        for axes in (loss_axes, tau_axes):
+            axes.set_xlabel("step")
+            axes.legend()
+        canvas = FigureCanvasAgg(figure)
+        write_atomically(self._path.with_name("curves.png"), lambda path: canvas.print_png(str(path)))
+
+
+def _draw(axes: Any, rows: list[dict[str, str]], name: str, label: str, **style: Any) -> None:
+    points = [(int(row["step"]), float(row[name])) for row in rows if row.get(name)]
+    if points:
+        axes.plot(*zip(*points, strict=True), label=label, **style)
+
+
+def _progress_bar() -> Any:
+    """A bar in percent on a terminal with tqdm, else None: lines then."""
+    if not sys.stderr.isatty():
+        return None
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return None
+    return tqdm(total=100, bar_format="{percentage:5.1f}% |{bar:24}| {elapsed} {postfix}", file=sys.stderr)
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else f"{value:.5g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,134 @@
+"""What a block sees in training: one predicate, run as FlexAttention or as a dense mask.
+
+Keys are the `context_len` features of a sequence, then the rows of its blocks. Queries are the rows of the blocks alone.
+
+    context (features)         block 0   block 1
+    0 1 2 3 4 5 6 7 8 9 ...    a . . .   b . . .
+    x x x                      x x x x                rows of block 0, anchor at position 3
+    x x x x x x                          x x x x      rows of block 1, anchor at position 6
+
+The anchor's own feature is not visible: a live run does not have it yet.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from specdec.errors import InvalidInputError
+
+Kind = tuple[bool, int | None]
+"""Causal inside the block, and sliding window, of a draft layer."""
+
+_compiled_flex: Callable[..., Any] | None = None
+
+
+def visible(anchors: Tensor, context_len: int, block_size: int, kind: Kind, sequence: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Whether block row `query` of `sequence` sees `key`; index tensors that broadcast, keys counted from the first feature."""
+    causal, window = kind
+    block, slot = query // block_size, query % block_size
+    anchor = anchors[sequence, block]
+    key_row = key - context_len
+    key_slot = key_row % block_size
+    in_context = key < anchor
+    in_block = (key_row >= 0) & (key_row // block_size == block)
+    if causal:
+        in_block = in_block & (key_slot <= slot)
+    if window is not None:
+        in_context = in_context & (anchor + slot - key < window)
+        in_block = in_block & ((slot - key_slot).abs() < window)
+    return in_context | in_block
+
+
+def use_flex(choice: str, device: torch.device) -> bool:
+    """Whether `choice`, "auto", "flex" or "dense", means FlexAttention on this device.
+
+    Raises:
+        InvalidInputError: FlexAttention cannot train there.
+    """
+    if choice == "flex" and device.type != "cuda":
+        raise InvalidInputError(f"mask-path flex cannot train on {device.type}, where FlexAttention has no gradient; choose dense")
+    return choice == "flex" or (choice == "auto" and device.type == "cuda")
+
+
+@dataclass(slots=True)
+class BlockAttention:
+    """Attention of one batch of training blocks.
+
+    Attributes:
+        anchors: int64 [S, N], position of each block's first row, less than T. A block that is not valid has anchor 0: without
+            any context it sees itself alone.
+        context_len: features per sequence, T.
+        block_size: rows per block, B.
+        flex: run FlexAttention, else a dense mask.
+    """
+
+    anchors: Tensor
+    context_len: int
+    block_size: int
+    flex: bool
+    _masks: dict[Kind, Any] = field(default_factory=dict)
+
+    @property
+    def num_rows(self) -> int:
+        """Block rows per sequence."""
+        return self.anchors.shape[1] * self.block_size
+
+    def dense_mask(self, kind: Kind) -> Tensor:
+        """bool [S, 1, rows, T + rows]."""
+        device = self.anchors.device
+        sequence = torch.arange(self.anchors.shape[0], device=device)[:, None, None]
+        query = torch.arange(self.num_rows, device=device)[:, None]
+        key = torch.arange(self.context_len + self.num_rows, device=device)
+        return visible(self.anchors, self.context_len, self.block_size, kind, sequence, query, key)[:, None]
+
+    def block_mask(self, kind: Kind) -> BlockMask:
+        """The same for FlexAttention."""
+        anchors, context_len, block_size = self.anchors, self.context_len, self.block_size
+
+        def mask_mod(sequence: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return visible(anchors, context_len, block_size, kind, sequence, query, key)
+
+        shape = (self.anchors.shape[0], None, self.num_rows, self.context_len + self.num_rows)
+        return create_block_mask(mask_mod, *shape, device=self.anchors.device)
+
+    def __call__(self, kind: Kind, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention of the block rows.
+
+        Args:
+            kind: of the draft layer.
+            query: [S, rows, heads, D].
+            key, value: [S, T + rows, kv_heads, D].
+
+        Returns:
+            [S, rows, heads, D].
+        """
+        if kind not in self._masks:
+            self._masks[kind] = self.block_mask(kind) if self.flex else self.dense_mask(kind)
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        attend = _flex if self.flex else _dense
+        return attend(q, k, v, self._masks[kind]).transpose(1, 2)
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1:  # with a mask, the memory-efficient CUDA kernel takes only as many key heads as query heads
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
+    global _compiled_flex
+    if q.device.type != "cuda":  # the kernel proper exists only there; this runs the same predicate through the same interface
+        return flex_attention(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+    if _compiled_flex is None:
+        # One compilation per padded length; past the limit torch would silently run the uncompiled, enormous version.
+        torch._dynamo.config.recompile_limit = 128
+        torch._dynamo.config.accumulated_recompile_limit = 1024
+        _compiled_flex = torch.compile(flex_attention, dynamic=False)
+    out: Tensor = _compiled_flex(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+    return out

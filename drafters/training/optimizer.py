@@ -1,0 +1,101 @@
+"""AdamW on float32 masters of a model that computes in a lower precision, and the learning rate over the run."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+
+class MasterAdamW:
+    """AdamW whose weights are float32 copies; the model's own weights are cast from them after every step.
+
+    The model trains in exactly the type it will draft in, and small updates are not lost to rounding. Gradients of several
+    backward passes and of all processes are summed in float32.
+
+    Args:
+        model: what is trained, in any floating-point type.
+        lr: peak learning rate; each step gives its own factor.
+        weight_decay: on matrices.
+        clip: largest norm of the gradient.
+    """
+
+    def __init__(self, model: nn.Module, *, lr: float, weight_decay: float, clip: float) -> None:
+        self.names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        self._weights: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.masters: list[Tensor] = [weight.detach().float().clone() for weight in self._weights]
+        for master in self.masters:
+            master.grad = torch.zeros_like(master)
+        groups = [
+            {"params": [m for m in self.masters if m.ndim >= 2], "weight_decay": weight_decay},
+            {"params": [m for m in self.masters if m.ndim < 2], "weight_decay": 0.0},
+        ]
+        self.lr, self._clip = lr, clip
+        self._adamw = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+
+    def accumulate(self) -> None:
+        """Adds the model's gradients to the masters' and clears them."""
+        gradients = [weight.grad if weight.grad is not None else torch.zeros_like(weight) for weight in self._weights]
+        torch._foreach_add_(self._gradients(), [gradient.float() for gradient in gradients])
+        for weight in self._weights:
+            weight.grad = None
+
+    def step(self, weight_sum: Tensor, factor: float) -> Tensor:
+        """Updates the weights with the mean gradient, the sums divided by the sum of the loss weights.
+
+        Args:
+            weight_sum: float32 scalar, of this process.
+            factor: of the peak learning rate.
+
+        Returns:
+            Norm of the mean gradient before clipping, a scalar on the device.
+        """
+        gradients = self._gradients()
+        if dist.is_initialized():
+            flat = torch.cat([gradient.flatten() for gradient in gradients] + [weight_sum.reshape(1)])
+            dist.all_reduce(flat)
+            parts = torch.split(flat, [gradient.numel() for gradient in gradients] + [1])
+            torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts[:-1], gradients, strict=True)])
+            weight_sum = parts[-1][0]
+        torch._foreach_mul_(gradients, 1.0 / weight_sum.clamp(min=1e-6))
+        norm = nn.utils.clip_grad_norm_(self.masters, self._clip)
+        for group in self._adamw.param_groups:
+            group["lr"] = self.lr * factor
+        self._adamw.step()
+        self.publish()
+        torch._foreach_zero_(gradients)
+        return norm
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Casts the masters into the model."""
+        torch._foreach_copy_(self._weights, self.masters)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Masters by name and AdamW's own state."""
+        return {"masters": dict(zip(self.names, self.masters, strict=True)), "adamw": self._adamw.state_dict()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes back what `state_dict` gave, and casts it into the model."""
+        for name, master in zip(self.names, self.masters, strict=True):
+            master.copy_(state["masters"][name])
+        self._adamw.load_state_dict(state["adamw"])
+        self.publish()
+
+    def _gradients(self) -> list[Tensor]:
+        return [master.grad for master in self.masters if master.grad is not None]
+
+
+def lr_factor(progress: float, *, warmup: float, floor: float) -> float:
+    """Factor of the peak learning rate at `progress` in [0, 1]: a linear rise over `warmup`, then half a cosine down to `floor`.
+
+    >>> [round(lr_factor(p, warmup=0.1, floor=0.0), 3) for p in (0.05, 0.1, 0.55, 1.0, 1.2)]
+    [0.5, 1.0, 0.5, 0.0, 0.0]
+    """
+    if progress < warmup:
+        return progress / warmup
+    done = min((progress - warmup) / max(1 - warmup, 1e-9), 1.0)
+    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done))

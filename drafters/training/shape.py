@@ -1,0 +1,145 @@
+"""The shape of a new drafter, derived from its target, and its first weights."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from drafters.checkpoint import read_checkpoint
+from drafters.config import DFlashConfig
+from drafters.dflash import DFlashModel
+from drafters.training.config import TrainConfig
+from specdec.errors import InvalidInputError
+
+_ROPE_TYPES = ("default", "linear", "yarn", "llama3")
+
+
+def make_drafter(config: TrainConfig, verifier: Any, tokenizer: Any) -> DFlashModel:
+    """A drafter for this target in float32 on the CPU: a new one, or the one that `init` names.
+
+    Raises:
+        InvalidInputError: a tap or the mask token does not suit the target.
+        CheckpointError: `init` cannot be read.
+    """
+    if config.init is not None:
+        shape, tensors = read_checkpoint(config.init)
+        if "lm_head.weight" in tensors or "embed_tokens.weight" in tensors or shape.draft_vocab_size is not None:
+            raise InvalidInputError(
+                f"drafter {config.init!r} brings its own embeddings or head, which training does not touch; start from one that"
+                " borrows the target's, or leave --init out"
+            )
+        _check_taps(shape.target_layer_ids, verifier)
+        model = DFlashModel(shape)
+        model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+        return model
+    model = DFlashModel(new_config(config, verifier, tokenizer))
+    generator = torch.Generator().manual_seed(config.seed)
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02, generator=generator)
+    return model
+
+
+def new_config(config: TrainConfig, verifier: Any, tokenizer: Any) -> DFlashConfig:
+    """Configuration of a new drafter; what the user leaves open is the target's.
+
+    Raises:
+        InvalidInputError: a tap or the mask token does not suit the target.
+    """
+    target = verifier.model.config
+    heads = config.heads or target.num_attention_heads
+    kv_heads = config.kv_heads or (config.heads or getattr(target, "num_key_value_heads", None) or heads)
+    head_dim = config.head_dim or getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
+    if heads % kv_heads or head_dim % 2:
+        raise InvalidInputError(
+            f"{heads} query heads on {kv_heads} key heads of {head_dim}: the first must be a multiple of the second, the third even"
+        )
+    taps = config.taps or default_taps(verifier.num_layers, config.layers)
+    _check_taps(taps, verifier)
+    sliding = config.layers - 1 if config.window else 0
+    return DFlashConfig(
+        block_size=config.block_size,
+        mask_token_id=choose_mask_token(config.mask_token, tokenizer, verifier),
+        target_layer_ids=tuple(taps),
+        windows=(config.window,) * sliding + (None,) * (config.layers - sliding),
+        causal=(True,) * sliding + (False,) * (config.layers - sliding),
+        hidden_size=verifier.hidden_size,
+        intermediate_size=config.intermediate or target.intermediate_size,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=verifier.vocab_size,
+        rope_parameters=_rope(getattr(target, "rope_parameters", None) or {}),
+        max_position_embeddings=verifier.max_model_len,
+        rms_norm_eps=getattr(target, "rms_norm_eps", 1e-6),
+        num_target_layers=verifier.num_layers,
+        verifier_name=verifier.name,
+        verifier_architectures=tuple(target.architectures or ()),
+    )
+
+
+def default_taps(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
+    """One tap per draft layer, evenly spaced from the second layer to the third from the end.
+
+    >>> default_taps(36, 5), default_taps(36, 1)
+    ((1, 9, 17, 25, 33), (18,))
+    """
+    if num_draft_layers == 1:
+        return (num_target_layers // 2,)
+    return tuple(round(1 + i * (num_target_layers - 4) / (num_draft_layers - 1)) for i in range(num_draft_layers))
+
+
+def choose_mask_token(asked: int | None, tokenizer: Any, verifier: Any) -> int:
+    """Token whose embedding fills the slots to predict: `asked`, or one that never occurs.
+
+    First choice are embedding rows that no token uses, then special tokens without a part in chats.
+
+    Raises:
+        InvalidInputError: `asked` is a word of the vocabulary or has a part of its own, or the tokenizer has no token to spare.
+    """
+    used = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id, *verifier.eos_token_ids}
+    template = getattr(tokenizer, "chat_template", None) or ""
+    special = {
+        token_id
+        for token_id, token in tokenizer.added_tokens_decoder.items()
+        if token.special and token_id not in used and token.content not in template and token_id < verifier.vocab_size
+    }
+    unused_rows = range(len(tokenizer), verifier.vocab_size)
+    suggestion = unused_rows[0] if unused_rows else max(special, default=None)
+    hint = f"choose a reserved token such as {suggestion}" if suggestion is not None else "this tokenizer has no token to spare"
+    if asked is None:
+        if suggestion is None:
+            raise InvalidInputError(
+                f"{hint} for the mask; add a special token to the target's tokenizer, or name one by --mask-token"
+            )
+        return suggestion
+    if not 0 <= asked < verifier.vocab_size:
+        raise InvalidInputError(f"mask-token is {asked} and the target has {verifier.vocab_size} embeddings; {hint}")
+    if asked in used:
+        raise InvalidInputError(f"mask-token {asked} begins, ends or pads texts; {hint}")
+    if asked not in unused_rows and asked not in special:
+        text = tokenizer.decode([asked])
+        raise InvalidInputError(f"mask-token {asked} is {text!r}, which real texts hold; {hint}")
+    return asked
+
+
+def _check_taps(taps: Sequence[int], verifier: Any) -> None:
+    """The last layer is no tap either: not every checkpoint layout can name it.
+
+    Raises:
+        InvalidInputError: a tap is no layer, or is named twice.
+    """
+    if min(taps) < 0 or max(taps) > verifier.num_layers - 2 or len(set(taps)) < len(taps):
+        raise InvalidInputError(
+            f"taps {list(taps)} are not different layers before the last of {verifier.name}, which has {verifier.num_layers};"
+            f" choose from 0 to {verifier.num_layers - 2}, or fewer draft --layers"
+        )
+
+
+def _rope(target: Mapping[str, Any]) -> dict[str, Any]:
+    """The target's rotary embedding where a drafter can have it, else a plain one with its base."""
+    plain = target.get("rope_type", "default") in _ROPE_TYPES and target.get("partial_rotary_factor") in (None, 1)
+    if "rope_theta" not in target:
+        return {"rope_type": "default", "rope_theta": 1e6}  # several kinds of layers, each with its own base
+    return dict(target) if plain else {"rope_type": "default", "rope_theta": target["rope_theta"]}

@@ -1,0 +1,138 @@
+"""The stages of a run: answers, train, finish; each goes on from what is in the run's folder."""
+
+import gc
+import sys
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from drafters.training.answers import write_answers
+from drafters.training.config import TrainConfig
+from drafters.training.dataset import Answer, AnswerSet, read_answers
+from drafters.training.evaluate import replay
+from drafters.training.finish import Agreement, engine_tau, export, write_report
+from drafters.training.shape import make_drafter
+from drafters.training.state import load_state, load_weights
+from drafters.training.target import Target
+from drafters.training.trainer import Trainer, process_group
+from specdec.config import CacheConfig, EngineConfig
+from specdec.decoder import SpecDecoder
+from specdec.device import resolve_device, resolve_dtype
+from specdec.errors import CheckpointError, InvalidInputError
+from specdec.registry import VERIFIERS, resolve
+
+PREFILL_TOKENS = 8192
+"""Per engine step of the answers stage, which nobody watches: a full batch matters, a smooth stream does not."""
+
+
+def run_stages(stages: tuple[str, ...], config: TrainConfig) -> bool:
+    """Runs stages in order.
+
+    Returns:
+        Whether all of them are complete; False when `stop_after` or a termination signal ended one.
+
+    Raises:
+        SpecDecError: an input is wrong, the disk is full, the loss is not finite, or tau in the engine is not that of training.
+    """
+    for stage in stages:
+        with process_group(resolve_device(config.device)) as device:
+            if dist.is_initialized() and stage != "train":
+                raise InvalidInputError(f"the {stage} stage runs in one process; give torchrun only `specdec train train`")
+            complete = {"answers": _answers, "train": _train, "finish": _finish}[stage](config, device)
+        gc.collect()  # a model and its hooks refer to each other, and the next stage needs the memory
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if not complete:
+            say(f"{stage}: stopped as asked; the same command goes on from here")
+            return False
+    return True
+
+
+def say(text: str) -> None:
+    """A line for the user."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _answers(config: TrainConfig, device: torch.device) -> bool:
+    engine = EngineConfig(
+        max_num_seqs=config.max_num_seqs,
+        max_prefill_tokens=PREFILL_TOKENS,
+        cache=CacheConfig(memory_bytes=config.kv_memory),
+    )
+
+    def load_decoder() -> SpecDecoder:
+        decoder = SpecDecoder.from_pretrained(
+            config.model, drafter=None, device=str(device), dtype=config.dtype, attention=config.attention, engine=engine
+        )
+        make_drafter(config, decoder.verifier, decoder.tokenizer)  # a wrong tap or mask must not wait for the answers
+        return decoder
+
+    return write_answers(config, load_decoder, say)
+
+
+def _train(config: TrainConfig, device: torch.device) -> bool:
+    verifier, tokenizer = _load_target(config, device)
+    model = make_drafter(config, verifier, tokenizer)
+    target = Target(verifier, model.config.target_layer_ids, distribution=config.uses_teacher, compile=config.compile)
+    folder = config.folder / "answers"
+    mask = model.config.mask_token_id
+    train = AnswerSet(
+        read_answers(folder, "train"), device=device, max_length=config.max_length, bucket=config.bucket, mask_token_id=mask
+    )
+    heldout = _heldout_set(config, verifier, read_answers(folder, "heldout"), mask)
+    trainer = Trainer(config, model, target, train, heldout)
+    if trainer.rank == 0:
+        size = sum(parameter.numel() for parameter in model.parameters())
+        say(
+            f"train: {size / 1e6:.1f} M parameters, {len(train):,} answers, {len(heldout)} held out;"
+            f" left out: {train.num_too_long} too long, {train.num_too_short} too short, {train.num_masked} with the mask token"
+        )
+        if trainer.step:
+            say(f"train: resumed at step {trainer.step}")
+    return trainer.run()
+
+
+def _finish(config: TrainConfig, device: torch.device) -> bool:
+    answers = [a for a in read_answers(config.folder / "answers", "heldout") if len(a.answer_ids) >= 2][: config.finish_prompts]
+    verifier, tokenizer = _load_target(config, device)
+    model = make_drafter(config, verifier, tokenizer)
+    target = Target(verifier, model.config.target_layer_ids, distribution=config.uses_teacher)
+    state = load_state(config.folder / "training", device)
+    if state is None:
+        raise CheckpointError(f"{config.folder / 'training'} holds no trained drafter; run the train stage first")
+    if not state["complete"]:
+        say(f"finish: training stopped at step {state['step']}, before its end")
+    load_weights(model, state)
+    model.to(device, target.dtype)
+    heldout = _heldout_set(config, verifier, answers, model.config.mask_token_id)
+    replayed = replay(model, target, heldout, config).tau
+    folder = export(config, model)
+    agreement = Agreement(replayed, *engine_tau(config, folder, answers))
+    about = {
+        "step": state["step"],
+        "num_prompts": len(answers),
+        "max_tokens": config.max_tokens,
+        "num_draft_tokens": model.config.max_draft_tokens,
+        "target": config.model,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": str(device),
+    }
+    report = write_report(config, agreement, about)
+    say(f"finish: tau {agreement.replayed:.3f} in training, {agreement.engine:.3f} in the engine; see {report}")
+    agreement.check(config.tolerance)
+    say(f"finish: the drafter is {folder}, and for speculators {config.folder / 'drafter-speculators'}")
+    return True
+
+
+def _load_target(config: TrainConfig, device: torch.device) -> tuple[Any, Any]:
+    """The target in a form of its own: training changes its attention and drops layers."""
+    load = resolve(VERIFIERS, "hf", "verifier")
+    verifier, tokenizer = load(config.model, device=device, dtype=resolve_dtype(config.dtype, device))
+    return verifier, tokenizer
+
+
+def _heldout_set(config: TrainConfig, verifier: Any, answers: list[Answer], mask_token_id: int) -> AnswerSet:
+    """Held-out answers, long ones included: the engine has to draft for them too."""
+    longest = verifier.max_model_len
+    return AnswerSet(answers, device=verifier.device, max_length=longest, bucket=config.bucket, mask_token_id=mask_token_id)

@@ -1,0 +1,293 @@
+"""The training loop: random anchors, the target's features online, one optimizer step after the other."""
+
+import math
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from drafters.dflash import DFlashModel
+from drafters.training.blocks import block_hidden, make_blocks, sample_anchors
+from drafters.training.config import TrainConfig
+from drafters.training.dataset import AnswerSet
+from drafters.training.evaluate import replay
+from drafters.training.log import TrainLog
+from drafters.training.losses import ChunkedLoss, LossConfig, default_gamma
+from drafters.training.mask import use_flex
+from drafters.training.optimizer import MasterAdamW, lr_factor
+from drafters.training.state import load_state, save_state
+from drafters.training.target import Target
+from specdec.errors import InvalidInputError, SpecDecError
+
+FREE_TO_CHANGE = {
+    "out", "device", "stop_after", "mask_path", "compile", "loss_rows", "log_every", "eval_every", "save_every", "attention",
+    "kv_memory", "max_num_seqs", "shard_size", "skip_long", "tolerance", "finish_prompts", "epochs", "max_steps", "max_minutes",
+    "prompts", "init", "accumulation",
+}  # fmt: skip
+"""Options that may differ when a run is resumed: they change its speed or its end, not what it computes."""
+
+
+class Trainer:
+    """Trains one drafter for one target.
+
+    Args:
+        config: the run.
+        model: the drafter; it moves to the target's device and type.
+        target: the frozen target.
+        train: answers to train on.
+        heldout: the target's greedy answers, for tau.
+
+    A state in the run's folder is taken over, so that the loss goes on as if nothing had happened.
+
+    Raises:
+        InvalidInputError: the state belongs to other settings, or the batch cannot be split.
+        CheckpointError: the state is damaged.
+    """
+
+    def __init__(self, config: TrainConfig, model: DFlashModel, target: Target, train: AnswerSet, heldout: AnswerSet) -> None:
+        self.config, self.target, self.train, self.heldout = config, target, train, heldout
+        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        if config.batch_size % (config.accumulation * self.world):
+            raise InvalidInputError(
+                f"batch-size is {config.batch_size}; it must be a multiple of accumulation x processes, {config.accumulation} x"
+                f" {self.world}"
+            )
+        model.to(target.device)  # the masters take the weights before they are rounded
+        self.optimizer = MasterAdamW(model, lr=config.lr, weight_decay=config.weight_decay, clip=config.clip)
+        self.model = model.to(target.dtype)
+        self.flex = use_flex(config.mask_path, target.device)
+        gamma = None if config.loss == "dpace" else config.gamma or default_gamma(model.config.block_size)
+        self.loss = ChunkedLoss(
+            target.head,
+            LossConfig(gamma=gamma, dpace_alpha=config.dpace_alpha, ce=config.ce, kl=config.kl, tv=config.tv),
+            rows=config.loss_rows,
+            teacher_head=target.head,
+            compile=config.compile,
+        )
+        self.step, self.seconds = 0, 0.0  # seconds of all runs, as far as the last line of the log
+        self._seconds_before, self._clock = 0.0, 0.0
+        self.tau: float | None = None
+        self._generator = torch.Generator(target.device)
+        self._steps_per_epoch = max(len(train) // config.batch_size, 1)
+        self._epoch: tuple[int, list[list[int]], Tensor] | None = None
+        self._folder = config.folder / "training"
+        state = load_state(self._folder, target.device)
+        if state is not None:
+            self._resume(state)
+
+    @property
+    def progress(self) -> float:
+        """How much of the run is done, in [0, 1]; by the clock when the run is limited in minutes."""
+        if self.config.max_minutes is not None:
+            return min(self.seconds / (60 * self.config.max_minutes), 1.0)
+        return min(self.step / self._num_steps, 1.0)
+
+    @property
+    def _num_steps(self) -> int:
+        return self.config.max_steps or max(round(self.config.epochs * self._steps_per_epoch), 1)
+
+    def run(self) -> bool:
+        """Trains until the end, or until it is told to stop; the state is saved either way.
+
+        Returns:
+            Whether the run is complete.
+
+        Raises:
+            SpecDecError: the loss is not finite, or the state cannot be written.
+        """
+        if self.progress >= 1:
+            return True
+        config = self.config
+        log = TrainLog(self._folder, last_step=self.step, quiet=self.rank > 0)
+        self._seconds_before, self._clock = self.seconds, time.perf_counter()
+        stop_at = math.inf if config.stop_after is None else self.seconds + 60 * config.stop_after
+        try:
+            with _termination() as stopping:
+                if self.step == 0:
+                    self._evaluate(log, {"step": 0, "minutes": 0.0})
+                    self._save()
+                last_save = last_eval = self.seconds
+                while self.progress < 1 and not self._agreed(bool(stopping) or self.seconds >= stop_at):
+                    row = self._steps(config.log_every)
+                    done = self.progress >= 1
+                    if self.seconds - last_eval >= 60 * config.eval_every and not done:
+                        self._evaluate(log, row)
+                        last_eval = self.seconds
+                    else:
+                        log.write(row, self.progress)
+                    if self.seconds - last_save >= 60 * config.save_every and not done:
+                        self._save()
+                        last_save = self.seconds
+            if self.progress >= 1:
+                self._evaluate(log, {"step": self.step, "minutes": self.seconds / 60})
+            self._save()
+        finally:
+            log.close()
+        return self.progress >= 1
+
+    def _steps(self, count: int) -> dict[str, Any]:
+        """Runs up to `count` steps without waiting for the device, then reads how they went."""
+        started, first = time.perf_counter(), self.step
+        totals = torch.zeros(4, device=self.target.device)
+        norm = torch.zeros((), device=self.target.device)
+        factor = 0.0
+        timed = self.config.max_minutes is not None
+        while self.step < first + count and (timed or self.step < self._num_steps):
+            factor = lr_factor(self._step_progress(), warmup=self.config.warmup, floor=self.config.min_lr)
+            weight_sum = torch.zeros((), device=self.target.device)
+            for micro in range(self.config.accumulation):
+                weight_sum += self._forward_backward(micro, totals)
+                self.optimizer.accumulate()
+            norm = self.optimizer.step(weight_sum, factor)
+            self.step += 1
+        if self.world > 1:
+            dist.all_reduce(totals)
+        loss, weight, blocks, accepted = totals.tolist()
+        grad_norm = norm.item()
+        self.seconds = self._from_first(self._seconds_before + time.perf_counter() - self._clock)
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            raise SpecDecError(
+                f"the loss is not finite after step {self.step}; the state of the last save is kept, so run again with a lower --lr"
+                " or --dtype float32"
+            )
+        return {
+            "step": self.step,
+            "minutes": self.seconds / 60,
+            "epoch": self.step / self._steps_per_epoch,
+            "loss": loss / max(weight, 1e-9),
+            "train_tau": 1 + accepted / max(blocks, 1),
+            "lr": self.config.lr * factor,
+            "grad_norm": grad_norm,
+            "sequences_per_second": (self.step - first) * self.config.batch_size / (time.perf_counter() - started),
+        }
+
+    def _step_progress(self) -> float:
+        """Progress at the middle of the step to come: the first step must not have a learning rate of 0."""
+        if self.config.max_minutes is not None:
+            return max(self.progress, 1e-3)
+        return (self.step + 0.5) / self._num_steps
+
+    def _forward_backward(self, micro: int, totals: Tensor) -> Tensor:
+        """Leaves the gradient of the summed loss in the model, adds to `totals`, and returns the sum of the weights."""
+        indices, longest, share = self._batch(micro)
+        batch = self.train.take(indices, longest)
+        features, final_hidden = self.target.features(batch.token_ids)
+        # Drawn for the whole batch, so that a step is the same however it is split.
+        self._generator.manual_seed(hash((self.config.seed, self.step)) % 2**63)
+        scores = torch.rand(self.config.batch_size, features.shape[1], device=features.device, generator=self._generator)
+        anchors, valid = sample_anchors(batch, self.config.anchors, scores[share])
+        blocks = make_blocks(batch, anchors, valid, num_slots=self.model.config.max_draft_tokens)
+        context = self.model.context_kv(features, torch.arange(features.shape[1], device=features.device))
+        hidden = block_hidden(self.model, self.target.embed, batch, anchors, context, flex=self.flex)
+        teacher = None
+        if self.config.uses_teacher:
+            # The target's distribution for the token at position p is what it says at position p - 1.
+            before = blocks.anchors[:, :, None] + torch.arange(blocks.labels.shape[2], device=anchors.device)
+            rows = before.clamp(max=features.shape[1] - 1).flatten(1)
+            teacher = (
+                final_hidden.gather(1, rows[:, :, None].expand(-1, -1, final_hidden.shape[2])).view(hidden.shape).flatten(0, 1)
+            )
+        loss, weight, matches = self.loss(hidden.flatten(0, 1), blocks.labels.flatten(0, 1), blocks.valid.flatten(0, 1), teacher)
+        torch.autograd.backward(loss)
+        totals += torch.stack([loss.detach(), weight, valid.sum().float(), matches.cumprod(dim=-1).sum().float()])
+        return weight
+
+    def _batch(self, micro: int) -> tuple[Tensor, int, slice]:
+        """Sequences of one forward of this process, the length of the longest in the whole batch, and their place in it."""
+        epoch, position = divmod(self.step, self._steps_per_epoch)
+        if self._epoch is None or self._epoch[0] != epoch:
+            batches = self.train.epoch(hash((self.config.seed, epoch)), self.config.batch_size)
+            self._epoch = (epoch, batches, torch.tensor(batches).to(self.target.device))
+        _, batches, on_device = self._epoch
+        size = self.config.batch_size // (self.config.accumulation * self.world)
+        start = (micro * self.world + self.rank) * size
+        share = slice(start, start + size)
+        return on_device[position, share], self.train.longest(batches[position]), share
+
+    def _evaluate(self, log: TrainLog, row: dict[str, Any]) -> None:
+        """Writes `row` with tau; every process evaluates, so that none runs ahead into a timeout."""
+        result = replay(self.model, self.target, self.heldout, self.config)
+        self.tau = result.tau
+        rates = " ".join(f"{rate:.2f}" for rate in result.slot_rates)
+        log.write(row | {"tau": result.tau, "slot1": result.slot_rates[0]}, self.progress)
+        log.say(f"step {self.step}: tau {result.tau:.3f} on {len(self.heldout)} held-out answers; accepted up to slot: {rates}")
+
+    def _save(self) -> None:
+        if self.rank == 0:
+            state = {
+                "optimizer": self.optimizer.state_dict(),
+                "step": self.step,
+                "seconds": self.seconds,
+                "complete": self.progress >= 1,
+                "tau": self.tau,
+                "identity": self._identity(),
+            }
+            save_state(self._folder, state)
+
+    def _resume(self, state: dict[str, Any]) -> None:
+        """Takes over a saved state.
+
+        Raises:
+            InvalidInputError: it belongs to other settings, another drafter or other answers; the message names one.
+        """
+        now, then = self._identity(), state["identity"]
+        changed = sorted(name for name in now if now[name] != then.get(name))
+        if changed:
+            name = changed[0]
+            raise InvalidInputError(
+                f"{self._folder} holds a run with {name.replace('_', '-')} {then.get(name)}, not {now[name]}; give the same"
+                " settings to resume it, or another --out"
+            )
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step, self.seconds, self.tau = state["step"], state["seconds"], state["tau"]
+
+    def _identity(self) -> dict[str, Any]:
+        """What a resumed run must have in common with the one that was killed."""
+        settings = {name: value for name, value in asdict(self.config).items() if name not in FREE_TO_CHANGE}
+        return settings | {"drafter": repr(self.model.config), "number of answers": len(self.train)}
+
+    def _from_first(self, value: float) -> float:
+        """The first process's value, for all: clocks differ."""
+        if self.world == 1:
+            return value
+        shared = torch.tensor(value, device=self.target.device, dtype=torch.float64)
+        dist.broadcast(shared, 0)
+        return shared.item()
+
+    def _agreed(self, stop: bool) -> bool:
+        """Whether the first process wants to stop."""
+        return bool(self._from_first(float(stop)))
+
+
+@contextmanager
+def _termination() -> Iterator[list[int]]:
+    """A list that a termination signal makes non-empty, so that the loop can end between two steps."""
+    received: list[int] = []
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    try:
+        yield received
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+@contextmanager
+def process_group(device: torch.device) -> Iterator[torch.device]:
+    """Joins the processes that torchrun started, if it did; yields the device of this one."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield device
+        return
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()

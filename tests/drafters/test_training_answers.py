@@ -1,0 +1,244 @@
+"""The answers stage: which prompts it makes, what it writes, that it resumes, and what it refuses."""
+
+import errno
+import gzip
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from drafters.training import answers
+from drafters.training.config import TrainConfig
+from drafters.training.dataset import read_answers
+from drafters.training.instructions import TEMPLATES, instructions
+from drafters.training.prompts import TrainingPrompt, few_shot_text, make_prompts, read_prompts, vary
+from drafters.training.stages import run_stages
+from specdec.config import SamplingParams
+from specdec.decoder import SpecDecoder
+from specdec.engine import SpecEngine
+from specdec.errors import CapacityError, CheckpointError, InvalidInputError, SpecDecError
+from tests.drafters.toy_training import one_thread, toy_config, write_prompts, write_target  # noqa: F401
+
+QUESTION = "Maria has 12 apples and gives Tom 3. At 10:30 Maria buys 12 more for $1.50 each, 20% off. How many?"
+
+
+def question(text: str, answer: str | None = "worked") -> TrainingPrompt:
+    return TrainingPrompt("x", (("user", text),), answer)
+
+
+def small_config(folder: Path, **changes: Any) -> TrainConfig:
+    values: dict[str, Any] = {"max_tokens": 6, "heldout": 3, "shard_size": 8, "max_prompts": 20, "temperatures": (0.0, 0.7)}
+    return toy_config(folder, **values | changes)
+
+
+def shards(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    paths = sorted((folder / "run" / "answers").glob("*.jsonl.gz"))
+    return {path.name: [json.loads(line) for line in gzip.open(path, "rt")] for path in paths}
+
+
+def test_a_version_has_other_numbers_and_names_in_the_same_places() -> None:
+    """Catches a number or name that changes in one place only, and changed decimals, times or words."""
+    seen = set()
+    for seed in range(30):
+        varied = vary(question(QUESTION), Random(seed), 0)
+        pattern = (
+            r"(\w+) has (\d+) apples and gives (\w+) (\d+)\. At 10:30 \1 buys \2 more for \$1\.50 each, (\d+)% off\. How many\?"
+        )
+        match = re.fullmatch(pattern, varied.question)
+        assert match is not None
+        assert "Maria" != match[1] != match[3] != "Tom"
+        assert 6 <= int(match[2]) <= 24
+        assert varied.answer is None
+        seen.add(varied.question)
+    assert len(seen) > 25
+    assert vary(question(QUESTION), Random(1), 0) == vary(question(QUESTION), Random(1), 0)
+
+
+def test_instructions_are_different_and_of_every_kind() -> None:
+    """Catches repeats, placeholders left open, and templates that are never used."""
+    texts = instructions(300, Random(0))
+    assert len(set(texts)) == 300 and not any(c in text for text in texts for c in "{};")
+    patterns = [re.sub(r"\\{\w+\\}", ".+", re.escape(template)) for template in TEMPLATES]
+    assert all(any(re.fullmatch(pattern, text) for text in texts) for pattern in patterns)
+    assert texts == instructions(300, Random(0)) != instructions(300, Random(1))
+    with pytest.raises(InvalidInputError, match="instructions is 1,000,000 and there are"):
+        instructions(1_000_000, Random(0))
+
+
+def test_held_out_questions_are_nowhere_in_training(tmp_path: Path) -> None:
+    """Catches versions of held-out questions, and few-shot examples that answer them."""
+    file = tmp_path / "train.jsonl"
+    file.write_text("\n".join(json.dumps({"question": f"Tom number {i} of x{i}y", "answer": f"#### {i}"}) for i in range(40)))
+    config = TrainConfig(out="x", prompts=(str(file),), heldout=10, variations=2, few_shot_share=0.5, instructions=5)
+    prompts = make_prompts(config)
+    marks = [{re.findall(r"x\d+y", p.question)[0] for p in part if "x" in p.question and "number" in p.question} for part in
+             (prompts.heldout, prompts.train, prompts.examples)]  # fmt: skip
+    assert not marks[0] & marks[1] and not marks[0] & marks[2]
+    assert len(prompts.train) == 35 + 2 * len(prompts.examples)
+    assert 0.3 < sum(p.few_shot for p in prompts.train) / len(prompts.train) < 0.7
+    assert make_prompts(config) == prompts != make_prompts(replace(config, seed=1))
+
+
+def test_few_shot_text_has_the_format_of_the_benchmark() -> None:
+    examples = [question("1 + 1?", "2"), question("2 + 2?", "4")]
+    assert (
+        few_shot_text(examples, "3 + 3?")
+        == "Question: 1 + 1?\nAnswer: 2\n\nQuestion: 2 + 2?\nAnswer: 4\n\nQuestion: 3 + 3?\nAnswer:"
+    )
+
+
+def test_every_field_of_a_json_line_is_understood(tmp_path: Path) -> None:
+    file = tmp_path / "mixed.jsonl"
+    lines: list[dict[str, Any]] = [
+        {"prompt": " a "},
+        {"question": "b", "answer": "B"},
+        {"turns": ["c", "later"]},
+        {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "d"}, {"role": "assistant", "content": "x"}]},
+    ]
+    file.write_text("\n\n".join(map(json.dumps, lines)) + "\n")
+    read = read_prompts(file)
+    assert [prompt.question for prompt in read] == ["a", "b", "c", "d"]
+    assert [prompt.answer for prompt in read] == [None, "B", None, None]
+    assert read[3].messages == (("system", "s"), ("user", "d"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("empty.txt", "\n \n", "holds no prompt"),
+        ("gsm8k_test.jsonl", "", "is an evaluation split by its name"),
+        ("test.txt", "", "is an evaluation split by its name"),
+        ("a.jsonl", "{", r"a.jsonl:1 is not JSON"),
+        ("a.jsonl", '{"prompt": "x"}\n{"text": "x"}', r"a.jsonl:2 must be an object with exactly one of .* but has none"),
+        ("a.jsonl", '{"prompt": "x", "question": "y"}', "but has question and prompt"),
+        ("a.jsonl", '{"messages": [{"role": "assistant", "content": "x"}]}', "messages is no text, list of turns or chat"),
+        ("a.jsonl", '{"prompt": "  "}', "prompt is no text"),
+    ],
+)
+def test_malformed_prompts_are_named(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(InvalidInputError, match=message):
+        read_prompts(tmp_path / name)
+
+
+def test_too_few_prompts_are_refused(tmp_path: Path) -> None:
+    file = write_prompts(tmp_path / "p.txt", 5)
+    with pytest.raises(InvalidInputError, match="5 prompts are too few to hold out 5"):
+        make_prompts(TrainConfig(out="x", prompts=(str(file),), heldout=5))
+    with pytest.raises(InvalidInputError, match="there is no prompt to train on"):
+        make_prompts(TrainConfig(out="x"))
+    with pytest.raises(InvalidInputError, match="more than 5 questions with an answer, and the files hold 0"):
+        make_prompts(TrainConfig(out="x", prompts=(str(file),), heldout=2, few_shot_share=0.5))
+
+
+def test_answers_are_the_targets_own_with_their_origin(tmp_path: Path) -> None:
+    """Catches answers that are not what the target says, a wrong temperature or split, and missing provenance."""
+    assert run_stages(("answers",), small_config(tmp_path))
+    records = shards(tmp_path)
+    assert {name: len(rows) for name, rows in records.items()} == {
+        "heldout-00000.jsonl.gz": 3, "train-00000.jsonl.gz": 8, "train-00001.jsonl.gz": 8, "train-00002.jsonl.gz": 8,
+        "train-00003.jsonl.gz": 8, "train-00004.jsonl.gz": 2,
+    }  # fmt: skip
+    rows = [row for part in records.values() for row in part]
+    assert sum(row["temperature"] == 0.0 for row in rows) == 3 + 17
+    decoder = SpecDecoder.from_pretrained(str(tmp_path / "target"), drafter=None, device="cpu", dtype="float32")
+    for row in rows[:8]:
+        sampling = SamplingParams(max_tokens=6, temperature=row["temperature"], seed=row["seed"])
+        result = decoder.generate(row["prompt_ids"], sampling)
+        assert not isinstance(result, list) and row["answer_ids"] == result.token_ids
+    about = json.loads((tmp_path / "run" / "answers" / answers.PROVENANCE).read_text())
+    assert about["settings"]["temperatures"] == [0.0, 0.7]
+    assert len(about["prompt_files"]["prompts.txt"]) == 64 and about["target"] == str(tmp_path / "target")
+
+
+def test_a_killed_answers_stage_goes_on_with_the_missing_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches shards written in part, and answers that depend on what was written before."""
+    write = answers._write_bytes
+
+    def interrupted(content: bytes, path: Path) -> None:
+        if "train-00002" in path.name:
+            path.write_bytes(content[:20])
+            raise KeyboardInterrupt
+        write(content, path)
+
+    config = small_config(tmp_path)
+    monkeypatch.setattr(answers, "_write_bytes", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_stages(("answers",), config)
+    assert 1 <= len(shards(tmp_path)) < 6
+    monkeypatch.undo()
+    assert not run_stages(("answers",), replace(config, stop_after=1e-9))
+    assert len(shards(tmp_path)) < 6
+    assert run_stages(("answers",), config)
+    resumed = shards(tmp_path)
+    assert run_stages(("answers",), replace(config, out=str(tmp_path / "whole" / "run"), max_num_seqs=3))
+    assert resumed == shards(tmp_path / "whole")
+
+
+def test_a_full_disk_keeps_finished_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = answers._write_bytes
+
+    def full(content: bytes, path: Path) -> None:
+        if "train-00001" in path.name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(content, path)
+
+    monkeypatch.setattr(answers, "_write_bytes", full)
+    with pytest.raises(CapacityError, match=r"train-00001.*No space left on device.*make room and run again"):
+        run_stages(("answers",), small_config(tmp_path))
+    assert "heldout-00000.jsonl.gz" in shards(tmp_path)
+
+
+def test_prompts_longer_than_the_context_are_refused_first_or_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a long prompt that ends the stage half way, and one that is cut."""
+    config = small_config(tmp_path, max_num_seqs=1)
+    (tmp_path / "prompts.txt").write_text("\n".join(["w5 " * 300, *(f"w{i} w{i + 1}" for i in range(4, 20))]))
+    monkeypatch.delattr(SpecEngine, "step")  # nothing is decoded before the refusal
+    with pytest.raises(InvalidInputError, match=r"prompts.txt:1 has 300 tokens and the target's context is 256 .*--skip-long"):
+        run_stages(("answers",), config)
+    monkeypatch.undo()
+    assert run_stages(("answers",), replace(config, skip_long=True))
+    assert sum(map(len, shards(tmp_path).values())) == 3 + 2 * 13
+
+
+def test_a_wrong_tap_does_not_wait_for_the_answers(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="are not different layers"):
+        run_stages(("answers",), small_config(tmp_path, taps=(1, 99)))
+    assert not shards(tmp_path)
+
+
+def test_few_shot_answers_end_where_the_next_question_begins(tmp_path: Path) -> None:
+    """Catches the stop string, and the template of a record, which decides how the engine check stops."""
+    write_target(tmp_path / "target")
+    (tmp_path / "prompts.jsonl").write_text(
+        "\n".join(json.dumps({"question": f"w{i} w{i + 1}", "answer": f"w{i + 2}"}) for i in range(4, 24))
+    )
+    config = small_config(tmp_path, prompts=(str(tmp_path / "prompts.jsonl"),), few_shot_share=1.0, few_shot=2, temperatures=(0.0,))
+    config = replace(config, max_prompts=None)
+    original = answers.FEW_SHOT_STOP
+    try:
+        answers.FEW_SHOT_STOP = " w"  # the toy never says "Question:", but says a second word
+        assert run_stages(("answers",), config)
+    finally:
+        answers.FEW_SHOT_STOP = original
+    rows = [row for part in shards(tmp_path).values() for row in part]
+    assert {row["template"] for row in rows} == {"few-shot"}
+    assert {len(row["answer_ids"]) for row in rows} == {2}
+    assert all(answer.few_shot for answer in read_answers(tmp_path / "run" / "answers", "train"))
+
+
+def test_damaged_or_missing_answers_are_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="holds no train answers; run the answers stage first"):
+        read_answers(tmp_path, "train")
+    (tmp_path / "train-00000.jsonl.gz").write_bytes(gzip.compress(b'{"prompt_ids": [1]}\n')[:-4])
+    with pytest.raises(CheckpointError, match=r"train-00000.jsonl.gz is damaged .* delete it and run the answers stage again"):
+        read_answers(tmp_path, "train")
+    folder = tmp_path / "run" / "answers"
+    folder.mkdir(parents=True)
+    (folder / answers.PROVENANCE).write_text("{")
+    with pytest.raises(SpecDecError, match=r"provenance\.json is damaged"):
+        run_stages(("answers",), small_config(tmp_path))
