@@ -6,6 +6,7 @@ never waits for the device. Known gap: the gather copies the context once per la
 """
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -17,15 +18,16 @@ from specdec.kv_cache import LayerCache, blocks_for
 
 @dataclass(slots=True)
 class _Segment:
-    """Requests with equally many query rows, attended to in one call."""
+    """Requests attended to in one call, padded to the same number of query rows when theirs differ."""
 
-    start: int  # first packed row
-    num_reqs: int
-    width: int  # query rows per request
+    widths: Tensor  # [num_reqs, 1], query rows of each request
+    width: int  # the most of them
     num_keys: int  # keys gathered per request, at least the longest sequence
-    seq_lens: Tensor  # [num_reqs]
-    blocks: Tensor  # int32 [num_reqs * blocks per request]
+    seq_lens: Tensor  # [num_reqs, 1]
+    blocks: Tensor  # int32 [num_reqs, blocks per request]
     causal: bool
+    rows: slice | Tensor  # packed rows of the queries; a tensor int64 [num_reqs * width] names row 0 for padding
+    kept: Tensor | None = None  # int64, places in `rows` that are not padding; None when none is
     masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
@@ -39,12 +41,14 @@ class _Segment:
         if window not in self.masks:
             device = self.seq_lens.device
             keys = torch.arange(self.num_keys, device=device)
-            queries = (self.seq_lens[:, None] - self.width + torch.arange(self.width, device=device))[:, :, None]
-            seen = keys <= queries if self.causal else keys < self.seq_lens[:, None, None]
+            queries = (self.seq_lens - self.widths + torch.arange(self.width, device=device))[:, :, None]
+            seen = keys <= queries if self.causal else keys < self.seq_lens[:, :, None]
             if window is not None:
                 seen = seen & (queries - keys < window)
                 if not self.causal:
                     seen = seen & (keys - queries < window)
+                if self.kept is not None:
+                    seen = seen | (queries >= self.seq_lens[:, :, None])  # padding has to see something, or it yields NaN
             self.masks[window] = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)[:, None]
         return self.masks[window]
 
@@ -73,29 +77,48 @@ class TorchRefBackend(AttentionBackend):
         return reasons
 
     def plan(self, metadata: AttentionMetadata) -> TorchRefPlan:
-        """One segment when all requests have equally many rows, else one segment per request."""
+        """One segment when all requests have equally many rows, else groups of requests of like size."""
         if metadata.query_lens is None or metadata.seq_lens_host is None:
-            shapes = [(0, metadata.num_reqs, metadata.max_query_len, metadata.max_seq_len)]
+            widths = torch.full_like(metadata.seq_lens, metadata.max_query_len)
+            segments = [self._segment(metadata, slice(None), widths, metadata.max_query_len, metadata.max_seq_len)]
         else:
-            shapes = [
-                (i, 1, n, length) for i, (n, length) in enumerate(zip(metadata.query_lens, metadata.seq_lens_host, strict=True))
-            ]
-        segments, start = [], 0
-        for first, num_reqs, width, num_keys in shapes:
-            table = metadata.block_table[first : first + num_reqs, : blocks_for(num_keys, self.spec.block_size)]
-            segments.append(
-                _Segment(
-                    start=start,
-                    num_reqs=num_reqs,
-                    width=width,
-                    num_keys=num_keys,
-                    seq_lens=metadata.seq_lens[first : first + num_reqs],
-                    blocks=table.reshape(-1),
-                    causal=metadata.causal,
-                )
-            )
-            start += num_reqs * width
+            segments = self._groups(metadata, metadata.query_lens, metadata.seq_lens_host)
         return TorchRefPlan(segments=segments, slot_mapping=metadata.slot_mapping)
+
+    def _segment(
+        self, metadata: AttentionMetadata, requests: slice | Tensor, widths: Tensor, width: int, num_keys: int
+    ) -> _Segment:
+        return _Segment(
+            widths=widths[:, None],
+            width=width,
+            num_keys=num_keys,
+            seq_lens=metadata.seq_lens[requests][:, None],
+            blocks=metadata.block_table[requests][:, : blocks_for(num_keys, self.spec.block_size)],
+            causal=metadata.causal,
+            rows=slice(None),
+        )
+
+    def _groups(self, metadata: AttentionMetadata, query_lens: list[int], seq_lens: list[int]) -> list[_Segment]:
+        """Segments of a prefill, whose lengths the host knows."""
+        device = metadata.seq_lens.device
+        starts = [0, *accumulate(query_lens)]
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for i, (count, length) in enumerate(zip(query_lens, seq_lens, strict=True)):
+            groups.setdefault(_size_class(device, i, count, length), []).append(i)
+        segments = []
+        for members in groups.values():
+            width = max(query_lens[i] for i in members)
+            widths = torch.tensor([query_lens[i] for i in members], device=device)
+            requests = torch.tensor(members, device=device)
+            segment = self._segment(metadata, requests, widths, width, max(seq_lens[i] for i in members))
+            if len(members) == 1:
+                segment.rows = slice(starts[members[0]], starts[members[0] + 1])
+            else:
+                places = [(starts[i] + j if j < query_lens[i] else -1) for i in members for j in range(width)]
+                segment.rows = torch.tensor([max(place, 0) for place in places], device=device)
+                segment.kept = torch.tensor([n for n, place in enumerate(places) if place >= 0], device=device)
+            segments.append(segment)
+        return segments
 
     def run(
         self,
@@ -112,18 +135,21 @@ class TorchRefBackend(AttentionBackend):
     ) -> Tensor:
         """See `AttentionBackend.run`."""
         self.write(cache, key, value, plan.slot_mapping)
-        outputs = []
+        output = torch.empty_like(query, memory_format=torch.contiguous_format)
         for segment in plan.segments:
-            rows = query[segment.start : segment.start + segment.num_reqs * segment.width]
-            q = rows.view(segment.num_reqs, segment.width, *rows.shape[1:]).transpose(1, 2)  # [num_reqs, heads, width, D]
+            q = query[segment.rows].view(-1, segment.width, *query.shape[1:]).transpose(1, 2)  # [num_reqs, heads, width, D]
             k, v = (self._gather(tensor, segment) for tensor in cache)
             mask = segment.mask(window, query.dtype)
             if sinks is None and softcap is None:
                 out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
             else:
                 out = _attend(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks)
-            outputs.append(out.transpose(1, 2).reshape(rows.shape))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+            rows = out.transpose(1, 2).reshape(-1, *query.shape[1:])
+            if isinstance(segment.rows, Tensor) and segment.kept is not None:
+                output.index_copy_(0, segment.rows[segment.kept], rows[segment.kept])
+            else:
+                output[segment.rows] = rows
+        return output
 
     def write(self, cache: LayerCache, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         """See `AttentionBackend.write`."""
@@ -132,8 +158,17 @@ class TorchRefBackend(AttentionBackend):
 
     def _gather(self, tensor: Tensor, segment: _Segment) -> Tensor:
         """Keys or values of a segment, [num_reqs, num_kv_heads, num_keys, head_dim]."""
-        rows = tensor.index_select(0, segment.blocks).view(segment.num_reqs, -1, *tensor.shape[2:])
+        rows = tensor.index_select(0, segment.blocks.flatten()).view(len(segment.blocks), -1, *tensor.shape[2:])
         return rows[:, : segment.num_keys].transpose(1, 2)
+
+
+def _size_class(device: torch.device, index: int, num_rows: int, seq_len: int) -> tuple[int, ...]:
+    """Requests of a prefill with equal classes share one call.
+
+    A CPU takes requests one by one. On an accelerator, where every call costs a launch, those whose lengths round up to the same
+    powers of two go together, so padding at most doubles the rows and the keys.
+    """
+    return (index,) if device.type == "cpu" else (num_rows.bit_length(), seq_len.bit_length())
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, scale: float, softcap: float | None, sinks: Tensor | None) -> Tensor:

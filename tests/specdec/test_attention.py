@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from specdec.attention import torch_ref
 from specdec.attention.backend import AttentionMetadata, AttentionSpec
 from specdec.attention.selector import refusals, select_backend
 from specdec.attention.torch_ref import TorchRefBackend
@@ -59,12 +60,17 @@ def one_row(
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 6])
 @pytest.mark.parametrize(("causal", "window"), list(itertools.product([True, False], [None, 1, 3, 100])))
 @pytest.mark.parametrize("extra", ["", "sinks", "softcap", "both"])
-@pytest.mark.parametrize("uniform", [True, False])
-def test_every_case_equals_the_definition(num_kv_heads: int, causal: bool, window: int | None, extra: str, uniform: bool) -> None:
+@pytest.mark.parametrize("kind", ["uniform", "ragged", "grouped"])
+def test_every_case_equals_the_definition(
+    num_kv_heads: int, causal: bool, window: int | None, extra: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Prefill, extension, causal and bidirectional blocks, windows, sinks, softcap and every group size, on scattered blocks."""
     torch.manual_seed(0)
     backend = TorchRefBackend(spec(num_kv_heads=num_kv_heads))
-    lengths, widths = ([9, 5, 12], [3, 3, 3]) if uniform else ([9, 5, 12], [9, 1, 4])
+    uniform = kind == "uniform"
+    lengths, widths = ([9, 5, 12], [3, 3, 3]) if uniform else ([9, 5, 12], [7, 1, 4])
+    if kind == "grouped":
+        monkeypatch.setattr(torch_ref, "_size_class", lambda *_: (0,))
     counts = [blocks_for(n, BLOCK) for n in lengths]
     tables = list(torch.split(torch.randperm(sum(counts)) + 1, counts))
     cache = PagedKVCache(
