@@ -48,16 +48,17 @@ class Job:
     seed: int
 
 
-def write_answers(config: TrainConfig, load_decoder: Callable[[], SpecDecoder], say: Say) -> bool:
+def write_answers(config: TrainConfig, load_decoder: Callable[[], SpecDecoder], say: Say, *, rank: int = 0, world: int = 1) -> bool:
     """Writes all answers that are missing.
 
     Args:
         config: the run.
         load_decoder: gives the target when something is missing; without a drafter, from which large batches gain nothing.
         say: told about the progress.
+        rank, world: this process of those that torchrun started; each writes every `world`-th file.
 
     Returns:
-        Whether all answers are there; False when `stop_after` ended it.
+        Whether all answers of this process are there; False when `stop_after` ended it.
 
     Raises:
         InvalidInputError: the folder holds answers of other settings, or a prompt does not fit.
@@ -69,17 +70,18 @@ def write_answers(config: TrainConfig, load_decoder: Callable[[], SpecDecoder], 
     shards = plan_shards(config, prompts)
     origin = _origin(config)
     _check_origin(folder, origin)
-    missing = {name: jobs for name, jobs in shards.items() if not (folder / name).exists()}
+    own = dict(list(shards.items())[rank::world])
+    missing = {name: jobs for name, jobs in own.items() if not (folder / name).exists()}
     if not missing:
         return True
     decoder = load_decoder()
     writer = _Writer(config, decoder, prompts)
     writer.check_lengths(missing)
-    if not (folder / PROVENANCE).exists():
+    if rank == 0 and not (folder / PROVENANCE).exists():
         text = json.dumps(origin | _versions(decoder), indent=2) + "\n"
         write_atomically(folder / PROVENANCE, lambda path: path.write_text(text))
     total = sum(map(len, missing.values()))
-    say(f"answers: {total:,} to write in {len(missing)} of {len(shards)} files")
+    say(f"answers: {total:,} to write in {len(missing)} of {len(own)} files")
     stop_at = None if config.stop_after is None else time.monotonic() + 60 * config.stop_after
     started, done, tokens = time.monotonic(), 0, 0
     for name, records in writer.run(missing):

@@ -93,16 +93,14 @@ def block_hidden(
     """
     config = model.config
     width = config.max_draft_tokens + (not config.sample_from_anchor)
-    keys, values = context
-    attention = BlockAttention(anchors, keys.shape[1], width, flex)
+    keys, values = (part.unbind(2) for part in context)
+    attention = BlockAttention(anchors, keys[0].shape[1], width, flex)
     token_ids = F.pad(batch.token_ids.gather(1, anchors)[:, :, None], (0, width - 1), value=config.mask_token_id)
     positions = anchors[:, :, None] + torch.arange(width, device=anchors.device)
     kinds = list(zip(config.causal, config.windows, strict=True))
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        all_keys = torch.cat([keys[:, :, layer], key], dim=1)
-        all_values = torch.cat([values[:, :, layer], value], dim=1)
-        return attention(kinds[layer], query, all_keys, all_values)
+        return attention(kinds[layer], query, torch.cat([keys[layer], key], dim=1), torch.cat([values[layer], value], dim=1))
 
     hidden = model.block_forward(embed(token_ids.flatten(1)), positions.flatten(1), attend)
     return hidden.view(*anchors.shape, width, -1)[:, :, width - config.max_draft_tokens :]

@@ -168,7 +168,7 @@ class ChunkedLoss:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Like `block_loss`, from final hidden states [n, K, H] of the drafter and, for distillation, of the target."""
         chunks = -(-labels.numel() // self.rows)
-        result: tuple[Tensor, Tensor, Tensor] = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+        result: tuple[Tensor, Tensor, Tensor] = _ChunkedLoss.apply(
             hidden, labels, valid, teacher_hidden, self._step, min(max(chunks, 1), len(labels))
         )
         return result

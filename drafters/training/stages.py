@@ -37,8 +37,8 @@ def run_stages(stages: tuple[str, ...], config: TrainConfig) -> bool:
     """
     for stage in stages:
         with process_group(resolve_device(config.device)) as device:
-            if dist.is_initialized() and stage != "train":
-                raise InvalidInputError(f"the {stage} stage runs in one process; give torchrun only `specdec train train`")
+            if dist.is_initialized() and stage == "finish":
+                raise InvalidInputError("the finish stage runs in one process; start it without torchrun")
             complete = {"answers": _answers, "train": _train, "finish": _finish}[stage](config, device)
         gc.collect()  # a model and its hooks refer to each other, and the next stage needs the memory
         if torch.cuda.is_available():
@@ -68,7 +68,8 @@ def _answers(config: TrainConfig, device: torch.device) -> bool:
         make_drafter(config, decoder.verifier, decoder.tokenizer)  # a wrong tap or mask must not wait for the answers
         return decoder
 
-    return write_answers(config, load_decoder, say)
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    return write_answers(config, load_decoder, say, rank=rank, world=world)
 
 
 def _train(config: TrainConfig, device: torch.device) -> bool:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
+from drafters.dflash import DFlashModel
 from specdec.errors import CapacityError, CheckpointError, InvalidInputError
 
 STATE_FILE = "state.pt"
@@ -73,16 +73,15 @@ def load_state(folder: Path, device: torch.device) -> dict[str, Any] | None:
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, state: dict[str, Any]) -> None:
-    """Copies the float32 weights of a saved state into a model of the same shape.
+def load_weights(model: DFlashModel, state: dict[str, Any]) -> None:
+    """Copies the float32 weights of a saved state into a model of the same configuration.
 
     Raises:
-        CheckpointError: the shape is another one.
+        CheckpointError: the saved run trained another drafter.
     """
-    masters = state["optimizer"]["masters"]
+    if state["identity"]["drafter"] != repr(model.config):
+        raise CheckpointError(
+            f"the saved run trained another drafter, {state['identity']['drafter']}; give the model and drafter options of that run"
+        )
     for name, parameter in model.named_parameters():
-        if name not in masters or masters[name].shape != parameter.shape:
-            raise CheckpointError(
-                f"the saved run trained a drafter of another shape ({name} differs); give the options of that run"
-            )
-        parameter.copy_(masters[name])
+        parameter.copy_(state["optimizer"]["masters"][name])

@@ -6,14 +6,47 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface
 
 from specdec.errors import InvalidInputError, UnsupportedModelError
+
+ATTENTION_NAME = "specdec_causal"
+"""Value of `attn_implementation`. No mask function is registered under it, so Transformers builds no masks."""
+
+
+def causal_attention(
+    module: nn.Module,
+    query: Tensor,  # [S, heads, T, D]
+    key: Tensor,  # [S, kv_heads, T, D]
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention of one layer over whole sequences: [S, T, heads, D], and no weights."""
+    length, mask, groups = query.shape[2], None, query.shape[1] // key.shape[1]
+    if sliding_window is not None and length > sliding_window:
+        distance = torch.arange(length, device=query.device)
+        distance = distance[:, None] - distance
+        mask = (distance >= 0) & (distance < sliding_window)
+        # With a mask, the memory-efficient CUDA kernel takes only as many key heads as query heads.
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    out = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return out.transpose(1, 2), None
+
+
+AttentionInterface.register(ATTENTION_NAME, causal_attention)
 
 
 class Target:
     """A loaded target in training.
 
-    It takes the model over: attention becomes Transformers' own, and layers above the deepest tap are dropped unless the target's
+    It takes the model over: attention is no longer paged, and layers above the deepest tap are dropped unless the target's
     distribution is needed.
 
     Args:
@@ -37,8 +70,9 @@ class Target:
         self.device, self.dtype = verifier.device, verifier.dtype
         self.layer_ids = tuple(layer_ids)
         model = verifier.model.requires_grad_(False)
-        sdpa = getattr(model, "_supports_sdpa", False) and model.config.model_type != "gpt_oss"  # whose sinks it does not know
-        model.set_attn_implementation("sdpa" if sdpa else "eager")
+        # Sinks and softcaps are Transformers' business; its masks cost a wait for the device in every forward.
+        plain = model.config.model_type != "gpt_oss" and getattr(model.config, "attn_logit_softcapping", None) is None
+        model.set_attn_implementation(ATTENTION_NAME if plain else "eager")
         self._base: nn.Module = model.base_model
         lists = [(n, m) for n, m in self._base.named_children() if isinstance(m, nn.ModuleList) and len(m) == verifier.num_layers]
         if len(lists) != 1:

@@ -18,11 +18,14 @@ from drafters.checkpoint import read_checkpoint, write_checkpoint
 from drafters.config import DFlashConfig
 from drafters.training import finish, state
 from drafters.training.config import TrainConfig
+from drafters.training.log import TrainLog
+from drafters.training.optimizer import MasterAdamW
 from drafters.training.stages import run_stages
 from drafters.training.trainer import Trainer
 from specdec.cli import main
 from specdec.errors import CapacityError, CheckpointError, InvalidInputError, SpecDecError
 from tests.drafters.toy_training import MASK, as_flags, one_thread, toy_config  # noqa: F401
+from tests.guards import no_host_sync
 
 
 @pytest.fixture(scope="module")
@@ -203,6 +206,38 @@ def test_a_full_disk_keeps_what_was_saved(answered: Path, monkeypatch: pytest.Mo
     assert run_stages(("train",), replace(config, max_steps=30))
 
 
+def test_no_step_makes_the_host_wait(answered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a synchronisation in the loop, which would leave an accelerator idle between steps."""
+    forward_backward, optimizer_step = Trainer._forward_backward, MasterAdamW.step
+    guarded = []
+
+    def forward(self: Trainer, *args: Any) -> Any:
+        self._batch(0)  # an epoch's order goes to the device once
+        with no_host_sync():
+            guarded.append("forward")
+            return forward_backward(self, *args)
+
+    def step(self: MasterAdamW, *args: Any) -> Any:
+        with no_host_sync():
+            guarded.append("step")
+            return optimizer_step(self, *args)
+
+    monkeypatch.setattr(Trainer, "_forward_backward", forward)
+    monkeypatch.setattr(MasterAdamW, "step", step)
+    assert run_stages(("train",), toy_config(answered, max_steps=2, loss="dpace", kl=1.0))
+    assert guarded == ["forward", "step"] * 2
+
+
+def test_curves_are_drawn(tmp_path: Path) -> None:
+    """Catches a plot that fails only at the end of a long run."""
+    pytest.importorskip("matplotlib")
+    log = TrainLog(tmp_path, last_step=0)
+    log.write({"step": 0, "tau": 1.0}, 0.0)
+    log.write({"step": 10, "loss": 2.5, "train_tau": 1.5}, 1.0)
+    log.close()
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_loss_that_is_not_finite_ends_the_run(answered: Path) -> None:
     with pytest.raises(SpecDecError, match="the loss is not finite after step"):
         run_stages(("train",), toy_config(answered, lr=1e30, clip=1e30, max_steps=40))
@@ -214,6 +249,12 @@ def test_other_settings_are_not_mixed_into_a_run(toy: Path) -> None:
         run_stages(("train",), toy_config(toy, lr=0.1))
     with pytest.raises(InvalidInputError, match=r"answers that were written with another max-tokens"):
         run_stages(("answers",), toy_config(toy, max_tokens=47))
+
+
+def test_finish_refuses_options_of_another_drafter(toy: Path) -> None:
+    """Catches other taps of the same shape, with which training and engine would agree on a low tau."""
+    with pytest.raises(CheckpointError, match="the saved run trained another drafter"):
+        run_stages(("finish",), toy_config(toy, taps=(0, 2)))
 
 
 def test_a_damaged_state_is_named(answered: Path) -> None:

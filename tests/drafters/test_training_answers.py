@@ -179,6 +179,20 @@ def test_a_killed_answers_stage_goes_on_with_the_missing_shards(tmp_path: Path, 
     assert resumed == shards(tmp_path / "whole")
 
 
+def test_processes_share_the_shards(tmp_path: Path) -> None:
+    """Catches shards that two processes write, or none."""
+    config = small_config(tmp_path)
+    decoder = SpecDecoder.from_pretrained(str(tmp_path / "target"), drafter=None, device="cpu", dtype="float32")
+    written = []
+    for rank in range(2):
+        before = set(shards(tmp_path))
+        assert answers.write_answers(config, lambda: decoder, lambda text: None, rank=rank, world=2)
+        written.append(set(shards(tmp_path)) - before)
+    assert sorted(map(len, written)) == [3, 3]
+    assert run_stages(("answers",), replace(config, out=str(tmp_path / "whole" / "run")))
+    assert shards(tmp_path) == shards(tmp_path / "whole")
+
+
 def test_a_full_disk_keeps_finished_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = answers._write_bytes
 

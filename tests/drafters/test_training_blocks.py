@@ -20,6 +20,7 @@ from drafters.training.target import Target
 from specdec.errors import InvalidInputError
 from tests.drafters.tiny import TINY, VOCAB, input_table, tapped, tiny_model, tiny_target
 from tests.drafters.toy_training import one_thread  # noqa: F401
+from tests.tiny_models import CONFIGS, plain_model, random_prompts
 
 KINDS: list[Kind] = [(False, None), (True, None), (True, 5), (False, 3)]
 ANCHORS = torch.tensor([[2, 7, 8, 19], [0, 0, 4, 11]])  # the second sequence has two invalid blocks
@@ -178,7 +179,7 @@ class TinyVerifier:
     name, embedding_scale, final_softcap, device, dtype = "tiny", 1.0, None, torch.device("cpu"), torch.float32
 
     def __init__(self) -> None:
-        self.model = tiny_target()
+        self.model: Any = tiny_target()
         self.num_layers = self.model.config.num_hidden_layers
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -203,6 +204,18 @@ def test_target_features_are_raw_layer_outputs_whatever_the_padding() -> None:
     torch.testing.assert_close(full.head(full.features(tokens)[1]), plain(tokens).logits, rtol=1e-3, atol=1e-3)
     with pytest.raises(InvalidInputError, match=r"taps \[1, 6\] .* choose from 0 to 5"):
         Target(TinyVerifier(), (1, 6))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_target_features_are_those_of_transformers(name: str) -> None:
+    """Catches windows, scales, softcaps and sinks that are lost when the target runs on training's own attention."""
+    plain, verifier = plain_model(name), TinyVerifier()
+    verifier.model, verifier.num_layers = plain_model(name), plain.config.num_hidden_layers
+    tokens = torch.tensor(random_prompts(1, longest=40)[0] * 30)[:24].repeat(2, 1)
+    with torch.no_grad():
+        states = plain(tokens, output_hidden_states=True).hidden_states
+    features, _ = Target(verifier, (0, 2)).features(tokens)
+    torch.testing.assert_close(features, torch.cat([states[1], states[3]], dim=-1), rtol=1e-3, atol=1e-3)
 
 
 def test_replay_walks_as_a_live_run_would() -> None:
