@@ -84,14 +84,14 @@ def plain_model(name: str, seed: int = 0) -> PreTrainedModel:
     return model
 
 
-def paged_verifier(model: PreTrainedModel, block_size: int = 4) -> HFVerifier:
+def paged_verifier(model: PreTrainedModel, block_size: int = 4, *, fuse: bool = True) -> HFVerifier:
     """A second model with the same weights behind our paged attention."""
     config = copy.deepcopy(model.config)
     paged: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
     paged.load_state_dict(model.state_dict())
     paged.generation_config.eos_token_id = model.generation_config.eos_token_id
     spec = attention_spec(config, device=torch.device("cpu"), dtype=torch.float32, block_size=block_size)
-    return HFVerifier(paged.eval(), name=config.model_type, backend=select_backend("torch_ref", spec))
+    return HFVerifier(paged.eval(), name=config.model_type, backend=select_backend("torch_ref", spec), fuse=fuse)
 
 
 @torch.inference_mode()

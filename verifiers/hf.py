@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from specdec.attention.backend import AttentionSpec
+from specdec.attention.backend import AttentionBackend, AttentionSpec
 from specdec.attention.selector import select_backend
 from specdec.core import ForwardInput, VerifyOutput
 from specdec.errors import CheckpointError
 from specdec.kv_cache import KVLayerSpec, LayerCache
+from specdec.ops.linear import Linear
 from verifiers.embedded import embedded_model_path
+from verifiers.fused import FusedDecoder, can_fuse
 from verifiers.hf_attention import ATTENTION_NAME, PagedForward
 from verifiers.support import check_supported
 
@@ -29,7 +31,7 @@ EMBEDDED = "embedded"
 
 
 def load_verifier(
-    name: str, *, device: torch.device, dtype: torch.dtype, attention: str = "auto", block_size: int = 16
+    name: str, *, device: torch.device, dtype: torch.dtype, attention: str = "auto", block_size: int = 16, fuse: bool = True
 ) -> tuple["HFVerifier", PreTrainedTokenizerBase]:
     """Loads a target and its tokenizer.
 
@@ -39,6 +41,7 @@ def load_verifier(
         dtype: type of weights, activations and cache.
         attention: name of an attention backend, or "auto".
         block_size: tokens per cache block.
+        fuse: see `HFVerifier`.
 
     Raises:
         UnsupportedModelError: the architecture cannot run yet; said from its config, before weights are read.
@@ -70,7 +73,7 @@ def load_verifier(
             f"target {name!r} lacks {len(missing)} tensors, the first being {missing[0]!r}; fetch the whole checkpoint again"
         )
     tokenizer = _read(name, "tokenizer", partial(AutoTokenizer.from_pretrained, path))
-    verifier = HFVerifier(model.to(device).eval(), name=name, backend=backend, fallback_eos=tokenizer.eos_token_id)
+    verifier = HFVerifier(model.to(device).eval(), name=name, backend=backend, fallback_eos=tokenizer.eos_token_id, fuse=fuse)
     return verifier, tokenizer
 
 
@@ -138,9 +141,12 @@ class HFVerifier:
         name: how to call it in messages.
         backend: attention over the cache.
         fallback_eos: end-of-sequence id when the model's generation config names none.
+        fuse: run models of the Llama family by `FusedDecoder`, after which `model` itself cannot run.
     """
 
-    def __init__(self, model: PreTrainedModel, *, name: str, backend: Any, fallback_eos: int | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, name: str, backend: AttentionBackend, fallback_eos: int | None = None, fuse: bool = True
+    ) -> None:
         config = model.config
         self.model = model
         self.name = name
@@ -153,16 +159,20 @@ class HFVerifier:
         self.final_softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self.eos_token_ids = _eos_token_ids(model, fallback_eos)
         self._embedding = model.get_input_embeddings().weight
-        self._head: nn.Module = model.get_output_embeddings()
-        self.vocab_size = self._head.weight.shape[0]
+        head = model.get_output_embeddings()
+        self._head = Linear(head.weight, head.bias, pack=fuse)
+        self.vocab_size = self._head.out_features
         self._windows = layer_windows(config)
         self._layers = decoder_layers(model)
+        self._fused = FusedDecoder(model, self._layers, self.kv_specs[0].head_dim) if fuse and can_fuse(model) else None
         self._hooked: set[int] = set()
         self._tapped: dict[int, Tensor] = {}
 
     @torch.inference_mode()
     def forward(self, rows: ForwardInput, caches: Sequence[LayerCache], aux_layer_ids: Sequence[int] = ()) -> VerifyOutput:
         """Scores packed rows; see `Verifier.forward`."""
+        if self._fused is not None:
+            return self._forward_fused(self._fused, rows, caches, aux_layer_ids)
         self._tap(aux_layer_ids)
         paged = PagedForward(self.attention, self.attention.plan(rows.metadata), caches, self._windows)
         output = self.model(
@@ -176,14 +186,26 @@ class HFVerifier:
         self._tapped.clear()
         return VerifyOutput(logits=output.logits[0], aux_hidden=aux)
 
+    def _forward_fused(
+        self, decoder: FusedDecoder, rows: ForwardInput, caches: Sequence[LayerCache], aux_layer_ids: Sequence[int]
+    ) -> VerifyOutput:
+        backend, plan, scale = self.attention, self.attention.plan(rows.metadata), decoder.head_dim**-0.5
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return backend.run(query, key, value, caches[layer], plan, scale=scale, window=self._windows[layer])
+
+        hidden, tapped = decoder.forward(self.embed(rows.token_ids), rows.position_ids, attend, aux_layer_ids)
+        selected = hidden if rows.logit_rows is None else hidden.index_select(0, rows.logit_rows)
+        aux = torch.cat(tapped, dim=-1) if tapped else None
+        return VerifyOutput(logits=self.head(decoder.final_norm(selected)), aux_hidden=aux)
+
     def embed(self, token_ids: Tensor) -> Tensor:
         """Raw rows of the input embedding table, [..., H]."""
         return F.embedding(token_ids, self._embedding)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits of the output head alone, [..., V]."""
-        logits: Tensor = self._head(hidden)
-        return logits
+        return self._head(hidden)
 
     def _tap(self, layers: Sequence[int]) -> None:
         """Hooks decoder layers not hooked yet. A hook sees the raw output; `output_hidden_states` would end with a normed one."""

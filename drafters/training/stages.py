@@ -129,7 +129,7 @@ def _finish(config: TrainConfig, device: torch.device) -> bool:
 def _load_target(config: TrainConfig, device: torch.device) -> tuple[Any, Any]:
     """The target in a form of its own: training changes its attention and drops layers."""
     load = resolve(VERIFIERS, "hf", "verifier")
-    verifier, tokenizer = load(config.model, device=device, dtype=resolve_dtype(config.dtype, device))
+    verifier, tokenizer = load(config.model, device=device, dtype=resolve_dtype(config.dtype, device), fuse=False)
     return verifier, tokenizer
 
 

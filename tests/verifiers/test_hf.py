@@ -3,14 +3,18 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from specdec.attention.backend import AttentionMetadata
 from specdec.core import ForwardInput
 from specdec.kv_cache import PagedKVCache, blocks_for
+from specdec.ops.linear import Linear, can_pack
 from tests.tiny_models import CONFIGS, WINDOW, paged_verifier, plain_model, random_prompts
+from verifiers.fused import can_fuse
 from verifiers.hf import HFVerifier, layer_windows
 
 BLOCK = 4
+FUSED = ("llama", "llama_tied", "qwen2", "qwen2_window", "qwen3", "mistral")
 
 
 class PackedRun:
@@ -52,14 +56,14 @@ class PackedRun:
         return list(torch.split(rows, widths))
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_logits_equal_transformers(name: str) -> None:
+@pytest.mark.parametrize(("name", "fuse"), [*((name, False) for name in CONFIGS), *((name, True) for name in FUSED)])
+def test_logits_equal_transformers(name: str, fuse: bool) -> None:
     """Packed prefill, a chunked extension, a multi-token verify and single tokens, past the window, on scattered blocks."""
     model = plain_model(name)
     sequences = [s[:1] * 3 + s for s in random_prompts(3, seed=2, longest=30)] + [random_prompts(1, seed=3)[0] * 30]
     sequences[-1] = sequences[-1][: 4 * WINDOW]
     sequences = [[*s, 7, 11, 13, 17, 19, 23, 29] for s in sequences]
-    run = PackedRun(paged_verifier(model, BLOCK), sequences)
+    run = PackedRun(paged_verifier(model, BLOCK, fuse=fuse), sequences)
     lengths = [len(s) for s in sequences]
     got = [
         run.forward([(i, 0, n // 2) for i, n in enumerate(lengths)]),
@@ -73,13 +77,14 @@ def test_logits_equal_transformers(name: str) -> None:
         torch.testing.assert_close(torch.cat([part[i] for part in got]), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_features_are_raw_layer_outputs() -> None:
+@pytest.mark.parametrize("fuse", [False, True])
+def test_features_are_raw_layer_outputs(fuse: bool) -> None:
     """Taps hold what each decoder layer returned, also the last one, whose `hidden_states` entry would be normed."""
     model = plain_model("qwen3")
     sequence = random_prompts(1, seed=5)[0]
     with torch.inference_mode():
         hidden = model(torch.tensor([sequence]), output_hidden_states=True).hidden_states
-    run = PackedRun(paged_verifier(model, BLOCK), [sequence])
+    run = PackedRun(paged_verifier(model, BLOCK, fuse=fuse), [sequence])
     (features,) = run.forward([(0, 0, len(sequence))], aux=(0, 2, 3))
     first, third, last = features.split(32, dim=-1)
     torch.testing.assert_close(first, hidden[1][0], atol=1e-5, rtol=1e-5)
@@ -99,6 +104,34 @@ def test_windows_come_from_the_config() -> None:
 
 def test_model_called_without_its_cache_says_so() -> None:
     """The registered attention never runs without a cache: it would have no mask at all."""
-    verifier = paged_verifier(plain_model("llama"))
+    verifier = paged_verifier(plain_model("gemma2"))
     with pytest.raises(RuntimeError, match=r"HFVerifier\.forward"):
         verifier.model(torch.tensor([[1, 2, 3]]))
+
+
+def test_the_family_is_fused_and_others_are_not() -> None:
+    """What the tests above say of fused models is said of the Llama family, biases and head norms included."""
+    assert [name for name in CONFIGS if can_fuse(plain_model(name))] == list(FUSED)
+    model = plain_model("llama")
+    model.model.layers[1].mlp.up_proj = torch.nn.Sequential(model.model.layers[1].mlp.up_proj)
+    assert not can_fuse(model)
+
+
+@pytest.mark.skipif(not can_pack(torch.ones(1, dtype=torch.bfloat16)), reason="this CPU has no blocked bfloat16 layout")
+@pytest.mark.parametrize("num_rows", [1, 9, 70])
+@pytest.mark.parametrize("bias", [False, True])
+def test_packed_weights_give_the_same_bits(num_rows: int, bias: bool) -> None:
+    """oneDNN's layout changes where numbers lie, not what comes out; a residual added in the product rounds once, not twice."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight, added, residual = (
+        torch.randn(*shape, generator=generator).bfloat16() for shape in ((num_rows, 96), (160, 96), (160,), (num_rows, 160))
+    )
+    linear = Linear(weight, added if bias else None)
+    assert linear.packed
+    plain = F.linear(x, weight, added if bias else None)
+    assert torch.equal(linear(x), plain)
+    exact = x.double() @ weight.double().t() + (added.double() if bias else 0) + residual.double()
+    torch.testing.assert_close(linear(x, residual).double(), exact, atol=0.01, rtol=0.01)
+    unpacked = Linear(weight.float(), added.float() if bias else None)
+    assert not unpacked.packed
+    torch.testing.assert_close(unpacked(x.float(), residual.float()).double(), exact, atol=1e-4, rtol=1e-4)
