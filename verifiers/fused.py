@@ -140,9 +140,9 @@ def _fused_layer(layer: Any) -> FusedLayer:
 @torch.no_grad()
 def _take(*projections: nn.Linear) -> Linear:
     """The projections as one; they are left empty, so that nothing is stored twice."""
-    biases = [projection.bias for projection in projections]
     weight = torch.cat([projection.weight.detach() for projection in projections])
-    joined = Linear(weight, None if biases[0] is None else torch.cat(biases))
+    bias = None if projections[0].bias is None else torch.cat([projection.bias.detach() for projection in projections])
+    joined = Linear(weight, bias)
     for projection in projections:
         projection.weight.data = weight.new_empty(0)
     return joined

@@ -16,13 +16,15 @@ class AttentionSpec:
 
     Attributes:
         device: where the tensors live.
-        dtype: type of query, key, value and cache.
+        dtype: type of query, key and value.
         num_heads, num_kv_heads, head_dim: shape of one layer; the first is a multiple of the second.
         block_size: tokens per cache block.
         windows: every distinct window of the model's layers; None is full attention.
         sinks: layers carry a learned logit per head that joins the softmax and attends to nothing.
         softcap: bound `c` in `c * tanh(score / c)`, or None.
         non_causal: blocks whose rows see each other in both directions are needed (drafters).
+        cache_dtype: type of the cache when it is not `dtype`: an 8-bit float.
+        cache_scales: what a stored key and a stored value of an 8-bit cache are multiplied by.
     """
 
     device: torch.device
@@ -35,6 +37,13 @@ class AttentionSpec:
     sinks: bool = False
     softcap: float | None = None
     non_causal: bool = False
+    cache_dtype: torch.dtype | None = None
+    cache_scales: tuple[float, float] = (1.0, 1.0)
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """Type of the cache."""
+        return self.cache_dtype or self.dtype
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,8 @@ class _Segment:
     kept: Tensor | None = None  # int64, places in `rows` that are not padding; None when none is
     masks: dict[int | None, Tensor] = field(default_factory=dict)
 
-    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Additive mask [num_reqs, 1, width, num_keys], 0 where a key is seen; made once per window.
+    def mask(self, window: int | None, dtype: torch.dtype, groups: int) -> Tensor:
+        """Additive mask [num_reqs, 1, groups * width, num_keys], 0 where a key is seen; made once per window.
 
         Causal, and the same with a window of 3, for 2 rows on 4 tokens; a bidirectional block sees all 4:
 
@@ -49,7 +49,8 @@ class _Segment:
                     seen = seen & (keys - queries < window)
                 if self.kept is not None:
                     seen = seen | (queries >= self.seq_lens[:, :, None])  # padding has to see something, or it yields NaN
-            self.masks[window] = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)[:, None]
+            mask = torch.zeros(len(seen), self.width, self.num_keys, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
+            self.masks[window] = mask.repeat(1, groups, 1)[:, None]
         return self.masks[window]
 
 
@@ -72,6 +73,8 @@ class TorchRefBackend(AttentionBackend):
         reasons = []
         if not spec.dtype.is_floating_point or spec.dtype.itemsize < 2:
             reasons.append(f"dtype {spec.dtype} (it takes float32, bfloat16 and float16)")
+        if spec.kv_dtype != spec.dtype:
+            reasons.append(f"a {spec.kv_dtype} cache (it stores keys and values in the model's own type)")
         if spec.num_heads % spec.num_kv_heads:
             reasons.append(f"{spec.num_heads} query heads do not share {spec.num_kv_heads} key heads evenly")
         return reasons
@@ -136,15 +139,19 @@ class TorchRefBackend(AttentionBackend):
         """See `AttentionBackend.run`."""
         self.write(cache, key, value, plan.slot_mapping)
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
+        num_kv_heads, head_dim = key.shape[1:]
+        groups = query.shape[1] // num_kv_heads
         for segment in plan.segments:
-            q = query[segment.rows].view(-1, segment.width, *query.shape[1:]).transpose(1, 2)  # [num_reqs, heads, width, D]
+            # Heads that share a key head become rows of one attention, so that keys are read once and one token fills a product.
+            q = query[segment.rows].view(-1, segment.width, num_kv_heads, groups, head_dim).permute(0, 2, 3, 1, 4)
+            q = q.reshape(-1, num_kv_heads, groups * segment.width, head_dim)
             k, v = (self._gather(tensor, segment) for tensor in cache)
-            mask = segment.mask(window, query.dtype)
+            mask = segment.mask(window, query.dtype, groups)
             if sinks is None and softcap is None:
-                out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+                out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
             else:
                 out = _attend(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks)
-            rows = out.transpose(1, 2).reshape(-1, *query.shape[1:])
+            rows = out.view(-1, num_kv_heads, groups, segment.width, head_dim).permute(0, 3, 1, 2, 4).reshape(-1, *query.shape[1:])
             if isinstance(segment.rows, Tensor) and segment.kept is not None:
                 output.index_copy_(0, segment.rows[segment.kept], rows[segment.kept])
             else:
@@ -172,15 +179,18 @@ def _size_class(device: torch.device, index: int, num_rows: int, seq_len: int) -
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, scale: float, softcap: float | None, sinks: Tensor | None) -> Tensor:
-    """Softmax attention in float32 with a softcap on the scores and a sink logit per head in the denominator."""
-    groups = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, dim=1).float(), v.repeat_interleave(groups, dim=1).float()
-    scores = q.float() @ k.transpose(-1, -2) * scale  # [num_reqs, heads, width, num_keys]
+    """Softmax attention in float32 with a softcap on the scores and a sink logit per head in the denominator.
+
+    `q` [num_reqs, kv_heads, groups * width, D] holds the rows of all heads that share a key head, head by head.
+    """
+    k, v = k.float(), v.float()
+    scores = q.float() @ k.transpose(-1, -2) * scale  # [num_reqs, kv_heads, groups * width, num_keys]
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores + mask.float()
     if sinks is not None:
-        sink = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
-        scores = torch.cat([scores, sink], dim=-1)
+        num_kv_heads, rows = scores.shape[1:3]
+        sink = sinks.float().view(num_kv_heads, -1).repeat_interleave(rows * num_kv_heads // len(sinks), dim=1)
+        scores = torch.cat([scores, sink[None, :, :, None].expand(*scores.shape[:-1], 1)], dim=-1)
     weights = scores.softmax(dim=-1)[..., : k.shape[2]]
     return (weights @ v).to(q.dtype)
