@@ -1,6 +1,7 @@
 PYTHON ?= python3
 WORKERS ?= 2
-DEMO ?= "Say 'the cat sat on the mat' five times." --compare --stream
+QUESTION ?= A shop sells pens at 3 dollars each. Ann buys 4 pens, Ben buys 5 pens and Cleo buys 6 pens. How much does each of them pay, and how much do they pay together?
+DEMO ?= --compare --stream --max-tokens 200
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,7 +15,7 @@ help: ## what there is
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
 demo: $(VENV)/.package ## the embedded model answers with and without drafts
-	@$(BIN)/specdec generate $(DEMO)
+	@$(BIN)/specdec generate "$(QUESTION)" $(DEMO)
 
 test: lint check ## everything that has to pass: format, lint, types, tests
 
