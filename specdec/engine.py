@@ -13,9 +13,7 @@ waits; one copy per step brings the results back, and on an accelerator they are
 """
 
 import random
-from collections import deque
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,21 +24,12 @@ from specdec.core import AcceptOutput, DecodeBatch, Drafter, DraftOutput, Forwar
 from specdec.device import default_cache_bytes
 from specdec.errors import CapacityError, InvalidInputError
 from specdec.kv_cache import BlockPool, PagedKVCache, blocks_for, num_blocks_in_budget
+from specdec.results import ResultQueue, StepResult
 from specdec.scheduler import Chunk, Scheduler
 from specdec.state import SlotState, samples_first_token
 from specdec.timing import StepTimer
 
 OnTokens = Callable[[Request, list[int]], int | None]
-
-
-@dataclass(slots=True)
-class _Launched:
-    """A step whose results are on their way to the host."""
-
-    requests: list[Request]
-    k: int | None  # None for the first tokens of a prefill
-    result: Tensor  # int64 [num_reqs, ...], columns as in `_send_results`; on an accelerator in pinned host memory
-    arrived: torch.cuda.Event | None
 
 
 class SpecEngine:
@@ -66,7 +55,7 @@ class SpecEngine:
         self.pipeline_depth = config.pipeline_depth if config.pipeline_depth is not None else int(verifier.device.type == "cuda")
         self.max_model_len = min(config.max_model_len or verifier.max_model_len, verifier.max_model_len)
         self.timer = StepTimer(verifier.device, enabled=config.timing)
-        self._launched: deque[_Launched] = deque()
+        self.results = ResultQueue()
         self._touched: dict[int, Request] = {}
         self._next_id = 0
         self._seeds = random.Random(config.seed)
@@ -79,10 +68,14 @@ class SpecEngine:
             memory_bytes=config.cache.memory_bytes or default_cache_bytes(verifier.device),
             most_tokens=config.max_num_seqs * max_blocks * block_size,
             block_size=block_size,
-            dtype=verifier.dtype,
+            dtype=verifier.attention.spec.kv_dtype,
         )
         self.kv_cache = PagedKVCache(
-            specs, num_blocks=num_blocks, block_size=block_size, dtype=verifier.dtype, device=verifier.device
+            specs,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype=verifier.attention.spec.kv_dtype,
+            device=verifier.device,
         )
         self.pool = BlockPool(num_blocks)
         self.scheduler = Scheduler(
@@ -115,7 +108,7 @@ class SpecEngine:
     @property
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
-        return bool(self.scheduler.waiting or self.scheduler.working or self._launched)
+        return bool(self.scheduler.waiting or self.scheduler.working or len(self.results))
 
     @property
     def _overshoot(self) -> int:
@@ -227,7 +220,7 @@ class SpecEngine:
         self.state.anchors.index_copy_(0, slots, result.next_anchors)
         for request in requests:
             request.first_token_unread = True
-        self._send_results(requests, None, result, None)
+        self.results.send(requests, None, result)
 
     def _decode(self, requests: list[Request], k: int) -> None:
         """Drafts, verifies, accepts and commits for all running requests; nothing in here waits for the device."""
@@ -239,7 +232,7 @@ class SpecEngine:
         for request in requests:
             request.in_flight.append(k)
         with self.timer.phase("collect"):
-            self._send_results(requests, k, result, draft)
+            self.results.send(requests, k, result, draft)
         self.timer.num_steps += 1
 
     def _launch(self, batch: DecodeBatch) -> tuple[DraftOutput | None, AcceptOutput]:
@@ -262,63 +255,39 @@ class SpecEngine:
                 self.drafter.commit(batch, token_ids, result, verify)
         return draft, result
 
-    def _send_results(self, requests: list[Request], k: int | None, result: AcceptOutput, draft: DraftOutput | None) -> None:
-        """Starts the one copy of a step: accepted, offered, finite, the output tokens and, when asked for, their logprobs."""
-        offered = draft.num_drafts if draft and draft.num_drafts is not None else torch.full_like(result.num_accepted, k or 0)
-        columns = [torch.stack([result.num_accepted, offered, result.finite.long()], dim=1), result.token_ids]
-        if result.logprobs is not None:
-            columns.append(result.logprobs.double().view(torch.int64))  # the same 8 bytes, so that one tensor carries both
-        table = torch.cat(columns, dim=1)
-        arrived = None
-        if table.device.type == "cuda":
-            host = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
-            table = host.copy_(table, non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record()
-        self._launched.append(_Launched(list(requests), k, table, arrived))
-
     def _read_results(self, leave: int = 0) -> None:
-        """Reads results, oldest first, until only `leave` launched steps are unread."""
-        while len(self._launched) > leave:
-            step = self._launched.popleft()
-            if step.arrived:
-                step.arrived.synchronize()
-            width = (step.k or 0) + 1
-            for request, (num_accepted, offered, finite, *row) in zip(step.requests, step.result.tolist(), strict=True):
-                if request.status is Status.FINISHED:
-                    continue  # it ended while this step was in flight; what the step added is surplus
-                count = num_accepted + 1
-                if step.k is None:
-                    request.first_token_unread = False
-                else:
-                    request.in_flight.pop(0)
-                    request.num_kv_tokens += count
-                logprobs = torch.tensor(row[width:], dtype=torch.int64).view(torch.float64).tolist()
-                self._append(request, row[:count] if finite else None, logprobs, step.k is not None, num_accepted, offered)
+        """Takes over results, oldest first, until only `leave` launched steps are unread."""
+        for request, result in self.results.receive(leave):
+            if request.status is Status.FINISHED:
+                continue  # it ended while this step was in flight; what the step added is surplus
+            if result.k is None:
+                request.first_token_unread = False
+            else:
+                request.in_flight.pop(0)
+                request.num_kv_tokens += len(result.token_ids)
+            self._touched[request.request_id] = request
+            if result.finite:
+                self._append(request, result)
+            else:
+                request.error = (
+                    f"the target's logits are NaN or infinite after {len(request.output_token_ids)} output tokens;"
+                    " use --dtype float32 or check the checkpoint"
+                )
+                self._finish(request, "error")
 
-    def _append(
-        self, request: Request, tokens: list[int] | None, logprobs: list[float], verified: bool, num_accepted: int, offered: int
-    ) -> None:
+    def _append(self, request: Request, result: StepResult) -> None:
         """Adds a step's tokens to a request, cut exactly where plain decoding would have stopped."""
-        self._touched[request.request_id] = request
-        if tokens is None:
-            count = len(request.output_token_ids)
-            request.error = (
-                f"the target's logits are NaN or infinite after {count} output tokens; use --dtype float32 or check the checkpoint"
-            )
-            self._finish(request, "error")
-            return
         room = request.max_total_len - len(request.prompt_token_ids) - len(request.output_token_ids)
-        tokens, reason = _cut(tokens, room, self._stop_ids(request))
+        tokens, reason = _cut(result.token_ids, room, self._stop_ids(request))
         keep = request.on_tokens(request, tokens) if request.on_tokens else None
         if keep is not None:
             tokens, reason = tokens[:keep], "stop"
         request.output_token_ids += tokens
         if request.sampling.logprobs:
-            request.logprobs += logprobs[: len(tokens)]
-        if verified:
-            request.num_drafted.append(offered)
-            request.num_accepted.append(min(num_accepted, len(tokens)))
+            request.logprobs += result.logprobs[: len(tokens)]
+        if result.k is not None:
+            request.num_drafted.append(result.num_drafts)
+            request.num_accepted.append(min(result.num_accepted, len(tokens)))
             request.num_emitted.append(len(tokens))
         if reason:
             self._finish(request, reason)
