@@ -30,7 +30,7 @@ class SamplingTensors:
         top_p, min_p, repetition_penalty: float32 [num_reqs].
         seeds: int64 [num_reqs].
         seen: bool [num_reqs, V], tokens before the anchor that the repetition penalty counts; None when no request has one.
-        all_greedy, any_top_k, any_top_p, any_min_p: host facts that choose the code path.
+        all_greedy, max_top_k, any_top_p, any_min_p: host facts that choose the code path.
         logprobs: a request wants log-probabilities.
     """
 
@@ -42,7 +42,7 @@ class SamplingTensors:
     seeds: Tensor
     seen: Tensor | None
     all_greedy: bool
-    any_top_k: bool
+    max_top_k: int
     any_top_p: bool
     any_min_p: bool
     logprobs: bool
@@ -125,8 +125,10 @@ def processed_probs(logits: Tensor, sampling: SamplingTensors) -> Tensor:
     """
     temperature = sampling.temperature[:, None, None]
     scores = logits.float() / temperature.clamp(min=_COLDEST)
-    if sampling.any_top_k or sampling.any_top_p:
-        scores = _filter_top_k_top_p(scores, sampling)
+    if sampling.max_top_k:
+        scores = _filter_top_k(scores, sampling)
+    if sampling.any_top_p:
+        scores = _filter_top_p(scores, sampling)
     if sampling.any_min_p:
         probs = scores.softmax(dim=-1)
         floor = sampling.min_p[:, None, None] * probs.amax(dim=-1, keepdim=True)
@@ -136,20 +138,22 @@ def processed_probs(logits: Tensor, sampling: SamplingTensors) -> Tensor:
     return torch.where(temperature == 0, greedy, probs)
 
 
-def _filter_top_k_top_p(scores: Tensor, sampling: SamplingTensors) -> Tensor:
-    vocab_size = scores.shape[-1]
-    # A stable order decides ties at the edge of top-p the same way for every batch shape and device.
+def _filter_top_k(scores: Tensor, sampling: SamplingTensors) -> Tensor:
+    """Keeps the `top_k` largest of each row, and whatever equals the last of them."""
+    most = min(sampling.max_top_k, scores.shape[-1])
+    largest = scores.topk(most, dim=-1).values
+    last = (sampling.top_k - 1).clamp(0, most - 1)[:, None, None].expand(-1, scores.shape[1], 1)
+    least = largest.gather(-1, last).where(sampling.top_k[:, None, None] > 0, -torch.inf)
+    return scores.masked_fill(scores < least, -torch.inf)
+
+
+def _filter_top_p(scores: Tensor, sampling: SamplingTensors) -> Tensor:
+    """Keeps the fewest tokens of each row whose probability reaches `top_p`."""
+    # A stable order decides ties at the edge the same way for every batch shape and device.
     ordered, token_ids = scores.sort(dim=-1, stable=True)
-    if sampling.any_top_k:
-        count = torch.where(sampling.top_k > 0, sampling.top_k, vocab_size).clamp(max=vocab_size)
-        least = ordered.gather(-1, (vocab_size - count)[:, None, None].expand(-1, scores.shape[1], 1))
-        scores = scores.masked_fill(scores < least, -torch.inf)
-        ordered = ordered.masked_fill(ordered < least, -torch.inf)
-    if sampling.any_top_p:
-        dropped = ordered.softmax(dim=-1).cumsum(dim=-1) <= 1 - sampling.top_p[:, None, None]
-        dropped[..., -1] = False
-        scores = scores.masked_fill(dropped.scatter(-1, token_ids, dropped), -torch.inf)
-    return scores
+    dropped = ordered.softmax(dim=-1).cumsum(dim=-1) <= 1 - sampling.top_p[:, None, None]
+    dropped[..., -1] = False
+    return scores.masked_fill(dropped.scatter(-1, token_ids, dropped), -torch.inf)
 
 
 def sample_from(probs: Tensor, u: Tensor) -> Tensor:

@@ -132,7 +132,7 @@ class SlotState:
             seeds=self.seeds.index_select(0, slots),
             seen=self.seen.index_select(0, slots) if penalised and self.seen is not None else None,
             all_greedy=not sampled,
-            any_top_k=any(p.top_k > 0 for p in sampled),
+            max_top_k=max((p.top_k for p in sampled), default=0),
             any_top_p=any(p.top_p < 1 for p in sampled),
             any_min_p=any(p.min_p > 0 for p in sampled),
             logprobs=any(p.logprobs for p in params),

@@ -143,7 +143,7 @@ def sampling_tensors(num_reqs: int, temperature: float = 0.0) -> SamplingTensors
         seeds=torch.arange(num_reqs) + 7,
         seen=None,
         all_greedy=temperature == 0,
-        any_top_k=False,
+        max_top_k=0,
         any_top_p=False,
         any_min_p=False,
         logprobs=False,

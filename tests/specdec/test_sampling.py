@@ -41,7 +41,7 @@ def tensors(params: list[SamplingParams], seen: Tensor | None = None) -> Samplin
         seeds=torch.arange(len(params)),
         seen=seen,
         all_greedy=all(p.temperature == 0 for p in params),
-        any_top_k=any(p.top_k > 0 for p in params),
+        max_top_k=max(p.top_k for p in params),
         any_top_p=any(p.top_p < 1 for p in params),
         any_min_p=any(p.min_p > 0 for p in params),
         logprobs=any(p.logprobs for p in params),
