@@ -21,6 +21,7 @@ from specdec.config import DraftSampling
 from specdec.core import AcceptOutput, DecodeBatch, DraftOutput, PrefillBatch, Verifier, VerifyOutput
 from specdec.errors import BackendError, CheckpointError, InvalidInputError
 from specdec.kv_cache import KVLayerSpec, LayerCache
+from specdec.ops.linear import Linear
 from specdec.sampling import Purpose, processed_probs, sample_from, uniform
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -103,7 +104,7 @@ class DFlashModel(nn.Module):
         self.d2t: Tensor | None
         self.register_buffer("d2t", None if draft_vocab is None else torch.zeros(draft_vocab, dtype=torch.long))
         self.rotary = Rotary(config)
-        self._fused: tuple[Tensor, Tensor | None, Tensor] | None = None
+        self._fused: tuple[Linear, Tensor] | None = None
 
     def context_kv(self, features: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values that context positions contribute to every layer; they depend on nothing but the target's features.
@@ -116,10 +117,10 @@ class DFlashModel(nn.Module):
             Two tensors [..., num_layers, num_kv_heads, head_dim]; keys are normed and rotated.
         """
         config = self.config
-        weight, bias, norm = self._fused or self._context_weights()
+        project, norm = self._fused or self._context_projection(pack=False)
         context = self.hidden_norm(self.fc(features))
         shape = (config.num_hidden_layers, 2, config.num_key_value_heads, config.head_dim)
-        key, value = F.linear(context, weight, bias).unflatten(-1, shape).unbind(-3)
+        key, value = project(context).unflatten(-1, shape).unbind(-3)
         key = F.rms_norm(key, (config.head_dim,), eps=config.rms_norm_eps) * norm
         cos, sin = self.rotary(position_ids, key.dtype)
         return rotate(key, cos[..., None, :, :], sin[..., None, :, :]), value
@@ -138,26 +139,21 @@ class DFlashModel(nn.Module):
             hidden = layer(hidden, cos, sin, partial(attend, i))
         return self.norm(hidden)
 
-    def fuse_context(self) -> None:
-        """Stores the context projections of all layers as one matrix, of which the layers' own weights become views."""
-        self._fused = self._context_weights()
-        projections = self._context_projections()
-        rows = projections[0].out_features
-        for projection, view in zip(projections, self._fused[0].data.split(rows), strict=True):
-            projection.weight.data = view
+    def prepare_inference(self) -> None:
+        """Joins the context projections of all layers and lays weights out for the device's kernels; gradients end here."""
+        self._fused = self._context_projection(pack=True)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                module.forward = Linear(module.weight, module.bias)  # type: ignore[assignment]
 
-    def _context_projections(self) -> list[nn.Linear]:
-        """Key and value projection of every layer, in turn."""
+    def _context_projection(self, *, pack: bool) -> tuple[Linear, Tensor]:
+        """Key and value projections of all layers as one, and the key norms [num_layers, 1, head_dim]."""
         attentions = [cast(DFlashLayer, layer).self_attn for layer in self.layers]
-        return [projection for attention in attentions for projection in (attention.k_proj, attention.v_proj)]
-
-    def _context_weights(self) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Weight [num_layers * 2 * kv, H], bias and key norm [num_layers, 1, head_dim] of all layers."""
-        projections = self._context_projections()
+        projections = [projection for attention in attentions for projection in (attention.k_proj, attention.v_proj)]
         weight = torch.cat([projection.weight for projection in projections])
         bias = torch.cat([projection.bias for projection in projections]) if self.config.attention_bias else None
-        norms: list[Tensor] = [cast(DFlashLayer, layer).self_attn.k_norm.weight for layer in self.layers]
-        return weight, bias, torch.stack(norms)[:, None]
+        norms: list[Tensor] = [attention.k_norm.weight for attention in attentions]
+        return Linear(weight, bias, pack=pack), torch.stack(norms)[:, None]
 
 
 class DFlashDrafter:
@@ -201,7 +197,7 @@ class DFlashDrafter:
         self.caches = list(caches)
         self.verifier = verifier
         self.draft_sampling = draft_sampling
-        model.to(verifier.device, verifier.dtype).fuse_context()
+        model.to(verifier.device, verifier.dtype).prepare_inference()
         self._target_ids = None if model.d2t is None else target_ids(model.d2t)
         # A checkpoint that states no scale was trained on the target's own embedding module and head.
         unstated = config.input_embedding_scale is None

@@ -21,7 +21,7 @@ class Linear:
         self.packed = pack and can_pack(weight)
         self.bias = bias
         self.out_features, self.in_features = weight.shape
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), 16) if self.packed else weight.detach()
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), 16) if self.packed else weight
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """[..., out] from `x` [..., in] and, when there is one, `residual` [..., out]."""

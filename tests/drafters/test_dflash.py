@@ -223,17 +223,15 @@ def test_weights_take_the_targets_type() -> None:
     assert drafter.draft_hidden(rig.batch([3, 5], [9, 14], 4)).dtype == torch.bfloat16
 
 
-def test_fused_context_projection(tmp_path: Path) -> None:
-    """Fusing changes neither the context nor the state dict, takes no second copy, and the result can still be written."""
+def test_preparing_for_inference(tmp_path: Path) -> None:
+    """Joined and packed weights change neither the context nor the state dict, and the result can still be written."""
     config = replace(TINY, attention_bias=True)
     model = tiny_model(config).requires_grad_(False)
     features, positions = torch.randn(5, config.feature_size), torch.arange(5)
     before = model.context_kv(features, positions)
-    model.fuse_context()
+    model.prepare_inference()
     for fused, plain in zip(model.context_kv(features, positions), before, strict=True):
         torch.testing.assert_close(fused, plain, rtol=0, atol=0)
-    first, last = model.get_parameter("layers.0.self_attn.k_proj.weight"), model.get_parameter("layers.2.self_attn.v_proj.weight")
-    assert first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
     write_checkpoint(tmp_path / "d", config, model.state_dict())
     for name, tensor in tiny_tensors(config).items():
         assert torch.equal(read_checkpoint(tmp_path / "d")[1][name], tensor), name
