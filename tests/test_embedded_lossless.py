@@ -93,8 +93,7 @@ DRAFTERS: dict[str, MakeDrafter] = {
     "ngram": lambda verifier, outputs, path: load_ngram(None, verifier=verifier),
     "dflash": lambda verifier, outputs, path: load_dflash(path, verifier=verifier),
     "right": lambda verifier, outputs, path: ScriptedDrafter(outputs, K),
-    "wrong": lambda verifier, outputs, path: ScriptedDrafter(outputs, K, [set(range(K))]),
-    "wrong_at_each": lambda verifier, outputs, path: ScriptedDrafter(outputs, K, [{i} for i in range(K)]),
+    "wrong": lambda verifier, outputs, path: ScriptedDrafter(outputs, K, [set(range(K)), *({i} for i in range(K))]),
 }
 
 
@@ -107,7 +106,10 @@ def test_greedy_equals_generate(
     drafter: str,
     batch: int,
 ) -> None:
-    """16 real prompts, 64 tokens each; prompts beyond the batch size wait for a slot."""
+    """16 real prompts, 64 tokens each; prompts beyond the batch size wait for a slot.
+
+    The wrong drafter is wrong at every position for one prompt in six, and at one chosen position for the others.
+    """
     verifier, plain = target
     config = EngineConfig(max_num_seqs=batch, cache=CacheConfig(memory_bytes=2**28))
     decoder = SpecDecoder(verifier, plain.tokenizer, DRAFTERS[drafter](verifier, outputs, random_dflash), config)
