@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import platform
 import shlex
 import sys
 import time
@@ -15,9 +13,9 @@ from statistics import median
 from typing import Any
 
 import torch
-import transformers
 
-from specdec import __version__
+from evals.divergence import Divergence, explain_divergence, first_divergence
+from evals.provenance import device_name, versions
 from specdec.config import SamplingParams
 from specdec.decoder import GenerationResult, SpecDecoder, StreamChunk
 from specdec.errors import InvalidInputError
@@ -31,26 +29,6 @@ BAR_WIDTH = 32
 
 Show = Callable[[str, Iterator[StreamChunk]], list[GenerationResult]]
 """Shows one run, called with "plain" or "speculative" and the run's chunks, and returns its results in order."""
-
-
-@dataclass(frozen=True, slots=True)
-class Divergence:
-    """Where the two outputs of one prompt part.
-
-    Attributes:
-        index: which prompt, counted from 0.
-        position: first output token that differs, counted from 0.
-        plain_token_id, speculative_token_id: what stands there; None where that output has ended.
-        margin: the target's largest logit there less its second largest, both unprocessed.
-        resolution: distance between neighbouring numbers of the target's dtype at the size of that logit.
-    """
-
-    index: int
-    position: int
-    plain_token_id: int | None
-    speculative_token_id: int | None
-    margin: float
-    resolution: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,18 +109,6 @@ def compare(
     )
 
 
-def first_divergence(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """First position at which two outputs differ, the end of the shorter one included; None when they are the same.
-
-    >>> first_divergence([5, 6, 7], [5, 6, 7]), first_divergence([5, 6, 7], [5, 9]), first_divergence([5], [5, 6])
-    (None, 1, 1)
-    """
-    for position, (left, right) in enumerate(zip(one, other, strict=False)):
-        if left != right:
-            return position
-    return None if len(one) == len(other) else min(len(one), len(other))
-
-
 def run(args: argparse.Namespace) -> int:
     """Runs `specdec generate --compare` and prints its report."""
     prompts, sampling = read_prompts(args.prompts, args.file), sampling_params(args)
@@ -209,24 +175,10 @@ def _divergences(
         for index, (plain, speculative) in enumerate(zip(plain_run, speculative_run, strict=True)):
             position = first_divergence(plain.token_ids, speculative.token_ids)
             if position is not None and index not in found:
-                found[index] = _divergence(decoder, index, position, plain, speculative)
+                found[index] = explain_divergence(
+                    decoder, index, position, plain.prompt_token_ids, plain.token_ids, speculative.token_ids
+                )
     return [found[index] for index in sorted(found)]
-
-
-def _divergence(
-    decoder: SpecDecoder, index: int, position: int, plain: GenerationResult, speculative: GenerationResult
-) -> Divergence:
-    logits = decoder.next_token_logits([*plain.prompt_token_ids, *plain.token_ids[:position]])
-    largest, second = logits.topk(2).values.tolist()
-    _, exponent = math.frexp(largest)
-    return Divergence(
-        index=index,
-        position=position,
-        plain_token_id=plain.token_ids[position] if position < len(plain.token_ids) else None,
-        speculative_token_id=speculative.token_ids[position] if position < len(speculative.token_ids) else None,
-        margin=largest - second,
-        resolution=math.ldexp(torch.finfo(decoder.verifier.dtype).eps, exponent - 1),
-    )
 
 
 def _speed_table(comparison: Comparison) -> list[str]:
@@ -285,19 +237,13 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _provenance(decoder: SpecDecoder, args: argparse.Namespace) -> dict[str, Any]:
-    device = decoder.verifier.device
     return {
         "command": shlex.join(["specdec", *sys.argv[1:]]),
         "model": decoder.verifier.name,
         "drafter": args.drafter,
         "num_draft_tokens": decoder.engine.num_draft_tokens,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine(),
+        "device": device_name(decoder.verifier.device),
         "dtype": _dtype_name(decoder.verifier.dtype),
         "attention": decoder.verifier.attention.name,
-        "versions": {
-            "specdec": __version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+        "versions": versions(),
     }

@@ -21,7 +21,10 @@ from specdec.registry import COMMANDS, resolve
 
 VERBS = {
     "generate": "complete prompts, or compare the speed with plain decoding",
+    "eval": "score tasks of lm-eval with and without drafts",
+    "bench": "measure acceptance and speed over prompt sets",
     "train": "train a drafter on the target's own answers",
+    "doctor": "show the device, what is installed, and which attention backends work",
 }
 """What `specdec --help` lists, one line each; every verb has its function in `COMMANDS`."""
 

@@ -7,6 +7,7 @@ from typing import Literal
 from specdec.errors import InvalidInputError
 
 DraftSampling = Literal["greedy", "probabilistic"]
+CacheDtype = Literal["auto", "fp8"]
 
 
 def _require(ok: bool, message: str) -> None:
@@ -80,11 +81,14 @@ class CacheConfig:
         block_size: tokens per block.
         memory_bytes: budget for all key and value tensors; None takes the device's default (`specdec.device`).
         prefix_caching: keep full prompt blocks of finished requests and share them with requests that begin alike.
+        dtype: "auto" stores the model's own type; "fp8" stores 8-bit floats, half the memory and no longer exact, on backends
+            that have them.
     """
 
     block_size: int = 16
     memory_bytes: int | None = None
     prefix_caching: bool = True
+    dtype: CacheDtype = "auto"
 
     def __post_init__(self) -> None:
         _require(self.block_size >= 1, f"block_size is {self.block_size}; it must be at least 1 token")
@@ -92,6 +96,7 @@ class CacheConfig:
             self.memory_bytes is None or self.memory_bytes > 0,
             f"memory_bytes is {self.memory_bytes}; it must be a positive number of bytes",
         )
+        _require(self.dtype in ("auto", "fp8"), f"cache dtype is {self.dtype!r}; choose 'auto' or 'fp8'")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from specdec.attention.backend import AttentionMetadata
 from specdec.config import EngineConfig, SamplingParams
 from specdec.core import Drafter, ForwardInput, Request, Status, Verifier
-from specdec.device import resolve_device, resolve_dtype
+from specdec.device import cache_dtype, resolve_device, resolve_dtype
 from specdec.engine import SpecEngine
 from specdec.errors import InvalidInputError, SpecDecError
 from specdec.kv_cache import PagedKVCache, blocks_for
@@ -123,7 +123,12 @@ class SpecDecoder:
         where, make_drafter = resolve_device(device), _find_drafter(drafter)
         load_verifier = resolve(VERIFIERS, "hf", "verifier")
         verifier, tokenizer = load_verifier(
-            target, device=where, dtype=resolve_dtype(dtype, where), attention=attention, block_size=engine.cache.block_size
+            target,
+            device=where,
+            dtype=resolve_dtype(dtype, where),
+            attention=attention,
+            block_size=engine.cache.block_size,
+            cache_dtype=cache_dtype(engine.cache.dtype, where),
         )
         return cls(verifier, tokenizer, make_drafter(verifier), engine)
 

@@ -4,6 +4,7 @@ import os
 
 import torch
 
+from specdec.config import CacheDtype
 from specdec.errors import InvalidInputError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -40,6 +41,20 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     if name not in _DTYPES:
         raise InvalidInputError(f"unknown dtype {name!r}; choose auto, {', '.join(_DTYPES)}")
     return _DTYPES[name]
+
+
+def rocm_architecture(device: torch.device) -> str | None:
+    """AMD architecture of a device, such as "gfx942"; None for anything that is not a ROCm device."""
+    if device.type != "cuda" or torch.version.hip is None:
+        return None
+    return str(torch.cuda.get_device_properties(device).gcnArchName).partition(":")[0]
+
+
+def cache_dtype(name: CacheDtype, device: torch.device) -> torch.dtype | None:
+    """Type of the KV cache when it is not the model's: for "fp8" the flavour of e4m3 that the device computes with."""
+    if name == "auto":
+        return None
+    return torch.float8_e4m3fnuz if rocm_architecture(device) == "gfx942" else torch.float8_e4m3fn
 
 
 def default_cache_bytes(device: torch.device) -> int:

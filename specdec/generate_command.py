@@ -56,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="prompts decoded at once (default %(default)s)",
     )
     add("--kv-memory", type=byte_size, metavar="SIZE", help="memory for the KV cache, such as 512M or 2G")
+    add("--kv-dtype", default="auto", metavar="NAME", help="auto (default), or fp8 for an 8-bit cache on backends that have one")
 
     add = parser.add_argument_group("speculation").add_argument
     add("--drafter", default="ngram", metavar="NAME", help="ngram (default), none, or the folder or hub name of a checkpoint")
@@ -144,7 +145,7 @@ def load_decoder(args: argparse.Namespace) -> SpecDecoder:
         num_draft_tokens=args.num_draft_tokens,
         draft_sampling=args.draft_sampling,
         timing=args.timing,
-        cache=CacheConfig(memory_bytes=args.kv_memory),
+        cache=CacheConfig(memory_bytes=args.kv_memory, dtype=args.kv_dtype),
     )
     from transformers.utils import logging
 

@@ -1,6 +1,6 @@
 """The one definition of every figure that is printed: acceptance from step counts, speed from tokens and seconds."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from statistics import median
@@ -168,3 +168,32 @@ class Speed:
             "seconds": list(self.seconds),
             "tokens_per_second": {"median": self.median, "min": self.spread[0], "max": self.spread[1]},
         }
+
+
+TIME_PARTS = ("prefill", "draft", "verify", "accept", "rest")
+"""Where the time of decoding goes, in the order of a step."""
+
+
+def time_split(phases: Mapping[str, float], seconds: float) -> dict[str, float]:
+    """Shares of a run's time, which add up to 1.
+
+    Drafting includes what the drafter does with the features of verified rows. The rest is scheduling, reading results, and
+    whatever else happens outside the timed phases.
+
+    Args:
+        phases: seconds by phase, as `specdec.timing.StepTimer` counts them.
+        seconds: wall time of the run, at least the sum of the phases.
+
+    >>> time_split({"draft": 1.0, "verify": 4.0, "context": 1.0, "accept": 0.5, "collect": 0.5}, 10.0)
+    {'prefill': 0.0, 'draft': 0.2, 'verify': 0.4, 'accept': 0.05, 'rest': 0.35}
+    >>> time_split({}, 0.0)["rest"]
+    0.0
+    """
+    counted = {
+        "prefill": phases.get("prefill", 0.0),
+        "draft": phases.get("draft", 0.0) + phases.get("context", 0.0),
+        "verify": phases.get("verify", 0.0),
+        "accept": phases.get("accept", 0.0),
+    }
+    shares = {part: value / seconds if seconds > 0 else 0.0 for part, value in counted.items()}
+    return shares | {"rest": max(0.0, seconds - sum(counted.values())) / seconds if seconds > 0 else 0.0}

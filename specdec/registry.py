@@ -7,6 +7,8 @@ from typing import Any
 from specdec.errors import InvalidInputError
 
 ATTENTION_BACKENDS = {
+    "rocm_aiter_fa": "specdec.attention.rocm_aiter_fa:RocmAiterFaBackend",
+    "rocm_aiter_fa_shuffle": "specdec.attention.rocm_aiter_fa:RocmAiterFaShuffleBackend",
     "torch_ref": "specdec.attention.torch_ref:TorchRefBackend",
 }
 """In order of preference for `auto`."""
@@ -25,7 +27,10 @@ VERIFIERS = {
 COMMANDS = {
     "generate": "specdec.generate_command:run",
     "compare": "evals.compare:run",  # generate --compare
+    "eval": "evals.eval_command:run",
+    "bench": "evals.bench_command:run",
     "train": "drafters.training.command:run",
+    "doctor": "specdec.doctor_command:run",
 }
 """Functions `(argparse.Namespace) -> exit status`, named as strings so that `--help` imports none of them."""
 

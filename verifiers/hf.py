@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,16 +32,24 @@ EMBEDDED = "embedded"
 
 
 def load_verifier(
-    name: str, *, device: torch.device, dtype: torch.dtype, attention: str = "auto", block_size: int = 16, fuse: bool = True
+    name: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    attention: str = "auto",
+    block_size: int = 16,
+    cache_dtype: torch.dtype | None = None,
+    fuse: bool = True,
 ) -> tuple["HFVerifier", PreTrainedTokenizerBase]:
     """Loads a target and its tokenizer.
 
     Args:
         name: "embedded", a local folder, or a hub name.
         device: where the weights go.
-        dtype: type of weights, activations and cache.
+        dtype: type of weights and activations.
         attention: name of an attention backend, or "auto".
         block_size: tokens per cache block.
+        cache_dtype: type of the cache when it is not `dtype`.
         fuse: see `HFVerifier`.
 
     Raises:
@@ -54,7 +63,8 @@ def load_verifier(
     path = str(Path(path).expanduser()) if path.startswith("~") else path
     config = _read(name, "config", partial(AutoConfig.from_pretrained, path))
     check_supported(name, config)
-    backend = select_backend(attention, attention_spec(config, device=device, dtype=dtype, block_size=block_size))
+    spec = attention_spec(config, device=device, dtype=dtype, block_size=block_size)
+    backend = select_backend(attention, replace(spec, cache_dtype=cache_dtype))
     model, report = _read(
         name,
         "weights",

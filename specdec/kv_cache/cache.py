@@ -71,8 +71,8 @@ class PagedKVCache:
             return
         index = torch.tensor(blocks, device=self.layers[0].key.device)
         for layer in self.layers:
-            layer.key.index_fill_(0, index, 0)
-            layer.value.index_fill_(0, index, 0)
+            for tensor in layer:
+                tensor.view(torch.uint8).index_fill_(0, index, 0)  # as bytes, since 8-bit floats have no index_fill_
 
 
 def num_blocks_in_budget(

@@ -1,1 +1,1 @@
-"""Operations that the device decides: one documented function or class each, dispatched once and outside the step."""
+"""Kernels that torch does not offer by name, one file per library or operation; nothing else imports those libraries."""

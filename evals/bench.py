@@ -1,0 +1,223 @@
+"""`specdec bench`: acceptance and speed over prompt sets, every figure beside plain decoding measured in the same run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+from evals.divergence import first_divergence
+from evals.prompt_sets import PromptSet
+from evals.report import new_report
+from evals.runner import OnStep, OnTurn, Pass, most_tokens, run_set
+from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.core import Drafter
+from specdec.decoder import SpecDecoder, _find_drafter
+from specdec.errors import InvalidInputError
+from specdec.metrics import Speed, mean_tau, pooled, time_split
+
+PLAIN = "none"
+
+Progress = Callable[[str, int], OnStep]
+"""Makes what follows one turn of a pass; called with what is running and the number of its conversations."""
+
+
+@dataclass(frozen=True, slots=True)
+class BenchConfig:
+    """What is measured.
+
+    Attributes:
+        sets: prompt sets.
+        drafters: names or checkpoints.
+        num_draft_tokens: values of k; None is the drafter's own number.
+        temperatures: 0 is greedy.
+        concurrencies: conversations decoded at once.
+        max_tokens: most output tokens per turn.
+        repeats: timed passes of every side, taken in turn.
+        warmup: untimed passes before them.
+        seed: item `i` uses `seed + i`.
+        raw: continue prompts as text, without the chat template.
+        memory_bytes: budget of each side's cache; None takes the device's default.
+    """
+
+    sets: tuple[PromptSet, ...]
+    drafters: tuple[str, ...] = ("ngram",)
+    num_draft_tokens: tuple[int | None, ...] = (None,)
+    temperatures: tuple[float, ...] = (0.0,)
+    concurrencies: tuple[int, ...] = (1,)
+    max_tokens: int = 256
+    repeats: int = 3
+    warmup: int = 1
+    seed: int = 0
+    raw: bool = False
+    memory_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, values in (
+            ("prompt set", self.sets),
+            ("drafter", self.drafters),
+            ("temperature", self.temperatures),
+            ("concurrency", self.concurrencies),
+        ):
+            if not values:
+                raise InvalidInputError(f"no {name} is given; name at least one")
+        if self.repeats < 1:
+            raise InvalidInputError(f"repeats is {self.repeats}; it must be at least 1")
+        if self.warmup < 0:
+            raise InvalidInputError(f"warmup is {self.warmup}; it must be 0 or more passes")
+        if PLAIN in self.drafters or 0 in self.num_draft_tokens:
+            raise InvalidInputError("plain decoding is always measured; leave out drafter none and k = 0")
+        for temperature in self.temperatures:
+            self.sampling(temperature)
+        for concurrency in self.concurrencies:
+            EngineConfig(max_num_seqs=concurrency)
+
+    def sampling(self, temperature: float) -> SamplingParams:
+        """How to decode at a temperature."""
+        return SamplingParams(max_tokens=self.max_tokens, temperature=temperature, seed=self.seed)
+
+
+@dataclass(slots=True)
+class _Side:
+    """One way of decoding within a cell, and what its passes gave."""
+
+    drafter: str
+    decoder: SpecDecoder
+    passes: list[Pass] = field(default_factory=list)
+    time_split: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def k(self) -> int:
+        return self.decoder.engine.num_draft_tokens
+
+    @property
+    def title(self) -> str:
+        return f"{self.drafter} k={self.k}" if self.k else "plain"
+
+    @property
+    def speed(self) -> Speed:
+        return Speed([one.num_tokens for one in self.passes], [one.seconds for one in self.passes])
+
+
+class Bench:
+    """A sweep over prompt sets, temperatures, concurrencies, drafters and k.
+
+    Args:
+        base: gives target and tokenizer; its own drafter and engine are not used.
+        config: what is measured.
+        progress: follows every timed and warm-up pass.
+
+    Raises:
+        InvalidInputError: an unknown drafter, or a k that one of the drafters cannot give; said before anything is measured.
+    """
+
+    def __init__(self, base: SpecDecoder, config: BenchConfig, *, progress: Progress | None = None) -> None:
+        self._base, self._config, self._progress = base, config, progress
+        self._drafters: dict[str, Drafter] = {}
+        for name in config.drafters:
+            drafter = _find_drafter(name)(base.verifier)
+            assert drafter is not None, "BenchConfig refuses plain decoding"
+            self._drafters[name] = drafter
+            for k in config.num_draft_tokens:
+                if k is not None and not 1 <= k <= drafter.max_draft_tokens:
+                    raise InvalidInputError(
+                        f"k is {k} and drafter {name!r} gives 1 to {drafter.max_draft_tokens}; choose within that"
+                    )
+
+    def run(self, provenance: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Measures cell by cell; yields the report after each, which is complete when the iterator ends.
+
+        A cell is a prompt set at one temperature and one concurrency. Its sides, plain decoding and every drafter with every k,
+        take turns, so that a change of the machine's speed meets all of them.
+        """
+        config = self._config
+        report = new_report(
+            "specdec-bench",
+            provenance,
+            {
+                "max_tokens": config.max_tokens,
+                "repeats": config.repeats,
+                "warmup": config.warmup,
+                "seed": config.seed,
+                "raw": config.raw,
+                "prompt_sets": [
+                    {"name": one.name, "source": one.source, "num_items": len(one.items), "sha256": one.sha256}
+                    for one in config.sets
+                ],
+            },
+        )
+        report["rows"] = []
+        cells = list(product(config.sets, config.temperatures, config.concurrencies))
+        for number, cell in enumerate(cells, start=1):
+            report["rows"] += self._measure(*cell)
+            report["complete"] = number == len(cells)
+            yield report
+
+    def _measure(self, prompts: PromptSet, temperature: float, concurrency: int) -> list[dict[str, Any]]:
+        config, sides = self._config, self._sides(prompts, concurrency)
+        sampling = config.sampling(temperature)
+        where = f"{prompts.name} T={temperature:g} c={concurrency}"
+        for repeat in range(-config.warmup, config.repeats):
+            for side in sides:
+                title = f"{where} {side.title} " + ("warm-up" if repeat < 0 else f"{repeat + 1}/{config.repeats}")
+                one = run_set(side.decoder, prompts, sampling, raw=config.raw, on_turn=self._on_turn(title))
+                if repeat >= 0:
+                    side.passes.append(one)
+        for side in sides:
+            # Apart from the timed passes, because on an accelerator timing the phases makes the host wait.
+            timer = side.decoder.engine.timer
+            timer.enabled = True
+            seconds = run_set(side.decoder, prompts, sampling, raw=config.raw).seconds
+            side.time_split = time_split(timer.totals, seconds)
+        key = {"prompt_set": prompts.name, "temperature": temperature, "concurrency": concurrency}
+        return [key | _row(side, sides[0]) for side in sides]
+
+    def _on_turn(self, title: str) -> OnTurn | None:
+        progress = self._progress
+        if progress is None:
+            return None
+        return lambda turn, count: progress(title + (f" turn {turn + 1}" if turn else ""), count)
+
+    def _sides(self, prompts: PromptSet, concurrency: int) -> list[_Side]:
+        config, verifier, tokenizer = self._config, self._base.verifier, self._base.tokenizer
+        longest = most_tokens(self._base, prompts, config.max_tokens, raw=config.raw)
+
+        def decoder(drafter: Drafter | None, k: int | None) -> SpecDecoder:
+            engine = EngineConfig(
+                max_num_seqs=concurrency,
+                max_model_len=min(longest, verifier.max_model_len),
+                num_draft_tokens=k,
+                # Without it every pass does the same work, prefill included.
+                cache=CacheConfig(memory_bytes=config.memory_bytes, prefix_caching=False),
+            )
+            return SpecDecoder(verifier, tokenizer, drafter, engine)
+
+        sides = [_Side(PLAIN, decoder(None, None))]
+        for (name, drafter), k in product(self._drafters.items(), config.num_draft_tokens):
+            # The copy shares the weights; `bind` gives each its own caches.
+            sides.append(_Side(name, decoder(copy.copy(drafter), k)))
+        return sides
+
+
+def _row(side: _Side, plain: _Side) -> dict[str, Any]:
+    """Figures of one side; those of acceptance come from its first timed pass."""
+    first = side.passes[0].answers
+    stats = [answer.stats for answer in first]
+    differing = [
+        index
+        for index, (one, other) in enumerate(zip(plain.passes[0].answers, first, strict=True))
+        if first_divergence(one.token_ids, other.token_ids) is not None
+    ]
+    return {
+        "drafter": side.drafter,
+        "k": side.k,
+        "num_answers": len(first),
+        "speed": side.speed.to_dict(),
+        "ratio": side.speed.ratio(plain.speed),
+        "acceptance": pooled(stats).to_dict() | {"mean_tau": mean_tau(stats)},
+        "tau_per_answer": [one.tau for one in stats],
+        "differing_answers": differing,
+        "time_split": side.time_split,
+    }

@@ -1,0 +1,209 @@
+"""`specdec bench`: measure, compare two reports, or draw one."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specdec.cli import byte_size, number, whole_number
+from specdec.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from evals.bench import BenchConfig
+    from evals.report import Report
+    from evals.runner import OnStep
+    from specdec.core import Request
+
+_EXAMPLES = """\
+examples:
+  specdec bench
+  specdec bench --sets bundled gsm8k --data gsm8k=test.jsonl --limit 40 --drafter ngram path/to/drafter -k 4 8
+  specdec bench --concurrency 1 8 32 --temperature 0 1 --out report.json --html report.html
+  specdec bench compare before.json after.json
+  specdec bench show report.json --html report.html
+
+Sets: bundled (comes with the package), gsm8k, math500, humaneval, mbpp, mt-bench (from the hub), or any JSONL file with --data.
+docs/evaluation.md says what is measured and how, and documents the report.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `specdec bench`."""
+    parser.usage = "%(prog)s [compare A.json B.json | show A.json] [options]"
+    parser.epilog = _EXAMPLES
+    parser.add_argument("action", nargs="*", metavar="ACTION", help="compare two reports, or show one; without it, measure")
+
+    add = parser.add_argument_group("what to ask").add_argument
+    add("--sets", nargs="+", default=["bundled"], metavar="NAME", help="prompt sets (default bundled)")
+    add("--data", action="append", default=[], metavar="NAME=FILE", help="read set NAME from a JSONL file; may be repeated")
+    add("--limit", type=whole_number, metavar="N", help="only the first N rows of every set")
+    add("--raw", action="store_true", help="continue the prompts as they are, without the chat template")
+    add("--max-tokens", type=whole_number, default=256, metavar="N", help="most new tokens per turn (default %(default)s)")
+
+    add = parser.add_argument_group("model").add_argument
+    add("--model", default="embedded", metavar="NAME", help="embedded (default), a folder, or a hub name")
+    add("--device", default="auto", metavar="NAME", help="auto (default), cpu, cuda or cuda:N")
+    add("--dtype", default="auto", metavar="NAME", help="auto (default), float32, bfloat16 or float16")
+    add("--attention", default="auto", metavar="NAME", help="attention backend, or auto (default)")
+    add("--kv-memory", type=byte_size, metavar="SIZE", help="memory for the KV cache of each side, such as 512M or 2G")
+
+    add = parser.add_argument_group("sweep, each with plain decoding beside it").add_argument
+    add("--drafter", nargs="+", default=["ngram"], metavar="NAME", help="ngram (default), folders or hub names of checkpoints")
+    add("-k", "--num-draft-tokens", nargs="+", type=whole_number, metavar="N", help="drafts per step (default: the drafter's own)")
+    add("--temperature", nargs="+", type=number, default=[0.0], metavar="T", help="0 (default) decodes greedily")
+    add("--concurrency", nargs="+", type=whole_number, default=[1], metavar="N", help="conversations at once (default 1)")
+
+    add = parser.add_argument_group("measurement").add_argument
+    add("--repeats", type=whole_number, default=3, metavar="N", help="timed passes of every side (default %(default)s)")
+    add("--warmup", type=whole_number, default=1, metavar="N", help="untimed passes before them (default %(default)s)")
+    add("--seed", type=whole_number, default=0, metavar="N", help="for temperatures above 0 (default %(default)s)")
+
+    add = parser.add_argument_group("output").add_argument
+    add("--out", metavar="FILE", help="write the report as JSON, after every part of the sweep")
+    add("--html", metavar="FILE", help="write a page with plots that opens without a network")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs `specdec bench`.
+
+    Raises:
+        SpecDecError: an option, a file or a model is wrong.
+        KeyboardInterrupt: interrupted; what was measured is printed and written before.
+    """
+    action, *files = args.action or ["measure"]
+    counts = {"measure": 0, "compare": 2, "show": 1}
+    if action not in counts:
+        raise InvalidInputError(f"unknown action {action!r} (known: compare, show; none to measure)")
+    if len(files) != counts[action]:
+        raise InvalidInputError(f"{action} takes {counts[action]} report files, not {len(files)}; see specdec bench --help")
+    if action == "measure":
+        return _measure(args)
+    from evals.html_report import check_plotting
+    from evals.report import check_writable, read_report
+
+    if action == "compare":
+        from evals.report_compare import compare_reports
+
+        # The first sets the kind, so that a bench report and one of eval are refused as a pair.
+        one = read_report(Path(files[0]))
+        print(compare_reports(one, read_report(Path(files[1]), one["schema"])))
+        return 0
+    check_writable(args.html)
+    if args.html:
+        check_plotting()
+    return _finish(read_report(Path(files[0])), args.html)
+
+
+def _measure(args: argparse.Namespace) -> int:
+    from transformers.utils import logging
+
+    from evals.bench import Bench
+    from evals.html_report import check_plotting
+    from evals.provenance import provenance
+    from evals.report import check_writable, write_report
+    from specdec.config import EngineConfig
+    from specdec.decoder import SpecDecoder
+
+    check_writable(args.out, args.html)
+    if args.html:
+        check_plotting()
+    config = bench_config(args)
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    # Only the target is used, so the cache of this decoder is made as small as can be.
+    base = SpecDecoder.from_pretrained(
+        args.model,
+        drafter=None,
+        device=args.device,
+        dtype=args.dtype,
+        attention=args.attention,
+        engine=EngineConfig(max_num_seqs=1, max_model_len=2),
+    )
+    bench = Bench(base, config, progress=_progress)
+    report: Report | None = None
+    try:
+        for report in bench.run(provenance(base, args.drafter)):
+            if args.out:
+                write_report(report, Path(args.out))
+    except KeyboardInterrupt:
+        if report is not None:
+            print("\nspecdec: interrupted; this is what was measured until then", file=sys.stderr)
+            _finish(report, args.html)
+        raise
+    assert report is not None, "a sweep has at least one part"
+    return _finish(report, args.html)
+
+
+def bench_config(args: argparse.Namespace) -> BenchConfig:
+    """The options as the API takes them; reads the prompt sets."""
+    from evals.bench import BenchConfig
+    from evals.prompt_sets import load_prompt_set
+
+    files = parse_files(args.data)
+    unused = [name for name in files if name not in args.sets]
+    if unused:
+        raise InvalidInputError(f"--data names {unused[0]!r}, which is not among --sets {' '.join(args.sets)}; add it there")
+    return BenchConfig(
+        sets=tuple(load_prompt_set(name, files=files, limit=args.limit) for name in args.sets),
+        drafters=tuple(args.drafter),
+        num_draft_tokens=tuple(args.num_draft_tokens or [None]),
+        temperatures=tuple(args.temperature),
+        concurrencies=tuple(args.concurrency),
+        max_tokens=args.max_tokens,
+        repeats=args.repeats,
+        warmup=args.warmup,
+        seed=args.seed,
+        raw=args.raw,
+        memory_bytes=args.kv_memory,
+    )
+
+
+def parse_files(pairs: list[str]) -> dict[str, str]:
+    """`NAME=FILE` options as a table.
+
+    >>> parse_files(["gsm8k=data/test.jsonl"])
+    {'gsm8k': 'data/test.jsonl'}
+    """
+    files = {}
+    for pair in pairs:
+        name, equals, file = pair.partition("=")
+        if not (name and equals and file):
+            raise InvalidInputError(f"--data is {pair!r}; write it as NAME=FILE, such as gsm8k=test.jsonl")
+        files[name] = file
+    return files
+
+
+def _finish(report: Report, html: str | None) -> int:
+    from evals.report import write_text
+    from evals.report_table import format_report
+
+    print(format_report(report))
+    if html:
+        from evals.html_report import html_report
+
+        write_text(Path(html), html_report(report))
+    return 0
+
+
+def _progress(title: str, num_items: int) -> OnStep:
+    """A bar for one turn of a pass: finished conversations, tau so far, tokens per second."""
+    import time
+
+    from evals.progress import ProgressBar
+    from specdec.core import Status
+
+    bar, started = ProgressBar(title, num_items), time.perf_counter()
+
+    def follow(requests: list[Request]) -> None:
+        done = sum(request.status is Status.FINISHED for request in requests)
+        if done < num_items and not bar.due:
+            return
+        steps = sum(len(request.num_emitted) for request in requests)
+        tau = sum(sum(request.num_emitted) for request in requests) / steps if steps else 0.0
+        tokens = sum(len(request.output_token_ids) for request in requests)
+        draw = bar.show if done < num_items else bar.close
+        draw(done, f"tau {tau:.2f}  {tokens / (time.perf_counter() - started):.1f} tokens/s")
+
+    return follow

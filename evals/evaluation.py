@@ -1,0 +1,198 @@
+"""`specdec eval`: tasks of lm-eval, plain and speculative, with their agreement sample by sample."""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from evals.divergence import explain_divergence, first_divergence
+from evals.journal import Journal
+from evals.report import Report, new_report, write_report
+from specdec.config import SamplingParams
+from specdec.decoder import SpecDecoder
+from specdec.metrics import Speed, mean_tau, pooled
+
+if TYPE_CHECKING:
+    from evals.lm_eval_model import Sample
+
+WARMUP_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class EvalConfig:
+    """What is evaluated.
+
+    Attributes:
+        tasks: names of lm-eval, or "bundled".
+        data: local files by task; see `evals.lm_eval_model.Tasks`.
+        limit: samples per task; None takes all.
+        num_fewshot: examples in the prompt; None takes the task's own number.
+        chat: wrap prompts in the chat template, few-shot examples as turns of a conversation.
+        system: system message, with `chat`.
+        gen_kwargs: generation arguments over the task's own.
+        seed: for sampled answers.
+        log_samples: keep lm-eval's record of every sample.
+        folder: where the report, the journals of both sides and the samples go; None writes nothing.
+    """
+
+    tasks: tuple[str, ...]
+    data: Mapping[str, str] = field(default_factory=dict)
+    limit: int | None = None
+    num_fewshot: int | None = None
+    chat: bool = False
+    system: str | None = None
+    gen_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    log_samples: bool = False
+    folder: Path | None = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What belongs in the report."""
+        return {
+            "tasks": list(self.tasks),
+            "data": dict(self.data),
+            "limit": self.limit,
+            "num_fewshot": self.num_fewshot,
+            "chat": self.chat,
+            "system": self.system,
+            "gen_kwargs": dict(self.gen_kwargs),
+            "seed": self.seed,
+        }
+
+
+def evaluate(decoder: SpecDecoder, drafter: str, config: EvalConfig, provenance: dict[str, Any]) -> Report:
+    """Evaluates plain and speculative decoding one after the other and compares them.
+
+    With a folder, every finished sample is stored at once, and a run that died goes on where it stopped.
+
+    Args:
+        decoder: target and drafter.
+        drafter: its name, for the journals.
+        config: what is evaluated.
+        provenance: goes into the report.
+
+    Raises:
+        SpecDecError: an unknown task, bad data, a limit too large, other settings than those of the journals.
+    """
+    from evals.lm_eval_model import SpecdecLM, Tasks
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it comments every setting
+    with tempfile.TemporaryDirectory() as scratch:
+        tasks = Tasks(config.tasks, data=config.data, limit=config.limit, folder=Path(scratch))
+        sides = {"plain": decoder.plain(), "speculative": decoder}
+        results, samples = {}, {}
+        for name, side in sides.items():
+            journal = Journal(
+                config.folder / f"{name}.jsonl" if config.folder else None, _journal_settings(side, drafter, provenance)
+            )
+            side.generate([side.tokenizer.eos_token_id], SamplingParams(max_tokens=WARMUP_TOKENS, ignore_eos=True))
+            lm = SpecdecLM(decoder=side, journal=journal, seed=config.seed, title=name)
+            results[name] = tasks.evaluate(
+                lm,
+                num_fewshot=config.num_fewshot,
+                apply_chat_template=config.chat,
+                fewshot_as_multiturn=config.chat,
+                system_instruction=config.system,
+                gen_kwargs=dict(config.gen_kwargs) or None,
+                log_samples=config.log_samples,
+            )
+            samples[name] = lm.samples
+            if config.log_samples and config.folder:
+                _write_samples(results[name], config.folder, name)
+    report = new_report("specdec-eval", provenance, config.settings | {"drafter": drafter, "k": decoder.engine.num_draft_tokens})
+    report["tasks"] = [
+        _task(decoder, task, {name: results[name]["results"][task] for name in sides}, samples)
+        for task in results["plain"]["results"]
+    ]
+    report["complete"] = True
+    if config.folder:
+        write_report(report, config.folder / "report.json")
+    return report
+
+
+def _journal_settings(side: SpecDecoder, drafter: str, provenance: dict[str, Any]) -> dict[str, Any]:
+    """What an answer depends on beside its prompt and sampling; the version of torch decides how sums are rounded."""
+    engine = side.engine
+    target = provenance["target"]
+    return {
+        "target": [target["name"], *target["sha256"].values()],
+        "drafter": drafter if engine.num_draft_tokens else "none",
+        "k": engine.num_draft_tokens,
+        "dtype": provenance["dtype"],
+        "device": provenance["device"],
+        "max_num_seqs": engine.config.max_num_seqs,
+        "max_model_len": engine.max_model_len,
+        "torch": provenance["versions"]["torch"],
+    }
+
+
+def _task(decoder: SpecDecoder, task: str, metrics: dict[str, dict[str, Any]], samples: dict[str, list[Sample]]) -> dict[str, Any]:
+    own = {name: [sample for sample in side if sample.task == task] for name, side in samples.items()}
+    speeds = {name: _speed(side) for name, side in own.items()}
+    pairs = list(zip(own["plain"], own["speculative"], strict=True))
+    return {
+        "task": task,
+        "num_samples": len(pairs),
+        **{
+            name: {
+                "metrics": _metrics(metrics[name]),
+                "num_tokens": speeds[name].num_tokens[0],
+                "seconds": speeds[name].seconds[0],
+                "tokens_per_second": speeds[name].median,
+                "acceptance": _acceptance(side) if name == "speculative" else None,
+            }
+            for name, side in own.items()
+        },
+        "ratio": speeds["speculative"].ratio(speeds["plain"]),
+        "differences": [_difference(decoder, plain, speculative) for plain, speculative in pairs if plain.text != speculative.text],
+    }
+
+
+def _speed(samples: list[Sample]) -> Speed:
+    return Speed([sum(len(sample.token_ids) for sample in samples)], [sum(sample.seconds for sample in samples)])
+
+
+def _acceptance(samples: list[Sample]) -> dict[str, Any]:
+    stats = [sample.stats for sample in samples]
+    return pooled(stats).to_dict() | {"mean_tau": mean_tau(stats), "tau_per_request": [one.tau for one in stats]}
+
+
+def _metrics(results: dict[str, Any]) -> dict[str, dict[str, float | None]]:
+    """Value and standard error by "metric,filter".
+
+    >>> _metrics({"alias": "gsm8k", "exact_match,strict-match": 0.5, "exact_match_stderr,strict-match": 0.1})
+    {'exact_match,strict-match': {'value': 0.5, 'stderr': 0.1}}
+    """
+    found: dict[str, dict[str, float | None]] = {}
+    for name, value in results.items():
+        metric, comma, chosen = name.partition(",")
+        if comma and not metric.endswith("_stderr") and isinstance(value, int | float):
+            stderr = results.get(f"{metric}_stderr,{chosen}")
+            found[name] = {"value": float(value), "stderr": float(stderr) if isinstance(stderr, int | float) else None}
+    return found
+
+
+def _difference(decoder: SpecDecoder, plain: Sample, speculative: Sample) -> dict[str, Any]:
+    """Where two answers to one prompt part; margins only for greedy ones, where a tie is what should explain it."""
+    position = first_divergence(plain.token_ids, speculative.token_ids)
+    found: dict[str, Any] = {"doc_id": plain.doc_id, "position": position, "plain_token": None, "speculative_token": None}
+    found |= {"margin": None, "resolution": None}
+    if position is None or not plain.greedy:
+        return found
+    one = explain_divergence(decoder, plain.doc_id, position, plain.prompt_token_ids, plain.token_ids, speculative.token_ids)
+    for name, token_id in (("plain_token", one.plain_token_id), ("speculative_token", one.speculative_token_id)):
+        found[name] = None if token_id is None else decoder.tokenizer.decode([token_id])
+    return found | {"margin": one.margin, "resolution": one.resolution}
+
+
+def _write_samples(results: dict[str, Any], folder: Path, side: str) -> None:
+    for task, records in results["samples"].items():
+        lines = (json.dumps(record, default=str, ensure_ascii=False) + "\n" for record in records)
+        with (folder / f"samples_{task}_{side}.jsonl").open("w", encoding="utf-8") as file:
+            file.writelines(lines)

@@ -1,0 +1,401 @@
+"""The model `specdec` of lm-eval (EleutherAI's harness, 0.4.13), and the calls into lm-eval that `specdec eval` makes.
+
+Importing this module registers the model:
+
+    import evals.lm_eval_model
+    lm_eval.simple_evaluate(model="specdec", model_args="pretrained=embedded,drafter=ngram", tasks=["gsm8k"], limit=40)
+
+and `python -m evals.lm_eval_model run --model specdec ...` is lm-eval's own command with the model registered.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from evals.bundled_task import bundled_task
+from evals.journal import Journal
+from evals.jsonl import read_jsonl
+from evals.progress import ProgressBar
+from evals.prompt_sets import BUNDLED
+from evals.runner import answers
+from evals.scoring import score
+from specdec.config import EngineConfig, SamplingParams
+from specdec.decoder import SpecDecoder
+from specdec.errors import InvalidInputError, SpecDecError
+from specdec.metrics import AcceptanceStats, pooled
+
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Generation arguments of a task that mean the same here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One generated answer.
+
+    Attributes:
+        task, doc_id: whose it is.
+        prompt_token_ids, token_ids, text: as in `GenerationResult`.
+        greedy: whether it was decoded greedily.
+        seconds: time since the sample before it was finished; the sum over all samples is the time of decoding.
+        stats: verify steps.
+    """
+
+    task: str
+    doc_id: int
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    greedy: bool
+    seconds: float
+    stats: AcceptanceStats
+
+
+@register_model("specdec")
+class SpecdecLM(TemplateLM):
+    """lm-eval's view of a `SpecDecoder`; generation goes through the engine, scoring through the target.
+
+    Args:
+        pretrained: "embedded", a folder, or a hub name.
+        drafter: "ngram", a checkpoint, or "none".
+        num_draft_tokens: k; None takes the drafter's own number.
+        dtype, device, attention: see `SpecDecoder.from_pretrained`.
+        batch_size: requests decoded at once; "auto" takes the engine's default.
+        max_batch_size: ignored, for the engine needs no search for a size.
+        max_length: most tokens of prompt and output together; None takes the model's limit.
+        max_gen_toks: most new tokens where a task does not say.
+        seed: request `i` of a call samples with `seed + i`, unless the task's own arguments hold a seed.
+        decoder: an existing one instead of all of the above but the last three.
+        journal: where finished samples are looked up and stored.
+        title: in front of the progress bar.
+
+    Attributes:
+        samples: everything generated or found in the journal so far, in the order of the requests.
+    """
+
+    def __init__(
+        self,
+        pretrained: str = "embedded",
+        drafter: str = "ngram",
+        num_draft_tokens: int | None = None,
+        dtype: str = "auto",
+        device: str | None = None,
+        attention: str = "auto",
+        batch_size: int | str = "auto",
+        max_batch_size: int | None = None,
+        max_length: int | None = None,
+        max_gen_toks: int = 256,
+        seed: int = 0,
+        *,
+        decoder: SpecDecoder | None = None,
+        journal: Journal | None = None,
+        title: str = "specdec",
+    ) -> None:
+        super().__init__()
+        self.decoder = decoder or SpecDecoder.from_pretrained(
+            pretrained,
+            drafter=drafter,
+            device=device or "auto",
+            dtype=dtype,
+            attention=attention,
+            engine=EngineConfig(max_num_seqs=_batch_size(batch_size), max_model_len=max_length, num_draft_tokens=num_draft_tokens),
+        )
+        self.tokenizer = self.decoder.tokenizer
+        self.max_gen_toks = max_gen_toks
+        self.samples: list[Sample] = []
+        self._seed, self._title = seed, title
+        self._journal = Journal(None, {}) if journal is None else journal
+        self._device = self.decoder.verifier.device
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens of prompt and output together."""
+        return self.decoder.engine.max_model_len
+
+    @property
+    def eot_token_id(self) -> int:
+        """The tokenizer's end-of-sequence id."""
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text without context: the beginning-of-sequence id, else the end-of-sequence id."""
+        bos = self.tokenizer.bos_token_id
+        return self.eot_token_id if bos is None else int(bos)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Part of the key of lm-eval's request cache."""
+        return self.decoder.verifier.name.replace("/", "__")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Token ids; without an order, the tokenizer decides on special tokens unless the text begins with one already."""
+        if add_special_tokens is None:
+            add_special_tokens = not string.startswith(self.tokenizer.decode([self.prefix_token_id]))
+        ids: list[int] = self.tokenizer(string, add_special_tokens=add_special_tokens)["input_ids"]
+        return ids
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """A chat as one text; without `add_generation_prompt` its last message stays open, to be continued."""
+        text: str = self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+        return text
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        """Log-probability and greediness of each continuation after its context, cut from the left where it is too long."""
+        sequences = []
+        for _, context, continuation in requests:
+            if len(continuation) > self.max_length:
+                raise InvalidInputError(
+                    f"a continuation has {len(continuation)} tokens and the limit is {self.max_length};"
+                    " shorten it or raise max_length"
+                )
+            sequences.append(((context + continuation)[-(self.max_length + 1) :], len(continuation)))
+        results = []
+        for (key, _, _), scored in zip(requests, score(self.decoder, sequences), strict=True):
+            results.append((scored.log_probability, scored.is_greedy))
+            if key is not None:
+                self.cache_hook.add_partial("loglikelihood", key, results[-1])
+        return results
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Log-probability of whole texts, in windows of `max_length` that do not overlap in what they score."""
+        results = []
+        for (text,) in [request.args for request in requests]:
+            windows = get_rolling_token_windows(
+                token_list=self.tok_encode(text), prefix_token=self.prefix_token_id, max_seq_len=self.max_length, context_len=1
+            )
+            scored = self._loglikelihood_tokens([(None, *make_disjoint_window(window)) for window in windows])
+            results.append(sum(log_probability for log_probability, _ in scored))
+            self.cache_hook.add_partial("loglikelihood_rolling", (text,), results[-1])
+        return results
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Answers up to a stop string; all requests are queued at once, whatever their arguments, and batched continuously."""
+        samplings = [self._sampling(request.args[1], self._seed + index) for index, request in enumerate(requests)]
+        keys = [_key(request, sampling) for request, sampling in zip(requests, samplings, strict=True)]
+        done: dict[int, Sample] = {}
+        for index, key in enumerate(keys):
+            record = self._journal.get(key)
+            if record is not None:
+                done[index] = _sample(requests[index], samplings[index], record)
+        missing = [index for index in range(len(requests)) if index not in done]
+        bar = ProgressBar(self._title, len(requests))
+        prompts = [self._prompt(requests[index].args[0], samplings[index]) for index in missing]
+        last = time.perf_counter()
+        for number, result in answers(self.decoder, prompts, [samplings[index] for index in missing]):
+            index, now = missing[number], time.perf_counter()
+            if result.error is not None:
+                raise SpecDecError(f"{requests[index].task_name}, sample {requests[index].doc_id}: {result.error}")
+            record = {
+                "prompt_token_ids": result.prompt_token_ids,
+                "token_ids": result.token_ids,
+                "text": result.text,
+                "seconds": now - last,
+                "num_drafted": result.stats.num_drafted,
+                "num_accepted": result.stats.num_accepted,
+                "num_emitted": result.stats.num_emitted,
+            }
+            last = now
+            self._journal.add(keys[index], record)
+            done[index] = _sample(requests[index], samplings[index], record)
+            if bar.due:
+                bar.show(len(done), _note(done.values()))
+        if not disable_tqdm:
+            bar.close(len(done), _note(done.values()))
+        samples = [done[index] for index in range(len(requests))]
+        self.samples += samples
+        for request, sample in zip(requests, samples, strict=True):
+            self.cache_hook.add_partial("generate_until", request.args, sample.text)
+        return [sample.text for sample in samples]
+
+    def _prompt(self, context: str, sampling: SamplingParams) -> list[int]:
+        """Token ids of a prompt; one that leaves no room for the answer loses its beginning, as with lm-eval's own models."""
+        room = self.max_length - sampling.max_tokens
+        if room < 1:
+            raise InvalidInputError(
+                f"max_gen_toks is {sampling.max_tokens} and the model holds {self.max_length} tokens; lower max_gen_toks"
+            )
+        return self.tok_encode(context)[-room:]
+
+    def _sampling(self, arguments: Mapping[str, Any], seed: int) -> SamplingParams:
+        """Generation arguments of a task as the engine takes them.
+
+        Raises:
+            InvalidInputError: an argument that the engine does not know, or a value out of range.
+        """
+        given: dict[str, Any] = dict(normalize_gen_kwargs(dict(arguments), self.max_gen_toks))
+        stops = handle_stop_sequences(given.pop("until", None), eos=None)
+        given.pop("do_sample")
+        max_tokens, seed = given.pop("max_gen_toks"), given.pop("seed", seed)
+        unknown = [name for name in given if name not in _SAMPLING]
+        if unknown:
+            raise InvalidInputError(
+                f"generation argument {unknown[0]!r} is not known"
+                f" (known: until, max_gen_toks, do_sample, seed, {', '.join(_SAMPLING)})"
+            )
+        special = [stop for stop in stops if stop in self.tokenizer.all_special_tokens]  # these never show in the text
+        return SamplingParams(
+            max_tokens=max_tokens,
+            seed=seed,
+            stop=tuple(stop for stop in stops if stop and stop not in special),
+            stop_token_ids=(self.eot_token_id, *self.tokenizer.convert_tokens_to_ids(special)),
+            **{name: value for name, value in given.items() if value is not None},
+        )
+
+
+class Tasks:
+    """Tasks of lm-eval, or the bundled problems, loaded anew for every evaluation.
+
+    Args:
+        names: tasks, groups or tags that generate, or "bundled".
+        data: by task, a folder with one `<split>.jsonl` per split, or a JSONL file that is split `test`. Prompt, choice of
+            few-shot examples and filters stay lm-eval's.
+        limit: samples per task.
+        folder: for files that lm-eval wants to read.
+
+    Raises:
+        InvalidInputError: an unknown name (the message has near ones), missing or malformed data, a task that does not generate,
+            or a limit larger than a task.
+    """
+
+    def __init__(self, names: Sequence[str], *, data: Mapping[str, str], limit: int | None, folder: Path) -> None:
+        # The index of lm-eval's own tasks takes seconds, which the bundled problems do not need.
+        self._manager = _all_tasks() if set(names) - {BUNDLED} else TaskManager(include_defaults=False)
+        self._limit = limit
+        known = [BUNDLED, *self._manager.all_tasks]
+        for name in names:
+            if name not in known:
+                near = get_close_matches(name, known, n=5)
+                hint = f"near: {', '.join(near)}" if near else "lm-eval ls tasks lists all"
+                raise InvalidInputError(f"unknown task {name!r} ({hint})")
+        self._specs = [self._spec(name, data.get(name), folder) for name in names]
+        for name, task in self._load().items():
+            if task.OUTPUT_TYPE != "generate_until":
+                raise InvalidInputError(
+                    f"task {name!r} scores given texts, where drafts play no part; use lm-eval's own command with --model specdec"
+                )
+            size = len(task.eval_docs)
+            if limit is not None and not 1 <= limit <= size:
+                raise InvalidInputError(f"limit is {limit} and task {name!r} has {size} samples; choose 1 to {size}")
+
+    def evaluate(self, lm: SpecdecLM, **options: Any) -> dict[str, Any]:
+        """Results of `lm_eval.simple_evaluate`."""
+        results: dict[str, Any] = simple_evaluate(
+            lm, tasks=list(self._load().values()), limit=self._limit, task_manager=self._manager, **options
+        )
+        return results
+
+    def _load(self) -> dict[str, Any]:
+        try:
+            tasks: dict[str, Any] = self._manager.load(list(self._specs))["tasks"]
+        except KeyError as error:
+            raise InvalidInputError(
+                f"a task needs split {error}, which its data lacks; give a folder with one JSONL file per split"
+            ) from error
+        except (OSError, ValueError, RuntimeError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise InvalidInputError(
+                f"cannot load the data of the tasks: {reason}; name local files with --data TASK=PATH"
+            ) from error
+        return tasks
+
+    def _spec(self, name: str, data: str | None, folder: Path) -> str | dict[str, Any]:
+        if name == BUNDLED:
+            return bundled_task(folder)
+        if data is None:
+            return name
+        path = self._manager.task_index[name].yaml_path
+        if path is None:
+            raise InvalidInputError(f"task {name!r} has no single configuration file; --data serves single tasks only")
+        override = folder / f"{name}.yaml"
+        content = {
+            "include": str(path),
+            "dataset_path": "json",
+            "dataset_name": None,
+            "dataset_kwargs": {"data_files": _splits(Path(data)), "cache_dir": str(folder / "datasets")},
+        }
+        override.write_text(json.dumps(content), encoding="utf-8")  # JSON is YAML, too
+        return str(override)
+
+
+@cache
+def _all_tasks() -> TaskManager:
+    return TaskManager()
+
+
+def _splits(path: Path) -> dict[str, str]:
+    """JSONL file by split, every line checked, because lm-eval's own loader does not name the line that is wrong."""
+    files = {file.stem: file for file in sorted(path.glob("*.jsonl"))} if path.is_dir() else {"test": path}
+    if not files:
+        raise InvalidInputError(f"{str(path)!r} holds no .jsonl file; put one there per split, such as train.jsonl and test.jsonl")
+    for file in files.values():
+        read_jsonl(file)
+    return {split: str(file.resolve()) for split, file in files.items()}
+
+
+def _batch_size(value: int | str) -> int:
+    """Requests at once.
+
+    >>> _batch_size("4"), _batch_size("auto") == EngineConfig().max_num_seqs
+    (4, True)
+    """
+    if str(value).startswith("auto"):
+        return EngineConfig().max_num_seqs
+    try:
+        return int(value)
+    except ValueError:
+        raise InvalidInputError(f"batch_size is {value!r}; it must be a whole number or auto") from None
+
+
+def _key(request: Instance, sampling: SamplingParams) -> str:
+    """What a sample's answer depends on, beside the model."""
+    parts = [request.task_name, request.doc_id, request.args[0], repr(sampling)]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+
+def _sample(request: Instance, sampling: SamplingParams, record: Mapping[str, Any]) -> Sample:
+    return Sample(
+        task=request.task_name or "",
+        doc_id=request.doc_id or 0,
+        prompt_token_ids=record["prompt_token_ids"],
+        token_ids=record["token_ids"],
+        text=record["text"],
+        greedy=sampling.temperature == 0,
+        seconds=record["seconds"],
+        stats=AcceptanceStats(record["num_drafted"], record["num_accepted"], record["num_emitted"]),
+    )
+
+
+def _note(samples: Iterable[Sample]) -> str:
+    every = list(samples)
+    seconds = sum(sample.seconds for sample in every)
+    tokens = sum(len(sample.token_ids) for sample in every)
+    return f"tau {pooled(sample.stats for sample in every).tau:.2f}  {tokens / seconds if seconds else 0:.1f} tokens/s"
+
+
+if __name__ == "__main__":
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()

@@ -1,0 +1,186 @@
+"""Prompt sets for measurements: public ones by hub name or local file, and one that comes with the package."""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from evals.jsonl import read_jsonl
+from specdec.errors import InvalidInputError
+
+BUNDLED = "bundled"
+BUNDLED_FILE = Path(__file__).parent / "data" / "problems.json"
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One conversation to be had.
+
+    Attributes:
+        item_id: unique within the set.
+        turns: what the user says; later turns follow the target's own answers.
+        answer: the expected final answer where the set has one.
+    """
+
+    item_id: str
+    turns: tuple[str, ...]
+    answer: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSet:
+    """Conversations under a name.
+
+    Attributes:
+        name: how reports call it.
+        source: hub dataset or file.
+        items: in the order of the source.
+    """
+
+    name: str
+    source: str
+    items: tuple[Item, ...]
+
+    @property
+    def num_turns(self) -> int:
+        """Turns of the longest conversation."""
+        return max(len(item.turns) for item in self.items)
+
+    @property
+    def sha256(self) -> str:
+        """Hash of every turn in order; two reports with the same hash asked the same."""
+        return hashlib.sha256(json.dumps([item.turns for item in self.items]).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where a public set lives on the hub, and how a row becomes turns."""
+
+    hub: str
+    config: str | None
+    split: str
+    turns: Callable[[Row], Sequence[str]]
+
+
+def _mbpp(row: Row) -> Sequence[str]:
+    task = row["text"] if "text" in row else row["prompt"]
+    return [f"{task}\nYour code has to pass these tests:\n" + "\n".join(row["test_list"])]
+
+
+def _mt_bench(row: Row) -> Sequence[str]:
+    turns: Sequence[str] = row["turns"] if "turns" in row else row["prompt"]
+    return turns
+
+
+_SOURCES = {
+    "gsm8k": _Source("openai/gsm8k", "main", "test", lambda row: [row["question"]]),
+    "math500": _Source(
+        "HuggingFaceH4/MATH-500",
+        None,
+        "test",
+        lambda row: [f"{row['problem']}\nReason step by step and give the final answer in \\boxed{{}}."],
+    ),
+    "humaneval": _Source(
+        "openai/openai_humaneval",
+        None,
+        "test",
+        lambda row: [f"Complete this Python function; answer with the whole function.\n\n```python\n{row['prompt']}```"],
+    ),
+    "mbpp": _Source("google-research-datasets/mbpp", "full", "test", _mbpp),
+    "mt-bench": _Source("HuggingFaceH4/mt_bench_prompts", None, "train", _mt_bench),
+}
+"""Rows of a local file have the fields of the hub's dataset; for mt-bench, `turns` or `prompt`."""
+
+SET_NAMES = (BUNDLED, *_SOURCES)
+
+
+def load_prompt_set(name: str, *, files: Mapping[str, str] | None = None, limit: int | None = None) -> PromptSet:
+    """Loads one set.
+
+    Args:
+        name: one of `SET_NAMES`, or any name that `files` has.
+        files: local JSONL file by name of the set. Rows of a set of the user's own have `turns` (a list), `prompt`, `question`
+            or `problem`, and perhaps `answer`.
+        limit: only the first rows.
+
+    Raises:
+        InvalidInputError: an unknown name (the message has near ones), a missing or malformed file, a hub that cannot be
+            reached, or a limit outside the set.
+    """
+    files = files or {}
+    if name not in files and name not in SET_NAMES:
+        near = get_close_matches(name, SET_NAMES, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise InvalidInputError(f"unknown prompt set {name!r}{hint} (known: {', '.join(SET_NAMES)}; others with --data NAME=FILE)")
+    if name in files:
+        source, rows = files[name], read_jsonl(Path(files[name]))
+    elif name == BUNDLED:
+        source, rows = "bundled", [(row["id"], row) for row in read_bundled()["problems"]]
+    else:
+        source, rows = _SOURCES[name].hub, _hub_rows(name, _SOURCES[name])
+    if limit is not None and not 1 <= limit <= len(rows):
+        raise InvalidInputError(f"limit is {limit} and prompt set {name!r} has {len(rows)} rows; choose 1 to {len(rows)}")
+    return PromptSet(name, source, tuple(_item(name, place, row) for place, row in rows[:limit]))
+
+
+def read_bundled() -> dict[str, list[Row]]:
+    """The problems that come with the package: `problems` to ask, and worked `examples` for few-shot prompts."""
+    content: dict[str, list[Row]] = json.loads(BUNDLED_FILE.read_text(encoding="utf-8"))
+    return content
+
+
+def _item(name: str, place: str, row: Row) -> Item:
+    try:
+        turns = tuple(_SOURCES[name].turns(row) if name in _SOURCES else _own_turns(row))
+    except (KeyError, TypeError) as error:
+        missing = error.args[0] if isinstance(error, KeyError) else "a list of turns"
+        raise InvalidInputError(
+            f"{place} does not look like a row of {name!r}: it lacks {missing} (it has {', '.join(row)})"
+        ) from error
+    if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+        raise InvalidInputError(f"{place} has an empty turn or one that is not a string; give every turn some text")
+    return Item(str(row.get("id", row.get("question_id", row.get("task_id", place)))), turns, _answer(row))
+
+
+def _own_turns(row: Row) -> Sequence[str]:
+    if "turns" in row:
+        turns = row["turns"]
+        if not isinstance(turns, list):
+            raise TypeError(turns)
+        return turns
+    for field in ("prompt", "question", "problem"):
+        if field in row:
+            return [row[field]]
+    raise KeyError("turns, prompt, question or problem")
+
+
+def _answer(row: Row) -> str | None:
+    """The last line of a worked solution, or the whole answer.
+
+    >>> _answer({"answer": "3 + 4 = 7\\n#### 7"}), _answer({"answer": "12"}), _answer({})
+    ('7', '12', None)
+    """
+    answer = row.get("answer")
+    return answer.rpartition("####")[2].strip() if isinstance(answer, str) else None
+
+
+def _hub_rows(name: str, source: _Source) -> list[tuple[str, Row]]:
+    way_out = f"name a local copy with --data {name}=FILE"
+    if find_spec("datasets") is None:
+        raise InvalidInputError(
+            f"prompt set {name!r} is read from the hub by the package datasets, which is not installed;"
+            f" run: pip install 'specdec[eval]', or {way_out}"
+        )
+    try:
+        rows = import_module("datasets").load_dataset(source.hub, source.config, split=source.split)
+    except Exception as error:  # the library raises dozens of types for what is one thing to the user: it is not to be had
+        reason = " ".join(str(error).split())[:200]
+        raise InvalidInputError(f"cannot get {source.hub!r} from the hub: {reason}; {way_out}") from error
+    return [(f"{source.hub} row {number}", row) for number, row in enumerate(rows)]

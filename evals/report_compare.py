@@ -1,0 +1,113 @@
+"""Two reports of the same kind, side by side."""
+
+from typing import Any
+
+from evals.report import Report
+from evals.report_table import PLAIN, align, short_name
+from specdec.errors import InvalidInputError
+
+Key = tuple[Any, ...]
+
+
+def compare_reports(one: Report, other: Report) -> str:
+    """Table of what both reports measured, after whatever makes them hard to compare.
+
+    Args:
+        one: the report to compare with.
+        other: the newer one; ratios are `other` to `one`.
+
+    Raises:
+        InvalidInputError: the reports have nothing in common.
+    """
+    bench = one["schema"] == "specdec-bench"
+    parts, others = (_bench_parts(one), _bench_parts(other)) if bench else (_eval_parts(one), _eval_parts(other))
+    common = [key for key in parts if key in others]
+    if not common:
+        first, second = (_title(next(iter(some), ())) for some in (parts, others))
+        raise InvalidInputError(
+            f"the reports have no part in common (the first has {first}, the second {second});"
+            " measure both with the same sets, temperatures, concurrencies, drafters and k"
+        )
+    rows = [("", *("first", "second", "ratio") * 2), ("part", "tokens/s", "tokens/s", "", "tau", "tau", "")]
+    for key in common:
+        (speed, tau), (other_speed, other_tau) = parts[key], others[key]
+        rows.append(
+            (
+                _title(key),
+                f"{speed:.1f}",
+                f"{other_speed:.1f}",
+                _ratio(other_speed, speed),
+                f"{tau:.3f}",
+                f"{other_tau:.3f}",
+                _ratio(other_tau, tau),
+            )
+        )
+    only = [f"only in the {name}: {_title(key)}" for name, mine, theirs in (("first", parts, others), ("second", others, parts))
+            for key in mine if key not in theirs]  # fmt: skip
+    notes = differences(one, other)
+    return "\n".join([*notes, *([""] if notes else []), *align(rows, left=(0,)), *([""] if only else []), *only])
+
+
+def differences(one: Report, other: Report) -> list[str]:
+    """One line for everything that differs between two reports beside their figures."""
+    found = []
+    ours, theirs = one["provenance"], other["provenance"]
+    for field in ("device", "dtype", "attention", "num_threads", "commit"):
+        if ours.get(field) != theirs.get(field):
+            found.append(f"{field} differs: {ours.get(field)} / {theirs.get(field)}")
+    for package in sorted(ours["versions"].keys() | theirs["versions"].keys()):
+        left, right = ours["versions"].get(package), theirs["versions"].get(package)
+        if left != right:
+            found.append(f"{package} differs: {left} / {right}")
+    if ours["target"] != theirs["target"]:
+        found.append(f"target differs: {_checkpoint(ours['target'])} / {_checkpoint(theirs['target'])}")
+    for name in ours["drafters"].keys() & theirs["drafters"].keys():
+        if ours["drafters"][name] != theirs["drafters"][name]:
+            found.append(f"drafter {name} has other files in the second report")
+    hashes = [{entry["name"]: entry["sha256"] for entry in report["settings"].get("prompt_sets", [])} for report in (one, other)]
+    for name in hashes[0].keys() & hashes[1].keys():
+        if hashes[0][name] != hashes[1][name]:
+            found.append(f"prompt set {name} holds other prompts in the second report")
+    for field in sorted(one["settings"].keys() & other["settings"].keys() - {"prompt_sets"}):
+        if one["settings"][field] != other["settings"][field]:
+            found.append(f"{field} differs: {one['settings'][field]} / {other['settings'][field]}")
+    found += [f"the {name} report is incomplete" for name, report in (("first", one), ("second", other)) if not report["complete"]]
+    return found
+
+
+def _bench_parts(report: Report) -> dict[Key, tuple[float, float]]:
+    """Speed and tau by prompt set, temperature, concurrency, drafter and k."""
+    return {
+        (row["prompt_set"], row["temperature"], row["concurrency"], row["drafter"], row["k"]): (
+            row["speed"]["tokens_per_second"]["median"],
+            row["acceptance"]["tau"],
+        )
+        for row in report["rows"]
+    }
+
+
+def _eval_parts(report: Report) -> dict[Key, tuple[float, float]]:
+    """Speed and tau of both sides by task."""
+    parts: dict[Key, tuple[float, float]] = {}
+    for task in report["tasks"]:
+        for side in ("plain", "speculative"):
+            acceptance = task[side]["acceptance"]
+            parts[task["task"], side] = task[side]["tokens_per_second"], acceptance["tau"] if acceptance else 0.0
+    return parts
+
+
+def _title(key: Key) -> str:
+    if len(key) != 5:
+        return " ".join(map(str, key)) or "nothing"
+    name, temperature, concurrency, drafter, k = key
+    side = "plain" if drafter == PLAIN else f"{short_name(drafter)} k={k}"
+    return f"{name} T={temperature:g} c={concurrency} {side}"
+
+
+def _ratio(value: float, base: float) -> str:
+    return f"{value / base:.2f}x" if base else "none"
+
+
+def _checkpoint(entry: dict[str, Any]) -> str:
+    digests = "".join(entry["sha256"].values())
+    return f"{entry['name']} {(entry['revision'] or digests)[:12]}".rstrip()

@@ -1,0 +1,135 @@
+"""Reports as tables for a terminal, made from the stored JSON alone."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from evals.report import Report
+
+PLAIN = "none"
+
+
+def format_report(report: Report) -> str:
+    """The report as text."""
+    head = _head(report)
+    body = bench_table(report) if report["schema"] == "specdec-bench" else eval_table(report)
+    note = [] if report["complete"] else ["", "incomplete: the run ended before everything was measured"]
+    return "\n".join([*head, "", *body, *note])
+
+
+def bench_table(report: Report) -> list[str]:
+    """One line per side of every part of the sweep; the plain side first, which ratios refer to."""
+    rows = [("set", "T", "conc", "drafter", "k", "tokens/s", "range", "ratio", "tau", "mean", "same output")]
+    for row in report["rows"]:
+        speed, acceptance = row["speed"]["tokens_per_second"], row["acceptance"]
+        plain = row["drafter"] == PLAIN
+        rows.append(
+            (
+                row["prompt_set"],
+                f"{row['temperature']:g}",
+                str(row["concurrency"]),
+                "plain" if plain else short_name(row["drafter"]),
+                "" if plain else str(row["k"]),
+                f"{speed['median']:.1f}",
+                f"{speed['min']:.1f}-{speed['max']:.1f}",
+                "none" if row["ratio"] is None else f"{row['ratio']:.2f}x",
+                f"{acceptance['tau']:.2f}",
+                f"{acceptance['mean_tau']:.2f}",
+                "" if plain else f"{row['num_answers'] - len(row['differing_answers'])}/{row['num_answers']}",
+            )
+        )
+    repeats = report["settings"]["repeats"]
+    return [
+        *align(rows, left=(0, 3)),
+        "",
+        f"tokens/s: median of {repeats} timed passes, prefill included; ratio: to plain decoding of the same part of the sweep.",
+        "tau: tokens output per verify step, pooled over all steps; mean: the mean of the answers' own tau.",
+    ]
+
+
+def eval_table(report: Report) -> list[str]:
+    """Accuracy of both sides for every task, then agreement, acceptance and speed."""
+    lines: list[str] = []
+    for task in report["tasks"]:
+        plain, speculative = task["plain"], task["speculative"]
+        rows = [(f"{task['task']}, {task['num_samples']} samples", "plain", "", "speculative", "")]
+        for name, value in plain["metrics"].items():
+            other = speculative["metrics"][name]
+            rows.append((name, *_accuracy(value), *_accuracy(other)))
+        rows.append(("tokens/s", f"{plain['tokens_per_second']:.1f}", "", f"{speculative['tokens_per_second']:.1f}", ""))
+        ratio = task["ratio"]
+        rows.append(("ratio", "", "", "none" if ratio is None else f"{ratio:.2f}x", ""))
+        acceptance = speculative["acceptance"]
+        if acceptance is not None:
+            rows.append(("tau, pooled", "", "", f"{acceptance['tau']:.2f}", ""))
+            rows.append(("tau, mean of requests", "", "", f"{acceptance['mean_tau']:.2f}", ""))
+        lines += align(rows, left=(0, 2, 4))
+        if acceptance is not None and acceptance["acceptance_rate"]:
+            lines.append("accepted by position: " + " ".join(f"{rate:.2f}" for rate in acceptance["acceptance_rate"]))
+        lines += ["", *_differences(task), ""]
+    return lines[:-1]
+
+
+def short_name(drafter: str, width: int = 24) -> str:
+    """The end of a long name, which tells checkpoints apart better than the start.
+
+    >>> short_name("ngram"), short_name("a/very/long/path/to/a/drafter", 12)
+    ('ngram', '…o/a/drafter')
+    """
+    return drafter if len(drafter) <= width else "…" + drafter[-(width - 1) :]
+
+
+def align(rows: Sequence[Sequence[str]], *, left: Sequence[int]) -> list[str]:
+    """Lines with columns of equal width, two spaces apart; columns in `left` begin, the others end together.
+
+    >>> align([("a", "1"), ("bcd", "22")], left=(0,))
+    ['a     1', 'bcd  22']
+    """
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if i in left else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def _head(report: Report) -> list[str]:
+    origin = report["provenance"]
+    versions = origin["versions"]
+    return [
+        f"{origin['target']['name']} on {origin['device']}, {origin['dtype']}, attention {origin['attention']}",
+        f"specdec {versions['specdec']} ({_short(origin['commit'])}), torch {versions['torch']},"
+        f" transformers {versions['transformers']}, {origin['started']}",
+    ]
+
+
+def _short(commit: str | None) -> str:
+    """The start of a commit, and whether files differed from it.
+
+    >>> _short("0123456789abcdef+changes"), _short(None)
+    ('0123456789ab+changes', 'installed package')
+    """
+    digest, plus, changes = (commit or "").partition("+")
+    return digest[:12] + plus + changes or "installed package"
+
+
+def _accuracy(metric: dict[str, Any]) -> tuple[str, str]:
+    stderr = metric["stderr"]
+    return f"{metric['value']:.4f}", "" if stderr is None else f"± {stderr:.4f}"
+
+
+def _differences(task: dict[str, Any]) -> list[str]:
+    differing = task["differences"]
+    if not differing:
+        return [f"output: the same text for all {task['num_samples']} samples"]
+    lines = [f"output: differs for {len(differing)} of {task['num_samples']} samples"]
+    for one in differing:
+        where = f"  sample {one['doc_id']}"
+        if one["margin"] is not None:
+            where += (
+                f", token {one['position'] + 1}: plain {one['plain_token']!r}, speculative {one['speculative_token']!r};"
+                f" the two largest logits are {one['margin']:.4g} apart, where the type resolves {one['resolution']:.4g}"
+            )
+        lines.append(where)
+    return lines

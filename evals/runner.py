@@ -1,0 +1,161 @@
+"""Many prompts through one engine: a pass over a prompt set, and answers one by one as they finish."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from evals.prompt_sets import Item, PromptSet
+from specdec.config import SamplingParams
+from specdec.core import Request, Status
+from specdec.decoder import GenerationResult, SpecDecoder
+from specdec.engine import SpecEngine
+from specdec.errors import SpecDecError
+from specdec.metrics import AcceptanceStats
+from specdec.text import IncrementalDecoder
+
+OnStep = Callable[[list[Request]], None]
+"""Called after every step with all requests of the current turn; its time is part of the measurement."""
+
+OnTurn = Callable[[int, int], OnStep]
+"""Called before every turn with its number, from 0, and how many conversations have it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one turn of one conversation became."""
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    stats: AcceptanceStats
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One pass of a set: `answers`, turn by turn in the order of the items, and the seconds of decoding, prefill included."""
+
+    answers: list[Answer]
+    seconds: float
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens output."""
+        return sum(len(answer.token_ids) for answer in self.answers)
+
+
+def run_set(
+    decoder: SpecDecoder, prompts: PromptSet, sampling: SamplingParams, *, raw: bool = False, on_turn: OnTurn | None = None
+) -> Pass:
+    """Decodes every turn of every item; a later turn sees the answers that this very decoder gave before.
+
+    The clock runs while the engine does. Tokenizing prompts and turning answers into text for the next turn are outside it.
+
+    Args:
+        decoder: target and drafter.
+        prompts: what to ask.
+        sampling: how to decode; item `i` uses `sampling.seed + i`.
+        raw: continue the text as it is, without the chat template; later turns are then left out.
+        on_turn: shows progress.
+
+    Raises:
+        SpecDecError: a prompt cannot be served.
+    """
+    seed = sampling.seed or 0
+    histories: dict[int, list[dict[str, str]]] = {index: [] for index in range(len(prompts.items))}
+    answers: list[Answer] = []
+    seconds = 0.0
+    for turn in range(1 if raw else prompts.num_turns):
+        asked = [index for index, item in enumerate(prompts.items) if turn < len(item.turns)]
+        for index in asked:
+            histories[index].append({"role": "user", "content": prompts.items[index].turns[turn]})
+        inputs = [_tokens(decoder, prompts.items[index], histories[index], raw) for index in asked]
+        samplings = [replace(sampling, seed=seed + index) for index in asked]
+        on_step = on_turn(turn, len(asked)) if on_turn else None
+        started = time.perf_counter()
+        requests = _decode(decoder.engine, inputs, samplings, on_step)
+        seconds += time.perf_counter() - started
+        for index, request in zip(asked, requests, strict=True):
+            if request.error is not None:
+                raise SpecDecError(f"{prompts.name} {prompts.items[index].item_id}: {request.error}")
+            stats = AcceptanceStats(request.num_drafted, request.num_accepted, request.num_emitted)
+            answers.append(Answer(request.prompt_token_ids, request.output_token_ids, stats))
+            text = decoder.tokenizer.decode(request.output_token_ids, skip_special_tokens=True)
+            histories[index].append({"role": "assistant", "content": text})
+    return Pass(answers, seconds)
+
+
+def most_tokens(decoder: SpecDecoder, prompts: PromptSet, max_tokens: int, *, raw: bool = False) -> int:
+    """Upper bound of prompt and output together, over all items and turns, so that a cache need not be made for more."""
+    longest = 0
+    for item in prompts.items:
+        turns = item.turns[:1] if raw else item.turns
+        history = [{"role": "user", "content": "\n".join(turns)}]
+        # An answer read back as text may take more tokens than it was written with, and a turn brings its template.
+        per_turn = max_tokens if len(turns) == 1 else 2 * max_tokens + 64
+        longest = max(longest, len(_tokens(decoder, item, history, raw)) + len(turns) * per_turn)
+    return longest
+
+
+def _tokens(decoder: SpecDecoder, item: Item, history: list[dict[str, str]], raw: bool) -> list[int]:
+    return decoder.tokenize(item.turns[0] if raw else history)
+
+
+def _decode(
+    engine: SpecEngine, inputs: Sequence[list[int]], samplings: Sequence[SamplingParams], on_step: OnStep | None
+) -> list[Request]:
+    """Queues everything at once and steps until all of it is done; whatever ends this early leaves the engine empty."""
+    requests: list[Request] = []
+    try:
+        for prompt, sampling in zip(inputs, samplings, strict=True):
+            requests.append(engine.add_request(prompt, sampling))
+        unfinished = len(requests)
+        while unfinished:
+            unfinished -= sum(request.status is Status.FINISHED for request in engine.step())
+            if on_step is not None:
+                on_step(requests)
+    finally:
+        engine.abort_all({request.request_id for request in requests})
+    return requests
+
+
+def answers(
+    decoder: SpecDecoder, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams]
+) -> Iterator[tuple[int, GenerationResult]]:
+    """Decodes prompts that each have their own sampling; yields number and result of each as soon as it is finished.
+
+    A prompt that cannot be served raises before anything is decoded. Closing the iterator early cancels what is unfinished.
+    """
+    engine, index_of, texts = decoder.engine, {}, {}
+    try:
+        for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
+            text = IncrementalDecoder(decoder.tokenizer, sampling.stop)
+            request = engine.add_request(prompt, sampling, on_tokens=partial(_push, text))
+            index_of[request.request_id], texts[request.request_id] = index, text
+        unfinished = len(index_of)
+        while unfinished:
+            for request in engine.step():
+                if request.status is Status.FINISHED:
+                    unfinished -= 1
+                    text = texts.pop(request.request_id)
+                    text.finish()
+                    yield index_of[request.request_id], _result(request, text.text)
+    finally:
+        engine.abort_all(index_of)
+
+
+def _push(text: IncrementalDecoder, request: Request, token_ids: list[int]) -> int | None:
+    return text.push(token_ids)
+
+
+def _result(request: Request, text: str) -> GenerationResult:
+    return GenerationResult(
+        prompt_token_ids=request.prompt_token_ids,
+        text=text,
+        token_ids=request.output_token_ids,
+        finish_reason=request.finish_reason or "cancelled",
+        error=request.error,
+        seed=request.seed,
+        stats=AcceptanceStats(request.num_drafted, request.num_accepted, request.num_emitted),
+    )

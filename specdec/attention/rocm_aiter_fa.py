@@ -1,0 +1,185 @@
+"""Multi-head attention on AMD GPUs with AITER's kernels.
+
+    phase     asked for                                 kernel
+    prefill   any                                       flash_attn_varlen_func on the rows themselves
+    extend    sinks                                     unified_attention
+              window                                    flash_attn_varlen_func on what the window shows, gathered
+              else                                      flash_attn_varlen_func on the rows, then on gathered context, merged
+    decode    several rows, causal                      unified_attention
+              several rows, not causal                  flash_attn_with_kvcache; on gathered context when it cannot read the cache
+              one row, sinks or a shape too narrow      unified_attention
+              one row, plain layout                     paged_attention_v1, with a window on a trimmed block table
+              one row, shuffled layout                  paged_attention_common or paged_attention_rocm; with a window or softcap,
+                                                        unified_attention
+
+Layouts: plain, and shuffled as a backend of its own. Cache: the model's type or 8-bit floats. Host: never waits for the device.
+Architectures: gfx942, gfx950. Known gaps: non-causal blocks with sinks or a softcap; group sizes above 16 and head sizes other than
+64, 128 and 256 decode on unified_attention, which is slower there than the paged kernels.
+"""
+
+import math
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+import specdec.device
+from specdec.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
+from specdec.attention.rocm_aiter_kernels import AiterKernels, Layer
+from specdec.attention.rocm_aiter_layout import Layout
+from specdec.attention.rocm_aiter_plan import AiterPlan, Group, plan_groups
+from specdec.kv_cache import LayerCache
+from specdec.ops import aiter
+
+ARCHITECTURES = ("gfx942", "gfx950")
+DTYPES = (torch.bfloat16, torch.float16)
+BLOCK_SIZES = (16, 32)
+PAGED_HEAD_DIMS = (64, 128, 256)
+PAGED_MAX_GROUP = 16
+
+Kernel = Literal[
+    "varlen",
+    "windowed_varlen",
+    "chunked_varlen",
+    "unified",
+    "kvcache",
+    "gathered_kvcache",
+    "paged_v1",
+    "paged_common",
+    "paged_rocm",
+]
+
+
+class RocmAiterFaBackend(AttentionBackend):
+    """AITER attention on the plain cache layout."""
+
+    name = "rocm_aiter_fa"
+    layout: ClassVar[Layout] = "plain"
+
+    @classmethod
+    def unsupported_reasons(cls, spec: AttentionSpec) -> list[str]:
+        """All reasons why AITER cannot serve `spec` on this machine; empty when it can."""
+        architecture = specdec.device.rocm_architecture(spec.device)
+        if architecture is None:
+            return [f"{spec.device} is not a ROCm device"]
+        reasons = []
+        if architecture not in ARCHITECTURES:
+            reasons.append(f"architecture {architecture} (AITER's kernels are for {' and '.join(ARCHITECTURES)})")
+        reasons += aiter.unavailable_reasons()
+        version = aiter.version_numbers(aiter.installed_version() or "")
+        if version and cls.layout == "shuffle" and version < aiter.SHUFFLE_VERSION:
+            reasons.append(f"the shuffled layout needs amd-aiter {aiter.dotted(aiter.SHUFFLE_VERSION)}")
+        if version and spec.non_causal and version < aiter.NON_CAUSAL_VERSION:
+            reasons.append(f"non-causal blocks need amd-aiter {aiter.dotted(aiter.NON_CAUSAL_VERSION)}")
+        return reasons + _shape_reasons(spec, architecture)
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__(spec)
+        self._kernels = AiterKernels(spec, self.layout)
+
+    def plan(self, metadata: AttentionMetadata) -> AiterPlan:
+        """Requests grouped by phase; the same whether or not a graph is being captured."""
+        return plan_groups(metadata, self.spec.block_size)
+
+    def run(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cache: LayerCache,
+        plan: AiterPlan,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See `AttentionBackend.run`."""
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        self.write(cache, key, value, plan.slot_mapping)
+        layer = Layer(cache, scale, window, softcap, sinks)
+        if len(plan.groups) == 1:
+            return self._attend(plan.groups[0], layer, query, key, value)
+        output = torch.empty_like(query)
+        for group in plan.groups:
+            rows = group.rows
+            assert isinstance(rows, Tensor), "a group that is not alone names its rows"
+            output.index_copy_(0, rows, self._attend(group, layer, *(t.index_select(0, rows) for t in (query, key, value))))
+        return output
+
+    def write(self, cache: LayerCache, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+        """See `AttentionBackend.write`."""
+        self._kernels.write(cache, key, value, slot_mapping)
+
+    def kernel(
+        self, group: Group, *, scale: float, window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None
+    ) -> Kernel:
+        """The kernel for a group of requests in one layer: the table at the top of this file."""
+        spec = self.spec
+        if group.phase == "prefill":
+            return "varlen"
+        if group.phase == "extend":
+            return "unified" if sinks is not None else "windowed_varlen" if window is not None else "chunked_varlen"
+        if group.max_query_len > 1:
+            if group.causal:
+                return "unified"
+            return "kvcache" if self.layout == "plain" and spec.kv_dtype == spec.dtype else "gathered_kvcache"
+        # A single row is the last position: causal or not, it sees the same keys.
+        paged = spec.head_dim in PAGED_HEAD_DIMS and spec.num_heads // spec.num_kv_heads <= PAGED_MAX_GROUP
+        if sinks is not None or not paged:
+            return "unified"
+        if self.layout == "plain":
+            return "paged_v1"
+        if window is not None or softcap is not None:
+            return "unified"
+        # For many rows `common` turns to an assembly kernel with heads of 128, blocks of 16 and a softmax scale of its own.
+        fits_assembly = spec.head_dim == 128 and spec.block_size == 16 and math.isclose(scale, 128**-0.5)
+        return "paged_common" if fits_assembly else "paged_rocm"
+
+    def _attend(self, group: Group, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention of a group's rows."""
+        match self.kernel(group, scale=layer.scale, window=layer.window, softcap=layer.softcap, sinks=layer.sinks):
+            case "varlen":
+                return self._kernels.varlen(group, layer, query, key, value)
+            case "windowed_varlen":
+                return self._kernels.windowed_varlen(group, layer, query)
+            case "chunked_varlen":
+                return self._kernels.chunked_varlen(group, layer, query, key, value)
+            case "unified":
+                return self._kernels.unified(group, layer, query)
+            case "kvcache" | "gathered_kvcache" as kernel:
+                return self._kernels.kvcache(group, layer, query, gathered=kernel == "gathered_kvcache")
+            case "paged_v1":
+                return self._kernels.paged_v1(group, layer, query)
+            case "paged_common":
+                return self._kernels.paged_common(group, layer, query)
+            case "paged_rocm":
+                return self._kernels.paged_rocm(group, layer, query)
+
+
+class RocmAiterFaShuffleBackend(RocmAiterFaBackend):
+    """The same on the shuffled layout, whose single-token kernels are AITER's fastest. Chosen by name only."""
+
+    name = "rocm_aiter_fa_shuffle"
+    layout = "shuffle"
+
+
+def _shape_reasons(spec: AttentionSpec, architecture: str) -> list[str]:
+    """What of the model's shape the kernels do not have."""
+    reasons = []
+    fp8 = torch.float8_e4m3fnuz if architecture == "gfx942" else torch.float8_e4m3fn
+    if spec.dtype not in DTYPES:
+        reasons.append(f"dtype {spec.dtype} (the kernels take bfloat16 and float16)")
+    if spec.kv_dtype not in (spec.dtype, fp8):
+        reasons.append(f"a {spec.kv_dtype} cache ({architecture} computes with {fp8})")
+    if spec.block_size not in BLOCK_SIZES:
+        reasons.append(f"blocks of {spec.block_size} tokens (the kernels take 16 and 32)")
+    if spec.head_dim % 16 or not 16 <= spec.head_dim <= 256:
+        reasons.append(f"head size {spec.head_dim} (the kernels take multiples of 16 up to 256)")
+    if spec.num_heads % spec.num_kv_heads:
+        reasons.append(f"{spec.num_heads} query heads do not share {spec.num_kv_heads} key heads evenly")
+    if spec.non_causal and spec.sinks:
+        reasons.append("non-causal blocks with sinks (no kernel has both)")
+    if spec.non_causal and spec.softcap is not None:
+        reasons.append("non-causal blocks with a softcap (no kernel has both)")
+    return reasons

@@ -1,0 +1,171 @@
+"""What all layers of one forward share on AITER: requests grouped by phase, trimmed block tables, and gathered context.
+
+    decode    as many rows as every other request, lengths known to the device alone; or a single row behind its context
+    extend    several rows behind a context, lengths known to the host
+    prefill   the whole sequence, no context
+
+Nothing in here reads from the device. A batch whose lengths only the device knows (decoding, drafting) is one decode group, so its
+plan is the same with and without a graph being captured.
+"""
+
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from specdec.attention.backend import AttentionMetadata
+from specdec.kv_cache import blocks_for
+
+CONTEXT_TOKENS = 32 * 1024
+"""Most context tokens gathered at once for all extended requests of a forward."""
+
+
+@dataclass(slots=True)
+class Trimmed:
+    """Block tables that begin at the first block a window reaches, for requests with one row."""
+
+    block_table: Tensor  # int32 [num_reqs, window blocks]
+    seq_lens: Tensor  # int32 [num_reqs], counted from that block
+    max_seq_len: int
+
+
+@dataclass(slots=True)
+class Context:
+    """Cached tokens of some requests, gathered into packed rows."""
+
+    slots: Tensor  # int64 [num_tokens]
+    cu_seqlens: Tensor  # int32 [num_reqs + 1]
+    max_len: int
+
+
+@dataclass(slots=True)
+class Group:
+    """Requests of one phase. Their rows are packed in the order of the requests."""
+
+    phase: Literal["decode", "extend", "prefill"]
+    rows: slice | Tensor  # where their rows lie among those of the forward; int64 [num_tokens] when scattered
+    causal: bool
+    num_reqs: int
+    max_query_len: int
+    max_seq_len: int
+    query_start_loc: Tensor  # int32 [num_reqs + 1]
+    seq_lens: Tensor  # int32 [num_reqs]
+    block_table: Tensor  # int32 [num_reqs, max_blocks]
+    block_size: int
+    query_lens: list[int]  # empty unless the host knows them
+    seq_lens_host: list[int]
+    _trimmed: dict[int, Trimmed] = field(default_factory=dict)
+    _contexts: dict[int | None, list[Context]] = field(default_factory=dict)
+
+    def trimmed(self, window: int) -> Trimmed:
+        """The block tables from the first block within `window` on; made once per window.
+
+        With blocks of 4, a window of 5 and 11 tokens, position 10 sees 6 to 10:
+
+            blocks     0 1 2 3 | 4 5 6 7 | 8 9 10 .
+            kept                 ^^^^^^^   ^^^^^^      7 tokens, of which the kernel still masks the first two
+        """
+        if window not in self._trimmed:
+            size = self.block_size
+            first = (self.seq_lens - window).clamp(min=0) // size
+            width = min(self.block_table.shape[1], blocks_for(window + size - 1, size))
+            columns = first[:, None] + torch.arange(width, device=first.device)
+            table = self.block_table.gather(1, columns.clamp(max=self.block_table.shape[1] - 1).long())
+            most = min(self.max_seq_len, window + size - 1, width * size)
+            self._trimmed[window] = Trimmed(table, (self.seq_lens - first * size).int(), most)
+        return self._trimmed[window]
+
+    def window_context(self, window: int) -> Context:
+        """What the rows of extended requests see through `window`, their own tokens included."""
+        if window not in self._contexts:
+            starts = [max(0, n - q - window + 1) for n, q in zip(self.seq_lens_host, self.query_lens, strict=True)]
+            self._contexts[window] = [self._context(starts, self.seq_lens_host)]
+        return self._contexts[window][0]
+
+    def context_chunks(self) -> list[Context]:
+        """The context of extended requests without their own tokens, in chunks that fit the workspace together."""
+        if None not in self._contexts:
+            lengths = [n - q for n, q in zip(self.seq_lens_host, self.query_lens, strict=True)]
+            step = max(1, CONTEXT_TOKENS // self.num_reqs)
+            self._contexts[None] = [
+                self._context([min(n, start) for n in lengths], [min(n, start + step) for n in lengths])
+                for start in range(0, max(lengths), step)
+            ]
+        return self._contexts[None]
+
+    def _context(self, starts: list[int], ends: list[int]) -> Context:
+        """Positions `[start, end)` of every request."""
+        lengths = [end - start for start, end in zip(starts, ends, strict=True)]
+        requests = torch.repeat_interleave(torch.arange(self.num_reqs), torch.tensor(lengths))
+        positions = torch.cat([torch.arange(start, end) for start, end in zip(starts, ends, strict=True)])
+        device = self.block_table.device
+        requests, positions = requests.to(device, non_blocking=True), positions.to(device, non_blocking=True)
+        blocks = self.block_table[requests, positions // self.block_size].long()
+        cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)
+        return Context(blocks * self.block_size + positions % self.block_size, cu_seqlens, max(lengths))
+
+
+@dataclass(slots=True)
+class AiterPlan:
+    """The groups of a forward, and where its keys and values go."""
+
+    groups: list[Group]
+    slot_mapping: Tensor
+
+
+def plan_groups(metadata: AttentionMetadata, block_size: int) -> AiterPlan:
+    """Splits the requests of a forward into phases."""
+    if metadata.query_lens is None or metadata.seq_lens_host is None:
+        group = Group(
+            phase="decode",
+            rows=slice(None),
+            causal=metadata.causal,
+            num_reqs=metadata.num_reqs,
+            max_query_len=metadata.max_query_len,
+            max_seq_len=metadata.max_seq_len,
+            query_start_loc=metadata.query_start_loc,
+            seq_lens=metadata.seq_lens,
+            block_table=metadata.block_table,
+            block_size=block_size,
+            query_lens=[],
+            seq_lens_host=[],
+        )
+        return AiterPlan([group], metadata.slot_mapping)
+    members: dict[Literal["decode", "extend", "prefill"], list[int]] = {}
+    for i, (count, length) in enumerate(zip(metadata.query_lens, metadata.seq_lens_host, strict=True)):
+        members.setdefault("prefill" if count == length else "decode" if count == 1 else "extend", []).append(i)
+    return AiterPlan([_group(metadata, phase, m, block_size) for phase, m in members.items()], metadata.slot_mapping)
+
+
+def _group(
+    metadata: AttentionMetadata, phase: Literal["decode", "extend", "prefill"], members: list[int], block_size: int
+) -> Group:
+    """The given requests of a forward whose lengths the host knows."""
+    assert metadata.query_lens is not None and metadata.seq_lens_host is not None
+    query_lens = [metadata.query_lens[i] for i in members]
+    seq_lens_host = [metadata.seq_lens_host[i] for i in members]
+    rows: slice | Tensor = slice(None)
+    starts, seq_lens, block_table = metadata.query_start_loc, metadata.seq_lens, metadata.block_table
+    if len(members) < metadata.num_reqs:
+        device = seq_lens.device
+        firsts = [0, *accumulate(metadata.query_lens)]
+        rows = torch.cat([torch.arange(firsts[i], firsts[i + 1]) for i in members]).to(device, non_blocking=True)
+        index = torch.tensor(members).to(device, non_blocking=True)
+        seq_lens, block_table = seq_lens.index_select(0, index), block_table.index_select(0, index)
+        starts = torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32).to(device, non_blocking=True)
+    return Group(
+        phase=phase,
+        rows=rows,
+        causal=metadata.causal,
+        num_reqs=len(members),
+        max_query_len=max(query_lens),
+        max_seq_len=max(seq_lens_host),
+        query_start_loc=starts,
+        seq_lens=seq_lens,
+        block_table=block_table,
+        block_size=block_size,
+        query_lens=query_lens,
+        seq_lens_host=seq_lens_host,
+    )

@@ -1,0 +1,121 @@
+"""The machine the emulation pretends to run on, and the checks that every function shares."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_TOLIST = torch.Tensor.tolist  # kept before any test guards it: kernels may look at values, the host may not
+
+
+class MisuseError(AssertionError):
+    """The real kernel would read garbage, skip rows, fault, or make the host wait."""
+
+
+def refuse_unless(ok: bool, message: str) -> None:
+    """Raises `MisuseError` with `message` unless `ok`."""
+    if not ok:
+        raise MisuseError(message)
+
+
+def host(tensor: Tensor) -> list[Any]:
+    """Values of a tensor, as the kernel sees them."""
+    return _TOLIST(tensor.detach())
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a function: its name and how it was routed."""
+
+    name: str
+    details: dict[str, Any]
+
+
+@dataclass
+class Machine:
+    """AITER version and hardware.
+
+    Attributes:
+        version: one of `signatures.VERSIONS`.
+        architecture: "gfx942" or "gfx950" have every kernel; others only the Triton ones.
+        num_compute_units: decides between the HIP and the assembly kernel of `paged_attention_common`.
+        allow_float32: also take float32, which no real kernel does, so that whole generations can be compared token for token.
+        capturing: a graph is being captured: nothing may wait or compile.
+        calls: every call so far.
+    """
+
+    version: str = "0.1.20"
+    architecture: str = "gfx942"
+    num_compute_units: int = 304
+    allow_float32: bool = False
+    capturing: bool = False
+    calls: list[Call] = field(default_factory=list)
+    compiled: set[tuple[Any, ...]] = field(default_factory=set)
+
+    @property
+    def fp8(self) -> torch.dtype:
+        """The flavour of e4m3 that the architecture computes with."""
+        return torch.float8_e4m3fnuz if self.architecture == "gfx942" else torch.float8_e4m3fn
+
+    @property
+    def is_cdna(self) -> bool:
+        """Whether the C++ and assembly kernels exist here."""
+        return self.architecture in ("gfx942", "gfx950")
+
+    def record(self, name: str, **details: Any) -> None:
+        """Remembers a call."""
+        self.calls.append(Call(name, details))
+
+    def names(self) -> set[str]:
+        """Names of all functions called so far."""
+        return {call.name for call in self.calls}
+
+    def needs_cdna(self, name: str) -> None:
+        """The function is C++ or assembly."""
+        refuse_unless(self.is_cdna, f"{name} is not built for {self.architecture}")
+
+    def compile(self, *key: Any) -> None:
+        """The first call with a template key compiles, which a capture does not survive."""
+        refuse_unless(not self.capturing or key in self.compiled, f"{key} compiles during capture; warm it up before")
+        self.compiled.add(key)
+
+    def activation(self, name: str, *tensors: Tensor) -> torch.dtype:
+        """The common type of query-like tensors."""
+        allowed = (torch.bfloat16, torch.float16, *((torch.float32,) if self.allow_float32 else ()))
+        dtypes = {tensor.dtype for tensor in tensors}
+        refuse_unless(len(dtypes) == 1 and dtypes <= set(allowed), f"{name} takes bf16 or fp16, not {dtypes}")
+        refuse_unless(all(tensor.stride(-1) == 1 for tensor in tensors), f"{name} needs a contiguous last dimension")
+        return tensors[0].dtype
+
+    def kv_is_fp8(self, name: str, activation: torch.dtype, *tensors: Tensor) -> bool:
+        """Whether a cache holds fp8; it may hold that or the activation's type."""
+        dtypes = {tensor.dtype for tensor in tensors}
+        refuse_unless(len(dtypes) == 1 and dtypes <= {activation, self.fp8}, f"{name}: cache of {dtypes} on {self.architecture}")
+        return dtypes == {self.fp8}
+
+
+def int32(name: str, tensor: Tensor, *shape: int | None) -> Tensor:
+    """An index tensor: int32 of the given shape, last dimension contiguous."""
+    refuse_unless(tensor.dtype == torch.int32, f"{name} is {tensor.dtype}; the kernel reads int32")
+    fits = tensor.dim() == len(shape) and all(want in (None, got) for got, want in zip(tensor.shape, shape, strict=True))
+    refuse_unless(fits, f"{name} has shape {tuple(tensor.shape)}, not {shape}")
+    refuse_unless(tensor.shape[-1] <= 1 or tensor.stride(-1) == 1, f"{name} has strided columns")
+    return tensor
+
+
+def tensor_scale(name: str, scale: Tensor | None) -> float:
+    """A per-tensor dequantisation factor."""
+    refuse_unless(scale is not None and scale.dtype == torch.float32 and scale.numel() == 1, f"{name} must be one float32")
+    assert scale is not None
+    return float(host(scale.reshape(1))[0])
+
+
+def blocks_of(name: str, row: Sequence[int], length: int, block_size: int, num_blocks: int) -> list[int]:
+    """The blocks of a request that a kernel reads, checked."""
+    count = -(-length // block_size)
+    refuse_unless(count <= len(row), f"{name}: {length} tokens need {count} blocks and the table has {len(row)} columns")
+    used = list(row[:count])
+    refuse_unless(all(0 <= block < num_blocks for block in used), f"{name}: block table names blocks outside the cache: {used}")
+    return used

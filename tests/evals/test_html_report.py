@@ -1,0 +1,129 @@
+"""The page of a report: the same from a file as live, self-contained, and rendered by a real browser."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.evals.tiny import tiny_report
+
+pytest.importorskip("matplotlib", reason="the page is drawn with matplotlib, which comes with specdec[eval]")
+
+from evals.html_report import html_report
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+
+MEASURE = """
+<script>
+addEventListener("load", () => {
+  const figures = [...document.querySelectorAll("figure svg")].map(svg => {
+    const box = svg.getBoundingClientRect();
+    const texts = [...svg.querySelectorAll("text")].map(text => text.getBoundingClientRect());
+    const scale = box.width / svg.viewBox.baseVal.width;
+    const sizes = [...svg.querySelectorAll("text")].map(text => scale * parseFloat(getComputedStyle(text).fontSize));
+    return {
+      width: box.width, height: box.height, left: box.left, right: box.right,
+      texts: texts.length, smallest: Math.min(...sizes),
+      outside: texts.filter(t => t.left < box.left - 2 || t.right > box.right + 2 || t.bottom > box.bottom + 2).length,
+      marks: svg.querySelectorAll("path").length,
+    };
+  });
+  const result = {figures, width: document.documentElement.clientWidth, scrollWidth: document.documentElement.scrollWidth};
+  document.body.innerHTML = "<pre id=result>" + JSON.stringify(result) + "</pre>";
+});
+</script>
+"""
+"""Added to a copy of the page, which has no script of its own and forbids any."""
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    return tiny_report()
+
+
+@pytest.fixture(scope="module")
+def page(report: dict[str, Any]) -> str:
+    return html_report(report)
+
+
+def test_page_of_a_stored_report_is_that_of_the_live_one(report: dict[str, Any], page: str) -> None:
+    """Catches dates, random ids, and figures that are not in the JSON."""
+    assert html_report(json.loads(json.dumps(report))) == page
+
+
+def test_page_needs_nothing_from_outside(page: str) -> None:
+    """Catches scripts, fonts and images from a network."""
+    outside = re.sub(r'xmlns(:\w+)?="[^"]*"', "", page)
+    assert not re.search(r"<(script|link|img|iframe|object)|src=|@import|url\((?!#)", outside)
+    assert not re.search(r"href=\"(?!#)", outside)
+    assert "tiny &amp; small" in page
+
+
+def test_incomplete_reports_say_so(report: dict[str, Any], page: str) -> None:
+    assert "Incomplete" not in page
+    assert "Incomplete" in html_report(report | {"complete": False})
+
+
+def test_page_of_an_evaluation_has_its_plots(report: dict[str, Any]) -> None:
+    """Catches a page that only a bench report can fill."""
+    row = next(row for row in report["rows"] if row["drafter"] != "none")
+    acceptance = row["acceptance"] | {"tau_per_request": row["tau_per_answer"]}
+    side = {"metrics": {"exact_match,strict-match": {"value": 0.5, "stderr": None}}, "tokens_per_second": 9.0, "acceptance": None}
+    task = {
+        "task": "a task",
+        "num_samples": 4,
+        "plain": side,
+        "speculative": side | {"acceptance": acceptance},
+        "ratio": 1.0,
+        "differences": [],
+    }
+    head = {name: report[name] for name in ("schema_version", "provenance", "complete")}
+    page = html_report(head | {"schema": "specdec-eval", "settings": {"drafter": "ngram", "k": 2}, "tasks": [task]})
+    assert page.count("<svg") == 2
+    assert "0.5000" in page
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+@pytest.mark.parametrize("width", [1280, 400])
+def test_chromium_shows_all_plots(width: int, page: str, tmp_path: Path) -> None:
+    """Catches plots that are empty, cut off or unreadable, a page wider than the window, and errors on the console."""
+    assert CHROMIUM is not None
+    file = tmp_path / "page.html"
+    file.write_text(re.sub(r"<meta http-equiv=[^>]*>", "", page).replace("</body>", MEASURE + "</body>"), encoding="utf-8")
+    done = _chromium(width, "--dump-dom", file.as_uri())
+    found = re.search(r"<pre id=\"?result\"?>(.*?)</pre>", done.stdout)
+    assert found, done.stdout[:500] + done.stderr[-500:]
+    result = json.loads(found[1])
+    assert result["scrollWidth"] <= result["width"], "the page scrolls sideways"
+    assert len(result["figures"]) == 4 * 2  # four plots for each of two temperatures
+    for figure in result["figures"]:
+        assert figure["width"] > 250
+        assert figure["height"] > 150
+        assert figure["left"] >= 0
+        assert figure["right"] <= result["width"]
+        assert figure["texts"] > 5
+        assert figure["marks"] > 5
+        assert figure["outside"] == 0, "text sticks out of its plot"
+        assert figure["smallest"] >= 9, "text too small to read"
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+def test_chromium_has_nothing_to_complain_about(page: str, tmp_path: Path) -> None:
+    """The page itself, its content security policy included."""
+    file = tmp_path / "page.html"
+    file.write_text(page, encoding="utf-8")
+    assert "CONSOLE" not in _chromium(1280, "--dump-dom", file.as_uri()).stderr
+    file.write_text(page.replace("</body>", "<script>console.error('seen')</script></body>"), encoding="utf-8")
+    assert "CONSOLE" in _chromium(1280, "--dump-dom", file.as_uri()).stderr, "the console is not being watched"
+
+
+def _chromium(width: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    assert CHROMIUM is not None
+    # A window narrower than 500 cannot be had headless, so the device is emulated by its size.
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr", "--log-level=0"]
+    command = [CHROMIUM, *options, f"--window-size={width},1600", "--virtual-time-budget=2000", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)

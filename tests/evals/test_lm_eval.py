@@ -1,0 +1,333 @@
+"""The model `specdec` of lm-eval against lm-eval's own `hf` model, and `specdec eval` around it."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evals.prompt_sets import load_prompt_set
+from evals.report import read_report
+from specdec.cli import main
+from specdec.config import CacheConfig, EngineConfig
+from specdec.decoder import SpecDecoder
+from specdec.errors import InvalidInputError
+from tests.evals.tiny import save_tiny, write_jsonl
+
+pytest.importorskip("lm_eval", reason="lm-eval comes with specdec[eval]")
+
+import lm_eval
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+
+from evals.lm_eval_model import SpecdecLM
+
+Capture = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
+
+TEXTS = ("abcabcabcabc", "What is 2 + 2?", "x", "one two one two one two one", "A longer text, with commas, and a full stop.")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def models(folder: Path) -> tuple[HFLM, SpecdecLM]:
+    """The same weights twice."""
+    # Its cache of logits mixes up the requests of one text that differ in where the context ends.
+    hf = HFLM(pretrained=str(folder), dtype="float32", device="cpu", batch_size=1, logits_cache=False)
+    return hf, SpecdecLM(pretrained=str(folder), dtype="float32", device="cpu", batch_size=4)
+
+
+def instances(kind: Any, *arguments: tuple[Any, ...]) -> list[Instance]:
+    return [Instance(kind, {}, one, index, metadata=("task", index, 1)) for index, one in enumerate(arguments)]
+
+
+def prompts_of_gsm8k(count: int) -> list[str]:
+    """From `$SPECDEC_DATA/gsm8k/test.jsonl` where that is there, else from the bundled problems."""
+    data = Path(os.environ.get("SPECDEC_DATA", ".")) / "gsm8k" / "test.jsonl"
+    name, files = ("gsm8k", {"gsm8k": str(data)}) if data.is_file() else ("bundled", {})
+    return [f"Question: {item.turns[0]}\nAnswer:" for item in load_prompt_set(name, files=files, limit=count).items]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"until": ["ab", "?"], "max_gen_toks": 24},
+        {"until": "e", "do_sample": False},
+        {"until": [], "max_gen_toks": 7},
+        {"until": ["</s>"], "max_gen_toks": 40, "temperature": 0.0},
+    ],
+)
+def test_greedy_generations_equal_those_of_hf(arguments: dict[str, Any], models: tuple[HFLM, SpecdecLM]) -> None:
+    """Catches stop strings left in or matched late, a wrong token limit, and special tokens in the text."""
+    requests = [(text, arguments) for text in TEXTS]
+    expected, found = (model.generate_until(instances("generate_until", *requests), disable_tqdm=True) for model in models)
+    assert found == expected
+    assert any(found)
+
+
+def test_fifty_greedy_generations_equal_those_of_hf(models: tuple[HFLM, SpecdecLM]) -> None:
+    """50 GSM8K prompts, few-shot length left out; long outputs of a random model pass through every kind of step."""
+    requests = [(text, {"until": ["Question:"], "max_gen_toks": 24}) for text in prompts_of_gsm8k(50)]
+    expected, found = (model.generate_until(instances("generate_until", *requests), disable_tqdm=True) for model in models)
+    assert found == expected
+    assert len(set(found)) > 25
+    assert any(sum(sample.stats.num_accepted) for sample in models[1].samples)
+
+
+@pytest.mark.slow
+def test_fifty_greedy_generations_of_the_embedded_model_equal_those_of_hf() -> None:
+    """The same with a real model in float32."""
+    from verifiers.embedded import embedded_model_path
+
+    engine = EngineConfig(max_num_seqs=10, max_model_len=512, cache=CacheConfig(memory_bytes=2**29))
+    decoder = SpecDecoder.from_pretrained("embedded", drafter="ngram", device="cpu", dtype="float32", engine=engine)
+    hf = HFLM(pretrained=str(embedded_model_path()), dtype="float32", device="cpu", batch_size=10)
+    requests = [(text, {"until": ["Question:"], "max_gen_toks": 12}) for text in prompts_of_gsm8k(50)]
+    models = (hf, SpecdecLM(decoder=decoder))
+    expected, found = (model.generate_until(instances("generate_until", *requests), disable_tqdm=True) for model in models)
+    assert found == expected
+
+
+@pytest.mark.slow
+def test_accuracy_of_the_embedded_model_is_the_same_with_drafts(tmp_path: Path, capsys: Capture) -> None:
+    """40 samples of GSM8K from `$SPECDEC_DATA/gsm8k` where that is there, else a few bundled problems, in float32."""
+    data = Path(os.environ.get("SPECDEC_DATA", ".")) / "gsm8k"
+    local = (data / "test.jsonl").is_file()
+    source = ["--tasks", "gsm8k", "--data", f"gsm8k={data}", "--limit", "40"] if local else ["--tasks", "bundled", "--limit", "4"]
+    limits = ["--max-gen-toks", "128" if local else "24", "--max-length", "2048", "--batch-size", "4"]
+    assert main(["eval", *source, *limits, "--device", "cpu", "--dtype", "float32", "--out", str(tmp_path / "run")]) == 0
+    (task,) = read_report(tmp_path / "run" / "report.json")["tasks"]
+    assert task["differences"] == []
+    assert task["plain"]["metrics"] == task["speculative"]["metrics"]
+    assert task["speculative"]["acceptance"]["tau"] > 1
+    assert "±" in capsys.readouterr().out
+
+
+def test_loglikelihoods_equal_those_of_hf(models: tuple[HFLM, SpecdecLM], monkeypatch: Patch) -> None:
+    """Catches scores of the wrong rows; also with forwards so small that a text takes several, and an empty context."""
+    pairs = [(text[:cut], text[cut:]) for text in TEXTS for cut in (0, 1, 4) if len(text) > cut]
+    expected = models[0].loglikelihood(instances("loglikelihood", *pairs), disable_tqdm=True)
+    for rows in (1024, 40, 5):
+        monkeypatch.setattr("evals.scoring.MAX_ROWS", rows)
+        found = models[1].loglikelihood(instances("loglikelihood", *pairs), disable_tqdm=True)
+        assert [one for one, _ in found] == pytest.approx([one for one, _ in expected], abs=1e-3)
+        assert [greedy for _, greedy in found] == [bool(greedy) for _, greedy in expected]
+
+
+def test_greedy_continuations_are_recognised(models: tuple[HFLM, SpecdecLM]) -> None:
+    """Catches a flag that is always false, which random continuations would not show."""
+    lm = models[1]
+    (text,) = lm.generate_until(instances("generate_until", ("abcabc", {"max_gen_toks": 5})), disable_tqdm=True)
+    pairs = [("abcabc", text), ("abcabc", "zz")]
+    assert [greedy for _, greedy in lm.loglikelihood(instances("loglikelihood", *pairs), disable_tqdm=True)] == [True, False]
+
+
+def test_rolling_loglikelihoods_equal_those_of_hf(models: tuple[HFLM, SpecdecLM]) -> None:
+    """Catches windows that overlap or leave tokens out; the last text is longer than the model's 512 tokens."""
+    texts = [(text,) for text in (*TEXTS, "The quick brown fox jumps over the lazy dog. " * 25)]
+    expected, found = (model.loglikelihood_rolling(instances("loglikelihood_rolling", *texts)) for model in models)
+    assert found == pytest.approx(expected, abs=1e-3)
+
+
+def test_prompts_lose_their_beginning_where_the_answer_needs_room(models: tuple[HFLM, SpecdecLM]) -> None:
+    """Catches a prompt longer than the model being refused or cut at its end, unlike lm-eval's own models."""
+    requests = [("The quick brown fox jumps over the lazy dog. " * 25, {"until": [], "max_gen_toks": 30})]
+    expected, found = (model.generate_until(instances("generate_until", *requests), disable_tqdm=True) for model in models)
+    assert found == expected
+    assert len(models[1].samples[-1].prompt_token_ids) == 512 - 30
+
+
+def test_sampled_answers_depend_on_the_seed_alone(folder: Path) -> None:
+    """Catches a shared seed for all requests, and answers that depend on the batch."""
+
+    def answers(seed: int, batch_size: int, texts: Sequence[str]) -> list[str]:
+        lm = SpecdecLM(pretrained=str(folder), dtype="float32", device="cpu", batch_size=batch_size, seed=seed)
+        requests = [(text, {"max_gen_toks": 16, "do_sample": True, "temperature": 1.0}) for text in texts]
+        return lm.generate_until(instances("generate_until", *requests), disable_tqdm=True)
+
+    texts = ("same", "same", "same", "other")
+    one = answers(1, 4, texts)
+    assert one == answers(1, 1, texts)
+    assert one != answers(2, 4, texts)
+    assert len(set(one[:3])) == 3
+
+
+def test_unknown_generation_arguments_are_refused(models: tuple[HFLM, SpecdecLM]) -> None:
+    with pytest.raises(InvalidInputError, match="'num_beams' is not known"):
+        models[1].generate_until(instances("generate_until", ("x", {"num_beams": 4})), disable_tqdm=True)
+    with pytest.raises(InvalidInputError, match="max_gen_toks is 600 and the model holds 512 tokens"):
+        models[1].generate_until(instances("generate_until", ("x", {"max_gen_toks": 600})), disable_tqdm=True)
+    with pytest.raises(InvalidInputError, match="batch_size is 'many'"):
+        SpecdecLM(batch_size="many")
+
+
+def test_one_import_makes_the_model_known_to_lm_eval(folder: Path, tmp_path: Path) -> None:
+    """lm-eval's own Python API, with a chat template and few-shot examples as turns."""
+    from evals.bundled_task import bundled_task
+
+    results = lm_eval.simple_evaluate(
+        model="specdec",
+        model_args=f"pretrained={folder},drafter=ngram,dtype=float32,num_draft_tokens=3,max_length=4096",
+        tasks=[bundled_task(tmp_path)],
+        limit=2,
+        batch_size=2,
+        device="cpu",
+        apply_chat_template=True,
+        fewshot_as_multiturn=True,
+        gen_kwargs={"max_gen_toks": 4},
+    )
+    assert results is not None
+    assert "exact_match,strict-match" in results["results"]["bundled"]
+    prompt = results["samples"]["bundled"][0]["arguments"][0][0]
+    assert prompt.count("[user]") == 5
+    assert prompt.count("[assistant]") == 5
+
+
+def evaluate(folder: Path, out: Path, *arguments: str) -> int:
+    """`specdec eval` on the tiny model."""
+    model = ["--model", str(folder), "--dtype", "float32", "--device", "cpu", "--batch-size", "2"]
+    tasks = [] if "--tasks" in arguments else ["--tasks", "bundled"]
+    return main(["eval", *tasks, *model, "--max-gen-toks", "8", "--out", str(out), *arguments])
+
+
+def test_both_sides_are_reported_and_agree(folder: Path, tmp_path: Path, capsys: Capture) -> None:
+    """Catches accuracies that differ without the text differing, and a report that loses a figure."""
+    assert evaluate(folder, tmp_path / "run", "--limit", "3", "--log-samples") == 0
+    text = capsys.readouterr().out
+    report = read_report(tmp_path / "run" / "report.json", "specdec-eval")
+    (task,) = report["tasks"]
+    assert task["num_samples"] == 3
+    assert task["plain"]["metrics"] == task["speculative"]["metrics"]
+    assert set(task["plain"]["metrics"]) == {"exact_match,strict-match", "exact_match,flexible-extract"}
+    assert task["differences"] == []
+    assert task["speculative"]["acceptance"]["num_steps"] > 0
+    assert len(task["speculative"]["acceptance"]["tau_per_request"]) == 3
+    assert task["ratio"] == pytest.approx(task["speculative"]["tokens_per_second"] / task["plain"]["tokens_per_second"])
+    assert "the same text for all 3 samples" in text
+    samples = (tmp_path / "run" / "samples_bundled_plain.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(samples) == 2 * 3  # one per filter
+
+
+def test_differing_texts_are_counted_with_their_first_token(
+    folder: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch
+) -> None:
+    """Catches a comparison that sees nothing, and margins of the wrong position."""
+    from evals import runner
+
+    real = runner._result
+
+    def changed(request: Any, text: str) -> Any:
+        result = real(request, text)
+        if result.stats.num_drafted and max(result.stats.num_drafted) > 0:  # the speculative side
+            result.text, result.token_ids = text + "!", [*result.token_ids[:3], 5]
+        return result
+
+    monkeypatch.setattr(runner, "_result", changed)
+    assert evaluate(folder, tmp_path / "run", "--limit", "2") == 0
+    differences = read_report(tmp_path / "run" / "report.json")["tasks"][0]["differences"]
+    assert [one["doc_id"] for one in differences] == [0, 1]
+    assert all(one["position"] == 3 and one["margin"] > 0 for one in differences)
+    assert "differs for 2 of 2 samples" in capsys.readouterr().out
+
+
+def test_a_run_that_died_does_not_repeat_finished_samples(
+    folder: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch
+) -> None:
+    """Catches lost samples, half a line at the end of the journal, and a resumed run that decodes everything again."""
+    from evals import lm_eval_model
+
+    real = lm_eval_model.answers
+    decoded: list[Any] = []
+
+    def dying(decoder: Any, prompts: Any, samplings: Any) -> Any:
+        for number, result in real(decoder, prompts, samplings):
+            if len(decoded) == 4:  # all of the plain side, one of the speculative one
+                raise KeyboardInterrupt
+            decoded.append(number)
+            yield number, result
+
+    monkeypatch.setattr(lm_eval_model, "answers", dying)
+    out = tmp_path / "run"
+    assert evaluate(folder, out, "--limit", "3") == 130
+    assert "finished samples are kept" in capsys.readouterr().err
+    journal = out / "speculative.jsonl"
+    assert len(journal.read_text(encoding="utf-8").splitlines()) == 1 + 1
+    with journal.open("a", encoding="utf-8") as file:
+        file.write('{"key": "cut in the mid')
+
+    def counting(decoder: Any, prompts: Any, samplings: Any) -> Any:
+        decoded.extend(prompts)
+        return real(decoder, prompts, samplings)
+
+    decoded.clear()
+    monkeypatch.setattr(lm_eval_model, "answers", counting)
+    assert evaluate(folder, out, "--limit", "3") == 0
+    assert len(decoded) == 2
+    resumed = read_report(out / "report.json")["tasks"][0]
+    assert evaluate(folder, tmp_path / "whole", "--limit", "3") == 0
+    whole = read_report(tmp_path / "whole" / "report.json")["tasks"][0]
+    assert resumed["plain"]["metrics"] == whole["plain"]["metrics"]
+    assert resumed["speculative"]["acceptance"] == whole["speculative"]["acceptance"]
+    assert resumed["differences"] == whole["differences"] == []
+    capsys.readouterr()
+    assert evaluate(folder, out, "--limit", "3", "-k", "2") == 2
+    assert "was begun with k 8, not 2" in capsys.readouterr().err
+
+
+def test_local_files_feed_a_task_of_lm_eval(folder: Path, tmp_path: Path) -> None:
+    """Catches a local copy that changes the task's own prompt, few-shot source or filters."""
+    data = tmp_path / "data"
+    data.mkdir()
+    write_jsonl(data / "train.jsonl", [{"question": f"shot {i}?", "answer": f"so\n#### {i}"} for i in range(9)])
+    write_jsonl(data / "test.jsonl", [{"question": f"asked {i}?", "answer": f"so\n#### {i}"} for i in range(3)])
+    arguments = ["--tasks", "gsm8k", "--data", f"gsm8k={data}", "--limit", "2", "--log-samples"]
+    assert evaluate(folder, tmp_path / "run", *arguments) == 0
+    record = json.loads((tmp_path / "run" / "samples_gsm8k_plain.jsonl").read_text(encoding="utf-8").splitlines()[0])
+    prompt = record["arguments"][0][0]
+    assert prompt.endswith("Question: asked 0?\nAnswer:")
+    assert prompt.count("Question: shot") == 5
+    assert {"strict-match", "flexible-extract"} == {
+        name.partition(",")[2] for name in read_report(tmp_path / "run" / "report.json")["tasks"][0]["plain"]["metrics"]
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragments"),
+    [
+        (["--tasks", "gsm8kk"], ["unknown task 'gsm8kk'", "near: gsm8k"]),
+        (["--limit", "5000"], ["limit is 5000 and task 'bundled' has", "choose 1 to"]),
+        (["--tasks", "gsm8k", "--data", "gsm8k=missing"], ["'missing'", "no such file"]),
+        (["--tasks", "gsm8k", "--data", "gsm8k=bad.jsonl"], ["bad.jsonl:2", "not JSON"]),
+        (["--tasks", "gsm8k", "--data", "gsm8k=good.jsonl"], ["needs split 'train'", "one JSONL file per split"]),
+        (["--data", "gsm8k=good.jsonl"], ["not among --tasks bundled"]),
+        (["--drafter", "none"], ["plain decoding is always evaluated"]),
+        (["--system", "Be brief."], ["--chat"]),
+    ],
+)
+def test_mistakes_are_one_line(
+    arguments: list[str], fragments: list[str], folder: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "good.jsonl", [{"question": "q", "answer": "#### 1"}])
+    (tmp_path / "bad.jsonl").write_text('{"question": "q", "answer": "#### 1"}\n{"question\n', encoding="utf-8")
+    assert evaluate(folder, tmp_path / "run", *arguments) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("specdec: error: ")
+    assert all(fragment in error for fragment in fragments), error
+
+
+def test_tasks_that_score_given_texts_are_refused(tmp_path: Path, monkeypatch: Patch) -> None:
+    """Catches an evaluation of drafts that never draft."""
+    from evals import lm_eval_model
+
+    task = lm_eval_model.bundled_task(tmp_path) | {"output_type": "loglikelihood", "metric_list": [{"metric": "acc"}]}
+    del task["filter_list"], task["generation_kwargs"]
+    monkeypatch.setattr(lm_eval_model, "bundled_task", lambda folder: task)
+    with pytest.raises(InvalidInputError, match="scores given texts"):
+        lm_eval_model.Tasks(["bundled"], data={}, limit=None, folder=tmp_path)

@@ -1,0 +1,104 @@
+"""Prompt sets: the bundled problems, local files, and what is said about bad ones."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evals.prompt_sets import SET_NAMES, load_prompt_set, read_bundled
+from specdec.errors import InvalidInputError
+from tests.evals.tiny import write_jsonl
+
+
+def test_bundled_problems_are_many_distinct_and_have_numeric_answers() -> None:
+    """Catches a set that shrinks, repeats itself, or holds an answer that no filter would find."""
+    problems = read_bundled()["problems"]
+    assert len(problems) >= 48
+    assert len({problem["question"] for problem in problems}) == len(problems)
+    assert len({problem["id"] for problem in problems}) == len(problems)
+    assert all(str(int(problem["answer"])) == problem["answer"] for problem in problems)
+    assert all(example["solution"].endswith(f"#### {example['answer']}") for example in read_bundled()["examples"])
+
+
+def test_bundled_programs_print_the_stored_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a wrong answer key for the problems that carry their own proof."""
+    programs = [problem for problem in read_bundled()["problems"] if "```python" in problem["question"]]
+    assert len(programs) >= 8
+    for problem in programs:
+        exec(problem["question"].split("```python\n")[1].split("```")[0], {})
+        assert capsys.readouterr().out.strip() == problem["answer"], problem["id"]
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "turns", "answer"),
+    [
+        ("gsm8k", {"question": "q?", "answer": "so\n#### 7"}, ("q?",), "7"),
+        ("mt-bench", {"question_id": 81, "turns": ["one", "two"]}, ("one", "two"), None),
+        ("mt-bench", {"prompt": ["one", "two"]}, ("one", "two"), None),
+        ("mine", {"turns": ["one", "two", "three"]}, ("one", "two", "three"), None),
+        ("mine", {"problem": "p", "answer": "3"}, ("p",), "3"),
+    ],
+)
+def test_rows_of_local_files_become_turns(
+    name: str, row: dict[str, Any], turns: tuple[str, ...], answer: str | None, tmp_path: Path
+) -> None:
+    """Catches the second turn of mt-bench getting lost, and answers with their worked solution."""
+    prompts = load_prompt_set(name, files={name: str(write_jsonl(tmp_path / "rows.jsonl", [row]))})
+    assert prompts.items[0].turns == turns
+    assert prompts.items[0].answer == answer
+    assert prompts.num_turns == len(turns)
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "expected"),
+    [
+        ("math500", {"problem": "What is 1+1?"}, "What is 1+1?"),
+        ("humaneval", {"prompt": "def f():\n"}, "def f():\n"),
+        ("mbpp", {"text": "Write f.", "test_list": ["assert f() == 1"]}, "assert f() == 1"),
+    ],
+)
+def test_instructions_keep_the_text_of_the_row(name: str, row: dict[str, Any], expected: str, tmp_path: Path) -> None:
+    prompts = load_prompt_set(name, files={name: str(write_jsonl(tmp_path / "rows.jsonl", [row]))})
+    assert expected in prompts.items[0].turns[0]
+
+
+def test_hash_follows_the_prompts(tmp_path: Path) -> None:
+    """Catches reports of different prompts that look comparable."""
+    one = load_prompt_set("x", files={"x": str(write_jsonl(tmp_path / "one.jsonl", [{"prompt": "a"}, {"prompt": "b"}]))})
+    same = load_prompt_set("y", files={"y": str(write_jsonl(tmp_path / "two.jsonl", [{"question": "a"}, {"question": "b"}]))})
+    assert one.sha256 == same.sha256
+    assert load_prompt_set("x", files={"x": str(tmp_path / "one.jsonl")}, limit=1).sha256 != one.sha256
+
+
+@pytest.mark.parametrize(
+    ("text", "fragments"),
+    [
+        (None, ["cannot read", "no such file"]),
+        ("", ["holds no row"]),
+        ('{"question": "a"}\n\n{"question": \n', ["rows.jsonl:3", "not JSON"]),
+        ('{"question": "a"}\n[1]\n', ["rows.jsonl:2", "JSON list"]),
+        ('{"text": "a"}\n', ["rows.jsonl:1", "lacks question", "it has text"]),
+        ('{"question": " "}\n', ["rows.jsonl:1", "empty turn"]),
+        ('{"question": 3}\n', ["rows.jsonl:1", "not a string"]),
+    ],
+)
+def test_bad_files_are_named_with_the_line(text: str | None, fragments: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    if text is not None:
+        path.write_text(text, encoding="utf-8")
+    with pytest.raises(InvalidInputError) as caught:
+        load_prompt_set("gsm8k", files={"gsm8k": str(path)})
+    assert "\n" not in str(caught.value)
+    assert all(fragment in str(caught.value) for fragment in fragments), caught.value
+
+
+def test_unknown_names_and_limits_outside_the_set_are_refused() -> None:
+    with pytest.raises(InvalidInputError, match="did you mean 'gsm8k'"):
+        load_prompt_set("gsm8")
+    size = len(read_bundled()["problems"])
+    with pytest.raises(InvalidInputError, match=f"limit is {size + 1} and prompt set 'bundled' has {size} rows"):
+        load_prompt_set("bundled", limit=size + 1)
+    with pytest.raises(InvalidInputError, match="limit is 0"):
+        load_prompt_set("bundled", limit=0)
+    assert len(load_prompt_set("bundled", limit=3).items) == 3
+    assert {"gsm8k", "math500", "humaneval", "mbpp", "mt-bench", "bundled"} == set(SET_NAMES)
