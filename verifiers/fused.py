@@ -140,7 +140,8 @@ def _fused_layer(layer: Any) -> FusedLayer:
 @torch.no_grad()
 def _take(*projections: nn.Linear) -> Linear:
     """The projections as one; they are left empty, so that nothing is stored twice."""
-    weight = torch.cat([projection.weight.detach() for projection in projections])
+    weights = [projection.weight.detach() for projection in projections]
+    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
     bias = None if projections[0].bias is None else torch.cat([projection.bias.detach() for projection in projections])
     joined = Linear(weight, bias)
     for projection in projections:

@@ -1,9 +1,11 @@
 """The paged KV cache: one key and one value tensor per layer, all sharing the same block ids."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,11 +61,8 @@ class PagedKVCache:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        # Zeros, not uninitialised memory: a masked key weighs 0, and 0 times NaN would still be NaN.
-        self.layers = [
-            LayerCache(*(torch.zeros(num_blocks, block_size, s.num_kv_heads, s.head_dim, dtype=dtype, device=device) for _ in "kv"))
-            for s in specs
-        ]
+        shapes = [(num_blocks, block_size, spec.num_kv_heads, spec.head_dim) for spec in specs]
+        self.layers = [LayerCache(*(_zeros(shape, dtype, device) for _ in "kv")) for shape in shapes]
 
     def scrub(self, blocks: Sequence[int]) -> None:
         """Zeroes blocks whose content is not finite, before anyone else reads them."""
@@ -73,6 +72,17 @@ class PagedKVCache:
         for layer in self.layers:
             for tensor in layer:
                 tensor.view(torch.uint8).index_fill_(0, index, 0)  # as bytes, since 8-bit floats have no index_fill_
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, not uninitialised memory: a masked key weighs 0, and 0 times NaN would still be NaN.
+
+    On a CPU the pages come from the system as zeros when they are first touched, so a large cache costs neither time nor memory
+    before it is used.
+    """
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def num_blocks_in_budget(
