@@ -53,7 +53,7 @@ $(VENV)/.package: $(VENV)/.python pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.package
 	@echo "Installing the tools for tests and lint."
-	@$(PIP_INSTALL) --constraint constraints.txt --editable '.[dev]'
+	@$(PIP_INSTALL) --constraint constraints.txt --editable '.[dev,eval]'
 	@# The public DFlash implementation, which tests compare with; its dependencies serve its own benchmarks.
 	@$(PIP_INSTALL) --no-deps dflash==0.1.0
 	@touch $@

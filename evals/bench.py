@@ -14,7 +14,7 @@ from evals.report import new_report
 from evals.runner import OnStep, OnTurn, Pass, most_tokens, run_set
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import Drafter
-from specdec.decoder import SpecDecoder, _find_drafter
+from specdec.decoder import SpecDecoder, find_drafter
 from specdec.errors import InvalidInputError
 from specdec.metrics import Speed, mean_tau, pooled, time_split
 
@@ -117,7 +117,7 @@ class Bench:
         self._base, self._config, self._progress = base, config, progress
         self._drafters: dict[str, Drafter] = {}
         for name in config.drafters:
-            drafter = _find_drafter(name)(base.verifier)
+            drafter = find_drafter(name)(base.verifier)
             assert drafter is not None, "BenchConfig refuses plain decoding"
             self._drafters[name] = drafter
             for k in config.num_draft_tokens:

@@ -120,7 +120,7 @@ class SpecDecoder:
             SpecDecError: one line that names what is wrong with an argument, a checkpoint or their combination.
         """
         engine = engine or EngineConfig()
-        where, make_drafter = resolve_device(device), _find_drafter(drafter)
+        where, make_drafter = resolve_device(device), find_drafter(drafter)
         load_verifier = resolve(VERIFIERS, "hf", "verifier")
         verifier, tokenizer = load_verifier(
             target,
@@ -301,7 +301,7 @@ def _with(sampling: SamplingParams | None, overrides: dict[str, Any]) -> Samplin
     return replace(sampling or SamplingParams(), **overrides)
 
 
-def _find_drafter(name: str | None) -> Callable[[Verifier], Drafter | None]:
+def find_drafter(name: str | None) -> Callable[[Verifier], Drafter | None]:
     """What makes the drafter once the target is there: a name in the registry, else a checkpoint by folder or hub name."""
     if name is None or name == "none":
         return lambda verifier: None

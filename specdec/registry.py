@@ -20,7 +20,7 @@ DRAFTERS = {
 """Functions `(path | None, *, verifier) -> Drafter`."""
 
 VERIFIERS = {
-    "hf": "verifiers.hf:load_verifier",
+    "hf": "verifiers.load:load_verifier",
 }
 """Functions `(name_or_path, *, device, dtype, attention) -> (Verifier, tokenizer)`."""
 

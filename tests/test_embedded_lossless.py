@@ -12,11 +12,11 @@ from drafters.config import DFlashConfig
 from drafters.dflash import DFlashModel, load_dflash
 from drafters.ngram import load_ngram
 from specdec.config import CacheConfig, EngineConfig
-from specdec.core import Drafter
+from specdec.core import Drafter, Verifier
 from specdec.decoder import SpecDecoder
 from tests.scripted import ScriptedDrafter
 from verifiers.embedded import embedded_model_path
-from verifiers.hf import HFVerifier, load_verifier
+from verifiers.load import load_verifier
 
 MAX_TOKENS = 64
 K = 5
@@ -41,14 +41,14 @@ QUESTIONS = (
 
 
 @pytest.fixture(scope="module")
-def target() -> tuple[HFVerifier, SpecDecoder]:
+def target() -> tuple[Verifier, SpecDecoder]:
     """The embedded model behind our attention, and a plain decoder for its tokenizer."""
     verifier, tokenizer = load_verifier("embedded", device=torch.device("cpu"), dtype=torch.float32)
     return verifier, SpecDecoder(verifier, tokenizer, None, EngineConfig(max_num_seqs=1, cache=CacheConfig(memory_bytes=2**26)))
 
 
 @pytest.fixture(scope="module")
-def outputs(target: tuple[HFVerifier, SpecDecoder]) -> dict[tuple[int, ...], list[int]]:
+def outputs(target: tuple[Verifier, SpecDecoder]) -> dict[tuple[int, ...], list[int]]:
     """What transformers alone writes, one prompt at a time."""
     model = AutoModelForCausalLM.from_pretrained(embedded_model_path(), dtype=torch.float32).eval()
     found = {}
@@ -62,7 +62,7 @@ def outputs(target: tuple[HFVerifier, SpecDecoder]) -> dict[tuple[int, ...], lis
 
 
 @pytest.fixture(scope="module")
-def random_dflash(target: tuple[HFVerifier, SpecDecoder], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def random_dflash(target: tuple[Verifier, SpecDecoder], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A DFlash checkpoint with random weights for the embedded model."""
     verifier = target[0]
     config = DFlashConfig(
@@ -87,7 +87,7 @@ def random_dflash(target: tuple[HFVerifier, SpecDecoder], tmp_path_factory: pyte
     return path
 
 
-MakeDrafter = Callable[[HFVerifier, dict[tuple[int, ...], list[int]], Path], Drafter | None]
+MakeDrafter = Callable[[Verifier, dict[tuple[int, ...], list[int]], Path], Drafter | None]
 DRAFTERS: dict[str, MakeDrafter] = {
     "plain": lambda verifier, outputs, path: None,
     "ngram": lambda verifier, outputs, path: load_ngram(None, verifier=verifier),
@@ -100,7 +100,7 @@ DRAFTERS: dict[str, MakeDrafter] = {
 @pytest.mark.parametrize("batch", [16, 4, 1])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_greedy_equals_generate(
-    target: tuple[HFVerifier, SpecDecoder],
+    target: tuple[Verifier, SpecDecoder],
     outputs: dict[tuple[int, ...], list[int]],
     random_dflash: Path,
     drafter: str,

@@ -6,11 +6,10 @@ import pytest
 
 from drafters.ngram import NGramDrafter
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
-from specdec.core import Drafter
+from specdec.core import Drafter, Verifier
 from specdec.engine import SpecEngine
 from tests.scripted import ScriptedDrafter
 from tests.tiny_models import CONFIGS, paged_verifier, plain_greedy, plain_model, random_dflash, random_prompts
-from verifiers.hf import HFVerifier
 
 K = 4
 MAX_TOKENS = 24
@@ -18,7 +17,7 @@ Outputs = dict[tuple[int, ...], list[int]]
 
 
 def run(
-    verifier: HFVerifier, drafter: Drafter | None, prompts: list[list[int]], config: EngineConfig, **sampling: object
+    verifier: Verifier, drafter: Drafter | None, prompts: list[list[int]], config: EngineConfig, **sampling: object
 ) -> list[list[int]]:
     """Output tokens of every prompt, all queued at once."""
     engine = SpecEngine(verifier, drafter, config)
@@ -34,7 +33,7 @@ def engine_config(batch: int, **changes: object) -> EngineConfig:
     return EngineConfig(max_num_seqs=batch, max_prefill_tokens=13, cache=CacheConfig(block_size=4, memory_bytes=2**22), **changes)  # type: ignore[arg-type]
 
 
-DRAFTERS: dict[str, Callable[[Outputs, HFVerifier], Drafter | None]] = {
+DRAFTERS: dict[str, Callable[[Outputs, Verifier], Drafter | None]] = {
     "plain": lambda outputs, verifier: None,
     "ngram": lambda outputs, verifier: NGramDrafter(max_draft_tokens=K),
     "dflash": lambda outputs, verifier: random_dflash(verifier, block_size=K + 1),
@@ -45,7 +44,7 @@ DRAFTERS: dict[str, Callable[[Outputs, HFVerifier], Drafter | None]] = {
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
-def case(request: pytest.FixtureRequest) -> tuple[HFVerifier, Outputs]:
+def case(request: pytest.FixtureRequest) -> tuple[Verifier, Outputs]:
     """A target and what transformers' `generate` makes of 5 prompts."""
     model = plain_model(request.param)
     return paged_verifier(model), {tuple(p): plain_greedy(model, p, MAX_TOKENS) for p in random_prompts(5)}
@@ -54,7 +53,7 @@ def case(request: pytest.FixtureRequest) -> tuple[HFVerifier, Outputs]:
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_greedy_equals_generate(case: tuple[HFVerifier, Outputs], drafter: str, batch: int, depth: int) -> None:
+def test_greedy_equals_generate(case: tuple[Verifier, Outputs], drafter: str, batch: int, depth: int) -> None:
     """Every architecture, drafter and batch size, results read at once and one step late."""
     verifier, outputs = case
     prompts = [list(p) for p in outputs]

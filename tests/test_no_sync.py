@@ -9,13 +9,12 @@ import torch
 
 from drafters.ngram import NGramDrafter
 from specdec.config import SamplingParams
-from specdec.core import DecodeBatch, Drafter
+from specdec.core import DecodeBatch, Drafter, Verifier
 from specdec.engine import SpecEngine
 from tests.guards import HostSyncError, no_host_sync
 from tests.scripted import ScriptedDrafter
 from tests.test_lossless import MAX_TOKENS, engine_config
 from tests.tiny_models import VOCAB, paged_verifier, plain_greedy, plain_model, random_dflash, random_prompts
-from verifiers.hf import HFVerifier
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -48,7 +47,7 @@ def test_the_guard_works(spoil: Callable[[torch.Tensor], Any], caught: bool) -> 
 
 
 def guarded_run(
-    verifier: HFVerifier,
+    verifier: Verifier,
     drafter: Drafter | None,
     prompts: list[list[int]],
     sampling: SamplingParams,

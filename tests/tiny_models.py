@@ -24,8 +24,10 @@ from transformers import (
 from drafters.config import DFlashConfig
 from drafters.dflash import DFlashDrafter, DFlashModel
 from specdec.attention.selector import select_backend
-from verifiers.hf import HFVerifier, attention_spec
+from specdec.core import Verifier
+from verifiers.hf import verifier_for
 from verifiers.hf_attention import ATTENTION_NAME
+from verifiers.shape import attention_spec
 
 VOCAB = 97
 WINDOW = 8
@@ -84,14 +86,14 @@ def plain_model(name: str, seed: int = 0) -> PreTrainedModel:
     return model
 
 
-def paged_verifier(model: PreTrainedModel, block_size: int = 4, *, fuse: bool = True) -> HFVerifier:
+def paged_verifier(model: PreTrainedModel, block_size: int = 4, *, fuse: bool = True) -> Verifier:
     """A second model with the same weights behind our paged attention."""
     config = copy.deepcopy(model.config)
     paged: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
     paged.load_state_dict(model.state_dict())
     paged.generation_config.eos_token_id = model.generation_config.eos_token_id
     spec = attention_spec(config, device=torch.device("cpu"), dtype=torch.float32, block_size=block_size)
-    return HFVerifier(paged.eval(), name=config.model_type, backend=select_backend("torch_ref", spec), fuse=fuse)
+    return verifier_for(paged, name=config.model_type, backend=select_backend("torch_ref", spec), fuse=fuse)
 
 
 @torch.inference_mode()
@@ -111,7 +113,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def random_dflash(
-    verifier: HFVerifier, *, block_size: int = 5, causal: tuple[bool, bool, bool] = (False, True, False), seed: int = 0
+    verifier: Verifier, *, block_size: int = 5, causal: tuple[bool, bool, bool] = (False, True, False), seed: int = 0
 ) -> DFlashDrafter:
     """A DFlash drafter with random weights, one full layer and two sliding ones."""
     torch.manual_seed(seed)

@@ -7,14 +7,22 @@ the products; weights lie in the layout that the device's kernels read. The mode
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig
 
+from specdec.attention.backend import AttentionBackend
+from specdec.core import ForwardInput, VerifyOutput
+from specdec.kv_cache import LayerCache
 from specdec.ops.linear import Linear
+from verifiers.shape import kv_layer_spec, layer_windows, max_model_len
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """`(layer, query [T, heads, D], key [T, kv_heads, D], value [T, kv_heads, D]) -> [T, heads, D]`."""
@@ -23,8 +31,8 @@ FAMILY = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Model types whose decoder layers are: norm, attention, residual, norm, gated SiLU MLP, residual."""
 
 
-def can_fuse(model: PreTrainedModel) -> bool:
-    """Whether `FusedDecoder` computes what this model does: a member of the family with ordinary, unquantised layers."""
+def can_fuse(model: "PreTrainedModel") -> bool:
+    """Whether `FusedVerifier` computes what this model does: a member of the family with ordinary, unquantised layers."""
     config = model.config
     linear = [module for name, module in model.named_modules() if name.endswith("_proj")]
     return config.model_type in FAMILY and config.hidden_act == "silu" and all(type(module) is nn.Linear for module in linear)
@@ -62,35 +70,104 @@ class FusedLayer:
     down: Linear
 
 
-class FusedDecoder:
-    """Decoder layers of a model for which `can_fuse` holds.
+class FusedVerifier:
+    """A model of the Llama family seen through the `Verifier` protocol.
 
     Args:
-        model: in eval mode, on its device. Its decoder layers cannot run any more.
-        layers: its decoder layers.
-        head_dim: size of an attention head.
+        config: the model's.
+        layers: decoder layers; what they hold is taken over, and they cannot run any more.
+        norm: the norm before the head.
+        embedding: [V, H] on the device, in the type to compute in.
+        head: weight [V, H] and bias of the output head.
+        rotary: `(hidden, position_ids [1, T]) -> cos, sin [1, T, head_dim]`.
+        name: how to call it in messages.
+        backend: attention over the cache.
+        eos: end-of-sequence ids.
     """
 
-    def __init__(self, model: PreTrainedModel, layers: Iterable[nn.Module], head_dim: int) -> None:
-        self.head_dim = head_dim
-        self._rotary = model.base_model.rotary_emb
-        self._norm = RMSNorm(model.base_model.norm)
+    embedding_scale = 1.0
+    final_softcap: float | None = None
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        layers: Iterable[Any],
+        norm: Any,
+        embedding: Tensor,
+        head: Linear,
+        rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+        *,
+        name: str,
+        backend: AttentionBackend,
+        eos: tuple[int, ...] = (),
+    ) -> None:
+        self.name, self.attention, self.eos_token_ids = name, backend, eos
+        self.config = config
+        self.device, self.dtype = embedding.device, embedding.dtype
+        self.hidden_size, self.num_layers = config.hidden_size, config.num_hidden_layers
+        self.max_model_len = max_model_len(config)
+        self.vocab_size = head.out_features
+        self.kv_specs = [kv_layer_spec(config)] * config.num_hidden_layers
+        self.head_dim = self.kv_specs[0].head_dim
+        self._windows = layer_windows(config)
+        self._embedding, self._head, self._rotary = embedding.detach(), head, rotary
         self._layers = [_fused_layer(layer) for layer in layers]
-        half = head_dim // 2
-        self._sign = torch.cat([-torch.ones(half), torch.ones(half)]).to(model.device, model.dtype)
+        self._norm = RMSNorm(norm)
+        half = torch.ones(self.head_dim // 2)
+        self._sign = torch.cat([-half, half]).to(self.device, self.dtype)
 
-    def forward(self, hidden: Tensor, position_ids: Tensor, attend: Attend, taps: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
-        """Runs all layers.
+    @classmethod
+    def from_model(
+        cls, model: "PreTrainedModel", layers: Iterable[nn.Module], *, name: str, backend: AttentionBackend, eos: tuple[int, ...]
+    ) -> "FusedVerifier":
+        """Takes over a transformers model for which `can_fuse` holds, in eval mode on its device."""
+        base, head = model.base_model, model.get_output_embeddings()
+        return cls(
+            model.config,
+            layers,
+            base.norm,
+            model.get_input_embeddings().weight,
+            Linear(head.weight.detach(), head.bias),
+            base.rotary_emb,
+            name=name,
+            backend=backend,
+            eos=eos,
+        )
 
-        Args:
-            hidden: [T, H], input embeddings.
-            position_ids: int64 [T].
-            attend: attention of a layer.
-            taps: layers whose raw outputs are wanted.
+    @classmethod
+    def from_tensors(
+        cls, config: PreTrainedConfig, tensors: dict[str, Tensor], *, name: str, backend: AttentionBackend, eos: tuple[int, ...]
+    ) -> "FusedVerifier":
+        """A Llama with tied embeddings and plain RoPE from its checkpoint's tensors, on their device and in their type."""
+        assert config.model_type == "llama" and config.tie_word_embeddings and config.rope_parameters["rope_type"] == "default"
+        tree = _module_tree(tensors, config.rms_norm_eps)
+        embedding = tree.model.embed_tokens.weight
+        layers = [getattr(tree.model.layers, str(index)) for index in range(config.num_hidden_layers)]
+        rotary = _PlainRotary(kv_layer_spec(config).head_dim, config.rope_parameters["rope_theta"], embedding.device)
+        return cls(config, layers, tree.model.norm, embedding, Linear(embedding), rotary, name=name, backend=backend, eos=eos)
 
-        Returns:
-            [T, H], not normed, and the tapped outputs [T, H] in the order of `taps`.
-        """
+    @torch.inference_mode()
+    def forward(self, rows: ForwardInput, caches: Sequence[LayerCache], aux_layer_ids: Sequence[int] = ()) -> VerifyOutput:
+        """Scores packed rows; see `Verifier.forward`."""
+        backend, plan, scale = self.attention, self.attention.plan(rows.metadata), self.head_dim**-0.5
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return backend.run(query, key, value, caches[layer], plan, scale=scale, window=self._windows[layer])
+
+        hidden, tapped = self._decode(self.embed(rows.token_ids), rows.position_ids, attend, aux_layer_ids)
+        selected = hidden if rows.logit_rows is None else hidden.index_select(0, rows.logit_rows)
+        return VerifyOutput(logits=self.head(self._norm(selected)), aux_hidden=torch.cat(tapped, dim=-1) if tapped else None)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Rows of the input embedding table, [..., H]."""
+        return F.embedding(token_ids, self._embedding)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits of the output head alone, [..., V]."""
+        return self._head(hidden)
+
+    def _decode(self, hidden: Tensor, position_ids: Tensor, attend: Attend, taps: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
+        """Runs all layers on embeddings [T, H]; returns [T, H], not normed, and the raw outputs [T, H] of the layers in `taps`."""
         cos, sin = self._rotary(hidden[None], position_ids[None])
         cos, sin = cos[0, :, None], sin[0, :, None] * self._sign  # [T, 1, head_dim]
         tapped: dict[int, Tensor] = {}
@@ -100,10 +177,6 @@ class FusedDecoder:
             if index in taps:
                 tapped[index] = hidden
         return hidden, [tapped[index] for index in taps]
-
-    def final_norm(self, hidden: Tensor) -> Tensor:
-        """What the output head takes, [..., H]."""
-        return self._norm(hidden)
 
     def _attention(self, index: int, layer: FusedLayer, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         qkv = layer.qkv(layer.input_norm(hidden)).view(len(hidden), -1, self.head_dim)  # [T, heads + 2 * kv_heads, head_dim]
@@ -138,7 +211,7 @@ def _fused_layer(layer: Any) -> FusedLayer:
 
 
 @torch.no_grad()
-def _take(*projections: nn.Linear) -> Linear:
+def _take(*projections: Any) -> Linear:
     """The projections as one; they are left empty, so that nothing is stored twice."""
     weights = [projection.weight.detach() for projection in projections]
     weight = weights[0] if len(weights) == 1 else torch.cat(weights)
@@ -147,3 +220,30 @@ def _take(*projections: nn.Linear) -> Linear:
     for projection in projections:
         projection.weight.data = weight.new_empty(0)
     return joined
+
+
+class _PlainRotary:
+    """Cosine and sine of positions, as transformers' default RoPE computes them: angles in float32, halves repeated."""
+
+    def __init__(self, head_dim: int, theta: float, device: torch.device) -> None:
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        self._frequencies = (1.0 / theta**exponents).to(device)
+
+    def __call__(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        angles = position_ids[..., None].float() * self._frequencies
+        angles = torch.cat([angles, angles], dim=-1)
+        return angles.cos().to(hidden.dtype), angles.sin().to(hidden.dtype)
+
+
+def _module_tree(tensors: dict[str, Tensor], epsilon: float) -> Any:
+    """Tensors by dotted names as nested objects that look like modules to `_fused_layer`."""
+    tree = SimpleNamespace()
+    for name, tensor in tensors.items():
+        *path, leaf = name.split(".")
+        node = tree
+        for part in path:
+            if not hasattr(node, part):
+                setattr(node, part, SimpleNamespace(bias=None, variance_epsilon=epsilon))
+            node = getattr(node, part)
+        setattr(node, leaf, tensor)
+    return tree

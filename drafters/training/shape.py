@@ -47,7 +47,7 @@ def new_config(config: TrainConfig, verifier: Any, tokenizer: Any) -> DFlashConf
     Raises:
         InvalidInputError: a tap or the mask token does not suit the target.
     """
-    target = verifier.model.config
+    target = verifier.config
     heads = config.heads or target.num_attention_heads
     kv_heads = config.kv_heads or (config.heads or getattr(target, "num_key_value_heads", None) or heads)
     head_dim = config.head_dim or getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads

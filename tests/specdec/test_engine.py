@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
-from specdec.core import DecodeBatch, DraftOutput, ForwardInput, Request, VerifyOutput
+from specdec.core import DecodeBatch, DraftOutput, ForwardInput, Request, Verifier, VerifyOutput
 from specdec.engine import SpecEngine
 from specdec.errors import CapacityError, InvalidInputError
 from tests.scripted import ScriptedDrafter
 from tests.tiny_models import paged_verifier, plain_greedy, plain_model, random_prompts
-from verifiers.hf import HFVerifier
 
 MAX_TOKENS = 30
-Case = tuple[HFVerifier, list[list[int]], dict[tuple[int, ...], list[int]]]
+Case = tuple[Verifier, list[list[int]], dict[tuple[int, ...], list[int]]]
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +81,7 @@ def test_end_of_sequence_can_be_ignored(case: Case) -> None:
 
 
 @contextmanager
-def poisoned(verifier: HFVerifier, victims: list[Request], first_bad: int) -> Iterator[None]:
+def poisoned(verifier: Verifier, victims: list[Request], first_bad: int) -> Iterator[None]:
     """Makes keys, values and logits of the victim NaN from position `first_bad` on."""
     forward = verifier.forward
 

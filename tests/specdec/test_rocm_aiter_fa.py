@@ -21,15 +21,16 @@ from specdec.attention.rocm_aiter_layout import read_blocks, read_rows
 from specdec.attention.selector import select_backend
 from specdec.attention.torch_ref import TorchRefBackend
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
-from specdec.core import DecodeBatch, Drafter
+from specdec.core import DecodeBatch, Drafter, Verifier
 from specdec.engine import SpecEngine
 from specdec.errors import BackendError
 from specdec.kv_cache import KVLayerSpec, LayerCache, PagedKVCache, blocks_for
 from tests.aiter_emulation import Machine, install
 from tests.guards import HostSyncError, no_host_sync
 from tests.tiny_models import CONFIGS, WINDOW, paged_verifier, random_dflash, random_prompts
-from verifiers.hf import HFVerifier, attention_spec
+from verifiers.hf import verifier_for
 from verifiers.hf_attention import ATTENTION_NAME
+from verifiers.shape import attention_spec
 
 BACKENDS: dict[str, type[RocmAiterFaBackend]] = {"plain": RocmAiterFaBackend, "shuffle": RocmAiterFaShuffleBackend}
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
@@ -374,14 +375,14 @@ def model_of(name: str, head_dim: int = 64) -> PreTrainedModel:
     return model
 
 
-def dflash_of(verifier: HFVerifier) -> DFlashDrafter:
+def dflash_of(verifier: Verifier) -> DFlashDrafter:
     """A random DFlash drafter with heads wide enough for Triton's matrix instructions."""
     config = replace(random_dflash(verifier).config, head_dim=16)
     torch.manual_seed(1)
     return DFlashDrafter(DFlashModel(config))
 
 
-def generate(verifier: HFVerifier, drafter: Drafter | None, *, guard: bool = False, **config: Any) -> list[list[int]]:
+def generate(verifier: Verifier, drafter: Drafter | None, *, guard: bool = False, **config: Any) -> list[list[int]]:
     """Tokens of a few prompts, prefilled in chunks and decoded in batches."""
     cache = CacheConfig(block_size=16, memory_bytes=2**23)
     engine = SpecEngine(verifier, drafter, EngineConfig(max_num_seqs=3, max_prefill_tokens=13, cache=cache, **config))
@@ -399,7 +400,7 @@ def generate(verifier: HFVerifier, drafter: Drafter | None, *, guard: bool = Fal
     return [request.output_token_ids for request in requests]
 
 
-def on(verifier: HFVerifier, backend: type[AttentionBackend], model: PreTrainedModel, **changes: Any) -> HFVerifier:
+def on(verifier: Verifier, backend: type[AttentionBackend], model: PreTrainedModel, **changes: Any) -> Verifier:
     """The same target on another backend."""
     other = paged_verifier(model, block_size=16)
     other.attention = backend(replace(verifier.attention.spec, **changes))
@@ -429,7 +430,7 @@ def test_generation_with_an_eight_bit_cache(rocm: Install, layout: str) -> None:
     model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.bfloat16).eval()
     asked = attention_spec(config, device=torch.device("cpu"), dtype=torch.bfloat16, block_size=16)
     backend = BACKENDS[layout](replace(asked, cache_dtype=FP8["gfx950"]))
-    verifier = HFVerifier(model, name="llama", backend=backend)
+    verifier = verifier_for(model, name="llama", backend=backend)
     outputs = generate(verifier, dflash_of(verifier), guard=True)
     assert all(len(output) == 14 or output[-1] == 2 for output in outputs)
 

@@ -5,32 +5,31 @@ import random
 import pytest
 
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
-from specdec.core import Request
+from specdec.core import Request, Verifier
 from specdec.engine import SpecEngine
 from specdec.errors import CapacityError, InvalidInputError
 from specdec.kv_cache import BlockPool, prefix_hashes
 from specdec.scheduler import Chunk
 from tests.scripted import ScriptedDrafter
 from tests.tiny_models import VOCAB, paged_verifier, plain_model
-from verifiers.hf import HFVerifier
 
 BLOCK = 4
 NUM_REQUESTS = 300
 
 
 @pytest.fixture(scope="module")
-def verifier() -> HFVerifier:
+def verifier() -> Verifier:
     """One tiny target for all tests here."""
     return paged_verifier(plain_model("llama"), BLOCK)
 
 
-def cache_of(verifier: HFVerifier, num_blocks: int, **changes: object) -> EngineConfig:
+def cache_of(verifier: Verifier, num_blocks: int, **changes: object) -> EngineConfig:
     """A config whose cache has exactly `num_blocks` blocks, the null block included."""
     block_bytes = BLOCK * sum(spec.bytes_per_token(verifier.dtype) for spec in verifier.kv_specs)
     return EngineConfig(cache=CacheConfig(block_size=BLOCK, memory_bytes=num_blocks * block_bytes), **changes)  # type: ignore[arg-type]
 
 
-def alone(verifier: HFVerifier, prompt: list[int], sampling: SamplingParams) -> list[int]:
+def alone(verifier: Verifier, prompt: list[int], sampling: SamplingParams) -> list[int]:
     """Output of a request that has an engine to itself, without a drafter."""
     engine = SpecEngine(verifier, None, EngineConfig(max_num_seqs=1, cache=CacheConfig(block_size=BLOCK, memory_bytes=2**22)))
     request = engine.add_request(prompt, sampling)
@@ -40,7 +39,7 @@ def alone(verifier: HFVerifier, prompt: list[int], sampling: SamplingParams) -> 
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_hundreds_of_requests_in_a_pool_far_too_small(verifier: HFVerifier, depth: int) -> None:
+def test_hundreds_of_requests_in_a_pool_far_too_small(verifier: Verifier, depth: int) -> None:
     """Random arrivals, lengths, sampling and cancellations; every output equals its single-request output, the pool ends empty."""
     rng = random.Random(depth)
     stems = [[rng.randrange(3, VOCAB) for _ in range(12)] for _ in range(3)]
@@ -79,7 +78,7 @@ def test_hundreds_of_requests_in_a_pool_far_too_small(verifier: HFVerifier, dept
     assert not len(engine.results)
 
 
-def test_shared_prefix_is_computed_once(verifier: HFVerifier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_prefix_is_computed_once(verifier: Verifier, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second request with the same beginning takes over its full blocks, and its output does not change."""
     stem, tails = list(range(10, 10 + 5 * BLOCK)), ([60, 61], [70, 71, 72])
     sampling = SamplingParams(max_tokens=6)
@@ -102,7 +101,7 @@ def test_shared_prefix_is_computed_once(verifier: HFVerifier, monkeypatch: pytes
     assert outputs == [alone(verifier, stem + tail, sampling) for tail in tails]
 
 
-def test_whole_prompt_in_the_cache_still_computes_its_last_token(verifier: HFVerifier) -> None:
+def test_whole_prompt_in_the_cache_still_computes_its_last_token(verifier: Verifier) -> None:
     """A prompt that is cached to the last token yields the same first token again."""
     prompt = list(range(20, 20 + 2 * BLOCK))
     engine = SpecEngine(verifier, None, EngineConfig(cache=CacheConfig(block_size=BLOCK, memory_bytes=2**22)))
@@ -115,7 +114,7 @@ def test_whole_prompt_in_the_cache_still_computes_its_last_token(verifier: HFVer
     assert outputs == [alone(verifier, prompt, SamplingParams(max_tokens=5))] * 3
 
 
-def test_requests_that_can_never_fit_are_refused(verifier: HFVerifier) -> None:
+def test_requests_that_can_never_fit_are_refused(verifier: Verifier) -> None:
     """Too long for the model, too long for the cache, empty, or with foreign token ids: one line each, and nothing is queued."""
     engine = SpecEngine(verifier, None, cache_of(verifier, 10, max_model_len=200))
     with pytest.raises(CapacityError, match=r"prompt has 200 tokens and the limit is 200"):
@@ -129,7 +128,7 @@ def test_requests_that_can_never_fit_are_refused(verifier: HFVerifier) -> None:
     assert not engine.has_work
 
 
-def test_prefill_does_not_stall_decoding(verifier: HFVerifier) -> None:
+def test_prefill_does_not_stall_decoding(verifier: Verifier) -> None:
     """While a long prompt is prefilled in chunks, a running request gets a token in every step."""
     engine = SpecEngine(
         verifier, None, EngineConfig(max_num_seqs=2, max_prefill_tokens=8, cache=CacheConfig(block_size=BLOCK, memory_bytes=2**22))

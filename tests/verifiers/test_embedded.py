@@ -15,9 +15,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from specdec.decoder import SpecDecoder
 from specdec.errors import CapacityError, CheckpointError, InvalidInputError
 from verifiers import embedded
 from verifiers.embedded import embedded_model_path
+from verifiers.load import load_verifier
 
 WEIGHTS_SHA256 = "08587497151051bb64ba4ae8288856623bb8c6cd5dc22bb3bda06ebda07a1bcd"
 """Of the name and bytes of every tensor in order of name; equal, when written down, to what transformers' GGUF reader gives."""
@@ -241,3 +243,27 @@ def test_payload_with_another_checksum(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(CheckpointError, match=r"SHA-256 .* instead of b179c952.*--force-reinstall"):
         embedded_model_path(tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_direct_way_in_computes_the_same(dtype: torch.dtype) -> None:
+    """Read without transformers' model code, the embedded model gives the same logits to the bit, and stops at the same tokens."""
+    path = str(embedded_model_path())
+    direct, _ = load_verifier("embedded", device=torch.device("cpu"), dtype=dtype)
+    detour, _ = load_verifier(path, device=torch.device("cpu"), dtype=dtype)
+    prompt = list(range(500, 560))
+    logits = [SpecDecoder(verifier, None).next_token_logits(prompt) for verifier in (direct, detour)]
+    assert torch.equal(*logits)
+    assert direct.eos_token_ids == detour.eos_token_ids == (2,)
+    assert direct.max_model_len == detour.max_model_len
+
+
+def test_a_start_does_not_import_model_code() -> None:
+    """Most of a start was importing it; loading the embedded model must do without."""
+    code = (
+        "import sys; from specdec import SpecDecoder; SpecDecoder.from_pretrained('embedded');"
+        " print([name for name in sys.modules if name.startswith('transformers.model') and 'modeling_' in name.split('.')[-1]])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    assert "modeling_utils" not in found.stdout
+    assert "modeling_llama" not in found.stdout

@@ -6,12 +6,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdec.attention.backend import AttentionMetadata
-from specdec.core import ForwardInput
+from specdec.core import ForwardInput, Verifier
 from specdec.kv_cache import PagedKVCache, blocks_for
 from specdec.ops.linear import Linear, can_pack
 from tests.tiny_models import CONFIGS, WINDOW, paged_verifier, plain_model, random_prompts
 from verifiers.fused import can_fuse
-from verifiers.hf import HFVerifier, layer_windows
+from verifiers.hf import HFVerifier
+from verifiers.shape import layer_windows
 
 BLOCK = 4
 FUSED = ("llama", "llama_tied", "qwen2", "qwen2_window", "qwen3", "mistral")
@@ -20,7 +21,7 @@ FUSED = ("llama", "llama_tied", "qwen2", "qwen2_window", "qwen3", "mistral")
 class PackedRun:
     """Feeds several sequences to a verifier in packed chunks over one cache with scattered blocks."""
 
-    def __init__(self, verifier: HFVerifier, sequences: list[list[int]]) -> None:
+    def __init__(self, verifier: Verifier, sequences: list[list[int]]) -> None:
         self.verifier, self.sequences = verifier, sequences
         counts = [blocks_for(len(s), BLOCK) for s in sequences]
         order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)) + 1
@@ -105,6 +106,7 @@ def test_windows_come_from_the_config() -> None:
 def test_model_called_without_its_cache_says_so() -> None:
     """The registered attention never runs without a cache: it would have no mask at all."""
     verifier = paged_verifier(plain_model("gemma2"))
+    assert isinstance(verifier, HFVerifier)
     with pytest.raises(RuntimeError, match=r"HFVerifier\.forward"):
         verifier.model(torch.tensor([[1, 2, 3]]))
 

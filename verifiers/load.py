@@ -1,0 +1,92 @@
+"""Finding and reading a target by name. The embedded model takes a way of its own, without transformers' model code, so that a
+start takes a second or two instead of five."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from huggingface_hub.errors import HFValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from specdec.attention.selector import select_backend
+from specdec.core import Verifier
+from specdec.errors import CheckpointError
+from verifiers.embedded import embedded_model_path
+from verifiers.fused import FusedVerifier
+from verifiers.shape import attention_spec, eos_token_ids
+
+EMBEDDED = "embedded"
+"""Name of the model that comes with the package."""
+
+Read = TypeVar("Read")
+
+
+def load_verifier(
+    name: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    attention: str = "auto",
+    block_size: int = 16,
+    cache_dtype: torch.dtype | None = None,
+    fuse: bool = True,
+) -> tuple[Verifier, PreTrainedTokenizerBase]:
+    """Loads a target and its tokenizer.
+
+    Args:
+        name: "embedded", a local folder, or a hub name.
+        device: where the weights go.
+        dtype: type of weights and activations.
+        attention: name of an attention backend, or "auto".
+        block_size: tokens per cache block.
+        cache_dtype: type of the cache when it is not `dtype`.
+        fuse: run models of the Llama family as `FusedVerifier`; otherwise every model runs through its own modules.
+
+    Raises:
+        UnsupportedModelError: the architecture cannot run yet; said from its config, before weights are read.
+        CheckpointError: nothing there, damaged files, or tensors missing.
+        BackendError: no backend, or not the named one, can serve the model.
+    """
+    path = str(embedded_model_path()) if name == EMBEDDED else name
+    if path.startswith((".", "/", "~")) and not Path(path).expanduser().is_dir():
+        raise CheckpointError(f"target {name!r} is not a folder; give a folder with config.json, a hub name, or {EMBEDDED!r}")
+    path = str(Path(path).expanduser()) if path.startswith("~") else path
+    config = _read(name, "config", partial(AutoConfig.from_pretrained, path))
+    direct = name == EMBEDDED and fuse
+    if not direct:
+        from verifiers.support import check_supported
+
+        check_supported(name, config)
+    spec = attention_spec(config, device=device, dtype=dtype, block_size=block_size)
+    backend = select_backend(attention, replace(spec, cache_dtype=cache_dtype))
+    tokenizer = _read(name, "tokenizer", partial(AutoTokenizer.from_pretrained, path))
+    if direct:
+        tensors = _read(name, "weights", partial(load_file, Path(path) / "model.safetensors"))
+        tensors = {key: tensor.to(device, dtype) for key, tensor in tensors.items()}
+        eos = eos_token_ids(GenerationConfig.from_pretrained(path).eos_token_id, tokenizer.eos_token_id)
+        return FusedVerifier.from_tensors(config, tensors, name=name, backend=backend, eos=eos), tokenizer
+
+    from verifiers.hf import load_model, verifier_for
+
+    model, missing = _read(name, "weights", partial(load_model, path, config, dtype))
+    if missing:
+        raise CheckpointError(
+            f"target {name!r} lacks {len(missing)} tensors, the first being {missing[0]!r}; fetch the whole checkpoint again"
+        )
+    return verifier_for(model.to(device), name=name, backend=backend, eos=tokenizer.eos_token_id, fuse=fuse), tokenizer
+
+
+def _read(name: str, what: str, load: Callable[[], Read]) -> Read:
+    """Calls `load`, turning what a bad path or damaged file raises into one line."""
+    try:
+        return load()
+    except (OSError, SafetensorError, HFValidationError, ValueError, RuntimeError, KeyError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise CheckpointError(
+            f"cannot read the {what} of target {name!r}: {reason[:300]}; check the name or folder, or fetch it again"
+        ) from error
