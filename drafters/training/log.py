@@ -87,7 +87,8 @@ class TrainLog:
         tau_axes.set_ylabel("tokens per verify step")
         for axes in (loss_axes, tau_axes):
             axes.set_xlabel("step")
-            axes.legend()
+            if axes.get_legend_handles_labels()[1]:
+                axes.legend()
         canvas = FigureCanvasAgg(figure)
         write_atomically(self._path.with_name("curves.png"), lambda path: canvas.print_png(str(path)))
 
