@@ -1,17 +1,19 @@
 """Finding and reading a target by name. The embedded model takes a way of its own, without transformers' model code, so that a
 start takes a second or two instead of five."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import torch
 from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from specdec.attention.selector import select_backend
 from specdec.core import Verifier
@@ -56,15 +58,15 @@ def load_verifier(
     if path.startswith((".", "/", "~")) and not Path(path).expanduser().is_dir():
         raise CheckpointError(f"target {name!r} is not a folder; give a folder with config.json, a hub name, or {EMBEDDED!r}")
     path = str(Path(path).expanduser()) if path.startswith("~") else path
-    config = _read(name, "config", partial(AutoConfig.from_pretrained, path))
     direct = name == EMBEDDED and fuse
+    config = _read(name, "config", partial(_read_config if direct else AutoConfig.from_pretrained, path))
     if not direct:
         from verifiers.support import check_supported
 
         check_supported(name, config)
     spec = attention_spec(config, device=device, dtype=dtype, block_size=block_size)
     backend = select_backend(attention, replace(spec, cache_dtype=cache_dtype))
-    tokenizer = _read(name, "tokenizer", partial(AutoTokenizer.from_pretrained, path))
+    tokenizer = _read(name, "tokenizer", partial((PreTrainedTokenizerFast if direct else AutoTokenizer).from_pretrained, path))
     if direct:
         tensors = _read(name, "weights", partial(load_file, Path(path) / "model.safetensors"))
         tensors = {key: tensor.to(device, dtype) for key, tensor in tensors.items()}
@@ -79,6 +81,11 @@ def load_verifier(
             f"target {name!r} lacks {len(missing)} tensors, the first being {missing[0]!r}; fetch the whole checkpoint again"
         )
     return verifier_for(model.to(device), name=name, backend=backend, eos=tokenizer.eos_token_id, fuse=fuse), tokenizer
+
+
+def _read_config(path: str) -> Any:
+    """The entries of config.json as attributes; transformers' own class would import much of its model code."""
+    return SimpleNamespace(**json.loads((Path(path) / "config.json").read_text()))
 
 
 def _read(name: str, what: str, load: Callable[[], Read]) -> Read:
