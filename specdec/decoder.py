@@ -302,7 +302,13 @@ def _with(sampling: SamplingParams | None, overrides: dict[str, Any]) -> Samplin
 
 
 def find_drafter(name: str | None) -> Callable[[Verifier], Drafter | None]:
-    """What makes the drafter once the target is there: a name in the registry, else a checkpoint by folder or hub name."""
+    """What makes the drafter once the target is there: a name in the registry, else a checkpoint by folder or hub name.
+
+    So a wrong name is refused before a target is loaded. None and "none" give no drafter.
+
+    Raises:
+        InvalidInputError: neither a known drafter nor a folder nor in the form of a hub name.
+    """
     if name is None or name == "none":
         return lambda verifier: None
     if name in DRAFTERS:
