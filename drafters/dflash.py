@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from drafters.checkpoint import read_checkpoint, target_ids
 from drafters.config import DFlashConfig
 from drafters.rotary import Rotary, rotate
+from specdec.attention.backend import AttentionSpec
 from specdec.config import DraftSampling
 from specdec.core import AcceptOutput, DecodeBatch, DraftOutput, PrefillBatch, Verifier, VerifyOutput
 from specdec.errors import BackendError, CheckpointError, InvalidInputError
@@ -178,17 +179,19 @@ class DFlashDrafter:
         """
         config, model = self.config, self.model
         _check_target(model, verifier)
-        spec = replace(
-            verifier.attention.spec,
+        shared = verifier.attention.spec
+        spec = AttentionSpec(
+            device=shared.device,
+            dtype=shared.dtype,
+            block_size=shared.block_size,
+            cache_dtype=shared.cache_dtype,
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
             windows=frozenset(config.windows),
-            sinks=False,
-            softcap=None,
             non_causal=not all(config.causal),
         )
-        backend = type(verifier.attention)
+        backend = verifier.attention.multi_head
         if reasons := backend.unsupported_reasons(spec):
             raise BackendError(
                 f"attention backend {backend.name!r} cannot serve this drafter: {'; '.join(reasons)}; choose another"

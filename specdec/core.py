@@ -8,14 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from specdec.attention.backend import AttentionBackend, AttentionMetadata
+from specdec.attention.mla import MlaBackend
 from specdec.config import DraftSampling, SamplingParams
-from specdec.kv_cache import KVLayerSpec, LayerCache
+from specdec.kv_cache import LayerSpec
 
 if TYPE_CHECKING:
     from specdec.sampling import SamplingTensors
@@ -232,15 +233,21 @@ class Verifier(Protocol):
     num_layers: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
-    kv_specs: list[KVLayerSpec]
-    attention: AttentionBackend
     embedding_scale: float
     """Factor the model applies to its input embeddings (sqrt(H) for Gemma, else 1)."""
     final_softcap: float | None
     """Softcap the model applies to its logits, or None."""
 
-    def forward(self, rows: ForwardInput, caches: Sequence[LayerCache], aux_layer_ids: Sequence[int] = ()) -> VerifyOutput:
-        """Scores packed rows, writing their KV to `caches` (one per layer) and tapping decoder layers `aux_layer_ids` (0-based)."""
+    @property
+    def kv_specs(self) -> Sequence[LayerSpec]:
+        """Cache layers needed."""
+
+    @property
+    def attention(self) -> AttentionBackend | MlaBackend:
+        """Attention over those layers."""
+
+    def forward(self, rows: ForwardInput, caches: Sequence[Any], aux_layer_ids: Sequence[int] = ()) -> VerifyOutput:
+        """Scores packed rows, writing their KV to `caches`, one per layer, and tapping decoder layers `aux_layer_ids` (0-based)."""
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Raw rows `[..., H]` of the input embedding table, without the model's embedding scale."""
@@ -261,11 +268,13 @@ class Drafter(Protocol):
     """Largest k."""
     aux_layer_ids: tuple[int, ...]
     """Decoder layers (0-based) of the target whose raw outputs are needed."""
-    kv_specs: list[KVLayerSpec]
-    """Cache layers needed, in the same blocks as the target's."""
+
+    @property
+    def kv_specs(self) -> Sequence[LayerSpec]:
+        """Cache layers needed, in the same blocks as the target's."""
 
     def bind(
-        self, verifier: Verifier, caches: Sequence[LayerCache], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling
+        self, verifier: Verifier, caches: Sequence[Any], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling
     ) -> None:
         """Checks that the drafter fits the target and allocates per-request state for `max_len` positions.
 

@@ -13,6 +13,9 @@ ATTENTION_BACKENDS = {
 }
 """In order of preference for `auto`."""
 
+MLA_BACKENDS: dict[str, str] = {}
+"""For models with latent attention, in order of preference for `auto`."""
+
 DRAFTERS = {
     "ngram": "drafters.ngram:load_ngram",
     "dflash": "drafters.dflash:load_dflash",

@@ -93,6 +93,11 @@ class AttentionBackend(ABC):
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
 
+    @property
+    def multi_head(self) -> "type[AttentionBackend]":
+        """Backend for further layers with ordinary heads, such as those of a drafter: this one."""
+        return type(self)
+
     @classmethod
     @abstractmethod
     def unsupported_reasons(cls, spec: AttentionSpec) -> list[str]:

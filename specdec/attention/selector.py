@@ -1,20 +1,26 @@
 """Choosing the attention backend: by name, or the first that can serve the model; the choice is logged once, with its reason."""
 
 import logging
+from typing import Any, overload
 
 from specdec.attention.backend import AttentionBackend, AttentionSpec
+from specdec.attention.mla import MlaBackend, MlaSpec
 from specdec.errors import BackendError
-from specdec.registry import ATTENTION_BACKENDS, resolve
+from specdec.registry import ATTENTION_BACKENDS, MLA_BACKENDS, resolve
 
 logger = logging.getLogger(__name__)
 
 
-def refusals(spec: AttentionSpec) -> dict[str, list[str]]:
-    """For every known backend, all reasons why it cannot serve `spec`; an empty list means it can."""
-    return {name: resolve(ATTENTION_BACKENDS, name, "attention backend").unsupported_reasons(spec) for name in ATTENTION_BACKENDS}
+def refusals(spec: AttentionSpec | MlaSpec) -> dict[str, list[str]]:
+    """For every backend of the spec's kind, all reasons why it cannot serve `spec`; an empty list means it can."""
+    return {name: _resolve(name, spec).unsupported_reasons(spec) for name in _table(spec)}
 
 
-def select_backend(name: str, spec: AttentionSpec) -> AttentionBackend:
+@overload
+def select_backend(name: str, spec: AttentionSpec) -> AttentionBackend: ...
+@overload
+def select_backend(name: str, spec: MlaSpec) -> MlaBackend: ...
+def select_backend(name: str, spec: AttentionSpec | MlaSpec) -> AttentionBackend | MlaBackend:
     """The backend called `name`, or for "auto" the first in the registry without a reason against it.
 
     Raises:
@@ -22,7 +28,7 @@ def select_backend(name: str, spec: AttentionSpec) -> AttentionBackend:
         BackendError: the named backend, or every backend, refuses; the message holds all reasons.
     """
     if name != "auto":
-        backend = resolve(ATTENTION_BACKENDS, name, "attention backend")
+        backend = _resolve(name, spec)
         reasons = backend.unsupported_reasons(spec)
         if reasons:
             raise BackendError(f"attention backend {name!r} cannot serve this model: {'; '.join(reasons)}; try --attention auto")
@@ -32,7 +38,16 @@ def select_backend(name: str, spec: AttentionSpec) -> AttentionBackend:
         if not reasons:
             skipped = "; ".join(f"{other}: {', '.join(why)}" for other, why in refused.items() if why)
             logger.info("attention backend %s%s", candidate, f" ({skipped})" if skipped else "")
-            return resolve(ATTENTION_BACKENDS, candidate, "attention backend")(spec)
+            return _resolve(candidate, spec)(spec)
     raise BackendError(
         "no attention backend can serve this model: " + "; ".join(f"{n}: {', '.join(r)}" for n, r in refused.items())
     )
+
+
+def _table(spec: AttentionSpec | MlaSpec) -> dict[str, str]:
+    return MLA_BACKENDS if isinstance(spec, MlaSpec) else ATTENTION_BACKENDS
+
+
+def _resolve(name: str, spec: AttentionSpec | MlaSpec) -> Any:
+    """The backend class called `name` for specs of this kind."""
+    return resolve(_table(spec), name, "attention backend" if isinstance(spec, AttentionSpec) else "latent attention backend")

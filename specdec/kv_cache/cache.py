@@ -1,9 +1,9 @@
-"""The paged KV cache: one key and one value tensor per layer, all sharing the same block ids."""
+"""The paged KV cache: the tensors of every layer, all sharing the same block ids."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -11,6 +11,16 @@ from torch import Tensor
 
 from specdec.errors import CapacityError
 from specdec.kv_cache.block_pool import blocks_for
+
+
+class LayerSpec(Protocol):
+    """What one attention layer stores per token."""
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes of one token in a cache of `dtype`."""
+
+    def allocate(self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> Any:
+        """The layer's cache, zeroed: a named tuple of tensors `[num_blocks, block_size, ...]`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +38,39 @@ class KVLayerSpec:
         """
         return 2 * self.num_kv_heads * self.head_dim * dtype.itemsize
 
+    def allocate(self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> "LayerCache":
+        """See `LayerSpec.allocate`."""
+        shape = (num_blocks, block_size, self.num_kv_heads, self.head_dim)
+        return LayerCache(key=_zeros(shape, dtype, device), value=_zeros(shape, dtype, device))
+
+
+@dataclass(frozen=True, slots=True)
+class LatentLayerSpec:
+    """What one layer of latent attention stores per token: one vector for all heads, and what its indexer needs.
+
+    Attributes:
+        width: numbers of the vector, the compressed key and value followed by the rotated key.
+        index_bytes: bytes of the indexer's key in whatever form the backend keeps it; 0 without an indexer.
+    """
+
+    width: int
+    index_bytes: int = 0
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes of one token.
+
+        >>> LatentLayerSpec(width=576).bytes_per_token(torch.bfloat16)
+        1152
+        """
+        return self.width * dtype.itemsize + self.index_bytes
+
+    def allocate(self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> "LatentCache":
+        """See `LayerSpec.allocate`."""
+        return LatentCache(
+            latent=_zeros((num_blocks, block_size, self.width), dtype, device),
+            index_key=_zeros((num_blocks, block_size, self.index_bytes), torch.uint8, device),
+        )
+
 
 class LayerCache(NamedTuple):
     """Cache of one layer in the plain layout; slot `s` lies at `[s // block_size, s % block_size]`."""
@@ -36,8 +79,15 @@ class LayerCache(NamedTuple):
     value: Tensor  # [num_blocks, block_size, num_kv_heads, head_dim]
 
 
+class LatentCache(NamedTuple):
+    """Cache of one layer of latent attention; slot `s` lies at `[s // block_size, s % block_size]`."""
+
+    latent: Tensor  # [num_blocks, block_size, width]
+    index_key: Tensor  # uint8 [num_blocks, block_size, index_bytes]; within a block, laid out as the backend likes
+
+
 class PagedKVCache:
-    """Key and value tensors for the layers of the target, then of the drafter.
+    """The caches of the layers of the target, then of the drafter.
 
     A block id means the same tokens in every layer, so one block table per request serves all of them, and a block shared
     between requests carries the drafter's context along with the target's.
@@ -52,7 +102,7 @@ class PagedKVCache:
 
     def __init__(
         self,
-        specs: Sequence[KVLayerSpec],
+        specs: Sequence[LayerSpec],
         *,
         num_blocks: int,
         block_size: int,
@@ -61,14 +111,13 @@ class PagedKVCache:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        shapes = [(num_blocks, block_size, spec.num_kv_heads, spec.head_dim) for spec in specs]
-        self.layers = [LayerCache(*(_zeros(shape, dtype, device) for _ in "kv")) for shape in shapes]
+        self.layers = [spec.allocate(num_blocks, block_size, dtype, device) for spec in specs]
 
     def scrub(self, blocks: Sequence[int]) -> None:
         """Zeroes blocks whose content is not finite, before anyone else reads them."""
         if not blocks:
             return
-        index = torch.tensor(blocks, device=self.layers[0].key.device)
+        index = torch.tensor(blocks, device=self.layers[0][0].device)
         for layer in self.layers:
             for tensor in layer:
                 tensor.view(torch.uint8).index_fill_(0, index, 0)  # as bytes, since 8-bit floats have no index_fill_
@@ -86,7 +135,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def num_blocks_in_budget(
-    specs: Sequence[KVLayerSpec], *, memory_bytes: int, most_tokens: int, block_size: int, dtype: torch.dtype
+    specs: Sequence[LayerSpec], *, memory_bytes: int, most_tokens: int, block_size: int, dtype: torch.dtype
 ) -> int:
     """Blocks that `memory_bytes` pays for, never more than `most_tokens` can fill, the null block included.
 

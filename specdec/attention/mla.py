@@ -1,0 +1,153 @@
+"""Multi-head latent attention: what its models ask of a backend, and what a backend for them is.
+
+All heads share one cached vector per token, the *latent*: a compressed key and value of `kv_lora_rank` numbers (R), and a rotated
+key of `qk_rope_head_dim` numbers (DeepSeek-V2, arXiv 2405.04434). Keys and values of a head are linear maps of it:
+
+    key[h]   = [ up.key[h] @ compressed  |  rotated ]        value[h] = compressed @ up.value[h]
+
+A backend may build them (a prefill, where many rows share the work) or absorb the maps into query and output and attend to the
+latents themselves (decoding). With an indexer (DeepSeek-V3.2), a row attends only to the positions that score best for it.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec.attention.backend import AttentionBackend, AttentionMetadata
+from specdec.kv_cache import LatentCache, LatentLayerSpec
+
+
+@dataclass(frozen=True, slots=True)
+class IndexerSpec:
+    """Shape of an indexer: `num_heads` queries and one key of `head_dim` numbers per token, `topk` positions chosen per row."""
+
+    num_heads: int
+    head_dim: int
+    topk: int
+
+
+@dataclass(frozen=True, slots=True)
+class MlaSpec:
+    """What a model with latent attention asks of its backend.
+
+    Attributes:
+        device: where the tensors live.
+        dtype: type of query, latent and output.
+        num_heads: query heads.
+        kv_lora_rank: R, numbers of the compressed key and value.
+        qk_nope_head_dim, qk_rope_head_dim: unrotated and rotated numbers of a query head.
+        v_head_dim: numbers of a value head.
+        block_size: tokens per cache block.
+        indexer: None attends to every position.
+        non_causal: blocks whose rows see each other in both directions are needed (drafters).
+        cache_dtype: type of the cache when it is not `dtype`: an 8-bit float.
+        cache_scale: what a stored number of an 8-bit cache is multiplied by.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    num_heads: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    block_size: int
+    indexer: IndexerSpec | None = None
+    non_causal: bool = False
+    cache_dtype: torch.dtype | None = None
+    cache_scale: float = 1.0
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """Type of the cache."""
+        return self.cache_dtype or self.dtype
+
+    @property
+    def latent_dim(self) -> int:
+        """Numbers of a latent."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+
+class MlaRows(NamedTuple):
+    """Packed rows of one layer; queries and rotated keys after RoPE, the compressed part after its norm."""
+
+    query_nope: Tensor  # [num_tokens, num_heads, qk_nope_head_dim]
+    query_rope: Tensor  # [num_tokens, num_heads, qk_rope_head_dim]
+    compressed: Tensor  # [num_tokens, kv_lora_rank]
+    key_rope: Tensor  # [num_tokens, qk_rope_head_dim]
+
+
+class UpProjection(NamedTuple):
+    """Maps of one layer from a compressed vector to the keys and values of its heads."""
+
+    key: Tensor  # [num_heads, qk_nope_head_dim, kv_lora_rank]
+    value: Tensor  # [num_heads, kv_lora_rank, v_head_dim]
+
+
+class IndexerRows(NamedTuple):
+    """Packed rows of one layer's indexer; the score of a key is the sum over heads of `weights * relu(query . key)`."""
+
+    query: Tensor  # [num_tokens, indexer.num_heads, indexer.head_dim]
+    key: Tensor  # [num_tokens, indexer.head_dim]
+    weights: Tensor  # float32 [num_tokens, indexer.num_heads], every scale of the model included
+
+
+class MlaBackend(ABC):
+    """Latent attention over the paged cache.
+
+    One object serves one model on one device. `plan` may look at every request of the batch; `run` and `select` should only launch
+    kernels. None of them may make the host wait for the device.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, spec: MlaSpec) -> None:
+        self.spec = spec
+
+    @classmethod
+    @abstractmethod
+    def unsupported_reasons(cls, spec: MlaSpec) -> list[str]:
+        """All reasons why this backend cannot serve `spec`; empty when it can."""
+
+    @property
+    @abstractmethod
+    def multi_head(self) -> type[AttentionBackend]:
+        """Backend for layers with ordinary heads beside this one, such as those of a drafter."""
+
+    @property
+    @abstractmethod
+    def cache_spec(self) -> LatentLayerSpec:
+        """What one layer stores per token."""
+
+    @abstractmethod
+    def plan(self, metadata: AttentionMetadata) -> Any:
+        """Work that all layers of one forward share."""
+
+    @abstractmethod
+    def select(self, rows: IndexerRows, cache: LatentCache, plan: Any) -> Tensor:
+        """Writes the indexer's keys to the cache, then chooses for every row the positions it attends to.
+
+        Returns:
+            int32 [num_tokens, topk], distinct positions within the row's own sequence in any order, filled up with -1.
+        """
+
+    @abstractmethod
+    def run(
+        self, rows: MlaRows, up: UpProjection, cache: LatentCache, plan: Any, *, scale: float, selected: Tensor | None = None
+    ) -> Tensor:
+        """Writes the latents to the cache, then attends to the cache.
+
+        Args:
+            rows: the new rows.
+            up: the layer's maps.
+            cache: the layer's cache.
+            plan: of this forward.
+            scale: factor of the scores.
+            selected: int32 [num_tokens, topk], positions to attend to as `select` returns them; None for all.
+
+        Returns:
+            [num_tokens, num_heads, v_head_dim] in the dtype of the rows.
+        """
