@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from typing import Any
 
 from evals.divergence import first_divergence
+from evals.peers import Peer, load_peer
 from evals.prompt_sets import PromptSet
 from evals.report import new_report
-from evals.runner import OnStep, OnTurn, Pass, most_tokens, run_set
+from evals.runner import Decoded, Generate, OnStep, OnTurn, Pass, most_tokens, run_set
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import Drafter
 from specdec.decoder import SpecDecoder, find_drafter
 from specdec.errors import InvalidInputError
-from specdec.metrics import Speed, mean_tau, pooled, time_split
+from specdec.metrics import AcceptanceStats, Speed, mean_tau, pooled, time_split
 
 PLAIN = "none"
 
@@ -39,6 +41,7 @@ class BenchConfig:
         warmup: untimed passes before them.
         seed: item `i` uses `seed + i`.
         raw: continue prompts as text, without the chat template.
+        peers: other systems to measure beside, see `evals.peers`.
         memory_bytes: budget of each side's cache; None takes the device's default.
     """
 
@@ -52,6 +55,7 @@ class BenchConfig:
     warmup: int = 1
     seed: int = 0
     raw: bool = False
+    peers: tuple[str, ...] = ()
     memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
@@ -67,6 +71,10 @@ class BenchConfig:
             raise InvalidInputError(f"repeats is {self.repeats}; it must be at least 1")
         if self.warmup < 0:
             raise InvalidInputError(f"warmup is {self.warmup}; it must be 0 or more passes")
+        if self.peers and max(self.temperatures) > 0:
+            raise InvalidInputError(
+                f"peers are compared in greedy decoding and the temperature is {max(self.temperatures):g}; use temperature 0"
+            )
         if PLAIN in self.drafters or 0 in self.num_draft_tokens:
             raise InvalidInputError("plain decoding is always measured; leave out drafter none and k = 0")
         for temperature in self.temperatures:
@@ -81,19 +89,23 @@ class BenchConfig:
 
 @dataclass(slots=True)
 class _Side:
-    """One way of decoding within a cell, and what its passes gave."""
+    """One way of decoding within a cell, and what its passes gave. With a peer, the decoder only tokenizes."""
 
     drafter: str
     decoder: SpecDecoder
+    peer: Peer | None = None
+    generate: Generate | None = None
     passes: list[Pass] = field(default_factory=list)
-    time_split: dict[str, float] = field(default_factory=dict)
+    time_split: dict[str, float] | None = None
 
     @property
     def k(self) -> int:
-        return self.decoder.engine.num_draft_tokens
+        return 0 if self.peer else self.decoder.engine.num_draft_tokens
 
     @property
     def title(self) -> str:
+        if self.peer:
+            return self.peer.name
         return f"{self.drafter} k={self.k}" if self.k else "plain"
 
     @property
@@ -110,7 +122,8 @@ class Bench:
         progress: follows every timed and warm-up pass.
 
     Raises:
-        InvalidInputError: an unknown drafter, or a k that one of the drafters cannot give; said before anything is measured.
+        InvalidInputError: an unknown drafter, a k that one of the drafters cannot give, or a peer that is unknown, not installed,
+            or unable to serve so many conversations at once; said before anything is measured.
     """
 
     def __init__(self, base: SpecDecoder, config: BenchConfig, *, progress: Progress | None = None) -> None:
@@ -125,6 +138,13 @@ class Bench:
                     raise InvalidInputError(
                         f"k is {k} and drafter {name!r} gives 1 to {drafter.max_draft_tokens}; choose within that"
                     )
+        self._peers = [load_peer(name, base.verifier) for name in config.peers]
+        for peer in self._peers:
+            if peer.max_concurrency is not None and max(config.concurrencies) > peer.max_concurrency:
+                raise InvalidInputError(
+                    f"concurrency is {max(config.concurrencies)} and peer {peer.name!r} decodes {peer.max_concurrency} at once;"
+                    " measure it in a run of its own"
+                )
 
     def run(self, provenance: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Measures cell by cell; yields the report after each, which is complete when the iterator ends.
@@ -162,10 +182,13 @@ class Bench:
         for repeat in range(-config.warmup, config.repeats):
             for side in sides:
                 title = f"{where} {side.title} " + ("warm-up" if repeat < 0 else f"{repeat + 1}/{config.repeats}")
-                one = run_set(side.decoder, prompts, sampling, raw=config.raw, on_turn=self._on_turn(title))
+                on_turn = self._on_turn(title)
+                one = run_set(side.decoder, prompts, sampling, raw=config.raw, on_turn=on_turn, generate=side.generate)
                 if repeat >= 0:
                     side.passes.append(one)
         for side in sides:
+            if side.peer:
+                continue
             # Apart from the timed passes, because on an accelerator timing the phases makes the host wait.
             timer = side.decoder.engine.timer
             timer.enabled = True
@@ -198,7 +221,16 @@ class Bench:
         for (name, drafter), k in product(self._drafters.items(), config.num_draft_tokens):
             # The copy shares the weights; `bind` gives each its own caches.
             sides.append(_Side(name, decoder(copy.copy(drafter), k)))
+        for peer in self._peers:
+            sides.append(_Side(peer.name, self._base, peer, partial(_ask, peer, concurrency)))
         return sides
+
+
+def _ask(
+    peer: Peer, concurrency: int, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams], on_step: OnStep | None
+) -> list[Decoded]:
+    """A peer in the place of an engine; it shows no progress and tells nothing of its steps."""
+    return [Decoded(tokens, AcceptanceStats()) for tokens in peer.generate(prompts, samplings, concurrency=concurrency)]
 
 
 def _row(side: _Side, plain: _Side) -> dict[str, Any]:
@@ -213,11 +245,12 @@ def _row(side: _Side, plain: _Side) -> dict[str, Any]:
     return {
         "drafter": side.drafter,
         "k": side.k,
+        "peer": side.peer.version if side.peer else None,
         "num_answers": len(first),
         "speed": side.speed.to_dict(),
         "ratio": side.speed.ratio(plain.speed),
-        "acceptance": pooled(stats).to_dict() | {"mean_tau": mean_tau(stats)},
-        "tau_per_answer": [one.tau for one in stats],
+        "acceptance": None if side.peer else pooled(stats).to_dict() | {"mean_tau": mean_tau(stats)},
+        "tau_per_answer": [] if side.peer else [one.tau for one in stats],
         "differing_answers": differing,
         "time_split": side.time_split,
     }

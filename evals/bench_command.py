@@ -21,6 +21,7 @@ examples:
   specdec bench
   specdec bench --sets bundled gsm8k --data gsm8k=test.jsonl --limit 40 --drafter ngram path/to/drafter -k 4 8
   specdec bench --concurrency 1 8 32 --temperature 0 1 --out report.json --html report.html
+  specdec bench --peer transformers transformers-lookup llama.cpp --drafter ngram
   specdec bench compare before.json after.json
   specdec bench show report.json --html report.html
 
@@ -53,6 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--drafter", nargs="+", default=["ngram"], metavar="NAME", help="ngram (default), folders or hub names of checkpoints")
     add("-k", "--num-draft-tokens", nargs="+", type=whole_number, metavar="N", help="drafts per step (default: the drafter's own)")
     add("--temperature", nargs="+", type=number, default=[0.0], metavar="T", help="0 (default) decodes greedily")
+    add("--peer", nargs="+", default=[], metavar="NAME", help="other systems in the same run: transformers, transformers-lookup, "
+        "llama.cpp[:FILE], vllm[:DRAFTER]")  # fmt: skip
     add("--concurrency", nargs="+", type=whole_number, default=[1], metavar="N", help="conversations at once (default 1)")
 
     add = parser.add_argument_group("measurement").add_argument
@@ -156,6 +159,7 @@ def bench_config(args: argparse.Namespace) -> BenchConfig:
         warmup=args.warmup,
         seed=args.seed,
         raw=args.raw,
+        peers=tuple(args.peer),
         memory_bytes=args.kv_memory,
     )
 

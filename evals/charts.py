@@ -80,13 +80,14 @@ def time_by_part(rows: Sequence[Row]) -> str:
     """Where the time goes, one bar per side."""
 
     def draw(axes: Any) -> None:
-        labels = [_label(row) for row in rows]
-        left = [0.0] * len(rows)
+        own = [row for row in rows if row["time_split"]]
+        labels = [_label(row) for row in own]
+        left = [0.0] * len(own)
         for part in TIME_PARTS:
-            shares = [row["time_split"][part] for row in rows]
-            axes.barh(range(len(rows)), shares, left=left, label=part, height=0.7)
+            shares = [row["time_split"][part] for row in own]
+            axes.barh(range(len(own)), shares, left=left, label=part, height=0.7)
             left = [before + share for before, share in zip(left, shares, strict=True)]
-        axes.set_yticks(range(len(rows)), labels)
+        axes.set_yticks(range(len(own)), labels)
         axes.invert_yaxis()
         axes.set(xlabel="share of the time", xlim=(0, 1))
 
@@ -94,7 +95,7 @@ def time_by_part(rows: Sequence[Row]) -> str:
 
 
 def _drafting(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if row["drafter"] != PLAIN and row["acceptance"]["num_steps"]]
+    return [row for row in rows if row["drafter"] != PLAIN and row["acceptance"] and row["acceptance"]["num_steps"]]
 
 
 def _side(row: Row) -> tuple[str, int]:
@@ -102,6 +103,8 @@ def _side(row: Row) -> tuple[str, int]:
 
 
 def _label(row: Row) -> str:
+    if row.get("peer"):
+        return short_name(row["drafter"])
     return "plain" if row["drafter"] == PLAIN else f"{short_name(row['drafter'], 18)} k={row['k']}"
 
 

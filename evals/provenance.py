@@ -84,6 +84,11 @@ def checkpoint(name: str) -> dict[str, Any]:
     return {"name": name, "revision": revision, "sha256": {path.name: _sha256(path) for path in files}}
 
 
+def checkpoint_folder(name: str) -> Path | None:
+    """Where the files of a checkpoint lie on this machine; None when they do not."""
+    return _folder(name)[0]
+
+
 def _folder(name: str) -> tuple[Path | None, str | None]:
     if name == "embedded":
         from verifiers.embedded import embedded_model_path

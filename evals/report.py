@@ -11,7 +11,7 @@ from typing import Any
 
 from specdec.errors import InvalidInputError
 
-SCHEMA_VERSIONS = {"specdec-bench": 1, "specdec-eval": 1}
+SCHEMA_VERSIONS = {"specdec-bench": 2, "specdec-eval": 1}
 
 _FIELDS = {
     "specdec-bench": ("provenance", "settings", "complete", "rows"),

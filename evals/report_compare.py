@@ -80,7 +80,7 @@ def _bench_parts(report: Report) -> dict[Key, tuple[float, float]]:
     return {
         (row["prompt_set"], row["temperature"], row["concurrency"], row["drafter"], row["k"]): (
             row["speed"]["tokens_per_second"]["median"],
-            row["acceptance"]["tau"],
+            row["acceptance"]["tau"] if row["acceptance"] else 0.0,
         )
         for row in report["rows"]
     }

@@ -22,18 +22,18 @@ def bench_table(report: Report) -> list[str]:
     for row in report["rows"]:
         speed, acceptance = row["speed"]["tokens_per_second"], row["acceptance"]
         plain = row["drafter"] == PLAIN
+        tau = ("", "") if acceptance is None else (f"{acceptance['tau']:.2f}", f"{acceptance['mean_tau']:.2f}")
         rows.append(
             (
                 row["prompt_set"],
                 f"{row['temperature']:g}",
                 str(row["concurrency"]),
                 "plain" if plain else short_name(row["drafter"]),
-                "" if plain else str(row["k"]),
+                "" if plain or row["peer"] else str(row["k"]),
                 f"{speed['median']:.1f}",
                 f"{speed['min']:.1f}-{speed['max']:.1f}",
                 "none" if row["ratio"] is None else f"{row['ratio']:.2f}x",
-                f"{acceptance['tau']:.2f}",
-                f"{acceptance['mean_tau']:.2f}",
+                *tau,
                 "" if plain else f"{row['num_answers'] - len(row['differing_answers'])}/{row['num_answers']}",
             )
         )

@@ -24,6 +24,19 @@ OnTurn = Callable[[int, int], OnStep]
 
 
 @dataclass(frozen=True, slots=True)
+class Decoded:
+    """What a system made of one prompt: output tokens, verify steps (none when it tells nothing of them), and what went wrong."""
+
+    token_ids: list[int]
+    stats: AcceptanceStats
+    error: str | None = None
+
+
+Generate = Callable[[Sequence[list[int]], Sequence[SamplingParams], OnStep | None], list[Decoded]]
+"""Decodes prompts that each have their own sampling; results come in their order."""
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """What one turn of one conversation became."""
 
@@ -46,22 +59,30 @@ class Pass:
 
 
 def run_set(
-    decoder: SpecDecoder, prompts: PromptSet, sampling: SamplingParams, *, raw: bool = False, on_turn: OnTurn | None = None
+    decoder: SpecDecoder,
+    prompts: PromptSet,
+    sampling: SamplingParams,
+    *,
+    raw: bool = False,
+    on_turn: OnTurn | None = None,
+    generate: Generate | None = None,
 ) -> Pass:
-    """Decodes every turn of every item; a later turn sees the answers that this very decoder gave before.
+    """Decodes every turn of every item; a later turn sees the answers that the same system gave before.
 
-    The clock runs while the engine does. Tokenizing prompts and turning answers into text for the next turn are outside it.
+    The clock runs while the system decodes. Tokenizing prompts and turning answers into text for the next turn are outside it.
 
     Args:
-        decoder: target and drafter.
+        decoder: target and drafter, and the tokenizer.
         prompts: what to ask.
         sampling: how to decode; item `i` uses `sampling.seed + i`.
         raw: continue the text as it is, without the chat template; later turns are then left out.
         on_turn: shows progress.
+        generate: another system to decode with; None takes the decoder's engine.
 
     Raises:
         SpecDecError: a prompt cannot be served.
     """
+    generate = generate or partial(_decode, decoder.engine)
     seed = sampling.seed or 0
     histories: dict[int, list[dict[str, str]]] = {index: [] for index in range(len(prompts.items))}
     answers: list[Answer] = []
@@ -74,14 +95,13 @@ def run_set(
         samplings = [replace(sampling, seed=seed + index) for index in asked]
         on_step = on_turn(turn, len(asked)) if on_turn else None
         started = time.perf_counter()
-        requests = _decode(decoder.engine, inputs, samplings, on_step)
+        results = generate(inputs, samplings, on_step)
         seconds += time.perf_counter() - started
-        for index, request in zip(asked, requests, strict=True):
-            if request.error is not None:
-                raise SpecDecError(f"{prompts.name} {prompts.items[index].item_id}: {request.error}")
-            stats = AcceptanceStats(request.num_drafted, request.num_accepted, request.num_emitted)
-            answers.append(Answer(request.prompt_token_ids, request.output_token_ids, stats))
-            text = decoder.tokenizer.decode(request.output_token_ids, skip_special_tokens=True)
+        for index, prompt, result in zip(asked, inputs, results, strict=True):
+            if result.error is not None:
+                raise SpecDecError(f"{prompts.name} {prompts.items[index].item_id}: {result.error}")
+            answers.append(Answer(prompt, result.token_ids, result.stats))
+            text = decoder.tokenizer.decode(result.token_ids, skip_special_tokens=True)
             histories[index].append({"role": "assistant", "content": text})
     return Pass(answers, seconds)
 
@@ -104,7 +124,7 @@ def _tokens(decoder: SpecDecoder, item: Item, history: list[dict[str, str]], raw
 
 def _decode(
     engine: SpecEngine, inputs: Sequence[list[int]], samplings: Sequence[SamplingParams], on_step: OnStep | None
-) -> list[Request]:
+) -> list[Decoded]:
     """Queues everything at once and steps until all of it is done; whatever ends this early leaves the engine empty."""
     requests: list[Request] = []
     try:
@@ -117,7 +137,12 @@ def _decode(
                 on_step(requests)
     finally:
         engine.abort_all({request.request_id for request in requests})
-    return requests
+    return [
+        Decoded(
+            request.output_token_ids, AcceptanceStats(request.num_drafted, request.num_accepted, request.num_emitted), request.error
+        )
+        for request in requests
+    ]
 
 
 def answers(

@@ -51,7 +51,7 @@ def embedded_model_path(cache_dir: Path | None = None) -> Path:
     folder = root / f"smollm2-135m-instruct-{PAYLOAD_SHA256[:8]}-v{FORMAT_VERSION}"
     if _is_complete(folder):
         return folder
-    payload = _find_payload()
+    payload = gguf_path()
     try:
         root.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_name(folder.name + ".lock")):
@@ -77,7 +77,12 @@ def _is_complete(folder: Path) -> bool:
         return False
 
 
-def _find_payload() -> Path:
+def gguf_path() -> Path:
+    """The GGUF file of the installed distribution, its content checked.
+
+    Raises:
+        CheckpointError: not installed, or damaged.
+    """
     spec = find_spec(PACKAGE)  # importing it would ask for llama.cpp
     folders = list(spec.submodule_search_locations or ()) if spec else []
     payload = Path(folders[0]) / PAYLOAD if folders else None

@@ -120,7 +120,7 @@ def test_an_identical_report_compares_as_equal_and_names_what_differs(report: di
 @pytest.mark.parametrize(
     ("change", "fragments"),
     [
-        ({"schema_version": 99}, ["version 99", "reads version 1"]),
+        ({"schema_version": 99}, ["version 99", "reads version 2"]),
         ({"schema": "specdec-eval"}, ["'specdec-eval'", "'specdec-bench'"]),
         ({"schema": "other"}, ["no report of specdec"]),
         ({"rows": None}, ["lacks rows"]),

@@ -48,7 +48,7 @@ def small_model(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         time.sleep(0.02)
         return SMALL_FILES
 
-    monkeypatch.setattr(embedded, "_find_payload", Path)
+    monkeypatch.setattr(embedded, "gguf_path", Path)
     monkeypatch.setattr(embedded, "_model_files", model_files)
     return made
 
@@ -126,14 +126,14 @@ def test_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
 
 def test_payload_is_found_without_importing_its_package() -> None:
     """Importing it would need llama.cpp, which is not installed."""
-    assert embedded._find_payload().name == embedded.PAYLOAD
+    assert embedded.gguf_path().name == embedded.PAYLOAD
     assert embedded.PACKAGE not in sys.modules
 
 
 def test_second_call_only_looks(small_model: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither hashes nor needs the payload again."""
     folder = embedded_model_path(tmp_path)
-    monkeypatch.setattr(embedded, "_find_payload", lambda: pytest.fail("looked for the payload again"))
+    monkeypatch.setattr(embedded, "gguf_path", lambda: pytest.fail("looked for the payload again"))
     assert embedded_model_path(tmp_path) == folder
     assert len(small_model) == 1
     assert {path.name for path in folder.iterdir()} == {*SMALL_FILES, embedded.MANIFEST}
@@ -211,7 +211,7 @@ import resource, sys
 from pathlib import Path
 from specdec.errors import CapacityError
 from verifiers import embedded
-embedded._find_payload = Path
+embedded.gguf_path = Path
 embedded._model_files = lambda payload: {{"model.safetensors": bytes(300_000)}}
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
 try:

@@ -1,0 +1,85 @@
+"""Transformers' own `generate` as a peer: plain, and with its prompt lookup."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, __version__
+
+from evals.peers import only_greedy
+from evals.provenance import checkpoint_folder
+from specdec.config import SamplingParams
+from specdec.core import Verifier
+
+LOOKUP_TOKENS = 10
+"""Drafts per step of prompt lookup, the number in Transformers' own examples."""
+
+
+class TransformersPeer:
+    """`generate` on batches padded on the left.
+
+    Args:
+        name: as the user gave it.
+        verifier: names the weights, the device, the type and the end tokens.
+        lookup: draft by prompt lookup, which takes one conversation at a time.
+    """
+
+    version = __version__
+
+    def __init__(self, name: str, verifier: Verifier, *, lookup: bool) -> None:
+        self.name = name
+        self.max_concurrency = 1 if lookup else None
+        path: Path | str = checkpoint_folder(verifier.name) or verifier.name
+        self._model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=verifier.dtype).to(verifier.device).eval()
+        self._eos = list(verifier.eos_token_ids)
+        self._options: dict[str, Any] = {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if lookup else {}
+
+    @torch.inference_mode()
+    def generate(self, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams], *, concurrency: int) -> list[list[int]]:
+        """See `Peer.generate`."""
+        only_greedy(self.name, samplings)
+        outputs: list[list[int]] = []
+        asked = list(zip(prompts, samplings, strict=True))
+        for start in range(0, len(asked), concurrency):
+            group = asked[start : start + concurrency]
+            ids, mask = _padded([prompt for prompt, _ in group])
+            ids, mask = ids.to(self._model.device), mask.to(self._model.device)
+            result = self._model.generate(
+                ids,
+                attention_mask=mask,
+                max_new_tokens=max(sampling.max_tokens for _, sampling in group),
+                do_sample=False,
+                eos_token_id=self._eos,
+                pad_token_id=self._eos[0],
+                **self._options,
+            )
+            new = result[:, ids.shape[1] :].tolist()
+            outputs += [self._cut(tokens, sampling.max_tokens) for tokens, (_, sampling) in zip(new, group, strict=True)]
+        return outputs
+
+    def _cut(self, tokens: list[int], most: int) -> list[int]:
+        """The tokens up to the first end token; what follows is padding."""
+        ends = [index for index, token in enumerate(tokens) if token in self._eos]
+        return tokens[: min(most, ends[0] + 1 if ends else most)]
+
+
+def load_plain(detail: str | None, *, verifier: Verifier) -> TransformersPeer:
+    """Plain decoding."""
+    return TransformersPeer("transformers", verifier, lookup=False)
+
+
+def load_lookup(detail: str | None, *, verifier: Verifier) -> TransformersPeer:
+    """Drafts looked up in the prompt and the output so far."""
+    return TransformersPeer("transformers-lookup", verifier, lookup=True)
+
+
+def _padded(prompts: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
+    """Ids and attention mask [num_prompts, longest], padded on the left."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    return ids, mask

@@ -1,0 +1,69 @@
+"""Other systems that `specdec bench --peer` measures on the same prompts, in the same run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, Protocol
+
+from specdec.config import SamplingParams
+from specdec.core import Verifier
+from specdec.errors import InvalidInputError
+from specdec.registry import resolve
+
+PEERS = {
+    "transformers": "evals.peer_transformers:load_plain",
+    "transformers-lookup": "evals.peer_transformers:load_lookup",
+    "llama.cpp": "evals.peer_llama_cpp:load",
+    "vllm": "evals.peer_vllm:load",
+}
+"""Functions `(detail | None, *, verifier) -> Peer`."""
+
+
+class Peer(Protocol):
+    """Another system with the target's weights.
+
+    Attributes:
+        name: as the user gave it.
+        version: of the system.
+        max_concurrency: conversations it can decode at once; None for any number.
+    """
+
+    name: str
+    version: str
+    max_concurrency: int | None
+
+    def generate(self, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams], *, concurrency: int) -> list[list[int]]:
+        """Output tokens of every prompt, an end token included, decoding at most `concurrency` of them at a time."""
+
+
+def load_peer(name: str, verifier: Verifier) -> Peer:
+    """The system called `name`, which may carry a detail behind a colon, loaded with the weights of `verifier`.
+
+    Raises:
+        InvalidInputError: unknown, not installed, or unable to run this target.
+    """
+    kind, _, detail = name.partition(":")
+    peer: Peer = resolve(PEERS, kind, "peer")(detail or None, verifier=verifier)
+    return peer
+
+
+def require(module: str, package: str, peer: str) -> Any:
+    """Imports what a peer needs.
+
+    Raises:
+        InvalidInputError: it is not installed.
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        reason = " ".join(str(error).split())[:200]
+        message = f"peer {peer!r} needs the package {package} ({reason}); install it or leave the peer out"
+        raise InvalidInputError(message) from error
+
+
+def only_greedy(peer: str, samplings: Sequence[SamplingParams]) -> None:
+    """Refuses sampling, where the random numbers of two systems cannot be the same."""
+    hottest = max((sampling.temperature for sampling in samplings), default=0.0)
+    if hottest > 0:
+        raise InvalidInputError(f"peer {peer!r} is compared in greedy decoding and the temperature is {hottest:g}; use 0")
