@@ -23,6 +23,7 @@ VERBS = {
     "generate": "complete prompts, or compare the speed with plain decoding",
     "eval": "score tasks of lm-eval with and without drafts",
     "bench": "measure acceptance and speed over prompt sets",
+    "profile": "show which kernels a decoding step spends its time in, and write a trace",
     "train": "train a drafter on the target's own answers",
     "doctor": "show the device, what is installed, and which attention backends work",
 }

@@ -32,6 +32,7 @@ COMMANDS = {
     "compare": "evals.compare:run",  # generate --compare
     "eval": "evals.eval_command:run",
     "bench": "evals.bench_command:run",
+    "profile": "evals.profile_command:run",
     "train": "drafters.training.command:run",
     "doctor": "specdec.doctor_command:run",
 }

@@ -1,0 +1,183 @@
+"""Where the time of a decoding step goes, kernel by kernel, as torch's profiler sees it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from evals.report import check_writable
+from evals.report_table import align
+from specdec.config import SamplingParams
+from specdec.core import Status
+from specdec.decoder import SpecDecoder
+from specdec.engine import SpecEngine
+from specdec.errors import InvalidInputError
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTime:
+    """Calls and own time, in microseconds, of one kernel or operator per step."""
+
+    name: str
+    calls: float
+    microseconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepProfile:
+    """Figures of decoding steps, prefill left out.
+
+    Attributes:
+        num_reqs: conversations in the batch.
+        k: most drafts per step.
+        context: tokens of the longest conversation when the measurement began.
+        step_ms: milliseconds per step, one entry per step, measured without the profiler.
+        busy: share of the profiled time in which the accelerator ran a kernel; None on a CPU.
+        kernels: the longest first; GPU kernels on an accelerator, operators on a CPU.
+    """
+
+    num_reqs: int
+    k: int
+    context: int
+    step_ms: list[float]
+    busy: float | None
+    kernels: list[KernelTime]
+
+
+def profile_steps(
+    decoder: SpecDecoder,
+    prompts: Sequence[list[int]],
+    *,
+    steps: int = 20,
+    warmup: int = 10,
+    trace: Path | None = None,
+) -> StepProfile:
+    """Profiles decoding steps of a full batch.
+
+    Args:
+        decoder: its engine has to take all prompts at once.
+        prompts: token ids, one list per conversation.
+        steps: steps timed without the profiler, then as many under it.
+        warmup: steps before them, after the prefill.
+        trace: where to write the trace, to be opened with chrome://tracing or Perfetto.
+
+    Raises:
+        InvalidInputError: more prompts than the engine decodes at once, too few steps, or a trace that cannot be written.
+        CapacityError: prompt and steps do not fit.
+    """
+    engine = decoder.engine
+    if len(prompts) > engine.config.max_num_seqs:
+        raise InvalidInputError(
+            f"{len(prompts)} prompts are to run at once and max_num_seqs is {engine.config.max_num_seqs}; raise it or give fewer"
+        )
+    if steps < 1 or warmup < 0:
+        raise InvalidInputError(f"steps is {steps} and warmup {warmup}; measure at least 1 step after 0 or more")
+    check_writable(None if trace is None else str(trace))
+    # Enough that nobody finishes early, whatever is accepted; one step more is in flight when results are read late.
+    most = (warmup + 2 * steps + 2) * (engine.num_draft_tokens + 1)
+    requests = [engine.add_request(prompt, SamplingParams(max_tokens=most, ignore_eos=True)) for prompt in prompts]
+    try:
+        while any(request.status is not Status.RUNNING for request in requests):
+            engine.step()
+        for _ in range(warmup):
+            engine.step()
+        context = max(request.kv_tokens_bound for request in requests)
+        step_ms = [_timed_step(engine) * 1e3 for _ in range(steps)]
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if decoder.verifier.device.type == "cuda" else [])]
+        with profile(activities=activities) as profiler:
+            for _ in range(steps):
+                engine.step()
+            _synchronize(engine)
+    finally:
+        engine.abort_all({request.request_id for request in requests})
+    if trace is not None:
+        profiler.export_chrome_trace(str(trace))
+    on_device = decoder.verifier.device.type == "cuda"
+    return StepProfile(
+        num_reqs=len(prompts),
+        k=engine.num_draft_tokens,
+        context=context,
+        step_ms=step_ms,
+        busy=_busy_share(profiler.events()) if on_device else None,
+        kernels=_kernels(profiler.key_averages(), steps, on_device=on_device),
+    )
+
+
+def format_profile(result: StepProfile, *, most: int = 25) -> str:
+    """The figures as text, with the `most` longest kernels."""
+    total = sum(kernel.microseconds for kernel in result.kernels)
+    kind = "operator" if result.busy is None else "kernel"
+    rows = [(kind, "calls/step", "us/step", "share")]
+    for kernel in result.kernels[:most]:
+        share = kernel.microseconds / total if total else 0.0
+        rows.append((_short(kernel.name), f"{kernel.calls:.1f}", f"{kernel.microseconds:.1f}", f"{100 * share:.1f}%"))
+    left_out = len(result.kernels) - most
+    idle = "" if result.busy is None else f"; the GPU is idle {100 * (1 - result.busy):.1f}% of the time"
+    return "\n".join(
+        [
+            f"{result.num_reqs} at once, k = {result.k}, context {result.context}:"
+            f" {median(result.step_ms):.2f} ms per step (median of {len(result.step_ms)},"
+            f" {min(result.step_ms):.2f} to {max(result.step_ms):.2f}){idle}",
+            "",
+            *align(rows, left=(0,)),
+            *([f"and {left_out} shorter ones"] if left_out > 0 else []),
+        ]
+    )
+
+
+def _timed_step(engine: SpecEngine) -> float:
+    _synchronize(engine)
+    started = time.perf_counter()
+    engine.step()
+    _synchronize(engine)
+    return time.perf_counter() - started
+
+
+def _synchronize(engine: SpecEngine) -> None:
+    if engine.verifier.device.type == "cuda":
+        torch.cuda.synchronize(engine.verifier.device)
+
+
+def _kernels(averages: Iterable[Any], steps: int, *, on_device: bool) -> list[KernelTime]:
+    """Own time per step by name; on an accelerator that of its kernels alone, not of the operators that launch them."""
+    found = []
+    for entry in averages:
+        if on_device and entry.device_type != DeviceType.CUDA:
+            continue
+        microseconds = entry.self_device_time_total if on_device else entry.self_cpu_time_total
+        if microseconds > 0:
+            found.append(KernelTime(entry.key, entry.count / steps, microseconds / steps))
+    return sorted(found, key=lambda kernel: -kernel.microseconds)
+
+
+def _busy_share(events: Iterable[Any]) -> float:
+    """Share of the time from the first kernel's start to the last one's end in which at least one ran."""
+    spans = sorted((e.time_range.start, e.time_range.end) for e in events if e.device_type == DeviceType.CUDA)
+    return covered(spans)
+
+
+def covered(spans: Sequence[tuple[float, float]]) -> float:
+    """Share of the time between the first start and the last end that sorted `spans` cover together.
+
+    >>> covered([(0, 2), (1, 3), (5, 10)])
+    0.8
+    """
+    if not spans:
+        return 0.0
+    busy, reached = 0.0, spans[0][0]
+    for start, end in spans:
+        busy += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return busy / (reached - spans[0][0]) if reached > spans[0][0] else 0.0
+
+
+def _short(name: str, width: int = 72) -> str:
+    return name if len(name) <= width else name[: width - 1] + "…"

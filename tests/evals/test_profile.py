@@ -1,0 +1,85 @@
+"""The profile of decoding steps: a table of operators, honest step times and a trace that other tools open."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from torch.autograd import DeviceType
+
+from evals.profile import _busy_share, _kernels, covered, format_profile, profile_steps
+from specdec.cli import main
+from specdec.config import EngineConfig
+from specdec.decoder import SpecDecoder, find_drafter
+from specdec.errors import CapacityError, InvalidInputError
+from tests.evals.tiny import tiny_decoder
+
+PROMPTS = [[5, 6, 7, 5, 6, 7], [9, 10, 9, 10]]
+
+
+def drafting_decoder(max_num_seqs: int = 2) -> SpecDecoder:
+    base = tiny_decoder()
+    drafter = find_drafter("ngram")(base.verifier)
+    return SpecDecoder(base.verifier, base.tokenizer, drafter, EngineConfig(max_num_seqs=max_num_seqs, max_model_len=512))
+
+
+def test_steps_are_decode_steps_of_the_whole_batch(tmp_path: Path) -> None:
+    """Catches a prefill or a finished request among the measured steps, and figures that are not per step."""
+    decoder = drafting_decoder()
+    trace = tmp_path / "trace.json"
+    result = profile_steps(decoder, PROMPTS, steps=3, warmup=2, trace=trace)
+    assert (result.num_reqs, len(result.step_ms), result.busy) == (2, 3, None)
+    assert result.context >= len(PROMPTS[0]) + 2
+    assert min(result.step_ms) > 0
+    calls = {kernel.name: kernel.calls for kernel in result.kernels}
+    layers = decoder.verifier.num_layers
+    assert calls["aten::scaled_dot_product_attention"] == layers
+    times = [kernel.microseconds for kernel in result.kernels]
+    assert times == sorted(times, reverse=True)
+    assert any("scaled_dot_product_attention" in event.get("name", "") for event in json.loads(trace.read_text())["traceEvents"])
+    assert not decoder.engine.has_work
+    text = format_profile(result, most=2)
+    assert "2 at once" in text
+    assert f"and {len(result.kernels) - 2} shorter ones" in text
+
+
+def test_an_accelerator_counts_its_kernels_and_its_idle_time() -> None:
+    """Made-up events: catches operators counted as kernels, and overlapping kernels counted twice."""
+
+    def event(device: DeviceType, start: float, end: float) -> SimpleNamespace:
+        return SimpleNamespace(device_type=device, time_range=SimpleNamespace(start=start, end=end))
+
+    events = [
+        event(DeviceType.CUDA, 0, 4),
+        event(DeviceType.CPU, 0, 100),
+        event(DeviceType.CUDA, 2, 5),
+        event(DeviceType.CUDA, 8, 10),
+    ]
+    assert _busy_share(events) == 0.7
+    assert covered([]) == 0.0
+    averages = [
+        SimpleNamespace(key="launch", count=8, device_type=DeviceType.CPU, self_device_time_total=50.0, self_cpu_time_total=9.0),
+        SimpleNamespace(key="kernel", count=8, device_type=DeviceType.CUDA, self_device_time_total=40.0, self_cpu_time_total=0.0),
+    ]
+    (kernel,) = _kernels(averages, 4, on_device=True)
+    assert (kernel.name, kernel.calls, kernel.microseconds) == ("kernel", 2.0, 10.0)
+
+
+def test_mistakes_are_named() -> None:
+    decoder = drafting_decoder(max_num_seqs=1)
+    with pytest.raises(InvalidInputError, match="2 prompts are to run at once and max_num_seqs is 1"):
+        profile_steps(decoder, PROMPTS)
+    with pytest.raises(InvalidInputError, match="steps is 0"):
+        profile_steps(decoder, PROMPTS[:1], steps=0)
+    with pytest.raises(InvalidInputError, match="it is a folder"):
+        profile_steps(decoder, PROMPTS[:1], trace=Path())
+    with pytest.raises(CapacityError, match="the limit is 512"):
+        profile_steps(decoder, [[5] * 600])
+
+
+def test_the_command_prints_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(SpecDecoder, "from_pretrained", lambda *args, **options: drafting_decoder())
+    assert main(["profile", "--context", "8", "--steps", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "ms per step (median of 2" in out
+    assert "aten::" in out
