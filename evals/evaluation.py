@@ -29,7 +29,7 @@ class EvalConfig:
 
     Attributes:
         tasks: names of lm-eval, or "bundled".
-        data: local files by task; see `evals.lm_eval_model.Tasks`.
+        data: local files by task; see `evals.lm_eval_tasks.Tasks`.
         limit: samples per task; None takes all.
         num_fewshot: examples in the prompt; None takes the task's own number.
         chat: wrap prompts in the chat template, few-shot examples as turns of a conversation.
@@ -80,7 +80,8 @@ def evaluate(decoder: SpecDecoder, drafter: str, config: EvalConfig, provenance:
     Raises:
         SpecDecError: an unknown task, bad data, a limit too large, other settings than those of the journals.
     """
-    from evals.lm_eval_model import SpecdecLM, Tasks
+    from evals.lm_eval_model import SpecdecLM
+    from evals.lm_eval_tasks import Tasks
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it comments every setting
     with tempfile.TemporaryDirectory() as scratch:

@@ -324,10 +324,10 @@ def test_mistakes_are_one_line(
 
 def test_tasks_that_score_given_texts_are_refused(tmp_path: Path, monkeypatch: Patch) -> None:
     """Catches an evaluation of drafts that never draft."""
-    from evals import lm_eval_model
+    from evals import lm_eval_tasks
 
-    task = lm_eval_model.bundled_task(tmp_path) | {"output_type": "loglikelihood", "metric_list": [{"metric": "acc"}]}
+    task = lm_eval_tasks.bundled_task(tmp_path) | {"output_type": "loglikelihood", "metric_list": [{"metric": "acc"}]}
     del task["filter_list"], task["generation_kwargs"]
-    monkeypatch.setattr(lm_eval_model, "bundled_task", lambda folder: task)
+    monkeypatch.setattr(lm_eval_tasks, "bundled_task", lambda folder: task)
     with pytest.raises(InvalidInputError, match="scores given texts"):
-        lm_eval_model.Tasks(["bundled"], data={}, limit=None, folder=tmp_path)
+        lm_eval_tasks.Tasks(["bundled"], data={}, limit=None, folder=tmp_path)

@@ -1,0 +1,109 @@
+"""Tasks of lm-eval for `specdec eval`: found by name, fed from local files where asked, checked before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from lm_eval import simple_evaluate
+from lm_eval.api.model import LM
+from lm_eval.tasks import TaskManager
+
+from evals.bundled_task import bundled_task
+from evals.jsonl import read_jsonl
+from evals.prompt_sets import BUNDLED
+from specdec.errors import InvalidInputError
+
+
+class Tasks:
+    """Tasks of lm-eval, or the bundled problems, loaded anew for every evaluation.
+
+    Args:
+        names: tasks, groups or tags that generate, or "bundled".
+        data: by task, a folder with one `<split>.jsonl` per split, or a JSONL file that is split `test`. Prompt, choice of
+            few-shot examples and filters stay lm-eval's.
+        limit: samples per task.
+        folder: for files that lm-eval wants to read.
+
+    Raises:
+        InvalidInputError: an unknown name (the message has near ones), missing or malformed data, a task that does not generate,
+            or a limit larger than a task.
+    """
+
+    def __init__(self, names: Sequence[str], *, data: Mapping[str, str], limit: int | None, folder: Path) -> None:
+        # The index of lm-eval's own tasks takes seconds, which the bundled problems do not need.
+        self._manager = _all_tasks() if set(names) - {BUNDLED} else TaskManager(include_defaults=False)
+        self._limit = limit
+        known = [BUNDLED, *self._manager.all_tasks]
+        for name in names:
+            if name not in known:
+                near = get_close_matches(name, known, n=5)
+                hint = f"near: {', '.join(near)}" if near else "lm-eval ls tasks lists all"
+                raise InvalidInputError(f"unknown task {name!r} ({hint})")
+        self._specs = [self._spec(name, data.get(name), folder) for name in names]
+        for name, task in self._load().items():
+            if task.OUTPUT_TYPE != "generate_until":
+                raise InvalidInputError(
+                    f"task {name!r} scores given texts, where drafts play no part; use lm-eval's own command with --model specdec"
+                )
+            size = len(task.eval_docs)
+            if limit is not None and not 1 <= limit <= size:
+                raise InvalidInputError(f"limit is {limit} and task {name!r} has {size} samples; choose 1 to {size}")
+
+    def evaluate(self, lm: LM, **options: Any) -> dict[str, Any]:
+        """Results of `lm_eval.simple_evaluate`."""
+        results: dict[str, Any] = simple_evaluate(
+            lm, tasks=list(self._load().values()), limit=self._limit, task_manager=self._manager, **options
+        )
+        return results
+
+    def _load(self) -> dict[str, Any]:
+        try:
+            tasks: dict[str, Any] = self._manager.load(list(self._specs))["tasks"]
+        except KeyError as error:
+            raise InvalidInputError(
+                f"a task needs split {error}, which its data lacks; give a folder with one JSONL file per split"
+            ) from error
+        except (OSError, ValueError, RuntimeError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise InvalidInputError(
+                f"cannot load the data of the tasks: {reason}; name local files with --data TASK=PATH"
+            ) from error
+        return tasks
+
+    def _spec(self, name: str, data: str | None, folder: Path) -> str | dict[str, Any]:
+        if name == BUNDLED:
+            return bundled_task(folder)
+        if data is None:
+            return name
+        path = self._manager.task_index[name].yaml_path
+        if path is None:
+            raise InvalidInputError(f"task {name!r} has no single configuration file; --data serves single tasks only")
+        override = folder / f"{name}.yaml"
+        content = {
+            "include": str(path),
+            "dataset_path": "json",
+            "dataset_name": None,
+            "dataset_kwargs": {"data_files": _splits(Path(data)), "cache_dir": str(folder / "datasets")},
+        }
+        override.write_text(json.dumps(content), encoding="utf-8")  # JSON is YAML, too
+        return str(override)
+
+
+@cache
+def _all_tasks() -> TaskManager:
+    return TaskManager()
+
+
+def _splits(path: Path) -> dict[str, str]:
+    """JSONL file by split, every line checked, because lm-eval's own loader does not name the line that is wrong."""
+    files = {file.stem: file for file in sorted(path.glob("*.jsonl"))} if path.is_dir() else {"test": path}
+    if not files:
+        raise InvalidInputError(f"{str(path)!r} holds no .jsonl file; put one there per split, such as train.jsonl and test.jsonl")
+    for file in files.values():
+        read_jsonl(file)
+    return {split: str(file.resolve()) for split, file in files.items()}
