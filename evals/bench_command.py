@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", default="auto", metavar="NAME", help="auto (default), float32, bfloat16 or float16")
     add("--attention", default="auto", metavar="NAME", help="attention backend, or auto (default)")
     add("--kv-memory", type=byte_size, metavar="SIZE", help="memory for the KV cache of each side, such as 512M or 2G")
+    add("--kv-dtype", default="auto", metavar="NAME", help="auto (default), or fp8 for an 8-bit cache on backends that have one")
 
     add = parser.add_argument_group("sweep, each with plain decoding beside it").add_argument
     add("--drafter", nargs="+", default=["ngram"], metavar="NAME", help="ngram (default), folders or hub names of checkpoints")
@@ -106,7 +107,7 @@ def _measure(args: argparse.Namespace) -> int:
     from evals.html_report import check_plotting
     from evals.provenance import provenance
     from evals.report import check_writable, write_report
-    from specdec.config import EngineConfig
+    from specdec.config import CacheConfig, EngineConfig
     from specdec.decoder import SpecDecoder
 
     check_writable(args.out, args.html)
@@ -122,7 +123,7 @@ def _measure(args: argparse.Namespace) -> int:
         device=args.device,
         dtype=args.dtype,
         attention=args.attention,
-        engine=EngineConfig(max_num_seqs=1, max_model_len=2),
+        engine=EngineConfig(max_num_seqs=1, max_model_len=2, cache=CacheConfig(dtype=args.kv_dtype)),
     )
     bench = Bench(base, config, progress=_progress)
     report: Report | None = None

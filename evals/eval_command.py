@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch-size", type=whole_number, default=16, metavar="N", help="samples decoded at once (default %(default)s)")
     add("--max-length", type=whole_number, metavar="N", help="most tokens of prompt and output (default: the model's limit)")
     add("--kv-memory", type=byte_size, metavar="SIZE", help="memory for the KV cache of each side, such as 512M or 2G")
+    add("--kv-dtype", default="auto", metavar="NAME", help="auto (default), or fp8 for an 8-bit cache on backends that have one")
 
     add = parser.add_argument_group("decoding, over what the tasks say").add_argument
     add("--max-gen-toks", type=whole_number, metavar="N", help="most new tokens")
@@ -105,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
             max_num_seqs=args.batch_size,
             max_model_len=args.max_length,
             num_draft_tokens=args.num_draft_tokens,
-            cache=CacheConfig(memory_bytes=args.kv_memory),
+            cache=CacheConfig(memory_bytes=args.kv_memory, dtype=args.kv_dtype),
         ),
     )
     config = EvalConfig(

@@ -39,6 +39,7 @@ def provenance(decoder: SpecDecoder, drafters: Sequence[str]) -> dict[str, Any]:
         "num_threads": torch.get_num_threads(),
         "dtype": str(verifier.dtype).removeprefix("torch."),
         "attention": verifier.attention.name,
+        "kv_dtype": str(verifier.attention.spec.kv_dtype).removeprefix("torch."),
         "target": checkpoint(verifier.name),
         "drafters": {name: checkpoint(name) for name in drafters if name not in ("none", "ngram")},
     }

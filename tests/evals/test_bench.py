@@ -245,3 +245,19 @@ def test_the_target_is_shared_by_all_sides() -> None:
     assert all(verifier is verifiers[0] for verifier in verifiers)
     drafters = [side.decoder.engine.drafter for side in sides[1:]]
     assert drafters[0] is not drafters[1]
+
+
+def test_the_kind_of_cache_reaches_the_target(monkeypatch: Patch, capsys: Capture) -> None:
+    """Catches an option that is read and dropped: torch_ref has no 8-bit cache and must say so."""
+    asked: list[str] = []
+
+    def load(*args: Any, **options: Any) -> SpecDecoder:
+        asked.append(options["engine"].cache.dtype)
+        raise InvalidInputError("enough")
+
+    monkeypatch.setattr(SpecDecoder, "from_pretrained", load)
+    for verb in (["bench"], ["eval", "--tasks", "bundled"]):
+        assert main([*verb, "--kv-dtype", "fp8"]) == 2
+    assert asked == ["fp8", "fp8"]
+    assert main(["bench", "--kv-dtype", "int4"]) == 2
+    assert "int4" in capsys.readouterr().err
