@@ -13,7 +13,9 @@ ATTENTION_BACKENDS = {
 }
 """In order of preference for `auto`."""
 
-MLA_BACKENDS: dict[str, str] = {}
+MLA_BACKENDS = {
+    "torch_ref": "specdec.attention.torch_ref_mla:TorchRefMlaBackend",
+}
 """For models with latent attention, in order of preference for `auto`."""
 
 DRAFTERS = {

@@ -43,7 +43,7 @@ DRAFTERS: dict[str, Callable[[Outputs, Verifier], Drafter | None]] = {
 }
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(scope="module", params=[*CONFIGS, "deepseek_v3", "glm_moe_dsa"])
 def case(request: pytest.FixtureRequest) -> tuple[Verifier, Outputs]:
     """A target and what transformers' `generate` makes of 5 prompts."""
     model = plain_model(request.param)

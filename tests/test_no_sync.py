@@ -70,8 +70,10 @@ def guarded_run(
     return [request.output_token_ids for request in requests]
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize(
+    ("name", "sampling"),
+    [*itertools.product(["llama", "gemma3", "gpt_oss"], SAMPLINGS), ("deepseek_v2", "greedy"), ("glm_moe_dsa", "greedy")],
+)
 def test_step_never_waits(name: str, sampling: str) -> None:
     """Draft, verify, accept and commit under the guard, results read one step late, with every sampling feature."""
     model = plain_model(name)

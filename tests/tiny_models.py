@@ -8,8 +8,14 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import (
     AutoModelForCausalLM,
+    AXK1Config,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    DeepseekV32Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Glm4MoeLiteConfig,
+    GlmMoeDsaConfig,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
@@ -19,6 +25,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    YoutuConfig,
 )
 
 from drafters.config import DFlashConfig
@@ -27,7 +34,7 @@ from specdec.attention.selector import select_backend
 from specdec.core import Verifier
 from verifiers.hf import verifier_for
 from verifiers.hf_attention import ATTENTION_NAME
-from verifiers.shape import attention_spec
+from verifiers.shape import backend_spec
 
 VOCAB = 97
 WINDOW = 8
@@ -68,6 +75,57 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 """One factory per architecture and feature: grouped heads, windows, sinks, softcaps, experts, embedding scale, tied heads."""
 
+TOPK = 8
+
+_LATENT: dict[str, Any] = {
+    **{key: value for key, value in _COMMON.items() if key not in ("head_dim", "num_key_value_heads")},
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
+_LATENT_MOE: dict[str, Any] = {
+    **_LATENT,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+}
+# With few heads in the indexer, a position often scores exactly 0 in all of them, and which of several such a row takes is chance.
+_INDEXER: dict[str, Any] = {"index_n_heads": 16, "index_head_dim": 12, "index_topk": TOPK}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
+
+LATENT_CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "deepseek_v2": lambda: DeepseekV2Config(**{**_LATENT_MOE, "q_lora_rank": None}, first_k_dense_replace=1),
+    "deepseek_v2_yarn": lambda: DeepseekV2Config(
+        **_LATENT_MOE, first_k_dense_replace=1, topk_method="group_limited_greedy", rope_parameters=_YARN
+    ),
+    "deepseek_v3": lambda: DeepseekV3Config(**_LATENT_MOE, first_k_dense_replace=1, rope_parameters=_YARN),
+    "deepseek_v3_halves": lambda: DeepseekV3Config(
+        **{**_LATENT_MOE, "q_lora_rank": None}, first_k_dense_replace=1, rope_interleave=False, attention_bias=True
+    ),
+    "deepseek_v32": lambda: DeepseekV32Config(**_LATENT_MOE, **_INDEXER, first_k_dense_replace=1, rope_parameters=_YARN),
+    "glm_moe_dsa": lambda: GlmMoeDsaConfig(
+        **_LATENT_MOE, **_INDEXER, first_k_dense_replace=1, indexer_types=["full", "shared", "full", "shared"]
+    ),
+    "glm4_moe_lite": lambda: Glm4MoeLiteConfig(**_LATENT_MOE),
+    "axk1": lambda: AXK1Config(**_LATENT_MOE),
+    "youtu": lambda: YoutuConfig(**_LATENT),
+}
+"""The same for latent attention: with a compressed query and without, YaRN, both pairings of RoPE, indexers of every layer and
+shared ones that choose far fewer positions than there are, a dense layer before experts."""
+
 
 def _without(*keys: str) -> dict[str, Any]:
     return {key: value for key, value in _COMMON.items() if key not in keys}
@@ -76,7 +134,7 @@ def _without(*keys: str) -> dict[str, Any]:
 def plain_model(name: str, seed: int = 0) -> PreTrainedModel:
     """The model as transformers alone runs it, eager attention, float32."""
     torch.manual_seed(seed)
-    config = CONFIGS[name]()
+    config = (CONFIGS | LATENT_CONFIGS)[name]()
     config.tie_word_embeddings = config.tie_word_embeddings and not name.startswith("gemma")
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     with torch.no_grad():
@@ -92,7 +150,7 @@ def paged_verifier(model: PreTrainedModel, block_size: int = 4, *, fuse: bool = 
     paged: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
     paged.load_state_dict(model.state_dict())
     paged.generation_config.eos_token_id = model.generation_config.eos_token_id
-    spec = attention_spec(config, device=torch.device("cpu"), dtype=torch.float32, block_size=block_size)
+    spec = backend_spec(config, device=torch.device("cpu"), dtype=torch.float32, block_size=block_size)
     return verifier_for(paged, name=config.model_type, backend=select_backend("torch_ref", spec), fuse=fuse)
 
 

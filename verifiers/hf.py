@@ -10,10 +10,12 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from specdec.attention.backend import AttentionBackend
+from specdec.attention.mla import MlaBackend
 from specdec.core import ForwardInput, Verifier, VerifyOutput
-from specdec.kv_cache import LayerCache
+from specdec.kv_cache import LayerSpec
 from verifiers.fused import FusedVerifier, can_fuse
 from verifiers.hf_attention import ATTENTION_NAME, PagedForward
+from verifiers.mla import latent_layer_specs, replace_attention
 from verifiers.shape import eos_token_ids, kv_layer_spec, layer_windows, max_model_len
 
 
@@ -26,9 +28,11 @@ def load_model(path: str, config: PreTrainedConfig, dtype: torch.dtype) -> tuple
 
 
 def verifier_for(
-    model: PreTrainedModel, *, name: str, backend: AttentionBackend, eos: int | None = None, fuse: bool = True
+    model: PreTrainedModel, *, name: str, backend: AttentionBackend | MlaBackend, eos: int | None = None, fuse: bool = True
 ) -> Verifier:
     """The verifier that runs `model`: `FusedVerifier` for the Llama family, which takes its weights over, else `HFVerifier`.
+
+    The attention modules of a model with latent attention are replaced in place.
 
     Args:
         model: a causal language model loaded with `attn_implementation=ATTENTION_NAME`, on its device.
@@ -38,7 +42,9 @@ def verifier_for(
         fuse: False runs every model through its own modules.
     """
     ends = eos_token_ids(getattr(model.generation_config, "eos_token_id", None), model.config.eos_token_id, eos)
-    if fuse and can_fuse(model):
+    if isinstance(backend, MlaBackend):
+        replace_attention(decoder_layers(model), model.config)
+    elif fuse and can_fuse(model):
         return FusedVerifier.from_model(model.eval(), decoder_layers(model), name=name, backend=backend, eos=ends)
     return HFVerifier(model.eval(), name=name, backend=backend, eos=ends)
 
@@ -59,13 +65,16 @@ class HFVerifier:
     """A transformers model seen through the `Verifier` protocol.
 
     Args:
-        model: a causal language model loaded with `attn_implementation=ATTENTION_NAME`, in eval mode on its device.
+        model: a causal language model loaded with `attn_implementation=ATTENTION_NAME`, in eval mode on its device; one with latent
+            attention after `replace_attention`.
         name: how to call it in messages.
         backend: attention over the cache.
         eos: end-of-sequence ids.
     """
 
-    def __init__(self, model: PreTrainedModel, *, name: str, backend: AttentionBackend, eos: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, name: str, backend: AttentionBackend | MlaBackend, eos: tuple[int, ...] = ()
+    ) -> None:
         config = model.config
         self.model, self.config = model, config
         self.name = name
@@ -73,7 +82,11 @@ class HFVerifier:
         self.device, self.dtype = model.device, model.dtype
         self.hidden_size, self.num_layers = config.hidden_size, config.num_hidden_layers
         self.max_model_len = max_model_len(config)
-        self.kv_specs = [kv_layer_spec(config)] * config.num_hidden_layers
+        self.kv_specs: Sequence[LayerSpec] = (
+            latent_layer_specs(config, backend.cache_spec)
+            if isinstance(backend, MlaBackend)
+            else [kv_layer_spec(config)] * config.num_hidden_layers
+        )
         self.embedding_scale = config.hidden_size**0.5 if config.model_type.startswith("gemma") else 1.0
         self.final_softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self.eos_token_ids = eos
@@ -86,7 +99,7 @@ class HFVerifier:
         self._tapped: dict[int, Tensor] = {}
 
     @torch.inference_mode()
-    def forward(self, rows: ForwardInput, caches: Sequence[LayerCache], aux_layer_ids: Sequence[int] = ()) -> VerifyOutput:
+    def forward(self, rows: ForwardInput, caches: Sequence[Any], aux_layer_ids: Sequence[int] = ()) -> VerifyOutput:
         """Scores packed rows; see `Verifier.forward`."""
         self._tap(aux_layer_ids)
         paged = PagedForward(self.attention, self.attention.plan(rows.metadata), caches, self._windows)

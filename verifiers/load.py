@@ -15,12 +15,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from specdec.attention.backend import AttentionBackend
 from specdec.attention.selector import select_backend
 from specdec.core import Verifier
 from specdec.errors import CheckpointError
 from verifiers.embedded import embedded_model_path
 from verifiers.fused import FusedVerifier
-from verifiers.shape import attention_spec, eos_token_ids
+from verifiers.shape import backend_spec, eos_token_ids
 
 EMBEDDED = "embedded"
 """Name of the model that comes with the package."""
@@ -64,13 +65,14 @@ def load_verifier(
         from verifiers.support import check_supported
 
         check_supported(name, config)
-    spec = attention_spec(config, device=device, dtype=dtype, block_size=block_size)
+    spec = backend_spec(config, device=device, dtype=dtype, block_size=block_size)
     backend = select_backend(attention, replace(spec, cache_dtype=cache_dtype))
     tokenizer = _read(name, "tokenizer", partial((PreTrainedTokenizerFast if direct else AutoTokenizer).from_pretrained, path))
     if direct:
         tensors = _read(name, "weights", partial(load_file, Path(path) / "model.safetensors"))
         tensors = {key: tensor.to(device, dtype) for key, tensor in tensors.items()}
         eos = eos_token_ids(GenerationConfig.from_pretrained(path).eos_token_id, tokenizer.eos_token_id)
+        assert isinstance(backend, AttentionBackend)
         return FusedVerifier.from_tensors(config, tensors, name=name, backend=backend, eos=eos), tokenizer
 
     from verifiers.hf import load_model, verifier_for

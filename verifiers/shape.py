@@ -4,7 +4,14 @@ import torch
 from transformers import PreTrainedConfig
 
 from specdec.attention.backend import AttentionSpec
+from specdec.attention.mla import IndexerSpec, MlaSpec
 from specdec.kv_cache import KVLayerSpec
+
+INDEXED_MODELS = frozenset({"deepseek_v32", "glm_moe_dsa"})
+"""Model types with latent attention to the positions that an indexer selects."""
+
+LATENT_MODELS = INDEXED_MODELS | {"axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"}
+"""Model types with latent attention as `verifiers.mla` runs it."""
 
 
 def layer_windows(config: PreTrainedConfig) -> list[int | None]:
@@ -38,6 +45,30 @@ def attention_spec(config: PreTrainedConfig, *, device: torch.device, dtype: tor
         sinks=config.model_type == "gpt_oss",
         softcap=getattr(config, "attn_logit_softcapping", None),
     )
+
+
+def mla_spec(config: PreTrainedConfig, *, device: torch.device, dtype: torch.dtype, block_size: int) -> MlaSpec:
+    """What a model with latent attention asks of a backend."""
+    indexer = None
+    if config.model_type in INDEXED_MODELS:
+        indexer = IndexerSpec(num_heads=config.index_n_heads, head_dim=config.index_head_dim, topk=config.index_topk)
+    return MlaSpec(
+        device=device,
+        dtype=dtype,
+        num_heads=config.num_attention_heads,
+        kv_lora_rank=config.kv_lora_rank,
+        qk_nope_head_dim=config.qk_nope_head_dim,
+        qk_rope_head_dim=config.qk_rope_head_dim,
+        v_head_dim=config.v_head_dim,
+        block_size=block_size,
+        indexer=indexer,
+    )
+
+
+def backend_spec(config: PreTrainedConfig, *, device: torch.device, dtype: torch.dtype, block_size: int) -> AttentionSpec | MlaSpec:
+    """What the model asks of a backend of its kind."""
+    make = mla_spec if config.model_type in LATENT_MODELS else attention_spec
+    return make(config, device=device, dtype=dtype, block_size=block_size)
 
 
 def max_model_len(config: PreTrainedConfig) -> int:

@@ -1,7 +1,8 @@
 """Which Hugging Face models can be targets, told from the config alone: an unfit one is refused before its weights are read.
 
 A target has to be a decoder whose every layer attends exactly once, through transformers' attention interface, to keys and values
-of one shape. Its rows must not depend on each other in any other way, because requests share a forward.
+of one shape, or with latent attention that `verifiers.mla` can stand in for. Its rows must not depend on each other in any other
+way, because requests share a forward.
 """
 
 from collections.abc import Iterator
@@ -11,8 +12,10 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from specdec.errors import UnsupportedModelError
+from verifiers.shape import INDEXED_MODELS, LATENT_MODELS
 
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+INDEXED_LAYER_TYPES = frozenset({"indexed_attention", "deepseek_sparse_attention"})  # one thing, in two releases of transformers
 
 PECULIAR = {
     "diffllama": "each of its layers attends twice",
@@ -22,6 +25,15 @@ PECULIAR = {
     "nemotron": "its layers do not pass the paged cache on to their attention",
 }
 """Model types whose obstacle shows in their code only."""
+
+OTHER_LATENT = {
+    "axk2": "gates what it returns",
+    "hy_v4": "has sinks and gates what it returns",
+    "longcat_flash": "runs twice in each layer",
+    "minicpm3": "rotates halves where DeepSeek's rotates neighbours",
+    "mistral4": "scales a query by its position",
+}
+"""What sets the latent attention of other model types apart."""
 
 
 def check_supported(name: str, config: PreTrainedConfig) -> None:
@@ -74,6 +86,8 @@ def _model_class(config: PreTrainedConfig) -> type | None:
 
 def _attention_reasons(config: PreTrainedConfig) -> Iterator[str]:
     kinds = set(_value(config, "layer_types") or ())
+    if config.model_type in INDEXED_MODELS:
+        kinds -= INDEXED_LAYER_TYPES
     if kinds - LAYER_TYPES:
         yield f"it has layers of type {', '.join(sorted(kinds - LAYER_TYPES))}"
     elif "sliding_attention" in kinds and not _value(config, "sliding_window"):
@@ -88,8 +102,11 @@ def _attention_reasons(config: PreTrainedConfig) -> Iterator[str]:
 
 def _cache_reasons(config: PreTrainedConfig) -> Iterator[str]:
     rank = _value(config, "kv_lora_rank")
-    if rank:
-        yield f"multi-head latent attention (kv_lora_rank {rank}) needs the latent cache, which is not available yet"
+    if rank and config.model_type not in LATENT_MODELS:
+        apart = OTHER_LATENT.get(config.model_type, "is not that of DeepSeek or GLM")
+        yield f"it has latent attention (kv_lora_rank {rank}) that {apart}, which is not available yet"
+    elif rank:
+        yield from _latent_reasons(config)
     if shared := _value(config, "num_kv_shared_layers"):
         yield f"{shared} of its layers use the keys and values of another layer"
     differing = sorted(getattr(config, "per_layer_attributes", None) or ())
@@ -100,6 +117,14 @@ def _cache_reasons(config: PreTrainedConfig) -> Iterator[str]:
     value_dim, key_dim = _value(config, "v_head_dim"), _value(config, "head_dim")
     if not rank and value_dim and key_dim and value_dim != key_dim:
         yield f"its keys have {key_dim} numbers per head and its values {value_dim}"
+
+
+def _latent_reasons(config: PreTrainedConfig) -> Iterator[str]:
+    if (_value(config, "indexer_types") or ["full"])[0] == "shared":
+        yield "its first layer has no indexer and no layer before it to share one with"
+    if quantization := _value(config, "quantization_config"):
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+        yield f"its weights are quantised ({method}), but latent attention splits one of them and needs plain numbers"
 
 
 def _position_reasons(config: PreTrainedConfig) -> Iterator[str]:

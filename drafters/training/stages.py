@@ -14,7 +14,7 @@ from drafters.training.evaluate import replay
 from drafters.training.finish import Agreement, engine_tau, export, write_report
 from drafters.training.shape import make_drafter
 from drafters.training.state import load_state, load_weights
-from drafters.training.target import Target
+from drafters.training.target import Target, check_trainable
 from drafters.training.trainer import Trainer, process_group
 from specdec.config import CacheConfig, EngineConfig
 from specdec.decoder import SpecDecoder
@@ -65,7 +65,9 @@ def _answers(config: TrainConfig, device: torch.device) -> bool:
         decoder = SpecDecoder.from_pretrained(
             config.model, drafter=None, device=str(device), dtype=config.dtype, attention=config.attention, engine=engine
         )
-        make_drafter(config, decoder.verifier, decoder.tokenizer)  # a wrong tap or mask must not wait for the answers
+        # What cannot work must not wait for the answers.
+        check_trainable(decoder.verifier)
+        make_drafter(config, decoder.verifier, decoder.tokenizer)
         return decoder
 
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

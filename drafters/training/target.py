@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
+from specdec.attention.mla import MlaBackend
 from specdec.errors import InvalidInputError, UnsupportedModelError
 
 ATTENTION_NAME = "specdec_causal"
@@ -43,6 +44,19 @@ def causal_attention(
 AttentionInterface.register(ATTENTION_NAME, causal_attention)
 
 
+def check_trainable(verifier: Any) -> None:
+    """Refuses a loaded target whose modules run on the paged cache only.
+
+    Raises:
+        UnsupportedModelError: it has latent attention.
+    """
+    if isinstance(verifier.attention, MlaBackend):
+        raise UnsupportedModelError(
+            f"drafters cannot be trained yet for targets with latent attention, such as {verifier.name};"
+            " train for another target, or load a drafter that was trained elsewhere"
+        )
+
+
 class Target:
     """A loaded target in training.
 
@@ -57,7 +71,7 @@ class Target:
 
     Raises:
         InvalidInputError: a layer does not exist.
-        UnsupportedModelError: the decoder layers cannot be found.
+        UnsupportedModelError: the decoder layers cannot be found, or have latent attention.
     """
 
     def __init__(self, verifier: Any, layer_ids: Sequence[int], *, distribution: bool = False, compile: bool = False) -> None:
@@ -66,6 +80,7 @@ class Target:
                 f"taps {list(layer_ids)} are not all layers of {verifier.name}, which has {verifier.num_layers};"
                 f" choose from 0 to {verifier.num_layers - 1}"
             )
+        check_trainable(verifier)
         self.verifier = verifier
         self.device, self.dtype = verifier.device, verifier.dtype
         self.layer_ids = tuple(layer_ids)

@@ -17,10 +17,10 @@ from drafters.training.losses import ChunkedLoss, LossConfig, block_loss, decay_
 from drafters.training.mask import BlockAttention, Kind, use_flex
 from drafters.training.optimizer import MasterAdamW
 from drafters.training.target import Target
-from specdec.errors import InvalidInputError
+from specdec.errors import InvalidInputError, UnsupportedModelError
 from tests.drafters.tiny import TINY, VOCAB, input_table, tapped, tiny_model, tiny_target
 from tests.drafters.toy_training import one_thread  # noqa: F401
-from tests.tiny_models import CONFIGS, plain_model, random_prompts
+from tests.tiny_models import CONFIGS, paged_verifier, plain_model, random_prompts
 
 KINDS: list[Kind] = [(False, None), (True, None), (True, 5), (False, 3)]
 ANCHORS = torch.tensor([[2, 7, 8, 19], [0, 0, 4, 11]])  # the second sequence has two invalid blocks
@@ -177,6 +177,7 @@ class TinyVerifier:
     """What `Target` needs of a loaded target."""
 
     name, embedding_scale, final_softcap, device, dtype = "tiny", 1.0, None, torch.device("cpu"), torch.float32
+    attention = None
 
     def __init__(self) -> None:
         self.model: Any = tiny_target()
@@ -216,6 +217,12 @@ def test_target_features_are_those_of_transformers(name: str) -> None:
         states = plain(tokens, output_hidden_states=True).hidden_states
     features, _ = Target(verifier, (0, 2)).features(tokens)
     torch.testing.assert_close(features, torch.cat([states[1], states[3]], dim=-1), rtol=1e-3, atol=1e-3)
+
+
+def test_latent_attention_is_refused_in_one_line() -> None:
+    """Its modules run on the paged cache only; catches a traceback from the first training step, hours after the answers."""
+    with pytest.raises(UnsupportedModelError, match="latent attention, such as deepseek_v3"):
+        Target(paged_verifier(plain_model("deepseek_v3")), (0, 2))
 
 
 def test_replay_walks_as_a_live_run_would() -> None:

@@ -8,7 +8,9 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Gemma3TextConfig,
+    GlmMoeDsaConfig,
     LagunaConfig,
     LlamaConfig,
     MistralConfig,
@@ -23,6 +25,7 @@ from specdec.core import ForwardInput
 from specdec.errors import UnsupportedModelError
 from specdec.kv_cache import PagedKVCache
 from tests.tiny_models import paged_verifier
+from verifiers.shape import LATENT_MODELS
 from verifiers.support import check_supported, unsupported_reasons
 
 BLOCK = 4
@@ -73,7 +76,7 @@ REFUSED = {
     "bamba": "recurrent state",
     "bloom": "BloomForCausalLM does not go through transformers' attention interface",
     "dbrx": "nested configs (attn_config, ffn_config)",
-    "deepseek_v3": "multi-head latent attention (kv_lora_rank 512) needs the latent cache, which is not available yet",
+    "axk2": "latent attention (kv_lora_rank 128) that gates what it returns, which is not available yet",
     "diffllama": "attends twice",
     "doge": "mask depends on the values",
     "falcon": "attention interface",
@@ -81,15 +84,17 @@ REFUSED = {
     "gemma3": "multimodal (text_config, vision_config)",
     "gemma3n_text": "15 of its layers use the keys and values of another layer",
     "gemma4_text": "layers differ in head_dim",
-    "glm4_moe_lite": "latent attention",
     "gptj": "attention interface",
     "jamba": "recurrent state",
     "jetmoe": "several times",
+    "kimi_linear": "latent attention (kv_lora_rank 512) that is not that of DeepSeek or GLM",
     "llama4": "multimodal",
+    "longcat_flash": "runs twice in each layer",
     "llama4_text": "chunks of 8192 tokens",
     "mamba": "recurrent state",
     "mamba2": "recurrent state",
     "mimo_v2_flash": "keys have 192 numbers per head and its values 128",
+    "minicpm3": "latent attention (kv_lora_rank 256) that rotates halves",
     "minimax": "layers of type linear_attention",
     "mpt": "attention interface",
     "nemotron": "do not pass the paged cache on",
@@ -134,6 +139,18 @@ VARIANTS_REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
         Qwen3Config(num_hidden_layers=2, layer_types=["full_attention", "chunked_attention"]),
         "layers of type chunked_attention",
     ),
+    "no indexer to share": (
+        GlmMoeDsaConfig(num_hidden_layers=2, indexer_types=["shared", "full"]),
+        "its first layer has no indexer",
+    ),
+    "quantised latent attention": (
+        DeepseekV3Config(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}),
+        "its weights are quantised (fp8)",
+    ),
+    "indexed attention elsewhere": (
+        Qwen3Config(num_hidden_layers=1, layer_types=GlmMoeDsaConfig(num_hidden_layers=1).layer_types),
+        "it has layers of type",
+    ),
     "remote code": (UnknownConfig(), "code from its repository is never run"),
 }
 
@@ -145,7 +162,7 @@ VARIANTS_ACCEPTED: dict[str, PreTrainedConfig] = {
 }
 
 
-@pytest.mark.parametrize("model_type", ACCEPTED)
+@pytest.mark.parametrize("model_type", [*ACCEPTED, *sorted(LATENT_MODELS)])
 def test_accepted(model_type: str) -> None:
     assert unsupported_reasons(AutoConfig.for_model(model_type)) == []
 

@@ -1,0 +1,137 @@
+"""Targets with latent attention against plain transformers: same logits, same features, for every architecture and variant."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec.attention.torch_ref_mla import TorchRefMlaBackend
+from specdec.kv_cache import LatentCache, LatentLayerSpec, PagedKVCache
+from tests.tiny_models import LATENT_CONFIGS, TOPK, paged_verifier, plain_model, random_prompts, tiny_tokenizer
+from tests.verifiers.test_hf import BLOCK, PackedRun
+from verifiers.hf import HFVerifier
+from verifiers.load import load_verifier
+from verifiers.mla import LatentAttention
+from verifiers.shape import INDEXED_MODELS, LATENT_MODELS
+
+_TOKENS = [token for prompt in random_prompts(8, seed=2) for token in prompt]
+SEQUENCES = [_TOKENS[:45], _TOKENS[45:64], _TOKENS[64:95]]
+"""All of them longer than what an indexer chooses."""
+
+
+@pytest.mark.parametrize("name", LATENT_CONFIGS)
+def test_logits_equal_transformers(name: str) -> None:
+    """Packed prefill, a chunked extension, a multi-token verify and single tokens, on scattered blocks.
+
+    Catches a wrong pairing in any RoPE, a scale without YaRN's factor, a mask that is off by one, a lost bias, and a selection
+    of the wrong positions, layer or row.
+    """
+    model = plain_model(name)
+    run = PackedRun(paged_verifier(model, BLOCK), SEQUENCES)
+    lengths = list(enumerate(map(len, SEQUENCES)))
+    got = [
+        run.forward([(i, 0, n // 2) for i, n in lengths]),
+        run.forward([(i, n // 2, n - 8) for i, n in lengths]),
+        run.forward([(i, n - 8, n - 3) for i, n in lengths], host_lengths=False),
+        *(run.forward([(i, n - left, n - left + 1) for i, n in lengths], host_lengths=False) for left in (3, 2, 1)),
+    ]
+    for i, sequence in enumerate(SEQUENCES):
+        with torch.inference_mode():
+            expected = model(torch.tensor([sequence])).logits[0]
+        torch.testing.assert_close(torch.cat([part[i] for part in got]), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
+def test_the_selection_decides(name: str) -> None:
+    """Without this the test above would pass with a selection that is ignored: seeing everything gives other logits."""
+    model = plain_model(name)
+    dense = paged_verifier(model, BLOCK)
+    assert isinstance(dense.attention, TorchRefMlaBackend)
+    sequence = SEQUENCES[0]
+    assert len(sequence) > 2 * TOPK
+    (sparse,) = PackedRun(dense, [sequence]).forward([(0, 0, len(sequence))])
+    run = dense.attention.run
+    dense.attention.run = lambda *args, **kw: run(*args, **{**kw, "selected": None})  # type: ignore[method-assign]
+    (full,) = PackedRun(dense, [sequence]).forward([(0, 0, len(sequence))])
+    torch.testing.assert_close(sparse[:TOPK], full[:TOPK], atol=1e-4, rtol=1e-4)
+    assert (sparse[TOPK:] - full[TOPK:]).abs().amax(-1).min() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "glm_moe_dsa"])
+def test_features_are_raw_layer_outputs(name: str) -> None:
+    """Taps hold what each decoder layer returned, also when it returns its selection along with it."""
+    model = plain_model(name)
+    with torch.inference_mode():
+        hidden = model(torch.tensor([SEQUENCES[0]]), output_hidden_states=True).hidden_states
+    (features,) = PackedRun(paged_verifier(model, BLOCK), [SEQUENCES[0]]).forward([(0, 0, len(SEQUENCES[0]))], aux=(0, 2))
+    torch.testing.assert_close(features, torch.cat([hidden[1][0], hidden[3][0]], dim=-1), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v32", "glm_moe_dsa"])
+def test_transformers_builds_no_masks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask would cost memory quadratic in the packed rows, and a wait for the device."""
+    masks: list[Any] = []
+    forward = LatentAttention.forward
+
+    def watched(self: LatentAttention, *args: Any, **kwargs: Any) -> Any:
+        masks.append(kwargs["attention_mask"])
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(LatentAttention, "forward", watched)
+    verifier = paged_verifier(plain_model(name), BLOCK)
+    PackedRun(verifier, [SEQUENCES[0]]).forward([(0, 0, 12)])
+    assert masks == [None] * verifier.num_layers
+
+
+def test_every_model_type_is_tried() -> None:
+    """What `verifiers.support` lets through is what the tests above run."""
+    assert {make().model_type for make in LATENT_CONFIGS.values()} == LATENT_MODELS
+    assert LATENT_MODELS > INDEXED_MODELS
+
+
+def test_cached_bytes() -> None:
+    """One latent per token; index keys only where a layer has an indexer; the projection out of the latent is held once."""
+    verifier = paged_verifier(plain_model("glm_moe_dsa"), BLOCK)
+    full, shared = LatentLayerSpec(width=16 + 8, index_bytes=12 * 4), LatentLayerSpec(width=16 + 8)
+    assert list(verifier.kv_specs) == [full, shared, full, shared]
+    assert list(paged_verifier(plain_model("deepseek_v3"), BLOCK).kv_specs) == [shared] * 4
+    cache = PagedKVCache(verifier.kv_specs, num_blocks=3, block_size=BLOCK, dtype=torch.float32, device=torch.device("cpu"))
+    cache.layers[0].latent.fill_(torch.nan)
+    cache.scrub([0, 1, 2])
+    assert isinstance(cache.layers[1], LatentCache)
+    assert not cache.layers[0].latent.any()
+    assert isinstance(verifier, HFVerifier)
+    assert not any(key.endswith("kv_b_proj.weight") for key in verifier.model.state_dict())
+
+
+def test_model_called_without_its_cache_says_so() -> None:
+    """Latent attention never runs without a cache: it would have no mask at all."""
+    verifier = paged_verifier(plain_model("deepseek_v3"), BLOCK)
+    assert isinstance(verifier, HFVerifier)
+    with pytest.raises(RuntimeError, match=r"HFVerifier\.forward"):
+        verifier.model(torch.tensor([[1, 2, 3]]))
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("deepseek_v2_yarn", torch.float32), ("deepseek_v32", torch.bfloat16)])
+def test_loading_from_a_folder(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """From config to logits through the files: the right kind of backend is chosen, and it runs in 16 bits, too."""
+    model = plain_model(name)
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    verifier, _ = load_verifier(str(tmp_path), device=torch.device("cpu"), dtype=dtype, block_size=BLOCK)
+    assert verifier.attention.name == "torch_ref"
+    assert isinstance(verifier.attention, TorchRefMlaBackend)
+    assert isinstance(verifier, HFVerifier)
+    assert verifier.model.config._experts_implementation == "grouped_mm"  # the one that neither loops nor waits for the device
+    run = PackedRun(verifier, [SEQUENCES[0]])
+    run.cache = PagedKVCache(verifier.kv_specs, num_blocks=20, block_size=BLOCK, dtype=dtype, device=torch.device("cpu"))
+    (logits,) = run.forward([(0, 0, len(SEQUENCES[0]))])
+    assert logits.dtype == dtype
+    with torch.inference_mode():
+        expected = model(torch.tensor([SEQUENCES[0]])).logits[0]
+    if dtype == torch.float32:
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    else:
+        similarity = torch.cosine_similarity(logits[:TOPK].float(), expected[:TOPK], dim=-1)
+        assert similarity.min() > 0.9, "before positions are chosen, and experts apart, rounding alone is between the two"
