@@ -25,8 +25,16 @@ def parameters(source: str, name: str) -> list[str] | None:
     return [n if d is None else f"{n}={_plain(ast.unparse(d))}" for n, d in zip(names, defaults, strict=True)]
 
 
+_DEFAULTS = {
+    "float('inf')": "inf",
+    "MlaVersion.V32.value": "0",
+    "80 if get_gfx() == 'gfx942' else 256": "256",
+}
+"""Defaults that are expressions, as the emulation writes them."""
+
+
 def _plain(default: str) -> str:
-    return {"float('inf')": "inf"}.get(default, default)
+    return _DEFAULTS.get(default, default)
 
 
 def expected(name: str, version: str) -> list[str] | None:

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tests.aiter_emulation import cache, mha, paged
+from tests.aiter_emulation import cache, indexer, mha, mla, mla_plan, mla_reduce, paged, prefill_ps, routing
 from tests.aiter_emulation.machine import Machine
 from tests.aiter_emulation.signatures import SOURCES, signatures
 
-_TOP_LEVEL = ("ops/mha.py", "ops/attention.py", "ops/cache.py")
+_TOP_LEVEL = ("ops/mha.py", "ops/attention.py", "ops/cache.py", "ops/topk.py", "ops/moe_op.py")
 """Modules whose functions AITER exports as `aiter.<name>`."""
 
 
@@ -59,7 +59,8 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path, machine: Machine | No
                 setattr(module(parent), child, modules[name])
         return modules[name]
 
-    implementations = {**vars(mha), **vars(paged), **vars(cache)}
+    families = (mha, paged, cache, mla, mla_plan, mla_reduce, prefill_ps, indexer, routing)
+    implementations = {name: function for family in families for name, function in vars(family).items()}
     for name, signature in signatures(machine.version):
         function = bind(machine, name, signature, implementations[name])
         home = "aiter." + SOURCES[name].removesuffix(".py").replace("/", ".")

@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_TOLIST = torch.Tensor.tolist  # kept before any test guards it: kernels may look at values, the host may not
+_TOLIST = torch.Tensor.tolist  # kept before any test guards them: kernels may look at values, the host may not
+_TENSOR = torch.tensor
 
 
 class MisuseError(AssertionError):
@@ -23,6 +25,11 @@ def refuse_unless(ok: bool, message: str) -> None:
 def host(tensor: Tensor) -> list[Any]:
     """Values of a tensor, as the kernel sees them."""
     return _TOLIST(tensor.detach())
+
+
+def from_host(values: Sequence[Any], dtype: torch.dtype) -> Tensor:
+    """The reverse of `host`."""
+    return _TENSOR(values, dtype=dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +49,24 @@ class Machine:
         architecture: "gfx942" or "gfx950" have every kernel; others only the Triton ones.
         num_compute_units: decides between the HIP and the assembly kernel of `paged_attention_common`.
         allow_float32: also take float32, which no real kernel does, so that whole generations can be compared token for token.
+        any_shape: also take latents and heads of other sizes than the assembly kernels are written for (576/512 and 192/128), so
+            that tiny models can be compared.
         capturing: a graph is being captured: nothing may wait or compile.
         calls: every call so far.
+        plans: what each decode plan was made from, by the address of its work list.
+        on_device: tensors that a test declares to live on the device; on a CPU nothing else tells them from the host's.
     """
 
     version: str = "0.1.20"
     architecture: str = "gfx942"
     num_compute_units: int = 304
     allow_float32: bool = False
+    any_shape: bool = False
     capturing: bool = False
     calls: list[Call] = field(default_factory=list)
     compiled: set[tuple[Any, ...]] = field(default_factory=set)
+    plans: dict[int, Any] = field(default_factory=dict)
+    on_device: list[Tensor] = field(default_factory=list)
 
     @property
     def fp8(self) -> torch.dtype:
@@ -71,6 +85,18 @@ class Machine:
     def names(self) -> set[str]:
         """Names of all functions called so far."""
         return {call.name for call in self.calls}
+
+    def refuse_on_device(self, name: str, **tensors: Tensor) -> None:
+        """The function is host code: it takes none of `on_device`, nor views of them."""
+        device = {tensor.untyped_storage().data_ptr() for tensor in self.on_device}
+        for argument, tensor in tensors.items():
+            held = tensor.untyped_storage().data_ptr() not in device
+            refuse_unless(held, f"{name} is host code: {argument} on the device makes the host wait, and races with the stream")
+
+    def size(self, name: str, *pairs: tuple[int, int]) -> None:
+        """Sizes, as (got, wanted) pairs, that assembly has built in."""
+        fits = self.any_shape or all(got == wanted for got, wanted in pairs)
+        refuse_unless(fits, f"{name}: sizes {[got for got, _ in pairs]}, not {[wanted for _, wanted in pairs]}")
 
     def needs_cdna(self, name: str) -> None:
         """The function is C++ or assembly."""
@@ -96,6 +122,12 @@ class Machine:
         return dtypes == {self.fp8}
 
 
+def gather(tensor: Tensor, rows: Sequence[int]) -> Tensor:
+    """Some rows, also of 8-bit floats, which torch cannot index."""
+    chosen = from_host(rows, torch.int64)
+    return tensor.view(torch.uint8)[chosen].view(tensor.dtype) if tensor.element_size() == 1 else tensor[chosen]
+
+
 def int32(name: str, tensor: Tensor, *shape: int | None) -> Tensor:
     """An index tensor: int32 of the given shape, last dimension contiguous."""
     refuse_unless(tensor.dtype == torch.int32, f"{name} is {tensor.dtype}; the kernel reads int32")
@@ -103,6 +135,14 @@ def int32(name: str, tensor: Tensor, *shape: int | None) -> Tensor:
     refuse_unless(fits, f"{name} has shape {tuple(tensor.shape)}, not {shape}")
     refuse_unless(tensor.shape[-1] <= 1 or tensor.stride(-1) == 1, f"{name} has strided columns")
     return tensor
+
+
+def increasing(name: str, values: list[int]) -> list[int]:
+    """Starts of ranges: from 0, never decreasing, so that padding rows repeat the last value."""
+    refuse_unless(len(values) > 0 and values[0] == 0, f"{name} does not start at 0: {values}")
+    grows = all(a <= b for a, b in pairwise(values))
+    refuse_unless(grows, f"{name} decreases: {values}; a padded tail has to repeat the last value")
+    return values
 
 
 def tensor_scale(name: str, scale: Tensor | None) -> float:

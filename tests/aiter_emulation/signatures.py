@@ -54,6 +54,85 @@ SIGNATURES: dict[str, dict[str, str]] = {
     "reshape_and_cache_flash": {
         "0.1.15": "key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale",
     },
+    "concat_and_cache_mla": {"0.1.15": "kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale"},
+    "mla_decode_fwd": {
+        "0.1.15": """q, kv_buffer, o, qo_indptr, kv_indptr, kv_indices, kv_last_page_lens, max_seqlen_q, page_size=1, nhead_kv=1,
+            sm_scale=None, logit_cap=0.0, num_kv_splits=None, num_kv_splits_indptr=None, work_meta_data=None, work_indptr=None,
+            work_info_set=None, reduce_indptr=None, reduce_final_map=None, reduce_partial_map=None, q_scale=None, kv_scale=None,
+            intra_batch_mode=False, return_logits=False, return_lse=False""",
+        "0.1.20": """q, kv_buffer, o, qo_indptr, kv_indptr, kv_indices, kv_last_page_lens, max_seqlen_q, page_size=1, nhead_kv=1,
+            sm_scale=None, logit_cap=0.0, num_kv_splits=None, num_kv_splits_indptr=None, work_meta_data=None, work_indptr=None,
+            work_info_set=None, reduce_indptr=None, reduce_final_map=None, reduce_partial_map=None, q_scale=None, kv_scale=None,
+            intra_batch_mode=False, return_logits=False, return_lse=False, g_kv_indptr=None, cp_world_size=1, cp_rank=0,
+            causal=True""",
+    },
+    "get_mla_metadata_info_v1": {
+        "0.1.15": """batch_size, max_seqlen_qo, num_head_qo, q_dtype, kv_dtype, is_sparse, fast_mode=True, num_kv_splits=32,
+            intra_batch_mode=False""",
+        "0.1.16": """batch_size, max_seqlen_qo, num_head_qo, q_dtype, kv_dtype, is_sparse, fast_mode=True, num_kv_splits=32,
+            intra_batch_mode=False, max_split_per_batch=-1""",
+    },
+    "get_mla_metadata_v1": {
+        "0.1.15": """seqlens_qo_indptr, seqlens_kv_indptr, kv_last_page_lens, num_heads_per_head_k, num_heads_k, is_causal,
+            work_metadata_ptrs, work_info_set, work_indptr, reduce_indptr, reduce_final_map, reduce_partial_map, page_size=1,
+            kv_granularity=16, max_seqlen_qo=-1, uni_seqlen_qo=-1, fast_mode=True, topk=-1, max_split_per_batch=-1,
+            intra_batch_mode=False, dtype_q=None, dtype_kv=None""",
+        "0.1.20": """seqlens_qo_indptr, seqlens_kv_indptr, kv_last_page_lens, num_heads_per_head_k, num_heads_k, is_causal,
+            work_metadata_ptrs, work_info_set, work_indptr, reduce_indptr, reduce_final_map, reduce_partial_map, page_size=1,
+            kv_granularity=16, max_seqlen_qo=-1, uni_seqlen_qo=-1, fast_mode=True, topk=-1, max_split_per_batch=-1,
+            intra_batch_mode=False, is_cp_round_robin=False, mla_version=0, dtype_q_nope=None, dtype_q_rope=None,
+            dtype_kv_nope=None, dtype_kv_rope=None, dtype_q=None, dtype_kv=None""",
+    },
+    "mla_reduce_v1": {
+        "0.1.15": """partial_output, partial_lse, reduce_indptr, reduce_final_map, reduce_partial_map, max_seqlen_q, final_output,
+            final_lse=None""",
+        "0.1.16": """partial_output, partial_lse, reduce_indptr, reduce_final_map, reduce_partial_map, max_seqlen_q,
+            num_kv_splits, final_output, final_lse=None""",
+    },
+    "get_ps_metadata_info_v1": {"0.1.15": "batch_size, num_head_k, max_qlen, qlen_granularity=256"},
+    "get_ps_metadata_v1": {
+        "0.1.15": """seqlens_qo_indptr, pages_kv_indptr, context_lens, gqa_ratio, num_heads_k, work_metadata_ptrs, work_indptr,
+            work_info, reduce_indptr, reduce_final_map, reduce_partial_map, qhead_granularity=1, qlen_granularity=256,
+            kvlen_granularity=16, block_size=16, is_causal=True""",
+    },
+    "mla_prefill_ps_asm_fwd": {
+        "0.1.15": """Q, K, V, qo_indptr, kv_indptr, kv_page_indices, work_indptr, work_info_set, max_seqlen_q, softmax_scale,
+            is_causal, splitData, splitLse, output, q_scale=None, k_scale=None, v_scale=None""",
+    },
+    "indexer_k_quant_and_cache": {
+        "0.1.15": "k, kv_cache, slot_mapping, quant_block_size, scale_fmt, preshuffle=False",
+    },
+    "cp_gather_indexer_k_quant_cache": {
+        "0.1.15": "kv_cache, dst_k, dst_scale, block_table, cu_seq_lens, preshuffle=False",
+    },
+    "fp8_mqa_logits": {"0.1.15": "Q, KV, kv_scales, weights, cu_starts, cu_ends, clean_logits=True"},
+    "deepgemm_fp8_paged_mqa_logits": {
+        "0.1.15": """q_fp8, kv_cache, weights, out_logits, context_lens, kv_indices, max_model_len, Preshuffle=False,
+            KVBlockSize=1, ChunkK=256, TotalCuCount=256, WavePerEU=2, VarCtxSchedule=None""",
+        "0.1.20": """q_fp8, kv_cache, weights, out_logits, context_lens, kv_indices, max_model_len, Preshuffle=False,
+            KVBlockSize=1, ChunkK=256, TotalCuCount=None, WavePerEU=2, VarCtxSchedule=None""",
+    },
+    "top_k_per_row_prefill": {
+        "0.1.15": "logits, rowStarts, rowEnds, indices, values, numRows, stride0, stride1, k=2048",
+        "0.1.20": "logits, rowStarts, rowEnds, indices, values, numRows, stride0, stride1, k=2048, stable=False",
+    },
+    "top_k_per_row_decode": {
+        "0.1.15": "logits, next_n, seqLens, indices, numRows, stride0, stride1, k=2048",
+        "0.1.20": "logits, next_n, seqLens, indices, numRows, stride0, stride1, k=2048, stable=False",
+    },
+    "biased_grouped_topk": {
+        "0.1.15": """gating_output, correction_bias, topk_weights, topk_ids, num_expert_group, topk_group, need_renorm,
+            routed_scaling_factor=1.0""",
+    },
+    "grouped_topk": {
+        "0.1.15": """gating_output, topk_weights, topk_ids, num_expert_group, topk_group, need_renorm, is_softmax=True,
+            routed_scaling_factor=1.0""",
+    },
+    "topk_softmax": {
+        "0.1.15": """topk_weights, topk_indices, token_expert_indices, gating_output, need_renorm, num_shared_experts=0,
+            shared_expert_scoring_func=''""",
+    },
+    "topk_sigmoid": {"0.1.15": "topk_weights, topk_indices, gating_output"},
 }
 
 SOURCES: dict[str, str] = {
@@ -66,6 +145,24 @@ SOURCES: dict[str, str] = {
     "pa_fwd_asm": "ops/attention.py",
     "reshape_and_cache": "ops/cache.py",
     "reshape_and_cache_flash": "ops/cache.py",
+    "concat_and_cache_mla": "ops/cache.py",
+    "mla_decode_fwd": "mla.py",
+    "get_mla_metadata_info_v1": "ops/attention.py",
+    "get_mla_metadata_v1": "ops/attention.py",
+    "mla_reduce_v1": "ops/attention.py",
+    "get_ps_metadata_info_v1": "ops/attention.py",
+    "get_ps_metadata_v1": "ops/attention.py",
+    "mla_prefill_ps_asm_fwd": "ops/attention.py",
+    "indexer_k_quant_and_cache": "ops/cache.py",
+    "cp_gather_indexer_k_quant_cache": "ops/cache.py",
+    "fp8_mqa_logits": "ops/triton/attention/fp8_mqa_logits.py",
+    "deepgemm_fp8_paged_mqa_logits": "ops/triton/attention/pa_mqa_logits.py",
+    "top_k_per_row_prefill": "ops/topk.py",
+    "top_k_per_row_decode": "ops/topk.py",
+    "biased_grouped_topk": "ops/topk.py",
+    "grouped_topk": "ops/topk.py",
+    "topk_softmax": "ops/moe_op.py",
+    "topk_sigmoid": "ops/moe_op.py",
 }
 """Where AITER defines each function, inside its package."""
 
