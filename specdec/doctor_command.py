@@ -31,7 +31,7 @@ ENVIRONMENT = (
     "HF_HUB_OFFLINE",
     "OMP_NUM_THREADS",
 )
-"""Variables that change what runs. specdec itself reads none; the libraries under it do."""
+"""Variables that change what runs. specdec itself reads the first alone; the libraries under it read the others."""
 
 _PACKAGES = ("torch", "triton", "transformers", "amd-aiter")
 
@@ -121,7 +121,7 @@ def backend_lines(spec: AttentionSpec, refused: dict[str, list[str]]) -> list[st
 
     from specdec.attention.selector import refusals
 
-    chosen = next((name for name, reasons in refused.items() if not reasons), None)
+    chosen = next((name for name, reasons in refusals(spec, auto=True).items() if not reasons), None)
     blocks = refusals(replace(spec, non_causal=True))
     width = max(map(len, refused))
     lines = []
@@ -129,10 +129,18 @@ def backend_lines(spec: AttentionSpec, refused: dict[str, list[str]]) -> list[st
         if reasons:
             lines.append(f"  {name:<{width}}  no: {'; '.join(reasons)}")
             continue
-        lines.append(f"  {name:<{width}}  {'chosen by --attention auto' if name == chosen else f'works with --attention {name}'}")
+        taken = "chosen by --attention auto" if name == chosen else f"works with --attention {name}"
+        lines.append(f"  {name:<{width}}  {taken}{_remark(name, spec)}")
         if blocks[name]:
             lines.append(f"  {'':<{width}}  but not for DFlash drafters: {'; '.join(blocks[name])}")
     return lines
+
+
+def _remark(name: str, spec: AttentionSpec) -> str:
+    from specdec.attention.rocm_aiter_fa import RocmAiterFaBackend, tier_of
+
+    triton_only = name == RocmAiterFaBackend.name and tier_of(spec.device) == "triton"
+    return ", with AITER's Triton kernels alone" if triton_only else ""
 
 
 def aiter_warnings() -> list[str]:

@@ -103,6 +103,11 @@ class AttentionBackend(ABC):
     def unsupported_reasons(cls, spec: AttentionSpec) -> list[str]:
         """All reasons why this backend cannot serve `spec`; empty when it can."""
 
+    @classmethod
+    def reasons_against_auto(cls, spec: AttentionSpec) -> list[str]:
+        """Why `auto` should pass over this backend although it can serve `spec`; by name it is taken all the same."""
+        return []
+
     @abstractmethod
     def plan(self, metadata: AttentionMetadata) -> Any:
         """Work that all layers of one forward share, such as masks and index lists."""

@@ -1,7 +1,9 @@
-"""AITER's attention kernels as the backend calls them: one method per route, each filling in what the kernel has to be told."""
+"""AITER's attention kernels as the backend calls them: one method per route, each filling in what the kernel has to be told.
+
+The routes to its Triton kernels are in `rocm_aiter_triton`.
+"""
 
 import math
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -9,27 +11,17 @@ import torch
 from torch import Tensor
 
 from specdec.attention.backend import AttentionSpec
-from specdec.attention.rocm_aiter_layout import Layout, read_blocks, read_rows, shuffled
+from specdec.attention.rocm_aiter_layout import Layout, read_rows, shuffled
 from specdec.attention.rocm_aiter_plan import Context, Group
-from specdec.kv_cache import LayerCache, blocks_for
+from specdec.attention.rocm_aiter_triton import Layer, TritonKernels, round_up, window_sides
+from specdec.kv_cache import LayerCache
 from specdec.ops import aiter
 
 PARTITION = 256
 """Keys per partition of the paged kernels, the only size they are built for."""
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """What distinguishes one layer from the next."""
-
-    cache: LayerCache
-    scale: float
-    window: int | None
-    softcap: float | None
-    sinks: Tensor | None
-
-
-class AiterKernels:
+class AiterKernels(TritonKernels):
     """The kernels for one model on one device, with the scratch they need.
 
     Args:
@@ -38,11 +30,9 @@ class AiterKernels:
     """
 
     def __init__(self, spec: AttentionSpec, layout: Layout) -> None:
-        self.spec, self.layout = spec, layout
         self._ops = aiter.load()
-        self._is_fp8 = spec.kv_dtype.itemsize == 1
+        super().__init__(spec, layout, self._ops)
         self._kind = "fp8" if self._is_fp8 else "auto"
-        self._scales = tuple(torch.full((1,), scale, dtype=torch.float32, device=spec.device) for scale in spec.cache_scales)
         self._buffers: dict[tuple[str, int, torch.dtype], Tensor] = {}
         self._scale_tables: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -120,63 +110,11 @@ class AiterKernels:
             softmax_scale=layer.scale,
             logits_soft_cap=layer.softcap or 0.0,
             causal=causal,
-            window_size=_window_size(window, causal),
+            window_size=window_sides(window, causal),
             return_lse=return_lse,
             sink_ptr=None if layer.sinks is None else layer.sinks.float(),
         )
         return result if return_lse else (result, result.new_empty(0))
-
-    def unified(self, group: Group, layer: Layer, query: Tensor) -> Tensor:
-        """Causal rows of any number on the paged cache, in either layout."""
-        out = torch.empty_like(query)
-        cache, extra = layer.cache, {}
-        if self.layout == "shuffle":
-            cache, extra = shuffled(cache), {"shuffled_kv_cache": True}
-        shape = (group.num_reqs, self.spec.num_kv_heads)
-        key_scale, value_scale = (s.expand(shape) for s in self._scales) if self._is_fp8 else (None, None)
-        self._ops.unified_attention(
-            q=query,
-            k=cache.key,
-            v=cache.value,
-            out=out,
-            cu_seqlens_q=group.query_start_loc,
-            max_seqlen_q=group.max_query_len,
-            seqused_k=group.seq_lens,
-            max_seqlen_k=group.max_seq_len,
-            softmax_scale=layer.scale,
-            causal=True,
-            window_size=_window_size(layer.window, causal=True),
-            block_table=group.block_table,
-            softcap=layer.softcap or 0.0,
-            q_descale=None,
-            k_descale=key_scale,
-            v_descale=value_scale,
-            sinks=layer.sinks,
-            **extra,
-        )
-        return out
-
-    def kvcache(self, group: Group, layer: Layer, query: Tensor, *, gathered: bool) -> Tensor:
-        """Bidirectional blocks, as many rows per request. This kernel reads neither the shuffled layout nor 8-bit keys: those are
-        gathered first, into one stretch per request whose length is rounded up so that few lengths are ever compiled."""
-        key, value = layer.cache
-        page_table: Tensor | None = group.block_table  # whole: its width is compiled in, and stays the same from step to step
-        if gathered:
-            width = min(group.block_table.shape[1], _round_up(blocks_for(group.max_seq_len, self.spec.block_size)))
-            key, value = read_blocks(layer.cache, group.block_table[:, :width], self.layout)
-            key, value = self._dequantised(key, value, query.dtype)
-            page_table = None
-        out: Tensor = self._ops.flash_attn_with_kvcache(
-            q=query.view(group.num_reqs, group.max_query_len, *query.shape[1:]),
-            k_cache=key,
-            v_cache=value,
-            cache_seqlens=group.seq_lens,
-            page_table=page_table,
-            softmax_scale=layer.scale,
-            causal=False,
-            window_size=_window_size(layer.window, causal=False),
-        )
-        return out.view(query.shape)
 
     def paged_v1(self, group: Group, layer: Layer, query: Tensor) -> Tensor:
         """One row per request on the plain layout."""
@@ -270,7 +208,7 @@ class AiterKernels:
 
     def _buffer(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
         """Scratch of `count` elements. A buffer is never given up, so that captured graphs may go on using its address."""
-        size = _round_up(count)
+        size = round_up(count)
         if (name, size, dtype) not in self._buffers:
             self._buffers[name, size, dtype] = torch.empty(size, dtype=dtype, device=self.spec.device)
         return self._buffers[name, size, dtype][:count]
@@ -284,21 +222,4 @@ class AiterKernels:
         return self._scale_tables[num_blocks]
 
     def _read_rows(self, cache: LayerCache, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return self._dequantised(*read_rows(cache, slots, self.layout), dtype)
-
-    def _dequantised(self, key: Tensor, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        if not self._is_fp8:
-            return key, value
-        return key.to(dtype) * self._scales[0].to(dtype), value.to(dtype) * self._scales[1].to(dtype)
-
-
-def _window_size(window: int | None, causal: bool) -> tuple[int, int]:
-    """A window as AITER writes it: keys before and after the own position. A right side of 0 would make any call causal."""
-    if window is None:
-        return -1, -1
-    return window - 1, 0 if causal else window - 1
-
-
-def _round_up(count: int) -> int:
-    """The next power of two."""
-    return 1 << max(0, count - 1).bit_length()
+        return self.dequantised(*read_rows(cache, slots, self.layout), dtype)

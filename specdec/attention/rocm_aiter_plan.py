@@ -3,6 +3,7 @@
     decode    as many rows as every other request, lengths known to the device alone; or a single row behind its context
     extend    several rows behind a context, lengths known to the host
     prefill   the whole sequence, no context
+    packed    any of these together, for a kernel that takes them all in one call
 
 Nothing in here reads from the device. A batch whose lengths only the device knows (decoding, drafting) is one decode group, so its
 plan is the same with and without a graph being captured.
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from specdec.attention.backend import AttentionMetadata
 from specdec.kv_cache import blocks_for
+
+Phase = Literal["decode", "extend", "prefill", "packed"]
 
 CONTEXT_TOKENS = 32 * 1024
 """Most context tokens gathered at once for all extended requests of a forward."""
@@ -44,7 +47,7 @@ class Context:
 class Group:
     """Requests of one phase. Their rows are packed in the order of the requests."""
 
-    phase: Literal["decode", "extend", "prefill"]
+    phase: Phase
     rows: slice | Tensor  # where their rows lie among those of the forward; int64 [num_tokens] when scattered
     causal: bool
     num_reqs: int
@@ -54,7 +57,7 @@ class Group:
     seq_lens: Tensor  # int32 [num_reqs]
     block_table: Tensor  # int32 [num_reqs, max_blocks]
     block_size: int
-    query_lens: list[int]  # empty unless the host knows them
+    query_lens: list[int]  # empty where no kernel asks for them
     seq_lens_host: list[int]
     _trimmed: dict[int, Trimmed] = field(default_factory=dict)
     _contexts: dict[int | None, list[Context]] = field(default_factory=dict)
@@ -118,30 +121,44 @@ class AiterPlan:
 def plan_groups(metadata: AttentionMetadata, block_size: int) -> AiterPlan:
     """Splits the requests of a forward into phases."""
     if metadata.query_lens is None or metadata.seq_lens_host is None:
-        group = Group(
-            phase="decode",
-            rows=slice(None),
-            causal=metadata.causal,
-            num_reqs=metadata.num_reqs,
-            max_query_len=metadata.max_query_len,
-            max_seq_len=metadata.max_seq_len,
-            query_start_loc=metadata.query_start_loc,
-            seq_lens=metadata.seq_lens,
-            block_table=metadata.block_table,
-            block_size=block_size,
-            query_lens=[],
-            seq_lens_host=[],
-        )
-        return AiterPlan([group], metadata.slot_mapping)
-    members: dict[Literal["decode", "extend", "prefill"], list[int]] = {}
+        return AiterPlan([_whole(metadata, "decode", block_size)], metadata.slot_mapping)
+    members: dict[Phase, list[int]] = {}
     for i, (count, length) in enumerate(zip(metadata.query_lens, metadata.seq_lens_host, strict=True)):
         members.setdefault("prefill" if count == length else "decode" if count == 1 else "extend", []).append(i)
     return AiterPlan([_group(metadata, phase, m, block_size) for phase, m in members.items()], metadata.slot_mapping)
 
 
-def _group(
-    metadata: AttentionMetadata, phase: Literal["decode", "extend", "prefill"], members: list[int], block_size: int
-) -> Group:
+def plan_packed(metadata: AttentionMetadata, block_size: int) -> AiterPlan:
+    """The same for Triton's kernels alone: causal rows stay together, bidirectional ones go by the number of rows per request."""
+    if metadata.query_lens is None:
+        return AiterPlan([_whole(metadata, "decode", block_size)], metadata.slot_mapping)
+    if metadata.causal:
+        return AiterPlan([_whole(metadata, "packed", block_size)], metadata.slot_mapping)
+    members: dict[int, list[int]] = {}
+    for i, count in enumerate(metadata.query_lens):
+        members.setdefault(count, []).append(i)
+    return AiterPlan([_group(metadata, "decode", m, block_size) for m in members.values()], metadata.slot_mapping)
+
+
+def _whole(metadata: AttentionMetadata, phase: Phase, block_size: int) -> Group:
+    """All requests of a forward."""
+    return Group(
+        phase=phase,
+        rows=slice(None),
+        causal=metadata.causal,
+        num_reqs=metadata.num_reqs,
+        max_query_len=metadata.max_query_len,
+        max_seq_len=metadata.max_seq_len,
+        query_start_loc=metadata.query_start_loc,
+        seq_lens=metadata.seq_lens,
+        block_table=metadata.block_table,
+        block_size=block_size,
+        query_lens=[],
+        seq_lens_host=[],
+    )
+
+
+def _group(metadata: AttentionMetadata, phase: Phase, members: list[int], block_size: int) -> Group:
     """The given requests of a forward whose lengths the host knows."""
     assert metadata.query_lens is not None and metadata.seq_lens_host is not None
     query_lens = [metadata.query_lens[i] for i in members]

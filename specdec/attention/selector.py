@@ -11,9 +11,12 @@ from specdec.registry import ATTENTION_BACKENDS, MLA_BACKENDS, resolve
 logger = logging.getLogger(__name__)
 
 
-def refusals(spec: AttentionSpec | MlaSpec) -> dict[str, list[str]]:
-    """For every backend of the spec's kind, all reasons why it cannot serve `spec`; an empty list means it can."""
-    return {name: _resolve(name, spec).unsupported_reasons(spec) for name in _table(spec)}
+def refusals(spec: AttentionSpec | MlaSpec, *, auto: bool = False) -> dict[str, list[str]]:
+    """For every backend of the spec's kind, all reasons why it cannot serve `spec`; an empty list means it can.
+
+    With `auto`, also why "auto" passes over those that would serve it by name.
+    """
+    return {name: _reasons(_resolve(name, spec), spec, auto) for name in _table(spec)}
 
 
 @overload
@@ -33,7 +36,7 @@ def select_backend(name: str, spec: AttentionSpec | MlaSpec) -> AttentionBackend
         if reasons:
             raise BackendError(f"attention backend {name!r} cannot serve this model: {'; '.join(reasons)}; try --attention auto")
         return backend(spec)
-    refused = refusals(spec)
+    refused = refusals(spec, auto=True)
     for candidate, reasons in refused.items():
         if not reasons:
             skipped = "; ".join(f"{other}: {', '.join(why)}" for other, why in refused.items() if why)
@@ -42,6 +45,11 @@ def select_backend(name: str, spec: AttentionSpec | MlaSpec) -> AttentionBackend
     raise BackendError(
         "no attention backend can serve this model: " + "; ".join(f"{n}: {', '.join(r)}" for n, r in refused.items())
     )
+
+
+def _reasons(backend: Any, spec: AttentionSpec | MlaSpec, auto: bool) -> list[str]:
+    against: list[str] = backend.reasons_against_auto(spec) if auto and issubclass(backend, AttentionBackend) else []
+    return against or backend.unsupported_reasons(spec)
 
 
 def _table(spec: AttentionSpec | MlaSpec) -> dict[str, str]:

@@ -15,17 +15,17 @@ import specdec.device
 from drafters.dflash import DFlashDrafter, DFlashModel
 from drafters.ngram import NGramDrafter
 from specdec.attention import rocm_aiter_fa, rocm_aiter_plan
-from specdec.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
+from specdec.attention.backend import AttentionBackend
 from specdec.attention.rocm_aiter_fa import RocmAiterFaBackend, RocmAiterFaShuffleBackend
 from specdec.attention.rocm_aiter_layout import read_blocks, read_rows
 from specdec.attention.selector import select_backend
-from specdec.attention.torch_ref import TorchRefBackend
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import DecodeBatch, Drafter, Verifier
 from specdec.engine import SpecEngine
 from specdec.errors import BackendError
-from specdec.kv_cache import KVLayerSpec, LayerCache, PagedKVCache, blocks_for
+from specdec.kv_cache import blocks_for
 from tests.aiter_emulation import Machine, install
+from tests.attention_case import Case, spec
 from tests.guards import HostSyncError, no_host_sync
 from tests.tiny_models import CONFIGS, WINDOW, paged_verifier, random_dflash, random_prompts
 from verifiers.hf import verifier_for
@@ -49,88 +49,6 @@ def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Install:
         return install(monkeypatch, tmp_path, machine)
 
     return setup
-
-
-def spec(**changes: Any) -> AttentionSpec:
-    """A shape that every kernel takes."""
-    values: dict[str, Any] = {
-        "device": torch.device("cpu"),
-        "dtype": torch.bfloat16,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 64,
-        "block_size": 16,
-    }
-    return AttentionSpec(**{**values, **changes})
-
-
-def _rows(keys: list[Tensor], values: list[Tensor], parts: list[slice]) -> dict[str, Any]:
-    """The given part of every request's keys and values, packed."""
-    return {name: torch.cat([t[p] for t, p in zip(side, parts, strict=True)]) for name, side in (("key", keys), ("value", values))}
-
-
-class Case:
-    """Requests whose context lies in a cache of scattered blocks, and the metadata of their last rows.
-
-    Args:
-        spec: shape.
-        lengths: tokens of each request, its rows included.
-        widths: rows of each request; None of them known to the host when `uniform`.
-    """
-
-    def __init__(self, spec: AttentionSpec, lengths: list[int], widths: list[int], *, uniform: bool, causal: bool = True) -> None:
-        torch.manual_seed(0)
-        self.spec = spec
-        counts = [blocks_for(n, spec.block_size) for n in lengths]
-        tables = torch.split(torch.randperm(sum(counts)) + 1, counts)
-        self.num_blocks = sum(counts) + 1
-        heads, dim, size = spec.num_kv_heads, spec.head_dim, spec.block_size
-        slots = [tables[i][torch.arange(n) // size] * size + torch.arange(n) % size for i, n in enumerate(lengths)]
-        self.old_slots = torch.cat([s[: len(s) - w] for s, w in zip(slots, widths, strict=True)])
-        keys, values = ([torch.randn(n, heads, dim).to(spec.dtype) for n in lengths] for _ in "kv")
-        self.old = _rows(keys, values, [slice(0, n - w) for n, w in zip(lengths, widths, strict=True)])
-        self.new = _rows(keys, values, [slice(n - w, n) for n, w in zip(lengths, widths, strict=True)])
-        self.query = torch.randn(sum(widths), spec.num_heads, dim).to(spec.dtype)
-        table = torch.full((len(lengths), max(counts) + 2), int(tables[0][0]), dtype=torch.int32)
-        for i, blocks in enumerate(tables):
-            table[i, : counts[i]] = blocks.int()
-        self.metadata = AttentionMetadata(
-            query_start_loc=torch.tensor([0, *itertools.accumulate(widths)], dtype=torch.int32),
-            seq_lens=torch.tensor(lengths, dtype=torch.int32),
-            block_table=table,
-            slot_mapping=torch.cat([s[len(s) - w :] for s, w in zip(slots, widths, strict=True)]),
-            num_reqs=len(lengths),
-            num_tokens=sum(widths),
-            max_query_len=max(widths),
-            max_seq_len=max(lengths) + 2,
-            causal=causal,
-            query_lens=None if uniform else widths,
-            seq_lens_host=None if uniform else lengths,
-        )
-
-    def cache(self) -> LayerCache:
-        """An empty cache."""
-        kv = KVLayerSpec(self.spec.num_kv_heads, self.spec.head_dim)
-        return PagedKVCache(
-            [kv], num_blocks=self.num_blocks, block_size=self.spec.block_size, dtype=self.spec.kv_dtype, device=self.spec.device
-        ).layers[0]
-
-    def attend(self, backend: AttentionBackend, layers: int = 1, **how: Any) -> Tensor:
-        """Writes the context, plans and runs."""
-        cache = self.cache()
-        backend.write(cache, self.old["key"], self.old["value"], self.old_slots)
-        plan = backend.plan(self.metadata)
-        if layers == 2:  # a plan serves every layer
-            backend.run(self.query, cache=cache, plan=plan, **self.new, **how)
-        return backend.run(self.query, cache=cache, plan=plan, **self.new, **how)
-
-    def want(self, **how: Any) -> Tensor:
-        """The same from torch_ref, in float32."""
-        exact = replace(self.spec, dtype=torch.float32, cache_dtype=None)
-        case = Case.__new__(Case)
-        case.__dict__ = {**self.__dict__, "spec": exact, "query": self.query.float()}
-        case.old, case.new = ({name: tensor.float() for name, tensor in side.items()} for side in (self.old, self.new))
-        return case.attend(TorchRefBackend(exact), **how)
 
 
 SHAPES: dict[str, tuple[list[int], list[int], bool]] = {
@@ -309,13 +227,13 @@ def test_scratch_keeps_its_address(rocm: Install) -> None:
     backend = RocmAiterFaBackend(spec())
     small, large = (Case(spec(), [40] * n, [1] * n, uniform=True) for n in (2, 9))
     small.attend(backend, scale=0.1)
-    kept = dict(backend._kernels._buffers)
+    kept = dict(backend._compiled._buffers)
     large.attend(backend, scale=0.1)
     machine.capturing = True
     with no_host_sync():
         backend.plan(small.metadata)
     small.attend(backend, scale=0.1)
-    assert kept and all(backend._kernels._buffers.get(key) is buffer for key, buffer in kept.items())
+    assert kept and all(backend._compiled._buffers.get(key) is buffer for key, buffer in kept.items())
 
 
 @pytest.mark.parametrize(
@@ -402,8 +320,9 @@ def generate(verifier: Verifier, drafter: Drafter | None, *, guard: bool = False
 
 def on(verifier: Verifier, backend: type[AttentionBackend], model: PreTrainedModel, **changes: Any) -> Verifier:
     """The same target on another backend."""
-    other = paged_verifier(model, block_size=16)
-    other.attention = backend(replace(verifier.attention.spec, **changes))
+    other: Any = paged_verifier(model, block_size=16)
+    asked: Any = verifier.attention.spec
+    other.attention = backend(replace(asked, **changes))
     return other
 
 
@@ -460,6 +379,6 @@ def test_old_aiter_waits_and_is_caught(rocm: Install) -> None:
 
 
 def _layer(case: Case) -> Any:
-    from specdec.attention.rocm_aiter_kernels import Layer
+    from specdec.attention.rocm_aiter_triton import Layer
 
     return Layer(case.cache(), 0.1, WINDOW, None, None)
