@@ -14,6 +14,7 @@ ATTENTION_BACKENDS = {
 """In order of preference for `auto`."""
 
 MLA_BACKENDS = {
+    "rocm_aiter_mla_sparse": "specdec.attention.rocm_aiter_mla_sparse:RocmAiterMlaSparseBackend",
     "torch_ref": "specdec.attention.torch_ref_mla:TorchRefMlaBackend",
 }
 """For models with latent attention, in order of preference for `auto`."""

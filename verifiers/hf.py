@@ -16,6 +16,7 @@ from specdec.kv_cache import LayerSpec
 from verifiers.fused import FusedVerifier, can_fuse
 from verifiers.hf_attention import ATTENTION_NAME, PagedForward
 from verifiers.mla import latent_layer_specs, replace_attention
+from verifiers.moe_router import replace_routers
 from verifiers.shape import eos_token_ids, kv_layer_spec, layer_windows, max_model_len
 
 
@@ -32,7 +33,7 @@ def verifier_for(
 ) -> Verifier:
     """The verifier that runs `model`: `FusedVerifier` for the Llama family, which takes its weights over, else `HFVerifier`.
 
-    The attention modules of a model with latent attention are replaced in place.
+    In place, the attention modules of a model with latent attention are replaced, and on ROCm the routers of its experts.
 
     Args:
         model: a causal language model loaded with `attn_implementation=ATTENTION_NAME`, on its device.
@@ -41,6 +42,7 @@ def verifier_for(
         eos: end-of-sequence id when the model's generation config names none.
         fuse: False runs every model through its own modules.
     """
+    replace_routers(model)
     ends = eos_token_ids(getattr(model.generation_config, "eos_token_id", None), model.config.eos_token_id, eos)
     if isinstance(backend, MlaBackend):
         replace_attention(decoder_layers(model), model.config)

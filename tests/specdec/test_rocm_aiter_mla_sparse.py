@@ -1,0 +1,748 @@
+"""Sparse latent attention on the emulation of AITER: selections, cached plans, whole generations; nothing waits."""
+
+import copy
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import specdec.device
+from drafters.dflash import DFlashDrafter, DFlashModel
+from drafters.ngram import NGramDrafter
+from specdec.attention import rocm_aiter_fa, rocm_aiter_indexer, rocm_aiter_mla_sparse, rocm_aiter_sparse_plan
+from specdec.attention.backend import AttentionMetadata
+from specdec.attention.mla import IndexerRows, IndexerSpec, MlaBackend, MlaRows, MlaSpec, UpProjection
+from specdec.attention.rocm_aiter_mla_sparse import RocmAiterMlaSparseBackend
+from specdec.attention.selector import select_backend
+from specdec.attention.torch_ref_mla import TorchRefMlaBackend
+from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.core import DecodeBatch, Drafter, Verifier
+from specdec.engine import SpecEngine
+from specdec.errors import BackendError, CapacityError
+from specdec.kv_cache import LatentCache, PagedKVCache, blocks_for
+from tests.aiter_emulation import Machine, indexer, install
+from tests.guards import HostSyncError, no_host_sync
+from tests.tiny_models import LATENT_CONFIGS, random_dflash, random_prompts
+from verifiers.hf import verifier_for
+from verifiers.hf_attention import ATTENTION_NAME
+from verifiers.moe_router import MoeRouter, replace_routers
+from verifiers.shape import backend_spec
+
+FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
+Install = Callable[..., Machine]
+
+
+SHUFFLED = {
+    "indexer_k_quant_and_cache": "preshuffle",
+    "cp_gather_indexer_k_quant_cache": "preshuffle",
+    "deepgemm_fp8_paged_mqa_logits": "Preshuffle",
+}
+"""Functions with a second order of the keys within a block, and the argument that asks for it."""
+
+
+def with_shuffled_keys(function: Callable[..., Any], flag: str) -> Callable[..., Any]:
+    """The emulated function on keys in tiles of 16 x 16. Without them the paged kernel would read its table per token."""
+
+    def shuffled(machine: Machine, **kwargs: Any) -> Any:
+        assert kwargs[flag], "blocks of several tokens need shuffled keys"
+        cache = kwargs["kv_cache"]
+        num_blocks, size, dim = len(cache), cache.shape[1], cache.shape[-1] - 4
+        keys = cache.view(num_blocks, -1)[:, : size * dim]
+        tiles = keys.view(num_blocks, size // 16, dim // 16, 16, 16)  # tokens, then numbers, of a tile last
+        plain = cache.clone()
+        plain_tiles = plain.view(num_blocks, -1)[:, : size * dim].view(num_blocks, size // 16, 16, dim // 16, 16).transpose(2, 3)
+        plain_tiles.copy_(tiles)
+        result = function(machine, **{**kwargs, flag: False, "kv_cache": plain})
+        tiles.copy_(plain_tiles)
+        cache.view(num_blocks, -1)[:, size * dim :] = plain.view(num_blocks, -1)[:, size * dim :]
+        return result
+
+    return shuffled
+
+
+@pytest.fixture
+def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Install:
+    """Pretends a ROCm machine with AITER. `tiny` also takes float32 and small latents, as no real kernel does."""
+
+    def setup(version: str = "0.1.20", architecture: str = "gfx942", tiny: bool = True, **options: Any) -> Machine:
+        monkeypatch.setattr(specdec.device, "rocm_architecture", lambda device: architecture)
+        if tiny:
+            monkeypatch.setattr(rocm_aiter_mla_sparse, "DTYPES", (torch.float32,))
+            monkeypatch.setattr(rocm_aiter_mla_sparse, "LATENT_SHAPES", ((32, 16), (16, 8)))
+            monkeypatch.setattr(rocm_aiter_mla_sparse, "INDEX_HEAD_DIMS", (16, 32))
+        for name, flag in SHUFFLED.items():
+            monkeypatch.setattr(indexer, name, with_shuffled_keys(getattr(indexer, name), flag))
+        machine = Machine(version=version, architecture=architecture, allow_float32=tiny, any_shape=tiny, **options)
+        return install(monkeypatch, tmp_path, machine)
+
+    return setup
+
+
+def spec(**changes: Any) -> MlaSpec:
+    """A small shape, which selects 6 positions of each sequence."""
+    values: dict[str, Any] = {
+        "device": torch.device("cpu"),
+        "dtype": torch.float32,
+        "num_heads": 4,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 8,
+        "block_size": 16,
+        "indexer": IndexerSpec(num_heads=16, head_dim=32, topk=6),
+    }
+    return MlaSpec(**{**values, **changes})
+
+
+REAL: dict[str, Any] = {
+    "dtype": torch.bfloat16,
+    "num_heads": 16,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "indexer": IndexerSpec(num_heads=64, head_dim=128, topk=6),
+}
+"""The sizes the kernels are built for."""
+
+
+@dataclass
+class Layer:
+    """What one layer gives the backend for every token of every request, and its cache."""
+
+    rows: list[MlaRows]
+    index: list[IndexerRows]
+    up: UpProjection
+    cache: LatentCache
+
+
+class Case:
+    """Requests in scattered blocks, run forward some rows at a time.
+
+    Args:
+        spec: shape.
+        lengths: all tokens of each request.
+        exact: index queries and keys are small whole numbers, which 8-bit floats hold exactly.
+        num_layers: with different rows each.
+    """
+
+    def __init__(self, spec: MlaSpec, lengths: Sequence[int], *, exact: bool = True, num_layers: int = 1, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.spec, self.lengths = spec, list(lengths)
+        counts = [blocks_for(n, spec.block_size) for n in lengths]
+        tables = torch.split(torch.randperm(sum(counts)) + 1, counts)
+        self.num_blocks = sum(counts) + 1
+        self.table = torch.zeros(len(lengths), max(counts) + 2, dtype=torch.int32)
+        for i, blocks in enumerate(tables):
+            self.table[i, : counts[i]] = blocks.int()
+        self._made = [self._layer(exact) for _ in range(num_layers)]
+
+    def _layer(self, exact: bool) -> tuple[list[MlaRows], list[IndexerRows], UpProjection]:
+        spec, indexer = self.spec, self.spec.indexer
+        assert indexer is not None
+
+        def random_rows(*shape: int) -> list[Tensor]:
+            return [torch.randn(n, *shape) for n in self.lengths]
+
+        def index_rows(*shape: int) -> list[Tensor]:
+            return [torch.randint(-7, 8, (n, *shape)).float() if exact else torch.randn(n, *shape) for n in self.lengths]
+
+        rows = zip(
+            random_rows(spec.num_heads, spec.qk_nope_head_dim),
+            random_rows(spec.num_heads, spec.qk_rope_head_dim),
+            random_rows(spec.kv_lora_rank),
+            random_rows(spec.qk_rope_head_dim),
+            strict=True,
+        )
+        index = zip(
+            index_rows(indexer.num_heads, indexer.head_dim),
+            index_rows(indexer.head_dim),
+            random_rows(indexer.num_heads),
+            strict=True,
+        )
+        up = UpProjection(
+            torch.randn(spec.num_heads, spec.qk_nope_head_dim, spec.kv_lora_rank) / spec.kv_lora_rank**0.5,
+            torch.randn(spec.num_heads, spec.kv_lora_rank, spec.v_head_dim) / spec.kv_lora_rank**0.5,
+        )
+        return [MlaRows(*r) for r in rows], [IndexerRows(*i) for i in index], up
+
+    def layers(self, backend: MlaBackend) -> list[Layer]:
+        """The layers in the backend's type, with empty caches of its own."""
+        caches = PagedKVCache(
+            [backend.cache_spec] * len(self._made),
+            num_blocks=self.num_blocks,
+            block_size=self.spec.block_size,
+            dtype=backend.spec.kv_dtype,
+            device=backend.spec.device,
+        ).layers
+        dtype = backend.spec.dtype
+        return [
+            Layer(
+                [MlaRows(*(t.to(dtype) for t in r)) for r in rows],
+                [IndexerRows(i.query.to(dtype), i.key.to(dtype), i.weights) for i in index],
+                UpProjection(*(t.to(dtype) for t in up)),
+                cache,
+            )
+            for (rows, index, up), cache in zip(self._made, caches, strict=True)
+        ]
+
+    def metadata(self, done: Sequence[int], widths: Sequence[int], *, known: bool) -> AttentionMetadata:
+        """The next `widths` rows of every request after `done`; `known`: the host has the lengths."""
+        seq_lens = [d + w for d, w in zip(done, widths, strict=True)]
+        size = self.spec.block_size
+        positions = [torch.arange(d, n) for d, n in zip(done, seq_lens, strict=True)]
+        slots = [self.table[i][p // size].long() * size + p % size for i, p in enumerate(positions)]
+        return AttentionMetadata(
+            query_start_loc=torch.tensor([0, *itertools.accumulate(widths)], dtype=torch.int32),
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+            block_table=self.table,
+            slot_mapping=torch.cat(slots),
+            num_reqs=len(widths),
+            num_tokens=sum(widths),
+            max_query_len=max(widths),
+            max_seq_len=max(seq_lens) + (0 if known else 2),
+            query_lens=list(widths) if known else None,
+            seq_lens_host=seq_lens if known else None,
+        )
+
+    def forward(
+        self,
+        backend: MlaBackend,
+        layers: list[Layer],
+        done: Sequence[int],
+        widths: Sequence[int],
+        *,
+        known: bool,
+        shared: bool = False,
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Runs the next rows through all layers. Returns selections and outputs."""
+        return self.run(backend, layers, done, widths, self.metadata(done, widths, known=known), shared=shared)
+
+    def run(
+        self,
+        backend: MlaBackend,
+        layers: list[Layer],
+        done: Sequence[int],
+        widths: Sequence[int],
+        metadata: AttentionMetadata,
+        *,
+        shared: bool = False,
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The same with metadata given; `shared`: the first layer selects for all."""
+        parts = [slice(d, d + w) for d, w in zip(done, widths, strict=True)]
+
+        def packed(kind: Any, sources: list[Any]) -> Any:
+            return kind(*(torch.cat([t[p] for t, p in zip(ts, parts, strict=True)]) for ts in zip(*sources, strict=True)))
+
+        plan = backend.plan(metadata)
+        selections: list[Tensor] = []
+        outputs = []
+        for layer in layers:
+            if not (shared and selections):
+                selections.append(backend.select(packed(IndexerRows, layer.index), layer.cache, plan))
+            rows = packed(MlaRows, layer.rows)
+            outputs.append(backend.run(rows, layer.up, layer.cache, plan, scale=0.2, selected=selections[-1]))
+        return selections, outputs
+
+    def history(self, backend: MlaBackend, steps: Sequence[tuple[Sequence[int], bool]], **how: Any) -> list[tuple[Any, Any]]:
+        """Selections and outputs of successive forwards, given as widths and whether the host knows the lengths."""
+        layers, done, results = self.layers(backend), [0] * len(self.lengths), []
+        for widths, known in steps:
+            results.append(self.forward(backend, layers, done, widths, known=known, **how))
+            done = [d + w for d, w in zip(done, widths, strict=True)]
+        return results
+
+    def reference(self) -> TorchRefMlaBackend:
+        """The oracle, in float32."""
+        return TorchRefMlaBackend(replace(self.spec, dtype=torch.float32, cache_dtype=None))
+
+
+def sets(selected: Tensor) -> list[set[int]]:
+    """Positions of every row; no position may appear twice, and -1 stands for none."""
+    assert selected.dtype == torch.int32 and (selected >= -1).all()
+    rows = [[p for p in row if p >= 0] for row in selected.tolist()]
+    assert all(len(set(row)) == len(row) for row in rows)
+    return [set(row) for row in rows]
+
+
+STEPS: list[tuple[Sequence[int], bool]] = [
+    ((17, 1, 30), True),  # prompts
+    ((3, 20, 1), True),  # one continues, one goes on, one decodes among them
+    ((1, 1, 1), False),
+    ((5, 5, 5), False),
+    ((1, 1, 1), False),
+]
+LENGTHS = [sum(widths[i] for widths, _ in STEPS) for i in range(3)]
+
+
+@pytest.mark.parametrize("num_heads", [4, 16, 24, 48])
+def test_every_phase_equals_torch_ref(rocm: Install, num_heads: int) -> None:
+    """Prompts, chunks, decoding and verification, one plan for two layers: wrong rows, positions, slots, padding of heads."""
+    rocm()
+    case = Case(spec(num_heads=num_heads), LENGTHS, num_layers=2)
+    got, want = (case.history(b, STEPS) for b in (RocmAiterMlaSparseBackend(case.spec), case.reference()))
+    for (selections, outputs), (want_selections, want_outputs) in zip(got, want, strict=True):
+        assert [sets(s) for s in selections] == [sets(s) for s in want_selections]
+        torch.testing.assert_close(outputs, want_outputs, atol=1e-5, rtol=1e-4)
+
+
+REAL_CASES = [
+    *itertools.product(["0.1.15", "0.1.16", "0.1.20"], FP8, [16, 40], [False, True]),
+    *itertools.product(["0.1.20"], FP8, [128], [False]),
+]
+
+
+@pytest.mark.parametrize(("version", "architecture", "num_heads", "fp8"), REAL_CASES)
+def test_real_sizes(rocm: Install, version: str, architecture: str, num_heads: int, fp8: bool) -> None:
+    """The kernels' own sizes, where the emulation refuses whatever has no code object, in both types of cache."""
+    rocm(version=version, architecture=architecture, tiny=False)
+    cache = {"cache_dtype": FP8[architecture], "cache_scale": 0.5} if fp8 else {}
+    asked = spec(**{**REAL, "num_heads": num_heads, **cache})
+    assert RocmAiterMlaSparseBackend.unsupported_reasons(asked) == []
+    steps: list[tuple[Sequence[int], bool]] = [((8, 2), True), ((2, 2), False)]
+    case = Case(asked, [10, 4])
+    got, want = (case.history(b, steps) for b in (RocmAiterMlaSparseBackend(asked), case.reference()))
+    for (selections, outputs), (want_selections, want_outputs) in zip(got, want, strict=True):
+        assert [sets(s) for s in selections] == [sets(s) for s in want_selections]
+        error = (outputs[0].float() - want_outputs[0]).norm() / want_outputs[0].norm()
+        assert error < (0.08 if fp8 else 0.02)
+
+
+def test_large_batches_keep_to_the_plan(rocm: Install) -> None:
+    """Left to itself, AITER drops the plan of 32 tokens and more on gfx950, for a kernel whose lists are made on the fly."""
+    machine = rocm(architecture="gfx950", tiny=False)
+    case = Case(spec(**REAL), [34])
+    case.history(RocmAiterMlaSparseBackend(case.spec), [((34,), True)])
+    assert [call.details["persistent"] for call in machine.calls if call.name == "mla_decode_fwd"] == [True]
+
+
+def rounded(x: Tensor, fp8: torch.dtype) -> Tensor:
+    """`x` as the indexer sees it: in 8 bits, each vector with the smallest power of two that makes it fit."""
+    most = torch.finfo(fp8).max
+    scale = torch.ldexp(torch.ones(50, 1), torch.arange(-40, 10)[:, None])  # tried one by one, independent of logarithms
+    amplitude = x.abs().amax(-1).clamp(min=1e-4)
+    fits = amplitude.flatten()[None] / scale <= most
+    chosen = scale[fits.int().argmax(0)].view(*amplitude.shape, 1)
+    return (x / chosen).to(fp8).float() * chosen
+
+
+@pytest.mark.parametrize("architecture", FP8)
+def test_selection_is_the_best_of_the_rounded_scores(rocm: Install, architecture: str) -> None:
+    """Arbitrary queries and keys: what is chosen is exactly what 8-bit scores say, and mostly what unrounded ones do."""
+    rocm(architecture=architecture)
+    case = Case(spec(), LENGTHS, exact=False)
+    results = case.history(RocmAiterMlaSparseBackend(case.spec), STEPS)
+    (_, index, _), topk = case._made[0], 6
+    done, same, total = [0, 0, 0], 0, 0
+    for (widths, _), (selections, _) in zip(STEPS, results, strict=True):
+        found = iter(sets(selections[0]))
+        for i, width in enumerate(widths):
+            for position in range(done[i], done[i] + width):
+                row, chosen = index[i], next(found)
+                for round_off in (lambda x: rounded(x, FP8[architecture]), lambda x: x):
+                    query, keys = round_off(row.query[position]), round_off(row.key[: position + 1])
+                    scores = row.weights[position] @ (query @ keys.t()).relu()
+                    best = set(scores.topk(min(topk, position + 1)).indices.tolist())
+                    if round_off(torch.tensor([0.3]))[0] != torch.tensor(0.3):
+                        assert chosen == best
+                    else:
+                        same, total = same + len(chosen & best), total + len(best)
+        done = [d + w for d, w in zip(done, widths, strict=True)]
+    assert 0.9 < same / total < 1
+
+
+def test_a_row_selects_the_same_however_it_is_run(rocm: Install) -> None:
+    """Prefilled whole or in chunks, verified in a block or decoded alone, beside others or not: the reason why drafts change
+    nothing."""
+    rocm()
+    case = Case(spec(), [40, 33], exact=False)
+    for index in case._made[0][1]:  # of very different size, so that a scale shared by rows would lose the small ones
+        index.query.mul_(10.0 ** (torch.arange(len(index.query)) % 4 * 3)[:, None, None])
+    backend = RocmAiterMlaSparseBackend(case.spec)
+    ways: list[list[tuple[Sequence[int], bool]]] = [
+        [((40, 33), True)],
+        [((30, 23), True), ((10, 10), True)],
+        [((30, 23), True), ((5, 5), False), ((5, 5), False)],
+        [((30, 23), True), *[((1, 1), False)] * 10],
+    ]
+    found = []
+    for steps in ways:
+        per_request: list[list[set[int]]] = [[], []]
+        for (widths, _), (selections, _) in zip(steps, case.history(backend, steps), strict=True):
+            rows = sets(selections[0])
+            per_request[0] += rows[: widths[0]]
+            per_request[1] += rows[widths[0] :]
+        found.append(per_request)
+    assert found[1:] == found[:1] * 3
+    assert [len(rows) for rows in found[0]] == [40, 33]
+
+
+def test_short_sequences_attend_to_everything(rocm: Install) -> None:
+    """Up to `topk` tokens nothing is scored, and attention is dense; the keys are stored all the same."""
+    machine = rocm()
+    assert spec().indexer is not None
+    case = Case(spec(indexer=IndexerSpec(16, 32, topk=64)), LENGTHS, exact=False)
+    backend = RocmAiterMlaSparseBackend(case.spec)
+    layers, reference = case.layers(backend), case.reference()
+    want_layers, done = case.layers(reference), [0, 0, 0]
+    for widths, known in STEPS:
+        selections, outputs = case.forward(backend, layers, done, widths, known=known)
+        parts = [slice(d, d + w) for d, w in zip(done, widths, strict=True)]
+        layer = want_layers[0]
+        rows = MlaRows(*(torch.cat([t[p] for t, p in zip(ts, parts, strict=True)]) for ts in zip(*layer.rows, strict=True)))
+        plan = reference.plan(case.metadata(done, widths, known=known))
+        want = reference.run(rows, layer.up, layer.cache, plan, scale=0.2)
+        torch.testing.assert_close(outputs[0], want, atol=1e-5, rtol=1e-4)
+        assert sets(selections[0]) == [set(range(p + 1)) for part in parts for p in range(part.start, part.stop)]
+        done = [d + w for d, w in zip(done, widths, strict=True)]
+    assert not machine.names() & {"fp8_mqa_logits", "deepgemm_fp8_paged_mqa_logits"}
+    assert sum(call.name == "indexer_k_quant_and_cache" for call in machine.calls) == len(STEPS)
+
+
+def test_growing_past_topk(rocm: Install) -> None:
+    """The first token that does not see everything, in a prefill and in decoding."""
+    rocm()
+    case = Case(spec(), [9, 10])
+    steps: list[tuple[Sequence[int], bool]] = [((3, 4), True), *[((1, 1), True)] * 2, ((2, 2), False), ((2, 2), True)]
+    got, want = (case.history(b, steps) for b in (RocmAiterMlaSparseBackend(case.spec), case.reference()))
+    for (selections, outputs), (want_selections, want_outputs) in zip(got, want, strict=True):
+        assert sets(selections[0]) == sets(want_selections[0])
+        torch.testing.assert_close(outputs, want_outputs, atol=1e-5, rtol=1e-4)
+
+
+def test_scores_past_a_row_are_minus_infinity(rocm: Install) -> None:
+    """Also in columns that no kernel writes, for top-k kernels that read in strides."""
+    rocm()
+    case = Case(spec(), [30, 9])
+    backend = RocmAiterMlaSparseBackend(case.spec)
+    layer = case.layers(backend)[0]
+    index = IndexerRows(*(torch.cat([t[-2:] for t in ts]) for ts in zip(*layer.index, strict=True)))
+    plan = backend.plan(case.metadata([28, 7], [2, 2], known=False))
+    backend.select(index, layer.cache, plan)
+    assert plan.scores is not None and plan.scores.shape[1] % rocm_aiter_indexer.SCORE_COLUMNS == 0
+    assert [int(n) for n in plan.scores.isfinite().sum(1)] == [29, 30, 8, 9]
+    assert (plan.scores[3, 9:] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("most", [1, 40, 300, 1500])
+def test_prefill_in_chunks(rocm: Install, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """A small workspace cuts between requests and between the rows of one; the selection stays."""
+    rocm()
+    case = Case(spec(), [37, 3, 20, 18])
+    steps: list[tuple[Sequence[int], bool]] = [((17, 1, 9, 2), True), ((20, 2, 11, 16), True)]
+    want = case.history(case.reference(), steps)
+    monkeypatch.setattr(rocm_aiter_sparse_plan, "MAX_SCORES", most)
+    backend = RocmAiterMlaSparseBackend(case.spec)
+    assert [[sets(s) for s in r[0]] for r in case.history(backend, steps)] == [[sets(s) for s in r[0]] for r in want]
+    chunks = backend.plan(case.metadata([17, 1, 9, 2], [20, 2, 11, 16], known=True)).chunks
+    assert chunks is not None and all((c.rows.stop - c.rows.start) * c.num_keys <= max(most, c.num_keys) for c in chunks)
+    assert [r for c in chunks for r in range(c.rows.start, c.rows.stop)] == list(range(49))
+    assert max(c.requests.stop - c.requests.start for c in chunks) == {1: 1, 40: 1, 300: 2, 1500: 2}[most]
+
+
+@pytest.mark.parametrize("relative", [False, True])
+def test_index_base_of_the_prefill_does_not_matter(rocm: Install, relative: bool) -> None:
+    """Whether AITER counts the chosen keys from the row's start or from the first column."""
+    rocm()
+    case = Case(spec(), [20, 30, 4])
+    backend = RocmAiterMlaSparseBackend(case.spec)
+    ops = backend._indexer._ops
+
+    def top_k(rowStarts: Tensor, indices: Tensor, **kwargs: Any) -> None:
+        ops.top_k_per_row_prefill(rowStarts=rowStarts, indices=indices, **kwargs)
+        if relative:
+            indices -= torch.where(indices >= 0, rowStarts[:, None], 0)
+
+    backend._indexer._ops = replace(ops, top_k_per_row_prefill=top_k)
+    steps: list[tuple[Sequence[int], bool]] = [((20, 30, 4), True)]
+    got, want = (case.history(b, steps) for b in (backend, case.reference()))
+    assert sets(got[0][0][0]) == sets(want[0][0][0])
+
+
+@pytest.mark.parametrize(("version", "decided"), [("0.1.16", False), ("0.1.20", True)])
+def test_ties_are_decided_where_aiter_can(rocm: Install, version: str, decided: bool) -> None:
+    """Older functions do not know the argument; later ones choose the lower position, so that a tie falls the same each time."""
+    rocm(version=version)
+    case = Case(spec(), [40])
+    backend = RocmAiterMlaSparseBackend(case.spec)
+    seen: list[bool] = []
+
+    def spied(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(**kwargs: Any) -> Any:
+            seen.append(kwargs.get("stable", False))
+            return function(**kwargs)
+
+        return call
+
+    ops = backend._indexer._ops
+    backend._indexer._ops = replace(
+        ops,
+        top_k_per_row_prefill=spied(ops.top_k_per_row_prefill),
+        top_k_per_row_decode=spied(ops.top_k_per_row_decode),
+    )
+    case.history(backend, [((30,), True), ((5,), False)])
+    assert seen == [decided] * 2
+
+
+def test_shared_selection(rocm: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GLM's layers that use an earlier layer's selection: the same result as ours alone, and its index list is made once."""
+    rocm()
+    case = Case(spec(), LENGTHS, num_layers=3)
+    made: list[Tensor] = []
+    inner = rocm_aiter_sparse_plan.SparseBuffers.list_slots
+
+    def counted(self: Any, selected: Tensor, *args: Any) -> None:
+        made.append(selected)
+        inner(self, selected, *args)
+
+    monkeypatch.setattr(rocm_aiter_sparse_plan.SparseBuffers, "list_slots", counted)
+    got, want = (case.history(b, STEPS, shared=True) for b in (RocmAiterMlaSparseBackend(case.spec), case.reference()))
+    for (_, outputs), (_, want_outputs) in zip(got, want, strict=True):
+        torch.testing.assert_close(outputs, want_outputs, atol=1e-5, rtol=1e-4)
+    assert len(made) == len(STEPS)
+
+
+def plans_made(machine: Machine) -> int:
+    """Calls of AITER's planner so far."""
+    return sum(call.name == "get_mla_metadata_v1" for call in machine.calls)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_d2_cached_and_fresh_plans_agree_on_random_batches(rocm: Install, seed: int) -> None:
+    """Sequences of batches, many of them permutations of each other's lengths, on one backend and on a new one each time.
+
+    The emulation refuses a plan that was made for other lengths, and the answers must be equal.
+    """
+    machine = rocm()
+    case = Case(spec(), [30] * 4, seed=seed)
+    kept = RocmAiterMlaSparseBackend(case.spec)
+    layers, reference = case.layers(kept), case.reference()
+    case.forward(kept, layers, [0] * 4, [30] * 4, known=True)
+    want_layers = case.layers(reference)
+    case.forward(reference, want_layers, [0] * 4, [30] * 4, known=True)
+    chance = random.Random(seed)
+    shapes = [([2, 5, 9, 20], [1, 3, 1, 4]), ([20, 20, 21, 3], [2, 2, 3, 1]), ([6, 5, 4, 3], [1, 2, 3, 4])]
+    cached, order = 0, [0, 1, 2, 3]
+    for _ in range(30):
+        done, widths = (list(part) for part in chance.choice(shapes))
+        order = chance.sample(range(4), 4) if chance.random() < 0.3 else order
+        done, widths = [done[i] for i in order], [widths[i] for i in order]
+        if chance.random() < 0.3:
+            done = [d + 1 if d > 6 else d for d in done]  # the same work on other positions
+        before = plans_made(machine)
+        uniform = chance.random() < 0.1
+        if uniform:
+            widths = [2] * 4
+        _, got = case.forward(kept, layers, done, widths, known=not uniform)
+        cached += plans_made(machine) == before
+        _, fresh = case.forward(RocmAiterMlaSparseBackend(case.spec), layers, done, widths, known=not uniform)
+        _, want = case.forward(reference, want_layers, done, widths, known=not uniform)
+        assert torch.equal(got[0], fresh[0])
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+    assert cached > 3
+
+
+def test_an_old_plan_cannot_run(rocm: Install) -> None:
+    """Its buffers are those of a newer one."""
+    rocm()
+    case = Case(spec(), [20, 20])
+    backend = RocmAiterMlaSparseBackend(case.spec)
+    layers = case.layers(backend)
+    old = backend.plan(case.metadata([10, 10], [1, 1], known=False))
+    backend.plan(case.metadata([11, 11], [1, 1], known=False))
+    layer = layers[0]
+    rows = MlaRows(*(torch.cat([t[:1] for t in ts]) for ts in zip(*layer.rows, strict=True)))
+    with pytest.raises(AssertionError, match="newer plan"):
+        backend.run(rows, layer.up, layer.cache, old, scale=0.2, selected=torch.zeros(2, 6, dtype=torch.int32))
+
+
+def test_d6_nothing_waits(rocm: Install) -> None:
+    """Decoding and verification, from plan to output, under a guard that refuses every read of the device."""
+    rocm()
+    case = Case(spec(), LENGTHS, num_layers=2)
+    backend = RocmAiterMlaSparseBackend(case.spec)
+    layers, done = case.layers(backend), [0, 0, 0]
+    for widths, host_knows in STEPS:
+        metadata = case.metadata(done, widths, known=host_knows)
+        with nullcontext() if host_knows else no_host_sync():
+            case.run(backend, layers, done, widths, metadata)
+        done = [d + w for d, w in zip(done, widths, strict=True)]
+
+
+def test_d6_known_lengths_are_not_read_back(rocm: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefill takes its lengths from the host's lists and copies nothing from the device."""
+    rocm()
+    case = Case(spec(), LENGTHS)
+    backend = RocmAiterMlaSparseBackend(case.spec)
+
+    def refuse(*_: Any) -> Any:
+        raise HostSyncError("read back")
+
+    layers = case.layers(backend)
+    for name in ("item", "cpu", "tolist", "numpy", "nonzero", "__int__", "__index__", "__bool__"):
+        monkeypatch.setattr(Tensor, name, refuse)
+    case.forward(backend, layers, [0, 0, 0], STEPS[0][0], known=True)
+
+
+@pytest.mark.parametrize(
+    ("version", "architecture", "changes", "reasons"),
+    [
+        ("0.1.15", "gfx950", {}, []),
+        ("0.1.20", "gfx942", {"cache_dtype": FP8["gfx942"]}, []),
+        ("0.1.20", "gfx942", {"num_heads": 3}, []),
+        ("0.1.20", "gfx90a", {}, ["architecture gfx90a"]),
+        ("0.1.20", "gfx942", {"indexer": None}, ["rocm_aiter_mla serves those"]),
+        ("0.1.20", "gfx950", {"cache_dtype": FP8["gfx942"]}, ["computes with torch.float8_e4m3fn"]),
+        ("0.1.20", "gfx942", {"non_causal": True, "num_heads": 130}, ["130 heads", "non-causal"]),
+        (
+            "0.1.20",
+            "gfx942",
+            {"dtype": torch.float16, "block_size": 4, "kv_lora_rank": 256, "indexer": IndexerSpec(24, 64, 6)},
+            ["float16", "latents of 256 + 64", "blocks of 4", "index keys of 64", "24 index heads"],
+        ),
+    ],
+)
+def test_refusals(rocm: Install, version: str, architecture: str, changes: dict[str, Any], reasons: list[str]) -> None:
+    """Every limit is said before work starts, and all at once."""
+    rocm(version=version, architecture=architecture, tiny=False)
+    found = RocmAiterMlaSparseBackend.unsupported_reasons(spec(**{**REAL, **changes}))
+    assert len(found) == len(reasons), found
+    for want, got in zip(reasons, found, strict=True):
+        assert want in got
+
+
+def test_missing_aiter_is_said_once(rocm: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both families of functions lack the same; a version that has one of them only is refused for the other."""
+    rocm(tiny=False)
+    monkeypatch.setattr(rocm_aiter_mla_sparse.aiter, "installed_version", lambda: "0.1.14")
+    assert RocmAiterMlaSparseBackend.unsupported_reasons(spec(**REAL)) == [
+        "amd-aiter 0.1.14 is older than 0.1.15: install a newer one"
+    ]
+    monkeypatch.undo()
+    rocm(tiny=False)
+    monkeypatch.delattr("aiter.ops.triton.attention.fp8_mqa_logits.fp8_mqa_logits")
+    found = RocmAiterMlaSparseBackend.unsupported_reasons(spec(**REAL))
+    assert len(found) == 1 and "has no fp8_mqa_logits" in found[0]
+
+
+def test_selection_of_the_backend(rocm: Install) -> None:
+    """`auto` takes it for models with an indexer only; its drafters get AITER's ordinary attention."""
+    with pytest.raises(BackendError, match="cpu is not a ROCm device"):
+        select_backend("rocm_aiter_mla_sparse", spec())
+    rocm(tiny=False)
+    chosen = select_backend("auto", spec(**REAL))
+    assert chosen.name == "rocm_aiter_mla_sparse" and chosen.multi_head.name == "rocm_aiter_fa"
+    assert select_backend("auto", spec(**{**REAL, "indexer": None})).name != "rocm_aiter_mla_sparse"
+
+
+def test_a_cache_beyond_the_kernels_reach_is_refused(rocm: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots whose offset overflows 32 bits would read other tokens."""
+    rocm()
+    monkeypatch.setattr(rocm_aiter_mla_sparse, "MAX_ADDRESS", 48 * 16 * 3)
+    case = Case(spec(), [40])
+    with pytest.raises(CapacityError, match="has 64 tokens and AITER's latent kernels address 48: give it less memory"):
+        case.history(RocmAiterMlaSparseBackend(case.spec), [((40,), True)])
+
+
+def test_eight_bit_latents_saturate(rocm: Install) -> None:
+    """AITER's writer converts without saturating, and the emulation raises when it has to."""
+    rocm(tiny=False)
+    asked = spec(**REAL, cache_dtype=FP8["gfx942"], cache_scale=0.5)
+    case = Case(asked, [3])
+    for rows in case._made[0][0]:
+        rows.compressed.fill_(1e4)
+    backend = RocmAiterMlaSparseBackend(asked)
+    layers = case.layers(backend)
+    _, outputs = case.forward(backend, layers, [0], [3], known=True)
+    assert layers[0].cache.latent.float().max() == 240 and outputs[0].isfinite().all()
+
+
+def test_index_cache_bytes() -> None:
+    """A key in 8 bits and its scale, beside the latent."""
+    backend = object.__new__(RocmAiterMlaSparseBackend)
+    MlaBackend.__init__(backend, spec(**REAL))
+    assert backend.cache_spec.index_bytes == 128 + rocm_aiter_indexer.SCALE_BYTES
+    assert backend.cache_spec.bytes_per_token(torch.bfloat16) == 1152 + 132
+
+
+class RoundedReference(TorchRefMlaBackend):
+    """The oracle with an indexer that rounds as AITER's does, in the flavour of gfx942."""
+
+    def select(self, rows: IndexerRows, cache: LatentCache, plan: Any) -> Tensor:
+        """See `MlaBackend.select`."""
+        query, key = (rounded(t, FP8["gfx942"]) for t in (rows.query, rows.key))
+        return super().select(IndexerRows(query, key, rows.weights), cache, plan)
+
+
+def model_of(name: str) -> PreTrainedModel:
+    """A tiny random model whose index keys are wide enough to be moved 16 bytes at a time.
+
+    transformers embeds the padding token as zeros, for which every position scores 0; here it is a token like any other.
+    """
+    torch.manual_seed(0)
+    config = LATENT_CONFIGS[name]()
+    config.index_head_dim = 16
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
+    torch.nn.init.normal_(model.get_input_embeddings().weight, std=0.3)
+    return model.eval()
+
+
+def target(model: PreTrainedModel, backend: type[MlaBackend]) -> Verifier:
+    """A copy of the model on a backend, experts chosen by AITER where there is an AMD GPU."""
+    model = copy.deepcopy(model)
+    replace_routers(model)
+    asked = backend_spec(model.config, device=torch.device("cpu"), dtype=torch.float32, block_size=16)
+    assert isinstance(asked, MlaSpec)
+    return verifier_for(model, name=model.config.model_type, backend=backend(asked))
+
+
+def dflash_of(verifier: Verifier) -> DFlashDrafter:
+    """A random DFlash drafter with heads wide enough for Triton's matrix instructions."""
+    config = replace(random_dflash(verifier).config, head_dim=16)
+    torch.manual_seed(1)
+    return DFlashDrafter(DFlashModel(config))
+
+
+def generate(verifier: Verifier, drafter: Drafter | None) -> list[list[int]]:
+    """Tokens of a few prompts, prefilled in chunks and decoded in batches, under the guard between draft and commit."""
+    cache = CacheConfig(block_size=16, memory_bytes=2**23)
+    engine = SpecEngine(verifier, drafter, EngineConfig(max_num_seqs=3, max_prefill_tokens=13, cache=cache))
+    launch = engine._launch
+
+    def guarded(batch: DecodeBatch) -> Any:
+        with no_host_sync():
+            return launch(batch)
+
+    engine._launch = guarded  # type: ignore[method-assign]
+    requests = [engine.add_request(prompt, SamplingParams(max_tokens=10)) for prompt in random_prompts(4)]
+    while engine.has_work:
+        engine.step()
+    return [request.output_token_ids for request in requests]
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
+def test_d5_whole_generations_equal_the_reference_and_drafts_change_nothing(
+    rocm: Install, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Token for token in float32: plain decoding as on the oracle with the same rounding; n-gram and DFlash drafts as plain.
+
+    Far fewer positions are selected than there are, experts are chosen by AITER, and GLM's layers share selections.
+    """
+    model = model_of(name)
+    want = generate(target(model, RoundedReference), None)
+    machine = rocm()
+    monkeypatch.setattr(rocm_aiter_fa, "DTYPES", (torch.float32,))
+    verifier = target(model, RocmAiterMlaSparseBackend)
+    assert any(isinstance(module, MoeRouter) for module in verifier.model.modules())  # type: ignore[attr-defined]
+    assert generate(verifier, None) == want
+    for drafter in (NGramDrafter(max_draft_tokens=4), dflash_of(verifier)):
+        assert generate(target(model, RocmAiterMlaSparseBackend), drafter) == want
+    assert machine.names() >= {"deepgemm_fp8_paged_mqa_logits", "fp8_mqa_logits", "biased_grouped_topk", "flash_attn_with_kvcache"}
