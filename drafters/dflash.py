@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,16 @@ from drafters.checkpoint import read_checkpoint, target_ids
 from drafters.config import DFlashConfig
 from drafters.rotary import Rotary, rotate
 from specdec.attention.backend import AttentionSpec
+from specdec.attention.triton_fa import TritonFaBackend
 from specdec.config import DraftSampling
 from specdec.core import AcceptOutput, DecodeBatch, DraftOutput, PrefillBatch, Verifier, VerifyOutput
 from specdec.errors import BackendError, CheckpointError, InvalidInputError
 from specdec.kv_cache import KVLayerSpec, LayerCache
 from specdec.ops.linear import Linear
 from specdec.sampling import Purpose, processed_probs, sample_from, uniform
+
+if TYPE_CHECKING:
+    from drafters.dflash_triton import TritonDFlash
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """`(layer, query [..., heads, D], key [..., kv_heads, D], value [..., kv_heads, D]) -> [..., heads, D]`, context included."""
@@ -118,7 +122,7 @@ class DFlashModel(nn.Module):
             Two tensors [..., num_layers, num_kv_heads, head_dim]; keys are normed and rotated.
         """
         config = self.config
-        project, norm = self._fused or self._context_projection(pack=False)
+        project, norm = self.context_projection()
         context = self.hidden_norm(self.fc(features))
         shape = (config.num_hidden_layers, 2, config.num_key_value_heads, config.head_dim)
         key, value = project(context).unflatten(-1, shape).unbind(-3)
@@ -142,13 +146,16 @@ class DFlashModel(nn.Module):
 
     def prepare_inference(self) -> None:
         """Joins the context projections of all layers and lays weights out for the device's kernels; gradients end here."""
-        self._fused = self._context_projection(pack=True)
+        self._fused = self._join_context_projections(pack=True)
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 module.forward = Linear(module.weight, module.bias)  # type: ignore[assignment]
 
-    def _context_projection(self, *, pack: bool) -> tuple[Linear, Tensor]:
+    def context_projection(self) -> tuple[Linear, Tensor]:
         """Key and value projections of all layers as one, and the key norms [num_layers, 1, head_dim]."""
+        return self._fused or self._join_context_projections(pack=False)
+
+    def _join_context_projections(self, *, pack: bool) -> tuple[Linear, Tensor]:
         attentions = [cast(DFlashLayer, layer).self_attn for layer in self.layers]
         projections = [projection for attention in attentions for projection in (attention.k_proj, attention.v_proj)]
         weight = torch.cat([projection.weight for projection in projections])
@@ -201,6 +208,7 @@ class DFlashDrafter:
         self.verifier = verifier
         self.draft_sampling = draft_sampling
         model.to(verifier.device, verifier.dtype).prepare_inference()
+        self._triton = _on_triton(model, self.attention) if isinstance(self.attention, TritonFaBackend) else None
         self._target_ids = None if model.d2t is None else target_ids(model.d2t)
         # A checkpoint that states no scale was trained on the target's own embedding module and head.
         unstated = config.input_embedding_scale is None
@@ -241,12 +249,16 @@ class DFlashDrafter:
             embeddings = embeddings * self._embedding_scale
         metadata = batch.metadata(width, causal=False)
         plans = {causal: self.attention.plan(replace(metadata, causal=causal)) for causal in set(config.causal)}
+        position_ids = batch.position_ids(width)
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             plan, window = plans[config.causal[layer]], config.windows[layer]
             return self.attention.run(query, key, value, self.caches[layer], plan, scale=config.head_dim**-0.5, window=window)
 
-        hidden = self.model.block_forward(embeddings, batch.position_ids(width), attend)
+        if self._triton is not None:
+            hidden = self._triton.block_forward(embeddings, position_ids, self.caches, [plans[causal] for causal in config.causal])
+        else:
+            hidden = self.model.block_forward(embeddings, position_ids, attend)
         return hidden.view(batch.num_reqs, width, -1)[:, width - batch.k :]
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -263,9 +275,17 @@ class DFlashDrafter:
 
     def _write_context(self, verify: VerifyOutput, position_ids: Tensor, slot_mapping: Tensor) -> None:
         assert verify.aux_hidden is not None, "the engine taps aux_layer_ids"
+        if self._triton is not None:
+            return self._triton.write_context(verify.aux_hidden, position_ids, self.caches, slot_mapping)
         keys, values = self.model.context_kv(verify.aux_hidden, position_ids)
         for cache, key, value in zip(self.caches, keys.unbind(1), values.unbind(1), strict=True):
             self.attention.write(cache, key, value, slot_mapping)
+
+
+def _on_triton(model: DFlashModel, attention: TritonFaBackend) -> "TritonDFlash":
+    from drafters.dflash_triton import TritonDFlash  # it imports Triton
+
+    return TritonDFlash(model, attention)
 
 
 def load_dflash(path: str | Path | None, *, verifier: Verifier) -> DFlashDrafter:

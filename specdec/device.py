@@ -1,6 +1,8 @@
 """Which device and type to compute in, and how much memory the cache may take by default."""
 
+import math
 import os
+from pathlib import Path
 
 import torch
 
@@ -13,9 +15,40 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 def resolve_device(name: str = "auto") -> torch.device:
     """The device called `name`; "auto" is the first accelerator (ROCm devices answer to "cuda"), else the CPU.
 
+    For a CPU, torch is kept from starting more threads than the process may use at once; `OMP_NUM_THREADS` overrules that.
+
     Raises:
         InvalidInputError: torch does not know the device, or this machine does not have it.
     """
+    device = _find_device(name)
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
+    return device
+
+
+def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Cores that this process may keep busy, at least 1.
+
+    Torch counts the cores it may run on and does not see a container's quota of time on them. Threads beyond the quota are stopped
+    in turn while the others wait for them at the end of every operation.
+
+    Args:
+        cgroup: where the kernel shows the limits of the process's control group, version 2 or 1.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        if (cgroup / "cpu.max").exists():
+            quota, period = (cgroup / "cpu.max").read_text().split()
+        else:
+            quota, period = ((cgroup / "cpu" / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+    except (OSError, ValueError):
+        return cores  # no control groups, or none that can be read: no limit is known
+    if quota in ("max", "-1"):
+        return cores
+    return min(cores, math.ceil(int(quota) / int(period)))
+
+
+def _find_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

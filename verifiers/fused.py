@@ -16,13 +16,16 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig
 
 from specdec.attention.backend import AttentionBackend
+from specdec.attention.triton_fa import TritonFaBackend
 from specdec.core import ForwardInput, VerifyOutput
 from specdec.kv_cache import LayerCache
-from specdec.ops.linear import Linear
+from specdec.ops.linear import FourBitWeight, Linear
 from verifiers.shape import kv_layer_spec, layer_windows, max_model_len
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from specdec.ops.triton_decoder import TritonDecoder
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """`(layer, query [T, heads, D], key [T, kv_heads, D], value [T, kv_heads, D]) -> [T, heads, D]`."""
@@ -115,6 +118,7 @@ class FusedVerifier:
         self._norm = RMSNorm(norm)
         half = torch.ones(self.head_dim // 2)
         self._sign = torch.cat([-half, half]).to(self.device, self.dtype)
+        self._triton = self._triton_decoder(backend) if isinstance(backend, TritonFaBackend) else None
 
     @classmethod
     def from_model(
@@ -138,7 +142,10 @@ class FusedVerifier:
     def from_tensors(
         cls, config: PreTrainedConfig, tensors: dict[str, Tensor], *, name: str, backend: AttentionBackend, eos: tuple[int, ...]
     ) -> "FusedVerifier":
-        """A Llama with tied embeddings and plain RoPE from its checkpoint's tensors, on their device and in their type."""
+        """A Llama with tied embeddings and plain RoPE from its checkpoint's tensors, on their device and in their type.
+
+        A projection may come with the fields of `FourBitWeight` beside its `weight`.
+        """
         assert config.model_type == "llama" and config.tie_word_embeddings and config.rope_parameters["rope_type"] == "default"
         tree = _module_tree(tensors, config.rms_norm_eps)
         embedding = tree.model.embed_tokens.weight
@@ -149,6 +156,8 @@ class FusedVerifier:
     @torch.inference_mode()
     def forward(self, rows: ForwardInput, caches: Sequence[LayerCache], aux_layer_ids: Sequence[int] = ()) -> VerifyOutput:
         """Scores packed rows; see `Verifier.forward`."""
+        if self._triton is not None:
+            return self._triton_forward(self._triton, rows, caches, aux_layer_ids)
         backend, plan, scale = self.attention, self.attention.plan(rows.metadata), self.head_dim**-0.5
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -157,6 +166,37 @@ class FusedVerifier:
         hidden, tapped = self._decode(self.embed(rows.token_ids), rows.position_ids, attend, aux_layer_ids)
         selected = hidden if rows.logit_rows is None else hidden.index_select(0, rows.logit_rows)
         return VerifyOutput(logits=self.head(self._norm(selected)), aux_hidden=torch.cat(tapped, dim=-1) if tapped else None)
+
+    def _triton_forward(
+        self, decoder: "TritonDecoder", rows: ForwardInput, caches: Sequence[LayerCache], taps: Sequence[int]
+    ) -> VerifyOutput:
+        """`forward` in few launches, where attention runs on Triton."""
+        embeddings = self.embed(rows.token_ids)
+        cos, sin = (angles[0] for angles in self._rotary(embeddings[None], rows.position_ids[None]))
+        half = self.head_dim // 2
+        plans = [self.attention.plan(rows.metadata)] * self.num_layers
+        normed, tapped = decoder(embeddings, cos[:, :half], sin[:, half:], caches, plans, self._windows, taps)
+        selected = normed if rows.logit_rows is None else normed.index_select(0, rows.logit_rows)
+        return VerifyOutput(logits=self.head(selected), aux_hidden=torch.cat(tapped, dim=-1) if tapped else None)
+
+    def _triton_decoder(self, backend: TritonFaBackend) -> "TritonDecoder":
+        """The layers for Triton kernels; they share the weights."""
+        from specdec.ops.triton_decoder import DecoderLayer, TritonDecoder
+
+        layers = [
+            DecoderLayer(
+                input_norm=layer.input_norm.weight,
+                qkv=layer.qkv,
+                query_norm=None if layer.query_norm is None else layer.query_norm.weight,
+                key_norm=None if layer.key_norm is None else layer.key_norm.weight,
+                output=layer.output,
+                mlp_norm=layer.mlp_norm.weight,
+                gate_up=layer.gate_up,
+                down=layer.down,
+            )
+            for layer in self._layers
+        ]
+        return TritonDecoder(layers, self._norm.weight, epsilon=self.config.rms_norm_eps, attention=backend)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Rows of the input embedding table, [..., H]."""
@@ -179,16 +219,17 @@ class FusedVerifier:
         return hidden, [tapped[index] for index in taps]
 
     def _attention(self, index: int, layer: FusedLayer, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        qkv = layer.qkv(layer.input_norm(hidden)).view(len(hidden), -1, self.head_dim)  # [T, heads + 2 * kv_heads, head_dim]
+        num_rows = hidden.shape[0]
+        qkv = layer.qkv(layer.input_norm(hidden)).view(num_rows, -1, self.head_dim)  # [T, heads + 2 * kv_heads, head_dim]
         num_heads = layer.output.in_features // self.head_dim
         num_kv_heads = (qkv.shape[1] - num_heads) // 2
-        rotated, value = qkv.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
+        rotated, value = qkv.split_with_sizes([num_heads + num_kv_heads, num_kv_heads], dim=1)
         if layer.query_norm is not None and layer.key_norm is not None:
             query, key = rotated.split([num_heads, num_kv_heads], dim=1)
             rotated = torch.cat([layer.query_norm(query), layer.key_norm(key)], dim=1)
         rotated = torch.addcmul(rotated * cos, rotated.roll(self.head_dim // 2, dims=-1), sin)
-        query, key = rotated.split([num_heads, num_kv_heads], dim=1)
-        return layer.output(attend(index, query, key, value).reshape(len(hidden), -1), hidden)
+        query, key = rotated.split_with_sizes([num_heads, num_kv_heads], dim=1)
+        return layer.output(attend(index, query, key, value).reshape(num_rows, -1), hidden)
 
 
 def _mlp(layer: FusedLayer, hidden: Tensor) -> Tensor:
@@ -216,10 +257,17 @@ def _take(*projections: Any) -> Linear:
     weights = [projection.weight.detach() for projection in projections]
     weight = weights[0] if len(weights) == 1 else torch.cat(weights)
     bias = None if projections[0].bias is None else torch.cat([projection.bias.detach() for projection in projections])
-    joined = Linear(weight, bias)
+    joined = Linear(weight, bias, four_bit=_join_four_bit(projections))
     for projection in projections:
         projection.weight.data = weight.new_empty(0)
     return joined
+
+
+def _join_four_bit(projections: Sequence[Any]) -> FourBitWeight | None:
+    """The four-bit form of joined projections; None when there is none."""
+    if not hasattr(projections[0], "codes"):
+        return None
+    return FourBitWeight(*(torch.cat([getattr(p, field) for p in projections]) for field in ("codes", "scale", "minimum")))
 
 
 class _PlainRotary:

@@ -19,7 +19,8 @@ from specdec.attention.backend import AttentionBackend
 from specdec.attention.selector import select_backend
 from specdec.core import Verifier
 from specdec.errors import CheckpointError
-from verifiers.embedded import embedded_model_path
+from specdec.ops.linear import can_pack_four_bit
+from verifiers.embedded import FOUR_BIT, embedded_model_path
 from verifiers.fused import FusedVerifier
 from verifiers.shape import backend_spec, eos_token_ids
 
@@ -71,6 +72,8 @@ def load_verifier(
     if direct:
         tensors = _read(name, "weights", partial(load_file, Path(path) / "model.safetensors"))
         tensors = {key: tensor.to(device, dtype) for key, tensor in tensors.items()}
+        if can_pack_four_bit(tensors["model.embed_tokens.weight"]):
+            tensors |= _read(name, "four-bit weights", partial(load_file, Path(path) / FOUR_BIT))
         eos = eos_token_ids(GenerationConfig.from_pretrained(path).eos_token_id, tokenizer.eos_token_id)
         assert isinstance(backend, AttentionBackend)
         return FusedVerifier.from_tensors(config, tensors, name=name, backend=backend, eos=eos), tokenizer

@@ -6,6 +6,7 @@ never waits for the device. Known gap: the gather copies the context once per la
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -22,9 +23,9 @@ class _Segment:
 
     widths: Tensor  # [num_reqs, 1], query rows of each request
     width: int  # the most of them
-    num_keys: int  # keys gathered per request, at least the longest sequence
+    num_keys: int  # keys gathered per request, at least the longest sequence; whole blocks
     seq_lens: Tensor  # [num_reqs, 1]
-    blocks: Tensor  # int32 [num_reqs, blocks per request]
+    blocks: Tensor  # int32 [num_reqs * blocks per request]
     causal: bool
     rows: slice | Tensor  # packed rows of the queries; a tensor int64 [num_reqs * width] names row 0 for padding
     kept: Tensor | None = None  # int64, places in `rows` that are not padding; None when none is
@@ -91,12 +92,13 @@ class TorchRefBackend(AttentionBackend):
     def _segment(
         self, metadata: AttentionMetadata, requests: slice | Tensor, widths: Tensor, width: int, num_keys: int
     ) -> _Segment:
+        num_blocks = blocks_for(num_keys, self.spec.block_size)
         return _Segment(
             widths=widths[:, None],
             width=width,
-            num_keys=num_keys,
+            num_keys=num_blocks * self.spec.block_size,
             seq_lens=metadata.seq_lens[requests][:, None],
-            blocks=metadata.block_table[requests][:, : blocks_for(num_keys, self.spec.block_size)],
+            blocks=metadata.block_table[requests][:, :num_blocks].reshape(-1),
             causal=metadata.causal,
             rows=slice(None),
         )
@@ -138,20 +140,12 @@ class TorchRefBackend(AttentionBackend):
     ) -> Tensor:
         """See `AttentionBackend.run`."""
         self.write(cache, key, value, plan.slot_mapping)
+        attend = partial(self._attend, scale=scale, window=window, softcap=softcap, sinks=sinks)
+        if len(plan.segments) == 1 and plan.segments[0].rows == slice(None):
+            return attend(query, cache, plan.segments[0])
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
-        num_kv_heads, head_dim = key.shape[1:]
-        groups = query.shape[1] // num_kv_heads
         for segment in plan.segments:
-            # Heads that share a key head become rows of one attention, so that keys are read once and one token fills a product.
-            q = query[segment.rows].view(-1, segment.width, num_kv_heads, groups, head_dim).permute(0, 2, 3, 1, 4)
-            q = q.reshape(-1, num_kv_heads, groups * segment.width, head_dim)
-            k, v = (self._gather(tensor, segment) for tensor in cache)
-            mask = segment.mask(window, query.dtype, groups)
-            if sinks is None and softcap is None:
-                out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-            else:
-                out = _attend(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks)
-            rows = out.view(-1, num_kv_heads, groups, segment.width, head_dim).permute(0, 3, 1, 2, 4).reshape(-1, *query.shape[1:])
+            rows = attend(query[segment.rows], cache, segment)
             if isinstance(segment.rows, Tensor) and segment.kept is not None:
                 output.index_copy_(0, segment.rows[segment.kept], rows[segment.kept])
             else:
@@ -160,13 +154,41 @@ class TorchRefBackend(AttentionBackend):
 
     def write(self, cache: LayerCache, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         """See `AttentionBackend.write`."""
-        cache.key.flatten(0, 1).index_copy_(0, slot_mapping, key)
-        cache.value.flatten(0, 1).index_copy_(0, slot_mapping, value)
+        for stored, new in ((cache.key, key), (cache.value, value)):
+            stored.view(-1, *stored.shape[2:]).index_copy_(0, slot_mapping, new)
 
-    def _gather(self, tensor: Tensor, segment: _Segment) -> Tensor:
-        """Keys or values of a segment, [num_reqs, num_kv_heads, num_keys, head_dim]."""
-        rows = tensor.index_select(0, segment.blocks.flatten()).view(len(segment.blocks), -1, *tensor.shape[2:])
-        return rows[:, : segment.num_keys].transpose(1, 2)
+    def _attend(
+        self,
+        query: Tensor,
+        cache: LayerCache,
+        segment: _Segment,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Attention of one segment, [rows, num_heads, head_dim] in and out."""
+        num_rows, num_heads, head_dim = query.shape
+        num_kv_heads = cache.key.shape[2]
+        groups, width = num_heads // num_kv_heads, segment.width
+        # Heads that share a key head become rows of one attention, so that keys are read once and one token fills a product.
+        if width > 1:
+            query = query.reshape(-1, width, num_kv_heads, groups, head_dim).permute(0, 2, 3, 1, 4)
+        q = query.reshape(-1, num_kv_heads, groups * width, head_dim)
+        # [num_reqs, num_kv_heads, num_keys, head_dim]
+        k, v = (
+            tensor.index_select(0, segment.blocks).view(-1, segment.num_keys, num_kv_heads, head_dim).transpose(1, 2)
+            for tensor in cache
+        )
+        mask = segment.mask(window, query.dtype, groups)
+        if sinks is None and softcap is None:
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+        else:
+            out = _weigh(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks)
+        if width > 1:
+            out = out.view(-1, num_kv_heads, groups, width, head_dim).permute(0, 3, 1, 2, 4)
+        return out.reshape(num_rows, num_heads, head_dim)
 
 
 def _size_class(device: torch.device, index: int, num_rows: int, seq_len: int) -> tuple[int, ...]:
@@ -178,7 +200,7 @@ def _size_class(device: torch.device, index: int, num_rows: int, seq_len: int) -
     return (index,) if device.type == "cpu" else (num_rows.bit_length(), seq_len.bit_length())
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, scale: float, softcap: float | None, sinks: Tensor | None) -> Tensor:
+def _weigh(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, scale: float, softcap: float | None, sinks: Tensor | None) -> Tensor:
     """Softmax attention in float32 with a softcap on the scores and a sink logit per head in the denominator.
 
     `q` [num_reqs, kv_heads, groups * width, D] holds the rows of all heads that share a key head, head by head.

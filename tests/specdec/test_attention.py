@@ -60,15 +60,15 @@ def one_row(
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 6])
 @pytest.mark.parametrize(("causal", "window"), list(itertools.product([True, False], [None, 1, 3, 100])))
 @pytest.mark.parametrize("extra", ["", "sinks", "softcap", "both"])
-@pytest.mark.parametrize("kind", ["uniform", "ragged", "grouped"])
+@pytest.mark.parametrize("kind", ["uniform", "single", "ragged", "grouped"])
 def test_every_case_equals_the_definition(
     num_kv_heads: int, causal: bool, window: int | None, extra: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prefill, extension, causal and bidirectional blocks, windows, sinks, softcap and every group size, on scattered blocks."""
     torch.manual_seed(0)
     backend = TorchRefBackend(spec(num_kv_heads=num_kv_heads))
-    uniform = kind == "uniform"
-    lengths, widths = ([9, 5, 12], [3, 3, 3]) if uniform else ([9, 5, 12], [7, 1, 4])
+    lengths, widths = [9, 5, 12], {"uniform": [3, 3, 3], "single": [1, 1, 1]}.get(kind, [7, 1, 4])
+    uniform = len(set(widths)) == 1
     if kind == "grouped":
         monkeypatch.setattr(torch_ref, "_size_class", lambda *_: (0,))
     counts = [blocks_for(n, BLOCK) for n in lengths]

@@ -185,6 +185,25 @@ def test_ties_at_the_edge_of_top_p_fall_in_a_fixed_order() -> None:
     assert torch.equal(kept, kept.sort().values)
 
 
+@pytest.mark.parametrize("coarse", [False, True], ids=["distinct", "ties"])
+@pytest.mark.parametrize("top_p", [1e-9, 0.3, 0.9, 0.999])
+def test_top_p_keeps_what_sorting_would_keep(top_p: float, coarse: bool) -> None:
+    """A vocabulary large enough for every digit of the search, against the definition: sort, add up, drop the first."""
+    logits = random_logits(3, 2, 30_000, coarse=coarse, seed=7).float()
+    logits[0, 0] = 0.0
+    logits[0, 0, ::2] = -0.0
+    logits[0, 1, 100:] = -torch.inf
+    logits[1, 0] *= 30  # a few tokens hold everything
+    kept = processed_probs(logits, tensors([SamplingParams(temperature=1.0, top_p=top_p)] * 3)) > 0
+    ordered, token_ids = logits.sort(dim=-1, stable=True)
+    dropped = ordered.double().softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p
+    dropped[..., -1] = False
+    expected = ~dropped.scatter(-1, token_ids, dropped) & (logits.softmax(dim=-1) > 0)
+    # In float64 the definition itself is sharper than the float32 probabilities that are added up, so a token may differ.
+    assert (kept != expected).sum(dim=-1).max() <= 1
+    assert torch.equal(kept[1, 0], expected[1, 0])
+
+
 def test_sample_from_inverts_the_cumulative_distribution() -> None:
     """Catches an index off by one and a total taken to be 1."""
     probs = torch.tensor([0.0, 1.0, 0.0, 2.0, 1.0, 0.0]).expand(7, -1)

@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from specdec.decoder import SpecDecoder
+from specdec.config import CacheConfig, EngineConfig
+from specdec.decoder import GenerationResult, SpecDecoder
 from specdec.errors import CapacityError, CheckpointError, InvalidInputError
 from verifiers import embedded
 from verifiers.embedded import embedded_model_path
@@ -23,6 +24,8 @@ from verifiers.load import load_verifier
 
 WEIGHTS_SHA256 = "08587497151051bb64ba4ae8288856623bb8c6cd5dc22bb3bda06ebda07a1bcd"
 """Of the name and bytes of every tensor in order of name; equal, when written down, to what transformers' GGUF reader gives."""
+
+SMALL_ENGINE = EngineConfig(max_num_seqs=1, cache=CacheConfig(memory_bytes=2**26))
 
 SMALL_FILES = {"model.safetensors": b"w" * 300_000, "config.json": b"{}"}
 
@@ -68,6 +71,40 @@ def test_weights_are_those_of_the_payload(model_folder: Path) -> None:
         digest.update(name.encode())
         digest.update(weight.view(torch.int16).numpy().tobytes())
     assert digest.hexdigest() == WEIGHTS_SHA256
+
+
+def test_four_bit_weights_are_those_of_the_payload(model_folder: Path) -> None:
+    """Catches codes, scales or head rows in another order: rounded to bfloat16 they are the weights above, to the bit."""
+    weights, four_bit = (load_file(model_folder / name) for name in ("model.safetensors", embedded.FOUR_BIT))
+    names = [name.removesuffix(".codes") for name in four_bit if name.endswith(".codes")]
+    assert len(names) == 7 * 30 and len(four_bit) == 3 * len(names)
+    for name in names:
+        if name.startswith(("model.layers.0.", "model.layers.29.")):
+            codes, scale, minimum = (four_bit[f"{name}.{field}"] for field in ("codes", "scale", "minimum"))
+            each = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1).unflatten(1, (-1, 32))
+            values = each * scale.float()[..., None] + minimum.float()[..., None]
+            assert torch.equal(values.flatten(1).bfloat16(), weights[f"{name}.weight"]), name
+
+
+def test_few_rows_agree_with_the_full_weights(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Greedy decoding in bfloat16 against float32: where they part, the float32 logits of both tokens are near each other.
+
+    Catches four-bit weights that fit their own test but not the layer they are given to, which then writes other text.
+    """
+    prompt = tokenizer("The quick brown fox jumps over the lazy dog. One, two, three,", add_special_tokens=False)["input_ids"]
+    exact, quick = (
+        SpecDecoder.from_pretrained("embedded", drafter=None, device="cpu", dtype=dtype, engine=SMALL_ENGINE)
+        for dtype in ("float32", "bfloat16")
+    )
+    result = quick.generate(prompt, max_tokens=12, ignore_eos=True)
+    assert isinstance(result, GenerationResult)
+    tokens = result.token_ids
+    for count, token in enumerate(tokens):
+        logits = exact.next_token_logits([*prompt, *tokens[:count]])
+        margin = float(logits.max() - logits[token])
+        if margin > 0:
+            print(f"token {count} is not the likeliest in float32, by {margin:.3f}")
+        assert margin < 0.5
 
 
 def test_model_answers_and_stops(model_folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:

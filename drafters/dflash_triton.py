@@ -1,0 +1,91 @@
+"""The DFlash drafter's forward around Triton kernels, for devices whose attention is `triton_fa`; see `drafters.dflash`."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+
+from specdec.attention.backend import AttentionMetadata
+from specdec.attention.triton_fa import TritonFaBackend
+from specdec.kv_cache import LayerCache
+from specdec.ops.linear import Linear
+from specdec.ops.triton_decoder import DecoderLayer, TritonDecoder
+from specdec.ops.triton_fused import rms_norm, rope_store
+
+if TYPE_CHECKING:
+    from drafters.dflash import DFlashLayer, DFlashModel
+
+
+class TritonDFlash:
+    """`DFlashModel.block_forward` and `context_kv` in few launches, with the cache writes in them.
+
+    Args:
+        model: on its device, after `prepare_inference`. Its projections become views of the joined ones made here.
+        attention: of the draft layers.
+    """
+
+    def __init__(self, model: "DFlashModel", attention: TritonFaBackend) -> None:
+        layers = [_join_layer(cast("DFlashLayer", layer)) for layer in model.layers]
+        self._model, self._attention = model, attention
+        self._decoder = TritonDecoder(layers, model.norm.weight, epsilon=model.config.rms_norm_eps, attention=attention)
+        self._project, norms = model.context_projection()
+        self._key_norms = norms.flatten(1)  # [num_layers, head_dim]
+
+    def block_forward(
+        self, embeddings: Tensor, position_ids: Tensor, caches: Sequence[LayerCache], plans: Sequence[AttentionMetadata]
+    ) -> Tensor:
+        """Final hidden states [T, H], normed, of block rows `embeddings` [T, H]; `caches` and `plans` have one entry per layer."""
+        cos, sin = self._angles(position_ids, embeddings.dtype)
+        return self._decoder(embeddings, cos, sin, caches, plans, self._model.config.windows)[0]
+
+    def write_context(self, features: Tensor, position_ids: Tensor, caches: Sequence[LayerCache], slot_mapping: Tensor) -> None:
+        """Writes what rows of the target's features [T, num_taps * H_target] contribute to every layer's cache."""
+        config = self._model.config
+        context = rms_norm(self._model.fc(features), self._model.hidden_norm.weight, config.rms_norm_eps)
+        shape = (config.num_hidden_layers, 2, config.num_key_value_heads, config.head_dim)
+        rows = self._project(context).unflatten(-1, shape)
+        cos, sin = self._angles(position_ids, rows.dtype)
+        for layer, cache in enumerate(caches):
+            rope_store(
+                None,
+                rows[:, layer, 0],
+                rows[:, layer, 1],
+                cache,
+                slot_mapping,
+                cos=cos,
+                sin=sin,
+                key_norm=self._key_norms[layer],
+                epsilon=config.rms_norm_eps,
+                cache_scales=self._attention.spec.cache_scales,
+            )
+
+    def _angles(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosine and sine [T, head_dim / 2]; the second half of the sines is the one without a sign."""
+        cos, sin = (angles.squeeze(1) for angles in self._model.rotary(position_ids, dtype))
+        half = cos.shape[1] // 2
+        return cos[:, :half], sin[:, half:]
+
+
+def _join_layer(layer: "DFlashLayer") -> DecoderLayer:
+    attention, mlp = layer.self_attn, layer.mlp
+    return DecoderLayer(
+        input_norm=layer.input_layernorm.weight,
+        qkv=_join(attention.q_proj, attention.k_proj, attention.v_proj),
+        query_norm=attention.q_norm.weight,
+        key_norm=attention.k_norm.weight,
+        output=Linear(attention.o_proj.weight, attention.o_proj.bias),
+        mlp_norm=layer.post_attention_layernorm.weight,
+        gate_up=_join(mlp.gate_proj, mlp.up_proj),
+        down=Linear(mlp.down_proj.weight, mlp.down_proj.bias),
+    )
+
+
+@torch.no_grad()
+def _join(*projections: nn.Linear) -> Linear:
+    """The projections as one product; their own weights become views of it, so that nothing is stored twice."""
+    weight = torch.cat([projection.weight for projection in projections])
+    biases: list[Tensor] = [projection.bias for projection in projections if projection.bias is not None]
+    for projection, part in zip(projections, weight.split([p.out_features for p in projections]), strict=True):
+        projection.weight.data = part
+    return Linear(weight, torch.cat(biases) if biases else None)

@@ -1,0 +1,136 @@
+"""Multi-head attention on CUDA devices, and on ROCm devices without AITER, with our own Triton kernels.
+
+Kernel: `specdec.ops.triton_attention` for every phase; prefill reads the cache too, so a chunk needs no second path. Layout: plain.
+Cache: the model's type or 8-bit floats. Host: never waits for the device, and launches depend on nothing but the host's counts and
+bounds, so a captured graph serves any lengths below its bound. Float32 is computed as such, not in the matrix units' short form.
+Known gaps: query heads in groups above 128; head sizes above 256.
+"""
+
+import torch
+from torch import Tensor
+
+import specdec.device
+from specdec.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
+from specdec.kv_cache import LayerCache
+from specdec.ops.triton_launch import num_processors, unavailable_reasons
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_HEAD_DIM = 256
+MAX_GROUP = 128
+MIN_SPLIT_KEYS = 128
+"""Fewest keys that pay for a program of their own."""
+MAX_SPLITS = 64
+
+
+class TritonFaBackend(AttentionBackend):
+    """Attention in Triton."""
+
+    name = "triton_fa"
+
+    @classmethod
+    def unsupported_reasons(cls, spec: AttentionSpec) -> list[str]:
+        """All reasons why the kernels cannot serve `spec` on this machine; empty when they can."""
+        reasons = unavailable_reasons(spec.device)
+        if spec.dtype not in DTYPES:
+            reasons.append(f"dtype {spec.dtype} (the kernels take bfloat16, float16 and float32)")
+        if spec.kv_dtype != spec.dtype and not reasons:
+            reasons += _cache_reasons(spec)
+        if spec.head_dim > MAX_HEAD_DIM or spec.head_dim % 2:
+            reasons.append(f"head size {spec.head_dim} (the kernels take even ones up to {MAX_HEAD_DIM})")
+        if spec.num_heads % spec.num_kv_heads:
+            reasons.append(f"{spec.num_heads} query heads do not share {spec.num_kv_heads} key heads evenly")
+        elif spec.num_heads // spec.num_kv_heads > MAX_GROUP:
+            reasons.append(f"{spec.num_heads // spec.num_kv_heads} query heads per key head (the kernels take {MAX_GROUP})")
+        return reasons
+
+    @classmethod
+    def reasons_against_auto(cls, spec: AttentionSpec) -> list[str]:
+        """See `AttentionBackend.reasons_against_auto`."""
+        interpreted = spec.device.type == "cpu" and not unavailable_reasons(spec.device)
+        return ["kernels are interpreted on a CPU, for tests only"] if interpreted else []
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        from specdec.ops import triton_attention, triton_fused  # Triton itself is imported only where it is used
+
+        super().__init__(spec)
+        self._paged_attention, self._rope_store = triton_attention.paged_attention, triton_fused.rope_store
+        self.num_processors = num_processors(spec.device)
+
+    def plan(self, metadata: AttentionMetadata) -> AttentionMetadata:
+        """The metadata itself; programs find their own work in it."""
+        return metadata
+
+    def run(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cache: LayerCache,
+        plan: AttentionMetadata,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See `AttentionBackend.run`."""
+        self.write(cache, key, value, plan.slot_mapping)
+        return self.attend(query, cache, plan, scale=scale, window=window, softcap=softcap, sinks=sinks)
+
+    def attend(
+        self,
+        query: Tensor,
+        cache: LayerCache,
+        plan: AttentionMetadata,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """`run` for rows whose keys and values the cache holds already."""
+        return self._paged_attention(
+            query if query.stride(-1) == 1 else query.contiguous(),
+            cache,
+            block_table=plan.block_table,
+            seq_lens=plan.seq_lens,
+            query_start_loc=plan.query_start_loc,
+            max_query_len=plan.max_query_len,
+            scale=scale,
+            causal=plan.causal,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            cache_scales=self.spec.cache_scales,
+            splits=self.num_splits(plan, window),
+        )
+
+    def write(self, cache: LayerCache, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+        """See `AttentionBackend.write`."""
+        key, value = (rows if rows.stride()[1:] == (rows.shape[2], 1) else rows.contiguous() for rows in (key, value))
+        self._rope_store(None, key, value, cache, slot_mapping, cache_scales=self.spec.cache_scales)
+
+    def num_splits(self, metadata: AttentionMetadata, window: int | None) -> int:
+        """Programs that share the keys of a row: a power of two that fills the device twice, as far as there are keys.
+
+        It follows from host counts alone, so it is the same whenever the same graph is captured.
+        """
+        group = self.spec.num_heads // self.spec.num_kv_heads
+        tiles = -(-metadata.max_query_len * group // MAX_GROUP)
+        wanted = 2 * self.num_processors // (metadata.num_reqs * tiles * self.spec.num_kv_heads)
+        keys = metadata.max_seq_len
+        if window is not None:
+            keys = min(keys, metadata.max_query_len + (1 if metadata.causal else 2) * window)
+        most = max(1, min(wanted, keys // MIN_SPLIT_KEYS, MAX_SPLITS))
+        return 1 << (most.bit_length() - 1)
+
+
+def _cache_reasons(spec: AttentionSpec) -> list[str]:
+    """Why this device cannot read an 8-bit cache of this type."""
+    architecture = specdec.device.rocm_architecture(spec.device)
+    expected = torch.float8_e4m3fnuz if architecture == "gfx942" else torch.float8_e4m3fn
+    if spec.kv_dtype != expected:
+        return [f"a {spec.kv_dtype} cache (the kernels take the model's type and {expected})"]
+    if spec.device.type == "cuda" and architecture is None and torch.cuda.get_device_capability(spec.device) < (8, 9):
+        return [f"a {spec.kv_dtype} cache (it needs compute capability 8.9)"]
+    return []

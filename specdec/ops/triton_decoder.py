@@ -1,0 +1,110 @@
+"""Decoder layers of the Llama family around Triton kernels: the matrix products of torch, and five small launches between them.
+
+    norm+residual | qkv product | norm+RoPE+cache write | attention (, merge) | output product
+    norm+residual | gate and up product | SwiGLU | down product
+
+Nothing here reads a value on the host, so a forward can be captured in a graph.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from specdec.attention.backend import AttentionMetadata
+from specdec.attention.triton_fa import TritonFaBackend
+from specdec.kv_cache import LayerCache
+from specdec.ops.linear import Linear
+from specdec.ops.triton_fused import add_rms_norm, rms_norm, rope_store, silu_mul
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """Weights of one layer, with joined projections; H is the hidden width."""
+
+    input_norm: Tensor  # [H]
+    qkv: Linear  # to [num_heads + 2 * num_kv_heads] heads
+    query_norm: Tensor | None  # [head_dim]
+    key_norm: Tensor | None  # [head_dim]
+    output: Linear
+    mlp_norm: Tensor  # [H]
+    gate_up: Linear  # to gate, then up
+    down: Linear
+
+
+class TritonDecoder:
+    """A stack of layers and the norm after it.
+
+    Args:
+        layers: in order.
+        final_norm: [H], weight of the norm after the last layer.
+        epsilon: of every norm.
+        attention: the backend, whose spec gives the shape of the heads.
+    """
+
+    def __init__(self, layers: Sequence[DecoderLayer], final_norm: Tensor, *, epsilon: float, attention: TritonFaBackend) -> None:
+        self._layers, self._epsilon, self._attention = list(layers), epsilon, attention
+        # The norm after a layer is the one that the next layer, or the head, begins with.
+        self._next_norms = [layer.input_norm for layer in self._layers[1:]] + [final_norm]
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        caches: Sequence[LayerCache],
+        plans: Sequence[AttentionMetadata],
+        windows: Sequence[int | None],
+        taps: Sequence[int] = (),
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Runs packed rows through all layers.
+
+        Args:
+            hidden: [T, H], embeddings.
+            cos, sin: [T, head_dim / 2], of each row's position, with equal strides.
+            caches, plans, windows: one per layer.
+            taps: layers whose raw outputs are wanted.
+
+        Returns:
+            [T, H] after the final norm, and the raw outputs [T, H] of the layers in `taps`.
+        """
+        tapped: dict[int, Tensor] = {}
+        residual = hidden
+        normed = rms_norm(hidden, self._layers[0].input_norm, self._epsilon)
+        for index, (layer, next_norm) in enumerate(zip(self._layers, self._next_norms, strict=True)):
+            attended = self._attend(layer, normed, cos, sin, caches[index], plans[index], windows[index])
+            normed, residual = add_rms_norm(layer.output(attended), residual, layer.mlp_norm, self._epsilon)
+            product = layer.down(silu_mul(layer.gate_up(normed)))
+            normed, residual = add_rms_norm(product, residual, next_norm, self._epsilon)
+            if index in taps:
+                tapped[index] = residual
+        return normed, [tapped[index] for index in taps]
+
+    def _attend(
+        self,
+        layer: DecoderLayer,
+        normed: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: LayerCache,
+        plan: AttentionMetadata,
+        window: int | None,
+    ) -> Tensor:
+        """[T, num_heads * head_dim]."""
+        spec = self._attention.spec
+        qkv = layer.qkv(normed).view(len(normed), -1, spec.head_dim)
+        query, key, value = qkv.split_with_sizes([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+        rotated = rope_store(
+            query,
+            key,
+            value,
+            cache,
+            plan.slot_mapping,
+            cos=cos,
+            sin=sin,
+            query_norm=layer.query_norm,
+            key_norm=layer.key_norm,
+            epsilon=self._epsilon,
+            cache_scales=spec.cache_scales,
+        )
+        return self._attention.attend(rotated, cache, plan, scale=spec.head_dim**-0.5, window=window).flatten(1)

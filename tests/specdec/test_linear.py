@@ -1,0 +1,98 @@
+"""Linear layers that read a four-bit weight when there are few rows."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specdec.ops.linear import FEW_ROWS, GROUP, FourBitWeight, Linear, can_pack_four_bit
+
+OUT, IN = 192, 160
+
+needs_four_bit = pytest.mark.skipif(
+    not can_pack_four_bit(torch.ones(1, dtype=torch.bfloat16)), reason="this CPU has no bfloat16 or no AVX-512"
+)
+
+
+def random_weight() -> tuple[FourBitWeight, Tensor, Tensor]:
+    """Four-bit fields; their exact values, float64 [out, in]; and the values with the rounding that `Linear` states."""
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(16, (OUT, IN), generator=generator, dtype=torch.uint8)
+    scale = (0.01 + 0.05 * torch.rand(OUT, IN // GROUP, generator=generator)).half()
+    minimum = (-7.5 * scale.float() + 0.1 * torch.randn(OUT, IN // GROUP, generator=generator)).half()
+    middle = (minimum.float() + 8 * scale.float()).bfloat16()
+
+    def spread(groups: Tensor) -> Tensor:
+        return groups.double().repeat_interleave(GROUP, dim=1)
+
+    exact = spread(scale) * codes + spread(minimum)
+    rounded = spread(scale.bfloat16()) * (codes.double() - 8) + spread(middle)
+    return FourBitWeight(codes[:, ::2] | codes[:, 1::2] << 4, scale, minimum), exact, rounded
+
+
+def random_rows(num_rows: int, width: int = IN, seed: int = 1) -> Tensor:
+    return torch.randn(num_rows, width, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+@needs_four_bit
+def test_four_bit_weight_has_the_stated_values() -> None:
+    """Read out column by column with unit rows: catches swapped halves of a byte, a wrong group, and scale taken for minimum."""
+    four_bit, exact, rounded = random_weight()
+    linear = Linear(exact.bfloat16(), four_bit=four_bit)
+    unit_rows = torch.eye(IN, dtype=torch.bfloat16).split(FEW_ROWS)
+    columns = torch.cat([linear(rows) for rows in unit_rows])
+    assert torch.equal(columns, rounded.float().bfloat16().t())
+    # As far from the checkpoint's numbers as a bfloat16 weight is, within a factor of two.
+    error = (rounded - exact).norm() / (exact.bfloat16().double() - exact).norm()
+    assert error < 2
+
+
+@needs_four_bit
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 3, FEW_ROWS])
+def test_four_bit_product_is_rounded_once(num_rows: int, bias: bool) -> None:
+    """Catches sums in bfloat16, and a bias or residual that is lost or added to the caller's tensor."""
+    four_bit, exact, rounded = random_weight()
+    added = random_rows(1, OUT, seed=2)[0] if bias else None
+    linear = Linear(exact.bfloat16(), added, four_bit=four_bit)
+    x, residual = random_rows(num_rows), random_rows(num_rows, OUT, seed=3)
+    product = (x.double() @ rounded.t()).float().bfloat16()
+    product = product if added is None else product + added
+    # A sum that lies between two bfloat16 numbers may fall to either.
+    torch.testing.assert_close(linear(x), product, rtol=2**-7, atol=2**-7)
+    assert (linear(x) != product).float().mean() < 0.01
+    before = residual.clone()
+    assert torch.equal(linear(x, residual), linear(x) + residual)
+    assert torch.equal(residual, before)
+
+
+@needs_four_bit
+def test_a_row_gives_the_same_bits_whatever_rows_are_beside_it() -> None:
+    """What lets plain decoding and verification of a few drafts agree to the bit."""
+    four_bit, exact, _ = random_weight()
+    linear = Linear(exact.bfloat16(), four_bit=four_bit)
+    x = random_rows(FEW_ROWS)
+    together = linear(x)
+    for count in range(1, FEW_ROWS):
+        assert torch.equal(linear(x[:count]), together[:count])
+        assert torch.equal(linear(x[-count:]), together[-count:])
+
+
+@needs_four_bit
+def test_many_rows_read_the_full_weight() -> None:
+    """Catches a four-bit product used where it is slower, and the full weight made from the wrong tensor."""
+    four_bit, exact, _ = random_weight()
+    weight = exact.bfloat16()
+    x = random_rows(FEW_ROWS + 1)
+    assert torch.equal(Linear(weight, four_bit=four_bit)(x), Linear(weight)(x))
+    assert not torch.equal(Linear(weight, four_bit=four_bit)(x[:1]), Linear(weight)(x[:1]))
+
+
+def test_four_bits_are_only_for_blocked_bfloat16() -> None:
+    """A float32 model must stay exactly the checkpoint's, and a layer with gradients its own weight."""
+    four_bit, exact, _ = random_weight()
+    for linear, x in (
+        (Linear(exact.float(), four_bit=four_bit), random_rows(2).float()),
+        (Linear(exact.bfloat16(), pack=False, four_bit=four_bit), random_rows(2)),
+    ):
+        assert torch.equal(linear(x), F.linear(x, exact.to(x.dtype)))

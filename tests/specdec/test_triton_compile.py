@@ -1,0 +1,107 @@
+"""Triton's compiler accepts the kernels for NVIDIA and AMD, which it does without either; the interpreter would let more pass."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("kernels are interpreted in this process", allow_module_level=True)
+
+import torch
+
+from specdec.ops import triton_attention, triton_fused
+from tests.triton_interpreter import compile_for
+
+TARGETS: dict[str, tuple[str, int | str, int]] = {
+    "sm_90": ("cuda", 90, 32),
+    "gfx942": ("hip", "gfx942", 64),
+    "gfx1100": ("hip", "gfx1100", 32),
+}
+SHARED_MEMORY = {"sm_90": 227 * 1024, "gfx942": 64 * 1024, "gfx1100": 64 * 1024}
+
+
+@pytest.fixture(autouse=True)
+def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compiles anew each time."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    yield
+
+
+def attention(target: str, dtype: str, *, head_dim: int, group: int, width: int, splits: int, **constants: Any) -> Any:
+    """The attention kernel, compiled with the tile it would be launched with."""
+    tile = triton_attention.tile_for(group, width, head_dim, {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype])
+    if target != "sm_90":
+        tile = tile._replace(num_stages=1)
+    values: dict[str, Any] = {
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "BLOCK_SIZE": 16,
+        "SPLITS": splits,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_D": triton_attention.padded(head_dim),
+        "CAUSAL": True,
+        "WINDOW": None,
+        "SOFTCAP": False,
+        "sinks": None,
+    }
+    types = {"query": dtype, "key_cache": dtype, "value_cache": dtype, "output": "fp32" if splits > 1 else dtype, "sinks": dtype}
+    return compile_for(
+        triton_attention._attention_kernel,
+        TARGETS[target],
+        pointers=types | {"log_sums": "fp32", "block_table": "i32", "seq_lens": "i32", "query_start_loc": "i32"},
+        floats=("score_scale", "value_scale", "softcap"),
+        constants=values | constants,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_attention(target: str) -> None:
+    """The shapes that matter fit the target's memory and use its matrix instructions."""
+    shapes: list[dict[str, Any]] = [
+        {"head_dim": 128, "group": 4, "width": 16, "splits": 8},
+        {"head_dim": 64, "group": 3, "width": 1, "splits": 1, "CAUSAL": False, "WINDOW": 128, "SOFTCAP": True},
+    ]
+    for options in shapes:
+        kernel = attention(target, "bf16", **options)
+        assert kernel.metadata.shared <= SHARED_MEMORY[target]
+        assembly = kernel.asm["ptx" if target == "sm_90" else "amdgcn"]
+        assert any(name in assembly for name in ("wgmma", "mma.sync", "v_mfma", "v_wmma"))
+    if target == "sm_90":
+        attention(target, "fp32", head_dim=64, group=3, width=5, splits=1)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_rest(target: str) -> None:
+    """Merge, norm, SwiGLU, and RoPE with cache write."""
+    machine = TARGETS[target]
+    compile_for(
+        triton_attention._merge_kernel,
+        machine,
+        pointers={"parts": "fp32", "log_sums": "fp32", "output": "bf16"},
+        constants={"HEAD_DIM": 128, "SPLITS": 32, "BLOCK_D": 128},
+    )
+    rows = {"x": "bf16", "residual": "bf16", "weight": "bf16", "normed": "bf16", "added": "bf16"}
+    compile_for(triton_fused._rms_norm_kernel, machine, pointers=rows, floats=("epsilon",), constants={"WIDTH": 576, "BLOCK": 1024})
+    compile_for(triton_fused._silu_mul_kernel, machine, pointers={"gate_up": "bf16", "output": "bf16"}, constants={"BLOCK": 1024})
+    heads = dict.fromkeys(("query", "key", "value", "rotated", "key_cache", "value_cache", "cos", "sin"), "bf16")
+    heads |= {"query_norm": "bf16", "key_norm": "bf16", "slot_mapping": "i64"}
+    scalars = ("epsilon", "key_scale", "value_scale", "limit")
+    shape = {"NUM_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": 64}
+    kernel = triton_fused._rope_store_kernel
+    compile_for(kernel, machine, pointers=heads, floats=scalars, constants=shape)
+    eight_bits = "fp8e4b8" if target == "gfx942" else "fp8e4nv"
+    absent = dict.fromkeys(("query", "cos", "sin", "query_norm", "key_norm"))
+    compile_for(
+        kernel,
+        machine,
+        pointers=heads | {"key_cache": eight_bits, "value_cache": eight_bits},
+        floats=scalars,
+        constants=shape | absent | {"NUM_HEADS": 0},
+    )

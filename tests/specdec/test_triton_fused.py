@@ -1,0 +1,187 @@
+"""Kernels around attention against plain torch, and whole tiny models on them; where they run, see `tests.triton_interpreter`."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from drafters.rotary import rotate
+from specdec.attention.selector import select_backend
+from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.core import DecodeBatch, DraftOutput, Verifier
+from specdec.engine import SpecEngine
+from specdec.kv_cache import KVLayerSpec
+from specdec.ops.linear import Linear
+from tests.guards import no_host_sync
+from tests.tiny_models import plain_model, random_dflash, random_prompts
+from tests.triton_interpreter import require_triton
+from verifiers.hf import verifier_for
+from verifiers.hf_attention import ATTENTION_NAME
+from verifiers.shape import attention_spec
+
+DEVICE = require_triton()
+
+from specdec.ops.triton_fused import add_rms_norm, rms_norm, rope_store, silu_mul  # noqa: E402 (only where Triton can run)
+
+
+def transformers_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Computed in float32, rounded, then weighted."""
+    x32 = x.float()
+    return weight * (x32 * (x32.square().mean(-1, keepdim=True) + epsilon).rsqrt()).to(x.dtype)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Normal numbers on the device."""
+    return torch.randn(*shape).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("width", [48, 576, 5])
+def test_norm_and_residual(width: int) -> None:
+    """Any width; the input may be a view; the sum is what the norm sees."""
+    torch.manual_seed(0)
+    x, residual, weight = random(7, width + 3)[:, :width], random(7, width), random(width)
+    torch.testing.assert_close(rms_norm(x, weight, 1e-3), transformers_norm(x, weight, 1e-3), atol=1e-6, rtol=1e-5)
+    normed, added = add_rms_norm(x, residual, weight, 1e-3)
+    assert added.equal(x + residual)
+    torch.testing.assert_close(normed, transformers_norm(x + residual, weight, 1e-3), atol=1e-6, rtol=1e-5)
+
+
+def test_norm_rounds_as_transformers() -> None:
+    """In half precision the normed value is rounded before its weight, and the norm sees the rounded sum."""
+    torch.manual_seed(0)
+    x, residual, weight = (random(*shape, dtype=torch.float16) for shape in ((64, 96), (64, 96), (96,)))
+    normed, added = add_rms_norm(x, residual, weight, 1e-6)
+    assert added.equal(x + residual)
+    assert (normed == transformers_norm(added, weight, 1e-6)).float().mean() > 0.995  # a sum in another order may round elsewhere
+
+
+@pytest.mark.parametrize("width", [48, 1536])
+def test_swiglu(width: int) -> None:
+    """Gate is the first half of the joined product."""
+    torch.manual_seed(0)
+    joined = random(5, 2 * width) * 3
+    torch.testing.assert_close(silu_mul(joined), F.silu(joined[:, :width]) * joined[:, width:], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 80])
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("with_query", [True, False])
+def test_rope_with_cache_write(head_dim: int, normed: bool, with_query: bool) -> None:
+    """Views of a joined product; keys and values land in their slots and nowhere else; values are neither normed nor rotated."""
+    torch.manual_seed(0)
+    num_tokens, heads, kv_heads = 5, 3, 2
+    query, key, value = random(num_tokens, heads + 2 * kv_heads, head_dim).split([heads, kv_heads, kv_heads], dim=1)
+    angles = random(num_tokens, 1, head_dim // 2)
+    cos, sin = angles.cos(), angles.sin()
+    query_norm, key_norm = (random(head_dim), random(head_dim)) if normed else (None, None)
+    cache = KVLayerSpec(kv_heads, head_dim).allocate(4, 4, torch.float32, DEVICE)
+    slots = torch.tensor([4, 9, 5, 15, 7], device=DEVICE)
+    rotated = rope_store(
+        query if with_query else None,
+        key,
+        value,
+        cache,
+        slots,
+        cos=cos[:, 0],
+        sin=sin[:, 0],
+        query_norm=query_norm,
+        key_norm=key_norm,
+        epsilon=1e-5,
+    )
+
+    def reference(rows: Tensor, norm: Tensor | None) -> Tensor:
+        rows = rows if norm is None else transformers_norm(rows, norm, 1e-5)
+        return rotate(rows, torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1))
+
+    if with_query:
+        torch.testing.assert_close(rotated, reference(query, query_norm), atol=1e-5, rtol=1e-5)
+    else:
+        assert rotated.numel() == 0
+    keys, values = (tensor.flatten(0, 1) for tensor in cache)
+    torch.testing.assert_close(keys[slots], reference(key, key_norm), atol=1e-5, rtol=1e-5)
+    assert values[slots].equal(value)
+    others = [slot for slot in range(16) if slot not in slots.tolist()]
+    assert not keys[others].any() and not values[others].any()
+
+
+def verifier_on(backend: str, model: PreTrainedModel) -> Verifier:
+    """The same weights behind paged attention of that name."""
+    config = copy.deepcopy(model.config)
+    paged: Any = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
+    paged.load_state_dict(model.state_dict())
+    spec = attention_spec(config, device=DEVICE, dtype=torch.float32, block_size=4)
+    return verifier_for(paged.to(DEVICE), name=config.model_type, backend=select_backend(backend, spec))
+
+
+def generate(
+    backend: str, model: PreTrainedModel, *, guarded: bool = False, **sampling: Any
+) -> tuple[list[list[int]], list[Tensor]]:
+    """Output tokens of two requests, and every draft of a random DFlash drafter."""
+    verifier = verifier_on(backend, model)
+    drafter = random_dflash(verifier, block_size=4)
+    drafts: list[Tensor] = []
+    propose = drafter.propose
+
+    def recorded(batch: DecodeBatch) -> DraftOutput:
+        drafts.append((output := propose(batch)).token_ids)
+        return output
+
+    drafter.propose = recorded  # type: ignore[method-assign]
+    cache = CacheConfig(block_size=4, memory_bytes=2**20)
+    engine = SpecEngine(verifier, drafter, EngineConfig(max_num_seqs=2, max_prefill_tokens=6, num_draft_tokens=3, cache=cache))
+    if guarded:
+        launch = engine._launch
+
+        def guarded_launch(batch: DecodeBatch) -> Any:
+            with no_host_sync():
+                return launch(batch)
+
+        engine._launch = guarded_launch  # type: ignore[method-assign]
+    params = SamplingParams(max_tokens=4, ignore_eos=True, **sampling)
+    requests = [engine.add_request(prompt, params) for prompt in random_prompts(2, longest=9)]
+    while engine.has_work:
+        engine.step()
+    return [request.output_token_ids for request in requests], drafts
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral"])
+def test_whole_model_with_drafter_equals_torch_ref(name: str) -> None:
+    """Tokens and drafts: head norms, windows, tapped features, the drafter's own windows and causality, chunked prefill."""
+    model = plain_model(name)
+    tokens, drafts = generate("triton_fa", model)
+    expected_tokens, expected_drafts = generate("torch_ref", model)
+    assert tokens == expected_tokens
+    assert len(drafts) == len(expected_drafts) and all(
+        ours.equal(theirs) for ours, theirs in zip(drafts, expected_drafts, strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+def test_models_with_their_own_modules(name: str) -> None:
+    """Softcaps and sinks, through transformers' layers."""
+    model = plain_model(name)
+    assert generate("triton_fa", model)[0] == generate("torch_ref", model)[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="the interpreter itself reads values on the host")
+def test_step_never_waits() -> None:
+    """Draft, verify, accept and commit under the guard."""
+    generate("triton_fa", plain_model("llama"))  # compiling may wait
+    generate("triton_fa", plain_model("llama"), guarded=True)
+
+
+def test_joined_draft_projections_share_memory() -> None:
+    """The drafter's weights are not stored twice, and binding it again still works."""
+    verifier = verifier_on("triton_fa", plain_model("llama"))
+    drafter = random_dflash(verifier)
+    for _ in range(2):
+        drafter.bind(verifier, [], max_num_seqs=1, max_len=64, draft_sampling="greedy")
+    joined: Linear = drafter._triton._decoder._layers[0].qkv  # type: ignore[union-attr]
+    attention: Any = drafter.model.layers[0].self_attn
+    assert attention.q_proj.weight.data_ptr() == joined.weight.data_ptr()
+    assert torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]).equal(joined.weight)
