@@ -108,10 +108,15 @@ class EngineConfig:
         max_model_len: most tokens of prompt and output together; None takes the model's own limit.
         max_prefill_tokens: prompt tokens per step, the size of a prefill chunk.
         num_draft_tokens: k, drafts per step; None takes the drafter's own number.
+        adaptive: choose k for every step, at most `num_draft_tokens`, as what decodes fastest by the times and the acceptance
+            measured so far (`specdec.draft_length`). Off, k is fixed, as figures at a stated k need it. Probabilistic drafts then
+            make sampled output depend on the machine's speed, which a seed does not repeat.
         draft_sampling: "greedy" drafts are a point mass, so sampled output equals plain decoding with the same seed token for
             token; "probabilistic" draws drafts from the drafter's distribution, exact in distribution.
         pipeline_depth: steps launched before the oldest result is read; None means 1 on an accelerator and 0 on a CPU.
-        timing: measure the phases of each step; synchronises the device, so it slows an accelerator down.
+        graphs: capture decode steps as CUDA or HIP graphs, one per shape when it first occurs (`specdec.graphs`); without effect on
+            a CPU.
+        timing: measure the phases of each step; synchronises the device, so it slows an accelerator down, and runs without graphs.
         seed: source of the seeds of requests that bring none.
         cache: the KV cache.
     """
@@ -120,8 +125,10 @@ class EngineConfig:
     max_model_len: int | None = None
     max_prefill_tokens: int = 512
     num_draft_tokens: int | None = None
+    adaptive: bool = False
     draft_sampling: DraftSampling = "greedy"
     pipeline_depth: int | None = None
+    graphs: bool = True
     timing: bool = False
     seed: int | None = None
     cache: CacheConfig = field(default_factory=CacheConfig)

@@ -9,7 +9,8 @@ Invariant: before a step, a request has L tokens whose KV is in the cache and on
     commit   L += a + 1                           -> rows of rejected drafts lie where the next step writes
 
 Plain decoding is k = 0. From draft to commit every value stays on the device and every shape is known beforehand, so the host never
-waits; one copy per step brings the results back, and on an accelerator they are read while the next step runs.
+waits, and an accelerator can replay the step as one graph. One copy per step brings the results back; on an accelerator they are
+read while the next step runs.
 """
 
 import random
@@ -19,15 +20,19 @@ import torch
 from torch import Tensor
 
 from specdec.acceptance import accept
+from specdec.buckets import BATCH_SIZES, batch_bucket
 from specdec.config import EngineConfig, SamplingParams
 from specdec.core import AcceptOutput, DecodeBatch, Drafter, DraftOutput, ForwardInput, Request, Status, Verifier
-from specdec.device import default_cache_bytes
+from specdec.draft_length import DraftLength, checked_draft_tokens, ladder
 from specdec.errors import CapacityError, InvalidInputError
-from specdec.kv_cache import BlockPool, PagedKVCache, blocks_for, num_blocks_in_budget
-from specdec.results import ResultQueue, StepResult
+from specdec.graphs import CudaCapture, StepGraphs
+from specdec.kv_cache import BlockPool, PagedKVCache, blocks_for
+from specdec.memory import plan_cache
+from specdec.outputs import append_tokens
+from specdec.results import FinishedStep, ResultQueue, result_table
 from specdec.scheduler import Chunk, Scheduler
-from specdec.state import SlotState, samples_first_token
-from specdec.timing import StepTimer
+from specdec.state import SamplingFacts, SlotState, samples_first_token
+from specdec.timing import StepClock, StepTimer
 
 OnTokens = Callable[[Request, list[int]], int | None]
 
@@ -43,32 +48,41 @@ class SpecEngine:
     Raises:
         InvalidInputError: more drafts per step than the drafter can give, or drafts without a drafter.
         CheckpointError: the drafter does not fit the target.
-        CapacityError: the cache budget does not pay for two blocks.
+        CapacityError: the cache budget does not pay for two blocks, or the device does not have it.
+
+    Attributes:
+        num_draft_tokens: most drafts per step.
+        draft_length: chooses k for every step; None when k is fixed.
+        graphs: the captured steps; None where steps are launched operation by operation.
     """
 
     def __init__(self, verifier: Verifier, drafter: Drafter | None = None, config: EngineConfig | None = None) -> None:
         config = config or EngineConfig()
         self.config = config
         self.verifier = verifier
-        self.num_draft_tokens = _num_draft_tokens(config.num_draft_tokens, drafter)
+        self.num_draft_tokens = checked_draft_tokens(config.num_draft_tokens, drafter)
         self.drafter = drafter if self.num_draft_tokens > 0 else None
         self.pipeline_depth = config.pipeline_depth if config.pipeline_depth is not None else int(verifier.device.type == "cuda")
         self.max_model_len = min(config.max_model_len or verifier.max_model_len, verifier.max_model_len)
+        self.draft_length = DraftLength(self.num_draft_tokens) if config.adaptive and self.drafter else None
         self.timer = StepTimer(verifier.device, enabled=config.timing)
-        self.results = ResultQueue()
+        self.clock = StepClock(verifier.device)
+        self.results = ResultQueue(self.clock)
         self._touched: dict[int, Request] = {}
         self._next_id = 0
         self._seeds = random.Random(config.seed)
 
+        captures = config.graphs and verifier.device.type == "cuda"
         block_size = config.cache.block_size
         specs = [*verifier.kv_specs, *(self.drafter.kv_specs if self.drafter else [])]
         max_blocks = blocks_for(self.max_model_len + self._overshoot, block_size)
-        num_blocks = num_blocks_in_budget(
+        most_reqs = min(batch_bucket(config.max_num_seqs), BATCH_SIZES[-1])
+        num_blocks = plan_cache(
+            verifier,
             specs,
-            memory_bytes=config.cache.memory_bytes or default_cache_bytes(verifier.device),
+            config.cache,
             most_tokens=config.max_num_seqs * max_blocks * block_size,
-            block_size=block_size,
-            dtype=verifier.attention.spec.kv_dtype,
+            graph_rows=most_reqs * (self.num_draft_tokens + 1) if captures else 0,
         )
         self.kv_cache = PagedKVCache(
             specs,
@@ -100,10 +114,11 @@ class SpecEngine:
             self.drafter.bind(
                 verifier,
                 self.kv_cache.layers[len(verifier.kv_specs) :],
-                max_num_seqs=config.max_num_seqs,
+                max_num_seqs=config.max_num_seqs + 1,  # the padding slot of the state
                 max_len=max_blocks * block_size,
                 draft_sampling=config.draft_sampling,
             )
+        self.graphs = StepGraphs(CudaCapture(verifier.device), self.state, self._result_table) if captures else None
 
     @property
     def has_work(self) -> bool:
@@ -175,7 +190,7 @@ class SpecEngine:
             Requests that have new tokens or have finished since the last call.
         """
         with self.timer.phase("schedule"):
-            schedule = self.scheduler.schedule(self.num_draft_tokens, settle=self._read_results)
+            schedule = self.scheduler.schedule(self._most_drafts(), settle=self._read_results)
         if schedule.prefill:
             self._prefill(schedule.prefill)
         if schedule.decode:
@@ -212,28 +227,48 @@ class SpecEngine:
         """The step's acceptance with the last prompt token as anchor and no drafts."""
         if not requests:
             return
-        slots = torch.tensor([request.slot for request in requests]).to(self.verifier.device, non_blocking=True)
-        sampling = self.state.sampling(requests, slots)
+        slots = self.state.slot_indices(requests)
+        sampling = self.state.sampling(slots, SamplingFacts.of(requests))
         last_tokens = self.state.anchors.index_select(0, slots)[:, None]
         last_positions = self.state.seq_lens.index_select(0, slots)[:, None] - 1
         result = accept(last_tokens, logits[:, None], None, sampling, last_positions)
         self.state.anchors.index_copy_(0, slots, result.next_anchors)
         for request in requests:
             request.first_token_unread = True
-        self.results.send(requests, None, result)
+        self.results.send(requests, None, result_table(0, result))
+
+    def _most_drafts(self) -> int:
+        """k of the next step, before the scheduler sees that nobody has that many tokens left."""
+        if self.draft_length is None:
+            return self.num_draft_tokens
+        return self.draft_length.choose(sum(request.status is Status.RUNNING for request in self.scheduler.working))
 
     def _decode(self, requests: list[Request], k: int) -> None:
         """Drafts, verifies, accepts and commits for all running requests; nothing in here waits for the device."""
+        graph = None
         with self.timer.phase("schedule"):
+            if self.draft_length or self.graphs:
+                k = min(rung for rung in ladder(self.num_draft_tokens) if rung >= k)
             for request in requests:
                 self.state.extend_block_table(request)
-            batch = self.state.decode_batch(requests, k)
-        draft, result = self._launch(batch)
+            if self.graphs and not self.timer.enabled:  # phases cannot be told apart within a graph
+                graph = self.graphs.prepare(requests, k)
+        start = self.clock.stamp()
+        if graph:
+            graph.replay()
+            table = graph.table
+        else:
+            table = self._result_table(self.state.decode_batch(requests, k))
         for request in requests:
             request.in_flight.append(k)
         with self.timer.phase("collect"):
-            self.results.send(requests, k, result, draft)
-        self.timer.num_steps += 1
+            self.results.send(requests, k, table, start)
+        self.timer.count_step(k)
+
+    def _result_table(self, batch: DecodeBatch) -> Tensor:
+        """The step on the device, and what the host wants to know about it."""
+        draft, result = self._launch(batch)
+        return result_table(batch.k, result, draft)
 
     def _launch(self, batch: DecodeBatch) -> tuple[DraftOutput | None, AcceptOutput]:
         """The step on the device, from draft to commit."""
@@ -257,7 +292,15 @@ class SpecEngine:
 
     def _read_results(self, leave: int = 0) -> None:
         """Takes over results, oldest first, until only `leave` launched steps are unread."""
-        for request, result in self.results.receive(leave):
+        for step in self.results.receive(leave):
+            if self.draft_length and step.k is not None:
+                going_on = [result.num_accepted for request, result in step.results if request.status is not Status.FINISHED]
+                self.draft_length.observe(len(step.results), step.k, going_on, step.seconds)
+            self._take_over(step)
+
+    def _take_over(self, step: FinishedStep) -> None:
+        """Adds a step's tokens to its requests."""
+        for request, result in step.results:
             if request.status is Status.FINISHED:
                 continue  # it ended while this step was in flight; what the step added is surplus
             if result.k is None:
@@ -267,34 +310,15 @@ class SpecEngine:
                 request.num_kv_tokens += len(result.token_ids)
             self._touched[request.request_id] = request
             if result.finite:
-                self._append(request, result)
+                reason = append_tokens(request, result, self.verifier.eos_token_ids)
             else:
+                reason = "error"
                 request.error = (
                     f"the target's logits are NaN or infinite after {len(request.output_token_ids)} output tokens;"
                     " use --dtype float32 or check the checkpoint"
                 )
-                self._finish(request, "error")
-
-    def _append(self, request: Request, result: StepResult) -> None:
-        """Adds a step's tokens to a request, cut exactly where plain decoding would have stopped."""
-        room = request.max_total_len - len(request.prompt_token_ids) - len(request.output_token_ids)
-        tokens, reason = _cut(result.token_ids, room, self._stop_ids(request))
-        keep = request.on_tokens(request, tokens) if request.on_tokens else None
-        if keep is not None:
-            tokens, reason = tokens[:keep], "stop"
-        request.output_token_ids += tokens
-        if request.sampling.logprobs:
-            request.logprobs += result.logprobs[: len(tokens)]
-        if result.k is not None:
-            request.num_drafted.append(result.num_drafts)
-            request.num_accepted.append(min(result.num_accepted, len(tokens)))
-            request.num_emitted.append(len(tokens))
-        if reason:
-            self._finish(request, reason)
-
-    def _stop_ids(self, request: Request) -> frozenset[int]:
-        own = () if request.sampling.ignore_eos else self.verifier.eos_token_ids
-        return frozenset((*own, *request.sampling.stop_token_ids))
+            if reason:
+                self._finish(request, reason)
 
     def _finish(self, request: Request, reason: str) -> None:
         request.finish_reason = reason
@@ -305,33 +329,3 @@ class SpecEngine:
             # Its keys and values may be NaN, and a masked NaN is still NaN to the next owner of the block.
             self.pool.discard(blocks)
             self.kv_cache.scrub(freed)
-
-
-def _cut(tokens: list[int], room: int, stop_ids: frozenset[int]) -> tuple[list[int], str | None]:
-    """The tokens up to the first stop token or the token limit, and why they end there.
-
-    >>> _cut([5, 6, 7], 2, frozenset({7}))
-    ([5, 6], 'length')
-    >>> _cut([5, 6, 7, 8], 9, frozenset({6}))
-    ([5, 6], 'stop')
-    """
-    tokens = tokens[:room]
-    for index, token in enumerate(tokens):
-        if token in stop_ids:
-            return tokens[: index + 1], "stop"
-    return tokens, "length" if len(tokens) == room else None
-
-
-def _num_draft_tokens(asked: int | None, drafter: Drafter | None) -> int:
-    """k, checked against the drafter.
-
-    Raises:
-        InvalidInputError: the drafter cannot give that many.
-    """
-    most = drafter.max_draft_tokens if drafter else 0
-    if asked is None:
-        return most
-    if asked > most:
-        way_out = f"choose 1 to {most}, or 0 for plain decoding" if drafter else "name a drafter, or leave it out"
-        raise InvalidInputError(f"num_draft_tokens is {asked} and the drafter gives at most {most}; {way_out}")
-    return asked

@@ -56,11 +56,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="prompts decoded at once (default %(default)s)",
     )
     add("--kv-memory", type=byte_size, metavar="SIZE", help="memory for the KV cache, such as 512M or 2G")
+    add("--no-graphs", action="store_true", help="launch steps operation by operation on an accelerator, not as captured graphs")
     add("--kv-dtype", default="auto", metavar="NAME", help="auto (default), or fp8 for an 8-bit cache on backends that have one")
 
     add = parser.add_argument_group("speculation").add_argument
     add("--drafter", default="ngram", metavar="NAME", help="ngram (default), none, or the folder or hub name of a checkpoint")
     add("-k", "--num-draft-tokens", type=whole_number, metavar="N", help="drafts per step (default: the drafter's own number)")
+    add(
+        "--adaptive",
+        action=argparse.BooleanOptionalAction,
+        default=engine.adaptive,
+        help="choose the drafts of every step, from none to -k, by what is measured to be fastest, or keep to -k (default)",
+    )
     add(
         "--draft-sampling",
         default=engine.draft_sampling,
@@ -116,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
     seconds = time.perf_counter() - started
     if not args.json:
         gap = "\n" if sys.stdout.isatty() else ""
-        print(gap + _summary(writer.results, seconds, describe_drafts(decoder, args.drafter)), file=sys.stderr)
+        print(gap + _summary(writer.results, seconds, describe_drafts(decoder, args.drafter, args.adaptive)), file=sys.stderr)
     if args.timing:
         print("\n" + format_timing(decoder.engine.timer), file=sys.stderr)
     return 1 if writer.num_failed else 0
@@ -143,7 +150,9 @@ def load_decoder(args: argparse.Namespace) -> SpecDecoder:
     engine = EngineConfig(
         max_num_seqs=args.max_num_seqs,
         num_draft_tokens=args.num_draft_tokens,
+        adaptive=args.adaptive,
         draft_sampling=args.draft_sampling,
+        graphs=not args.no_graphs,
         timing=args.timing,
         cache=CacheConfig(memory_bytes=args.kv_memory, dtype=args.kv_dtype),
     )
@@ -172,15 +181,16 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
-def describe_drafts(decoder: SpecDecoder, drafter: str) -> str:
+def describe_drafts(decoder: SpecDecoder, drafter: str, adaptive: bool = False) -> str:
     """The drafter and k in a few words.
 
     Args:
         decoder: gives k.
         drafter: its name on the command line.
+        adaptive: k is chosen for every step.
     """
     k = decoder.engine.num_draft_tokens
-    return f"drafter {drafter}, k = {k}" if k else "no drafts"
+    return f"drafter {drafter}, {'k up to' if adaptive else 'k ='} {k}" if k else "no drafts"
 
 
 def format_timing(timer: StepTimer) -> str:
@@ -200,8 +210,13 @@ def format_timing(timer: StepTimer) -> str:
             *(row(name, timer.totals[name]) for name in sorted(timer.totals, key=_place_in_step)),
             row("total", total) + f"   {counted(timer.num_steps, 'step')}",
             row("engine's own", own) + f"   all but {', '.join(MODEL_PHASES)}",
+            *([f"  drafts offered: {_by_k(timer)}"] if timer.steps_by_k else []),
         ]
     )
+
+
+def _by_k(timer: StepTimer) -> str:
+    return ", ".join(f"{k} in {counted(count, 'step')}" for k, count in sorted(timer.steps_by_k.items()))
 
 
 def _place_in_step(phase: str) -> int:

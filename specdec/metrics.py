@@ -1,5 +1,6 @@
 """The one definition of every figure that is printed: acceptance from step counts, speed from tokens and seconds."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -73,10 +74,16 @@ class AcceptanceStats:
         >>> AcceptanceStats(num_drafted=[2, 2, 2], num_accepted=[2, 0, 2], num_emitted=[3, 1, 3]).histogram
         [0, 1, 0, 2]
         """
-        counts = [0] * (max(self.num_emitted) + 1 if self.num_emitted else 0)
-        for emitted in self.num_emitted:
-            counts[emitted] += 1
-        return counts
+        return _histogram(self.num_emitted)
+
+    @property
+    def drafted_histogram(self) -> list[int]:
+        """Entry `n` counts the verify steps that offered `n` drafts: the k that was chosen, or fewer where the drafter had none.
+
+        >>> AcceptanceStats(num_drafted=[2, 0, 2], num_accepted=[2, 0, 0], num_emitted=[3, 1, 1]).drafted_histogram
+        [1, 0, 2]
+        """
+        return _histogram(self.num_drafted)
 
     def to_dict(self) -> dict[str, Any]:
         """Totals and figures for a JSON report."""
@@ -89,7 +96,14 @@ class AcceptanceStats:
             "mean_accepted": self.mean_accepted,
             "acceptance_rate": self.acceptance_rate,
             "histogram": self.histogram,
+            "drafted_histogram": self.drafted_histogram,
         }
+
+
+def _histogram(values: Sequence[int]) -> list[int]:
+    """How often each of 0, 1, 2, ... occurs."""
+    counts = Counter(values)
+    return [counts[value] for value in range(max(values, default=-1) + 1)]
 
 
 def pooled(stats: Iterable[AcceptanceStats]) -> AcceptanceStats:

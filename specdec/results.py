@@ -3,11 +3,15 @@
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from specdec.core import AcceptOutput, DraftOutput, Request
+from specdec.timing import StepClock
+
+_COUNTS = 3  # columns before the tokens: accepted drafts, offered drafts, whether the logits were finite
 
 
 @dataclass(slots=True)
@@ -32,45 +36,90 @@ class StepResult:
 
 
 @dataclass(slots=True)
+class FinishedStep:
+    """A step that the device is done with.
+
+    Attributes:
+        k: drafts per request; None for first tokens, which come from a prefill.
+        results: one per request of its batch.
+        seconds: from the stamp that `send` was given to the arrival of the results; None without a stamp.
+    """
+
+    k: int | None
+    results: list[tuple[Request, StepResult]]
+    seconds: float | None
+
+
+@dataclass(slots=True)
 class _Launched:
     requests: list[Request]
     k: int | None
-    table: Tensor  # int64 [num_reqs, columns], on the host once `arrived`
-    arrived: torch.cuda.Event | None
+    table: Tensor  # int64 [num_reqs, columns], on the host once the device has come past `end`
+    start: Any
+    end: Any
+
+
+def result_table(k: int, accept: AcceptOutput, draft: DraftOutput | None = None) -> Tensor:
+    """One tensor with all that the host wants to know about a step of `k` drafts.
+
+    Returns:
+        int64 [num_reqs, num_columns(k, ...)].
+    """
+    num_drafts = draft.num_drafts if draft and draft.num_drafts is not None else torch.full_like(accept.num_accepted, k)
+    columns = [torch.stack([accept.num_accepted, num_drafts, accept.finite.long()], dim=1), accept.token_ids]
+    if accept.logprobs is not None:
+        columns.append(accept.logprobs.double().view(torch.int64))  # the same 8 bytes, so that one tensor carries both
+    return torch.cat(columns, dim=1)
+
+
+def num_columns(k: int, *, logprobs: bool) -> int:
+    """Width of the table of a step of `k` drafts."""
+    return _COUNTS + (k + 1) * (1 + logprobs)
 
 
 class ResultQueue:
-    """Results of launched steps, first in, first out."""
+    """Results of launched steps, first in, first out.
 
-    def __init__(self) -> None:
+    Args:
+        clock: stamps the arrival of results.
+    """
+
+    def __init__(self, clock: StepClock) -> None:
+        self._clock = clock
         self._launched: deque[_Launched] = deque()
 
     def __len__(self) -> int:
         """Steps whose results are unread."""
         return len(self._launched)
 
-    def send(self, requests: list[Request], k: int | None, accept: AcceptOutput, draft: DraftOutput | None = None) -> None:
-        """Starts the copy of a step's results to the host, into pinned memory when it comes from an accelerator."""
-        num_drafts = draft.num_drafts if draft and draft.num_drafts is not None else torch.full_like(accept.num_accepted, k or 0)
-        columns = [torch.stack([accept.num_accepted, num_drafts, accept.finite.long()], dim=1), accept.token_ids]
-        if accept.logprobs is not None:
-            columns.append(accept.logprobs.double().view(torch.int64))  # the same 8 bytes, so that one tensor carries both
-        table = torch.cat(columns, dim=1)
-        arrived = None
+    def send(self, requests: list[Request], k: int | None, table: Tensor, start: Any = None) -> None:
+        """Starts the copy of a step's results to the host, into pinned memory when they come from an accelerator.
+
+        Args:
+            requests: the batch.
+            k: drafts per request; None for first tokens.
+            table: from `result_table`, one row per request; further rows belong to nobody.
+            start: stamp of the step's beginning, when its time is wanted.
+        """
+        table = table[: len(requests)]
         if table.device.type == "cuda":
             host = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
             table = host.copy_(table, non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record()
-        self._launched.append(_Launched(requests, k, table, arrived))
+        else:
+            table = table.clone()  # the next replay of a captured step writes to the same table
+        self._launched.append(_Launched(requests, k, table, start, self._clock.stamp()))
 
-    def receive(self, leave: int = 0) -> Iterator[tuple[Request, StepResult]]:
-        """Results of the oldest steps, until only `leave` steps are unread; waits for a copy that is still under way."""
+    def receive(self, leave: int = 0) -> Iterator[FinishedStep]:
+        """The oldest steps, until only `leave` are unread; waits for a copy that is still under way."""
         while len(self._launched) > leave:
             step = self._launched.popleft()
-            if step.arrived:
-                step.arrived.synchronize()
-            width = (step.k or 0) + 1
-            for request, (num_accepted, num_drafts, finite, *row) in zip(step.requests, step.table.tolist(), strict=True):
-                logprobs = torch.tensor(row[width:], dtype=torch.int64).view(torch.float64).tolist() if row[width:] else []
-                yield request, StepResult(step.k, num_accepted, num_drafts, bool(finite), row[: num_accepted + 1], logprobs)
+            self._clock.wait(step.end)
+            seconds = None if step.start is None else self._clock.seconds(step.start, step.end)
+            yield FinishedStep(step.k, list(_rows(step)), seconds)
+
+
+def _rows(step: _Launched) -> Iterator[tuple[Request, StepResult]]:
+    width = (step.k or 0) + 1
+    for request, (num_accepted, num_drafts, finite, *row) in zip(step.requests, step.table.tolist(), strict=True):
+        logprobs = torch.tensor(row[width:], dtype=torch.int64).view(torch.float64).tolist() if row[width:] else []
+        yield request, StepResult(step.k, num_accepted, num_drafts, bool(finite), row[: num_accepted + 1], logprobs)

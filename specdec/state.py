@@ -1,21 +1,57 @@
 """Per-request state on the device, one row per slot, and the batches gathered from it."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from specdec.attention.backend import AttentionMetadata
+from specdec.buckets import power_of_two
 from specdec.core import AcceptOutput, DecodeBatch, ForwardInput, PrefillBatch, Request
+from specdec.kv_cache.block_pool import NULL_BLOCK
 from specdec.sampling import SamplingTensors
 from specdec.scheduler import Chunk, prefill_tokens
+
+
+class SamplingFacts(NamedTuple):
+    """What the host knows about the sampling of a batch; it decides which operations a step consists of.
+
+    Attributes:
+        penalised: a request has a repetition penalty.
+        all_greedy, any_top_p, any_min_p, logprobs: see `specdec.sampling.SamplingTensors`.
+        max_top_k: a power of two, so that few values occur; a bound larger than needed changes nothing.
+    """
+
+    penalised: bool
+    all_greedy: bool
+    max_top_k: int
+    any_top_p: bool
+    any_min_p: bool
+    logprobs: bool
+
+    @classmethod
+    def of(cls, requests: Sequence[Request]) -> "SamplingFacts":
+        """The facts of these requests."""
+        params = [request.sampling for request in requests]
+        sampled = [p for p in params if p.temperature > 0]
+        return cls(
+            penalised=any(p.repetition_penalty != 1 for p in params),
+            all_greedy=not sampled,
+            max_top_k=power_of_two(max((p.top_k for p in sampled), default=0)),
+            any_top_p=any(p.top_p < 1 for p in sampled),
+            any_min_p=any(p.min_p > 0 for p in sampled),
+            logprobs=any(p.logprobs for p in params),
+        )
 
 
 class SlotState:
     """Tensors with one row per slot. The host writes rows between steps; within a step only device operations touch them.
 
+    The slot after the last is nobody's. Rows that pad a batch point at it: it decodes greedily on the null block, from position 0.
+
     Args:
-        max_num_seqs: number of slots.
+        max_num_seqs: number of slots for requests.
         max_blocks: entries of a block table row.
         block_size: tokens per block.
         max_model_len: position ids stay below it.
@@ -29,20 +65,26 @@ class SlotState:
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
+        num_slots = max_num_seqs + 1
         self.device = device
         self.block_size, self.max_model_len, self.vocab_size = block_size, max_model_len, vocab_size
-        self.seq_lens = zeros(max_num_seqs, dtype=torch.int64)
-        self.anchors = zeros(max_num_seqs, dtype=torch.int64)
-        self.block_table = zeros(max_num_seqs, max_blocks, dtype=torch.int32)
-        self.temperature = zeros(max_num_seqs, dtype=torch.float32)
-        self.top_k = zeros(max_num_seqs, dtype=torch.int64)
-        self.top_p = zeros(max_num_seqs, dtype=torch.float32)
-        self.min_p = zeros(max_num_seqs, dtype=torch.float32)
-        self.repetition_penalty = zeros(max_num_seqs, dtype=torch.float32)
-        self.seeds = zeros(max_num_seqs, dtype=torch.int64)
-        self.seen: Tensor | None = None  # bool [max_num_seqs, vocab_size]
+        self.padding_slot = max_num_seqs
+        self.longest = max_blocks * block_size
+        self.seq_lens = zeros(num_slots, dtype=torch.int64)
+        self.anchors = zeros(num_slots, dtype=torch.int64)
+        self.block_table = zeros(num_slots, max_blocks, dtype=torch.int32)
+        self.temperature = zeros(num_slots, dtype=torch.float32)
+        self.top_k = zeros(num_slots, dtype=torch.int64)
+        self.top_p = zeros(num_slots, dtype=torch.float32)
+        self.min_p = zeros(num_slots, dtype=torch.float32)
+        self.repetition_penalty = zeros(num_slots, dtype=torch.float32)
+        self.seeds = zeros(num_slots, dtype=torch.int64)
+        self.seen: Tensor | None = None  # bool [num_slots, vocab_size]
+        self.block_table[self.padding_slot].fill_(NULL_BLOCK)
+        self.top_p[self.padding_slot] = 1
+        self.repetition_penalty[self.padding_slot] = 1
         self._num_blocks = [0] * max_num_seqs  # entries of each row that are the request's own
-        self._batch_key: tuple[tuple[int, int], ...] = ()
+        self._batch_key: BatchKey = ()
         self._slots = zeros(0, dtype=torch.int64)
         self._sampling: SamplingTensors | None = None
 
@@ -62,14 +104,14 @@ class SlotState:
             if self.seen is None:
                 self.seen = torch.zeros(self.seeds.shape[0], self.vocab_size, dtype=torch.bool, device=self.device)
             self.seen[slot] = False
-            self.seen[slot, torch.tensor(prefill_tokens(request), device=self.device)] = True
+            self.seen[slot, self._tensor(prefill_tokens(request))] = True
 
     def extend_block_table(self, request: Request) -> None:
         """Writes the entries of blocks the request has got since the last call."""
         known = self._num_blocks[request.slot]
         new = request.block_ids[known:]
         if new:
-            self.block_table[request.slot, known : known + len(new)] = torch.tensor(new, dtype=torch.int32, device=self.device)
+            self.block_table[request.slot, known : known + len(new)] = self._tensor(new)
             self._num_blocks[request.slot] = len(request.block_ids)
 
     def prefill_batch(self, chunks: Sequence[Chunk]) -> PrefillBatch:
@@ -106,23 +148,25 @@ class SlotState:
     def decode_batch(self, requests: Sequence[Request], k: int) -> DecodeBatch:
         """Gathers the rows of `requests` for a step of `k` drafts."""
         slots, sampling = self._select(requests)
+        return self.gather(slots, sampling, k=k, max_seq_len=max_seq_len(requests, k))
+
+    def gather(self, slots: Tensor, sampling: SamplingTensors, *, k: int, max_seq_len: int) -> DecodeBatch:
+        """The same for rows named by `slots` int64 [num_reqs]; only device operations."""
         return DecodeBatch(
             slots=slots,
             anchors=self.anchors.index_select(0, slots),
             seq_lens=self.seq_lens.index_select(0, slots),
             block_table=self.block_table.index_select(0, slots),
             k=k,
-            max_seq_len=max(request.kv_tokens_bound for request in requests) + k + 1,
+            max_seq_len=max_seq_len,
             block_size=self.block_size,
             max_model_len=self.max_model_len,
             sampling=sampling,
         )
 
-    def sampling(self, requests: Sequence[Request], slots: Tensor) -> SamplingTensors:
-        """Sampling state of the given requests."""
-        params = [request.sampling for request in requests]
-        penalised = any(p.repetition_penalty != 1 for p in params)
-        sampled = [p for p in params if p.temperature > 0]
+    def sampling(self, slots: Tensor, facts: SamplingFacts) -> SamplingTensors:
+        """Sampling state of the rows named by `slots`; only device operations."""
+        assert self.seen is not None or not facts.penalised
         return SamplingTensors(
             temperature=self.temperature.index_select(0, slots),
             top_k=self.top_k.index_select(0, slots),
@@ -130,12 +174,12 @@ class SlotState:
             min_p=self.min_p.index_select(0, slots),
             repetition_penalty=self.repetition_penalty.index_select(0, slots),
             seeds=self.seeds.index_select(0, slots),
-            seen=self.seen.index_select(0, slots) if penalised and self.seen is not None else None,
-            all_greedy=not sampled,
-            max_top_k=max((p.top_k for p in sampled), default=0),
-            any_top_p=any(p.top_p < 1 for p in sampled),
-            any_min_p=any(p.min_p > 0 for p in sampled),
-            logprobs=any(p.logprobs for p in params),
+            seen=self.seen.index_select(0, slots) if facts.penalised and self.seen is not None else None,
+            all_greedy=facts.all_greedy,
+            max_top_k=facts.max_top_k,
+            any_top_p=facts.any_top_p,
+            any_min_p=facts.any_min_p,
+            logprobs=facts.logprobs,
         )
 
     def commit(self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput) -> None:
@@ -152,19 +196,44 @@ class SlotState:
             kept = torch.arange(token_ids.shape[1], device=self.device) <= accept.num_accepted[:, None]
             self.seen[batch.slots[:, None], torch.where(kept, token_ids, token_ids[:, :1])] = True
 
+    def rest_padding(self) -> None:
+        """Takes the padding slot back to where it began, so that it never outgrows its block table."""
+        self.seq_lens[self.padding_slot :].zero_()
+        self.anchors[self.padding_slot :].zero_()
+
+    def slot_indices(self, requests: Sequence[Request], count: int | None = None) -> Tensor:
+        """int64 [count]: the slots of `requests`, then the padding slot; `count` is their number when left out."""
+        slots = [request.slot for request in requests]
+        return self._tensor(slots + [self.padding_slot] * ((count or len(slots)) - len(slots)))
+
     def _select(self, requests: Sequence[Request]) -> tuple[Tensor, SamplingTensors]:
         """Slot indices and sampling state; both stay the same from step to step while the batch has the same requests."""
-        key = tuple((request.request_id, request.slot) for request in requests)
+        key = batch_key(requests)
         if key != self._batch_key or self._sampling is None:
             self._batch_key = key
-            self._slots = self._tensor([request.slot for request in requests])
-            self._sampling = self.sampling(requests, self._slots)
+            self._slots = self.slot_indices(requests)
+            self._sampling = self.sampling(self._slots, SamplingFacts.of(requests))
         elif self._sampling.seen is not None and self.seen is not None:
             self._sampling.seen = self.seen.index_select(0, self._slots)
         return self._slots, self._sampling
 
     def _tensor(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64).to(self.device, non_blocking=True)
+        """int64, copied from pinned memory to an accelerator, since the host would wait for any other copy."""
+        host = torch.tensor(values, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        return host.to(self.device, non_blocking=True)
+
+
+BatchKey = tuple[tuple[int, int], ...]
+
+
+def batch_key(requests: Sequence[Request]) -> BatchKey:
+    """Differs between batches of different requests, or of the same in other slots."""
+    return tuple((request.request_id, request.slot) for request in requests)
+
+
+def max_seq_len(requests: Sequence[Request], k: int) -> int:
+    """Bound on the tokens that any of `requests` can have after a step of `k` drafts, whatever those in flight accept."""
+    return max(request.kv_tokens_bound for request in requests) + k + 1
 
 
 def samples_first_token(chunk: Chunk) -> bool:

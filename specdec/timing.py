@@ -1,8 +1,10 @@
-"""Where the time of a step goes."""
+"""Where the time of a step goes, and how long a step takes."""
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
@@ -19,22 +21,30 @@ class StepTimer:
 
     Attributes:
         totals: seconds by phase, in the order first seen.
-        num_steps: decode steps timed.
+        num_steps: decode steps, timed or not.
+        steps_by_k: how many of them had how many drafts per request.
     """
 
     def __init__(self, device: torch.device, *, enabled: bool) -> None:
         self.enabled = enabled
         self.totals: dict[str, float] = {}
         self.num_steps = 0
+        self.steps_by_k: Counter[int] = Counter()
         self._sync = device.type == "cuda"
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Times the body of a `with` statement as phase `name`."""
         return self._timed(name) if self.enabled else nullcontext()
 
+    def count_step(self, k: int) -> None:
+        """Notes a decode step of `k` drafts per request."""
+        self.num_steps += 1
+        self.steps_by_k[k] += 1
+
     def reset(self) -> None:
         """Forgets everything measured."""
         self.totals.clear()
+        self.steps_by_k.clear()
         self.num_steps = 0
 
     @property
@@ -53,3 +63,35 @@ class StepTimer:
         if self._sync:
             torch.cuda.synchronize()
         return time.perf_counter()
+
+
+class StepClock:
+    """Takes the time of steps where they run, so that nobody waits: stamps are events on an accelerator, else the host's clock.
+
+    Args:
+        device: runs the steps.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_device = device.type == "cuda"
+
+    def stamp(self) -> Any:
+        """Marks this place in the stream of work."""
+        if not self._on_device:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def wait(self, stamp: Any) -> None:
+        """Waits until the device has come past `stamp`."""
+        if self._on_device:
+            stamp.synchronize()
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Time between two stamps that the device has come past."""
+        if self._on_device:
+            milliseconds: float = start.elapsed_time(end)
+            return milliseconds / 1e3
+        seconds: float = end - start
+        return seconds

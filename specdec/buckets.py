@@ -1,0 +1,36 @@
+"""Sizes that a measurement or a captured graph serves: a batch or a length counts as the next one up."""
+
+from bisect import bisect_left
+
+BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""Batch sizes for which steps are captured; a larger batch runs without a graph."""
+
+_SHORTEST = 256  # tokens; shorter sequences cost about the same
+
+
+def batch_bucket(num_reqs: int) -> int:
+    """The smallest of `BATCH_SIZES` that holds `num_reqs` requests; beyond the largest, the next power of two.
+
+    >>> batch_bucket(1), batch_bucket(5), batch_bucket(512), batch_bucket(513)
+    (1, 8, 512, 1024)
+    """
+    index = bisect_left(BATCH_SIZES, num_reqs)
+    return BATCH_SIZES[index] if index < len(BATCH_SIZES) else power_of_two(num_reqs)
+
+
+def length_bucket(num_tokens: int, longest: int) -> int:
+    """Bound of the sequence lengths that share a graph: a power of two, at most `longest`.
+
+    >>> length_bucket(7, 4096), length_bucket(257, 4096), length_bucket(3000, 3500)
+    (256, 512, 3500)
+    """
+    return min(max(_SHORTEST, power_of_two(num_tokens)), longest)
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is at least `number`; 0 for 0.
+
+    >>> [power_of_two(n) for n in (0, 1, 3, 4, 5)]
+    [0, 1, 4, 4, 8]
+    """
+    return 1 << (number - 1).bit_length() if number else 0

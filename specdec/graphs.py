@@ -1,0 +1,155 @@
+"""Decode steps as graphs: captured once per shape, then replayed with one launch.
+
+A captured step reads its requests' state through `slots`, a tensor that keeps its place, so a replay serves whichever requests
+stand there. Everything the host would otherwise decide anew in each step is part of the shape: the padded size of the batch, k, a
+bound on the sequence lengths, and what the requests' sampling needs. A shape is captured when it first occurs, on the padding slot
+alone.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from specdec.buckets import BATCH_SIZES, batch_bucket, length_bucket
+from specdec.core import DecodeBatch, Request
+from specdec.errors import BackendError
+from specdec.results import num_columns
+from specdec.state import BatchKey, SamplingFacts, SlotState, batch_key, max_seq_len
+
+logger = logging.getLogger(__name__)
+
+MAX_GRAPHS = 256
+"""Shapes captured at most; each keeps the nodes of its graph in device memory, and further shapes run without one."""
+
+
+class Capture(Protocol):
+    """Turns device work into something that can be repeated."""
+
+    def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
+        """Runs `launch` as often as it takes, and returns what repeats its device work on the same tensors."""
+
+
+class CudaCapture:
+    """CUDA graphs, or HIP graphs where torch is built for ROCm.
+
+    All graphs share one memory pool: they are replayed one after another on one stream, and no result stays in the pool.
+
+    Args:
+        device: an accelerator.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
+        """See `Capture.capture`.
+
+        Raises:
+            BackendError: the device refuses to capture what `launch` does.
+        """
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            for _ in range(2):  # libraries choose kernels and take workspaces at first use, which no graph may hold
+                launch()
+        current.wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                launch()
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise BackendError(f"{self._device} cannot capture this model's step: {reason}; turn graphs off") from error
+        return graph.replay
+
+
+class StepShape(NamedTuple):
+    """What a captured step depends on beside the tensors it reads."""
+
+    num_reqs: int  # padding included
+    k: int
+    max_seq_len: int
+    facts: SamplingFacts
+
+
+@dataclass(frozen=True, slots=True)
+class StepGraph:
+    """A captured step.
+
+    Attributes:
+        replay: launches it for the requests in the static slots.
+        table: int64 [num_reqs, columns], its results, the same tensor every time; see `specdec.results.result_table`.
+    """
+
+    replay: Callable[[], None]
+    table: Tensor
+
+
+class StepGraphs:
+    """The captured steps of one engine.
+
+    Args:
+        capture: captures device work.
+        state: of the requests.
+        step: launches the step of a batch and returns its result table.
+    """
+
+    def __init__(self, capture: Capture, state: SlotState, step: Callable[[DecodeBatch], Tensor]) -> None:
+        self.graphs: dict[StepShape, StepGraph] = {}
+        self._capture, self._state, self._step = capture, state, step
+        self._slots = torch.full((BATCH_SIZES[-1],), state.padding_slot, dtype=torch.int64, device=state.device)
+        self._key: BatchKey = ()
+        self._facts = SamplingFacts.of([])
+        self._refused = False
+
+    def prepare(self, requests: Sequence[Request], k: int) -> StepGraph | None:
+        """The captured step for these requests, ready to be replayed; captures it when its shape is new.
+
+        Returns:
+            None when there is no graph for such a batch: it is too large, or there are too many graphs.
+        """
+        if len(requests) > BATCH_SIZES[-1]:
+            return None
+        key = batch_key(requests)
+        if key != self._key:
+            self._facts = SamplingFacts.of(requests)
+        bound = length_bucket(max_seq_len(requests, k), self._state.longest)
+        shape = StepShape(batch_bucket(len(requests)), k, bound, self._facts)
+        if shape not in self.graphs:
+            if len(self.graphs) >= MAX_GRAPHS:
+                self._refuse()
+                return None
+            self.graphs[shape] = self._captured(shape)
+            self._key = ()
+        if key != self._key:
+            self._slots.copy_(self._state.slot_indices(requests, len(self._slots)), non_blocking=True)
+            self._key = key
+        return self.graphs[shape]
+
+    def _captured(self, shape: StepShape) -> StepGraph:
+        """Captures a step of padding, so that no request's state moves."""
+        state, facts = self._state, shape.facts
+        self._slots.fill_(state.padding_slot)
+        slots = self._slots[: shape.num_reqs]
+        columns = num_columns(shape.k, logprobs=facts.logprobs)
+        table = torch.zeros(shape.num_reqs, columns, dtype=torch.int64, device=state.device)
+
+        def launch() -> None:
+            batch = state.gather(slots, state.sampling(slots, facts), k=shape.k, max_seq_len=shape.max_seq_len)
+            table.copy_(self._step(batch))
+            state.rest_padding()
+
+        replay = self._capture.capture(launch)
+        logger.debug("captured a step: %s", shape)
+        return StepGraph(replay, table)
+
+    def _refuse(self) -> None:
+        if not self._refused:
+            logger.warning("%d steps are captured, the most there may be; other shapes run without a graph", MAX_GRAPHS)
+            self._refused = True

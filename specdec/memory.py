@@ -1,0 +1,73 @@
+"""What an engine will take of the device's memory, said before it is taken."""
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from specdec.config import CacheConfig
+from specdec.core import Verifier
+from specdec.device import default_cache_bytes
+from specdec.errors import CapacityError
+from specdec.kv_cache import LayerSpec, num_blocks_in_budget
+
+logger = logging.getLogger(__name__)
+
+
+def plan_cache(
+    verifier: Verifier, specs: Sequence[LayerSpec], config: CacheConfig, *, most_tokens: int, graph_rows: int = 0
+) -> int:
+    """Blocks of the KV cache. On an accelerator, the whole demand is logged and compared with the free memory.
+
+    Args:
+        verifier: the target, already on its device.
+        specs: layers of the target and of the drafter.
+        config: block size and budget.
+        most_tokens: tokens that can be in the cache at once.
+        graph_rows: most rows of a captured step; 0 when none is captured.
+
+    Raises:
+        CapacityError: the budget does not pay for two blocks, or the device does not have it.
+    """
+    device, dtype = verifier.device, verifier.attention.spec.kv_dtype
+    num_blocks = num_blocks_in_budget(
+        specs,
+        memory_bytes=config.memory_bytes or default_cache_bytes(device),
+        most_tokens=most_tokens,
+        block_size=config.block_size,
+        dtype=dtype,
+    )
+    if device.type == "cuda":
+        cache_bytes = num_blocks * config.block_size * sum(spec.bytes_per_token(dtype) for spec in specs)
+        _check(device, cache_bytes, graph_bytes(verifier, graph_rows))
+    return num_blocks
+
+
+def graph_bytes(verifier: Verifier, num_rows: int) -> int:
+    """Rough prediction of the memory that all captured steps share: the logits of the largest, with one copy in float32.
+
+    Graphs take turns, so they share one pool, which is as large as the largest needs.
+    """
+    return num_rows * verifier.vocab_size * (verifier.dtype.itemsize + torch.float32.itemsize)
+
+
+def _check(device: torch.device, cache_bytes: int, for_graphs: int) -> None:
+    """Logs the demand, or refuses it."""
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    demand = f"the KV cache takes {_gib(cache_bytes)} and captured steps about {_gib(for_graphs)}"
+    if cache_bytes + for_graphs > free:
+        raise CapacityError(
+            f"{demand}, and {device} has {_gib(free)} free;"
+            " give the cache less memory, decode fewer requests at once, or turn graphs off"
+        )
+    in_use = torch.cuda.memory_allocated(device)
+    logger.info("%s: weights and what else is loaded take %s, %s, of %s free", device, _gib(in_use), demand, _gib(free))
+
+
+def _gib(num_bytes: int) -> str:
+    """A size for people.
+
+    >>> _gib(3 * 2**29)
+    '1.50 GiB'
+    """
+    return f"{num_bytes / 2**30:.2f} GiB"
