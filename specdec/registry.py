@@ -16,6 +16,7 @@ ATTENTION_BACKENDS = {
 
 MLA_BACKENDS = {
     "rocm_aiter_mla_sparse": "specdec.attention.rocm_aiter_mla_sparse:RocmAiterMlaSparseBackend",
+    "rocm_aiter_mla": "specdec.attention.rocm_aiter_mla:RocmAiterMlaBackend",
     "torch_ref": "specdec.attention.torch_ref_mla:TorchRefMlaBackend",
 }
 """For models with latent attention, in order of preference for `auto`."""

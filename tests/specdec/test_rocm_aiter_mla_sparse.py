@@ -1,6 +1,5 @@
 """Sparse latent attention on the emulation of AITER: selections, cached plans, whole generations; nothing waits."""
 
-import copy
 import itertools
 import random
 from collections.abc import Callable, Sequence
@@ -12,65 +11,25 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import specdec.device
-from drafters.dflash import DFlashDrafter, DFlashModel
-from drafters.ngram import NGramDrafter
-from specdec.attention import rocm_aiter_fa, rocm_aiter_indexer, rocm_aiter_mla_sparse, rocm_aiter_sparse_plan
+from specdec.attention import rocm_aiter_indexer, rocm_aiter_mla_sparse, rocm_aiter_sparse_plan
 from specdec.attention.backend import AttentionMetadata
 from specdec.attention.mla import IndexerRows, IndexerSpec, MlaBackend, MlaRows, MlaSpec, UpProjection
 from specdec.attention.rocm_aiter_mla_sparse import RocmAiterMlaSparseBackend
 from specdec.attention.selector import select_backend
 from specdec.attention.torch_ref_mla import TorchRefMlaBackend
-from specdec.config import CacheConfig, EngineConfig, SamplingParams
-from specdec.core import DecodeBatch, Drafter, Verifier
-from specdec.engine import SpecEngine
 from specdec.errors import BackendError, CapacityError
 from specdec.kv_cache import LatentCache, PagedKVCache, blocks_for
-from tests.aiter_emulation import Machine, indexer, install
+from tests.aiter_emulation import Machine, install
 from tests.guards import HostSyncError, no_host_sync
-from tests.tiny_models import LATENT_CONFIGS, random_dflash, random_prompts
-from verifiers.hf import verifier_for
-from verifiers.hf_attention import ATTENTION_NAME
-from verifiers.moe_router import MoeRouter, replace_routers
-from verifiers.shape import backend_spec
 
 FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
 Install = Callable[..., Machine]
 
 
-SHUFFLED = {
-    "indexer_k_quant_and_cache": "preshuffle",
-    "cp_gather_indexer_k_quant_cache": "preshuffle",
-    "deepgemm_fp8_paged_mqa_logits": "Preshuffle",
-}
-"""Functions with a second order of the keys within a block, and the argument that asks for it."""
-
-
-def with_shuffled_keys(function: Callable[..., Any], flag: str) -> Callable[..., Any]:
-    """The emulated function on keys in tiles of 16 x 16. Without them the paged kernel would read its table per token."""
-
-    def shuffled(machine: Machine, **kwargs: Any) -> Any:
-        assert kwargs[flag], "blocks of several tokens need shuffled keys"
-        cache = kwargs["kv_cache"]
-        num_blocks, size, dim = len(cache), cache.shape[1], cache.shape[-1] - 4
-        keys = cache.view(num_blocks, -1)[:, : size * dim]
-        tiles = keys.view(num_blocks, size // 16, dim // 16, 16, 16)  # tokens, then numbers, of a tile last
-        plain = cache.clone()
-        plain_tiles = plain.view(num_blocks, -1)[:, : size * dim].view(num_blocks, size // 16, 16, dim // 16, 16).transpose(2, 3)
-        plain_tiles.copy_(tiles)
-        result = function(machine, **{**kwargs, flag: False, "kv_cache": plain})
-        tiles.copy_(plain_tiles)
-        cache.view(num_blocks, -1)[:, size * dim :] = plain.view(num_blocks, -1)[:, size * dim :]
-        return result
-
-    return shuffled
-
-
-@pytest.fixture
-def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Install:
-    """Pretends a ROCm machine with AITER. `tiny` also takes float32 and small latents, as no real kernel does."""
+def pretend_rocm(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Install:
+    """A function that pretends a ROCm machine with AITER; `tiny` also takes float32 and small latents, as no real kernel does."""
 
     def setup(version: str = "0.1.20", architecture: str = "gfx942", tiny: bool = True, **options: Any) -> Machine:
         monkeypatch.setattr(specdec.device, "rocm_architecture", lambda device: architecture)
@@ -78,12 +37,16 @@ def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Install:
             monkeypatch.setattr(rocm_aiter_mla_sparse, "DTYPES", (torch.float32,))
             monkeypatch.setattr(rocm_aiter_mla_sparse, "LATENT_SHAPES", ((32, 16), (16, 8)))
             monkeypatch.setattr(rocm_aiter_mla_sparse, "INDEX_HEAD_DIMS", (16, 32))
-        for name, flag in SHUFFLED.items():
-            monkeypatch.setattr(indexer, name, with_shuffled_keys(getattr(indexer, name), flag))
         machine = Machine(version=version, architecture=architecture, allow_float32=tiny, any_shape=tiny, **options)
-        return install(monkeypatch, tmp_path, machine)
+        return install(monkeypatch, folder, machine)
 
     return setup
+
+
+@pytest.fixture
+def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Install:
+    """See `pretend_rocm`."""
+    return pretend_rocm(monkeypatch, tmp_path)
 
 
 def spec(**changes: Any) -> MlaSpec:
@@ -471,25 +434,14 @@ def test_index_base_of_the_prefill_does_not_matter(rocm: Install, relative: bool
 def test_ties_are_decided_where_aiter_can(rocm: Install, version: str, decided: bool) -> None:
     """Older functions do not know the argument; later ones choose the lower position, so that a tie falls the same each time."""
     rocm(version=version)
-    case = Case(spec(), [40])
-    backend = RocmAiterMlaSparseBackend(case.spec)
-    seen: list[bool] = []
-
-    def spied(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(**kwargs: Any) -> Any:
-            seen.append(kwargs.get("stable", False))
-            return function(**kwargs)
-
-        return call
-
-    ops = backend._indexer._ops
-    backend._indexer._ops = replace(
-        ops,
-        top_k_per_row_prefill=spied(ops.top_k_per_row_prefill),
-        top_k_per_row_decode=spied(ops.top_k_per_row_decode),
-    )
-    case.history(backend, [((30,), True), ((5,), False)])
-    assert seen == [decided] * 2
+    case = Case(spec(), [35, 18])
+    for index in case._made[0][1]:
+        index.key.fill_(1)
+    results = case.history(RocmAiterMlaSparseBackend(case.spec), [((30, 13), True), ((5, 5), False)])
+    found = [[row == set(range(len(row))) for row in sets(selections[0])] for selections, _ in results]
+    alike = [*range(6), *range(30, 36)]  # rows that see no more than they select
+    assert all(found[0][row] for row in alike)
+    assert [all(rows) for rows in found] == [decided] * 2
 
 
 def test_shared_selection(rocm: Install, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -671,78 +623,3 @@ def test_index_cache_bytes() -> None:
     MlaBackend.__init__(backend, spec(**REAL))
     assert backend.cache_spec.index_bytes == 128 + rocm_aiter_indexer.SCALE_BYTES
     assert backend.cache_spec.bytes_per_token(torch.bfloat16) == 1152 + 132
-
-
-class RoundedReference(TorchRefMlaBackend):
-    """The oracle with an indexer that rounds as AITER's does, in the flavour of gfx942."""
-
-    def select(self, rows: IndexerRows, cache: LatentCache, plan: Any) -> Tensor:
-        """See `MlaBackend.select`."""
-        query, key = (rounded(t, FP8["gfx942"]) for t in (rows.query, rows.key))
-        return super().select(IndexerRows(query, key, rows.weights), cache, plan)
-
-
-def model_of(name: str) -> PreTrainedModel:
-    """A tiny random model whose index keys are wide enough to be moved 16 bytes at a time.
-
-    transformers embeds the padding token as zeros, for which every position scores 0; here it is a token like any other.
-    """
-    torch.manual_seed(0)
-    config = LATENT_CONFIGS[name]()
-    config.index_head_dim = 16
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
-    torch.nn.init.normal_(model.get_input_embeddings().weight, std=0.3)
-    return model.eval()
-
-
-def target(model: PreTrainedModel, backend: type[MlaBackend]) -> Verifier:
-    """A copy of the model on a backend, experts chosen by AITER where there is an AMD GPU."""
-    model = copy.deepcopy(model)
-    replace_routers(model)
-    asked = backend_spec(model.config, device=torch.device("cpu"), dtype=torch.float32, block_size=16)
-    assert isinstance(asked, MlaSpec)
-    return verifier_for(model, name=model.config.model_type, backend=backend(asked))
-
-
-def dflash_of(verifier: Verifier) -> DFlashDrafter:
-    """A random DFlash drafter with heads wide enough for Triton's matrix instructions."""
-    config = replace(random_dflash(verifier).config, head_dim=16)
-    torch.manual_seed(1)
-    return DFlashDrafter(DFlashModel(config))
-
-
-def generate(verifier: Verifier, drafter: Drafter | None) -> list[list[int]]:
-    """Tokens of a few prompts, prefilled in chunks and decoded in batches, under the guard between draft and commit."""
-    cache = CacheConfig(block_size=16, memory_bytes=2**23)
-    engine = SpecEngine(verifier, drafter, EngineConfig(max_num_seqs=3, max_prefill_tokens=13, cache=cache))
-    launch = engine._launch
-
-    def guarded(batch: DecodeBatch) -> Any:
-        with no_host_sync():
-            return launch(batch)
-
-    engine._launch = guarded  # type: ignore[method-assign]
-    requests = [engine.add_request(prompt, SamplingParams(max_tokens=10)) for prompt in random_prompts(4)]
-    while engine.has_work:
-        engine.step()
-    return [request.output_token_ids for request in requests]
-
-
-@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
-def test_d5_whole_generations_equal_the_reference_and_drafts_change_nothing(
-    rocm: Install, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """Token for token in float32: plain decoding as on the oracle with the same rounding; n-gram and DFlash drafts as plain.
-
-    Far fewer positions are selected than there are, experts are chosen by AITER, and GLM's layers share selections.
-    """
-    model = model_of(name)
-    want = generate(target(model, RoundedReference), None)
-    machine = rocm()
-    monkeypatch.setattr(rocm_aiter_fa, "DTYPES", (torch.float32,))
-    verifier = target(model, RocmAiterMlaSparseBackend)
-    assert any(isinstance(module, MoeRouter) for module in verifier.model.modules())  # type: ignore[attr-defined]
-    assert generate(verifier, None) == want
-    for drafter in (NGramDrafter(max_draft_tokens=4), dflash_of(verifier)):
-        assert generate(target(model, RocmAiterMlaSparseBackend), drafter) == want
-    assert machine.names() >= {"deepgemm_fp8_paged_mqa_logits", "fp8_mqa_logits", "biased_grouped_topk", "flash_attn_with_kvcache"}
