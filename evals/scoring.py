@@ -54,7 +54,7 @@ def score(decoder: SpecDecoder, sequences: Sequence[tuple[Sequence[int], int]]) 
 
 def _score_batch(decoder: SpecDecoder, batch: list[tuple[Sequence[int], int]]) -> list[Scored]:
     """One forward when the batch has at most `MAX_ROWS` rows; a longer sequence stands alone and takes several."""
-    block_size = decoder.engine.config.cache.block_size
+    block_size = decoder.verifier.attention.spec.block_size
     verifier = decoder.verifier
     # The last token has nothing to predict.
     lengths = [len(token_ids) - 1 for token_ids, _ in batch]
@@ -106,7 +106,7 @@ def _rows(
     first_blocks: list[int],
     blocks: list[int],
 ) -> ForwardInput:
-    device, block_size = decoder.verifier.device, decoder.engine.config.cache.block_size
+    device, block_size = decoder.verifier.device, decoder.verifier.attention.spec.block_size
     query_lens = [p.end - p.start for p in pieces]
     positions = list(chain.from_iterable(range(p.start, p.end) for p in pieces))
     starts = [first_blocks[p.sequence] * block_size for p in pieces]

@@ -73,25 +73,29 @@ class SamplingParams:
         _require(all(self.stop), "stop holds an empty string, which would end every output at once; remove it")
 
 
+DEFAULT_BLOCK_SIZE = 16
+"""Tokens per cache block."""
+
+
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """The paged KV cache of the target and, in the same blocks, of the drafter.
 
     Attributes:
-        block_size: tokens per block.
+        block_size: tokens per block; None takes what the target was loaded for, and `DEFAULT_BLOCK_SIZE` when it is loaded.
         memory_bytes: budget for all key and value tensors; None takes the device's default (`specdec.device`).
         prefix_caching: keep full prompt blocks of finished requests and share them with requests that begin alike.
         dtype: "auto" stores the model's own type; "fp8" stores 8-bit floats, half the memory and no longer exact, on backends
             that have them.
     """
 
-    block_size: int = 16
+    block_size: int | None = None
     memory_bytes: int | None = None
     prefix_caching: bool = True
     dtype: CacheDtype = "auto"
 
     def __post_init__(self) -> None:
-        _require(self.block_size >= 1, f"block_size is {self.block_size}; it must be at least 1 token")
+        _require(self.block_size is None or self.block_size >= 1, f"block_size is {self.block_size}; it must be at least 1 token")
         _require(
             self.memory_bytes is None or self.memory_bytes > 0,
             f"memory_bytes is {self.memory_bytes}; it must be a positive number of bytes",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention.backend import AttentionMetadata
-from specdec.config import EngineConfig, SamplingParams
+from specdec.config import DEFAULT_BLOCK_SIZE, EngineConfig, SamplingParams
 from specdec.core import Drafter, ForwardInput, Request, Status, Verifier
 from specdec.device import cache_dtype, resolve_device, resolve_dtype
 from specdec.engine import SpecEngine
@@ -127,7 +127,7 @@ class SpecDecoder:
             device=where,
             dtype=resolve_dtype(dtype, where),
             attention=attention,
-            block_size=engine.cache.block_size,
+            block_size=engine.cache.block_size or DEFAULT_BLOCK_SIZE,
             cache_dtype=cache_dtype(engine.cache.dtype, where),
         )
         return cls(verifier, tokenizer, make_drafter(verifier), engine)
@@ -192,7 +192,7 @@ class SpecDecoder:
     @torch.inference_mode()
     def next_token_logits(self, token_ids: Sequence[int]) -> Tensor:
         """The target's unprocessed logits after `token_ids`, float32 [V], computed alone with a cache of their own."""
-        count, block_size, device = len(token_ids), self.engine.config.cache.block_size, self.verifier.device
+        count, block_size, device = len(token_ids), self.verifier.attention.spec.block_size, self.verifier.device
         blocks = blocks_for(count, block_size)
         cache = PagedKVCache(
             self.verifier.kv_specs, num_blocks=blocks, block_size=block_size, dtype=self.verifier.dtype, device=device

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
     from specdec.attention.backend import AttentionSpec
     from specdec.attention.selector import refusals
-    from specdec.config import CacheConfig
+    from specdec.config import DEFAULT_BLOCK_SIZE
     from specdec.device import resolve_device, resolve_dtype
 
     device = resolve_device(args.device)
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         num_heads=args.heads,
         num_kv_heads=args.kv_heads,
         head_dim=args.head_dim,
-        block_size=CacheConfig().block_size,
+        block_size=DEFAULT_BLOCK_SIZE,
         windows=frozenset({None, args.window}),
         sinks=args.sinks,
     )

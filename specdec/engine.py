@@ -46,7 +46,8 @@ class SpecEngine:
         config: limits and choices.
 
     Raises:
-        InvalidInputError: more drafts per step than the drafter can give, or drafts without a drafter.
+        InvalidInputError: more drafts per step than the drafter can give, drafts without a drafter, or blocks of another size than
+            the target was loaded for.
         CheckpointError: the drafter does not fit the target.
         CapacityError: the cache budget does not pay for two blocks, or the device does not have it.
 
@@ -73,7 +74,7 @@ class SpecEngine:
         self._seeds = random.Random(config.seed)
 
         captures = config.graphs and verifier.device.type == "cuda"
-        block_size = config.cache.block_size
+        block_size = verifier.attention.spec.block_size
         specs = [*verifier.kv_specs, *(self.drafter.kv_specs if self.drafter else [])]
         max_blocks = blocks_for(self.max_model_len + self._overshoot, block_size)
         most_reqs = min(batch_bucket(config.max_num_seqs), BATCH_SIZES[-1])
@@ -159,7 +160,7 @@ class SpecEngine:
                 " shorten it or raise max_model_len, if the model allows more"
             )
         total = min(len(prompt) + sampling.max_tokens, self.max_model_len)
-        needed = blocks_for(total + self._overshoot, self.config.cache.block_size)
+        needed = blocks_for(total + self._overshoot, self.kv_cache.block_size)
         if needed > self.pool.num_blocks - 1:
             raise CapacityError(
                 f"prompt and output of {total} tokens need {needed} cache blocks and the cache has {self.pool.num_blocks - 1};"

@@ -8,7 +8,7 @@ import torch
 from specdec.config import CacheConfig
 from specdec.core import Verifier
 from specdec.device import default_cache_bytes
-from specdec.errors import CapacityError
+from specdec.errors import CapacityError, InvalidInputError
 from specdec.kv_cache import LayerSpec, num_blocks_in_budget
 
 logger = logging.getLogger(__name__)
@@ -27,18 +27,24 @@ def plan_cache(
         graph_rows: most rows of a captured step; 0 when none is captured.
 
     Raises:
+        InvalidInputError: the budget is for blocks of another size than the target was loaded for.
         CapacityError: the budget does not pay for two blocks, or the device does not have it.
     """
-    device, dtype = verifier.device, verifier.attention.spec.kv_dtype
+    device, dtype, block_size = verifier.device, verifier.attention.spec.kv_dtype, verifier.attention.spec.block_size
+    if config.block_size not in (None, block_size):
+        raise InvalidInputError(
+            f"block_size is {config.block_size} and the target was loaded for blocks of {block_size} tokens;"
+            " leave it out, or load the target with it"
+        )
     num_blocks = num_blocks_in_budget(
         specs,
         memory_bytes=config.memory_bytes or default_cache_bytes(device),
         most_tokens=most_tokens,
-        block_size=config.block_size,
+        block_size=block_size,
         dtype=dtype,
     )
     if device.type == "cuda":
-        cache_bytes = num_blocks * config.block_size * sum(spec.bytes_per_token(dtype) for spec in specs)
+        cache_bytes = num_blocks * block_size * sum(spec.bytes_per_token(dtype) for spec in specs)
         _check(device, cache_bytes, graph_bytes(verifier, graph_rows))
     return num_blocks
 

@@ -131,27 +131,35 @@ def _without(*keys: str) -> dict[str, Any]:
     return {key: value for key, value in _COMMON.items() if key not in keys}
 
 
-def plain_model(name: str, seed: int = 0) -> PreTrainedModel:
-    """The model as transformers alone runs it, eager attention, float32."""
+def plain_model(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """The model as transformers alone runs it, eager attention, float32; `changes` are made to its config."""
     torch.manual_seed(seed)
     config = (CONFIGS | LATENT_CONFIGS)[name]()
     config.tie_word_embeddings = config.tie_word_embeddings and not name.startswith("gemma")
+    for attribute, value in changes.items():
+        setattr(config, attribute, value)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("sinks") or "norm" in parameter_name:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
+        if name in LATENT_CONFIGS:
+            # transformers makes the padding token's row zero, for which all positions score the same in the first indexer.
+            model.get_input_embeddings().weight[config.pad_token_id].normal_(std=config.initializer_range)
     return model
 
 
-def paged_verifier(model: PreTrainedModel, block_size: int = 4, *, fuse: bool = True) -> Verifier:
-    """A second model with the same weights behind our paged attention."""
+def paged_verifier(
+    model: PreTrainedModel, block_size: int = 4, *, fuse: bool = True, backend: Callable[[Any], Any] | None = None
+) -> Verifier:
+    """A second model with the same weights behind our paged attention, torch_ref's unless `backend` makes another of the spec."""
     config = copy.deepcopy(model.config)
     paged: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
     paged.load_state_dict(model.state_dict())
     paged.generation_config.eos_token_id = model.generation_config.eos_token_id
     spec = backend_spec(config, device=torch.device("cpu"), dtype=torch.float32, block_size=block_size)
-    return verifier_for(paged, name=config.model_type, backend=select_backend("torch_ref", spec), fuse=fuse)
+    attention = backend(spec) if backend is not None else select_backend("torch_ref", spec)
+    return verifier_for(paged, name=config.model_type, backend=attention, fuse=fuse)
 
 
 @torch.inference_mode()

@@ -28,7 +28,7 @@ FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
 LATENT_SHAPES = ((512, 64),)
 """Compressed and rotated numbers of a latent."""
 INDEX_HEAD_DIMS = (128,)
-MIN_INDEX_HEADS = 16
+MIN_INDEX_HEADS = 32
 BLOCK_SIZES = (16, 32, 64, 128)
 HEAD_GROUP = 16
 """Query heads per tile of the kernel; others are filled up."""

@@ -16,6 +16,10 @@ from torch.nn import functional as F
 from specdec.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
 from specdec.kv_cache import LayerCache, blocks_for
 
+KEYS_STEP = 64
+"""torch's CPU kernel adds up 16-bit values in an order that depends on the number of keys. With numbers in steps, a token decoded
+alone and the same token verified among drafts nearly always have the same number, and then the same bits."""
+
 
 @dataclass(slots=True)
 class _Segment:
@@ -31,10 +35,11 @@ class _Segment:
     kept: Tensor | None = None  # int64, places in `rows` that are not padding; None when none is
     masks: dict[int | None, Tensor] = field(default_factory=dict)
 
-    def mask(self, window: int | None, dtype: torch.dtype, groups: int) -> Tensor:
-        """Additive mask [num_reqs, 1, groups * width, num_keys], 0 where a key is seen; made once per window.
+    def mask(self, window: int | None, dtype: torch.dtype, groups: int, spare: int = 0) -> Tensor:
+        """Additive mask [num_reqs, 1, groups * width + spare, num_keys], 0 where a key is seen; made once per window.
 
-        Causal, and the same with a window of 3, for 2 rows on 4 tokens; a bidirectional block sees all 4:
+        Spare rows see everything. Causal, and the same with a window of 3, for 2 rows on 4 tokens; a bidirectional block sees
+        all 4:
 
             1 1 1 0      0 1 1 0
             1 1 1 1      0 1 1 1
@@ -51,7 +56,7 @@ class _Segment:
                 if self.kept is not None:
                     seen = seen | (queries >= self.seq_lens[:, :, None])  # padding has to see something, or it yields NaN
             mask = torch.zeros(len(seen), self.width, self.num_keys, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
-            self.masks[window] = mask.repeat(1, groups, 1)[:, None]
+            self.masks[window] = F.pad(mask.repeat(1, groups, 1), (0, 0, 0, spare))[:, None]
         return self.masks[window]
 
 
@@ -92,7 +97,9 @@ class TorchRefBackend(AttentionBackend):
     def _segment(
         self, metadata: AttentionMetadata, requests: slice | Tensor, widths: Tensor, width: int, num_keys: int
     ) -> _Segment:
-        num_blocks = blocks_for(num_keys, self.spec.block_size)
+        step = KEYS_STEP if self.spec.device.type == "cpu" and self.spec.dtype.itemsize == 2 else 1
+        num_blocks = blocks_for(-(-num_keys // step) * step, self.spec.block_size)
+        num_blocks = min(num_blocks, metadata.block_table.shape[1])
         return _Segment(
             widths=widths[:, None],
             width=width,
@@ -181,11 +188,14 @@ class TorchRefBackend(AttentionBackend):
             tensor.index_select(0, segment.blocks).view(-1, segment.num_keys, num_kv_heads, head_dim).transpose(1, 2)
             for tensor in cache
         )
-        mask = segment.mask(window, query.dtype, groups)
         if sinks is None and softcap is None:
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+            spare = _spare_rows(q)
+            mask = segment.mask(window, query.dtype, groups, spare)
+            if spare:
+                q = F.pad(q, (0, 0, 0, spare))
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)[:, :, : groups * width]
         else:
-            out = _weigh(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks)
+            out = _weigh(q, k, v, segment.mask(window, query.dtype, groups), scale=scale, softcap=softcap, sinks=sinks)
         if width > 1:
             out = out.view(-1, num_kv_heads, groups, width, head_dim).permute(0, 3, 1, 2, 4)
         return out.reshape(num_rows, num_heads, head_dim)
@@ -198,6 +208,16 @@ def _size_class(device: torch.device, index: int, num_rows: int, seq_len: int) -
     powers of two go together, so padding at most doubles the rows and the keys.
     """
     return (index,) if device.type == "cpu" else (num_rows.bit_length(), seq_len.bit_length())
+
+
+def _spare_rows(query: Tensor) -> int:
+    """Rows to add to `query` [num_reqs, kv_heads, rows, D], so that a row's result does not depend on how many are beside it.
+
+    torch's CPU kernel takes rows in tiles of a multiple of 32, and products of fewer than 4 of them round 16-bit numbers in another
+    order. A token decoded alone would then differ in its last bit from the same token verified among drafts.
+    """
+    last_tile = query.shape[2] % 32
+    return 4 - last_tile if query.device.type == "cpu" and query.dtype.itemsize == 2 and 0 < last_tile < 4 else 0
 
 
 def _weigh(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, scale: float, softcap: float | None, sinks: Tensor | None) -> Tensor:

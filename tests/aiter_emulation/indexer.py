@@ -1,22 +1,50 @@
 """The indexer of sparse latent attention: its 8-bit keys, their scores, and the best positions of every row.
 
-A block of the cache holds its keys first and their float32 scales behind them, `[size * D | size * 4]` bytes.
+A block of the cache holds its keys first and their float32 scales behind them, `[size * D | size * 4]` bytes. Keys are rows, or,
+with preshuffling, tiles of 16 tokens times 16 numbers, as the matrix instructions read them; scales are the same in both.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tests.aiter_emulation.machine import Machine, blocks_of, gather, host, increasing, int32, refuse_unless
+from tests.aiter_emulation.machine import Machine, blocks_of, host, increasing, int32, refuse_unless
+
+TILE = 16
+"""Tokens, and numbers, of a tile."""
 
 
-def _block_parts(machine: Machine, name: str, kv_cache: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Views of the keys [blocks, size, D] in 8 bits and of their scales [blocks, size]."""
+class _Keys(NamedTuple):
+    """Views of a cache."""
+
+    tiles: Tensor  # uint8 [blocks, tiles of tokens, tokens, tiles of numbers, numbers]
+    scales: Tensor  # float32 [blocks, size]
+
+    def put(self, slot: int, key: Tensor, scale: Tensor) -> None:
+        """Stores the bytes of a key [D]."""
+        block, token = divmod(slot, self.scales.shape[1])
+        row = self.tiles[(block, *divmod(token, self.tiles.shape[2]))]
+        row.copy_(key.view(row.shape))
+        self.scales[block, token] = scale
+
+    def take(self, blocks: list[int], count: int) -> tuple[Tensor, Tensor]:
+        """The first `count` keys of some blocks, bytes [count, D], and their scales [count]."""
+        keys = self.tiles[blocks].reshape(-1, self.tiles.shape[3:].numel())
+        return keys[:count], self.scales[blocks].flatten()[:count]
+
+
+def _keys(name: str, kv_cache: Tensor, dim: int, preshuffle: bool) -> _Keys:
+    """Views of the cache [blocks, size, D + 4]."""
     refuse_unless(kv_cache.element_size() == 1 and kv_cache.is_contiguous(), f"{name}: the cache is dense bytes")
     refuse_unless(kv_cache.shape[-1] == dim + 4, f"{name}: {kv_cache.shape[-1]} bytes per token for keys of {dim}")
     blocks, size = kv_cache.shape[:2]
-    flat = kv_cache.view(blocks, size * (dim + 4))
-    keys = flat[:, : size * dim].view(machine.fp8).view(blocks, size, dim)
-    return keys, flat[:, size * dim :].view(torch.float32)
+    whole = size % TILE == dim % TILE == 0
+    refuse_unless(whole or not preshuffle, f"{name}: blocks of {size} keys of {dim} are not whole tiles of {TILE} x {TILE}")
+    tokens, numbers = (TILE, TILE) if preshuffle else (size, dim)
+    flat = kv_cache.view(torch.uint8).view(blocks, size * (dim + 4))
+    tiles = flat[:, : size * dim].view(blocks, size // tokens, dim // numbers, tokens, numbers)
+    return _Keys(tiles.transpose(2, 3), flat[:, size * dim :].view(torch.float32))
 
 
 def _check_dim(machine: Machine, name: str, dim: int) -> None:
@@ -33,7 +61,10 @@ def indexer_k_quant_and_cache(
     scale_fmt: str,
     preshuffle: bool = False,
 ) -> None:
-    """Keys [N, D] in 8 bits into the cache, one scale per token, rounded up to a power of two when `scale_fmt` is "ue8m0"."""
+    """Keys [N, D] in 8 bits into the cache, one scale per token, rounded up to a power of two when `scale_fmt` is "ue8m0".
+
+    Nothing in the cache tells in which order its keys lie: readers have to be told the same.
+    """
     name = "indexer_k_quant_and_cache"
     machine.needs_cdna(name)
     machine.record(name)
@@ -42,11 +73,9 @@ def indexer_k_quant_and_cache(
     dim = k.shape[1]
     _check_dim(machine, name, dim)
     refuse_unless(quant_block_size == dim, f"{name}: the readers want one scale per token, not per {quant_block_size}")
-    refuse_unless(not preshuffle, f"{name}: not emulated: preshuffle")
     refuse_unless(slot_mapping.dtype == torch.int64, f"{name}: slots are {slot_mapping.dtype}, not int64")
-    keys, scales = _block_parts(machine, name, kv_cache, dim)
+    keys = _keys(name, kv_cache, dim, preshuffle)
     machine.compile(name, k.dtype)
-    size = kv_cache.shape[1]
     rows = k.float()
     amounts = rows.abs().amax(-1).clamp(min=1e-4) / torch.finfo(machine.fp8).max
     amounts = torch.exp2(torch.ceil(torch.log2(amounts))) if scale_fmt == "ue8m0" else amounts
@@ -54,9 +83,8 @@ def indexer_k_quant_and_cache(
     for row, slot in enumerate(host(slot_mapping)[: len(k)]):
         if slot < 0:
             continue
-        refuse_unless(slot < kv_cache.shape[0] * size, f"{name}: slot past the cache")
-        keys.view(torch.uint8)[slot // size, slot % size] = stored[row]
-        scales[slot // size, slot % size] = amounts[row]
+        refuse_unless(slot < keys.scales.numel(), f"{name}: slot past the cache")
+        keys.put(slot, stored[row], amounts[row])
 
 
 def cp_gather_indexer_k_quant_cache(
@@ -72,12 +100,11 @@ def cp_gather_indexer_k_quant_cache(
     name = "cp_gather_indexer_k_quant_cache"
     machine.needs_cdna(name)
     machine.record(name)
-    refuse_unless(not preshuffle, f"{name}: not emulated: preshuffle")
     total, dim = dst_k.shape
     _check_dim(machine, name, dim)
-    keys, scales = _block_parts(machine, name, kv_cache, dim)
+    keys = _keys(name, kv_cache, dim, preshuffle)
     refuse_unless(dst_k.element_size() == 1 and dst_k.is_contiguous(), f"{name}: keys of {dst_k.dtype}")
-    fits = dst_scale.is_contiguous() and dst_scale.numel() * dst_scale.element_size() == 4 * total
+    fits = dst_scale.is_contiguous() and dst_scale.dim() == 2 and dst_scale.numel() * dst_scale.element_size() == 4 * total
     refuse_unless(fits, f"{name}: scales {tuple(dst_scale.shape)} of {dst_scale.dtype} for {total} keys")
     table = host(int32("block_table", block_table, None, None))
     refuse_unless(block_table.is_contiguous(), f"{name} takes the table for dense")
@@ -88,9 +115,8 @@ def cp_gather_indexer_k_quant_cache(
     out_scale = dst_scale.view(-1).view(torch.float32)
     for i, row in enumerate(table):
         rows = slice(starts[i], starts[i + 1])
-        blocks = blocks_of(name, row, starts[i + 1] - starts[i], kv_cache.shape[1], kv_cache.shape[0])
-        out_k[rows] = keys.view(torch.uint8)[blocks].flatten(0, 1)[: rows.stop - rows.start]
-        out_scale[rows] = scales[blocks].flatten()[: rows.stop - rows.start]
+        count = rows.stop - rows.start
+        out_k[rows], out_scale[rows] = keys.take(blocks_of(name, row, count, kv_cache.shape[1], kv_cache.shape[0]), count)
 
 
 def _check_queries(machine: Machine, name: str, query: Tensor, weights: Tensor) -> tuple[int, int]:
@@ -106,9 +132,9 @@ def _check_queries(machine: Machine, name: str, query: Tensor, weights: Tensor) 
 
 
 def _score(query: Tensor, weights: Tensor, keys: Tensor, scales: Tensor) -> Tensor:
-    """[M, H, D] against [N, D]: float32 [M, N]."""
-    products = torch.einsum("mhd,nd->mhn", query.float(), keys.float()) * scales
-    return (products.relu() * weights[..., None]).sum(1)
+    """[M, H, D] against [N, D]: float32 [M, N]. Equal keys score the same, as sums in float64 ensure whatever their order."""
+    products = torch.einsum("mhd,nd->mhn", query.double(), keys.double()) * scales
+    return (products.relu() * weights[..., None]).sum(1).float()
 
 
 def fp8_mqa_logits(
@@ -154,39 +180,54 @@ def deepgemm_fp8_paged_mqa_logits(
     WavePerEU: int = 2,
     VarCtxSchedule: Tensor | None = None,
 ) -> None:
-    """Scores of [B, next_n, H, D] over the paged cache [blocks, size, 1, D + 4]; columns past a context stay as they are."""
+    """Scores of [B, next_n, H, D] over the paged cache [blocks, size, 1, D + 4]; columns past the last block stay as they are.
+
+    Plain, the table has one entry per token. Preshuffled, it has one per block, and only the last half chunk is masked: before it,
+    a row may hold scores of keys behind it, and behind the context the rest of the block is -inf, however narrow the row.
+    """
     name = "deepgemm_fp8_paged_mqa_logits"
     machine.record(name)
-    refuse_unless(not Preshuffle and VarCtxSchedule is None, f"{name}: not emulated")
+    refuse_unless(VarCtxSchedule is None, f"{name}: not emulated: VarCtxSchedule")
     batch, next_n = q_fp8.shape[:2]
-    _, dim = _check_queries(machine, name, q_fp8, weights)
+    heads, dim = _check_queries(machine, name, q_fp8, weights)
+    machine.size(name, (dim, 128))
+    refuse_unless(machine.any_shape or heads >= 32, f"{name}: {heads} heads leave threads without a part of the query")
+    refuse_unless(q_fp8.stride(3) == weights.stride(1) == 1, f"{name}: strided queries or weights")
     assert kv_cache.dim() == 4 and kv_cache.shape[1] == KVBlockSize
     assert ChunkK % KVBlockSize == 0 or KVBlockSize % ChunkK == 0
-    keys, scales = _block_parts(machine, name, kv_cache.squeeze(2), dim)
+    refuse_unless(Preshuffle or KVBlockSize == 1, f"{name} reads its table per token unless Preshuffle; blocks of {KVBlockSize}")
+    refuse_unless(not Preshuffle or ChunkK // 2 % KVBlockSize == 0, f"{name}: not emulated: {KVBlockSize} in chunks of {ChunkK}")
+    keys = _keys(name, kv_cache.squeeze(2), dim, Preshuffle)
     refuse_unless(out_logits.dtype == torch.float32 and len(out_logits) >= batch * next_n, f"{name}: out_logits")
     refuse_unless(out_logits.shape[1] >= max_model_len and out_logits.stride(1) == 1, f"{name}: out_logits is too narrow")
     lengths = host(int32("context_lens", context_lens, batch))
     table = host(int32("kv_indices", kv_indices, batch, None))
     refuse_unless(kv_indices.is_contiguous(), f"{name} takes the table for dense")
-    machine.compile(name, q_fp8.shape[1:], KVBlockSize, ChunkK)
+    machine.compile(name, q_fp8.shape[1:], KVBlockSize, ChunkK, Preshuffle)
     for i, length in enumerate(lengths):
         refuse_unless(length <= max_model_len, f"{name}: context of {length} beyond max_model_len {max_model_len}")
-        blocks = blocks_of(name, table[i], length, KVBlockSize, len(keys))
-        found = _score(
-            q_fp8[i],
-            weights[i * next_n : (i + 1) * next_n],
-            gather(keys, blocks).flatten(0, 1)[:length],
-            scales[blocks].flatten()[:length],
-        )
+        blocks = blocks_of(name, table[i], length, KVBlockSize, len(kv_cache))
+        end = len(blocks) * KVBlockSize
+        refuse_unless(end <= out_logits.shape[1], f"{name} writes {end} columns of a row of {out_logits.shape[1]}")
+        found, scales = keys.take(blocks, length)
+        scores = _score(q_fp8[i], weights[i * next_n : (i + 1) * next_n], found.view(machine.fp8), scales)
         for j in range(next_n):
-            row = out_logits[i * next_n + j]
             own = max(length - next_n + j + 1, 0)
-            row[:own], row[own:length] = found[j, :own], -torch.inf
+            row, masked = out_logits[i * next_n + j], max(own, end - ChunkK // 2) if Preshuffle else own
+            row[:masked], row[masked:end] = scores[j, :masked], -torch.inf
 
 
 def _top_k(
-    name: str, logits: Tensor, bounds: list[tuple[int, int]], indices: Tensor, strides: tuple[int, int], k: int, rows: int
+    name: str,
+    logits: Tensor,
+    bounds: list[tuple[int, int]],
+    indices: Tensor,
+    strides: tuple[int, int],
+    k: int,
+    rows: int,
+    stable: bool,
 ) -> None:
+    """Stable, the lower of equal scores is taken and columns ascend. Otherwise neither is said: here it is the other way round."""
     refuse_unless(logits.dtype == torch.float32, f"{name}: logits of {logits.dtype}")
     refuse_unless(logits.stride() == strides and strides[1] == 1, f"{name}: strides {strides} of logits with {logits.stride()}")
     fits = indices.dtype == torch.int32 and indices.is_contiguous() and indices.shape[1] == k and len(indices) >= rows
@@ -198,7 +239,10 @@ def _top_k(
         refuse_unless(not any(value != value for value in host(valid)), f"{name}: row {row} holds scores that nobody wrote")
         count = min(k, len(valid))
         indices[row, count:] = -1
-        indices[row, :count] = (valid.topk(count).indices + start).flip(0).int()
+        columns = torch.arange(start, start + len(valid))
+        valid, columns = (valid, columns) if stable else (valid.flip(0), columns.flip(0))
+        chosen = columns[valid.sort(descending=True, stable=True).indices[:count]]
+        indices[row, :count] = chosen.sort(descending=not stable).values.int()
 
 
 def top_k_per_row_prefill(
@@ -222,7 +266,7 @@ def top_k_per_row_prefill(
     starts, ends = (host(int32(f"{name} bounds", bound, None))[:numRows] for bound in (rowStarts, rowEnds))
     refuse_unless(len(starts) == len(ends) == numRows, f"{name}: bounds of {len(starts)} rows, not {numRows}")
     machine.compile(name, k)
-    _top_k(name, logits, list(zip(starts, ends, strict=True)), indices, (stride0, stride1), k, numRows)
+    _top_k(name, logits, list(zip(starts, ends, strict=True)), indices, (stride0, stride1), k, numRows, stable)
 
 
 def top_k_per_row_decode(
@@ -245,4 +289,4 @@ def top_k_per_row_decode(
     refuse_unless(numRows <= len(lengths) * next_n, f"{name}: {numRows} rows of {len(lengths)} requests")
     bounds = [(0, max(lengths[row // next_n] - next_n + row % next_n + 1, 0)) for row in range(numRows)]
     machine.compile(name, k)
-    _top_k(name, logits, bounds, indices, (stride0, stride1), k, numRows)
+    _top_k(name, logits, bounds, indices, (stride0, stride1), k, numRows, stable)

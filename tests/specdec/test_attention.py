@@ -1,6 +1,7 @@
 """torch_ref against attention written out position by position, and the choice of a backend."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -127,3 +128,75 @@ def test_backends_are_chosen_and_refused_by_reason() -> None:
     for name in ("torch_ref", "auto"):
         with pytest.raises(BackendError, match=r"int8.*6 query heads do not share 4 key heads"):
             select_backend(name, bad)
+
+
+@pytest.mark.parametrize("width", [1, 2, 11, 12, 33])
+def test_16_bit_tiles_on_a_cpu_are_never_narrow(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the next test rests on, whatever the CPU: at least 4 rows in every tile of 32, and numbers of keys in steps."""
+    shapes: list[tuple[int, int]] = []
+    attend = torch_ref.F.scaled_dot_product_attention
+
+    def record(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        shapes.append((q.shape[2], k.shape[2]))
+        return attend(q, k, v, **options)
+
+    monkeypatch.setattr(torch_ref.F, "scaled_dot_product_attention", record)
+    for dtype in (torch.bfloat16, torch.float32):
+        backend = TorchRefBackend(spec(dtype=dtype, num_heads=6, num_kv_heads=2))
+        cache = KVLayerSpec(2, DIM).allocate(64, BLOCK, dtype, torch.device("cpu"))
+        rows = torch.randn(width, 6, DIM).to(dtype)
+        metadata = AttentionMetadata(
+            query_start_loc=torch.tensor([0, width], dtype=torch.int32),
+            seq_lens=torch.tensor([70], dtype=torch.int32),
+            block_table=torch.arange(64, dtype=torch.int32)[None],
+            slot_mapping=torch.arange(70 - width, 70),
+            num_reqs=1,
+            num_tokens=width,
+            max_query_len=width,
+            max_seq_len=70,
+        )
+        out = backend.run(rows, rows[:, :2], rows[:, :2], cache, backend.plan(metadata), scale=1.0)
+        assert out.shape == rows.shape
+    (padded, keys), (plain, few_keys) = shapes
+    assert plain == 3 * width  # in float32 nothing is added
+    assert few_keys == 72
+    assert padded >= plain
+    assert padded % 32 not in (1, 2, 3)
+    assert keys == 128
+
+
+@pytest.mark.skipif(
+    not torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported(), reason="another CPU picks other kernels"
+)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (4, 4), (8, 2)])
+def test_a_row_has_the_same_bits_alone_and_among_drafts(heads: int, kv_heads: int) -> None:
+    """In bfloat16 on a CPU: catches tiles of fewer than 4 rows, which round in another order and make near-ties flip."""
+    torch.manual_seed(0)
+    spec = AttentionSpec(torch.device("cpu"), torch.bfloat16, heads, kv_heads, 64, 16)
+    backend = TorchRefBackend(spec)
+    tokens = 200
+    cache = KVLayerSpec(kv_heads, 64).allocate(20, 16, torch.bfloat16, torch.device("cpu"))
+    query = torch.randn(tokens, heads, 64, dtype=torch.bfloat16) * 2
+    key, value = (torch.randn(tokens, kv_heads, 64, dtype=torch.bfloat16) for _ in "kv")
+    slots = torch.arange(tokens) + 16
+    backend.write(cache, key, value, slots)
+
+    def attend(start: int, width: int) -> torch.Tensor:
+        rows = slice(start, start + width)
+        metadata = AttentionMetadata(
+            query_start_loc=torch.tensor([0, width], dtype=torch.int32),
+            seq_lens=torch.tensor([start + width], dtype=torch.int32),
+            block_table=torch.arange(1, 20, dtype=torch.int32)[None],
+            slot_mapping=slots[rows],
+            num_reqs=1,
+            num_tokens=width,
+            max_query_len=width,
+            max_seq_len=start + width,
+        )
+        return backend.run(query[rows], key[rows], value[rows], cache, backend.plan(metadata), scale=0.125)
+
+    for width in (2, 4, 11, 16):
+        for start in (130, 144, 170):
+            together = attend(start, width)
+            alone = torch.cat([attend(start + row, 1) for row in range(width)])
+            assert torch.equal(together, alone), f"{width} rows from {start}"

@@ -390,7 +390,7 @@ def test_memory_that_the_device_lacks_is_refused(
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 4 * 2**30)
 
     def blocks(budget: int) -> int:
-        config = CacheConfig(block_size=16, memory_bytes=budget)
+        config = CacheConfig(memory_bytes=budget)
         verifier: Any = target
         return plan_cache(verifier, case.verifier.kv_specs, config, most_tokens=2**30, graph_rows=1024)
 

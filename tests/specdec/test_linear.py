@@ -79,6 +79,19 @@ def test_a_row_gives_the_same_bits_whatever_rows_are_beside_it() -> None:
 
 
 @needs_four_bit
+@pytest.mark.skipif(torch.cpu._is_amx_tile_supported(), reason="another CPU picks other kernels")
+@pytest.mark.parametrize("inputs", [576, 1536, 4096])
+def test_a_lone_row_of_the_full_weight_has_the_same_bits(inputs: int) -> None:
+    """Catches the one row that oneDNN adds up in another order when there are many inputs."""
+    generator = torch.Generator().manual_seed(0)
+    linear = Linear(torch.randn(256, inputs, generator=generator).bfloat16())
+    for seed in range(20):
+        x, residual = random_rows(3, inputs, seed=seed), random_rows(3, 256, seed=seed + 50)
+        assert torch.equal(linear(x[:1]), linear(x)[:1])
+        assert torch.equal(linear(x[:1], residual[:1]), linear(x, residual)[:1])
+
+
+@needs_four_bit
 def test_many_rows_read_the_full_weight() -> None:
     """Catches a four-bit product used where it is slower, and the full weight made from the wrong tensor."""
     four_bit, exact, _ = random_weight()

@@ -1,4 +1,4 @@
-"""Sparse latent attention on the emulation of AITER: selections, cached plans, whole generations; nothing waits."""
+"""Sparse latent attention on the emulation of AITER: selections, cached plans; nothing waits."""
 
 import itertools
 import random
