@@ -101,11 +101,11 @@ def test_vllm_is_asked_for_the_same_work(folder: Path, monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "vllm", library)
     verifier = SimpleNamespace(**vars(decoder_of(folder).verifier))
     with pytest.raises(InvalidInputError, match="runs on a GPU and the target is on cpu"):
-        load_peer("vllm", verifier)  # type: ignore[arg-type]
+        load_peer("vllm", verifier)
     verifier.device = torch.device("cuda")
     with pytest.raises(InvalidInputError, match="names no drafter checkpoint"):
-        load_peer("vllm:nothing", verifier)  # type: ignore[arg-type]
-    peer = load_peer("vllm", verifier)  # type: ignore[arg-type]
+        load_peer("vllm:nothing", verifier)
+    peer = load_peer("vllm", verifier)
     assert peer.generate([[1, 2], [3]], [SamplingParams(max_tokens=n) for n in (5, 6)], concurrency=8) == [[7, 2], [7, 2]]
     peer.generate([[1]], [SamplingParams(max_tokens=5)], concurrency=8)
     started, asked, _ = calls
