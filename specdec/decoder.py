@@ -114,12 +114,12 @@ class SpecDecoder:
             device: "auto", "cpu", "cuda" or "cuda:N" (ROCm devices answer to "cuda").
             dtype: "auto", "float32", "bfloat16" or "float16".
             attention: "auto" or the name of an attention backend.
-            engine: limits and choices.
+            engine: limits and choices; None chooses k for every step (`EngineConfig.adaptive`).
 
         Raises:
             SpecDecError: one line that names what is wrong with an argument, a checkpoint or their combination.
         """
-        engine = engine or EngineConfig()
+        engine = engine or EngineConfig(adaptive=True)
         where, make_drafter = resolve_device(device), find_drafter(drafter)
         load_verifier = resolve(VERIFIERS, "hf", "verifier")
         verifier, tokenizer = load_verifier(

@@ -61,12 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     add = parser.add_argument_group("speculation").add_argument
     add("--drafter", default="ngram", metavar="NAME", help="ngram (default), none, or the folder or hub name of a checkpoint")
-    add("-k", "--num-draft-tokens", type=whole_number, metavar="N", help="drafts per step (default: the drafter's own number)")
+    add("-k", "--num-draft-tokens", type=whole_number, metavar="N", help="drafts in every step (default: see --adaptive)")
     add(
         "--adaptive",
         action=argparse.BooleanOptionalAction,
-        default=engine.adaptive,
-        help="choose the drafts of every step, from none to -k, by what is measured to be fastest, or keep to -k (default)",
+        help="choose k for every step, from 0 to -k or the drafter's number, by what proves to be fastest (default without -k)",
     )
     add(
         "--draft-sampling",
@@ -123,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
     seconds = time.perf_counter() - started
     if not args.json:
         gap = "\n" if sys.stdout.isatty() else ""
-        print(gap + _summary(writer.results, seconds, describe_drafts(decoder, args.drafter, args.adaptive)), file=sys.stderr)
+        print(gap + _summary(writer.results, seconds, describe_drafts(decoder, args.drafter)), file=sys.stderr)
     if args.timing:
         print("\n" + format_timing(decoder.engine.timer), file=sys.stderr)
     return 1 if writer.num_failed else 0
@@ -150,7 +149,7 @@ def load_decoder(args: argparse.Namespace) -> SpecDecoder:
     engine = EngineConfig(
         max_num_seqs=args.max_num_seqs,
         num_draft_tokens=args.num_draft_tokens,
-        adaptive=args.adaptive,
+        adaptive=args.num_draft_tokens is None if args.adaptive is None else args.adaptive,
         draft_sampling=args.draft_sampling,
         graphs=not args.no_graphs,
         timing=args.timing,
@@ -181,16 +180,15 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
-def describe_drafts(decoder: SpecDecoder, drafter: str, adaptive: bool = False) -> str:
+def describe_drafts(decoder: SpecDecoder, drafter: str) -> str:
     """The drafter and k in a few words.
 
     Args:
         decoder: gives k.
         drafter: its name on the command line.
-        adaptive: k is chosen for every step.
     """
     k = decoder.engine.num_draft_tokens
-    return f"drafter {drafter}, {'k up to' if adaptive else 'k ='} {k}" if k else "no drafts"
+    return f"drafter {drafter}, {'k up to' if decoder.engine.draft_length else 'k ='} {k}" if k else "no drafts"
 
 
 def format_timing(timer: StepTimer) -> str:

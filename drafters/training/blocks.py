@@ -19,11 +19,13 @@ class SequenceBatch:
         token_ids: int64 [S, T].
         prompt_lens: int64 [S], where the answer begins.
         lengths: int64 [S], where it ends.
+        lengths_host: the same, known to the host.
     """
 
     token_ids: Tensor
     prompt_lens: Tensor
     lengths: Tensor
+    lengths_host: list[int]
 
 
 @dataclass(slots=True)

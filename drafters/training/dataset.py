@@ -105,14 +105,14 @@ class AnswerSet:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def take(self, indices: Tensor, longest: int) -> SequenceBatch:
-        """The sequences `indices` int64 [S] on the device, none longer than `longest`, which the host knows."""
+    def take(self, chosen: Sequence[int], indices: Tensor, longest: int) -> SequenceBatch:
+        """The sequences `chosen`, which are `indices` int64 [S] on the device, none longer than `longest`."""
         width = -(-longest // self.bucket) * self.bucket
         positions = torch.arange(width, device=self._tokens.device)
         lengths = self._lengths[indices]
         rows = (self._starts[indices][:, None] + positions).clamp(max=self._tokens.shape[0] - 1)
         tokens = self._tokens[rows].long().masked_fill(positions >= lengths[:, None], 0)
-        return SequenceBatch(tokens, self._prompt_lens[indices], lengths)
+        return SequenceBatch(tokens, self._prompt_lens[indices], lengths, [self.lengths[index] for index in chosen])
 
     def epoch(self, seed: int, batch_size: int) -> list[list[int]]:
         """Batches of sequence indices for one pass, the same for the same seed; the remainder that fills no batch is left out.

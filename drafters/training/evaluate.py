@@ -77,8 +77,8 @@ def replay(model: DFlashModel, target: Target, answers: AnswerSet, config: Train
     order = sorted(range(len(answers)), key=lambda index: answers.lengths[index])
     for piece in in_batches(len(order), max(config.batch_size // config.accumulation, 1)):
         chosen = [order[i] for i in piece]
-        batch = answers.take(torch.tensor(chosen, device=target.device), answers.longest(chosen))
-        features, _ = target.features(batch.token_ids)
+        batch = answers.take(chosen, torch.tensor(chosen, device=target.device), answers.longest(chosen))
+        features, _ = target.features(batch)
         context = model.context_kv(features, torch.arange(batch.token_ids.shape[1], device=target.device))
         counts = (batch.lengths - batch.prompt_lens - 1).tolist()
         found = []

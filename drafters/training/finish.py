@@ -78,8 +78,10 @@ def export(config: TrainConfig, model: DFlashModel) -> Path:
     return config.folder / LAYOUTS["z-lab"]
 
 
-def engine_tau(config: TrainConfig, drafter: Path, answers: list[Answer]) -> tuple[float, float]:
+def engine_tau(config: TrainConfig, drafter: Path, answers: list[Answer], num_draft_tokens: int) -> tuple[float, float]:
     """tau of the exported drafter in the engine on the prompts of `answers`, and the share of answers that came out the same.
+
+    Every step drafts `num_draft_tokens`: the replay counts whole blocks, and a k chosen by speed would not agree with it.
 
     Raises:
         SpecDecError: the drafter or the engine fails.
@@ -90,7 +92,7 @@ def engine_tau(config: TrainConfig, drafter: Path, answers: list[Answer]) -> tup
         device=config.device,
         dtype=config.dtype,
         attention=config.attention,
-        engine=EngineConfig(max_num_seqs=min(config.max_num_seqs, len(answers))),
+        engine=EngineConfig(max_num_seqs=min(config.max_num_seqs, len(answers)), num_draft_tokens=num_draft_tokens, adaptive=False),
     )
     results: list[GenerationResult] = []
     for few_shot, stop in ((False, ()), (True, (FEW_SHOT_STOP,))):

@@ -14,7 +14,7 @@ from drafters.training.evaluate import replay
 from drafters.training.finish import Agreement, engine_tau, export, write_report
 from drafters.training.shape import make_drafter
 from drafters.training.state import load_state, load_weights
-from drafters.training.target import Target, check_trainable
+from drafters.training.target import Target
 from drafters.training.trainer import Trainer, process_group
 from specdec.config import CacheConfig, EngineConfig
 from specdec.decoder import SpecDecoder
@@ -66,7 +66,6 @@ def _answers(config: TrainConfig, device: torch.device) -> bool:
             config.model, drafter=None, device=str(device), dtype=config.dtype, attention=config.attention, engine=engine
         )
         # What cannot work must not wait for the answers.
-        check_trainable(decoder.verifier)
         make_drafter(config, decoder.verifier, decoder.tokenizer)
         return decoder
 
@@ -111,12 +110,13 @@ def _finish(config: TrainConfig, device: torch.device) -> bool:
     heldout = _heldout_set(config, verifier, answers, model.config.mask_token_id)
     replayed = replay(model, target, heldout, config).tau
     folder = export(config, model)
-    agreement = Agreement(replayed, *engine_tau(config, folder, answers))
+    num_draft_tokens = model.config.max_draft_tokens
+    agreement = Agreement(replayed, *engine_tau(config, folder, answers, num_draft_tokens))
     about = {
         "step": state["step"],
         "num_prompts": len(answers),
         "max_tokens": config.max_tokens,
-        "num_draft_tokens": model.config.max_draft_tokens,
+        "num_draft_tokens": num_draft_tokens,
         "target": config.model,
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": str(device),
@@ -129,9 +129,11 @@ def _finish(config: TrainConfig, device: torch.device) -> bool:
 
 
 def _load_target(config: TrainConfig, device: torch.device) -> tuple[Any, Any]:
-    """The target in a form of its own: training changes its attention and drops layers."""
+    """The target in a form of its own: training may change its attention and drop layers."""
     load = resolve(VERIFIERS, "hf", "verifier")
-    verifier, tokenizer = load(config.model, device=device, dtype=resolve_dtype(config.dtype, device), fuse=False)
+    verifier, tokenizer = load(
+        config.model, device=device, dtype=resolve_dtype(config.dtype, device), attention=config.attention, fuse=False
+    )
     return verifier, tokenizer
 
 

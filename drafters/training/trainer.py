@@ -14,7 +14,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from drafters.dflash import DFlashModel
-from drafters.training.blocks import block_hidden, make_blocks, sample_anchors
+from drafters.training.blocks import SequenceBatch, block_hidden, make_blocks, sample_anchors
 from drafters.training.config import TrainConfig
 from drafters.training.dataset import AnswerSet
 from drafters.training.evaluate import replay
@@ -176,9 +176,8 @@ class Trainer:
 
     def _forward_backward(self, micro: int, totals: Tensor) -> Tensor:
         """Leaves the gradient of the summed loss in the model, adds to `totals`, and returns the sum of the weights."""
-        indices, longest, share = self._batch(micro)
-        batch = self.train.take(indices, longest)
-        features, final_hidden = self.target.features(batch.token_ids)
+        batch, share = self._batch(micro)
+        features, final_hidden = self.target.features(batch)
         # Drawn for the whole batch, so that a step is the same however it is split.
         self._generator.manual_seed(hash((self.config.seed, self.step)) % 2**63)
         scores = torch.rand(self.config.batch_size, features.shape[1], device=features.device, generator=self._generator)
@@ -199,8 +198,8 @@ class Trainer:
         totals += torch.stack([loss.detach(), weight, valid.sum().float(), matches.cumprod(dim=-1).sum().float()])
         return weight
 
-    def _batch(self, micro: int) -> tuple[Tensor, int, slice]:
-        """Sequences of one forward of this process, the length of the longest in the whole batch, and their place in it."""
+    def _batch(self, micro: int) -> tuple[SequenceBatch, slice]:
+        """Sequences of one forward of this process, padded to the longest in the whole batch, and their place in it."""
         epoch, position = divmod(self.step, self._steps_per_epoch)
         if self._epoch is None or self._epoch[0] != epoch:
             batches = self.train.epoch(hash((self.config.seed, epoch)), self.config.batch_size)
@@ -209,7 +208,8 @@ class Trainer:
         size = self.config.batch_size // (self.config.accumulation * self.world)
         start = (micro * self.world + self.rank) * size
         share = slice(start, start + size)
-        return on_device[position, share], self.train.longest(batches[position]), share
+        chosen = batches[position]
+        return self.train.take(chosen[share], on_device[position, share], self.train.longest(chosen)), share
 
     def _evaluate(self, log: TrainLog, row: dict[str, Any]) -> None:
         """Writes `row` with tau; every process evaluates, so that none runs ahead into a timeout."""

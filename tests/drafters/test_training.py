@@ -24,7 +24,7 @@ from drafters.training.stages import run_stages
 from drafters.training.trainer import Trainer
 from specdec.cli import main
 from specdec.errors import CapacityError, CheckpointError, InvalidInputError, SpecDecError
-from tests.drafters.toy_training import MASK, as_flags, one_thread, toy_config  # noqa: F401
+from tests.drafters.toy_training import MASK, as_flags, one_thread, toy_config, write_prompts, write_target  # noqa: F401
 from tests.guards import no_host_sync
 
 
@@ -148,6 +148,15 @@ def test_windows_dpace_distillation_and_accumulation_agree_with_the_engine_too(a
     assert run_stages(("train", "finish"), config)
     assert report(answered)["tau_engine"] > 1.4
     assert read_checkpoint(answered / "run" / "drafter")[0].windows == (8, None)
+
+
+def test_a_target_with_latent_attention_trains_and_agrees_with_the_engine(tmp_path: Path) -> None:
+    """Catches features that are not what the engine taps, or cannot be trained on; distillation needs the final states too."""
+    write_target(tmp_path / "target", latent=True)
+    write_prompts(tmp_path / "prompts.txt", count=80)
+    assert run_stages(("answers", "train", "finish"), toy_config(tmp_path, kl=0.3, max_steps=40, heldout=8))
+    assert report(tmp_path)["tau_engine"] > 1.3
+    assert report(tmp_path)["same_answers"] == 1.0
 
 
 def test_a_step_is_the_same_however_it_is_split(short: Path, answered: Path) -> None:

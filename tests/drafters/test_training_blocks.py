@@ -17,14 +17,20 @@ from drafters.training.losses import ChunkedLoss, LossConfig, block_loss, decay_
 from drafters.training.mask import BlockAttention, Kind, use_flex
 from drafters.training.optimizer import MasterAdamW
 from drafters.training.target import Target
-from specdec.errors import InvalidInputError, UnsupportedModelError
+from specdec.errors import InvalidInputError
 from tests.drafters.tiny import TINY, VOCAB, input_table, tapped, tiny_model, tiny_target
 from tests.drafters.toy_training import one_thread  # noqa: F401
-from tests.tiny_models import CONFIGS, paged_verifier, plain_model, random_prompts
+from tests.tiny_models import CONFIGS, LATENT_CONFIGS, paged_verifier, plain_model, random_prompts
 
 KINDS: list[Kind] = [(False, None), (True, None), (True, 5), (False, 3)]
 ANCHORS = torch.tensor([[2, 7, 8, 19], [0, 0, 4, 11]])  # the second sequence has two invalid blocks
 CONTEXT, WIDTH = 20, 4
+
+
+def sequences(token_ids: Tensor, prompt_lens: list[int] | None = None, lengths: list[int] | None = None) -> SequenceBatch:
+    """Whole rows of `token_ids` int64 [S, T] without a prompt, unless said otherwise."""
+    lengths = lengths or [token_ids.shape[1]] * len(token_ids)
+    return SequenceBatch(token_ids, torch.tensor(prompt_lens or [0] * len(lengths)), torch.tensor(lengths), lengths)
 
 
 def sees(anchor: int, slot: int, block: int, key: int, causal: bool, window: int | None) -> bool:
@@ -73,7 +79,7 @@ def test_no_feature_at_or_after_the_anchor_reaches_a_block(changes: dict[str, An
     target = tiny_target()
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(VOCAB - 1, (1, 24), generator=generator)
-    batch = SequenceBatch(tokens, torch.tensor([3]), torch.tensor([24]))
+    batch = sequences(tokens, [3], [24])
     anchors = torch.tensor([[5, 11, 17]])
     features = torch.randn(1, 24, TINY.feature_size, generator=generator)
 
@@ -93,7 +99,7 @@ def test_no_feature_at_or_after_the_anchor_reaches_a_block(changes: dict[str, An
 
 def test_anchors_are_answer_positions_with_a_successor() -> None:
     """Catches anchors in the prompt, on the last token, twice, or always the same."""
-    batch = SequenceBatch(torch.zeros(3, 30, dtype=torch.long), torch.tensor([4, 20, 28]), torch.tensor([30, 25, 30]))
+    batch = sequences(torch.zeros(3, 30, dtype=torch.long), [4, 20, 28], [30, 25, 30])
     found: list[set[int]] = [set(), set(), set()]
     for seed in range(40):
         anchors, valid = sample_anchors(batch, 5, torch.rand(3, 30, generator=torch.Generator().manual_seed(seed)))
@@ -109,7 +115,7 @@ def test_anchors_are_answer_positions_with_a_successor() -> None:
 def test_labels_follow_the_anchor_and_end_with_the_answer() -> None:
     """Catches labels shifted by one, and labels from the padding."""
     tokens = torch.arange(100, 112)[None]
-    batch = SequenceBatch(tokens, torch.tensor([3]), torch.tensor([10]))
+    batch = sequences(tokens, [3], [10])
     blocks = make_blocks(batch, torch.tensor([[3, 7]]), torch.tensor([[True, True]]), num_slots=4)
     assert blocks.labels[0, 0].tolist() == [104, 105, 106, 107]
     assert blocks.valid.tolist() == [[[True] * 4, [True, True, False, False]]]
@@ -196,13 +202,13 @@ def test_target_features_are_raw_layer_outputs_whatever_the_padding() -> None:
     tokens = torch.randint(VOCAB - 1, (2, 12), generator=torch.Generator().manual_seed(0))
     plain = tiny_target()
     target = Target(TinyVerifier(), (1, 2, 4))
-    features, _ = target.features(tokens)
+    features, _ = target.features(sequences(tokens))
     for row in range(2):
         torch.testing.assert_close(features[row], tapped(plain, tokens[row].tolist(), (1, 2, 4)), rtol=1e-3, atol=1e-3)
-    padded, _ = target.features(F.pad(tokens, (0, 5), value=7))
+    padded, _ = target.features(sequences(F.pad(tokens, (0, 5), value=7), lengths=[12, 12]))
     torch.testing.assert_close(padded[:, :12], features, rtol=1e-3, atol=1e-3)
     full = Target(TinyVerifier(), (1, 2, 4), distribution=True)
-    torch.testing.assert_close(full.head(full.features(tokens)[1]), plain(tokens).logits, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(full.head(full.features(sequences(tokens))[1]), plain(tokens).logits, rtol=1e-3, atol=1e-3)
     with pytest.raises(InvalidInputError, match=r"taps \[1, 6\] .* choose from 0 to 5"):
         Target(TinyVerifier(), (1, 6))
 
@@ -215,14 +221,30 @@ def test_target_features_are_those_of_transformers(name: str) -> None:
     tokens = torch.tensor(random_prompts(1, longest=40)[0] * 30)[:24].repeat(2, 1)
     with torch.no_grad():
         states = plain(tokens, output_hidden_states=True).hidden_states
-    features, _ = Target(verifier, (0, 2)).features(tokens)
+    features, _ = Target(verifier, (0, 2)).features(sequences(tokens))
     torch.testing.assert_close(features, torch.cat([states[1], states[3]], dim=-1), rtol=1e-3, atol=1e-3)
 
 
-def test_latent_attention_is_refused_in_one_line() -> None:
-    """Its modules run on the paged cache only; catches a traceback from the first training step, hours after the answers."""
-    with pytest.raises(UnsupportedModelError, match="latent attention, such as deepseek_v3"):
-        Target(paged_verifier(plain_model("deepseek_v3")), (0, 2))
+@pytest.mark.parametrize("distribution", [False, True])
+@pytest.mark.parametrize("name", LATENT_CONFIGS)
+def test_latent_attention_gives_the_features_of_transformers_whatever_the_padding(name: str, distribution: bool) -> None:
+    """Catches rows packed or put back at wrong places, caches that sequences share, and taps or final states of other layers."""
+    plain = plain_model(name)
+    lengths = [19, 1, 24, 8]  # with blocks of 4 tokens: some end in the middle of one
+    tokens = torch.randint(3, plain.config.vocab_size, (4, 24), generator=torch.Generator().manual_seed(0))
+    target = Target(paged_verifier(plain), (0, 2), distribution=distribution)
+    features, final = target.features(sequences(tokens, lengths=lengths))
+    padded, _ = target.features(sequences(F.pad(tokens, (0, 7), value=5), lengths=lengths))
+    for row, length in enumerate(lengths):
+        with torch.no_grad():
+            output = plain(tokens[row : row + 1, :length], output_hidden_states=True)
+        expected = torch.cat([output.hidden_states[1], output.hidden_states[3]], dim=-1)[0]
+        for found in (features, padded):
+            torch.testing.assert_close(found[row, :length], expected, rtol=1e-3, atol=1e-3)
+        if distribution:
+            torch.testing.assert_close(target.head(final[row, :length]), output.logits[0], rtol=1e-3, atol=1e-3)
+    assert not features.is_inference(), "autograd cannot keep it for the drafter's gradients"
+    assert len(target.verifier.model.base_model.layers) == (4 if distribution else 3), "layers above the taps cost time"
 
 
 def test_replay_walks_as_a_live_run_would() -> None:
@@ -260,9 +282,9 @@ def test_replay_walks_as_a_live_run_would() -> None:
 
 def one_block(model: Any, target: Target, ids: list[int], anchor: int) -> list[int]:
     """Greedy drafts after `anchor`, from the tokens before it alone."""
-    batch = SequenceBatch(torch.tensor([ids[: anchor + 1]]), torch.tensor([0]), torch.tensor([anchor + 1]))
+    batch = sequences(torch.tensor([ids[: anchor + 1]]))
     with torch.no_grad():
-        context = model.context_kv(target.features(batch.token_ids)[0], torch.arange(anchor + 1))
+        context = model.context_kv(target.features(batch)[0], torch.arange(anchor + 1))
         hidden = block_hidden(model, target.embed, batch, torch.tensor([[anchor]]), context, flex=False)
         return [int(token) for token in target.head(hidden)[0, 0].argmax(dim=-1)]
 
@@ -295,9 +317,9 @@ def test_answers_that_cannot_be_trained_on_are_counted() -> None:
         AnswerSet(answers, **kinds, mask_token_id=4)  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match="none of 2 answers can be used: 1 are longer"):
         AnswerSet(answers[1:], **kinds, mask_token_id=9)  # type: ignore[arg-type]
-    batch = kept.take(torch.tensor([0]), 5)
+    batch = kept.take([0], torch.tensor([0]), 5)
     assert batch.token_ids.tolist() == [[1, 2, 3, 4, 5, 0, 0, 0]]
-    assert (batch.prompt_lens.tolist(), batch.lengths.tolist()) == ([2], [5])
+    assert (batch.prompt_lens.tolist(), batch.lengths.tolist(), batch.lengths_host) == ([2], [5], [5])
 
 
 def test_an_epoch_has_every_answer_once_in_batches_of_like_length() -> None:

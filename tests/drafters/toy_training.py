@@ -8,13 +8,27 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, PreTrainedTokenizerFast
 
 from drafters.training.config import TrainConfig
 
 VOCAB = 64
 MASK = VOCAB - 1  # the only special token without a part of its own
 SPECIAL = ["<bos>", "<eos>", "<pad>", "<unk>"]
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 3,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -26,8 +40,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def write_target(folder: Path, **changes: Any) -> Path:
-    """A Llama of 6 layers that continues almost every word with a fixed one, and never says a special token."""
+def write_target(folder: Path, *, latent: bool = False) -> Path:
+    """A model of 6 layers that continues almost every word with a fixed one, and never says a special token.
+
+    It is a Llama, or with `latent` attention a DeepSeek-V3 with experts.
+    """
     torch.manual_seed(0)
     words = {word: i for i, word in enumerate([*SPECIAL, *(f"w{i}" for i in range(4, MASK)), "<reserved>"])}
     raw = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
@@ -41,8 +58,6 @@ def write_target(folder: Path, **changes: Any) -> Path:
         "intermediate_size": 64,
         "num_hidden_layers": 6,
         "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
         "max_position_embeddings": 256,
         "initializer_range": 0.05,
         "bos_token_id": 0,
@@ -50,7 +65,8 @@ def write_target(folder: Path, **changes: Any) -> Path:
         "pad_token_id": 2,
         "tie_word_embeddings": False,
     }
-    model = LlamaForCausalLM(LlamaConfig(**values | changes))
+    heads: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 8}
+    model = AutoModelForCausalLM.from_config(DeepseekV3Config(**values, **LATENT) if latent else LlamaConfig(**values, **heads))
     with torch.no_grad():
         model.lm_head.weight[[0, 1, 2, 3, MASK]] = 0
     model.save_pretrained(folder)

@@ -37,7 +37,7 @@ class FakeDecoder:
         self.tokenizer = SimpleNamespace(chat_template=chat_template)
         timer = StepTimer(torch.device("cpu"), enabled=True)
         timer.totals, timer.num_steps = {"draft": 1.0, "verify": 2.0, "schedule": 0.5, "context": 0.25, "accept": 0.25}, 10
-        self.engine = SimpleNamespace(num_draft_tokens=3, timer=timer)
+        self.engine = SimpleNamespace(num_draft_tokens=3, draft_length=None, timer=timer)
         self.inputs: Any = None
         self.sampling = SamplingParams()
         self.options: dict[str, Any] = {}
@@ -268,8 +268,23 @@ def test_defaults_are_those_of_the_api(monkeypatch: Patch) -> None:
     decoder = use(monkeypatch, FakeDecoder())
     main(["generate", "x"])
     assert decoder.sampling == SamplingParams()
-    assert decoder.options.pop("engine") == EngineConfig()
+    assert decoder.options.pop("engine") == EngineConfig(adaptive=True)
     assert decoder.options == {"target": "embedded", "drafter": "ngram", "device": "auto", "dtype": "auto", "attention": "auto"}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["-k", "3"], EngineConfig(num_draft_tokens=3)),
+        (["-k", "3", "--adaptive"], EngineConfig(num_draft_tokens=3, adaptive=True)),
+        (["--no-adaptive"], EngineConfig()),
+    ],
+)
+def test_a_stated_k_is_kept_to(options: list[str], expected: EngineConfig, monkeypatch: Patch) -> None:
+    """Catches drafts whose number is chosen at run time although the user named it."""
+    decoder = use(monkeypatch, FakeDecoder())
+    main(["generate", "x", *options])
+    assert decoder.options["engine"] == expected
 
 
 def test_results_keep_the_order_of_the_prompts(monkeypatch: Patch, capsys: Capture) -> None:

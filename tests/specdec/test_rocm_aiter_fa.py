@@ -37,18 +37,23 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 Install = Callable[..., Machine]
 
 
-@pytest.fixture
-def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Install:
-    """Pretends a ROCm machine with AITER; whole generations ask for float32, which the emulation then takes."""
+def pretend_rocm(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Install:
+    """A function that pretends a ROCm machine with AITER; whole generations ask for float32, which the emulation then takes."""
 
     def setup(version: str = "0.1.20", architecture: str = "gfx942", float32: bool = False, **options: Any) -> Machine:
         monkeypatch.setattr(specdec.device, "rocm_architecture", lambda device: architecture)
         if float32:
             monkeypatch.setattr(rocm_aiter_fa, "DTYPES", (torch.float32, *rocm_aiter_fa.DTYPES))
         machine = Machine(version=version, architecture=architecture, allow_float32=float32, **options)
-        return install(monkeypatch, tmp_path, machine)
+        return install(monkeypatch, folder, machine)
 
     return setup
+
+
+@pytest.fixture
+def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Install:
+    """See `pretend_rocm`."""
+    return pretend_rocm(monkeypatch, tmp_path)
 
 
 SHAPES: dict[str, tuple[list[int], list[int], bool]] = {
@@ -95,7 +100,7 @@ LIMITS = list(itertools.product([16, 64, 80, 96, 128, 256], [1, 4], [None, 1, 9]
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize(("architecture", "dtype"), [("gfx942", torch.bfloat16), ("gfx950", torch.float16)])
 @pytest.mark.parametrize("layout", BACKENDS)
-def test_no_combination_reaches_a_kernel_that_lacks_it(
+def test_e3_no_combination_reaches_a_kernel_that_lacks_it(
     rocm: Install, layout: str, architecture: str, dtype: torch.dtype, fp8: bool
 ) -> None:
     """Head size, rows, window, causality, group and block size, scale, sinks, softcap, on both sides of the assembly limit.
@@ -172,7 +177,7 @@ DECISIONS: list[tuple[str, bool, dict[str, Any], dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("shape", "causal", "changes", "how", "plain", "shuffle"), DECISIONS)
-def test_decision_table(
+def test_b3_decision_table(
     rocm: Install, shape: str, causal: bool, changes: dict[str, Any], how: dict[str, Any], plain: str, shuffle: str
 ) -> None:
     """The fastest kernel that has the case, not merely one that has it."""
@@ -184,7 +189,7 @@ def test_decision_table(
         assert backend.kernel(group, **{"scale": 0.2, **how}) == want
 
 
-def test_windows_of_blocks_keep_their_right_side(rocm: Install) -> None:
+def test_b7_windows_of_blocks_keep_their_right_side(rocm: Install) -> None:
     """A right window of 0 would make a bidirectional block causal."""
     machine = rocm()
     case = Case(spec(), [40, 30], [5, 5], uniform=True, causal=False)
@@ -221,7 +226,7 @@ def test_eight_bit_writes_saturate(rocm: Install) -> None:
     assert key.float().unique().item() == 240 and value.float().unique().item() == -240
 
 
-def test_scratch_keeps_its_address(rocm: Install) -> None:
+def test_e6_scratch_keeps_its_address(rocm: Install) -> None:
     """Captured graphs use the same buffers as the plain call before them, whatever batches come between."""
     machine = rocm()
     backend = RocmAiterFaBackend(spec())
@@ -355,7 +360,7 @@ def test_generation_with_an_eight_bit_cache(rocm: Install, layout: str) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 9])
-def test_known_lengths_are_not_read_back(rocm: Install, monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+def test_a5_known_lengths_are_not_read_back(rocm: Install, monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
     """A prefill of all phases takes its lengths from the host's lists and copies nothing from the device."""
     rocm()
     case = Case(spec(), *SHAPES["mixed"][:2], uniform=False)
@@ -369,7 +374,7 @@ def test_known_lengths_are_not_read_back(rocm: Install, monkeypatch: pytest.Monk
     case.attend(backend, scale=0.1, window=window)
 
 
-def test_old_aiter_waits_and_is_caught(rocm: Install) -> None:
+def test_b7_old_aiter_waits_and_is_caught(rocm: Install) -> None:
     """The draft kernel before 0.1.16 reads lengths on the host; the refusal of such versions is what keeps it out of a step."""
     rocm(version="0.1.15")
     case = Case(spec(), [40, 30], [5, 5], uniform=True, causal=False)

@@ -1,0 +1,139 @@
+"""The target's forward over whole sequences, in one of two ways: as a plain module, or packed over a scratch paged cache."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface
+
+from drafters.training.blocks import SequenceBatch
+from specdec.attention.backend import AttentionMetadata
+from specdec.core import ForwardInput
+from specdec.kv_cache import PagedKVCache, blocks_for
+
+ATTENTION_NAME = "specdec_causal"
+"""Value of `attn_implementation`. No mask function is registered under it, so Transformers builds no masks."""
+
+
+def causal_attention(
+    module: nn.Module,
+    query: Tensor,  # [S, heads, T, D]
+    key: Tensor,  # [S, kv_heads, T, D]
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention of one layer over whole sequences: [S, T, heads, D], and no weights."""
+    length, mask, groups = query.shape[2], None, query.shape[1] // key.shape[1]
+    if sliding_window is not None and length > sliding_window:
+        distance = torch.arange(length, device=query.device)
+        distance = distance[:, None] - distance
+        mask = (distance >= 0) & (distance < sliding_window)
+        # With a mask, the memory-efficient CUDA kernel takes only as many key heads as query heads.
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    out = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return out.transpose(1, 2), None
+
+
+AttentionInterface.register(ATTENTION_NAME, causal_attention)
+
+
+class PlainForward:
+    """Runs the model without a cache; padding is computed like any token.
+
+    Args:
+        model: the causal language model, whose attention is switched to one without a cache.
+        layers: its decoder layers, as far as they are run.
+        layer_ids: layers to tap.
+        compile: compile the layers.
+    """
+
+    def __init__(self, model: Any, layers: Sequence[Any], layer_ids: Sequence[int], *, compile: bool) -> None:
+        # Sinks and softcaps are Transformers' business; its masks cost a wait for the device in every forward.
+        plain = model.config.model_type != "gpt_oss" and getattr(model.config, "attn_logit_softcapping", None) is None
+        model.set_attn_implementation(ATTENTION_NAME if plain else "eager")
+        self._base: nn.Module = model.base_model
+        self._layer_ids = tuple(layer_ids)
+        self._tapped: dict[int, Tensor] = {}
+        for layer_id in self._layer_ids:
+            layers[layer_id].register_forward_hook(partial(self._keep, layer_id))
+        for layer in layers if compile else ():
+            layer.forward = torch.compile(layer.forward, dynamic=True)  # outside the hooks, and one layer's code serves all
+
+    def __call__(self, batch: SequenceBatch) -> tuple[Tensor, Tensor]:
+        """See `Target.features`."""
+        # Causal attention never looks to the right, so padding needs no mask, and without a mask the fast kernels apply.
+        output = self._base(input_ids=batch.token_ids, use_cache=False)
+        features = torch.cat([self._tapped[layer_id] for layer_id in self._layer_ids], dim=-1)
+        self._tapped.clear()
+        return features, output.last_hidden_state
+
+    def _keep(self, layer_id: int, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._tapped[layer_id] = output[0] if isinstance(output, tuple) else output
+
+
+class PackedForward:
+    """Runs the verifier's own forward, for models whose attention modules need the paged cache; padding is left out.
+
+    Args:
+        verifier: as `specdec.registry.VERIFIERS` loads it.
+        num_layers: decoder layers that are run.
+        layer_ids: layers to tap.
+    """
+
+    def __init__(self, verifier: Any, num_layers: int, layer_ids: Sequence[int]) -> None:
+        self._verifier = verifier
+        self._specs = verifier.kv_specs[:num_layers]
+        self._layer_ids = tuple(layer_ids)
+        self._final: list[Tensor] = []
+        verifier.model.base_model.register_forward_hook(self._keep)
+
+    def __call__(self, batch: SequenceBatch) -> tuple[Tensor, Tensor]:
+        """See `Target.features`; zeros stand at padding."""
+        num_seqs, width = batch.token_ids.shape
+        spec = self._verifier.attention.spec
+        blocks = blocks_for(width, spec.block_size)  # per sequence
+        cache = PagedKVCache(
+            self._specs,
+            num_blocks=num_seqs * blocks,
+            block_size=spec.block_size,
+            dtype=spec.kv_dtype,
+            device=batch.token_ids.device,
+        )
+        sequences = torch.repeat_interleave(batch.lengths, output_size=sum(batch.lengths_host))  # of every row
+        ends = batch.lengths.cumsum(0)
+        positions = torch.arange(len(sequences), device=ends.device) - (ends - batch.lengths)[sequences]
+        metadata = AttentionMetadata(
+            query_start_loc=F.pad(ends, (1, 0)).int(),
+            seq_lens=batch.lengths.int(),
+            block_table=torch.arange(num_seqs * blocks, dtype=torch.int32, device=ends.device).view(num_seqs, blocks),
+            slot_mapping=sequences * (blocks * spec.block_size) + positions,
+            num_reqs=num_seqs,
+            num_tokens=len(sequences),
+            max_query_len=max(batch.lengths_host),
+            max_seq_len=max(batch.lengths_host),
+            query_lens=batch.lengths_host,
+            seq_lens_host=batch.lengths_host,
+        )
+        places = sequences * width + positions
+        no_logits = places.new_empty(0)
+        rows = ForwardInput(batch.token_ids.flatten()[places], positions, metadata, no_logits)
+        features: Tensor | None = self._verifier.forward(rows, cache.layers, self._layer_ids).aux_hidden
+        assert features is not None
+        return _unpack(features, places, num_seqs, width), _unpack(self._final.pop()[0], places, num_seqs, width)
+
+    def _keep(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._final.append(output.last_hidden_state)
+
+
+def _unpack(packed: Tensor, places: Tensor, num_seqs: int, width: int) -> Tensor:
+    """Rows [n, C] at `places` int64 [n] of [S * T], as [S, T, C]; a new tensor, since autograd takes none of inference mode's."""
+    return packed.new_zeros(num_seqs * width, packed.shape[1]).index_copy_(0, places, packed).view(num_seqs, width, -1)
