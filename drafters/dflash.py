@@ -215,6 +215,15 @@ class DFlashDrafter:
         self._embedding_scale = verifier.embedding_scale if config.input_embedding_scale is None else config.input_embedding_scale
         self._softcap = config.final_logit_softcapping or (verifier.final_softcap if unstated else None)
 
+    @property
+    def weight_bytes(self) -> int:
+        """See `specdec.core.Drafter.weight_bytes`; a borrowed head is read once more."""
+        model, target = self.model, self.verifier
+        own = sum(parameter.nbytes for parameter in model.parameters())
+        unread = 0 if model.embed_tokens is None else model.embed_tokens.weight.nbytes
+        borrowed = target.vocab_size * target.hidden_size * target.dtype.itemsize if model.lm_head is None else 0
+        return own - unread + borrowed
+
     def begin(self, slot: int, token_ids: Sequence[int]) -> None:
         """Nothing: the context lies in the cache, and prefill writes it."""
 

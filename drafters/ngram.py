@@ -30,6 +30,8 @@ class NGramDrafter:
 
     aux_layer_ids: tuple[int, ...] = ()
 
+    weight_bytes = 0
+
     def __init__(self, *, max_draft_tokens: int = 8, prompt_lookup_max: int = 4, prompt_lookup_min: int = 1) -> None:
         if max_draft_tokens < 1:
             raise InvalidInputError(f"max_draft_tokens is {max_draft_tokens}; it must be at least 1")

@@ -13,6 +13,7 @@ from evals.divergence import first_divergence
 from evals.peers import Peer, load_peer
 from evals.prompt_sets import PromptSet
 from evals.report import new_report
+from evals.roofline import bound, measured_bandwidth
 from evals.runner import Decoded, Generate, OnStep, OnTurn, Pass, most_tokens, run_set
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import Drafter
@@ -168,6 +169,8 @@ class Bench:
                 ],
             },
         )
+        self._bandwidth = measured_bandwidth(self._base.verifier.device)
+        report["bandwidth"] = self._bandwidth
         report["rows"] = []
         cells = list(product(config.sets, config.temperatures, config.concurrencies))
         for number, cell in enumerate(cells, start=1):
@@ -195,7 +198,22 @@ class Bench:
             seconds = run_set(side.decoder, prompts, sampling, raw=config.raw).seconds
             side.time_split = time_split(timer.totals, seconds)
         key = {"prompt_set": prompts.name, "temperature": temperature, "concurrency": concurrency}
-        return [key | _row(side, sides[0]) for side in sides]
+        return [key | _row(side, sides[0]) | {"roofline": self._roofline(side, concurrency)} for side in sides]
+
+    def _roofline(self, side: _Side, concurrency: int) -> dict[str, Any] | None:
+        """What memory alone would allow; a peer's weights may lie otherwise, so it has none."""
+        if side.peer:
+            return None
+        answers = side.passes[0].answers
+        context = sum(len(answer.prompt_token_ids) + len(answer.token_ids) / 2 for answer in answers) / len(answers)
+        tau = pooled(answer.stats for answer in answers).tau
+        return bound(
+            side.decoder.engine,
+            bandwidth=self._bandwidth,
+            tau=tau,
+            num_reqs=min(concurrency, len(answers)),
+            context=context,
+        )
 
     def _on_turn(self, title: str) -> OnTurn | None:
         progress = self._progress

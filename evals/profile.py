@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from evals.report import check_writable
 from evals.report_table import align
+from evals.roofline import measured_bandwidth, step_bytes
 from specdec.config import SamplingParams
 from specdec.core import Status
 from specdec.decoder import SpecDecoder
@@ -41,6 +42,8 @@ class StepProfile:
         context: tokens of the longest conversation when the measurement began.
         step_ms: milliseconds per step, one entry per step, measured without the profiler.
         busy: share of the profiled time in which the accelerator ran a kernel; None on a CPU.
+        bandwidth: bytes per second that the device reads.
+        step_bytes: bytes that a step has to read.
         kernels: the longest first; GPU kernels on an accelerator, operators on a CPU.
     """
 
@@ -49,6 +52,8 @@ class StepProfile:
     context: int
     step_ms: list[float]
     busy: float | None
+    bandwidth: float
+    step_bytes: int
     kernels: list[KernelTime]
 
 
@@ -107,6 +112,8 @@ def profile_steps(
         context=context,
         step_ms=step_ms,
         busy=_busy_share(profiler.events()) if on_device else None,
+        bandwidth=measured_bandwidth(decoder.verifier.device),
+        step_bytes=step_bytes(engine, k=engine.num_draft_tokens, num_reqs=len(prompts), context=context),
         kernels=_kernels(profiler.key_averages(), steps, on_device=on_device),
     )
 
@@ -119,6 +126,7 @@ def format_profile(result: StepProfile, *, most: int = 25) -> str:
     for kernel in result.kernels[:most]:
         share = kernel.microseconds / total if total else 0.0
         rows.append((_short(kernel.name), f"{kernel.calls:.1f}", f"{kernel.microseconds:.1f}", f"{100 * share:.1f}%"))
+    floor = 1e3 * result.step_bytes / result.bandwidth
     left_out = len(result.kernels) - most
     idle = "" if result.busy is None else f"; the GPU is idle {100 * (1 - result.busy):.1f}% of the time"
     return "\n".join(
@@ -126,6 +134,8 @@ def format_profile(result: StepProfile, *, most: int = 25) -> str:
             f"{result.num_reqs} at once, k = {result.k}, context {result.context}:"
             f" {median(result.step_ms):.2f} ms per step (median of {len(result.step_ms)},"
             f" {min(result.step_ms):.2f} to {max(result.step_ms):.2f}){idle}",
+            f"reading the step's {result.step_bytes / 1e6:,.0f} MB alone would take {floor:.2f} ms"
+            f" at the {result.bandwidth / 1e9:,.0f} GB/s that this device shows",
             "",
             *align(rows, left=(0,)),
             *([f"and {left_out} shorter ones"] if left_out > 0 else []),

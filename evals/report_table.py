@@ -18,10 +18,11 @@ def format_report(report: Report) -> str:
 
 def bench_table(report: Report) -> list[str]:
     """One line per side of every part of the sweep; the plain side first, which ratios refer to."""
-    rows = [("set", "T", "conc", "drafter", "k", "tokens/s", "range", "ratio", "tau", "mean", "same output")]
+    rows = [("set", "T", "conc", "drafter", "k", "tokens/s", "range", "ratio", "of bound", "tau", "mean", "same output")]
     for row in report["rows"]:
         speed, acceptance = row["speed"]["tokens_per_second"], row["acceptance"]
         plain = row["drafter"] == PLAIN
+        limit = row["roofline"]
         tau = ("", "") if acceptance is None else (f"{acceptance['tau']:.2f}", f"{acceptance['mean_tau']:.2f}")
         rows.append(
             (
@@ -33,6 +34,7 @@ def bench_table(report: Report) -> list[str]:
                 f"{speed['median']:.1f}",
                 f"{speed['min']:.1f}-{speed['max']:.1f}",
                 "none" if row["ratio"] is None else f"{row['ratio']:.2f}x",
+                "" if limit is None else f"{100 * speed['median'] / limit['tokens_per_second']:.0f}%",
                 *tau,
                 "" if plain else f"{row['num_answers'] - len(row['differing_answers'])}/{row['num_answers']}",
             )
@@ -42,6 +44,7 @@ def bench_table(report: Report) -> list[str]:
         *align(rows, left=(0, 3)),
         "",
         f"tokens/s: median of {repeats} timed passes, prefill included; ratio: to plain decoding of the same part of the sweep.",
+        f"of bound: to what reading weights and cache alone would allow, at {report['bandwidth'] / 1e9:.0f} GB/s measured here.",
         "tau: tokens output per verify step, pooled over all steps; mean: the mean of the answers' own tau.",
     ]
 

@@ -239,6 +239,10 @@ class Verifier(Protocol):
     """Softcap the model applies to its logits, or None."""
 
     @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights that a forward of a few tokens reads; of a mixture of experts, all of them."""
+
+    @property
     def kv_specs(self) -> Sequence[LayerSpec]:
         """Cache layers needed."""
 
@@ -268,6 +272,10 @@ class Drafter(Protocol):
     """Largest k."""
     aux_layer_ids: tuple[int, ...]
     """Decoder layers (0-based) of the target whose raw outputs are needed."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights, once bound, that drafting reads in a step."""
 
     @property
     def kv_specs(self) -> Sequence[LayerSpec]:

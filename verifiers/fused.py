@@ -153,6 +153,12 @@ class FusedVerifier:
         rotary = _PlainRotary(kv_layer_spec(config).head_dim, config.rope_parameters["rope_theta"], embedding.device)
         return cls(config, layers, tree.model.norm, embedding, Linear(embedding), rotary, name=name, backend=backend, eos=eos)
 
+    @property
+    def weight_bytes(self) -> int:
+        """See `Verifier.weight_bytes`."""
+        layers = sum(part.nbytes for layer in self._layers for part in (layer.qkv, layer.output, layer.gate_up, layer.down))
+        return layers + self._head.nbytes
+
     @torch.inference_mode()
     def forward(self, rows: ForwardInput, caches: Sequence[LayerCache], aux_layer_ids: Sequence[int] = ()) -> VerifyOutput:
         """Scores packed rows; see `Verifier.forward`."""

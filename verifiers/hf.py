@@ -100,6 +100,13 @@ class HFVerifier:
         self._hooked: set[int] = set()
         self._tapped: dict[int, Tensor] = {}
 
+    @property
+    def weight_bytes(self) -> int:
+        """See `Verifier.weight_bytes`. Of the input embeddings only a few rows are read, unless they are the head's, too."""
+        tied = self._head.weight is self._embedding
+        total = sum(parameter.nbytes for parameter in self.model.parameters()) + sum(b.nbytes for b in self.model.buffers())
+        return total if tied else total - self._embedding.nbytes
+
     @torch.inference_mode()
     def forward(self, rows: ForwardInput, caches: Sequence[Any], aux_layer_ids: Sequence[int] = ()) -> VerifyOutput:
         """Scores packed rows; see `Verifier.forward`."""

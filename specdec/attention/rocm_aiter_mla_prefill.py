@@ -190,7 +190,9 @@ def unavailable_reasons(spec: MlaSpec) -> list[str]:
     """All reasons why prompts of `spec` cannot be computed in 8 bits on this machine; empty when they can. Never raises."""
     reasons = []
     architecture = specdec.device.rocm_architecture(spec.device)
-    if architecture != "gfx950":
+    if architecture is None:
+        reasons.append(f"{spec.device} is not a ROCm device")
+    elif architecture != "gfx950":
         reasons.append(f"architecture {architecture} (the kernel is for gfx950)")
     reasons += aiter.unavailable_reasons("mla") or _missing_functions()
     if spec.kv_dtype != torch.float8_e4m3fn:

@@ -59,6 +59,12 @@ class Linear:
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), 16) if self.packed else weight
         self._four_bit = _pack_four_bit(four_bit) if four_bit is not None and self.packed and can_pack_four_bit(weight) else None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a product with few rows reads."""
+        parts = [self.weight] if self._four_bit is None else [*self._four_bit]
+        return sum(part.numel() * part.element_size() for part in parts)
+
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """[..., out] from `x` [..., in] and, when there is one, `residual` [..., out]."""
         if self._four_bit is not None and x.ndim == 2 and x.shape[0] <= FEW_ROWS:

@@ -154,8 +154,8 @@ def test_a_target_with_latent_attention_trains_and_agrees_with_the_engine(tmp_pa
     """Catches features that are not what the engine taps, or cannot be trained on; distillation needs the final states too."""
     write_target(tmp_path / "target", latent=True)
     write_prompts(tmp_path / "prompts.txt", count=80)
-    assert run_stages(("answers", "train", "finish"), toy_config(tmp_path, kl=0.3, max_steps=40, heldout=8))
-    assert report(tmp_path)["tau_engine"] > 1.3
+    assert run_stages(("answers", "train", "finish"), toy_config(tmp_path, kl=0.3, max_steps=100, heldout=8))
+    assert report(tmp_path)["tau_engine"] > 1.8
     assert report(tmp_path)["same_answers"] == 1.0
 
 

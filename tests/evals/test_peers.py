@@ -73,15 +73,15 @@ def test_a_batch_stops_each_answer_at_its_own_end(folder: Path) -> None:
 
 
 def test_llama_cpp_decodes_the_embedded_file() -> None:
-    """The same file, one step; its 4-bit arithmetic may pick another token, but not a wrong vocabulary."""
+    """Catches a wrong vocabulary and prompts that are not reset; its 8-bit activations may pick other words elsewhere."""
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     from specdec.decoder import SpecDecoder
 
     decoder = SpecDecoder.from_pretrained("embedded", drafter=None, dtype="float32")
-    prompt = decoder.tokenize([{"role": "user", "content": "What is the capital of France?"}])
+    prompt = decoder.tokenize([{"role": "user", "content": "Count from 1 to 5."}])
     sampling = SamplingParams(max_tokens=8)
     (tokens,) = load_peer("llama.cpp", decoder.verifier).generate([prompt], [sampling], concurrency=1)
-    assert "Paris" in decoder.tokenizer.decode(tokens)
+    assert decoder.tokenizer.decode(tokens).startswith("1.")
 
 
 def test_vllm_is_asked_for_the_same_work(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

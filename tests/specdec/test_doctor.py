@@ -87,3 +87,58 @@ def test_damaged_aiter_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert "paged_attention_v1 of aiter takes no out, workspace_buffer" in aiter.unavailable_reasons()[0]
     monkeypatch.delattr(emulated, "paged_attention_v1")
     assert "aiter has no paged_attention_v1" in aiter.unavailable_reasons()[0]
+
+
+def test_latent_attention(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its own backends with all their reasons, those of the 8-bit prefill included."""
+    out = doctor(capsys, "--mla", "--heads", "20")
+    assert "for 20 heads, latents of 512 + 64, keys of 128 + 64 and values of 128, bfloat16\n" in out
+    assert "rocm_aiter_mla         no: cpu is not a ROCm device" in out and "rocm_aiter_fa" not in out
+    assert "torch_ref              chosen by --attention auto" in out and "DFlash" not in out
+    assert "prompts in 8 bits: no: cpu is not a ROCm device; AITER is not installed" in out
+    monkeypatch.setattr(specdec.device, "rocm_architecture", lambda device: "gfx950")
+    install(monkeypatch, tmp_path, Machine(architecture="gfx950"))
+    out = doctor(capsys, "--mla", "--kv-dtype", "fp8")
+    assert "128 heads" in out and "cache in float8_e4m3fn" in out and "prompts in 8 bits: yes" in out
+    assert "rocm_aiter_mla_sparse  no: the model has no indexer" in out
+    assert "rocm_aiter_mla         chosen by --attention auto" in out
+    out = doctor(capsys, "--mla")
+    assert "prompts in 8 bits: no: a torch.bfloat16 cache (rounding to 8 bits is for models whose cache is rounded anyway)" in out
+    out = doctor(capsys, "--v-head-dim", "256", "--qk-nope-head-dim", "192", "--kv-dtype", "fp8")
+    assert "keys of 192 + 64 and values of 256" in out and "prompts in 8 bits: no: heads other than 192" in out
+    out = doctor(capsys, "--kv-lora-rank", "256", "--heads", "200")
+    assert "rocm_aiter_mla         no: latents of 256 and 64 numbers (the kernels take 512 and 64); 200 heads" in out
+
+
+def test_indexers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One size of an indexer is enough to ask about a model that has one."""
+    monkeypatch.setattr(specdec.device, "rocm_architecture", lambda device: "gfx942")
+    install(monkeypatch, tmp_path)
+    out = doctor(capsys, "--indexer")
+    assert "an indexer of 64 heads of 128 that selects 2048" in out
+    assert "rocm_aiter_mla_sparse  chosen by --attention auto" in out
+    assert "rocm_aiter_mla         no: an indexer chooses what rows attend to (use rocm_aiter_mla_sparse)" in out
+    assert "prompts in 8 bits: no: with an indexer" in out
+    assert "rocm_aiter_mla_sparse  no: 24 index heads" in doctor(capsys, "--index-n-heads", "24")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--kv-heads", "0"], "--kv-heads is 0; it must be at least 1"),
+        (["--head-dim", "-3"], "--head-dim is -3; it must be at least 1"),
+        (["--window", "0"], "--window is 0; it must be at least 1"),
+        (["--index-topk", "0"], "--index-topk is 0; it must be at least 1"),
+        (["--heads", "many"], "argument --heads: 'many' is not a whole number; see specdec doctor --help"),
+        (["--mla", "--window", "9"], "--window is not of latent attention; leave it out, or leave out --mla, --indexer and their"),
+        (["--kv-lora-rank", "512", "--sinks"], "--sinks is not of latent attention"),
+        (["--kv-dtype", "int4"], "cache dtype is 'int4'; choose 'auto' or 'fp8'"),
+        (["--kv-lora-rnk", "9"], "unknown option --kv-lora-rnk; did you mean --kv-lora-rank?"),
+    ],
+)
+def test_bad_input(capsys: pytest.CaptureFixture[str], options: list[str], message: str) -> None:
+    """One line with the value, the limit and the way out, and nothing else."""
+    assert main(["doctor", "--device", "cpu", *options]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert captured.err.startswith(f"specdec: error: {message}")

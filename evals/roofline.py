@@ -1,0 +1,72 @@
+"""How fast decoding could be if nothing but reading memory took time.
+
+A step reads the weights of target and drafter once and the cached keys and values of every request; at the bandwidth that the
+device shows, this takes a time that no kernel beats (the roofline model: Williams et al. 2009, doi 10.1145/1498765.1498785).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from specdec.engine import SpecEngine
+
+MEASURED_BYTES = {"cpu": 2**28, "cuda": 2**31}
+"""Read at once when the bandwidth is measured: far more than the caches hold."""
+
+
+def measured_bandwidth(device: torch.device, *, repeats: int = 5) -> float:
+    """Bytes per second that the device reads, the best of a sum and a copy, which moves every byte twice, over a few repeats."""
+    source = torch.ones(MEASURED_BYTES[device.type] // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    jobs = ((source.sum, source.nbytes), (lambda: target.copy_(source), 2 * source.nbytes))
+    best = 0.0
+    for job, moved in jobs:
+        for repeat in range(repeats + 1):
+            _synchronize(device)
+            started = time.perf_counter()
+            job()
+            _synchronize(device)
+            if repeat:  # the first one touches memory for the first time
+                best = max(best, moved / (time.perf_counter() - started))
+    return best
+
+
+def step_bytes(engine: SpecEngine, *, k: int, num_reqs: int, context: float) -> int:
+    """Bytes that one step has to read.
+
+    Args:
+        engine: target, drafter and cache.
+        k: drafts per step; with 0 the drafter only takes notes.
+        num_reqs: requests in the batch.
+        context: cached tokens per request, on average.
+    """
+    specs = list(engine.verifier.kv_specs)
+    weights = engine.verifier.weight_bytes
+    if engine.drafter and k:
+        specs += engine.drafter.kv_specs
+        weights += engine.drafter.weight_bytes
+    dtype = engine.verifier.attention.spec.kv_dtype
+    per_token = sum(spec.bytes_per_token(dtype) for spec in specs)
+    return weights + round(num_reqs * context * per_token)
+
+
+def bound(engine: SpecEngine, *, bandwidth: float, tau: float, num_reqs: int, context: float) -> dict[str, Any]:
+    """The bound for a report: bytes of a step, and the tokens per second if every request were in every step.
+
+    Args:
+        engine: see `step_bytes`.
+        bandwidth: bytes per second.
+        tau: tokens per verify step of one request.
+        num_reqs: requests at once.
+        context: cached tokens per request, on average.
+    """
+    moved = step_bytes(engine, k=engine.num_draft_tokens, num_reqs=num_reqs, context=context)
+    return {"bytes_per_step": moved, "tokens_per_second": tau * num_reqs * bandwidth / moved}
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,45 @@
+"""The bound that reading memory sets."""
+
+import pytest
+import torch
+
+from evals import roofline
+from evals.roofline import bound, measured_bandwidth, step_bytes
+from specdec.config import CacheConfig, EngineConfig
+from specdec.engine import SpecEngine
+from tests.tiny_models import CONFIGS, paged_verifier, plain_model, random_dflash
+
+SMALL = EngineConfig(max_num_seqs=2, max_model_len=64, cache=CacheConfig(memory_bytes=2**22))
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "qwen3_moe", "gemma2"])
+def test_every_weight_that_a_product_reads_counts_once(name: str) -> None:
+    """Catches input embeddings counted beside a head of their own, and a tied head left out. Norms may count or not."""
+    model = plain_model(name)
+    matrices = sum(p.nbytes for n, p in model.named_parameters() if p.ndim > 1 and "embed_tokens" not in n)
+    if CONFIGS[name]().tie_word_embeddings and not name.startswith("gemma"):
+        matrices += model.get_input_embeddings().weight.nbytes
+    norms = sum(p.nbytes for p in model.parameters() if p.ndim == 1) + sum(b.nbytes for b in model.buffers())
+    for fuse in (True, False):
+        assert 0 <= paged_verifier(model, fuse=fuse).weight_bytes - matrices <= norms
+
+
+def test_a_step_reads_weights_once_and_the_cache_per_request() -> None:
+    """Catches a drafter that counts although it does not draft, and keys without values."""
+    verifier = paged_verifier(plain_model("llama"))
+    drafter = random_dflash(verifier)
+    engine = SpecEngine(verifier, drafter, SMALL)
+    target_token = 4 * 2 * 2 * 16 * 4  # layers, key and value, heads, head size, float32
+    draft_token = 3 * 2 * 2 * 8 * 4
+    assert step_bytes(engine, k=0, num_reqs=3, context=10) == verifier.weight_bytes + 30 * target_token
+    drafting = verifier.weight_bytes + drafter.weight_bytes + 30 * (target_token + draft_token)
+    assert step_bytes(engine, k=4, num_reqs=3, context=10) == drafting
+    own = sum(parameter.nbytes for parameter in drafter.model.parameters())
+    assert drafter.weight_bytes == own + verifier.vocab_size * verifier.hidden_size * 4
+    limit = bound(engine, bandwidth=2.0 * drafting, tau=1.5, num_reqs=3, context=10)
+    assert limit == {"bytes_per_step": drafting, "tokens_per_second": 1.5 * 3 * 2.0}
+
+
+def test_the_bandwidth_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(roofline.MEASURED_BYTES, "cpu", 2**22)
+    assert 1e8 < measured_bandwidth(torch.device("cpu"), repeats=2) < 1e13
