@@ -232,7 +232,7 @@ def test_a_step_plans_once_and_neither_fills_nor_keeps_memory(rocm: Callable[[st
     for lengths in ([40, 9, 33, 21], [40, 9, 33]):
         subject.step(lengths, kind)
     before = storages(subject.backend)
-    assert name == "rocm_aiter_fa" or before
+    assert before
     per_step, per_layer = CALLS[name, kind]
     for lengths in ([41, 10, 34, 22], [41, 10, 34], [42, 11, 35]):
         metadata, layer = subject.make(lengths, *WIDTHS[kind])
