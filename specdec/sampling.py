@@ -56,6 +56,8 @@ def _signed(bits: int) -> int:
 _STEP = _signed(0x9E3779B97F4A7C15)
 _FACTORS = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
 _UNIT = 2**52  # probability 1 in the integer sums of top-p
+SORTED_VOCABULARY = 4096
+"""Largest vocabulary that top-p sorts."""
 _COLDEST = 1e-20  # already one-hot for any logits that differ in float32; dividing by less could overflow
 
 
@@ -151,15 +153,30 @@ def _filter_top_k(scores: Tensor, sampling: SamplingTensors) -> Tensor:
 def _filter_top_p(scores: Tensor, sampling: SamplingTensors) -> Tensor:
     """Keeps the fewest tokens of each row whose probability reaches `top_p`; of equal scores at the edge, the last.
 
-    The score at the edge is found from its leading bits down, by adding up the probability of all scores that begin alike. That
-    takes a few passes where sorting a large vocabulary takes a hundred times as long on a CPU. Sums of integers do not depend on
-    the order of summation, so the edge is the same for every batch shape and device.
+    Probabilities are added up as integers, whose sums do not depend on the order, so the edge is the same for every batch shape
+    and device.
     """
-    bits = (scores + 0.0).view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0
-    order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() + 2**31  # in [0, 2**32), ascending as the scores do
     mass = (scores.softmax(dim=-1).double() * _UNIT).long()
     spare = ((1 - sampling.top_p).double() * _UNIT).long()[:, None, None]  # the least likely tokens up to this much go
     spare = torch.minimum(spare, mass.sum(dim=-1, keepdim=True) - 1)  # never all of them
+    search = _tail_by_sorting if scores.shape[-1] <= SORTED_VOCABULARY else _tail_by_digits
+    return scores.masked_fill(search(scores, mass, spare), -torch.inf)
+
+
+def _tail_by_sorting(scores: Tensor, mass: Tensor, spare: Tensor) -> Tensor:
+    """bool [..., V]: the lowest scores whose mass, int64 [..., V], adds up to at most `spare` [..., 1]."""
+    token_ids = scores.sort(dim=-1, stable=True).indices
+    dropped = mass.gather(-1, token_ids).cumsum(dim=-1) <= spare
+    return torch.zeros_like(dropped).scatter_(-1, token_ids, dropped)
+
+
+def _tail_by_digits(scores: Tensor, mass: Tensor, spare: Tensor) -> Tensor:
+    """The same for a large vocabulary, which takes a CPU several times as long to sort.
+
+    The score at the edge is found from its leading bits down, by adding up the mass of all scores that begin alike.
+    """
+    bits = (scores + 0.0).view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0
+    order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() + 2**31  # in [0, 2**32), ascending as the scores do
     edge, below = torch.zeros_like(spare), torch.zeros_like(spare)
     for shift in (22, 11, 0):
         alike = torch.where(order >> (shift + 11) == edge, mass, 0)
@@ -169,8 +186,7 @@ def _filter_top_p(scores: Tensor, sampling: SamplingTensors) -> Tensor:
         below = (cumulative - sums).gather(-1, first)
         edge = edge << 11 | first
     ties = order == edge
-    dropped = (order < edge) | (ties & (below + torch.where(ties, mass, 0).cumsum(dim=-1) <= spare))
-    return scores.masked_fill(dropped, -torch.inf)
+    return (order < edge) | (ties & (below + torch.where(ties, mass, 0).cumsum(dim=-1) <= spare))
 
 
 def sample_from(probs: Tensor, u: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from specdec import sampling as sampling_module
 from specdec.config import SamplingParams
 from specdec.sampling import Purpose, SamplingTensors, penalised, processed_probs, sample_from, uniform
 
@@ -185,11 +186,13 @@ def test_ties_at_the_edge_of_top_p_fall_in_a_fixed_order() -> None:
     assert torch.equal(kept, kept.sort().values)
 
 
+@pytest.mark.parametrize("vocabulary", [2_000, 30_000], ids=["small", "large"])
 @pytest.mark.parametrize("coarse", [False, True], ids=["distinct", "ties"])
 @pytest.mark.parametrize("top_p", [1e-9, 0.3, 0.9, 0.999])
-def test_top_p_keeps_what_sorting_would_keep(top_p: float, coarse: bool) -> None:
-    """A vocabulary large enough for every digit of the search, against the definition: sort, add up, drop the first."""
-    logits = random_logits(3, 2, 30_000, coarse=coarse, seed=7).float()
+def test_top_p_keeps_what_sorting_would_keep(top_p: float, coarse: bool, vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both searches, the large vocabulary with every digit, against the definition: sort, add up, drop the first."""
+    assert 2_000 <= sampling_module.SORTED_VOCABULARY < 30_000
+    logits = random_logits(3, 2, vocabulary, coarse=coarse, seed=7).float()
     logits[0, 0] = 0.0
     logits[0, 0, ::2] = -0.0
     logits[0, 1, 100:] = -torch.inf
@@ -202,6 +205,9 @@ def test_top_p_keeps_what_sorting_would_keep(top_p: float, coarse: bool) -> None
     # In float64 the definition itself is sharper than the float32 probabilities that are added up, so a token may differ.
     assert (kept != expected).sum(dim=-1).max() <= 1
     assert torch.equal(kept[1, 0], expected[1, 0])
+    monkeypatch.setattr(sampling_module, "SORTED_VOCABULARY", 10**9 if vocabulary > sampling_module.SORTED_VOCABULARY else 0)
+    other = processed_probs(logits, tensors([SamplingParams(temperature=1.0, top_p=top_p)] * 3)) > 0
+    assert torch.equal(other, kept)  # to the token, whichever search is taken
 
 
 def test_sample_from_inverts_the_cumulative_distribution() -> None:
