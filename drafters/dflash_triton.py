@@ -1,20 +1,18 @@
 """The DFlash drafter's forward around Triton kernels, for devices whose attention is `triton_fa`; see `drafters.dflash`."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from drafters.dflash_model import DFlashLayer, DFlashModel
 from specdec.attention.backend import AttentionMetadata
 from specdec.attention.triton_fa import TritonFaBackend
 from specdec.kv_cache import LayerCache
 from specdec.ops.linear import Linear
 from specdec.ops.triton_decoder import DecoderLayer, TritonDecoder
 from specdec.ops.triton_fused import rms_norm, rope_store
-
-if TYPE_CHECKING:
-    from drafters.dflash import DFlashLayer, DFlashModel
 
 
 class TritonDFlash:
@@ -25,8 +23,8 @@ class TritonDFlash:
         attention: of the draft layers.
     """
 
-    def __init__(self, model: "DFlashModel", attention: TritonFaBackend) -> None:
-        layers = [_join_layer(cast("DFlashLayer", layer)) for layer in model.layers]
+    def __init__(self, model: DFlashModel, attention: TritonFaBackend) -> None:
+        layers = [_join_layer(cast(DFlashLayer, layer)) for layer in model.layers]
         self._model, self._attention = model, attention
         self._decoder = TritonDecoder(layers, model.norm.weight, epsilon=model.config.rms_norm_eps, attention=attention)
         self._project, norms = model.context_projection()
@@ -67,7 +65,7 @@ class TritonDFlash:
         return cos[:, :half], sin[:, half:]
 
 
-def _join_layer(layer: "DFlashLayer") -> DecoderLayer:
+def _join_layer(layer: DFlashLayer) -> DecoderLayer:
     attention, mlp = layer.self_attn, layer.mlp
     return DecoderLayer(
         input_norm=layer.input_layernorm.weight,

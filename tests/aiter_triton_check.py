@@ -248,7 +248,8 @@ def tiny(args: argparse.Namespace, device: torch.device, calls: dict[str, int]) 
 def random_drafter(verifier: Verifier) -> Drafter:
     """A DFlash drafter with random weights: full and sliding layers, bidirectional and causal."""
     from drafters.config import DFlashConfig
-    from drafters.dflash import DFlashDrafter, DFlashModel
+    from drafters.dflash import DFlashDrafter
+    from drafters.dflash_model import DFlashModel
 
     torch.manual_seed(1)
     large = verifier.hidden_size > 100

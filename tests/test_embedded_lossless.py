@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from drafters.checkpoint import write_checkpoint
 from drafters.config import DFlashConfig
-from drafters.dflash import DFlashModel, load_dflash
+from drafters.dflash import load_dflash
+from drafters.dflash_model import DFlashModel
 from drafters.ngram import load_ngram
 from specdec.config import CacheConfig, EngineConfig
 from specdec.core import Drafter, Verifier

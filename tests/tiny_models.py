@@ -29,7 +29,8 @@ from transformers import (
 )
 
 from drafters.config import DFlashConfig
-from drafters.dflash import DFlashDrafter, DFlashModel
+from drafters.dflash import DFlashDrafter
+from drafters.dflash_model import DFlashModel
 from specdec.attention.selector import select_backend
 from specdec.core import Verifier
 from verifiers.hf import verifier_for

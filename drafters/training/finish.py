@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from drafters.checkpoint import read_checkpoint, write_checkpoint
-from drafters.dflash import DFlashModel
+from drafters.dflash_model import DFlashModel
 from drafters.layout import Layout
 from drafters.training.answers import FEW_SHOT_STOP
 from drafters.training.config import TrainConfig

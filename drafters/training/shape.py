@@ -8,7 +8,7 @@ from torch import nn
 
 from drafters.checkpoint import read_checkpoint
 from drafters.config import DFlashConfig
-from drafters.dflash import DFlashModel
+from drafters.dflash_model import DFlashModel
 from drafters.training.config import TrainConfig
 from specdec.errors import InvalidInputError
 

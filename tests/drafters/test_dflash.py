@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from drafters.checkpoint import read_checkpoint, tensor_shapes, write_checkpoint
 from drafters.config import DFlashConfig
-from drafters.dflash import DFlashDrafter, DFlashModel, load_dflash
+from drafters.dflash import DFlashDrafter, load_dflash
+from drafters.dflash_model import DFlashModel
 from specdec.attention.backend import AttentionSpec
 from specdec.attention.torch_ref import TorchRefBackend
 from specdec.errors import BackendError, CheckpointError, InvalidInputError

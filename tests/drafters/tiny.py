@@ -12,7 +12,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from drafters.checkpoint import tensor_shapes, write_checkpoint
 from drafters.config import DFlashConfig
-from drafters.dflash import DFlashDrafter, DFlashModel
+from drafters.dflash import DFlashDrafter
+from drafters.dflash_model import DFlashModel
 from drafters.layout import Layout
 from specdec.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
 from specdec.attention.torch_ref import TorchRefBackend

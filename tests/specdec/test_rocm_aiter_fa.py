@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 import specdec.device
-from drafters.dflash import DFlashDrafter, DFlashModel
+from drafters.dflash import DFlashDrafter
+from drafters.dflash_model import DFlashModel
 from drafters.ngram import NGramDrafter
 from specdec.attention import rocm_aiter_fa, rocm_aiter_plan
 from specdec.attention.backend import AttentionBackend

@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from drafters.dflash import DFlashDrafter, DFlashModel
+from drafters.dflash import DFlashDrafter
+from drafters.dflash_model import DFlashModel
 from drafters.ngram import NGramDrafter
 from specdec.attention import rocm_aiter_fa
 from specdec.attention.rocm_aiter_mla import RocmAiterMlaBackend

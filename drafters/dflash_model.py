@@ -1,0 +1,147 @@
+"""The network of a DFlash drafter (arXiv 2602.06036), for training and for drafting: all shapes may carry batch axes."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from drafters.config import DFlashConfig
+from drafters.rotary import Rotary, rotate
+from specdec.ops.linear import Linear
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""`(layer, query [..., heads, D], key [..., kv_heads, D], value [..., kv_heads, D]) -> [..., heads, D]`, context included."""
+
+
+class DFlashAttention(nn.Module):
+    """Projections of one draft layer; the attention itself is the caller's."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        hidden, bias = config.hidden_size, config.attention_bias
+        query, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        self.head_dim = config.head_dim
+        self.q_proj = nn.Linear(hidden, query, bias=bias)
+        self.k_proj = nn.Linear(hidden, kv, bias=bias)
+        self.v_proj = nn.Linear(hidden, kv, bias=bias)
+        self.o_proj = nn.Linear(query, hidden, bias=bias)
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+
+    def project(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value [..., heads, head_dim] of block rows [..., H]."""
+        query, key, value = (p(hidden).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        return rotate(self.q_norm(query), cos, sin), rotate(self.k_norm(key), cos, sin), value
+
+
+class DFlashMLP(nn.Module):
+    """Gated SiLU."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., H] to [..., H]."""
+        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+
+
+class DFlashLayer(nn.Module):
+    """One draft layer."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = DFlashAttention(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = DFlashMLP(config)
+
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+        """[..., H] to [..., H]."""
+        query, key, value = self.self_attn.project(self.input_layernorm(hidden), cos, sin)
+        hidden = hidden + self.self_attn.o_proj(attend(query, key, value).flatten(-2))
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class DFlashModel(nn.Module):
+    """The network. Its state dict is the checkpoint, and it serves training as well as drafting: all shapes may carry batch axes.
+
+    Args:
+        config: the drafter.
+        own_embeddings, own_head: the checkpoint brings its own instead of borrowing the target's; a reduced vocabulary always
+            brings its head.
+    """
+
+    def __init__(self, config: DFlashConfig, *, own_embeddings: bool = False, own_head: bool = False) -> None:
+        super().__init__()
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.config = config
+        self.layers = nn.ModuleList(DFlashLayer(config) for _ in range(config.num_hidden_layers))
+        self.fc = nn.Linear(config.feature_size, hidden, bias=False)
+        self.hidden_norm = nn.RMSNorm(hidden, eps=eps)
+        self.norm = nn.RMSNorm(hidden, eps=eps)
+        self.embed_tokens = nn.Embedding(config.vocab_size, hidden) if own_embeddings else None
+        draft_vocab = config.draft_vocab_size
+        own_head = own_head or draft_vocab is not None
+        self.lm_head = nn.Linear(hidden, draft_vocab or config.vocab_size, bias=False) if own_head else None
+        self.d2t: Tensor | None
+        self.register_buffer("d2t", None if draft_vocab is None else torch.zeros(draft_vocab, dtype=torch.long))
+        self.rotary = Rotary(config)
+        self._fused: tuple[Linear, Tensor] | None = None
+
+    def context_kv(self, features: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values that context positions contribute to every layer; they depend on nothing but the target's features.
+
+        Args:
+            features: [..., num_taps * H_target], raw outputs of the tapped layers side by side.
+            position_ids: int64 [...].
+
+        Returns:
+            Two tensors [..., num_layers, num_kv_heads, head_dim]; keys are normed and rotated.
+        """
+        config = self.config
+        project, norm = self.context_projection()
+        context = self.hidden_norm(self.fc(features))
+        shape = (config.num_hidden_layers, 2, config.num_key_value_heads, config.head_dim)
+        key, value = project(context).unflatten(-1, shape).unbind(-3)
+        key = F.rms_norm(key, (config.head_dim,), eps=config.rms_norm_eps) * norm
+        cos, sin = self.rotary(position_ids, key.dtype)
+        return rotate(key, cos[..., None, :, :], sin[..., None, :, :]), value
+
+    def block_forward(self, embeddings: Tensor, position_ids: Tensor, attend: Attend) -> Tensor:
+        """Final hidden states [..., H], normed, of block rows.
+
+        Args:
+            embeddings: [..., H], scaled input embeddings of the anchor and the masks.
+            position_ids: int64 [...].
+            attend: attention of a layer over its context and the block.
+        """
+        hidden = embeddings
+        cos, sin = self.rotary(position_ids, hidden.dtype)
+        for i, layer in enumerate(self.layers):
+            hidden = layer(hidden, cos, sin, partial(attend, i))
+        return self.norm(hidden)
+
+    def prepare_inference(self) -> None:
+        """Joins the context projections of all layers and lays weights out for the device's kernels; gradients end here."""
+        self._fused = self._join_context_projections(pack=True)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                module.forward = Linear(module.weight, module.bias)  # type: ignore[assignment]
+
+    def context_projection(self) -> tuple[Linear, Tensor]:
+        """Key and value projections of all layers as one, and the key norms [num_layers, 1, head_dim]."""
+        return self._fused or self._join_context_projections(pack=False)
+
+    def _join_context_projections(self, *, pack: bool) -> tuple[Linear, Tensor]:
+        attentions = [cast(DFlashLayer, layer).self_attn for layer in self.layers]
+        projections = [projection for attention in attentions for projection in (attention.k_proj, attention.v_proj)]
+        weight = torch.cat([projection.weight for projection in projections])
+        bias = torch.cat([projection.bias for projection in projections]) if self.config.attention_bias else None
+        norms: list[Tensor] = [attention.k_norm.weight for attention in attentions]
+        return Linear(weight, bias, pack=pack), torch.stack(norms)[:, None]
