@@ -43,6 +43,7 @@ class BenchConfig:
         seed: item `i` uses `seed + i`.
         raw: continue prompts as text, without the chat template.
         peers: other systems to measure beside, see `evals.peers`.
+        graphs: capture decode steps, see `EngineConfig`.
         memory_bytes: budget of each side's cache; None takes the device's default.
     """
 
@@ -57,6 +58,7 @@ class BenchConfig:
     seed: int = 0
     raw: bool = False
     peers: tuple[str, ...] = ()
+    graphs: bool = False
     memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
@@ -163,6 +165,7 @@ class Bench:
                 "warmup": config.warmup,
                 "seed": config.seed,
                 "raw": config.raw,
+                "graphs": config.graphs,
                 "prompt_sets": [
                     {"name": one.name, "source": one.source, "num_items": len(one.items), "sha256": one.sha256}
                     for one in config.sets
@@ -230,6 +233,7 @@ class Bench:
                 max_num_seqs=concurrency,
                 max_model_len=min(longest, verifier.max_model_len),
                 num_draft_tokens=k,
+                graphs=config.graphs,
                 # Without it every pass does the same work, prefill included.
                 cache=CacheConfig(memory_bytes=config.memory_bytes, prefix_caching=False),
             )

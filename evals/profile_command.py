@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", default="auto", metavar="NAME", help="auto (default), cpu, cuda or cuda:N")
     add("--dtype", default="auto", metavar="NAME", help="auto (default), float32, bfloat16 or float16")
     add("--attention", default="auto", metavar="NAME", help="attention backend, or auto (default)")
+    add("--graphs", action="store_true", help="on an accelerator, capture decode steps as graphs (not yet run on a GPU)")
     add("--concurrency", type=whole_number, default=1, metavar="N", help="conversations at once (default 1)")
     add("--context", type=whole_number, default=256, metavar="N", help="tokens of every prompt (default %(default)s)")
     add("--steps", type=whole_number, default=20, metavar="N", help="steps measured (default %(default)s)")
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         device=args.device,
         dtype=args.dtype,
         attention=args.attention,
-        engine=EngineConfig(max_num_seqs=args.concurrency, num_draft_tokens=args.num_draft_tokens),
+        engine=EngineConfig(max_num_seqs=args.concurrency, num_draft_tokens=args.num_draft_tokens, graphs=args.graphs),
     )
     items = load_prompt_set("bundled").items
     prompts = [_filled(decoder.tokenize(items[i % len(items)].turns[0]), args.context) for i in range(args.concurrency)]

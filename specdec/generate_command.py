@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="prompts decoded at once (default %(default)s)",
     )
     add("--kv-memory", type=byte_size, metavar="SIZE", help="memory for the KV cache, such as 512M or 2G")
-    add("--no-graphs", action="store_true", help="launch steps operation by operation on an accelerator, not as captured graphs")
+    add("--graphs", action="store_true", help="on an accelerator, capture decode steps as graphs (not yet run on a GPU)")
     add("--kv-dtype", default="auto", metavar="NAME", help="auto (default), or fp8 for an 8-bit cache on backends that have one")
 
     add = parser.add_argument_group("speculation").add_argument
@@ -151,7 +151,7 @@ def load_decoder(args: argparse.Namespace) -> SpecDecoder:
         num_draft_tokens=args.num_draft_tokens,
         adaptive=args.num_draft_tokens is None if args.adaptive is None else args.adaptive,
         draft_sampling=args.draft_sampling,
-        graphs=not args.no_graphs,
+        graphs=args.graphs,
         timing=args.timing,
         cache=CacheConfig(memory_bytes=args.kv_memory, dtype=args.kv_dtype),
     )

@@ -46,8 +46,11 @@ class TritonFaBackend(AttentionBackend):
     @classmethod
     def reasons_against_auto(cls, spec: AttentionSpec) -> list[str]:
         """See `AttentionBackend.reasons_against_auto`."""
-        interpreted = spec.device.type == "cpu" and not unavailable_reasons(spec.device)
-        return ["kernels are interpreted on a CPU, for tests only"] if interpreted else []
+        if unavailable_reasons(spec.device):
+            return []
+        if spec.device.type == "cpu":
+            return ["kernels are interpreted on a CPU, for tests only"]
+        return ["it has not been run on a GPU yet; choose it by name to try it"]
 
     def __init__(self, spec: AttentionSpec) -> None:
         from specdec.ops import triton_attention, triton_fused  # Triton itself is imported only where it is used
