@@ -17,10 +17,10 @@ from evals.report import check_writable
 from evals.report_table import align
 from evals.roofline import measured_bandwidth, step_bytes
 from specdec.config import SamplingParams
-from specdec.core import Status
+from specdec.core import Request, Status
 from specdec.decoder import SpecDecoder
 from specdec.engine import SpecEngine
-from specdec.errors import InvalidInputError
+from specdec.errors import CapacityError, InvalidInputError
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def profile_steps(
 
     Raises:
         InvalidInputError: more prompts than the engine decodes at once, too few steps, or a trace that cannot be written.
-        CapacityError: prompt and steps do not fit.
+        CapacityError: prompt and steps do not fit, or somebody's output came to its end before the measurement did.
     """
     engine = decoder.engine
     if len(prompts) > engine.config.max_num_seqs:
@@ -86,12 +86,15 @@ def profile_steps(
     if steps < 1 or warmup < 0:
         raise InvalidInputError(f"steps is {steps} and warmup {warmup}; measure at least 1 step after 0 or more")
     check_writable(None if trace is None else str(trace))
-    # Enough that nobody finishes early, whatever is accepted; one step more is in flight when results are read late.
-    most = (warmup + 2 * steps + 2) * (engine.num_draft_tokens + 1)
+    # Enough that nobody finishes early, whatever is accepted, also not those who decode while the others are still prefilled; one
+    # step more is in flight when results are read late.
+    prefill_steps = -(-sum(map(len, prompts)) // engine.config.max_prefill_tokens)
+    most = (prefill_steps + warmup + 2 * steps + 2) * (engine.num_draft_tokens + 1)
     requests = [engine.add_request(prompt, SamplingParams(max_tokens=most, ignore_eos=True)) for prompt in prompts]
     try:
         while any(request.status is not Status.RUNNING for request in requests):
             engine.step()
+            _check_unfinished(requests)
         for _ in range(warmup):
             engine.step()
         context = max(request.kv_tokens_bound for request in requests)
@@ -101,6 +104,7 @@ def profile_steps(
             for _ in range(steps):
                 engine.step()
             _synchronize(engine)
+        _check_unfinished(requests)
     finally:
         engine.abort_all({request.request_id for request in requests})
     if trace is not None:
@@ -141,6 +145,20 @@ def format_profile(result: StepProfile, *, most: int = 25) -> str:
             *([f"and {left_out} shorter ones"] if left_out > 0 else []),
         ]
     )
+
+
+def _check_unfinished(requests: Sequence[Request]) -> None:
+    """A smaller batch must not be taken for the one that was asked for.
+
+    Raises:
+        CapacityError: a request has finished, which only the model's length makes it do.
+    """
+    for request in requests:
+        if request.status is Status.FINISHED:
+            raise CapacityError(
+                f"a conversation of {len(request.prompt_token_ids)} tokens came to its end ({request.finish_reason}) after"
+                f" {len(request.output_token_ids)} more, before the measurement did; take shorter prompts or fewer at once"
+            )
 
 
 def _timed_step(engine: SpecEngine) -> float:

@@ -60,11 +60,16 @@ class CudaCapture:
                 launch()
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
+        cause: Exception | None = None
         try:
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                launch()
+                try:
+                    launch()
+                except Exception as error:
+                    cause = error  # after it the end of the capture fails, too, and its error says only that
+                    raise
         except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
+            reason = str(cause or error).partition("\n")[0]
             raise BackendError(f"{self._device} cannot capture this model's step: {reason}; turn graphs off") from error
         return graph.replay
 

@@ -1,5 +1,6 @@
 """What an engine will take of the device's memory, said before it is taken."""
 
+import gc
 import logging
 from collections.abc import Sequence
 
@@ -30,6 +31,10 @@ def plan_cache(
         InvalidInputError: the budget is for blocks of another size than the target was loaded for.
         CapacityError: the budget does not pay for two blocks, or the device does not have it.
     """
+    if verifier.device.type == "cuda":
+        # An engine and its captured steps refer to each other: what the last one took is free only after a collection.
+        gc.collect()
+        torch.cuda.empty_cache()
     device, dtype, block_size = verifier.device, verifier.attention.spec.kv_dtype, verifier.attention.spec.block_size
     if config.block_size not in (None, block_size):
         raise InvalidInputError(

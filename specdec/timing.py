@@ -30,7 +30,7 @@ class StepTimer:
         self.totals: dict[str, float] = {}
         self.num_steps = 0
         self.steps_by_k: Counter[int] = Counter()
-        self._sync = device.type == "cuda"
+        self._device = device
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Times the body of a `with` statement as phase `name`."""
@@ -60,8 +60,8 @@ class StepTimer:
         self.totals[name] = self.totals.get(name, 0.0) + self._now() - start
 
     def _now(self) -> float:
-        if self._sync:
-            torch.cuda.synchronize()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
 
@@ -73,6 +73,7 @@ class StepClock:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._on_device = device.type == "cuda"
 
     def stamp(self) -> Any:
@@ -80,7 +81,7 @@ class StepClock:
         if not self._on_device:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))  # by default it would be the current device's, maybe another one
         return event
 
     def wait(self, stamp: Any) -> None:

@@ -65,6 +65,18 @@ def test_an_accelerator_counts_its_kernels_and_its_idle_time() -> None:
     assert (kernel.name, kernel.calls, kernel.microseconds) == ("kernel", 2.0, 10.0)
 
 
+def test_a_long_prefill_leaves_enough_to_measure() -> None:
+    """The first conversation decodes while the others are prefilled; one that ended meanwhile was waited for without end."""
+    base = tiny_decoder()
+    engine = EngineConfig(max_num_seqs=3, max_model_len=200, max_prefill_tokens=4)
+    decoder = SpecDecoder(base.verifier, base.tokenizer, None, engine)
+    prompts = [[5] * 8, [6] * 60, [7] * 60]
+    result = profile_steps(decoder, prompts, steps=2, warmup=0)
+    assert (result.num_reqs, len(result.step_ms)) == (3, 2)
+    with pytest.raises(CapacityError, match=r"a conversation of 190 tokens came to its end \(length\) after 10 more"):
+        profile_steps(decoder, [[5] * 190, [8] * 60, [9] * 60], steps=2, warmup=0)
+
+
 def test_mistakes_are_named() -> None:
     decoder = drafting_decoder(max_num_seqs=1)
     with pytest.raises(InvalidInputError, match="2 prompts are to run at once and max_num_seqs is 1"):

@@ -131,6 +131,21 @@ def test_ragged_prefill_and_extension(causal: bool, splits: int) -> None:
     torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
 
 
+def test_an_only_key_head_with_any_stride() -> None:
+    """Transformers' keys [1, 1, T, D], turned around, have a stride at the only head that is not its size."""
+    torch.manual_seed(0)
+    wanted = spec(num_kv_heads=1, head_dim=16)
+    metadata, cache = scenario(UNIFORM, wanted)
+    copy = LayerCache(cache.key.clone(), cache.value.clone())
+    query, key, value = (torch.randn(1, heads, metadata.num_tokens, 16, device=DEVICE)[0].transpose(0, 1) for heads in (4, 1, 1))
+    assert key.is_contiguous() and key.stride(1) != 16
+    backend, oracle = TritonFaBackend(wanted), TorchRefBackend(wanted)
+    got = backend.run(query, key, value, cache, backend.plan(metadata), scale=0.2)
+    want = oracle.run(query, key, value, copy, oracle.plan(metadata), scale=0.2)
+    torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(cache.key, copy.key, atol=0, rtol=0)
+
+
 @pytest.mark.parametrize("head_dim", [8, 80, 128, 256])
 def test_head_sizes(head_dim: int) -> None:
     """Sizes that matrix instructions do not take are padded."""

@@ -1,0 +1,69 @@
+"""Everything of a step lies on the target's device.
+
+Without an accelerator, `meta` is a device of its own: no value can be read from it, and what mixes it with the CPU is caught.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM
+
+from drafters.ngram import NGramDrafter
+from specdec.attention.selector import select_backend
+from specdec.config import CacheConfig, EngineConfig
+from specdec.core import Drafter, Verifier
+from specdec.engine import SpecEngine
+from specdec.state import SamplingFacts
+from tests.tiny_models import CONFIGS, random_dflash
+from verifiers.hf import verifier_for
+from verifiers.hf_attention import ATTENTION_NAME
+from verifiers.shape import backend_spec
+
+META = torch.device("meta")
+FACTS = {
+    "greedy": SamplingFacts(False, True, 0, False, False, False),
+    "filtered": SamplingFacts(False, False, 32, True, True, True),
+    "penalised": SamplingFacts(True, False, 0, False, False, False),
+}
+
+
+class OneDevice(TorchDispatchMode):
+    """Refuses operations that read or make a tensor anywhere else."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        strays = [x for x in tree_leaves((args, kwargs, outputs)) if isinstance(x, torch.Tensor) and x.device.type != "meta"]
+        assert not strays, f"{func} has {strays[0].dtype} {list(strays[0].shape)} on {strays[0].device}"
+        return outputs
+
+
+def make_verifier(name: str, *, fuse: bool) -> Verifier:
+    """A tiny target without weights."""
+    model = AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation=ATTENTION_NAME, dtype=torch.float32).to(META)
+    spec = backend_spec(model.config, device=META, dtype=torch.float32, block_size=4)
+    return verifier_for(model, name=name, backend=select_backend("torch_ref", spec), fuse=fuse)
+
+
+@pytest.mark.parametrize(("name", "fuse"), [("llama", True), ("qwen3", True), ("llama", False), ("gemma2", False)])
+def test_a_step_stays_on_its_device(name: str, fuse: bool) -> None:
+    """A tensor made on the host inside a step stops an accelerator's graph capture, or makes every step wait."""
+    verifier = make_verifier(name, fuse=fuse)
+    drafters: list[Drafter | None] = [None, NGramDrafter(max_draft_tokens=4), random_dflash(verifier)]
+    for drafter in drafters:
+        cache = CacheConfig(memory_bytes=2**20)
+        config = EngineConfig(max_num_seqs=4, draft_sampling="probabilistic", cache=cache)
+        engine = SpecEngine(verifier, drafter, config)
+        engine.state.seen = torch.zeros(5, verifier.vocab_size, dtype=torch.bool, device=META)
+        slots = torch.empty(3, dtype=torch.int64, device=META)
+        if drafter is drafters[-1]:
+            drafter.model.rotary(slots, torch.float32)  # type: ignore[union-attr]  # a prefill has brought its frequencies over
+        for facts in FACTS.values():
+            with torch.inference_mode(), OneDevice():
+                sampling = engine.state.sampling(slots, facts)
+                batch = engine.state.gather(slots, sampling, k=engine.num_draft_tokens, max_seq_len=64)
+                table = engine._result_table(batch)
+                engine.state.rest_padding()
+            assert table.shape[0] == 3
