@@ -151,16 +151,21 @@ def plain_model(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
 
 
 def paged_verifier(
-    model: PreTrainedModel, block_size: int = 4, *, fuse: bool = True, backend: Callable[[Any], Any] | None = None
+    model: PreTrainedModel,
+    block_size: int = 4,
+    *,
+    fuse: bool = True,
+    backend: Callable[[Any], Any] | None = None,
+    device: str = "cpu",
 ) -> Verifier:
     """A second model with the same weights behind our paged attention, torch_ref's unless `backend` makes another of the spec."""
     config = copy.deepcopy(model.config)
     paged: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
     paged.load_state_dict(model.state_dict())
     paged.generation_config.eos_token_id = model.generation_config.eos_token_id
-    spec = backend_spec(config, device=torch.device("cpu"), dtype=torch.float32, block_size=block_size)
+    spec = backend_spec(config, device=torch.device(device), dtype=torch.float32, block_size=block_size)
     attention = backend(spec) if backend is not None else select_backend("torch_ref", spec)
-    return verifier_for(paged, name=config.model_type, backend=attention, fuse=fuse)
+    return verifier_for(paged.to(device), name=config.model_type, backend=attention, fuse=fuse)
 
 
 @torch.inference_mode()

@@ -1,0 +1,63 @@
+"""On a CUDA or ROCm GPU: the step under torch's own detector of waits, and captured steps against steps launched one by one.
+
+Skipped elsewhere, where stand-ins take their place (test_no_sync, test_graphs).
+"""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from drafters.ngram import NGramDrafter
+from specdec.attention.selector import select_backend
+from specdec.config import CacheConfig, DraftSampling, EngineConfig, SamplingParams
+from specdec.core import DecodeBatch
+from specdec.engine import SpecEngine
+from tests.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
+
+SAMPLINGS = [
+    SamplingParams(max_tokens=24),
+    SamplingParams(max_tokens=24, temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=1, logprobs=True),
+    SamplingParams(max_tokens=24, repetition_penalty=1.2),
+    SamplingParams(max_tokens=24, temperature=0.8, seed=3),
+]
+
+
+def guarded(engine: SpecEngine) -> SpecEngine:
+    """The engine with a step that raises when the host waits for the device; a capture has a detector of its own."""
+    launch: Any = engine._launch
+
+    def strict(batch: DecodeBatch) -> Any:
+        if torch.cuda.is_current_stream_capturing():
+            return launch(batch)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return launch(batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    engine._launch = strict  # type: ignore[method-assign]
+    return engine
+
+
+@pytest.mark.parametrize("how", ["greedy", "probabilistic"])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "dflash"])
+@pytest.mark.parametrize("backend", ["torch_ref", "triton_fa"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_captured_steps_equal_eager_ones_and_nothing_waits(name: str, backend: str, drafter: str, how: DraftSampling) -> None:
+    """Float32; catches host values baked into a graph, waits in the step, and state that a capture disturbs."""
+    verifier = paged_verifier(plain_model(name), 16, device="cuda", backend=partial(select_backend, backend))
+    outputs = []
+    for graphs in (False, True):
+        drafts = {"none": None, "ngram": NGramDrafter(), "dflash": random_dflash(verifier)}[drafter]
+        cache = CacheConfig(memory_bytes=2**26)
+        engine = guarded(SpecEngine(verifier, drafts, EngineConfig(max_num_seqs=3, graphs=graphs, draft_sampling=how, cache=cache)))
+        requests = [engine.add_request(prompt, SAMPLINGS[i % 4]) for i, prompt in enumerate(random_prompts(8))]
+        while engine.has_work:
+            engine.step()
+        assert bool(engine.graphs and engine.graphs.graphs) == graphs
+        outputs.append([request.output_token_ids for request in requests])
+    assert outputs[0] == outputs[1]
