@@ -408,7 +408,7 @@ def test_loading(load: Load, version: str) -> None:
     """Every family loads from every version, and says what the version lacks."""
     load(version=version)
     mla = families.load_mla()
-    assert (mla.takes_causal, mla.takes_num_kv_splits) == (version == "0.1.20", version != "0.1.15")
+    assert mla.takes_num_kv_splits == (version != "0.1.15")
     assert mla.mla_prefill_ps_asm_fwd is not None
     assert families.load_indexer().version == families.load_router().version == families.version_numbers(version)
     assert not any(families.unavailable_reasons(family) for family in ("fa", "mla", "indexer", "router"))
@@ -426,4 +426,4 @@ def test_one_family_does_not_break_another(load: Load, monkeypatch: pytest.Monke
     monkeypatch.setattr(home, "mla_decode_fwd", lambda *args, **kwargs: None)  # a wrapper that hides its arguments
     monkeypatch.delattr(aiter, "mla_prefill_ps_asm_fwd")
     mla = families.load_mla()
-    assert mla.takes_causal and mla.mla_prefill_ps_asm_fwd is None
+    assert mla.mla_prefill_ps_asm_fwd is None

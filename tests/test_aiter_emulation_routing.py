@@ -33,7 +33,7 @@ def route(logits: Tensor, bias: Tensor | None, groups: int, kept: int, topk: int
 
 
 @pytest.mark.parametrize("renorm", [True, False])
-@pytest.mark.parametrize("kind", ["biased", "softmax groups", "sigmoid groups", "softmax", "sigmoid"])
+@pytest.mark.parametrize("kind", ["biased", "softmax groups", "sigmoid groups", "softmax"])
 def test_routing(load: Load, kind: str, renorm: bool) -> None:
     """Experts and weights as sets per token, also when every biased score is negative."""
     aiter, _ = load()
@@ -47,13 +47,10 @@ def test_routing(load: Load, kind: str, renorm: bool) -> None:
             aiter.biased_grouped_topk(logits, bias, weights, ids, 4, 2, renorm, factor)
         elif "groups" in kind:
             aiter.grouped_topk(logits, weights, ids, 4, 2, renorm, softmax, factor)
-        elif softmax:
-            aiter.topk_softmax(weights, ids, torch.zeros_like(ids), logits, renorm)
         else:
-            aiter.topk_sigmoid(weights, ids, logits)
+            aiter.topk_softmax(weights, ids, torch.zeros_like(ids), logits, renorm)
     groups = (4, 2) if "groups" in kind or kind == "biased" else (1, 1)
     wanted = route(logits, bias if kind == "biased" else None, *groups, 3, softmax)
-    renorm = renorm and kind != "sigmoid"
     for token, want in enumerate(wanted):
         total = sum(want.values()) if renorm else 1.0
         got = dict(zip(ids[token].tolist(), weights[token].tolist(), strict=True))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention.backend import AttentionSpec
+from specdec.attention.merge import merge
 from specdec.attention.rocm_aiter_layout import Layout, read_rows, shuffled
 from specdec.attention.rocm_aiter_plan import Context, Group
 from specdec.attention.rocm_aiter_triton import Layer, TritonKernels, round_up, window_sides
@@ -72,14 +73,11 @@ class AiterKernels(TritonKernels):
     def chunked_varlen(self, group: Group, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Rows on their own keys, then on each chunk of the context, merged by the logarithms of their denominators."""
         out, lse = self._varlen(group, layer, query, key, value, causal=group.causal, return_lse=True)
-        merged = out.float()
         for chunk in group.context_chunks():
             key, value = self._read_rows(layer.cache, chunk.slots, query.dtype)
             part, part_lse = self._varlen(group, layer, query, key, value, chunk, causal=False, return_lse=True)
-            total = torch.logaddexp(lse, part_lse)  # finite: every row sees itself
-            weights, part_weights = ((x - total).exp().t()[..., None] for x in (lse, part_lse))
-            merged, lse = merged * weights + part.float() * part_weights, total
-        return merged.to(query.dtype)
+            out, lse = merge(out, lse, part, part_lse)
+        return out.to(query.dtype)
 
     def _varlen(
         self,

@@ -22,6 +22,7 @@ from torch import Tensor
 import specdec.device
 from specdec.attention import rocm_aiter_mla_prefill
 from specdec.attention.backend import AttentionMetadata
+from specdec.attention.merge import merge
 from specdec.attention.mla import IndexerRows, MlaBackend, MlaRows, MlaSpec, UpProjection
 from specdec.attention.rocm_aiter_fa import RocmAiterFaBackend
 from specdec.attention.rocm_aiter_mla_plan import HEAD_MULTIPLE, DecodePlan, DecodePlanner
@@ -190,7 +191,6 @@ class RocmAiterMlaBackend(MlaBackend):
     ) -> Tensor:
         """Rows on their own keys, then on each chunk of the context, merged by the logarithms of their denominators."""
         out, lse = self._varlen(group, query, key, value, scale, causal=group.causal, return_lse=True)
-        merged = out.float()
         for chunk in group.context_chunks():
             latent = cache.latent.flatten(0, 1).index_select(0, chunk.slots)
             if self._is_fp8:
@@ -198,10 +198,8 @@ class RocmAiterMlaBackend(MlaBackend):
             compressed, key_rope = latent.split([self.spec.kv_lora_rank, self.spec.qk_rope_head_dim], dim=-1)
             key, value = _keys_and_values(compressed, key_rope, up)
             part, part_lse = self._varlen(group, query, key, value, scale, chunk, causal=False, return_lse=True)
-            total = torch.logaddexp(lse, part_lse)  # finite: every row sees itself
-            weights, part_weights = ((x - total).exp().t()[..., None] for x in (lse, part_lse))
-            merged, lse = merged * weights + part.float() * part_weights, total
-        return merged.to(query.dtype)
+            out, lse = merge(out, lse, part, part_lse)
+        return out.to(query.dtype)
 
     def _varlen(
         self,

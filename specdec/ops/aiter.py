@@ -21,9 +21,6 @@ NON_CAUSAL_VERSION = (0, 1, 16)
 SHUFFLE_VERSION = (0, 1, 16)
 """From it, `unified_attention` reads the shuffled layout."""
 
-MLA_NON_CAUSAL_VERSION = (0, 1, 20)
-"""From it, `mla_decode_fwd` takes `causal`."""
-
 Family = Literal["fa", "mla", "indexer", "router"]
 Function = Callable[..., Any]
 
@@ -106,7 +103,6 @@ _HOMES: dict[Family, dict[str, tuple[str, str]]] = {
             "gating_output topk_weights topk_ids num_expert_group topk_group need_renorm is_softmax routed_scaling_factor",
         ),
         "topk_softmax": ("aiter", "topk_weights topk_indices token_expert_indices gating_output need_renorm"),
-        "topk_sigmoid": ("aiter", "topk_weights topk_indices gating_output"),
     },
 }
 """Module of each function, and keywords that have to exist."""
@@ -135,12 +131,10 @@ class AiterMla:
     """The same for latent attention; the three of the 8-bit prefill are None when the installed version lacks them.
 
     Attributes:
-        takes_causal: `mla_decode_fwd` has the keyword `causal`; without it, rows of a request always see each other causally.
         takes_num_kv_splits: `mla_reduce_v1` demands `num_kv_splits` (0 lets it choose).
     """
 
     version: tuple[int, ...]
-    takes_causal: bool
     takes_num_kv_splits: bool
     flash_attn_varlen_func: Function
     mla_decode_fwd: Function
@@ -174,7 +168,6 @@ class AiterRouter:
     biased_grouped_topk: Function
     grouped_topk: Function
     topk_softmax: Function
-    topk_sigmoid: Function
 
 
 def installed_version() -> str | None:
@@ -240,7 +233,6 @@ def load_mla() -> AiterMla:
     functions, version = _functions("mla"), _version()
     return AiterMla(
         version=version,
-        takes_causal=_takes(functions["mla_decode_fwd"], "causal", version >= MLA_NON_CAUSAL_VERSION),
         takes_num_kv_splits=_takes(functions["mla_reduce_v1"], "num_kv_splits", version >= (0, 1, 16)),
         **functions,
     )

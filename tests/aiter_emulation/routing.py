@@ -116,13 +116,3 @@ def topk_softmax(
     scores = gating_output.float().softmax(-1)
     chosen = _best(scores, topk_indices.shape[1])
     _write(topk_weights, topk_indices, chosen, scores.gather(1, chosen), need_renorm, 1.0)
-
-
-def topk_sigmoid(machine: Machine, topk_weights: Tensor, topk_indices: Tensor, gating_output: Tensor) -> None:
-    """Sigmoid of the best logits, as they are."""
-    name = "topk_sigmoid"
-    _check(machine, name, gating_output, topk_weights, topk_indices)
-    refuse_unless(gating_output.is_contiguous(), f"{name}: scores must be dense")
-    scores = gating_output.float().sigmoid()
-    chosen = _best(scores, topk_indices.shape[1])
-    _write(topk_weights, topk_indices, chosen, scores.gather(1, chosen), False, 1.0)

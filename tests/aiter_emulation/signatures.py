@@ -132,7 +132,6 @@ SIGNATURES: dict[str, dict[str, str]] = {
         "0.1.15": """topk_weights, topk_indices, token_expert_indices, gating_output, need_renorm, num_shared_experts=0,
             shared_expert_scoring_func=''""",
     },
-    "topk_sigmoid": {"0.1.15": "topk_weights, topk_indices, gating_output"},
 }
 
 SOURCES: dict[str, str] = {
@@ -162,7 +161,6 @@ SOURCES: dict[str, str] = {
     "biased_grouped_topk": "ops/topk.py",
     "grouped_topk": "ops/topk.py",
     "topk_softmax": "ops/moe_op.py",
-    "topk_sigmoid": "ops/moe_op.py",
 }
 """Where AITER defines each function, inside its package."""
 

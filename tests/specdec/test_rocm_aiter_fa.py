@@ -12,23 +12,20 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 import specdec.device
-from drafters.dflash import DFlashDrafter
-from drafters.dflash_model import DFlashModel
 from drafters.ngram import NGramDrafter
 from specdec.attention import rocm_aiter_fa, rocm_aiter_plan
 from specdec.attention.backend import AttentionBackend
 from specdec.attention.rocm_aiter_fa import RocmAiterFaBackend, RocmAiterFaShuffleBackend
 from specdec.attention.rocm_aiter_layout import read_blocks, read_rows
 from specdec.attention.selector import select_backend
-from specdec.config import CacheConfig, EngineConfig, SamplingParams
-from specdec.core import DecodeBatch, Drafter, Verifier
-from specdec.engine import SpecEngine
+from specdec.core import Verifier
 from specdec.errors import BackendError
 from specdec.kv_cache import blocks_for
 from tests.aiter_emulation import Machine, install
+from tests.aiter_generation import generate, wide_dflash
 from tests.attention_case import Case, spec
 from tests.guards import HostSyncError, no_host_sync
-from tests.tiny_models import CONFIGS, WINDOW, paged_verifier, random_dflash, random_prompts
+from tests.tiny_models import CONFIGS, WINDOW, paged_verifier
 from verifiers.hf import verifier_for
 from verifiers.hf_attention import ATTENTION_NAME
 from verifiers.shape import attention_spec
@@ -299,31 +296,6 @@ def model_of(name: str, head_dim: int = 64) -> PreTrainedModel:
     return model
 
 
-def dflash_of(verifier: Verifier) -> DFlashDrafter:
-    """A random DFlash drafter with heads wide enough for Triton's matrix instructions."""
-    config = replace(random_dflash(verifier).config, head_dim=16)
-    torch.manual_seed(1)
-    return DFlashDrafter(DFlashModel(config))
-
-
-def generate(verifier: Verifier, drafter: Drafter | None, *, guard: bool = False, **config: Any) -> list[list[int]]:
-    """Tokens of a few prompts, prefilled in chunks and decoded in batches."""
-    cache = CacheConfig(block_size=16, memory_bytes=2**23)
-    engine = SpecEngine(verifier, drafter, EngineConfig(max_num_seqs=3, max_prefill_tokens=13, cache=cache, **config))
-    if guard:
-        launch = engine._launch
-
-        def guarded(batch: DecodeBatch) -> Any:
-            with no_host_sync():
-                return launch(batch)
-
-        engine._launch = guarded  # type: ignore[method-assign]
-    requests = [engine.add_request(prompt, SamplingParams(max_tokens=14)) for prompt in random_prompts(4)]
-    while engine.has_work:
-        engine.step()
-    return [request.output_token_ids for request in requests]
-
-
 def on(verifier: Verifier, backend: type[AttentionBackend], model: PreTrainedModel, **changes: Any) -> Verifier:
     """The same target on another backend."""
     other: Any = paged_verifier(model, block_size=16)
@@ -340,7 +312,7 @@ def test_whole_generations_equal_torch_ref(rocm: Install, name: str, layout: str
     model = model_of(name, head_dim=128 if name == "qwen3" else 64)
     reference = paged_verifier(model, block_size=16)
     want = generate(reference, None)
-    for make in (lambda v: None, lambda v: NGramDrafter(max_draft_tokens=4), dflash_of):
+    for make in (lambda v: None, lambda v: NGramDrafter(max_draft_tokens=4), wide_dflash):
         verifier = on(reference, BACKENDS[layout], model)
         assert generate(verifier, make(verifier), guard=True) == want
     assert "flash_attn_with_kvcache" in machine.names()
@@ -356,7 +328,7 @@ def test_generation_with_an_eight_bit_cache(rocm: Install, layout: str) -> None:
     asked = attention_spec(config, device=torch.device("cpu"), dtype=torch.bfloat16, block_size=16)
     backend = BACKENDS[layout](replace(asked, cache_dtype=FP8["gfx950"]))
     verifier = verifier_for(model, name="llama", backend=backend)
-    outputs = generate(verifier, dflash_of(verifier), guard=True)
+    outputs = generate(verifier, wide_dflash(verifier), guard=True)
     assert all(len(output) == 14 or output[-1] == 2 for output in outputs)
 
 

@@ -8,17 +8,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from drafters.dflash import DFlashDrafter
-from drafters.dflash_model import DFlashModel
 from drafters.ngram import NGramDrafter
 from specdec.attention import rocm_aiter_fa
 from specdec.attention.rocm_aiter_mla import RocmAiterMlaBackend
-from specdec.config import CacheConfig, EngineConfig, SamplingParams
-from specdec.core import DecodeBatch, Drafter, Verifier
-from specdec.engine import SpecEngine
-from tests.guards import no_host_sync
+from specdec.core import Verifier
+from tests.aiter_generation import generate, wide_dflash
 from tests.specdec.test_rocm_aiter_mla import FP8, Install, pretend_rocm
-from tests.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts
+from tests.tiny_models import paged_verifier, plain_model
 
 
 @pytest.fixture
@@ -26,31 +22,6 @@ def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Install:
     """See `pretend_rocm`; the drafter's ordinary heads are taken in float32, too."""
     monkeypatch.setattr(rocm_aiter_fa, "DTYPES", (torch.float32, *rocm_aiter_fa.DTYPES))
     return pretend_rocm(monkeypatch, tmp_path)
-
-
-def dflash_of(verifier: Verifier) -> DFlashDrafter:
-    """A random DFlash drafter with heads wide enough for AITER's draft kernel."""
-    config = replace(random_dflash(verifier).config, head_dim=16)
-    torch.manual_seed(1)
-    return DFlashDrafter(DFlashModel(config))
-
-
-def generate(verifier: Verifier, drafter: Drafter | None, *, guard: bool = False, **config: Any) -> list[list[int]]:
-    """Tokens of a few prompts, prefilled in chunks and decoded in batches; with `guard`, what waits within a step raises."""
-    cache = CacheConfig(block_size=16, memory_bytes=2**23)
-    engine = SpecEngine(verifier, drafter, EngineConfig(max_num_seqs=3, max_prefill_tokens=13, cache=cache, **config))
-    if guard:
-        launch = engine._launch
-
-        def guarded(batch: DecodeBatch) -> Any:
-            with no_host_sync():
-                return launch(batch)
-
-        engine._launch = guarded  # type: ignore[method-assign]
-    requests = [engine.add_request(prompt, SamplingParams(max_tokens=12)) for prompt in random_prompts(4)]
-    while engine.has_work:
-        engine.step()
-    return [request.output_token_ids for request in requests]
 
 
 def on_aiter(model: PreTrainedModel, **changes: Any) -> Verifier:
@@ -66,7 +37,7 @@ def test_whole_generations_equal_torch_ref(rocm: Install, name: str, architectur
     machine = rocm(architecture=architecture, tiny=True)
     model = plain_model(name)
     want = generate(paged_verifier(model, block_size=16), None)
-    for make in (lambda v: None, lambda v: NGramDrafter(max_draft_tokens=4), dflash_of):
+    for make in (lambda v: None, lambda v: NGramDrafter(max_draft_tokens=4), wide_dflash):
         verifier = on_aiter(model)
         assert generate(verifier, make(verifier), guard=True) == want
     assert {"mla_decode_fwd", "flash_attn_varlen_func", "flash_attn_with_kvcache"} <= machine.names()

@@ -20,7 +20,8 @@ from specdec.core import DecodeBatch, Drafter, Verifier
 from specdec.engine import SpecEngine
 from specdec.kv_cache import LatentCache
 from tests.guards import no_host_sync
-from tests.specdec.test_rocm_aiter_mla_sparse import FP8, Install, pretend_rocm, rounded
+from tests.sparse_case import FP8, Install, pretend_rocm
+from tests.specdec.test_rocm_aiter_mla_sparse import rounded
 from tests.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts
 
 INDEX_HEAD_DIM = 16

@@ -25,10 +25,11 @@ from specdec.errors import BackendError
 from specdec.ops import aiter, aiter_triton
 from specdec.registry import ATTENTION_BACKENDS
 from tests.aiter_emulation import Machine, install
+from tests.aiter_generation import generate, wide_dflash
 from tests.aiter_real import missing
 from tests.attention_case import Case, spec
 from tests.guards import no_host_sync
-from tests.specdec.test_rocm_aiter_fa import dflash_of, generate, model_of, on
+from tests.specdec.test_rocm_aiter_fa import model_of, on
 from tests.tiny_models import paged_verifier
 from verifiers.hf import verifier_for
 from verifiers.hf_attention import ATTENTION_NAME
@@ -85,7 +86,7 @@ def test_whole_generations_equal_torch_ref(rdna: Install, name: str) -> None:
     model = model_of(name)
     reference = paged_verifier(model, block_size=16)
     want = generate(reference, None)
-    for make in (lambda v: None, dflash_of):
+    for make in (lambda v: None, wide_dflash):
         verifier = on(reference, RocmAiterFaBackend, model)
         assert generate(verifier, make(verifier), guard=True) == want
     assert machine.names() == TRITON_ONLY
@@ -123,7 +124,7 @@ def test_generation_with_an_eight_bit_cache(rdna: Install) -> None:
     model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.bfloat16).eval()
     asked = attention_spec(config, device=torch.device("cpu"), dtype=torch.bfloat16, block_size=16)
     verifier = verifier_for(model, name="llama", backend=RocmAiterFaBackend(replace(asked, cache_dtype=FN)))
-    assert all(generate(verifier, dflash_of(verifier), guard=True))
+    assert all(generate(verifier, wide_dflash(verifier), guard=True))
 
 
 @pytest.mark.parametrize("architecture", ["gfx942", "gfx1201"])
