@@ -58,7 +58,7 @@ class BenchConfig:
     seed: int = 0
     raw: bool = False
     peers: tuple[str, ...] = ()
-    graphs: bool = False
+    graphs: bool | None = None
     memory_bytes: int | None = None
 
     def __post_init__(self) -> None:

@@ -51,7 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--kv-memory", type=byte_size, metavar="SIZE", help="memory for the KV cache of each side, such as 512M or 2G")
     add("--kv-dtype", default="auto", metavar="NAME", help="auto (default), or fp8 for an 8-bit cache on backends that have one")
 
-    add("--graphs", action="store_true", help="on an accelerator, capture decode steps as graphs (not yet run on a GPU)")
+    add(
+        "--graphs",
+        action=argparse.BooleanOptionalAction,
+        help="capture decode steps as graphs (default: on CUDA)",
+    )
 
     add = parser.add_argument_group("sweep, each with plain decoding beside it").add_argument
     add("--drafter", nargs="+", default=["ngram"], metavar="NAME", help="ngram (default), folders or hub names of checkpoints")

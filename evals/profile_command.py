@@ -27,7 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", default="auto", metavar="NAME", help="auto (default), cpu, cuda or cuda:N")
     add("--dtype", default="auto", metavar="NAME", help="auto (default), float32, bfloat16 or float16")
     add("--attention", default="auto", metavar="NAME", help="attention backend, or auto (default)")
-    add("--graphs", action="store_true", help="on an accelerator, capture decode steps as graphs (not yet run on a GPU)")
+    add(
+        "--graphs",
+        action=argparse.BooleanOptionalAction,
+        help="capture decode steps as graphs (default: on CUDA)",
+    )
     add("--concurrency", type=whole_number, default=1, metavar="N", help="conversations at once (default 1)")
     add("--context", type=whole_number, default=256, metavar="N", help="tokens of every prompt (default %(default)s)")
     add("--steps", type=whole_number, default=20, metavar="N", help="steps measured (default %(default)s)")

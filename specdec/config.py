@@ -119,7 +119,7 @@ class EngineConfig:
             token; "probabilistic" draws drafts from the drafter's distribution, exact in distribution.
         pipeline_depth: steps launched before the oldest result is read; None means 1 on an accelerator and 0 on a CPU.
         graphs: capture decode steps as CUDA or HIP graphs, one per shape when it first occurs (`specdec.graphs`); without effect on
-            a CPU. Off until it has been run on a GPU.
+            a CPU. None captures on CUDA, and warns and goes on without where a step cannot be captured; True raises there.
         timing: measure the phases of each step; synchronises the device, so it slows an accelerator down, and runs without graphs.
         seed: source of the seeds of requests that bring none.
         cache: the KV cache.
@@ -132,7 +132,7 @@ class EngineConfig:
     adaptive: bool = False
     draft_sampling: DraftSampling = "greedy"
     pipeline_depth: int | None = None
-    graphs: bool = False
+    graphs: bool | None = None
     timing: bool = False
     seed: int | None = None
     cache: CacheConfig = field(default_factory=CacheConfig)

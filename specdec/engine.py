@@ -25,7 +25,7 @@ from specdec.config import EngineConfig, SamplingParams
 from specdec.core import AcceptOutput, DecodeBatch, Drafter, DraftOutput, ForwardInput, Request, Status, Verifier
 from specdec.draft_length import DraftLength, checked_draft_tokens, ladder
 from specdec.errors import CapacityError, InvalidInputError
-from specdec.graphs import CudaCapture, StepGraphs
+from specdec.graphs import CudaCapture, StepGraphs, captures_graphs
 from specdec.kv_cache import BlockPool, PagedKVCache, blocks_for
 from specdec.memory import plan_cache
 from specdec.outputs import append_tokens
@@ -73,7 +73,7 @@ class SpecEngine:
         self._next_id = 0
         self._seeds = random.Random(config.seed)
 
-        captures = config.graphs and verifier.device.type == "cuda"
+        captures = captures_graphs(verifier.device, config.graphs)
         block_size = verifier.attention.spec.block_size
         specs = [*verifier.kv_specs, *(self.drafter.kv_specs if self.drafter else [])]
         max_blocks = blocks_for(self.max_model_len + self._overshoot, block_size)
@@ -119,7 +119,10 @@ class SpecEngine:
                 max_len=max_blocks * block_size,
                 draft_sampling=config.draft_sampling,
             )
-        self.graphs = StepGraphs(CudaCapture(verifier.device), self.state, self._result_table) if captures else None
+        self.graphs: StepGraphs | None = None
+        if captures:
+            capture = CudaCapture(verifier.device)
+            self.graphs = StepGraphs(capture, self.state, self._result_table, required=bool(config.graphs))
 
     @property
     def has_work(self) -> bool:

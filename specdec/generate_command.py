@@ -56,7 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="prompts decoded at once (default %(default)s)",
     )
     add("--kv-memory", type=byte_size, metavar="SIZE", help="memory for the KV cache, such as 512M or 2G")
-    add("--graphs", action="store_true", help="on an accelerator, capture decode steps as graphs (not yet run on a GPU)")
+    add(
+        "--graphs",
+        action=argparse.BooleanOptionalAction,
+        help="capture decode steps as graphs (default: on CUDA)",
+    )
     add("--kv-dtype", default="auto", metavar="NAME", help="auto (default), or fp8 for an 8-bit cache on backends that have one")
 
     add = parser.add_argument_group("speculation").add_argument

@@ -74,6 +74,11 @@ class CudaCapture:
         return graph.replay
 
 
+def captures_graphs(device: torch.device, wanted: bool | None) -> bool:
+    """Whether steps on `device` are to be captured; None leaves it to what has been run: CUDA."""
+    return device.type == "cuda" and (torch.version.hip is None if wanted is None else wanted)
+
+
 class StepShape(NamedTuple):
     """What a captured step depends on beside the tensors it reads."""
 
@@ -103,23 +108,28 @@ class StepGraphs:
         capture: captures device work.
         state: of the requests.
         step: launches the step of a batch and returns its result table.
+        required: raise when a step cannot be captured; otherwise warn, and decode without graphs from then on.
     """
 
-    def __init__(self, capture: Capture, state: SlotState, step: Callable[[DecodeBatch], Tensor]) -> None:
+    def __init__(self, capture: Capture, state: SlotState, step: Callable[[DecodeBatch], Tensor], *, required: bool = True) -> None:
         self.graphs: dict[StepShape, StepGraph] = {}
-        self._capture, self._state, self._step = capture, state, step
+        self._capture, self._state, self._step, self._required = capture, state, step, required
         self._slots = torch.full((BATCH_SIZES[-1],), state.padding_slot, dtype=torch.int64, device=state.device)
         self._key: BatchKey = ()
         self._facts = SamplingFacts.of([])
         self._refused = False
+        self._impossible = False
 
     def prepare(self, requests: Sequence[Request], k: int) -> StepGraph | None:
         """The captured step for these requests, ready to be replayed; captures it when its shape is new.
 
         Returns:
-            None when there is no graph for such a batch: it is too large, or there are too many graphs.
+            None when there is no graph for such a batch: it is too large, there are too many graphs, or the device refuses.
+
+        Raises:
+            BackendError: graphs are required and the device refuses to capture the step.
         """
-        if len(requests) > BATCH_SIZES[-1]:
+        if self._impossible or len(requests) > BATCH_SIZES[-1]:
             return None
         key = batch_key(requests)
         if key != self._key:
@@ -130,8 +140,15 @@ class StepGraphs:
             if len(self.graphs) >= MAX_GRAPHS:
                 self._refuse()
                 return None
-            self.graphs[shape] = self._captured(shape)
             self._key = ()
+            try:
+                self.graphs[shape] = self._captured(shape)
+            except BackendError as error:
+                if self._required:
+                    raise
+                logger.warning("%s. Decoding goes on without graphs", error)
+                self._impossible = True
+                return None
         if key != self._key:
             self._slots.copy_(self._state.slot_indices(requests, len(self._slots)), non_blocking=True)
             self._key = key

@@ -104,7 +104,7 @@ class SlotState:
             if self.seen is None:
                 self.seen = torch.zeros(self.seeds.shape[0], self.vocab_size, dtype=torch.bool, device=self.device)
             self.seen[slot] = False
-            self.seen[slot, self._tensor(prefill_tokens(request))] = True
+            self.seen[slot].index_fill_(0, self._tensor(prefill_tokens(request)), True)
 
     def extend_block_table(self, request: Request) -> None:
         """Writes the entries of blocks the request has got since the last call."""
@@ -194,7 +194,10 @@ class SlotState:
         self.anchors.index_copy_(0, batch.slots, accept.next_anchors)
         if batch.sampling.seen is not None and self.seen is not None:
             kept = torch.arange(token_ids.shape[1], device=self.device) <= accept.num_accepted[:, None]
-            self.seen[batch.slots[:, None], torch.where(kept, token_ids, token_ids[:, :1])] = True
+            tokens = torch.where(kept, token_ids, token_ids[:, :1])
+            cells = batch.slots[:, None] * self.seen.shape[1] + tokens
+            # Not `seen[...] = True`: a number assigned through an index tensor is copied from the host, which waits.
+            self.seen.view(-1).index_fill_(0, cells.view(-1), True)
 
     def rest_padding(self) -> None:
         """Takes the padding slot back to where it began, so that it never outgrows its block table."""

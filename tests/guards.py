@@ -37,7 +37,16 @@ def no_host_sync() -> Iterator[None]:
 
         return method
 
+    assign = torch.Tensor.__setitem__
+
+    def set_item(self: torch.Tensor, index: Any, value: Any) -> None:
+        parts = index if isinstance(index, tuple) else (index,)
+        if not isinstance(value, torch.Tensor) and any(isinstance(part, torch.Tensor) for part in parts):
+            raise HostSyncError("a number assigned through an index tensor makes the host wait")
+        assign(self, index, value)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "__setitem__", set_item)
         for name in _SYNCING_METHODS:
             patch.setattr(torch.Tensor, name, refuse(name))
         for name in ("tensor", "as_tensor", "from_numpy"):

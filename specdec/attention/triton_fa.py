@@ -50,7 +50,7 @@ class TritonFaBackend(AttentionBackend):
             return []
         if spec.device.type == "cpu":
             return ["kernels are interpreted on a CPU, for tests only"]
-        return ["it has not been run on a GPU yet; choose it by name to try it"]
+        return ["it has not been run on an AMD GPU yet; choose it by name to try it"] if torch.version.hip else []
 
     def __init__(self, spec: AttentionSpec) -> None:
         from specdec.ops import triton_attention, triton_fused  # Triton itself is imported only where it is used
