@@ -138,14 +138,11 @@ class _Writer:
         if self.config.skip_long:
             return
         # A token is at least one byte, so only prompts with many bytes need a look.
-        suspects = [
-            job
-            for jobs in shards.values()
-            for job in jobs
-            if job.prompt.few_shot or sum(len(text.encode()) for _, text in job.prompt.messages) + TEMPLATE_BYTES > self.limit
-        ]
-        for job in suspects:
-            self._fits(job, self._tokenize(job))
+        for job in (job for jobs in shards.values() for job in jobs):
+            prompt = job.prompt
+            texts = [self._few_shot_text(prompt)] if prompt.few_shot else [text for _, text in prompt.messages]
+            if sum(len(text.encode()) for text in texts) + TEMPLATE_BYTES > self.limit:
+                self._fits(job, self._tokenize(job))
 
     def run(self, shards: dict[str, list[Job]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         """Name and records of every shard, in the order in which they complete."""
@@ -209,12 +206,17 @@ class _Writer:
     def _tokenize(self, job: Job) -> list[int]:
         prompt = job.prompt
         if prompt.few_shot:
-            examples = [example for example in self.prompts.examples if example.question != prompt.question]
-            random = Random(_stable_seed(self.config.seed, 0, prompt))
-            return self.decoder.tokenize(few_shot_text(random.sample(examples, self.config.few_shot), prompt.question))
+            return self.decoder.tokenize(self._few_shot_text(prompt))
         if getattr(self.decoder.tokenizer, "chat_template", None):
             return self.decoder.tokenize([{"role": role, "content": content} for role, content in prompt.messages])
         return self.decoder.tokenize("\n".join(content for _, content in prompt.messages))
+
+    def _few_shot_text(self, prompt: TrainingPrompt) -> str:
+        """Worked examples of the prompt's own choice, none of them the prompt itself."""
+        random = Random(_stable_seed(self.config.seed, 0, prompt))
+        drawn = random.sample(self.prompts.examples, self.config.few_shot + 1)
+        others = [example for example in drawn if example.question != prompt.question]
+        return few_shot_text(others[: self.config.few_shot], prompt.question)
 
 
 def _record(request: Request, job: Job) -> dict[str, Any]:
