@@ -35,6 +35,9 @@ class DFlashDrafter:
         self.model = model.requires_grad_(False).eval()
         self.config = config
         self.max_draft_tokens = config.max_draft_tokens
+        self._first_slot = 0 if config.sample_from_anchor else 1
+        # A slot sees those after it, so a block shorter than in training drafts worse: whatever k is, the whole block runs.
+        self.draft_rows = 0 if all(config.causal) else self._first_slot + config.max_draft_tokens
         self.aux_layer_ids = config.target_layer_ids
         self.kv_specs = [KVLayerSpec(config.num_key_value_heads, config.head_dim)] * config.num_hidden_layers
 
@@ -111,9 +114,9 @@ class DFlashDrafter:
         self._write_context(verify, batch.position_ids(width), batch.slot_mapping(width))
 
     def draft_hidden(self, batch: DecodeBatch) -> Tensor:
-        """Final hidden states [num_reqs, k, H] of the predicting slots."""
+        """Final hidden states [num_reqs, k, H] of the first k predicting slots."""
         config = self.config
-        width = batch.k if config.sample_from_anchor else batch.k + 1
+        width = self.draft_rows or self._first_slot + batch.k
         token_ids = F.pad(batch.anchors[:, None], (0, width - 1), value=config.mask_token_id).reshape(-1)
         embed = self.verifier.embed if self.model.embed_tokens is None else self.model.embed_tokens
         embeddings = embed(token_ids)
@@ -131,7 +134,7 @@ class DFlashDrafter:
             hidden = self._triton.block_forward(embeddings, position_ids, self.caches, [plans[causal] for causal in config.causal])
         else:
             hidden = self.model.block_forward(embeddings, position_ids, attend)
-        return hidden.view(batch.num_reqs, width, -1)[:, width - batch.k :]
+        return hidden.view(batch.num_reqs, width, -1)[:, self._first_slot : self._first_slot + batch.k]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V or draft_vocab_size] of hidden states [..., H]."""

@@ -29,7 +29,7 @@ class NGramDrafter:
     """
 
     aux_layer_ids: tuple[int, ...] = ()
-
+    draft_rows = 0
     weight_bytes = 0
 
     def __init__(self, *, max_draft_tokens: int = 8, prompt_lookup_max: int = 4, prompt_lookup_min: int = 1) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -20,6 +20,10 @@ from specdec.core import Drafter
 from specdec.decoder import SpecDecoder, find_drafter
 from specdec.errors import InvalidInputError
 from specdec.metrics import AcceptanceStats, Speed, mean_tau, pooled, time_split
+from specdec.registry import drafter_name
+
+SPLIT_ITEMS = 4
+"""Conversations, or as many as there are at once, that the split of a step's time is taken from."""
 
 PLAIN = "none"
 
@@ -33,7 +37,7 @@ class BenchConfig:
 
     Attributes:
         sets: prompt sets.
-        drafters: names or checkpoints.
+        drafters: names or checkpoints, as `SpecDecoder.from_pretrained` takes them.
         num_draft_tokens: values of k; None is the drafter's own number.
         temperatures: 0 is greedy.
         concurrencies: conversations decoded at once.
@@ -48,7 +52,7 @@ class BenchConfig:
     """
 
     sets: tuple[PromptSet, ...]
-    drafters: tuple[str, ...] = ("ngram",)
+    drafters: tuple[str, ...] = ("auto",)
     num_draft_tokens: tuple[int | None, ...] = (None,)
     temperatures: tuple[float, ...] = (0.0,)
     concurrencies: tuple[int, ...] = (1,)
@@ -124,6 +128,9 @@ class Bench:
         config: what is measured.
         progress: follows every timed and warm-up pass.
 
+    Attributes:
+        drafters: those of the sweep by name; what "auto" stands for is under its own.
+
     Raises:
         InvalidInputError: an unknown drafter, a k that one of the drafters cannot give, or a peer that is unknown, not installed,
             or unable to serve so many conversations at once; said before anything is measured.
@@ -131,11 +138,11 @@ class Bench:
 
     def __init__(self, base: SpecDecoder, config: BenchConfig, *, progress: Progress | None = None) -> None:
         self._base, self._config, self._progress = base, config, progress
-        self._drafters: dict[str, Drafter] = {}
-        for name in config.drafters:
+        self.drafters: dict[str, Drafter] = {}
+        for name in dict.fromkeys(drafter_name(name, base.verifier.name) for name in config.drafters):
             drafter = find_drafter(name)(base.verifier)
             assert drafter is not None, "BenchConfig refuses plain decoding"
-            self._drafters[name] = drafter
+            self.drafters[name] = drafter
             for k in config.num_draft_tokens:
                 if k is not None and not 1 <= k <= drafter.max_draft_tokens:
                     raise InvalidInputError(
@@ -195,10 +202,12 @@ class Bench:
         for side in sides:
             if side.peer:
                 continue
-            # Apart from the timed passes, because on an accelerator timing the phases makes the host wait.
+            # Apart from the timed passes, because on an accelerator timing the phases makes the host wait, many times over.
             timer = side.decoder.engine.timer
             timer.enabled = True
-            seconds = run_set(side.decoder, prompts, sampling, raw=config.raw).seconds
+            sample = replace(prompts, items=prompts.items[: max(concurrency, SPLIT_ITEMS)])
+            on_turn = self._on_turn(f"{where} {side.title} phases")
+            seconds = run_set(side.decoder, sample, sampling, raw=config.raw, on_turn=on_turn).seconds
             side.time_split = time_split(timer.totals, seconds)
         key = {"prompt_set": prompts.name, "temperature": temperature, "concurrency": concurrency}
         return [key | _row(side, sides[0]) | {"roofline": self._roofline(side, concurrency)} for side in sides]
@@ -240,7 +249,7 @@ class Bench:
             return SpecDecoder(verifier, tokenizer, drafter, engine)
 
         sides = [_Side(PLAIN, decoder(None, None))]
-        for (name, drafter), k in product(self._drafters.items(), config.num_draft_tokens):
+        for (name, drafter), k in product(self.drafters.items(), config.num_draft_tokens):
             # The copy shares the weights; `bind` gives each its own caches.
             sides.append(_Side(name, decoder(copy.copy(drafter), k)))
         for peer in self._peers:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from specdec.cli import byte_size, number, whole_number
 from specdec.errors import InvalidInputError
+from specdec.generate_command import DRAFTER_HELP
 
 if TYPE_CHECKING:
     from evals.bench import BenchConfig
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
 _EXAMPLES = """\
 examples:
   specdec bench
-  specdec bench --sets bundled gsm8k --data gsm8k=test.jsonl --limit 40 --drafter ngram path/to/drafter -k 4 8
+  specdec bench --sets bundled gsm8k --data gsm8k=test.jsonl --limit 40 --drafter embedded ngram -k 4 8
   specdec bench --concurrency 1 8 32 --temperature 0 1 --out report.json --html report.html
-  specdec bench --peer transformers transformers-lookup llama.cpp --drafter ngram
+  specdec bench --peer transformers transformers-lookup llama.cpp
   specdec bench compare before.json after.json
   specdec bench show report.json --html report.html
 
@@ -58,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
     add = parser.add_argument_group("sweep, each with plain decoding beside it").add_argument
-    add("--drafter", nargs="+", default=["ngram"], metavar="NAME", help="ngram (default), folders or hub names of checkpoints")
+    add("--drafter", nargs="+", default=["auto"], metavar="NAME", help=DRAFTER_HELP + "; may be several")
     add("-k", "--num-draft-tokens", nargs="+", type=whole_number, metavar="N", help="drafts per step (default: the drafter's own)")
     add("--temperature", nargs="+", type=number, default=[0.0], metavar="T", help="0 (default) decodes greedily")
     add("--peer", nargs="+", default=[], metavar="NAME", help="other systems in the same run: transformers, transformers-lookup, "
@@ -134,7 +135,7 @@ def _measure(args: argparse.Namespace) -> int:
     bench = Bench(base, config, progress=_progress)
     report: Report | None = None
     try:
-        for report in bench.run(provenance(base, args.drafter)):
+        for report in bench.run(provenance(base, list(bench.drafters))):
             if args.out:
                 write_report(report, Path(args.out))
     except KeyboardInterrupt:

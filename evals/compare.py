@@ -22,6 +22,7 @@ from specdec.errors import InvalidInputError
 from specdec.generate_command import counted, describe_drafts, load_decoder, sampling_params
 from specdec.metrics import AcceptanceStats, Speed, mean_tau, pooled
 from specdec.prompts import model_inputs, read_prompts
+from specdec.registry import drafter_name
 from specdec.result_writer import ResultWriter
 
 WARMUP_TOKENS = 16
@@ -127,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_provenance(decoder, args) | comparison.to_dict(), indent=2))
     else:
-        print(format_comparison(comparison, decoder, drafter=args.drafter))
+        print(format_comparison(comparison, decoder, drafter=drafter_name(args.drafter, args.model)))
     return 0
 
 
@@ -240,7 +241,7 @@ def _provenance(decoder: SpecDecoder, args: argparse.Namespace) -> dict[str, Any
     return {
         "command": shlex.join(["specdec", *sys.argv[1:]]),
         "model": decoder.verifier.name,
-        "drafter": args.drafter,
+        "drafter": drafter_name(args.drafter, args.model),
         "num_draft_tokens": decoder.engine.num_draft_tokens,
         "device": device_name(decoder.verifier.device),
         "dtype": _dtype_name(decoder.verifier.dtype),

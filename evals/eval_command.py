@@ -11,6 +11,8 @@ from typing import Any
 from evals.bench_command import parse_files
 from specdec.cli import byte_size, number, whole_number
 from specdec.errors import InvalidInputError
+from specdec.generate_command import DRAFTER_HELP
+from specdec.registry import drafter_name
 
 _EXAMPLES = """\
 examples:
@@ -36,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     add = parser.add_argument_group("model").add_argument
     add("--model", default="embedded", metavar="NAME", help="embedded (default), a folder, or a hub name")
-    add("--drafter", default="ngram", metavar="NAME", help="ngram (default), or the folder or hub name of a checkpoint")
+    add("--drafter", default="auto", metavar="NAME", help=DRAFTER_HELP)
     add("-k", "--num-draft-tokens", type=whole_number, metavar="N", help="drafts per step (default: the drafter's own number)")
     add("--device", default="auto", metavar="NAME", help="auto (default), cpu, cuda or cuda:N")
     add("--dtype", default="auto", metavar="NAME", help="auto (default), float32, bfloat16 or float16")
@@ -109,6 +111,7 @@ def run(args: argparse.Namespace) -> int:
             cache=CacheConfig(memory_bytes=args.kv_memory, dtype=args.kv_dtype),
         ),
     )
+    drafter = drafter_name(args.drafter, args.model)
     config = EvalConfig(
         tasks=tuple(args.tasks),
         data=data,
@@ -122,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
         folder=folder,
     )
     try:
-        report = evaluate(decoder, args.drafter, config, provenance(decoder, [args.drafter]))
+        report = evaluate(decoder, drafter, config, provenance(decoder, [drafter]))
     except KeyboardInterrupt:
         if folder:
             print(f"\nspecdec: finished samples are kept in {folder}; the same command goes on from there", file=sys.stderr)

@@ -3,7 +3,7 @@
 Importing this module registers the model:
 
     import evals.lm_eval_model
-    lm_eval.simple_evaluate(model="specdec", model_args="pretrained=embedded,drafter=ngram", tasks=["gsm8k"], limit=40)
+    lm_eval.simple_evaluate(model="specdec", model_args="pretrained=embedded", tasks=["gsm8k"], limit=40)
 
 and `python -m evals.lm_eval_model run --model specdec ...` is lm-eval's own command with the model registered.
 """
@@ -64,7 +64,7 @@ class SpecdecLM(TemplateLM):
 
     Args:
         pretrained: "embedded", a folder, or a hub name.
-        drafter: "ngram", a checkpoint, or "none".
+        drafter: "auto", "embedded", "ngram", a checkpoint, or "none"; see `SpecDecoder.from_pretrained`.
         num_draft_tokens: k; None takes the drafter's own number.
         dtype, device, attention: see `SpecDecoder.from_pretrained`.
         batch_size: requests decoded at once; "auto" takes the engine's default.
@@ -83,7 +83,7 @@ class SpecdecLM(TemplateLM):
     def __init__(
         self,
         pretrained: str = "embedded",
-        drafter: str = "ngram",
+        drafter: str = "auto",
         num_draft_tokens: int | None = None,
         dtype: str = "auto",
         device: str | None = None,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+from weakref import WeakSet
 
 from drafters.checkpoint import read_checkpoint
+from drafters.config import DFlashConfig
 from evals.peers import only_greedy, require
 from evals.provenance import checkpoint_folder
 from specdec.config import SamplingParams
@@ -15,6 +19,9 @@ from specdec.errors import InvalidInputError
 
 MEMORY_SHARE = 0.4
 """Of the accelerator; the other system's weights and cache have to fit beside it."""
+
+_alive: WeakSet[VllmPeer] = WeakSet()
+"""At most one: two engines in a process tear each other's communication down, and a start is no part of a timed pass."""
 
 
 class VllmPeer:
@@ -30,17 +37,22 @@ class VllmPeer:
 
     def __init__(self, name: str, verifier: Verifier, drafter: str | None) -> None:
         self.name = name
+        os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output is for the report
         self._library: Any = require("vllm", "vllm", name)
         self.version: str = self._library.__version__
         self._verifier = verifier
         self._options: dict[str, Any] = {}
         if drafter is not None:
-            block_size = read_checkpoint(drafter)[0].block_size
+            config = read_checkpoint(drafter)[0]
+            _check_drafter(name, config, verifier)
             self._options["speculative_config"] = {
                 "method": "dflash",
                 "model": str(checkpoint_folder(drafter) or drafter),
-                "num_speculative_tokens": block_size - 1,
+                "num_speculative_tokens": config.max_draft_tokens,
             }
+        folder = checkpoint_folder(verifier.name)
+        self._links = None if folder is None else _without_other_weights(folder)
+        self._model = self._links.name if self._links else str(folder or verifier.name)
         self._engine: Any = None
         self._concurrency = 0
 
@@ -55,7 +67,8 @@ class VllmPeer:
                 self._library.SamplingParams(
                     temperature=0.0,
                     max_tokens=sampling.max_tokens,
-                    stop_token_ids=list(self._verifier.eos_token_ids),
+                    stop_token_ids=[*(() if sampling.ignore_eos else self._verifier.eos_token_ids), *sampling.stop_token_ids],
+                    ignore_eos=sampling.ignore_eos,
                     detokenize=False,
                 )
                 for sampling in samplings
@@ -66,10 +79,11 @@ class VllmPeer:
 
     def _start(self, concurrency: int) -> None:
         """An engine for this many conversations; vLLM fixes the number when it starts."""
-        self._engine = None  # frees the memory of the one before
+        self._stop()
         verifier = self._verifier
         self._engine = self._library.LLM(
-            model=str(checkpoint_folder(verifier.name) or verifier.name),
+            model=self._model,
+            skip_tokenizer_init=True,
             dtype=str(verifier.dtype).removeprefix("torch."),
             max_num_seqs=concurrency,
             max_model_len=verifier.max_model_len,
@@ -79,16 +93,63 @@ class VllmPeer:
         )
         self._concurrency = concurrency
 
+    def _stop(self) -> None:
+        """Frees the engine's memory, which dropping the reference does not do for one that runs in this process."""
+        if self._engine is not None:
+            self._engine.llm_engine.engine_core.shutdown()
+        self._engine, self._concurrency = None, 0
+
+
+def _without_other_weights(folder: Path) -> TemporaryDirectory[str] | None:
+    """Links to the files of `folder` save the weights that Transformers leaves aside; None when there are none.
+
+    Where there is no index, Transformers reads `model.safetensors` alone and vLLM every safetensors file.
+    """
+    weights = folder / "model.safetensors"
+    others = [file for file in folder.glob("*.safetensors") if file != weights]
+    if not others or not weights.exists() or (folder / "model.safetensors.index.json").exists():
+        return None
+    links = TemporaryDirectory(prefix="specdec-vllm-")
+    for file in folder.iterdir():
+        if file not in others:
+            Path(links.name, file.name).symlink_to(file.resolve())
+    return links
+
+
+def _check_drafter(peer: str, config: DFlashConfig, verifier: Verifier) -> None:
+    """Refuses what vLLM 0.23 reads over without an error: it would draft otherwise than the checkpoint means.
+
+    Raises:
+        InvalidInputError: the drafter is not plain DFlash.
+    """
+    scale = verifier.embedding_scale if config.input_embedding_scale is None else config.input_embedding_scale
+    ignored = {
+        "a sliding window": any(config.windows),
+        "causal layers": any(config.causal),
+        "sample_from_anchor": config.sample_from_anchor,
+        f"an embedding scale of {scale:g}": scale != 1,
+        f"an output multiplier of {config.output_multiplier:g}": config.output_multiplier != 1,
+        "a softcap": config.final_logit_softcapping is not None,
+    }
+    if found := [name for name, there in ignored.items() if there]:
+        raise InvalidInputError(f"peer {peer!r}: the drafter has {', '.join(found)}, which vLLM ignores; measure vllm without it")
+
 
 def load(detail: str | None, *, verifier: Verifier) -> VllmPeer:
     """vLLM on the target, with the DFlash checkpoint named behind the colon, if any.
 
     Raises:
-        InvalidInputError: not installed, or the target is on a CPU.
+        InvalidInputError: not installed, the target is on a CPU, vLLM cannot run the drafter, or another such peer is in use.
     """
     name = "vllm" if detail is None else f"vllm:{detail}"
     if verifier.device.type != "cuda":
         raise InvalidInputError(f"peer {name!r} runs on a GPU and the target is on {verifier.device}; leave it out")
     if detail is not None and "/" not in detail and not Path(detail).exists():
         raise InvalidInputError(f"peer {name!r} names no drafter checkpoint; give a folder or hub name behind the colon")
-    return VllmPeer(name, verifier, detail)
+    if other := next(iter(_alive), None):
+        raise InvalidInputError(
+            f"a process can hold one vLLM engine and has peer {other.name!r}; measure {name!r} in a run of its own"
+        )
+    peer = VllmPeer(name, verifier, detail)
+    _alive.add(peer)
+    return peer

@@ -71,7 +71,7 @@ def profile_steps(
         decoder: its engine has to take all prompts at once.
         prompts: token ids, one list per conversation.
         steps: steps timed without the profiler, then as many under it.
-        warmup: steps before them, after the prefill.
+        warmup: steps before them, after the prefill. When a step is captured as a graph after them, all begins again.
         trace: where to write the trace, to be opened with chrome://tracing or Perfetto.
 
     Raises:
@@ -86,6 +86,40 @@ def profile_steps(
     if steps < 1 or warmup < 0:
         raise InvalidInputError(f"steps is {steps} and warmup {warmup}; measure at least 1 step after 0 or more")
     check_writable(None if trace is None else str(trace))
+    window = _measure(engine, prompts, steps, warmup)
+    while window.num_captures:  # every pass knows more graphs, so that in the end none is left to capture
+        window = _measure(engine, prompts, steps, warmup)
+    if trace is not None:
+        window.profiler.export_chrome_trace(str(trace))
+    on_device = decoder.verifier.device.type == "cuda"
+    return StepProfile(
+        num_reqs=len(prompts),
+        k=engine.num_draft_tokens,
+        context=window.context,
+        step_ms=window.step_ms,
+        busy=_busy_share(window.profiler.events()) if on_device else None,
+        bandwidth=measured_bandwidth(decoder.verifier.device),
+        step_bytes=step_bytes(engine, k=engine.num_draft_tokens, num_reqs=len(prompts), context=window.context),
+        kernels=_kernels(window.profiler.key_averages(), steps, on_device=on_device),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """One pass: `num_captures` steps were captured as graphs while it was timed, which spoils every figure."""
+
+    context: int
+    step_ms: list[float]
+    profiler: profile
+    num_captures: int
+
+
+def _measure(engine: SpecEngine, prompts: Sequence[list[int]], steps: int, warmup: int) -> _Window:
+    """Decodes `prompts` from their beginning: warm-up, timed steps, steps under the profiler.
+
+    Raises:
+        CapacityError: see `profile_steps`.
+    """
     # Enough that nobody finishes early, whatever is accepted, also not those who decode while the others are still prefilled; one
     # step more is in flight when results are read late.
     prefill_steps = -(-sum(map(len, prompts)) // engine.config.max_prefill_tokens)
@@ -98,8 +132,9 @@ def profile_steps(
         for _ in range(warmup):
             engine.step()
         context = max(request.kv_tokens_bound for request in requests)
+        num_graphs = _num_graphs(engine)
         step_ms = [_timed_step(engine) * 1e3 for _ in range(steps)]
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if decoder.verifier.device.type == "cuda" else [])]
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if engine.verifier.device.type == "cuda" else [])]
         with profile(activities=activities) as profiler:
             for _ in range(steps):
                 engine.step()
@@ -107,19 +142,11 @@ def profile_steps(
         _check_unfinished(requests)
     finally:
         engine.abort_all({request.request_id for request in requests})
-    if trace is not None:
-        profiler.export_chrome_trace(str(trace))
-    on_device = decoder.verifier.device.type == "cuda"
-    return StepProfile(
-        num_reqs=len(prompts),
-        k=engine.num_draft_tokens,
-        context=context,
-        step_ms=step_ms,
-        busy=_busy_share(profiler.events()) if on_device else None,
-        bandwidth=measured_bandwidth(decoder.verifier.device),
-        step_bytes=step_bytes(engine, k=engine.num_draft_tokens, num_reqs=len(prompts), context=context),
-        kernels=_kernels(profiler.key_averages(), steps, on_device=on_device),
-    )
+    return _Window(context, step_ms, profiler, _num_graphs(engine) - num_graphs)
+
+
+def _num_graphs(engine: SpecEngine) -> int:
+    return len(engine.graphs.graphs) if engine.graphs else 0
 
 
 def format_profile(result: StepProfile, *, most: int = 25) -> str:

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 
 from specdec.cli import whole_number
+from specdec.generate_command import DRAFTER_HELP, describe_drafts
+from specdec.registry import drafter_name
 
 _EXAMPLES = """\
 examples:
@@ -22,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EXAMPLES
     add = parser.add_argument
     add("--model", default="embedded", metavar="NAME", help="embedded (default), a folder, or a hub name")
-    add("--drafter", default="ngram", metavar="NAME", help="ngram (default), none, or a checkpoint's folder or hub name")
+    add("--drafter", default="auto", metavar="NAME", help=DRAFTER_HELP + "; none decodes plainly")
     add("-k", "--num-draft-tokens", type=whole_number, metavar="N", help="drafts per step (default: the drafter's own)")
     add("--device", default="auto", metavar="NAME", help="auto (default), cpu, cuda or cuda:N")
     add("--dtype", default="auto", metavar="NAME", help="auto (default), float32, bfloat16 or float16")
@@ -53,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     check_writable(args.trace)
     decoder = SpecDecoder.from_pretrained(
         args.model,
-        drafter=None if args.drafter == "none" else args.drafter,
+        drafter=args.drafter,
         device=args.device,
         dtype=args.dtype,
         attention=args.attention,
@@ -62,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
     items = load_prompt_set("bundled").items
     prompts = [_filled(decoder.tokenize(items[i % len(items)].turns[0]), args.context) for i in range(args.concurrency)]
     trace = Path(args.trace) if args.trace else None
+    print(describe_drafts(decoder, drafter_name(args.drafter, args.model)))
     print(format_profile(profile_steps(decoder, prompts, steps=args.steps, trace=trace)))
     return 0
 

@@ -27,7 +27,7 @@ def provenance(decoder: SpecDecoder, drafters: Sequence[str]) -> dict[str, Any]:
 
     Args:
         decoder: gives the target, its device and its type.
-        drafters: names as the user gave them.
+        drafters: their names, see `specdec.registry.drafter_name`.
     """
     verifier = decoder.verifier
     return {
@@ -41,7 +41,7 @@ def provenance(decoder: SpecDecoder, drafters: Sequence[str]) -> dict[str, Any]:
         "attention": verifier.attention.name,
         "kv_dtype": str(verifier.attention.spec.kv_dtype).removeprefix("torch."),
         "target": checkpoint(verifier.name),
-        "drafters": {name: checkpoint(name) for name in drafters if name not in ("none", "ngram")},
+        "drafters": {name: _drafter_checkpoint(name) for name in drafters if name not in ("none", "ngram")},
     }
 
 
@@ -83,6 +83,15 @@ def checkpoint(name: str) -> dict[str, Any]:
     folder, revision = _folder(name)
     files = sorted([*folder.glob("*.safetensors"), *folder.glob("config.json")]) if folder else []
     return {"name": name, "revision": revision, "sha256": {path.name: _sha256(path) for path in files}}
+
+
+def _drafter_checkpoint(name: str) -> dict[str, Any]:
+    """The same for a drafter; "embedded" names another one there than among targets."""
+    if name != "embedded":
+        return checkpoint(name)
+    from drafters.embedded import embedded_drafter_path
+
+    return checkpoint(str(embedded_drafter_path())) | {"name": name}
 
 
 def checkpoint_folder(name: str) -> Path | None:

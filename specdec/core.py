@@ -73,7 +73,7 @@ class Request:
     @property
     def kv_tokens_bound(self) -> int:
         """Upper bound of L on the device, which may be ahead of what the host has read."""
-        return self.num_kv_tokens + sum(k + 1 for k in self.in_flight)
+        return self.num_kv_tokens + sum(self.in_flight) + len(self.in_flight)
 
     @property
     def num_left(self) -> int:
@@ -124,7 +124,7 @@ class DecodeBatch:
     """The requests of one step, as tensors on the device. Row `i` of every tensor belongs to the request in `slots[i]`.
 
     The invariant of the engine holds: `seq_lens` (L) tokens have their KV in the cache; `anchors` is the token at position L,
-    whose KV is not. The block tables reach position `L + k`.
+    whose KV is not. The block tables reach position `L + k`, and as far as the drafter writes.
 
     Attributes:
         slots: int64 [num_reqs], where the request's device state lives; smaller than `max_num_seqs`.
@@ -132,7 +132,7 @@ class DecodeBatch:
         seq_lens: int64 [num_reqs], L.
         block_table: int32 [num_reqs, max_blocks].
         k: drafts per request in this step.
-        max_seq_len: host bound on `L + k + 1`.
+        max_seq_len: host bound on `L + k + 1`, and on the end of what the drafter writes.
         block_size: tokens per cache block.
         max_model_len: position ids never reach this, so that learned position tables are safe.
         sampling: sampling state of the requests.
@@ -270,6 +270,8 @@ class Drafter(Protocol):
 
     max_draft_tokens: int
     """Largest k."""
+    draft_rows: int
+    """Cache positions from L on that drafting writes whatever k is; 0 where it writes none, or no more than k + 1."""
     aux_layer_ids: tuple[int, ...]
     """Decoder layers (0-based) of the target whose raw outputs are needed."""
 

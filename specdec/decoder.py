@@ -18,7 +18,7 @@ from specdec.engine import SpecEngine
 from specdec.errors import InvalidInputError, SpecDecError
 from specdec.kv_cache import PagedKVCache, blocks_for
 from specdec.metrics import AcceptanceStats
-from specdec.registry import DRAFTERS, VERIFIERS, resolve
+from specdec.registry import DRAFTERS, VERIFIERS, drafter_name, resolve
 from specdec.text import IncrementalDecoder
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class SpecDecoder:
         config: limits and choices of the engine.
 
     Example:
-        >>> decoder = SpecDecoder.from_pretrained("embedded", drafter="ngram")  # doctest: +SKIP
+        >>> decoder = SpecDecoder.from_pretrained()  # doctest: +SKIP
         >>> decoder.generate("Once upon a time", max_tokens=32).text  # doctest: +SKIP
     """
 
@@ -100,7 +100,7 @@ class SpecDecoder:
         cls,
         target: str = "embedded",
         *,
-        drafter: str | None = "ngram",
+        drafter: str | None = "auto",
         device: str = "auto",
         dtype: str = "auto",
         attention: str = "auto",
@@ -110,7 +110,8 @@ class SpecDecoder:
 
         Args:
             target: "embedded", a local folder, or a hub name.
-            drafter: "ngram", the folder or hub name of a DFlash checkpoint, or None.
+            drafter: "auto", "embedded" (the one that comes with the embedded model), "ngram", the folder or hub name of a DFlash
+                checkpoint, or None. "auto" takes the embedded model's drafter for that model and n-gram lookup for all others.
             device: "auto", "cpu", "cuda" or "cuda:N" (ROCm devices answer to "cuda").
             dtype: "auto", "float32", "bfloat16" or "float16".
             attention: "auto" or the name of an attention backend.
@@ -304,17 +305,20 @@ def _with(sampling: SamplingParams | None, overrides: dict[str, Any]) -> Samplin
 def find_drafter(name: str | None) -> Callable[[Verifier], Drafter | None]:
     """What makes the drafter once the target is there: a name in the registry, else a checkpoint by folder or hub name.
 
-    So a wrong name is refused before a target is loaded. None and "none" give no drafter.
+    So a wrong name is refused before a target is loaded. None and "none" give no drafter; "auto" chooses by the target's name
+    (`specdec.registry.drafter_name`).
 
     Raises:
         InvalidInputError: neither a known drafter nor a folder nor in the form of a hub name.
     """
     if name is None or name == "none":
         return lambda verifier: None
+    if name == "auto":
+        return lambda verifier: find_drafter(drafter_name(name, verifier.name))(verifier)
     if name in DRAFTERS:
         return lambda verifier: resolve(DRAFTERS, name, "drafter")(None, verifier=verifier)
     if "/" in name or Path(name).exists():
         return lambda verifier: resolve(DRAFTERS, "dflash", "drafter")(name, verifier=verifier)
     raise InvalidInputError(
-        f"unknown drafter {name!r} (known: {', '.join(DRAFTERS)}, none); a checkpoint is named by its folder or as owner/name"
+        f"unknown drafter {name!r} (known: auto, {', '.join(DRAFTERS)}, none); a checkpoint is named by its folder or as owner/name"
     )

@@ -63,6 +63,7 @@ class SpecEngine:
         self.verifier = verifier
         self.num_draft_tokens = checked_draft_tokens(config.num_draft_tokens, drafter)
         self.drafter = drafter if self.num_draft_tokens > 0 else None
+        self._draft_rows = self.drafter.draft_rows if self.drafter else 0
         self.pipeline_depth = config.pipeline_depth if config.pipeline_depth is not None else int(verifier.device.type == "cuda")
         self.max_model_len = min(config.max_model_len or verifier.max_model_len, verifier.max_model_len)
         self.draft_length = DraftLength(self.num_draft_tokens) if config.adaptive and self.drafter else None
@@ -99,6 +100,7 @@ class SpecEngine:
             max_num_seqs=config.max_num_seqs,
             max_prefill_tokens=config.max_prefill_tokens,
             prefix_caching=config.cache.prefix_caching,
+            draft_rows=self._draft_rows,
         )
         self.state = SlotState(
             max_num_seqs=config.max_num_seqs,
@@ -107,6 +109,7 @@ class SpecEngine:
             max_model_len=self.max_model_len,
             vocab_size=verifier.vocab_size,
             device=verifier.device,
+            draft_rows=self._draft_rows,
         )
         self._target_caches = self.kv_cache.layers[: len(verifier.kv_specs)]
         self._aux_layer_ids: tuple[int, ...] = ()
@@ -132,7 +135,7 @@ class SpecEngine:
     @property
     def _overshoot(self) -> int:
         """Most positions that launched steps can write past the last token a request may have."""
-        return (self.pipeline_depth + 1) * (self.num_draft_tokens + 1)
+        return self.pipeline_depth * (self.num_draft_tokens + 1) + max(self.num_draft_tokens + 1, self._draft_rows)
 
     def add_request(
         self, prompt_token_ids: Sequence[int], sampling: SamplingParams | None = None, *, on_tokens: OnTokens | None = None
@@ -207,12 +210,12 @@ class SpecEngine:
     def _prefill(self, chunks: list[Chunk]) -> None:
         """Writes the KV of prompt chunks and chooses the first token of every prompt that ends among them."""
         with self.timer.phase("schedule"):
-            for chunk in chunks:
-                if chunk.admitted:
-                    self.state.begin(chunk.request)
-                    if self.drafter:
-                        self.drafter.begin(chunk.request.slot, chunk.request.token_ids)
-                self.state.extend_block_table(chunk.request)
+            newcomers = [chunk.request for chunk in chunks if chunk.admitted]
+            self.state.begin(newcomers)
+            if self.drafter:
+                for request in newcomers:
+                    self.drafter.begin(request.slot, request.token_ids)
+            self.state.extend_block_tables([chunk.request for chunk in chunks])
             batch = self.state.prefill_batch(chunks)
         with self.timer.phase("prefill"):
             verify = self.verifier.forward(batch.forward, self._target_caches, self._aux_layer_ids)
@@ -222,9 +225,7 @@ class SpecEngine:
         with self.timer.phase("accept"):
             for chunk in chunks:
                 self.scheduler.prefilled(chunk)
-                if chunk.last:
-                    self.state.seq_lens[chunk.request.slot] = chunk.end
-                    self.state.anchors[chunk.request.slot] = chunk.request.token_ids[-1]
+            self.state.end_prefill(chunks)
             self._sample_first_tokens([chunk.request for chunk in chunks if samples_first_token(chunk)], verify.logits)
 
     def _sample_first_tokens(self, requests: list[Request], logits: Tensor) -> None:
@@ -253,8 +254,7 @@ class SpecEngine:
         with self.timer.phase("schedule"):
             if self.draft_length or self.graphs:
                 k = min(rung for rung in ladder(self.num_draft_tokens) if rung >= k)
-            for request in requests:
-                self.state.extend_block_table(request)
+            self.state.extend_block_tables(requests)
             if self.graphs and not self.timer.enabled:  # phases cannot be told apart within a graph
                 graph = self.graphs.prepare(requests, k)
         start = self.clock.stamp()
@@ -298,13 +298,14 @@ class SpecEngine:
         """Takes over results, oldest first, until only `leave` launched steps are unread."""
         for step in self.results.receive(leave):
             if self.draft_length and step.k is not None:
-                going_on = [result.num_accepted for request, result in step.results if request.status is not Status.FINISHED]
-                self.draft_length.observe(len(step.results), step.k, going_on, step.seconds)
+                going_on = [result.num_accepted for request, result in step.results() if request.status is not Status.FINISHED]
+                self.draft_length.observe(len(step.requests), step.k, going_on, step.seconds)
             self._take_over(step)
 
     def _take_over(self, step: FinishedStep) -> None:
         """Adds a step's tokens to its requests."""
-        for request, result in step.results:
+        touched, eos_token_ids = self._touched, self.verifier.eos_token_ids
+        for request, result in step.results():
             if request.status is Status.FINISHED:
                 continue  # it ended while this step was in flight; what the step added is surplus
             if result.k is None:
@@ -312,9 +313,9 @@ class SpecEngine:
             else:
                 request.in_flight.pop(0)
                 request.num_kv_tokens += len(result.token_ids)
-            self._touched[request.request_id] = request
+            touched[request.request_id] = request
             if result.finite:
-                reason = append_tokens(request, result, self.verifier.eos_token_ids)
+                reason = append_tokens(request, result, eos_token_ids)
             else:
                 reason = "error"
                 request.error = (

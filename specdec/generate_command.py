@@ -12,7 +12,7 @@ from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.errors import InvalidInputError
 from specdec.metrics import pooled
 from specdec.prompts import model_inputs, read_prompts
-from specdec.registry import COMMANDS, resolve
+from specdec.registry import COMMANDS, drafter_name, resolve
 from specdec.result_writer import ResultWriter
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ examples:
   specdec generate "Count to twenty." --compare --repeats 3
   git diff | specdec generate --system "Write a commit message."
 """
+
+DRAFTER_HELP = "auto (default: embedded for the embedded model, else ngram), embedded, ngram, or a checkpoint's folder or hub name"
 
 _PHASES = ("schedule", "prefill", "draft", "verify", "accept", "context", "collect")
 """Order of the timing table; phases it does not know come last."""
@@ -64,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--kv-dtype", default="auto", metavar="NAME", help="auto (default), or fp8 for an 8-bit cache on backends that have one")
 
     add = parser.add_argument_group("speculation").add_argument
-    add("--drafter", default="ngram", metavar="NAME", help="ngram (default), none, or the folder or hub name of a checkpoint")
+    add("--drafter", default="auto", metavar="NAME", help=DRAFTER_HELP + "; none decodes plainly")
     add("-k", "--num-draft-tokens", type=whole_number, metavar="N", help="drafts in every step (default: see --adaptive)")
     add(
         "--adaptive",
@@ -126,7 +128,8 @@ def run(args: argparse.Namespace) -> int:
     seconds = time.perf_counter() - started
     if not args.json:
         gap = "\n" if sys.stdout.isatty() else ""
-        print(gap + _summary(writer.results, seconds, describe_drafts(decoder, args.drafter)), file=sys.stderr)
+        drafts = describe_drafts(decoder, drafter_name(args.drafter, args.model))
+        print(gap + _summary(writer.results, seconds, drafts), file=sys.stderr)
     if args.timing:
         print("\n" + format_timing(decoder.engine.timer), file=sys.stderr)
     return 1 if writer.num_failed else 0
@@ -167,7 +170,7 @@ def load_decoder(args: argparse.Namespace) -> SpecDecoder:
         logging.disable_progress_bar()  # it would fill a log file with carriage returns
     return SpecDecoder.from_pretrained(
         args.model,
-        drafter=None if args.drafter == "none" else args.drafter,
+        drafter=args.drafter,
         device=args.device,
         dtype=args.dtype,
         attention=args.attention,
@@ -189,7 +192,7 @@ def describe_drafts(decoder: SpecDecoder, drafter: str) -> str:
 
     Args:
         decoder: gives k.
-        drafter: its name on the command line.
+        drafter: its name, see `specdec.registry.drafter_name`.
     """
     k = decoder.engine.num_draft_tokens
     return f"drafter {drafter}, {'k up to' if decoder.engine.draft_length else 'k ='} {k}" if k else "no drafts"

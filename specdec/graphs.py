@@ -18,7 +18,7 @@ from specdec.buckets import BATCH_SIZES, batch_bucket, length_bucket
 from specdec.core import DecodeBatch, Request
 from specdec.errors import BackendError
 from specdec.results import num_columns
-from specdec.state import BatchKey, SamplingFacts, SlotState, batch_key, max_seq_len
+from specdec.state import BatchKey, SamplingFacts, SlotState, batch_key
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ class StepGraphs:
         key = batch_key(requests)
         if key != self._key:
             self._facts = SamplingFacts.of(requests)
-        bound = length_bucket(max_seq_len(requests, k), self._state.longest)
+        bound = length_bucket(self._state.max_seq_len(requests, k), self._state.longest)
         shape = StepShape(batch_bucket(len(requests)), k, bound, self._facts)
         if shape not in self.graphs:
             if len(self.graphs) >= MAX_GRAPHS:

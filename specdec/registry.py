@@ -24,6 +24,7 @@ MLA_BACKENDS = {
 DRAFTERS = {
     "ngram": "drafters.ngram:load_ngram",
     "dflash": "drafters.dflash:load_dflash",
+    "embedded": "drafters.embedded:load_embedded",
 }
 """Functions `(path | None, *, verifier) -> Drafter`."""
 
@@ -42,6 +43,19 @@ COMMANDS = {
     "doctor": "specdec.doctor_command:run",
 }
 """Functions `(argparse.Namespace) -> exit status`, named as strings so that `--help` imports none of them."""
+
+
+def drafter_name(name: str | None, target: str) -> str:
+    """The drafter that `name` stands for beside a target: "auto" is the embedded model's own, and n-gram lookup for all others.
+
+    >>> drafter_name("auto", "embedded"), drafter_name("auto", "some/model"), drafter_name("ngram", "embedded")
+    ('embedded', 'ngram', 'ngram')
+    >>> drafter_name(None, "embedded")
+    'none'
+    """
+    if name == "auto":
+        return "embedded" if target == "embedded" else "ngram"
+    return "none" if name is None else name
 
 
 def resolve(table: dict[str, str], name: str, kind: str) -> Any:

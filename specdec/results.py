@@ -41,13 +41,32 @@ class FinishedStep:
 
     Attributes:
         k: drafts per request; None for first tokens, which come from a prefill.
-        results: one per request of its batch.
+        requests: its batch.
+        table: int64 [num_reqs, columns], on the host; see `result_table`.
         seconds: from the stamp that `send` was given to the arrival of the results; None without a stamp.
     """
 
     k: int | None
-    results: list[tuple[Request, StepResult]]
+    requests: list[Request]
+    table: Tensor
     seconds: float | None
+
+    def results(self) -> Iterator[tuple[Request, StepResult]]:
+        """What the step gave each request.
+
+        One at a time, from lists for the whole batch: thousands of small objects alive at once would set off Python's garbage
+        collector in every few steps, and that takes longer than all else that the host does.
+        """
+        width = (self.k or 0) + 1
+        columns = self.table.shape[1]
+        values = self.table.flatten().tolist()
+        logprobs = self.table[:, -width:].flatten().view(torch.float64).tolist() if columns > _COUNTS + width else []
+        for index, request in enumerate(self.requests):
+            row = index * columns
+            num_accepted, num_drafts, finite = values[row : row + _COUNTS]
+            token_ids = values[row + _COUNTS : row + _COUNTS + num_accepted + 1]
+            own = logprobs[index * width : (index + 1) * width]
+            yield request, StepResult(self.k, num_accepted, num_drafts, finite == 1, token_ids, own)
 
 
 @dataclass(slots=True)
@@ -115,11 +134,4 @@ class ResultQueue:
             step = self._launched.popleft()
             self._clock.wait(step.end)
             seconds = None if step.start is None else self._clock.seconds(step.start, step.end)
-            yield FinishedStep(step.k, list(_rows(step)), seconds)
-
-
-def _rows(step: _Launched) -> Iterator[tuple[Request, StepResult]]:
-    width = (step.k or 0) + 1
-    for request, (num_accepted, num_drafts, finite, *row) in zip(step.requests, step.table.tolist(), strict=True):
-        logprobs = torch.tensor(row[width:], dtype=torch.int64).view(torch.float64).tolist() if row[width:] else []
-        yield request, StepResult(step.k, num_accepted, num_drafts, bool(finite), row[: num_accepted + 1], logprobs)
+            yield FinishedStep(step.k, step.requests, step.table, seconds)

@@ -45,12 +45,21 @@ class Scheduler:
         max_num_seqs: slots for requests in work.
         max_prefill_tokens: tokens of all prefill chunks of a step together.
         prefix_caching: reuse published blocks.
+        draft_rows: see `specdec.core.Drafter.draft_rows`.
     """
 
     def __init__(
-        self, pool: BlockPool, *, block_size: int, max_num_seqs: int, max_prefill_tokens: int, prefix_caching: bool
+        self,
+        pool: BlockPool,
+        *,
+        block_size: int,
+        max_num_seqs: int,
+        max_prefill_tokens: int,
+        prefix_caching: bool,
+        draft_rows: int = 0,
     ) -> None:
         self.pool = pool
+        self.draft_rows = draft_rows
         self.block_size = block_size
         self.max_prefill_tokens = max_prefill_tokens
         self.prefix_caching = prefix_caching
@@ -88,7 +97,7 @@ class Scheduler:
         return Schedule(
             prefill=self._prefill_chunks(k, admit=admit),
             decode=decode,
-            k=min([k, max((request.num_left for request in decode), default=0)]),
+            k=_useful_drafts(decode, k),
         )
 
     def prefilled(self, chunk: Chunk) -> None:
@@ -104,20 +113,25 @@ class Scheduler:
             request.num_kv_tokens = chunk.end
 
     def _grow_running(self, k: int, settle: Callable[[], None]) -> list[Request]:
-        """Requests that decode in this step, each with blocks up to position L + k for the largest possible L."""
+        """Requests that decode in this step, each with blocks for all rows of a step from the largest possible L on."""
         ready: list[Request] = []
+        num_rows = max(k + 1, self.draft_rows)
+        crowded = False
         for request in list(self.working):
             while _can_decode(request):
-                missing = blocks_for(request.kv_tokens_bound + k + 1, self.block_size) - len(request.block_ids)
+                missing = blocks_for(request.kv_tokens_bound + num_rows, self.block_size) - len(request.block_ids)
                 if missing <= self.pool.num_free:
-                    request.block_ids += self.pool.allocate(max(missing, 0))
+                    if missing > 0:
+                        request.block_ids += self.pool.allocate(missing)
                     ready.append(request)
                     break
+                crowded = True
                 if any(r.in_flight or r.first_token_unread for r in self.working):
                     settle()
                 else:
                     self._preempt(self.working[-1])
-        return [request for request in ready if _can_decode(request)]
+        # Results read meanwhile may have ended some that were ready.
+        return [request for request in ready if _can_decode(request)] if crowded else ready
 
     def _prefill_chunks(self, k: int, *, admit: bool) -> list[Chunk]:
         """Prefills under way first, then newcomers, as far as tokens, slots and blocks go."""
@@ -146,7 +160,7 @@ class Scheduler:
         digests = prefix_hashes(tokens, self.block_size) if self.prefix_caching else []
         # The last token is always computed: its logits choose the first output token.
         cached = self.pool.match(digests[: (len(tokens) - 1) // self.block_size])
-        missing = blocks_for(len(tokens) + k + 1, self.block_size) - len(cached)
+        missing = blocks_for(len(tokens) + max(k + 1, self.draft_rows), self.block_size) - len(cached)
         if missing + len(self.working) > self.pool.num_free:
             self.pool.release(cached)
             return False
@@ -183,3 +197,10 @@ def _arrival(request: Request) -> int:
 def _can_decode(request: Request) -> bool:
     """Whether one more step can still add a token: every step in flight adds at least one."""
     return request.status is Status.RUNNING and request.num_left > len(request.in_flight)
+
+
+def _useful_drafts(requests: list[Request], k: int) -> int:
+    """`k`, or less when no request has that many tokens left."""
+    if any(request.num_left >= k for request in requests):  # the first one, nearly always
+        return k
+    return max((request.num_left for request in requests), default=0)

@@ -1,7 +1,7 @@
 """Per-request state on the device, one row per slot, and the batches gathered from it."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,10 +57,19 @@ class SlotState:
         max_model_len: position ids stay below it.
         vocab_size: width of the table of tokens seen, which exists once a request has a repetition penalty.
         device: where the tensors live.
+        draft_rows: see `specdec.core.Drafter.draft_rows`.
     """
 
     def __init__(
-        self, *, max_num_seqs: int, max_blocks: int, block_size: int, max_model_len: int, vocab_size: int, device: torch.device
+        self,
+        *,
+        max_num_seqs: int,
+        max_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        vocab_size: int,
+        device: torch.device,
+        draft_rows: int = 0,
     ) -> None:
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
@@ -68,7 +77,7 @@ class SlotState:
         num_slots = max_num_seqs + 1
         self.device = device
         self.block_size, self.max_model_len, self.vocab_size = block_size, max_model_len, vocab_size
-        self.padding_slot = max_num_seqs
+        self.padding_slot, self.draft_rows = max_num_seqs, draft_rows
         self.longest = max_blocks * block_size
         self.seq_lens = zeros(num_slots, dtype=torch.int64)
         self.anchors = zeros(num_slots, dtype=torch.int64)
@@ -88,31 +97,72 @@ class SlotState:
         self._slots = zeros(0, dtype=torch.int64)
         self._sampling: SamplingTensors | None = None
 
-    def begin(self, request: Request) -> None:
-        """Writes the row of a request that has just got its slot."""
-        slot, params = request.slot, request.sampling
-        # Entries past its own blocks repeat the request's first block, so that no request ever reads another's values.
-        self.block_table[slot].fill_(request.block_ids[0])
-        self._num_blocks[slot] = 0
-        self.temperature[slot] = params.temperature
-        self.top_k[slot] = params.top_k
-        self.top_p[slot] = params.top_p
-        self.min_p[slot] = params.min_p
-        self.repetition_penalty[slot] = params.repetition_penalty
-        self.seeds[slot] = request.seed
-        if params.repetition_penalty != 1:
-            if self.seen is None:
-                self.seen = torch.zeros(self.seeds.shape[0], self.vocab_size, dtype=torch.bool, device=self.device)
-            self.seen[slot] = False
-            self.seen[slot].index_fill_(0, self._tensor(prefill_tokens(request)), True)
+    def begin(self, requests: Sequence[Request]) -> None:
+        """Writes the rows of requests that have just got their slots."""
+        if not requests:
+            return
+        params = [request.sampling for request in requests]
+        slots, first_blocks, top_k, seeds = self._tensor(
+            [
+                [request.slot for request in requests],
+                [request.block_ids[0] for request in requests],
+                [p.top_k for p in params],
+                [request.seed for request in requests],
+            ]
+        )
+        temperature, top_p, min_p, repetition_penalty = self._tensor(
+            [
+                [p.temperature for p in params],
+                [p.top_p for p in params],
+                [p.min_p for p in params],
+                [p.repetition_penalty for p in params],
+            ],
+            torch.float32,
+        )
+        # Entries past its own blocks repeat a request's first block, so that no request ever reads another's values.
+        self.block_table.index_copy_(0, slots, first_blocks.int()[:, None].expand(-1, self.block_table.shape[1]))
+        self.top_k.index_copy_(0, slots, top_k)
+        self.seeds.index_copy_(0, slots, seeds)
+        self.temperature.index_copy_(0, slots, temperature)
+        self.top_p.index_copy_(0, slots, top_p)
+        self.min_p.index_copy_(0, slots, min_p)
+        self.repetition_penalty.index_copy_(0, slots, repetition_penalty)
+        for request in requests:
+            self._num_blocks[request.slot] = 0
+            if request.sampling.repetition_penalty != 1:
+                if self.seen is None:
+                    self.seen = torch.zeros(self.seeds.shape[0], self.vocab_size, dtype=torch.bool, device=self.device)
+                self.seen[request.slot] = False
+                self.seen[request.slot].index_fill_(0, self._tensor(prefill_tokens(request)), True)
 
-    def extend_block_table(self, request: Request) -> None:
-        """Writes the entries of blocks the request has got since the last call."""
-        known = self._num_blocks[request.slot]
-        new = request.block_ids[known:]
-        if new:
-            self.block_table[request.slot, known : known + len(new)] = self._tensor(new)
-            self._num_blocks[request.slot] = len(request.block_ids)
+    def extend_block_tables(self, requests: Sequence[Request]) -> None:
+        """Writes the entries of blocks that `requests` have got since the last call."""
+        cells: list[int] = []
+        blocks: list[int] = []
+        for request in requests:
+            known, count = self._num_blocks[request.slot], len(request.block_ids)
+            if known < count:
+                row = request.slot * self.block_table.shape[1]
+                cells += range(row + known, row + count)
+                blocks += request.block_ids[known:]
+                self._num_blocks[request.slot] = count
+        if cells:
+            places, values = self._tensor([cells, blocks])
+            self.block_table.view(-1).index_copy_(0, places, values.int())
+
+    def end_prefill(self, chunks: Sequence[Chunk]) -> None:
+        """Sets L, and the last known token as anchor, of the requests whose prefill ends with these chunks."""
+        ended = [chunk for chunk in chunks if chunk.last]
+        if ended:
+            slots, seq_lens, anchors = self._tensor(
+                [
+                    [chunk.request.slot for chunk in ended],
+                    [chunk.end for chunk in ended],
+                    [chunk.request.token_ids[-1] for chunk in ended],
+                ]
+            )
+            self.seq_lens.index_copy_(0, slots, seq_lens)
+            self.anchors.index_copy_(0, slots, anchors)
 
     def prefill_batch(self, chunks: Sequence[Chunk]) -> PrefillBatch:
         """Packs chunks. Logits are asked for the last row of every prompt that ends here and has no known anchor."""
@@ -148,7 +198,11 @@ class SlotState:
     def decode_batch(self, requests: Sequence[Request], k: int) -> DecodeBatch:
         """Gathers the rows of `requests` for a step of `k` drafts."""
         slots, sampling = self._select(requests)
-        return self.gather(slots, sampling, k=k, max_seq_len=max_seq_len(requests, k))
+        return self.gather(slots, sampling, k=k, max_seq_len=self.max_seq_len(requests, k))
+
+    def max_seq_len(self, requests: Sequence[Request], k: int) -> int:
+        """Bound on the positions that a step of `k` drafts writes for any of `requests`, whatever those in flight accept."""
+        return max(request.kv_tokens_bound for request in requests) + max(k + 1, self.draft_rows)
 
     def gather(self, slots: Tensor, sampling: SamplingTensors, *, k: int, max_seq_len: int) -> DecodeBatch:
         """The same for rows named by `slots` int64 [num_reqs]; only device operations."""
@@ -220,23 +274,18 @@ class SlotState:
             self._sampling.seen = self.seen.index_select(0, self._slots)
         return self._slots, self._sampling
 
-    def _tensor(self, values: Sequence[int]) -> Tensor:
-        """int64, copied from pinned memory to an accelerator, since the host would wait for any other copy."""
-        host = torch.tensor(values, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+    def _tensor(self, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
+        """Numbers, or rows of them, copied from pinned memory to an accelerator, since the host would wait for any other copy."""
+        host = torch.tensor(values, dtype=dtype, pin_memory=self.device.type == "cuda")
         return host.to(self.device, non_blocking=True)
 
 
-BatchKey = tuple[tuple[int, int], ...]
+BatchKey = tuple[int, ...]
 
 
 def batch_key(requests: Sequence[Request]) -> BatchKey:
     """Differs between batches of different requests, or of the same in other slots."""
-    return tuple((request.request_id, request.slot) for request in requests)
-
-
-def max_seq_len(requests: Sequence[Request], k: int) -> int:
-    """Bound on the tokens that any of `requests` can have after a step of `k` drafts, whatever those in flight accept."""
-    return max(request.kv_tokens_bound for request in requests) + k + 1
+    return tuple([request.request_id for request in requests] + [request.slot for request in requests])
 
 
 def samples_first_token(chunk: Chunk) -> bool:

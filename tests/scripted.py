@@ -20,6 +20,7 @@ class ScriptedDrafter:
     """
 
     aux_layer_ids: tuple[int, ...] = ()
+    draft_rows = 0
     weight_bytes = 0
 
     def __init__(self, outputs: dict[tuple[int, ...], list[int]], k: int, wrong_at: Sequence[set[int]] = (set(),)) -> None:

@@ -9,7 +9,8 @@ With few programs and a long context the keys are divided among `splits` program
 logarithm of its softmax denominator (as in Flash-Decoding); a second kernel merges them. The division follows the lengths on the
 device, and the grid depends on host bounds alone, so a captured graph stays right for any lengths below its bound.
 
-The online softmax is FlashAttention's (arXiv 2205.14135), in base 2 with float32 accumulation. No instruction is tied to a vendor.
+The online softmax is FlashAttention's (arXiv 2205.14135), in base 2 with float32 accumulation. No instruction is tied to a vendor,
+but for a guarded one.
 """
 
 from typing import NamedTuple
@@ -20,7 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.kv_cache import LayerCache
-from specdec.ops.triton_launch import on_device
+from specdec.ops.triton_launch import on_device, overlap_options
+from specdec.ops.triton_overlap import await_previous
 
 LOG2E = tl.constexpr(1.4426950408889634)
 MAX_TILE_ROWS = 128
@@ -70,8 +72,10 @@ def _attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     TILE_ROWS: tl.constexpr = BLOCK_M // GROUP
+    await_previous(OVERLAP)
     request = tl.program_id(0) // num_tiles
     tile_row = tl.program_id(0) % num_tiles * TILE_ROWS
     kv_head = tl.program_id(1)
@@ -162,7 +166,9 @@ def _merge_kernel(
     HEAD_DIM: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    await_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)  # of one head
     split = tl.arange(0, SPLITS)
     dim = tl.arange(0, BLOCK_D)
@@ -270,6 +276,7 @@ def paged_attention(
             BLOCK_D=padded(head_dim),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
+            **overlap_options(query.device),
         )
         if splits > 1:
             _merge_kernel[(num_tokens * num_heads,)](
@@ -280,5 +287,6 @@ def paged_attention(
                 SPLITS=splits,
                 BLOCK_D=padded(head_dim),
                 num_warps=1 if splits < 16 else 4,
+                **overlap_options(query.device),
             )
     return output

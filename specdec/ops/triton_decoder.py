@@ -1,8 +1,9 @@
-"""Decoder layers of the Llama family around Triton kernels: the matrix products of torch, and five small launches between them.
+"""Decoder layers of the Llama family around Triton kernels: the matrix products, and five small launches between them.
 
     norm+residual | qkv product | norm+RoPE+cache write | attention (, merge) | output product
     norm+residual | gate and up product | SwiGLU | down product
 
+For few rows the products are our own: SwiGLU is part of one then, and the norm after one adds up its partial sums.
 Nothing here reads a value on the host, so a forward can be captured in a graph.
 """
 
@@ -16,6 +17,7 @@ from specdec.attention.triton_fa import TritonFaBackend
 from specdec.kv_cache import LayerCache
 from specdec.ops.linear import Linear
 from specdec.ops.triton_fused import add_rms_norm, rms_norm, rope_store, silu_mul
+from specdec.ops.triton_linear import few_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +75,8 @@ class TritonDecoder:
         normed = rms_norm(hidden, self._layers[0].input_norm, self._epsilon)
         for index, (layer, next_norm) in enumerate(zip(self._layers, self._next_norms, strict=True)):
             attended = self._attend(layer, normed, cos, sin, caches[index], plans[index], windows[index])
-            normed, residual = add_rms_norm(layer.output(attended), residual, layer.mlp_norm, self._epsilon)
-            product = layer.down(silu_mul(layer.gate_up(normed)))
+            normed, residual = add_rms_norm(_partial(layer.output, attended), residual, layer.mlp_norm, self._epsilon)
+            product = _partial(layer.down, _gated(layer.gate_up, normed))
             normed, residual = add_rms_norm(product, residual, next_norm, self._epsilon)
             if index in taps:
                 tapped[index] = residual
@@ -92,7 +94,7 @@ class TritonDecoder:
     ) -> Tensor:
         """[T, num_heads * head_dim]."""
         spec = self._attention.spec
-        qkv = layer.qkv(normed).view(len(normed), -1, spec.head_dim)
+        qkv = _product(layer.qkv, normed).view(len(normed), -1, spec.head_dim)
         query, key, value = qkv.split_with_sizes([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
         rotated = rope_store(
             query,
@@ -108,3 +110,21 @@ class TritonDecoder:
             cache_scales=spec.cache_scales,
         )
         return self._attention.attend(rotated, cache, plan, scale=spec.head_dim**-0.5, window=window).flatten(1)
+
+
+def _product(linear: Linear, x: Tensor) -> Tensor:
+    """[rows, out]."""
+    product = few_rows(x, linear)
+    return linear(x) if product is None else product
+
+
+def _partial(linear: Linear, x: Tensor) -> Tensor:
+    """[rows, out], or float32 [parts, rows, out]."""
+    product = few_rows(x, linear, may_split=True)
+    return linear(x) if product is None else product
+
+
+def _gated(linear: Linear, x: Tensor) -> Tensor:
+    """SwiGLU [rows, out / 2] of a joined product."""
+    product = few_rows(x, linear, gated=True)
+    return silu_mul(linear(x)) if product is None else product

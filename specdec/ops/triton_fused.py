@@ -11,25 +11,35 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.kv_cache import LayerCache
-from specdec.ops.triton_launch import on_device
+from specdec.ops.triton_launch import on_device, overlap_options
+from specdec.ops.triton_overlap import await_previous
 
 
 @triton.jit
 def _rms_norm_kernel(
-    x: tl.tensor,  # [rows, WIDTH]
+    x: tl.tensor,  # [rows, WIDTH], or float32 [PARTS, rows, WIDTH] whose sum counts
     residual: tl.tensor,  # [rows, WIDTH] or None
     weight: tl.tensor,  # [WIDTH]
     normed: tl.tensor,  # [rows, WIDTH]
     added: tl.tensor,  # [rows, WIDTH] or None, x + residual
     x_stride: tl.tensor,
     epsilon: tl.tensor,
+    part_stride: tl.tensor,
     WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     exists = column < WIDTH
+    dtype = normed.dtype.element_ty
+    await_previous(OVERLAP)
     rows = tl.load(x + row * x_stride + column, mask=exists, other=0.0).to(tl.float32)
+    if PARTS > 1:
+        for part in tl.static_range(1, PARTS):
+            rows += tl.load(x + part * part_stride + row * x_stride + column, mask=exists, other=0.0)
+        rows = rows.to(dtype).to(tl.float32)  # as a whole product would be
     if residual is not None:
         rows += tl.load(residual + row * WIDTH + column, mask=exists, other=0.0).to(tl.float32)
         stored = rows.to(added.dtype.element_ty)
@@ -37,15 +47,17 @@ def _rms_norm_kernel(
         rows = stored.to(tl.float32)
     scaled = rows * tl.rsqrt(tl.sum(rows * rows, 0) / WIDTH + epsilon)
     gain = tl.load(weight + column, mask=exists, other=0.0).to(tl.float32)
-    dtype = normed.dtype.element_ty
     tl.store(normed + row * WIDTH + column, (scaled.to(dtype).to(tl.float32) * gain).to(dtype), mask=exists)
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up: tl.tensor, output: tl.tensor, row_stride: tl.tensor, width: tl.tensor, BLOCK: tl.constexpr) -> None:
+def _silu_mul_kernel(
+    gate_up: tl.tensor, output: tl.tensor, row_stride: tl.tensor, width: tl.tensor, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = column < width
+    await_previous(OVERLAP)
     gate = tl.load(gate_up + row * row_stride + column, mask=exists, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * row_stride + width + column, mask=exists, other=0.0).to(tl.float32)
     product = gate * tl.sigmoid(gate) * up
@@ -117,7 +129,9 @@ def _rope_store_kernel(
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    await_previous(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)  # key, value, query
     if cos is not None:
@@ -145,19 +159,35 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """The norm of `x + residual`, both [rows, H], and the sum itself, rounded once."""
+    """The norm of `x + residual`, both [rows, H], and the sum itself, rounded once.
+
+    `x` may also be float32 [parts, rows, H]: its sum over the parts counts, rounded to the type of `residual`.
+    """
     normed, added = torch.empty_like(residual), torch.empty_like(residual)
     _launch_norm(x, residual, weight, normed, added, epsilon)
     return normed, added
 
 
 def _launch_norm(x: Tensor, residual: Tensor | None, weight: Tensor, normed: Tensor, added: Tensor | None, epsilon: float) -> None:
-    rows, width = x.shape
-    assert x.stride(1) == 1 and (residual is None or residual.is_contiguous())
+    rows, width = x.shape[-2:]
+    parts = len(x) if x.ndim == 3 else 1
+    assert x.stride(-1) == 1 and (residual is None or residual.is_contiguous())
     block = triton.next_power_of_2(width)
     with on_device(x):
         _rms_norm_kernel[(rows,)](
-            x, residual, weight, normed, added, x.stride(0), epsilon, WIDTH=width, BLOCK=block, num_warps=8 if block > 2048 else 4
+            x,
+            residual,
+            weight,
+            normed,
+            added,
+            x.stride(-2),
+            epsilon,
+            x.stride(0),
+            WIDTH=width,
+            PARTS=parts,
+            BLOCK=block,
+            num_warps=8 if block > 2048 else 4,
+            **overlap_options(x.device),
         )
 
 
@@ -167,7 +197,9 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     output = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     block = min(triton.next_power_of_2(width), 1024)
     with on_device(gate_up):
-        _silu_mul_kernel[(rows, triton.cdiv(width, block))](gate_up, output, gate_up.stride(0), width, BLOCK=block, num_warps=4)
+        _silu_mul_kernel[(rows, triton.cdiv(width, block))](
+            gate_up, output, gate_up.stride(0), width, BLOCK=block, num_warps=4, **overlap_options(gate_up.device)
+        )
     return output
 
 
@@ -232,5 +264,6 @@ def rope_store(
             NUM_KV_HEADS=num_kv_heads,
             HEAD_DIM=head_dim,
             num_warps=4,
+            **overlap_options(key.device),
         )
     return rotated

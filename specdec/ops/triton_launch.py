@@ -2,7 +2,9 @@
 
 import os
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +28,17 @@ def unavailable_reasons(device: torch.device) -> list[str]:
 def num_processors(device: torch.device) -> int:
     """Multiprocessors or compute units of `device`; 1 for an interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@lru_cache(maxsize=16)
+def overlap_options(device: torch.device) -> dict[str, Any]:
+    """Options of every launch: on Hopper and later a kernel may be set up while the one before it comes to its end.
+
+    It then waits for that one itself (`specdec.ops.triton_overlap`), and the pause between the two is shorter.
+    """
+    if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0):
+        return {"OVERLAP": True, "launch_pdl": True}
+    return {"OVERLAP": False}
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager[None]:

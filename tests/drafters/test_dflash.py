@@ -112,21 +112,61 @@ def dense_hidden(model: DFlashModel, features: Tensor, embeddings: Tensor) -> Te
 @pytest.mark.parametrize("k", [1, 4, 8])
 @pytest.mark.parametrize("sample_from_anchor", [False, True])
 def test_slot_alignment(sample_from_anchor: bool, k: int) -> None:
-    """Same-position: anchor and k masks, the masks predict. Next-token: anchor and k - 1 masks, all of them predict."""
+    """The whole block runs: anchor and masks. Same-position: the first k masks predict. Next-token: anchor and k - 1 masks do."""
     config = replace(TINY, block_size=8 if sample_from_anchor else 9, sample_from_anchor=sample_from_anchor)
     drafter, verifier, rig = bound(config)
     assert drafter.max_draft_tokens == 8
     draft = drafter.propose(rig.batch([3, 5], [9, 14], k))
-    masks = k - 1 if sample_from_anchor else k
-    mask = config.mask_token_id
-    assert verifier.embedded[-1].view(2, -1).tolist() == [[3] + [mask] * masks, [5] + [mask] * masks]
+    masks = [config.mask_token_id] * (config.block_size - 1)
+    assert verifier.embedded[-1].view(2, -1).tolist() == [[3, *masks], [5, *masks]]
     assert draft.probs is None and draft.candidate_ids is None and draft.num_drafts is None
     generator = torch.Generator().manual_seed(2)
     for request, (anchor, length) in enumerate(((3, 9), (5, 14))):
         features = torch.randn(length, config.feature_size, generator=generator)
-        hidden = dense_hidden(tiny_model(config), features, verifier.embed(torch.tensor([anchor] + [mask] * masks)))
+        hidden = dense_hidden(tiny_model(config), features, verifier.embed(torch.tensor([anchor, *masks])))
         expected = verifier.head(hidden[0 if sample_from_anchor else 1 :]).argmax(-1)
-        assert draft.token_ids[request].tolist() == expected.tolist()
+        assert draft.token_ids[request].tolist() == expected[:k].tolist()
+
+
+CAUSAL = (True,) * 3
+BLOCKS: dict[str, DFlashConfig] = {
+    "same_position": replace(TINY, block_size=16),
+    "next_token": replace(TINY, block_size=16, sample_from_anchor=True),
+    "mixed": replace(TINY, block_size=16, windows=(5, 5, None), causal=(True, True, False)),
+    "causal": replace(TINY, block_size=16, causal=CAUSAL),
+    "causal_next_token": replace(TINY, block_size=16, windows=(5, 5, None), causal=CAUSAL, sample_from_anchor=True),
+}
+
+
+@pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_k_only_cuts_the_block(kind: str, draft_sampling: str) -> None:
+    """Drafts at any k begin like those of the whole block, also where slots see later ones; a causal block runs no spare rows."""
+    config = BLOCKS[kind]
+    drafter, verifier, rig = bound(config, draft_sampling=draft_sampling)
+    temperature = 0.0 if draft_sampling == "greedy" else 1.3
+    most = drafter.max_draft_tokens
+    hidden = drafter.draft_hidden(rig.batch([3, 5], [9, 14], most))
+    drafts = drafter.propose(rig.batch([3, 5], [9, 14], most, temperature)).token_ids
+    for k in (1, 3, most):
+        batch = rig.batch([3, 5], [9, 14], k, temperature)
+        torch.testing.assert_close(drafter.draft_hidden(batch), hidden[:, :k], rtol=1e-4, atol=1e-4)
+        assert verifier.embedded[-1].numel() == 2 * ((k if config.sample_from_anchor else k + 1) if all(config.causal) else 16)
+        assert torch.equal(drafter.propose(batch).token_ids, drafts[:, :k])
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_drafting_writes_what_it_says(kind: str) -> None:
+    """Cache blocks are reserved by `draft_rows`: drafting fills exactly those positions from L on, of its own requests alone."""
+    for k in (1, 3):
+        drafter, _, rig = bound(BLOCKS[kind])
+        before = [side.clone() for layer in drafter.caches for side in layer]
+        batch = rig.batch([3, 5], [9, 14], k)
+        drafter.propose(batch)
+        width = drafter.draft_rows or (k if drafter.config.sample_from_anchor else k + 1)
+        slots = sorted(batch.slot_mapping(width).tolist())
+        for old, new in zip(before, (side for layer in drafter.caches for side in layer), strict=True):
+            assert (new != old).flatten(0, 1).flatten(1).any(1).nonzero().flatten().tolist() == slots
 
 
 def test_reduced_vocabulary() -> None:
@@ -177,8 +217,8 @@ def test_scale_and_softcap(own_scale: float | None, own_softcap: float | None, s
     drafter, _, rig = bound(config, verifier)
     hidden = drafter.draft_hidden(rig.batch([3, 5], [9, 14], 4))
     features = torch.randn(9, config.feature_size, generator=torch.Generator().manual_seed(2))
-    block = verifier.embed(torch.tensor([3, 60, 60, 60, 60])) * scale
-    torch.testing.assert_close(hidden[0], dense_hidden(tiny_model(config), features, block)[1:], rtol=1e-4, atol=1e-4)
+    block = verifier.embed(torch.tensor([3, *[60] * 7])) * scale
+    torch.testing.assert_close(hidden[0], dense_hidden(tiny_model(config), features, block)[1:5], rtol=1e-4, atol=1e-4)
     raw = 3.0 * verifier.head(hidden)
     torch.testing.assert_close(drafter.logits(hidden), raw if softcap is None else softcap * torch.tanh(raw / softcap))
 

@@ -200,7 +200,7 @@ class Rig:
             seq_lens=torch.tensor(list(seq_lens)),
             block_table=self.block_table,
             k=k,
-            max_seq_len=max(seq_lens) + k + 1,
+            max_seq_len=max(seq_lens) + max(k + 1, self.drafter.draft_rows),
             block_size=BLOCK,
             max_model_len=self.max_len,
             sampling=sampling_tensors(self.num_reqs, temperature),

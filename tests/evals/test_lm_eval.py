@@ -201,6 +201,7 @@ def test_both_sides_are_reported_and_agree(folder: Path, tmp_path: Path, capsys:
     assert evaluate(folder, tmp_path / "run", "--limit", "3", "--log-samples") == 0
     text = capsys.readouterr().out
     report = read_report(tmp_path / "run" / "report.json", "specdec-eval")
+    assert report["settings"]["drafter"] == "ngram"  # the target is not the embedded model
     (task,) = report["tasks"]
     assert task["num_samples"] == 3
     assert task["plain"]["metrics"] == task["speculative"]["metrics"]

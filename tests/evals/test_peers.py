@@ -1,6 +1,9 @@
 """Other systems beside ours in one bench run."""
 
+import shutil
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,6 +18,7 @@ from evals.report_compare import compare_reports
 from evals.report_table import format_report
 from specdec.config import SamplingParams
 from specdec.errors import InvalidInputError
+from tests.drafters.tiny import TINY, write_tiny_dflash
 from tests.evals.tiny import PROMPTS, PROVENANCE, save_tiny, tiny_decoder
 
 
@@ -84,36 +88,136 @@ def test_llama_cpp_decodes_the_embedded_file() -> None:
     assert decoder.tokenizer.decode(tokens).startswith("1.")
 
 
-def test_vllm_is_asked_for_the_same_work(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recording stand-in for the library: catches lengths, end tokens or numbers of conversations that are not passed on."""
-    calls: list[dict[str, Any]] = []
+class FakeVllm:
+    """A recording stand-in for the library.
 
-    class Engine:
-        def __init__(self, **options: Any) -> None:
-            calls.append(options)
+    Attributes:
+        calls: options of every engine, and prompts with their sampling of every call of one.
+        running: engines that were started and not shut down.
+        fails: the next engine does not start.
+    """
 
-        def generate(self, prompts: Any, params: Any, use_tqdm: bool) -> Any:
-            calls.append({"prompts": prompts, "params": params})
-            return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=(7, 2))]) for _ in prompts]
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[dict[str, Any]] = []
+        self.running = 0
+        self.fails = False
+        library = ModuleType("vllm")
+        library.__version__, library.LLM, library.SamplingParams = "0.0", self.start, lambda **options: options  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "vllm", library)
 
-    library = ModuleType("vllm")
-    library.__version__, library.LLM, library.SamplingParams = "0.0", Engine, lambda **options: options  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "vllm", library)
-    verifier = SimpleNamespace(**vars(decoder_of(folder).verifier))
+    def start(self, **options: Any) -> SimpleNamespace:
+        self.calls.append(options)
+        if self.fails:
+            raise RuntimeError("no memory")
+        self.running += 1
+        return SimpleNamespace(
+            generate=self.generate, llm_engine=SimpleNamespace(engine_core=SimpleNamespace(shutdown=self.shut_down))
+        )
+
+    def shut_down(self) -> None:
+        self.running -= 1
+
+    def generate(self, prompts: Any, params: Any, use_tqdm: bool) -> Any:
+        self.calls.append({"prompts": prompts, "params": params})
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=(7, 2))]) for _ in prompts]
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> FakeVllm:
+    return FakeVllm(monkeypatch)
+
+
+def gpu_verifier(folder: Path, **changes: Any) -> Any:
+    """The tiny target as if it lay on a GPU."""
+    verifier = decoder_of(folder).verifier
+    names = ("name", "dtype", "max_model_len", "eos_token_ids", "embedding_scale")
+    return SimpleNamespace(**{name: getattr(verifier, name) for name in names} | {"device": torch.device("cuda")} | changes)
+
+
+def test_vllm_is_asked_for_the_same_work(folder: Path, vllm: FakeVllm) -> None:
+    """Catches lengths, end tokens or numbers of conversations that are not passed on, and what the user set to end outputs."""
     with pytest.raises(InvalidInputError, match="runs on a GPU and the target is on cpu"):
-        load_peer("vllm", verifier)
-    verifier.device = torch.device("cuda")
+        load_peer("vllm", decoder_of(folder).verifier)
     with pytest.raises(InvalidInputError, match="names no drafter checkpoint"):
-        load_peer("vllm:nothing", verifier)
-    peer = load_peer("vllm", verifier)
-    assert peer.generate([[1, 2], [3]], [SamplingParams(max_tokens=n) for n in (5, 6)], concurrency=8) == [[7, 2], [7, 2]]
+        load_peer("vllm:nothing", gpu_verifier(folder))
+    peer = load_peer("vllm", gpu_verifier(folder))
+    samplings = [SamplingParams(max_tokens=5, stop_token_ids=(8, 9)), SamplingParams(max_tokens=6, ignore_eos=True)]
+    assert peer.generate([[1, 2], [3]], samplings, concurrency=8) == [[7, 2], [7, 2]]
     peer.generate([[1]], [SamplingParams(max_tokens=5)], concurrency=8)
-    started, asked, _ = calls
+    started, asked, _ = vllm.calls
     assert (started["model"], started["max_num_seqs"], started["dtype"]) == (str(folder), 8, "float32")
     assert started["enable_prefix_caching"] is False
     assert asked["prompts"] == [{"prompt_token_ids": [1, 2]}, {"prompt_token_ids": [3]}]
     assert [one["max_tokens"] for one in asked["params"]] == [5, 6]
-    assert asked["params"][0]["stop_token_ids"] == [2]
+    assert [(one["stop_token_ids"], one["ignore_eos"]) for one in asked["params"]] == [([2, 8, 9], False), ([], True)]
+
+
+def test_vllm_never_holds_two_engines(folder: Path, vllm: FakeVllm) -> None:
+    """Catches an engine that keeps its memory, one that failed to start and is then asked, and two peers that take turns."""
+    peer = load_peer("vllm", gpu_verifier(folder))
+    ask = partial(peer.generate, [[1]], [SamplingParams()])
+    for concurrency in (1, 4):
+        ask(concurrency=concurrency)
+        assert vllm.running == 1
+    vllm.fails = True
+    with pytest.raises(RuntimeError, match="no memory"):
+        ask(concurrency=8)
+    assert vllm.running == 0
+    vllm.fails = False
+    assert ask(concurrency=4) == [[7, 2]]
+    assert vllm.running == 1
+    with pytest.raises(InvalidInputError, match="has peer 'vllm'; measure 'vllm:a/b' in a run of its own"):
+        load_peer("vllm:a/b", gpu_verifier(folder))
+    del peer, ask
+    load_peer("vllm", gpu_verifier(folder))
+
+
+def test_vllm_gets_the_weights_that_transformers_reads(folder: Path, tmp_path: Path, vllm: FakeVllm) -> None:
+    """Further safetensors files beside the model, as the embedded one has, would be loaded as if they were its own."""
+    shutil.copytree(folder, tmp_path / "model")
+    (tmp_path / "model" / "four_bit.safetensors").write_bytes(b"other weights")
+    peer = load_peer("vllm", gpu_verifier(tmp_path / "model"))
+    peer.generate([[1]], [SamplingParams()], concurrency=1)
+    given = Path(vllm.calls[0]["model"])
+    assert {file.name for file in given.iterdir()} == {file.name for file in folder.iterdir()}
+    assert (given / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+    del peer
+    assert not given.exists()
+    (tmp_path / "model" / "model.safetensors.index.json").write_text("{}")  # with it vLLM chooses as Transformers does
+    load_peer("vllm", gpu_verifier(tmp_path / "model")).generate([[1]], [SamplingParams()], concurrency=1)
+    assert vllm.calls[2]["model"] == str(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("changes", "target", "said"),
+    [
+        ({"windows": (3, None, None)}, {}, "a sliding window"),
+        ({"causal": (True, True, True)}, {}, "causal layers"),
+        ({"sample_from_anchor": True}, {}, "sample_from_anchor"),
+        ({"input_embedding_scale": 2.0}, {}, "an embedding scale of 2"),
+        ({}, {"embedding_scale": 8.0}, "an embedding scale of 8"),
+        ({"output_multiplier": 0.5}, {}, "an output multiplier of 0.5"),
+        ({"final_logit_softcapping": 30.0}, {}, "a softcap"),
+        ({}, {}, None),
+    ],
+)
+def test_vllm_is_given_no_drafter_that_it_reads_otherwise(
+    changes: dict[str, Any], target: dict[str, Any], said: str | None, folder: Path, tmp_path: Path, vllm: FakeVllm
+) -> None:
+    """vLLM raises no error for these; its drafts would be wrong and its figures too low."""
+    config = replace(TINY, **changes)
+    write_tiny_dflash(tmp_path / "drafter", config)
+    name, verifier = f"vllm:{tmp_path / 'drafter'}", gpu_verifier(folder, **target)
+    if said is not None:
+        with pytest.raises(InvalidInputError, match=f"the drafter has {said}, which vLLM ignores"):
+            load_peer(name, verifier)
+        return
+    load_peer(name, verifier).generate([[1]], [SamplingParams()], concurrency=1)
+    assert vllm.calls[0]["speculative_config"] == {
+        "method": "dflash",
+        "model": str(tmp_path / "drafter"),
+        "num_speculative_tokens": config.block_size - 1,
+    }
 
 
 @pytest.mark.parametrize(

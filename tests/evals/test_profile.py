@@ -1,6 +1,7 @@
 """The profile of decoding steps: a table of operators, honest step times and a trace that other tools open."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,9 @@ from specdec.cli import main
 from specdec.config import EngineConfig
 from specdec.decoder import SpecDecoder, find_drafter
 from specdec.errors import CapacityError, InvalidInputError
+from specdec.graphs import StepGraphs
 from tests.evals.tiny import tiny_decoder
+from tests.specdec.test_graphs import Recorder
 
 PROMPTS = [[5, 6, 7, 5, 6, 7], [9, 10, 9, 10]]
 
@@ -41,6 +44,28 @@ def test_steps_are_decode_steps_of_the_whole_batch(tmp_path: Path) -> None:
     text = format_profile(result, most=2)
     assert "2 at once" in text
     assert f"and {len(result.kernels) - 2} shorter ones" in text
+
+
+@pytest.mark.parametrize("length", [248, 250])
+def test_no_step_is_captured_while_measuring(length: int) -> None:
+    """Sequences outgrow their graph's bound among the timed or the profiled steps; a capture runs the step several times more."""
+    base = tiny_decoder()
+    decoder = SpecDecoder(base.verifier, base.tokenizer, None, EngineConfig(max_num_seqs=2, max_model_len=512))
+    engine = decoder.engine
+    captured_at = []
+
+    class Capture(Recorder):
+        def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
+            captured_at.append(engine.timer.num_steps)
+            return super().capture(launch)
+
+    engine.graphs = StepGraphs(Capture(), engine.state, engine._result_table)
+    result = profile_steps(decoder, [[5] * length, [6] * length], steps=4, warmup=2)
+    assert {shape.max_seq_len for shape in engine.graphs.graphs} == {256, 512}
+    assert max(captured_at) < engine.timer.num_steps - 2 * 4
+    calls = {kernel.name: kernel.calls for kernel in result.kernels}
+    assert calls["aten::scaled_dot_product_attention"] == decoder.verifier.num_layers
+    assert len(result.step_ms) == 4
 
 
 def test_an_accelerator_counts_its_kernels_and_its_idle_time() -> None:
@@ -91,7 +116,8 @@ def test_mistakes_are_named() -> None:
 
 def test_the_command_prints_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(SpecDecoder, "from_pretrained", lambda *args, **options: drafting_decoder())
-    assert main(["profile", "--context", "8", "--steps", "2"]) == 0
+    assert main(["profile", "--model", "m", "--context", "8", "--steps", "2"]) == 0
     out = capsys.readouterr().out
+    assert out.startswith("drafter ngram, k = 8\n")
     assert "ms per step (median of 2" in out
     assert "aten::" in out

@@ -259,7 +259,7 @@ def test_options_reach_the_api(monkeypatch: Patch) -> None:
     main(line.split())
     assert decoder.sampling == SamplingParams(9, 0.7, 5, 0.9, 0.1, 1.2, 4, ("a", "b"), (), True, True)
     engine: EngineConfig = decoder.options.pop("engine")
-    assert decoder.options == {"target": "m", "drafter": None, "device": "cpu", "dtype": "float32", "attention": "torch_ref"}
+    assert decoder.options == {"target": "m", "drafter": "none", "device": "cpu", "dtype": "float32", "attention": "torch_ref"}
     assert (engine.max_num_seqs, engine.num_draft_tokens, engine.draft_sampling, engine.timing) == (3, 0, "probabilistic", True)
     assert engine.cache.memory_bytes == 2 * 2**20
 
@@ -269,7 +269,17 @@ def test_defaults_are_those_of_the_api(monkeypatch: Patch) -> None:
     main(["generate", "x"])
     assert decoder.sampling == SamplingParams()
     assert decoder.options.pop("engine") == EngineConfig(adaptive=True)
-    assert decoder.options == {"target": "embedded", "drafter": "ngram", "device": "auto", "dtype": "auto", "attention": "auto"}
+    assert decoder.options == {"target": "embedded", "drafter": "auto", "device": "auto", "dtype": "auto", "attention": "auto"}
+
+
+@pytest.mark.parametrize(
+    ("options", "drafter"), [([], "embedded"), (["--model", "m"], "ngram"), (["--drafter", "path/to/one"], "path/to/one")]
+)
+def test_the_summary_names_the_drafter(options: list[str], drafter: str, monkeypatch: Patch, capsys: Capture) -> None:
+    """Catches "auto" where the user wants to know what was chosen."""
+    use(monkeypatch, FakeDecoder(chunk(0, "x", done=True)))
+    assert main(["generate", "a", *options]) == 0
+    assert f"(drafter {drafter}, k = 3)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -399,7 +409,7 @@ def test_the_command_prints_what_the_api_returns(tiny_decoder: SpecDecoder, monk
 
 def test_compare_reports_both_sides(tiny_decoder: SpecDecoder, monkeypatch: Patch, capsys: Capture) -> None:
     use(monkeypatch, tiny_decoder)
-    line = ["generate", "abcabc", "xyz", "--max-tokens", "12", "--ignore-eos", "--compare", "--repeats", "2"]
+    line = ["generate", "abcabc", "xyz", "--model", "m", "--max-tokens", "12", "--ignore-eos", "--compare", "--repeats", "2"]
     assert main([*line, "--stream"]) == 0
     text = capsys.readouterr().out
     plain, speculative = text.split("speculative\n", 1)
@@ -411,6 +421,7 @@ def test_compare_reports_both_sides(tiny_decoder: SpecDecoder, monkeypatch: Patc
     assert main([*line, "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["identical"] is True
+    assert record["drafter"] == "ngram"
     assert record["sampling"]["seed"] == 0
     assert record["plain"]["num_tokens"] == record["speculative"]["num_tokens"] == [24, 24]
     assert record["acceptance"]["num_emitted"] == 22  # all but the first token of each prompt

@@ -135,7 +135,7 @@ def test_every_batch_size_has_its_own_times() -> None:
 
 @contextmanager
 def recorded(drafter: Any, verifier: Verifier) -> Iterator[dict[tuple[int, int], list[int]]]:
-    """Proposals by prompt slot and position L of the anchor, cut to the two drafts that every k here has."""
+    """Proposals by prompt slot and position L of the anchor."""
     proposals: dict[tuple[int, int], list[int]] = {}
     propose = drafter.propose
 
@@ -227,6 +227,27 @@ def test_plain_steps_keep_the_drafters_context(case: Case, drafter: str) -> None
     assert [sometimes[key] for key in common] == [always[key] for key in common]
 
 
+def test_a_smaller_k_only_cuts_the_drafts(case: Case) -> None:
+    """Where DFlash drafts at a chosen k what it drafts at the largest, acceptance by position does not depend on the choices."""
+
+    def proposals(**changes: Any) -> tuple[dict[tuple[int, int], list[int]], SpecEngine]:
+        drafter = random_dflash(case.verifier, block_size=MOST + 1)
+        with recorded(drafter, case.verifier) as found:
+            engine = case.engine(drafter, **changes)
+            if engine.draft_length:
+                engine.draft_length = AnySchedule(MOST, seed=1)
+            case.run(engine)
+        return found, engine
+
+    always, _ = proposals(num_draft_tokens=MOST)
+    chosen, engine = proposals(adaptive=True)
+    assert set(engine.timer.steps_by_k) == set(ladder(MOST))
+    for key in chosen.keys() & always.keys():
+        both = min(len(chosen[key]), len(always[key]))
+        assert chosen[key][:both] == always[key][:both]
+    assert sum(len(chosen[key]) < len(always[key]) for key in chosen.keys() & always.keys()) > 10
+
+
 class FakeClock:
     """A clock that only forwards of the target move."""
 
@@ -278,7 +299,7 @@ def test_the_command_line_hands_it_on_and_shows_it(case: Case, monkeypatch: pyte
         parser = argparse.ArgumentParser()
         generate_command.add_arguments(parser)
         generate_command.load_decoder(parser.parse_args(["x", *line.split()]))
-    assert [(config.adaptive, config.graphs) for config in taken] == [(False, False), (True, False), (False, True)]
+    assert [(config.adaptive, config.graphs) for config in taken] == [(False, None), (True, None), (False, True)]
 
     engine = case.engine(ScriptedDrafter(case.outputs, 4), adaptive=True)
     engine.draft_length = AnySchedule(4, seed=0)

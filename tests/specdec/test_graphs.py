@@ -197,6 +197,26 @@ def test_adaptive_k_is_captured(case: Case) -> None:
     assert {shape.k for shape in engine.graphs.graphs} == set(engine.timer.steps_by_k)
 
 
+def test_the_bound_of_a_shape_covers_what_drafting_writes(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A DFlash block of 16 at k = 1: attention that stops at L + 2 would not see the rest of the block."""
+    monkeypatch.setitem(DRAFTERS, "long_block", lambda case: random_dflash(case.verifier, block_size=16))
+    monkeypatch.setattr(graphs, "length_bucket", lambda length, longest: length)  # rounding would hide a bound too small
+    engine = case.engine("long_block", 1, capture=True, num_draft_tokens=1, pipeline_depth=1)
+    captured = engine.graphs
+    assert captured is not None
+    prepare = captured.prepare
+
+    def checked(requests: list[Request], k: int) -> Any:
+        graph = prepare(requests, k)
+        (shape,) = (shape for shape, known in captured.graphs.items() if known is graph)
+        assert shape.max_seq_len >= requests[0].kv_tokens_bound + 16
+        return graph
+
+    captured.prepare = checked  # type: ignore[assignment, method-assign]
+    requests = run(engine, list(case.outputs)[:1])
+    assert [r.output_token_ids for r in requests] == beginnings(case, requests)
+
+
 def test_the_recorder_bakes_in_what_a_graph_bakes_in(case: Case) -> None:
     """A drafter whose proposal follows a Python counter is replayed with the value it was captured with."""
 

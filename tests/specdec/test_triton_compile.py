@@ -13,7 +13,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import torch
 
-from specdec.ops import triton_attention, triton_fused
+from specdec.ops import triton_attention, triton_fused, triton_linear
 from tests.triton_interpreter import compile_for
 
 TARGETS: dict[str, tuple[str, int | str, int]] = {
@@ -47,6 +47,7 @@ def attention(target: str, dtype: str, *, head_dim: int, group: int, width: int,
         "CAUSAL": True,
         "WINDOW": None,
         "SOFTCAP": False,
+        "OVERLAP": target == "sm_90",
         "sinks": None,
     }
     types = {"query": dtype, "key_cache": dtype, "value_cache": dtype, "output": "fp32" if splits > 1 else dtype, "sinks": dtype}
@@ -79,21 +80,47 @@ def test_attention(target: str) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_rest(target: str) -> None:
-    """Merge, norm, SwiGLU, and RoPE with cache write."""
-    machine = TARGETS[target]
+    """Merge, norm, SwiGLU, RoPE with cache write, and products of few rows; on sm_90 they wait for the kernel before them."""
+    machine, overlap = TARGETS[target], {"OVERLAP": target == "sm_90"}
     compile_for(
         triton_attention._merge_kernel,
         machine,
         pointers={"parts": "fp32", "log_sums": "fp32", "output": "bf16"},
-        constants={"HEAD_DIM": 128, "SPLITS": 32, "BLOCK_D": 128},
+        constants={"HEAD_DIM": 128, "SPLITS": 32, "BLOCK_D": 128} | overlap,
     )
     rows = {"x": "bf16", "residual": "bf16", "weight": "bf16", "normed": "bf16", "added": "bf16"}
-    compile_for(triton_fused._rms_norm_kernel, machine, pointers=rows, floats=("epsilon",), constants={"WIDTH": 576, "BLOCK": 1024})
-    compile_for(triton_fused._silu_mul_kernel, machine, pointers={"gate_up": "bf16", "output": "bf16"}, constants={"BLOCK": 1024})
+    for parts, kind in ((1, "bf16"), (4, "fp32")):
+        constants = {"WIDTH": 576, "PARTS": parts, "BLOCK": 1024} | overlap
+        norm = compile_for(
+            triton_fused._rms_norm_kernel, machine, pointers=rows | {"x": kind}, floats=("epsilon",), constants=constants
+        )
+    assert target != "sm_90" or "griddepcontrol.wait" in norm.asm["ptx"]
+    activation = {"gate_up": "bf16", "output": "bf16"}
+    compile_for(triton_fused._silu_mul_kernel, machine, pointers=activation, constants={"BLOCK": 1024} | overlap)
+    for gated, splits in ((False, 2), (True, 1)):
+        plan = triton_linear.divide(12288 if gated else 4096, 4096, gated=gated, may_split=not gated, processors=132)
+        assert plan is not None and plan.splits == splits
+        product = compile_for(
+            triton_linear._few_rows_kernel,
+            machine,
+            pointers={"x": "bf16", "weight": "bf16", "output": "fp32" if splits > 1 else "bf16"},
+            constants={
+                "WIDTH": 12288 if gated else 4096,
+                "INPUTS": 4096,
+                "GATED": gated,
+                "ROWS": 64 if target == "sm_90" else 16,
+                "COLUMNS": plan.columns,
+                "DEPTH": plan.depth,
+                "SPLITS": splits,
+            }
+            | overlap,
+            num_stages=plan.num_stages if target == "sm_90" else 1,
+        )
+        assert product.metadata.shared <= SHARED_MEMORY[target]
     heads = dict.fromkeys(("query", "key", "value", "rotated", "key_cache", "value_cache", "cos", "sin"), "bf16")
     heads |= {"query_norm": "bf16", "key_norm": "bf16", "slot_mapping": "i64"}
     scalars = ("epsilon", "key_scale", "value_scale", "limit")
-    shape = {"NUM_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": 64}
+    shape = {"NUM_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": 64} | overlap
     kernel = triton_fused._rope_store_kernel
     compile_for(kernel, machine, pointers=heads, floats=scalars, constants=shape)
     eight_bits = "fp8e4b8" if target == "gfx942" else "fp8e4nv"

@@ -26,6 +26,8 @@ from verifiers.shape import attention_spec
 DEVICE = require_triton()
 
 from specdec.ops.triton_fused import add_rms_norm, rms_norm, rope_store, silu_mul  # noqa: E402 (only where Triton can run)
+from specdec.ops.triton_launch import num_processors  # noqa: E402
+from specdec.ops.triton_linear import divide, few_rows  # noqa: E402
 
 
 def transformers_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -65,6 +67,53 @@ def test_swiglu(width: int) -> None:
     torch.manual_seed(0)
     joined = random(5, 2 * width) * 3
     torch.testing.assert_close(silu_mul(joined), F.silu(joined[:, :width]) * joined[:, width:], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_norm_adds_up_parts(parts: int) -> None:
+    """A product that was split has the norm of the whole one, rounded as that would be."""
+    torch.manual_seed(0)
+    x, residual, weight = random(parts, 5, 96), random(5, 96, dtype=torch.float16), random(96, dtype=torch.float16)
+    whole = x.sum(0).to(torch.float16)
+    for got, expected in zip(add_rms_norm(x, residual, weight, 1e-6), add_rms_norm(whole, residual, weight, 1e-6), strict=True):
+        assert (got == expected).float().mean() > 0.99
+
+
+@pytest.mark.parametrize(("width", "inputs"), [(64, 192), (960, 576), (128, 1536)])
+@pytest.mark.parametrize("rows", [1, 5, 33])
+@pytest.mark.parametrize("how", ["plain", "gated", "split"])
+def test_product_of_few_rows(width: int, inputs: int, rows: int, how: str) -> None:
+    """Against float64; split sums are those of the whole product, and a row has the same bits whatever rows are beside it."""
+    torch.manual_seed(0)
+    gated = how == "gated"
+    x = random(rows, inputs + 8, dtype=torch.float16)[:, :inputs]
+    weight = random(width * (1 + gated), inputs, dtype=torch.float16) / inputs**0.5
+    got = few_rows(x, Linear(weight), gated=gated, may_split=how == "split")
+    assert got is not None and (got.ndim == 3 or how != "split" or divide_splits(width, inputs) == 1)
+    expected = x.double() @ weight.double().T
+    if gated:
+        expected = F.silu(expected[:, :width]) * expected[:, width:]
+    whole = got.sum(0) if got.ndim == 3 else got
+    assert (whole.double() - expected).norm() <= 1e-3 * expected.norm()
+    alone = few_rows(x[:1], Linear(weight), gated=gated, may_split=how == "split")
+    assert alone is not None and alone[..., 0, :].equal(got[..., 0, :])
+
+
+def divide_splits(width: int, inputs: int) -> int:
+    """Parts in which the product comes."""
+    plan = divide(width, inputs, gated=False, may_split=True, processors=num_processors(DEVICE))
+    assert plan is not None
+    return plan.splits
+
+
+def test_products_that_are_torchs() -> None:
+    """Many rows, float32, a bias, and shapes that the tiles do not divide are left alone."""
+    half = random(16, 64, dtype=torch.float16)
+    assert few_rows(random(65, 64, dtype=torch.float16), Linear(half)) is None
+    assert few_rows(random(2, 64), Linear(half.float())) is None
+    assert few_rows(half[:2], Linear(half, half[:, 0])) is None
+    assert few_rows(half[:2, :48], Linear(half[:, :48].contiguous())) is None
+    assert few_rows(half[:2], Linear(half[:8])) is None
 
 
 @pytest.mark.parametrize("head_dim", [8, 64, 80])

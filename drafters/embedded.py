@@ -1,0 +1,37 @@
+"""The drafter of the embedded model, which comes with the package."""
+
+from pathlib import Path
+
+from drafters.dflash import DFlashDrafter, load_dflash
+from specdec.core import Verifier
+from specdec.errors import CheckpointError, InvalidInputError
+
+FOLDER = Path(__file__).parent / "smollm2_135m_instruct"
+FILES = ("config.json", "model.safetensors")
+
+
+def embedded_drafter_path() -> Path:
+    """Folder of the drafter, in z-lab's layout.
+
+    Raises:
+        CheckpointError: the package was installed without its data files.
+    """
+    missing = [name for name in FILES if not (FOLDER / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"the embedded drafter lacks {' and '.join(missing)} in {FOLDER};"
+            " install specdec again with its data files, or choose drafter ngram"
+        )
+    return FOLDER
+
+
+def load_embedded(path: str | Path | None = None, *, verifier: Verifier) -> DFlashDrafter:
+    """The drafter of the embedded model.
+
+    Raises:
+        InvalidInputError: a path, for this drafter has its own.
+        CheckpointError: its files are missing or damaged.
+    """
+    if path is not None:
+        raise InvalidInputError(f"the embedded drafter comes with the package; leave out {str(path)!r}")
+    return load_dflash(embedded_drafter_path(), verifier=verifier)

@@ -1,0 +1,146 @@
+"""Products of few rows with a weight, in Triton: decoding reads every weight once per step, so its bytes are the whole cost.
+
+A program multiplies some columns of the output over a share of the inputs. Where columns are few, the inputs are split among
+programs too, or most of the chip would be idle; the partial sums stay in float32, for the kernel that reads them to add up. In
+which order a product is summed up depends on the weight's shape alone: a token decoded alone has the bits it has among drafts.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec.ops.linear import Linear
+from specdec.ops.triton_launch import num_processors, on_device, overlap_options
+from specdec.ops.triton_overlap import await_previous
+
+MOST_ROWS = 64
+"""Beyond it torch's product is as fast: there is enough arithmetic per byte."""
+MOST_SPLITS = 8
+
+
+class Division(NamedTuple):
+    """How a product is divided among programs."""
+
+    columns: int  # of the output, per program
+    depth: int  # inputs per iteration
+    splits: int  # programs among which the inputs are divided
+    num_stages: int
+
+
+@triton.jit
+def _few_rows_kernel(
+    x: tl.tensor,  # [num_rows, INPUTS]
+    weight: tl.tensor,  # [WIDTH, INPUTS], or twice that with GATED: gate, then up
+    output: tl.tensor,  # [num_rows, WIDTH], or float32 [SPLITS, num_rows, WIDTH]
+    num_rows: tl.tensor,
+    x_stride: tl.tensor,
+    WIDTH: tl.constexpr,
+    INPUTS: tl.constexpr,
+    GATED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    SHARE: tl.constexpr = INPUTS // SPLITS
+    split = tl.program_id(1)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.arange(0, ROWS)
+    depth = split * SHARE + tl.arange(0, DEPTH)
+    real = (row < num_rows)[None, :]
+    weights = weight + column.to(tl.int64)[:, None] * INPUTS + depth[None, :]
+    inputs = x + row[None, :] * x_stride + depth[:, None]
+    total = tl.zeros([COLUMNS, ROWS], tl.float32)
+    up_total = tl.zeros([COLUMNS, ROWS], tl.float32)
+    await_previous(OVERLAP)
+    for _ in range(0, SHARE, DEPTH):
+        tile = tl.load(inputs, mask=real, other=0.0)
+        total = tl.dot(tl.load(weights), tile, total)
+        if GATED:
+            up_total = tl.dot(tl.load(weights + WIDTH * INPUTS), tile, up_total)
+        weights += DEPTH
+        inputs += DEPTH
+    dtype = output.dtype.element_ty
+    if GATED:  # rounded where the product and the activation would be two kernels
+        gate = total.to(dtype).to(tl.float32)
+        total = gate * tl.sigmoid(gate) * up_total.to(dtype).to(tl.float32)
+    place = (split * num_rows + row[None, :]) * WIDTH + column[:, None]
+    tl.store(output + place, total.to(dtype), mask=real)
+
+
+@lru_cache(maxsize=256)
+def divide(width: int, inputs: int, *, gated: bool, may_split: bool, processors: int) -> Division | None:
+    """Division of a product over a chip of so many processors; None where the shape does not suit the kernel.
+
+    >>> divide(4096, 4096, gated=False, may_split=True, processors=132)
+    Division(columns=64, depth=128, splits=2, num_stages=5)
+    >>> divide(960, 576, gated=False, may_split=False, processors=132)
+    Division(columns=16, depth=64, splits=1, num_stages=5)
+    """
+    columns = 64 if width % 64 == 0 and 3 * width >= 64 * processors else 16
+    if width % columns or inputs % 64:
+        return None
+    blocks = width // columns
+    splits = 1
+    if may_split:
+        possible = [n for n in range(1, MOST_SPLITS + 1) if inputs % (64 * n) == 0]
+        splits = next((n for n in possible if 4 * blocks * n >= 3 * processors), possible[-1])
+    depth = 128 if inputs % (128 * splits) == 0 else 64
+    # AMD's shared memory of 64 KiB holds one stage.
+    return Division(columns, depth, splits, num_stages=1 if torch.version.hip else 3 if gated and depth == 128 else 5)
+
+
+def few_rows(x: Tensor, linear: Linear, *, gated: bool = False, may_split: bool = False) -> Tensor | None:
+    """`x W^T`, or with `gated` `silu(x G^T) * x U^T` of a weight that joins G and U.
+
+    Args:
+        x: [rows, in], in half precision.
+        linear: without a bias.
+        gated: the activation is part of the product.
+        may_split: the caller can add up partial sums.
+
+    Returns:
+        [rows, out] in the type of `x`, or with `may_split` perhaps float32 [splits, rows, out], whose sum it is, not yet rounded;
+        None for a product that is not this kernel's.
+    """
+    rows, inputs = x.shape
+    width = linear.out_features // 2 if gated else linear.out_features
+    if (
+        rows > MOST_ROWS
+        or linear.packed
+        or linear.bias is not None
+        or x.dtype not in (torch.bfloat16, torch.float16)
+        or not linear.weight.is_contiguous()
+    ):
+        return None
+    plan = divide(width, inputs, gated=gated, may_split=may_split, processors=num_processors(x.device))
+    if plan is None:
+        return None
+    if plan.splits > 1:
+        output = torch.empty(plan.splits, rows, width, dtype=torch.float32, device=x.device)
+    else:
+        output = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+    with on_device(x):
+        _few_rows_kernel[(width // plan.columns, plan.splits)](
+            x,
+            linear.weight,
+            output,
+            rows,
+            x.stride(0),
+            WIDTH=width,
+            INPUTS=inputs,
+            GATED=gated,
+            ROWS=max(16, triton.next_power_of_2(rows)),
+            COLUMNS=plan.columns,
+            DEPTH=plan.depth,
+            SPLITS=plan.splits,
+            num_warps=4,
+            num_stages=plan.num_stages,
+            **overlap_options(x.device),
+        )
+    return output

@@ -1,0 +1,124 @@
+"""The drafter that comes with the package: its files, who gets it, and what it is worth on the embedded model."""
+
+import hashlib
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from drafters import embedded
+from drafters.checkpoint import read_checkpoint
+from drafters.dflash import DFlashDrafter
+from drafters.embedded import embedded_drafter_path, load_embedded
+from drafters.ngram import NGramDrafter
+from evals.bench import Bench, BenchConfig
+from evals.prompt_sets import load_prompt_set
+from evals.provenance import provenance
+from specdec import CacheConfig, EngineConfig, SpecDecoder
+from specdec.cli import main
+from specdec.decoder import find_drafter
+from specdec.errors import CheckpointError, InvalidInputError
+from specdec.metrics import pooled
+from tests.evals.tiny import PROMPTS, save_tiny, tiny_decoder
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny target, which the embedded drafter does not fit."""
+    return save_tiny(tmp_path_factory.mktemp("target"))
+
+
+def sha256() -> str:
+    return hashlib.sha256((embedded_drafter_path() / "model.safetensors").read_bytes()).hexdigest()
+
+
+def test_the_files_are_those_of_the_card() -> None:
+    """Catches weights that were exchanged without their card, and a config of another shape."""
+    card = (embedded_drafter_path() / "README.md").read_text(encoding="utf-8")
+    assert re.findall(r"SHA-256 of `model\.safetensors`: `([0-9a-f]{64})`", card) == [sha256()]
+    config, tensors = read_checkpoint(embedded_drafter_path())
+    assert (config.block_size, config.num_hidden_layers, config.verifier_name) == (16, 5, "embedded")
+    assert (config.num_target_layers, config.hidden_size, config.vocab_size) == (30, 576, 49152)
+    assert all(tensor.isfinite().all() for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("name", ["auto", "embedded"])
+def test_the_embedded_model_gets_its_own_drafter(name: str) -> None:
+    drafter = find_drafter(name)(SimpleNamespace(name="embedded"))
+    assert isinstance(drafter, DFlashDrafter)
+    assert drafter.max_draft_tokens == 15
+
+
+def test_other_targets_get_ngram_and_the_summary_says_so(target: Path, capsys: Capture) -> None:
+    assert isinstance(SpecDecoder.from_pretrained(str(target), dtype="float32").engine.drafter, NGramDrafter)
+    assert main(["generate", "abc", "--raw", "--model", str(target), "--max-tokens", "8", "--ignore-eos"]) == 0
+    assert "(drafter ngram, k up to 8)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["auto", "embedded"])
+@pytest.mark.parametrize("there", [[], ["config.json"]], ids=str)
+def test_an_installation_without_the_weights_is_said_in_one_line(
+    there: Sequence[str], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a fall back to n-gram lookup that nobody notices."""
+    for file in there:
+        shutil.copy(embedded_drafter_path() / file, tmp_path)
+    monkeypatch.setattr(embedded, "FOLDER", tmp_path)
+    with pytest.raises(CheckpointError, match=r"lacks .*model\.safetensors in .*; install specdec again") as caught:
+        find_drafter(name)(SimpleNamespace(name="embedded"))
+    assert "\n" not in str(caught.value)
+    assert ("config.json" in str(caught.value)) == (not there)
+
+
+def test_a_path_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="comes with the package; leave out 'x'"):
+        load_embedded("x", verifier=tiny_decoder().verifier)
+
+
+@pytest.mark.parametrize("verb", ["generate", "bench", "eval", "profile"])
+def test_every_verb_explains_the_default(verb: str, capsys: Capture) -> None:
+    assert main([verb, "--help"]) == 0
+    assert "--drafter NAME" in (text := " ".join(capsys.readouterr().out.split())) or "--drafter NAME [NAME ...]" in text
+    assert "auto (default: embedded for the embedded model, else ngram), embedded, ngram, or a checkpoint's folder" in text
+
+
+def test_a_sweep_names_what_auto_stands_for_and_knows_each_drafters_k() -> None:
+    """Catches a report that says "auto", and one drafter measured twice under two names."""
+    base = tiny_decoder()
+    assert list(Bench(base, BenchConfig(sets=(PROMPTS,), drafters=("auto", "ngram"))).drafters) == ["ngram"]
+    assert list(Bench(base, BenchConfig(sets=(PROMPTS,), drafters=("embedded",), num_draft_tokens=(8, 15))).drafters) == [
+        "embedded"
+    ]
+    with pytest.raises(InvalidInputError, match="k is 16 and drafter 'embedded' gives 1 to 15"):
+        Bench(base, BenchConfig(sets=(PROMPTS,), drafters=("embedded",), num_draft_tokens=(16,)))
+    base.verifier.name = "embedded"
+    assert isinstance(Bench(base, BenchConfig(sets=(PROMPTS,))).drafters["embedded"], DFlashDrafter)
+
+
+def test_provenance_holds_the_drafters_hash() -> None:
+    """Catches the hash of the target, which has the same name."""
+    found = provenance(tiny_decoder(), ["embedded", "ngram"])["drafters"]
+    assert list(found) == ["embedded"]
+    assert found["embedded"]["name"] == "embedded"
+    assert found["embedded"]["sha256"]["model.safetensors"] == sha256()
+
+
+def test_it_drafts_well_for_the_embedded_model() -> None:
+    """Loaded by default, in float32: the same tokens as plain decoding, and tau near the 4.27 that it had when it was added.
+
+    Catches a mask token, slots or an attention mask that changed their meaning: outputs stay right, and tau falls, to 3.08 where
+    the block is made causal.
+    """
+    engine = EngineConfig(max_num_seqs=4, max_model_len=512, num_draft_tokens=15, cache=CacheConfig(memory_bytes=2**28))
+    decoder = SpecDecoder.from_pretrained(device="cpu", dtype="float32", engine=engine)
+    prompts = [[{"role": "user", "content": item.turns[0]}] for item in load_prompt_set("bundled").items[:4]]
+    plain, drafted = (one.generate(prompts, max_tokens=48) for one in (decoder.plain(), decoder))
+    assert isinstance(plain, list)
+    assert isinstance(drafted, list)
+    assert [result.token_ids for result in drafted] == [result.token_ids for result in plain]
+    assert pooled(result.stats for result in drafted).tau >= 3.5

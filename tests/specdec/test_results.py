@@ -1,0 +1,69 @@
+"""Results of a step on their way to the host."""
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec.config import SamplingParams
+from specdec.core import AcceptOutput, DraftOutput, Request
+from specdec.results import FinishedStep, ResultQueue, StepResult, num_columns, result_table
+from specdec.timing import StepClock
+
+
+def requests(count: int) -> list[Request]:
+    return [Request(i, [5], SamplingParams(), seed=0, max_total_len=9) for i in range(count)]
+
+
+def sent_and_received(batch: list[Request], k: int | None, table: Tensor) -> FinishedStep:
+    queue = ResultQueue(StepClock(torch.device("cpu")))
+    queue.send(batch, k, table)
+    (step,) = queue.receive()
+    return step
+
+
+def test_every_request_gets_its_own_row() -> None:
+    """Catches rows and columns mixed up, log-probabilities that lose digits, and rows that pad the batch."""
+    logprobs = torch.tensor([[-0.1, -0.2, -0.3], [-1.1, -1.2, -1.3], [-9.0, -9.0, -9.0]])
+    accept = AcceptOutput(
+        token_ids=torch.tensor([[11, 12, 13], [21, 22, 23], [91, 92, 93]]),
+        num_accepted=torch.tensor([2, 0, 1]),
+        next_anchors=torch.tensor([13, 21, 92]),
+        finite=torch.tensor([True, False, True]),
+        logprobs=logprobs,
+    )
+    table = result_table(2, accept, DraftOutput(torch.zeros(3, 2, dtype=torch.int64), num_drafts=torch.tensor([2, 1, 2])))
+    assert table.shape[1] == num_columns(2, logprobs=True)
+    batch = requests(2)
+    step = sent_and_received(batch, 2, table)
+    assert list(step.results()) == [
+        (batch[0], StepResult(2, 2, 2, True, [11, 12, 13], logprobs[0].tolist())),
+        (batch[1], StepResult(2, 0, 1, False, [21], logprobs[1].tolist())),
+    ]
+
+
+@pytest.mark.parametrize("k", [None, 0])
+def test_a_single_token(k: int | None) -> None:
+    """First tokens and plain decoding: one token each, no log-probabilities unless asked for."""
+    accept = AcceptOutput(torch.tensor([[7]]), torch.tensor([0]), torch.tensor([7]), torch.tensor([True]))
+    batch = requests(1)
+    assert list(sent_and_received(batch, k, result_table(0, accept)).results()) == [(batch[0], StepResult(k, 0, 0, True, [7], []))]
+
+
+def test_a_large_batch_does_not_set_off_the_garbage_collector() -> None:
+    """Objects of a whole batch alive at once would: each pass over all of Python's objects takes longer than a step."""
+    count = 20_000
+    zeros = torch.zeros(count, dtype=torch.int64)
+    accept = AcceptOutput(zeros[:, None] + 7, zeros, zeros, torch.ones(count, dtype=torch.bool))
+    step = sent_and_received(requests(count), 0, result_table(0, accept))
+    passes: list[str] = []
+    note = lambda phase, info: passes.append(phase)  # noqa: E731
+    gc.collect()
+    gc.callbacks.append(note)
+    try:
+        total = sum(len(result.token_ids) for _, result in step.results())
+    finally:
+        gc.callbacks.remove(note)
+    assert total == count
+    assert passes == []

@@ -1,0 +1,118 @@
+"""Rows of requests on the device: what the host writes between steps, with one copy for all requests of a step."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec.config import SamplingParams
+from specdec.core import Request
+from specdec.kv_cache.block_pool import NULL_BLOCK
+from specdec.scheduler import Chunk
+from specdec.state import SlotState, batch_key
+
+MAX_BLOCKS = 6
+
+
+def slot_state() -> SlotState:
+    return SlotState(
+        max_num_seqs=4, max_blocks=MAX_BLOCKS, block_size=4, max_model_len=24, vocab_size=50, device=torch.device("cpu")
+    )
+
+
+def request(slot: int, block_ids: list[int], **sampling: object) -> Request:
+    """A request in `slot` whose prompt says which slot that is."""
+    made = Request(slot, [slot + 1, slot + 11], SamplingParams(**sampling), seed=2**63 - 1 - slot, max_total_len=20)  # type: ignore[arg-type]
+    made.slot, made.block_ids = slot, list(block_ids)
+    return made
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Everything that any state copies from the host, as it goes."""
+    made: list[Tensor] = []
+    copy = SlotState._tensor
+
+    def counted(*args: object) -> Tensor:
+        made.append(copy(*args))  # type: ignore[arg-type]
+        return made[-1]
+
+    monkeypatch.setattr(SlotState, "_tensor", counted)
+    return made
+
+
+def test_block_tables_grow_with_their_requests(copies: list[Tensor]) -> None:
+    """Catches entries in another's row or column, entries left out, and a copy for each request."""
+    state = slot_state()
+    one, two, three = request(2, [7, 8]), request(0, [9]), request(3, [5])
+    state.begin([one, two, three])
+    state.extend_block_tables([one, two, three])
+    one.block_ids += [10]
+    three.block_ids += [11, 12, 13]
+    copies.clear()
+    state.extend_block_tables([one, two, three])
+    assert len(copies) == 1
+    state.extend_block_tables([one, two, three])
+    assert len(copies) == 1
+    assert state.block_table.tolist() == [
+        [9, 9, 9, 9, 9, 9],
+        [0, 0, 0, 0, 0, 0],
+        [7, 8, 10, 7, 7, 7],
+        [5, 11, 12, 13, 5, 5],
+        [NULL_BLOCK] * MAX_BLOCKS,
+    ]
+
+
+def test_a_slot_forgets_its_last_request() -> None:
+    """A shorter successor must find no block of its predecessor, and its own entries are written again."""
+    state = slot_state()
+    before, after = request(1, [4, 5, 6]), request(1, [8, 9])
+    for each in (before, after):
+        state.begin([each])
+        state.extend_block_tables([each])
+    assert state.block_table[1].tolist() == [8, 9, 8, 8, 8, 8]
+
+
+def test_newcomers_get_their_own_sampling(copies: list[Tensor]) -> None:
+    """Two copies for all: catches rows swapped, seeds that lose digits as floating-point numbers, and neighbours touched."""
+    state = slot_state()
+    hot = request(3, [1], temperature=0.7, top_k=5, top_p=0.9, min_p=0.1)
+    plain = request(0, [2])
+    state.begin([hot, plain])
+    assert len(copies) == 2
+    assert state.temperature.tolist() == pytest.approx([0, 0, 0, 0.7, 0])
+    assert state.top_k.tolist() == [0, 0, 0, 5, 0]
+    assert state.top_p.tolist() == pytest.approx([1, 0, 0, 0.9, 1])
+    assert state.min_p.tolist() == pytest.approx([0, 0, 0, 0.1, 0])
+    assert state.repetition_penalty.tolist() == [1, 0, 0, 1, 1]
+    assert state.seeds.tolist() == [2**63 - 1, 0, 0, 2**63 - 4, 0]
+
+
+def test_tokens_seen_are_those_of_the_prompt() -> None:
+    """A penalised newcomer in a slot whose last request had seen other tokens."""
+    state = slot_state()
+    state.begin([request(2, [1], repetition_penalty=1.5)])
+    assert state.seen is not None
+    state.seen[2, 40] = True
+    state.begin([request(2, [1], repetition_penalty=1.2), request(1, [2])])
+    assert state.seen.nonzero().tolist() == [[2, 3], [2, 13]]
+
+
+def test_prefill_ends_with_length_and_anchor() -> None:
+    """Only chunks that end a prefill count; after a preemption the anchor is the last output token."""
+    state = slot_state()
+    first, second, third = request(0, [1]), request(1, [2]), request(2, [3])
+    second.output_token_ids = [30, 31]
+    chunks = [(first, 2, True), (second, 3, True), (third, 1, False)]
+    state.end_prefill([Chunk(each, 0, end, admitted=True, last=last) for each, end, last in chunks])
+    assert state.seq_lens.tolist() == [2, 3, 0, 0, 0]
+    assert state.anchors.tolist() == [11, 31, 0, 0, 0]
+
+
+def test_a_batch_is_known_by_requests_and_slots() -> None:
+    """A request that comes back in another slot, after a preemption, is another batch: its rows lie elsewhere."""
+    first, second = request(0, [1]), request(1, [2])
+    key = batch_key([first, second])
+    assert key == batch_key([first, second])
+    assert batch_key([second, first]) != key != batch_key([first])
+    second.slot = 3
+    assert batch_key([first, second]) != key
