@@ -11,6 +11,7 @@ from weakref import WeakSet
 
 from drafters.checkpoint import read_checkpoint
 from drafters.config import DFlashConfig
+from drafters.embedded import embedded_drafter_path
 from evals.peers import only_greedy, require
 from evals.provenance import checkpoint_folder
 from specdec.config import SamplingParams
@@ -136,7 +137,7 @@ def _check_drafter(peer: str, config: DFlashConfig, verifier: Verifier) -> None:
 
 
 def load(detail: str | None, *, verifier: Verifier) -> VllmPeer:
-    """vLLM on the target, with the DFlash checkpoint named behind the colon, if any.
+    """vLLM on the target, with the DFlash drafter named behind the colon, if any.
 
     Raises:
         InvalidInputError: not installed, the target is on a CPU, vLLM cannot run the drafter, or another such peer is in use.
@@ -144,12 +145,15 @@ def load(detail: str | None, *, verifier: Verifier) -> VllmPeer:
     name = "vllm" if detail is None else f"vllm:{detail}"
     if verifier.device.type != "cuda":
         raise InvalidInputError(f"peer {name!r} runs on a GPU and the target is on {verifier.device}; leave it out")
-    if detail is not None and "/" not in detail and not Path(detail).exists():
-        raise InvalidInputError(f"peer {name!r} names no drafter checkpoint; give a folder or hub name behind the colon")
+    drafter = str(embedded_drafter_path()) if detail == "embedded" else detail
+    if drafter is not None and "/" not in drafter and not Path(drafter).exists():
+        raise InvalidInputError(
+            f"peer {name!r} names no drafter checkpoint; give a folder, a hub name or embedded behind the colon"
+        )
     if other := next(iter(_alive), None):
         raise InvalidInputError(
             f"a process can hold one vLLM engine and has peer {other.name!r}; measure {name!r} in a run of its own"
         )
-    peer = VllmPeer(name, verifier, detail)
+    peer = VllmPeer(name, verifier, drafter)
     _alive.add(peer)
     return peer

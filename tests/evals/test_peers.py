@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from drafters.checkpoint import read_checkpoint
+from drafters.embedded import embedded_drafter_path
 from evals.bench import Bench, BenchConfig
 from evals.html_report import html_report
 from evals.peers import load_peer
@@ -150,6 +152,14 @@ def test_vllm_is_asked_for_the_same_work(folder: Path, vllm: FakeVllm) -> None:
     assert asked["prompts"] == [{"prompt_token_ids": [1, 2]}, {"prompt_token_ids": [3]}]
     assert [one["max_tokens"] for one in asked["params"]] == [5, 6]
     assert [(one["stop_token_ids"], one["ignore_eos"]) for one in asked["params"]] == [([2, 8, 9], False), ([], True)]
+
+
+def test_vllm_takes_the_embedded_drafter(folder: Path, vllm: FakeVllm) -> None:
+    """It has a name and not a folder of the user's."""
+    config = read_checkpoint(embedded_drafter_path())[0]
+    load_peer("vllm:embedded", gpu_verifier(folder)).generate([[1]], [SamplingParams()], concurrency=1)
+    assert vllm.calls[0]["speculative_config"]["model"] == str(embedded_drafter_path())
+    assert vllm.calls[0]["speculative_config"]["num_speculative_tokens"] == config.block_size - 1
 
 
 def test_vllm_never_holds_two_engines(folder: Path, vllm: FakeVllm) -> None:
