@@ -1,6 +1,6 @@
 PYTHON ?= python3
 WORKERS ?= 2
-QUESTION ?= A shop sells pens at 3 dollars each. Ann buys 4 pens, Ben buys 5 pens and Cleo buys 6 pens. How much does each of them pay, and how much do they pay together?
+QUESTION ?= Tom has 3 boxes with 12 pencils each. He gives 9 pencils to Mia and 7 to Leo. How many pencils does he have left?
 DEMO ?= --compare --stream --max-tokens 200
 
 VENV := .venv

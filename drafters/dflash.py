@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from drafters.checkpoint import read_checkpoint, target_ids
 from drafters.dflash_model import DFlashModel
@@ -75,6 +74,7 @@ class DFlashDrafter:
         self.draft_sampling = draft_sampling
         model.to(verifier.device, verifier.dtype).prepare_inference()
         self._triton = _on_triton(model, self.attention) if isinstance(self.attention, TritonFaBackend) else None
+        self._masks = torch.full((1, self._first_slot + self.max_draft_tokens), config.mask_token_id, device=verifier.device)
         self._target_ids = None if model.d2t is None else target_ids(model.d2t)
         # A checkpoint that states no scale was trained on the target's own embedding module and head.
         unstated = config.input_embedding_scale is None
@@ -103,7 +103,7 @@ class DFlashDrafter:
         if self.draft_sampling == "greedy" or batch.sampling.all_greedy:
             return DraftOutput(token_ids=self._to_target(logits.max(dim=-1).indices))  # on a CPU faster than argmax
         probs = processed_probs(logits, batch.sampling)
-        draws = uniform(batch.sampling.seeds, batch.positions(batch.k) + 1, Purpose.DRAFT)
+        draws = uniform(batch.sampling.seeds, batch.positions(batch.k + 1)[:, 1:], Purpose.DRAFT)
         token_ids = self._to_target(sample_from(probs, draws))
         candidate_ids = None if self._target_ids is None else self._target_ids.expand(probs.shape)
         return DraftOutput(token_ids=token_ids, probs=probs, candidate_ids=candidate_ids)
@@ -117,7 +117,8 @@ class DFlashDrafter:
         """Final hidden states [num_reqs, k, H] of the first k predicting slots."""
         config = self.config
         width = self.draft_rows or self._first_slot + batch.k
-        token_ids = F.pad(batch.anchors[:, None], (0, width - 1), value=config.mask_token_id).reshape(-1)
+        masks = self._masks[:, : width - 1].expand(batch.num_reqs, -1)
+        token_ids = torch.cat([batch.anchors[:, None], masks], dim=1).reshape(-1)
         embed = self.verifier.embed if self.model.embed_tokens is None else self.model.embed_tokens
         embeddings = embed(token_ids)
         if self._embedding_scale != 1:

@@ -11,6 +11,7 @@ from specdec.attention.backend import AttentionMetadata
 from specdec.attention.triton_fa import TritonFaBackend
 from specdec.kv_cache import LayerCache
 from specdec.ops.linear import Linear
+from specdec.ops.rotary import half_angles
 from specdec.ops.triton_decoder import DecoderLayer, TritonDecoder
 from specdec.ops.triton_fused import rms_norm, rope_store
 
@@ -29,6 +30,8 @@ class TritonDFlash:
         self._decoder = TritonDecoder(layers, model.norm.weight, epsilon=model.config.rms_norm_eps, attention=attention)
         self._project, norms = model.context_projection()
         self._key_norms = norms.flatten(1)  # [num_layers, head_dim]
+        self._frequencies = model.rotary.inv_freq.to(norms.device)
+        self._known: tuple[Tensor, Tensor, Tensor] | None = None  # position ids, and their cosines and sines
 
     def block_forward(
         self, embeddings: Tensor, position_ids: Tensor, caches: Sequence[LayerCache], plans: Sequence[AttentionMetadata]
@@ -59,10 +62,11 @@ class TritonDFlash:
             )
 
     def _angles(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosine and sine [T, head_dim / 2]; the second half of the sines is the one without a sign."""
-        cos, sin = (angles.squeeze(1) for angles in self._model.rotary(position_ids, dtype))
-        half = cos.shape[1] // 2
-        return cos[:, :half], sin[:, half:]
+        """Cosine and sine [T, head_dim / 2]. The context of a step lies where its block was, when both have as many rows."""
+        if self._known is None or self._known[0] is not position_ids:
+            cos, sin = half_angles(position_ids, self._frequencies, dtype, amplitude=self._model.rotary.amplitude)
+            self._known = position_ids, cos, sin
+        return self._known[1:]
 
 
 def _join_layer(layer: DFlashLayer) -> DecoderLayer:

@@ -35,7 +35,7 @@ def accept(tokens: Tensor, logits: Tensor, draft: DraftOutput | None, sampling: 
     drafts = tokens[:, 1:]
     k = drafts.shape[1]
     assert logits.shape[:2] == tokens.shape == positions.shape
-    num_drafts = draft.num_drafts if draft is not None and draft.num_drafts is not None else torch.full_like(tokens[:, 0], k)
+    num_drafts = None if draft is None else draft.num_drafts
 
     scores = logits if sampling.seen is None else penalised(logits, sampling, tokens)
     best = scores.max(dim=-1)
@@ -50,24 +50,28 @@ def accept(tokens: Tensor, logits: Tensor, draft: DraftOutput | None, sampling: 
         else:
             token_ids, num_accepted = _rejection_sampling(drafts, num_drafts, probs, draft, sampling.seeds, positions + 1)
 
-    surplus = torch.arange(k + 1, device=tokens.device) > num_accepted[:, None]
+    num_finite = _prefix_length(best.values.abs() < torch.inf)
     return AcceptOutput(
         token_ids=token_ids,
         num_accepted=num_accepted,
         next_anchors=token_ids.gather(1, num_accepted[:, None]).squeeze(1),
-        finite=(best.values.isfinite() | surplus).all(dim=1),
+        finite=num_finite > num_accepted,
         logprobs=_logprobs(logits, token_ids) if sampling.logprobs else None,
     )
 
 
-def _prefix_length(kept: Tensor, num_drafts: Tensor) -> Tensor:
-    """int64 [num_reqs]: leading True entries of `kept` [num_reqs, k] among the first `num_drafts`."""
-    counts = torch.arange(kept.shape[1], device=kept.device) < num_drafts[:, None]
-    return (kept & counts).long().cumprod(dim=1).sum(dim=1)
+def _prefix_length(kept: Tensor, most: Tensor | None = None) -> Tensor:
+    """int64 [num_reqs]: leading True entries of `kept` [num_reqs, n], but not more than `most` int64 [num_reqs]."""
+    n = kept.shape[1]
+    if n == 0:
+        return kept.new_zeros(kept.shape[0], dtype=torch.int64)
+    least = kept.min(dim=1)  # the first False; without one the minimum is True, at 0
+    length = torch.add(least.indices, least.values, alpha=n)
+    return length if most is None else torch.minimum(length, most)
 
 
 def _rejection_sampling(
-    drafts: Tensor, num_drafts: Tensor, probs: Tensor, draft: DraftOutput, seeds: Tensor, positions: Tensor
+    drafts: Tensor, num_drafts: Tensor | None, probs: Tensor, draft: DraftOutput, seeds: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Output tokens int64 [num_reqs, k + 1] and the number of accepted drafts int64 [num_reqs].
 
@@ -82,7 +86,8 @@ def _rejection_sampling(
     # One more token, from the row after the accepted drafts. With no draft to reject there, q is 0 and the residual is p.
     end = num_accepted[:, None]
     p_end = probs.gather(1, end[..., None].expand(-1, 1, probs.shape[-1])).squeeze(1)
-    q_end = torch.where(end < num_drafts[:, None], _draft_distribution(draft, end.clamp(max=k - 1), p_end), 0.0)
+    rejected = end < (k if num_drafts is None else num_drafts[:, None])
+    q_end = torch.where(rejected, _draft_distribution(draft, end.clamp(max=k - 1), p_end), 0.0)
     residual = (p_end - q_end).clamp(min=0)
     # Where p and q agree to the last bit, rounding can leave no residual.
     weights = torch.where(residual.sum(dim=-1, keepdim=True) > 0, residual, p_end)

@@ -6,7 +6,7 @@ Shapes use `num_reqs` requests of a batch, `k` drafts per request, `V` vocabular
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -136,6 +136,8 @@ class DecodeBatch:
         block_size: tokens per cache block.
         max_model_len: position ids never reach this, so that learned position tables are safe.
         sampling: sampling state of the requests.
+
+    What the models of a step are fed beside tokens depends on the rows per request alone. It is computed once for each width.
     """
 
     slots: Tensor
@@ -147,6 +149,9 @@ class DecodeBatch:
     block_size: int
     max_model_len: int
     sampling: SamplingTensors
+    _positions: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
+    _position_ids: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
+    _metadata: dict[int, AttentionMetadata] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def num_reqs(self) -> int:
@@ -155,31 +160,45 @@ class DecodeBatch:
 
     def positions(self, width: int) -> Tensor:
         """int64 [num_reqs, width]: positions L, L+1, ... of each request, not clamped."""
-        return self.seq_lens[:, None] + torch.arange(width, device=self.slots.device)
+        if width not in self._positions:
+            self._positions[width] = self.seq_lens[:, None] + torch.arange(width, device=self.slots.device)
+        return self._positions[width]
 
     def position_ids(self, width: int) -> Tensor:
-        """int64 [num_reqs * width]: the same for a model; only surplus rows past the model's length are clamped."""
-        return self.positions(width).clamp(max=self.max_model_len - 1).reshape(-1)
+        """int64 [num_reqs * width]: the same for a model; only surplus rows past the model's length are clamped.
+
+        Always the same tensor for a width, so that what follows from it need not be computed twice either.
+        """
+        if width not in self._position_ids:
+            positions = self.positions(width)
+            if self.max_seq_len > self.max_model_len:
+                positions = positions.clamp(max=self.max_model_len - 1)
+            self._position_ids[width] = positions.reshape(-1)
+        return self._position_ids[width]
 
     def slot_mapping(self, width: int) -> Tensor:
         """int64 [num_reqs * width]: cache slots of those positions."""
-        positions = self.positions(width)
-        blocks = self.block_table.gather(1, positions // self.block_size)
-        return (blocks.long() * self.block_size + positions % self.block_size).reshape(-1)
+        return self.metadata(width, causal=True).slot_mapping
 
     def metadata(self, width: int, *, causal: bool) -> AttentionMetadata:
         """Attention metadata of `width` new rows per request, starting at the anchor."""
-        return AttentionMetadata(
-            query_start_loc=torch.arange(0, self.num_reqs * width + 1, width, dtype=torch.int32, device=self.slots.device),
-            seq_lens=(self.seq_lens + width).int(),
-            block_table=self.block_table,
-            slot_mapping=self.slot_mapping(width),
-            num_reqs=self.num_reqs,
-            num_tokens=self.num_reqs * width,
-            max_query_len=width,
-            max_seq_len=self.max_seq_len,
-            causal=causal,
-        )
+        if width not in self._metadata:
+            positions = self.positions(width)
+            blocks = self.block_table.gather(1, positions // self.block_size)
+            # The kernels that add up also convert: to int64 what is multiplied, to int32 what is kept.
+            slots = torch.add(positions % self.block_size, blocks, alpha=self.block_size)
+            seq_lens = torch.add(self.seq_lens, width, out=torch.empty_like(self.seq_lens, dtype=torch.int32))
+            self._metadata[width] = AttentionMetadata(
+                query_start_loc=torch.arange(0, self.num_reqs * width + 1, width, dtype=torch.int32, device=self.slots.device),
+                seq_lens=seq_lens,
+                block_table=self.block_table,
+                slot_mapping=slots.reshape(-1),
+                num_reqs=self.num_reqs,
+                num_tokens=self.num_reqs * width,
+                max_query_len=width,
+                max_seq_len=self.max_seq_len,
+            )
+        return replace(self._metadata[width], causal=causal)
 
 
 @dataclass(slots=True)

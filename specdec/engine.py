@@ -269,10 +269,10 @@ class SpecEngine:
             self.results.send(requests, k, table, start)
         self.timer.count_step(k)
 
-    def _result_table(self, batch: DecodeBatch) -> Tensor:
-        """The step on the device, and what the host wants to know about it."""
+    def _result_table(self, batch: DecodeBatch, out: Tensor | None = None) -> Tensor:
+        """The step on the device, and what the host wants to know about it; see `specdec.results.result_table`."""
         draft, result = self._launch(batch)
-        return result_table(batch.k, result, draft)
+        return result_table(batch.k, result, draft, out)
 
     def _launch(self, batch: DecodeBatch) -> tuple[DraftOutput | None, AcceptOutput]:
         """The step on the device, from draft to commit."""

@@ -107,11 +107,13 @@ class StepGraphs:
     Args:
         capture: captures device work.
         state: of the requests.
-        step: launches the step of a batch and returns its result table.
+        step: launches the step of a batch and writes its result table.
         required: raise when a step cannot be captured; otherwise warn, and decode without graphs from then on.
     """
 
-    def __init__(self, capture: Capture, state: SlotState, step: Callable[[DecodeBatch], Tensor], *, required: bool = True) -> None:
+    def __init__(
+        self, capture: Capture, state: SlotState, step: Callable[[DecodeBatch, Tensor], object], *, required: bool = True
+    ) -> None:
         self.graphs: dict[StepShape, StepGraph] = {}
         self._capture, self._state, self._step, self._required = capture, state, step, required
         self._slots = torch.full((BATCH_SIZES[-1],), state.padding_slot, dtype=torch.int64, device=state.device)
@@ -164,7 +166,7 @@ class StepGraphs:
 
         def launch() -> None:
             batch = state.gather(slots, state.sampling(slots, facts), k=shape.k, max_seq_len=shape.max_seq_len)
-            table.copy_(self._step(batch))
+            self._step(batch, table)
             state.rest_padding()
 
         replay = self._capture.capture(launch)

@@ -78,17 +78,18 @@ class _Launched:
     end: Any
 
 
-def result_table(k: int, accept: AcceptOutput, draft: DraftOutput | None = None) -> Tensor:
+def result_table(k: int, accept: AcceptOutput, draft: DraftOutput | None = None, out: Tensor | None = None) -> Tensor:
     """One tensor with all that the host wants to know about a step of `k` drafts.
 
     Returns:
-        int64 [num_reqs, num_columns(k, ...)].
+        int64 [num_reqs, num_columns(k, ...)]; `out` when it is given.
     """
     num_drafts = draft.num_drafts if draft and draft.num_drafts is not None else torch.full_like(accept.num_accepted, k)
-    columns = [torch.stack([accept.num_accepted, num_drafts, accept.finite.long()], dim=1), accept.token_ids]
+    counts = (accept.num_accepted, num_drafts, accept.finite.long())
+    columns = [*(count[:, None] for count in counts), accept.token_ids]
     if accept.logprobs is not None:
         columns.append(accept.logprobs.double().view(torch.int64))  # the same 8 bytes, so that one tensor carries both
-    return torch.cat(columns, dim=1)
+    return torch.cat(columns, dim=1, out=out)
 
 
 def num_columns(k: int, *, logprobs: bool) -> int:

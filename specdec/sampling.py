@@ -22,7 +22,7 @@ class Purpose(IntEnum):
 
 @dataclass(slots=True)
 class SamplingTensors:
-    """Sampling state of the requests in a batch.
+    """Sampling state of the requests in a batch. A tensor that the host facts say nobody reads may be empty.
 
     Attributes:
         temperature: float32 [num_reqs]; 0 is greedy.

@@ -79,8 +79,8 @@ class SlotState:
         self.block_size, self.max_model_len, self.vocab_size = block_size, max_model_len, vocab_size
         self.padding_slot, self.draft_rows = max_num_seqs, draft_rows
         self.longest = max_blocks * block_size
-        self.seq_lens = zeros(num_slots, dtype=torch.int64)
-        self.anchors = zeros(num_slots, dtype=torch.int64)
+        self._progress = zeros(2, num_slots, dtype=torch.int64)  # in one, since a step begins by gathering both
+        self.seq_lens, self.anchors = self._progress[0], self._progress[1]
         self.block_table = zeros(num_slots, max_blocks, dtype=torch.int32)
         self.temperature = zeros(num_slots, dtype=torch.float32)
         self.top_k = zeros(num_slots, dtype=torch.int64)
@@ -206,10 +206,11 @@ class SlotState:
 
     def gather(self, slots: Tensor, sampling: SamplingTensors, *, k: int, max_seq_len: int) -> DecodeBatch:
         """The same for rows named by `slots` int64 [num_reqs]; only device operations."""
+        seq_lens, anchors = self._progress.index_select(1, slots)
         return DecodeBatch(
             slots=slots,
-            anchors=self.anchors.index_select(0, slots),
-            seq_lens=self.seq_lens.index_select(0, slots),
+            anchors=anchors,
+            seq_lens=seq_lens,
             block_table=self.block_table.index_select(0, slots),
             k=k,
             max_seq_len=max_seq_len,
@@ -219,15 +220,19 @@ class SlotState:
         )
 
     def sampling(self, slots: Tensor, facts: SamplingFacts) -> SamplingTensors:
-        """Sampling state of the rows named by `slots`; only device operations."""
+        """Sampling state of the rows named by `slots`, as far as `facts` say that it is read; only device operations."""
         assert self.seen is not None or not facts.penalised
+
+        def rows(values: Tensor, *, needed: bool) -> Tensor:
+            return values.index_select(0, slots) if needed else values[:0]
+
         return SamplingTensors(
-            temperature=self.temperature.index_select(0, slots),
-            top_k=self.top_k.index_select(0, slots),
-            top_p=self.top_p.index_select(0, slots),
-            min_p=self.min_p.index_select(0, slots),
-            repetition_penalty=self.repetition_penalty.index_select(0, slots),
-            seeds=self.seeds.index_select(0, slots),
+            temperature=rows(self.temperature, needed=not facts.all_greedy),
+            top_k=rows(self.top_k, needed=facts.max_top_k > 0),
+            top_p=rows(self.top_p, needed=facts.any_top_p),
+            min_p=rows(self.min_p, needed=facts.any_min_p),
+            repetition_penalty=rows(self.repetition_penalty, needed=facts.penalised),
+            seeds=rows(self.seeds, needed=not facts.all_greedy),
             seen=self.seen.index_select(0, slots) if facts.penalised and self.seen is not None else None,
             all_greedy=facts.all_greedy,
             max_top_k=facts.max_top_k,
@@ -244,7 +249,7 @@ class SlotState:
             token_ids: int64 [num_reqs, k+1], anchor and drafts.
             accept: what was accepted.
         """
-        self.seq_lens.index_copy_(0, batch.slots, batch.seq_lens + accept.num_accepted + 1)
+        self.seq_lens.index_add_(0, batch.slots, accept.num_accepted + 1)
         self.anchors.index_copy_(0, batch.slots, accept.next_anchors)
         if batch.sampling.seen is not None and self.seen is not None:
             kept = torch.arange(token_ids.shape[1], device=self.device) <= accept.num_accepted[:, None]
@@ -255,8 +260,7 @@ class SlotState:
 
     def rest_padding(self) -> None:
         """Takes the padding slot back to where it began, so that it never outgrows its block table."""
-        self.seq_lens[self.padding_slot :].zero_()
-        self.anchors[self.padding_slot :].zero_()
+        self._progress[:, self.padding_slot].zero_()
 
     def slot_indices(self, requests: Sequence[Request], count: int | None = None) -> Tensor:
         """int64 [count]: the slots of `requests`, then the padding slot; `count` is their number when left out."""

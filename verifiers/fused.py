@@ -20,6 +20,7 @@ from specdec.attention.triton_fa import TritonFaBackend
 from specdec.core import ForwardInput, VerifyOutput
 from specdec.kv_cache import LayerCache
 from specdec.ops.linear import FourBitWeight, Linear
+from specdec.ops.rotary import half_angles
 from verifiers.shape import kv_layer_spec, layer_windows, max_model_len
 
 if TYPE_CHECKING:
@@ -32,6 +33,9 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 FAMILY = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Model types whose decoder layers are: norm, attention, residual, norm, gated SiLU MLP, residual."""
+
+STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
+"""RoPE types whose frequencies stay what they are, however long a sequence grows."""
 
 
 def can_fuse(model: "PreTrainedModel") -> bool:
@@ -82,7 +86,8 @@ class FusedVerifier:
         norm: the norm before the head.
         embedding: [V, H] on the device, in the type to compute in.
         head: weight [V, H] and bias of the output head.
-        rotary: `(hidden, position_ids [1, T]) -> cos, sin [1, T, head_dim]`.
+        rotary: `(hidden, position_ids [1, T]) -> cos, sin [1, T, head_dim / 2]` in the type of `hidden`; what follows in a row is
+            not looked at, since transformers' has everything twice.
         name: how to call it in messages.
         backend: attention over the cache.
         eos: end-of-sequence ids.
@@ -116,8 +121,6 @@ class FusedVerifier:
         self._embedding, self._head, self._rotary = embedding.detach(), head, rotary
         self._layers = [_fused_layer(layer) for layer in layers]
         self._norm = RMSNorm(norm)
-        half = torch.ones(self.head_dim // 2)
-        self._sign = torch.cat([-half, half]).to(self.device, self.dtype)
         self._triton = self._triton_decoder(backend) if isinstance(backend, TritonFaBackend) else None
 
     @classmethod
@@ -126,13 +129,16 @@ class FusedVerifier:
     ) -> "FusedVerifier":
         """Takes over a transformers model for which `can_fuse` holds, in eval mode on its device."""
         base, head = model.base_model, model.get_output_embeddings()
+        rotary = base.rotary_emb
+        if model.config.rope_parameters["rope_type"] in STATIC_ROPE:
+            rotary = _Rotary(rotary.inv_freq.float(), rotary.attention_scaling)
         return cls(
             model.config,
             layers,
             base.norm,
             model.get_input_embeddings().weight,
             Linear(head.weight.detach(), head.bias),
-            base.rotary_emb,
+            rotary,
             name=name,
             backend=backend,
             eos=eos,
@@ -150,7 +156,9 @@ class FusedVerifier:
         tree = _module_tree(tensors, config.rms_norm_eps)
         embedding = tree.model.embed_tokens.weight
         layers = [getattr(tree.model.layers, str(index)) for index in range(config.num_hidden_layers)]
-        rotary = _PlainRotary(kv_layer_spec(config).head_dim, config.rope_parameters["rope_theta"], embedding.device)
+        head_dim = kv_layer_spec(config).head_dim
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        rotary = _Rotary((1.0 / config.rope_parameters["rope_theta"] ** exponents).to(embedding.device))
         return cls(config, layers, tree.model.norm, embedding, Linear(embedding), rotary, name=name, backend=backend, eos=eos)
 
     @property
@@ -178,10 +186,9 @@ class FusedVerifier:
     ) -> VerifyOutput:
         """`forward` in few launches, where attention runs on Triton."""
         embeddings = self.embed(rows.token_ids)
-        cos, sin = (angles[0] for angles in self._rotary(embeddings[None], rows.position_ids[None]))
-        half = self.head_dim // 2
+        cos, sin = self._angles(embeddings, rows.position_ids)
         plans = [self.attention.plan(rows.metadata)] * self.num_layers
-        normed, tapped = decoder(embeddings, cos[:, :half], sin[:, half:], caches, plans, self._windows, taps)
+        normed, tapped = decoder(embeddings, cos, sin, caches, plans, self._windows, taps)
         selected = normed if rows.logit_rows is None else normed.index_select(0, rows.logit_rows)
         return VerifyOutput(logits=self.head(selected), aux_hidden=torch.cat(tapped, dim=-1) if tapped else None)
 
@@ -204,6 +211,11 @@ class FusedVerifier:
         ]
         return TritonDecoder(layers, self._norm.weight, epsilon=self.config.rms_norm_eps, attention=backend)
 
+    def _angles(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine [T, head_dim / 2]."""
+        cos, sin = self._rotary(hidden[None], position_ids[None])
+        return cos[0, :, : self.head_dim // 2], sin[0, :, : self.head_dim // 2]
+
     def embed(self, token_ids: Tensor) -> Tensor:
         """Rows of the input embedding table, [..., H]."""
         return F.embedding(token_ids, self._embedding)
@@ -214,8 +226,8 @@ class FusedVerifier:
 
     def _decode(self, hidden: Tensor, position_ids: Tensor, attend: Attend, taps: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
         """Runs all layers on embeddings [T, H]; returns [T, H], not normed, and the raw outputs [T, H] of the layers in `taps`."""
-        cos, sin = self._rotary(hidden[None], position_ids[None])
-        cos, sin = cos[0, :, None], sin[0, :, None] * self._sign  # [T, 1, head_dim]
+        cos, sin = self._angles(hidden, position_ids)
+        cos, sin = torch.cat([cos, cos], dim=-1)[:, None], torch.cat([-sin, sin], dim=-1)[:, None]  # [T, 1, head_dim]
         tapped: dict[int, Tensor] = {}
         for index, layer in enumerate(self._layers):
             hidden = self._attention(index, layer, hidden, cos, sin, attend)
@@ -276,17 +288,15 @@ def _join_four_bit(projections: Sequence[Any]) -> FourBitWeight | None:
     return FourBitWeight(*(torch.cat([getattr(p, field) for p in projections]) for field in ("codes", "scale", "minimum")))
 
 
-class _PlainRotary:
-    """Cosine and sine of positions, as transformers' default RoPE computes them: angles in float32, halves repeated."""
+@dataclass(frozen=True, slots=True)
+class _Rotary:
+    """Cosine and sine of positions, each once, where transformers' modules give every pair's twice in more operations."""
 
-    def __init__(self, head_dim: int, theta: float, device: torch.device) -> None:
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-        self._frequencies = (1.0 / theta**exponents).to(device)
+    frequencies: Tensor  # float32 [head_dim / 2]
+    amplitude: float = 1.0
 
     def __call__(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        angles = position_ids[..., None].float() * self._frequencies
-        angles = torch.cat([angles, angles], dim=-1)
-        return angles.cos().to(hidden.dtype), angles.sin().to(hidden.dtype)
+        return half_angles(position_ids, self.frequencies, hidden.dtype, amplitude=self.amplitude)
 
 
 def _module_tree(tensors: dict[str, Tensor], epsilon: float) -> Any:
