@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.kv_cache import LayerCache
-from specdec.ops.triton_launch import on_device, overlap_options
+from specdec.ops.triton_launch import HOPPER_SHARED_MEMORY, num_stages, on_device, overlap_options, shared_memory
 from specdec.ops.triton_overlap import await_previous
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -180,8 +180,10 @@ def _merge_kernel(
     tl.store(output + row * HEAD_DIM + dim, merged.to(output.dtype.element_ty), mask=dim < HEAD_DIM)
 
 
-def tile_for(group: int, query_len: int, head_dim: int, dtype: torch.dtype) -> Tile:
+def tile_for(group: int, query_len: int, head_dim: int, dtype: torch.dtype, memory: int = HOPPER_SHARED_MEMORY) -> Tile:
     """How programs are cut for requests of up to `query_len` rows whose key heads serve `group` query heads each.
+
+    `memory` is what a program can have, see `specdec.ops.triton_launch.shared_memory`.
 
     >>> tile_for(group=3, query_len=5, head_dim=64, dtype=torch.bfloat16)[:2]
     (16, 128)
@@ -190,8 +192,9 @@ def tile_for(group: int, query_len: int, head_dim: int, dtype: torch.dtype) -> T
     most = 16 if dtype == torch.float32 else min(MAX_TILE_ROWS, 16384 // block_d)  # what the registers hold
     block_m = max(min(padded(group * query_len), most), padded(group))
     block_n = min(max(KEY_TILE_BYTES // (block_d * dtype.itemsize), 16), 128)
-    # AMD's shared memory of 64 KiB holds one stage.
-    return Tile(block_m, block_n, num_warps=8 if block_m > 64 else 4, num_stages=1 if torch.version.hip else 3)
+    queries, loaded = block_m * block_d * dtype.itemsize, 2 * block_n * block_d * dtype.itemsize
+    stages = num_stages(loaded, memory - queries, most=3)
+    return Tile(block_m, block_n, num_warps=8 if block_m > 64 else 4, num_stages=stages)
 
 
 def padded(size: int) -> int:
@@ -236,7 +239,7 @@ def paged_attention(
     num_tokens, num_heads, head_dim = query.shape
     block_size, num_kv_heads = cache.key.shape[1:3]
     group = num_heads // num_kv_heads
-    tile = tile or tile_for(group, max_query_len, head_dim, query.dtype)
+    tile = tile or tile_for(group, max_query_len, head_dim, query.dtype, shared_memory(query.device))
     assert cache.key.stride() == cache.value.stride() and cache.key.stride(-1) == query.stride(-1) == 1
     assert splits & (splits - 1) == 0 and tile.block_m >= group
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+HOPPER_SHARED_MEMORY = 227 * 1024
+
 
 def unavailable_reasons(device: torch.device) -> list[str]:
     """Why Triton kernels cannot run on `device`; empty when they can.
@@ -28,6 +30,25 @@ def unavailable_reasons(device: torch.device) -> list[str]:
 def num_processors(device: torch.device) -> int:
     """Multiprocessors or compute units of `device`; 1 for an interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@lru_cache(maxsize=16)
+def shared_memory(device: torch.device) -> int:
+    """Bytes of a processor's fast memory that one program can have; an interpreter has no such limit."""
+    if device.type != "cuda":
+        return HOPPER_SHARED_MEMORY
+    if torch.version.hip is not None:
+        return 64 * 1024
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor - 1024
+
+
+def num_stages(stage_bytes: int, memory: int, *, most: int) -> int:
+    """Iterations whose loads can be under way at once, given what each loads and what there is; a little is left for the compiler.
+
+    >>> num_stages(32768, HOPPER_SHARED_MEMORY, most=3), num_stages(32768, 99 * 1024, most=3), num_stages(32768, 64 * 1024, most=3)
+    (3, 2, 1)
+    """
+    return max(1, min(most, (memory - 8192) // stage_bytes))
 
 
 @lru_cache(maxsize=16)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.ops.linear import Linear
-from specdec.ops.triton_launch import num_processors, on_device, overlap_options
+from specdec.ops.triton_launch import num_processors, num_stages, on_device, overlap_options, shared_memory
 from specdec.ops.triton_overlap import await_previous
 
 MOST_ROWS = 64
@@ -28,7 +28,6 @@ class Division(NamedTuple):
     columns: int  # of the output, per program
     depth: int  # inputs per iteration
     splits: int  # programs among which the inputs are divided
-    num_stages: int
 
 
 @triton.jit
@@ -78,9 +77,9 @@ def divide(width: int, inputs: int, *, gated: bool, may_split: bool, processors:
     """Division of a product over a chip of so many processors; None where the shape does not suit the kernel.
 
     >>> divide(4096, 4096, gated=False, may_split=True, processors=132)
-    Division(columns=64, depth=128, splits=2, num_stages=5)
+    Division(columns=64, depth=128, splits=2)
     >>> divide(960, 576, gated=False, may_split=False, processors=132)
-    Division(columns=16, depth=64, splits=1, num_stages=5)
+    Division(columns=16, depth=64, splits=1)
     """
     columns = 64 if width % 64 == 0 and 3 * width >= 64 * processors else 16
     if width % columns or inputs % 64:
@@ -91,8 +90,20 @@ def divide(width: int, inputs: int, *, gated: bool, may_split: bool, processors:
         possible = [n for n in range(1, MOST_SPLITS + 1) if inputs % (64 * n) == 0]
         splits = next((n for n in possible if 4 * blocks * n >= 3 * processors), possible[-1])
     depth = 128 if inputs % (128 * splits) == 0 else 64
-    # AMD's shared memory of 64 KiB holds one stage.
-    return Division(columns, depth, splits, num_stages=1 if torch.version.hip else 3 if gated and depth == 128 else 5)
+    return Division(columns, depth, splits)
+
+
+def stages_of(plan: Division, rows: int, *, gated: bool, memory: int) -> int:
+    """Iterations under way at once, as measured to be best on Hopper, as far as `memory` goes; AMD's compiler plans otherwise.
+
+    >>> stages_of(Division(64, 128, 2), 16, gated=False, memory=227 * 1024)
+    5
+    >>> stages_of(Division(64, 128, 1), 64, gated=True, memory=99 * 1024)
+    1
+    """
+    most = 1 if torch.version.hip else 3 if gated and plan.depth == 128 else 5
+    loaded = ((1 + gated) * plan.columns + rows) * plan.depth * 2
+    return num_stages(loaded, memory, most=most)
 
 
 def few_rows(x: Tensor, linear: Linear, *, gated: bool = False, may_split: bool = False) -> Tensor | None:
@@ -125,6 +136,7 @@ def few_rows(x: Tensor, linear: Linear, *, gated: bool = False, may_split: bool 
         output = torch.empty(plan.splits, rows, width, dtype=torch.float32, device=x.device)
     else:
         output = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+    padded = max(16, triton.next_power_of_2(rows))
     with on_device(x):
         _few_rows_kernel[(width // plan.columns, plan.splits)](
             x,
@@ -135,12 +147,12 @@ def few_rows(x: Tensor, linear: Linear, *, gated: bool = False, may_split: bool 
             WIDTH=width,
             INPUTS=inputs,
             GATED=gated,
-            ROWS=max(16, triton.next_power_of_2(rows)),
+            ROWS=padded,
             COLUMNS=plan.columns,
             DEPTH=plan.depth,
             SPLITS=plan.splits,
             num_warps=4,
-            num_stages=plan.num_stages,
+            num_stages=stages_of(plan, padded, gated=gated, memory=shared_memory(x.device)),
             **overlap_options(x.device),
         )
     return output

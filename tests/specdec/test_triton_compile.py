@@ -18,10 +18,11 @@ from tests.triton_interpreter import compile_for
 
 TARGETS: dict[str, tuple[str, int | str, int]] = {
     "sm_90": ("cuda", 90, 32),
+    "sm_89": ("cuda", 89, 32),
     "gfx942": ("hip", "gfx942", 64),
     "gfx1100": ("hip", "gfx1100", 32),
 }
-SHARED_MEMORY = {"sm_90": 227 * 1024, "gfx942": 64 * 1024, "gfx1100": 64 * 1024}
+SHARED_MEMORY = {"sm_90": 227 * 1024, "sm_89": 99 * 1024, "gfx942": 64 * 1024, "gfx1100": 64 * 1024}
 
 
 @pytest.fixture(autouse=True)
@@ -33,9 +34,9 @@ def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 def attention(target: str, dtype: str, *, head_dim: int, group: int, width: int, splits: int, **constants: Any) -> Any:
     """The attention kernel, compiled with the tile it would be launched with."""
-    tile = triton_attention.tile_for(group, width, head_dim, {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype])
-    if target != "sm_90":
-        tile = tile._replace(num_stages=1)
+    tile = triton_attention.tile_for(
+        group, width, head_dim, {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype], SHARED_MEMORY[target]
+    )
     values: dict[str, Any] = {
         "GROUP": group,
         "HEAD_DIM": head_dim,
@@ -72,7 +73,7 @@ def test_attention(target: str) -> None:
     for options in shapes:
         kernel = attention(target, "bf16", **options)
         assert kernel.metadata.shared <= SHARED_MEMORY[target]
-        assembly = kernel.asm["ptx" if target == "sm_90" else "amdgcn"]
+        assembly = kernel.asm["ptx" if target.startswith("sm_") else "amdgcn"]
         assert any(name in assembly for name in ("wgmma", "mma.sync", "v_mfma", "v_wmma"))
     if target == "sm_90":
         attention(target, "fp32", head_dim=64, group=3, width=5, splits=1)
@@ -97,7 +98,7 @@ def test_the_rest(target: str) -> None:
     assert target != "sm_90" or "griddepcontrol.wait" in norm.asm["ptx"]
     activation = {"gate_up": "bf16", "output": "bf16"}
     compile_for(triton_fused._silu_mul_kernel, machine, pointers=activation, constants={"BLOCK": 1024} | overlap)
-    for gated, splits in ((False, 2), (True, 1)):
+    for gated, splits, rows in ((False, 2, 64), (True, 1, 16)):
         plan = triton_linear.divide(12288 if gated else 4096, 4096, gated=gated, may_split=not gated, processors=132)
         assert plan is not None and plan.splits == splits
         product = compile_for(
@@ -108,13 +109,13 @@ def test_the_rest(target: str) -> None:
                 "WIDTH": 12288 if gated else 4096,
                 "INPUTS": 4096,
                 "GATED": gated,
-                "ROWS": 64 if target == "sm_90" else 16,
+                "ROWS": rows,
                 "COLUMNS": plan.columns,
                 "DEPTH": plan.depth,
                 "SPLITS": splits,
             }
             | overlap,
-            num_stages=plan.num_stages if target == "sm_90" else 1,
+            num_stages=triton_linear.stages_of(plan, rows, gated=gated, memory=SHARED_MEMORY[target]),
         )
         assert product.metadata.shared <= SHARED_MEMORY[target]
     heads = dict.fromkeys(("query", "key", "value", "rotated", "key_cache", "value_cache", "cos", "sin"), "bf16")
