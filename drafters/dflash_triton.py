@@ -31,13 +31,14 @@ class TritonDFlash:
         self._project, norms = model.context_projection()
         self._key_norms = norms.flatten(1)  # [num_layers, head_dim]
         self._frequencies = model.rotary.inv_freq.to(norms.device)
-        self._known: tuple[Tensor, Tensor, Tensor] | None = None  # position ids, and their cosines and sines
+        self._known: tuple[Tensor, Tensor, Tensor] | None = None  # the block's position ids, cosines and sines
 
     def block_forward(
         self, embeddings: Tensor, position_ids: Tensor, caches: Sequence[LayerCache], plans: Sequence[AttentionMetadata]
     ) -> Tensor:
         """Final hidden states [T, H], normed, of block rows `embeddings` [T, H]; `caches` and `plans` have one entry per layer."""
         cos, sin = self._angles(position_ids, embeddings.dtype)
+        self._known = position_ids, cos, sin
         return self._decoder(embeddings, cos, sin, caches, plans, self._model.config.windows)[0]
 
     def write_context(self, features: Tensor, position_ids: Tensor, caches: Sequence[LayerCache], slot_mapping: Tensor) -> None:
@@ -47,6 +48,7 @@ class TritonDFlash:
         shape = (config.num_hidden_layers, 2, config.num_key_value_heads, config.head_dim)
         rows = self._project(context).unflatten(-1, shape)
         cos, sin = self._angles(position_ids, rows.dtype)
+        self._known = None  # nothing outlives a step, for its memory may be a graph's
         for layer, cache in enumerate(caches):
             rope_store(
                 None,
@@ -63,10 +65,9 @@ class TritonDFlash:
 
     def _angles(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosine and sine [T, head_dim / 2]. The context of a step lies where its block was, when both have as many rows."""
-        if self._known is None or self._known[0] is not position_ids:
-            cos, sin = half_angles(position_ids, self._frequencies, dtype, amplitude=self._model.rotary.amplitude)
-            self._known = position_ids, cos, sin
-        return self._known[1:]
+        if self._known is not None and self._known[0] is position_ids:
+            return self._known[1:]
+        return half_angles(position_ids, self._frequencies, dtype, amplitude=self._model.rotary.amplitude)
 
 
 def _join_layer(layer: DFlashLayer) -> DecoderLayer:

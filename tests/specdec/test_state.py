@@ -8,7 +8,7 @@ from specdec.config import SamplingParams
 from specdec.core import Request
 from specdec.kv_cache.block_pool import NULL_BLOCK
 from specdec.scheduler import Chunk
-from specdec.state import SlotState, batch_key
+from specdec.state import SamplingFacts, SlotState, batch_key
 
 MAX_BLOCKS = 6
 
@@ -116,3 +116,45 @@ def test_a_batch_is_known_by_requests_and_slots() -> None:
     assert batch_key([second, first]) != key != batch_key([first])
     second.slot = 3
     assert batch_key([first, second]) != key
+
+
+@pytest.mark.parametrize("longest", [18, 19])
+def test_rows_of_a_step(longest: int) -> None:
+    """Positions, slots and lengths against plain arithmetic, at edges of blocks; only ids past the model's length are clamped."""
+    state = slot_state()
+    state.max_model_len = 22
+    requests = [request(2, [7, 8, 9, 10, 11, 12]), request(0, [5, 4])]
+    state.begin(requests)
+    state.extend_block_tables(requests)
+    state.end_prefill([Chunk(each, 0, end, admitted=True, last=True) for each, end in zip(requests, (longest, 3), strict=True)])
+    slots = state.slot_indices(requests)
+    batch = state.gather(slots, state.sampling(slots, SamplingFacts.of(requests)), k=3, max_seq_len=longest + 4)
+    assert batch.anchors.tolist() == [13, 11]
+    for width in (4, 2, 4):
+        positions = [[start + i for i in range(width)] for start in (longest, 3)]
+        blocks = [[7, 8, 9, 10, 11, 12], [5, 4]]
+        metadata = batch.metadata(width, causal=width == 2)
+        assert metadata.causal == (width == 2)
+        assert batch.positions(width).tolist() == positions
+        assert batch.position_ids(width).tolist() == [min(p, 21) for row in positions for p in row]
+        assert metadata.seq_lens.tolist() == [longest + width, 3 + width] and metadata.seq_lens.dtype == torch.int32
+        assert metadata.query_start_loc.tolist() == [0, width, 2 * width]
+        assert metadata.slot_mapping.tolist() == batch.slot_mapping(width).tolist()
+        assert metadata.slot_mapping.tolist() == [
+            4 * table[p // 4] + p % 4 for table, row in zip(blocks, positions, strict=True) for p in row
+        ]
+
+
+def test_sampling_state_that_nobody_reads_is_left_out() -> None:
+    """And what somebody reads is there: a step of greedy requests gathers nothing."""
+    state = slot_state()
+    greedy, warm = request(0, [1]), request(3, [2], temperature=0.5, top_p=0.9, repetition_penalty=1.5)
+    state.begin([greedy, warm])
+
+    def rows(requests: list[Request]) -> list[list[float]]:
+        sampling = state.sampling(state.slot_indices(requests), SamplingFacts.of(requests))
+        fields = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.repetition_penalty, sampling.seeds)
+        return [field.tolist() for field in fields]
+
+    assert rows([greedy]) == [[]] * 6
+    assert rows([greedy, warm]) == [[0, 0.5], [], [1, pytest.approx(0.9)], [], [1, 1.5], [2**63 - 1, 2**63 - 4]]

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from specdec import acceptance
 from specdec.attention import triton_fa
 from specdec.attention.triton_fa import TritonFaBackend
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
@@ -80,7 +81,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> set[tuple[str, 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(triton.runtime.driver, "_active", PretendedDriver())
     monkeypatch.setattr(JITFunction, "run", bind_and_compile)
-    monkeypatch.setattr(torch.Tensor, "isfinite", lambda x: torch.ones_like(x, dtype=torch.bool))  # or requests would end
+    monkeypatch.setattr(acceptance, "_finite", lambda x: torch.ones_like(x, dtype=torch.bool))  # or requests would end
     monkeypatch.setattr(triton_fa, "unavailable_reasons", lambda device: [])
     monkeypatch.setattr(linear, "can_pack", lambda weight: False)  # a layout for CPUs
     for module in (triton_fa, triton_linear):

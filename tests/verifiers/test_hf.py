@@ -1,18 +1,24 @@
 """The target on our paged cache against plain transformers: same logits, same features, for every architecture."""
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
 
 from specdec.attention.backend import AttentionMetadata
+from specdec.attention.selector import select_backend
 from specdec.core import ForwardInput, Verifier
 from specdec.kv_cache import PagedKVCache, blocks_for
 from specdec.ops.linear import Linear, can_pack
 from tests.tiny_models import CONFIGS, WINDOW, paged_verifier, plain_model, random_prompts
-from verifiers.fused import can_fuse
-from verifiers.hf import HFVerifier
-from verifiers.shape import layer_windows
+from verifiers.fused import FusedVerifier, can_fuse
+from verifiers.hf import HFVerifier, verifier_for
+from verifiers.hf_attention import ATTENTION_NAME
+from verifiers.shape import attention_spec, layer_windows
 
 BLOCK = 4
 FUSED = ("llama", "llama_tied", "qwen2", "qwen2_window", "qwen3", "mistral")
@@ -93,6 +99,39 @@ def test_features_are_raw_layer_outputs(fuse: bool) -> None:
     normed = model.base_model.norm(last)
     torch.testing.assert_close(normed, hidden[4][0], atol=1e-5, rtol=1e-5)
     assert not torch.allclose(last, hidden[4][0], atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default"},
+        {"rope_type": "linear", "factor": 2.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+        {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 128},
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_angles_are_those_of_transformers(rope: dict[str, Any], dtype: torch.dtype) -> None:
+    """To the bit: a frequency, an amplitude or a rounding of our own would shift every key."""
+    model: Any = plain_model("llama")
+    config = copy.deepcopy(model.config)
+    config.rope_parameters = {"rope_theta": 1e4, **rope}
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=dtype)
+    position_ids, hidden = torch.tensor([0, 1, 17, 90, 511]), torch.zeros(5, 32, dtype=dtype)
+    expected = model.model.rotary_emb(hidden[None], position_ids[None])
+    spec = attention_spec(config, device=torch.device("cpu"), dtype=dtype, block_size=BLOCK)
+    verifier = verifier_for(model, name="llama", backend=select_backend("torch_ref", spec))
+    assert isinstance(verifier, FusedVerifier)
+    for ours, theirs in zip(verifier._angles(hidden, position_ids), expected, strict=True):
+        assert torch.cat([ours, ours], dim=-1).equal(theirs[0])
 
 
 def test_windows_come_from_the_config() -> None:

@@ -1,0 +1,125 @@
+"""How many device operations a captured step consists of beside its decoder layers.
+
+Each costs an accelerator about as long as a small layer's kernel, and nothing else notices when one is added. Counted is the step
+as it is captured on a GPU, with Triton's kernels in the layers; none of them runs, so tokens mean nothing here.
+"""
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("kernels are interpreted in this process", allow_module_level=True)
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+from triton.runtime.jit import JITFunction
+
+from specdec import acceptance
+from specdec.attention import triton_fa
+from specdec.attention.triton_fa import TritonFaBackend
+from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.engine import SpecEngine
+from specdec.graphs import StepGraphs
+from specdec.ops import linear, triton_decoder, triton_linear
+from tests.tiny_models import CONFIGS, random_dflash
+from verifiers.hf import verifier_for
+from verifiers.hf_attention import ATTENTION_NAME
+from verifiers.shape import attention_spec
+
+ROOT = Path(__file__).parents[1]
+MEMORY_ONLY = {"_unsafe_view", "detach", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "unbind"}
+"""Operations that compute nothing, beside views."""
+
+
+class OperationCounter(TorchDispatchMode):
+    """Captures by counting the operations of a launch outside decoder layers, by the function of ours that calls them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.on = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with self:
+            parts = func.decompose(*args, **(kwargs or {}))  # an accelerator sees what an operation is made of
+        if parts is not NotImplemented:
+            return parts
+        name = func.overloadpacket.__name__
+        if not func.is_view and name not in MEMORY_ONLY:
+            self.count(name)
+        return func(*args, **(kwargs or {}))
+
+    def count(self, name: str) -> None:
+        if self.on:
+            frame = sys._getframe(1)
+            while not any(
+                Path(frame.f_code.co_filename).is_relative_to(ROOT / part) for part in ("specdec", "drafters", "verifiers")
+            ):
+                assert frame.f_back is not None
+                frame = frame.f_back
+            self.counts[f"{Path(frame.f_code.co_filename).relative_to(ROOT)}, {frame.f_code.co_name}: {name}"] += 1
+
+    def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
+        launch()
+        self.counts.clear()
+        with self:
+            self.on = True
+            launch()
+            self.on = False
+        return launch
+
+
+@pytest.fixture
+def counter(monkeypatch: pytest.MonkeyPatch) -> OperationCounter:
+    """Counts Triton's kernels along with torch's operations, and leaves out decoder layers."""
+    made = OperationCounter()
+    layers = triton_decoder.TritonDecoder.__call__
+
+    def uncounted(*args: Any) -> Any:
+        on, made.on = made.on, False
+        outputs = layers(*args)
+        made.on = on
+        return outputs
+
+    monkeypatch.setattr(triton_decoder.TritonDecoder, "__call__", uncounted)
+    monkeypatch.setattr(JITFunction, "run", lambda self, *args, **options: made.count(self.fn.__name__))
+    monkeypatch.setattr(acceptance, "_finite", lambda x: torch.zeros_like(x) == 0)  # or the request would end; as many operations
+    monkeypatch.setattr(triton_fa, "unavailable_reasons", lambda device: [])
+    monkeypatch.setattr(linear, "can_pack", lambda weight: False)  # a layout for CPUs
+    for module in (triton_fa, triton_linear):
+        monkeypatch.setattr(module, "num_processors", lambda device: 132)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("k", "params", "most"),
+    [
+        (15, {}, 47),
+        (3, {}, 58),  # positions of the block, and of fewer verified rows
+        (0, {}, 31),
+        (15, {"temperature": 0.8}, 96),
+        (15, {"repetition_penalty": 1.3}, 66),
+    ],
+)
+def test_operations_beside_the_layers(counter: OperationCounter, k: int, params: dict[str, Any], most: int) -> None:
+    """A DFlash step of one request: 4 products, 2 embeddings, 4 kernels for the drafter's context, and the rest."""
+    config = CONFIGS["llama"]()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.bfloat16)
+    spec = attention_spec(config, device=torch.device("cpu"), dtype=torch.bfloat16, block_size=16)
+    verifier = verifier_for(model, name="llama", backend=TritonFaBackend(spec))
+    cache = CacheConfig(block_size=16, memory_bytes=2**22)
+    engine = SpecEngine(verifier, random_dflash(verifier, block_size=16), EngineConfig(num_draft_tokens=k, cache=cache))
+    engine.graphs = StepGraphs(counter, engine.state, engine._result_table)
+    engine.add_request([3, 4, 5], SamplingParams(max_tokens=100, ignore_eos=True, **params))
+    while engine.has_work and not counter.counts:
+        engine.step()
+    listing = "\n".join(f"{count:>3} {place}" for place, count in sorted(counter.counts.items()))
+    assert 0 < sum(counter.counts.values()) <= most, listing
