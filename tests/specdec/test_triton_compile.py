@@ -98,7 +98,7 @@ def test_the_rest(target: str) -> None:
     assert target != "sm_90" or "griddepcontrol.wait" in norm.asm["ptx"]
     activation = {"gate_up": "bf16", "output": "bf16"}
     compile_for(triton_fused._silu_mul_kernel, machine, pointers=activation, constants={"BLOCK": 1024} | overlap)
-    for gated, splits, rows in ((False, 2, 64), (True, 1, 16)):
+    for gated, splits, width in ((False, 2, 64), (True, 1, 16)):
         plan = triton_linear.divide(12288 if gated else 4096, 4096, gated=gated, may_split=not gated, processors=132)
         assert plan is not None and plan.splits == splits
         product = compile_for(
@@ -109,13 +109,13 @@ def test_the_rest(target: str) -> None:
                 "WIDTH": 12288 if gated else 4096,
                 "INPUTS": 4096,
                 "GATED": gated,
-                "ROWS": rows,
+                "ROWS": width,
                 "COLUMNS": plan.columns,
                 "DEPTH": plan.depth,
                 "SPLITS": splits,
             }
             | overlap,
-            num_stages=triton_linear.stages_of(plan, rows, gated=gated, memory=SHARED_MEMORY[target]),
+            num_stages=triton_linear.stages_of(plan, width, gated=gated, memory=SHARED_MEMORY[target]),
         )
         assert product.metadata.shared <= SHARED_MEMORY[target]
     heads = dict.fromkeys(("query", "key", "value", "rotated", "key_cache", "value_cache", "cos", "sin"), "bf16")
