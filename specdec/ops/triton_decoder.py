@@ -75,8 +75,9 @@ class TritonDecoder:
         normed = rms_norm(hidden, self._layers[0].input_norm, self._epsilon)
         for index, (layer, next_norm) in enumerate(zip(self._layers, self._next_norms, strict=True)):
             attended = self._attend(layer, normed, cos, sin, caches[index], plans[index], windows[index])
-            normed, residual = add_rms_norm(_partial(layer.output, attended), residual, layer.mlp_norm, self._epsilon)
-            product = _partial(layer.down, _gated(layer.gate_up, normed))
+            product = _product(layer.output, attended, may_split=True)
+            normed, residual = add_rms_norm(product, residual, layer.mlp_norm, self._epsilon)
+            product = _product(layer.down, _gated(layer.gate_up, normed), may_split=True)
             normed, residual = add_rms_norm(product, residual, next_norm, self._epsilon)
             if index in taps:
                 tapped[index] = residual
@@ -112,15 +113,9 @@ class TritonDecoder:
         return self._attention.attend(rotated, cache, plan, scale=spec.head_dim**-0.5, window=window).flatten(1)
 
 
-def _product(linear: Linear, x: Tensor) -> Tensor:
-    """[rows, out]."""
-    product = few_rows(x, linear)
-    return linear(x) if product is None else product
-
-
-def _partial(linear: Linear, x: Tensor) -> Tensor:
-    """[rows, out], or float32 [parts, rows, out]."""
-    product = few_rows(x, linear, may_split=True)
+def _product(linear: Linear, x: Tensor, *, may_split: bool = False) -> Tensor:
+    """[rows, out], or with `may_split` perhaps float32 [parts, rows, out]."""
+    product = few_rows(x, linear, may_split=may_split)
     return linear(x) if product is None else product
 
 

@@ -8,8 +8,8 @@ import triton.language as tl
 def await_previous(OVERLAP: tl.constexpr) -> None:
     """Waits until the kernel before has ended and its writes are seen.
 
-    A kernel does not call for the next one early: programs that wait take room from those that work, and an 8 B forward became a
-    fifth slower. Only NVIDIA's chips have the instruction; elsewhere kernels simply follow each other.
+    A kernel does not call for the next one early: programs that wait take room from those that work, which made forwards of an 8 B
+    model slower. Only NVIDIA's chips have the instruction; elsewhere kernels simply follow each other.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
