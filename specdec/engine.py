@@ -297,17 +297,18 @@ class SpecEngine:
     def _read_results(self, leave: int = 0) -> None:
         """Takes over results, oldest first, until only `leave` launched steps are unread."""
         for step in self.results.receive(leave):
+            num_accepted = self._take_over(step)
             if self.draft_length and step.k is not None:
-                going_on = [result.num_accepted for request, result in step.results() if request.status is not Status.FINISHED]
-                self.draft_length.observe(len(step.requests), step.k, going_on, step.seconds)
-            self._take_over(step)
+                self.draft_length.observe(len(step.requests), step.k, num_accepted, step.seconds)
 
-    def _take_over(self, step: FinishedStep) -> None:
-        """Adds a step's tokens to its requests."""
+    def _take_over(self, step: FinishedStep) -> list[int]:
+        """Adds a step's tokens to its requests; returns the drafts accepted by each that had not ended before."""
+        num_accepted = []
         touched, eos_token_ids = self._touched, self.verifier.eos_token_ids
         for request, result in step.results():
             if request.status is Status.FINISHED:
                 continue  # it ended while this step was in flight; what the step added is surplus
+            num_accepted.append(result.num_accepted)
             if result.k is None:
                 request.first_token_unread = False
             else:
@@ -324,6 +325,7 @@ class SpecEngine:
                 )
             if reason:
                 self._finish(request, reason)
+        return num_accepted
 
     def _finish(self, request: Request, reason: str) -> None:
         request.finish_reason = reason
