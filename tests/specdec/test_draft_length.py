@@ -2,7 +2,7 @@
 
 import argparse
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -205,6 +205,23 @@ def test_no_schedule_of_k_changes_an_output(case: Case, drafter: str, sampling: 
         engine.draft_length = AnySchedule(4, seed)
         assert [request.output_token_ids for request in case.run(engine, **sampling)] == plain
         assert set(engine.timer.steps_by_k) == {0, 1, 3, 4}
+
+
+def test_surplus_steps_teach_nothing(case: Case) -> None:
+    """A request that ended while its next step was in flight had nothing left to accept there."""
+    engine = case.engine(DRAFTERS["right"](case), adaptive=True, pipeline_depth=1)
+    taught: list[int] = []
+    num_rows = 0
+
+    class Listening(AnySchedule):
+        def observe(self, num_reqs: int, k: int, num_accepted: Sequence[int], seconds: float | None) -> None:
+            nonlocal num_rows
+            num_rows += num_reqs
+            taught.extend(num_accepted)
+
+    engine.draft_length = Listening(4, 0)
+    requests = case.run(engine)
+    assert len(taught) == sum(len(request.num_accepted) for request in requests) < num_rows
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "dflash"])
