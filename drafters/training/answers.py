@@ -1,42 +1,29 @@
-"""The first stage: the target itself writes the answers that its drafter learns from.
+"""The first stage: the target itself writes the answers that its drafter learns from; every answer has a place and a seed."""
 
-Requests of all prompts flow through the engine without a pause between files, so that the batch stays full. Every answer has a
-fixed place, shard and seed; a shard is written when its last answer arrives, and a killed run goes on with the missing shards.
-"""
-
-import gzip
-import hashlib
-import json
-import shlex
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from random import Random
 from typing import Any
 
-import torch
-import transformers
-
 from drafters.training.config import TrainConfig
 from drafters.training.prompts import PromptSet, TrainingPrompt, few_shot_text, make_prompts
-from drafters.training.state import write_atomically
-from specdec import __version__
+from drafters.training.provenance import check_origin, origin_of, write_origin
+from drafters.training.self_prompts import read_self_prompts
+from drafters.training.shards import Say, missing_shards, plan_shards, run_shards, stable_seed, write_shards
 from specdec.config import SamplingParams
-from specdec.core import Request, Status
+from specdec.core import Request
 from specdec.decoder import SpecDecoder
-from specdec.errors import CheckpointError, InvalidInputError, SpecDecError
+from specdec.errors import InvalidInputError, SpecDecError
 from specdec.text import IncrementalDecoder
 
-PROVENANCE = "provenance.json"
 FEW_SHOT_STOP = "Question:"
 """Where a few-shot answer ends, as in lm-eval."""
 TEMPLATE_BYTES = 1024
 """Room for what a chat template adds, system message included, when lengths are estimated."""
-
-Say = Callable[[str], None]
+_SETTINGS = (
+    "model", "seed", "max_prompts", "variations", "self_prompts", "few_shot_share", "few_shot", "temperatures",
+    "top_p", "max_tokens", "heldout", "shard_size",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,70 +53,46 @@ def write_answers(config: TrainConfig, load_decoder: Callable[[], SpecDecoder], 
         SpecDecError: the target fails.
     """
     folder = config.folder / "answers"
-    prompts = make_prompts(config)
-    shards = plan_shards(config, prompts)
-    origin = _origin(config)
-    _check_origin(folder, origin)
-    own = dict(list(shards.items())[rank::world])
-    missing = {name: jobs for name, jobs in own.items() if not (folder / name).exists()}
+    prompts = make_prompts(config, read_self_prompts(config))
+    shards = plan_answers(config, prompts)
+    origin = origin_of(config, _SETTINGS)
+    check_origin(folder, origin)
+    missing = missing_shards(folder, shards, rank, world)
     if not missing:
         return True
     decoder = load_decoder()
     writer = _Writer(config, decoder, prompts)
     writer.check_lengths(missing)
-    if rank == 0 and not (folder / PROVENANCE).exists():
-        text = json.dumps(origin | _versions(decoder), indent=2) + "\n"
-        write_atomically(folder / PROVENANCE, lambda path: path.write_text(text))
-    total = sum(map(len, missing.values()))
-    say(f"answers: {total:,} to write in {len(missing)} of {len(own)} files")
-    stop_at = None if config.stop_after is None else time.monotonic() + 60 * config.stop_after
-    started, done, tokens = time.monotonic(), 0, 0
-    for name, records in writer.run(missing):
-        lines = "".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records)
-        write_atomically(folder / name, partial(_write_bytes, gzip.compress(lines.encode(), compresslevel=3)))
-        done += len(records)
-        tokens += sum(len(record["answer_ids"]) for record in records)
-        seconds = time.monotonic() - started
-        left = (total - done) * seconds / max(done, 1) / 60
-        say(f"answers: {done:,} of {total:,}, {tokens / seconds:,.0f} tokens/s, {left:.1f} minutes left")
-        if stop_at is not None and time.monotonic() >= stop_at and done < total:
-            return False
-    if writer.num_skipped:
+    if rank == 0:
+        write_origin(folder, origin, decoder)
+    finished = run_shards(decoder.engine, missing, start=writer.start, record=_record)
+    complete = write_shards(folder, missing, finished, say, title="answers", minutes=config.stop_after)
+    if complete and writer.num_skipped:
         say(f"answers: {writer.num_skipped} prompts did not fit the target's context and were left out")
-    return True
+    return complete
 
 
-def plan_shards(config: TrainConfig, prompts: PromptSet) -> dict[str, list[Job]]:
+def plan_answers(config: TrainConfig, prompts: PromptSet) -> dict[str, Sequence[Job]]:
     """File names and the answers each holds, held-out ones first; a prompt's seeds do not depend on the others."""
 
     def job(prompt: TrainingPrompt, temperature: float, sample: int) -> Job:
-        return Job(prompt, temperature, _stable_seed(config.seed, sample, prompt))
+        return Job(prompt, temperature, stable_seed(config.seed, sample, prompt.source, prompt.question))
 
     heldout = [job(prompt, 0.0, 0) for prompt in prompts.heldout]
     # All answers to a prompt in a row: the engine finds the prompt in its cache.
     train = [job(prompt, temperature, i) for prompt in prompts.train for i, temperature in enumerate(config.temperatures)]
-    shards = {}
-    for split, jobs in (("heldout", heldout), ("train", train)):
-        for number, start in enumerate(range(0, len(jobs), config.shard_size)):
-            shards[f"{split}-{number:05d}.jsonl.gz"] = jobs[start : start + config.shard_size]
-    return shards
-
-
-def _stable_seed(seed: int, sample: int, prompt: TrainingPrompt) -> int:
-    """In [0, 2**63), the same in every process."""
-    digest = hashlib.blake2b(f"{seed}|{sample}|{prompt.source}|{prompt.question}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+    return plan_shards("heldout", heldout, config.shard_size) | plan_shards("train", train, config.shard_size)
 
 
 class _Writer:
-    """Runs jobs through the engine and yields shards as they complete."""
+    """Turns jobs into requests."""
 
     def __init__(self, config: TrainConfig, decoder: SpecDecoder, prompts: PromptSet) -> None:
         self.config, self.decoder, self.prompts = config, decoder, prompts
         self.limit = decoder.engine.max_model_len - 1
         self.num_skipped = 0
 
-    def check_lengths(self, shards: dict[str, list[Job]]) -> None:
+    def check_lengths(self, shards: Mapping[str, Sequence[Job]]) -> None:
         """Refuses a prompt that is too long before any work starts.
 
         Raises:
@@ -144,38 +107,7 @@ class _Writer:
             if sum(len(text.encode()) for text in texts) + TEMPLATE_BYTES > self.limit:
                 self._fits(job, self._tokenize(job))
 
-    def run(self, shards: dict[str, list[Job]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-        """Name and records of every shard, in the order in which they complete."""
-        engine = self.decoder.engine
-        records: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in shards}
-        left = {name: len(jobs) for name, jobs in shards.items()}
-        queue = ((name, index, job) for name, jobs in shards.items() for index, job in enumerate(jobs))
-        work: dict[int, tuple[str, int, Job]] = {}
-        more = True
-        try:
-            while more or work:
-                while more and len(work) < 2 * self.config.max_num_seqs:
-                    item = next(queue, None)
-                    more = item is not None
-                    if item is None:
-                        break
-                    request = self._add(item[2])
-                    if request is None:
-                        left[item[0]] -= 1
-                    else:
-                        work[request.request_id] = item
-                for request in engine.step():
-                    if request.status is Status.FINISHED and request.request_id in work:
-                        name, index, job = work.pop(request.request_id)
-                        records[name][index] = _record(request, job)
-                        left[name] -= 1
-                for name in [name for name, count in left.items() if count == 0]:
-                    del left[name]
-                    yield name, [record for _, record in sorted(records.pop(name).items())]
-        finally:
-            engine.abort_all(work)
-
-    def _add(self, job: Job) -> Request | None:
+    def start(self, job: Job) -> Request | None:
         """Queues an answer; None when its prompt is too long and may be left out."""
         prompt_ids = self._tokenize(job)
         if not self._fits(job, prompt_ids):
@@ -213,7 +145,7 @@ class _Writer:
 
     def _few_shot_text(self, prompt: TrainingPrompt) -> str:
         """Worked examples of the prompt's own choice, none of them the prompt itself."""
-        random = Random(_stable_seed(self.config.seed, 0, prompt))
+        random = Random(stable_seed(self.config.seed, 0, prompt.source, prompt.question))
         drawn = random.sample(self.prompts.examples, self.config.few_shot + 1)
         others = [example for example in drawn if example.question != prompt.question]
         return few_shot_text(others[: self.config.few_shot], prompt.question)
@@ -231,61 +163,3 @@ def _record(request: Request, job: Job) -> dict[str, Any]:
         "seed": job.seed,
         "finish_reason": request.finish_reason,
     }
-
-
-def _origin(config: TrainConfig) -> dict[str, Any]:
-    """What decides the answers: settings and the content of the prompt files."""
-    names = (
-        "model", "seed", "max_prompts", "variations", "instructions", "few_shot_share", "few_shot", "temperatures", "top_p",
-        "max_tokens", "heldout", "shard_size",
-    )  # fmt: skip
-    hashes = {Path(file).name: _sha256(Path(file).expanduser()) for file in config.prompts}
-    origin: dict[str, Any] = json.loads(json.dumps({"settings": {n: getattr(config, n) for n in names}, "prompt_files": hashes}))
-    return origin
-
-
-def _check_origin(folder: Path, origin: dict[str, Any]) -> None:
-    """Refuses to mix answers of different origin in one folder.
-
-    Raises:
-        InvalidInputError: the folder holds others.
-        CheckpointError: its provenance cannot be read.
-    """
-    path = folder / PROVENANCE
-    if not path.exists():
-        return
-    try:
-        then = json.loads(path.read_text())
-        settings, files = then["settings"], then["prompt_files"]
-    except (ValueError, KeyError) as error:
-        raise CheckpointError(f"{path} is damaged ({error}); delete {folder} to write the answers again") from error
-    changed = [name for name, value in origin["settings"].items() if settings.get(name) != value]
-    if files != origin["prompt_files"]:
-        changed.append("prompts")
-    if changed:
-        raise InvalidInputError(
-            f"{folder} holds answers that were written with another {changed[0].replace('_', '-')}; give the same settings to go on"
-            " with them, or another --out"
-        )
-
-
-def _versions(decoder: SpecDecoder) -> dict[str, str]:
-    """What wrote the answers."""
-    return {
-        "command": shlex.join(["specdec", *sys.argv[1:]]),
-        "specdec": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "target": decoder.verifier.name,
-        "dtype": str(decoder.verifier.dtype).removeprefix("torch."),
-        "device": str(decoder.verifier.device),
-    }
-
-
-def _write_bytes(content: bytes, path: Path) -> None:
-    path.write_bytes(content)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

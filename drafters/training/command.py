@@ -14,7 +14,8 @@ examples:
   torchrun --nproc-per-node 2 -m specdec train train --config run.toml
   specdec train finish --config run.toml
 
-Stages: answers (the target answers the prompts), train, finish (export, and compare tau with the engine's); all without a name.
+Stages: answers (the target answers the prompts, and may write some itself), train, finish (export, and compare tau with the
+engine's); all without a name.
 A killed run goes on with the same command. docs/training.md is the guide.
 """
 

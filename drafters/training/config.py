@@ -34,7 +34,7 @@ class TrainConfig:
     prompts: tuple[str, ...] = _option((), "answers", "text or JSON lines files with prompts; never a test split")
     max_prompts: int | None = _option(None, "answers", "most prompts taken from the files")
     variations: int = _option(0, "answers", "versions of every question with other numbers and names")
-    instructions: int = _option(0, "answers", "general instructions of our own beside the files")
+    self_prompts: int = _option(0, "answers", "prompts that the target writes itself (Magpie), beside the files")
     few_shot_share: float = _option(0.0, "answers", "share of the questions asked as few-shot text instead of in the chat template")
     few_shot: int = _option(5, "answers", "worked examples in a few-shot prompt")
     temperatures: tuple[float, ...] = _option((0.0,), "answers", "one answer per prompt and temperature; 0 is greedy")
@@ -106,7 +106,8 @@ class TrainConfig:
             self._check(name, getattr(self, name) is None or getattr(self, name) > 0, "positive")
         for name in ("min_lr", "warmup", "few_shot_share", "dpace_alpha", "top_p"):
             self._check(name, 0 <= getattr(self, name) <= 1, "between 0 and 1")
-        for name in ("variations", "instructions", "weight_decay", "ce", "kl", "tv", "eval_every", "save_every", "tolerance"):
+        zero_or_more = ("variations", "self_prompts", "weight_decay", "ce", "kl", "tv")
+        for name in (*zero_or_more, "eval_every", "save_every", "tolerance"):
             self._check(name, getattr(self, name) >= 0, "0 or more")
         self._check("block_size", self.block_size >= 2, "at least 2, the anchor and one draft")
         self._check("ce", self.ce + self.kl + self.tv > 0, "positive, or kl or tv must be")

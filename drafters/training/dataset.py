@@ -1,18 +1,18 @@
 """Answers as the training loop reads them: one compact token tensor on the device, and batches of sequences of like length."""
 
-import gzip
-import json
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from drafters.training.blocks import SequenceBatch
-from specdec.errors import CheckpointError, InvalidInputError
+from drafters.training.shards import read_shard
+from specdec.errors import InvalidInputError
 
 MOST_MASKED = 0.01
 """Share of answers that may hold the mask token by accident of sampling."""
@@ -39,19 +39,16 @@ def read_answers(folder: Path, split: str) -> list[Answer]:
         InvalidInputError: there are none.
         CheckpointError: a shard is damaged.
     """
-    answers = []
-    for path in sorted(folder.glob(f"{split}-*.jsonl.gz")):
-        try:
-            with gzip.open(path, "rt") as file:
-                for line in file:
-                    record = json.loads(line)
-                    prompt_ids, answer_ids = (array("i", record[name]) for name in ("prompt_ids", "answer_ids"))
-                    answers.append(Answer(prompt_ids, answer_ids, few_shot=record["template"] == "few-shot"))
-        except (OSError, EOFError, ValueError, KeyError) as error:
-            raise CheckpointError(f"{path} is damaged ({error}); delete it and run the answers stage again") from error
+    paths = sorted(folder.glob(f"{split}-*.jsonl.gz"))
+    answers = [answer for path in paths for answer in read_shard(path, _as_answer, stage="answers")]
     if not answers:
         raise InvalidInputError(f"{str(folder)!r} holds no {split} answers; run the answers stage first")
     return answers
+
+
+def _as_answer(record: dict[str, Any]) -> Answer:
+    prompt_ids, answer_ids = (array("i", record[name]) for name in ("prompt_ids", "answer_ids"))
+    return Answer(prompt_ids, answer_ids, few_shot=record["template"] == "few-shot")
 
 
 class AnswerSet:

@@ -1,4 +1,4 @@
-"""Prompts to train on: files, versions of questions with other numbers and names, and instructions of our own."""
+"""Prompts to train on: files, versions of questions with other numbers and names, the target's own."""
 
 import json
 import re
@@ -9,7 +9,6 @@ from random import Random
 from typing import Any
 
 from drafters.training.config import TrainConfig
-from drafters.training.instructions import instructions
 from drafters.training.names import FIRST_NAMES
 from specdec.errors import InvalidInputError
 
@@ -52,8 +51,8 @@ class PromptSet:
     examples: list[TrainingPrompt]
 
 
-def make_prompts(config: TrainConfig) -> PromptSet:
-    """All prompts of a run, the same for the same configuration and files.
+def make_prompts(config: TrainConfig, written: Sequence[str] = ()) -> PromptSet:
+    """All prompts of a run, those that the target has `written` included; the same for the same configuration and files.
 
     A held-out prompt has no versions in the training set, and is in nobody's few-shot prompt.
 
@@ -64,11 +63,9 @@ def make_prompts(config: TrainConfig) -> PromptSet:
     prompts = [prompt for file in config.prompts for prompt in read_prompts(Path(file).expanduser())]
     random.shuffle(prompts)
     prompts = prompts[: config.max_prompts]
-    prompts += [
-        TrainingPrompt(f"instruction {i}", (("user", text),)) for i, text in enumerate(instructions(config.instructions, random))
-    ]
+    prompts += [TrainingPrompt(f"self-written {i}", (("user", text),)) for i, text in enumerate(written)]
     if not prompts:
-        raise InvalidInputError("there is no prompt to train on; name files with --prompts, or ask for --instructions")
+        raise InvalidInputError("there is no prompt to train on; name files with --prompts, or ask for --self-prompts")
     if len(prompts) <= config.heldout:
         raise InvalidInputError(
             f"{len(prompts)} prompts are too few to hold out {config.heldout}; give more prompts or a smaller --heldout"

@@ -2,6 +2,7 @@
 
 import gc
 import sys
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from drafters.training.config import TrainConfig
 from drafters.training.dataset import Answer, AnswerSet, read_answers
 from drafters.training.evaluate import replay
 from drafters.training.finish import Agreement, engine_tau, export, write_report
+from drafters.training.self_prompts import write_self_prompts
 from drafters.training.shape import make_drafter
 from drafters.training.state import load_state, load_weights
 from drafters.training.target import Target
@@ -61,6 +63,7 @@ def _answers(config: TrainConfig, device: torch.device) -> bool:
         cache=CacheConfig(memory_bytes=config.kv_memory),
     )
 
+    @cache
     def load_decoder() -> SpecDecoder:
         decoder = SpecDecoder.from_pretrained(
             config.model, drafter=None, device=str(device), dtype=config.dtype, attention=config.attention, engine=engine
@@ -70,7 +73,17 @@ def _answers(config: TrainConfig, device: torch.device) -> bool:
         return decoder
 
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if config.self_prompts and not _everywhere(write_self_prompts(config, load_decoder, say, rank=rank, world=world), device):
+        return False
     return write_answers(config, load_decoder, say, rank=rank, world=world)
+
+
+def _everywhere(complete: bool, device: torch.device) -> bool:
+    """Whether `complete` holds in all processes; waits for them."""
+    flag = torch.tensor(int(complete), device=device)
+    if dist.is_initialized():
+        dist.all_reduce(flag, dist.ReduceOp.MIN)
+    return bool(flag)
 
 
 def _train(config: TrainConfig, device: torch.device) -> bool:

@@ -3,25 +3,30 @@
 import errno
 import gzip
 import json
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
-from drafters.training import answers
+from drafters.training import answers, self_prompts
+from drafters.training import shards as shards_module
 from drafters.training.config import TrainConfig
 from drafters.training.dataset import read_answers
-from drafters.training.instructions import TEMPLATES, instructions
 from drafters.training.prompts import TrainingPrompt, few_shot_text, make_prompts, read_prompts, vary
+from drafters.training.provenance import PROVENANCE
 from drafters.training.stages import run_stages
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
 from specdec.engine import SpecEngine
 from specdec.errors import CapacityError, CheckpointError, InvalidInputError, SpecDecError
-from tests.drafters.toy_training import one_thread, toy_config, write_prompts, write_target  # noqa: F401
+from tests.drafters.toy_training import as_flags, one_thread, toy_config, write_prompts, write_target  # noqa: F401
 
 QUESTION = "Maria has 12 apples and gives Tom 3. At 10:30 Maria buys 12 more for $1.50 each, 20% off. How many?"
 
@@ -58,29 +63,19 @@ def test_a_version_has_other_numbers_and_names_in_the_same_places() -> None:
     assert vary(question(QUESTION), Random(1), 0) == vary(question(QUESTION), Random(1), 0)
 
 
-def test_instructions_are_different_and_of_every_kind() -> None:
-    """Catches repeats, placeholders left open, and templates that are never used."""
-    texts = instructions(300, Random(0))
-    assert len(set(texts)) == 300 and not any(c in text for text in texts for c in "{};")
-    patterns = [re.sub(r"\\{\w+\\}", ".+", re.escape(template)) for template in TEMPLATES]
-    assert all(any(re.fullmatch(pattern, text) for text in texts) for pattern in patterns)
-    assert texts == instructions(300, Random(0)) != instructions(300, Random(1))
-    with pytest.raises(InvalidInputError, match="instructions is 1,000,000 and there are"):
-        instructions(1_000_000, Random(0))
-
-
 def test_held_out_questions_are_nowhere_in_training(tmp_path: Path) -> None:
     """Catches versions of held-out questions, and few-shot examples that answer them."""
     file = tmp_path / "train.jsonl"
     file.write_text("\n".join(json.dumps({"question": f"Tom number {i} of x{i}y", "answer": f"#### {i}"}) for i in range(40)))
-    config = TrainConfig(out="x", prompts=(str(file),), heldout=10, variations=2, few_shot_share=0.5, instructions=5)
-    prompts = make_prompts(config)
+    config = TrainConfig(out="x", prompts=(str(file),), heldout=10, variations=2, few_shot_share=0.5)
+    written = [f"write about {topic}" for topic in "abcde"]
+    prompts = make_prompts(config, written)
     marks = [{re.findall(r"x\d+y", p.question)[0] for p in part if "x" in p.question and "number" in p.question} for part in
              (prompts.heldout, prompts.train, prompts.examples)]  # fmt: skip
     assert not marks[0] & marks[1] and not marks[0] & marks[2]
     assert len(prompts.train) == 35 + 2 * len(prompts.examples)
     assert 0.3 < sum(p.few_shot for p in prompts.train) / len(prompts.train) < 0.7
-    assert make_prompts(config) == prompts != make_prompts(replace(config, seed=1))
+    assert make_prompts(config, written) == prompts != make_prompts(replace(config, seed=1), written)
 
 
 def test_few_shot_text_has_the_format_of_the_benchmark() -> None:
@@ -150,14 +145,14 @@ def test_answers_are_the_targets_own_with_their_origin(tmp_path: Path) -> None:
         sampling = SamplingParams(max_tokens=6, temperature=row["temperature"], seed=row["seed"])
         result = decoder.generate(row["prompt_ids"], sampling)
         assert not isinstance(result, list) and row["answer_ids"] == result.token_ids
-    about = json.loads((tmp_path / "run" / "answers" / answers.PROVENANCE).read_text())
+    about = json.loads((tmp_path / "run" / "answers" / PROVENANCE).read_text())
     assert about["settings"]["temperatures"] == [0.0, 0.7]
     assert len(about["prompt_files"]["prompts.txt"]) == 64 and about["target"] == str(tmp_path / "target")
 
 
 def test_a_killed_answers_stage_goes_on_with_the_missing_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches shards written in part, and answers that depend on what was written before."""
-    write = answers._write_bytes
+    write = shards_module._write_bytes
 
     def interrupted(content: bytes, path: Path) -> None:
         if "train-00002" in path.name:
@@ -166,7 +161,7 @@ def test_a_killed_answers_stage_goes_on_with_the_missing_shards(tmp_path: Path, 
         write(content, path)
 
     config = small_config(tmp_path)
-    monkeypatch.setattr(answers, "_write_bytes", interrupted)
+    monkeypatch.setattr(shards_module, "_write_bytes", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_stages(("answers",), config)
     assert 1 <= len(shards(tmp_path)) < 6
@@ -194,14 +189,14 @@ def test_processes_share_the_shards(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_keeps_finished_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = answers._write_bytes
+    write = shards_module._write_bytes
 
     def full(content: bytes, path: Path) -> None:
         if "train-00001" in path.name:
             raise OSError(errno.ENOSPC, "No space left on device")
         write(content, path)
 
-    monkeypatch.setattr(answers, "_write_bytes", full)
+    monkeypatch.setattr(shards_module, "_write_bytes", full)
     with pytest.raises(CapacityError, match=r"train-00001.*No space left on device.*make room and run again"):
         run_stages(("answers",), small_config(tmp_path))
     assert "heldout-00000.jsonl.gz" in shards(tmp_path)
@@ -245,6 +240,76 @@ def test_few_shot_answers_end_where_the_next_question_begins(tmp_path: Path) -> 
     assert all(answer.few_shot for answer in read_answers(tmp_path / "run" / "answers", "train"))
 
 
+TEMPLATE = "<bos> w4 w5 {% for m in messages %}{{ m.content }} <eos> {% endfor %}w6"
+
+
+def write_chat_target(folder: Path, template: str = TEMPLATE) -> None:
+    """The toy target with a chat template."""
+    write_target(folder / "target")
+    write_prompts(folder / "prompts.txt")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "target")
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder / "target")
+
+
+def test_the_target_writes_prompts_of_its_own(tmp_path: Path) -> None:
+    """Catches a turn begun elsewhere than a user's, prompts cut at the limit, repeats, and prompts that get no answers."""
+    write_chat_target(tmp_path)
+    config = small_config(tmp_path, prompts=(), max_prompts=None, self_prompts=20, max_num_seqs=4)
+    assert run_stages(("answers",), config)
+    paths = sorted((tmp_path / "run" / "prompts").glob("*.jsonl.gz"))
+    records = [json.loads(line) for path in paths for line in gzip.decompress(path.read_bytes()).splitlines()]
+    assert 10 < len(records) <= 20 and len(paths) == 3
+    decoder = SpecDecoder.from_pretrained(str(tmp_path / "target"), drafter=None, device="cpu", dtype="float32")
+    prefix, stop = self_prompts.user_turn(decoder)
+    assert (decoder.tokenizer.decode(prefix), decoder.tokenizer.decode(stop)) == ("<bos> w4 w5", "<eos>")
+    for record in records:
+        seed = shards_module.stable_seed(config.seed, "prompt", record["index"])
+        sampling = SamplingParams(max_tokens=256, temperature=1.0, top_p=self_prompts.TOP_P, seed=seed)
+        result = decoder.generate(prefix, sampling)
+        assert not isinstance(result, list) and result.finish_reason == "stop"
+        assert record["prompt"] == decoder.tokenizer.decode(result.token_ids, skip_special_tokens=True)
+    texts = self_prompts.read_self_prompts(config)
+    assert texts == list(dict.fromkeys(record["prompt"] for record in records))
+    asked = {tuple(row["prompt_ids"]) for part in shards(tmp_path).values() for row in part}
+    assert asked == {tuple(decoder.tokenize([{"role": "user", "content": text}])) for text in texts}
+    before = [path.read_bytes() for path in paths]
+    paths[0].unlink()
+    with pytest.raises(InvalidInputError, match="lacks prompts of the target; run the answers stage again"):
+        self_prompts.read_self_prompts(config)
+    assert run_stages(("answers",), config) and before == [path.read_bytes() for path in paths]
+    with pytest.raises(InvalidInputError, match="holds prompts that were written with another self-prompts"):
+        run_stages(("answers",), replace(config, self_prompts=21))
+
+
+def test_processes_wait_for_each_others_prompts(tmp_path: Path) -> None:
+    """Catches a process that asks before all prompts are written."""
+    write_chat_target(tmp_path)
+    config = small_config(tmp_path, self_prompts=20)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "specdec", "train", "answers"]
+    ran = subprocess.run(
+        command + as_flags(config), cwd=Path(__file__).parents[2], env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True
+    )
+    assert ran.returncode == 0, ran.stderr.decode()
+    assert run_stages(("answers",), replace(config, out=str(tmp_path / "whole" / "run")))
+    assert shards(tmp_path) == shards(tmp_path / "whole")
+
+
+def test_a_prompt_that_has_no_end_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches half a prompt among those to train on."""
+    write_chat_target(tmp_path)
+    monkeypatch.setattr(self_prompts, "MAX_PROMPT_TOKENS", 1)
+    with pytest.raises(InvalidInputError, match=r"too few to hold out|there is no prompt"):
+        run_stages(("answers",), small_config(tmp_path, prompts=(), max_prompts=None, self_prompts=20))
+
+
+@pytest.mark.parametrize(("template", "message"), [("", "has no chat template"), ("<bos> w4", "drops a user's words")])
+def test_a_target_that_knows_no_user_writes_no_prompts(tmp_path: Path, template: str, message: str) -> None:
+    write_chat_target(tmp_path, template)
+    with pytest.raises(InvalidInputError, match=f"{message}.*set self-prompts to 0"):
+        run_stages(("answers",), small_config(tmp_path, self_prompts=4))
+
+
 def test_damaged_or_missing_answers_are_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="holds no train answers; run the answers stage first"):
         read_answers(tmp_path, "train")
@@ -253,6 +318,6 @@ def test_damaged_or_missing_answers_are_named(tmp_path: Path) -> None:
         read_answers(tmp_path, "train")
     folder = tmp_path / "run" / "answers"
     folder.mkdir(parents=True)
-    (folder / answers.PROVENANCE).write_text("{")
+    (folder / PROVENANCE).write_text("{")
     with pytest.raises(SpecDecError, match=r"provenance\.json is damaged"):
         run_stages(("answers",), small_config(tmp_path))

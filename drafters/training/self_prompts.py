@@ -1,0 +1,94 @@
+"""Prompts that the target writes itself: given the beginning of a user's turn, it goes on as a user would.
+
+The method is Magpie's (Xu et al., arXiv 2406.08464). It needs no data, and reaches whatever the target was taught to answer.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from drafters.training.config import TrainConfig
+from drafters.training.provenance import check_origin, origin_of, write_origin
+from drafters.training.shards import Say, missing_shards, plan_shards, read_shard, run_shards, stable_seed, write_shards
+from specdec.config import SamplingParams
+from specdec.core import Request
+from specdec.decoder import SpecDecoder
+from specdec.errors import InvalidInputError
+
+MAX_PROMPT_TOKENS = 256
+TEMPERATURE, TOP_P = 1.0, 0.95
+"""Without the unlikeliest tokens a small target's prompts stay sensible, and are hardly less diverse."""
+_SETTINGS = ("model", "seed", "self_prompts", "shard_size")
+_MARK = "THE-PROMPT"
+
+
+def write_self_prompts(
+    config: TrainConfig, load_decoder: Callable[[], SpecDecoder], say: Say, *, rank: int = 0, world: int = 1
+) -> bool:
+    """Writes the prompts that are missing; see `drafters.training.answers.write_answers` for arguments and result.
+
+    Raises:
+        InvalidInputError: the target has no chat template, or the folder holds prompts of other settings.
+        CapacityError: the disk is full; finished files are kept.
+    """
+    folder = config.folder / "prompts"
+    shards = _plan(config)
+    origin = origin_of(config, _SETTINGS)
+    check_origin(folder, origin)
+    missing = missing_shards(folder, shards, rank, world)
+    if not missing:
+        return True
+    decoder = load_decoder()
+    prefix, stop = user_turn(decoder)
+
+    def start(index: int) -> Request:
+        seed = stable_seed(config.seed, "prompt", index)
+        sampling = SamplingParams(
+            max_tokens=MAX_PROMPT_TOKENS, temperature=TEMPERATURE, top_p=TOP_P, seed=seed, stop_token_ids=stop
+        )
+        return decoder.engine.add_request(prefix, sampling)
+
+    def record(request: Request, index: int) -> dict[str, Any] | None:
+        text = decoder.tokenizer.decode(request.output_token_ids, skip_special_tokens=True).strip()
+        return {"index": index, "prompt": text} if text and request.finish_reason == "stop" else None
+
+    if rank == 0:
+        write_origin(folder, origin, decoder)
+    finished = run_shards(decoder.engine, missing, start=start, record=record)
+    return write_shards(folder, missing, finished, say, title="prompts", minutes=config.stop_after)
+
+
+def read_self_prompts(config: TrainConfig) -> list[str]:
+    """The prompts that the target wrote, each once; fewer than were asked for, because some had no end or occurred before.
+
+    Raises:
+        InvalidInputError: some are not written yet.
+        CheckpointError: a file is damaged.
+    """
+    paths = [config.folder / "prompts" / name for name in _plan(config)]
+    if not all(path.exists() for path in paths):
+        raise InvalidInputError(f"{str(paths[0].parent)!r} lacks prompts of the target; run the answers stage again")
+    texts = [text for path in paths for text in read_shard(path, lambda record: str(record["prompt"]), stage="answers")]
+    return list(dict.fromkeys(texts))
+
+
+def user_turn(decoder: SpecDecoder) -> tuple[list[int], tuple[int, ...]]:
+    """Token ids that come before a user's first words in the target's chat template, and those that can end them.
+
+    Raises:
+        InvalidInputError: there is no template, or it leaves the user's words out.
+    """
+    tokenizer = decoder.tokenizer
+    if not getattr(tokenizer, "chat_template", None):
+        raise InvalidInputError(
+            f"{decoder.verifier.name!r} has no chat template, so it cannot write a user's prompts; set self-prompts to 0"
+        )
+    text = tokenizer.apply_chat_template([{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True)
+    before, found, after = text.partition(_MARK)
+    if not found:
+        raise InvalidInputError(f"the chat template of {decoder.verifier.name!r} drops a user's words; set self-prompts to 0")
+    prefix, suffix = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, after))
+    return prefix, tuple(token for token in suffix[:1] if token in tokenizer.all_special_ids)
+
+
+def _plan(config: TrainConfig) -> dict[str, Any]:
+    return plan_shards("prompts", range(config.self_prompts), config.shard_size)

@@ -1,0 +1,155 @@
+"""Files of records that a stage fills through the engine; each appears whole or not at all, so a killed stage goes on.
+
+Requests of all files flow through the engine without a pause in between, so that the batch stays full.
+"""
+
+import gzip
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from drafters.training.state import write_atomically
+from specdec.core import Request, Status
+from specdec.engine import SpecEngine
+from specdec.errors import CheckpointError
+
+Job = TypeVar("Job")
+Record = TypeVar("Record")
+Say = Callable[[str], None]
+
+
+class FinishedShard(NamedTuple):
+    """A file whose last record has arrived.
+
+    Attributes:
+        name: file name.
+        records: in the order of its jobs.
+        num_tokens: that the target wrote for it.
+    """
+
+    name: str
+    records: list[dict[str, Any]]
+    num_tokens: int
+
+
+def plan_shards(split: str, jobs: Sequence[Job], shard_size: int) -> dict[str, Sequence[Job]]:
+    """File names and the jobs each holds.
+
+    >>> plan_shards("train", "abc", 2)
+    {'train-00000.jsonl.gz': 'ab', 'train-00001.jsonl.gz': 'c'}
+    """
+    starts = range(0, len(jobs), shard_size)
+    return {f"{split}-{number:05d}.jsonl.gz": jobs[start : start + shard_size] for number, start in enumerate(starts)}
+
+
+def missing_shards(folder: Path, shards: Mapping[str, Sequence[Job]], rank: int, world: int) -> dict[str, Sequence[Job]]:
+    """What process `rank` of `world` still has to write; each takes every `world`-th file."""
+    return {name: jobs for name, jobs in list(shards.items())[rank::world] if not (folder / name).exists()}
+
+
+def run_shards(
+    engine: SpecEngine,
+    shards: Mapping[str, Sequence[Job]],
+    *,
+    start: Callable[[Job], Request | None],
+    record: Callable[[Request, Job], dict[str, Any] | None],
+) -> Iterator[FinishedShard]:
+    """Files in the order in which they complete.
+
+    Args:
+        engine: decodes.
+        shards: file names and their jobs.
+        start: queues a job's request; None leaves the job out.
+        record: what a finished request leaves in the file; None leaves nothing.
+    """
+    records: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in shards}
+    tokens = dict.fromkeys(shards, 0)
+    left = {name: len(jobs) for name, jobs in shards.items()}
+    queue = ((name, index, job) for name, jobs in shards.items() for index, job in enumerate(jobs))
+    work: dict[int, tuple[str, int, Job]] = {}
+    more = True
+    try:
+        while more or work:
+            while more and len(work) < 2 * engine.config.max_num_seqs:
+                item = next(queue, None)
+                more = item is not None
+                if item is None:
+                    break
+                request = start(item[2])
+                if request is None:
+                    left[item[0]] -= 1
+                else:
+                    work[request.request_id] = item
+            for request in engine.step():
+                if request.status is Status.FINISHED and request.request_id in work:
+                    name, index, job = work.pop(request.request_id)
+                    line = record(request, job)
+                    if line is not None:
+                        records[name][index] = line
+                    tokens[name] += len(request.output_token_ids)
+                    left[name] -= 1
+            for name in [name for name, count in left.items() if count == 0]:
+                del left[name]
+                yield FinishedShard(name, [line for _, line in sorted(records.pop(name).items())], tokens.pop(name))
+    finally:
+        engine.abort_all(work)
+
+
+def write_shards(
+    folder: Path,
+    shards: Mapping[str, Sequence[Job]],
+    finished: Iterator[FinishedShard],
+    say: Say,
+    *,
+    title: str,
+    minutes: float | None,
+) -> bool:
+    """Writes files as they complete, and says how far it is.
+
+    Returns:
+        Whether all are written; False when `minutes` had passed.
+
+    Raises:
+        CapacityError, InvalidInputError: see `write_atomically`; files written before are kept.
+    """
+    total = sum(map(len, shards.values()))
+    say(f"{title}: {total:,} to write in {len(shards)} files")
+    started, done, tokens = time.monotonic(), 0, 0
+    for name, records, num_tokens in finished:
+        lines = "".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records)
+        write_atomically(folder / name, partial(_write_bytes, gzip.compress(lines.encode(), compresslevel=3, mtime=0)))
+        done += len(shards[name])
+        tokens += num_tokens
+        seconds = time.monotonic() - started
+        left = (total - done) * seconds / done / 60
+        say(f"{title}: {done:,} of {total:,}, {tokens / seconds:,.0f} tokens/s, {left:.1f} minutes left")
+        if minutes is not None and seconds >= 60 * minutes and done < total:
+            return False
+    return True
+
+
+def read_shard(path: Path, parse: Callable[[dict[str, Any]], Record], *, stage: str) -> list[Record]:
+    """What `parse` makes of the records of a file that `stage` wrote.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    try:
+        with gzip.open(path, "rt") as file:
+            return [parse(json.loads(line)) for line in file]
+    except (OSError, EOFError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}); delete it and run the {stage} stage again") from error
+
+
+def stable_seed(*parts: object) -> int:
+    """A seed in [0, 2**63) of these parts, the same in every process."""
+    digest = hashlib.blake2b("|".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def _write_bytes(content: bytes, path: Path) -> None:
+    path.write_bytes(content)
