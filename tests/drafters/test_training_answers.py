@@ -265,7 +265,7 @@ def test_the_target_writes_prompts_of_its_own(tmp_path: Path) -> None:
     assert (decoder.tokenizer.decode(prefix), decoder.tokenizer.decode(stop)) == ("<bos> w4 w5", "<eos>")
     for record in records:
         seed = shards_module.stable_seed(config.seed, "prompt", record["index"])
-        sampling = SamplingParams(max_tokens=256, temperature=1.0, top_p=self_prompts.TOP_P, seed=seed)
+        sampling = SamplingParams(max_tokens=256, temperature=self_prompts.TEMPERATURE, seed=seed)
         result = decoder.generate(prefix, sampling)
         assert not isinstance(result, list) and result.finish_reason == "stop"
         assert record["prompt"] == decoder.tokenizer.decode(result.token_ids, skip_special_tokens=True)
