@@ -20,6 +20,7 @@ from specdec.config import DraftSampling
 from specdec.core import AcceptOutput, DecodeBatch, DraftOutput, PrefillBatch, Verifier, VerifyOutput
 from specdec.errors import BackendError, CheckpointError, InvalidInputError
 from specdec.kv_cache import KVLayerSpec, LayerCache
+from specdec.ops.argmax import argmax
 from specdec.sampling import Purpose, processed_probs, sample_from, uniform
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class DFlashDrafter:
         """Drafts `batch.k` tokens per request in one forward."""
         logits = self.logits(self.draft_hidden(batch))
         if self.draft_sampling == "greedy" or batch.sampling.all_greedy:
-            return DraftOutput(token_ids=self._to_target(logits.max(dim=-1).indices))  # on a CPU faster than argmax
+            return DraftOutput(token_ids=self._to_target(argmax(logits)[0]))
         probs = processed_probs(logits, batch.sampling)
         draws = uniform(batch.sampling.seeds, batch.positions(batch.k + 1)[:, 1:], Purpose.DRAFT)
         token_ids = self._to_target(sample_from(probs, draws))
@@ -119,8 +120,7 @@ class DFlashDrafter:
         width = self.draft_rows or self._first_slot + batch.k
         masks = self._masks[:, : width - 1].expand(batch.num_reqs, -1)
         token_ids = torch.cat([batch.anchors[:, None], masks], dim=1).reshape(-1)
-        embed = self.verifier.embed if self.model.embed_tokens is None else self.model.embed_tokens
-        embeddings = embed(token_ids)
+        embeddings = self._embed(token_ids)
         if self._embedding_scale != 1:
             embeddings = embeddings * self._embedding_scale
         metadata = batch.metadata(width, causal=False)
@@ -145,6 +145,11 @@ class DFlashDrafter:
         if self.config.output_multiplier != 1:
             logits = logits * self.config.output_multiplier
         return logits if self._softcap is None else self._softcap * torch.tanh(logits / self._softcap)
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        if self.model.embed_tokens is None:
+            return self.verifier.embed(token_ids)
+        return self.model.embed_tokens(token_ids) if self._triton is None else self._triton.embed(token_ids)
 
     def _to_target(self, draft_ids: Tensor) -> Tensor:
         return draft_ids if self._target_ids is None else self._target_ids[draft_ids]

@@ -13,7 +13,7 @@ from specdec.kv_cache import LayerCache
 from specdec.ops.linear import Linear
 from specdec.ops.rotary import half_angles
 from specdec.ops.triton_decoder import DecoderLayer, TritonDecoder
-from specdec.ops.triton_fused import rms_norm, rope_store
+from specdec.ops.triton_fused import embed, rms_norm, rope_store
 
 
 class TritonDFlash:
@@ -32,6 +32,11 @@ class TritonDFlash:
         self._key_norms = norms.flatten(1)  # [num_layers, head_dim]
         self._frequencies = model.rotary.inv_freq.to(norms.device)
         self._known: tuple[Tensor, Tensor, Tensor] | None = None  # the block's position ids, cosines and sines
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Rows [..., H] of the drafter's own embedding table, which it has."""
+        assert self._model.embed_tokens is not None
+        return embed(token_ids, self._model.embed_tokens.weight)
 
     def block_forward(
         self, embeddings: Tensor, position_ids: Tensor, caches: Sequence[LayerCache], plans: Sequence[AttentionMetadata]

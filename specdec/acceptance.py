@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specdec.core import AcceptOutput, DraftOutput
+from specdec.ops.argmax import argmax
 from specdec.sampling import Purpose, SamplingTensors, penalised, processed_probs, sample_from, uniform
 
 
@@ -38,9 +39,8 @@ def accept(tokens: Tensor, logits: Tensor, draft: DraftOutput | None, sampling: 
     num_drafts = None if draft is None else draft.num_drafts
 
     scores = logits if sampling.seen is None else penalised(logits, sampling, tokens)
-    best = scores.max(dim=-1)
+    token_ids, finite = argmax(scores)
     if sampling.all_greedy:
-        token_ids = best.indices
         num_accepted = _prefix_length(token_ids[:, :k] == drafts, num_drafts)
     else:
         probs = processed_probs(scores, sampling)
@@ -54,14 +54,9 @@ def accept(tokens: Tensor, logits: Tensor, draft: DraftOutput | None, sampling: 
         token_ids=token_ids,
         num_accepted=num_accepted,
         next_anchors=token_ids.gather(1, num_accepted[:, None]).squeeze(1),
-        finite=_prefix_length(_finite(best.values)) > num_accepted,
+        finite=_prefix_length(finite) > num_accepted,
         logprobs=_logprobs(logits, token_ids) if sampling.logprobs else None,
     )
-
-
-def _finite(values: Tensor) -> Tensor:
-    """What `Tensor.isfinite` gives, in two operations instead of four."""
-    return values.abs() < torch.inf
 
 
 def _prefix_length(kept: Tensor, most: Tensor | None = None) -> Tensor:

@@ -11,6 +11,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from specdec.ops.argmax import argmax
+
 
 class Purpose(IntEnum):
     """Independent random streams of one position."""
@@ -137,7 +139,7 @@ def processed_probs(logits: Tensor, sampling: SamplingTensors) -> Tensor:
         floor = sampling.min_p[:, None, None] * probs.amax(dim=-1, keepdim=True)
         scores = scores.masked_fill(probs < floor, -torch.inf)
     probs = scores.softmax(dim=-1)
-    greedy = torch.zeros_like(probs).scatter_(-1, logits.max(dim=-1, keepdim=True).indices, 1.0)
+    greedy = torch.zeros_like(probs).scatter_(-1, argmax(logits)[0][..., None], 1.0)
     return torch.where(temperature == 0, greedy, probs)
 
 

@@ -18,17 +18,17 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("kernels are interpreted in this process", allow_module_level=True)
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 from triton.runtime.jit import JITFunction
 
-from specdec import acceptance
 from specdec.attention import triton_fa
 from specdec.attention.triton_fa import TritonFaBackend
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.engine import SpecEngine
 from specdec.graphs import StepGraphs
-from specdec.ops import linear, triton_decoder, triton_linear
+from specdec.ops import argmax, linear, triton_argmax, triton_decoder, triton_linear
 from tests.tiny_models import CONFIGS, random_dflash
 from verifiers.hf import verifier_for
 from verifiers.hf_attention import ATTENTION_NAME
@@ -90,8 +90,19 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> OperationCounter:
         return outputs
 
     monkeypatch.setattr(triton_decoder.TritonDecoder, "__call__", uncounted)
+    kernels = triton_argmax.argmax
+
+    def filled(logits: Tensor) -> tuple[Tensor, Tensor]:
+        indices, finite = kernels(logits)
+        on, made.on = made.on, False
+        indices.zero_()  # a token, at least
+        finite.fill_(True)  # or the request would end
+        made.on = on
+        return indices, finite
+
+    monkeypatch.setattr(argmax, "_on_triton", lambda device: True)
+    monkeypatch.setattr(triton_argmax, "argmax", filled)
     monkeypatch.setattr(JITFunction, "run", lambda self, *args, **options: made.count(self.fn.__name__))
-    monkeypatch.setattr(acceptance, "_finite", lambda x: torch.zeros_like(x) == 0)  # or the request would end; as many operations
     monkeypatch.setattr(triton_fa, "unavailable_reasons", lambda device: [])
     monkeypatch.setattr(linear, "can_pack", lambda weight: False)  # a layout for CPUs
     for module in (triton_fa, triton_linear):
@@ -104,13 +115,13 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> OperationCounter:
     [
         (15, {}, 47),
         (3, {}, 58),  # positions of the block, and of fewer verified rows
-        (0, {}, 31),
-        (15, {"temperature": 0.8}, 96),
+        (0, {}, 30),
+        (15, {"temperature": 0.8}, 97),
         (15, {"repetition_penalty": 1.3}, 66),
     ],
 )
 def test_operations_beside_the_layers(counter: OperationCounter, k: int, params: dict[str, Any], most: int) -> None:
-    """A DFlash step of one request: 4 products, 2 embeddings, 4 kernels for the drafter's context, and the rest."""
+    """A DFlash step of one request: 4 products, 2 embeddings, 4 kernels for the drafter's context, 2 per arg max, and the rest."""
     config = CONFIGS["llama"]()
     model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.bfloat16)
     spec = attention_spec(config, device=torch.device("cpu"), dtype=torch.bfloat16, block_size=16)

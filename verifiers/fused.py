@@ -218,7 +218,7 @@ class FusedVerifier:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Rows of the input embedding table, [..., H]."""
-        return F.embedding(token_ids, self._embedding)
+        return F.embedding(token_ids, self._embedding) if self._triton is None else self._triton.embed(token_ids, self._embedding)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits of the output head alone, [..., V]."""

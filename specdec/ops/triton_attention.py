@@ -192,8 +192,10 @@ def tile_for(group: int, query_len: int, head_dim: int, dtype: torch.dtype, memo
     most = 16 if dtype == torch.float32 else min(MAX_TILE_ROWS, 16384 // block_d)  # what the registers hold
     block_m = max(min(padded(group * query_len), most), padded(group))
     block_n = min(max(KEY_TILE_BYTES // (block_d * dtype.itemsize), 16), 128)
+    if block_d > 64 and block_m <= 64:  # few rows of wide heads: shorter iterations, more of them under way
+        block_n = min(block_n, 32)
     queries, loaded = block_m * block_d * dtype.itemsize, 2 * block_n * block_d * dtype.itemsize
-    stages = num_stages(loaded, memory - queries, most=3)
+    stages = num_stages(loaded, memory - queries, most=5 if block_n <= 32 else 3)
     return Tile(block_m, block_n, num_warps=8 if block_m > 64 else 4, num_stages=stages)
 
 
@@ -289,7 +291,7 @@ def paged_attention(
                 HEAD_DIM=head_dim,
                 SPLITS=splits,
                 BLOCK_D=padded(head_dim),
-                num_warps=1 if splits < 16 else 4,
+                num_warps=1 if splits <= 16 else 4,  # parts of one warp are added up without a barrier, if registers hold them
                 **overlap_options(query.device),
             )
     return output

@@ -3,12 +3,13 @@
     norm+residual | qkv product | norm+RoPE+cache write | attention (, merge) | output product
     norm+residual | gate and up product | SwiGLU | down product
 
-For few rows the products are our own: SwiGLU is part of one then, and the norm after one adds up its partial sums.
-Nothing here reads a value on the host, so a forward can be captured in a graph.
+For few rows the products are our own: SwiGLU is part of one then, the norm after one adds up its partial sums, and a kernel before
+one asks for the weight that it will read. Nothing here reads a value on the host, so a forward can be captured in a graph.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -16,8 +17,9 @@ from specdec.attention.backend import AttentionMetadata
 from specdec.attention.triton_fa import TritonFaBackend
 from specdec.kv_cache import LayerCache
 from specdec.ops.linear import Linear
-from specdec.ops.triton_fused import add_rms_norm, rms_norm, rope_store, silu_mul
-from specdec.ops.triton_linear import few_rows
+from specdec.ops.triton_fused import add_rms_norm, embed, rms_norm, rope_store, silu_mul
+from specdec.ops.triton_linear import MOST_ROWS, few_rows
+from specdec.ops.triton_prefetch import askable
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,15 @@ class DecoderLayer:
     down: Linear
 
 
+class Hints(NamedTuple):
+    """Weights of a layer to ask for before they are used; None for those that it does not pay to ask for."""
+
+    qkv: Tensor | None = None
+    output: Tensor | None = None
+    gate_up: Tensor | None = None
+    down: Tensor | None = None
+
+
 class TritonDecoder:
     """A stack of layers and the norm after it.
 
@@ -48,6 +59,12 @@ class TritonDecoder:
         self._layers, self._epsilon, self._attention = list(layers), epsilon, attention
         # The norm after a layer is the one that the next layer, or the head, begins with.
         self._next_norms = [layer.input_norm for layer in self._layers[1:]] + [final_norm]
+        self._hints = [*map(_hints, self._layers), Hints()]
+
+    @staticmethod
+    def embed(token_ids: Tensor, table: Tensor) -> Tensor:
+        """See `specdec.ops.triton_fused.embed`."""
+        return embed(token_ids, table)
 
     def __call__(
         self,
@@ -72,13 +89,15 @@ class TritonDecoder:
         """
         tapped: dict[int, Tensor] = {}
         residual = hidden
-        normed = rms_norm(hidden, self._layers[0].input_norm, self._epsilon)
+        hints = self._hints if len(hidden) <= MOST_ROWS else [Hints()] * len(self._hints)
+        normed = rms_norm(hidden, self._layers[0].input_norm, self._epsilon, ahead=hints[0].qkv)
         for index, (layer, next_norm) in enumerate(zip(self._layers, self._next_norms, strict=True)):
-            attended = self._attend(layer, normed, cos, sin, caches[index], plans[index], windows[index])
+            ahead, next_qkv = hints[index], hints[index + 1].qkv
+            attended = self._attend(layer, normed, cos, sin, caches[index], plans[index], windows[index], ahead.output)
             product = _product(layer.output, attended, may_split=True)
-            normed, residual = add_rms_norm(product, residual, layer.mlp_norm, self._epsilon)
-            product = _product(layer.down, _gated(layer.gate_up, normed), may_split=True)
-            normed, residual = add_rms_norm(product, residual, next_norm, self._epsilon)
+            normed, residual = add_rms_norm(product, residual, layer.mlp_norm, self._epsilon, ahead=ahead.gate_up)
+            product = _product(layer.down, _gated(layer.gate_up, normed, ahead.down), may_split=True)
+            normed, residual = add_rms_norm(product, residual, next_norm, self._epsilon, ahead=next_qkv)
             if index in taps:
                 tapped[index] = residual
         return normed, [tapped[index] for index in taps]
@@ -92,8 +111,9 @@ class TritonDecoder:
         cache: LayerCache,
         plan: AttentionMetadata,
         window: int | None,
+        ahead: Tensor | None,
     ) -> Tensor:
-        """[T, num_heads * head_dim]."""
+        """[T, num_heads * head_dim]; meanwhile hints about `ahead` are sent."""
         spec = self._attention.spec
         qkv = _product(layer.qkv, normed).view(len(normed), -1, spec.head_dim)
         query, key, value = qkv.split_with_sizes([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
@@ -109,8 +129,15 @@ class TritonDecoder:
             key_norm=layer.key_norm,
             epsilon=self._epsilon,
             cache_scales=spec.cache_scales,
+            ahead=ahead,
         )
         return self._attention.attend(rotated, cache, plan, scale=spec.head_dim**-0.5, window=window).flatten(1)
+
+
+def _hints(layer: DecoderLayer) -> Hints:
+    qkv, output, gate_up, down = map(askable, (layer.qkv, layer.output, layer.gate_up, layer.down))
+    # Down is asked for while the product before it runs, which leaves the memory idle only if its own weight was asked for.
+    return Hints(qkv, output, gate_up, down if gate_up is not None else None)
 
 
 def _product(linear: Linear, x: Tensor, *, may_split: bool = False) -> Tensor:
@@ -119,7 +146,7 @@ def _product(linear: Linear, x: Tensor, *, may_split: bool = False) -> Tensor:
     return linear(x) if product is None else product
 
 
-def _gated(linear: Linear, x: Tensor) -> Tensor:
-    """SwiGLU [rows, out / 2] of a joined product."""
-    product = few_rows(x, linear, gated=True)
+def _gated(linear: Linear, x: Tensor, ahead: Tensor | None) -> Tensor:
+    """SwiGLU [rows, out / 2] of a joined product; meanwhile hints about `ahead` are sent."""
+    product = few_rows(x, linear, gated=True, ahead=ahead)
     return silu_mul(linear(x)) if product is None else product

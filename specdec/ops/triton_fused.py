@@ -1,8 +1,9 @@
-"""What surrounds attention in a decoder layer, in one Triton kernel each: norm with residual, RoPE with cache write, SwiGLU.
+"""What surrounds attention and products, in one Triton kernel each: embedding, norm with residual, RoPE with cache write, SwiGLU.
 
 Between the matrix products of a verify forward a plain torch layer launches some twenty small kernels, each of which costs more to
 start than to run. Inputs may be views of a joined product. All arithmetic is float32; norms round to the model's type before
-their weight, as transformers does.
+their weight, as transformers does. Kernels between a product and the next may send hints about the latter's weight, see
+`specdec.ops.triton_prefetch`.
 """
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from specdec.kv_cache import LayerCache
 from specdec.ops.triton_launch import on_device, overlap_options
 from specdec.ops.triton_overlap import await_previous
+from specdec.ops.triton_prefetch import hint_options, hint_program, send_hints, surplus
 
 
 @triton.jit
@@ -25,15 +27,23 @@ def _rms_norm_kernel(
     x_stride: tl.tensor,
     epsilon: tl.tensor,
     part_stride: tl.tensor,
+    ahead: tl.tensor,  # weight to send hints about, or None
     WIDTH: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
+    if ahead is not None:
+        program = hint_program(AHEAD)
+        if program >= 0:
+            send_hints(ahead, program, AHEAD)
+            return
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     exists = column < WIDTH
     dtype = normed.dtype.element_ty
+    gain = tl.load(weight + column, mask=exists, other=0.0).to(tl.float32)  # depends on no kernel
     await_previous(OVERLAP)
     rows = tl.load(x + row * x_stride + column, mask=exists, other=0.0).to(tl.float32)
     if PARTS > 1:
@@ -46,7 +56,6 @@ def _rms_norm_kernel(
         tl.store(added + row * WIDTH + column, stored, mask=exists)
         rows = stored.to(tl.float32)
     scaled = rows * tl.rsqrt(tl.sum(rows * rows, 0) / WIDTH + epsilon)
-    gain = tl.load(weight + column, mask=exists, other=0.0).to(tl.float32)
     tl.store(normed + row * WIDTH + column, (scaled.to(dtype).to(tl.float32) * gain).to(dtype), mask=exists)
 
 
@@ -126,11 +135,18 @@ def _rope_store_kernel(
     key_stride: tl.tensor,
     value_stride: tl.tensor,
     angle_stride: tl.tensor,
+    ahead: tl.tensor,  # weight to send hints about, or None
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
+    if ahead is not None:
+        program = hint_program(AHEAD)
+        if program >= 0:
+            send_hints(ahead, program, AHEAD)
+            return
     await_previous(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)  # key, value, query
@@ -151,30 +167,80 @@ def _rope_store_kernel(
             _move_heads(values, value_cache + place, None, None, None, epsilon, value_scale, limit, NUM_KV_HEADS, HEAD_DIM)
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Root mean square norm of rows [rows, H]."""
+@triton.jit
+def _embed_kernel(
+    table: tl.tensor,  # [V, width]
+    token_ids: tl.tensor,  # int64 [rows]
+    output: tl.tensor,  # [rows, width]
+    table_stride: tl.tensor,
+    width: tl.tensor,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    exists = column < width
+    await_previous(OVERLAP)
+    rows = tl.load(table + tl.load(token_ids + row) * table_stride + column, mask=exists)
+    tl.store(output + row * width + column, rows, mask=exists)
+
+
+def embed(token_ids: Tensor, table: Tensor) -> Tensor:
+    """Rows [..., H] of `table` [V, H] by int64 ids [...], each below V: none is checked."""
+    width = table.shape[1]
+    assert token_ids.dtype == torch.int64 and table.stride(1) == 1
+    output = torch.empty(*token_ids.shape, width, dtype=table.dtype, device=table.device)
+    block = min(triton.next_power_of_2(width), 1024)
+    with on_device(table):
+        _embed_kernel[(token_ids.numel(), triton.cdiv(width, block))](
+            table,
+            token_ids.contiguous(),
+            output,
+            table.stride(0),
+            width,
+            BLOCK=block,
+            num_warps=4,
+            **overlap_options(table.device),
+        )
+    return output
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float, *, ahead: Tensor | None = None) -> Tensor:
+    """Root mean square norm of rows [rows, H]; meanwhile hints about `ahead` are sent."""
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch_norm(x, None, weight, normed, None, epsilon)
+    _launch_norm(x, None, weight, normed, None, epsilon, ahead)
     return normed
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, *, ahead: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The norm of `x + residual`, both [rows, H], and the sum itself, rounded once.
 
     `x` may also be float32 [parts, rows, H]: its sum over the parts counts, rounded to the type of `residual`.
+    Meanwhile hints about `ahead` are sent.
     """
     normed, added = torch.empty_like(residual), torch.empty_like(residual)
-    _launch_norm(x, residual, weight, normed, added, epsilon)
+    _launch_norm(x, residual, weight, normed, added, epsilon, ahead)
     return normed, added
 
 
-def _launch_norm(x: Tensor, residual: Tensor | None, weight: Tensor, normed: Tensor, added: Tensor | None, epsilon: float) -> None:
+def _launch_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    normed: Tensor,
+    added: Tensor | None,
+    epsilon: float,
+    ahead: Tensor | None,
+) -> None:
     rows, width = x.shape[-2:]
     parts = len(x) if x.ndim == 3 else 1
     assert x.stride(-1) == 1 and (residual is None or residual.is_contiguous())
     block = triton.next_power_of_2(width)
+    num_warps = 8 if block > 2048 else 4
     with on_device(x):
-        _rms_norm_kernel[(rows,)](
+        _rms_norm_kernel[(rows + surplus(ahead, num_warps),)](
             x,
             residual,
             weight,
@@ -186,7 +252,8 @@ def _launch_norm(x: Tensor, residual: Tensor | None, weight: Tensor, normed: Ten
             WIDTH=width,
             PARTS=parts,
             BLOCK=block,
-            num_warps=8 if block > 2048 else 4,
+            num_warps=num_warps,
+            **hint_options(ahead),
             **overlap_options(x.device),
         )
 
@@ -216,6 +283,7 @@ def rope_store(
     key_norm: Tensor | None = None,
     epsilon: float = 0.0,
     cache_scales: tuple[float, float] = (1.0, 1.0),
+    ahead: Tensor | None = None,
 ) -> Tensor:
     """Norms and rotates query and key, and writes key and value to the cache.
 
@@ -228,6 +296,7 @@ def rope_store(
         query_norm, key_norm: [head_dim], weights of a norm before the rotation, or None.
         epsilon: of those norms.
         cache_scales: what a stored key and value are multiplied by when they are read.
+        ahead: a weight to send hints about.
 
     Returns:
         The rotated query, contiguous; empty without one.
@@ -241,7 +310,7 @@ def rope_store(
     assert head_dim % 2 == 0 and all(tensor.is_contiguous() for tensor in cache)
     assert cos is None or (sin is not None and cos.stride() == sin.stride() and cos.stride(-1) == 1)
     with on_device(key):
-        _rope_store_kernel[(num_tokens, 2 if query is None else 3)](
+        _rope_store_kernel[(num_tokens + surplus(ahead, 4), 2 if query is None else 3)](
             query,
             key,
             value,
@@ -264,6 +333,7 @@ def rope_store(
             NUM_KV_HEADS=num_kv_heads,
             HEAD_DIM=head_dim,
             num_warps=4,
+            **hint_options(ahead),
             **overlap_options(key.device),
         )
     return rotated

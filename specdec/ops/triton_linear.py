@@ -16,6 +16,7 @@ from torch import Tensor
 from specdec.ops.linear import Linear
 from specdec.ops.triton_launch import num_processors, num_stages, on_device, overlap_options, shared_memory
 from specdec.ops.triton_overlap import await_previous
+from specdec.ops.triton_prefetch import hint_options, hint_program, send_hints, surplus
 
 MOST_ROWS = 64
 """Beyond it torch's product is as fast: there is enough arithmetic per byte."""
@@ -37,6 +38,7 @@ def _few_rows_kernel(
     output: tl.tensor,  # [num_rows, WIDTH], or float32 [SPLITS, num_rows, WIDTH]
     num_rows: tl.tensor,
     x_stride: tl.tensor,
+    ahead: tl.tensor,  # weight to send hints about, or None
     WIDTH: tl.constexpr,
     INPUTS: tl.constexpr,
     GATED: tl.constexpr,
@@ -44,8 +46,14 @@ def _few_rows_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     SPLITS: tl.constexpr,
+    AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
+    if ahead is not None:
+        program = hint_program(AHEAD)
+        if program >= 0:
+            send_hints(ahead, program, AHEAD)
+            return
     SHARE: tl.constexpr = INPUTS // SPLITS
     split = tl.program_id(1)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -106,7 +114,9 @@ def stages_of(plan: Division, rows: int, *, gated: bool, memory: int) -> int:
     return num_stages(loaded, memory, most=most)
 
 
-def few_rows(x: Tensor, linear: Linear, *, gated: bool = False, may_split: bool = False) -> Tensor | None:
+def few_rows(
+    x: Tensor, linear: Linear, *, gated: bool = False, may_split: bool = False, ahead: Tensor | None = None
+) -> Tensor | None:
     """`x W^T`, or with `gated` `silu(x G^T) * x U^T` of a weight that joins G and U.
 
     Args:
@@ -114,6 +124,7 @@ def few_rows(x: Tensor, linear: Linear, *, gated: bool = False, may_split: bool 
         linear: without a bias.
         gated: the activation is part of the product.
         may_split: the caller can add up partial sums.
+        ahead: a weight to send hints about.
 
     Returns:
         [rows, out] in the type of `x`, or with `may_split` perhaps float32 [splits, rows, out], whose sum it is, not yet rounded;
@@ -138,7 +149,7 @@ def few_rows(x: Tensor, linear: Linear, *, gated: bool = False, may_split: bool 
         output = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     padded = max(16, triton.next_power_of_2(rows))
     with on_device(x):
-        _few_rows_kernel[(width // plan.columns, plan.splits)](
+        _few_rows_kernel[(width // plan.columns + surplus(ahead, 4), plan.splits)](
             x,
             linear.weight,
             output,
@@ -153,6 +164,7 @@ def few_rows(x: Tensor, linear: Linear, *, gated: bool = False, may_split: bool 
             SPLITS=plan.splits,
             num_warps=4,
             num_stages=stages_of(plan, padded, gated=gated, memory=shared_memory(x.device)),
+            **hint_options(ahead),
             **overlap_options(x.device),
         )
     return output

@@ -5,6 +5,7 @@ joint distribution of the first three tokens is compared with enumeration by a c
 threshold of 1e-6 on about forty p-values, a fresh choice of seeds would raise a false alarm in about one run of 25,000.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -448,3 +449,13 @@ def test_all_greedy_makes_no_float_copy_of_the_logits() -> None:
     assert not [
         name for name, _, x in recorder.calls if isinstance(x, Tensor) and x.shape == logits.shape and x.is_floating_point()
     ]
+
+
+def test_a_cpu_needs_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an import of Triton where its kernels cannot run; it may be missing there."""
+    for module in ("triton", "specdec.ops.triton_argmax"):
+        monkeypatch.setitem(sys.modules, module, None)  # importing it raises
+    tokens = torch.zeros(1, K + 1).long()
+    assert torch.equal(
+        accept(tokens, TARGET[tokens], None, sampling_for([SamplingParams()]), tokens).token_ids, TARGET[tokens].argmax(-1)
+    )

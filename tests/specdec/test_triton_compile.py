@@ -13,7 +13,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import torch
 
-from specdec.ops import triton_attention, triton_fused, triton_linear
+from specdec.ops import triton_argmax, triton_attention, triton_fused, triton_linear
 from tests.triton_interpreter import compile_for
 
 TARGETS: dict[str, tuple[str, int | str, int]] = {
@@ -81,8 +81,15 @@ def test_attention(target: str) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_rest(target: str) -> None:
-    """Merge, norm, SwiGLU, RoPE with cache write, and products of few rows; on sm_90 they wait for the kernel before them."""
+    """All but attention; on sm_90 they wait for the kernel before them."""
     machine, overlap = TARGETS[target], {"OVERLAP": target == "sm_90"}
+    compile_for(
+        triton_fused._embed_kernel,
+        machine,
+        pointers={"table": "bf16", "token_ids": "i64", "output": "bf16"},
+        constants={"BLOCK": 1024} | overlap,
+    )
+    silent: dict[str, Any] = {"ahead": None, "AHEAD": None}
     compile_for(
         triton_attention._merge_kernel,
         machine,
@@ -91,7 +98,7 @@ def test_the_rest(target: str) -> None:
     )
     rows = {"x": "bf16", "residual": "bf16", "weight": "bf16", "normed": "bf16", "added": "bf16"}
     for parts, kind in ((1, "bf16"), (4, "fp32")):
-        constants = {"WIDTH": 576, "PARTS": parts, "BLOCK": 1024} | overlap
+        constants = {"WIDTH": 576, "PARTS": parts, "BLOCK": 1024} | overlap | silent
         norm = compile_for(
             triton_fused._rms_norm_kernel, machine, pointers=rows | {"x": kind}, floats=("epsilon",), constants=constants
         )
@@ -114,14 +121,15 @@ def test_the_rest(target: str) -> None:
                 "DEPTH": plan.depth,
                 "SPLITS": splits,
             }
-            | overlap,
+            | overlap
+            | silent,
             num_stages=triton_linear.stages_of(plan, width, gated=gated, memory=SHARED_MEMORY[target]),
         )
         assert product.metadata.shared <= SHARED_MEMORY[target]
     heads = dict.fromkeys(("query", "key", "value", "rotated", "key_cache", "value_cache", "cos", "sin"), "bf16")
     heads |= {"query_norm": "bf16", "key_norm": "bf16", "slot_mapping": "i64"}
     scalars = ("epsilon", "key_scale", "value_scale", "limit")
-    shape = {"NUM_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": 64} | overlap
+    shape = {"NUM_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": 64} | overlap | silent
     kernel = triton_fused._rope_store_kernel
     compile_for(kernel, machine, pointers=heads, floats=scalars, constants=shape)
     eight_bits = "fp8e4b8" if target == "gfx942" else "fp8e4nv"
@@ -133,3 +141,48 @@ def test_the_rest(target: str) -> None:
         floats=scalars,
         constants=shape | absent | {"NUM_HEADS": 0},
     )
+
+
+def test_hints() -> None:
+    """Surplus programs send them before anything waits, one piece per thread; without a weight nothing is left of them."""
+    rows = {"x": "bf16", "residual": "bf16", "weight": "bf16", "normed": "bf16", "added": "bf16", "ahead": "bf16"}
+    constants: dict[str, Any] = {"WIDTH": 4096, "PARTS": 1, "BLOCK": 4096, "OVERLAP": True}
+    for hints in ({"AHEAD": 3 * 2**20 + 16}, {"AHEAD": None, "ahead": None}):
+        norm = compile_for(
+            triton_fused._rms_norm_kernel,
+            TARGETS["sm_90"],
+            pointers=rows,
+            floats=("epsilon",),
+            constants=constants | hints,
+            num_warps=8,
+        )
+        assembly = norm.asm["ptx"]
+        assert assembly.count("cp.async.bulk.prefetch.L2.global") == ("ahead" not in hints)
+        if "ahead" not in hints:
+            sending, _, working = assembly.partition("griddepcontrol.wait")
+            assert "prefetch" in sending and "st.global" not in sending and "st.global" in working
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_argmax(target: str) -> None:
+    """Every type of logits; a thread has all of its loads under way at once, each of 16 bytes where the vocabulary allows."""
+    overlap = {"OVERLAP": target == "sm_90"}
+    for dtype, loads in (("bf16", 4), ("fp16", 4), ("fp32", 8)):
+        kernel = compile_for(
+            triton_argmax._slice_max_kernel,
+            TARGETS[target],
+            pointers={"logits": dtype, "best": "i64"},
+            constants={"SLICE": triton_argmax.SLICE, "vocab_size": 49152, "group_stride": 16 * 49152, "row_stride": 49152}
+            | overlap,
+        )
+        if target.startswith("sm_"):
+            before, _, after = kernel.asm["ptx"].partition("griddepcontrol.wait")
+            assert bool(after) == overlap["OVERLAP"] and (after or before).count("ld.global.v4") == loads
+            assert not after or "ld.global" not in before
+        compile_for(
+            triton_argmax._row_max_kernel,
+            TARGETS[target],
+            pointers={"best": "i64", "indices": "i64", "finite": "i1"},
+            constants={"SLICES": 38} | overlap,
+            num_warps=1,
+        )

@@ -25,9 +25,11 @@ from verifiers.shape import attention_spec
 
 DEVICE = require_triton()
 
-from specdec.ops.triton_fused import add_rms_norm, rms_norm, rope_store, silu_mul  # noqa: E402 (only where Triton can run)
-from specdec.ops.triton_launch import num_processors  # noqa: E402
+from specdec.ops import triton_prefetch  # noqa: E402 (only where Triton can run)
+from specdec.ops.triton_fused import add_rms_norm, embed, rms_norm, rope_store, silu_mul  # noqa: E402
+from specdec.ops.triton_launch import num_processors, overlap_options  # noqa: E402
 from specdec.ops.triton_linear import divide, few_rows  # noqa: E402
+from specdec.ops.triton_prefetch import askable, hint_options, surplus  # noqa: E402
 
 
 def transformers_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -104,6 +106,26 @@ def divide_splits(width: int, inputs: int) -> int:
     plan = divide(width, inputs, gated=False, may_split=True, processors=num_processors(DEVICE))
     assert plan is not None
     return plan.splits
+
+
+@pytest.mark.parametrize("width", [5, 576, 2500])
+def test_embedding(width: int) -> None:
+    """Any width, ids of any shape and strides, rows of a wider table, the last of them too."""
+    torch.manual_seed(0)
+    table = random(9, width + 3, dtype=torch.float16)[:, :width]
+    token_ids = torch.tensor([[8, 0, 3], [3, 5, 8]], device=DEVICE)
+    for ids in (token_ids, token_ids.T, token_ids[0, :1], token_ids[:, 1:].expand(2, 2)):
+        assert embed(ids, table).equal(F.embedding(ids, table))
+
+
+def test_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights up to the limit, on chips that take hints; every byte of them is some thread's."""
+    small, large = (Linear(random(rows, 1024, dtype=torch.float16)) for rows in (4096, 4097))
+    assert askable(small) is None or overlap_options(small.weight.device)["OVERLAP"]
+    monkeypatch.setattr(triton_prefetch, "overlap_options", lambda device: {"OVERLAP": True})
+    assert askable(small) is small.weight and askable(large) is None
+    assert hint_options(small.weight) == {"ahead": small.weight, "AHEAD": 8 * 2**20}
+    assert (surplus(small.weight, 4), surplus(large.weight, 4), surplus(large.weight, 8), surplus(None, 4)) == (64, 65, 33, 0)
 
 
 def test_products_that_are_torchs() -> None:
@@ -222,6 +244,17 @@ def test_step_never_waits() -> None:
     """Draft, verify, accept and commit under the guard."""
     generate("triton_fa", plain_model("llama"))  # compiling may wait
     generate("triton_fa", plain_model("llama"), guarded=True)
+
+
+def test_a_drafter_embeds_with_its_own_table() -> None:
+    """And with the target's when it has none."""
+    verifier = verifier_on("triton_fa", plain_model("llama"))
+    drafter = random_dflash(verifier)
+    ids = torch.tensor([3, 5, 3], device=DEVICE)
+    for own in (None, torch.nn.Embedding(verifier.vocab_size, verifier.hidden_size)):
+        drafter.model.embed_tokens = own
+        drafter.bind(verifier, [], max_num_seqs=1, max_len=64, draft_sampling="greedy")
+        assert drafter._embed(ids).equal(verifier._embedding[ids] if own is None else own.weight[ids])  # type: ignore[attr-defined]
 
 
 def test_joined_draft_projections_share_memory() -> None:

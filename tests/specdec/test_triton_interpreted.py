@@ -11,7 +11,7 @@ import pytest
 triton = pytest.importorskip("triton")
 
 
-@pytest.mark.parametrize("name", ["test_triton_fa.py", "test_triton_fused.py"])
+@pytest.mark.parametrize("name", ["test_triton_argmax.py", "test_triton_fa.py", "test_triton_fused.py"])
 def test_kernels_in_the_interpreter(name: str) -> None:
     """Kernels are right on CPU tensors, whatever this machine has."""
     if triton.__version__ < "3.7" and np.lib.NumpyVersion(np.__version__) >= "2.4.0":

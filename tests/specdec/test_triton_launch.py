@@ -21,13 +21,13 @@ from transformers import AutoModelForCausalLM
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from specdec import acceptance
 from specdec.attention import triton_fa
 from specdec.attention.triton_fa import TritonFaBackend
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.engine import SpecEngine
 from specdec.graphs import StepGraphs
-from specdec.ops import linear, triton_attention, triton_fused, triton_linear
+from specdec.ops import argmax, linear, triton_argmax, triton_attention, triton_fused, triton_linear, triton_prefetch
+from specdec.ops.triton_prefetch import surplus
 from tests.tiny_models import CONFIGS, random_dflash
 from verifiers.hf import verifier_for
 from verifiers.hf_attention import ATTENTION_NAME
@@ -68,6 +68,7 @@ class WarmCapture:
 def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> set[tuple[str, str]]:
     """Names and hashes of the kernels that were launched."""
     found: set[tuple[str, str]] = set()
+    awaited: list[torch.Tensor] = []
     launch = JITFunction.run
 
     def bind_and_compile(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
@@ -75,18 +76,31 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> set[tuple[str, 
         assert kernel.metadata.shared <= SHARED_MEMORY
         assert not kernel.metadata.global_scratch_size, "it would be allocated at launch"
         assert all(count <= 65535 for count in grid[1:])
-        found.add((self.fn.__name__, kernel.hash))
+        if self.fn.__name__ == "_few_rows_kernel" and awaited:
+            assert args[1] is awaited.pop(), "hints are about the product that comes next"
+        if (hints := options.get("AHEAD")) is not None:
+            awaited[:] = [options["ahead"]]  # of one before, torch's product has come
+        assert ("cp.async.bulk.prefetch" in kernel.asm["ptx"]) == bool(hints)
+        assert not hints or grid[0] > surplus(options["ahead"], options["num_warps"])
+        found.add((self.fn.__name__ + (" with hints" if hints else ""), kernel.hash))
         return kernel
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(triton.runtime.driver, "_active", PretendedDriver())
     monkeypatch.setattr(JITFunction, "run", bind_and_compile)
-    monkeypatch.setattr(acceptance, "_finite", lambda x: torch.ones_like(x, dtype=torch.bool))  # or requests would end
+    kernels = triton_argmax.argmax
+
+    def filled(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        indices, finite = kernels(logits)
+        return indices.zero_(), finite.fill_(True)  # tokens, at least, and the requests do not end
+
+    monkeypatch.setattr(argmax, "_on_triton", lambda device: True)
+    monkeypatch.setattr(triton_argmax, "argmax", filled)
     monkeypatch.setattr(triton_fa, "unavailable_reasons", lambda device: [])
     monkeypatch.setattr(linear, "can_pack", lambda weight: False)  # a layout for CPUs
     for module in (triton_fa, triton_linear):
         monkeypatch.setattr(module, "num_processors", lambda device: 132)
-    for module in (triton_attention, triton_fused, triton_linear):
+    for module in (triton_argmax, triton_attention, triton_fused, triton_linear, triton_prefetch):
         monkeypatch.setattr(module, "overlap_options", lambda device: {"OVERLAP": True, "launch_pdl": True})
     return found
 
@@ -95,6 +109,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> set[tuple[str, 
 def test_a_generation_compiles(compiled: set[tuple[str, str]], name: str) -> None:
     """Prefill, drafts, verify and commit, with the lean forward and with transformers' modules; no capture compiles anything."""
     config = CONFIGS[name]()
+    if name == "llama":  # sizes that suit the products of few rows
+        config.hidden_size, config.intermediate_size = 64, 128
     model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.bfloat16)
     spec = attention_spec(config, device=torch.device("cpu"), dtype=torch.bfloat16, block_size=16)
     verifier = verifier_for(model, name=name, backend=TritonFaBackend(spec))
@@ -108,4 +124,8 @@ def test_a_generation_compiles(compiled: set[tuple[str, str]], name: str) -> Non
         engine.step()
     assert capture.num_captures
     kernels = {"_attention_kernel", "_merge_kernel", "_rms_norm_kernel", "_rope_store_kernel", "_silu_mul_kernel"}
-    assert {kernel for kernel, _ in compiled} == kernels | ({"_few_rows_kernel"} if name == "llama" else set())
+    kernels |= {"_slice_max_kernel", "_row_max_kernel"}
+    kernels |= {"_rms_norm_kernel with hints", "_rope_store_kernel with hints"}
+    if name == "llama":
+        kernels |= {"_embed_kernel", "_few_rows_kernel", "_few_rows_kernel with hints"}
+    assert {kernel for kernel, _ in compiled} == kernels

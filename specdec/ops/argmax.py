@@ -1,0 +1,27 @@
+"""The highest logit of every row and its token: torch's maximum, or on CUDA devices our own kernel."""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from specdec.ops.triton_launch import unavailable_reasons
+
+
+def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Highest logits of the rows of [..., V]: indices int64 [...], the first of equal ones, and bool [...], they are finite.
+
+    A NaN is above all; a row of -inf alone is not finite.
+    """
+    if not _on_triton(logits.device):
+        best = logits.max(dim=-1)  # on a CPU faster than argmax
+        return best.indices, best.values.abs() < torch.inf  # what isfinite gives, in two operations instead of four
+    from specdec.ops import triton_argmax  # it imports Triton
+
+    return triton_argmax.argmax(logits)
+
+
+@lru_cache(maxsize=16)
+def _on_triton(device: torch.device) -> bool:
+    """Whether the kernel runs on `device`; it has not been run on an AMD GPU yet."""
+    return torch.version.hip is None and not unavailable_reasons(device)
