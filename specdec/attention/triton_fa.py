@@ -20,6 +20,8 @@ MAX_GROUP = 128
 MIN_SPLIT_KEYS = 128
 """Fewest keys that pay for a program of their own."""
 MAX_SPLITS = 64
+SMALL_TILE = 16
+"""Rows times heads of a program that leaves so much of a processor free that four of them run faster than two."""
 
 
 class TritonFaBackend(AttentionBackend):
@@ -114,13 +116,14 @@ class TritonFaBackend(AttentionBackend):
         self._rope_store(None, key, value, cache, slot_mapping, cache_scales=self.spec.cache_scales)
 
     def num_splits(self, metadata: AttentionMetadata, window: int | None) -> int:
-        """Programs that share the keys of a row: a power of two that fills the device twice, as far as there are keys.
+        """Programs that share the keys of a row: a power of two that fills the device, as far as there are keys.
 
         It follows from host counts alone, so it is the same whenever the same graph is captured.
         """
-        group = self.spec.num_heads // self.spec.num_kv_heads
-        tiles = -(-metadata.max_query_len * group // MAX_GROUP)
-        wanted = 2 * self.num_processors // (metadata.num_reqs * tiles * self.spec.num_kv_heads)
+        rows = metadata.max_query_len * (self.spec.num_heads // self.spec.num_kv_heads)
+        tiles = -(-rows // MAX_GROUP)
+        resident = 4 if rows <= SMALL_TILE else 2
+        wanted = resident * self.num_processors // (metadata.num_reqs * tiles * self.spec.num_kv_heads)
         keys = metadata.max_seq_len
         if window is not None:
             keys = min(keys, metadata.max_query_len + (1 if metadata.causal else 2) * window)

@@ -238,7 +238,7 @@ def _launch_norm(
     parts = len(x) if x.ndim == 3 else 1
     assert x.stride(-1) == 1 and (residual is None or residual.is_contiguous())
     block = triton.next_power_of_2(width)
-    num_warps = 8 if block > 2048 else 4
+    num_warps = 16 if block > 2048 else 8
     with on_device(x):
         _rms_norm_kernel[(rows + surplus(ahead, num_warps),)](
             x,

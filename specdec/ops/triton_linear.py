@@ -16,11 +16,11 @@ from torch import Tensor
 from specdec.ops.linear import Linear
 from specdec.ops.triton_launch import num_processors, num_stages, on_device, overlap_options, shared_memory
 from specdec.ops.triton_overlap import await_previous
-from specdec.ops.triton_prefetch import hint_options, hint_program, send_hints, surplus
+from specdec.ops.triton_prefetch import MOST_BYTES, hint_options, hint_program, send_hints, surplus
 
 MOST_ROWS = 64
 """Beyond it torch's product is as fast: there is enough arithmetic per byte."""
-MOST_SPLITS = 8
+MOST_SPLITS = 6
 
 
 class Division(NamedTuple):
@@ -86,18 +86,20 @@ def divide(width: int, inputs: int, *, gated: bool, may_split: bool, processors:
 
     >>> divide(4096, 4096, gated=False, may_split=True, processors=132)
     Division(columns=64, depth=128, splits=2)
+    >>> divide(6144, 4096, gated=False, may_split=False, processors=132)
+    Division(columns=32, depth=128, splits=1)
     >>> divide(960, 576, gated=False, may_split=False, processors=132)
-    Division(columns=16, depth=64, splits=1)
+    Division(columns=64, depth=64, splits=1)
     """
-    columns = 64 if width % 64 == 0 and 3 * width >= 64 * processors else 16
-    if width % columns or inputs % 64:
+    if width % 16 or inputs % 64:
         return None
-    blocks = width // columns
-    splits = 1
-    if may_split:
-        possible = [n for n in range(1, MOST_SPLITS + 1) if inputs % (64 * n) == 0]
-        splits = next((n for n in possible if 4 * blocks * n >= 3 * processors), possible[-1])
-    depth = 128 if inputs % (128 * splits) == 0 else 64
+    possible = [n for n in range(1, MOST_SPLITS + 1) if may_split and inputs % (64 * n) == 0] or [1]
+    tiles = [columns for columns in (64, 32, 16) if width % columns == 0]
+    # A small weight comes from the L2 cache, see `triton_prefetch`, where wide tiles are best; a large one takes all processors.
+    small = (1 + gated) * width * inputs * 2 <= MOST_BYTES
+    columns = tiles[0] if small else next((n for n in tiles if 4 * width // n * possible[-1] >= 3 * processors), tiles[-1])
+    splits = next((n for n in possible if 4 * width // columns * n >= 3 * processors), possible[-1])
+    depth = 128 if not small and inputs % (128 * splits) == 0 else 64
     return Division(columns, depth, splits)
 
 
