@@ -13,7 +13,8 @@ from specdec.kv_cache import LayerCache
 from specdec.ops.linear import Linear
 from specdec.ops.rotary import half_angles
 from specdec.ops.triton_decoder import DecoderLayer, TritonDecoder
-from specdec.ops.triton_fused import embed, rms_norm, rope_store
+from specdec.ops.triton_embedding import embed
+from specdec.ops.triton_fused import rms_norm, rope_store
 
 
 class TritonDFlash:

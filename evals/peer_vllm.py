@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from importlib import import_module
+from itertools import count, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,6 +22,9 @@ from specdec.errors import InvalidInputError
 
 MEMORY_SHARE = 0.4
 """Of the accelerator; the other system's weights and cache have to fit beside it."""
+
+CONCURRENCY = 256
+"""Conversations that vLLM is started for, so that one start serves a sweep."""
 
 _alive: WeakSet[VllmPeer] = WeakSet()
 """At most one: two engines in a process tear each other's communication down, and a start is no part of a timed pass."""
@@ -40,6 +45,8 @@ class VllmPeer:
         self.name = name
         os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output is for the report
         self._library: Any = require("vllm", "vllm", name)
+        for part in ("inputs", "sampling_params"):
+            import_module(f"vllm.{part}")
         self.version: str = self._library.__version__
         self._verifier = verifier
         self._options: dict[str, Any] = {}
@@ -55,50 +62,60 @@ class VllmPeer:
         self._links = None if folder is None else _without_other_weights(folder)
         self._model = self._links.name if self._links else str(folder or verifier.name)
         self._engine: Any = None
-        self._concurrency = 0
+        self._most = 0
+        self._request_ids = count()
 
     def generate(self, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams], *, concurrency: int) -> list[list[int]]:
-        """See `Peer.generate`."""
+        """See `Peer.generate`. A new conversation begins as soon as one has ended, as in our engine."""
         only_greedy(self.name, samplings)
-        if concurrency != self._concurrency:
-            self._start(concurrency)
-        results = self._engine.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts],
-            [
-                self._library.SamplingParams(
-                    temperature=0.0,
-                    max_tokens=sampling.max_tokens,
-                    stop_token_ids=[*(() if sampling.ignore_eos else self._verifier.eos_token_ids), *sampling.stop_token_ids],
-                    ignore_eos=sampling.ignore_eos,
-                    detokenize=False,
-                )
-                for sampling in samplings
-            ],
-            use_tqdm=False,
-        )
-        return [list(result.outputs[0].token_ids) for result in results]
+        if concurrency > self._most:
+            self._start(max(concurrency, CONCURRENCY))
+        engine = self._engine.llm_engine
+        numbers = iter(range(len(prompts)))
+        places: dict[str, int] = {}
+        answers: dict[int, list[int]] = {}
+        while len(answers) < len(prompts):
+            for place in islice(numbers, concurrency - len(places)):
+                request_id = str(next(self._request_ids))
+                places[request_id] = place
+                engine.add_request(request_id, self._library.inputs.tokens_input(prompts[place]), self._params(samplings[place]))
+            for output in engine.step():
+                if output.finished:
+                    answers[places.pop(output.request_id)] = list(output.outputs[0].token_ids)
+        return [answers[place] for place in range(len(prompts))]
 
-    def _start(self, concurrency: int) -> None:
-        """An engine for this many conversations; vLLM fixes the number when it starts."""
+    def _params(self, sampling: SamplingParams) -> Any:
+        library = self._library
+        return library.SamplingParams(
+            temperature=0.0,
+            max_tokens=sampling.max_tokens,
+            stop_token_ids=[*(() if sampling.ignore_eos else self._verifier.eos_token_ids), *sampling.stop_token_ids],
+            ignore_eos=sampling.ignore_eos,
+            detokenize=False,
+            output_kind=library.sampling_params.RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _start(self, most: int) -> None:
+        """An engine for up to so many conversations; vLLM fixes the number when it starts, which takes a minute or more."""
         self._stop()
         verifier = self._verifier
         self._engine = self._library.LLM(
             model=self._model,
             skip_tokenizer_init=True,
             dtype=str(verifier.dtype).removeprefix("torch."),
-            max_num_seqs=concurrency,
+            max_num_seqs=most,
             max_model_len=verifier.max_model_len,
             enable_prefix_caching=False,
             gpu_memory_utilization=MEMORY_SHARE,
             **self._options,
         )
-        self._concurrency = concurrency
+        self._most = most
 
     def _stop(self) -> None:
         """Frees the engine's memory, which dropping the reference does not do for one that runs in this process."""
         if self._engine is not None:
             self._engine.llm_engine.engine_core.shutdown()
-        self._engine, self._concurrency = None, 0
+        self._engine, self._most = None, 0
 
 
 def _without_other_weights(folder: Path) -> TemporaryDirectory[str] | None:

@@ -122,7 +122,7 @@ def _measure(engine: SpecEngine, prompts: Sequence[list[int]], steps: int, warmu
     """
     # Enough that nobody finishes early, whatever is accepted, also not those who decode while the others are still prefilled; one
     # step more is in flight when results are read late.
-    prefill_steps = -(-sum(map(len, prompts)) // engine.config.max_prefill_tokens)
+    prefill_steps = -(-sum(map(len, prompts)) // engine.scheduler.max_prefill_tokens)
     most = (prefill_steps + warmup + 2 * steps + 2) * (engine.num_draft_tokens + 1)
     requests = [engine.add_request(prompt, SamplingParams(max_tokens=most, ignore_eos=True)) for prompt in prompts]
     try:

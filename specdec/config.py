@@ -110,7 +110,7 @@ class EngineConfig:
     Attributes:
         max_num_seqs: requests decoded at once; sizes all per-request device state.
         max_model_len: most tokens of prompt and output together; None takes the model's own limit.
-        max_prefill_tokens: prompt tokens per step, the size of a prefill chunk.
+        max_prefill_tokens: prompt tokens per step, the size of a prefill chunk; None takes 512 on a CPU and 2,048 elsewhere.
         num_draft_tokens: k, drafts per step; None takes the drafter's own number.
         adaptive: choose k for every step, at most `num_draft_tokens`, as what decodes fastest by the times and the acceptance
             measured so far (`specdec.draft_length`). Off, k is fixed, as figures at a stated k need it. Probabilistic drafts then
@@ -127,7 +127,7 @@ class EngineConfig:
 
     max_num_seqs: int = 16
     max_model_len: int | None = None
-    max_prefill_tokens: int = 512
+    max_prefill_tokens: int | None = None
     num_draft_tokens: int | None = None
     adaptive: bool = False
     draft_sampling: DraftSampling = "greedy"
@@ -143,7 +143,10 @@ class EngineConfig:
             self.max_model_len is None or self.max_model_len >= 2,
             f"max_model_len is {self.max_model_len}; a prompt and an output token need at least 2",
         )
-        _require(self.max_prefill_tokens >= 1, f"max_prefill_tokens is {self.max_prefill_tokens}; it must be at least 1")
+        _require(
+            self.max_prefill_tokens is None or self.max_prefill_tokens >= 1,
+            f"max_prefill_tokens is {self.max_prefill_tokens}; it must be at least 1",
+        )
         _require(
             self.num_draft_tokens is None or self.num_draft_tokens >= 0,
             f"num_draft_tokens is {self.num_draft_tokens}; it must be 0 (plain decoding) or a positive count",

@@ -98,7 +98,7 @@ class SpecEngine:
             self.pool,
             block_size=block_size,
             max_num_seqs=config.max_num_seqs,
-            max_prefill_tokens=config.max_prefill_tokens,
+            max_prefill_tokens=config.max_prefill_tokens or (512 if verifier.device.type == "cpu" else 2048),
             prefix_caching=config.cache.prefix_caching,
             draft_rows=self._draft_rows,
         )

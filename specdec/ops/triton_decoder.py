@@ -17,7 +17,8 @@ from specdec.attention.backend import AttentionMetadata
 from specdec.attention.triton_fa import TritonFaBackend
 from specdec.kv_cache import LayerCache
 from specdec.ops.linear import Linear
-from specdec.ops.triton_fused import add_rms_norm, embed, rms_norm, rope_store, silu_mul
+from specdec.ops.triton_embedding import embed
+from specdec.ops.triton_fused import add_rms_norm, rms_norm, rope_store, silu_mul
 from specdec.ops.triton_linear import MOST_ROWS, few_rows
 from specdec.ops.triton_prefetch import askable
 
@@ -63,7 +64,7 @@ class TritonDecoder:
 
     @staticmethod
     def embed(token_ids: Tensor, table: Tensor) -> Tensor:
-        """See `specdec.ops.triton_fused.embed`."""
+        """See `specdec.ops.triton_embedding.embed`."""
         return embed(token_ids, table)
 
     def __call__(

@@ -1,4 +1,4 @@
-"""What surrounds attention and products, in one Triton kernel each: embedding, norm with residual, RoPE with cache write, SwiGLU.
+"""What surrounds attention in a decoder layer, in one Triton kernel each: norm with residual, RoPE with cache write, SwiGLU.
 
 Between the matrix products of a verify forward a plain torch layer launches some twenty small kernels, each of which costs more to
 start than to run. Inputs may be views of a joined product. All arithmetic is float32; norms round to the model's type before
@@ -165,44 +165,6 @@ def _rope_store_kernel(
         else:
             values = value + token * value_stride
             _move_heads(values, value_cache + place, None, None, None, epsilon, value_scale, limit, NUM_KV_HEADS, HEAD_DIM)
-
-
-@triton.jit
-def _embed_kernel(
-    table: tl.tensor,  # [V, width]
-    token_ids: tl.tensor,  # int64 [rows]
-    output: tl.tensor,  # [rows, width]
-    table_stride: tl.tensor,
-    width: tl.tensor,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    exists = column < width
-    await_previous(OVERLAP)
-    rows = tl.load(table + tl.load(token_ids + row) * table_stride + column, mask=exists)
-    tl.store(output + row * width + column, rows, mask=exists)
-
-
-def embed(token_ids: Tensor, table: Tensor) -> Tensor:
-    """Rows [..., H] of `table` [V, H] by int64 ids [...], each below V: none is checked."""
-    width = table.shape[1]
-    assert token_ids.dtype == torch.int64 and table.stride(1) == 1
-    output = torch.empty(*token_ids.shape, width, dtype=table.dtype, device=table.device)
-    block = min(triton.next_power_of_2(width), 1024)
-    with on_device(table):
-        _embed_kernel[(token_ids.numel(), triton.cdiv(width, block))](
-            table,
-            token_ids.contiguous(),
-            output,
-            table.stride(0),
-            width,
-            BLOCK=block,
-            num_warps=4,
-            **overlap_options(table.device),
-        )
-    return output
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float, *, ahead: Tensor | None = None) -> Tensor:

@@ -94,34 +94,48 @@ class FakeVllm:
     """A recording stand-in for the library.
 
     Attributes:
-        calls: options of every engine, and prompts with their sampling of every call of one.
+        calls: options of every engine, and prompt and sampling of every request.
+        waiting, most_waiting: requests that have not ended, and how many there were at most.
         running: engines that were started and not shut down.
         fails: the next engine does not start.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[dict[str, Any]] = []
+        self.waiting: list[tuple[str, list[int]]] = []
+        self.most_waiting = 0
         self.running = 0
         self.fails = False
         library = ModuleType("vllm")
         library.__version__, library.LLM, library.SamplingParams = "0.0", self.start, lambda **options: options  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "vllm", library)
+        library.inputs, library.sampling_params = ModuleType("vllm.inputs"), ModuleType("vllm.sampling_params")  # type: ignore[attr-defined]
+        library.inputs.tokens_input = lambda token_ids: {"prompt_token_ids": token_ids}  # type: ignore[attr-defined]
+        library.sampling_params.RequestOutputKind = SimpleNamespace(FINAL_ONLY="final only")  # type: ignore[attr-defined]
+        for module in (library, library.inputs, library.sampling_params):  # type: ignore[attr-defined]
+            monkeypatch.setitem(sys.modules, module.__name__, module)
 
     def start(self, **options: Any) -> SimpleNamespace:
         self.calls.append(options)
         if self.fails:
             raise RuntimeError("no memory")
         self.running += 1
-        return SimpleNamespace(
-            generate=self.generate, llm_engine=SimpleNamespace(engine_core=SimpleNamespace(shutdown=self.shut_down))
-        )
+        core = SimpleNamespace(shutdown=self.shut_down)
+        return SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core, add_request=self.add_request, step=self.step))
 
     def shut_down(self) -> None:
         self.running -= 1
 
-    def generate(self, prompts: Any, params: Any, use_tqdm: bool) -> Any:
-        self.calls.append({"prompts": prompts, "params": params})
-        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=(7, 2))]) for _ in prompts]
+    def add_request(self, request_id: str, prompt: Any, params: Any) -> None:
+        self.calls.append({"prompt": prompt, "params": params})
+        self.waiting.append((request_id, prompt["prompt_token_ids"]))
+        self.most_waiting = max(self.most_waiting, len(self.waiting))
+
+    def step(self) -> list[Any]:
+        """Ends the request that came last, and says of the first that it goes on."""
+        ended = self.waiting.pop()
+        going_on = [SimpleNamespace(request_id=name, finished=False, outputs=[]) for name, _ in self.waiting[:1]]
+        answer = SimpleNamespace(token_ids=(*ended[1], 2))
+        return [*going_on, SimpleNamespace(request_id=ended[0], finished=True, outputs=[answer])]
 
 
 @pytest.fixture
@@ -144,14 +158,25 @@ def test_vllm_is_asked_for_the_same_work(folder: Path, vllm: FakeVllm) -> None:
         load_peer("vllm:nothing", gpu_verifier(folder))
     peer = load_peer("vllm", gpu_verifier(folder))
     samplings = [SamplingParams(max_tokens=5, stop_token_ids=(8, 9)), SamplingParams(max_tokens=6, ignore_eos=True)]
-    assert peer.generate([[1, 2], [3]], samplings, concurrency=8) == [[7, 2], [7, 2]]
-    peer.generate([[1]], [SamplingParams(max_tokens=5)], concurrency=8)
-    started, asked, _ = vllm.calls
-    assert (started["model"], started["max_num_seqs"], started["dtype"]) == (str(folder), 8, "float32")
+    assert peer.generate([[1, 2], [3]], samplings, concurrency=8) == [[1, 2, 2], [3, 2]]
+    started, *asked = vllm.calls
+    assert (started["model"], started["max_num_seqs"], started["dtype"]) == (str(folder), 256, "float32")
     assert started["enable_prefix_caching"] is False
-    assert asked["prompts"] == [{"prompt_token_ids": [1, 2]}, {"prompt_token_ids": [3]}]
-    assert [one["max_tokens"] for one in asked["params"]] == [5, 6]
-    assert [(one["stop_token_ids"], one["ignore_eos"]) for one in asked["params"]] == [([2, 8, 9], False), ([], True)]
+    assert [one["prompt"] for one in asked] == [{"prompt_token_ids": [1, 2]}, {"prompt_token_ids": [3]}]
+    params = [one["params"] for one in asked]
+    assert [one["max_tokens"] for one in params] == [5, 6]
+    assert [(one["stop_token_ids"], one["ignore_eos"]) for one in params] == [([2, 8, 9], False), ([], True)]
+
+
+@pytest.mark.parametrize("concurrency", [1, 3, 8])
+def test_vllm_has_as_many_conversations_as_asked_for(folder: Path, vllm: FakeVllm, concurrency: int) -> None:
+    """Catches answers in the order in which they end, and more or fewer conversations at once than in our engine."""
+    peer = load_peer("vllm", gpu_verifier(folder))
+    for prompts in ([[number] for number in range(3, 10)], [[4, 5]]):
+        vllm.most_waiting = 0
+        answers = peer.generate(prompts, [SamplingParams()] * len(prompts), concurrency=concurrency)
+        assert answers == [[*prompt, 2] for prompt in prompts]
+        assert vllm.most_waiting == min(concurrency, len(prompts))
 
 
 def test_vllm_takes_the_embedded_drafter(folder: Path, vllm: FakeVllm) -> None:
@@ -166,15 +191,16 @@ def test_vllm_never_holds_two_engines(folder: Path, vllm: FakeVllm) -> None:
     """Catches an engine that keeps its memory, one that failed to start and is then asked, and two peers that take turns."""
     peer = load_peer("vllm", gpu_verifier(folder))
     ask = partial(peer.generate, [[1]], [SamplingParams()])
-    for concurrency in (1, 4):
+    for concurrency in (1, 4, 300):
         ask(concurrency=concurrency)
         assert vllm.running == 1
+    assert [call["max_num_seqs"] for call in vllm.calls if "max_num_seqs" in call] == [256, 300]
     vllm.fails = True
     with pytest.raises(RuntimeError, match="no memory"):
-        ask(concurrency=8)
+        ask(concurrency=301)
     assert vllm.running == 0
     vllm.fails = False
-    assert ask(concurrency=4) == [[7, 2]]
+    assert ask(concurrency=4) == [[1, 2]]
     assert vllm.running == 1
     with pytest.raises(InvalidInputError, match="has peer 'vllm'; measure 'vllm:a/b' in a run of its own"):
         load_peer("vllm:a/b", gpu_verifier(folder))

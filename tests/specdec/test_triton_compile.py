@@ -13,7 +13,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import torch
 
-from specdec.ops import triton_argmax, triton_attention, triton_fused, triton_linear
+from specdec.ops import triton_argmax, triton_attention, triton_embedding, triton_fused, triton_linear
 from tests.triton_interpreter import compile_for
 
 TARGETS: dict[str, tuple[str, int | str, int]] = {
@@ -84,7 +84,7 @@ def test_the_rest(target: str) -> None:
     """All but attention; on sm_90 they wait for the kernel before them."""
     machine, overlap = TARGETS[target], {"OVERLAP": target == "sm_90"}
     compile_for(
-        triton_fused._embed_kernel,
+        triton_embedding._embed_kernel,
         machine,
         pointers={"table": "bf16", "token_ids": "i64", "output": "bf16"},
         constants={"BLOCK": 1024} | overlap,

@@ -26,7 +26,8 @@ from verifiers.shape import attention_spec
 DEVICE = require_triton()
 
 from specdec.ops import triton_prefetch  # noqa: E402 (only where Triton can run)
-from specdec.ops.triton_fused import add_rms_norm, embed, rms_norm, rope_store, silu_mul  # noqa: E402
+from specdec.ops.triton_embedding import embed  # noqa: E402
+from specdec.ops.triton_fused import add_rms_norm, rms_norm, rope_store, silu_mul  # noqa: E402
 from specdec.ops.triton_launch import num_processors, overlap_options  # noqa: E402
 from specdec.ops.triton_linear import divide, few_rows  # noqa: E402
 from specdec.ops.triton_prefetch import askable, hint_options, surplus  # noqa: E402

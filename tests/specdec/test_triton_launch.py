@@ -26,7 +26,16 @@ from specdec.attention.triton_fa import TritonFaBackend
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.engine import SpecEngine
 from specdec.graphs import StepGraphs
-from specdec.ops import argmax, linear, triton_argmax, triton_attention, triton_fused, triton_linear, triton_prefetch
+from specdec.ops import (
+    argmax,
+    linear,
+    triton_argmax,
+    triton_attention,
+    triton_embedding,
+    triton_fused,
+    triton_linear,
+    triton_prefetch,
+)
 from specdec.ops.triton_prefetch import surplus
 from tests.tiny_models import CONFIGS, random_dflash
 from verifiers.hf import verifier_for
@@ -100,7 +109,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> set[tuple[str, 
     monkeypatch.setattr(linear, "can_pack", lambda weight: False)  # a layout for CPUs
     for module in (triton_fa, triton_linear):
         monkeypatch.setattr(module, "num_processors", lambda device: 132)
-    for module in (triton_argmax, triton_attention, triton_fused, triton_linear, triton_prefetch):
+    for module in (triton_argmax, triton_attention, triton_embedding, triton_fused, triton_linear, triton_prefetch):
         monkeypatch.setattr(module, "overlap_options", lambda device: {"OVERLAP": True, "launch_pdl": True})
     return found
 
