@@ -15,6 +15,7 @@ read while the next step runs.
 
 import random
 from collections.abc import Callable, Container, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,6 +71,7 @@ class SpecEngine:
         self.timer = StepTimer(verifier.device, enabled=config.timing)
         self.clock = StepClock(verifier.device)
         self.results = ResultQueue(self.clock)
+        self._previous_end: Any = None
         self._touched: dict[int, Request] = {}
         self._next_id = 0
         self._seeds = random.Random(config.seed)
@@ -200,6 +202,8 @@ class SpecEngine:
             schedule = self.scheduler.schedule(self._most_drafts(), settle=self._read_results)
         if schedule.prefill:
             self._prefill(schedule.prefill)
+        if schedule.prefill or not schedule.decode:
+            self._previous_end = None
         if schedule.decode:
             self._decode(schedule.decode, schedule.k)
         with self.timer.phase("collect"):
@@ -256,8 +260,12 @@ class SpecEngine:
                 k = min(rung for rung in ladder(self.num_draft_tokens) if rung >= k)
             self.state.extend_block_tables(requests)
             if self.graphs and not self.timer.enabled:  # phases cannot be told apart within a graph
+                num_graphs = len(self.graphs.graphs)
                 graph = self.graphs.prepare(requests, k)
-        start = self.clock.stamp()
+                if len(self.graphs.graphs) > num_graphs:  # a capture is no part of a step's time
+                    self._previous_end = None
+        # From the end of the step before, if nothing else came between: the host's time counts where it is the longer one.
+        start = self.clock.stamp() if self._previous_end is None else self._previous_end
         if graph:
             graph.replay()
             table = graph.table
@@ -266,7 +274,7 @@ class SpecEngine:
         for request in requests:
             request.in_flight.append(k)
         with self.timer.phase("collect"):
-            self.results.send(requests, k, table, start)
+            self._previous_end = self.results.send(requests, k, table, start)
         self.timer.count_step(k)
 
     def _result_table(self, batch: DecodeBatch, out: Tensor | None = None) -> Tensor:

@@ -112,7 +112,7 @@ class ResultQueue:
         """Steps whose results are unread."""
         return len(self._launched)
 
-    def send(self, requests: list[Request], k: int | None, table: Tensor, start: Any = None) -> None:
+    def send(self, requests: list[Request], k: int | None, table: Tensor, start: Any = None) -> Any:
         """Starts the copy of a step's results to the host, into pinned memory when they come from an accelerator.
 
         Args:
@@ -120,6 +120,9 @@ class ResultQueue:
             k: drafts per request; None for first tokens.
             table: from `result_table`, one row per request; further rows belong to nobody.
             start: stamp of the step's beginning, when its time is wanted.
+
+        Returns:
+            Stamp of its end.
         """
         table = table[: len(requests)]
         if table.device.type == "cuda":
@@ -127,7 +130,9 @@ class ResultQueue:
             table = host.copy_(table, non_blocking=True)
         else:
             table = table.clone()  # the next replay of a captured step writes to the same table
-        self._launched.append(_Launched(requests, k, table, start, self._clock.stamp()))
+        end = self._clock.stamp()
+        self._launched.append(_Launched(requests, k, table, start, end))
+        return end
 
     def receive(self, leave: int = 0) -> Iterator[FinishedStep]:
         """The oldest steps, until only `leave` are unread; waits for a copy that is still under way."""

@@ -15,6 +15,7 @@ from specdec.core import DecodeBatch, Drafter, DraftOutput, ForwardInput, Reques
 from specdec.decoder import SpecDecoder
 from specdec.draft_length import DraftLength, StepTimes, ladder
 from specdec.engine import SpecEngine
+from specdec.graphs import StepGraphs
 from specdec.metrics import AcceptanceStats, pooled
 from tests.scripted import ScriptedDrafter
 from tests.tiny_models import paged_verifier, plain_greedy, plain_model, random_dflash, random_prompts
@@ -306,6 +307,49 @@ def test_engine_adapts(
     requests = case.run(engine, case.prompts[:1])
     assert engine.timer.steps_by_k.most_common(1)[0][0] == mostly
     assert sum(engine.timer.steps_by_k.values()) == engine.timer.num_steps >= len(requests[0].num_drafted)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_the_hosts_time_counts_between_steps(case: Case, monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
+    """Catches a k whose steps look short because the host's part is left out, and prefill that is taken for a step's time."""
+    engine = case.engine(None, pipeline_depth=depth)
+    clock = FakeClock(case.verifier, monkeypatch, per_row=0.0)
+    engine.clock = engine.results._clock = clock  # type: ignore[assignment]
+    schedule, receive = engine.scheduler.schedule, engine.results.receive
+    times: list[float | None] = []
+
+    def slow_schedule(*args: Any, **options: Any) -> Any:
+        clock.now += 5
+        return schedule(*args, **options)
+
+    def listen(leave: int = 0) -> Any:
+        for step in receive(leave):
+            times.append(step.seconds)
+            yield step
+
+    monkeypatch.setattr(engine.scheduler, "schedule", slow_schedule)
+    monkeypatch.setattr(engine.results, "receive", listen)
+
+    class SlowCapture:
+        def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
+            launch()
+            clock.now += 100
+            return launch
+
+    graphs = StepGraphs(SlowCapture(), engine.state, engine._result_table)
+    for engine.graphs in (None, graphs):
+        for prompt in case.prompts[:2]:
+            times.clear()
+            case.run(engine, [prompt])
+            assert times[0] is None  # the first token
+            assert times[1] == 1.0 and set(times[2:]) == {6.0}
+    times.clear()
+    engine.add_request(case.prompts[0], SamplingParams(max_tokens=20, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+        if len(times) == 8:
+            graphs.graphs.clear()  # captured anew between two steps
+    assert times[1] == 1.0 and 1.0 in times[2:] and set(times[2:]) == {1.0, 6.0}
 
 
 def test_the_command_line_hands_it_on_and_shows_it(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
