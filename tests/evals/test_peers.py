@@ -109,9 +109,9 @@ class FakeVllm:
         library = ModuleType("vllm")
         library.__version__, library.LLM, library.SamplingParams = "0.0", self.start, lambda **options: options  # type: ignore[attr-defined]
         library.inputs, library.sampling_params = ModuleType("vllm.inputs"), ModuleType("vllm.sampling_params")  # type: ignore[attr-defined]
-        library.inputs.tokens_input = lambda token_ids: {"prompt_token_ids": token_ids}  # type: ignore[attr-defined]
-        library.sampling_params.RequestOutputKind = SimpleNamespace(FINAL_ONLY="final only")  # type: ignore[attr-defined]
-        for module in (library, library.inputs, library.sampling_params):  # type: ignore[attr-defined]
+        library.inputs.tokens_input = lambda token_ids: {"prompt_token_ids": token_ids}
+        library.sampling_params.RequestOutputKind = SimpleNamespace(FINAL_ONLY="final only")
+        for module in (library, library.inputs, library.sampling_params):
             monkeypatch.setitem(sys.modules, module.__name__, module)
 
     def start(self, **options: Any) -> SimpleNamespace:
