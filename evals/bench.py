@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 from evals.divergence import first_divergence
 from evals.peers import Peer, load_peer
@@ -26,6 +26,8 @@ SPLIT_ITEMS = 4
 """Conversations, or as many as there are at once, that the split of a step's time is taken from."""
 
 PLAIN = "none"
+DraftCount = int | Literal["auto"] | None
+"""k of a side: a number, the drafter's own (None), or the one that is measured to be fastest, step by step."""
 
 Progress = Callable[[str, int], OnStep]
 """Makes what follows one turn of a pass; called with what is running and the number of its conversations."""
@@ -38,7 +40,7 @@ class BenchConfig:
     Attributes:
         sets: prompt sets.
         drafters: names or checkpoints, as `SpecDecoder.from_pretrained` takes them.
-        num_draft_tokens: values of k; None is the drafter's own number.
+        num_draft_tokens: values of k, see `DraftCount`.
         temperatures: 0 is greedy.
         concurrencies: conversations decoded at once.
         max_tokens: most output tokens per turn.
@@ -53,7 +55,7 @@ class BenchConfig:
 
     sets: tuple[PromptSet, ...]
     drafters: tuple[str, ...] = ("auto",)
-    num_draft_tokens: tuple[int | None, ...] = (None,)
+    num_draft_tokens: tuple[DraftCount, ...] = (None,)
     temperatures: tuple[float, ...] = (0.0,)
     concurrencies: tuple[int, ...] = (1,)
     max_tokens: int = 256
@@ -106,8 +108,10 @@ class _Side:
     time_split: dict[str, float] | None = None
 
     @property
-    def k(self) -> int:
-        return 0 if self.peer else self.decoder.engine.num_draft_tokens
+    def k(self) -> int | str:
+        if self.peer:
+            return 0
+        return "auto" if self.decoder.engine.draft_length else self.decoder.engine.num_draft_tokens
 
     @property
     def title(self) -> str:
@@ -144,7 +148,7 @@ class Bench:
             assert drafter is not None, "BenchConfig refuses plain decoding"
             self.drafters[name] = drafter
             for k in config.num_draft_tokens:
-                if k is not None and not 1 <= k <= drafter.max_draft_tokens:
+                if isinstance(k, int) and not 1 <= k <= drafter.max_draft_tokens:
                     raise InvalidInputError(
                         f"k is {k} and drafter {name!r} gives 1 to {drafter.max_draft_tokens}; choose within that"
                     )
@@ -213,8 +217,8 @@ class Bench:
         return [key | _row(side, sides[0]) | {"roofline": self._roofline(side, concurrency)} for side in sides]
 
     def _roofline(self, side: _Side, concurrency: int) -> dict[str, Any] | None:
-        """What memory alone would allow; a peer's weights may lie otherwise, so it has none."""
-        if side.peer:
+        """What memory alone would allow; a peer's weights may lie otherwise, and k may change, so these have none."""
+        if side.peer or side.k == "auto":
             return None
         answers = side.passes[0].answers
         context = sum(len(answer.prompt_token_ids) + len(answer.token_ids) / 2 for answer in answers) / len(answers)
@@ -237,11 +241,12 @@ class Bench:
         config, verifier, tokenizer = self._config, self._base.verifier, self._base.tokenizer
         longest = most_tokens(self._base, prompts, config.max_tokens, raw=config.raw)
 
-        def decoder(drafter: Drafter | None, k: int | None) -> SpecDecoder:
+        def decoder(drafter: Drafter | None, k: DraftCount) -> SpecDecoder:
             engine = EngineConfig(
                 max_num_seqs=concurrency,
                 max_model_len=min(longest, verifier.max_model_len),
-                num_draft_tokens=k,
+                num_draft_tokens=None if k == "auto" else k,
+                adaptive=k == "auto",
                 graphs=config.graphs,
                 # Without it every pass does the same work, prefill included.
                 cache=CacheConfig(memory_bytes=config.memory_bytes, prefix_caching=False),

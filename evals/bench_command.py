@@ -12,7 +12,7 @@ from specdec.errors import InvalidInputError
 from specdec.generate_command import DRAFTER_HELP
 
 if TYPE_CHECKING:
-    from evals.bench import BenchConfig
+    from evals.bench import BenchConfig, DraftCount
     from evals.report import Report
     from evals.runner import OnStep
     from specdec.core import Request
@@ -60,7 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     add = parser.add_argument_group("sweep, each with plain decoding beside it").add_argument
     add("--drafter", nargs="+", default=["auto"], metavar="NAME", help=DRAFTER_HELP + "; may be several")
-    add("-k", "--num-draft-tokens", nargs="+", type=whole_number, metavar="N", help="drafts per step (default: the drafter's own)")
+    add("-k", "--num-draft-tokens", nargs="+", type=draft_count, metavar="N", help="drafts per step: a number, or auto for what is "
+        "measured to be fastest, step by step (default: the drafter's own number)")  # fmt: skip
     add("--temperature", nargs="+", type=number, default=[0.0], metavar="T", help="0 (default) decodes greedily")
     add("--peer", nargs="+", default=[], metavar="NAME", help="other systems in the same run: transformers, transformers-lookup, "
         "llama.cpp[:FILE], vllm[:DRAFTER]")  # fmt: skip
@@ -171,6 +172,16 @@ def bench_config(args: argparse.Namespace) -> BenchConfig:
         graphs=args.graphs,
         memory_bytes=args.kv_memory,
     )
+
+
+def draft_count(text: str) -> DraftCount:
+    """Argument type: a whole number, or auto."""
+    if text == "auto":
+        return "auto"
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor auto") from None
 
 
 def parse_files(pairs: list[str]) -> dict[str, str]:

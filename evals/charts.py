@@ -98,7 +98,7 @@ def _drafting(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row["drafter"] != PLAIN and row["acceptance"] and row["acceptance"]["num_steps"]]
 
 
-def _side(row: Row) -> tuple[str, int]:
+def _side(row: Row) -> tuple[str, int | str]:
     return row["drafter"], row["k"]
 
 

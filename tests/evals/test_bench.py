@@ -3,6 +3,7 @@
 import copy
 import json
 from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from evals import bench_command
 from evals.bench import Bench, BenchConfig
+from evals.html_report import html_report
 from evals.report import read_report, write_report
 from evals.report_compare import compare_reports
 from evals.report_table import format_report
@@ -17,6 +19,7 @@ from evals.runner import run_set
 from specdec.cli import main
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
+from specdec.draft_length import DraftLength
 from specdec.errors import InvalidInputError
 from tests.evals.tiny import PROMPTS, PROVENANCE, tiny_decoder, tiny_report
 from tests.tiny_models import random_dflash
@@ -182,6 +185,27 @@ def test_a_k_that_a_drafter_cannot_give_is_refused_before_measuring() -> None:
 
 
 @pytest.mark.usefixtures("loads_tiny")
+def test_a_k_chosen_step_by_step_is_a_side_of_its_own(
+    tmp_path: Path, loads_tiny: None, monkeypatch: Patch, capsys: Capture
+) -> None:
+    """Catches a side called auto whose k is fixed, and a report that nothing can show."""
+    choices = cycle((0, 7, 3))
+    monkeypatch.setattr(DraftLength, "choose", lambda self, num_reqs: next(choices))
+    file = tmp_path / "report.json"
+    sweep = ["bench", "--limit", "4", "--max-tokens", "32", "--repeats", "1", "--drafter", "ngram", "-k", "2", "auto"]
+    assert main([*sweep, "--out", str(file)]) == 0
+    report = read_report(file)
+    _, fixed, chosen = report["rows"]
+    assert [row["k"] for row in report["rows"]] == [0, 2, "auto"]
+    offered = [{k for k, count in enumerate(row["acceptance"]["drafted_histogram"]) if count} for row in (fixed, chosen)]
+    assert offered[0] <= {0, 1, 2} and offered[1] >= {0, 3, 7}
+    assert chosen["differing_answers"] == [] and chosen["roofline"] is None and fixed["roofline"]
+    assert " auto " in capsys.readouterr().out and "ngram k=auto" in compare_reports(report, report)
+    assert html_report(report).count("<svg") == 4
+    assert main([*sweep[:-1], "all"]) == 2
+    assert "'all' is neither a whole number nor auto" in capsys.readouterr().err
+
+
 def test_the_command_measures_writes_and_shows(tmp_path: Path, capsys: Capture) -> None:
     assert main(measure(tmp_path)) == 0
     live = capsys.readouterr()
