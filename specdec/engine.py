@@ -23,13 +23,15 @@ from torch import Tensor
 from specdec.acceptance import accept
 from specdec.buckets import BATCH_SIZES, batch_bucket
 from specdec.config import EngineConfig, SamplingParams
-from specdec.core import AcceptOutput, DecodeBatch, Drafter, DraftOutput, ForwardInput, Request, Status, Verifier
+from specdec.core import AcceptOutput, DecodeBatch, Drafter, DraftOutput, ForwardInput, PrefillBatch, Request, Status, Verifier
 from specdec.draft_length import DraftLength, checked_draft_tokens, ladder
 from specdec.errors import CapacityError, InvalidInputError
 from specdec.graphs import CudaCapture, StepGraphs, captures_graphs
 from specdec.kv_cache import BlockPool, PagedKVCache, blocks_for
 from specdec.memory import plan_cache
 from specdec.outputs import append_tokens
+from specdec.prefill_graphs import MOST_ROWS as MOST_PREFILL_ROWS
+from specdec.prefill_graphs import PrefillGraphs
 from specdec.results import FinishedStep, ResultQueue, result_table
 from specdec.scheduler import Chunk, Scheduler
 from specdec.state import SamplingFacts, SlotState, samples_first_token
@@ -56,6 +58,7 @@ class SpecEngine:
         num_draft_tokens: most drafts per step.
         draft_length: chooses k for every step; None when k is fixed.
         graphs: the captured steps; None where steps are launched operation by operation.
+        prefill_graphs: the same for the prefill of short chunks.
     """
 
     def __init__(self, verifier: Verifier, drafter: Drafter | None = None, config: EngineConfig | None = None) -> None:
@@ -80,13 +83,15 @@ class SpecEngine:
         block_size = verifier.attention.spec.block_size
         specs = [*verifier.kv_specs, *(self.drafter.kv_specs if self.drafter else [])]
         max_blocks = blocks_for(self.max_model_len + self._overshoot, block_size)
-        most_reqs = min(batch_bucket(config.max_num_seqs), BATCH_SIZES[-1])
+        graph_rows = min(batch_bucket(config.max_num_seqs), BATCH_SIZES[-1]) * (self.num_draft_tokens + 1)
+        if config.prefill_graphs:
+            graph_rows = max(graph_rows, MOST_PREFILL_ROWS)
         num_blocks = plan_cache(
             verifier,
             specs,
             config.cache,
             most_tokens=config.max_num_seqs * max_blocks * block_size,
-            graph_rows=most_reqs * (self.num_draft_tokens + 1) if captures else 0,
+            graph_rows=graph_rows if captures else 0,
         )
         self.kv_cache = PagedKVCache(
             specs,
@@ -125,9 +130,12 @@ class SpecEngine:
                 draft_sampling=config.draft_sampling,
             )
         self.graphs: StepGraphs | None = None
+        self.prefill_graphs: PrefillGraphs | None = None
         if captures:
             capture = CudaCapture(verifier.device)
             self.graphs = StepGraphs(capture, self.state, self._result_table, required=bool(config.graphs))
+            if config.prefill_graphs:
+                self.prefill_graphs = PrefillGraphs(capture, self.state, self._prefill_logits, dtype=verifier.dtype)
 
     @property
     def has_work(self) -> bool:
@@ -220,17 +228,27 @@ class SpecEngine:
                 for request in newcomers:
                     self.drafter.begin(request.slot, request.token_ids)
             self.state.extend_block_tables([chunk.request for chunk in chunks])
-            batch = self.state.prefill_batch(chunks)
+        logits = None
+        if self.prefill_graphs and not self.timer.enabled:
+            logits = self.prefill_graphs.run(chunks)
+        if logits is None:
+            with self.timer.phase("schedule"):
+                batch = self.state.prefill_batch(chunks)
+            logits = self._prefill_logits(batch)
+        with self.timer.phase("accept"):
+            for chunk in chunks:
+                self.scheduler.prefilled(chunk)
+            self.state.end_prefill(chunks)
+            self._sample_first_tokens([chunk.request for chunk in chunks if samples_first_token(chunk)], logits)
+
+    def _prefill_logits(self, batch: PrefillBatch) -> Tensor:
+        """Writes what the target and the drafter keep of a batch; logits of the rows that it asks them for."""
         with self.timer.phase("prefill"):
             verify = self.verifier.forward(batch.forward, self._target_caches, self._aux_layer_ids)
         if self.drafter:
             with self.timer.phase("context"):
                 self.drafter.prefill(batch, verify)
-        with self.timer.phase("accept"):
-            for chunk in chunks:
-                self.scheduler.prefilled(chunk)
-            self.state.end_prefill(chunks)
-            self._sample_first_tokens([chunk.request for chunk in chunks if samples_first_token(chunk)], verify.logits)
+        return verify.logits
 
     def _sample_first_tokens(self, requests: list[Request], logits: Tensor) -> None:
         """The step's acceptance with the last prompt token as anchor and no drafts."""

@@ -480,8 +480,8 @@ def test_on_an_accelerator(drafter: str) -> None:
     case.verifier = verifier_for(model, name="llama", backend=select_backend("torch_ref", spec))
     case.outputs = {tuple(p): [token % VOCAB for token in range(MAX_TOKENS)] for p in random_prompts(7, seed=2)}
     outputs = []
-    for on in (False, True):
-        engine = case.engine(drafter, 5, capture=False, graphs=on)
-        assert (engine.graphs is not None) == on
+    for on, prefill in ((False, False), (True, False), (True, True)):
+        engine = case.engine(drafter, 5, capture=False, graphs=on, prefill_graphs=prefill)
+        assert (engine.graphs is not None, engine.prefill_graphs is not None) == (on, prefill)
         outputs.append([request.output_token_ids for request in run(engine, list(case.outputs), "mixed")])
-    assert outputs[0] == outputs[1]
+    assert outputs[0] == outputs[1] == outputs[2]
