@@ -10,6 +10,7 @@ STAGES = ("answers", "train", "finish")
 _EXAMPLES = """\
 examples:
   specdec train --out run --prompts questions.jsonl --variations 4 --temperatures 0 0.8 --max-minutes 20
+  specdec train --out run --model path/or/hub-name --self-prompts 20000 --temperatures 0 0.7 --max-minutes 20
   specdec train answers --config run.toml
   torchrun --nproc-per-node 2 -m specdec train train --config run.toml
   specdec train finish --config run.toml
