@@ -120,8 +120,8 @@ class EngineConfig:
         pipeline_depth: steps launched before the oldest result is read; None means 1 on an accelerator and 0 on a CPU.
         graphs: capture decode steps as CUDA or HIP graphs, one per shape when it first occurs (`specdec.graphs`); without effect on
             a CPU. None captures on CUDA, and warns and goes on without where a step cannot be captured; True raises there.
-        prefill_graphs: where steps are captured, capture the prefill of short chunks as well (`specdec.prefill_graphs`); it has not
-            been run on a GPU yet.
+        prefill_graphs: capture the prefill of short chunks as well (`specdec.prefill_graphs`); refused where steps are not
+            captured. It has not been run on a GPU yet.
         timing: measure the phases of each step; synchronises the device, so it slows an accelerator down, and runs without graphs.
         seed: source of the seeds of requests that bring none.
         cache: the KV cache.

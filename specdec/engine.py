@@ -30,8 +30,7 @@ from specdec.graphs import CudaCapture, StepGraphs, captures_graphs
 from specdec.kv_cache import BlockPool, PagedKVCache, blocks_for
 from specdec.memory import plan_cache
 from specdec.outputs import append_tokens
-from specdec.prefill_graphs import MOST_ROWS as MOST_PREFILL_ROWS
-from specdec.prefill_graphs import PrefillGraphs
+from specdec.prefill_graphs import MOST_PREFILL_ROWS, PrefillGraphs
 from specdec.results import FinishedStep, ResultQueue, result_table
 from specdec.scheduler import Chunk, Scheduler
 from specdec.state import SamplingFacts, SlotState, samples_first_token
@@ -49,8 +48,8 @@ class SpecEngine:
         config: limits and choices.
 
     Raises:
-        InvalidInputError: more drafts per step than the drafter can give, drafts without a drafter, or blocks of another size than
-            the target was loaded for.
+        InvalidInputError: more drafts per step than the drafter can give, drafts without a drafter, prefill graphs where no steps
+            are captured, or blocks of another size than the target was loaded for.
         CheckpointError: the drafter does not fit the target.
         CapacityError: the cache budget does not pay for two blocks, or the device does not have it.
 
@@ -80,6 +79,10 @@ class SpecEngine:
         self._seeds = random.Random(config.seed)
 
         captures = captures_graphs(verifier.device, config.graphs)
+        if config.prefill_graphs and not captures:
+            raise InvalidInputError(
+                f"prefill_graphs is set and steps are not captured on {verifier.device}; leave it out, or capture steps"
+            )
         block_size = verifier.attention.spec.block_size
         specs = [*verifier.kv_specs, *(self.drafter.kv_specs if self.drafter else [])]
         max_blocks = blocks_for(self.max_model_len + self._overshoot, block_size)

@@ -19,7 +19,7 @@ from specdec.kv_cache.block_pool import NULL_BLOCK
 from specdec.scheduler import Chunk, prefill_tokens
 from specdec.state import SlotState, samples_first_token
 
-MOST_ROWS = 512
+MOST_PREFILL_ROWS = 512
 """Rows of a chunk beyond which the device takes longer than the host."""
 MOST_CHUNKS = 4
 """Chunks of a step beyond which packing them is faster than replaying each."""
@@ -90,7 +90,7 @@ class PrefillGraphs:
     def _shape(self, chunk: Chunk) -> PrefillShape | None:
         num_rows = max(16, power_of_two(chunk.end - chunk.start))
         longest = self._state.longest
-        if num_rows > MOST_ROWS or chunk.start + num_rows > longest:
+        if num_rows > MOST_PREFILL_ROWS or chunk.start + num_rows > longest:
             return None
         return PrefillShape(num_rows, length_bucket(chunk.start + num_rows, longest))
 

@@ -29,6 +29,7 @@ def write_self_prompts(
     Raises:
         InvalidInputError: the target has no chat template, or the folder holds prompts of other settings.
         CapacityError: the disk is full; finished files are kept.
+        SpecDecError: the target fails.
     """
     folder = config.folder / "prompts"
     shards = _plan(config)

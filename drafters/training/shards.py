@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 from drafters.training.state import write_atomically
 from specdec.core import Request, Status
 from specdec.engine import SpecEngine
-from specdec.errors import CheckpointError
+from specdec.errors import CheckpointError, SpecDecError
 
 Job = TypeVar("Job")
 Record = TypeVar("Record")
@@ -65,6 +65,9 @@ def run_shards(
         shards: file names and their jobs.
         start: queues a job's request; None leaves the job out.
         record: what a finished request leaves in the file; None leaves nothing.
+
+    Raises:
+        SpecDecError: the target fails.
     """
     records: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in shards}
     tokens = dict.fromkeys(shards, 0)
@@ -87,6 +90,8 @@ def run_shards(
             for request in engine.step():
                 if request.status is Status.FINISHED and request.request_id in work:
                     name, index, job = work.pop(request.request_id)
+                    if request.finish_reason == "error":
+                        raise SpecDecError(f"the target failed on record {index + 1} of {name}: {request.error}")
                     line = record(request, job)
                     if line is not None:
                         records[name][index] = line
@@ -109,6 +114,14 @@ def write_shards(
     minutes: float | None,
 ) -> bool:
     """Writes files as they complete, and says how far it is.
+
+    Args:
+        folder: where they go.
+        shards: file names and their jobs.
+        finished: from `run_shards`.
+        say: told about the progress.
+        title: of what is written, in these messages.
+        minutes: after which to stop behind the next file; None writes all.
 
     Returns:
         Whether all are written; False when `minutes` had passed.

@@ -1,4 +1,4 @@
-"""The highest logit of every row and its token: torch's maximum, or on CUDA devices our own kernel."""
+"""The token with the highest logit of every row: by torch, or on CUDA devices by our own kernel."""
 
 from functools import lru_cache
 
@@ -9,9 +9,10 @@ from specdec.ops.triton_launch import unavailable_reasons
 
 
 def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Highest logits of the rows of [..., V]: indices int64 [...], the first of equal ones, and bool [...], they are finite.
+    """Where each row of logits [..., V] is highest, and whether it is finite there.
 
-    A NaN is above all; a row of -inf alone is not finite.
+    Returns:
+        int64 [...], of equal logits the first, a NaN above all; bool [...], False for a row that has a NaN or +inf, or only -inf.
     """
     if not _on_triton(logits.device):
         best = logits.max(dim=-1)  # on a CPU faster than argmax

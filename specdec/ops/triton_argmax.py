@@ -1,4 +1,4 @@
-"""The highest logit of every row, in Triton: for the few rows of a step torch takes several times as long as reading them.
+"""The highest logit's place in every row, in Triton: for the few rows of a step torch takes several times as long as reading them.
 
 Programs first find the best token of their slice of a row, so that even one row keeps many processors busy; then one program per
 row finds the best of those. A logit and its token are compared as one integer, so how a row is divided changes nothing.

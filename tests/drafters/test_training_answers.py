@@ -13,6 +13,8 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
 from drafters.training import answers, self_prompts
@@ -293,6 +295,16 @@ def test_processes_wait_for_each_others_prompts(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr.decode()
     assert run_stages(("answers",), replace(config, out=str(tmp_path / "whole" / "run")))
     assert shards(tmp_path) == shards(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(("self_prompts", "file"), [(0, "heldout-00000"), (20, "prompts-00000")])
+def test_a_target_that_fails_is_named(tmp_path: Path, self_prompts: int, file: str) -> None:
+    """Catches prompts and answers that are quietly left out because every logit is NaN."""
+    write_chat_target(tmp_path)
+    weights = tmp_path / "target" / "model.safetensors"
+    save_file({name: tensor * torch.nan for name, tensor in load_file(weights).items()}, weights, {"format": "pt"})
+    with pytest.raises(SpecDecError, match=rf"the target failed on record \d+ of {file}.jsonl.gz: .*NaN"):
+        run_stages(("answers",), small_config(tmp_path, self_prompts=self_prompts))
 
 
 def test_a_prompt_that_has_no_end_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

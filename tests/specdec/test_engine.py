@@ -221,6 +221,15 @@ def test_cancelled_request_leaves_its_neighbours_alone(case: Case) -> None:
     assert engine.pool.num_used == 0
 
 
+def test_the_size_of_a_prefill_chunk(case: Case) -> None:
+    """Unless it is given, it is that of the device."""
+    for given, taken in ((None, 512), (7, 7)):
+        engine = SpecEngine(
+            case[0], None, EngineConfig(max_prefill_tokens=given, cache=CacheConfig(block_size=4, memory_bytes=2**20))
+        )
+        assert engine.scheduler.max_prefill_tokens == taken
+
+
 def test_k_is_checked_against_the_drafter(case: Case) -> None:
     """More drafts than the block holds, or drafts without a drafter, are refused; 0 decodes plainly without using the drafter."""
     verifier, prompts, outputs = case

@@ -9,6 +9,7 @@ from specdec import prefill_graphs
 from specdec.config import SamplingParams
 from specdec.core import Request
 from specdec.engine import SpecEngine
+from specdec.errors import InvalidInputError
 from specdec.kv_cache.block_pool import NULL_BLOCK
 from specdec.prefill_graphs import PrefillGraphs, PrefillShape
 from specdec.scheduler import Chunk
@@ -108,12 +109,18 @@ def test_what_is_left_to_packed_prefill(case: Case, monkeypatch: pytest.MonkeyPa
     small = PrefillShape(16, 256)
     positions = captured._inputs(Chunk(request, 4, 8, last=False, admitted=False), small)[16:32]
     assert positions.tolist() == [4, 5, 6, 7] + [8] * 12
-    monkeypatch.setattr(prefill_graphs, "MOST_ROWS", 16)
+    monkeypatch.setattr(prefill_graphs, "MOST_PREFILL_ROWS", 16)
     assert shape(0, 17) is None and shape(engine.state.longest - 15, engine.state.longest - 14) is None
     chunks = [Chunk(request, 0, 3, last=False, admitted=False)] * 5
     for few in (chunks[:1], chunks):  # a new shape, too many
         assert captured.run(few) is None
     assert not captured.graphs and recorder.num_replays == 0
+
+
+def test_they_are_refused_where_steps_are_not_captured(case: Case) -> None:
+    """They are asked for by name, so nothing else may run in their place."""
+    with pytest.raises(InvalidInputError, match="prefill_graphs is set and steps are not captured on cpu; leave it out"):
+        case.engine("plain", 1, capture=False, prefill_graphs=True)
 
 
 def test_a_chunk_that_ends_no_prompt_has_no_logits(case: Case) -> None:
