@@ -131,11 +131,15 @@ class DFlashDrafter:
             plan, window = plans[config.causal[layer]], config.windows[layer]
             return self.attention.run(query, key, value, self.caches[layer], plan, scale=config.head_dim**-0.5, window=window)
 
+        def predicting(rows: Tensor) -> Tensor:
+            return rows.view(batch.num_reqs, width, -1)[:, self._first_slot : self._first_slot + batch.k].flatten(0, 1).contiguous()
+
         if self._triton is not None:
-            hidden = self._triton.block_forward(embeddings, position_ids, self.caches, [plans[causal] for causal in config.causal])
+            layer_plans = [plans[causal] for causal in config.causal]
+            hidden = self._triton.block_forward(embeddings, position_ids, self.caches, layer_plans, predicting)
         else:
-            hidden = self.model.block_forward(embeddings, position_ids, attend)
-        return hidden.view(batch.num_reqs, width, -1)[:, self._first_slot : self._first_slot + batch.k]
+            hidden = self.model.block_forward(embeddings, position_ids, attend, predicting)
+        return hidden.view(batch.num_reqs, batch.k, -1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V or draft_vocab_size] of hidden states [..., H]."""

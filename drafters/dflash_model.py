@@ -15,6 +15,9 @@ from specdec.ops.linear import Linear
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """`(layer, query [..., heads, D], key [..., kv_heads, D], value [..., kv_heads, D]) -> [..., heads, D]`, context included."""
 
+Keep = Callable[[Tensor], Tensor]
+"""Rows of `[rows, ...]` whose final states are wanted."""
+
 
 class DFlashAttention(nn.Module):
     """Projections of one draft layer; the attention itself is the caller's."""
@@ -61,10 +64,20 @@ class DFlashLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = DFlashMLP(config)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-        """[..., H] to [..., H]."""
+    def forward(
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+        keep: Keep | None = None,
+    ) -> Tensor:
+        """[..., H] to [..., H], of the rows to keep."""
         query, key, value = self.self_attn.project(self.input_layernorm(hidden), cos, sin)
-        hidden = hidden + self.self_attn.o_proj(attend(query, key, value).flatten(-2))
+        attended = attend(query, key, value).flatten(-2)
+        if keep is not None:
+            hidden, attended = keep(hidden), keep(attended)
+        hidden = hidden + self.self_attn.o_proj(attended)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -113,18 +126,19 @@ class DFlashModel(nn.Module):
         cos, sin = self.rotary(position_ids, key.dtype)
         return rotate(key, cos[..., None, :, :], sin[..., None, :, :]), value
 
-    def block_forward(self, embeddings: Tensor, position_ids: Tensor, attend: Attend) -> Tensor:
+    def block_forward(self, embeddings: Tensor, position_ids: Tensor, attend: Attend, keep: Keep | None = None) -> Tensor:
         """Final hidden states [..., H], normed, of block rows.
 
         Args:
             embeddings: [..., H], scaled input embeddings of the anchor and the masks.
             position_ids: int64 [...].
             attend: attention of a layer over its context and the block.
+            keep: rows that are wanted, since nothing sees the others after the last attention; None for all.
         """
         hidden = embeddings
         cos, sin = self.rotary(position_ids, hidden.dtype)
         for i, layer in enumerate(self.layers):
-            hidden = layer(hidden, cos, sin, partial(attend, i))
+            hidden = layer(hidden, cos, sin, partial(attend, i), keep if i == len(self.layers) - 1 else None)
         return self.norm(hidden)
 
     def prepare_inference(self) -> None:

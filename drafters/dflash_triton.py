@@ -6,7 +6,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from drafters.dflash_model import DFlashLayer, DFlashModel
+from drafters.dflash_model import DFlashLayer, DFlashModel, Keep
 from specdec.attention.backend import AttentionMetadata
 from specdec.attention.triton_fa import TritonFaBackend
 from specdec.kv_cache import LayerCache
@@ -40,12 +40,17 @@ class TritonDFlash:
         return embed(token_ids, self._model.embed_tokens.weight)
 
     def block_forward(
-        self, embeddings: Tensor, position_ids: Tensor, caches: Sequence[LayerCache], plans: Sequence[AttentionMetadata]
+        self,
+        embeddings: Tensor,
+        position_ids: Tensor,
+        caches: Sequence[LayerCache],
+        plans: Sequence[AttentionMetadata],
+        keep: Keep,
     ) -> Tensor:
-        """Final hidden states [T, H], normed, of block rows `embeddings` [T, H]; `caches` and `plans` have one entry per layer."""
+        """Final hidden states [rows to keep, H], normed, of block rows `embeddings` [T, H]; one cache and one plan per layer."""
         cos, sin = self._angles(position_ids, embeddings.dtype)
         self._known = position_ids, cos, sin
-        return self._decoder(embeddings, cos, sin, caches, plans, self._model.config.windows)[0]
+        return self._decoder(embeddings, cos, sin, caches, plans, self._model.config.windows, keep=keep)[0]
 
     def write_context(self, features: Tensor, position_ids: Tensor, caches: Sequence[LayerCache], slot_mapping: Tensor) -> None:
         """Writes what rows of the target's features [T, num_taps * H_target] contribute to every layer's cache."""

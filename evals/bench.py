@@ -49,7 +49,7 @@ class BenchConfig:
         seed: item `i` uses `seed + i`.
         raw: continue prompts as text, without the chat template.
         peers: other systems to measure beside, see `evals.peers`.
-        graphs, prefill_graphs: what to capture, see `EngineConfig`.
+        graphs: what to capture, see `EngineConfig`.
         memory_bytes: budget of each side's cache; None takes the device's default.
     """
 
@@ -65,7 +65,6 @@ class BenchConfig:
     raw: bool = False
     peers: tuple[str, ...] = ()
     graphs: bool | None = None
-    prefill_graphs: bool = False
     memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
@@ -178,7 +177,6 @@ class Bench:
                 "seed": config.seed,
                 "raw": config.raw,
                 "graphs": config.graphs,
-                "prefill_graphs": config.prefill_graphs,
                 "prompt_sets": [
                     {"name": one.name, "source": one.source, "num_items": len(one.items), "sha256": one.sha256}
                     for one in config.sets
@@ -250,7 +248,6 @@ class Bench:
                 num_draft_tokens=None if k == "auto" else k,
                 adaptive=k == "auto",
                 graphs=config.graphs,
-                prefill_graphs=config.prefill_graphs,
                 # Without it every pass does the same work, prefill included.
                 cache=CacheConfig(memory_bytes=config.memory_bytes, prefix_caching=False),
             )

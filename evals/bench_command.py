@@ -57,7 +57,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="capture decode steps as graphs (default: on CUDA)",
     )
-    add("--prefill-graphs", action="store_true", help="capture the prefill of short prompts, too (not yet run on a GPU)")
 
     add = parser.add_argument_group("sweep, each with plain decoding beside it").add_argument
     add("--drafter", nargs="+", default=["auto"], metavar="NAME", help=DRAFTER_HELP + "; may be several")
@@ -171,7 +170,6 @@ def bench_config(args: argparse.Namespace) -> BenchConfig:
         raw=args.raw,
         peers=tuple(args.peer),
         graphs=args.graphs,
-        prefill_graphs=args.prefill_graphs,
         memory_bytes=args.kv_memory,
     )
 

@@ -118,10 +118,9 @@ class EngineConfig:
         draft_sampling: "greedy" drafts are a point mass, so sampled output equals plain decoding with the same seed token for
             token; "probabilistic" draws drafts from the drafter's distribution, exact in distribution.
         pipeline_depth: steps launched before the oldest result is read; None means 1 on an accelerator and 0 on a CPU.
-        graphs: capture decode steps as CUDA or HIP graphs, one per shape when it first occurs (`specdec.graphs`); without effect on
-            a CPU. None captures on CUDA, and warns and goes on without where a step cannot be captured; True raises there.
-        prefill_graphs: capture the prefill of short chunks as well (`specdec.prefill_graphs`); refused where steps are not
-            captured. It has not been run on a GPU yet.
+        graphs: capture decode steps as CUDA or HIP graphs, one per shape when it first occurs (`specdec.graphs`), and with
+            triton_fa the prefill of short chunks as well (`specdec.prefill_graphs`); without effect on a CPU. None captures on
+            CUDA, and warns and goes on without where the device refuses; True raises there.
         timing: measure the phases of each step; synchronises the device, so it slows an accelerator down, and runs without graphs.
         seed: source of the seeds of requests that bring none.
         cache: the KV cache.
@@ -135,7 +134,6 @@ class EngineConfig:
     draft_sampling: DraftSampling = "greedy"
     pipeline_depth: int | None = None
     graphs: bool | None = None
-    prefill_graphs: bool = False
     timing: bool = False
     seed: int | None = None
     cache: CacheConfig = field(default_factory=CacheConfig)

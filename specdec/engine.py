@@ -30,7 +30,7 @@ from specdec.graphs import CudaCapture, StepGraphs, captures_graphs
 from specdec.kv_cache import BlockPool, PagedKVCache, blocks_for
 from specdec.memory import plan_cache
 from specdec.outputs import append_tokens
-from specdec.prefill_graphs import MOST_PREFILL_ROWS, PrefillGraphs
+from specdec.prefill_graphs import PrefillGraphs, most_prefill_rows
 from specdec.results import FinishedStep, ResultQueue, result_table
 from specdec.scheduler import Chunk, Scheduler
 from specdec.state import SamplingFacts, SlotState, samples_first_token
@@ -48,8 +48,8 @@ class SpecEngine:
         config: limits and choices.
 
     Raises:
-        InvalidInputError: more drafts per step than the drafter can give, drafts without a drafter, prefill graphs where no steps
-            are captured, or blocks of another size than the target was loaded for.
+        InvalidInputError: more drafts per step than the drafter can give, drafts without a drafter, or blocks of another size
+            than the target was loaded for.
         CheckpointError: the drafter does not fit the target.
         CapacityError: the cache budget does not pay for two blocks, or the device does not have it.
 
@@ -57,7 +57,7 @@ class SpecEngine:
         num_draft_tokens: most drafts per step.
         draft_length: chooses k for every step; None when k is fixed.
         graphs: the captured steps; None where steps are launched operation by operation.
-        prefill_graphs: the same for the prefill of short chunks.
+        prefill_graphs: the captured prefills of short chunks; None where all are launched operation by operation.
     """
 
     def __init__(self, verifier: Verifier, drafter: Drafter | None = None, config: EngineConfig | None = None) -> None:
@@ -79,22 +79,18 @@ class SpecEngine:
         self._seeds = random.Random(config.seed)
 
         captures = captures_graphs(verifier.device, config.graphs)
-        if config.prefill_graphs and not captures:
-            raise InvalidInputError(
-                f"prefill_graphs is set and steps are not captured on {verifier.device}; leave it out, or capture steps"
-            )
         block_size = verifier.attention.spec.block_size
         specs = [*verifier.kv_specs, *(self.drafter.kv_specs if self.drafter else [])]
         max_blocks = blocks_for(self.max_model_len + self._overshoot, block_size)
         graph_rows = min(batch_bucket(config.max_num_seqs), BATCH_SIZES[-1]) * (self.num_draft_tokens + 1)
-        if config.prefill_graphs:
-            graph_rows = max(graph_rows, MOST_PREFILL_ROWS)
+        prefill_rows = most_prefill_rows(verifier) if captures and verifier.attention.captures_prefill else 0
         num_blocks = plan_cache(
             verifier,
             specs,
             config.cache,
             most_tokens=config.max_num_seqs * max_blocks * block_size,
             graph_rows=graph_rows if captures else 0,
+            prefill_rows=prefill_rows,
         )
         self.kv_cache = PagedKVCache(
             specs,
@@ -136,9 +132,12 @@ class SpecEngine:
         self.prefill_graphs: PrefillGraphs | None = None
         if captures:
             capture = CudaCapture(verifier.device)
-            self.graphs = StepGraphs(capture, self.state, self._result_table, required=bool(config.graphs))
-            if config.prefill_graphs:
-                self.prefill_graphs = PrefillGraphs(capture, self.state, self._prefill_logits, dtype=verifier.dtype)
+            required = bool(config.graphs)
+            self.graphs = StepGraphs(capture, self.state, self._result_table, required=required)
+            if prefill_rows:
+                self.prefill_graphs = PrefillGraphs(
+                    capture, self.state, self._prefill_logits, dtype=verifier.dtype, most_rows=prefill_rows, required=required
+                )
 
     @property
     def has_work(self) -> bool:

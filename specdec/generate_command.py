@@ -63,7 +63,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="capture decode steps as graphs (default: on CUDA)",
     )
-    add("--prefill-graphs", action="store_true", help="capture the prefill of short prompts, too (not yet run on a GPU)")
     add("--kv-dtype", default="auto", metavar="NAME", help="auto (default), or fp8 for an 8-bit cache on backends that have one")
 
     add = parser.add_argument_group("speculation").add_argument
@@ -160,7 +159,6 @@ def load_decoder(args: argparse.Namespace) -> SpecDecoder:
         adaptive=args.num_draft_tokens is None if args.adaptive is None else args.adaptive,
         draft_sampling=args.draft_sampling,
         graphs=args.graphs,
-        prefill_graphs=args.prefill_graphs,
         timing=args.timing,
         cache=CacheConfig(memory_bytes=args.kv_memory, dtype=args.kv_dtype),
     )

@@ -9,7 +9,7 @@ alone.
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,8 +22,11 @@ from specdec.state import BatchKey, SamplingFacts, SlotState, batch_key
 
 logger = logging.getLogger(__name__)
 
+Shape = TypeVar("Shape")
+Graph = TypeVar("Graph")
+
 MAX_GRAPHS = 256
-"""Shapes captured at most; each keeps the nodes of its graph in device memory, and further shapes run without one."""
+"""Shapes of steps captured at most, and of prefills; each keeps the nodes of its graph in device memory, and others run without."""
 
 
 class Capture(Protocol):
@@ -79,6 +82,45 @@ def captures_graphs(device: torch.device, wanted: bool | None) -> bool:
     return device.type == "cuda" and (torch.version.hip is None if wanted is None else wanted)
 
 
+class ShapeGraphs(Generic[Shape, Graph]):
+    """Graphs by the shape of what they repeat.
+
+    Args:
+        required: raise when something cannot be captured; otherwise warn, and go on without further graphs.
+    """
+
+    def __init__(self, *, required: bool) -> None:
+        self.graphs: dict[Shape, Graph] = {}
+        self._required = required
+        self._closed = False
+
+    def obtain(self, shape: Shape, capture: Callable[[Shape], Graph]) -> Graph | None:
+        """The graph of a shape, captured when there is none.
+
+        Returns:
+            None when there are too many graphs, or the device refuses.
+
+        Raises:
+            BackendError: graphs are required and the device refuses.
+        """
+        if shape in self.graphs or self._closed:
+            return self.graphs.get(shape)
+        if len(self.graphs) >= MAX_GRAPHS:
+            logger.warning("%d graphs are captured, the most there may be; other shapes run without one", MAX_GRAPHS)
+            self._closed = True
+            return None
+        try:
+            self.graphs[shape] = capture(shape)
+        except BackendError as error:
+            if self._required:
+                raise
+            logger.warning("%s. Decoding goes on without graphs", error)
+            self._closed = True
+            return None
+        logger.debug("captured: %s", shape)
+        return self.graphs[shape]
+
+
 class StepShape(NamedTuple):
     """What a captured step depends on beside the tensors it reads."""
 
@@ -101,26 +143,24 @@ class StepGraph:
     table: Tensor
 
 
-class StepGraphs:
+class StepGraphs(ShapeGraphs[StepShape, StepGraph]):
     """The captured steps of one engine.
 
     Args:
         capture: captures device work.
         state: of the requests.
         step: launches the step of a batch and writes its result table.
-        required: raise when a step cannot be captured; otherwise warn, and decode without graphs from then on.
+        required: see `ShapeGraphs`.
     """
 
     def __init__(
         self, capture: Capture, state: SlotState, step: Callable[[DecodeBatch, Tensor], object], *, required: bool = True
     ) -> None:
-        self.graphs: dict[StepShape, StepGraph] = {}
-        self._capture, self._state, self._step, self._required = capture, state, step, required
+        super().__init__(required=required)
+        self._capture, self._state, self._step = capture, state, step
         self._slots = torch.full((BATCH_SIZES[-1],), state.padding_slot, dtype=torch.int64, device=state.device)
         self._key: BatchKey = ()
         self._facts = SamplingFacts.of([])
-        self._refused = False
-        self._impossible = False
 
     def prepare(self, requests: Sequence[Request], k: int) -> StepGraph | None:
         """The captured step for these requests, ready to be replayed; captures it when its shape is new.
@@ -131,34 +171,24 @@ class StepGraphs:
         Raises:
             BackendError: graphs are required and the device refuses to capture the step.
         """
-        if self._impossible or len(requests) > BATCH_SIZES[-1]:
+        if len(requests) > BATCH_SIZES[-1]:
             return None
         key = batch_key(requests)
         if key != self._key:
             self._facts = SamplingFacts.of(requests)
         bound = length_bucket(self._state.max_seq_len(requests, k), self._state.longest)
-        shape = StepShape(batch_bucket(len(requests)), k, bound, self._facts)
-        if shape not in self.graphs:
-            if len(self.graphs) >= MAX_GRAPHS:
-                self._refuse()
-                return None
-            self._key = ()
-            try:
-                self.graphs[shape] = self._captured(shape)
-            except BackendError as error:
-                if self._required:
-                    raise
-                logger.warning("%s. Decoding goes on without graphs", error)
-                self._impossible = True
-                return None
+        graph = self.obtain(StepShape(batch_bucket(len(requests)), k, bound, self._facts), self._captured)
+        if graph is None:
+            return None
         if key != self._key:
             self._slots.copy_(self._state.slot_indices(requests, len(self._slots)), non_blocking=True)
             self._key = key
-        return self.graphs[shape]
+        return graph
 
     def _captured(self, shape: StepShape) -> StepGraph:
         """Captures a step of padding, so that no request's state moves."""
         state, facts = self._state, shape.facts
+        self._key = ()
         self._slots.fill_(state.padding_slot)
         slots = self._slots[: shape.num_reqs]
         columns = num_columns(shape.k, logprobs=facts.logprobs)
@@ -170,10 +200,4 @@ class StepGraphs:
             state.rest_padding()
 
         replay = self._capture.capture(launch)
-        logger.debug("captured a step: %s", shape)
         return StepGraph(replay, table)
-
-    def _refuse(self) -> None:
-        if not self._refused:
-            logger.warning("%d steps are captured, the most there may be; other shapes run without a graph", MAX_GRAPHS)
-            self._refused = True

@@ -14,9 +14,18 @@ from specdec.kv_cache import LayerSpec, num_blocks_in_budget
 
 logger = logging.getLogger(__name__)
 
+WIDTHS_PER_ROW = 20
+"""Hidden widths that a row of prefill takes at once: residual, taps, and a layer's products, gate and up above all."""
+
 
 def plan_cache(
-    verifier: Verifier, specs: Sequence[LayerSpec], config: CacheConfig, *, most_tokens: int, graph_rows: int = 0
+    verifier: Verifier,
+    specs: Sequence[LayerSpec],
+    config: CacheConfig,
+    *,
+    most_tokens: int,
+    graph_rows: int = 0,
+    prefill_rows: int = 0,
 ) -> int:
     """Blocks of the KV cache. On an accelerator, the whole demand is logged and compared with the free memory.
 
@@ -25,7 +34,7 @@ def plan_cache(
         specs: layers of the target and of the drafter.
         config: block size and budget.
         most_tokens: tokens that can be in the cache at once.
-        graph_rows: most rows of a captured step; 0 when none is captured.
+        graph_rows, prefill_rows: most rows of a captured step and of a captured prefill; 0 when none is captured.
 
     Raises:
         InvalidInputError: the budget is for blocks of another size than the target was loaded for.
@@ -50,16 +59,18 @@ def plan_cache(
     )
     if device.type == "cuda":
         cache_bytes = num_blocks * block_size * sum(spec.bytes_per_token(dtype) for spec in specs)
-        _check(device, cache_bytes, graph_bytes(verifier, graph_rows))
+        _check(device, cache_bytes, graph_bytes(verifier, graph_rows, prefill_rows))
     return num_blocks
 
 
-def graph_bytes(verifier: Verifier, num_rows: int) -> int:
-    """Rough prediction of the memory that all captured steps share: the logits of the largest, with one copy in float32.
+def graph_bytes(verifier: Verifier, num_rows: int, prefill_rows: int = 0) -> int:
+    """Rough prediction of the memory that all captured graphs share.
 
-    Graphs take turns, so they share one pool, which is as large as the largest needs.
+    Graphs take turns, so they share one pool, which is as large as the largest needs: a step the logits of its rows, with one
+    copy in float32; a prefill, which has few logits, what a layer computes.
     """
-    return num_rows * verifier.vocab_size * (verifier.dtype.itemsize + torch.float32.itemsize)
+    step = num_rows * verifier.vocab_size * (verifier.dtype.itemsize + torch.float32.itemsize)
+    return max(step, prefill_rows * WIDTHS_PER_ROW * verifier.hidden_size * verifier.dtype.itemsize)
 
 
 def _check(device: torch.device, cache_bytes: int, for_graphs: int) -> None:

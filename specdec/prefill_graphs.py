@@ -1,7 +1,7 @@
-"""Prefill of short chunks as graphs: launched operation by operation, a small model's prompt takes the host longer than the device.
+"""Prefill of short chunks as graphs: launched operation by operation, it takes the host longer than the device.
 
-A chunk is padded to a power of two of rows. Rows past its end come later than all others, which see none of them, and write to the
-null block. Each chunk is a replay of its own.
+Chunks are padded to one length, a power of two. Rows past a chunk's end come later than all of its own, which see none of them, and
+write to the null block.
 """
 
 from collections import Counter
@@ -13,33 +13,34 @@ from torch import Tensor
 
 from specdec.attention.backend import AttentionMetadata
 from specdec.buckets import length_bucket, power_of_two
-from specdec.core import ForwardInput, PrefillBatch
-from specdec.graphs import Capture
+from specdec.core import ForwardInput, PrefillBatch, Verifier
+from specdec.graphs import Capture, ShapeGraphs
 from specdec.kv_cache.block_pool import NULL_BLOCK
 from specdec.scheduler import Chunk, prefill_tokens
 from specdec.state import SlotState, samples_first_token
 
-MOST_PREFILL_ROWS = 512
-"""Rows of a chunk beyond which the device takes longer than the host."""
-MOST_CHUNKS = 4
-"""Chunks of a step beyond which packing them is faster than replaying each."""
+MOST_ROWS = 2048
+"""Padding included; more leaves much to padding."""
+MOST_ROW_BYTES = 2**43
+"""Rows times bytes of weights beyond which the device takes longer than the host, some 10 ms on an H200."""
 
 
 class PrefillShape(NamedTuple):
     """What a captured prefill depends on beside the tensors it reads."""
 
-    num_rows: int  # padding included
+    num_reqs: int  # padding included, as in what follows
+    num_rows: int  # of each request
     max_seq_len: int
 
 
 class PrefillGraph(NamedTuple):
-    """A captured prefill of one chunk.
+    """A captured prefill.
 
     Attributes:
         replay: launches it.
-        inputs: int64 [3 * num_rows + 3]: token, position and cache slot of each row, then the request's slot, the row whose logits
-            are wanted, and the position after the last row.
-        logits: [1, V], its result, the same tensor every time.
+        inputs: int64 [3 * num_reqs * num_rows + 3 * num_reqs]: token, position and cache slot of each row; then of each request
+            the slot, the row whose logits are wanted, and the position after its last row.
+        logits: [num_reqs, V], its result, the same tensor every time.
     """
 
     replay: Callable[[], None]
@@ -47,89 +48,114 @@ class PrefillGraph(NamedTuple):
     logits: Tensor
 
 
-class PrefillGraphs:
+class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
     """The captured prefills of one engine. A shape is captured when it occurs for the second time.
 
     Args:
         capture: captures device work.
         state: of the requests.
-        forward: gives logits [1, V] of a batch, after all that a prefill writes.
+        forward: gives logits [num_reqs, V] of a batch, after all that a prefill writes.
         dtype: of the logits.
+        most_rows: of a captured prefill, padding included.
+        required: see `ShapeGraphs`.
     """
 
     def __init__(
-        self, capture: Capture, state: SlotState, forward: Callable[[PrefillBatch], Tensor], *, dtype: torch.dtype
+        self,
+        capture: Capture,
+        state: SlotState,
+        forward: Callable[[PrefillBatch], Tensor],
+        *,
+        dtype: torch.dtype,
+        most_rows: int,
+        required: bool = True,
     ) -> None:
-        self.graphs: dict[PrefillShape, PrefillGraph] = {}
-        self._capture, self._state, self._forward, self._dtype = capture, state, forward, dtype
+        super().__init__(required=required)
+        self._capture, self._state, self._forward = capture, state, forward
+        self._dtype, self._most_rows = dtype, most_rows
         self._uses: Counter[PrefillShape] = Counter()
 
     def run(self, chunks: Sequence[Chunk]) -> Tensor | None:
         """Prefills chunks, whose requests' block tables are complete.
 
         Returns:
-            Logits [n, V] after the chunks that `samples_first_token`; None when nothing was done, because the chunks are long or
-            many, or of a new shape.
+            Logits [n, V] after the chunks that `samples_first_token`; None when nothing was done, because the chunks are too long
+            or too many, or of a new shape.
+
+        Raises:
+            BackendError: graphs are required and the device refuses to capture the prefill.
         """
-        if len(chunks) > MOST_CHUNKS:
+        shape = self._shape(chunks)
+        if shape is None:
             return None
-        shapes = [shape for chunk in chunks if (shape := self._shape(chunk)) is not None]
-        self._uses.update(set(shapes))
-        if len(shapes) < len(chunks) or any(self._uses[shape] < 2 for shape in shapes):
+        self._uses[shape] += 1
+        graph = self.obtain(shape, self._captured) if self._uses[shape] > 1 else None
+        if graph is None:
             return None
-        logits = []
-        for chunk, shape in zip(chunks, shapes, strict=True):
-            if shape not in self.graphs:
-                self.graphs[shape] = self._captured(shape)
-            graph = self.graphs[shape]
-            graph.inputs.copy_(self._inputs(chunk, shape), non_blocking=True)
-            graph.replay()
-            logits.append(graph.logits.clone() if samples_first_token(chunk) else graph.logits[:0])
-        return torch.cat(logits)
+        graph.inputs.copy_(self._inputs(chunks, shape), non_blocking=True)
+        graph.replay()
+        ended = [index for index, chunk in enumerate(chunks) if samples_first_token(chunk)]
+        return graph.logits[: len(ended)] if len(ended) == len(chunks) else graph.logits[self._state.tensor(ended)]
 
-    def _shape(self, chunk: Chunk) -> PrefillShape | None:
-        num_rows = max(16, power_of_two(chunk.end - chunk.start))
+    def _shape(self, chunks: Sequence[Chunk]) -> PrefillShape | None:
         longest = self._state.longest
-        if num_rows > MOST_PREFILL_ROWS or chunk.start + num_rows > longest:
+        num_reqs = power_of_two(len(chunks))
+        num_rows = max(16, power_of_two(max(chunk.end - chunk.start for chunk in chunks)))
+        end = max(chunk.start for chunk in chunks) + num_rows
+        if num_reqs * num_rows > self._most_rows or end > longest:
             return None
-        return PrefillShape(num_rows, length_bucket(chunk.start + num_rows, longest))
+        return PrefillShape(num_reqs, num_rows, length_bucket(end, longest))
 
-    def _inputs(self, chunk: Chunk, shape: PrefillShape) -> Tensor:
+    def _inputs(self, chunks: Sequence[Chunk], shape: PrefillShape) -> Tensor:
         """`PrefillGraph.inputs` on the host, pinned for an accelerator."""
-        state, size = self._state, self._state.block_size
-        blocks = chunk.request.block_ids
-        count, end = chunk.end - chunk.start, chunk.start + shape.num_rows
-        padding = shape.num_rows - count
-        tokens = prefill_tokens(chunk.request)[chunk.start : chunk.end] + [0] * padding
-        positions = [min(position, state.max_model_len - 1) for position in range(chunk.start, end)]
-        slots = [blocks[p // size] * size + p % size for p in range(chunk.start, chunk.end)] + [NULL_BLOCK * size] * padding
-        values = [*tokens, *positions, *slots, chunk.request.slot, count - 1, end]
-        return torch.tensor(values, dtype=torch.int64, pin_memory=state.device.type == "cuda")
+        state, size, width = self._state, self._state.block_size, shape.num_rows
+        missing = shape.num_reqs - len(chunks)
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        for chunk in chunks:
+            blocks, padding = chunk.request.block_ids, width - (chunk.end - chunk.start)
+            tokens += prefill_tokens(chunk.request)[chunk.start : chunk.end] + [0] * padding
+            positions += range(chunk.start, chunk.start + width)
+            slots += [blocks[p // size] * size + p % size for p in range(chunk.start, chunk.end)] + [NULL_BLOCK * size] * padding
+        rows = len(chunks) * width
+        values = [
+            *(tokens + [0] * (missing * width)),
+            *([min(position, state.max_model_len - 1) for position in positions] + [0] * (missing * width)),
+            *(slots + [NULL_BLOCK * size] * (missing * width)),
+            *([chunk.request.slot for chunk in chunks] + [state.padding_slot] * missing),
+            *([index * width + chunk.end - chunk.start - 1 for index, chunk in enumerate(chunks)] + [rows] * missing),
+            *([chunk.start + width for chunk in chunks] + [width] * missing),
+        ]
+        return state.host_tensor(values)
 
     def _captured(self, shape: PrefillShape) -> PrefillGraph:
         """Captures a prefill of padding alone."""
-        state, count = self._state, shape.num_rows
-        inputs = torch.zeros(3 * count + 3, dtype=torch.int64, device=state.device)
-        inputs[2 * count : 3 * count].fill_(NULL_BLOCK * state.block_size)
-        inputs[-3].fill_(state.padding_slot)
-        inputs[-1].fill_(count)
-        starts = torch.arange(2, dtype=torch.int32, device=state.device) * count
-        logits = torch.empty(1, state.vocab_size, dtype=self._dtype, device=state.device)
+        state, (num_reqs, width, max_seq_len) = self._state, shape
+        count = num_reqs * width
+        inputs = self._inputs([], shape).to(state.device)
+        starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=state.device) * width
+        logits = torch.empty(num_reqs, state.vocab_size, dtype=self._dtype, device=state.device)
 
         def launch() -> None:
             token_ids, position_ids, slot_mapping = inputs[: 3 * count].view(3, count)
-            slots, logit_rows, seq_lens = inputs[-3:].split(1)
+            slots, logit_rows, seq_lens = inputs[3 * count :].view(3, num_reqs)
             metadata = AttentionMetadata(
                 query_start_loc=starts,
                 seq_lens=seq_lens.int(),
                 block_table=state.block_table.index_select(0, slots),
                 slot_mapping=slot_mapping,
-                num_reqs=1,
+                num_reqs=num_reqs,
                 num_tokens=count,
-                max_query_len=count,
-                max_seq_len=shape.max_seq_len,
+                max_query_len=width,
+                max_seq_len=max_seq_len,
             )
             logits.copy_(self._forward(PrefillBatch(ForwardInput(token_ids, position_ids, metadata, logit_rows), slots)))
 
         replay = self._capture.capture(launch)
         return PrefillGraph(replay, inputs, logits)
+
+
+def most_prefill_rows(verifier: Verifier) -> int:
+    """Rows up to which a prefill is captured."""
+    return min(MOST_ROWS, MOST_ROW_BYTES // verifier.weight_bytes)

@@ -102,7 +102,7 @@ class SlotState:
         if not requests:
             return
         params = [request.sampling for request in requests]
-        slots, first_blocks, top_k, seeds = self._tensor(
+        slots, first_blocks, top_k, seeds = self.tensor(
             [
                 [request.slot for request in requests],
                 [request.block_ids[0] for request in requests],
@@ -110,7 +110,7 @@ class SlotState:
                 [request.seed for request in requests],
             ]
         )
-        temperature, top_p, min_p, repetition_penalty = self._tensor(
+        temperature, top_p, min_p, repetition_penalty = self.tensor(
             [
                 [p.temperature for p in params],
                 [p.top_p for p in params],
@@ -133,7 +133,7 @@ class SlotState:
                 if self.seen is None:
                     self.seen = torch.zeros(self.seeds.shape[0], self.vocab_size, dtype=torch.bool, device=self.device)
                 self.seen[request.slot] = False
-                self.seen[request.slot].index_fill_(0, self._tensor(prefill_tokens(request)), True)
+                self.seen[request.slot].index_fill_(0, self.tensor(prefill_tokens(request)), True)
 
     def extend_block_tables(self, requests: Sequence[Request]) -> None:
         """Writes the entries of blocks that `requests` have got since the last call."""
@@ -147,14 +147,14 @@ class SlotState:
                 blocks += request.block_ids[known:]
                 self._num_blocks[request.slot] = count
         if cells:
-            places, values = self._tensor([cells, blocks])
+            places, values = self.tensor([cells, blocks])
             self.block_table.view(-1).index_copy_(0, places, values.int())
 
     def end_prefill(self, chunks: Sequence[Chunk]) -> None:
         """Sets L, and the last known token as anchor, of the requests whose prefill ends with these chunks."""
         ended = [chunk for chunk in chunks if chunk.last]
         if ended:
-            slots, seq_lens, anchors = self._tensor(
+            slots, seq_lens, anchors = self.tensor(
                 [
                     [chunk.request.slot for chunk in ended],
                     [chunk.end for chunk in ended],
@@ -179,12 +179,12 @@ class SlotState:
             if samples_first_token(chunk):
                 logit_rows.append(len(tokens) - 1)
         lengths = [chunk.end for chunk in chunks]
-        slot_rows = self._tensor([chunk.request.slot for chunk in chunks])
+        slot_rows = self.tensor([chunk.request.slot for chunk in chunks])
         metadata = AttentionMetadata(
-            query_start_loc=self._tensor(starts).int(),
-            seq_lens=self._tensor(lengths).int(),
+            query_start_loc=self.tensor(starts).int(),
+            seq_lens=self.tensor(lengths).int(),
             block_table=self.block_table.index_select(0, slot_rows),
-            slot_mapping=self._tensor(slots),
+            slot_mapping=self.tensor(slots),
             num_reqs=len(chunks),
             num_tokens=len(tokens),
             max_query_len=max(chunk.end - chunk.start for chunk in chunks),
@@ -192,7 +192,7 @@ class SlotState:
             query_lens=[chunk.end - chunk.start for chunk in chunks],
             seq_lens_host=lengths,
         )
-        rows = ForwardInput(self._tensor(tokens), self._tensor(positions), metadata, logit_rows=self._tensor(logit_rows))
+        rows = ForwardInput(self.tensor(tokens), self.tensor(positions), metadata, logit_rows=self.tensor(logit_rows))
         return PrefillBatch(forward=rows, slots=slot_rows)
 
     def decode_batch(self, requests: Sequence[Request], k: int) -> DecodeBatch:
@@ -265,7 +265,7 @@ class SlotState:
     def slot_indices(self, requests: Sequence[Request], count: int | None = None) -> Tensor:
         """int64 [count]: the slots of `requests`, then the padding slot; `count` is their number when left out."""
         slots = [request.slot for request in requests]
-        return self._tensor(slots + [self.padding_slot] * ((count or len(slots)) - len(slots)))
+        return self.tensor(slots + [self.padding_slot] * ((count or len(slots)) - len(slots)))
 
     def _select(self, requests: Sequence[Request]) -> tuple[Tensor, SamplingTensors]:
         """Slot indices and sampling state; both stay the same from step to step while the batch has the same requests."""
@@ -278,10 +278,13 @@ class SlotState:
             self._sampling.seen = self.seen.index_select(0, self._slots)
         return self._slots, self._sampling
 
-    def _tensor(self, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
-        """Numbers, or rows of them, copied from pinned memory to an accelerator, since the host would wait for any other copy."""
-        host = torch.tensor(values, dtype=dtype, pin_memory=self.device.type == "cuda")
-        return host.to(self.device, non_blocking=True)
+    def tensor(self, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
+        """Numbers, or rows of them, on the device."""
+        return self.host_tensor(values, dtype).to(self.device, non_blocking=True)
+
+    def host_tensor(self, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
+        """Numbers, or rows of them, in pinned memory for an accelerator: the host would wait for any other copy."""
+        return torch.tensor(values, dtype=dtype, pin_memory=self.device.type == "cuda")
 
 
 BatchKey = tuple[int, ...]

@@ -21,6 +21,7 @@ from specdec.config import EngineConfig, SamplingParams
 from specdec.core import Status
 from specdec.engine import SpecEngine
 from specdec.memory import graph_bytes
+from specdec.prefill_graphs import most_prefill_rows
 from tests.triton_check import BLOCK, DEVICE, SHAPES, random_verifier
 
 
@@ -61,7 +62,7 @@ def check_step(name: str) -> None:
             loaded = torch.cuda.memory_allocated()
             engine = SpecEngine(verifier, drafter, config)
             cache = sum(tensor.nbytes for layer in engine.kv_cache.layers for tensor in layer)
-            predicted = loaded + cache + graph_bytes(verifier, num_reqs * (drafts + 1))
+            predicted = loaded + cache + graph_bytes(verifier, num_reqs * (drafts + 1), most_prefill_rows(verifier))
             milliseconds = step_time(engine, num_reqs, context)
             first = first or milliseconds
             peak = torch.cuda.max_memory_allocated()

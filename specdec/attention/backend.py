@@ -89,6 +89,8 @@ class AttentionBackend(ABC):
     """
 
     name: ClassVar[str]
+    captures_prefill: ClassVar[bool] = False
+    """Whether a prefill whose lengths only the device knows costs no more than one that states them."""
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec

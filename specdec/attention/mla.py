@@ -103,6 +103,8 @@ class MlaBackend(ABC):
     """
 
     name: ClassVar[str]
+    captures_prefill: ClassVar[bool] = False
+    """See `specdec.attention.backend.AttentionBackend.captures_prefill`."""
 
     def __init__(self, spec: MlaSpec) -> None:
         self.spec = spec

@@ -28,6 +28,7 @@ class TritonFaBackend(AttentionBackend):
     """Attention in Triton."""
 
     name = "triton_fa"
+    captures_prefill = True
 
     @classmethod
     def unsupported_reasons(cls, spec: AttentionSpec) -> list[str]:

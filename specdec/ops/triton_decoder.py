@@ -7,7 +7,7 @@ For few rows the products are our own: SwiGLU is part of one then, the norm afte
 one asks for the weight that it will read. Nothing here reads a value on the host, so a forward can be captured in a graph.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -76,6 +76,7 @@ class TritonDecoder:
         plans: Sequence[AttentionMetadata],
         windows: Sequence[int | None],
         taps: Sequence[int] = (),
+        keep: Callable[[Tensor], Tensor] | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Runs packed rows through all layers.
 
@@ -84,9 +85,10 @@ class TritonDecoder:
             cos, sin: [T, head_dim / 2], of each row's position, with equal strides.
             caches, plans, windows: one per layer.
             taps: layers whose raw outputs are wanted.
+            keep: rows of [T, ...] that go on after the last attention, since nothing sees the others any more; None for all.
 
         Returns:
-            [T, H] after the final norm, and the raw outputs [T, H] of the layers in `taps`.
+            [T or rows kept, H] after the final norm, and the raw outputs [T, H] of the layers in `taps`.
         """
         tapped: dict[int, Tensor] = {}
         residual = hidden
@@ -95,6 +97,8 @@ class TritonDecoder:
         for index, (layer, next_norm) in enumerate(zip(self._layers, self._next_norms, strict=True)):
             ahead, next_qkv = hints[index], hints[index + 1].qkv
             attended = self._attend(layer, normed, cos, sin, caches[index], plans[index], windows[index], ahead.output)
+            if keep is not None and layer is self._layers[-1]:
+                attended, residual = keep(attended), keep(residual)
             product = _product(layer.output, attended, may_split=True)
             normed, residual = add_rms_norm(product, residual, layer.mlp_norm, self._epsilon, ahead=ahead.gate_up)
             product = _product(layer.down, _gated(layer.gate_up, normed, ahead.down), may_split=True)

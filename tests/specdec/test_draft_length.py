@@ -356,12 +356,11 @@ def test_the_command_line_hands_it_on_and_shows_it(case: Case, monkeypatch: pyte
     """Catches an option that is declared and forgotten, and a choice that nobody sees."""
     taken: list[EngineConfig] = []
     monkeypatch.setattr(SpecDecoder, "from_pretrained", lambda target, **options: taken.append(options["engine"]))
-    for line in ("-k 3", "--adaptive", "--no-adaptive --graphs --prefill-graphs"):
+    for line in ("-k 3", "--adaptive", "--no-adaptive --graphs"):
         parser = argparse.ArgumentParser()
         generate_command.add_arguments(parser)
         generate_command.load_decoder(parser.parse_args(["x", *line.split()]))
     assert [(config.adaptive, config.graphs) for config in taken] == [(False, None), (True, None), (False, True)]
-    assert [config.prefill_graphs for config in taken] == [False, False, True]
 
     engine = case.engine(ScriptedDrafter(case.outputs, 4), adaptive=True)
     engine.draft_length = AnySchedule(4, seed=0)

@@ -347,7 +347,7 @@ def test_too_many_graphs_and_too_large_batches_run_without(
     assert [r.output_token_ids for r in requests] == beginnings(case, requests)
     assert 0 < recorder(engine).num_replays < engine.timer.num_steps
     assert [record.message for record in caplog.records if "graph" in record.message] == [
-        "1 steps are captured, the most there may be; other shapes run without a graph"
+        "1 graphs are captured, the most there may be; other shapes run without one"
     ]
 
 
@@ -413,16 +413,16 @@ def test_memory_that_the_device_lacks_is_refused(
 ) -> None:
     """Cache and captured steps are added up before either is taken: refused with the figures, or logged with them."""
     target = SimpleNamespace(
-        device=torch.device("cuda:0"), dtype=torch.float16, vocab_size=2**17, attention=case.verifier.attention
+        device=torch.device("cuda:0"), dtype=torch.float16, vocab_size=2**17, hidden_size=2**12, attention=case.verifier.attention
     )
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * 2**30, 8 * 2**30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 * 2**30)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 4 * 2**30)
 
-    def blocks(budget: int) -> int:
+    def blocks(budget: int, prefill_rows: int = 0) -> int:
         config = CacheConfig(memory_bytes=budget)
         verifier: Any = target
-        return plan_cache(verifier, case.verifier.kv_specs, config, most_tokens=2**30, graph_rows=1024)
+        return plan_cache(verifier, case.verifier.kv_specs, config, most_tokens=2**30, graph_rows=1024, prefill_rows=prefill_rows)
 
     with caplog.at_level(logging.INFO):
         assert blocks(3 * 2**30) > 2
@@ -434,6 +434,8 @@ def test_memory_that_the_device_lacks_is_refused(
         CapacityError, match=r"takes 3.50 GiB and captured steps about 0.75 GiB, and cuda:0 has 4.00 GiB free; give"
     ):
         blocks(int(3.5 * 2**30))
+    with pytest.raises(CapacityError, match=r"takes 3.00 GiB and captured steps about 1.25 GiB, and cuda:0 has 4.00 GiB free"):
+        blocks(3 * 2**30, prefill_rows=2**13)
 
 
 def test_the_memory_of_a_dead_engine_counts_as_free(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,7 +443,7 @@ def test_the_memory_of_a_dead_engine_counts_as_free(case: Case, monkeypatch: pyt
     engine = case.engine("plain", 1, capture=True)
     alive = weakref.ref(engine)
     target: Any = SimpleNamespace(
-        device=torch.device("cuda:0"), dtype=torch.float32, vocab_size=97, attention=case.verifier.attention
+        device=torch.device("cuda:0"), dtype=torch.float32, vocab_size=97, hidden_size=8, attention=case.verifier.attention
     )
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30 if alive() is None else 0, 2**30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
@@ -477,11 +479,13 @@ def test_on_an_accelerator(drafter: str) -> None:
     model.set_attn_implementation(ATTENTION_NAME)
     spec = attention_spec(model.config, device=model.device, dtype=torch.float32, block_size=4)
     case = Case.__new__(Case)
-    case.verifier = verifier_for(model, name="llama", backend=select_backend("torch_ref", spec))
     case.outputs = {tuple(p): [token % VOCAB for token in range(MAX_TOKENS)] for p in random_prompts(7, seed=2)}
-    outputs = []
-    for on, prefill in ((False, False), (True, False), (True, True)):
-        engine = case.engine(drafter, 5, capture=False, graphs=on, prefill_graphs=prefill)
-        assert (engine.graphs is not None, engine.prefill_graphs is not None) == (on, prefill)
-        outputs.append([request.output_token_ids for request in run(engine, list(case.outputs), "mixed")])
-    assert outputs[0] == outputs[1] == outputs[2]
+    for attention in ("torch_ref", "triton_fa"):
+        case.verifier = verifier_for(model, name="llama", backend=select_backend(attention, spec))
+        outputs = []
+        for on in (False, True):
+            engine = case.engine(drafter, 5, capture=False, graphs=on)
+            outputs.append([request.output_token_ids for request in run(engine, list(case.outputs), "mixed")])
+            assert bool(engine.graphs and engine.graphs.graphs) == on
+            assert bool(engine.prefill_graphs and engine.prefill_graphs.graphs) == (on and attention == "triton_fa")
+        assert outputs[0] == outputs[1]

@@ -1,17 +1,17 @@
 """Captured prefill: the same tokens as packed, eager prefill, padding that nobody sees, and what is left to the eager way."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from specdec import prefill_graphs
+from specdec import graphs
 from specdec.config import SamplingParams
 from specdec.core import Request
 from specdec.engine import SpecEngine
-from specdec.errors import InvalidInputError
 from specdec.kv_cache.block_pool import NULL_BLOCK
-from specdec.prefill_graphs import PrefillGraphs, PrefillShape
+from specdec.prefill_graphs import PrefillGraphs, PrefillShape, most_prefill_rows
 from specdec.scheduler import Chunk
 from tests.specdec.test_graphs import MAX_TOKENS, Case, Recorder, beginnings, run
 
@@ -25,7 +25,7 @@ def captured_engine(case: Case, drafter: str, batch: int, **changes: Any) -> tup
     """An engine whose prefills are captured from their second occurrence on; its stand-in of a GPU, and what was eager."""
     engine = case.engine(drafter, batch, capture=True, **changes)
     recorder, eager, packed = Recorder(), [], engine.state.prefill_batch
-    engine.prefill_graphs = PrefillGraphs(recorder, engine.state, engine._prefill_logits, dtype=case.verifier.dtype)
+    engine.prefill_graphs = PrefillGraphs(recorder, engine.state, engine._prefill_logits, dtype=case.verifier.dtype, most_rows=64)
 
     def prefill_batch(chunks: Sequence[Chunk]) -> Any:
         eager.append(list(chunks))
@@ -42,14 +42,15 @@ def test_captured_equals_eager(case: Case, drafter: str, batch: int, sampling: s
     prompts = list(case.outputs)
     expected = run(case.engine(drafter, batch, capture=False, pipeline_depth=1), prompts, sampling)
     engine, recorder, eager = captured_engine(case, drafter, batch, pipeline_depth=1)
-    requests = run(engine, prompts, sampling)
-    for one, other in zip(expected, requests, strict=True):
+    requests = [*run(engine, prompts, sampling), *run(engine, prompts, sampling)]
+    for one, other in zip(expected * 2, requests, strict=True):
         assert one.output_token_ids == other.output_token_ids
         assert one.num_accepted[:-1] == other.num_accepted[:-1]
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
-    assert recorder.num_replays >= 7 > len(eager)
     assert engine.prefill_graphs is not None
-    assert len({shape.num_rows for shape in engine.prefill_graphs.graphs}) == 1, "chunks of up to 13 rows share a shape"
+    shapes = set(engine.prefill_graphs.graphs)
+    assert {shape.num_rows for shape in shapes} == {16}, "chunks of up to 13 rows share a shape"
+    assert recorder.num_replays >= 14 > len(eager) > 0
 
 
 def test_captured_equals_eager_under_preemption(case: Case) -> None:
@@ -94,33 +95,75 @@ def case_tokens(case: Case, prompt: list[int]) -> list[int]:
 
 
 def test_what_is_left_to_packed_prefill(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long chunks, many chunks, chunks whose padding has no room, and the first of every shape."""
+    """Long chunks, many chunks, chunks whose padding has no room, the first of every shape, and shapes beyond the most graphs."""
     engine, recorder, _ = captured_engine(case, "plain", 8)
     captured = engine.prefill_graphs
     assert captured is not None
-    request = Request(0, list(range(3, 43)), SamplingParams(), seed=0, max_total_len=64)
-    request.block_ids = list(range(1, 12))
+    request = Request(0, list(range(3, 73)), SamplingParams(), seed=0, max_total_len=80)
+    request.block_ids = list(range(1, 22))
+    longest = engine.state.longest
 
-    def shape(start: int, end: int) -> PrefillShape | None:
-        return captured._shape(Chunk(request, start, end, last=False, admitted=False))
+    def chunk(start: int, end: int) -> Chunk:
+        return Chunk(request, start, end, last=False, admitted=False)
 
-    assert shape(0, 3) == shape(0, 16) and shape(0, 17) == PrefillShape(32, min(256, engine.state.longest))
+    def shape(*ends: int) -> PrefillShape | None:
+        return captured._shape([chunk(0, end) for end in ends])
+
+    bound = min(256, longest)
+    assert shape(3) == shape(16) == PrefillShape(1, 16, bound)
+    assert shape(17) == PrefillShape(1, 32, bound) and shape(3, 17) == PrefillShape(2, 32, bound)
+    assert shape(3, 3, 3) == shape(16, 3, 3, 3) == PrefillShape(4, 16, bound)
+    assert shape(64) and shape(65) is None and shape(33, 3) is None and shape(3, 3, 3, 3, 3) is None
+    assert captured._shape([chunk(longest - 16, longest - 14)]) and captured._shape([chunk(longest - 15, longest - 14)]) is None
+    assert captured.run([chunk(0, 65)]) is None, "too long"
+    assert captured.run([chunk(0, 3)]) is None and not captured.graphs, "a new shape"
+    monkeypatch.setattr(graphs, "MAX_GRAPHS", 0)
+    assert captured.run([chunk(0, 3)]) is None and recorder.num_replays == 0, "too many graphs"
+
+
+def test_inputs_of_a_replay(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding rows name the null block, padding requests the padding slot; positions stay within the model's length."""
+    engine, _, _ = captured_engine(case, "plain", 8)
+    assert engine.prefill_graphs is not None
     monkeypatch.setattr(engine.state, "max_model_len", 9)
-    small = PrefillShape(16, 256)
-    positions = captured._inputs(Chunk(request, 4, 8, last=False, admitted=False), small)[16:32]
-    assert positions.tolist() == [4, 5, 6, 7] + [8] * 12
-    monkeypatch.setattr(prefill_graphs, "MOST_PREFILL_ROWS", 16)
-    assert shape(0, 17) is None and shape(engine.state.longest - 15, engine.state.longest - 14) is None
-    chunks = [Chunk(request, 0, 3, last=False, admitted=False)] * 5
-    for few in (chunks[:1], chunks):  # a new shape, too many
-        assert captured.run(few) is None
-    assert not captured.graphs and recorder.num_replays == 0
+    requests = []
+    for slot in range(3):
+        request = Request(slot, list(range(10, 40)), SamplingParams(), seed=0, max_total_len=64, slot=slot)
+        request.block_ids = [3 * slot + 1, 3 * slot + 2, 3 * slot + 3]
+        requests.append(request)
+    chunks = [Chunk(request, 4, 8 + index, last=False, admitted=False) for index, request in enumerate(requests)]
+    inputs = engine.prefill_graphs._inputs(chunks, PrefillShape(4, 16, 256))
+    tokens, positions, places = inputs[:192].view(3, 4, 16).tolist()
+    slots, logit_rows, seq_lens = inputs[192:].view(3, 4).tolist()
+    null = NULL_BLOCK * 4
+    for index in range(3):
+        count = 4 + index
+        assert tokens[index] == [*range(14, 14 + count)] + [0] * (16 - count)
+        assert positions[index] == [4, 5, 6, 7] + [8] * 12
+        assert places[index] == [4 * (3 * index + 1 + p // 4) + p % 4 for p in range(4, 4 + count)] + [null] * (16 - count)
+    assert tokens[3] == positions[3] == [0] * 16 and places[3] == [null] * 16
+    assert slots == [0, 1, 2, engine.state.padding_slot]
+    assert logit_rows == [3, 16 + 4, 32 + 5, 48] and seq_lens == [20, 20, 20, 16]
 
 
-def test_they_are_refused_where_steps_are_not_captured(case: Case) -> None:
-    """They are asked for by name, so nothing else may run in their place."""
-    with pytest.raises(InvalidInputError, match="prefill_graphs is set and steps are not captured on cpu; leave it out"):
-        case.engine("plain", 1, capture=False, prefill_graphs=True)
+def test_how_many_rows_pay(case: Case) -> None:
+    """The more weights, the fewer rows keep a device as long as their launches keep the host."""
+    rows = {size: most_prefill_rows(SimpleNamespace(weight_bytes=size)) for size in (3 * 10**8, 16 * 10**9, 10**13)}
+    assert rows == {3 * 10**8: 2048, 16 * 10**9: 549, 10**13: 0}
+
+
+def test_a_mixed_step_has_logits_of_those_that_end(case: Case) -> None:
+    """One prompt ends in a step in which another's prefill goes on."""
+    engine, recorder, _ = captured_engine(case, "plain", 4)
+    for first in (3, 30, 60):
+        prompts = [list(range(first, first + n)) for n in (5, 20)]
+        expected = [case_tokens(case, prompt)[:3] for prompt in prompts]
+        requests = [engine.add_request(prompt, SamplingParams(max_tokens=3)) for prompt in prompts]
+        while engine.has_work:
+            engine.step()
+        assert [request.output_token_ids for request in requests] == expected
+    assert recorder.num_replays >= 4 and engine.prefill_graphs is not None
+    assert {shape.num_reqs for shape in engine.prefill_graphs.graphs} == {1, 2}
 
 
 def test_a_chunk_that_ends_no_prompt_has_no_logits(case: Case) -> None:

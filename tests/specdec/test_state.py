@@ -30,13 +30,13 @@ def request(slot: int, block_ids: list[int], **sampling: object) -> Request:
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Everything that any state copies from the host, as it goes."""
     made: list[Tensor] = []
-    copy = SlotState._tensor
+    copy = SlotState.tensor
 
     def counted(*args: object) -> Tensor:
         made.append(copy(*args))  # type: ignore[arg-type]
         return made[-1]
 
-    monkeypatch.setattr(SlotState, "_tensor", counted)
+    monkeypatch.setattr(SlotState, "tensor", counted)
     return made
 
 
