@@ -9,6 +9,7 @@ alone.
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -33,7 +34,7 @@ class Capture(Protocol):
     """Turns device work into something that can be repeated."""
 
     def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
-        """Runs `launch` as often as it takes, and returns what repeats its device work on the same tensors."""
+        """Runs `launch` as often as it takes, and returns what repeats its device work on the same tensors, which it keeps."""
 
 
 class CudaCapture:
@@ -74,7 +75,12 @@ class CudaCapture:
         except RuntimeError as error:
             reason = str(cause or error).partition("\n")[0]
             raise BackendError(f"{self._device} cannot capture this model's step: {reason}; turn graphs off") from error
-        return graph.replay
+        return partial(_replay, graph, launch)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, launch: Callable[[], None]) -> None:
+    """Replays; `launch` is only held, for a graph knows the addresses of the tensors that it refers to and does not own them."""
+    graph.replay()
 
 
 def captures_graphs(device: torch.device, wanted: bool | None) -> bool:

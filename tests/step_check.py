@@ -2,7 +2,7 @@
 
 Targets and DFlash drafters have random weights, so nearly no draft is accepted: what counts is how long a step takes, by the wall
 clock, captured, results read one step late as in any generation. For the shape of each target: one and 32 requests, a long context,
-plain and with 3, 7 and 15 drafts.
+plain and with 1, 3, 7 and 15 drafts.
 """
 
 import gc
@@ -47,10 +47,10 @@ def check_step(name: str) -> None:
     shape = SHAPES[name]
     heads = (shape["num_attention_heads"], shape["num_key_value_heads"], shape["head_dim"])
     verifier = random_verifier(shape, TritonFaBackend(AttentionSpec(DEVICE, torch.bfloat16, *heads, BLOCK)))
-    for drafts in (0, 3, 7, 15):
+    for drafts in (0, 1, 3, 7, 15):
         first = 0.0
         for num_reqs, context in ((1, 1024), (32, 1024), (1, 32768)):
-            if context > 1024 and drafts in (3, 7):
+            if context > 1024 and drafts in (1, 3, 7):
                 continue
             drafter = random_drafter(shape) if drafts else None
             gc.collect()

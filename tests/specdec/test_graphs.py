@@ -363,40 +363,42 @@ def test_no_graphs_on_a_cpu(case: Case) -> None:
     assert case.engine("ngram", 1, capture=False, graphs=True).graphs is None
 
 
-def test_what_cannot_be_captured_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+class Nothing:
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        if error[0] is not None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    def wait_stream(self, other: object) -> None:
+        pass
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Torch's graphs without a device; what is replayed."""
+    made: list[str] = []
+    for name, value in {
+        "graph_pool_handle": lambda: (0, 0),
+        "Stream": Nothing,
+        "current_stream": Nothing,
+        "stream": Nothing,
+        "graph": Nothing,
+        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: made.append("replayed")),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    return made
+
+
+def test_what_cannot_be_captured_is_said(replays: list[str]) -> None:
     """A step that makes the device wait cannot be captured; the error names the reason and the way out, on one line.
 
     The capture that follows such an error to its end fails as well, and what it says then is of no use to anyone.
     """
-
-    class Stream:
-        def wait_stream(self, other: object) -> None:
-            pass
-
-    class Nothing:
-        def __init__(self, *args: object, **kwargs: object) -> None:
-            pass
-
-        def __enter__(self) -> None:
-            pass
-
-        def __exit__(self, *error: object) -> None:
-            pass
-
-    class Graph(Nothing):
-        def __exit__(self, *error: object) -> None:
-            if error[0] is not None:
-                raise RuntimeError("operation failed due to a previous error during capture")
-
-    for name, value in {
-        "graph_pool_handle": lambda: (0, 0),
-        "Stream": lambda device: Stream(),
-        "current_stream": lambda device: Stream(),
-        "stream": Nothing,
-        "graph": Graph,
-        "CUDAGraph": lambda: SimpleNamespace(replay=None),
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
     calls = []
 
     def launch() -> None:
@@ -406,6 +408,25 @@ def test_what_cannot_be_captured_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
 
     with pytest.raises(BackendError, match=r"cuda:0 cannot capture .* not permitted when stream is capturing; turn graphs off$"):
         CudaCapture(torch.device("cuda:0")).capture(launch)
+
+
+def test_a_capture_keeps_what_its_graph_refers_to(replays: list[str]) -> None:
+    """A graph holds addresses: the memory of a tensor that nobody holds any more would be another's at its replay."""
+    tensor = torch.zeros(2)
+    alive = weakref.ref(tensor)
+
+    def launch(tensor: torch.Tensor = tensor) -> None:
+        tensor.add_(1)
+
+    replay = CudaCapture(torch.device("cuda:0")).capture(launch)
+    del launch, tensor
+    gc.collect()
+    assert alive() is not None
+    replay()
+    assert replays == ["replayed"]
+    del replay
+    gc.collect()
+    assert alive() is None
 
 
 def test_memory_that_the_device_lacks_is_refused(
@@ -475,12 +496,12 @@ def test_on_an_accelerator(drafter: str) -> None:
     from verifiers.hf_attention import ATTENTION_NAME
     from verifiers.shape import attention_spec
 
-    model = plain_model("llama").to("cuda")
-    model.set_attn_implementation(ATTENTION_NAME)
-    spec = attention_spec(model.config, device=model.device, dtype=torch.float32, block_size=4)
     case = Case.__new__(Case)
     case.outputs = {tuple(p): [token % VOCAB for token in range(MAX_TOKENS)] for p in random_prompts(7, seed=2)}
     for attention in ("torch_ref", "triton_fa"):
+        model = plain_model("llama").to("cuda")
+        model.set_attn_implementation(ATTENTION_NAME)
+        spec = attention_spec(model.config, device=model.device, dtype=torch.float32, block_size=4)
         case.verifier = verifier_for(model, name="llama", backend=select_backend(attention, spec))
         outputs = []
         for on in (False, True):
