@@ -3,12 +3,15 @@
     speed(k) = E[tokens](k) / t(k)        E[tokens](k) = 1 + sum over j <= k of P(the first j drafts are accepted)
 
 Plain decoding is k = 0, so drafts that do not pay are given up. The acceptance of every position and the time of a step are
-measured, never assumed, and both estimates grow old, so that a k that was bad is tried again now and then. What is output does
-not depend on the choice, except that probabilistic drafts draw other random tokens of the same distribution.
+measured, and both estimates grow old, so that a k that was bad is tried again now and then. A time that has not been measured
+lies between those of steps that must be shorter and steps that must be longer, so a batch of a new size begins with what others
+have shown. What is output does not depend on the choice, except that probabilistic drafts draw other random tokens of the same
+distribution.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from specdec.buckets import batch_bucket
 from specdec.core import Drafter
@@ -24,6 +27,7 @@ _FIRST_GUESS = 0.9  # acceptance of the first position before anything is known;
 _GUESS_WEIGHT = 0.5  # in observations; what retrying drafts that never pay costs grows with it
 _SAMPLES = 8  # times kept per k and batch size
 _SHORTEST_AGE = 16  # steps before a time is measured again, however little that costs
+_NEW = 40  # steps that a kind of step costs once: a graph to capture, kernels to choose
 
 
 def checked_draft_tokens(asked: int | None, drafter: Drafter | None) -> int:
@@ -108,22 +112,48 @@ class StepTimes:
             self._samples[k].append(seconds)
             self._measured_at[k] = self._num_steps
 
-    def seconds(self, k: int) -> float | None:
-        """The lower quartile of the last times, since whatever disturbs a step makes it longer; not above that of any larger k.
-
-        The first k that is not measured is taken to cost no more than the one before it, so that it is tried if that could pay;
-        None beyond it.
-        """
-        known = [_lower_quartile(samples) for rung, samples in self._samples.items() if samples and rung >= k]
-        if known:
-            return min(known)
-        below = [samples for rung, samples in self._samples.items() if rung < k]
-        return _lower_quartile(below[-1]) if below and below[-1] else None
+    def measured(self) -> dict[int, float]:
+        """Seconds by k: the lower quartile of the last times, since disturbances only lengthen a step; not above a larger k's."""
+        least: dict[int, float] = {}
+        bound = float("inf")
+        for k, samples in reversed(self._samples.items()):
+            if samples:
+                bound = least[k] = min(bound, _lower_quartile(samples))
+        return least
 
     def is_due(self, k: int, cost: float) -> bool:
-        """Whether to measure `k` again, given what that would cost, in steps of the best k."""
+        """Whether to measure `k` again, or at last, given what that would cost, in steps of the best k."""
         age = self._num_steps - self._measured_at[k]
-        return bool(self._samples[k]) and age > max(_SHORTEST_AGE, cost / PROBING)
+        if not self._samples[k]:
+            cost += _NEW
+        return age > max(_SHORTEST_AGE, cost / PROBING)
+
+
+class StepSize(NamedTuple):
+    """What the time of a step depends on."""
+
+    num_reqs: int
+    k: int
+
+    @property
+    def rows(self) -> int:
+        """Rows to verify."""
+        return self.num_reqs * (self.k + 1)
+
+    def exceeds(self, other: "StepSize") -> bool:
+        """Whether it takes no less time: it has no fewer requests, rows or forwards."""
+        return self.num_reqs >= other.num_reqs and self.rows >= other.rows and (self.k > 0 or other.k == 0)
+
+    def estimate(self, known: Mapping["StepSize", float]) -> float | None:
+        """Seconds by rows between the longest known step below and the shortest above; without one of them what the other took.
+
+        Plain decoding is hoped to take no longer than what is below, lest it be given up unmeasured when it would be the fastest.
+        """
+        below = max(((took, step.rows) for step, took in known.items() if self.exceeds(step)), default=None)
+        above = min(((took, step.rows) for step, took in known.items() if step.exceeds(self)), default=None)
+        if below is None or above is None or below[1] == above[1] or self.k == 0:
+            return (below or above or (None,))[0]
+        return below[0] + (above[0] - below[0]) * (self.rows - below[1]) / (above[1] - below[1])
 
 
 class DraftLength:
@@ -140,17 +170,18 @@ class DraftLength:
         self.rungs = ladder(most)
         self.acceptance = AcceptanceEstimate(most)
         self._times: dict[int, StepTimes] = {}
+        self._estimates: dict[int, dict[int, float]] = {}  # by batch size and k, until something new is measured
 
     def choose(self, num_reqs: int) -> int:
         """k of the next step of `num_reqs` requests."""
-        times = self._times_of(num_reqs)
-        seconds = {k: max(took, 1e-9) for k in self.rungs if (took := times.seconds(k)) is not None}
+        seconds = self._seconds(batch_bucket(num_reqs))
         if not seconds:
             return 0  # what all others are compared with
         tokens = {k: self.acceptance.expected_tokens(k) for k in seconds}
         best = max(seconds, key=lambda k: tokens[k] / seconds[k])
         # A step of k, less the steps of the best that its tokens would have taken.
         costs = {k: seconds[k] / seconds[best] - tokens[k] / tokens[best] for k in seconds}
+        times = self._times_of(num_reqs)
         return next((k for k in seconds if times.is_due(k, costs[k])), best)
 
     def observe(self, num_reqs: int, k: int, num_accepted: Sequence[int], seconds: float | None) -> None:
@@ -164,7 +195,21 @@ class DraftLength:
         """
         self.acceptance.observe(k, num_accepted)
         if seconds is not None:
-            self._times_of(num_reqs).observe(k, seconds)
+            times = self._times_of(num_reqs)
+            known = len(times.measured())
+            times.observe(k, seconds)
+            if len(times.measured()) != known:
+                self._estimates.clear()
+
+    def _seconds(self, num_reqs: int) -> dict[int, float]:
+        """Time of a step by k, as far as there is anything to tell it from."""
+        times = self._times_of(num_reqs)
+        estimated = self._estimates.get(num_reqs)
+        if estimated is None:
+            known = {StepSize(size, k): took for size, one in self._times.items() for k, took in one.measured().items()}
+            steps = {k: StepSize(num_reqs, k).estimate(known) for k in self.rungs}
+            estimated = self._estimates[num_reqs] = {k: took for k, took in steps.items() if took is not None}
+        return {k: max(took, 1e-9) for k, took in sorted((estimated | times.measured()).items())}
 
     def _times_of(self, num_reqs: int) -> StepTimes:
         return self._times.setdefault(batch_bucket(num_reqs), StepTimes(self.rungs))

@@ -59,19 +59,21 @@ class CudaCapture:
         """
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            for _ in range(2):  # libraries choose kernels and take workspaces at first use, which no graph may hold
-                launch()
-        current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         cause: Exception | None = None
         try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            with torch.cuda.stream(self._stream):
+                launch()  # libraries choose kernels and take workspaces at first use, which no graph may hold
+                # Not torch.cuda.graph, which gives all cached memory back first and makes the next steps fetch it anew.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     launch()
                 except Exception as error:
                     cause = error  # after it the end of the capture fails, too, and its error says only that
                     raise
+                finally:
+                    graph.capture_end()
+            current.wait_stream(self._stream)
         except RuntimeError as error:
             reason = str(cause or error).partition("\n")[0]
             raise BackendError(f"{self._device} cannot capture this model's step: {reason}; turn graphs off") from error

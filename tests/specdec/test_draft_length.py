@@ -10,10 +10,11 @@ import pytest
 
 from drafters.ngram import NGramDrafter
 from specdec import generate_command
+from specdec.buckets import BATCH_SIZES
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import DecodeBatch, Drafter, DraftOutput, ForwardInput, Request, Verifier, VerifyOutput
 from specdec.decoder import SpecDecoder
-from specdec.draft_length import DraftLength, StepTimes, ladder
+from specdec.draft_length import DraftLength, StepSize, StepTimes, ladder
 from specdec.engine import SpecEngine
 from specdec.graphs import StepGraphs
 from specdec.metrics import AcceptanceStats, pooled
@@ -108,12 +109,12 @@ def test_times_that_have_changed_are_noticed() -> None:
 
 
 def test_the_first_step_of_a_kind_does_not_count() -> None:
-    """It pays for memory and for choosing kernels, which no later step does; an unmeasured k borrows the time below it, once."""
+    """It pays for memory and for choosing kernels, which no later step does."""
     times = StepTimes((0, 2, 4))
     times.observe(0, 100.0)
-    assert times.seconds(0) is None
+    assert times.measured() == {}
     times.observe(0, 1.0)
-    assert [times.seconds(k) for k in (0, 2, 4)] == [1.0, 1.0, None]
+    assert times.measured() == {0: 1.0}
 
 
 def test_a_disturbed_measurement_does_not_last() -> None:
@@ -132,6 +133,41 @@ def test_every_batch_size_has_its_own_times() -> None:
         many, _, _ = simulate(choice, RATES["good"], lambda k: 1.0 + 2 * k, steps=20, batch=32)
     assert alone.count(MOST) > 15
     assert many.count(0) > 15
+
+
+def test_what_is_not_measured_is_estimated_from_what_is() -> None:
+    """By rows, between steps that must be shorter and steps that must be longer; plain decoding at its lower bound."""
+    step = StepSize(2, 3)  # 8 rows
+    small, large = {StepSize(1, 3): 1.0}, {StepSize(4, 3): 2.0}  # 4 and 16 rows
+    assert step.estimate(small | large) == pytest.approx(1 + 4 / 12)
+    assert (step.estimate(small), step.estimate(large), step.estimate({})) == (1.0, 2.0, None)
+    assert step.estimate(small | {StepSize(1, 7): 1.5} | large) == pytest.approx(1.5), "the longest below"
+    assert step.estimate(small | {StepSize(3, 3): 1.6} | large) == pytest.approx(1 + 0.6 * 4 / 8), "the shortest above"
+    assert step.estimate({StepSize(64, 0): 9.0}) is None, "a plain step does not bound one with drafts"
+    assert step.estimate({StepSize(1, 15): 9.0}) is None, "more rows of fewer requests bound nothing"
+    plain = StepSize(2, 0)
+    assert plain.estimate({StepSize(1, 0): 1.0, StepSize(4, 0): 2.0}) == 1.0
+    assert plain.estimate({StepSize(4, 1): 2.0}) == 2.0
+
+
+def test_a_new_batch_size_begins_with_what_others_have_shown() -> None:
+    """A batch that drains meets 13 sizes; most of their 78 kinds of steps, each a graph to capture, need not be tried."""
+    choice, tried = DraftLength(MOST), set()
+    ratios = []
+    for drain in range(3):
+        took = least = 0.0
+        for batch in sorted(BATCH_SIZES[:13], reverse=True):
+
+            def cost(k: int, batch: int = batch) -> float:
+                return 0.6 + 0.003 * batch + (k > 0) * (0.3 + 0.002 * batch + 0.001 * max(0, batch * (k + 1) - 64))
+
+            chosen, tokens, seconds = simulate(choice, RATES["fair"], cost, steps=8, batch=batch, seed=drain)
+            tried |= {(batch, k) for k in chosen}
+            took += seconds
+            least += tokens / max(speed(RATES["fair"], cost, k) for k in ladder(MOST))
+        ratios.append(least / took)
+    assert len(tried) < 40
+    assert ratios[0] > 0.8 and ratios[2] > 0.93
 
 
 @contextmanager
