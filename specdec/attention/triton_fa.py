@@ -20,8 +20,6 @@ MAX_GROUP = 128
 MIN_SPLIT_KEYS = 128
 """Fewest keys that pay for a program of their own."""
 MAX_SPLITS = 64
-MOST_TILES = 4096
-"""Programs beside splits of an attention that has splits; fewer on any device, since they fill it alone."""
 SMALL_TILE = 16
 """Rows times heads of a program that leaves so much of a processor free that four of them run faster than two."""
 
@@ -63,7 +61,6 @@ class TritonFaBackend(AttentionBackend):
         super().__init__(spec)
         self._paged_attention, self._rope_store = triton_attention.paged_attention, triton_fused.rope_store
         self.num_processors = num_processors(spec.device)
-        self._arrivals = torch.zeros(MOST_TILES, dtype=torch.int32, device=spec.device)
 
     def plan(self, metadata: AttentionMetadata) -> AttentionMetadata:
         """The metadata itself; programs find their own work in it."""
@@ -112,7 +109,6 @@ class TritonFaBackend(AttentionBackend):
             sinks=sinks,
             cache_scales=self.spec.cache_scales,
             splits=self.num_splits(plan, window),
-            arrivals=self._arrivals,
         )
 
     def write(self, cache: LayerCache, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:

@@ -6,9 +6,8 @@ they see; so keys are read once per key head, and 5 rows of 3 heads fill 15 of t
     tile rows     r0h0 r0h1 r0h2 r1h0 r1h1 r1h2 ... r4h2  -
 
 With few programs and a long context the keys are divided among `splits` programs, each of which leaves a partial output and the
-logarithm of its softmax denominator (as in Flash-Decoding). Few small parts are merged by the program that comes last (as in
-Stream-K, arXiv 2301.03598), others by a second kernel. The division follows the lengths on the device, and the grid depends on host
-bounds alone, so a captured graph stays right for any lengths below its bound.
+logarithm of its softmax denominator (as in Flash-Decoding); a second kernel merges them. The division follows the lengths on the
+device, and the grid depends on host bounds alone, so a captured graph stays right for any lengths below its bound.
 
 The online softmax is FlashAttention's (arXiv 2205.14135), in base 2 with float32 accumulation. No instruction is tied to a vendor,
 but for a guarded one.
@@ -30,8 +29,6 @@ MAX_TILE_ROWS = 128
 """Most rows (heads of a group times query rows) of one program."""
 KEY_TILE_BYTES = 16384
 """Keys that one iteration loads; as many values come with them."""
-MERGE_BYTES = 65536
-"""Parts that one program merges in less time than a second kernel takes."""
 
 
 class Tile(NamedTuple):
@@ -48,10 +45,8 @@ def _attention_kernel(
     query: tl.tensor,  # [num_tokens, num_heads, HEAD_DIM]
     key_cache: tl.tensor,  # [num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM]
     value_cache: tl.tensor,  # the same
-    output: tl.tensor,  # [num_tokens, num_heads, HEAD_DIM]
-    parts: tl.tensor,  # float32 [num_tokens, num_heads, SPLITS, HEAD_DIM], or the output without splits
+    output: tl.tensor,  # [num_tokens, num_heads, SPLITS, HEAD_DIM]
     log_sums: tl.tensor,  # float32 [num_tokens, num_heads, SPLITS], base 2; unused without splits
-    arrivals: tl.tensor,  # int32, zero for each tile of a key head, before and after; None leaves the merge to another kernel
     block_table: tl.tensor,  # int32 [num_reqs, max_blocks]
     seq_lens: tl.tensor,  # int32 [num_reqs]
     query_start_loc: tl.tensor,  # int32 [num_reqs + 1]
@@ -153,29 +148,14 @@ def _attention_kernel(
 
     result = accumulated * (value_scale / tl.where(total == 0.0, 1.0, total))[:, None]
     place = (token * num_heads + head) * SPLITS + split
-    exists = real[:, None] & in_head[None, :]
-    tl.store(parts + place[:, None] * HEAD_DIM + dim[None, :], result.to(parts.dtype.element_ty), mask=exists)
+    tl.store(
+        output + place[:, None] * HEAD_DIM + dim[None, :],
+        result.to(output.dtype.element_ty),
+        mask=real[:, None] & in_head[None, :],
+    )
     if SPLITS > 1:
         log_sum = tl.where(total == 0.0, float("-inf"), peak + tl.log2(tl.where(total == 0.0, 1.0, total)))
         tl.store(log_sums + place, log_sum, mask=real)
-        if arrivals is not None:
-            tl.debug_barrier()  # the whole part is stored before the program is counted
-            counter = arrivals + tl.program_id(0) * tl.num_programs(1) + kv_head
-            if tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1:
-                tl.store(counter, 0)
-                first_part = (token * num_heads + head) * SPLITS
-                best = tl.full([BLOCK_M], float("-inf"), tl.float32)
-                for part in range(SPLITS):  # other programs wrote them: not from the first cache
-                    best = tl.maximum(best, tl.load(log_sums + first_part + part, mask=real, other=0.0, cache_modifier=".cg"))
-                whole = tl.zeros([BLOCK_M], tl.float32)
-                merged = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-                for part in range(SPLITS):
-                    weight = tl.exp2(tl.load(log_sums + first_part + part, mask=real, other=0.0, cache_modifier=".cg") - best)
-                    rows = parts + (first_part + part)[:, None] * HEAD_DIM + dim[None, :]
-                    merged += weight[:, None] * tl.load(rows, mask=exists, other=0.0, cache_modifier=".cg")
-                    whole += weight
-                rows = output + (token * num_heads + head)[:, None] * HEAD_DIM + dim[None, :]
-                tl.store(rows, (merged / whole[:, None]).to(output.dtype.element_ty), mask=exists)
 
 
 @triton.jit
@@ -240,7 +220,6 @@ def paged_attention(
     cache_scales: tuple[float, float] = (1.0, 1.0),
     splits: int = 1,
     tile: Tile | None = None,
-    arrivals: Tensor | None = None,
 ) -> Tensor:
     """Attends to what the cache holds; the rows' own keys and values have to be there already.
 
@@ -255,8 +234,6 @@ def paged_attention(
         cache_scales: what a stored key and value are multiplied by.
         splits: a power of two; programs among which the keys of a row are divided.
         tile: shape of a program; None chooses by `tile_for`.
-        arrivals: int32 zeros, which it leaves as zeros, with which a program finds out that it is the last; None always merges in a
-            kernel of its own.
 
     Returns:
         [num_tokens, num_heads, head_dim], contiguous, in the dtype of `query`.
@@ -273,18 +250,13 @@ def paged_attention(
         parts = torch.empty(num_tokens, num_heads, splits, head_dim, dtype=torch.float32, device=query.device)
         log_sums = torch.empty(num_tokens, num_heads, splits, dtype=torch.float32, device=query.device)
     num_tiles = -(-max_query_len // (tile.block_m // group))
-    few_parts = splits * tile.block_m * padded(head_dim) * 4 <= MERGE_BYTES
-    if splits == 1 or not few_parts or (arrivals is not None and len(arrivals) < len(seq_lens) * num_tiles * num_kv_heads):
-        arrivals = None
     with on_device(query):
         _attention_kernel[(len(seq_lens) * num_tiles, num_kv_heads, splits)](
             query,
             cache.key,
             cache.value,
-            output,
             parts,
             log_sums,
-            arrivals,
             block_table,
             seq_lens,
             query_start_loc,
@@ -311,7 +283,7 @@ def paged_attention(
             num_stages=tile.num_stages,
             **overlap_options(query.device),
         )
-        if splits > 1 and arrivals is None:
+        if splits > 1:
             _merge_kernel[(num_tokens * num_heads,)](
                 parts,
                 log_sums,

@@ -50,10 +50,8 @@ def attention(target: str, dtype: str, *, head_dim: int, group: int, width: int,
         "SOFTCAP": False,
         "OVERLAP": target == "sm_90",
         "sinks": None,
-        **({} if splits > 1 else {"arrivals": None}),
     }
-    types = dict.fromkeys(("query", "key_cache", "value_cache", "output", "sinks"), dtype)
-    types |= {"parts": "fp32" if splits > 1 else dtype, "arrivals": "i32"}
+    types = {"query": dtype, "key_cache": dtype, "value_cache": dtype, "output": "fp32" if splits > 1 else dtype, "sinks": dtype}
     return compile_for(
         triton_attention._attention_kernel,
         TARGETS[target],
