@@ -4,7 +4,6 @@ Chunks are padded to one length, a power of two. Rows past a chunk's end come la
 write to the null block.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -19,6 +18,8 @@ from specdec.kv_cache.block_pool import NULL_BLOCK
 from specdec.scheduler import Chunk, prefill_tokens
 from specdec.state import SlotState, samples_first_token
 
+LEAST_ROWS = 128
+"""Of a request; fewer take as long."""
 MOST_ROWS = 2048
 """Padding included; more leaves much to padding."""
 MOST_ROW_BYTES = 2**43
@@ -49,7 +50,7 @@ class PrefillGraph(NamedTuple):
 
 
 class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
-    """The captured prefills of one engine. A shape is captured when it occurs for the second time.
+    """The captured prefills of one engine. A shape is captured when it first occurs.
 
     Args:
         capture: captures device work.
@@ -73,24 +74,20 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
         super().__init__(required=required)
         self._capture, self._state, self._forward = capture, state, forward
         self._dtype, self._most_rows = dtype, most_rows
-        self._uses: Counter[PrefillShape] = Counter()
 
     def run(self, chunks: Sequence[Chunk]) -> Tensor | None:
         """Prefills chunks, whose requests' block tables are complete.
 
         Returns:
             Logits [n, V] after the chunks that `samples_first_token`; None when nothing was done, because the chunks are too long
-            or too many, or of a new shape.
+            or too many, or there is no graph for them.
 
         Raises:
             BackendError: graphs are required and the device refuses to capture the prefill.
         """
         shape = self._shape(chunks)
-        if shape is None:
-            return None
-        self._uses[shape] += 1
-        graph = self.obtain(shape, self._captured) if self._uses[shape] > 1 else None
-        if graph is None:
+        graph = self.obtain(shape, self._captured) if shape else None
+        if shape is None or graph is None:
             return None
         graph.inputs.copy_(self._inputs(chunks, shape), non_blocking=True)
         graph.replay()
@@ -100,7 +97,7 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
     def _shape(self, chunks: Sequence[Chunk]) -> PrefillShape | None:
         longest = self._state.longest
         num_reqs = power_of_two(len(chunks))
-        num_rows = max(16, power_of_two(max(chunk.end - chunk.start for chunk in chunks)))
+        num_rows = max(LEAST_ROWS, power_of_two(max(chunk.end - chunk.start for chunk in chunks)))
         end = max(chunk.start for chunk in chunks) + num_rows
         if num_reqs * num_rows > self._most_rows or end > longest:
             return None

@@ -29,6 +29,8 @@ MAX_TILE_ROWS = 128
 """Most rows (heads of a group times query rows) of one program."""
 KEY_TILE_BYTES = 16384
 """Keys that one iteration loads; as many values come with them."""
+MANY_ROWS = 2048
+"""Rows of one head to merge beyond which a program takes several."""
 
 
 class Tile(NamedTuple):
@@ -163,21 +165,25 @@ def _merge_kernel(
     parts: tl.tensor,  # float32 [num_tokens, num_heads, SPLITS, HEAD_DIM]
     log_sums: tl.tensor,  # float32 [num_tokens, num_heads, SPLITS]
     output: tl.tensor,  # [num_tokens, num_heads, HEAD_DIM]
+    num_rows: tl.tensor,  # num_tokens * num_heads
     HEAD_DIM: tl.constexpr,
     SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,  # per program
     BLOCK_D: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     await_previous(OVERLAP)
-    row = tl.program_id(0).to(tl.int64)  # of one head
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     split = tl.arange(0, SPLITS)
     dim = tl.arange(0, BLOCK_D)
-    log_sum = tl.load(log_sums + row * SPLITS + split)
-    weight = tl.exp2(log_sum - tl.max(log_sum, 0))  # every row sees itself, so the maximum is finite
-    weight = weight / tl.sum(weight, 0)
-    part = tl.load(parts + (row * SPLITS + split[:, None]) * HEAD_DIM + dim[None, :], mask=(dim < HEAD_DIM)[None, :], other=0.0)
-    merged = tl.sum(part * weight[:, None], 0)
-    tl.store(output + row * HEAD_DIM + dim, merged.to(output.dtype.element_ty), mask=dim < HEAD_DIM)
+    place = row[:, None] * SPLITS + split[None, :]
+    log_sum = tl.load(log_sums + place, mask=(row < num_rows)[:, None], other=0.0)
+    weight = tl.exp2(log_sum - tl.max(log_sum, 1)[:, None])  # every row sees itself, so the maximum is finite
+    weight = weight / tl.sum(weight, 1)[:, None]
+    exists = (row < num_rows)[:, None] & (dim < HEAD_DIM)[None, :]
+    part = tl.load(parts + place[:, :, None] * HEAD_DIM + dim[None, None, :], mask=exists[:, None, :], other=0.0)
+    merged = tl.sum(part * weight[:, :, None], 1)
+    tl.store(output + row[:, None] * HEAD_DIM + dim[None, :], merged.to(output.dtype.element_ty), mask=exists)
 
 
 def tile_for(group: int, query_len: int, head_dim: int, dtype: torch.dtype, memory: int = HOPPER_SHARED_MEMORY) -> Tile:
@@ -284,12 +290,16 @@ def paged_attention(
             **overlap_options(query.device),
         )
         if splits > 1:
-            _merge_kernel[(num_tokens * num_heads,)](
+            rows = num_tokens * num_heads
+            together = max(1, 16 // splits) if rows > MANY_ROWS else 1
+            _merge_kernel[(triton.cdiv(rows, together),)](
                 parts,
                 log_sums,
                 output,
+                rows,
                 HEAD_DIM=head_dim,
                 SPLITS=splits,
+                ROWS=together,
                 BLOCK_D=padded(head_dim),
                 num_warps=1 if splits <= 16 else 4,  # parts of one warp are added up without a barrier, if registers hold them
                 **overlap_options(query.device),

@@ -14,6 +14,9 @@ from specdec.kv_cache import KVLayerSpec, LayerCache, blocks_for
 from tests.triton_interpreter import require_triton
 
 DEVICE = require_triton()
+
+from specdec.ops import triton_attention  # noqa: E402 (only where Triton can run)
+
 BLOCK = 16
 UNIFORM = [(21, 5), (64, 5), (5, 5)]
 """(seq_len, query_len) of three requests: a verify step over a partial block, a full one, and no context at all."""
@@ -200,6 +203,13 @@ def test_launch_serves_any_lengths_below_its_bound(splits: int) -> None:
     for context in (0, 1, 130):
         got, want = attend_both([(context + 3, 3), (200, 3)], wanted, splits=splits)
         torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
+
+
+def test_many_rows_are_merged_several_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches rows past the last program's share; 36 rows do not fill five programs of 8."""
+    monkeypatch.setattr(triton_attention, "MANY_ROWS", 8)
+    got, want = attend_both([(150, 4), (64, 4), (9, 4)], spec(num_heads=3, num_kv_heads=1, head_dim=20), splits=2)
+    torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
 
 
 def test_nothing_outside_the_table_is_read() -> None:
