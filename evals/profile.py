@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -40,8 +41,8 @@ class StepProfile:
         num_reqs: conversations in the batch.
         k: most drafts per step.
         context: tokens of the longest conversation when the measurement began.
-        step_ms: milliseconds per step, one entry per step, measured without the profiler.
-        busy: share of the profiled time in which the accelerator ran a kernel; None on a CPU.
+        step_ms: milliseconds per step, one entry per step, measured without the profiler, as steps follow one another.
+        busy_ms: milliseconds per step in which the accelerator ran a kernel, as profiled; None on a CPU.
         bandwidth: bytes per second that the device reads.
         step_bytes: bytes that a step has to read.
         kernels: the longest first; GPU kernels on an accelerator, operators on a CPU.
@@ -51,7 +52,7 @@ class StepProfile:
     k: int
     context: int
     step_ms: list[float]
-    busy: float | None
+    busy_ms: float | None
     bandwidth: float
     step_bytes: int
     kernels: list[KernelTime]
@@ -97,7 +98,7 @@ def profile_steps(
         k=engine.num_draft_tokens,
         context=window.context,
         step_ms=window.step_ms,
-        busy=_busy_share(window.profiler.events()) if on_device else None,
+        busy_ms=_busy_us(window.profiler.events()) / steps / 1e3 if on_device else None,
         bandwidth=measured_bandwidth(decoder.verifier.device),
         step_bytes=step_bytes(engine, k=engine.num_draft_tokens, num_reqs=len(prompts), context=window.context),
         kernels=_kernels(window.profiler.key_averages(), steps, on_device=on_device),
@@ -123,7 +124,7 @@ def _measure(engine: SpecEngine, prompts: Sequence[list[int]], steps: int, warmu
     # Enough that nobody finishes early, whatever is accepted, also not those who decode while the others are still prefilled; one
     # step more is in flight when results are read late.
     prefill_steps = -(-sum(map(len, prompts)) // engine.scheduler.max_prefill_tokens)
-    most = (prefill_steps + warmup + 2 * steps + 2) * (engine.num_draft_tokens + 1)
+    most = (prefill_steps + warmup + 2 * steps + 3) * (engine.num_draft_tokens + 1)
     requests = [engine.add_request(prompt, SamplingParams(max_tokens=most, ignore_eos=True)) for prompt in prompts]
     try:
         while any(request.status is not Status.RUNNING for request in requests):
@@ -133,7 +134,7 @@ def _measure(engine: SpecEngine, prompts: Sequence[list[int]], steps: int, warmu
             engine.step()
         context = max(request.kv_tokens_bound for request in requests)
         num_graphs = _num_graphs(engine)
-        step_ms = [_timed_step(engine) * 1e3 for _ in range(steps)]
+        step_ms = [seconds * 1e3 for seconds in _timed_steps(engine, steps)]
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if engine.verifier.device.type == "cuda" else [])]
         with profile(activities=activities) as profiler:
             for _ in range(steps):
@@ -152,14 +153,16 @@ def _num_graphs(engine: SpecEngine) -> int:
 def format_profile(result: StepProfile, *, most: int = 25) -> str:
     """The figures as text, with the `most` longest kernels."""
     total = sum(kernel.microseconds for kernel in result.kernels)
-    kind = "operator" if result.busy is None else "kernel"
+    kind = "operator" if result.busy_ms is None else "kernel"
     rows = [(kind, "calls/step", "us/step", "share")]
     for kernel in result.kernels[:most]:
         share = kernel.microseconds / total if total else 0.0
         rows.append((_short(kernel.name), f"{kernel.calls:.1f}", f"{kernel.microseconds:.1f}", f"{100 * share:.1f}%"))
     floor = 1e3 * result.step_bytes / result.bandwidth
     left_out = len(result.kernels) - most
-    idle = "" if result.busy is None else f"; the GPU is idle {100 * (1 - result.busy):.1f}% of the time"
+    idle = ""
+    if result.busy_ms is not None:
+        idle = f"; the GPU is idle {100 * _idle_share(result.busy_ms, result.step_ms):.1f}% of the time"
     return "\n".join(
         [
             f"{result.num_reqs} at once, k = {result.k}, context {result.context}:"
@@ -188,12 +191,15 @@ def _check_unfinished(requests: Sequence[Request]) -> None:
             )
 
 
-def _timed_step(engine: SpecEngine) -> float:
+def _timed_steps(engine: SpecEngine, steps: int) -> list[float]:
+    """Seconds from the end of one call to the end of the next: on an accelerator each waits for the step before its own."""
     _synchronize(engine)
-    started = time.perf_counter()
     engine.step()
-    _synchronize(engine)
-    return time.perf_counter() - started
+    ends = [time.perf_counter()]
+    for _ in range(steps):
+        engine.step()
+        ends.append(time.perf_counter())
+    return [end - start for start, end in pairwise(ends)]
 
 
 def _synchronize(engine: SpecEngine) -> None:
@@ -213,25 +219,27 @@ def _kernels(averages: Iterable[Any], steps: int, *, on_device: bool) -> list[Ke
     return sorted(found, key=lambda kernel: -kernel.microseconds)
 
 
-def _busy_share(events: Iterable[Any]) -> float:
-    """Share of the time from the first kernel's start to the last one's end in which at least one ran."""
-    spans = sorted((e.time_range.start, e.time_range.end) for e in events if e.device_type == DeviceType.CUDA)
-    return covered(spans)
+def _busy_us(events: Iterable[Any]) -> float:
+    """Microseconds in which at least one kernel ran."""
+    return covered(sorted((e.time_range.start, e.time_range.end) for e in events if e.device_type == DeviceType.CUDA))
+
+
+def _idle_share(busy_ms: float, step_ms: Sequence[float]) -> float:
+    """Share of a step without a kernel. The step's length is not the profiled one: the profiler slows launches, not kernels."""
+    return max(0.0, 1 - busy_ms / median(step_ms))
 
 
 def covered(spans: Sequence[tuple[float, float]]) -> float:
-    """Share of the time between the first start and the last end that sorted `spans` cover together.
+    """Length of what sorted `spans` cover together.
 
     >>> covered([(0, 2), (1, 3), (5, 10)])
-    0.8
+    8.0
     """
-    if not spans:
-        return 0.0
-    busy, reached = 0.0, spans[0][0]
+    busy, reached = 0.0, float("-inf")
     for start, end in spans:
         busy += max(0.0, end - max(start, reached))
         reached = max(reached, end)
-    return busy / (reached - spans[0][0]) if reached > spans[0][0] else 0.0
+    return busy
 
 
 def _short(name: str, width: int = 72) -> str:

@@ -5,7 +5,7 @@ from bisect import bisect_left
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Batch sizes for which steps are captured; a larger batch runs without a graph."""
 
-_SHORTEST = 256  # tokens; shorter sequences cost about the same
+_SHORTEST = 512  # tokens; shorter sequences cost about the same
 
 
 def batch_bucket(num_reqs: int) -> int:
@@ -22,7 +22,7 @@ def length_bucket(num_tokens: int, longest: int) -> int:
     """Bound of the sequence lengths that share a graph: a power of two, at most `longest`.
 
     >>> length_bucket(7, 4096), length_bucket(257, 4096), length_bucket(3000, 3500)
-    (256, 512, 3500)
+    (512, 512, 3500)
     """
     return min(max(_SHORTEST, power_of_two(num_tokens)), longest)
 

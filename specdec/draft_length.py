@@ -22,7 +22,7 @@ MEMORY = 64
 PROBING = 0.004
 """Share of the time that may go into measuring one k again that is not the best."""
 
-_RUNGS = (0, 1, 3, 7, 11, 15, 23, 31, 47, 63)
+_RUNGS = (0, 1, 3, 7, 15, 31, 63)
 _FIRST_GUESS = 0.9  # acceptance of the first position before anything is known; high, so that drafting is tried
 _GUESS_WEIGHT = 0.5  # in observations; what retrying drafts that never pay costs grows with it
 _SAMPLES = 8  # times kept per k and batch size
@@ -46,10 +46,10 @@ def checked_draft_tokens(asked: int | None, drafter: Drafter | None) -> int:
 
 
 def ladder(most: int) -> tuple[int, ...]:
-    """Values of k worth telling apart. With the anchor, most of them fill whole tiles of 4 rows, which kernels work in.
+    """Values of k worth telling apart. With the anchor, most of them fill the tiles that kernels work in.
 
     >>> ladder(15), ladder(8), ladder(1), ladder(0)
-    ((0, 1, 3, 7, 11, 15), (0, 1, 3, 7, 8), (0, 1), (0,))
+    ((0, 1, 3, 7, 15), (0, 1, 3, 7, 8), (0, 1), (0,))
     """
     return (*(k for k in _RUNGS if k < most), most)
 

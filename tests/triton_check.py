@@ -154,7 +154,7 @@ def check_attention(name: str, case: dict[str, Any], bytes_per_us: float) -> Non
     del wide, want, stored
     if not error < TOLERANCE[dtype]:
         failures.append(f"{name}: error {error:.1e}")
-    splits = ours.num_splits(view, window)
+    splits = ours.num_splits(view, window, ours.tile(view))
     spent = microseconds(lambda i: ours.attend(query, caches[i], view, **options), variants)
     reference = float("nan")
     if spec.kv_dtype == dtype:

@@ -6,13 +6,18 @@ bounds, so a captured graph serves any lengths below its bound. Float32 is compu
 Known gaps: query heads in groups above 128; head sizes above 256.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 import specdec.device
 from specdec.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
 from specdec.kv_cache import LayerCache
-from specdec.ops.triton_launch import num_processors, unavailable_reasons
+from specdec.ops.triton_launch import num_processors, shared_memory, unavailable_reasons
+
+if TYPE_CHECKING:
+    from specdec.ops.triton_attention import Tile
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 256
@@ -59,7 +64,8 @@ class TritonFaBackend(AttentionBackend):
         from specdec.ops import triton_attention, triton_fused  # Triton itself is imported only where it is used
 
         super().__init__(spec)
-        self._paged_attention, self._rope_store = triton_attention.paged_attention, triton_fused.rope_store
+        self._kernels, self._rope_store = triton_attention, triton_fused.rope_store
+        self._group = spec.num_heads // spec.num_kv_heads
         self.num_processors = num_processors(spec.device)
 
     def plan(self, metadata: AttentionMetadata) -> AttentionMetadata:
@@ -95,7 +101,8 @@ class TritonFaBackend(AttentionBackend):
         sinks: Tensor | None = None,
     ) -> Tensor:
         """`run` for rows whose keys and values the cache holds already."""
-        return self._paged_attention(
+        tile = self.tile(plan)
+        return self._kernels.paged_attention(
             query if query.stride(-1) == 1 else query.contiguous(),
             cache,
             block_table=plan.block_table,
@@ -108,7 +115,8 @@ class TritonFaBackend(AttentionBackend):
             softcap=softcap,
             sinks=sinks,
             cache_scales=self.spec.cache_scales,
-            splits=self.num_splits(plan, window),
+            splits=self.num_splits(plan, window, tile),
+            tile=tile,
         )
 
     def write(self, cache: LayerCache, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
@@ -116,20 +124,33 @@ class TritonFaBackend(AttentionBackend):
         key, value = (rows if rows.stride()[1:] == (rows.shape[2], 1) else rows.contiguous() for rows in (key, value))
         self._rope_store(None, key, value, cache, slot_mapping, cache_scales=self.spec.cache_scales)
 
-    def num_splits(self, metadata: AttentionMetadata, window: int | None) -> int:
+    def tile(self, metadata: AttentionMetadata) -> "Tile":
+        """Shape of a program: the smallest while such programs fit the device side by side, else what reads the fewest keys.
+
+        Small ones are faster there, and a row among drafts is computed as it is alone, to the last bit.
+        """
+        spec, memory = self.spec, shared_memory(self.spec.device)
+        small = self._kernels.tile_for(self._group, 1, spec.head_dim, spec.dtype, memory)
+        if metadata.num_reqs * spec.num_kv_heads * self._num_tiles(metadata, small) <= self.num_processors:
+            return small
+        return self._kernels.tile_for(self._group, metadata.max_query_len, spec.head_dim, spec.dtype, memory)
+
+    def num_splits(self, metadata: AttentionMetadata, window: int | None, tile: "Tile") -> int:
         """Programs that share the keys of a row: a power of two that fills the device, as far as there are keys.
 
         It follows from host counts alone, so it is the same whenever the same graph is captured.
         """
-        rows = metadata.max_query_len * (self.spec.num_heads // self.spec.num_kv_heads)
-        tiles = -(-rows // MAX_GROUP)
-        resident = 4 if rows <= SMALL_TILE else 2
-        wanted = resident * self.num_processors // (metadata.num_reqs * tiles * self.spec.num_kv_heads)
+        resident = 4 if tile.block_m <= SMALL_TILE else 2
+        wanted = resident * self.num_processors // (metadata.num_reqs * self._num_tiles(metadata, tile) * self.spec.num_kv_heads)
         keys = metadata.max_seq_len
         if window is not None:
             keys = min(keys, metadata.max_query_len + (1 if metadata.causal else 2) * window)
         most = max(1, min(wanted, keys // MIN_SPLIT_KEYS, MAX_SPLITS))
         return 1 << (most.bit_length() - 1)
+
+    def _num_tiles(self, metadata: AttentionMetadata, tile: "Tile") -> int:
+        """Programs for the rows of one request and one key head."""
+        return -(-metadata.max_query_len // (tile.block_m // self._group))
 
 
 def _cache_reasons(spec: AttentionSpec) -> list[str]:

@@ -29,8 +29,8 @@ MAX_TILE_ROWS = 128
 """Most rows (heads of a group times query rows) of one program."""
 KEY_TILE_BYTES = 16384
 """Keys that one iteration loads; as many values come with them."""
-MANY_ROWS = 2048
-"""Rows of one head to merge beyond which a program takes several."""
+MANY_ROWS = 1024
+"""Rows of one head to merge from which on a program takes several."""
 
 
 class Tile(NamedTuple):
@@ -291,7 +291,7 @@ def paged_attention(
         )
         if splits > 1:
             rows = num_tokens * num_heads
-            together = max(1, 16 // splits) if rows > MANY_ROWS else 1
+            together = max(1, min(8, 16 // splits)) if rows >= MANY_ROWS else 1
             _merge_kernel[(triton.cdiv(rows, together),)](
                 parts,
                 log_sums,
@@ -301,7 +301,7 @@ def paged_attention(
                 SPLITS=splits,
                 ROWS=together,
                 BLOCK_D=padded(head_dim),
-                num_warps=1 if splits <= 16 else 4,  # parts of one warp are added up without a barrier, if registers hold them
+                num_warps=4 if together > 1 or splits > 16 else 1,  # one warp adds up without a barrier, if its registers suffice
                 **overlap_options(query.device),
             )
     return output

@@ -325,12 +325,12 @@ def test_padding_stays_where_it_is(case: Case) -> None:
 
 
 def test_shapes_are_few(case: Case) -> None:
-    """Batches of 1 to 5 share four sizes, lengths up to 256 one bound, and the last steps of an output the ladder's k."""
+    """Batches of 1 to 5 share four sizes, lengths up to 512 one bound, and the last steps of an output the ladder's k."""
     engine = case.engine("wrong", 5, capture=True)
     run(engine, list(case.outputs))
     assert engine.graphs is not None
     assert {shape.num_reqs for shape in engine.graphs.graphs} == {1, 2, 4, 8}
-    assert {shape.max_seq_len for shape in engine.graphs.graphs} == {256}
+    assert {shape.max_seq_len for shape in engine.graphs.graphs} == {512}
     assert {shape.k for shape in engine.graphs.graphs} <= {0, 1, 3, 4}
 
 

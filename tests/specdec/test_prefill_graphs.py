@@ -114,7 +114,7 @@ def test_what_is_left_to_packed_prefill(case: Case, monkeypatch: pytest.MonkeyPa
     def shape(*ends: int) -> PrefillShape | None:
         return captured._shape([chunk(0, end) for end in ends])
 
-    bound = min(256, longest)
+    bound = min(512, longest)
     assert shape(3) == shape(16) == PrefillShape(1, 16, bound)
     assert shape(17) == PrefillShape(1, 32, bound) and shape(3, 17) == PrefillShape(2, 32, bound)
     assert shape(3, 3, 3) == shape(16, 3, 3, 3) == PrefillShape(4, 16, bound)

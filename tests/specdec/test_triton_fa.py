@@ -229,20 +229,32 @@ def test_nothing_outside_the_table_is_read() -> None:
     assert backend.run(query, key, value, cache, backend.plan(metadata), scale=0.2).isfinite().all()
 
 
-def test_splits_fill_the_device_and_need_no_device_value() -> None:
-    """One long request is divided, a full batch is not, a window or a short context leaves little to divide."""
-    backend = TritonFaBackend(spec(num_heads=32, num_kv_heads=8, head_dim=128))
+def test_tiles_and_splits_fill_the_device_and_need_no_device_value() -> None:
+    """One long request is divided, a full batch is not, a window or a short context leaves little to divide.
+
+    Few requests get the tiles of plain decoding.
+    """
+    backend = TritonFaBackend(spec(num_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16))
     backend.num_processors = 132
 
     def splits(num_reqs: int, max_seq_len: int, window: int | None = None, width: int = 16) -> int:
         empty = torch.empty(0)
         metadata = AttentionMetadata(empty, empty, empty, empty, num_reqs, num_reqs * width, width, max_seq_len)
-        return backend.num_splits(metadata, window)
+        tile = backend.tile(metadata)
+        rows.append(tile.block_m)
+        return backend.num_splits(metadata, window, tile)
 
-    assert splits(1, 32768) == 32
+    rows: list[int] = []
+    assert splits(1, 32768) == 16
     assert splits(1, 1024) == 8
-    assert splits(1, 100) == splits(64, 32768) == splits(1, 32768, window=128) == splits(4, 4096, width=512) == 1
+    assert splits(1, 100) == splits(1, 32768, window=128) == 1
     assert splits(1, 32768, window=1024) == 8
+    assert splits(4, 32768) == 4
+    assert set(rows) == {16}
+    rows.clear()
+    assert splits(8, 32768) == splits(5, 1024) == 4
+    assert splits(64, 32768) == splits(4, 4096, width=512) == 1
+    assert rows == [64, 64, 64, 128]
 
 
 def test_refusals() -> None:
