@@ -24,6 +24,8 @@ from specdec.registry import drafter_name
 
 SPLIT_ITEMS = 4
 """Conversations, or as many as there are at once, that the split of a step's time is taken from."""
+SPLIT_TOKENS = 64
+"""Output tokens of each, at most."""
 
 PLAIN = "none"
 DraftCount = int | Literal["auto"] | None
@@ -210,8 +212,9 @@ class Bench:
             timer = side.decoder.engine.timer
             timer.enabled = True
             sample = replace(prompts, items=prompts.items[: max(concurrency, SPLIT_ITEMS)])
+            few = replace(sampling, max_tokens=min(sampling.max_tokens, SPLIT_TOKENS))
             on_turn = self._on_turn(f"{where} {side.title} phases")
-            seconds = run_set(side.decoder, sample, sampling, raw=config.raw, on_turn=on_turn).seconds
+            seconds = run_set(side.decoder, sample, few, raw=config.raw, on_turn=on_turn).seconds
             side.time_split = time_split(timer.totals, seconds)
         key = {"prompt_set": prompts.name, "temperature": temperature, "concurrency": concurrency}
         return [key | _row(side, sides[0]) | {"roofline": self._roofline(side, concurrency)} for side in sides]

@@ -7,7 +7,7 @@ alone.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -33,8 +33,11 @@ MAX_GRAPHS = 256
 class Capture(Protocol):
     """Turns device work into something that can be repeated."""
 
-    def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
-        """Runs `launch` as often as it takes, and returns what repeats its device work on the same tensors, which it keeps."""
+    def capture(self, launch: Callable[[], None], kind: Hashable) -> Callable[[], None]:
+        """Runs `launch` as often as it takes, and returns what repeats its device work on the same tensors, which it keeps.
+
+        Work of one `kind` consists of the same operations, on tensors of any sizes.
+        """
 
 
 class CudaCapture:
@@ -50,8 +53,9 @@ class CudaCapture:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
+        self._kinds: set[Hashable] = set()
 
-    def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, launch: Callable[[], None], kind: Hashable) -> Callable[[], None]:
         """See `Capture.capture`.
 
         Raises:
@@ -63,9 +67,11 @@ class CudaCapture:
         cause: Exception | None = None
         try:
             with torch.cuda.stream(self._stream):
-                launch()  # libraries choose kernels and take workspaces at first use, which no graph may hold
-                # Not torch.cuda.graph, which gives all cached memory back first and makes the next steps fetch it anew.
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                if kind not in self._kinds:
+                    launch()  # libraries take workspaces and make sure of themselves at first use
+                # Not torch.cuda.graph, which gives all cached memory back first and makes the next steps fetch it anew. Relaxed,
+                # for a kernel that is new for its sizes alone is loaded meanwhile.
+                graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
                 try:
                     launch()
                 except Exception as error:
@@ -74,6 +80,7 @@ class CudaCapture:
                 finally:
                     graph.capture_end()
             current.wait_stream(self._stream)
+            self._kinds.add(kind)
         except RuntimeError as error:
             reason = str(cause or error).partition("\n")[0]
             raise BackendError(f"{self._device} cannot capture this model's step: {reason}; turn graphs off") from error
@@ -207,5 +214,5 @@ class StepGraphs(ShapeGraphs[StepShape, StepGraph]):
             self._step(batch, table)
             state.rest_padding()
 
-        replay = self._capture.capture(launch)
+        replay = self._capture.capture(launch, (shape.k > 0, facts))
         return StepGraph(replay, table)

@@ -149,7 +149,7 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
             )
             logits.copy_(self._forward(PrefillBatch(ForwardInput(token_ids, position_ids, metadata, logit_rows), slots)))
 
-        replay = self._capture.capture(launch)
+        replay = self._capture.capture(launch, PrefillShape)
         return PrefillGraph(replay, inputs, logits)
 
 

@@ -7,7 +7,7 @@ as it is captured on a GPU, with Triton's kernels in the layers; none of them ru
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ class OperationCounter(TorchDispatchMode):
                 frame = frame.f_back
             self.counts[f"{Path(frame.f_code.co_filename).relative_to(ROOT)}, {frame.f_code.co_name}: {name}"] += 1
 
-    def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, launch: Callable[[], None], kind: Hashable) -> Callable[[], None]:
         launch()
         self.counts.clear()
         with self:

@@ -25,6 +25,8 @@ MAX_GROUP = 128
 MIN_SPLIT_KEYS = 128
 """Fewest keys that pay for a program of their own."""
 MAX_SPLITS = 64
+SHORT_CONTEXT = 2**21
+"""Bytes of keys and values that several programs can read for as many rows each."""
 SMALL_TILE = 16
 """Rows times heads of a program that leaves so much of a processor free that four of them run faster than two."""
 
@@ -125,13 +127,15 @@ class TritonFaBackend(AttentionBackend):
         self._rope_store(None, key, value, cache, slot_mapping, cache_scales=self.spec.cache_scales)
 
     def tile(self, metadata: AttentionMetadata) -> "Tile":
-        """Shape of a program: the smallest while such programs fit the device side by side, else what reads the fewest keys.
+        """Shape of a program: the smallest for few rows over a short context, else what reads keys the fewest times.
 
-        Small ones are faster there, and a row among drafts is computed as it is alone, to the last bit.
+        Where the smallest pays, a row among drafts is computed as it is alone, to the last bit.
         """
         spec, memory = self.spec, shared_memory(self.spec.device)
         small = self._kernels.tile_for(self._group, 1, spec.head_dim, spec.dtype, memory)
-        if metadata.num_reqs * spec.num_kv_heads * self._num_tiles(metadata, small) <= self.num_processors:
+        programs = metadata.num_reqs * spec.num_kv_heads * self._num_tiles(metadata, small)
+        context_bytes = metadata.num_reqs * metadata.max_seq_len * spec.num_kv_heads * spec.head_dim * 2 * spec.kv_dtype.itemsize
+        if programs <= self.num_processors and context_bytes <= SHORT_CONTEXT:
             return small
         return self._kernels.tile_for(self._group, metadata.max_query_len, spec.head_dim, spec.dtype, memory)
 

@@ -1,7 +1,7 @@
 """The profile of decoding steps: a table of operators, honest step times and a trace that other tools open."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -57,9 +57,9 @@ def test_no_step_is_captured_while_measuring(length: int, monkeypatch: pytest.Mo
     captured_at = []
 
     class Capture(Recorder):
-        def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
+        def capture(self, launch: Callable[[], None], kind: Hashable) -> Callable[[], None]:
             captured_at.append(engine.timer.num_steps)
-            return super().capture(launch)
+            return super().capture(launch, kind)
 
     engine.graphs = StepGraphs(Capture(), engine.state, engine._result_table)
     result = profile_steps(decoder, [[5] * length, [6] * length], steps=4, warmup=2)

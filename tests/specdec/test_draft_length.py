@@ -2,7 +2,7 @@
 
 import argparse
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -367,7 +367,7 @@ def test_the_hosts_time_counts_between_steps(case: Case, monkeypatch: pytest.Mon
     monkeypatch.setattr(engine.results, "receive", listen)
 
     class SlowCapture:
-        def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
+        def capture(self, launch: Callable[[], None], kind: Hashable) -> Callable[[], None]:
             launch()
             clock.now += 100
             return launch

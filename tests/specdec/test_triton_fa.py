@@ -245,16 +245,17 @@ def test_tiles_and_splits_fill_the_device_and_need_no_device_value() -> None:
         return backend.num_splits(metadata, window, tile)
 
     rows: list[int] = []
-    assert splits(1, 32768) == 16
-    assert splits(1, 1024) == 8
-    assert splits(1, 100) == splits(1, 32768, window=128) == 1
-    assert splits(1, 32768, window=1024) == 8
-    assert splits(4, 32768) == 4
+    assert splits(1, 512) == 4 and splits(1, 100) == 1 and splits(1, 1024, width=1) == 8 and splits(1, 32768, width=1) == 64
     assert set(rows) == {16}
     rows.clear()
-    assert splits(8, 32768) == splits(5, 1024) == 4
-    assert splits(64, 32768) == splits(4, 4096, width=512) == 1
-    assert rows == [64, 64, 64, 128]
+    assert splits(1, 32768) == 32
+    assert splits(1, 1024) == splits(1, 32768, window=1024) == 8
+    assert splits(8, 32768) == splits(2, 512) == 4
+    assert splits(64, 32768) == splits(1, 32768, window=128) == 1
+    assert set(rows) == {64}
+    rows.clear()
+    assert splits(4, 4096, width=512) == splits(1, 128, width=128) == 1
+    assert rows == [128, 128]
 
 
 def test_refusals() -> None:

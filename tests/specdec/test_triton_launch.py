@@ -5,7 +5,7 @@ What the kernels would compute stays uninitialised memory, so tokens mean nothin
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ class WarmCapture:
     def __init__(self, compiled: set[tuple[str, str]]) -> None:
         self.compiled, self.num_captures = compiled, 0
 
-    def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, launch: Callable[[], None], kind: Hashable) -> Callable[[], None]:
         launch()
         before = set(self.compiled)
         launch()
