@@ -83,7 +83,7 @@ class SpecEngine:
         specs = [*verifier.kv_specs, *(self.drafter.kv_specs if self.drafter else [])]
         max_blocks = blocks_for(self.max_model_len + self._overshoot, block_size)
         graph_rows = min(batch_bucket(config.max_num_seqs), BATCH_SIZES[-1]) * (self.num_draft_tokens + 1)
-        prefill_rows = most_prefill_rows(verifier) if captures and verifier.attention.captures_prefill else 0
+        prefill_rows = most_prefill_rows(verifier, config.max_num_seqs) if captures and verifier.attention.captures_prefill else 0
         num_blocks = plan_cache(
             verifier,
             specs,

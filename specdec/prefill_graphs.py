@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention.backend import AttentionMetadata
-from specdec.buckets import length_bucket, power_of_two
+from specdec.buckets import batch_bucket, length_bucket, power_of_two
 from specdec.core import ForwardInput, PrefillBatch, Verifier
 from specdec.graphs import Capture, ShapeGraphs
 from specdec.kv_cache.block_pool import NULL_BLOCK
@@ -20,8 +20,10 @@ from specdec.state import SlotState, samples_first_token
 
 LEAST_ROWS = 128
 """Of a request; fewer take as long."""
-MOST_ROWS = 2048
-"""Padding included; more leaves much to padding."""
+MOST_ROWS = 8192
+"""Padding included, of which many chunks of unlike lengths have much."""
+MOST_CHUNK_ROWS = 2048
+"""The same of one chunk."""
 MOST_ROW_BYTES = 2**43
 """Rows times bytes of weights beyond which the device takes longer than the host, some 10 ms on an H200."""
 
@@ -96,7 +98,7 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
 
     def _shape(self, chunks: Sequence[Chunk]) -> PrefillShape | None:
         longest = self._state.longest
-        num_reqs = power_of_two(len(chunks))
+        num_reqs = batch_bucket(len(chunks))
         num_rows = max(LEAST_ROWS, power_of_two(max(chunk.end - chunk.start for chunk in chunks)))
         end = max(chunk.start for chunk in chunks) + num_rows
         if num_reqs * num_rows > self._most_rows or end > longest:
@@ -153,6 +155,6 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
         return PrefillGraph(replay, inputs, logits)
 
 
-def most_prefill_rows(verifier: Verifier) -> int:
-    """Rows up to which a prefill is captured."""
-    return min(MOST_ROWS, MOST_ROW_BYTES // verifier.weight_bytes)
+def most_prefill_rows(verifier: Verifier, max_num_seqs: int) -> int:
+    """Rows up to which a prefill of at most so many chunks is captured."""
+    return min(MOST_ROWS, MOST_ROW_BYTES // verifier.weight_bytes, max_num_seqs * MOST_CHUNK_ROWS)

@@ -62,7 +62,7 @@ def check_step(name: str) -> None:
             loaded = torch.cuda.memory_allocated()
             engine = SpecEngine(verifier, drafter, config)
             cache = sum(tensor.nbytes for layer in engine.kv_cache.layers for tensor in layer)
-            predicted = loaded + cache + graph_bytes(verifier, num_reqs * (drafts + 1), most_prefill_rows(verifier))
+            predicted = loaded + cache + graph_bytes(verifier, num_reqs * (drafts + 1), most_prefill_rows(verifier, num_reqs))
             milliseconds = step_time(engine, num_reqs, context)
             first = first or milliseconds
             peak = torch.cuda.max_memory_allocated()

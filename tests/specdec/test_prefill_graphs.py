@@ -152,8 +152,14 @@ def test_inputs_of_a_replay(case: Case, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_how_many_rows_pay(case: Case) -> None:
     """The more weights, the fewer rows keep a device as long as their launches keep the host."""
-    rows = {size: most_prefill_rows(SimpleNamespace(weight_bytes=size)) for size in (3 * 10**8, 16 * 10**9, 10**13)}
-    assert rows == {3 * 10**8: 2048, 16 * 10**9: 549, 10**13: 0}
+
+    def most(weight_bytes: int, max_num_seqs: int) -> int:
+        verifier: Any = SimpleNamespace(weight_bytes=weight_bytes)
+        return most_prefill_rows(verifier, max_num_seqs)
+
+    assert [most(3 * 10**8, count) for count in (1, 3, 100)] == [2048, 6144, 8192]
+    assert [most(16 * 10**9, count) for count in (1, 100)] == [549, 549]
+    assert most(10**13, 1) == 0
 
 
 def test_a_mixed_step_has_logits_of_those_that_end(case: Case) -> None:
