@@ -1,7 +1,7 @@
 """Compares greedy outputs in float32 over all ways to decode: `python -m tests.identity_check [--data test.jsonl]`.
 
-The embedded model, plain and with its drafter, alone and in batches, captured (on a GPU) and launched operation by operation, with a
-fixed k and with one chosen step by step; and Transformers' `generate`. Whatever differs is printed, and the exit status is 1.
+The embedded model, plain and with its drafter, alone and in batches, captured (on a GPU) and launched operation by operation, with
+a fixed k and with one chosen step by step; and Transformers' `generate`. Whatever differs is printed, and the exit status is 1.
 """
 
 import argparse
