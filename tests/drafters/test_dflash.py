@@ -128,6 +128,17 @@ def test_slot_alignment(sample_from_anchor: bool, k: int) -> None:
         assert draft.token_ids[request].tolist() == expected[:k].tolist()
 
 
+def test_the_last_layer_goes_on_with_the_drafted_rows_alone() -> None:
+    """Nothing sees the other rows after its attention, and they would be most of its work when few drafts of many are verified."""
+    drafter, _, rig = bound(replace(TINY, block_size=16))
+    rows: list[int] = []
+    for name, module in drafter.model.named_modules():
+        if name.endswith(".mlp"):
+            module.register_forward_pre_hook(lambda _, inputs: rows.append(inputs[0].numel() // inputs[0].shape[-1]))
+    drafter.draft_hidden(rig.batch([3, 5], [9, 14], 3))
+    assert rows == [2 * 16, 2 * 16, 2 * 3]
+
+
 CAUSAL = (True,) * 3
 BLOCKS: dict[str, DFlashConfig] = {
     "same_position": replace(TINY, block_size=16),
