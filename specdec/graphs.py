@@ -129,7 +129,7 @@ class ShapeGraphs(Generic[Shape, Graph]):
         except BackendError as error:
             if self._required:
                 raise
-            logger.warning("%s. Decoding goes on without graphs", error)
+            logger.warning("%s. Decoding goes on without further graphs", error)
             self._closed = True
             return None
         logger.debug("captured: %s", shape)

@@ -12,10 +12,11 @@ import pytest
 from evals import bench_command
 from evals.bench import Bench, BenchConfig
 from evals.html_report import html_report
+from evals.prompt_sets import PromptSet
 from evals.report import read_report, write_report
 from evals.report_compare import compare_reports
 from evals.report_table import format_report
-from evals.runner import run_set
+from evals.runner import Pass, run_set
 from specdec.cli import main
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
@@ -204,6 +205,20 @@ def test_a_k_chosen_step_by_step_is_a_side_of_its_own(
     assert html_report(report).count("<svg") == 4
     assert main([*sweep[:-1], "all"]) == 2
     assert "'all' is neither a whole number nor auto" in capsys.readouterr().err
+
+
+def test_phases_are_timed_over_few_tokens(monkeypatch: Patch) -> None:
+    """A timed step waits for the device at every phase: on a GPU whole answers took longer than all the rest."""
+    passes: list[tuple[bool, int]] = []
+
+    def listen(decoder: SpecDecoder, prompts: PromptSet, sampling: SamplingParams, **options: Any) -> Pass:
+        passes.append((decoder.engine.timer.enabled, sampling.max_tokens))
+        return run_set(decoder, prompts, sampling, **options)
+
+    monkeypatch.setattr("evals.bench.run_set", listen)
+    monkeypatch.setattr("evals.bench.SPLIT_TOKENS", 3)
+    list(Bench(tiny_decoder(), BenchConfig(sets=(PROMPTS,), repeats=1, warmup=0, max_tokens=6)).run(PROVENANCE))
+    assert passes == [(False, 6)] * 2 + [(True, 3)] * 2
 
 
 def test_the_command_measures_writes_and_shows(tmp_path: Path, capsys: Capture) -> None:

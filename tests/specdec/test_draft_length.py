@@ -150,6 +150,16 @@ def test_what_is_not_measured_is_estimated_from_what_is() -> None:
     assert plain.estimate({StepSize(4, 1): 2.0}) == 2.0
 
 
+def test_what_an_estimate_makes_look_bad_is_tried_in_the_end() -> None:
+    """Between a dear k and a cheap one the time is a guess; a long run measures it, once that costs next to nothing."""
+    costs = {0: 1.0, 1: 1.4, 3: 1.5, 7: 1.6, 15: 9.0}
+    choice = DraftLength(MOST)
+    chosen, _, _ = simulate(choice, RATES["fair"], costs.__getitem__, steps=2000)
+    assert 7 not in chosen and chosen.count(1) > 1900
+    chosen, _, _ = simulate(choice, RATES["fair"], costs.__getitem__, steps=12000)
+    assert chosen[-500:].count(7) > 450
+
+
 def test_a_new_batch_size_begins_with_what_others_have_shown() -> None:
     """A batch that drains meets 13 sizes; most of their 78 kinds of steps, each a graph to capture, need not be tried."""
     choice, tried = DraftLength(MOST), set()
