@@ -27,7 +27,7 @@ _FIRST_GUESS = 0.9  # acceptance of the first position before anything is known;
 _GUESS_WEIGHT = 0.5  # in observations; what retrying drafts that never pay costs grows with it
 _SAMPLES = 8  # times kept per k and batch size
 _SHORTEST_AGE = 16  # steps before a time is measured again, however little that costs
-_NEW = 40  # steps that a kind of step costs once: a graph to capture, kernels to choose
+_NEW = 15  # steps that a kind of step costs once: a graph to capture, kernels to choose
 
 
 def checked_draft_tokens(asked: int | None, drafter: Drafter | None) -> int:
