@@ -102,6 +102,9 @@ class ShapeGraphs(Generic[Shape, Graph]):
 
     Args:
         required: raise when something cannot be captured; otherwise warn, and go on without further graphs.
+
+    Attributes:
+        graphs: what is captured.
     """
 
     def __init__(self, *, required: bool) -> None:
@@ -189,15 +192,14 @@ class StepGraphs(ShapeGraphs[StepShape, StepGraph]):
         if len(requests) > BATCH_SIZES[-1]:
             return None
         key = batch_key(requests)
-        if key != self._key:
-            self._facts = SamplingFacts.of(requests)
+        facts = self._facts if key == self._key else SamplingFacts.of(requests)
         bound = length_bucket(self._state.max_seq_len(requests, k), self._state.longest)
-        graph = self.obtain(StepShape(batch_bucket(len(requests)), k, bound, self._facts), self._captured)
+        graph = self.obtain(StepShape(batch_bucket(len(requests)), k, bound, facts), self._captured)
         if graph is None:
             return None
         if key != self._key:
             self._slots.copy_(self._state.slot_indices(requests, len(self._slots)), non_blocking=True)
-            self._key = key
+            self._key, self._facts = key, facts
         return graph
 
     def _captured(self, shape: StepShape) -> StepGraph:

@@ -16,7 +16,7 @@ from specdec.core import ForwardInput, PrefillBatch, Verifier
 from specdec.graphs import Capture, ShapeGraphs
 from specdec.kv_cache.block_pool import NULL_BLOCK
 from specdec.scheduler import Chunk, prefill_tokens
-from specdec.state import SlotState, samples_first_token
+from specdec.state import SlotState, cache_slots, samples_first_token
 
 LEAST_ROWS = 128
 """Of a request; fewer take as long."""
@@ -113,10 +113,10 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
         positions: list[int] = []
         slots: list[int] = []
         for chunk in chunks:
-            blocks, padding = chunk.request.block_ids, width - (chunk.end - chunk.start)
+            padding = width - (chunk.end - chunk.start)
             tokens += prefill_tokens(chunk.request)[chunk.start : chunk.end] + [0] * padding
             positions += range(chunk.start, chunk.start + width)
-            slots += [blocks[p // size] * size + p % size for p in range(chunk.start, chunk.end)] + [NULL_BLOCK * size] * padding
+            slots += cache_slots(chunk, size) + [NULL_BLOCK * size] * padding
         rows = len(chunks) * width
         values = [
             *(tokens + [0] * (missing * width)),

@@ -173,8 +173,7 @@ class SlotState:
         for chunk in chunks:
             tokens += prefill_tokens(chunk.request)[chunk.start : chunk.end]
             positions += range(chunk.start, chunk.end)
-            blocks = chunk.request.block_ids
-            slots += [blocks[p // self.block_size] * self.block_size + p % self.block_size for p in range(chunk.start, chunk.end)]
+            slots += cache_slots(chunk, self.block_size)
             starts.append(len(tokens))
             if samples_first_token(chunk):
                 logit_rows.append(len(tokens) - 1)
@@ -293,6 +292,12 @@ BatchKey = tuple[int, ...]
 def batch_key(requests: Sequence[Request]) -> BatchKey:
     """Differs between batches of different requests, or of the same in other slots."""
     return tuple([request.request_id for request in requests] + [request.slot for request in requests])
+
+
+def cache_slots(chunk: Chunk, block_size: int) -> list[int]:
+    """Where the keys and values of a chunk's tokens go, see `AttentionMetadata.slot_mapping`."""
+    blocks = chunk.request.block_ids
+    return [blocks[position // block_size] * block_size + position % block_size for position in range(chunk.start, chunk.end)]
 
 
 def samples_first_token(chunk: Chunk) -> bool:

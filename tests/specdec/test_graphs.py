@@ -4,9 +4,7 @@ No accelerator is needed: `Recorder` does what a graph does. It records the tens
 replays exactly those into exactly the same tensors; no Python of the step runs again.
 """
 
-import gc
 import logging
-import weakref
 from collections.abc import Callable, Hashable
 from types import SimpleNamespace
 from typing import Any
@@ -22,10 +20,8 @@ from specdec import buckets, graphs
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import DecodeBatch, Drafter, DraftOutput, Request
 from specdec.engine import SpecEngine
-from specdec.errors import BackendError, CapacityError
-from specdec.graphs import CudaCapture, StepGraphs
+from specdec.graphs import StepGraphs
 from specdec.kv_cache.block_pool import NULL_BLOCK
-from specdec.memory import plan_cache
 from specdec.state import SamplingFacts
 from tests.guards import no_host_sync
 from tests.scripted import ScriptedDrafter
@@ -351,6 +347,21 @@ def test_too_many_graphs_and_too_large_batches_run_without(
     ]
 
 
+def test_a_batch_without_a_graph_leaves_no_facts_behind(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch before and after it is the same, and must not be taken to be sampled as that one was."""
+    engine = case.engine("plain", 2, capture=True)
+    graphs_of = engine.graphs
+    assert graphs_of is not None
+    sampled = engine.add_request([3, 4, 5], SamplingParams(max_tokens=9, temperature=0.8))
+    greedy = engine.add_request([3, 4], SamplingParams(max_tokens=9))
+    engine.step()
+    both = graphs_of.prepare([sampled, greedy], 0)
+    assert both is not None
+    monkeypatch.setattr(graphs, "MAX_GRAPHS", len(graphs_of.graphs))
+    assert graphs_of.prepare([greedy], 0) is None
+    assert graphs_of.prepare([sampled, greedy], 0) is both
+
+
 def test_timing_runs_without_graphs(case: Case) -> None:
     """The phases of a step cannot be told apart inside a graph, and their clock would make the device wait in a capture."""
     engine = case.engine("ngram", 1, capture=True, timing=True)
@@ -363,176 +374,9 @@ def test_no_graphs_on_a_cpu(case: Case) -> None:
     assert case.engine("ngram", 1, capture=False, graphs=True).graphs is None
 
 
-class Nothing:
-    """A stream, or work on one."""
-
-    def __init__(self, *args: object) -> None:
-        pass
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def wait_stream(self, other: object) -> None:
-        pass
-
-
-class NoDeviceGraph:
-    """A graph whose capture ends in an error after one, as a device's does."""
-
-    num_replays = 0
-    failed = False
-
-    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
-        assert capture_error_mode == "relaxed"
-
-    def capture_end(self) -> None:
-        if self.failed:
-            raise RuntimeError("operation failed due to a previous error during capture")
-
-    def replay(self) -> None:
-        self.num_replays += 1
-
-
-@pytest.fixture
-def graph(monkeypatch: pytest.MonkeyPatch) -> NoDeviceGraph:
-    """What torch captures, without a device."""
-    made = NoDeviceGraph()
-    for name, value in {
-        "graph_pool_handle": lambda: (0, 0),
-        "Stream": Nothing,
-        "current_stream": Nothing,
-        "stream": Nothing,
-        "CUDAGraph": lambda: made,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    return made
-
-
-def test_what_cannot_be_captured_is_said(graph: NoDeviceGraph) -> None:
-    """A step that makes the device wait cannot be captured; the error names the reason and the way out, on one line.
-
-    The capture that follows such an error to its end fails as well, and what it says then is of no use to anyone.
-    """
-    calls = []
-
-    def launch() -> None:
-        calls.append(1)
-        if len(calls) == 2:
-            graph.failed = True
-            raise RuntimeError("operation not permitted when stream is capturing\nand so on")
-
-    with pytest.raises(BackendError, match=r"cuda:0 cannot capture .* not permitted when stream is capturing; turn graphs off$"):
-        CudaCapture(torch.device("cuda:0")).capture(launch, "kind")
-
-
-def test_a_capture_keeps_what_its_graph_refers_to(graph: NoDeviceGraph) -> None:
-    """A graph holds addresses: the memory of a tensor that nobody holds any more would be another's at its replay."""
-    tensor = torch.zeros(2)
-    alive = weakref.ref(tensor)
-
-    def launch(tensor: torch.Tensor = tensor) -> None:
-        tensor.add_(1)
-
-    replay = CudaCapture(torch.device("cuda:0")).capture(launch, "kind")
-    del launch, tensor
-    gc.collect()
-    assert alive() is not None
-    replay()
-    assert graph.num_replays == 1
-    del replay
-    gc.collect()
-    assert alive() is None
-
-
-def test_work_of_a_known_kind_is_launched_once_to_be_captured(graph: NoDeviceGraph) -> None:
-    """The first of a kind is launched before, for what happens at a first use cannot be captured."""
-    capture, launched = CudaCapture(torch.device("cuda:0")), []
-    for kind in ("plain", "plain", "drafts", "plain", "drafts"):
-        capture.capture(lambda kind=kind: launched.append(kind), kind)  # type: ignore[misc]
-    assert launched == ["plain"] * 3 + ["drafts"] * 2 + ["plain", "drafts"]
-
-
-def test_memory_that_the_device_lacks_is_refused(
-    case: Case, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Cache and captured steps are added up before either is taken: refused with the figures, or logged with them."""
-    target = SimpleNamespace(
-        device=torch.device("cuda:0"), dtype=torch.float16, vocab_size=2**17, hidden_size=2**12, attention=case.verifier.attention
-    )
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * 2**30, 8 * 2**30))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 * 2**30)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 4 * 2**30)
-
-    def blocks(budget: int, prefill_rows: int = 0) -> int:
-        config = CacheConfig(memory_bytes=budget)
-        verifier: Any = target
-        return plan_cache(verifier, case.verifier.kv_specs, config, most_tokens=2**30, graph_rows=1024, prefill_rows=prefill_rows)
-
-    with caplog.at_level(logging.INFO):
-        assert blocks(3 * 2**30) > 2
-    assert (
-        "weights and what else is loaded take 4.00 GiB, the KV cache takes 3.00 GiB and captured steps about 0.75 GiB"
-        in caplog.text
-    )
-    with pytest.raises(
-        CapacityError, match=r"takes 3.50 GiB and captured steps about 0.75 GiB, and cuda:0 has 4.00 GiB free; give"
-    ):
-        blocks(int(3.5 * 2**30))
-    with pytest.raises(CapacityError, match=r"takes 3.00 GiB and captured steps about 1.25 GiB, and cuda:0 has 4.00 GiB free"):
-        blocks(3 * 2**30, prefill_rows=2**13)
-
-
-def test_the_memory_of_a_dead_engine_counts_as_free(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine with captured steps is part of a cycle; without a collection the next engine would find its memory taken."""
-    engine = case.engine("plain", 1, capture=True)
-    alive = weakref.ref(engine)
-    target: Any = SimpleNamespace(
-        device=torch.device("cuda:0"), dtype=torch.float32, vocab_size=97, hidden_size=8, attention=case.verifier.attention
-    )
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30 if alive() is None else 0, 2**30))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
-    gc.disable()
-    try:
-        del engine
-        assert alive() is not None
-        assert plan_cache(target, case.verifier.kv_specs, CacheConfig(), most_tokens=256) == 65
-    finally:
-        gc.enable()
-
-
 def test_buckets_hold_what_they_are_for() -> None:
     """A bucket smaller than its batch or its sequences would cut requests or keys off."""
     for count in range(1, 700):
         assert buckets.batch_bucket(count) >= count
         assert buckets.length_bucket(count, 600) >= min(count, 600)
     assert buckets.length_bucket(10, 100) == 100
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_on_an_accelerator(drafter: str) -> None:
-    """Real graphs: the tokens of eager steps on the same device."""
-    from specdec.attention.selector import select_backend
-    from tests.tiny_models import VOCAB
-    from verifiers.hf import verifier_for
-    from verifiers.hf_attention import ATTENTION_NAME
-    from verifiers.shape import attention_spec
-
-    case = Case.__new__(Case)
-    case.outputs = {tuple(p): [token % VOCAB for token in range(MAX_TOKENS)] for p in random_prompts(7, seed=2)}
-    for attention in ("torch_ref", "triton_fa"):
-        model = plain_model("llama").to("cuda")
-        model.set_attn_implementation(ATTENTION_NAME)
-        spec = attention_spec(model.config, device=model.device, dtype=torch.float32, block_size=4)
-        case.verifier = verifier_for(model, name="llama", backend=select_backend(attention, spec))
-        outputs = []
-        for on in (False, True):
-            engine = case.engine(drafter, 5, capture=False, graphs=on)
-            outputs.append([request.output_token_ids for request in run(engine, list(case.outputs), "mixed")])
-            assert bool(engine.graphs and engine.graphs.graphs) == on
-            assert bool(engine.prefill_graphs and engine.prefill_graphs.graphs) == (on and attention == "triton_fa")
-        assert outputs[0] == outputs[1]

@@ -58,8 +58,8 @@ class PretendedDriver:
         return GPUTarget("cuda", 90, 32)
 
 
-class WarmCapture:
-    """In the place of a graph: everything that a launch compiles, the warm-up has compiled before."""
+class TwoLaunches:
+    """In the place of a graph: a step that is launched again compiles nothing, for no value of the host is compiled in."""
 
     def __init__(self, compiled: set[tuple[str, str]]) -> None:
         self.compiled, self.num_captures = compiled, 0
@@ -68,7 +68,7 @@ class WarmCapture:
         launch()
         before = set(self.compiled)
         launch()
-        assert self.compiled == before, "a kernel is compiled within the capture"
+        assert self.compiled == before
         self.num_captures += 1
         return launch
 
@@ -116,7 +116,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> set[tuple[str, 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_a_generation_compiles(compiled: set[tuple[str, str]], name: str) -> None:
-    """Prefill, drafts, verify and commit, with the lean forward and with transformers' modules; no capture compiles anything."""
+    """Prefill, drafts, verify and commit, with the lean forward and with transformers' modules."""
     config = CONFIGS[name]()
     if name == "llama":  # sizes that suit the products of few rows
         config.hidden_size, config.intermediate_size = 64, 128
@@ -125,7 +125,7 @@ def test_a_generation_compiles(compiled: set[tuple[str, str]], name: str) -> Non
     verifier = verifier_for(model, name=name, backend=TritonFaBackend(spec))
     cache = CacheConfig(block_size=16, memory_bytes=2**22)
     engine = SpecEngine(verifier, random_dflash(verifier), EngineConfig(max_num_seqs=2, max_model_len=400, cache=cache))
-    capture = WarmCapture(compiled)
+    capture = TwoLaunches(compiled)
     engine.graphs = StepGraphs(capture, engine.state, engine._result_table)
     for length in (3, 80):  # more rows than the products of few rows take
         engine.add_request(list(range(3, 3 + length)), SamplingParams(max_tokens=12, ignore_eos=True))
