@@ -15,12 +15,12 @@ from torch import Tensor
 from drafters.checkpoint import read_checkpoint, target_ids
 from drafters.dflash_model import DFlashModel
 from specdec.attention.backend import AttentionSpec
-from specdec.attention.triton_fa import TritonFaBackend
+from specdec.attention.triton.fa import TritonFaBackend
 from specdec.config import DraftSampling
 from specdec.core import AcceptOutput, DecodeBatch, DraftOutput, PrefillBatch, Verifier, VerifyOutput
 from specdec.errors import BackendError, CheckpointError, InvalidInputError
 from specdec.kv_cache import KVLayerSpec, LayerCache
-from specdec.ops.argmax import argmax
+from specdec.layers.argmax import argmax
 from specdec.sampling import Purpose, processed_probs, sample_from, uniform
 
 if TYPE_CHECKING:

@@ -8,13 +8,13 @@ from torch import Tensor, nn
 
 from drafters.dflash_model import DFlashLayer, DFlashModel, Keep
 from specdec.attention.backend import AttentionMetadata
-from specdec.attention.triton_fa import TritonFaBackend
+from specdec.attention.triton.fa import TritonFaBackend
+from specdec.kernels.triton_embedding import embed
+from specdec.kernels.triton_fused import rms_norm, rope_store
 from specdec.kv_cache import LayerCache
-from specdec.ops.linear import Linear
-from specdec.ops.rotary import half_angles
-from specdec.ops.triton_decoder import DecoderLayer, TritonDecoder
-from specdec.ops.triton_embedding import embed
-from specdec.ops.triton_fused import rms_norm, rope_store
+from specdec.layers.linear import Linear
+from specdec.layers.rotary import half_angles
+from specdec.layers.triton_decoder import DecoderLayer, TritonDecoder
 
 
 class TritonDFlash:

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specdec.cli import byte_size, number, whole_number
+from specdec.cli.generate import DRAFTER_HELP
+from specdec.cli.main import byte_size, number, whole_number
 from specdec.errors import InvalidInputError
-from specdec.generate_command import DRAFTER_HELP
 
 if TYPE_CHECKING:
     from evals.bench import BenchConfig, DraftCount

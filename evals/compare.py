@@ -16,14 +16,14 @@ import torch
 
 from evals.divergence import Divergence, explain_divergence, first_divergence
 from evals.provenance import device_name, versions
+from specdec.cli.generate import counted, describe_drafts, load_decoder, sampling_params
+from specdec.cli.prompts import model_inputs, read_prompts
+from specdec.cli.result_writer import ResultWriter
 from specdec.config import SamplingParams
 from specdec.decoder import GenerationResult, SpecDecoder, StreamChunk
 from specdec.errors import InvalidInputError
-from specdec.generate_command import counted, describe_drafts, load_decoder, sampling_params
 from specdec.metrics import AcceptanceStats, Speed, mean_tau, pooled
-from specdec.prompts import model_inputs, read_prompts
 from specdec.registry import drafter_name
-from specdec.result_writer import ResultWriter
 
 WARMUP_TOKENS = 16
 BAR_WIDTH = 32

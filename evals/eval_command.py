@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from evals.bench_command import parse_files
-from specdec.cli import byte_size, number, whole_number
+from specdec.cli.generate import DRAFTER_HELP
+from specdec.cli.main import byte_size, number, whole_number
 from specdec.errors import InvalidInputError
-from specdec.generate_command import DRAFTER_HELP
 from specdec.registry import drafter_name
 
 _EXAMPLES = """\

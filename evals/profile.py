@@ -20,7 +20,7 @@ from evals.roofline import measured_bandwidth, step_bytes
 from specdec.config import SamplingParams
 from specdec.core import Request, Status
 from specdec.decoder import SpecDecoder
-from specdec.engine import SpecEngine
+from specdec.engine.engine import SpecEngine
 from specdec.errors import CapacityError, InvalidInputError
 
 

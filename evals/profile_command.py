@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from specdec.cli import whole_number
-from specdec.generate_command import DRAFTER_HELP, describe_drafts
+from specdec.cli.generate import DRAFTER_HELP, describe_drafts
+from specdec.cli.main import whole_number
 from specdec.registry import drafter_name
 
 _EXAMPLES = """\

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from specdec.engine import SpecEngine
+from specdec.engine.engine import SpecEngine
 
 MEASURED_BYTES = {"cpu": 2**28, "cuda": 2**31}
 """Read at once when the bandwidth is measured: far more than the caches hold."""

@@ -11,7 +11,7 @@ from evals.prompt_sets import Item, PromptSet
 from specdec.config import SamplingParams
 from specdec.core import Request, Status
 from specdec.decoder import GenerationResult, SpecDecoder
-from specdec.engine import SpecEngine
+from specdec.engine.engine import SpecEngine
 from specdec.errors import SpecDecError
 from specdec.metrics import AcceptanceStats
 from specdec.text import IncrementalDecoder

@@ -113,14 +113,14 @@ class EngineConfig:
         max_prefill_tokens: prompt tokens per step, the size of a prefill chunk; None takes 512 on a CPU and 2,048 elsewhere.
         num_draft_tokens: k, drafts per step; None takes the drafter's own number.
         adaptive: choose k for every step, at most `num_draft_tokens`, as what decodes fastest by the times and the acceptance
-            measured so far (`specdec.draft_length`). Off, k is fixed, as figures at a stated k need it. Probabilistic drafts then
-            make sampled output depend on the machine's speed, which a seed does not repeat.
+            measured so far (`specdec.engine.draft_length`). Off, k is fixed, as figures at a stated k need it. Probabilistic drafts
+            then make sampled output depend on the machine's speed, which a seed does not repeat.
         draft_sampling: "greedy" drafts are a point mass, so sampled output equals plain decoding with the same seed token for
             token; "probabilistic" draws drafts from the drafter's distribution, exact in distribution.
         pipeline_depth: steps launched before the oldest result is read; None means 1 on an accelerator and 0 on a CPU.
-        graphs: capture decode steps as CUDA or HIP graphs, one per shape when it first occurs (`specdec.graphs`), and with
-            triton_fa the prefill of short chunks as well (`specdec.prefill_graphs`); without effect on a CPU. None captures on
-            CUDA, and warns and goes on without where the device refuses; True raises there.
+        graphs: capture decode steps as CUDA or HIP graphs, one per shape when it first occurs (`specdec.engine.graphs`), and with
+            triton_fa the prefill of short chunks as well (`specdec.engine.prefill_graphs`); without effect on a CPU. None captures
+            on CUDA, and warns and goes on without where the device refuses; True raises there.
         timing: measure the phases of each step; synchronises the device, so it slows an accelerator down, and runs without graphs.
         seed: source of the seeds of requests that bring none.
         cache: the KV cache.

@@ -14,7 +14,7 @@ from specdec.attention.backend import AttentionMetadata
 from specdec.config import DEFAULT_BLOCK_SIZE, EngineConfig, SamplingParams
 from specdec.core import Drafter, ForwardInput, Request, Status, Verifier
 from specdec.device import cache_dtype, resolve_device, resolve_dtype
-from specdec.engine import SpecEngine
+from specdec.engine.engine import SpecEngine
 from specdec.errors import InvalidInputError, SpecDecError
 from specdec.kv_cache import PagedKVCache, blocks_for
 from specdec.metrics import AcceptanceStats

@@ -7,17 +7,17 @@ from typing import Any
 from specdec.errors import InvalidInputError
 
 ATTENTION_BACKENDS = {
-    "rocm_aiter_fa": "specdec.attention.rocm_aiter_fa:RocmAiterFaBackend",
-    "rocm_aiter_fa_shuffle": "specdec.attention.rocm_aiter_fa:RocmAiterFaShuffleBackend",
-    "triton_fa": "specdec.attention.triton_fa:TritonFaBackend",
-    "torch_ref": "specdec.attention.torch_ref:TorchRefBackend",
+    "rocm_aiter_fa": "specdec.attention.aiter.fa:RocmAiterFaBackend",
+    "rocm_aiter_fa_shuffle": "specdec.attention.aiter.fa:RocmAiterFaShuffleBackend",
+    "triton_fa": "specdec.attention.triton.fa:TritonFaBackend",
+    "torch_ref": "specdec.attention.torch_ref.fa:TorchRefBackend",
 }
 """In order of preference for `auto`."""
 
 MLA_BACKENDS = {
-    "rocm_aiter_mla_sparse": "specdec.attention.rocm_aiter_mla_sparse:RocmAiterMlaSparseBackend",
-    "rocm_aiter_mla": "specdec.attention.rocm_aiter_mla:RocmAiterMlaBackend",
-    "torch_ref": "specdec.attention.torch_ref_mla:TorchRefMlaBackend",
+    "rocm_aiter_mla_sparse": "specdec.attention.aiter.mla_sparse:RocmAiterMlaSparseBackend",
+    "rocm_aiter_mla": "specdec.attention.aiter.mla:RocmAiterMlaBackend",
+    "torch_ref": "specdec.attention.torch_ref.mla:TorchRefMlaBackend",
 }
 """For models with latent attention, in order of preference for `auto`."""
 
@@ -34,13 +34,13 @@ VERIFIERS = {
 """Functions `(name_or_path, *, device, dtype, attention) -> (Verifier, tokenizer)`."""
 
 COMMANDS = {
-    "generate": "specdec.generate_command:run",
+    "generate": "specdec.cli.generate:run",
     "compare": "evals.compare:run",  # generate --compare
     "eval": "evals.eval_command:run",
     "bench": "evals.bench_command:run",
     "profile": "evals.profile_command:run",
     "train": "drafters.training.command:run",
-    "doctor": "specdec.doctor_command:run",
+    "doctor": "specdec.cli.doctor:run",
 }
 """Functions `(argparse.Namespace) -> exit status`, named as strings so that `--help` imports none of them."""
 

@@ -11,7 +11,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from specdec.ops.argmax import argmax
+from specdec.layers.argmax import argmax
 
 
 class Purpose(IntEnum):

@@ -9,7 +9,7 @@ from drafters.dflash import DFlashDrafter
 from drafters.dflash_model import DFlashModel
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import DecodeBatch, Drafter, Verifier
-from specdec.engine import SpecEngine
+from specdec.engine.engine import SpecEngine
 from tests.guards import no_host_sync
 from tests.tiny_models import random_dflash, random_prompts
 

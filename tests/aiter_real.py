@@ -14,8 +14,8 @@ from unittest import mock
 import torch
 
 import specdec.device
-from specdec.attention import rocm_aiter_fa
-from specdec.ops import aiter, aiter_triton
+from specdec.attention.aiter import fa as rocm_aiter_fa
+from specdec.kernels import aiter, aiter_triton
 
 SOURCES = "SPECDEC_AITER"
 """Environment variable that names a folder with AITER's sources, the one that holds the folder `aiter`."""

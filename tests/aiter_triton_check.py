@@ -19,13 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.attention.aiter.fa import RocmAiterFaBackend
 from specdec.attention.backend import AttentionMetadata
-from specdec.attention.rocm_aiter_fa import RocmAiterFaBackend
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import Drafter, ForwardInput, Verifier
-from specdec.engine import SpecEngine
+from specdec.engine.engine import SpecEngine
+from specdec.kernels import aiter
 from specdec.kv_cache import PagedKVCache, blocks_for
-from specdec.ops import aiter
 from tests.aiter_real import INTERPRETER, missing, real_aiter
 from tests.attention_case import Case, spec
 from tests.scripted import ScriptedDrafter

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
-from specdec.attention.torch_ref import TorchRefBackend
+from specdec.attention.torch_ref.fa import TorchRefBackend
 from specdec.kv_cache import KVLayerSpec, LayerCache, PagedKVCache, blocks_for
 
 

@@ -16,7 +16,7 @@ from evals.prompt_sets import load_prompt_set
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import Drafter, Verifier
 from specdec.decoder import SpecDecoder
-from specdec.engine import SpecEngine
+from specdec.engine.engine import SpecEngine
 
 
 class Way(NamedTuple):

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import specdec.device
-from specdec.attention import rocm_aiter_mla_sparse
+from specdec.attention.aiter import mla_sparse as rocm_aiter_mla_sparse
 from specdec.attention.backend import AttentionMetadata
 from specdec.attention.mla import IndexerRows, IndexerSpec, MlaBackend, MlaRows, MlaSpec, UpProjection
-from specdec.attention.torch_ref_mla import TorchRefMlaBackend
+from specdec.attention.torch_ref.mla import TorchRefMlaBackend
 from specdec.kv_cache import LatentCache, PagedKVCache, blocks_for
 from tests.aiter_emulation import Machine, install
 

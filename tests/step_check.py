@@ -16,12 +16,12 @@ from drafters.config import DFlashConfig
 from drafters.dflash import DFlashDrafter
 from drafters.dflash_model import DFlashModel
 from specdec.attention.backend import AttentionSpec
-from specdec.attention.triton_fa import TritonFaBackend
+from specdec.attention.triton.fa import TritonFaBackend
 from specdec.config import EngineConfig, SamplingParams
 from specdec.core import Status
-from specdec.engine import SpecEngine
-from specdec.memory import graph_bytes
-from specdec.prefill_graphs import most_prefill_rows
+from specdec.engine.engine import SpecEngine
+from specdec.engine.memory import graph_bytes
+from specdec.engine.prefill_graphs import most_prefill_rows
 from tests.triton_check import BLOCK, DEVICE, SHAPES, random_verifier
 
 

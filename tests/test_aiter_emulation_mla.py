@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.ops import aiter as families
+from specdec.kernels import aiter as families
 from tests.aiter_emulation import Machine, MisuseError
 from tests.aiter_emulation.mla_objects import code_object
 from tests.aiter_emulation.signatures import VERSIONS

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from drafters.checkpoint import write_checkpoint
 from specdec import EngineConfig, SamplingParams, SpecDecError, SpecDecoder
-from specdec.cli import main
+from specdec.cli.main import main
 from tests.tiny_models import paged_verifier, plain_model, random_dflash, tiny_tokenizer
 
 Capture = pytest.CaptureFixture[str]

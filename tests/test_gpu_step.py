@@ -13,7 +13,7 @@ from drafters.ngram import NGramDrafter
 from specdec.attention.selector import select_backend
 from specdec.config import CacheConfig, DraftSampling, EngineConfig, SamplingParams
 from specdec.core import DecodeBatch
-from specdec.engine import SpecEngine
+from specdec.engine.engine import SpecEngine
 from tests.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]

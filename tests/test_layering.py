@@ -18,8 +18,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 """Of this project's own packages; none of them may import the tests."""
 
 CONFINED = {
-    "aiter": "specdec/ops/aiter*.py",
-    "triton": "specdec/ops/triton_*.py",
+    "aiter": "specdec/kernels/aiter*.py",
+    "triton": "specdec/kernels/triton_*.py",
     "lm_eval": "evals/lm_eval_*.py",
 }
 """Libraries that only some files may import, so that everything else works without them."""
@@ -107,14 +107,14 @@ def test_registry_names_exist() -> None:
 @pytest.mark.parametrize(
     ("name", "source", "offence"),
     [
-        ("specdec/engine.py", "import torch\nfrom drafters.ngram import load", ":2: specdec must not import drafters.ngram"),
+        ("specdec/engine/engine.py", "import torch\nfrom drafters.ngram import load", ":2: specdec must not import drafters.ngram"),
         ("specdec/a/b.py", "def f():\n    import evals", ":2: specdec must not import evals"),
         ("specdec/lazy.py", "import_module('verifiers.hf')", ":1: specdec must not import verifiers.hf"),
         ("drafters/x.py", "from verifiers import hf", ":1: drafters must not import verifiers"),
         ("verifiers/x.py", "if TYPE_CHECKING:\n    import drafters.ngram", ":2: verifiers must not import drafters.ngram"),
         ("evals/x.py", "import tests.guards", ":1: evals must not import tests.guards"),
-        ("specdec/attention/fa.py", "import aiter.ops", ":1: only specdec/ops/aiter*.py may import aiter.ops"),
-        ("drafters/x.py", "import triton.language as tl", ":1: only specdec/ops/triton_*.py may import triton.language"),
+        ("specdec/attention/fa.py", "import aiter.ops", ":1: only specdec/kernels/aiter*.py may import aiter.ops"),
+        ("drafters/x.py", "import triton.language as tl", ":1: only specdec/kernels/triton_*.py may import triton.language"),
         ("evals/x.py", "from lm_eval.api import model", ":1: only evals/lm_eval_*.py may import lm_eval.api"),
     ],
 )
@@ -132,9 +132,9 @@ def test_offence_is_reported_with_its_line(tmp_path: Path, name: str, source: st
         ("evals/x.py", "import drafters, verifiers.hf, specdec"),
         ("drafters/x.py", "from specdec.core import Drafter\nfrom drafters.config import DFlashConfig"),
         ("specdec/x.py", "import specdec.drafters_like\nfrom .evals import run"),
-        ("specdec/ops/aiter.py", "import aiter"),
-        ("specdec/ops/aiter_triton.py", "import aiter.ops.triton"),
-        ("specdec/ops/triton_fa.py", "import triton"),
+        ("specdec/kernels/aiter.py", "import aiter"),
+        ("specdec/kernels/aiter_triton.py", "import aiter.ops.triton"),
+        ("specdec/kernels/triton_fa.py", "import triton"),
     ],
 )
 def test_permitted_imports_are_not_reported(tmp_path: Path, name: str, source: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from drafters.ngram import NGramDrafter
 from specdec.config import SamplingParams
 from specdec.core import DecodeBatch, Drafter, Verifier
-from specdec.engine import SpecEngine
+from specdec.engine.engine import SpecEngine
 from tests.guards import HostSyncError, no_host_sync
 from tests.scripted import ScriptedDrafter
 from tests.test_lossless import MAX_TOKENS, engine_config

@@ -15,8 +15,8 @@ from drafters.ngram import NGramDrafter
 from specdec.attention.selector import select_backend
 from specdec.config import CacheConfig, EngineConfig
 from specdec.core import Drafter, Verifier
-from specdec.engine import SpecEngine
-from specdec.state import SamplingFacts
+from specdec.engine.engine import SpecEngine
+from specdec.engine.slots import SamplingFacts
 from tests.tiny_models import CONFIGS, random_dflash
 from verifiers.hf import verifier_for
 from verifiers.hf_attention import ATTENTION_NAME

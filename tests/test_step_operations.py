@@ -23,12 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 from triton.runtime.jit import JITFunction
 
-from specdec.attention import triton_fa
-from specdec.attention.triton_fa import TritonFaBackend
+from specdec.attention.triton import fa as triton_fa
+from specdec.attention.triton.fa import TritonFaBackend
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
-from specdec.engine import SpecEngine
-from specdec.graphs import StepGraphs
-from specdec.ops import argmax, linear, triton_argmax, triton_decoder, triton_linear
+from specdec.engine.engine import SpecEngine
+from specdec.engine.graphs import StepGraphs
+from specdec.kernels import triton_argmax, triton_linear
+from specdec.layers import argmax, linear, triton_decoder
 from tests.tiny_models import CONFIGS, random_dflash
 from verifiers.hf import verifier_for
 from verifiers.hf_attention import ATTENTION_NAME

@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdec.attention.backend import AttentionMetadata, AttentionSpec
-from specdec.attention.torch_ref import TorchRefBackend
-from specdec.attention.triton_fa import TritonFaBackend
+from specdec.attention.torch_ref.fa import TorchRefBackend
+from specdec.attention.triton.fa import TritonFaBackend
 from specdec.core import ForwardInput
 from specdec.kv_cache import KVLayerSpec, LayerCache, PagedKVCache, blocks_for
-from specdec.ops.linear import Linear
+from specdec.layers.linear import Linear
 from verifiers.fused import FusedVerifier
 
 DEVICE = torch.device("cuda")
@@ -168,7 +168,7 @@ def check_attention(name: str, case: dict[str, Any], bytes_per_us: float) -> Non
 
 def check_fused(rows: int, bytes_per_us: float) -> None:
     """Lines for the kernels around attention with the 8B shape, beside plain torch in a graph."""
-    from specdec.ops.triton_fused import add_rms_norm, rope_store, silu_mul
+    from specdec.kernels.triton_fused import add_rms_norm, rope_store, silu_mul
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, device=DEVICE).bfloat16()

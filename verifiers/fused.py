@@ -16,17 +16,17 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig
 
 from specdec.attention.backend import AttentionBackend
-from specdec.attention.triton_fa import TritonFaBackend
+from specdec.attention.triton.fa import TritonFaBackend
 from specdec.core import ForwardInput, VerifyOutput
 from specdec.kv_cache import LayerCache
-from specdec.ops.linear import FourBitWeight, Linear
-from specdec.ops.rotary import half_angles
+from specdec.layers.linear import FourBitWeight, Linear
+from specdec.layers.rotary import half_angles
 from verifiers.shape import kv_layer_spec, layer_windows, max_model_len
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from specdec.ops.triton_decoder import TritonDecoder
+    from specdec.layers.triton_decoder import TritonDecoder
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """`(layer, query [T, heads, D], key [T, kv_heads, D], value [T, kv_heads, D]) -> [T, heads, D]`."""
@@ -194,7 +194,7 @@ class FusedVerifier:
 
     def _triton_decoder(self, backend: TritonFaBackend) -> "TritonDecoder":
         """The layers for Triton kernels; they share the weights."""
-        from specdec.ops.triton_decoder import DecoderLayer, TritonDecoder
+        from specdec.layers.triton_decoder import DecoderLayer, TritonDecoder
 
         layers = [
             DecoderLayer(

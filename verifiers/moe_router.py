@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import specdec.device
-from specdec.ops import aiter
-from specdec.ops.router import Routing, aiter_reasons, route, route_with_aiter
+from specdec.kernels import aiter
+from specdec.layers.router import Routing, aiter_reasons, route, route_with_aiter
 
 logger = logging.getLogger(__name__)
 

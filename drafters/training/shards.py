@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from drafters.training.state import write_atomically
 from specdec.core import Request, Status
-from specdec.engine import SpecEngine
+from specdec.engine.engine import SpecEngine
 from specdec.errors import CheckpointError, SpecDecError
 
 Job = TypeVar("Job")

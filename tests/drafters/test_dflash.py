@@ -14,7 +14,7 @@ from drafters.config import DFlashConfig
 from drafters.dflash import DFlashDrafter, load_dflash
 from drafters.dflash_model import DFlashModel
 from specdec.attention.backend import AttentionSpec
-from specdec.attention.torch_ref import TorchRefBackend
+from specdec.attention.torch_ref.fa import TorchRefBackend
 from specdec.errors import BackendError, CheckpointError, InvalidInputError
 from specdec.sampling import Purpose, uniform
 from tests.drafters.tiny import (

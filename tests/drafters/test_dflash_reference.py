@@ -13,7 +13,7 @@ from drafters.config import DFlashConfig
 from drafters.dflash import load_dflash
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import Request
-from specdec.engine import SpecEngine
+from specdec.engine.engine import SpecEngine
 from tests.drafters.tiny import (
     BLOCK,
     TINY,

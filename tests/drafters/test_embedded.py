@@ -18,7 +18,7 @@ from evals.bench import Bench, BenchConfig
 from evals.prompt_sets import load_prompt_set
 from evals.provenance import provenance
 from specdec import CacheConfig, EngineConfig, SpecDecoder
-from specdec.cli import main
+from specdec.cli.main import main
 from specdec.decoder import find_drafter
 from specdec.errors import CheckpointError, InvalidInputError
 from specdec.metrics import pooled

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from drafters.ngram import NGramDrafter, load_ngram
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
-from specdec.engine import SpecEngine
+from specdec.engine.engine import SpecEngine
 from specdec.errors import InvalidInputError
 from tests.drafters.tiny import BLOCK, FakeVerifier, Rig, tiny_target
 from tests.guards import no_host_sync

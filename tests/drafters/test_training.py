@@ -22,7 +22,7 @@ from drafters.training.log import TrainLog
 from drafters.training.optimizer import MasterAdamW
 from drafters.training.stages import run_stages
 from drafters.training.trainer import Trainer
-from specdec.cli import main
+from specdec.cli.main import main
 from specdec.errors import CapacityError, CheckpointError, InvalidInputError, SpecDecError
 from tests.drafters.toy_training import MASK, as_flags, one_thread, toy_config, write_prompts, write_target  # noqa: F401
 from tests.guards import no_host_sync

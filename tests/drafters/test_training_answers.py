@@ -26,7 +26,7 @@ from drafters.training.provenance import PROVENANCE
 from drafters.training.stages import run_stages
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
-from specdec.engine import SpecEngine
+from specdec.engine.engine import SpecEngine
 from specdec.errors import CapacityError, CheckpointError, InvalidInputError, SpecDecError
 from tests.drafters.toy_training import as_flags, one_thread, toy_config, write_prompts, write_target  # noqa: F401
 

@@ -16,7 +16,7 @@ from drafters.dflash import DFlashDrafter
 from drafters.dflash_model import DFlashModel
 from drafters.layout import Layout
 from specdec.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
-from specdec.attention.torch_ref import TorchRefBackend
+from specdec.attention.torch_ref.fa import TorchRefBackend
 from specdec.core import AcceptOutput, DecodeBatch, Drafter, ForwardInput, PrefillBatch, VerifyOutput
 from specdec.kv_cache import PagedKVCache
 from specdec.sampling import SamplingTensors

@@ -17,10 +17,10 @@ from evals.report import read_report, write_report
 from evals.report_compare import compare_reports
 from evals.report_table import format_report
 from evals.runner import Pass, run_set
-from specdec.cli import main
+from specdec.cli.main import main
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
-from specdec.draft_length import DraftLength
+from specdec.engine.draft_length import DraftLength
 from specdec.errors import InvalidInputError
 from tests.evals.tiny import PROMPTS, PROVENANCE, tiny_decoder, tiny_report
 from tests.tiny_models import random_dflash

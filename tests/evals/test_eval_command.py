@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from evals import eval_command
-from specdec.cli import main
+from specdec.cli.main import main
 
 Capture = pytest.CaptureFixture[str]
 

@@ -10,7 +10,7 @@ import pytest
 
 from evals.prompt_sets import load_prompt_set
 from evals.report import read_report
-from specdec.cli import main
+from specdec.cli.main import main
 from specdec.config import CacheConfig, EngineConfig
 from specdec.decoder import SpecDecoder
 from specdec.errors import InvalidInputError

@@ -9,12 +9,12 @@ import pytest
 from torch.autograd import DeviceType
 
 from evals.profile import _busy_us, _idle_share, _kernels, covered, format_profile, profile_steps
-from specdec import buckets
-from specdec.cli import main
+from specdec.cli.main import main
 from specdec.config import EngineConfig
 from specdec.decoder import SpecDecoder, find_drafter
+from specdec.engine import buckets
+from specdec.engine.graphs import StepGraphs
 from specdec.errors import CapacityError, InvalidInputError
-from specdec.graphs import StepGraphs
 from tests.evals.tiny import tiny_decoder
 from tests.specdec.test_graphs import Recorder
 

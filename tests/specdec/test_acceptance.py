@@ -17,10 +17,10 @@ from scipy import stats
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specdec import acceptance
-from specdec.acceptance import accept
 from specdec.config import SamplingParams
 from specdec.core import AcceptOutput, DraftOutput
+from specdec.engine import acceptance
+from specdec.engine.acceptance import accept
 from specdec.sampling import Purpose, SamplingTensors, sample_from, uniform
 from tests.specdec.test_sampling import tensors, transformers_probs
 
@@ -453,7 +453,7 @@ def test_all_greedy_makes_no_float_copy_of_the_logits() -> None:
 
 def test_a_cpu_needs_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches an import of Triton where its kernels cannot run; it may be missing there."""
-    for module in ("triton", "specdec.ops.triton_argmax"):
+    for module in ("triton", "specdec.kernels.triton_argmax"):
         monkeypatch.setitem(sys.modules, module, None)  # importing it raises
     tokens = torch.zeros(1, K + 1).long()
     assert torch.equal(

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.attention import torch_ref
 from specdec.attention.backend import AttentionMetadata, AttentionSpec
 from specdec.attention.selector import refusals, select_backend
-from specdec.attention.torch_ref import TorchRefBackend
+from specdec.attention.torch_ref import fa as torch_ref
+from specdec.attention.torch_ref.fa import TorchRefBackend
 from specdec.errors import BackendError, InvalidInputError
 from specdec.kv_cache import KVLayerSpec, PagedKVCache, blocks_for
 

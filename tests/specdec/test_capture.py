@@ -6,8 +6,8 @@ import weakref
 import pytest
 import torch
 
+from specdec.engine.graphs import CudaCapture
 from specdec.errors import BackendError
-from specdec.graphs import CudaCapture
 from tests.specdec.test_graphs import DRAFTERS, MAX_TOKENS, Case, run
 from tests.tiny_models import plain_model, random_prompts
 

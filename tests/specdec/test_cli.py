@@ -16,13 +16,13 @@ import torch
 from drafters.ngram import load_ngram
 from evals.compare import compare, first_divergence
 from specdec import __version__
-from specdec.cli import VERBS, byte_size, main
+from specdec.cli.main import VERBS, byte_size, main
 from specdec.config import EngineConfig, SamplingParams
 from specdec.decoder import GenerationResult, SpecDecoder, StreamChunk
+from specdec.engine.timing import StepTimer
 from specdec.errors import CapacityError
 from specdec.metrics import AcceptanceStats
 from specdec.registry import COMMANDS
-from specdec.timing import StepTimer
 from tests.tiny_models import VOCAB, paged_verifier, plain_model, tiny_tokenizer
 
 Capture = pytest.CaptureFixture[str]
@@ -92,7 +92,7 @@ def python(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
 def test_help_imports_nothing_heavy() -> None:
     """Catches an import that makes `--help` wait for torch."""
     code = (
-        "import sys; from specdec.cli import main; main(['--help']); main(['generate', '--help']);"
+        "import sys; from specdec.cli.main import main; main(['--help']); main(['generate', '--help']);"
         "sys.exit(', '.join({'torch', 'transformers', 'numpy', 'tokenizers'} & set(sys.modules)) or 0)"
     )
     done = python(code)
@@ -361,7 +361,7 @@ def test_a_closed_pipe_is_quiet() -> None:
     """Catches the traceback that `specdec ... | head` would show."""
     read_end, write_end = os.pipe()
     os.close(read_end)
-    code = "import sys; from specdec.cli import main; sys.exit(main(['generate', '--help']))"
+    code = "import sys; from specdec.cli.main import main; sys.exit(main(['generate', '--help']))"
     done = python(code, stdout=write_end, env={**os.environ, "PYTHONUNBUFFERED": ""})
     os.close(write_end)
     assert (done.returncode, done.stderr) == (141, "")

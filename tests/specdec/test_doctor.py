@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import specdec.device
-from specdec.cli import main
-from specdec.ops import aiter
+from specdec.cli.main import main
+from specdec.kernels import aiter
 from tests.aiter_emulation import Machine, install
 
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from drafters.ngram import NGramDrafter
-from specdec import generate_command
-from specdec.buckets import BATCH_SIZES
+from specdec.cli import generate as generate_command
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import DecodeBatch, Drafter, DraftOutput, ForwardInput, Request, Verifier, VerifyOutput
 from specdec.decoder import SpecDecoder
-from specdec.draft_length import DraftLength, StepSize, StepTimes, ladder
-from specdec.engine import SpecEngine
-from specdec.graphs import StepGraphs
+from specdec.engine.buckets import BATCH_SIZES
+from specdec.engine.draft_length import DraftLength, StepSize, StepTimes, ladder
+from specdec.engine.engine import SpecEngine
+from specdec.engine.graphs import StepGraphs
 from specdec.metrics import AcceptanceStats, pooled
 from tests.scripted import ScriptedDrafter
 from tests.tiny_models import paged_verifier, plain_greedy, plain_model, random_dflash, random_prompts

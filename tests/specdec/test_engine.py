@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import DecodeBatch, DraftOutput, ForwardInput, Request, Verifier, VerifyOutput
-from specdec.engine import SpecEngine
+from specdec.engine.engine import SpecEngine
 from specdec.errors import CapacityError, InvalidInputError
 from tests.scripted import ScriptedDrafter
 from tests.tiny_models import paged_verifier, plain_greedy, plain_model, random_prompts

@@ -16,13 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from drafters.ngram import NGramDrafter
-from specdec import buckets, graphs
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import DecodeBatch, Drafter, DraftOutput, Request
-from specdec.engine import SpecEngine
-from specdec.graphs import StepGraphs
+from specdec.engine import buckets, graphs
+from specdec.engine.engine import SpecEngine
+from specdec.engine.graphs import StepGraphs
+from specdec.engine.slots import SamplingFacts
 from specdec.kv_cache.block_pool import NULL_BLOCK
-from specdec.state import SamplingFacts
 from tests.guards import no_host_sync
 from tests.scripted import ScriptedDrafter
 from tests.tiny_models import paged_verifier, plain_greedy, plain_model, random_dflash, random_prompts

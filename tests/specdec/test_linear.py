@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec.ops.linear import FEW_ROWS, GROUP, FourBitWeight, Linear, can_pack_four_bit
+from specdec.layers.linear import FEW_ROWS, GROUP, FourBitWeight, Linear, can_pack_four_bit
 
 OUT, IN = 192, 160
 

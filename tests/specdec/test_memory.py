@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from specdec.config import CacheConfig
+from specdec.engine.memory import plan_cache
 from specdec.errors import CapacityError
-from specdec.memory import plan_cache
 from tests.specdec.test_graphs import Case
 
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from specdec import graphs, prefill_graphs
 from specdec.config import SamplingParams
 from specdec.core import Request
-from specdec.engine import SpecEngine
+from specdec.engine import graphs, prefill_graphs
+from specdec.engine.engine import SpecEngine
+from specdec.engine.prefill_graphs import PrefillGraphs, PrefillShape, most_prefill_rows
+from specdec.engine.scheduler import Chunk
 from specdec.kv_cache.block_pool import NULL_BLOCK
-from specdec.prefill_graphs import PrefillGraphs, PrefillShape, most_prefill_rows
-from specdec.scheduler import Chunk
 from tests.specdec.test_graphs import MAX_TOKENS, Case, Recorder, beginnings, run
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from specdec.config import SamplingParams
 from specdec.core import AcceptOutput, DraftOutput, Request
-from specdec.results import FinishedStep, ResultQueue, StepResult, num_columns, result_table
-from specdec.timing import StepClock
+from specdec.engine.results import FinishedStep, ResultQueue, StepResult, num_columns, result_table
+from specdec.engine.timing import StepClock
 
 
 def requests(count: int) -> list[Request]:

@@ -13,10 +13,11 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 import specdec.device
 from drafters.ngram import NGramDrafter
-from specdec.attention import rocm_aiter_fa, rocm_aiter_plan
+from specdec.attention.aiter import fa as rocm_aiter_fa
+from specdec.attention.aiter import plan as rocm_aiter_plan
+from specdec.attention.aiter.fa import RocmAiterFaBackend, RocmAiterFaShuffleBackend
+from specdec.attention.aiter.layout import read_blocks, read_rows
 from specdec.attention.backend import AttentionBackend
-from specdec.attention.rocm_aiter_fa import RocmAiterFaBackend, RocmAiterFaShuffleBackend
-from specdec.attention.rocm_aiter_layout import read_blocks, read_rows
 from specdec.attention.selector import select_backend
 from specdec.core import Verifier
 from specdec.errors import BackendError
@@ -357,6 +358,6 @@ def test_b7_old_aiter_waits_and_is_caught(rocm: Install) -> None:
 
 
 def _layer(case: Case) -> Any:
-    from specdec.attention.rocm_aiter_triton import Layer
+    from specdec.attention.aiter.triton import Layer
 
     return Layer(case.cache(), 0.1, WINDOW, None, None)

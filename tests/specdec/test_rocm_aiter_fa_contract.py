@@ -12,12 +12,26 @@ import torch
 from torch import Tensor
 
 import specdec.attention
-from specdec.attention import rocm_aiter_mla, rocm_aiter_mla_plan, rocm_aiter_mla_prefill, rocm_aiter_plan, rocm_aiter_sparse_plan
-from specdec.attention.rocm_aiter_fa import RocmAiterFaBackend
-from specdec.attention.rocm_aiter_layout import shuffled
-from specdec.attention.rocm_aiter_plan import AiterPlan, plan_groups, plan_packed
+from specdec.attention.aiter import (
+    mla as rocm_aiter_mla,
+)
+from specdec.attention.aiter import (
+    mla_plan as rocm_aiter_mla_plan,
+)
+from specdec.attention.aiter import (
+    mla_prefill as rocm_aiter_mla_prefill,
+)
+from specdec.attention.aiter import (
+    plan as rocm_aiter_plan,
+)
+from specdec.attention.aiter import (
+    sparse_plan as rocm_aiter_sparse_plan,
+)
+from specdec.attention.aiter.fa import RocmAiterFaBackend
+from specdec.attention.aiter.layout import shuffled
+from specdec.attention.aiter.plan import AiterPlan, plan_groups, plan_packed
 from specdec.attention.selector import refusals, select_backend
-from specdec.doctor_command import ENVIRONMENT
+from specdec.cli.doctor import ENVIRONMENT
 from specdec.errors import BackendError
 from specdec.kv_cache import LayerCache
 from tests.attention_case import Case, spec

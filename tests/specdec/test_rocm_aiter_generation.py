@@ -24,15 +24,16 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import specdec.device
 from drafters.dflash import DFlashDrafter
 from drafters.dflash_model import DFlashModel
-from specdec.attention import rocm_aiter_fa, rocm_aiter_mla_sparse
+from specdec.attention.aiter import fa as rocm_aiter_fa
+from specdec.attention.aiter import mla_sparse as rocm_aiter_mla_sparse
+from specdec.attention.aiter.fa import RocmAiterFaBackend, RocmAiterFaShuffleBackend
+from specdec.attention.aiter.mla import RocmAiterMlaBackend
+from specdec.attention.aiter.mla_sparse import RocmAiterMlaSparseBackend
 from specdec.attention.mla import IndexerRows
-from specdec.attention.rocm_aiter_fa import RocmAiterFaBackend, RocmAiterFaShuffleBackend
-from specdec.attention.rocm_aiter_mla import RocmAiterMlaBackend
-from specdec.attention.rocm_aiter_mla_sparse import RocmAiterMlaSparseBackend
-from specdec.attention.torch_ref_mla import TorchRefMlaBackend
+from specdec.attention.torch_ref.mla import TorchRefMlaBackend
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import DecodeBatch, Drafter, Verifier
-from specdec.engine import SpecEngine
+from specdec.engine.engine import SpecEngine
 from specdec.errors import BackendError
 from specdec.kv_cache import LatentCache
 from tests.aiter_emulation import Machine, install

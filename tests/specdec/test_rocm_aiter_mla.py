@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 import specdec.device
-from specdec.attention import rocm_aiter_plan
+from specdec.attention.aiter import plan as rocm_aiter_plan
+from specdec.attention.aiter.fa import RocmAiterFaBackend
+from specdec.attention.aiter.mla import RocmAiterMlaBackend
 from specdec.attention.backend import AttentionMetadata
 from specdec.attention.mla import IndexerSpec, MlaBackend, MlaRows, MlaSpec, UpProjection
-from specdec.attention.rocm_aiter_fa import RocmAiterFaBackend
-from specdec.attention.rocm_aiter_mla import RocmAiterMlaBackend
 from specdec.attention.selector import select_backend
-from specdec.attention.torch_ref_mla import TorchRefMlaBackend
+from specdec.attention.torch_ref.mla import TorchRefMlaBackend
 from specdec.errors import BackendError, CapacityError
 from specdec.kv_cache import LatentCache, blocks_for
 from tests.aiter_emulation import Machine, install

@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from drafters.ngram import NGramDrafter
-from specdec.attention import rocm_aiter_fa
-from specdec.attention.rocm_aiter_mla import RocmAiterMlaBackend
+from specdec.attention.aiter import fa as rocm_aiter_fa
+from specdec.attention.aiter.mla import RocmAiterMlaBackend
 from specdec.core import Verifier
 from tests.aiter_generation import generate, wide_dflash
 from tests.specdec.test_rocm_aiter_mla import FP8, Install, pretend_rocm

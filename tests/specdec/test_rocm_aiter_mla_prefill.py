@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.attention import rocm_aiter_mla, rocm_aiter_mla_prefill, rocm_aiter_plan
+from specdec.attention.aiter import mla as rocm_aiter_mla
+from specdec.attention.aiter import mla_prefill as rocm_aiter_mla_prefill
+from specdec.attention.aiter import plan as rocm_aiter_plan
+from specdec.attention.aiter.mla import RocmAiterMlaBackend, _keys_and_values
+from specdec.attention.aiter.mla_prefill import Fp8PrefillPlan, quantised, unavailable_reasons
 from specdec.attention.mla import MlaSpec
-from specdec.attention.rocm_aiter_mla import RocmAiterMlaBackend, _keys_and_values
-from specdec.attention.rocm_aiter_mla_prefill import Fp8PrefillPlan, quantised, unavailable_reasons
 from tests.aiter_emulation import Machine, MisuseError
 from tests.guards import HostSyncError
 from tests.specdec.test_rocm_aiter_mla import FP8, SHAPES, Case, Install, pretend_rocm, spec

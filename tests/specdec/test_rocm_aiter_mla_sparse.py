@@ -12,9 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.attention import rocm_aiter_indexer, rocm_aiter_mla_sparse, rocm_aiter_sparse_plan
+from specdec.attention.aiter import (
+    indexer as rocm_aiter_indexer,
+)
+from specdec.attention.aiter import (
+    mla_sparse as rocm_aiter_mla_sparse,
+)
+from specdec.attention.aiter import (
+    sparse_plan as rocm_aiter_sparse_plan,
+)
+from specdec.attention.aiter.mla_sparse import RocmAiterMlaSparseBackend
 from specdec.attention.mla import IndexerRows, IndexerSpec, MlaBackend, MlaRows
-from specdec.attention.rocm_aiter_mla_sparse import RocmAiterMlaSparseBackend
 from specdec.attention.selector import select_backend
 from specdec.errors import BackendError, CapacityError
 from tests.aiter_emulation import Machine

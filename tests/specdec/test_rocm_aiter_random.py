@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 import specdec.device
+from specdec.attention.aiter.fa import FP8, RocmAiterFaBackend, RocmAiterFaShuffleBackend
+from specdec.attention.aiter.mla import RocmAiterMlaBackend
+from specdec.attention.aiter.mla_sparse import RocmAiterMlaSparseBackend
 from specdec.attention.mla import IndexerSpec, MlaRows, UpProjection
-from specdec.attention.rocm_aiter_fa import FP8, RocmAiterFaBackend, RocmAiterFaShuffleBackend
-from specdec.attention.rocm_aiter_mla import RocmAiterMlaBackend
-from specdec.attention.rocm_aiter_mla_sparse import RocmAiterMlaSparseBackend
-from specdec.attention.torch_ref import TorchRefBackend
-from specdec.attention.torch_ref_mla import TorchRefMlaBackend
+from specdec.attention.torch_ref.fa import TorchRefBackend
+from specdec.attention.torch_ref.mla import TorchRefMlaBackend
 from specdec.kv_cache import LatentCache
 from tests.aiter_emulation import Machine, install
 from tests.attention_case import Case, spec

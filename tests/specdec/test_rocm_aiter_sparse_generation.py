@@ -11,13 +11,13 @@ from torch import Tensor
 from drafters.dflash import DFlashDrafter
 from drafters.dflash_model import DFlashModel
 from drafters.ngram import NGramDrafter
-from specdec.attention import rocm_aiter_fa
+from specdec.attention.aiter import fa as rocm_aiter_fa
+from specdec.attention.aiter.mla_sparse import RocmAiterMlaSparseBackend
 from specdec.attention.mla import IndexerRows
-from specdec.attention.rocm_aiter_mla_sparse import RocmAiterMlaSparseBackend
-from specdec.attention.torch_ref_mla import TorchRefMlaBackend
+from specdec.attention.torch_ref.mla import TorchRefMlaBackend
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import DecodeBatch, Drafter, Verifier
-from specdec.engine import SpecEngine
+from specdec.engine.engine import SpecEngine
 from specdec.kv_cache import LatentCache
 from tests.guards import no_host_sync
 from tests.sparse_case import FP8, Install, pretend_rocm

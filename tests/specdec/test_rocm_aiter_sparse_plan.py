@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.attention import rocm_aiter_sparse_plan
+from specdec.attention.aiter import sparse_plan as rocm_aiter_sparse_plan
+from specdec.attention.aiter.sparse_plan import SparsePlan, SparsePlanner
 from specdec.attention.backend import AttentionMetadata
-from specdec.attention.rocm_aiter_sparse_plan import SparsePlan, SparsePlanner
-from specdec.ops import aiter
+from specdec.kernels import aiter
 from tests.aiter_emulation import Machine, install
 
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from specdec.attention.aiter.mla import RocmAiterMlaBackend
+from specdec.attention.aiter.mla_sparse import RocmAiterMlaSparseBackend
+from specdec.attention.aiter.plan import blocks_for
 from specdec.attention.backend import AttentionMetadata
 from specdec.attention.mla import IndexerRows, MlaRows
-from specdec.attention.rocm_aiter_mla import RocmAiterMlaBackend
-from specdec.attention.rocm_aiter_mla_sparse import RocmAiterMlaSparseBackend
-from specdec.attention.rocm_aiter_plan import blocks_for
 from tests import attention_case
 from tests.aiter_emulation import Machine
 from tests.guards import HostSyncError, no_host_sync

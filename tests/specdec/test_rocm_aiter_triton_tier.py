@@ -16,13 +16,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import specdec.device
-from specdec.attention import rocm_aiter_fa, selector
-from specdec.attention.rocm_aiter_fa import RocmAiterFaBackend, RocmAiterFaShuffleBackend
-from specdec.attention.rocm_aiter_triton import WIDEST_TILE
+from specdec.attention import selector
+from specdec.attention.aiter import fa as rocm_aiter_fa
+from specdec.attention.aiter.fa import RocmAiterFaBackend, RocmAiterFaShuffleBackend
+from specdec.attention.aiter.triton import WIDEST_TILE
 from specdec.attention.selector import refusals, select_backend
-from specdec.cli import main
+from specdec.cli.main import main
 from specdec.errors import BackendError
-from specdec.ops import aiter, aiter_triton
+from specdec.kernels import aiter, aiter_triton
 from specdec.registry import ATTENTION_BACKENDS
 from tests.aiter_emulation import Machine, install
 from tests.aiter_generation import generate, wide_dflash

@@ -20,8 +20,8 @@ from transformers.models.glm_moe_dsa.configuration_glm_moe_dsa import GlmMoeDsaC
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaTopkRouter
 
 import specdec.device
-from specdec.ops import router as ops_router
-from specdec.ops.router import Routing, aiter_reasons, route
+from specdec.layers import router as ops_router
+from specdec.layers.router import Routing, aiter_reasons, route
 from tests.aiter_emulation import Machine, install
 from tests.guards import no_host_sync
 from verifiers.moe_router import ROUTERS, MoeRouter, replace_routers, routing_of

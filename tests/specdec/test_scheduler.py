@@ -7,10 +7,10 @@ import torch
 
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import DecodeBatch, Drafter, DraftOutput, Request, Verifier
-from specdec.engine import SpecEngine
+from specdec.engine.engine import SpecEngine
+from specdec.engine.scheduler import Chunk, Scheduler
 from specdec.errors import CapacityError, InvalidInputError
 from specdec.kv_cache import BlockPool, blocks_for, prefix_hashes
-from specdec.scheduler import Chunk, Scheduler
 from tests.scripted import ScriptedDrafter
 from tests.tiny_models import VOCAB, paged_verifier, plain_model, random_dflash
 

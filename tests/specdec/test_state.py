@@ -6,9 +6,9 @@ from torch import Tensor
 
 from specdec.config import SamplingParams
 from specdec.core import Request
+from specdec.engine.scheduler import Chunk
+from specdec.engine.slots import SamplingFacts, SlotState, batch_key
 from specdec.kv_cache.block_pool import NULL_BLOCK
-from specdec.scheduler import Chunk
-from specdec.state import SamplingFacts, SlotState, batch_key
 
 MAX_BLOCKS = 6
 

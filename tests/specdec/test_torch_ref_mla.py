@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.attention import torch_ref
 from specdec.attention.backend import AttentionMetadata
 from specdec.attention.mla import IndexerRows, IndexerSpec, MlaRows, MlaSpec, UpProjection
 from specdec.attention.selector import select_backend
-from specdec.attention.torch_ref import TorchRefBackend
-from specdec.attention.torch_ref_mla import TorchRefMlaBackend
+from specdec.attention.torch_ref import fa as torch_ref
+from specdec.attention.torch_ref.fa import TorchRefBackend
+from specdec.attention.torch_ref.mla import TorchRefMlaBackend
 from specdec.errors import BackendError, InvalidInputError
 from specdec.kv_cache import LatentCache, LatentLayerSpec, blocks_for
 from tests.guards import no_host_sync

@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 from drafters import dflash
-from specdec import acceptance
-from specdec.acceptance import accept
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import AcceptOutput
-from specdec.engine import SpecEngine
+from specdec.engine.acceptance import accept
+from specdec.engine import acceptance
+from specdec.engine.engine import SpecEngine
 from tests.specdec.test_sampling import tensors
 from tests.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts
 from tests.triton_interpreter import require_triton
 
 DEVICE = require_triton()
 
-from specdec.ops import triton_argmax  # noqa: E402 (only where Triton can run)
-from specdec.ops.triton_argmax import DTYPES, SLICE, argmax  # noqa: E402
+from specdec.kernels import triton_argmax  # noqa: E402 (only where Triton can run)
+from specdec.kernels.triton_argmax import DTYPES, SLICE, argmax  # noqa: E402
 
 INF, NAN = math.inf, math.nan
 NUM_REQS = 40

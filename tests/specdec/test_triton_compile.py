@@ -13,7 +13,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import torch
 
-from specdec.ops import triton_argmax, triton_attention, triton_embedding, triton_fused, triton_linear
+from specdec.kernels import triton_argmax, triton_attention, triton_embedding, triton_fused, triton_linear
 from tests.triton_interpreter import compile_for
 
 TARGETS: dict[str, tuple[str, int | str, int]] = {

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from specdec.attention.backend import AttentionMetadata, AttentionSpec
-from specdec.attention.torch_ref import TorchRefBackend
-from specdec.attention.triton_fa import TritonFaBackend
+from specdec.attention.torch_ref.fa import TorchRefBackend
+from specdec.attention.triton.fa import TritonFaBackend
 from specdec.kv_cache import KVLayerSpec, LayerCache, blocks_for
 from tests.triton_interpreter import require_triton
 
 DEVICE = require_triton()
 
-from specdec.ops import triton_attention  # noqa: E402 (only where Triton can run)
+from specdec.kernels import triton_attention  # noqa: E402 (only where Triton can run)
 
 BLOCK = 16
 UNIFORM = [(21, 5), (64, 5), (5, 5)]

@@ -13,9 +13,9 @@ from drafters.rotary import rotate
 from specdec.attention.selector import select_backend
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import DecodeBatch, DraftOutput, Verifier
-from specdec.engine import SpecEngine
+from specdec.engine.engine import SpecEngine
 from specdec.kv_cache import KVLayerSpec
-from specdec.ops.linear import Linear
+from specdec.layers.linear import Linear
 from tests.guards import no_host_sync
 from tests.tiny_models import plain_model, random_dflash, random_prompts
 from tests.triton_interpreter import require_triton
@@ -25,12 +25,12 @@ from verifiers.shape import attention_spec
 
 DEVICE = require_triton()
 
-from specdec.ops import triton_prefetch  # noqa: E402 (only where Triton can run)
-from specdec.ops.triton_embedding import embed  # noqa: E402
-from specdec.ops.triton_fused import add_rms_norm, rms_norm, rope_store, silu_mul  # noqa: E402
-from specdec.ops.triton_launch import num_processors, overlap_options  # noqa: E402
-from specdec.ops.triton_linear import divide, few_rows  # noqa: E402
-from specdec.ops.triton_prefetch import askable, hint_options, surplus  # noqa: E402
+from specdec.kernels import triton_prefetch  # noqa: E402 (only where Triton can run)
+from specdec.kernels.triton_embedding import embed  # noqa: E402
+from specdec.kernels.triton_fused import add_rms_norm, rms_norm, rope_store, silu_mul  # noqa: E402
+from specdec.kernels.triton_launch import num_processors, overlap_options  # noqa: E402
+from specdec.kernels.triton_linear import divide, few_rows  # noqa: E402
+from specdec.kernels.triton_prefetch import askable, hint_options, surplus  # noqa: E402
 
 
 def transformers_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

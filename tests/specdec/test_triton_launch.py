@@ -21,22 +21,14 @@ from transformers import AutoModelForCausalLM
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from specdec.attention import triton_fa
-from specdec.attention.triton_fa import TritonFaBackend
+from specdec.attention.triton import fa as triton_fa
+from specdec.attention.triton.fa import TritonFaBackend
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
-from specdec.engine import SpecEngine
-from specdec.graphs import StepGraphs
-from specdec.ops import (
-    argmax,
-    linear,
-    triton_argmax,
-    triton_attention,
-    triton_embedding,
-    triton_fused,
-    triton_linear,
-    triton_prefetch,
-)
-from specdec.ops.triton_prefetch import surplus
+from specdec.engine.engine import SpecEngine
+from specdec.engine.graphs import StepGraphs
+from specdec.kernels import triton_argmax, triton_attention, triton_embedding, triton_fused, triton_linear, triton_prefetch
+from specdec.kernels.triton_prefetch import surplus
+from specdec.layers import argmax, linear
 from tests.tiny_models import CONFIGS, random_dflash
 from verifiers.hf import verifier_for
 from verifiers.hf_attention import ATTENTION_NAME

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.attention.torch_ref_mla import TorchRefMlaBackend
+from specdec.attention.torch_ref.mla import TorchRefMlaBackend
 from specdec.kv_cache import LatentCache, LatentLayerSpec, PagedKVCache
 from tests.tiny_models import LATENT_CONFIGS, TOPK, paged_verifier, plain_model, random_prompts, tiny_tokenizer
 from tests.verifiers.test_hf import BLOCK, PackedRun

@@ -1,0 +1,1 @@
+"""Attention through the kernels of AITER, on ROCm."""

@@ -1,0 +1,230 @@
+"""Whole prompts in 8-bit floats, with the assembly kernel that AITER has for gfx950.
+
+Queries, keys and values of a prompt without context are rounded to e4m3 and attended to by tiles, in an order that AITER plans on
+the host. A tile whose keys are spread over several workgroups leaves partial results, which a second kernel merges into the output.
+
+The kernel gives no log-denominators for the tiles that were not split, so a prompt behind a context takes another route. It
+rounds everything to 8 bits, so it serves only models whose cache is rounded anyway.
+"""
+
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import specdec.device
+from specdec.attention.aiter.mla_plan import round_up
+from specdec.attention.aiter.plan import Group
+from specdec.attention.mla import MlaSpec
+from specdec.kernels import aiter
+
+QUERY_TILE, KEY_TILE = 256, 128
+"""Rows and keys of a tile, the only sizes the kernel has."""
+
+HEAD_COUNTS = (16, 32, 64, 128)
+"""Heads for which both the kernel and the merge exist in every version; missing ones are added."""
+
+KEY_DIM, VALUE_DIM = 192, 128
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8PrefillPlan:
+    """The schedule of one forward's whole prompts; the next plan of its size takes over the memory of all but the row starts."""
+
+    qo_indptr: Tensor  # int32 [num_reqs + 1]
+    kv_indptr: Tensor  # int32 [num_reqs + 1], the same: no context
+    kv_indices: Tensor  # int32 [num_tokens], 0, 1, 2, ...: keys lie packed
+    work_indptr: Tensor  # int32 [compute units + 1]
+    work_info_set: Tensor  # int32 [work, 8]
+    reduce_indptr: Tensor  # int32 [tiles + 1]
+    reduce_final_map: Tensor  # int32 [tiles, 2]
+    reduce_partial_map: Tensor  # int32 [partial tiles]
+    max_q_len: int
+    num_partial_tiles: int
+
+
+@dataclass(slots=True)
+class Fp8Prefill:
+    """Plans and runs it for one model.
+
+    Memory is kept once per power of two of requests and of rows, and never given up.
+    """
+
+    spec: MlaSpec
+    ops: aiter.AiterMla
+    _buffers: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)
+    _indices: dict[int, Tensor] = field(default_factory=dict)
+    _scratch: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def num_heads(self) -> int:
+        """Heads with those added that the kernel needs."""
+        return next(count for count in HEAD_COUNTS if count >= self.spec.num_heads)
+
+    def plan(self, group: Group) -> Fp8PrefillPlan:
+        """Schedules whole prompts from their lengths on the host; nothing is read from the device."""
+        assert self.ops.get_ps_metadata_v1 is not None
+        starts = torch.tensor([0, *accumulate(group.query_lens)], dtype=torch.int32)
+        device, buffers = self.spec.device, self._buffers_for(group.num_reqs, group.max_query_len)
+        # New ones every time: copies of the last plan may still be reading theirs.
+        pinned = device.type == "cuda"
+        host = {name: torch.zeros(t.shape, dtype=t.dtype, pin_memory=pinned) for name, t in buffers.items()}
+        self.ops.get_ps_metadata_v1(
+            seqlens_qo_indptr=starts,
+            pages_kv_indptr=starts,
+            context_lens=torch.tensor(group.query_lens, dtype=torch.int32),
+            gqa_ratio=1,
+            num_heads_k=self.num_heads,
+            work_info=host["work_info_set"],
+            qhead_granularity=1,
+            qlen_granularity=QUERY_TILE,
+            kvlen_granularity=KEY_TILE,
+            block_size=1,
+            is_causal=True,
+            **{name: tensor for name, tensor in host.items() if name != "work_info_set"},
+        )
+        for name, tensor in host.items():
+            buffers[name].copy_(tensor, non_blocking=True)
+        return Fp8PrefillPlan(
+            qo_indptr=group.query_start_loc,
+            kv_indptr=group.query_start_loc,
+            kv_indices=self._arange(sum(group.query_lens)),
+            max_q_len=group.max_query_len,
+            num_partial_tiles=int(host["reduce_indptr"][-1]),
+            **{name: tensor for name, tensor in buffers.items() if name != "work_metadata_ptrs"},
+        )
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: Fp8PrefillPlan, scale: float) -> Tensor:
+        """Causal attention of packed prompts.
+
+        Args:
+            query, key: bfloat16 [num_tokens, num_heads, 192].
+            value: bfloat16 [num_tokens, num_heads, 128].
+            plan: of this forward.
+            scale: factor of the scores.
+
+        Returns:
+            bfloat16 [num_tokens, num_heads, 128].
+        """
+        assert self.ops.mla_prefill_ps_asm_fwd is not None
+        num_heads = self.num_heads
+        (query, query_scale), (key, key_scale), (value, value_scale) = (
+            quantised(pad_heads(tensor, num_heads), self.spec.kv_dtype) for tensor in (query, key, value)
+        )
+        output = torch.empty(len(query), num_heads, VALUE_DIM, dtype=self.spec.dtype, device=query.device)
+        partial, partial_lse = self._partials(plan.num_partial_tiles)
+        self.ops.mla_prefill_ps_asm_fwd(
+            Q=query,
+            K=key,
+            V=value,
+            qo_indptr=plan.qo_indptr,
+            kv_indptr=plan.kv_indptr,
+            kv_page_indices=plan.kv_indices,
+            work_indptr=plan.work_indptr,
+            work_info_set=plan.work_info_set,
+            max_seqlen_q=plan.max_q_len,
+            softmax_scale=scale,
+            is_causal=True,
+            splitData=partial,
+            splitLse=partial_lse,
+            output=output,
+            q_scale=query_scale,
+            k_scale=key_scale,
+            v_scale=value_scale,
+        )
+        if plan.num_partial_tiles:
+            self.ops.mla_reduce_v1(
+                partial_output=partial,
+                partial_lse=partial_lse,
+                reduce_indptr=plan.reduce_indptr,
+                reduce_final_map=plan.reduce_final_map,
+                reduce_partial_map=plan.reduce_partial_map,
+                max_seqlen_q=QUERY_TILE,
+                final_output=output,
+                final_lse=None,
+                **({"num_kv_splits": 0} if self.ops.takes_num_kv_splits else {}),
+            )
+        return output[:, : self.spec.num_heads]
+
+    def _partials(self, num_tiles: int) -> tuple[Tensor, Tensor]:
+        """float32 outputs [rows, heads, 128] and log-denominators [rows, heads] of the partial tiles, in one buffer."""
+        num_rows = max(1, num_tiles) * QUERY_TILE
+        count = num_rows * self.num_heads
+        size = round_up(count * (VALUE_DIM + 1))
+        if size not in self._scratch:
+            self._scratch[size] = torch.empty(size, dtype=torch.float32, device=self.spec.device)
+        partial, partial_lse = self._scratch[size][: count * (VALUE_DIM + 1)].split([count * VALUE_DIM, count])
+        return partial.view(num_rows, self.num_heads, VALUE_DIM), partial_lse.view(num_rows, self.num_heads)
+
+    def _arange(self, count: int) -> Tensor:
+        size = round_up(count)
+        if size not in self._indices:
+            self._indices[size] = torch.arange(size, dtype=torch.int32, device=self.spec.device)
+        return self._indices[size][:count]
+
+    def _buffers_for(self, num_reqs: int, max_query_len: int) -> dict[str, Tensor]:
+        assert self.ops.get_ps_metadata_info_v1 is not None
+        capacity = (round_up(num_reqs), round_up(max_query_len))
+        if capacity not in self._buffers:
+            shapes = self.ops.get_ps_metadata_info_v1(
+                batch_size=capacity[0], num_head_k=self.num_heads, max_qlen=capacity[1], qlen_granularity=QUERY_TILE
+            )
+            names = (
+                "work_metadata_ptrs",
+                "work_indptr",
+                "work_info_set",
+                "reduce_indptr",
+                "reduce_final_map",
+                "reduce_partial_map",
+            )
+            self._buffers[capacity] = {
+                name: torch.zeros(shape, dtype=dtype, device=self.spec.device)
+                for name, (shape, dtype) in zip(names, shapes, strict=True)
+            }
+        return self._buffers[capacity]
+
+
+def unavailable_reasons(spec: MlaSpec) -> list[str]:
+    """All reasons why prompts of `spec` cannot be computed in 8 bits on this machine; empty when they can. Never raises."""
+    reasons = []
+    architecture = specdec.device.rocm_architecture(spec.device)
+    if architecture is None:
+        reasons.append(f"{spec.device} is not a ROCm device")
+    elif architecture != "gfx950":
+        reasons.append(f"architecture {architecture} (the kernel is for gfx950)")
+    reasons += aiter.unavailable_reasons("mla") or _missing_functions()
+    if spec.kv_dtype != torch.float8_e4m3fn:
+        reasons.append(f"a {spec.kv_dtype} cache (rounding to 8 bits is for models whose cache is rounded anyway)")
+    if spec.dtype != torch.bfloat16:
+        reasons.append(f"dtype {spec.dtype} (the kernel writes bfloat16)")
+    if spec.qk_nope_head_dim + spec.qk_rope_head_dim != KEY_DIM or spec.v_head_dim != VALUE_DIM:
+        reasons.append(f"heads other than {KEY_DIM} numbers per key and {VALUE_DIM} per value")
+    if spec.num_heads > HEAD_COUNTS[-1]:
+        reasons.append(f"{spec.num_heads} heads (the kernel has up to {HEAD_COUNTS[-1]})")
+    return reasons
+
+
+def pad_heads(tensor: Tensor, num_heads: int) -> Tensor:
+    """Heads of zeros behind those of [num_tokens, heads, dim]; what they yield is finite, and cut off again."""
+    return F.pad(tensor, (0, 0, 0, num_heads - tensor.shape[1])) if tensor.shape[1] < num_heads else tensor
+
+
+def quantised(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A tensor in 8-bit floats, and the factor, float32 [1], that turns them back.
+
+    The factor comes from the largest magnitude, computed on the device and not read by the host. It is a power of two, so that
+    the larger numbers of a neighbour in the batch change nothing but what is then too small for the type. Out of range saturates.
+    """
+    most = torch.finfo(dtype).max
+    largest = torch.linalg.vector_norm(tensor, torch.inf, dtype=torch.float32).clamp(min=torch.finfo(torch.float16).tiny)
+    scale = torch.exp2(torch.ceil(torch.log2(largest / most)))
+    return (tensor * (1 / scale).to(tensor.dtype)).clamp(-most, most).to(dtype), scale.reshape(1)
+
+
+def _missing_functions() -> list[str]:
+    ops = aiter.load_mla()
+    names = ("get_ps_metadata_info_v1", "get_ps_metadata_v1", "mla_prefill_ps_asm_fwd")
+    missing = [name for name in names if getattr(ops, name) is None]
+    return [f"amd-aiter has no {', '.join(missing)}"] if missing else []

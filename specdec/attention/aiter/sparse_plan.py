@@ -1,0 +1,251 @@
+"""What all layers of one forward share in sparse latent attention on AITER: every token is a batch entry of its own.
+
+    position              0   1   2   3   4  ...        with topk = 3
+    keys attended to      1   2   3   3   3  ...        min(position + 1, topk)
+    kv_indptr         0   1   3   6   9  12  ...        their running sum
+
+AITER's decode kernel divides this work by a plan of its own, which a planner kernel writes into work buffers. Buffers are made
+once per size and kept, so captured graphs may use their addresses. A plan is made again only when one of its inputs has changed,
+which takes a host that knows all lengths. Lengths that only the device knows mean a new plan each time, in buffers of their own,
+because a graph that replays such a plan overwrites them without this code running. Nothing in here reads from the device.
+"""
+
+from array import array
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from specdec.attention.backend import AttentionMetadata
+from specdec.kernels.aiter import AiterMla
+
+MAX_SPLIT_PER_BATCH = -1
+"""Most parts that one token's keys are split into; -1 leaves it to AITER."""
+
+MAX_SCORES = 2**26
+"""Most index scores (rows times keys, float32) that a prefill holds at once."""
+
+PlanKey = tuple[int, int, torch.dtype, torch.dtype, int, bytes, bytes]
+
+
+@dataclass(slots=True)
+class IndexChunk:
+    """Rows of a prefill whose keys are scored together: those of some requests, packed."""
+
+    rows: slice
+    requests: slice
+    num_keys: int
+    max_seq_len: int
+    cu_seq_lens: Tensor  # int32 [requests + 1], where the keys of each request begin
+    starts: Tensor  # int32 [rows], first key of the row's request
+    ends: Tensor  # int32 [rows], end of the keys the row may see
+
+
+@dataclass(slots=True)
+class SparsePlan:
+    """One forward."""
+
+    metadata: AttentionMetadata
+    buffers: "SparseBuffers"
+    serial: int  # of the buffers' content
+    positions: Tensor  # int64 [num_tokens]
+    chunks: list[IndexChunk] | None  # None when only the device knows the lengths
+    scores: Tensor | None = None  # float32 [num_tokens, keys], shared by the layers of a decoding forward
+    selected: Tensor | None = None  # what the index list was last made of
+
+
+@dataclass(slots=True, eq=False)
+class SparseBuffers:
+    """Index lists and AITER's plan for up to `capacity` tokens, at addresses that never change.
+
+    Args:
+        capacity: tokens.
+        topk: keys per token.
+        work: AITER's plan under the names that `mla_decode_fwd` gives its parts.
+        device: where they live.
+    """
+
+    capacity: int
+    topk: int
+    work: dict[str, Tensor]
+    device: torch.device
+    request_ids: Tensor = field(init=False)  # int64 [capacity]
+    qo_indptr: Tensor = field(init=False)  # int32 [capacity + 1]
+    kv_indptr: Tensor = field(init=False)  # int32 [capacity + 1]
+    kv_indices: Tensor = field(init=False)  # int32 [capacity * topk + 1]; the last place takes what is not selected
+    last_page_lens: Tensor = field(init=False)  # int32 [capacity]
+    key: PlanKey | None = None  # of the plan in `work`; None when its inputs are not known to the host
+    serial: int = 0
+    used: int = 0  # tokens whose entries may be other than zero
+    captured: bool = False
+
+    def __post_init__(self) -> None:
+        # Zeros, since a captured graph may read up to the largest extent it was made for.
+        self.request_ids = torch.zeros(self.capacity, dtype=torch.int64, device=self.device)
+        self.qo_indptr = torch.arange(self.capacity + 1, dtype=torch.int32, device=self.device)
+        self.kv_indptr = torch.zeros(self.capacity + 1, dtype=torch.int32, device=self.device)
+        self.kv_indices = torch.zeros(self.capacity * self.topk + 1, dtype=torch.int32, device=self.device)
+        self.last_page_lens = torch.ones(self.capacity, dtype=torch.int32, device=self.device)
+
+    def fill(self, request_ids: Tensor, positions: Tensor, *, capturing: bool) -> None:
+        """Takes over the rows of a forward, int64 [num_tokens] both, and clears what longer forwards left behind them."""
+        count = len(request_ids)
+        used = self.capacity if capturing else self.used  # a graph replays after forwards that nobody knows yet
+        self.captured |= capturing
+        if count < used:
+            self.request_ids[count:used].zero_()
+            self.kv_indices[count * self.topk : used * self.topk].zero_()
+        self.used = self.capacity if self.captured else count
+        self.request_ids[:count].copy_(request_ids)
+        lengths = (positions + 1).clamp_(max=self.topk)
+        self.kv_indptr[1 : count + 1].copy_(lengths.cumsum(0))
+        self.kv_indptr[count + 1 :].copy_(self.kv_indptr[count].expand(self.capacity - count))  # rows that are not there are empty
+        self.serial += 1
+
+    def list_slots(self, selected: Tensor, block_table: Tensor, block_size: int) -> None:
+        """Turns positions int32 [num_tokens, topk], -1 where there is none, into the packed list of cache slots."""
+        count = len(selected)
+        valid = selected >= 0
+        positions = selected.clamp(min=0)
+        blocks = block_table[self.request_ids[:count, None], positions // block_size]
+        places = self.kv_indptr[:count, None] + valid.cumsum(1) - 1
+        places = torch.where(valid, places, self.capacity * self.topk)
+        self.kv_indices.scatter_(0, places.view(-1), (blocks * block_size + positions % block_size).view(-1))
+
+
+class SparsePlanner:
+    """Makes plans and keeps their buffers.
+
+    Args:
+        ops: AITER's functions.
+        num_heads: query heads as the kernel sees them, a multiple of 16.
+        topk: keys per token.
+        query_dtype, kv_dtype: types of the absorbed query and of the latent cache.
+        device: where the tensors live.
+    """
+
+    def __init__(
+        self,
+        ops: AiterMla,
+        *,
+        num_heads: int,
+        topk: int,
+        query_dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_heads, self.topk, self.device = num_heads, topk, device
+        self.query_dtype, self.kv_dtype = query_dtype, kv_dtype
+        self._ops = ops
+        self._buffers: dict[tuple[int, bool], SparseBuffers] = {}
+
+    def plan(self, metadata: AttentionMetadata) -> SparsePlan:
+        """Index lists and work plan of a forward."""
+        capturing = metadata.seq_lens.is_cuda and torch.cuda.is_current_stream_capturing()
+        key = None if capturing else self._key(metadata)
+        buffers = self.buffers(metadata.num_tokens, known=key is not None)
+        ends = metadata.query_start_loc[1:]
+        rows = torch.arange(metadata.num_tokens, dtype=torch.int32, device=self.device)
+        request_ids = torch.searchsorted(ends, rows, right=True)
+        positions = rows + (metadata.seq_lens - ends)[request_ids].long()
+        buffers.fill(request_ids, positions, capturing=capturing)
+        if key is None or key != buffers.key:
+            buffers.key = None  # should the planner fail, what it leaves belongs to no key
+            self._divide(buffers, metadata.num_tokens)
+            buffers.key = key
+        chunks = None if metadata.query_lens is None else _index_chunks(metadata, self.device)
+        return SparsePlan(metadata, buffers, buffers.serial, positions, chunks)
+
+    def buffers(self, num_tokens: int, *, known: bool) -> SparseBuffers:
+        """Buffers for at least `num_tokens`; plans of lengths the host knows, and those of other lengths, never share any."""
+        capacity = 1 << max(0, num_tokens - 1).bit_length()
+        if (capacity, known) not in self._buffers:
+            self._buffers[capacity, known] = SparseBuffers(capacity, self.topk, self._work(capacity), self.device)
+        return self._buffers[capacity, known]
+
+    def _key(self, metadata: AttentionMetadata) -> PlanKey | None:
+        """Everything AITER's plan depends on; None when the host does not know it."""
+        if metadata.query_lens is None or metadata.seq_lens_host is None:
+            return None
+        contexts = (n - q for n, q in zip(metadata.seq_lens_host, metadata.query_lens, strict=True))
+        return (
+            metadata.num_tokens,
+            self.num_heads,
+            self.query_dtype,
+            self.kv_dtype,
+            MAX_SPLIT_PER_BATCH,
+            array("q", (min(context, self.topk) for context in contexts)).tobytes(),
+            array("q", metadata.query_lens).tobytes(),
+        )
+
+    def _work(self, capacity: int) -> dict[str, Tensor]:
+        """Buffers for AITER's plan of `capacity` tokens."""
+        sizes = self._ops.get_mla_metadata_info_v1(
+            batch_size=capacity,
+            max_seqlen_qo=1,
+            num_head_qo=self.num_heads,
+            q_dtype=self.query_dtype,
+            kv_dtype=self.kv_dtype,
+            is_sparse=True,
+            fast_mode=True,
+        )
+        names = ("work_meta_data", "work_indptr", "work_info_set", "reduce_indptr", "reduce_final_map", "reduce_partial_map")
+        work = {}
+        for name, (shape, dtype) in zip(names, sizes, strict=True):
+            signed = torch.int64 if dtype == torch.uint64 else dtype  # few operations know unsigned types
+            work[name] = torch.zeros(shape, dtype=signed, device=self.device).view(dtype)
+        return work
+
+    def _divide(self, buffers: SparseBuffers, num_tokens: int) -> None:
+        """Has AITER divide the work of the rows in `buffers` among the compute units."""
+        work = dict(buffers.work)
+        self._ops.get_mla_metadata_v1(
+            seqlens_qo_indptr=buffers.qo_indptr[: num_tokens + 1],
+            seqlens_kv_indptr=buffers.kv_indptr[: num_tokens + 1],
+            kv_last_page_lens=buffers.last_page_lens[:num_tokens],
+            num_heads_per_head_k=self.num_heads,
+            num_heads_k=1,
+            is_causal=True,
+            work_metadata_ptrs=work.pop("work_meta_data"),
+            **work,
+            page_size=1,
+            kv_granularity=16,
+            max_seqlen_qo=1,
+            uni_seqlen_qo=1,
+            fast_mode=True,
+            max_split_per_batch=MAX_SPLIT_PER_BATCH,
+            dtype_q=self.query_dtype,
+            dtype_kv=self.kv_dtype,
+        )
+
+
+def _index_chunks(metadata: AttentionMetadata, device: torch.device) -> list[IndexChunk]:
+    """Packs requests until their scores fill the workspace; a request too large by itself is cut between rows."""
+    assert metadata.query_lens is not None and metadata.seq_lens_host is not None
+    firsts = [0, *accumulate(metadata.query_lens)]
+    chunks, begin = [], 0
+    while begin < metadata.num_reqs:
+        end, rows, keys = begin, 0, 0
+        while end < metadata.num_reqs:
+            more_rows, more_keys = rows + metadata.query_lens[end], keys + metadata.seq_lens_host[end]
+            if end > begin and more_rows * more_keys > MAX_SCORES:
+                break
+            end, rows, keys = end + 1, more_rows, more_keys
+        step = max(1, MAX_SCORES // max(1, keys))
+        for row in range(firsts[begin], firsts[end], step):
+            chunks.append(_index_chunk(metadata, slice(begin, end), slice(row, min(row + step, firsts[end])), firsts, device))
+        begin = end
+    return chunks
+
+
+def _index_chunk(metadata: AttentionMetadata, requests: slice, rows: slice, firsts: list[int], device: torch.device) -> IndexChunk:
+    """The given rows on all keys of the given requests."""
+    assert metadata.query_lens is not None and metadata.seq_lens_host is not None
+    lengths, counts = metadata.seq_lens_host[requests], metadata.query_lens[requests]
+    offsets = [0, *accumulate(lengths)]
+    part = slice(rows.start - firsts[requests.start], rows.stop - firsts[requests.start])
+    starts = torch.repeat_interleave(torch.tensor(offsets[:-1]), torch.tensor(counts))[part]
+    ends = torch.cat([torch.arange(o + n - q, o + n) + 1 for o, n, q in zip(offsets, lengths, counts, strict=False)])[part]
+    cu_seq_lens, starts, ends = (tensor.int().to(device, non_blocking=True) for tensor in (torch.tensor(offsets), starts, ends))
+    return IndexChunk(rows, requests, offsets[-1], max(lengths), cu_seq_lens, starts, ends)

@@ -1,0 +1,1 @@
+"""Attention through our own Triton kernels."""

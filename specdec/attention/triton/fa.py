@@ -1,0 +1,169 @@
+"""Multi-head attention on CUDA devices, and on ROCm devices without AITER, with our own Triton kernels.
+
+Kernel: `specdec.kernels.triton_attention` for every phase; prefill reads the cache too, so a chunk needs no second path.
+Layout: plain. Cache: the model's type or 8-bit floats. Host: never waits for the device, and launches depend on nothing but the
+host's counts and bounds, so a captured graph serves any lengths below its bound. Float32 is computed as such, not in the matrix
+units' short form.
+Known gaps: query heads in groups above 128; head sizes above 256.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+import specdec.device
+from specdec.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
+from specdec.kernels.triton_launch import num_processors, shared_memory, unavailable_reasons
+from specdec.kv_cache import LayerCache
+
+if TYPE_CHECKING:
+    from specdec.kernels.triton_attention import Tile
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_HEAD_DIM = 256
+MAX_GROUP = 128
+MIN_SPLIT_KEYS = 128
+"""Fewest keys that pay for a program of their own."""
+MAX_SPLITS = 64
+SHORT_CONTEXT = 2**21
+"""Bytes of keys and values that several programs can read for as many rows each."""
+SMALL_TILE = 16
+"""Rows times heads of a program that leaves so much of a processor free that four of them run faster than two."""
+
+
+class TritonFaBackend(AttentionBackend):
+    """Attention in Triton."""
+
+    name = "triton_fa"
+    captures_prefill = True
+
+    @classmethod
+    def unsupported_reasons(cls, spec: AttentionSpec) -> list[str]:
+        """All reasons why the kernels cannot serve `spec` on this machine; empty when they can."""
+        reasons = unavailable_reasons(spec.device)
+        if spec.dtype not in DTYPES:
+            reasons.append(f"dtype {spec.dtype} (the kernels take bfloat16, float16 and float32)")
+        if spec.kv_dtype != spec.dtype and not reasons:
+            reasons += _cache_reasons(spec)
+        if spec.head_dim > MAX_HEAD_DIM or spec.head_dim % 2:
+            reasons.append(f"head size {spec.head_dim} (the kernels take even ones up to {MAX_HEAD_DIM})")
+        if spec.num_heads % spec.num_kv_heads:
+            reasons.append(f"{spec.num_heads} query heads do not share {spec.num_kv_heads} key heads evenly")
+        elif spec.num_heads // spec.num_kv_heads > MAX_GROUP:
+            reasons.append(f"{spec.num_heads // spec.num_kv_heads} query heads per key head (the kernels take {MAX_GROUP})")
+        return reasons
+
+    @classmethod
+    def reasons_against_auto(cls, spec: AttentionSpec) -> list[str]:
+        """See `AttentionBackend.reasons_against_auto`."""
+        if unavailable_reasons(spec.device):
+            return []
+        if spec.device.type == "cpu":
+            return ["kernels are interpreted on a CPU, for tests only"]
+        return ["it has not been run on an AMD GPU yet; choose it by name to try it"] if torch.version.hip else []
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        from specdec.kernels import triton_attention, triton_fused  # Triton itself is imported only where it is used
+
+        super().__init__(spec)
+        self._kernels, self._rope_store = triton_attention, triton_fused.rope_store
+        self._group = spec.num_heads // spec.num_kv_heads
+        self.num_processors = num_processors(spec.device)
+
+    def plan(self, metadata: AttentionMetadata) -> AttentionMetadata:
+        """The metadata itself; programs find their own work in it."""
+        return metadata
+
+    def run(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cache: LayerCache,
+        plan: AttentionMetadata,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See `AttentionBackend.run`."""
+        self.write(cache, key, value, plan.slot_mapping)
+        return self.attend(query, cache, plan, scale=scale, window=window, softcap=softcap, sinks=sinks)
+
+    def attend(
+        self,
+        query: Tensor,
+        cache: LayerCache,
+        plan: AttentionMetadata,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """`run` for rows whose keys and values the cache holds already."""
+        tile = self.tile(plan)
+        return self._kernels.paged_attention(
+            query if query.stride(-1) == 1 else query.contiguous(),
+            cache,
+            block_table=plan.block_table,
+            seq_lens=plan.seq_lens,
+            query_start_loc=plan.query_start_loc,
+            max_query_len=plan.max_query_len,
+            scale=scale,
+            causal=plan.causal,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            cache_scales=self.spec.cache_scales,
+            splits=self.num_splits(plan, window, tile),
+            tile=tile,
+        )
+
+    def write(self, cache: LayerCache, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+        """See `AttentionBackend.write`."""
+        key, value = (rows if rows.stride()[1:] == (rows.shape[2], 1) else rows.contiguous() for rows in (key, value))
+        self._rope_store(None, key, value, cache, slot_mapping, cache_scales=self.spec.cache_scales)
+
+    def tile(self, metadata: AttentionMetadata) -> "Tile":
+        """Shape of a program: the smallest for few rows over a short context, else what reads keys the fewest times.
+
+        Where the smallest pays, a row among drafts is computed as it is alone, to the last bit.
+        """
+        spec, memory = self.spec, shared_memory(self.spec.device)
+        small = self._kernels.tile_for(self._group, 1, spec.head_dim, spec.dtype, memory)
+        programs = metadata.num_reqs * spec.num_kv_heads * self._num_tiles(metadata, small)
+        context_bytes = metadata.num_reqs * metadata.max_seq_len * spec.num_kv_heads * spec.head_dim * 2 * spec.kv_dtype.itemsize
+        if programs <= self.num_processors and context_bytes <= SHORT_CONTEXT:
+            return small
+        return self._kernels.tile_for(self._group, metadata.max_query_len, spec.head_dim, spec.dtype, memory)
+
+    def num_splits(self, metadata: AttentionMetadata, window: int | None, tile: "Tile") -> int:
+        """Programs that share the keys of a row: a power of two that fills the device, as far as there are keys.
+
+        It follows from host counts alone, so it is the same whenever the same graph is captured.
+        """
+        resident = 4 if tile.block_m <= SMALL_TILE else 2
+        wanted = resident * self.num_processors // (metadata.num_reqs * self._num_tiles(metadata, tile) * self.spec.num_kv_heads)
+        keys = metadata.max_seq_len
+        if window is not None:
+            keys = min(keys, metadata.max_query_len + (1 if metadata.causal else 2) * window)
+        most = max(1, min(wanted, keys // MIN_SPLIT_KEYS, MAX_SPLITS))
+        return 1 << (most.bit_length() - 1)
+
+    def _num_tiles(self, metadata: AttentionMetadata, tile: "Tile") -> int:
+        """Programs for the rows of one request and one key head."""
+        return -(-metadata.max_query_len // (tile.block_m // self._group))
+
+
+def _cache_reasons(spec: AttentionSpec) -> list[str]:
+    """Why this device cannot read an 8-bit cache of this type."""
+    architecture = specdec.device.rocm_architecture(spec.device)
+    expected = torch.float8_e4m3fnuz if architecture == "gfx942" else torch.float8_e4m3fn
+    if spec.kv_dtype != expected:
+        return [f"a {spec.kv_dtype} cache (the kernels take the model's type and {expected})"]
+    if spec.device.type == "cuda" and architecture is None and torch.cuda.get_device_capability(spec.device) < (8, 9):
+        return [f"a {spec.kv_dtype} cache (it needs compute capability 8.9)"]
+    return []

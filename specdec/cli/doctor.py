@@ -1,0 +1,235 @@
+"""`specdec doctor`: what this machine is, what is installed, and which attention backend would serve a model, with reasons."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+from specdec import __version__
+from specdec.cli.main import whole_number
+from specdec.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    import torch
+
+    from specdec.attention.backend import AttentionSpec
+    from specdec.attention.mla import MlaSpec
+
+ENVIRONMENT = (
+    "AITER_TRITON_ONLY",
+    "AITER_REBUILD",
+    "AITER_LOG_LEVEL",
+    "ENABLE_CK",
+    "GPU_ARCHS",
+    "CU_NUM",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "CUDA_VISIBLE_DEVICES",
+    "FLASH_ATTENTION_TRITON_AMD_AUTOTUNE",
+    "HF_HOME",
+    "HF_HUB_OFFLINE",
+    "OMP_NUM_THREADS",
+)
+"""Variables that change what runs. specdec itself reads the first alone; the libraries under it read the others."""
+
+_PACKAGES = ("torch", "triton", "transformers", "amd-aiter")
+
+
+_ORDINARY = {"heads": 32, "kv_heads": 8, "head_dim": 128}
+_LATENT = {"heads": 128, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+_INDEXER = {"index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
+"""What is asked about when nothing is said, under the names of the options: latent attention as in DeepSeek-V3.2."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `specdec doctor`."""
+    parser.usage = "%(prog)s [options]"
+    add = parser.add_argument_group("a model to ask the backends about").add_argument
+    add("--device", default="auto", metavar="NAME", help="auto (default), cpu, cuda or cuda:N")
+    add("--dtype", default="auto", metavar="NAME", help="auto (default), float32, bfloat16 or float16")
+    add("--kv-dtype", default="auto", metavar="NAME", help="auto (default), or fp8 for an 8-bit cache")
+    add("--heads", type=whole_number, metavar="N", help="query heads (default 32, with --mla 128)")
+    add("--kv-heads", type=whole_number, metavar="N", help="key and value heads (default 8)")
+    add("--head-dim", type=whole_number, metavar="N", help="size of a head (default 128)")
+    add("--window", type=whole_number, metavar="N", help="some layers have a sliding window of N tokens")
+    add("--sinks", action="store_true", default=None, help="layers carry attention sinks")
+    add = parser.add_argument_group("a model with latent attention; each of these options means one").add_argument
+    add("--mla", action="store_true", help="latent attention (DeepSeek, GLM)")
+    for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+        add(_option(name), type=whole_number, metavar="N", help=f"as in the model's config.json (default {_LATENT[name]})")
+    add("--indexer", action="store_true", help="an indexer selects what a row attends to (DeepSeek-V3.2, GLM-MoE-DSA)")
+    for name, default in _INDEXER.items():
+        add(_option(name), type=whole_number, metavar="N", help=f"the same of an indexer (default {default})")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs `specdec doctor`; 0 when a backend can serve the model, 1 when none can.
+
+    Raises:
+        SpecDecError: the device or type does not exist here, or a number or a combination of options makes no model.
+    """
+    import torch
+
+    from specdec.attention.mla import MlaSpec
+    from specdec.attention.selector import refusals
+
+    spec = spec_of(args)
+    device = spec.device
+    print(f"specdec       {__version__}, Python {platform.python_version()}")
+    print(f"device        {describe_device(device)}")
+    for name in _PACKAGES:
+        print(f"{name:<13} {_package_version(name)}")
+    if torch.version.hip or torch.version.cuda:
+        print(f"torch for     {f'ROCm {torch.version.hip}' if torch.version.hip else f'CUDA {torch.version.cuda}'}")
+    for warning in aiter_warnings():
+        print(f"warning       {warning}")
+    refused = refusals(spec)
+    print(f"\nattention backends, for {describe_spec(spec)}")
+    print("\n".join(backend_lines(spec, refused)))
+    if isinstance(spec, MlaSpec):
+        print(f"  prompts in 8 bits: {prefill_line(spec)}")
+    print("\nenvironment")
+    found = [f"  {name}={os.environ[name]}" for name in ENVIRONMENT if name in os.environ]
+    print("\n".join(found or ["  none of the variables that change what runs is set"]))
+    return int(all(refused.values()))
+
+
+def spec_of(args: argparse.Namespace) -> AttentionSpec | MlaSpec:
+    """What the options ask of a backend.
+
+    Raises:
+        InvalidInputError: a number below 1, or options of both kinds of attention.
+        SpecDecError: the device or type does not exist here.
+    """
+    from specdec.attention.backend import AttentionSpec
+    from specdec.attention.mla import IndexerSpec, MlaSpec
+    from specdec.config import DEFAULT_BLOCK_SIZE, CacheConfig
+    from specdec.device import cache_dtype, resolve_device, resolve_dtype
+
+    given = {name: value for name, value in vars(args).items() if value is not None and value is not False}
+    for name, value in given.items():
+        if isinstance(value, int) and value < 1:
+            raise InvalidInputError(f"{_option(name)} is {value}; it must be at least 1")
+    indexed = bool(given.keys() & {"indexer", *_INDEXER})
+    latent = indexed or bool(given.keys() & ({"mla", *_LATENT} - {"heads"}))
+    if latent and (alien := sorted(given.keys() & {"kv_heads", "head_dim", "window", "sinks"})):
+        raise InvalidInputError(
+            f"{_option(alien[0])} is not of latent attention; leave it out, or leave out --mla, --indexer and their sizes"
+        )
+    size = {**_ORDINARY, **(_LATENT if latent else {}), **_INDEXER, **given}
+    device = resolve_device(args.device)
+    common = {
+        "device": device,
+        "dtype": resolve_dtype(args.dtype, device),
+        "num_heads": size["heads"],
+        "block_size": DEFAULT_BLOCK_SIZE,
+        "cache_dtype": cache_dtype(CacheConfig(dtype=args.kv_dtype).dtype, device),
+    }
+    if not latent:
+        return AttentionSpec(
+            **common,
+            num_kv_heads=size["kv_heads"],
+            head_dim=size["head_dim"],
+            windows=frozenset({None, args.window}),
+            sinks=bool(args.sinks),
+        )
+    indexer = IndexerSpec(size["index_n_heads"], size["index_head_dim"], size["index_topk"]) if indexed else None
+    return MlaSpec(**common, **{name: size[name] for name in _LATENT if name != "heads"}, indexer=indexer)
+
+
+def describe_device(device: torch.device) -> str:
+    """Kind, name and, for an AMD device, architecture."""
+    import torch
+
+    import specdec.device
+
+    if device.type == "cpu":
+        return f"cpu, {os.cpu_count()} cores, {platform.machine()}"
+    architecture = specdec.device.rocm_architecture(device)
+    kind = f"ROCm {architecture}" if architecture else "CUDA"
+    return f"{device}, {torch.cuda.get_device_name(device)}, {kind}"
+
+
+def describe_spec(spec: AttentionSpec | MlaSpec) -> str:
+    """The shape asked about, in words."""
+    from specdec.attention.mla import MlaSpec
+
+    parts = [f"{spec.num_heads} heads", str(spec.dtype).split(".")[-1]]
+    if spec.cache_dtype is not None:
+        parts.append(f"cache in {str(spec.cache_dtype).split('.')[-1]}")
+    if isinstance(spec, MlaSpec):
+        parts[1:1] = [
+            f"latents of {spec.kv_lora_rank} + {spec.qk_rope_head_dim}",
+            f"keys of {spec.qk_nope_head_dim} + {spec.qk_rope_head_dim} and values of {spec.v_head_dim}",
+        ]
+        if spec.indexer is not None:
+            parts.append(
+                f"an indexer of {spec.indexer.num_heads} heads of {spec.indexer.head_dim} that selects {spec.indexer.topk}"
+            )
+        return ", ".join(parts)
+    parts[1:1] = [f"{spec.num_kv_heads} key heads", f"head size {spec.head_dim}"]
+    parts += [f"a window of {w}" for w in spec.windows if w is not None]
+    return ", ".join(parts + (["sinks"] if spec.sinks else []))
+
+
+def prefill_line(spec: MlaSpec) -> str:
+    """Whether `rocm_aiter_mla` computes prompts in 8-bit floats, and all reasons when it does not."""
+    from specdec.attention.aiter.mla_prefill import unavailable_reasons
+
+    if spec.indexer is not None:
+        return "no: with an indexer prompts run on the same lists as decoding"
+    reasons = unavailable_reasons(spec)
+    return f"no: {'; '.join(reasons)}" if reasons else "yes, those without a context"
+
+
+def backend_lines(spec: AttentionSpec | MlaSpec, refused: dict[str, list[str]]) -> list[str]:
+    """One line per backend: chosen, possible, or refused with all reasons; then what it cannot do for a block drafter.
+
+    Beside latent attention a drafter runs on a backend for ordinary heads, so nothing is said of drafters there.
+    """
+    from dataclasses import replace
+
+    from specdec.attention.backend import AttentionSpec
+    from specdec.attention.selector import refusals
+
+    chosen = next((name for name, reasons in refusals(spec, auto=True).items() if not reasons), None)
+    blocks = refusals(replace(spec, non_causal=True)) if isinstance(spec, AttentionSpec) else {}
+    width = max(map(len, refused))
+    lines = []
+    for name, reasons in refused.items():
+        if reasons:
+            lines.append(f"  {name:<{width}}  no: {'; '.join(reasons)}")
+            continue
+        taken = "chosen by --attention auto" if name == chosen else f"works with --attention {name}"
+        lines.append(f"  {name:<{width}}  {taken}{_remark(name, spec)}")
+        if against := blocks.get(name):
+            lines.append(f"  {'':<{width}}  but not for DFlash drafters: {'; '.join(against)}")
+    return lines
+
+
+def _remark(name: str, spec: AttentionSpec | MlaSpec) -> str:
+    from specdec.attention.aiter.fa import RocmAiterFaBackend, tier_of
+
+    triton_only = name == RocmAiterFaBackend.name and tier_of(spec.device) == "triton"
+    return ", with AITER's Triton kernels alone" if triton_only else ""
+
+
+def aiter_warnings() -> list[str]:
+    """What is wrong with the AITER installed here, whether or not this machine could use it."""
+    from specdec.kernels.aiter import unavailable_reasons, wrong_package_installed
+
+    return unavailable_reasons() if wrong_package_installed() else []
+
+
+def _package_version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,116 @@
+"""Results on standard output, in the order of the prompts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from specdec.cli.prompts import Prompt
+
+if TYPE_CHECKING:
+    from specdec.decoder import GenerationResult, StreamChunk
+
+
+class ResultWriter:
+    """Prints results in the order of the prompts, in whichever order they arrive.
+
+    Args:
+        prompts: one per input.
+        as_json: one object per line instead of text.
+        live: show the text of the first unfinished prompt while it grows.
+
+    Attributes:
+        results: finished results by index of the prompt.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], *, as_json: bool = False, live: bool = False) -> None:
+        self.results: dict[int, GenerationResult] = {}
+        self._prompts = prompts
+        self._as_json = as_json
+        self._live = live
+        self._texts = ["" for _ in prompts]
+        self._current = 0  # the first prompt not printed to its end
+        self._num_shown = 0  # characters of its text that are printed
+        self._titled = False
+
+    @property
+    def num_failed(self) -> int:
+        """Prompts that ended with an error."""
+        return sum(result.error is not None for result in self.results.values())
+
+    def write(self, chunks: Iterable[StreamChunk]) -> None:
+        """Prints chunks as they arrive; on an interrupt also the text that unfinished prompts have so far."""
+        try:
+            for chunk in chunks:
+                self._texts[chunk.index] += chunk.text
+                if chunk.result is not None:
+                    self.results[chunk.index] = chunk.result
+                self._print_ready()
+        except KeyboardInterrupt:
+            while self._current < len(self._prompts):
+                self._print_rest()
+            raise
+
+    def _print_ready(self) -> None:
+        while self._current < len(self._prompts):
+            if self._current in self.results:
+                self._print_rest()
+            else:
+                if self._live:
+                    self._print_text()
+                return
+
+    def _print_rest(self) -> None:
+        """Prints what is left of the current prompt and goes on to the next."""
+        result = self.results.get(self._current)
+        if self._as_json:
+            print(json.dumps(self._record(result)), flush=True)
+        else:
+            self._print_text()
+            print(flush=True)
+        if result is not None and result.error is not None:
+            print(f"specdec: error: {self._prompts[self._current].source}: {result.error}", file=sys.stderr)
+        self._current += 1
+        self._num_shown, self._titled = 0, False
+
+    def _print_text(self) -> None:
+        if len(self._prompts) > 1 and not self._titled:
+            self._titled = True
+            print(("\n" if self._current else "") + self._title())
+        print(self._texts[self._current][self._num_shown :], end="", flush=True)
+        self._num_shown = len(self._texts[self._current])
+
+    def _title(self) -> str:
+        place = f"[{self._current + 1}/{len(self._prompts)}] "
+        return place + shorten(self._prompts[self._current].label, shutil.get_terminal_size().columns - len(place))
+
+    def _record(self, result: GenerationResult | None) -> dict[str, Any]:
+        content = self._prompts[self._current].content
+        record: dict[str, Any] = {
+            "index": self._current,
+            "prompt" if isinstance(content, str) else "messages": content,
+            "text": self._texts[self._current],
+        }
+        if result is None:
+            return record | {"finish_reason": "cancelled"}
+        return record | {
+            "finish_reason": result.finish_reason,
+            "error": result.error,
+            "token_ids": result.token_ids,
+            "logprobs": result.logprobs,
+            "num_prompt_tokens": len(result.prompt_token_ids),
+            "seed": result.seed,
+            "stats": result.stats.to_dict(),
+        }
+
+
+def shorten(text: str, width: int) -> str:
+    """`text`, or as much of it as fits into `width` characters together with an ellipsis.
+
+    >>> shorten("speculative", 12), shorten("speculative", 6)
+    ('speculative', 'specu…')
+    """
+    return text if len(text) <= width else text[: max(0, width - 1)] + "…"

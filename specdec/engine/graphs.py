@@ -1,0 +1,220 @@
+"""Decode steps as graphs: captured once per shape, then replayed with one launch.
+
+A captured step reads its requests' state through `slots`, a tensor that keeps its place, so a replay serves whichever requests
+stand there. Everything the host would otherwise decide anew in each step is part of the shape: the padded size of the batch, k, a
+bound on the sequence lengths, and what the requests' sampling needs. A shape is captured when it first occurs, on the padding slot
+alone.
+"""
+
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from specdec.core import DecodeBatch, Request
+from specdec.engine.buckets import BATCH_SIZES, batch_bucket, length_bucket
+from specdec.engine.results import num_columns
+from specdec.engine.slots import BatchKey, SamplingFacts, SlotState, batch_key
+from specdec.errors import BackendError
+
+logger = logging.getLogger(__name__)
+
+Shape = TypeVar("Shape")
+Graph = TypeVar("Graph")
+
+MAX_GRAPHS = 256
+"""Shapes of steps captured at most, and of prefills; each keeps the nodes of its graph in device memory, and others run without."""
+
+
+class Capture(Protocol):
+    """Turns device work into something that can be repeated."""
+
+    def capture(self, launch: Callable[[], None], kind: Hashable) -> Callable[[], None]:
+        """Runs `launch` as often as it takes, and returns what repeats its device work on the same tensors, which it keeps.
+
+        Work of one `kind` consists of the same operations, on tensors of any sizes.
+        """
+
+
+class CudaCapture:
+    """CUDA graphs, or HIP graphs where torch is built for ROCm.
+
+    All graphs share one memory pool: they are replayed one after another on one stream, and no result stays in the pool.
+
+    Args:
+        device: an accelerator.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+        self._kinds: set[Hashable] = set()
+
+    def capture(self, launch: Callable[[], None], kind: Hashable) -> Callable[[], None]:
+        """See `Capture.capture`.
+
+        Raises:
+            BackendError: the device refuses to capture what `launch` does.
+        """
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        graph = torch.cuda.CUDAGraph()
+        cause: Exception | None = None
+        try:
+            with torch.cuda.stream(self._stream):
+                if kind not in self._kinds:
+                    launch()  # libraries take workspaces and make sure of themselves at first use
+                # Not torch.cuda.graph, which gives all cached memory back first and makes the next steps fetch it anew. Relaxed,
+                # for a kernel that is new for its sizes alone is loaded meanwhile.
+                graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
+                try:
+                    launch()
+                except Exception as error:
+                    cause = error  # after it the end of the capture fails, too, and its error says only that
+                    raise
+                finally:
+                    graph.capture_end()
+            current.wait_stream(self._stream)
+            self._kinds.add(kind)
+        except RuntimeError as error:
+            reason = str(cause or error).partition("\n")[0]
+            raise BackendError(f"{self._device} cannot capture this model's step: {reason}; turn graphs off") from error
+        return partial(_replay, graph, launch)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, launch: Callable[[], None]) -> None:
+    """Replays; `launch` is only held, for a graph knows the addresses of the tensors that it refers to and does not own them."""
+    graph.replay()
+
+
+def captures_graphs(device: torch.device, wanted: bool | None) -> bool:
+    """Whether steps on `device` are to be captured; None leaves it to what has been run: CUDA."""
+    return device.type == "cuda" and (torch.version.hip is None if wanted is None else wanted)
+
+
+class ShapeGraphs(Generic[Shape, Graph]):
+    """Graphs by the shape of what they repeat.
+
+    Args:
+        required: raise when something cannot be captured; otherwise warn, and go on without further graphs.
+
+    Attributes:
+        graphs: what is captured.
+    """
+
+    def __init__(self, *, required: bool) -> None:
+        self.graphs: dict[Shape, Graph] = {}
+        self._required = required
+        self._closed = False
+
+    def obtain(self, shape: Shape, capture: Callable[[Shape], Graph]) -> Graph | None:
+        """The graph of a shape, captured when there is none.
+
+        Returns:
+            None when there are too many graphs, or the device refuses.
+
+        Raises:
+            BackendError: graphs are required and the device refuses.
+        """
+        if shape in self.graphs or self._closed:
+            return self.graphs.get(shape)
+        if len(self.graphs) >= MAX_GRAPHS:
+            logger.warning("%d graphs are captured, the most there may be; other shapes run without one", MAX_GRAPHS)
+            self._closed = True
+            return None
+        try:
+            self.graphs[shape] = capture(shape)
+        except BackendError as error:
+            if self._required:
+                raise
+            logger.warning("%s. Decoding goes on without further graphs", error)
+            self._closed = True
+            return None
+        logger.debug("captured: %s", shape)
+        return self.graphs[shape]
+
+
+class StepShape(NamedTuple):
+    """What a captured step depends on beside the tensors it reads."""
+
+    num_reqs: int  # padding included
+    k: int
+    max_seq_len: int
+    facts: SamplingFacts
+
+
+@dataclass(frozen=True, slots=True)
+class StepGraph:
+    """A captured step.
+
+    Attributes:
+        replay: launches it for the requests in the static slots.
+        table: int64 [num_reqs, columns], its results, the same tensor every time; see `specdec.engine.results.result_table`.
+    """
+
+    replay: Callable[[], None]
+    table: Tensor
+
+
+class StepGraphs(ShapeGraphs[StepShape, StepGraph]):
+    """The captured steps of one engine.
+
+    Args:
+        capture: captures device work.
+        state: of the requests.
+        step: launches the step of a batch and writes its result table.
+        required: see `ShapeGraphs`.
+    """
+
+    def __init__(
+        self, capture: Capture, state: SlotState, step: Callable[[DecodeBatch, Tensor], object], *, required: bool = True
+    ) -> None:
+        super().__init__(required=required)
+        self._capture, self._state, self._step = capture, state, step
+        self._slots = torch.full((BATCH_SIZES[-1],), state.padding_slot, dtype=torch.int64, device=state.device)
+        self._key: BatchKey = ()
+        self._facts = SamplingFacts.of([])
+
+    def prepare(self, requests: Sequence[Request], k: int) -> StepGraph | None:
+        """The captured step for these requests, ready to be replayed; captures it when its shape is new.
+
+        Returns:
+            None when there is no graph for such a batch: it is too large, there are too many graphs, or the device refuses.
+
+        Raises:
+            BackendError: graphs are required and the device refuses to capture the step.
+        """
+        if len(requests) > BATCH_SIZES[-1]:
+            return None
+        key = batch_key(requests)
+        facts = self._facts if key == self._key else SamplingFacts.of(requests)
+        bound = length_bucket(self._state.max_seq_len(requests, k), self._state.longest)
+        graph = self.obtain(StepShape(batch_bucket(len(requests)), k, bound, facts), self._captured)
+        if graph is None:
+            return None
+        if key != self._key:
+            self._slots.copy_(self._state.slot_indices(requests, len(self._slots)), non_blocking=True)
+            self._key, self._facts = key, facts
+        return graph
+
+    def _captured(self, shape: StepShape) -> StepGraph:
+        """Captures a step of padding, so that no request's state moves."""
+        state, facts = self._state, shape.facts
+        self._key = ()
+        self._slots.fill_(state.padding_slot)
+        slots = self._slots[: shape.num_reqs]
+        columns = num_columns(shape.k, logprobs=facts.logprobs)
+        table = torch.zeros(shape.num_reqs, columns, dtype=torch.int64, device=state.device)
+
+        def launch() -> None:
+            batch = state.gather(slots, state.sampling(slots, facts), k=shape.k, max_seq_len=shape.max_seq_len)
+            self._step(batch, table)
+            state.rest_padding()
+
+        replay = self._capture.capture(launch, (shape.k > 0, facts))
+        return StepGraph(replay, table)

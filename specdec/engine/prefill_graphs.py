@@ -1,0 +1,160 @@
+"""Prefill of short chunks as graphs: launched operation by operation, it takes the host longer than the device.
+
+Chunks are padded to one length, a power of two. Rows past a chunk's end come later than all of its own, which see none of them, and
+write to the null block.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec.attention.backend import AttentionMetadata
+from specdec.core import ForwardInput, PrefillBatch, Verifier
+from specdec.engine.buckets import batch_bucket, length_bucket, power_of_two
+from specdec.engine.graphs import Capture, ShapeGraphs
+from specdec.engine.scheduler import Chunk, prefill_tokens
+from specdec.engine.slots import SlotState, cache_slots, samples_first_token
+from specdec.kv_cache.block_pool import NULL_BLOCK
+
+LEAST_ROWS = 128
+"""Of a request; fewer take as long."""
+MOST_ROWS = 8192
+"""Padding included, of which many chunks of unlike lengths have much."""
+MOST_CHUNK_ROWS = 2048
+"""The same of one chunk."""
+MOST_ROW_BYTES = 2**43
+"""Rows times bytes of weights beyond which the device takes longer than the host, some 10 ms on an H200."""
+
+
+class PrefillShape(NamedTuple):
+    """What a captured prefill depends on beside the tensors it reads."""
+
+    num_reqs: int  # padding included, as in what follows
+    num_rows: int  # of each request
+    max_seq_len: int
+
+
+class PrefillGraph(NamedTuple):
+    """A captured prefill.
+
+    Attributes:
+        replay: launches it.
+        inputs: int64 [3 * num_reqs * num_rows + 3 * num_reqs]: token, position and cache slot of each row; then of each request
+            the slot, the row whose logits are wanted, and the position after its last row.
+        logits: [num_reqs, V], its result, the same tensor every time.
+    """
+
+    replay: Callable[[], None]
+    inputs: Tensor
+    logits: Tensor
+
+
+class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
+    """The captured prefills of one engine. A shape is captured when it first occurs.
+
+    Args:
+        capture: captures device work.
+        state: of the requests.
+        forward: gives logits [num_reqs, V] of a batch, after all that a prefill writes.
+        dtype: of the logits.
+        most_rows: of a captured prefill, padding included.
+        required: see `ShapeGraphs`.
+    """
+
+    def __init__(
+        self,
+        capture: Capture,
+        state: SlotState,
+        forward: Callable[[PrefillBatch], Tensor],
+        *,
+        dtype: torch.dtype,
+        most_rows: int,
+        required: bool = True,
+    ) -> None:
+        super().__init__(required=required)
+        self._capture, self._state, self._forward = capture, state, forward
+        self._dtype, self._most_rows = dtype, most_rows
+
+    def run(self, chunks: Sequence[Chunk]) -> Tensor | None:
+        """Prefills chunks, whose requests' block tables are complete.
+
+        Returns:
+            Logits [n, V] after the chunks that `samples_first_token`; None when nothing was done, because the chunks are too long
+            or too many, or there is no graph for them.
+
+        Raises:
+            BackendError: graphs are required and the device refuses to capture the prefill.
+        """
+        shape = self._shape(chunks)
+        graph = self.obtain(shape, self._captured) if shape else None
+        if shape is None or graph is None:
+            return None
+        graph.inputs.copy_(self._inputs(chunks, shape), non_blocking=True)
+        graph.replay()
+        ended = [index for index, chunk in enumerate(chunks) if samples_first_token(chunk)]
+        return graph.logits[: len(ended)] if len(ended) == len(chunks) else graph.logits[self._state.tensor(ended)]
+
+    def _shape(self, chunks: Sequence[Chunk]) -> PrefillShape | None:
+        longest = self._state.longest
+        num_reqs = batch_bucket(len(chunks))
+        num_rows = max(LEAST_ROWS, power_of_two(max(chunk.end - chunk.start for chunk in chunks)))
+        end = max(chunk.start for chunk in chunks) + num_rows
+        if num_reqs * num_rows > self._most_rows or end > longest:
+            return None
+        return PrefillShape(num_reqs, num_rows, length_bucket(end, longest))
+
+    def _inputs(self, chunks: Sequence[Chunk], shape: PrefillShape) -> Tensor:
+        """`PrefillGraph.inputs` on the host, pinned for an accelerator."""
+        state, size, width = self._state, self._state.block_size, shape.num_rows
+        missing = shape.num_reqs - len(chunks)
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        for chunk in chunks:
+            padding = width - (chunk.end - chunk.start)
+            tokens += prefill_tokens(chunk.request)[chunk.start : chunk.end] + [0] * padding
+            positions += range(chunk.start, chunk.start + width)
+            slots += cache_slots(chunk, size) + [NULL_BLOCK * size] * padding
+        rows = len(chunks) * width
+        values = [
+            *(tokens + [0] * (missing * width)),
+            *([min(position, state.max_model_len - 1) for position in positions] + [0] * (missing * width)),
+            *(slots + [NULL_BLOCK * size] * (missing * width)),
+            *([chunk.request.slot for chunk in chunks] + [state.padding_slot] * missing),
+            *([index * width + chunk.end - chunk.start - 1 for index, chunk in enumerate(chunks)] + [rows] * missing),
+            *([chunk.start + width for chunk in chunks] + [width] * missing),
+        ]
+        return state.host_tensor(values)
+
+    def _captured(self, shape: PrefillShape) -> PrefillGraph:
+        """Captures a prefill of padding alone."""
+        state, (num_reqs, width, max_seq_len) = self._state, shape
+        count = num_reqs * width
+        inputs = self._inputs([], shape).to(state.device)
+        starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=state.device) * width
+        logits = torch.empty(num_reqs, state.vocab_size, dtype=self._dtype, device=state.device)
+
+        def launch() -> None:
+            token_ids, position_ids, slot_mapping = inputs[: 3 * count].view(3, count)
+            slots, logit_rows, seq_lens = inputs[3 * count :].view(3, num_reqs)
+            metadata = AttentionMetadata(
+                query_start_loc=starts,
+                seq_lens=seq_lens.int(),
+                block_table=state.block_table.index_select(0, slots),
+                slot_mapping=slot_mapping,
+                num_reqs=num_reqs,
+                num_tokens=count,
+                max_query_len=width,
+                max_seq_len=max_seq_len,
+            )
+            logits.copy_(self._forward(PrefillBatch(ForwardInput(token_ids, position_ids, metadata, logit_rows), slots)))
+
+        replay = self._capture.capture(launch, PrefillShape)
+        return PrefillGraph(replay, inputs, logits)
+
+
+def most_prefill_rows(verifier: Verifier, max_num_seqs: int) -> int:
+    """Rows up to which a prefill of at most so many chunks is captured."""
+    return min(MOST_ROWS, MOST_ROW_BYTES // verifier.weight_bytes, max_num_seqs * MOST_CHUNK_ROWS)

@@ -1,0 +1,143 @@
+"""What comes back from the device: one asynchronous copy per step, read later."""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.core import AcceptOutput, DraftOutput, Request
+from specdec.engine.timing import StepClock
+
+_COUNTS = 3  # columns before the tokens: accepted drafts, offered drafts, whether the logits were finite
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What one step gave one request.
+
+    Attributes:
+        k: drafts verified; None for the first token, which comes from a prefill.
+        num_accepted: drafts kept.
+        num_drafts: drafts offered, of the k.
+        finite: the logits behind the tokens were finite.
+        token_ids: `num_accepted + 1` output tokens.
+        logprobs: one per token, or empty when nobody in the batch asked.
+    """
+
+    k: int | None
+    num_accepted: int
+    num_drafts: int
+    finite: bool
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+@dataclass(slots=True)
+class FinishedStep:
+    """A step that the device is done with.
+
+    Attributes:
+        k: drafts per request; None for first tokens, which come from a prefill.
+        requests: its batch.
+        table: int64 [num_reqs, columns], on the host; see `result_table`.
+        seconds: from the stamp that `send` was given to the arrival of the results; None without a stamp.
+    """
+
+    k: int | None
+    requests: list[Request]
+    table: Tensor
+    seconds: float | None
+
+    def results(self) -> Iterator[tuple[Request, StepResult]]:
+        """What the step gave each request.
+
+        One at a time, from lists for the whole batch: thousands of small objects alive at once would set off Python's garbage
+        collector in every few steps, and that takes longer than all else that the host does.
+        """
+        width = (self.k or 0) + 1
+        columns = self.table.shape[1]
+        values = self.table.flatten().tolist()
+        logprobs = self.table[:, -width:].flatten().view(torch.float64).tolist() if columns > _COUNTS + width else []
+        for index, request in enumerate(self.requests):
+            row = index * columns
+            num_accepted, num_drafts, finite = values[row : row + _COUNTS]
+            token_ids = values[row + _COUNTS : row + _COUNTS + num_accepted + 1]
+            own = logprobs[index * width : (index + 1) * width]
+            yield request, StepResult(self.k, num_accepted, num_drafts, finite == 1, token_ids, own)
+
+
+@dataclass(slots=True)
+class _Launched:
+    requests: list[Request]
+    k: int | None
+    table: Tensor  # int64 [num_reqs, columns], on the host once the device has come past `end`
+    start: Any
+    end: Any
+
+
+def result_table(k: int, accept: AcceptOutput, draft: DraftOutput | None = None, out: Tensor | None = None) -> Tensor:
+    """One tensor with all that the host wants to know about a step of `k` drafts.
+
+    Returns:
+        int64 [num_reqs, num_columns(k, ...)]; `out` when it is given.
+    """
+    num_drafts = draft.num_drafts if draft and draft.num_drafts is not None else torch.full_like(accept.num_accepted, k)
+    counts = (accept.num_accepted, num_drafts, accept.finite.long())
+    columns = [*(count[:, None] for count in counts), accept.token_ids]
+    if accept.logprobs is not None:
+        columns.append(accept.logprobs.double().view(torch.int64))  # the same 8 bytes, so that one tensor carries both
+    return torch.cat(columns, dim=1, out=out)
+
+
+def num_columns(k: int, *, logprobs: bool) -> int:
+    """Width of the table of a step of `k` drafts."""
+    return _COUNTS + (k + 1) * (1 + logprobs)
+
+
+class ResultQueue:
+    """Results of launched steps, first in, first out.
+
+    Args:
+        clock: stamps the arrival of results.
+    """
+
+    def __init__(self, clock: StepClock) -> None:
+        self._clock = clock
+        self._launched: deque[_Launched] = deque()
+
+    def __len__(self) -> int:
+        """Steps whose results are unread."""
+        return len(self._launched)
+
+    def send(self, requests: list[Request], k: int | None, table: Tensor, start: Any = None) -> Any:
+        """Starts the copy of a step's results to the host, into pinned memory when they come from an accelerator.
+
+        Args:
+            requests: the batch.
+            k: drafts per request; None for first tokens.
+            table: from `result_table`, one row per request; further rows belong to nobody.
+            start: stamp of the step's beginning, when its time is wanted.
+
+        Returns:
+            Stamp of its end.
+        """
+        table = table[: len(requests)]
+        if table.device.type == "cuda":
+            host = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
+            table = host.copy_(table, non_blocking=True)
+        else:
+            table = table.clone()  # the next replay of a captured step writes to the same table
+        end = self._clock.stamp()
+        self._launched.append(_Launched(requests, k, table, start, end))
+        return end
+
+    def receive(self, leave: int = 0) -> Iterator[FinishedStep]:
+        """The oldest steps, until only `leave` are unread; waits for a copy that is still under way."""
+        while len(self._launched) > leave:
+            step = self._launched.popleft()
+            self._clock.wait(step.end)
+            seconds = None if step.start is None else self._clock.seconds(step.start, step.end)
+            yield FinishedStep(step.k, step.requests, step.table, seconds)
