@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from drafters.dflash import DFlashDrafter, load_dflash
+from drafters.dflash.drafter import DFlashDrafter, load_dflash
 from specdec.core import Verifier
 from specdec.errors import CheckpointError, InvalidInputError
 

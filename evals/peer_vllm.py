@@ -11,8 +11,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from weakref import WeakSet
 
-from drafters.checkpoint import read_checkpoint
-from drafters.config import DFlashConfig
+from drafters.dflash.checkpoint import read_checkpoint
+from drafters.dflash.config import DFlashConfig
 from drafters.embedded import embedded_drafter_path
 from evals.peers import only_greedy, require
 from evals.provenance import checkpoint_folder

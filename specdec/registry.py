@@ -23,7 +23,7 @@ MLA_BACKENDS = {
 
 DRAFTERS = {
     "ngram": "drafters.ngram:load_ngram",
-    "dflash": "drafters.dflash:load_dflash",
+    "dflash": "drafters.dflash.drafter:load_dflash",
     "embedded": "drafters.embedded:load_embedded",
 }
 """Functions `(path | None, *, verifier) -> Drafter`."""

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from drafters.dflash import DFlashDrafter
-from drafters.dflash_model import DFlashModel
+from drafters.dflash.drafter import DFlashDrafter
+from drafters.dflash.model import DFlashModel
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import DecodeBatch, Drafter, Verifier
 from specdec.engine.engine import SpecEngine

@@ -200,7 +200,7 @@ def check_model(
 
 def embedded(args: argparse.Namespace, device: torch.device, calls: dict[str, int]) -> int:
     """The embedded model, or the one that was named, with n-gram and DFlash drafts."""
-    from drafters.dflash import load_dflash
+    from drafters.dflash.drafter import load_dflash
     from drafters.ngram import load_ngram
     from verifiers.load import load_verifier
 
@@ -247,9 +247,9 @@ def tiny(args: argparse.Namespace, device: torch.device, calls: dict[str, int]) 
 
 def random_drafter(verifier: Verifier) -> Drafter:
     """A DFlash drafter with random weights: full and sliding layers, bidirectional and causal."""
-    from drafters.config import DFlashConfig
-    from drafters.dflash import DFlashDrafter
-    from drafters.dflash_model import DFlashModel
+    from drafters.dflash.config import DFlashConfig
+    from drafters.dflash.drafter import DFlashDrafter
+    from drafters.dflash.model import DFlashModel
 
     torch.manual_seed(1)
     large = verifier.hidden_size > 100

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from drafters.config import DFlashConfig
-from drafters.dflash import DFlashDrafter
-from drafters.dflash_model import DFlashModel
+from drafters.dflash.config import DFlashConfig
+from drafters.dflash.drafter import DFlashDrafter
+from drafters.dflash.model import DFlashModel
 from specdec.attention.backend import AttentionSpec
 from specdec.attention.triton.fa import TritonFaBackend
 from specdec.config import EngineConfig, SamplingParams

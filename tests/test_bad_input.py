@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from drafters.checkpoint import write_checkpoint
+from drafters.dflash.checkpoint import write_checkpoint
 from specdec import EngineConfig, SamplingParams, SpecDecError, SpecDecoder
 from specdec.cli.main import main
 from tests.tiny_models import paged_verifier, plain_model, random_dflash, tiny_tokenizer

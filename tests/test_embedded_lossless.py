@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from drafters.checkpoint import write_checkpoint
-from drafters.config import DFlashConfig
-from drafters.dflash import load_dflash
-from drafters.dflash_model import DFlashModel
+from drafters.dflash.checkpoint import write_checkpoint
+from drafters.dflash.config import DFlashConfig
+from drafters.dflash.drafter import load_dflash
+from drafters.dflash.model import DFlashModel
 from drafters.ngram import load_ngram
 from specdec.config import CacheConfig, EngineConfig
 from specdec.core import Drafter, Verifier

@@ -28,9 +28,9 @@ from transformers import (
     YoutuConfig,
 )
 
-from drafters.config import DFlashConfig
-from drafters.dflash import DFlashDrafter
-from drafters.dflash_model import DFlashModel
+from drafters.dflash.config import DFlashConfig
+from drafters.dflash.drafter import DFlashDrafter
+from drafters.dflash.model import DFlashModel
 from specdec.attention.selector import select_backend
 from specdec.core import Verifier
 from verifiers.hf import verifier_for

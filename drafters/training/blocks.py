@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafters.dflash_model import DFlashModel
+from drafters.dflash.model import DFlashModel
 from drafters.training.mask import BlockAttention
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drafters.dflash_model import DFlashModel
+from drafters.dflash.model import DFlashModel
 from drafters.training.blocks import block_hidden, make_blocks
 from drafters.training.config import TrainConfig
 from drafters.training.dataset import AnswerSet, in_batches

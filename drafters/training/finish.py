@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from drafters.checkpoint import read_checkpoint, write_checkpoint
-from drafters.dflash_model import DFlashModel
-from drafters.layout import Layout
+from drafters.dflash.checkpoint import read_checkpoint, write_checkpoint
+from drafters.dflash.layout import Layout
+from drafters.dflash.model import DFlashModel
 from drafters.training.answers import FEW_SHOT_STOP
 from drafters.training.config import TrainConfig
 from drafters.training.dataset import Answer

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from drafters.checkpoint import read_checkpoint
-from drafters.config import DFlashConfig
-from drafters.dflash_model import DFlashModel
+from drafters.dflash.checkpoint import read_checkpoint
+from drafters.dflash.config import DFlashConfig
+from drafters.dflash.model import DFlashModel
 from drafters.training.config import TrainConfig
 from specdec.errors import InvalidInputError
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from drafters.dflash_model import DFlashModel
+from drafters.dflash.model import DFlashModel
 from specdec.errors import CapacityError, CheckpointError, InvalidInputError
 
 STATE_FILE = "state.pt"

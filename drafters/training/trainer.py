@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from drafters.dflash_model import DFlashModel
+from drafters.dflash.model import DFlashModel
 from drafters.training.blocks import SequenceBatch, block_hidden, make_blocks, sample_anchors
 from drafters.training.config import TrainConfig
 from drafters.training.dataset import AnswerSet

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafters import checkpoint
-from drafters.checkpoint import read_checkpoint, write_checkpoint
-from drafters.config import DFlashConfig
+from drafters.dflash import checkpoint
+from drafters.dflash.checkpoint import read_checkpoint, write_checkpoint
+from drafters.dflash.config import DFlashConfig
 from specdec.errors import CheckpointError
 from tests.drafters.tiny import HIDDEN, TINY, VOCAB, tiny_tensors, write_tiny_dflash
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafters.checkpoint import read_checkpoint, tensor_shapes, write_checkpoint
-from drafters.config import DFlashConfig
-from drafters.dflash import DFlashDrafter, load_dflash
-from drafters.dflash_model import DFlashModel
+from drafters.dflash.checkpoint import read_checkpoint, tensor_shapes, write_checkpoint
+from drafters.dflash.config import DFlashConfig
+from drafters.dflash.drafter import DFlashDrafter, load_dflash
+from drafters.dflash.model import DFlashModel
 from specdec.attention.backend import AttentionSpec
 from specdec.attention.torch_ref.fa import TorchRefBackend
 from specdec.errors import BackendError, CheckpointError, InvalidInputError

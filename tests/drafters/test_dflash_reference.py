@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from drafters.config import DFlashConfig
-from drafters.dflash import load_dflash
+from drafters.dflash.config import DFlashConfig
+from drafters.dflash.drafter import load_dflash
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import Request
 from specdec.engine.engine import SpecEngine

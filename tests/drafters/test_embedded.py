@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from drafters import embedded
-from drafters.checkpoint import read_checkpoint
-from drafters.dflash import DFlashDrafter
+from drafters.dflash.checkpoint import read_checkpoint
+from drafters.dflash.drafter import DFlashDrafter
 from drafters.embedded import embedded_drafter_path, load_embedded
 from drafters.ngram import NGramDrafter
 from evals.bench import Bench, BenchConfig

@@ -9,9 +9,9 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from drafters.config import DFlashConfig
-from drafters.layout import config_json, parse_config
-from drafters.rotary import Rotary, rope_frequencies, rotate
+from drafters.dflash.config import DFlashConfig
+from drafters.dflash.layout import config_json, parse_config
+from drafters.dflash.rotary import Rotary, rope_frequencies, rotate
 from specdec.errors import CheckpointError
 from tests.drafters.tiny import TINY
 

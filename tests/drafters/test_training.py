@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from drafters.checkpoint import read_checkpoint, write_checkpoint
-from drafters.config import DFlashConfig
+from drafters.dflash.checkpoint import read_checkpoint, write_checkpoint
+from drafters.dflash.config import DFlashConfig
 from drafters.training import finish, state
 from drafters.training.config import TrainConfig
 from drafters.training.log import TrainLog

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from drafters.checkpoint import read_checkpoint
+from drafters.dflash.checkpoint import read_checkpoint
 from drafters.embedded import embedded_drafter_path
 from evals.bench import Bench, BenchConfig
 from evals.html_report import html_report

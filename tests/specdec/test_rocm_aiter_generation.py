@@ -22,8 +22,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import specdec.device
-from drafters.dflash import DFlashDrafter
-from drafters.dflash_model import DFlashModel
+from drafters.dflash.drafter import DFlashDrafter
+from drafters.dflash.model import DFlashModel
 from specdec.attention.aiter import fa as rocm_aiter_fa
 from specdec.attention.aiter import mla_sparse as rocm_aiter_mla_sparse
 from specdec.attention.aiter.fa import RocmAiterFaBackend, RocmAiterFaShuffleBackend

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafters.dflash import DFlashDrafter
-from drafters.dflash_model import DFlashModel
+from drafters.dflash.drafter import DFlashDrafter
+from drafters.dflash.model import DFlashModel
 from drafters.ngram import NGramDrafter
 from specdec.attention.aiter import fa as rocm_aiter_fa
 from specdec.attention.aiter.mla_sparse import RocmAiterMlaSparseBackend

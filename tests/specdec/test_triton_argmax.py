@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafters import dflash
+from drafters.dflash import drafter as dflash
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import AcceptOutput
-from specdec.engine.acceptance import accept
 from specdec.engine import acceptance
+from specdec.engine.acceptance import accept
 from specdec.engine.engine import SpecEngine
 from tests.specdec.test_sampling import tensors
 from tests.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts

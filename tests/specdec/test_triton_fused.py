@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from drafters.rotary import rotate
+from drafters.dflash.rotary import rotate
 from specdec.attention.selector import select_backend
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import DecodeBatch, DraftOutput, Verifier

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
-from drafters.config import DFlashConfig, require
+from drafters.dflash.config import DFlashConfig, require
 
 Layout = Literal["z-lab", "speculators"]
 T = TypeVar("T")

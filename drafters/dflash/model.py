@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drafters.config import DFlashConfig
-from drafters.rotary import Rotary, rotate
+from drafters.dflash.config import DFlashConfig
+from drafters.dflash.rotary import Rotary, rotate
 from specdec.layers.linear import Linear
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]

@@ -5,7 +5,7 @@ from torch import Tensor
 from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from drafters.config import DFlashConfig
+from drafters.dflash.config import DFlashConfig
 from specdec.errors import CheckpointError
 
 

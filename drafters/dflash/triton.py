@@ -1,4 +1,4 @@
-"""The DFlash drafter's forward around Triton kernels, for devices whose attention is `triton_fa`; see `drafters.dflash`."""
+"""The DFlash drafter's forward around Triton kernels, for devices whose attention is `triton_fa`; see `drafters.dflash.drafter`."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -6,7 +6,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from drafters.dflash_model import DFlashLayer, DFlashModel, Keep
+from drafters.dflash.model import DFlashLayer, DFlashModel, Keep
 from specdec.attention.backend import AttentionMetadata
 from specdec.attention.triton.fa import TritonFaBackend
 from specdec.kernels.triton_embedding import embed

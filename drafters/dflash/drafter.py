@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from drafters.checkpoint import read_checkpoint, target_ids
-from drafters.dflash_model import DFlashModel
+from drafters.dflash.checkpoint import read_checkpoint, target_ids
+from drafters.dflash.model import DFlashModel
 from specdec.attention.backend import AttentionSpec
 from specdec.attention.triton.fa import TritonFaBackend
 from specdec.config import DraftSampling
@@ -24,7 +24,7 @@ from specdec.layers.argmax import argmax
 from specdec.sampling import Purpose, processed_probs, sample_from, uniform
 
 if TYPE_CHECKING:
-    from drafters.dflash_triton import TritonDFlash
+    from drafters.dflash.triton import TritonDFlash
 
 
 class DFlashDrafter:
@@ -168,7 +168,7 @@ class DFlashDrafter:
 
 
 def _on_triton(model: DFlashModel, attention: TritonFaBackend) -> "TritonDFlash":
-    from drafters.dflash_triton import TritonDFlash  # it imports Triton
+    from drafters.dflash.triton import TritonDFlash  # it imports Triton
 
     return TritonDFlash(model, attention)
 

@@ -15,8 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafters.config import DFlashConfig, require
-from drafters.layout import Layout, config_json, parse_config
+from drafters.dflash.config import DFlashConfig, require
+from drafters.dflash.layout import Layout, config_json, parse_config
 from specdec.errors import CheckpointError
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
