@@ -35,10 +35,10 @@ VERIFIERS = {
 
 COMMANDS = {
     "generate": "specdec.cli.generate:run",
-    "compare": "evals.compare:run",  # generate --compare
-    "eval": "evals.eval_command:run",
-    "bench": "evals.bench_command:run",
-    "profile": "evals.profile_command:run",
+    "compare": "evals.bench.compare:run",  # generate --compare
+    "eval": "evals.accuracy.command:run",
+    "bench": "evals.bench.command:run",
+    "profile": "evals.profile.command:run",
     "train": "drafters.training.command:run",
     "doctor": "specdec.cli.doctor:run",
 }

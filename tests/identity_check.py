@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from evals.peer_transformers import TransformersPeer
+from evals.peers.transformers import TransformersPeer
 from evals.prompt_sets import load_prompt_set
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import Drafter, Verifier

@@ -20,7 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 CONFINED = {
     "aiter": "specdec/kernels/aiter*.py",
     "triton": "specdec/kernels/triton_*.py",
-    "lm_eval": "evals/lm_eval_*.py",
+    "lm_eval": "evals/accuracy/lm_eval_*.py",
 }
 """Libraries that only some files may import, so that everything else works without them."""
 
@@ -115,7 +115,7 @@ def test_registry_names_exist() -> None:
         ("evals/x.py", "import tests.guards", ":1: evals must not import tests.guards"),
         ("specdec/attention/fa.py", "import aiter.ops", ":1: only specdec/kernels/aiter*.py may import aiter.ops"),
         ("drafters/x.py", "import triton.language as tl", ":1: only specdec/kernels/triton_*.py may import triton.language"),
-        ("evals/x.py", "from lm_eval.api import model", ":1: only evals/lm_eval_*.py may import lm_eval.api"),
+        ("evals/x.py", "from lm_eval.api import model", ":1: only evals/accuracy/lm_eval_*.py may import lm_eval.api"),
     ],
 )
 def test_offence_is_reported_with_its_line(tmp_path: Path, name: str, source: str, offence: str) -> None:

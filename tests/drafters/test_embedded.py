@@ -14,9 +14,9 @@ from drafters.dflash.checkpoint import read_checkpoint
 from drafters.dflash.drafter import DFlashDrafter
 from drafters.embedded import embedded_drafter_path, load_embedded
 from drafters.ngram import NGramDrafter
-from evals.bench import Bench, BenchConfig
+from evals.bench.bench import Bench, BenchConfig
 from evals.prompt_sets import load_prompt_set
-from evals.provenance import provenance
+from evals.report.provenance import provenance
 from specdec import CacheConfig, EngineConfig, SpecDecoder
 from specdec.cli.main import main
 from specdec.decoder import find_drafter

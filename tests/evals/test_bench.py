@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from evals import bench_command
-from evals.bench import Bench, BenchConfig
-from evals.html_report import html_report
+from evals.bench import command as bench_command
+from evals.bench.bench import Bench, BenchConfig
 from evals.prompt_sets import PromptSet
-from evals.report import read_report, write_report
-from evals.report_compare import compare_reports
-from evals.report_table import format_report
+from evals.report.compare import compare_reports
+from evals.report.html import html_report
+from evals.report.report import read_report, write_report
+from evals.report.table import format_report
 from evals.runner import Pass, run_set
 from specdec.cli.main import main
 from specdec.config import SamplingParams
@@ -38,7 +38,7 @@ def report() -> dict[str, Any]:
 def loads_tiny(monkeypatch: Patch) -> None:
     """Makes the command line load the tiny target, and leaves the host alone."""
     monkeypatch.setattr(SpecDecoder, "from_pretrained", lambda *args, **options: tiny_decoder())
-    monkeypatch.setattr("evals.provenance.provenance", lambda *args: PROVENANCE)
+    monkeypatch.setattr("evals.report.provenance.provenance", lambda *args: PROVENANCE)
 
 
 def measure(folder: Path, *arguments: str) -> list[str]:
@@ -215,8 +215,8 @@ def test_phases_are_timed_over_few_tokens(monkeypatch: Patch) -> None:
         passes.append((decoder.engine.timer.enabled, sampling.max_tokens))
         return run_set(decoder, prompts, sampling, **options)
 
-    monkeypatch.setattr("evals.bench.run_set", listen)
-    monkeypatch.setattr("evals.bench.SPLIT_TOKENS", 3)
+    monkeypatch.setattr("evals.bench.bench.run_set", listen)
+    monkeypatch.setattr("evals.bench.bench.SPLIT_TOKENS", 3)
     list(Bench(tiny_decoder(), BenchConfig(sets=(PROMPTS,), repeats=1, warmup=0, max_tokens=6)).run(PROVENANCE))
     assert passes == [(False, 6)] * 2 + [(True, 3)] * 2
 
@@ -268,7 +268,7 @@ def test_progress_shows_tau_while_it_runs(monkeypatch: Patch, capsys: Capture) -
 
 def test_sides_of_one_checkpoint_do_not_disturb_each_other(monkeypatch: Patch) -> None:
     """A drafter with weights; catches figures of a side that depend on which others are measured beside it."""
-    monkeypatch.setattr("evals.bench.find_drafter", lambda name: random_dflash)
+    monkeypatch.setattr("evals.bench.bench.find_drafter", lambda name: random_dflash)
     alone = tiny_report(drafters=("checkpoint",), num_draft_tokens=(4,), temperatures=(0.0,), concurrencies=(2,), repeats=1)
     both = tiny_report(drafters=("checkpoint",), num_draft_tokens=(2, 4), temperatures=(0.0,), concurrencies=(2,), repeats=1)
     assert both["rows"][2]["acceptance"] == alone["rows"][1]["acceptance"]

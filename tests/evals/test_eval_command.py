@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from evals import eval_command
+from evals.accuracy import command as eval_command
 from specdec.cli.main import main
 
 Capture = pytest.CaptureFixture[str]

@@ -13,7 +13,7 @@ from tests.evals.tiny import tiny_report
 
 pytest.importorskip("matplotlib", reason="the page is drawn with matplotlib, which comes with specdec[eval]")
 
-from evals.html_report import html_report
+from evals.report.html import html_report
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 

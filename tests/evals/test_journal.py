@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from evals.journal import Journal
+from evals.accuracy.journal import Journal
 from specdec.errors import InvalidInputError
 
 

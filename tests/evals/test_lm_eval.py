@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from evals.prompt_sets import load_prompt_set
-from evals.report import read_report
+from evals.report.report import read_report
 from specdec.cli.main import main
 from specdec.config import CacheConfig, EngineConfig
 from specdec.decoder import SpecDecoder
@@ -22,7 +22,7 @@ import lm_eval
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
-from evals.lm_eval_model import SpecdecLM
+from evals.accuracy.lm_eval_model import SpecdecLM
 
 Capture = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
@@ -114,7 +114,7 @@ def test_loglikelihoods_equal_those_of_hf(models: tuple[HFLM, SpecdecLM], monkey
     pairs = [(text[:cut], text[cut:]) for text in TEXTS for cut in (0, 1, 4) if len(text) > cut]
     expected = models[0].loglikelihood(instances("loglikelihood", *pairs), disable_tqdm=True)
     for rows in (1024, 40, 5):
-        monkeypatch.setattr("evals.scoring.MAX_ROWS", rows)
+        monkeypatch.setattr("evals.accuracy.scoring.MAX_ROWS", rows)
         found = models[1].loglikelihood(instances("loglikelihood", *pairs), disable_tqdm=True)
         assert [one for one, _ in found] == pytest.approx([one for one, _ in expected], abs=1e-3)
         assert [greedy for _, greedy in found] == [bool(greedy) for _, greedy in expected]
@@ -169,7 +169,7 @@ def test_unknown_generation_arguments_are_refused(models: tuple[HFLM, SpecdecLM]
 
 def test_one_import_makes_the_model_known_to_lm_eval(folder: Path, tmp_path: Path) -> None:
     """lm-eval's own Python API, with a chat template and few-shot examples as turns."""
-    from evals.bundled_task import bundled_task
+    from evals.accuracy.bundled_task import bundled_task
 
     results = lm_eval.simple_evaluate(
         model="specdec",
@@ -241,7 +241,7 @@ def test_a_run_that_died_does_not_repeat_finished_samples(
     folder: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
     """Catches lost samples, half a line at the end of the journal, and a resumed run that decodes everything again."""
-    from evals import lm_eval_model
+    from evals.accuracy import lm_eval_model
 
     real = lm_eval_model.answers
     decoded: list[Any] = []
@@ -325,7 +325,7 @@ def test_mistakes_are_one_line(
 
 def test_tasks_that_score_given_texts_are_refused(tmp_path: Path, monkeypatch: Patch) -> None:
     """Catches an evaluation of drafts that never draft."""
-    from evals import lm_eval_tasks
+    from evals.accuracy import lm_eval_tasks
 
     task = lm_eval_tasks.bundled_task(tmp_path) | {"output_type": "loglikelihood", "metric_list": [{"metric": "acc"}]}
     del task["filter_list"], task["generation_kwargs"]

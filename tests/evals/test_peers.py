@@ -13,11 +13,11 @@ import torch
 
 from drafters.dflash.checkpoint import read_checkpoint
 from drafters.embedded import embedded_drafter_path
-from evals.bench import Bench, BenchConfig
-from evals.html_report import html_report
-from evals.peers import load_peer
-from evals.report_compare import compare_reports
-from evals.report_table import format_report
+from evals.bench.bench import Bench, BenchConfig
+from evals.peers.peer import load_peer
+from evals.report.compare import compare_reports
+from evals.report.html import html_report
+from evals.report.table import format_report
 from specdec.config import SamplingParams
 from specdec.errors import InvalidInputError
 from tests.drafters.tiny import TINY, write_tiny_dflash

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from torch.autograd import DeviceType
 
-from evals.profile import _busy_us, _idle_share, _kernels, covered, format_profile, profile_steps
+from evals.profile.profile import _busy_us, _idle_share, _kernels, covered, format_profile, profile_steps
 from specdec.cli.main import main
 from specdec.config import EngineConfig
 from specdec.decoder import SpecDecoder, find_drafter

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from drafters.ngram import load_ngram
-from evals.compare import compare, first_divergence
+from evals.bench.compare import compare, first_divergence
 from specdec import __version__
 from specdec.cli.main import VERBS, byte_size, main
 from specdec.config import EngineConfig, SamplingParams

@@ -13,7 +13,7 @@ from lm_eval import simple_evaluate
 from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 
-from evals.bundled_task import bundled_task
+from evals.accuracy.bundled_task import bundled_task
 from evals.jsonl import read_jsonl
 from evals.prompt_sets import BUNDLED
 from specdec.errors import InvalidInputError

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from evals.bench_command import parse_files
+from evals.bench.command import parse_files
 from specdec.cli.generate import DRAFTER_HELP
 from specdec.cli.main import byte_size, number, whole_number
 from specdec.errors import InvalidInputError
@@ -82,9 +82,9 @@ def run(args: argparse.Namespace) -> int:
 
     from transformers.utils import logging
 
-    from evals.html_report import check_plotting, html_report
-    from evals.report import check_writable, write_text
-    from evals.report_table import format_report
+    from evals.report.html import check_plotting, html_report
+    from evals.report.report import check_writable, write_text
+    from evals.report.table import format_report
 
     check_writable(args.html)
     if args.html:
@@ -93,8 +93,8 @@ def run(args: argparse.Namespace) -> int:
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
 
-    from evals.evaluation import EvalConfig, evaluate
-    from evals.provenance import provenance
+    from evals.accuracy.evaluation import EvalConfig, evaluate
+    from evals.report.provenance import provenance
     from specdec.config import CacheConfig, EngineConfig
     from specdec.decoder import SpecDecoder
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from evals.report_table import PLAIN, short_name
+from evals.report.table import PLAIN, short_name
 from specdec.metrics import TIME_PARTS
 
 SIZE = (4.6, 3.2)

@@ -12,8 +12,8 @@ from specdec.cli.main import byte_size, number, whole_number
 from specdec.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from evals.bench import BenchConfig, DraftCount
-    from evals.report import Report
+    from evals.bench.bench import BenchConfig, DraftCount
+    from evals.report.report import Report
     from evals.runner import OnStep
     from specdec.core import Request
 
@@ -92,11 +92,11 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidInputError(f"{action} takes {counts[action]} report files, not {len(files)}; see specdec bench --help")
     if action == "measure":
         return _measure(args)
-    from evals.html_report import check_plotting
-    from evals.report import check_writable, read_report
+    from evals.report.html import check_plotting
+    from evals.report.report import check_writable, read_report
 
     if action == "compare":
-        from evals.report_compare import compare_reports
+        from evals.report.compare import compare_reports
 
         # The first sets the kind, so that a bench report and one of eval are refused as a pair.
         one = read_report(Path(files[0]))
@@ -111,10 +111,10 @@ def run(args: argparse.Namespace) -> int:
 def _measure(args: argparse.Namespace) -> int:
     from transformers.utils import logging
 
-    from evals.bench import Bench
-    from evals.html_report import check_plotting
-    from evals.provenance import provenance
-    from evals.report import check_writable, write_report
+    from evals.bench.bench import Bench
+    from evals.report.html import check_plotting
+    from evals.report.provenance import provenance
+    from evals.report.report import check_writable, write_report
     from specdec.config import CacheConfig, EngineConfig
     from specdec.decoder import SpecDecoder
 
@@ -150,7 +150,7 @@ def _measure(args: argparse.Namespace) -> int:
 
 def bench_config(args: argparse.Namespace) -> BenchConfig:
     """The options as the API takes them; reads the prompt sets."""
-    from evals.bench import BenchConfig
+    from evals.bench.bench import BenchConfig
     from evals.prompt_sets import load_prompt_set
 
     files = parse_files(args.data)
@@ -200,12 +200,12 @@ def parse_files(pairs: list[str]) -> dict[str, str]:
 
 
 def _finish(report: Report, html: str | None) -> int:
-    from evals.report import write_text
-    from evals.report_table import format_report
+    from evals.report.report import write_text
+    from evals.report.table import format_report
 
     print(format_report(report))
     if html:
-        from evals.html_report import html_report
+        from evals.report.html import html_report
 
         write_text(Path(html), html_report(report))
     return 0

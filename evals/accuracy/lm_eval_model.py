@@ -2,10 +2,10 @@
 
 Importing this module registers the model:
 
-    import evals.lm_eval_model
+    import evals.accuracy.lm_eval_model
     lm_eval.simple_evaluate(model="specdec", model_args="pretrained=embedded", tasks=["gsm8k"], limit=40)
 
-and `python -m evals.lm_eval_model run --model specdec ...` is lm-eval's own command with the model registered.
+and `python -m evals.accuracy.lm_eval_model run --model specdec ...` is lm-eval's own command with the model registered.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from evals.journal import Journal
+from evals.accuracy.journal import Journal
+from evals.accuracy.scoring import score
 from evals.progress import ProgressBar
 from evals.runner import answers
-from evals.scoring import score
 from specdec.config import EngineConfig, SamplingParams
 from specdec.decoder import SpecDecoder
 from specdec.errors import InvalidInputError, SpecDecError

@@ -8,9 +8,9 @@ from importlib.util import find_spec
 from itertools import groupby
 from typing import Any
 
-from evals import charts
-from evals.report import Report
-from evals.report_table import bench_table, eval_table
+from evals.report import charts
+from evals.report.report import Report
+from evals.report.table import bench_table, eval_table
 from specdec.errors import InvalidInputError
 
 _STYLE = """

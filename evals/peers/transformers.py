@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, __version__
 
-from evals.peers import only_greedy
-from evals.provenance import checkpoint_folder
+from evals.peers.peer import only_greedy
+from evals.report.provenance import checkpoint_folder
 from specdec.config import SamplingParams
 from specdec.core import Verifier
 

@@ -14,8 +14,8 @@ from weakref import WeakSet
 from drafters.dflash.checkpoint import read_checkpoint
 from drafters.dflash.config import DFlashConfig
 from drafters.embedded import embedded_drafter_path
-from evals.peers import only_greedy, require
-from evals.provenance import checkpoint_folder
+from evals.peers.peer import only_greedy, require
+from evals.report.provenance import checkpoint_folder
 from specdec.config import SamplingParams
 from specdec.core import Verifier
 from specdec.errors import InvalidInputError

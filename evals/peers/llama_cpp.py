@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from evals.peers import only_greedy, require
+from evals.peers.peer import only_greedy, require
 from specdec.config import SamplingParams
 from specdec.core import Verifier
 from specdec.errors import InvalidInputError

@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from evals.accuracy.journal import Journal
 from evals.divergence import explain_divergence, first_divergence
-from evals.journal import Journal
-from evals.report import Report, new_report, write_report
+from evals.report.report import Report, new_report, write_report
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
 from specdec.metrics import Speed, mean_tau, pooled
 
 if TYPE_CHECKING:
-    from evals.lm_eval_model import Sample
+    from evals.accuracy.lm_eval_model import Sample
 
 WARMUP_TOKENS = 8
 
@@ -29,7 +29,7 @@ class EvalConfig:
 
     Attributes:
         tasks: names of lm-eval, or "bundled".
-        data: local files by task; see `evals.lm_eval_tasks.Tasks`.
+        data: local files by task; see `evals.accuracy.lm_eval_tasks.Tasks`.
         limit: samples per task; None takes all.
         num_fewshot: examples in the prompt; None takes the task's own number.
         chat: wrap prompts in the chat template, few-shot examples as turns of a conversation.
@@ -80,8 +80,8 @@ def evaluate(decoder: SpecDecoder, drafter: str, config: EvalConfig, provenance:
     Raises:
         SpecDecError: an unknown task, bad data, a limit too large, other settings than those of the journals.
     """
-    from evals.lm_eval_model import SpecdecLM
-    from evals.lm_eval_tasks import Tasks
+    from evals.accuracy.lm_eval_model import SpecdecLM
+    from evals.accuracy.lm_eval_tasks import Tasks
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it comments every setting
     with tempfile.TemporaryDirectory() as scratch:

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from evals.report import Report
-from evals.report_table import PLAIN, align, short_name
+from evals.report.report import Report
+from evals.report.table import PLAIN, align, short_name
 from specdec.errors import InvalidInputError
 
 Key = tuple[Any, ...]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from evals.divergence import Divergence, explain_divergence, first_divergence
-from evals.provenance import device_name, versions
+from evals.report.provenance import device_name, versions
 from specdec.cli.generate import counted, describe_drafts, load_decoder, sampling_params
 from specdec.cli.prompts import model_inputs, read_prompts
 from specdec.cli.result_writer import ResultWriter

@@ -10,9 +10,9 @@ from itertools import product
 from typing import Any, Literal
 
 from evals.divergence import first_divergence
-from evals.peers import Peer, load_peer
+from evals.peers.peer import Peer, load_peer
 from evals.prompt_sets import PromptSet
-from evals.report import new_report
+from evals.report.report import new_report
 from evals.roofline import bound, measured_bandwidth
 from evals.runner import Decoded, Generate, OnStep, OnTurn, Pass, most_tokens, run_set
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
@@ -50,7 +50,7 @@ class BenchConfig:
         warmup: untimed passes before them.
         seed: item `i` uses `seed + i`.
         raw: continue prompts as text, without the chat template.
-        peers: other systems to measure beside, see `evals.peers`.
+        peers: other systems to measure beside, see `evals.peers.peer`.
         graphs: what to capture, see `EngineConfig`.
         memory_bytes: budget of each side's cache; None takes the device's default.
     """

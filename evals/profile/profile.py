@@ -14,8 +14,8 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from evals.report import check_writable
-from evals.report_table import align
+from evals.report.report import check_writable
+from evals.report.table import align
 from evals.roofline import measured_bandwidth, step_bytes
 from specdec.config import SamplingParams
 from specdec.core import Request, Status

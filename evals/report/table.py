@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from evals.report import Report
+from evals.report.report import Report
 
 PLAIN = "none"
 

@@ -12,10 +12,10 @@ from specdec.errors import InvalidInputError
 from specdec.registry import resolve
 
 PEERS = {
-    "transformers": "evals.peer_transformers:load_plain",
-    "transformers-lookup": "evals.peer_transformers:load_lookup",
-    "llama.cpp": "evals.peer_llama_cpp:load",
-    "vllm": "evals.peer_vllm:load",
+    "transformers": "evals.peers.transformers:load_plain",
+    "transformers-lookup": "evals.peers.transformers:load_lookup",
+    "llama.cpp": "evals.peers.llama_cpp:load",
+    "vllm": "evals.peers.vllm:load",
 }
 """Functions `(detail | None, *, verifier) -> Peer`."""
 

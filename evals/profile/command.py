@@ -46,9 +46,9 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         SpecDecError: an option, a file or a model is wrong.
     """
-    from evals.profile import format_profile, profile_steps
+    from evals.profile.profile import format_profile, profile_steps
     from evals.prompt_sets import load_prompt_set
-    from evals.report import check_writable
+    from evals.report.report import check_writable
     from specdec.config import EngineConfig
     from specdec.decoder import SpecDecoder
 

@@ -1,0 +1,1 @@
+"""`specdec eval`: tasks of lm-eval, plain and speculative."""

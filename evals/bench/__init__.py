@@ -1,0 +1,1 @@
+"""`specdec bench` and `specdec generate --compare`: speed and acceptance, beside plain decoding in the same run."""

@@ -1,0 +1,1 @@
+"""Other systems, measured on the same prompts in the same run."""

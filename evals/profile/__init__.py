@@ -1,0 +1,1 @@
+"""`specdec profile`: where the time of a step goes."""

@@ -1,0 +1,1 @@
+"""Reports: JSON with its provenance, tables, plots, one HTML page."""
