@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from drafters.dflash.checkpoint import write_checkpoint
 from specdec import EngineConfig, SamplingParams, SpecDecError, SpecDecoder
 from specdec.cli.main import main
-from tests.tiny_models import paged_verifier, plain_model, random_dflash, tiny_tokenizer
+from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, tiny_tokenizer
 
 Capture = pytest.CaptureFixture[str]
 Damage = Callable[[Path], None]

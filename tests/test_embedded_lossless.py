@@ -15,7 +15,7 @@ from drafters.ngram import load_ngram
 from specdec.config import CacheConfig, EngineConfig
 from specdec.core import Drafter, Verifier
 from specdec.decoder import SpecDecoder
-from tests.scripted import ScriptedDrafter
+from tests.helpers.scripted import ScriptedDrafter
 from verifiers.embedded import embedded_model_path
 from verifiers.load import load_verifier
 

@@ -14,7 +14,7 @@ from specdec.attention.selector import select_backend
 from specdec.config import CacheConfig, DraftSampling, EngineConfig, SamplingParams
 from specdec.core import DecodeBatch
 from specdec.engine.engine import SpecEngine
-from tests.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts
+from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
 

@@ -112,7 +112,7 @@ def test_registry_names_exist() -> None:
         ("specdec/lazy.py", "import_module('verifiers.hf')", ":1: specdec must not import verifiers.hf"),
         ("drafters/x.py", "from verifiers import hf", ":1: drafters must not import verifiers"),
         ("verifiers/x.py", "if TYPE_CHECKING:\n    import drafters.ngram", ":2: verifiers must not import drafters.ngram"),
-        ("evals/x.py", "import tests.guards", ":1: evals must not import tests.guards"),
+        ("evals/x.py", "import tests.helpers.guards", ":1: evals must not import tests.helpers.guards"),
         ("specdec/attention/fa.py", "import aiter.ops", ":1: only specdec/kernels/aiter*.py may import aiter.ops"),
         ("drafters/x.py", "import triton.language as tl", ":1: only specdec/kernels/triton_*.py may import triton.language"),
         ("evals/x.py", "from lm_eval.api import model", ":1: only evals/accuracy/lm_eval_*.py may import lm_eval.api"),

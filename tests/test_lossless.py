@@ -8,8 +8,8 @@ from drafters.ngram import NGramDrafter
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import Drafter, Verifier
 from specdec.engine.engine import SpecEngine
-from tests.scripted import ScriptedDrafter
-from tests.tiny_models import CONFIGS, paged_verifier, plain_greedy, plain_model, random_dflash, random_prompts
+from tests.helpers.scripted import ScriptedDrafter
+from tests.helpers.tiny_models import CONFIGS, paged_verifier, plain_greedy, plain_model, random_dflash, random_prompts
 
 K = 4
 MAX_TOKENS = 24

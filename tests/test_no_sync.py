@@ -11,10 +11,10 @@ from drafters.ngram import NGramDrafter
 from specdec.config import SamplingParams
 from specdec.core import DecodeBatch, Drafter, Verifier
 from specdec.engine.engine import SpecEngine
-from tests.guards import HostSyncError, no_host_sync
-from tests.scripted import ScriptedDrafter
+from tests.helpers.guards import HostSyncError, no_host_sync
+from tests.helpers.scripted import ScriptedDrafter
+from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_greedy, plain_model, random_dflash, random_prompts
 from tests.test_lossless import MAX_TOKENS, engine_config
-from tests.tiny_models import VOCAB, paged_verifier, plain_greedy, plain_model, random_dflash, random_prompts
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {},

@@ -30,7 +30,7 @@ from specdec.engine.engine import SpecEngine
 from specdec.engine.graphs import StepGraphs
 from specdec.kernels import triton_argmax, triton_linear
 from specdec.layers import argmax, linear, triton_decoder
-from tests.tiny_models import CONFIGS, random_dflash
+from tests.helpers.tiny_models import CONFIGS, random_dflash
 from verifiers.hf import verifier_for
 from verifiers.hf_attention import ATTENTION_NAME
 from verifiers.shape import attention_spec

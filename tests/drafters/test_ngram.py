@@ -10,8 +10,8 @@ from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.engine.engine import SpecEngine
 from specdec.errors import InvalidInputError
 from tests.drafters.tiny import BLOCK, FakeVerifier, Rig, tiny_target
-from tests.guards import no_host_sync
-from tests.tiny_models import paged_verifier, plain_greedy
+from tests.helpers.guards import no_host_sync
+from tests.helpers.tiny_models import paged_verifier, plain_greedy
 
 
 def naive(tokens: list[int], k: int, longest: int, shortest: int) -> list[int]:

@@ -7,7 +7,7 @@ from evals import roofline
 from evals.roofline import bound, measured_bandwidth, step_bytes
 from specdec.config import CacheConfig, EngineConfig
 from specdec.engine.engine import SpecEngine
-from tests.tiny_models import CONFIGS, paged_verifier, plain_model, random_dflash
+from tests.helpers.tiny_models import CONFIGS, paged_verifier, plain_model, random_dflash
 
 SMALL = EngineConfig(max_num_seqs=2, max_model_len=64, cache=CacheConfig(memory_bytes=2**22))
 

@@ -10,7 +10,7 @@ from evals.bench.bench import Bench, BenchConfig
 from evals.prompt_sets import Item, PromptSet
 from specdec.config import EngineConfig
 from specdec.decoder import SpecDecoder
-from tests.tiny_models import paged_verifier, plain_model, tiny_tokenizer
+from tests.helpers.tiny_models import paged_verifier, plain_model, tiny_tokenizer
 
 PROMPTS = PromptSet(
     "tiny",

@@ -14,7 +14,7 @@ from specdec.attention.selector import select_backend
 from specdec.core import ForwardInput, Verifier
 from specdec.kv_cache import PagedKVCache, blocks_for
 from specdec.layers.linear import Linear, can_pack
-from tests.tiny_models import CONFIGS, WINDOW, paged_verifier, plain_model, random_prompts
+from tests.helpers.tiny_models import CONFIGS, WINDOW, paged_verifier, plain_model, random_prompts
 from verifiers.fused import FusedVerifier, can_fuse
 from verifiers.hf import HFVerifier, verifier_for
 from verifiers.hf_attention import ATTENTION_NAME

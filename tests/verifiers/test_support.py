@@ -24,7 +24,7 @@ from specdec.attention.backend import AttentionMetadata
 from specdec.core import ForwardInput
 from specdec.errors import UnsupportedModelError
 from specdec.kv_cache import PagedKVCache
-from tests.tiny_models import paged_verifier
+from tests.helpers.tiny_models import paged_verifier
 from verifiers.shape import LATENT_MODELS
 from verifiers.support import check_supported, unsupported_reasons
 

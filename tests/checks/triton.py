@@ -1,0 +1,357 @@
+"""Checks the Triton kernels on this machine's GPU at real sizes, and times them: `python -m tests.checks.triton [--part NAME]`.
+
+Prints, for each case, the relative error against float64, microseconds (median of graph replays over rotating caches, so that
+neither launches nor the L2 cache flatter it), the same for torch_ref, and the time that the bytes alone would take at the
+bandwidth measured first. Parts: attention, fused, forward. Exit status 1 when an error is too large.
+"""
+
+import argparse
+import statistics
+import sys
+import traceback
+from collections.abc import Callable
+from importlib.metadata import version
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specdec.attention.backend import AttentionMetadata, AttentionSpec
+from specdec.attention.torch_ref.fa import TorchRefBackend
+from specdec.attention.triton.fa import TritonFaBackend
+from specdec.core import ForwardInput
+from specdec.kv_cache import KVLayerSpec, LayerCache, PagedKVCache, blocks_for
+from specdec.layers.linear import Linear
+from verifiers.fused import FusedVerifier
+
+DEVICE = torch.device("cuda")
+BLOCK = 16
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+failures: list[str] = []
+
+
+def microseconds(call: Callable[[int], Any], variants: int = 1, repeats: int = 15) -> float:
+    """Median device time of `call(i)` for i in rotation, each captured in one graph."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for i in range(variants):
+            call(i)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    inner = max(variants, 8)
+    with torch.cuda.graph(graph, stream=stream):
+        for i in range(inner):
+            call(i % variants)
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / inner)
+    return statistics.median(times)
+
+
+def bandwidth() -> float:
+    """Bytes per microsecond of a large copy, read plus written."""
+    source = torch.empty(2**30, dtype=torch.uint8, device=DEVICE).random_()
+    target = torch.empty_like(source)
+    return 2 * source.numel() / microseconds(lambda _: target.copy_(source))
+
+
+def metadata(lengths: list[int], widths: list[int], *, causal: bool, prefill: bool) -> AttentionMetadata:
+    """Requests on scattered blocks; past its own, a table names block 0."""
+    counts = [blocks_for(length, BLOCK) for length in lengths]
+    parts = (torch.randperm(sum(counts)) + 1).split(counts)
+    table = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
+    slots = []
+    for i, (length, width) in enumerate(zip(lengths, widths, strict=True)):
+        table[i, : counts[i]] = parts[i]
+        positions = torch.arange(length - width, length)
+        slots.append(parts[i][positions // BLOCK] * BLOCK + positions % BLOCK)
+    starts = torch.tensor([0, *widths]).cumsum(0).int()
+    return AttentionMetadata(
+        query_start_loc=starts.to(DEVICE),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+        block_table=table.to(DEVICE),
+        slot_mapping=torch.cat(slots).to(DEVICE),
+        num_reqs=len(lengths),
+        num_tokens=sum(widths),
+        max_query_len=max(widths),
+        max_seq_len=max(lengths),
+        causal=causal,
+        query_lens=widths if prefill else None,
+        seq_lens_host=lengths if prefill else None,
+    )
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "decode, 8B, 1 x 1,024": {"lengths": [1024], "width": 1},
+    "verify 16, 8B, 1 x 1,024": {"lengths": [1024], "width": 16},
+    "verify 16, 8B, 1 x 32,768": {"lengths": [32768], "width": 16},
+    "verify 16, 8B, 8 x 4,096": {"lengths": [4096] * 8, "width": 16},
+    "verify 8, 8B, 32 x 1,024": {"lengths": [1024] * 32, "width": 8},
+    "draft 16, 8B, 1 x 1,024": {"lengths": [1024], "width": 16, "causal": False},
+    "draft 16, 8B, window 512, 1 x 32,768": {"lengths": [32768], "width": 16, "causal": False, "window": 512},
+    "decode, 135M, 1 x 512": {"lengths": [512], "width": 1, "heads": 9, "kv_heads": 3, "head_dim": 64},
+    "verify 16, 135M, 1 x 512": {"lengths": [512], "width": 16, "heads": 9, "kv_heads": 3, "head_dim": 64},
+    "verify 8, 135M, 256 x 512": {"lengths": [512] * 256, "width": 8, "heads": 9, "kv_heads": 3, "head_dim": 64},
+    "prefill 2,048, 8B": {"lengths": [2048], "width": 2048, "prefill": True},
+    "extend 512 at 32,768, 8B": {"lengths": [32768], "width": 512, "prefill": True},
+    "sinks and window, 64/8 heads of 64": {
+        "lengths": [4096] * 4,
+        "width": 8,
+        "heads": 64,
+        "kv_heads": 8,
+        "head_dim": 64,
+        "window": 128,
+        "sinks": True,
+    },
+    "softcap, 16/8 heads of 256": {"lengths": [4096], "width": 8, "heads": 16, "kv_heads": 8, "head_dim": 256, "softcap": 50.0},
+    "8-bit cache, verify 16, 8B, 1 x 32,768": {"lengths": [32768], "width": 16, "cache": torch.float8_e4m3fn},
+    "float16, verify 16, 8B, 8 x 1,000": {"lengths": [1000] * 8, "width": 16, "dtype": torch.float16},
+    "float32, verify 16, 8B, 8 x 1,000": {"lengths": [1000] * 8, "width": 16, "dtype": torch.float32},
+    "float32, head size 80": {"lengths": [300, 45], "width": 7, "heads": 6, "kv_heads": 2, "head_dim": 80, "dtype": torch.float32},
+}
+
+
+def check_attention(name: str, case: dict[str, Any], bytes_per_us: float) -> None:
+    """One line of the attention table."""
+    dtype, cache_dtype = case.get("dtype", torch.bfloat16), case.get("cache")
+    heads, kv_heads, dim = case.get("heads", 32), case.get("kv_heads", 8), case.get("head_dim", 128)
+    causal, window, prefill = case.get("causal", True), case.get("window"), case.get("prefill", False)
+    spec = AttentionSpec(DEVICE, dtype, heads, kv_heads, dim, BLOCK, non_causal=not causal, cache_dtype=cache_dtype)
+    if reasons := TritonFaBackend.unsupported_reasons(spec):
+        print(f"{name:<42} refused: {'; '.join(reasons)}")
+        return
+    lengths, width = case["lengths"], case["width"]
+    view = metadata(lengths, [width] * len(lengths), causal=causal, prefill=prefill)
+    blocks = sum(blocks_for(length, BLOCK) for length in lengths) + 1
+    seen = [min(n, width + window) if window else n for n in lengths]
+    moved = 2 * sum(seen) * kv_heads * dim * spec.kv_dtype.itemsize + 2 * view.num_tokens * heads * dim * dtype.itemsize
+    variants = max(1, min(16, 2 * 10**8 // max(moved, 1)))
+
+    def fresh(kind: torch.dtype) -> LayerCache:
+        cache = KVLayerSpec(kv_heads, dim).allocate(blocks, BLOCK, dtype, DEVICE)
+        return LayerCache(*(tensor.normal_().to(kind) for tensor in cache))
+
+    caches = [fresh(spec.kv_dtype) for _ in range(variants)]
+    rows = torch.randn(view.num_tokens, heads + 2 * kv_heads, dim, device=DEVICE).to(dtype)
+    query, key, value = rows.split([heads, kv_heads, kv_heads], dim=1)
+    sinks = torch.randn(heads, device=DEVICE) if case.get("sinks") else None
+    options: dict[str, Any] = {"scale": dim**-0.5, "window": window, "softcap": case.get("softcap"), "sinks": sinks}
+    ours, oracle = TritonFaBackend(spec), TorchRefBackend(AttentionSpec(DEVICE, dtype, heads, kv_heads, dim, BLOCK))
+    got = ours.run(query, key, value, caches[0], ours.plan(view), **options)
+    exact = TorchRefBackend(AttentionSpec(DEVICE, torch.float64, heads, kv_heads, dim, BLOCK))
+    wide = LayerCache(*(tensor.double() for tensor in caches[0]))
+    stored = [tensor.flatten(0, 1)[view.slot_mapping] for tensor in wide]
+    doubles = {**options, "sinks": None if sinks is None else sinks.double()}
+    want = exact.run(query.double(), stored[0], stored[1], wide, exact.plan(view), **doubles)
+    error = float((got.double() - want).norm() / want.norm())
+    del wide, want, stored
+    if not error < TOLERANCE[dtype]:
+        failures.append(f"{name}: error {error:.1e}")
+    splits = ours.num_splits(view, window, ours.tile(view))
+    spent = microseconds(lambda i: ours.attend(query, caches[i], view, **options), variants)
+    reference = float("nan")
+    if spec.kv_dtype == dtype:
+        plan = oracle.plan(view)
+        try:
+            reference = microseconds(lambda i: oracle.run(query, key, value, caches[i], plan, **options), variants)
+        except RuntimeError as problem:  # its time is for comparison only
+            print(f"torch_ref cannot be timed: {str(problem).splitlines()[0]}")
+    print(f"{name:<42}{error:>10.1e}{spent:>10.1f}{reference:>12.1f}{moved / bytes_per_us:>10.1f}{splits:>8}", flush=True)
+
+
+def check_fused(rows: int, bytes_per_us: float) -> None:
+    """Lines for the kernels around attention with the 8B shape, beside plain torch in a graph."""
+    from specdec.kernels.triton_fused import add_rms_norm, rope_store, silu_mul
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device=DEVICE).bfloat16()
+
+    x, residual, weight, norm, joined = random(rows, 4096), random(rows, 4096), random(4096), random(128), random(rows, 24576)
+    heads = random(rows, 48, 128)
+    query, key, value = heads.split([32, 8, 8], dim=1)
+    cache = KVLayerSpec(8, 128).allocate(rows, BLOCK, torch.bfloat16, DEVICE)
+    slots, angles = torch.randperm(rows * BLOCK, device=DEVICE)[:rows], torch.rand(rows, 64, device=DEVICE)
+    cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+
+    def plain_rope() -> Tensor:
+        low, high = F.rms_norm(query.float(), (128,), norm.float(), 1e-6).chunk(2, dim=-1)
+        c, s = cos.float()[:, None], sin.float()[:, None]
+        return torch.cat([low * c - high * s, high * c + low * s], dim=-1)
+
+    def fused_rope() -> Tensor:
+        return rope_store(query, key, value, cache, slots, cos=cos, sin=sin, query_norm=norm, key_norm=norm, epsilon=1e-6)
+
+    pairs: dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor], int]] = {
+        "norm+residual": (
+            lambda: add_rms_norm(x, residual, weight, 1e-6)[0],
+            lambda: F.rms_norm((x + residual).float(), (4096,), weight.float(), 1e-6),
+            8 * x.numel(),
+        ),
+        "SwiGLU": (
+            lambda: silu_mul(joined),
+            lambda: F.silu(joined[:, :12288].float()) * joined[:, 12288:].float(),
+            3 * joined.numel(),
+        ),
+        "norm+RoPE+write": (fused_rope, plain_rope, 4 * heads.numel()),
+    }
+    for name, (ours, plain, moved) in pairs.items():
+        error = float((ours().float() - plain()).norm() / plain().norm())
+        if not error < TOLERANCE[torch.bfloat16]:
+            failures.append(f"{name}: error {error:.1e}")
+        spent, reference = (microseconds(lambda _, call=call: call()) for call in (ours, plain))  # type: ignore[misc]
+        print(
+            f"{f'{name}, {rows} rows':<42}{error:>10.1e}{spent:>10.1f}{reference:>12.1f}{moved / bytes_per_us:>10.1f}", flush=True
+        )
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "Qwen3-8B": {
+        "model_type": "qwen3",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+    },
+    "SmolLM2-135M": {
+        "model_type": "llama",
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "vocab_size": 49152,
+    },
+}
+
+
+def random_verifier(shape: dict[str, Any], backend: Any) -> Any:
+    """A `FusedVerifier` with random weights of that shape, made on the device."""
+    config: Any = SimpleNamespace(**shape, rms_norm_eps=1e-6, max_position_embeddings=40960, sliding_window=None)
+    hidden, dim, inner = config.hidden_size, config.head_dim, config.intermediate_size
+    heads, kv_heads = config.num_attention_heads * dim, config.num_key_value_heads * dim
+
+    def matrix(out: int, inputs: int) -> Any:
+        weight = torch.empty(out, inputs, dtype=torch.bfloat16, device=DEVICE).normal_(std=inputs**-0.5)
+        return SimpleNamespace(weight=weight, bias=None)
+
+    def norm(width: int) -> Any:
+        return SimpleNamespace(weight=torch.ones(width, dtype=torch.bfloat16, device=DEVICE), variance_epsilon=1e-6)
+
+    def layer() -> Any:
+        head_norms = {"q_norm": norm(dim), "k_norm": norm(dim)} if config.model_type == "qwen3" else {}
+        attention = SimpleNamespace(
+            q_proj=matrix(heads, hidden),
+            k_proj=matrix(kv_heads, hidden),
+            v_proj=matrix(kv_heads, hidden),
+            o_proj=matrix(hidden, heads),
+            **head_norms,
+        )
+        mlp = SimpleNamespace(gate_proj=matrix(inner, hidden), up_proj=matrix(inner, hidden), down_proj=matrix(hidden, inner))
+        return SimpleNamespace(self_attn=attention, mlp=mlp, input_layernorm=norm(hidden), post_attention_layernorm=norm(hidden))
+
+    frequencies = 1e6 ** (-torch.arange(0, dim, 2, device=DEVICE).float() / dim)
+
+    def rotary(states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        angles = (position_ids[..., None].float() * frequencies).repeat(1, 1, 2)
+        return angles.cos().to(states.dtype), angles.sin().to(states.dtype)
+
+    embedding = matrix(config.vocab_size, hidden).weight
+    head = embedding if config.model_type == "llama" else matrix(config.vocab_size, hidden).weight  # the former is tied
+    layers = (layer() for _ in range(config.num_hidden_layers))  # one at a time, since joining copies
+    return FusedVerifier(config, layers, norm(hidden), embedding, Linear(head), rotary, name=config.model_type, backend=backend)
+
+
+def check_forward(name: str, bytes_per_us: float) -> None:
+    """Lines for whole verify forwards, captured, with both backends; logits of the two are compared."""
+    shape = SHAPES[name]
+    heads = (shape["num_attention_heads"], shape["num_key_value_heads"], shape["head_dim"])
+    spec = AttentionSpec(DEVICE, torch.bfloat16, *heads, BLOCK)
+    expected: dict[tuple[int, int], Tensor] = {}
+    for backend in (TorchRefBackend(spec), TritonFaBackend(spec)):
+        torch.manual_seed(0)
+        verifier = random_verifier(shape, backend)
+        weights = [part.weight for layer in verifier._layers for part in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+        moved = 2 * sum(weight.numel() for weight in [*weights, verifier._head.weight])
+        for case in ((1, 1024), (8, 1024), (16, 1024), (16, 32768)):
+            if case[1] > 1024 and backend.name == "torch_ref":
+                continue
+            torch.manual_seed(1)
+            logits, spent = timed_forward(verifier, *case)
+            error = float("nan")
+            if backend.name == "torch_ref":
+                expected[case] = logits
+            elif case in expected:
+                error = float((logits - expected[case]).norm() / expected[case].norm())
+                if not error < 0.1:  # differences in bfloat16 grow through the layers
+                    failures.append(f"{name}, {case} rows and tokens: logits differ by {error:.1e}")
+            keys = 4 * case[1] * heads[1] * heads[2] * shape["num_hidden_layers"]
+            floor = (moved + keys) / bytes_per_us
+            title = f"{name}, {case[0]} rows at {case[1]:,}, {backend.name}"
+            print(f"{title:<46}{error:>10.1e}{spent / 1e3:>8.2f} ms, floor {floor / 1e3:.2f} ms", flush=True)
+        del verifier, weights
+        torch.cuda.empty_cache()
+
+
+def timed_forward(verifier: Any, width: int, length: int) -> tuple[Tensor, float]:
+    """Logits float32 of `width` rows that end a context of `length` random tokens, and microseconds of the forward."""
+    blocks = blocks_for(length, BLOCK) + 1
+    cache = PagedKVCache(verifier.kv_specs, num_blocks=blocks, block_size=BLOCK, dtype=torch.bfloat16, device=DEVICE)
+    for layer in cache.layers:
+        for tensor in layer:
+            tensor.normal_()
+    token_ids = torch.randint(0, verifier.vocab_size, (width,), device=DEVICE)
+    positions = torch.arange(length - width, length, device=DEVICE)
+    rows = ForwardInput(token_ids, positions, metadata([length], [width], causal=True, prefill=False))
+    logits = verifier.forward(rows, cache.layers).logits.float()
+    return logits, microseconds(lambda _: verifier.forward(rows, cache.layers), repeats=7)
+
+
+def attempt(name: str, check: Callable[[], None]) -> None:
+    """One failing case does not keep the others from being seen."""
+    try:
+        check()
+    except Exception:  # reported at the end, with exit status 1
+        traceback.print_exc()
+        failures.append(f"{name}: raised")
+        torch.cuda.empty_cache()
+
+
+def main() -> int:
+    """Runs the chosen parts."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--part", choices=["attention", "fused", "forward"], help="only this one")
+    part = parser.parse_args().part
+    if not torch.cuda.is_available():
+        print("no CUDA or ROCm device here")
+        return 2
+    torch.manual_seed(0)
+    torch.set_grad_enabled(False)
+    rate = bandwidth()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {version('triton')}, copy {rate / 1e6:.2f} TB/s")
+    print(f"{'':<42}{'error':>10}{'us':>10}{'torch_ref':>12}{'floor us':>10}{'splits':>8}")
+    if part in (None, "attention"):
+        for name, case in CASES.items():
+            attempt(name, lambda name=name, case=case: check_attention(name, case, rate))  # type: ignore[misc]
+    if part in (None, "fused"):
+        for rows in (16, 512):
+            attempt("fused", lambda rows=rows: check_fused(rows, rate))  # type: ignore[misc]
+    if part in (None, "forward"):
+        for name in reversed(SHAPES):
+            attempt(name, lambda name=name: check_forward(name, rate))  # type: ignore[misc]
+    print("\n".join(failures) or "all errors within tolerance")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

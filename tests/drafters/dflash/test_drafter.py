@@ -1,0 +1,312 @@
+"""The DFlash drafter: fit to its target, alignment, vocabulary, sampling, and no wait for the device."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from drafters.dflash.checkpoint import read_checkpoint, tensor_shapes, write_checkpoint
+from drafters.dflash.config import DFlashConfig
+from drafters.dflash.drafter import DFlashDrafter, load_dflash
+from drafters.dflash.model import DFlashModel
+from specdec.attention.backend import AttentionSpec
+from specdec.attention.torch_ref.fa import TorchRefBackend
+from specdec.errors import BackendError, CheckpointError, InvalidInputError
+from specdec.sampling import Purpose, uniform
+from tests.drafters.tiny import (
+    HIDDEN,
+    TINY,
+    VOCAB,
+    FakeVerifier,
+    Rig,
+    overfit,
+    tiny_drafter,
+    tiny_model,
+    tiny_target,
+    tiny_tensors,
+    write_tiny_dflash,
+)
+from tests.helpers.guards import no_host_sync
+
+REDUCED = replace(TINY, draft_vocab_size=30)
+
+
+def bound(
+    config: DFlashConfig = TINY, verifier: FakeVerifier | None = None, **options: Any
+) -> tuple[DFlashDrafter, FakeVerifier, Rig]:
+    """A drafter on a rig with random context features for 2 requests of 9 and 14 tokens."""
+    verifier = verifier or FakeVerifier()
+    drafter = tiny_drafter(config)
+    rig = Rig(drafter, verifier, **options)
+    generator = torch.Generator().manual_seed(2)
+    for request, length in enumerate((9, 14)):
+        rig.prefill(request, torch.randn(length, config.feature_size, generator=generator).to(verifier.dtype), 0)
+    return drafter, verifier, rig
+
+
+def test_state_dict_is_the_checkpoint() -> None:
+    """Module and file agree on every name and shape, so that training can write what it trains."""
+    for config in (TINY, REDUCED, replace(TINY, attention_bias=True, target_hidden_size=48)):
+        state = DFlashModel(config).state_dict()
+        assert {name: tuple(tensor.shape) for name, tensor in state.items()} == tensor_shapes(config)
+
+
+FITS: list[tuple[DFlashConfig, str]] = [
+    (replace(TINY, target_layer_ids=(1, 2, 6)), "it taps layer 6 of a target whose last layer is 5"),
+    (replace(TINY, num_target_layers=7), "it was made for 7 target layers, not 6"),
+    (replace(TINY, target_hidden_size=48), "its fc.weight takes 144 features, not 3 taps of 32"),
+    (replace(TINY, hidden_size=48), "its hidden size 48 cannot share embeddings of width 32"),
+    (replace(TINY, vocab_size=64), "its vocabulary has 64 tokens, the target's 61"),
+    (replace(TINY, vocab_size=64, verifier_name="some/target"), "made for some/target"),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), FITS)
+def test_another_target_is_refused(config: DFlashConfig, message: str) -> None:
+    """A drafter made for another target drafts garbage without any error; binding says what differs."""
+    with pytest.raises(CheckpointError, match=message) as caught:
+        Rig(tiny_drafter(config), FakeVerifier())
+    assert "\n" not in str(caught.value)
+
+
+def test_attention_backend_is_asked() -> None:
+    """The draft layers' own shape, windows and direction are what the target's kind of backend must serve."""
+    asked: list[AttentionSpec] = []
+
+    class Picky(TorchRefBackend):
+        name = "picky"
+
+        @classmethod
+        def unsupported_reasons(cls, spec: AttentionSpec) -> list[str]:
+            asked.append(spec)
+            return ["no non-causal blocks"] if spec.non_causal else []
+
+    verifier = FakeVerifier()
+    verifier.attention = Picky(verifier.attention.spec)
+    config = replace(TINY, windows=(5, 5, None), causal=(True, True, False))
+    with pytest.raises(BackendError, match="'picky' cannot serve this drafter: no non-causal blocks"):
+        Rig(tiny_drafter(config), verifier)
+    assert asked[0].windows == {5, None} and asked[0].non_causal
+    assert (asked[0].num_heads, asked[0].num_kv_heads, asked[0].head_dim) == (4, 2, 16)
+    drafter = tiny_drafter(replace(TINY, causal=(True,) * 3))
+    Rig(drafter, verifier)
+    assert isinstance(drafter.attention, Picky) and drafter.attention.spec.head_dim == 16
+
+
+def dense_hidden(model: DFlashModel, features: Tensor, embeddings: Tensor) -> Tensor:
+    """Hidden states of one block over contiguous context, without a cache: what the paged drafter must reproduce."""
+    start, width = features.shape[0], embeddings.shape[0]
+    keys, values = model.context_kv(features, torch.arange(start))
+
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        k, v = (torch.cat(pair).transpose(0, 1) for pair in ((keys[:, layer], key), (values[:, layer], value)))
+        return F.scaled_dot_product_attention(query.transpose(0, 1), k, v, enable_gqa=True).transpose(0, 1)
+
+    return model.block_forward(embeddings, torch.arange(start, start + width), attend)
+
+
+@pytest.mark.parametrize("k", [1, 4, 8])
+@pytest.mark.parametrize("sample_from_anchor", [False, True])
+def test_slot_alignment(sample_from_anchor: bool, k: int) -> None:
+    """The whole block runs: anchor and masks. Same-position: the first k masks predict. Next-token: anchor and k - 1 masks do."""
+    config = replace(TINY, block_size=8 if sample_from_anchor else 9, sample_from_anchor=sample_from_anchor)
+    drafter, verifier, rig = bound(config)
+    assert drafter.max_draft_tokens == 8
+    draft = drafter.propose(rig.batch([3, 5], [9, 14], k))
+    masks = [config.mask_token_id] * (config.block_size - 1)
+    assert verifier.embedded[-1].view(2, -1).tolist() == [[3, *masks], [5, *masks]]
+    assert draft.probs is None and draft.candidate_ids is None and draft.num_drafts is None
+    generator = torch.Generator().manual_seed(2)
+    for request, (anchor, length) in enumerate(((3, 9), (5, 14))):
+        features = torch.randn(length, config.feature_size, generator=generator)
+        hidden = dense_hidden(tiny_model(config), features, verifier.embed(torch.tensor([anchor, *masks])))
+        expected = verifier.head(hidden[0 if sample_from_anchor else 1 :]).argmax(-1)
+        assert draft.token_ids[request].tolist() == expected[:k].tolist()
+
+
+def test_the_last_layer_goes_on_with_the_drafted_rows_alone() -> None:
+    """Nothing sees the other rows after its attention, and they would be most of its work when few drafts of many are verified."""
+    drafter, _, rig = bound(replace(TINY, block_size=16))
+    rows: list[int] = []
+    for name, module in drafter.model.named_modules():
+        if name.endswith(".mlp"):
+            module.register_forward_pre_hook(lambda _, inputs: rows.append(inputs[0].numel() // inputs[0].shape[-1]))
+    drafter.draft_hidden(rig.batch([3, 5], [9, 14], 3))
+    assert rows == [2 * 16, 2 * 16, 2 * 3]
+
+
+CAUSAL = (True,) * 3
+BLOCKS: dict[str, DFlashConfig] = {
+    "same_position": replace(TINY, block_size=16),
+    "next_token": replace(TINY, block_size=16, sample_from_anchor=True),
+    "mixed": replace(TINY, block_size=16, windows=(5, 5, None), causal=(True, True, False)),
+    "causal": replace(TINY, block_size=16, causal=CAUSAL),
+    "causal_next_token": replace(TINY, block_size=16, windows=(5, 5, None), causal=CAUSAL, sample_from_anchor=True),
+}
+
+
+@pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_k_only_cuts_the_block(kind: str, draft_sampling: str) -> None:
+    """Drafts at any k begin like those of the whole block, also where slots see later ones; a causal block runs no spare rows."""
+    config = BLOCKS[kind]
+    drafter, verifier, rig = bound(config, draft_sampling=draft_sampling)
+    temperature = 0.0 if draft_sampling == "greedy" else 1.3
+    most = drafter.max_draft_tokens
+    hidden = drafter.draft_hidden(rig.batch([3, 5], [9, 14], most))
+    drafts = drafter.propose(rig.batch([3, 5], [9, 14], most, temperature)).token_ids
+    for k in (1, 3, most):
+        batch = rig.batch([3, 5], [9, 14], k, temperature)
+        torch.testing.assert_close(drafter.draft_hidden(batch), hidden[:, :k], rtol=1e-4, atol=1e-4)
+        assert verifier.embedded[-1].numel() == 2 * ((k if config.sample_from_anchor else k + 1) if all(config.causal) else 16)
+        assert torch.equal(drafter.propose(batch).token_ids, drafts[:, :k])
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_drafting_writes_what_it_says(kind: str) -> None:
+    """Cache blocks are reserved by `draft_rows`: drafting fills exactly those positions from L on, of its own requests alone."""
+    for k in (1, 3):
+        drafter, _, rig = bound(BLOCKS[kind])
+        before = [side.clone() for layer in drafter.caches for side in layer]
+        batch = rig.batch([3, 5], [9, 14], k)
+        drafter.propose(batch)
+        width = drafter.draft_rows or (k if drafter.config.sample_from_anchor else k + 1)
+        slots = sorted(batch.slot_mapping(width).tolist())
+        for old, new in zip(before, (side for layer in drafter.caches for side in layer), strict=True):
+            assert (new != old).flatten(0, 1).flatten(1).any(1).nonzero().flatten().tolist() == slots
+
+
+def test_reduced_vocabulary() -> None:
+    """Drafts are target ids, through the offsets; candidates name the target token of every draft probability."""
+    drafter, _, rig = bound(REDUCED)
+    batch = rig.batch([3, 5], [9, 14], 4)
+    own = drafter.logits(drafter.draft_hidden(batch))
+    assert own.shape == (2, 4, 30)
+    assert torch.equal(drafter.propose(batch).token_ids, 2 * own.argmax(-1))
+    drafter.draft_sampling = "probabilistic"
+    draft = drafter.propose(rig.batch([3, 5], [9, 14], 4, temperature=0.7))
+    assert draft.probs is not None and draft.candidate_ids is not None
+    assert draft.candidate_ids.shape == draft.probs.shape == (2, 4, 30)
+    assert draft.candidate_ids[1, 2].tolist() == list(range(0, 60, 2))
+    torch.testing.assert_close(draft.probs, (own / 0.7).softmax(-1))
+    assert set(draft.token_ids.flatten().tolist()) <= set(range(0, 60, 2))
+
+
+def test_probabilistic_drafts() -> None:
+    """Dense probabilities, and tokens drawn from them with the numbers of the drafted positions L+1 .. L+k."""
+    drafter, _, rig = bound(draft_sampling="probabilistic")
+    batch = rig.batch([3, 5], [9, 14], 6, temperature=1.3)
+    probs = (drafter.logits(drafter.draft_hidden(batch)) / 1.3).softmax(-1)
+    draft = drafter.propose(batch)
+    assert draft.probs is not None and draft.candidate_ids is None
+    torch.testing.assert_close(draft.probs, probs)
+    draws = uniform(batch.sampling.seeds, torch.stack([torch.arange(10, 16), torch.arange(15, 21)]), Purpose.DRAFT)
+    expected = (probs.double().cumsum(-1) <= draws[..., None]).sum(-1)
+    assert torch.equal(draft.token_ids, expected)
+    assert not torch.equal(draft.token_ids, probs.argmax(-1)), "the draws decide nothing here"
+    assert drafter.propose(rig.batch([3, 5], [9, 14], 6)).probs is None, "greedy requests alone need no distribution"
+
+
+@pytest.mark.parametrize(
+    ("own_scale", "own_softcap", "scale", "softcap"),
+    [
+        (None, None, 6.0, 20.0),  # nothing stated: as the target's own embedding module and head
+        (None, 5.0, 6.0, 5.0),
+        (1.0, None, 1.0, None),  # stated: exactly that
+        (2.0, 5.0, 2.0, 5.0),
+    ],
+)
+def test_scale_and_softcap(own_scale: float | None, own_softcap: float | None, scale: float, softcap: float | None) -> None:
+    """Targets that scale embeddings and cap logits, with and without the keys."""
+    config = replace(TINY, input_embedding_scale=own_scale, final_logit_softcapping=own_softcap, output_multiplier=3.0)
+    verifier = FakeVerifier()
+    verifier.embedding_scale, verifier.final_softcap = 6.0, 20.0
+    drafter, _, rig = bound(config, verifier)
+    hidden = drafter.draft_hidden(rig.batch([3, 5], [9, 14], 4))
+    features = torch.randn(9, config.feature_size, generator=torch.Generator().manual_seed(2))
+    block = verifier.embed(torch.tensor([3, *[60] * 7])) * scale
+    torch.testing.assert_close(hidden[0], dense_hidden(tiny_model(config), features, block)[1:5], rtol=1e-4, atol=1e-4)
+    raw = 3.0 * verifier.head(hidden)
+    torch.testing.assert_close(drafter.logits(hidden), raw if softcap is None else softcap * torch.tanh(raw / softcap))
+
+
+def test_own_embeddings_and_head(tmp_path: Path) -> None:
+    """A checkpoint that brings its own is not run on the target's."""
+    verifier = FakeVerifier()
+    own = {"embed_tokens.weight": torch.rand(VOCAB, HIDDEN), "lm_head.weight": torch.rand(VOCAB, HIDDEN)}
+    drafter = load_dflash(write_tiny_dflash(tmp_path / "d", tensors=tiny_tensors() | own), verifier=verifier)
+    rig = Rig(drafter, verifier)
+    hidden = drafter.draft_hidden(rig.batch([3, 5], [0, 0], 4))
+    assert verifier.embedded == []
+    torch.testing.assert_close(drafter.logits(hidden), hidden @ own["lm_head.weight"].T)
+
+
+@pytest.mark.parametrize("layout", ["z-lab", "speculators"])
+def test_load(layout: Any, tmp_path: Path) -> None:
+    """One loader for both layouts; the loaded drafter has the protocol's numbers and drafts like the one in memory."""
+    drafter = load_dflash(write_tiny_dflash(tmp_path / "d", layout=layout), verifier=FakeVerifier())
+    assert drafter.aux_layer_ids == (1, 2, 4) and drafter.max_draft_tokens == 7
+    assert [(spec.num_kv_heads, spec.head_dim) for spec in drafter.kv_specs] == [(2, 16)] * 3
+    assert not any(parameter.requires_grad or parameter.is_meta for parameter in drafter.model.parameters())
+    _, _, rig = bound()
+    expected = rig.drafter.propose(rig.batch([3, 5], [0, 0], 7)).token_ids
+    rig = Rig(drafter, FakeVerifier())
+    assert torch.equal(drafter.propose(rig.batch([3, 5], [0, 0], 7)).token_ids, expected)
+
+
+def test_no_path() -> None:
+    """The drafter cannot be named without a checkpoint."""
+    with pytest.raises(InvalidInputError, match="needs a checkpoint"):
+        load_dflash(None, verifier=FakeVerifier())
+
+
+def test_weights_take_the_targets_type() -> None:
+    """bfloat16 weights on a bfloat16 target, while positions keep float32 frequencies."""
+    verifier = FakeVerifier(tiny_target().bfloat16())
+    verifier.dtype = torch.bfloat16
+    verifier.attention = TorchRefBackend(replace(verifier.attention.spec, dtype=torch.bfloat16))
+    drafter, _, rig = bound(TINY, verifier)
+    assert {parameter.dtype for parameter in drafter.model.parameters()} == {torch.bfloat16}
+    assert drafter.model.rotary.inv_freq.dtype == torch.float32
+    assert drafter.draft_hidden(rig.batch([3, 5], [9, 14], 4)).dtype == torch.bfloat16
+
+
+def test_preparing_for_inference(tmp_path: Path) -> None:
+    """Joined and packed weights change neither the context nor the state dict, and the result can still be written."""
+    config = replace(TINY, attention_bias=True)
+    model = tiny_model(config).requires_grad_(False)
+    features, positions = torch.randn(5, config.feature_size), torch.arange(5)
+    before = model.context_kv(features, positions)
+    model.prepare_inference()
+    for fused, plain in zip(model.context_kv(features, positions), before, strict=True):
+        torch.testing.assert_close(fused, plain, rtol=0, atol=0)
+    write_checkpoint(tmp_path / "d", config, model.state_dict())
+    for name, tensor in tiny_tensors(config).items():
+        assert torch.equal(read_checkpoint(tmp_path / "d")[1][name], tensor), name
+
+
+def test_module_trains() -> None:
+    """Gradients reach every weight through context and block, and the module learns one text."""
+    target, model = tiny_target(), tiny_model()
+    text = torch.randint(0, VOCAB - 1, (40,), generator=torch.Generator().manual_seed(4)).tolist()
+    first = overfit(model, target, text, steps=1)
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+    assert overfit(model, target, text, steps=30) < 0.5 * first
+
+
+@pytest.mark.parametrize("config", [TINY, REDUCED, replace(TINY, windows=(5, 5, None), causal=(True, True, False))])
+@pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
+def test_never_waits(config: DFlashConfig, draft_sampling: str) -> None:
+    """Draft and commit keep every value on the device."""
+    drafter, _, rig = bound(config, draft_sampling=draft_sampling)
+    batch = rig.batch([3, 5], [9, 14], 4, temperature=0.0 if draft_sampling == "greedy" else 1.0)
+    features = torch.randn(2 * 5, config.feature_size)
+    accepted = torch.tensor([1, 4])
+    with no_host_sync():
+        draft = drafter.propose(batch)
+        token_ids = torch.cat([batch.anchors[:, None], draft.token_ids], dim=1)
+        rig.commit_tensors(batch, token_ids, accepted, features)

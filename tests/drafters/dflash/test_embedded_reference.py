@@ -1,0 +1,78 @@
+"""The shipped drafter in the public `dflash` package: the same tokens and accepted counts as in our engine.
+
+`python -m tests.checks.dflash` does the same on more prompts.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from drafters.embedded import embedded_drafter_path
+from evals.prompt_sets import load_prompt_set
+from specdec.decoder import SpecDecoder
+from tests.checks.dflash import Generation, Tally, check, compare, our_decoder, public_drafter
+
+pytest.importorskip("dflash.model")
+
+TOKENS = 32
+CHATS = {item.item_id: item.turns[0] for item in load_prompt_set("bundled").items[:2]}
+
+
+@pytest.fixture(scope="module")
+def public() -> Any:
+    return public_drafter(embedded_drafter_path())
+
+
+@pytest.fixture(scope="module")
+def decoder() -> SpecDecoder:
+    return our_decoder("embedded")
+
+
+def test_the_public_package_accepts_the_same(decoder: SpecDecoder, public: Any) -> None:
+    """Catches a checkpoint that only our loader reads rightly, and an engine that drafts otherwise than the public loop."""
+    tally, summary = check(decoder, public, CHATS, TOKENS)
+    assert (tally.differing, tally.equal) == (0, tally.steps), summary
+    assert tally.steps >= 2 * TOKENS // 8, summary
+
+
+def test_the_check_notices_shifted_taps(
+    decoder: SpecDecoder, public: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a check that finds everything equal: with taps one layer higher on one side, counts differ and tokens do not."""
+    monkeypatch.setattr(public, "target_layer_ids", [layer + 1 for layer in public.target_layer_ids])
+    first = dict(list(CHATS.items())[:1])
+    tally, summary = check(decoder, public, first, TOKENS // 2)
+    assert tally.equal < tally.steps, summary
+    assert tally.wrong, summary
+    printed = capsys.readouterr().out
+    assert "drafts accepted here" in printed
+    assert "WRONG" in printed
+    assert " token " not in printed
+
+
+@pytest.mark.parametrize(
+    ("ours", "gap", "counts", "printed"),
+    [
+        (Generation([5, 6, 7, 8, 9], [2, 2]), 1.0, (2, 2, 0, 0), ""),
+        (Generation([5, 6, 7, 8, 9], [1, 1, 2]), 1e-5, (2, 1, 1, 0), "after 1 tokens 0 drafts accepted here, 1 there"),
+        (Generation([5, 6, 7, 8, 9], [1, 1, 2]), 1e-2, (2, 1, 1, 1), "(logits apart 1.0e-02): WRONG"),
+        (Generation([5, 6, 7, 1, 9], [2, 2]), 1e-5, (1, 1, 1, 0), "token 3 is 1 here, 8 there (logits apart 1.0e-05): near-tie"),
+        (Generation([5, 6, 7, 1, 9], [2, 2]), 1e-2, (1, 1, 1, 1), "token 3 is 1 here, 8 there (logits apart 1.0e-02): WRONG"),
+        (Generation([5, 6, 7], [2]), 1e-5, (1, 1, 1, 1), "3 tokens here, 5 there (logits apart inf): WRONG"),
+    ],
+    ids=["equal", "count near-tie", "count", "token near-tie", "token", "length"],
+)
+def test_what_counts_as_a_difference(
+    ours: Generation, gap: float, counts: tuple[int, ...], printed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a difference that is excused though no tie, steps compared after one, and a tie that fails the command."""
+    theirs = Generation([5, 6, 7, 8, 9], [2, 2], [[gap] * 3] * 2)
+    logits = torch.zeros(1, 1, 10)
+    logits[..., 8] = gap
+    tally = Tally()
+    compare("x", [0], ours, theirs, lambda ids, **kwargs: SimpleNamespace(logits=logits), tally)
+    assert (tally.steps, tally.equal, tally.differing, tally.wrong) == counts
+    assert printed in (text := capsys.readouterr().out)
+    assert bool(text) == bool(printed)

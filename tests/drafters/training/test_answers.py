@@ -1,0 +1,335 @@
+"""The answers stage: which prompts it makes, what it writes, that it resumes, and what it refuses."""
+
+import errno
+import gzip
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedTokenizerFast
+
+from drafters.training import answers, self_prompts
+from drafters.training import shards as shards_module
+from drafters.training.config import TrainConfig
+from drafters.training.dataset import read_answers
+from drafters.training.prompts import TrainingPrompt, few_shot_text, make_prompts, read_prompts, vary
+from drafters.training.provenance import PROVENANCE
+from drafters.training.stages import run_stages
+from specdec.config import SamplingParams
+from specdec.decoder import SpecDecoder
+from specdec.engine.engine import SpecEngine
+from specdec.errors import CapacityError, CheckpointError, InvalidInputError, SpecDecError
+from tests.drafters.training.toy import as_flags, one_thread, toy_config, write_prompts, write_target  # noqa: F401
+
+QUESTION = "Maria has 12 apples and gives Tom 3. At 10:30 Maria buys 12 more for $1.50 each, 20% off. How many?"
+
+
+def question(text: str, answer: str | None = "worked") -> TrainingPrompt:
+    return TrainingPrompt("x", (("user", text),), answer)
+
+
+def small_config(folder: Path, **changes: Any) -> TrainConfig:
+    values: dict[str, Any] = {"max_tokens": 6, "heldout": 3, "shard_size": 8, "max_prompts": 20, "temperatures": (0.0, 0.7)}
+    return toy_config(folder, **values | changes)
+
+
+def shards(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    paths = sorted((folder / "run" / "answers").glob("*.jsonl.gz"))
+    return {path.name: [json.loads(line) for line in gzip.open(path, "rt")] for path in paths}
+
+
+def test_a_version_has_other_numbers_and_names_in_the_same_places() -> None:
+    """Catches a number or name that changes in one place only, and changed decimals, times or words."""
+    seen = set()
+    for seed in range(30):
+        varied = vary(question(QUESTION), Random(seed), 0)
+        pattern = (
+            r"(\w+) has (\d+) apples and gives (\w+) (\d+)\. At 10:30 \1 buys \2 more for \$1\.50 each, (\d+)% off\. How many\?"
+        )
+        match = re.fullmatch(pattern, varied.question)
+        assert match is not None
+        assert "Maria" != match[1] != match[3] != "Tom"
+        assert 6 <= int(match[2]) <= 24
+        assert varied.answer is None
+        seen.add(varied.question)
+    assert len(seen) > 25
+    assert vary(question(QUESTION), Random(1), 0) == vary(question(QUESTION), Random(1), 0)
+
+
+def test_held_out_questions_are_nowhere_in_training(tmp_path: Path) -> None:
+    """Catches versions of held-out questions, and few-shot examples that answer them."""
+    file = tmp_path / "train.jsonl"
+    file.write_text("\n".join(json.dumps({"question": f"Tom number {i} of x{i}y", "answer": f"#### {i}"}) for i in range(40)))
+    config = TrainConfig(out="x", prompts=(str(file),), heldout=10, variations=2, few_shot_share=0.5)
+    written = [f"write about {topic}" for topic in "abcde"]
+    prompts = make_prompts(config, written)
+    marks = [{re.findall(r"x\d+y", p.question)[0] for p in part if "x" in p.question and "number" in p.question} for part in
+             (prompts.heldout, prompts.train, prompts.examples)]  # fmt: skip
+    assert not marks[0] & marks[1] and not marks[0] & marks[2]
+    assert len(prompts.train) == 35 + 2 * len(prompts.examples)
+    assert 0.3 < sum(p.few_shot for p in prompts.train) / len(prompts.train) < 0.7
+    assert make_prompts(config, written) == prompts != make_prompts(replace(config, seed=1), written)
+
+
+def test_few_shot_text_has_the_format_of_the_benchmark() -> None:
+    examples = [question("1 + 1?", "2"), question("2 + 2?", "4")]
+    assert (
+        few_shot_text(examples, "3 + 3?")
+        == "Question: 1 + 1?\nAnswer: 2\n\nQuestion: 2 + 2?\nAnswer: 4\n\nQuestion: 3 + 3?\nAnswer:"
+    )
+
+
+def test_every_field_of_a_json_line_is_understood(tmp_path: Path) -> None:
+    file = tmp_path / "mixed.jsonl"
+    lines: list[dict[str, Any]] = [
+        {"prompt": " a "},
+        {"question": "b", "answer": "B"},
+        {"turns": ["c", "later"]},
+        {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "d"}, {"role": "assistant", "content": "x"}]},
+    ]
+    file.write_text("\n\n".join(map(json.dumps, lines)) + "\n")
+    read = read_prompts(file)
+    assert [prompt.question for prompt in read] == ["a", "b", "c", "d"]
+    assert [prompt.answer for prompt in read] == [None, "B", None, None]
+    assert read[3].messages == (("system", "s"), ("user", "d"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("empty.txt", "\n \n", "holds no prompt"),
+        ("gsm8k_test.jsonl", "", "is an evaluation split by its name"),
+        ("test.txt", "", "is an evaluation split by its name"),
+        ("a.jsonl", "{", r"a.jsonl:1 is not JSON"),
+        ("a.jsonl", '{"prompt": "x"}\n{"text": "x"}', r"a.jsonl:2 must be an object with exactly one of .* but has none"),
+        ("a.jsonl", '{"prompt": "x", "question": "y"}', "but has question and prompt"),
+        ("a.jsonl", '{"messages": [{"role": "assistant", "content": "x"}]}', "messages is no text, list of turns or chat"),
+        ("a.jsonl", '{"prompt": "  "}', "prompt is no text"),
+    ],
+)
+def test_malformed_prompts_are_named(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(InvalidInputError, match=message):
+        read_prompts(tmp_path / name)
+
+
+def test_too_few_prompts_are_refused(tmp_path: Path) -> None:
+    file = write_prompts(tmp_path / "p.txt", 5)
+    with pytest.raises(InvalidInputError, match="5 prompts are too few to hold out 5"):
+        make_prompts(TrainConfig(out="x", prompts=(str(file),), heldout=5))
+    with pytest.raises(InvalidInputError, match="there is no prompt to train on"):
+        make_prompts(TrainConfig(out="x"))
+    with pytest.raises(InvalidInputError, match="more than 5 questions with an answer, and the files hold 0"):
+        make_prompts(TrainConfig(out="x", prompts=(str(file),), heldout=2, few_shot_share=0.5))
+
+
+def test_answers_are_the_targets_own_with_their_origin(tmp_path: Path) -> None:
+    """Catches answers that are not what the target says, a wrong temperature or split, and missing provenance."""
+    assert run_stages(("answers",), small_config(tmp_path))
+    records = shards(tmp_path)
+    assert {name: len(rows) for name, rows in records.items()} == {
+        "heldout-00000.jsonl.gz": 3, "train-00000.jsonl.gz": 8, "train-00001.jsonl.gz": 8, "train-00002.jsonl.gz": 8,
+        "train-00003.jsonl.gz": 8, "train-00004.jsonl.gz": 2,
+    }  # fmt: skip
+    rows = [row for part in records.values() for row in part]
+    assert sum(row["temperature"] == 0.0 for row in rows) == 3 + 17
+    decoder = SpecDecoder.from_pretrained(str(tmp_path / "target"), drafter=None, device="cpu", dtype="float32")
+    for row in rows[:8]:
+        sampling = SamplingParams(max_tokens=6, temperature=row["temperature"], seed=row["seed"])
+        result = decoder.generate(row["prompt_ids"], sampling)
+        assert not isinstance(result, list) and row["answer_ids"] == result.token_ids
+    about = json.loads((tmp_path / "run" / "answers" / PROVENANCE).read_text())
+    assert about["settings"]["temperatures"] == [0.0, 0.7]
+    assert len(about["prompt_files"]["prompts.txt"]) == 64 and about["target"] == str(tmp_path / "target")
+
+
+def test_a_killed_answers_stage_goes_on_with_the_missing_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches shards written in part, and answers that depend on what was written before."""
+    write = shards_module._write_bytes
+
+    def interrupted(content: bytes, path: Path) -> None:
+        if "train-00002" in path.name:
+            path.write_bytes(content[:20])
+            raise KeyboardInterrupt
+        write(content, path)
+
+    config = small_config(tmp_path)
+    monkeypatch.setattr(shards_module, "_write_bytes", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_stages(("answers",), config)
+    assert 1 <= len(shards(tmp_path)) < 6
+    monkeypatch.undo()
+    assert not run_stages(("answers",), replace(config, stop_after=1e-9))
+    assert len(shards(tmp_path)) < 6
+    assert run_stages(("answers",), config)
+    resumed = shards(tmp_path)
+    assert run_stages(("answers",), replace(config, out=str(tmp_path / "whole" / "run"), max_num_seqs=3))
+    assert resumed == shards(tmp_path / "whole")
+
+
+def test_processes_share_the_shards(tmp_path: Path) -> None:
+    """Catches shards that two processes write, or none."""
+    config = small_config(tmp_path)
+    decoder = SpecDecoder.from_pretrained(str(tmp_path / "target"), drafter=None, device="cpu", dtype="float32")
+    written = []
+    for rank in range(2):
+        before = set(shards(tmp_path))
+        assert answers.write_answers(config, lambda: decoder, lambda text: None, rank=rank, world=2)
+        written.append(set(shards(tmp_path)) - before)
+    assert sorted(map(len, written)) == [3, 3]
+    assert run_stages(("answers",), replace(config, out=str(tmp_path / "whole" / "run")))
+    assert shards(tmp_path) == shards(tmp_path / "whole")
+
+
+def test_a_full_disk_keeps_finished_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = shards_module._write_bytes
+
+    def full(content: bytes, path: Path) -> None:
+        if "train-00001" in path.name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(content, path)
+
+    monkeypatch.setattr(shards_module, "_write_bytes", full)
+    with pytest.raises(CapacityError, match=r"train-00001.*No space left on device.*make room and run again"):
+        run_stages(("answers",), small_config(tmp_path))
+    assert "heldout-00000.jsonl.gz" in shards(tmp_path)
+
+
+def test_prompts_longer_than_the_context_are_refused_first_or_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a long prompt that ends the stage half way, and one that is cut."""
+    config = small_config(tmp_path, max_num_seqs=1)
+    (tmp_path / "prompts.txt").write_text("\n".join(["w5 " * 300, *(f"w{i} w{i + 1}" for i in range(4, 20))]))
+    monkeypatch.delattr(SpecEngine, "step")  # nothing is decoded before the refusal
+    with pytest.raises(InvalidInputError, match=r"prompts.txt:1 has 300 tokens and the target's context is 256 .*--skip-long"):
+        run_stages(("answers",), config)
+    monkeypatch.undo()
+    assert run_stages(("answers",), replace(config, skip_long=True))
+    assert sum(map(len, shards(tmp_path).values())) == 3 + 2 * 13
+
+
+def test_a_wrong_tap_does_not_wait_for_the_answers(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="are not different layers"):
+        run_stages(("answers",), small_config(tmp_path, taps=(1, 99)))
+    assert not shards(tmp_path)
+
+
+def test_few_shot_answers_end_where_the_next_question_begins(tmp_path: Path) -> None:
+    """Catches the stop string, and the template of a record, which decides how the engine check stops."""
+    write_target(tmp_path / "target")
+    (tmp_path / "prompts.jsonl").write_text(
+        "\n".join(json.dumps({"question": f"w{i} w{i + 1}", "answer": f"w{i + 2}"}) for i in range(4, 24))
+    )
+    config = small_config(tmp_path, prompts=(str(tmp_path / "prompts.jsonl"),), few_shot_share=1.0, few_shot=2, temperatures=(0.0,))
+    config = replace(config, max_prompts=None)
+    original = answers.FEW_SHOT_STOP
+    try:
+        answers.FEW_SHOT_STOP = " w"  # the toy never says "Question:", but says a second word
+        assert run_stages(("answers",), config)
+    finally:
+        answers.FEW_SHOT_STOP = original
+    rows = [row for part in shards(tmp_path).values() for row in part]
+    assert {row["template"] for row in rows} == {"few-shot"}
+    assert {len(row["answer_ids"]) for row in rows} == {2}
+    assert all(answer.few_shot for answer in read_answers(tmp_path / "run" / "answers", "train"))
+
+
+TEMPLATE = "<bos> w4 w5 {% for m in messages %}{{ m.content }} <eos> {% endfor %}w6"
+
+
+def write_chat_target(folder: Path, template: str = TEMPLATE) -> None:
+    """The toy target with a chat template."""
+    write_target(folder / "target")
+    write_prompts(folder / "prompts.txt")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "target")
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder / "target")
+
+
+def test_the_target_writes_prompts_of_its_own(tmp_path: Path) -> None:
+    """Catches a turn begun elsewhere than a user's, prompts cut at the limit, repeats, and prompts that get no answers."""
+    write_chat_target(tmp_path)
+    config = small_config(tmp_path, prompts=(), max_prompts=None, self_prompts=20, max_num_seqs=4)
+    assert run_stages(("answers",), config)
+    paths = sorted((tmp_path / "run" / "prompts").glob("*.jsonl.gz"))
+    records = [json.loads(line) for path in paths for line in gzip.decompress(path.read_bytes()).splitlines()]
+    assert 10 < len(records) <= 20 and len(paths) == 3
+    decoder = SpecDecoder.from_pretrained(str(tmp_path / "target"), drafter=None, device="cpu", dtype="float32")
+    prefix, stop = self_prompts.user_turn(decoder)
+    assert (decoder.tokenizer.decode(prefix), decoder.tokenizer.decode(stop)) == ("<bos> w4 w5", "<eos>")
+    for record in records:
+        seed = shards_module.stable_seed(config.seed, "prompt", record["index"])
+        sampling = SamplingParams(max_tokens=256, temperature=self_prompts.TEMPERATURE, seed=seed)
+        result = decoder.generate(prefix, sampling)
+        assert not isinstance(result, list) and result.finish_reason == "stop"
+        assert record["prompt"] == decoder.tokenizer.decode(result.token_ids, skip_special_tokens=True)
+    texts = self_prompts.read_self_prompts(config)
+    assert texts == list(dict.fromkeys(record["prompt"] for record in records))
+    asked = {tuple(row["prompt_ids"]) for part in shards(tmp_path).values() for row in part}
+    assert asked == {tuple(decoder.tokenize([{"role": "user", "content": text}])) for text in texts}
+    before = [path.read_bytes() for path in paths]
+    paths[0].unlink()
+    with pytest.raises(InvalidInputError, match="lacks prompts of the target; run the answers stage again"):
+        self_prompts.read_self_prompts(config)
+    assert run_stages(("answers",), config) and before == [path.read_bytes() for path in paths]
+    with pytest.raises(InvalidInputError, match="holds prompts that were written with another self-prompts"):
+        run_stages(("answers",), replace(config, self_prompts=21))
+
+
+def test_processes_wait_for_each_others_prompts(tmp_path: Path) -> None:
+    """Catches a process that asks before all prompts are written."""
+    write_chat_target(tmp_path)
+    config = small_config(tmp_path, self_prompts=20)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "specdec", "train", "answers"]
+    ran = subprocess.run(
+        command + as_flags(config), cwd=Path(__file__).parents[2], env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True
+    )
+    assert ran.returncode == 0, ran.stderr.decode()
+    assert run_stages(("answers",), replace(config, out=str(tmp_path / "whole" / "run")))
+    assert shards(tmp_path) == shards(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(("self_prompts", "file"), [(0, "heldout-00000"), (20, "prompts-00000")])
+def test_a_target_that_fails_is_named(tmp_path: Path, self_prompts: int, file: str) -> None:
+    """Catches prompts and answers that are quietly left out because every logit is NaN."""
+    write_chat_target(tmp_path)
+    weights = tmp_path / "target" / "model.safetensors"
+    save_file({name: tensor * torch.nan for name, tensor in load_file(weights).items()}, weights, {"format": "pt"})
+    with pytest.raises(SpecDecError, match=rf"the target failed on record \d+ of {file}.jsonl.gz: .*NaN"):
+        run_stages(("answers",), small_config(tmp_path, self_prompts=self_prompts))
+
+
+def test_a_prompt_that_has_no_end_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches half a prompt among those to train on."""
+    write_chat_target(tmp_path)
+    monkeypatch.setattr(self_prompts, "MAX_PROMPT_TOKENS", 1)
+    with pytest.raises(InvalidInputError, match=r"too few to hold out|there is no prompt"):
+        run_stages(("answers",), small_config(tmp_path, prompts=(), max_prompts=None, self_prompts=20))
+
+
+@pytest.mark.parametrize(("template", "message"), [("", "has no chat template"), ("<bos> w4", "drops a user's words")])
+def test_a_target_that_knows_no_user_writes_no_prompts(tmp_path: Path, template: str, message: str) -> None:
+    write_chat_target(tmp_path, template)
+    with pytest.raises(InvalidInputError, match=f"{message}.*set self-prompts to 0"):
+        run_stages(("answers",), small_config(tmp_path, self_prompts=4))
+
+
+def test_damaged_or_missing_answers_are_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="holds no train answers; run the answers stage first"):
+        read_answers(tmp_path, "train")
+    (tmp_path / "train-00000.jsonl.gz").write_bytes(gzip.compress(b'{"prompt_ids": [1]}\n')[:-4])
+    with pytest.raises(CheckpointError, match=r"train-00000.jsonl.gz is damaged .* delete it and run the answers stage again"):
+        read_answers(tmp_path, "train")
+    folder = tmp_path / "run" / "answers"
+    folder.mkdir(parents=True)
+    (folder / PROVENANCE).write_text("{")
+    with pytest.raises(SpecDecError, match=r"provenance\.json is damaged"):
+        run_stages(("answers",), small_config(tmp_path))

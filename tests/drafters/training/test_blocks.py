@@ -1,0 +1,334 @@
+"""Training's parts against definitions written out: mask, leak, anchors, losses, weights, replay, optimizer."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from drafters.training.blocks import SequenceBatch, block_hidden, make_blocks, sample_anchors
+from drafters.training.config import TrainConfig
+from drafters.training.dataset import Answer, AnswerSet
+from drafters.training.evaluate import replay
+from drafters.training.losses import ChunkedLoss, LossConfig, block_loss, decay_weights, dpace_weights
+from drafters.training.mask import BlockAttention, Kind, use_flex
+from drafters.training.optimizer import MasterAdamW
+from drafters.training.target import Target
+from specdec.errors import InvalidInputError
+from tests.drafters.tiny import TINY, VOCAB, input_table, tapped, tiny_model, tiny_target
+from tests.drafters.training.toy import one_thread  # noqa: F401
+from tests.helpers.tiny_models import CONFIGS, LATENT_CONFIGS, paged_verifier, plain_model, random_prompts
+
+KINDS: list[Kind] = [(False, None), (True, None), (True, 5), (False, 3)]
+ANCHORS = torch.tensor([[2, 7, 8, 19], [0, 0, 4, 11]])  # the second sequence has two invalid blocks
+CONTEXT, WIDTH = 20, 4
+
+
+def sequences(token_ids: Tensor, prompt_lens: list[int] | None = None, lengths: list[int] | None = None) -> SequenceBatch:
+    """Whole rows of `token_ids` int64 [S, T] without a prompt, unless said otherwise."""
+    lengths = lengths or [token_ids.shape[1]] * len(token_ids)
+    return SequenceBatch(token_ids, torch.tensor(prompt_lens or [0] * len(lengths)), torch.tensor(lengths), lengths)
+
+
+def sees(anchor: int, slot: int, block: int, key: int, causal: bool, window: int | None) -> bool:
+    """The rule, for one query and one key."""
+    if key < CONTEXT:
+        return key < anchor and (window is None or anchor + slot - key < window)
+    key_block, key_slot = divmod(key - CONTEXT, WIDTH)
+    if key_block != block or (causal and key_slot > slot):
+        return False
+    return window is None or abs(slot - key_slot) < window
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dense_mask_is_the_rule(kind: Kind) -> None:
+    """Catches a wrong bound, window or block in the predicate."""
+    mask = BlockAttention(ANCHORS, CONTEXT, WIDTH, flex=False).dense_mask(kind)
+    for sequence, anchors in enumerate(ANCHORS.tolist()):
+        for query in range(len(anchors) * WIDTH):
+            block, slot = divmod(query, WIDTH)
+            expected = [sees(anchors[block], slot, block, key, *kind) for key in range(mask.shape[-1])]
+            assert mask[sequence, 0, query].tolist() == expected
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("kind", KINDS)
+def test_flex_attention_equals_dense_mask(kind: Kind) -> None:
+    """Catches a difference between the CUDA path's mask and the one everything else is tested with."""
+    rows = ANCHORS.shape[1] * WIDTH
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, rows, 4, 16, generator=generator)
+    key, value = (torch.randn(2, CONTEXT + rows, 2, 16, generator=generator) for _ in "kv")
+    dense, flex = (BlockAttention(ANCHORS, CONTEXT, WIDTH, flex=flex)(kind, query, key, value) for flex in (False, True))
+    torch.testing.assert_close(flex, dense, rtol=1e-5, atol=1e-5)
+
+
+def test_flex_is_refused_where_it_cannot_train() -> None:
+    assert not use_flex("auto", torch.device("cpu"))
+    with pytest.raises(InvalidInputError, match="choose dense"):
+        use_flex("flex", torch.device("cpu"))
+
+
+@pytest.mark.parametrize("changes", [{}, {"windows": (6, 6, None), "causal": (True, True, False)}, {"sample_from_anchor": True}])
+def test_no_feature_at_or_after_the_anchor_reaches_a_block(changes: dict[str, Any]) -> None:
+    """Catches a leak of what a live run does not know yet: it would raise tau in training alone."""
+    model = tiny_model(replace(TINY, **changes))
+    target = tiny_target()
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(VOCAB - 1, (1, 24), generator=generator)
+    batch = sequences(tokens, [3], [24])
+    anchors = torch.tensor([[5, 11, 17]])
+    features = torch.randn(1, 24, TINY.feature_size, generator=generator)
+
+    def hidden(features: Tensor) -> Tensor:
+        context = model.context_kv(features, torch.arange(24))
+        return block_hidden(model, lambda ids: F.embedding(ids, input_table(target)), batch, anchors, context, flex=False)
+
+    with torch.no_grad():
+        before = hidden(features)
+        for block, anchor in enumerate(anchors[0].tolist()):
+            changed = features.clone()
+            changed[:, anchor:] += 100.0
+            assert torch.equal(hidden(changed)[:, block], before[:, block])
+            changed[:, anchor - 1] += 100.0
+            assert not torch.equal(hidden(changed)[:, block], before[:, block])
+
+
+def test_anchors_are_answer_positions_with_a_successor() -> None:
+    """Catches anchors in the prompt, on the last token, twice, or always the same."""
+    batch = sequences(torch.zeros(3, 30, dtype=torch.long), [4, 20, 28], [30, 25, 30])
+    found: list[set[int]] = [set(), set(), set()]
+    for seed in range(40):
+        anchors, valid = sample_anchors(batch, 5, torch.rand(3, 30, generator=torch.Generator().manual_seed(seed)))
+        assert valid.sum(dim=1).tolist() == [5, 4, 1]
+        assert (anchors[~valid] == 0).all()
+        for sequence in range(3):
+            chosen = anchors[sequence][valid[sequence]].tolist()
+            assert chosen == sorted(set(chosen))
+            found[sequence] |= set(chosen)
+    assert found == [set(range(4, 29)), {20, 21, 22, 23}, {28}]
+
+
+def test_labels_follow_the_anchor_and_end_with_the_answer() -> None:
+    """Catches labels shifted by one, and labels from the padding."""
+    tokens = torch.arange(100, 112)[None]
+    batch = sequences(tokens, [3], [10])
+    blocks = make_blocks(batch, torch.tensor([[3, 7]]), torch.tensor([[True, True]]), num_slots=4)
+    assert blocks.labels[0, 0].tolist() == [104, 105, 106, 107]
+    assert blocks.valid.tolist() == [[[True] * 4, [True, True, False, False]]]
+
+
+def test_weights() -> None:
+    """Catches decay that starts at the wrong slot, and D-PACE against its double loop."""
+    torch.testing.assert_close(decay_weights(3, 7.0), torch.tensor([1.0, math.exp(-1 / 7), math.exp(-2 / 7)]))
+    probs, alpha = [0.9, 0.5, 0.2, 0.7], 0.5
+    valid = [True, True, True, False]
+    smoothed = [(1 - alpha) * p + alpha for p in probs]
+    expected = [sum(math.prod(smoothed[: m + 1]) for m in range(j, 3)) if valid[j] else 0.0 for j in range(4)]
+    torch.testing.assert_close(dpace_weights(torch.tensor([probs]), torch.tensor([valid]), alpha), torch.tensor([expected]))
+
+
+@pytest.mark.parametrize("config", [LossConfig(), LossConfig(gamma=None), LossConfig(gamma=3.0, ce=0.1, kl=0.7, tv=0.9)])
+def test_loss_is_its_definition(config: LossConfig) -> None:
+    """Catches a wrong factor, direction of the divergence, weight or match, against loops over single slots."""
+    generator = torch.Generator().manual_seed(0)
+    logits, teacher = (2 * torch.randn(3, 4, 9, generator=generator) for _ in "ab")
+    labels = torch.randint(9, (3, 4), generator=generator)
+    labels[0] = logits[0].argmax(dim=-1)
+    valid = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]]).bool()
+    teacher[2], logits[2, 1:] = torch.nan, torch.inf  # where nothing is asked, anything may stand
+    loss, weight, matches = block_loss(logits, labels, valid, config, teacher)
+    expected, total = 0.0, 0.0
+    for block in range(3):
+        q = logits[block].softmax(dim=-1)
+        p = teacher[block].softmax(dim=-1)
+        label_probs = q[range(4), labels[block]][None]
+        weights = decay_weights(4, config.gamma) if config.gamma else dpace_weights(label_probs, valid[block : block + 1], 0.5)[0]
+        for slot in range(4):
+            if valid[block, slot]:
+                ce = -q[slot, labels[block, slot]].log()
+                kl = (p[slot] * (p[slot] / q[slot]).log()).sum()
+                tv = 0.5 * (p[slot] - q[slot]).abs().sum()
+                expected += float(weights[slot] * (config.ce * ce + config.kl * kl + config.tv * tv))
+                total += float(weights[slot])
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
+    assert weight.item() == pytest.approx(total, rel=1e-5)
+    assert matches[0].all()
+    assert not matches[~valid].any()
+
+
+@pytest.mark.parametrize("config", [LossConfig(), LossConfig(gamma=None, kl=0.5, tv=0.5)])
+def test_chunked_loss_has_the_gradient_of_the_whole(config: LossConfig) -> None:
+    """Catches chunks that are lost, doubled or scaled."""
+    generator = torch.Generator().manual_seed(0)
+    head = torch.randn(9, 6, generator=generator)
+    hidden, teacher = (torch.randn(5, 3, 6, generator=generator) for _ in "ab")
+    labels = torch.randint(9, (5, 3), generator=generator)
+    valid = torch.rand(5, 3, generator=generator) < 0.8
+    whole = hidden.clone().requires_grad_()
+    loss, weight, matches = block_loss(whole @ head.T, labels, valid, config, teacher @ head.T)
+    torch.autograd.backward(3 * loss)
+    parts = hidden.clone().requires_grad_()
+    chunked = ChunkedLoss(lambda h: h @ head.T, config, rows=7, teacher_head=lambda h: h @ head.T)
+    part_loss, part_weight, part_matches = chunked(parts, labels, valid, teacher)
+    torch.autograd.backward(3 * part_loss)
+    torch.testing.assert_close((part_loss, part_weight, parts.grad), (loss, weight, whole.grad))
+    assert torch.equal(part_matches, matches)
+
+
+class TinyVerifier:
+    """What `Target` needs of a loaded target."""
+
+    name, embedding_scale, final_softcap, device, dtype = "tiny", 1.0, None, torch.device("cpu"), torch.float32
+    attention = None
+
+    def __init__(self) -> None:
+        self.model: Any = tiny_target()
+        self.num_layers = self.model.config.num_hidden_layers
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        return F.embedding(token_ids, self.model.model.embed_tokens.weight)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.model.lm_head(hidden)
+        return logits
+
+
+def test_target_features_are_raw_layer_outputs_whatever_the_padding() -> None:
+    """Catches taps off by one, and padding that reaches the tokens before it."""
+    tokens = torch.randint(VOCAB - 1, (2, 12), generator=torch.Generator().manual_seed(0))
+    plain = tiny_target()
+    target = Target(TinyVerifier(), (1, 2, 4))
+    features, _ = target.features(sequences(tokens))
+    for row in range(2):
+        torch.testing.assert_close(features[row], tapped(plain, tokens[row].tolist(), (1, 2, 4)), rtol=1e-3, atol=1e-3)
+    padded, _ = target.features(sequences(F.pad(tokens, (0, 5), value=7), lengths=[12, 12]))
+    torch.testing.assert_close(padded[:, :12], features, rtol=1e-3, atol=1e-3)
+    full = Target(TinyVerifier(), (1, 2, 4), distribution=True)
+    torch.testing.assert_close(full.head(full.features(sequences(tokens))[1]), plain(tokens).logits, rtol=1e-3, atol=1e-3)
+    with pytest.raises(InvalidInputError, match=r"taps \[1, 6\] .* choose from 0 to 5"):
+        Target(TinyVerifier(), (1, 6))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_target_features_are_those_of_transformers(name: str) -> None:
+    """Catches windows, scales, softcaps and sinks that are lost when the target runs on training's own attention."""
+    plain, verifier = plain_model(name), TinyVerifier()
+    verifier.model, verifier.num_layers = plain_model(name), plain.config.num_hidden_layers
+    tokens = torch.tensor(random_prompts(1, longest=40)[0] * 30)[:24].repeat(2, 1)
+    with torch.no_grad():
+        states = plain(tokens, output_hidden_states=True).hidden_states
+    features, _ = Target(verifier, (0, 2)).features(sequences(tokens))
+    torch.testing.assert_close(features, torch.cat([states[1], states[3]], dim=-1), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("distribution", [False, True])
+@pytest.mark.parametrize("name", LATENT_CONFIGS)
+def test_latent_attention_gives_the_features_of_transformers_whatever_the_padding(name: str, distribution: bool) -> None:
+    """Catches rows packed or put back at wrong places, caches that sequences share, and taps or final states of other layers."""
+    plain = plain_model(name)
+    lengths = [19, 1, 24, 8]  # with blocks of 4 tokens: some end in the middle of one
+    tokens = torch.randint(3, plain.config.vocab_size, (4, 24), generator=torch.Generator().manual_seed(0))
+    target = Target(paged_verifier(plain), (0, 2), distribution=distribution)
+    features, final = target.features(sequences(tokens, lengths=lengths))
+    padded, _ = target.features(sequences(F.pad(tokens, (0, 7), value=5), lengths=lengths))
+    for row, length in enumerate(lengths):
+        with torch.no_grad():
+            output = plain(tokens[row : row + 1, :length], output_hidden_states=True)
+        expected = torch.cat([output.hidden_states[1], output.hidden_states[3]], dim=-1)[0]
+        for found in (features, padded):
+            torch.testing.assert_close(found[row, :length], expected, rtol=1e-3, atol=1e-3)
+        if distribution:
+            torch.testing.assert_close(target.head(final[row, :length]), output.logits[0], rtol=1e-3, atol=1e-3)
+    assert not features.is_inference(), "autograd cannot keep it for the drafter's gradients"
+    assert len(target.verifier.model.base_model.layers) == (4 if distribution else 3), "layers above the taps cost time"
+
+
+def test_replay_walks_as_a_live_run_would() -> None:
+    """Catches a replay that averages over all anchors, or counts the last step wrong, against one block at a time."""
+    target, model = Target(TinyVerifier(), TINY.target_layer_ids), tiny_model()
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(VOCAB - 1, (40,), generator=generator).tolist()
+    lengths = [(5, 40), (9, 12), (3, 25), (6, 8)]
+    answers = [Answer(tokens[:p], tokens[p:n]) for p, n in lengths]
+    for repeat in range(2):  # words that the random drafter says after some anchors, so that it is right now and then
+        for answer in answers:
+            ids = [*answer.prompt_ids, *answer.answer_ids]
+            for anchor in (*range(len(answer.prompt_ids), len(ids) - 2, 5 + repeat), len(ids) - 3):
+                ids[anchor + 1 : anchor + 3] = one_block(model, target, ids, anchor)[:2]
+            answer.answer_ids = ids[len(answer.prompt_ids) :]
+    steps, emitted = [], []
+    for answer in answers:
+        ids, anchor, count = [*answer.prompt_ids, *answer.answer_ids], len(answer.prompt_ids), 0
+        while anchor < len(ids) - 1:
+            accepted = 0
+            for draft, true in zip(one_block(model, target, ids, anchor), ids[anchor + 1 :], strict=False):
+                if draft != true:
+                    break
+                accepted += 1
+            anchor += accepted + 1
+            count += 1
+        steps.append(count)
+        emitted.append(len(answer.answer_ids) - 1)
+    answer_set = AnswerSet(answers, device=torch.device("cpu"), max_length=99, bucket=8, mask_token_id=TINY.mask_token_id)
+    result = replay(model, target, answer_set, TrainConfig(batch_size=2, anchors=7, loss_rows=11))
+    assert sorted(zip(result.num_emitted, result.num_steps, strict=True)) == sorted(zip(emitted, steps, strict=True))
+    assert sum(steps) < sum(emitted), "the test needs accepted drafts"
+    assert result.tau == sum(emitted) / sum(steps)
+
+
+def one_block(model: Any, target: Target, ids: list[int], anchor: int) -> list[int]:
+    """Greedy drafts after `anchor`, from the tokens before it alone."""
+    batch = sequences(torch.tensor([ids[: anchor + 1]]))
+    with torch.no_grad():
+        context = model.context_kv(target.features(batch)[0], torch.arange(anchor + 1))
+        hidden = block_hidden(model, target.embed, batch, torch.tensor([[anchor]]), context, flex=False)
+        return [int(token) for token in target.head(hidden)[0, 0].argmax(dim=-1)]
+
+
+def test_master_weights_keep_updates_that_bfloat16_would_lose() -> None:
+    """Catches an optimizer on rounded weights, gradients that are not summed, and a mean over the wrong weight."""
+    model = torch.nn.Linear(4, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    optimizer = MasterAdamW(model, lr=1e-3, weight_decay=0.0, clip=1e9)
+    model.bfloat16()
+    norm = torch.zeros(())
+    for _ in range(10):
+        for _ in range(2):
+            model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+            optimizer.accumulate()
+        norm = optimizer.step(torch.tensor(8.0), 0.5)
+    assert norm.item() == pytest.approx(math.sqrt(4 * (2 / 8) ** 2))  # two backward passes of 1 each, over a weight of 8
+    torch.testing.assert_close(optimizer.masters[0], torch.full((1, 4), 1 - 10 * 0.5e-3), rtol=0, atol=1e-5)
+    assert torch.equal(model.weight, optimizer.masters[0].bfloat16())
+    assert (model.weight < 1).all()
+
+
+def test_answers_that_cannot_be_trained_on_are_counted() -> None:
+    """Catches answers silently dropped, and a mask token that is a real word."""
+    kinds = {"device": torch.device("cpu"), "max_length": 6, "bucket": 4}
+    answers = [Answer([1, 2], [3, 4, 5]), Answer([1], [2]), Answer([1, 2, 3], [4, 5, 6, 7])]
+    kept = AnswerSet(answers, **kinds, mask_token_id=9)  # type: ignore[arg-type]
+    assert (len(kept), kept.num_too_long, kept.num_too_short, kept.num_masked) == (1, 1, 1, 0)
+    with pytest.raises(InvalidInputError, match="mask-token 4 occurs in 1 of 1 answers"):
+        AnswerSet(answers, **kinds, mask_token_id=4)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError, match="none of 2 answers can be used: 1 are longer"):
+        AnswerSet(answers[1:], **kinds, mask_token_id=9)  # type: ignore[arg-type]
+    batch = kept.take([0], torch.tensor([0]), 5)
+    assert batch.token_ids.tolist() == [[1, 2, 3, 4, 5, 0, 0, 0]]
+    assert (batch.prompt_lens.tolist(), batch.lengths.tolist(), batch.lengths_host) == ([2], [5], [5])
+
+
+def test_an_epoch_has_every_answer_once_in_batches_of_like_length() -> None:
+    """Catches answers left out or repeated, an order that never changes, and one that a resumed run would not find again."""
+    answers = [Answer([0], [1] * (2 + i % 40)) for i in range(80)]
+    answer_set = AnswerSet(answers, device=torch.device("cpu"), max_length=99, bucket=1, mask_token_id=9)
+    first, again, second = (answer_set.epoch(seed, 8) for seed in (1, 1, 2))
+    assert first == again != second
+    assert sorted(i for batch in first for i in batch) == list(range(80))
+    spread = [answer_set.longest(batch) - min(answer_set.lengths[i] for i in batch) for batch in first]
+    assert max(spread) <= 4
+    assert first != sorted(first, key=answer_set.longest)

@@ -1,0 +1,319 @@
+"""`specdec train` from end to end on a toy pair: what it ends with, that it resumes, and what it refuses."""
+
+import csv
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drafters.dflash.checkpoint import read_checkpoint, write_checkpoint
+from drafters.dflash.config import DFlashConfig
+from drafters.training import finish, state
+from drafters.training.config import TrainConfig
+from drafters.training.log import TrainLog
+from drafters.training.optimizer import MasterAdamW
+from drafters.training.stages import run_stages
+from drafters.training.trainer import Trainer
+from specdec.cli.main import main
+from specdec.errors import CapacityError, CheckpointError, InvalidInputError, SpecDecError
+from tests.drafters.training.toy import MASK, as_flags, one_thread, toy_config, write_prompts, write_target  # noqa: F401
+from tests.helpers.guards import no_host_sync
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a target, prompts and a whole run of the command."""
+    folder = tmp_path_factory.mktemp("toy")
+    assert main(["train", *as_flags(toy_config(folder))]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def short(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an uninterrupted training run of 40 steps."""
+    folder = with_answers(toy, tmp_path_factory.mktemp("short"))
+    assert run_stages(("train",), toy_config(folder, max_steps=40))
+    return folder
+
+
+@pytest.fixture
+def answered(toy: Path, tmp_path: Path) -> Path:
+    """Another folder with the same target, prompts and answers, and nothing trained."""
+    return with_answers(toy, tmp_path)
+
+
+def with_answers(toy: Path, folder: Path) -> Path:
+    (folder / "run").mkdir(parents=True)
+    for name in ("target", "prompts.txt", "run/answers"):
+        (folder / name).symlink_to(toy / name)
+    return folder
+
+
+def log_rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "run" / "training" / "log.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def figures(folder: Path) -> list[tuple[str, ...]]:
+    """What two equal runs have in common: everything but times."""
+    return [tuple(row[name] for name in ("step", "loss", "train_tau", "lr", "grad_norm", "tau")) for row in log_rows(folder)]
+
+
+def report(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "run" / "report.json").read_text())
+    return content
+
+
+def test_a_run_ends_with_a_drafter_that_does_in_the_engine_what_training_said(toy: Path) -> None:
+    """Catches a loop that does not learn, an export that loses something, and a replay that is not the engine."""
+    untrained, trained = (float(row["tau"]) for row in (log_rows(toy)[0], log_rows(toy)[-1]))
+    assert untrained < 1.1
+    assert trained > 1.7
+    assert report(toy)["tau_replayed"] == pytest.approx(trained, rel=1e-4)
+    assert report(toy)["tau_engine"] == pytest.approx(trained, rel=0.02)
+    assert report(toy)["same_answers"] == 1.0
+
+
+def test_both_layouts_hold_the_same_drafter(toy: Path) -> None:
+    configs, tensors = zip(*(read_checkpoint(toy / "run" / name) for name in ("drafter", "drafter-speculators")), strict=True)
+    assert configs[0].mask_token_id == MASK
+    for name in ("target_layer_ids", "block_size", "mask_token_id", "windows", "causal", "rope_parameters"):
+        assert getattr(configs[0], name) == getattr(configs[1], name)
+    assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[0])
+
+
+def test_a_complete_run_is_not_repeated(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches stages that start again, or change what is there, when the command is given twice."""
+    files = [path for path in sorted((toy / "run").rglob("*")) if path.is_file() and path.parent.name in ("answers", "training")]
+    before = [(path, path.read_bytes()) for path in files]
+    assert main(["train", "answers", "train", *as_flags(toy_config(toy))]) == 0
+    assert [(path, path.read_bytes()) for path in files] == before
+    assert "to write" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["killed", "terminated", "stopped"])
+def test_an_interrupted_run_resumes_to_the_same_curve(
+    short: Path, answered: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Catches state that is not saved: optimizer, order, anchors, step, and log lines written twice or lost."""
+    save = Trainer._save
+    signals = [signal.SIGTERM] if how == "terminated" else []
+
+    def interrupt(self: Trainer) -> None:
+        if self.step == 30 and how == "killed":
+            raise KeyboardInterrupt  # the log has step 30, the state only step 20
+        if self.step == 30 and signals:
+            os.kill(os.getpid(), signals.pop())
+        save(self)
+
+    config = toy_config(answered, save_every=0.0, max_steps=40)
+    if how == "stopped":
+        assert not run_stages(("train",), replace(config, stop_after=1e-9))
+    else:
+        monkeypatch.setattr(Trainer, "_save", interrupt)
+        if how == "killed":
+            with pytest.raises(KeyboardInterrupt):
+                run_stages(("train",), config)
+        else:
+            assert not run_stages(("train",), config)
+        monkeypatch.undo()
+    assert 0 <= int(log_rows(answered)[-1]["step"]) < 40
+    assert run_stages(("train",), config)
+    assert figures(answered) == figures(short)
+
+
+def test_windows_dpace_distillation_and_accumulation_agree_with_the_engine_too(answered: Path) -> None:
+    """Catches a training mask with windows or causal layers that is not the engine's, and losses that do not train."""
+    config = toy_config(
+        answered,
+        layers=2,
+        window=8,
+        loss="dpace",
+        kl=0.3,
+        tv=0.3,
+        ce=0.5,
+        accumulation=2,
+        max_steps=80,
+        max_length=64,
+        taps=(0, 2, 4),
+    )
+    assert run_stages(("train", "finish"), config)
+    assert report(answered)["tau_engine"] > 1.4
+    assert read_checkpoint(answered / "run" / "drafter")[0].windows == (8, None)
+
+
+def test_a_target_with_latent_attention_trains_and_agrees_with_the_engine(tmp_path: Path) -> None:
+    """Catches features that are not what the engine taps, or cannot be trained on; distillation needs the final states too."""
+    write_target(tmp_path / "target", latent=True)
+    write_prompts(tmp_path / "prompts.txt", count=80)
+    assert run_stages(("answers", "train", "finish"), toy_config(tmp_path, kl=0.3, max_steps=100, heldout=8))
+    assert report(tmp_path)["tau_engine"] > 1.8
+    assert report(tmp_path)["same_answers"] == 1.0
+
+
+def test_a_step_is_the_same_however_it_is_split(short: Path, answered: Path) -> None:
+    """Catches losses that are averaged per forward or per process, and anchors or sequences that depend on the split."""
+    assert run_stages(("train",), toy_config(answered, accumulation=4, max_steps=40, stop_after=1e-9)) is False
+    processes = with_answers(answered, answered / "processes")
+    flags = as_flags(toy_config(processes, max_steps=40, stop_after=1e-9))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "specdec", "train", "train", *flags]
+    ran = subprocess.run(command, cwd=Path(__file__).parents[2], env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True)
+    assert b"stopped as asked" in ran.stderr, ran.stderr.decode()
+    for folder in (answered, processes):
+        for name in ("loss", "train_tau", "grad_norm"):
+            assert float(log_rows(folder)[1][name]) == pytest.approx(float(log_rows(short)[1][name]), rel=2e-3), name
+
+
+@pytest.mark.parametrize("change", ["taps", "mask", "rope"])
+def test_a_drafter_that_differs_from_the_trained_one_fails_loudly(
+    toy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], change: str
+) -> None:
+    """Catches an agreement check that cannot fail."""
+    write = write_checkpoint
+
+    def damaged(path: Path, config: DFlashConfig, *args: Any, **kwargs: Any) -> None:
+        changes: dict[str, Any] = {
+            "taps": {"target_layer_ids": tuple(reversed(config.target_layer_ids))},
+            "mask": {"mask_token_id": 7},
+            "rope": {"rope_parameters": {"rope_type": "default", "rope_theta": 2.0}},
+        }
+        write(path, replace(config, **changes[change]), *args, **kwargs)
+
+    monkeypatch.setattr(finish, "write_checkpoint", damaged)
+    assert main(["train", "finish", *as_flags(toy_config(toy))]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "in the engine" in error and "slot alignment" in error
+    monkeypatch.undo()
+    assert main(["train", "finish", *as_flags(toy_config(toy))]) == 0
+
+
+def test_a_full_disk_keeps_what_was_saved(answered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a state that is overwritten in place, and a traceback instead of a line."""
+    config = toy_config(answered, max_steps=20)
+    assert run_stages(("train",), config)
+    path = answered / "run" / "training" / state.STATE_FILE
+    before = path.read_bytes()
+
+    def full(state: Any, file: Path) -> None:
+        file.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(CapacityError, match=r"No space left on device.*make room and run again"):
+        run_stages(("train",), replace(config, max_steps=30))
+    assert path.read_bytes() == before
+    assert sorted(p.name for p in path.parent.iterdir() if p.suffix not in (".csv", ".png")) == [state.STATE_FILE]
+    monkeypatch.undo()
+    assert run_stages(("train",), replace(config, max_steps=30))
+
+
+def test_no_step_makes_the_host_wait(answered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a synchronisation in the loop, which would leave an accelerator idle between steps."""
+    forward_backward, optimizer_step = Trainer._forward_backward, MasterAdamW.step
+    guarded = []
+
+    def forward(self: Trainer, *args: Any) -> Any:
+        self._batch(0)  # an epoch's order goes to the device once
+        with no_host_sync():
+            guarded.append("forward")
+            return forward_backward(self, *args)
+
+    def step(self: MasterAdamW, *args: Any) -> Any:
+        with no_host_sync():
+            guarded.append("step")
+            return optimizer_step(self, *args)
+
+    monkeypatch.setattr(Trainer, "_forward_backward", forward)
+    monkeypatch.setattr(MasterAdamW, "step", step)
+    assert run_stages(("train",), toy_config(answered, max_steps=2, loss="dpace", kl=1.0))
+    assert guarded == ["forward", "step"] * 2
+
+
+def test_curves_are_drawn(tmp_path: Path) -> None:
+    """Catches a plot that fails only at the end of a long run."""
+    pytest.importorskip("matplotlib")
+    log = TrainLog(tmp_path, last_step=0)
+    log.write({"step": 0, "tau": 1.0}, 0.0)
+    log.write({"step": 10, "loss": 2.5, "train_tau": 1.5}, 1.0)
+    log.close()
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(answered: Path) -> None:
+    with pytest.raises(SpecDecError, match="the loss is not finite after step"):
+        run_stages(("train",), toy_config(answered, lr=1e30, clip=1e30, max_steps=40))
+    assert (answered / "run" / "training" / state.STATE_FILE).exists()
+
+
+def test_other_settings_are_not_mixed_into_a_run(toy: Path) -> None:
+    with pytest.raises(InvalidInputError, match=r"holds a run with lr 0.005, not 0.1; give the same"):
+        run_stages(("train",), toy_config(toy, lr=0.1))
+    with pytest.raises(InvalidInputError, match=r"answers that were written with another max-tokens"):
+        run_stages(("answers",), toy_config(toy, max_tokens=47))
+
+
+def test_finish_refuses_options_of_another_drafter(toy: Path) -> None:
+    """Catches other taps of the same shape, with which training and engine would agree on a low tau."""
+    with pytest.raises(CheckpointError, match="the saved run trained another drafter"):
+        run_stages(("finish",), toy_config(toy, taps=(0, 2)))
+
+
+def test_a_damaged_state_is_named(answered: Path) -> None:
+    folder = answered / "run" / "training"
+    folder.mkdir()
+    (folder / state.STATE_FILE).write_bytes(b"PK\x03\x04 cut short")
+    with pytest.raises(CheckpointError, match=r"is damaged .* delete it to train from the start"):
+        run_stages(("train",), toy_config(answered))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"taps": (1, 6)}, r"taps \[1, 6\] are not different layers .*, which has 6; choose from 0 to 4"),
+        ({"taps": (1, 1)}, r"taps \[1, 1\] are not different layers"),
+        ({"mask_token": 7}, r"mask-token 7 is 'w7', which real texts hold; choose a reserved token such as 63"),
+        ({"mask_token": 2}, "mask-token 2 begins, ends or pads texts"),
+        ({"mask_token": 64}, "the target has 64 embeddings"),
+        ({"heads": 3, "kv_heads": 2}, "3 query heads on 2 key heads"),
+        ({"mask_path": "flex"}, "choose dense"),
+        ({"init": "nowhere"}, "'nowhere' is not a folder"),
+    ],
+)
+def test_a_drafter_that_does_not_suit_the_target_is_refused(answered: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecDecError, match=message):
+        run_stages(("train",), toy_config(answered, **changes))
+
+
+def test_a_run_can_start_from_an_earlier_drafter(toy: Path, answered: Path) -> None:
+    """Catches `init` weights that are dropped."""
+    run_stages(("train",), toy_config(answered, init=str(toy / "run" / "drafter"), max_steps=1, lr=1e-9))
+    assert float(log_rows(answered)[0]["tau"]) == pytest.approx(report(toy)["tau_replayed"], rel=1e-3)
+
+
+def test_a_config_file_says_the_same_as_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches keys that are ignored, and flags that do not win."""
+    from drafters.training.config import build_config
+
+    file = tmp_path / "run.toml"
+    file.write_text('out = "run"\nmax-steps = 5\nlr = 1\ntemperatures = [0, 0.5]\nprompts = ["a.txt"]\ncompile = true\n')
+    config = build_config({"lr": 0.1}, str(file))
+    assert config == TrainConfig(out="run", max_steps=5, lr=0.1, temperatures=(0.0, 0.5), prompts=("a.txt",), compile=True)
+    for text, message in [
+        ("steps = 5", "unknown key 'steps'"),
+        ('out = "x"\nlr = "high"', "lr is 'high'; it must be a float"),
+        ('out = "x"\nlr = -1', "lr is -1.0; it must be positive"),
+        ("lr = ", "no valid TOML"),
+    ]:
+        file.write_text(text)
+        assert main(["train", "--config", str(file)]) == 2
+        assert message in capsys.readouterr().err
+    assert main(["train", "tarin", "--out", "x"]) == 2
+    assert "unknown stage 'tarin'" in capsys.readouterr().err

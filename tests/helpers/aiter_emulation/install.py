@@ -1,0 +1,76 @@
+"""Makes the emulation importable as `aiter`, beside distribution metadata that says `amd-aiter`."""
+
+import inspect
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tests.helpers.aiter_emulation import cache, indexer, mha, mla, mla_plan, mla_reduce, paged, prefill_ps, routing
+from tests.helpers.aiter_emulation.machine import Machine
+from tests.helpers.aiter_emulation.signatures import SOURCES, signatures
+
+_TOP_LEVEL = ("ops/mha.py", "ops/attention.py", "ops/cache.py", "ops/topk.py", "ops/moe_op.py")
+"""Modules whose functions AITER exports as `aiter.<name>`."""
+
+
+def bind(machine: Machine, name: str, signature: inspect.Signature, implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with AITER's own signature; anything outside it is a TypeError, as with the real one."""
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        if name == "flash_attn_with_kvcache":
+            mha.host_reads_before_016(machine, bound.arguments["cache_seqlens"])
+        with _disable_current_modes():  # a kernel may look at values; only the host may not
+            return implementation(machine, **bound.arguments)
+
+    function.__name__ = function.__qualname__ = name
+    function.__signature__ = signature  # type: ignore[attr-defined]
+    return function
+
+
+def install(monkeypatch: pytest.MonkeyPatch, folder: Path, machine: Machine | None = None) -> Machine:
+    """Installs the emulation for the time of a test.
+
+    Args:
+        monkeypatch: undoes it.
+        folder: an empty folder, which gets the distribution's metadata.
+        machine: version and hardware to pretend.
+    """
+    machine = machine or Machine()
+    info = folder / f"amd_aiter-{machine.version}.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: amd-aiter\nVersion: {machine.version}\n")
+    monkeypatch.syspath_prepend(str(folder))
+
+    modules: dict[str, types.ModuleType] = {}
+
+    def module(name: str) -> types.ModuleType:
+        if name not in modules:
+            modules[name] = types.ModuleType(name)
+            modules[name].__path__ = []
+            parent, _, child = name.rpartition(".")
+            if parent:
+                setattr(module(parent), child, modules[name])
+        return modules[name]
+
+    families = (mha, paged, cache, mla, mla_plan, mla_reduce, prefill_ps, indexer, routing)
+    implementations = {name: function for family in families for name, function in vars(family).items()}
+    for name, signature in signatures(machine.version):
+        function = bind(machine, name, signature, implementations[name])
+        home = "aiter." + SOURCES[name].removesuffix(".py").replace("/", ".")
+        setattr(module(home), name, function)
+        if SOURCES[name] in _TOP_LEVEL:
+            setattr(module("aiter"), name, function)
+    module("aiter").dtypes = types.SimpleNamespace(fp8=machine.fp8)  # type: ignore[attr-defined]
+    module("aiter").__file__ = str(folder / "aiter" / "__init__.py")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "aiter"]:
+        monkeypatch.delitem(sys.modules, name)
+    for name, built in modules.items():
+        monkeypatch.setitem(sys.modules, name, built)
+    return machine

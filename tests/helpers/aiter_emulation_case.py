@@ -1,0 +1,62 @@
+"""What the tests of AITER's emulation share: loading it, the plain formula of attention, and calls that must raise."""
+
+import importlib
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers.aiter_emulation import Machine, install
+from tests.helpers.aiter_emulation.signatures import SOURCES
+
+FN, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
+GFX950 = {"architecture": "gfx950"}
+Load = Callable[..., tuple[Any, Machine]]
+Attempt = Callable[[Any, Machine], Any]
+Misuse = tuple[dict[str, Any], Attempt, type[Exception], str]
+"""The machine, the call, and what it raises."""
+
+
+def loader(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Load:
+    """A function that installs the emulation and imports it, functions of submodules beside the exported ones."""
+
+    def load(**machine: Any) -> tuple[Any, Machine]:
+        pretended = install(monkeypatch, folder, Machine(**{"any_shape": True, "num_compute_units": 8, **machine}))
+        module = importlib.import_module("aiter")
+        for name in ("mla_decode_fwd", "fp8_mqa_logits", "deepgemm_fp8_paged_mqa_logits"):
+            home = "aiter." + SOURCES[name].removesuffix(".py").replace("/", ".")
+            setattr(module, name, getattr(importlib.import_module(home), name))
+        return module, pretended
+
+    return load
+
+
+def check_misuse(load: Load, misuse: Misuse) -> None:
+    """The call raises what it has to."""
+    options, attempt, error, message = misuse
+    aiter, machine = load(**options)
+    with pytest.raises(error, match=message):
+        attempt(aiter, machine)
+
+
+def starts(lengths: list[int]) -> Tensor:
+    """Where each of the lengths starts, and where the last one ends."""
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+
+
+def attention(q: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """Rows [Sq, heads, D], the last of [Sk, heads, D]; also the logarithm of the denominator [Sq, heads]."""
+    scores = torch.einsum("ihd,jhd->ihj", q.double(), keys.double()) * scale
+    if causal:
+        hidden = torch.ones(len(q), len(keys)).triu(len(keys) - len(q) + 1).bool()
+        scores = scores.masked_fill(hidden[:, None], -torch.inf)
+    return torch.einsum("ihj,jhd->ihd", scores.softmax(-1), values.double()), scores.logsumexp(-1)
+
+
+def close(got: Tensor, want: Tensor, tolerance: float = 1.5e-2) -> None:
+    """Equal but for rounding."""
+    torch.testing.assert_close(got.double(), want.double(), atol=tolerance, rtol=tolerance)

@@ -1,0 +1,216 @@
+"""A pretended ROCm machine, and random histories of sparse latent attention to run on it."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import specdec.device
+from specdec.attention.aiter import mla_sparse as rocm_aiter_mla_sparse
+from specdec.attention.backend import AttentionMetadata
+from specdec.attention.mla import IndexerRows, IndexerSpec, MlaBackend, MlaRows, MlaSpec, UpProjection
+from specdec.attention.torch_ref.mla import TorchRefMlaBackend
+from specdec.kv_cache import LatentCache, PagedKVCache, blocks_for
+from tests.helpers.aiter_emulation import Machine, install
+
+FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
+Install = Callable[..., Machine]
+
+
+def pretend_rocm(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Install:
+    """A function that pretends a ROCm machine with AITER; `tiny` also takes float32 and small latents, as no real kernel does."""
+
+    def setup(version: str = "0.1.20", architecture: str = "gfx942", tiny: bool = True, **options: Any) -> Machine:
+        monkeypatch.setattr(specdec.device, "rocm_architecture", lambda device: architecture)
+        if tiny:
+            monkeypatch.setattr(rocm_aiter_mla_sparse, "DTYPES", (torch.float32,))
+            monkeypatch.setattr(rocm_aiter_mla_sparse, "LATENT_SHAPES", ((32, 16), (16, 8)))
+            monkeypatch.setattr(rocm_aiter_mla_sparse, "INDEX_HEAD_DIMS", (16, 32))
+        machine = Machine(version=version, architecture=architecture, allow_float32=tiny, any_shape=tiny, **options)
+        return install(monkeypatch, folder, machine)
+
+    return setup
+
+
+def spec(**changes: Any) -> MlaSpec:
+    """A small shape, which selects 6 positions of each sequence."""
+    values: dict[str, Any] = {
+        "device": torch.device("cpu"),
+        "dtype": torch.float32,
+        "num_heads": 4,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 8,
+        "block_size": 16,
+        "indexer": IndexerSpec(num_heads=16, head_dim=32, topk=6),
+    }
+    return MlaSpec(**{**values, **changes})
+
+
+REAL: dict[str, Any] = {
+    "dtype": torch.bfloat16,
+    "num_heads": 16,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "indexer": IndexerSpec(num_heads=64, head_dim=128, topk=6),
+}
+"""The sizes the kernels are built for."""
+
+
+@dataclass
+class Layer:
+    """What one layer gives the backend for every token of every request, and its cache."""
+
+    rows: list[MlaRows]
+    index: list[IndexerRows]
+    up: UpProjection
+    cache: LatentCache
+
+
+class Case:
+    """Requests in scattered blocks, run forward some rows at a time.
+
+    Args:
+        spec: shape.
+        lengths: all tokens of each request.
+        exact: index queries and keys are small whole numbers, which 8-bit floats hold exactly.
+        num_layers: with different rows each.
+    """
+
+    def __init__(self, spec: MlaSpec, lengths: Sequence[int], *, exact: bool = True, num_layers: int = 1, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.spec, self.lengths = spec, list(lengths)
+        counts = [blocks_for(n, spec.block_size) for n in lengths]
+        tables = torch.split(torch.randperm(sum(counts)) + 1, counts)
+        self.num_blocks = sum(counts) + 1
+        self.table = torch.zeros(len(lengths), max(counts) + 2, dtype=torch.int32)
+        for i, blocks in enumerate(tables):
+            self.table[i, : counts[i]] = blocks.int()
+        self._made = [self._layer(exact) for _ in range(num_layers)]
+
+    def _layer(self, exact: bool) -> tuple[list[MlaRows], list[IndexerRows], UpProjection]:
+        spec, indexer = self.spec, self.spec.indexer
+        assert indexer is not None
+
+        def random_rows(*shape: int) -> list[Tensor]:
+            return [torch.randn(n, *shape) for n in self.lengths]
+
+        def index_rows(*shape: int) -> list[Tensor]:
+            return [torch.randint(-7, 8, (n, *shape)).float() if exact else torch.randn(n, *shape) for n in self.lengths]
+
+        rows = zip(
+            random_rows(spec.num_heads, spec.qk_nope_head_dim),
+            random_rows(spec.num_heads, spec.qk_rope_head_dim),
+            random_rows(spec.kv_lora_rank),
+            random_rows(spec.qk_rope_head_dim),
+            strict=True,
+        )
+        index = zip(
+            index_rows(indexer.num_heads, indexer.head_dim),
+            index_rows(indexer.head_dim),
+            random_rows(indexer.num_heads),
+            strict=True,
+        )
+        up = UpProjection(
+            torch.randn(spec.num_heads, spec.qk_nope_head_dim, spec.kv_lora_rank) / spec.kv_lora_rank**0.5,
+            torch.randn(spec.num_heads, spec.kv_lora_rank, spec.v_head_dim) / spec.kv_lora_rank**0.5,
+        )
+        return [MlaRows(*r) for r in rows], [IndexerRows(*i) for i in index], up
+
+    def layers(self, backend: MlaBackend) -> list[Layer]:
+        """The layers in the backend's type, with empty caches of its own."""
+        caches = PagedKVCache(
+            [backend.cache_spec] * len(self._made),
+            num_blocks=self.num_blocks,
+            block_size=self.spec.block_size,
+            dtype=backend.spec.kv_dtype,
+            device=backend.spec.device,
+        ).layers
+        dtype = backend.spec.dtype
+        return [
+            Layer(
+                [MlaRows(*(t.to(dtype) for t in r)) for r in rows],
+                [IndexerRows(i.query.to(dtype), i.key.to(dtype), i.weights) for i in index],
+                UpProjection(*(t.to(dtype) for t in up)),
+                cache,
+            )
+            for (rows, index, up), cache in zip(self._made, caches, strict=True)
+        ]
+
+    def metadata(self, done: Sequence[int], widths: Sequence[int], *, known: bool) -> AttentionMetadata:
+        """The next `widths` rows of every request after `done`; `known`: the host has the lengths."""
+        seq_lens = [d + w for d, w in zip(done, widths, strict=True)]
+        size = self.spec.block_size
+        positions = [torch.arange(d, n) for d, n in zip(done, seq_lens, strict=True)]
+        slots = [self.table[i][p // size].long() * size + p % size for i, p in enumerate(positions)]
+        return AttentionMetadata(
+            query_start_loc=torch.tensor([0, *itertools.accumulate(widths)], dtype=torch.int32),
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+            block_table=self.table,
+            slot_mapping=torch.cat(slots),
+            num_reqs=len(widths),
+            num_tokens=sum(widths),
+            max_query_len=max(widths),
+            max_seq_len=max(seq_lens) + (0 if known else 2),
+            query_lens=list(widths) if known else None,
+            seq_lens_host=seq_lens if known else None,
+        )
+
+    def forward(
+        self,
+        backend: MlaBackend,
+        layers: list[Layer],
+        done: Sequence[int],
+        widths: Sequence[int],
+        *,
+        known: bool,
+        shared: bool = False,
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Runs the next rows through all layers. Returns selections and outputs."""
+        return self.run(backend, layers, done, widths, self.metadata(done, widths, known=known), shared=shared)
+
+    def run(
+        self,
+        backend: MlaBackend,
+        layers: list[Layer],
+        done: Sequence[int],
+        widths: Sequence[int],
+        metadata: AttentionMetadata,
+        *,
+        shared: bool = False,
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The same with metadata given; `shared`: the first layer selects for all."""
+        parts = [slice(d, d + w) for d, w in zip(done, widths, strict=True)]
+
+        def packed(kind: Any, sources: list[Any]) -> Any:
+            return kind(*(torch.cat([t[p] for t, p in zip(ts, parts, strict=True)]) for ts in zip(*sources, strict=True)))
+
+        plan = backend.plan(metadata)
+        selections: list[Tensor] = []
+        outputs = []
+        for layer in layers:
+            if not (shared and selections):
+                selections.append(backend.select(packed(IndexerRows, layer.index), layer.cache, plan))
+            rows = packed(MlaRows, layer.rows)
+            outputs.append(backend.run(rows, layer.up, layer.cache, plan, scale=0.2, selected=selections[-1]))
+        return selections, outputs
+
+    def history(self, backend: MlaBackend, steps: Sequence[tuple[Sequence[int], bool]], **how: Any) -> list[tuple[Any, Any]]:
+        """Selections and outputs of successive forwards, given as widths and whether the host knows the lengths."""
+        layers, done, results = self.layers(backend), [0] * len(self.lengths), []
+        for widths, known in steps:
+            results.append(self.forward(backend, layers, done, widths, known=known, **how))
+            done = [d + w for d, w in zip(done, widths, strict=True)]
+        return results
+
+    def reference(self) -> TorchRefMlaBackend:
+        """The oracle, in float32."""
+        return TorchRefMlaBackend(replace(self.spec, dtype=torch.float32, cache_dtype=None))

@@ -1,0 +1,428 @@
+"""The emulation of AITER: right where it answers, and an error wherever the real kernel would not be."""
+
+import importlib
+import inspect
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers.aiter_emulation import Machine, MisuseError, install
+from tests.helpers.aiter_emulation.compare_signatures import differences, main
+from tests.helpers.aiter_emulation.signatures import SOURCES, VERSIONS
+from tests.helpers.guards import HostSyncError, no_host_sync
+
+HEADS, KV_HEADS, DIM, SIZE = 4, 2, 64, 16
+LENGTHS = [40, 17, 33]
+Load = Callable[..., tuple[Any, Machine]]
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Load:
+    """Installs the emulation and imports it, Triton's functions beside the exported ones."""
+
+    def setup(**machine: Any) -> tuple[Any, Machine]:
+        pretended = install(monkeypatch, tmp_path, Machine(**machine))
+        module = importlib.import_module("aiter")
+        for name in ("flash_attn_with_kvcache", "unified_attention"):
+            home = "aiter." + SOURCES[name].removesuffix(".py").replace("/", ".")
+            setattr(module, name, getattr(importlib.import_module(home), name))
+        return module, pretended
+
+    return setup
+
+
+class Paged:
+    """Keys and values of three requests, and the same in a cache of scattered blocks in both layouts."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, dim: int = DIM) -> None:
+        torch.manual_seed(0)
+        self.keys, self.values = ([torch.randn(n, KV_HEADS, dim).to(dtype) for n in LENGTHS] for _ in "kv")
+        self.table = (torch.randperm(12) + 1).view(3, 4).int()
+        self.lens = torch.tensor(LENGTHS, dtype=torch.int32)
+        self.key, self.value = (torch.zeros(13, SIZE, KV_HEADS, dim, dtype=dtype) for _ in "kv")
+        for i, n in enumerate(LENGTHS):
+            for j in range(n):
+                place = int(self.table[i, j // SIZE]), j % SIZE
+                self.key[place], self.value[place] = self.keys[i][j], self.values[i][j]
+        x = 16 // self.key.element_size()
+        self.key5 = self.key.view(13, SIZE, KV_HEADS, dim // x, x).permute(0, 2, 3, 1, 4).contiguous()
+        self.value5 = self.value.view(13, SIZE // x, x, KV_HEADS, dim).permute(0, 3, 1, 4, 2).contiguous()
+
+
+def plain(
+    q: Tensor, keys: Tensor, values: Tensor, *, scale: float, left: int = -1, right: int = -1, softcap: float = 0, sinks: Any = None
+) -> Tensor:
+    """Attention of the last rows of a request in float64, one query and key at a time; `right` 0 is causal."""
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    group = q.shape[1] // keys.shape[1]
+    for i, head in itertools.product(range(len(q)), range(q.shape[1])):
+        own = len(keys) - len(q) + i
+        seen = [j for j in range(len(keys)) if (left < 0 or j >= own - left) and (right < 0 or j <= own + right)]
+        scores = torch.stack([q[i, head].double() @ keys[j, head // group].double() for j in seen]) * scale
+        scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+        weights = torch.cat([scores, sinks[head : head + 1].double()] if sinks is not None else [scores]).softmax(0)
+        out[i, head] = sum(w * values[j, head // group].double() for w, j in zip(weights, seen, strict=False))
+    return out
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got.double(), want, atol=1.5e-2, rtol=1e-2)
+
+
+def unified(paged: Paged, q: Tensor, widths: list[int], **changes: Any) -> dict[str, Any]:
+    """Arguments of `unified_attention`."""
+    return {
+        "q": q,
+        "k": paged.key,
+        "v": paged.value,
+        "out": torch.full_like(q, torch.nan),
+        "cu_seqlens_q": torch.tensor([0, *itertools.accumulate(widths)], dtype=torch.int32),
+        "max_seqlen_q": max(widths),
+        "seqused_k": paged.lens,
+        "max_seqlen_k": 64,
+        "softmax_scale": 0.2,
+        "causal": True,
+        "window_size": (-1, -1),
+        "block_table": paged.table,
+        "softcap": 0.0,
+        "q_descale": None,
+        "k_descale": None,
+        "v_descale": None,
+        **changes,
+    }
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+@pytest.mark.parametrize("extra", [{}, {"window_size": (8, 0)}, {"softcap": 0.7}, {"sinks": torch.randn(HEADS)}])
+def test_unified_attention(load: Load, shuffled: bool, extra: dict[str, Any]) -> None:
+    """Ragged causal rows in both layouts, into the caller's tensor."""
+    aiter, _ = load()
+    paged, widths = Paged(), [3, 1, 5]
+    q = torch.randn(9, HEADS, DIM).bfloat16()
+    arguments = unified(paged, q, widths, **extra)
+    if shuffled:
+        arguments |= {"k": paged.key5, "v": paged.value5, "shuffled_kv_cache": True}
+    assert aiter.unified_attention(**arguments) is arguments["out"]
+    for i, rows in enumerate(q.split(widths)):
+        left = extra.get("window_size", (-1, 0))[0]
+        how = {"softcap": extra.get("softcap", 0), "sinks": extra.get("sinks")}
+        close(arguments["out"].split(widths)[i], plain(rows, paged.keys[i], paged.values[i], scale=0.2, left=left, right=0, **how))
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (8, 8), (8, -1), (8, 0), (-1, 2)])
+@pytest.mark.parametrize("dense", [False, True])
+def test_flash_attn_with_kvcache(load: Load, window: tuple[int, int], dense: bool) -> None:
+    """Uniform bidirectional rows on a paged and on a dense cache; windows on each side."""
+    aiter, _ = load()
+    paged = Paged()
+    q = torch.randn(3, 5, HEADS, DIM).bfloat16()
+    key, value = paged.key, paged.value
+    if dense:
+        key, value = (side[paged.table.long()].flatten(1, 2) for side in (key, value))
+    out, lse = aiter.flash_attn_with_kvcache(
+        q,
+        key,
+        value,
+        cache_seqlens=paged.lens,
+        page_table=None if dense else paged.table,
+        softmax_scale=0.2,
+        causal=False,
+        window_size=window,
+        return_softmax_lse=True,
+    )
+    assert lse.shape == (3, HEADS, 5)
+    for i in range(3):
+        close(out[i], plain(q[i], paged.keys[i], paged.values[i], scale=0.2, left=window[0], right=window[1]))
+
+
+def test_kvcache_appends_and_counts_in_place(load: Load) -> None:
+    """Passing new keys writes them and moves the caller's lengths, which a backend that has written its cache must not do."""
+    aiter, _ = load()
+    paged = Paged()
+    new, lens = torch.randn(3, 2, KV_HEADS, DIM).bfloat16(), paged.lens.clone()
+    q = torch.randn(3, 2, HEADS, DIM).bfloat16()
+    out = aiter.flash_attn_with_kvcache(q, paged.key, paged.value, new, new, cache_seqlens=lens, page_table=paged.table)
+    assert lens.tolist() == [n + 2 for n in LENGTHS]
+    close(out[0], plain(q[0], torch.cat([paged.keys[0], new[0]]), torch.cat([paged.values[0], new[0]]), scale=DIM**-0.5, right=0))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("extra", [{}, {"window_size": (8, 8)}, {"logits_soft_cap": 0.7}, {"sink_ptr": torch.randn(HEADS)}])
+def test_flash_attn_varlen_func(load: Load, causal: bool, extra: dict[str, Any]) -> None:
+    """Packed rows that are the last of their keys; causal is aligned at the end."""
+    aiter, _ = load()
+    paged, widths = Paged(), [3, 1, 5]
+    q = torch.randn(9, HEADS, DIM).bfloat16()
+    cu_q = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
+    cu_k = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32)
+    out = aiter.flash_attn_varlen_func(
+        q, torch.cat(paged.keys), torch.cat(paged.values), cu_q, cu_k, 5, 40, softmax_scale=0.2, causal=causal, **extra
+    )
+    window = extra.get("window_size", (-1, -1))
+    how = {"softcap": extra.get("logits_soft_cap", 0), "sinks": extra.get("sink_ptr")}
+    for i, rows in enumerate(q.split(widths)):
+        right = 0 if causal else window[1]
+        want = plain(rows, paged.keys[i], paged.values[i], scale=0.2, left=window[0], right=right, **how)
+        close(out.split(widths)[i], want)
+
+
+def test_varlen_returns_the_lse_heads_first_and_nothing_for_no_keys(load: Load) -> None:
+    """What merging two parts relies on."""
+    aiter, _ = load()
+    q, k = torch.randn(3, HEADS, DIM).bfloat16(), torch.randn(4, KV_HEADS, DIM).bfloat16()
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 2, 3], [0, 4, 4]))
+    out, lse = aiter.flash_attn_varlen_func(q, k, k, cu_q, cu_k, 2, 4, return_lse=True)
+    want = (q[:2].float().transpose(0, 1) @ k.float().repeat_interleave(2, 1).permute(1, 2, 0) * DIM**-0.5).logsumexp(-1)
+    torch.testing.assert_close(lse[:, :2], want)
+    assert not out[2].any() and lse[:, 2].tolist() == [-torch.inf] * HEADS
+
+
+def paged_v1(paged: Paged, q: Tensor, **changes: Any) -> dict[str, Any]:
+    """Arguments of `paged_attention_v1`."""
+    return {
+        "out": torch.full_like(q, torch.nan),
+        "workspace_buffer": torch.zeros(3 * q.shape[1] * (q.shape[2] * 2 + 8), dtype=torch.uint8),
+        "query": q,
+        "key_cache": paged.key,
+        "value_cache": paged.value,
+        "scale": 0.2,
+        "block_tables": paged.table,
+        "cu_query_lens": None,
+        "context_lens": paged.lens,
+        "max_context_len": 64,
+        "alibi_slopes": None,
+        "kv_cache_dtype": "auto",
+        "kv_cache_layout": "NHD",
+        "logits_soft_cap": 0.0,
+        "k_scale": torch.ones(1),
+        "v_scale": torch.ones(1),
+        **changes,
+    }
+
+
+def common(paged: Paged, q: Tensor, **changes: Any) -> dict[str, Any]:
+    """Arguments of `paged_attention_common`."""
+    rows, heads, dim = q.shape
+    return {
+        "Q": q,
+        "K": paged.key5,
+        "V": paged.value5,
+        "exp_sums": torch.zeros(rows, heads, 1),
+        "max_logits": torch.zeros(rows, heads, 1),
+        "tmp_out": q.new_zeros(rows, heads, 1, dim),
+        "block_tables": paged.table,
+        "context_lens": paged.lens,
+        "block_tables_stride0": 4,
+        "scale": dim**-0.5,
+        "max_seq_len": 64,
+        "out_": torch.full_like(q, torch.nan),
+        **changes,
+    }
+
+
+@pytest.mark.parametrize("window", [0, 9])
+def test_paged_attention_v1(load: Load, window: int) -> None:
+    """One row per request, with a window as a length."""
+    aiter, _ = load()
+    paged, q = Paged(), torch.randn(3, HEADS, DIM).bfloat16()
+    arguments = paged_v1(paged, q, sliding_window=window)
+    aiter.paged_attention_v1(**arguments)
+    for i in range(3):
+        close(arguments["out"][i : i + 1], plain(q[i : i + 1], paged.keys[i], paged.values[i], scale=0.2, left=window - 1, right=0))
+
+
+@pytest.mark.parametrize(("units", "kernel"), [(304, "paged_attention_rocm"), (4, "pa_fwd_asm")])
+def test_paged_attention_common(load: Load, units: int, kernel: str) -> None:
+    """HIP for few rows, assembly for many, the same answer."""
+    aiter, machine = load(num_compute_units=units)
+    paged, q = Paged(dim=128), torch.randn(3, HEADS, 128).bfloat16()
+    arguments = common(paged, q)
+    aiter.paged_attention_common(**arguments)
+    assert kernel in machine.names()
+    for i in range(3):
+        close(arguments["out_"][i : i + 1], plain(q[i : i + 1], paged.keys[i], paged.values[i], scale=128**-0.5, right=0))
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_writers(load: Load, shuffled: bool) -> None:
+    """Rows land where the readers look; negative slots are left out."""
+    aiter, _ = load()
+    paged = Paged()
+    slots = torch.cat([row.repeat_interleave(SIZE)[:n] * SIZE for row, n in zip(paged.table, LENGTHS, strict=True)]).long()
+    slots += torch.cat([torch.arange(n) % SIZE for n in LENGTHS])
+    key, value = torch.cat(paged.keys), torch.cat(paged.values)
+    wanted = (paged.key5, paged.value5) if shuffled else (paged.key, paged.value)
+    caches = tuple(torch.zeros_like(side) for side in wanted)
+    if shuffled:
+        aiter.reshape_and_cache(key, value, *caches, slots, "auto", asm_layout=True)
+    else:
+        aiter.reshape_and_cache_flash(key, value, *caches, slots, "auto", torch.ones(1), torch.ones(1))
+    assert all(torch.equal(got, want) for got, want in zip(caches, wanted, strict=True))
+    before = [side.clone() for side in caches]
+    with_gap = torch.full_like(slots, -1)
+    if not shuffled:
+        aiter.reshape_and_cache_flash(-key, -value, *caches, with_gap, "auto", torch.ones(1), torch.ones(1))
+    assert all(torch.equal(got, want) for got, want in zip(caches, before, strict=True))
+
+
+FNUZ = torch.float8_e4m3fnuz
+Attempt = Callable[[Any], Any]
+
+
+def _unified(rows: int = 3, cache: dict[str, Any] | None = None, **changes: Any) -> Attempt:
+    def attempt(aiter: Any) -> Any:
+        paged = Paged(**(cache or {}))
+        q = torch.randn(rows, HEADS, DIM).to(paged.key.dtype if paged.key.itemsize > 1 else torch.bfloat16)
+        given = {name: value(paged) if callable(value) else value for name, value in changes.items()}
+        return aiter.unified_attention(**unified(paged, q, [rows // 3] * 3, **given))
+
+    return attempt
+
+
+def _paged_v1(rows: int = 3, heads: int = HEADS, dim: int = DIM, **changes: Any) -> Attempt:
+    return lambda aiter: aiter.paged_attention_v1(**paged_v1(Paged(dim=dim), _q(rows, dim, heads), **changes))
+
+
+def _common(dim: int = DIM, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Attempt:
+    return lambda aiter: aiter.paged_attention_common(**common(Paged(dtype, dim=dim), _q(dim=dim), **changes))
+
+
+def _kvcache(cache: dict[str, Any] | None = None, **changes: Any) -> Attempt:
+    def attempt(aiter: Any) -> Any:
+        paged = Paged(**(cache or {}))
+        q = torch.randn(3, 2, HEADS, paged.key.shape[3]).bfloat16()
+        arguments = {"cache_seqlens": paged.lens, "page_table": paged.table, "causal": False, **changes}
+        return aiter.flash_attn_with_kvcache(q, paged.key, paged.value, **arguments)
+
+    return attempt
+
+
+def _write(rows: Tensor, slot: int = 20) -> Attempt:
+    def attempt(aiter: Any) -> Any:
+        caches = [torch.zeros(13, SIZE, KV_HEADS, DIM, dtype=FNUZ) for _ in "kv"]
+        aiter.reshape_and_cache_flash(rows, rows, *caches, torch.tensor([slot]), "fp8", torch.ones(1), torch.ones(1))
+
+    return attempt
+
+
+def _varlen(**changes: Any) -> Attempt:
+    def attempt(aiter: Any) -> Any:
+        starts, keys = torch.tensor([0, 3], dtype=torch.int32), torch.zeros(3, KV_HEADS, DIM).bfloat16()
+        arguments = {"max_seqlen_q": 3, "max_seqlen_k": 3, **changes}
+        return aiter.flash_attn_varlen_func(_q(), keys, keys, starts, starts, **arguments)
+
+    return attempt
+
+
+def _q(rows: int = 3, dim: int = DIM, heads: int = HEADS) -> Tensor:
+    return torch.randn(rows, heads, dim).bfloat16()
+
+
+def _starts(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def _poisoned(paged: Paged) -> Tensor:
+    paged.value[int(paged.table[0, 2]), 12] = torch.nan  # position 44 of a request with 40 tokens
+    return paged.value
+
+
+ONE, GARBAGE = torch.ones(1), MisuseError
+FP8_SCALARS = {f"{side}_QScale_{kernel}": ONE for side in "KV" for kernel in ("hip", "asm")}
+MISUSES: dict[str, tuple[dict[str, Any], Attempt, type[Exception], str]] = {
+    "unified, not causal": ({}, _unified(causal=False), AssertionError, "causal"),
+    "unified, right window": ({}, _unified(window_size=(8, 8)), GARBAGE, "right window"),
+    "unified, bound too small": ({}, _unified(max_seqlen_k=39), GARBAGE, "max_seqlen_k"),
+    "unified, rows too few": ({}, _unified(rows=6, max_seqlen_q=1), GARBAGE, "rows"),
+    "unified, int64 table": ({}, _unified(block_table=lambda p: p.table.long()), GARBAGE, "int32"),
+    "unified, narrow table": ({}, _unified(block_table=lambda p: p.table[:, :2]), GARBAGE, "columns"),
+    "unified, NaN behind the end": ({}, _unified(v=_poisoned), GARBAGE, "not finite"),
+    "unified, blocks of 8": ({}, _unified(k=lambda p: p.key[:, :8], v=lambda p: p.value[:, :8]), GARBAGE, "block size 8"),
+    "unified, fp8 without descales": ({}, _unified(cache={"dtype": FNUZ}), GARBAGE, "descales"),
+    "unified, the other fp8": ({"architecture": "gfx950"}, _unified(cache={"dtype": FNUZ}), GARBAGE, "gfx950"),
+    "unified, float32": ({}, _unified(cache={"dtype": torch.float32}), GARBAGE, "bf16 or fp16"),
+    "unified, shuffled in 0.1.15": ({"version": "0.1.15"}, _unified(shuffled_kv_cache=True), TypeError, "shuffled_kv_cache"),
+    "kvcache, fp8 keys": ({}, _kvcache({"dtype": FNUZ}), ValueError, "mixed precision"),
+    "kvcache, softcap": ({}, _kvcache(softcap=1.0), NotImplementedError, "softcap"),
+    "kvcache, ragged rows": ({}, _kvcache(cu_seqlens_q=_starts(0, 1)), NotImplementedError, "cu_seqlens_q"),
+    "kvcache, head of 8": ({}, _kvcache({"dim": 8}), GARBAGE, "head of 8"),
+    "kvcache, out=": ({}, _kvcache(out=ONE), TypeError, "out"),
+    "kvcache, compiles in a capture": ({"capturing": True}, _kvcache(), GARBAGE, "compiles during capture"),
+    "kvcache, 0.1.15 in a capture": ({"version": "0.1.15", "capturing": True}, _kvcache(), GARBAGE, "waits for the device"),
+    "paged, two rows": ({}, _paged_v1(rows=6), GARBAGE, "only the first"),
+    "paged, rows skipped": ({}, _paged_v1(rows=4, cu_query_lens=_starts(0, 1, 2, 4)), GARBAGE, "skips"),
+    "paged, starts one short": ({}, _paged_v1(cu_query_lens=_starts(0, 1, 2)), GARBAGE, "past the end"),
+    "paged, small workspace": ({}, _paged_v1(workspace_buffer=torch.zeros(9, dtype=torch.uint8)), GARBAGE, "workspace"),
+    "paged, head of 16": ({}, _paged_v1(dim=16), GARBAGE, "head size 16"),
+    "paged, group of 20": ({}, _paged_v1(heads=40), GARBAGE, "40 heads"),
+    "paged, RDNA": ({"architecture": "gfx1100"}, _paged_v1(), GARBAGE, "gfx1100"),
+    "common, own scale on assembly": ({"num_compute_units": 4}, _common(128, scale=0.1), GARBAGE, "ignores the scale"),
+    "common, scalars on assembly": (
+        {"num_compute_units": 4},
+        _common(128, FNUZ, kv_cache_dtype="fp8", **FP8_SCALARS),
+        GARBAGE,
+        "scale per slot",
+    ),
+    "common, plain layout": ({}, _common(K=torch.zeros(13, SIZE, KV_HEADS, DIM).bfloat16()), GARBAGE, "shuffled layout"),
+    "common, small scratch": ({}, _common(max_seq_len=300), GARBAGE, "scratch"),
+    "writer, overflow": ({}, _write(torch.full((1, KV_HEADS, DIM), 300.0).bfloat16()), GARBAGE, "overflows"),
+    "writer, strided rows": ({}, _write(torch.zeros(1, DIM, KV_HEADS).bfloat16().transpose(1, 2)), GARBAGE, "contiguous"),
+    "writer, slot past the end": ({}, _write(torch.zeros(1, KV_HEADS, DIM).bfloat16(), 13 * SIZE), GARBAGE, "past the cache"),
+    "varlen, sinks with lse": ({}, _varlen(sink_ptr=torch.zeros(HEADS), return_lse=True), GARBAGE, "sinks together"),
+    "varlen, bound too small": ({}, _varlen(max_seqlen_k=2), GARBAGE, "max_seqlen_k"),
+    "varlen, RDNA": ({"architecture": "gfx1100"}, _varlen(), GARBAGE, "gfx1100"),
+}
+"""The machine, the call, and what it raises."""
+
+
+@pytest.mark.parametrize("name", MISUSES)
+def test_misuse_raises(load: Load, name: str) -> None:
+    """Every limit the backends have to respect."""
+    options, attempt, error, message = MISUSES[name]
+    aiter, _ = load(**options)
+    with pytest.raises(error, match=message):
+        attempt(aiter)
+
+
+def test_only_the_old_kvcache_kernel_waits(load: Load) -> None:
+    """The emulated kernels may look at values under the guard; the host code that reads lengths may not."""
+    new, _ = load()
+    old, _ = load(version="0.1.15")
+    paged = Paged()
+    arguments = {"cache_seqlens": paged.lens, "page_table": paged.table}
+    q = torch.randn(3, 2, HEADS, DIM).bfloat16()
+    with no_host_sync():
+        new.flash_attn_with_kvcache(q, paged.key, paged.value, **arguments)
+    with pytest.raises(HostSyncError), no_host_sync():
+        old.flash_attn_with_kvcache(q, paged.key, paged.value, **arguments)
+
+
+def test_arguments_moved_between_versions(load: Load) -> None:
+    """Calls by position break where AITER's order changed."""
+    orders = []
+    for version in VERSIONS:
+        aiter, _ = load(version=version)
+        orders.append(list(inspect.signature(aiter.unified_attention).parameters))
+    assert orders[0][16] == "alibi_slopes" and orders[1][16] == orders[2][16] == "q_scales"
+
+
+def test_comparison_with_an_installation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A moved argument, a changed default and a missing function are each reported."""
+    for path in set(SOURCES.values()):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("")
+    assert len(differences(tmp_path, "0.1.20")) == len(SOURCES)
+    (tmp_path / "ops/cache.py").write_text(
+        "def reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale): ...\n"
+        "def reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale=None, v_scale=None,"
+        " asm_layout=True): ...\n"
+    )
+    found = differences(tmp_path, "0.1.20")
+    assert len(found) == len(SOURCES) - 1 and any("asm_layout=True" in line for line in found)
+    assert main([str(tmp_path), "0.1.20"]) == 1
+    assert "reshape_and_cache (ops/cache.py)" in capsys.readouterr().out

@@ -1,0 +1,441 @@
+"""The emulation of AITER's latent attention: right where it answers, and an error elsewhere."""
+
+import importlib
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec.kernels import aiter as families
+from tests.helpers.aiter_emulation import Machine, MisuseError
+from tests.helpers.aiter_emulation.mla_objects import code_object
+from tests.helpers.aiter_emulation.signatures import VERSIONS
+from tests.helpers.aiter_emulation_case import (
+    FN,
+    FNUZ,
+    GFX950,
+    Attempt,
+    Load,
+    Misuse,
+    attention,
+    check_misuse,
+    close,
+    loader,
+    starts,
+)
+from tests.helpers.guards import no_host_sync
+
+RANK, ROPE = 32, 16
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Load:
+    """See `loader`."""
+    return loader(monkeypatch, tmp_path)
+
+
+class Latents:
+    """A batch of uniform queries over a cache of scattered latents, and what the decode functions are called with."""
+
+    def __init__(
+        self,
+        lengths: list[int],
+        *,
+        heads: int = 16,
+        query_len: int = 1,
+        causal: bool = True,
+        query: torch.dtype = torch.bfloat16,
+        cache: torch.dtype = torch.bfloat16,
+        rank: int = RANK,
+        rope: int = ROPE,
+    ) -> None:
+        torch.manual_seed(1)
+        self.lengths, self.heads, self.query_len, self.causal, self.rank = lengths, heads, query_len, causal, rank
+        num_slots, width = sum(lengths) + 5, rank + rope
+        self.latents = torch.randn(num_slots, width).to(cache)
+        self.indices = torch.randperm(num_slots)[: sum(lengths)].int()
+        self.q = torch.randn(len(lengths) * query_len, heads, width).to(query)
+        self.o = torch.full((len(self.q), heads, rank), torch.nan, dtype=torch.bfloat16)
+        self.queries, self.keys = starts([query_len] * len(lengths)), starts(lengths)
+        self.pages = torch.ones(len(lengths), dtype=torch.int32)
+        self.scales = {"q_scale": torch.full((1,), 0.5), "kv_scale": torch.full((1,), 1.5)}
+        self.factors = tuple(
+            s.item() if t.itemsize == 1 else 1.0 for s, t in zip(self.scales.values(), (query, cache), strict=True)
+        )
+
+    def plan(self, aiter: Any, **changes: Any) -> dict[str, Tensor]:
+        """The outputs of the planner, by the names that `mla_decode_fwd` gives them."""
+        sizes = aiter.get_mla_metadata_info_v1(
+            len(self.lengths), self.query_len, self.heads, self.q.dtype, self.latents.dtype, False, fast_mode=True
+        )
+        names = ("work_meta_data", "work_indptr", "work_info_set", "reduce_indptr", "reduce_final_map", "reduce_partial_map")
+        plan = {
+            name: torch.full(shape if isinstance(shape, tuple) else (shape,), 77).to(dtype)
+            for name, (shape, dtype) in zip(names, sizes, strict=True)
+        }
+        self.replan(aiter, plan, **changes)
+        return plan
+
+    def replan(self, aiter: Any, plan: dict[str, Tensor], **changes: Any) -> None:
+        """Plans into buffers that exist."""
+        outputs = {("work_metadata_ptrs" if name == "work_meta_data" else name): tensor for name, tensor in plan.items()}
+        arguments = {
+            "seqlens_qo_indptr": self.queries,
+            "seqlens_kv_indptr": self.keys,
+            "kv_last_page_lens": self.pages,
+            "num_heads_per_head_k": self.heads,
+            "num_heads_k": 1,
+            "is_causal": self.causal,
+            "max_seqlen_qo": self.query_len,
+            "uni_seqlen_qo": self.query_len,
+            "dtype_q": self.q.dtype,
+            "dtype_kv": self.latents.dtype,
+        }
+        aiter.get_mla_metadata_v1(**{**arguments, **outputs, **changes})
+
+    def decode(self, aiter: Any, plan: dict[str, Tensor] | None, **changes: Any) -> Any:
+        """Calls `mla_decode_fwd`; `causal` is passed only where it matters, since old versions lack it."""
+        arguments = {
+            "q": self.q,
+            "kv_buffer": self.latents.view(-1, 1, 1, self.latents.shape[1]),
+            "o": self.o,
+            "qo_indptr": self.queries,
+            "kv_indptr": self.keys,
+            "kv_indices": self.indices,
+            "kv_last_page_lens": self.pages,
+            "max_seqlen_q": self.query_len,
+            "sm_scale": 0.2,
+            **({} if self.causal else {"causal": False}),
+            **(self.scales if self.latents.dtype.itemsize == 1 else {}),
+            **(plan or {}),
+        }
+        return aiter.mla_decode_fwd(**{**arguments, **changes})
+
+    def wanted(self) -> tuple[Tensor, Tensor]:
+        """What belongs into `o`, and the logarithms of the denominators."""
+        latents = self.latents.float()[self.indices.long()] * self.factors[1]
+        outs, logs = [], []
+        for rows, own in zip(self.q.float().split(self.query_len), latents.split(self.lengths), strict=True):
+            keys = own[:, None].expand(-1, self.heads, -1)
+            out, log = attention(rows * self.factors[0], keys, keys[..., : self.rank], 0.2, self.causal)
+            outs.append(out)
+            logs.append(log)
+        return torch.cat(outs), torch.cat(logs)
+
+
+FP8_942, FP8_950 = {"query": FNUZ, "cache": FNUZ}, {"query": FN, "cache": FN}
+DECODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "16 heads": ({}, {}),
+    "16 heads of real size": ({"any_shape": False}, {"rank": 512, "rope": 64}),
+    "4 queries": ({"version": "0.1.15"}, {"query_len": 4}),
+    "folded": ({"version": "0.1.16"}, {"heads": 48}),
+    "folded, 3 queries": ({}, {"heads": 32, "query_len": 3}),
+    "8-bit": ({}, FP8_942),
+    "8-bit cache": ({}, {"cache": FNUZ}),
+    "8-bit, gfx950": (GFX950, {**FP8_950, "heads": 128, "query_len": 2}),
+    "float32": ({"allow_float32": True}, {"query": torch.float32, "cache": torch.float32}),
+    "many queries, gfx950": (GFX950, {"heads": 64, "query_len": 5}),
+    "not causal, gfx950": (GFX950, {"query_len": 5, "causal": False}),
+    "one query, not causal": ({}, {"causal": False}),
+}
+
+
+@pytest.mark.parametrize("name", DECODES)
+@pytest.mark.parametrize("units", [2, 64])
+def test_decode(load: Load, name: str, units: int) -> None:
+    """By work lists with few and with many splits: every row right, in the caller's tensor, with no host waiting."""
+    options, shape = DECODES[name]
+    aiter, machine = load(**{"num_compute_units": units, **options})
+    batch = Latents([40, 7, 90], **shape)
+    with no_host_sync():
+        plan = batch.plan(aiter)
+        batch.decode(aiter, plan)
+    close(batch.o, batch.wanted()[0])
+    assert (plan["reduce_indptr"][-1] > 0) == (units == 64) or units == 2
+    assert [call.name for call in machine.calls] == ["get_mla_metadata_info_v1", "get_mla_metadata_v1", "mla_decode_fwd"]
+
+
+@pytest.mark.parametrize("shape", [{}, {"query_len": 4}, {"query_len": 8}, FP8_942])
+def test_decode_without_a_plan(load: Load, shape: dict[str, Any]) -> None:
+    """The other kernel, which splits by its own heuristic."""
+    aiter, machine = load()
+    batch = Latents([40, 17, 90], **shape)
+    batch.decode(aiter, None)
+    close(batch.o, batch.wanted()[0])
+    assert machine.calls[-1].details["persistent"] is False
+
+
+def test_large_batches_ignore_their_plan(load: Load) -> None:
+    """0.1.20 on gfx950: from 32 requests on, the plainest decode takes the other kernel."""
+    aiter, machine = load(**GFX950)
+    batch = Latents([3] * 32)
+    batch.decode(aiter, batch.plan(aiter))
+    close(batch.o, batch.wanted()[0])
+    assert machine.calls[-1].details["persistent"] is False
+
+
+@pytest.mark.parametrize("shape", [{}, {"heads": 32, "query_len": 2}])
+def test_decode_returns_the_lse(load: Load, shape: dict[str, Any]) -> None:
+    """Of split and of unsplit rows, as merging two parts needs it."""
+    aiter, _ = load(**GFX950)
+    batch = Latents([40, 7, 90], **shape)
+    _, lse = batch.decode(aiter, batch.plan(aiter), return_lse=True)
+    close(lse, batch.wanted()[1], 1e-3)
+
+
+def test_folded_heads_swap_the_storage(load: Load) -> None:
+    """A view of the output taken before the call is not written."""
+    aiter, _ = load()
+    batch = Latents([40, 7], heads=32, query_len=2)
+    whole = batch.o
+    batch.o = whole[:]
+    batch.decode(aiter, batch.plan(aiter))
+    close(batch.o, batch.wanted()[0])
+    assert whole.isnan().all()
+
+
+def test_a_batch_padded_for_a_graph(load: Load) -> None:
+    """Requests without keys, where the starts repeat, come out as zeros and disturb nobody."""
+    aiter, _ = load()
+    batch = Latents([40, 7, 0, 0])
+    batch.decode(aiter, batch.plan(aiter))
+    close(batch.o, batch.wanted()[0])  # a softmax over nothing sums to nothing
+    assert not batch.o[2:].any()
+
+
+def test_parts_are_merged_by_the_maps(load: Load) -> None:
+    """A part that the maps leave out is missing from the result."""
+    aiter, _ = load()
+    batch = Latents([90])
+    plan = batch.plan(aiter)
+    count = int(plan["reduce_indptr"][-1])
+    plan["reduce_indptr"].clamp_(max=count - 1)
+    batch.decode(aiter, plan)
+    assert not torch.allclose(batch.o.double(), batch.wanted()[0], atol=5e-2)
+
+
+def test_reduction(load: Load) -> None:
+    """Two parts merge by their logarithms; groups of one part and of none keep their rows."""
+    aiter, _ = load(any_shape=False)
+    parts, logs = torch.randn(6, 16, 128), torch.randn(6, 16)
+    out = torch.full((6, 16, 128), 5.0, dtype=torch.bfloat16)
+    lse = torch.full((6, 16), 5.0)
+    maps = {"reduce_indptr": [0, 2, 3, 3, 3], "reduce_partial_map": [0, 4, 2, 0]}
+    arrays = {name: torch.tensor(values, dtype=torch.int32) for name, values in maps.items()}
+    final = torch.tensor([[1, 3], [3, 5], [5, 6], [0, 0]], dtype=torch.int32)
+    aiter.mla_reduce_v1(
+        parts, logs, reduce_final_map=final, max_seqlen_q=2, num_kv_splits=0, final_output=out, final_lse=lse, **arrays
+    )
+    weights = torch.stack([logs[:2], logs[4:]]).softmax(0)[..., None]
+    close(out[1:3], weights[0] * parts[:2] + weights[1] * parts[4:])
+    close(lse[1:3], torch.logaddexp(logs[:2], logs[4:]), 1e-5)
+    kept = [0, 3, 4, 5]
+    assert (out[kept] == 5).all() and (lse[kept] == 5).all()
+
+
+def test_latents_are_written(load: Load) -> None:
+    """Both parts side by side, scaled in 8 bits; negative slots are left out."""
+    aiter, _ = load()
+    compressed, rotated = torch.randn(3, RANK).bfloat16(), torch.randn(3, ROPE).bfloat16()
+    slots = torch.tensor([5, -1, 0])
+    for dtype, kind, factor in ((torch.bfloat16, "auto", 1.0), (FNUZ, "fp8", 0.5)):
+        cache = torch.zeros(2, 4, RANK + ROPE, dtype=dtype)
+        aiter.concat_and_cache_mla(compressed, rotated, cache, slots, kind, torch.tensor([0.5]))
+        rows = torch.cat([compressed, rotated], -1).float()
+        close(cache.float().view(8, -1)[[5, 0]] * factor, rows[[0, 2]], 0.1)
+        assert not cache.float().view(8, -1)[[1, 2, 3, 4, 6, 7]].any()
+
+
+def _decode(shape: dict[str, Any] | None = None, planned: dict[str, Any] | None = None, **changes: Any) -> Attempt:
+    """A decode with something wrong about its shape, its plan or its call; a function gets the batch."""
+
+    def attempt(aiter: Any, _: Machine) -> None:
+        batch = Latents([40, 7, 90], **(shape or {}))
+        plan = batch.plan(aiter, **(planned or {}))
+        batch.decode(aiter, plan, **{name: value(batch) if callable(value) else value for name, value in changes.items()})
+
+    return attempt
+
+
+def _stale(lengths: list[int]) -> Attempt:
+    """The plan of another batch of the same shape."""
+
+    def attempt(aiter: Any, _: Machine) -> None:
+        plan = Latents([40, 7, 90]).plan(aiter)
+        batch = Latents(lengths)
+        batch.decode(aiter, plan)
+
+    return attempt
+
+
+def _other_heads(aiter: Any, _: Machine) -> None:
+    plan = Latents([40, 7, 90], heads=32).plan(aiter)
+    Latents([40, 7, 90]).decode(aiter, plan)
+
+
+def _copied_plan(aiter: Any, _: Machine) -> None:
+    batch = Latents([40, 7, 90])
+    plan = batch.plan(aiter)
+    batch.decode(aiter, {**plan, "work_info_set": plan["work_info_set"].clone()})
+
+
+def _no_plan(shape: dict[str, Any]) -> Attempt:
+    return lambda aiter, _: Latents([40, 7, 90], **shape).decode(aiter, None)
+
+
+def _reduced(heads: int, dim: int) -> Attempt:
+    def attempt(aiter: Any, _: Machine) -> None:
+        maps = {name: torch.zeros(2, dtype=torch.int32) for name in ("reduce_indptr", "reduce_partial_map")}
+        parts, out = torch.zeros(2, heads, dim), torch.zeros(2, heads, dim).bfloat16()
+        final = torch.zeros(1, 2, dtype=torch.int32)
+        aiter.mla_reduce_v1(parts, parts[..., 0], reduce_final_map=final, max_seqlen_q=1, num_kv_splits=0, final_output=out, **maps)
+
+    return attempt
+
+
+def _write_latents(value: float = 0.0, **changes: Any) -> Attempt:
+    def attempt(aiter: Any, _: Machine) -> None:
+        arguments = {
+            "kv_c": torch.full((1, RANK), value).bfloat16(),
+            "k_pe": torch.zeros(1, ROPE).bfloat16(),
+            "kv_cache": torch.zeros(2, 4, RANK + ROPE, dtype=FNUZ),
+            "slot_mapping": torch.tensor([3]),
+            "kv_cache_dtype": "fp8",
+            "scale": torch.ones(1),
+        }
+        aiter.concat_and_cache_mla(**{**arguments, **changes})
+
+    return attempt
+
+
+BF16 = torch.bfloat16
+MISUSES: dict[str, Misuse] = {
+    "24 heads": ({}, _decode({"heads": 24}), MisuseError, "multiple of 16"),
+    "8 heads": ({}, _decode({"heads": 8}), MisuseError, "multiple of 16"),
+    "not causal on gfx942": ({}, _decode({"query_len": 2, "causal": False}), MisuseError, "no code object"),
+    "not causal in 0.1.16": ({"version": "0.1.16"}, _decode({"causal": False}), TypeError, "causal"),
+    "not causal, 8-bit, 2 queries": (GFX950, _decode({**FP8_950, "query_len": 2, "causal": False}), MisuseError, "no code object"),
+    "5 queries on gfx942": ({}, _decode({"query_len": 5}), MisuseError, "no code object"),
+    "LSE on gfx942": ({}, _decode(return_lse=True), MisuseError, "no code object"),
+    "9 queries without a plan": ({}, _no_plan({"query_len": 7 + 2}), MisuseError, "9 queries on 7|no code object"),
+    "48 heads without a plan": ({}, _no_plan({"heads": 48}), MisuseError, "no code object"),
+    "RDNA": ({"architecture": "gfx1100"}, _decode(), MisuseError, "gfx1100"),
+    "real sizes": ({"any_shape": False}, _decode(), MisuseError, "sizes"),
+    "fp16": ({}, _decode({"query": torch.float16, "cache": torch.float16}), MisuseError, "no kernel"),
+    "float32": ({}, _decode({"query": torch.float32, "cache": torch.float32}), MisuseError, "no kernel"),
+    "the other fp8": ({}, _decode(FP8_950), MisuseError, "no kernel"),
+    "8-bit without scales": ({}, _decode(FP8_942, q_scale=None), MisuseError, "q_scale"),
+    "8-bit cache without scale": ({}, _decode({"cache": FNUZ}, kv_scale=None), MisuseError, "kv_scale"),
+    "implicit scale": ({}, _decode(sm_scale=None), MisuseError, "sm_scale"),
+    "logit cap": ({}, _decode(logit_cap=1.0), AssertionError, "logit_cap"),
+    "pages of 64": ({}, _decode(page_size=64), MisuseError, "pages of 64"),
+    "last pages": ({}, _decode(kv_last_page_lens=torch.zeros(3, dtype=torch.int32)), MisuseError, "kv_last_page_lens"),
+    "tail falls to 0": ({}, _decode(kv_indptr=torch.tensor([0, 40, 47, 0]).int()), MisuseError, "repeat the last value"),
+    "int64 indices": ({}, _decode(kv_indices=lambda b: b.indices.long()), MisuseError, "int32"),
+    "index past the cache": ({}, _decode(kv_indices=lambda b: b.indices + 100), MisuseError, "outside the cache"),
+    "negative index": ({}, _decode(kv_indices=lambda b: b.indices - 100), MisuseError, "outside the cache"),
+    "too few indices": ({}, _decode(kv_indices=lambda b: b.indices[:90]), MisuseError, "of 90 indices"),
+    "strided query": ({}, _decode(q=lambda b: b.q.transpose(0, 1).contiguous().transpose(0, 1)), MisuseError, "dense"),
+    "fp16 output": ({}, _decode(o=lambda b: b.o.half()), MisuseError, "output"),
+    "more queries than keys": ({}, _no_plan({"query_len": 8}), MisuseError, "8 queries on 7"),
+    "query bound too small": ({}, _decode({"query_len": 2}, max_seqlen_q=1), MisuseError, "max_seqlen_q 1 below 2"),
+    "stale plan": ({}, _stale([41, 7, 90]), MisuseError, "other lengths"),
+    "stale plan, permuted": ({}, _stale([7, 40, 90]), MisuseError, "other lengths"),
+    "plan of another batch size": ({}, _stale([40, 7]), MisuseError, "other (lengths|queries)"),
+    "plan for other heads": ({}, _other_heads, MisuseError, "planned for heads 32"),
+    "plan for another type": ({}, _decode(FP8_942, {"dtype_q": BF16, "dtype_kv": BF16}), MisuseError, "planned for kind bf16"),
+    "plan without the cache's type": (
+        {"version": "0.1.15"},
+        _decode(FP8_942, {"dtype_q": None, "dtype_kv": None}),
+        MisuseError,
+        "planned for kind bf16",
+    ),
+    "causal plan": (GFX950, _decode({"query_len": 2, "causal": False}, {"is_causal": True}), MisuseError, "planned for causal"),
+    "plan for fewer queries": ({}, _decode({"query_len": 2}, {"max_seqlen_qo": 1}), MisuseError, "max_seqlen_qo 1 below 2"),
+    "plan for uniform queries": ({}, _decode(planned={"uni_seqlen_qo": 2}), MisuseError, "uni_seqlen_qo"),
+    "plan with int64 starts": ({}, _decode(planned={"seqlens_kv_indptr": torch.zeros(4).long()}), MisuseError, "int32"),
+    "plan with granularity 24": ({}, _decode(planned={"kv_granularity": 24}), MisuseError, "granularity"),
+    "plan into small buffers": ({}, _decode(planned={"work_info_set": torch.zeros(2, 8).int()}), MisuseError, "elements"),
+    "copied plan": ({}, _copied_plan, MisuseError, "another plan"),
+    "compiles in a capture": ({"capturing": True}, _no_plan({}), MisuseError, "compiles during capture"),
+    "reduction of 20 heads": ({"any_shape": False}, _reduced(20, 512), MisuseError, "not compiled for 20 heads"),
+    "reduction on RDNA": ({"architecture": "gfx1100"}, _reduced(16, 512), MisuseError, "gfx1100"),
+    "latents overflow": ({}, _write_latents(300.0), MisuseError, "overflows"),
+    "latents into int32 slots": ({}, _write_latents(slot_mapping=torch.tensor([3]).int()), MisuseError, "int64"),
+    "latents past the end": ({}, _write_latents(slot_mapping=torch.tensor([8])), MisuseError, "past the cache"),
+    "latents, wrong kind": ({}, _write_latents(kv_cache_dtype="auto"), MisuseError, "kv_cache_dtype"),
+}
+
+
+@pytest.mark.parametrize("name", MISUSES)
+def test_misuse_raises(load: Load, name: str) -> None:
+    """Every limit the backends have to respect."""
+    check_misuse(load, MISUSES[name])
+
+
+def test_which_code_objects_exist() -> None:
+    """A sample of what ships: the same call has a kernel on one architecture and aborts on the other."""
+    new = {arch: Machine(version="0.1.20", architecture=arch) for arch in ("gfx942", "gfx950")}
+    persistent = {"persistent": True}
+    assert code_object(new["gfx942"], "bf16", 16, 4, **persistent) == "16p4"
+    assert code_object(new["gfx942"], "bf16", 16, 5, **persistent) is None
+    assert code_object(new["gfx950"], "bf16", 16, 5, **persistent) == "64p1"
+    assert code_object(new["gfx950"], "bf16", 16, 16, causal=False, **persistent) == "32p4+open"
+    assert code_object(new["gfx950"], "fp8", 64, 2, causal=False, **persistent) == "32p4+open"
+    assert code_object(new["gfx950"], "fp8", 16, 2, causal=False, **persistent) is None
+    assert code_object(new["gfx942"], "bf16", 16, 1, causal=False, **persistent) == "16p4"  # one query: nothing to mask
+    assert code_object(Machine(version="0.1.15", architecture="gfx950"), "fp8", 64, 2, **persistent) == "32p4"
+
+
+def test_replanning_in_place(load: Load) -> None:
+    """Planning into the same buffers replaces the plan."""
+    aiter, _ = load()
+    first, second = Latents([40, 7, 90]), Latents([7, 40, 90])
+    plan = first.plan(aiter)
+    second.replan(aiter, plan)
+    second.decode(aiter, plan)
+    close(second.o, second.wanted()[0])
+
+
+def test_arguments_moved_between_versions(load: Load) -> None:
+    """Calls of the reduction by position break at 0.1.16; planners name the same two outputs in different orders."""
+    orders = []
+    for version in VERSIONS:
+        aiter, _ = load(version=version)
+        orders.append(list(inspect.signature(aiter.mla_reduce_v1).parameters))
+    assert orders[0][6] == "final_output" and orders[1][6] == orders[2][6] == "num_kv_splits"
+    for name, first, second in (
+        ("get_mla_metadata_v1", "work_info_set", "work_indptr"),
+        ("get_ps_metadata_v1", "work_indptr", "work_info"),
+    ):
+        names = list(inspect.signature(getattr(aiter, name)).parameters)
+        assert names.index(first) + 1 == names.index(second)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_loading(load: Load, version: str) -> None:
+    """Every family loads from every version, and says what the version lacks."""
+    load(version=version)
+    mla = families.load_mla()
+    assert mla.takes_num_kv_splits == (version != "0.1.15")
+    assert mla.mla_prefill_ps_asm_fwd is not None
+    assert families.load_indexer().version == families.load_router().version == families.version_numbers(version)
+    assert not any(families.unavailable_reasons(family) for family in ("fa", "mla", "indexer", "router"))
+
+
+def test_one_family_does_not_break_another(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing function or keyword is the loss of its own family; the functions of the 8-bit prefill may be missing."""
+    aiter, _ = load()
+    home = importlib.import_module("aiter.mla")
+    monkeypatch.delattr(home, "mla_decode_fwd")
+    assert families.unavailable_reasons("mla") == ["amd-aiter 0.1.20 cannot be used: aiter.mla has no mla_decode_fwd"]
+    assert not families.unavailable_reasons() and not families.unavailable_reasons("router")
+    monkeypatch.setattr(home, "mla_decode_fwd", lambda q, o: None, raising=False)
+    assert "takes no qo_indptr" in families.unavailable_reasons("mla")[0]
+    monkeypatch.setattr(home, "mla_decode_fwd", lambda *args, **kwargs: None)  # a wrapper that hides its arguments
+    monkeypatch.delattr(aiter, "mla_prefill_ps_asm_fwd")
+    mla = families.load_mla()
+    assert mla.mla_prefill_ps_asm_fwd is None

@@ -1,0 +1,172 @@
+"""The emulation of AITER's 8-bit prefill of latent attention: right where it answers, and an error elsewhere."""
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers.aiter_emulation import Machine, MisuseError
+from tests.helpers.aiter_emulation.signatures import VERSIONS
+from tests.helpers.aiter_emulation_case import FN, GFX950, Attempt, Load, Misuse, attention, check_misuse, close, loader, starts
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Load:
+    """See `loader`."""
+    return loader(monkeypatch, tmp_path)
+
+
+class Prefill:
+    """Packed prompts in 8 bits, each with some keys before its queries."""
+
+    def __init__(self, widths: list[int], contexts: list[int], heads: int = 16, dim: int = 8) -> None:
+        torch.manual_seed(2)
+        self.widths, self.lengths, self.heads = widths, [w + c for w, c in zip(widths, contexts, strict=True)], heads
+        self.queries, self.keys = starts(widths), starts(self.lengths)
+        self.q = torch.randn(sum(widths), heads, dim + 4).to(FN)
+        self.k, self.v = torch.randn(sum(self.lengths), heads, dim + 4).to(FN), torch.randn(sum(self.lengths), heads, dim).to(FN)
+        self.out = torch.full((len(self.q), heads, dim), torch.nan, dtype=torch.bfloat16)
+
+    def plan(self, aiter: Any, **changes: Any) -> dict[str, Tensor]:
+        """The outputs of the planner, by its own names."""
+        sizes = aiter.get_ps_metadata_info_v1(len(self.widths), self.heads, max(self.widths))
+        names = ("work_metadata_ptrs", "work_indptr", "work_info", "reduce_indptr", "reduce_final_map", "reduce_partial_map")
+        plan = {
+            name: torch.full(shape if isinstance(shape, tuple) else (shape,), 77).to(dtype)
+            for name, (shape, dtype) in zip(names, sizes, strict=True)
+        }
+        arguments = {
+            "seqlens_qo_indptr": self.queries,
+            "pages_kv_indptr": self.keys,
+            "context_lens": torch.tensor(self.lengths, dtype=torch.int32),
+            "gqa_ratio": 1,
+            "num_heads_k": self.heads,
+            "kvlen_granularity": 128,
+            "block_size": 1,
+        }
+        aiter.get_ps_metadata_v1(**{**arguments, **plan, **changes})
+        return plan
+
+    def run(self, aiter: Any, plan: dict[str, Tensor], **changes: Any) -> tuple[Tensor, Tensor]:
+        """Both kernels; partial results before the reduction, and the logarithms after it."""
+        count = int(plan["reduce_indptr"][-1]) * 256
+        partial, logs = torch.full((count, *self.out.shape[1:]), torch.nan), torch.full((count, self.heads), torch.nan)
+        one = torch.ones(1)
+        arguments = {
+            "Q": self.q,
+            "K": self.k,
+            "V": self.v,
+            "qo_indptr": self.queries,
+            "kv_indptr": self.keys,
+            "kv_page_indices": torch.arange(len(self.k), dtype=torch.int32),
+            "work_indptr": plan["work_indptr"],
+            "work_info_set": plan["work_info"],
+            "max_seqlen_q": max(self.widths),
+            "softmax_scale": 0.3,
+            "is_causal": True,
+            "splitData": partial,
+            "splitLse": logs,
+            "output": self.out,
+            **{f"{side}_scale": one for side in "qkv"},
+        }
+        aiter.mla_prefill_ps_asm_fwd(**{**arguments, **changes})
+        lse = torch.full((len(self.q), self.heads), torch.nan)
+        maps = {name: plan[name] for name in ("reduce_indptr", "reduce_final_map", "reduce_partial_map")}
+        splits = {"num_kv_splits": 0} if "num_kv_splits" in inspect.signature(aiter.mla_reduce_v1).parameters else {}
+        aiter.mla_reduce_v1(
+            partial_output=partial, partial_lse=logs, max_seqlen_q=256, final_output=self.out, final_lse=lse, **maps, **splits
+        )
+        return partial, lse
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("units", [3, 48, 112])
+def test_prefill(load: Load, version: str, units: int) -> None:
+    """Several prompts, some longer than a tile and some with a context: no row is missing, and unsplit rows have no logarithm."""
+    aiter, _ = load(version=version, num_compute_units=units, **GFX950)
+    batch = Prefill([300, 20, 1, 530], [0, 150, 40, 0])
+    plan = batch.plan(aiter)
+    _, lse = batch.run(aiter, plan)
+    split = set()
+    for group in range(int((plan["reduce_indptr"].diff() > 0).sum())):
+        split |= set(range(*plan["reduce_final_map"][group].tolist()))
+    for i in range(4):
+        rows, keys = (slice(int(s[i]), int(s[i + 1])) for s in (batch.queries, batch.keys))
+        want, log = attention(batch.q[rows].float(), batch.k[keys].float(), batch.v[keys].float(), 0.3, True)
+        close(batch.out[rows], want)
+        mine = [row for row in range(rows.start, rows.stop) if row in split]
+        close(lse[mine], log[[row - rows.start for row in mine]], 1e-3)
+    assert lse[[row for row in range(851) if row not in split]].isnan().all()
+    assert bool(split)
+
+
+def test_the_prefill_plan_by_hand(load: Load) -> None:
+    """Two clusters of two groups; five units of keys, three for the first group; the second tile is cut."""
+    aiter, _ = load(num_compute_units=4, **GFX950)
+    plan = Prefill([300], [0], heads=2).plan(aiter)
+    tile = [[0, -1, 0, 256, 0, 256, 0], [0, 0, 256, 300, 0, 128, 172], [0, 256, 256, 300, 128, 300, 0]]
+    assert plan["work_info"][:6].tolist() == [[*work, (head + 1) << 16 | head] for head in range(2) for work in tile]
+    assert plan["work_indptr"].tolist() == [0, 2, 3, 5, 6]
+    assert (
+        plan["reduce_indptr"].tolist() == [0, 2, 2]
+        and plan["reduce_partial_map"].tolist() == [0, 256, *[0] * 2][: len(plan["reduce_partial_map"])]
+    )
+    assert plan["reduce_final_map"].tolist() == [[256, 300], [0, 0]]
+    assert plan["work_metadata_ptrs"].view(torch.int64).tolist() == [77, 77]
+    aiter, _ = load(num_compute_units=2, **GFX950)
+    assert Prefill([600], [0], heads=2).plan(aiter)["work_info"][:3, 2].tolist() == [0, 512, 256]  # from the head and the tail
+
+
+def _prefill(batch: dict[str, Any] | None = None, **changes: Any) -> Attempt:
+    def attempt(aiter: Any, _: Machine) -> None:
+        data = Prefill(**{"widths": [300, 20], "contexts": [0, 0], **(batch or {})})
+        plan = data.plan(aiter)
+        data.run(aiter, plan, **{name: value(data) if callable(value) else value for name, value in changes.items()})
+
+    return attempt
+
+
+def _plan_on_device(view: Callable[[Prefill], Tensor]) -> Attempt:
+    def attempt(aiter: Any, machine: Machine) -> None:
+        data = Prefill([300, 20], [0, 0])
+        machine.on_device.append(view(data))
+        data.plan(aiter)
+
+    return attempt
+
+
+def _stale_prefill(aiter: Any, _: Machine) -> None:
+    plan = Prefill([300, 20], [0, 0]).plan(aiter)
+    Prefill([20, 300], [0, 0]).run(aiter, plan)
+
+
+MISUSES: dict[str, Misuse] = {
+    "prefill on gfx942": ({}, _prefill(), MisuseError, "gfx942"),
+    "prefill, not causal": (GFX950, _prefill(is_causal=False), MisuseError, "logarithms"),
+    "prefill, 8 heads": (GFX950, _prefill({"heads": 8}), MisuseError, "multiple of 16"),
+    "prefill, real sizes": ({**GFX950, "any_shape": False}, _prefill(), MisuseError, "sizes"),
+    "prefill, bf16": (GFX950, _prefill(V=lambda d: d.v.bfloat16()), MisuseError, "takes"),
+    "prefill, fp16 output": (GFX950, _prefill(output=lambda d: d.out.half()), MisuseError, "bf16 bits"),
+    "prefill without a scale": (GFX950, _prefill(k_scale=None), MisuseError, "k_scale"),
+    "prefill without work": (GFX950, _prefill(work_indptr=None), MisuseError, "work list"),
+    "prefill, small scratch": (
+        {**GFX950, "num_compute_units": 48},
+        _prefill(splitData=torch.zeros(256, 16, 8)),
+        MisuseError,
+        "scratch",
+    ),
+    "prefill, stale plan": (GFX950, _stale_prefill, MisuseError, "other lengths"),
+    "prefill plan on the device": (GFX950, _plan_on_device(lambda d: d.queries), MisuseError, "makes the host wait"),
+    "prefill plan on the device, a view": (GFX950, _plan_on_device(lambda d: d.keys[1:]), MisuseError, "makes the host wait"),
+    "prefill plan in a capture": ({**GFX950, "capturing": True}, _prefill(), MisuseError, "cannot be captured"),
+}
+
+
+@pytest.mark.parametrize("name", MISUSES)
+def test_misuse_raises(load: Load, name: str) -> None:
+    """Every limit the backends have to respect."""
+    check_misuse(load, MISUSES[name])

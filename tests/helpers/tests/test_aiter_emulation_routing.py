@@ -1,0 +1,82 @@
+"""The emulation of AITER's routing of experts: right where it answers, and an error elsewhere."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers.aiter_emulation import Machine, MisuseError
+from tests.helpers.aiter_emulation_case import Attempt, Load, Misuse, check_misuse, loader
+from tests.helpers.guards import no_host_sync
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Load:
+    """See `loader`."""
+    return loader(monkeypatch, tmp_path)
+
+
+def route(logits: Tensor, bias: Tensor | None, groups: int, kept: int, topk: int, softmax: bool = False) -> list[dict[int, float]]:
+    """Weights before scaling by expert of every token, one token at a time."""
+    rows = []
+    for token in logits.double():
+        scores = token.softmax(0) if softmax else token.sigmoid()
+        choice = scores + (bias.double() if bias is not None else 0)
+        members = [list(range(g * len(token) // groups, (g + 1) * len(token) // groups)) for g in range(groups)]
+        depth = 2 if bias is not None else 1
+        order = sorted(range(groups), key=lambda g: (-sum(sorted((float(choice[e]) for e in members[g]), reverse=True)[:depth]), g))
+        allowed = [e for g in order[:kept] for e in members[g]]
+        rows.append({e: float(scores[e]) for e in sorted(allowed, key=lambda e: -float(choice[e]))[:topk]})
+    return rows
+
+
+@pytest.mark.parametrize("renorm", [True, False])
+@pytest.mark.parametrize("kind", ["biased", "softmax groups", "sigmoid groups", "softmax"])
+def test_routing(load: Load, kind: str, renorm: bool) -> None:
+    """Experts and weights as sets per token, also when every biased score is negative."""
+    aiter, _ = load()
+    torch.manual_seed(4)
+    logits, bias = torch.randn(9, 16).bfloat16(), (torch.randn(16) - 3).bfloat16()
+    weights, ids = torch.full((9, 3), torch.nan), torch.zeros(9, 3, dtype=torch.int32)
+    factor = 2.5 if "groups" in kind or kind == "biased" else 1.0
+    softmax = kind.startswith("softmax")
+    with no_host_sync():
+        if kind == "biased":
+            aiter.biased_grouped_topk(logits, bias, weights, ids, 4, 2, renorm, factor)
+        elif "groups" in kind:
+            aiter.grouped_topk(logits, weights, ids, 4, 2, renorm, softmax, factor)
+        else:
+            aiter.topk_softmax(weights, ids, torch.zeros_like(ids), logits, renorm)
+    groups = (4, 2) if "groups" in kind or kind == "biased" else (1, 1)
+    wanted = route(logits, bias if kind == "biased" else None, *groups, 3, softmax)
+    for token, want in enumerate(wanted):
+        total = sum(want.values()) if renorm else 1.0
+        got = dict(zip(ids[token].tolist(), weights[token].tolist(), strict=True))
+        assert got == pytest.approx({expert: weight / total * factor for expert, weight in want.items()}, rel=1e-5)
+
+
+def _route(
+    bias: torch.dtype = torch.bfloat16, groups: int = 4, kept: int = 2, ids: torch.dtype = torch.int32, topk: int = 3
+) -> Attempt:
+    def attempt(aiter: Any, _: Machine) -> None:
+        weights, chosen = torch.zeros(9, topk), torch.zeros(9, topk, dtype=ids)
+        aiter.biased_grouped_topk(torch.randn(9, 16).bfloat16(), torch.zeros(16, dtype=bias), weights, chosen, groups, kept, True)
+
+    return attempt
+
+
+MISUSES: dict[str, Misuse] = {
+    "bias of another type": ({}, _route(bias=torch.float32), MisuseError, "reads the bias"),
+    "3 groups": ({}, _route(groups=3), MisuseError, "3 groups"),
+    "5 of 4 groups": ({}, _route(kept=5), MisuseError, "5 of 4 groups"),
+    "int64 ids": ({}, _route(ids=torch.int64), MisuseError, "int32 ids"),
+    "more experts than the groups hold": ({}, _route(topk=9), MisuseError, "9 experts from 2 groups"),
+}
+
+
+@pytest.mark.parametrize("name", MISUSES)
+def test_misuse_raises(load: Load, name: str) -> None:
+    """Every limit the backends have to respect."""
+    check_misuse(load, MISUSES[name])

@@ -1,0 +1,363 @@
+"""The AITER backends on the emulation: every kernel within its limits, whole generations equal to torch_ref, nothing waits."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+import specdec.device
+from drafters.ngram import NGramDrafter
+from specdec.attention.aiter import fa as rocm_aiter_fa
+from specdec.attention.aiter import plan as rocm_aiter_plan
+from specdec.attention.aiter.fa import RocmAiterFaBackend, RocmAiterFaShuffleBackend
+from specdec.attention.aiter.layout import read_blocks, read_rows
+from specdec.attention.backend import AttentionBackend
+from specdec.attention.selector import select_backend
+from specdec.core import Verifier
+from specdec.errors import BackendError
+from specdec.kv_cache import blocks_for
+from tests.helpers.aiter_emulation import Machine, install
+from tests.helpers.aiter_generation import generate, wide_dflash
+from tests.helpers.attention_case import Case, spec
+from tests.helpers.guards import HostSyncError, no_host_sync
+from tests.helpers.tiny_models import CONFIGS, WINDOW, paged_verifier
+from verifiers.hf import verifier_for
+from verifiers.hf_attention import ATTENTION_NAME
+from verifiers.shape import attention_spec
+
+BACKENDS: dict[str, type[RocmAiterFaBackend]] = {"plain": RocmAiterFaBackend, "shuffle": RocmAiterFaShuffleBackend}
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+Install = Callable[..., Machine]
+
+
+def pretend_rocm(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Install:
+    """A function that pretends a ROCm machine with AITER; whole generations ask for float32, which the emulation then takes."""
+
+    def setup(version: str = "0.1.20", architecture: str = "gfx942", float32: bool = False, **options: Any) -> Machine:
+        monkeypatch.setattr(specdec.device, "rocm_architecture", lambda device: architecture)
+        if float32:
+            monkeypatch.setattr(rocm_aiter_fa, "DTYPES", (torch.float32, *rocm_aiter_fa.DTYPES))
+        machine = Machine(version=version, architecture=architecture, allow_float32=float32, **options)
+        return install(monkeypatch, folder, machine)
+
+    return setup
+
+
+@pytest.fixture
+def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Install:
+    """See `pretend_rocm`."""
+    return pretend_rocm(monkeypatch, tmp_path)
+
+
+SHAPES: dict[str, tuple[list[int], list[int], bool]] = {
+    "single": ([40, 1, 33, 16], [1, 1, 1, 1], True),
+    "block": ([40, 5, 33, 21], [5, 5, 5, 5], True),
+    "prefill": ([17, 1, 33], [17, 1, 33], False),
+    "extend": ([40, 23, 33], [3, 2, 17], False),
+    "mixed": ([40, 17, 35, 33, 50], [3, 17, 1, 33, 20], False),
+}
+"""Lengths, rows, and whether only the device knows them."""
+
+
+@pytest.mark.parametrize("layout", BACKENDS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("window", [None, 1, 9, 100])
+@pytest.mark.parametrize(
+    ("causal", "extra"), [(True, ""), (False, ""), (True, "sinks"), (True, "softcap"), (True, "both")]
+)  # the rest is refused, as test_refusals shows
+def test_every_case_equals_torch_ref(rocm: Install, layout: str, shape: str, causal: bool, window: int | None, extra: str) -> None:
+    """Each phase alone and all mixed, in float32: wrong rows, windows off by one, lost context, the wrong layout."""
+    rocm(float32=True)
+    asked = spec(dtype=torch.float32)
+    case = Case(asked, *SHAPES[shape][:2], uniform=SHAPES[shape][2], causal=causal)
+    sinks = torch.randn(4) if extra in ("sinks", "both") else None
+    how: dict[str, Any] = {"scale": 0.2, "window": window, "softcap": 0.7 if extra in ("softcap", "both") else None, "sinks": sinks}
+    torch.testing.assert_close(case.attend(BACKENDS[layout](asked), layers=2, **how), case.want(**how), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_context_in_chunks(rocm: Install, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    """Context longer than the workspace is merged chunk by chunk, also when some requests run out of it first."""
+    monkeypatch.setattr(rocm_aiter_plan, "CONTEXT_TOKENS", chunk)
+    machine = rocm(float32=True)
+    case = Case(spec(dtype=torch.float32), [40, 9, 33], [3, 2, 17], uniform=False)
+    torch.testing.assert_close(case.attend(RocmAiterFaBackend(case.spec), scale=0.2), case.want(scale=0.2), atol=1e-4, rtol=1e-4)
+    count = sum(call.name == "flash_attn_varlen_func" for call in machine.calls)
+    assert count == 1 + blocks_for(37, max(1, chunk // 3))
+
+
+FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
+LIMITS = list(itertools.product([16, 64, 80, 96, 128, 256], [1, 4], [None, 1, 9], [True, False]))
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize(("architecture", "dtype"), [("gfx942", torch.bfloat16), ("gfx950", torch.float16)])
+@pytest.mark.parametrize("layout", BACKENDS)
+def test_e3_no_combination_reaches_a_kernel_that_lacks_it(
+    rocm: Install, layout: str, architecture: str, dtype: torch.dtype, fp8: bool
+) -> None:
+    """Head size, rows, window, causality, group and block size, scale, sinks, softcap, on both sides of the assembly limit.
+
+    The emulation raises wherever a kernel has no such case, so an answer at all is the point; it must also be the right one.
+    """
+    compute_units = 4
+    machine = rocm(architecture=architecture, num_compute_units=compute_units)
+    for n, (head_dim, rows, window, causal) in enumerate(LIMITS):
+        group, size = ((2, 16), (2, 32), (20, 16), (3, 16))[n % 4]
+        asked = spec(
+            dtype=dtype,
+            head_dim=head_dim,
+            num_kv_heads=2,
+            num_heads=2 * group,
+            block_size=size,
+            cache_dtype=FP8[architecture] if fp8 else None,
+            cache_scales=(0.5, 2.0) if fp8 else (1.0, 1.0),
+            non_causal=not causal,
+        )
+        assert BACKENDS[layout].unsupported_reasons(asked) == []
+        backend = BACKENDS[layout](asked)
+        for uniform, many, scale in itertools.product([True, False], [False, True], [head_dim**-0.5, 0.05]):
+            if many and rows > 1:
+                continue
+            lengths = [33, rows + 1, 20] * (2 if many else 1)
+            case = Case(asked, lengths, [rows] * len(lengths), uniform=uniform, causal=causal)
+            extras: list[dict[str, Any]] = [{}]
+            if causal:
+                extras += [{"sinks": torch.randn(2 * group)}, {"softcap": 3.0}]
+            for extra in extras[: 1 if many else None]:
+                how = {"scale": scale, "window": window, **extra}
+                got, want = case.attend(backend, **how).float(), case.want(**how)
+                tolerance = 0.25 if fp8 else TOLERANCE[dtype]
+                torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
+    names = machine.names()
+    assert names >= {"unified_attention", "flash_attn_varlen_func", "flash_attn_with_kvcache"}
+    if layout == "plain":
+        assert names >= {"paged_attention_v1", "reshape_and_cache_flash"}
+    else:
+        assert names >= {"paged_attention_common", "paged_attention_rocm", "pa_fwd_asm", "reshape_and_cache"}
+
+
+def test_phases(rocm: Install) -> None:
+    """A single row behind a context decodes also within a prefill; lengths unknown to the host mean decoding."""
+    rocm()
+    lengths, widths, _ = SHAPES["mixed"]
+    backend = RocmAiterFaBackend(spec())
+    groups = backend.plan(Case(spec(), lengths, widths, uniform=False).metadata).groups
+    assert {g.phase: g.query_lens for g in groups} == {"extend": [3, 20], "prefill": [17, 33], "decode": [1]}
+    assert [g.phase for g in backend.plan(Case(spec(), [3, 3], [3, 3], uniform=True).metadata).groups] == ["decode"]
+
+
+SINKS = torch.zeros(4)
+DECISIONS: list[tuple[str, bool, dict[str, Any], dict[str, Any], str, str]] = [
+    ("prefill", True, {}, {"window": 9, "sinks": SINKS}, "varlen", "varlen"),
+    ("extend", True, {}, {"window": 9, "sinks": SINKS}, "unified", "unified"),
+    ("extend", True, {}, {"window": 9}, "windowed_varlen", "windowed_varlen"),
+    ("extend", True, {}, {}, "chunked_varlen", "chunked_varlen"),
+    ("block", True, {}, {"window": 9}, "unified", "unified"),
+    ("block", False, {}, {"window": 9}, "kvcache", "gathered_kvcache"),
+    ("block", False, {"cache_dtype": torch.float8_e4m3fnuz}, {}, "gathered_kvcache", "gathered_kvcache"),
+    ("single", True, {}, {"sinks": SINKS}, "unified", "unified"),
+    ("single", True, {"head_dim": 80}, {}, "unified", "unified"),
+    ("single", True, {"num_heads": 40}, {}, "unified", "unified"),
+    ("single", False, {}, {"window": 9}, "paged_v1", "unified"),
+    ("single", True, {}, {"softcap": 5.0}, "paged_v1", "unified"),
+    ("single", False, {}, {}, "paged_v1", "paged_rocm"),
+    ("single", True, {"head_dim": 128}, {"scale": 128**-0.5}, "paged_v1", "paged_common"),
+    ("single", True, {"head_dim": 128}, {"scale": 0.1}, "paged_v1", "paged_rocm"),
+    ("single", True, {"head_dim": 128, "block_size": 32}, {"scale": 128**-0.5}, "paged_v1", "paged_rocm"),
+]
+"""Rows, causality, shape and layer, then the kernel on each layout: the table of docs/rocm.md."""
+
+
+@pytest.mark.parametrize(("shape", "causal", "changes", "how", "plain", "shuffle"), DECISIONS)
+def test_b3_decision_table(
+    rocm: Install, shape: str, causal: bool, changes: dict[str, Any], how: dict[str, Any], plain: str, shuffle: str
+) -> None:
+    """The fastest kernel that has the case, not merely one that has it."""
+    rocm()
+    lengths, widths, uniform = SHAPES[shape]
+    case = Case(spec(**changes), lengths, widths, uniform=uniform, causal=causal)
+    for backend, want in ((RocmAiterFaBackend(case.spec), plain), (RocmAiterFaShuffleBackend(case.spec), shuffle)):
+        group = max(backend.plan(case.metadata).groups, key=lambda g: g.phase == shape)
+        assert backend.kernel(group, **{"scale": 0.2, **how}) == want
+
+
+def test_b7_windows_of_blocks_keep_their_right_side(rocm: Install) -> None:
+    """A right window of 0 would make a bidirectional block causal."""
+    machine = rocm()
+    case = Case(spec(), [40, 30], [5, 5], uniform=True, causal=False)
+    case.attend(RocmAiterFaBackend(case.spec), scale=0.1, window=9)
+    windows = [c.details["window"] for c in machine.calls if c.name == "flash_attn_with_kvcache"]
+    assert windows == [(8, 8)]
+
+
+def test_layouts_read_back_what_was_written(rocm: Install) -> None:
+    """Rows and whole blocks of both layouts, and of 8-bit caches, give back keys and values."""
+    rocm()
+    for layout, fp8 in itertools.product(BACKENDS, [False, True]):
+        asked = spec(cache_dtype=FP8["gfx942"] if fp8 else None)
+        case = Case(asked, [40], [40], uniform=False)
+        cache, backend = case.cache(), BACKENDS[layout](asked)
+        backend.write(cache, slot_mapping=case.metadata.slot_mapping, **case.new)
+        rows = read_rows(cache, case.metadata.slot_mapping, backend.layout)
+        blocks = read_blocks(cache, case.metadata.block_table[:, :3], backend.layout)
+        for want, row, block in zip(case.new.values(), rows, blocks, strict=True):
+            want = want.to(asked.kv_dtype).float()
+            torch.testing.assert_close(row.float(), want, atol=0, rtol=0)
+            torch.testing.assert_close(block[0, :40].float(), want, atol=0, rtol=0)
+
+
+def test_eight_bit_writes_saturate(rocm: Install) -> None:
+    """AITER's writer converts without saturating, and the emulation raises when it has to."""
+    rocm()
+    asked = spec(cache_dtype=FP8["gfx942"], cache_scales=(0.5, 1.0))
+    backend, case = RocmAiterFaBackend(asked), Case(asked, [3], [3], uniform=False)
+    cache = case.cache()
+    huge = torch.full_like(case.new["key"], 1e4)
+    backend.write(cache, huge, -huge, case.metadata.slot_mapping)
+    key, value = read_rows(cache, case.metadata.slot_mapping, "plain")
+    assert key.float().unique().item() == 240 and value.float().unique().item() == -240
+
+
+def test_e6_scratch_keeps_its_address(rocm: Install) -> None:
+    """Captured graphs use the same buffers as the plain call before them, whatever batches come between."""
+    machine = rocm()
+    backend = RocmAiterFaBackend(spec())
+    small, large = (Case(spec(), [40] * n, [1] * n, uniform=True) for n in (2, 9))
+    small.attend(backend, scale=0.1)
+    kept = dict(backend._compiled._buffers)
+    large.attend(backend, scale=0.1)
+    machine.capturing = True
+    with no_host_sync():
+        backend.plan(small.metadata)
+    small.attend(backend, scale=0.1)
+    assert kept and all(backend._compiled._buffers.get(key) is buffer for key, buffer in kept.items())
+
+
+@pytest.mark.parametrize(
+    ("version", "architecture", "backend", "changes", "reasons"),
+    [
+        ("0.1.20", "gfx90a", "plain", {}, ["architecture gfx90a"]),
+        ("0.1.15", "gfx942", "plain", {}, []),
+        ("0.1.15", "gfx942", "plain", {"non_causal": True}, ["non-causal blocks need amd-aiter 0.1.16"]),
+        ("0.1.15", "gfx942", "shuffle", {}, ["shuffled layout needs amd-aiter 0.1.16"]),
+        ("0.1.16", "gfx950", "shuffle", {"non_causal": True}, []),
+        ("0.1.20", "gfx942", "plain", {"non_causal": True, "sinks": True, "softcap": 5.0}, ["with sinks", "with a softcap"]),
+        (
+            "0.1.20",
+            "gfx942",
+            "plain",
+            {"dtype": torch.float32, "block_size": 4, "head_dim": 8},
+            ["float32", "blocks of 4", "size 8"],
+        ),
+        ("0.1.20", "gfx950", "plain", {"cache_dtype": torch.float8_e4m3fnuz}, ["gfx950 computes with torch.float8_e4m3fn"]),
+        ("0.1.20", "gfx942", "plain", {"num_heads": 5}, ["5 query heads do not share 2"]),
+    ],
+)
+def test_refusals(
+    rocm: Install, version: str, architecture: str, backend: str, changes: dict[str, Any], reasons: list[str]
+) -> None:
+    """Every limit is said before work starts, and all at once."""
+    rocm(version=version, architecture=architecture)
+    found = BACKENDS[backend].unsupported_reasons(spec(**changes))
+    assert len(found) == len(reasons), found
+    for want, got in zip(reasons, found, strict=True):
+        assert want in got
+
+
+def test_selection(rocm: Install, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """`auto` takes AITER where it runs, and says what else it left out; a name means that or an error."""
+    with pytest.raises(BackendError, match="'rocm_aiter_fa' cannot serve this model: cpu is not a ROCm device"):
+        select_backend("rocm_aiter_fa", spec())
+    rocm()
+    assert select_backend("auto", spec()).name == "rocm_aiter_fa"
+    assert select_backend("rocm_aiter_fa_shuffle", spec()).name == "rocm_aiter_fa_shuffle"
+    caplog.set_level("INFO")
+    assert select_backend("auto", spec(block_size=4)).name == "torch_ref"
+    assert "blocks of 4 tokens" in caplog.text
+
+
+def replace_head_dim(config: PreTrainedConfig, head_dim: int = 64) -> PreTrainedConfig:
+    """The same with heads wide enough for the paged kernels."""
+    config.head_dim, config.tie_word_embeddings = head_dim, False
+    return config
+
+
+def model_of(name: str, head_dim: int = 64) -> PreTrainedModel:
+    """A tiny random model."""
+    torch.manual_seed(0)
+    config = replace_head_dim(CONFIGS[name](), head_dim)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    return model
+
+
+def on(verifier: Verifier, backend: type[AttentionBackend], model: PreTrainedModel, **changes: Any) -> Verifier:
+    """The same target on another backend."""
+    other: Any = paged_verifier(model, block_size=16)
+    asked: Any = verifier.attention.spec
+    other.attention = backend(replace(asked, **changes))
+    return other
+
+
+@pytest.mark.parametrize("layout", BACKENDS)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_oss", "gemma3", "gemma2"])
+def test_whole_generations_equal_torch_ref(rocm: Install, name: str, layout: str) -> None:
+    """Token for token in float32, plain, with n-gram and with DFlash drafts, and nothing waits between draft and commit."""
+    machine = rocm(float32=True)
+    model = model_of(name, head_dim=128 if name == "qwen3" else 64)
+    reference = paged_verifier(model, block_size=16)
+    want = generate(reference, None)
+    for make in (lambda v: None, lambda v: NGramDrafter(max_draft_tokens=4), wide_dflash):
+        verifier = on(reference, BACKENDS[layout], model)
+        assert generate(verifier, make(verifier), guard=True) == want
+    assert "flash_attn_with_kvcache" in machine.names()
+
+
+@pytest.mark.parametrize("layout", BACKENDS)
+def test_generation_with_an_eight_bit_cache(rocm: Install, layout: str) -> None:
+    """bfloat16 rows on an 8-bit cache: drafts and plain decoding read the same cache, and nothing waits."""
+    rocm(architecture="gfx950")
+    torch.manual_seed(0)
+    config = replace_head_dim(CONFIGS["llama"]())
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.bfloat16).eval()
+    asked = attention_spec(config, device=torch.device("cpu"), dtype=torch.bfloat16, block_size=16)
+    backend = BACKENDS[layout](replace(asked, cache_dtype=FP8["gfx950"]))
+    verifier = verifier_for(model, name="llama", backend=backend)
+    outputs = generate(verifier, wide_dflash(verifier), guard=True)
+    assert all(len(output) == 14 or output[-1] == 2 for output in outputs)
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_a5_known_lengths_are_not_read_back(rocm: Install, monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+    """A prefill of all phases takes its lengths from the host's lists and copies nothing from the device."""
+    rocm()
+    case = Case(spec(), *SHAPES["mixed"][:2], uniform=False)
+    backend = RocmAiterFaBackend(case.spec)
+
+    def refuse(*_: Any) -> Any:
+        raise HostSyncError("read back")
+
+    for name in ("item", "cpu", "tolist", "numpy", "nonzero", "__int__", "__index__"):
+        monkeypatch.setattr(Tensor, name, refuse)
+    case.attend(backend, scale=0.1, window=window)
+
+
+def test_b7_old_aiter_waits_and_is_caught(rocm: Install) -> None:
+    """The draft kernel before 0.1.16 reads lengths on the host; the refusal of such versions is what keeps it out of a step."""
+    rocm(version="0.1.15")
+    case = Case(spec(), [40, 30], [5, 5], uniform=True, causal=False)
+    backend = RocmAiterFaBackend(case.spec)
+    with pytest.raises(HostSyncError), no_host_sync():
+        backend._kernels.kvcache(backend.plan(case.metadata).groups[0], _layer(case), case.query, gathered=False)
+
+
+def _layer(case: Case) -> Any:
+    from specdec.attention.aiter.triton import Layer
+
+    return Layer(case.cache(), 0.1, WINDOW, None, None)

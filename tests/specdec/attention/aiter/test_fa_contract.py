@@ -1,0 +1,343 @@
+"""What the AITER backends for ordinary heads promise, line by line as docs/rocm-tests.md numbers it (A, B and E)."""
+
+import ast
+import dataclasses
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import specdec.attention
+from specdec.attention.aiter import (
+    mla as rocm_aiter_mla,
+)
+from specdec.attention.aiter import (
+    mla_plan as rocm_aiter_mla_plan,
+)
+from specdec.attention.aiter import (
+    mla_prefill as rocm_aiter_mla_prefill,
+)
+from specdec.attention.aiter import (
+    plan as rocm_aiter_plan,
+)
+from specdec.attention.aiter import (
+    sparse_plan as rocm_aiter_sparse_plan,
+)
+from specdec.attention.aiter.fa import RocmAiterFaBackend
+from specdec.attention.aiter.layout import shuffled
+from specdec.attention.aiter.plan import AiterPlan, plan_groups, plan_packed
+from specdec.attention.selector import refusals, select_backend
+from specdec.cli.doctor import ENVIRONMENT
+from specdec.errors import BackendError
+from specdec.kv_cache import LayerCache
+from tests.helpers.attention_case import Case, spec
+from tests.helpers.guards import no_host_sync
+from tests.specdec.attention.aiter.test_fa import BACKENDS, FP8, SHAPES, Install, pretend_rocm
+
+
+@pytest.fixture
+def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Install:
+    """See `pretend_rocm`."""
+    return pretend_rocm(monkeypatch, tmp_path)
+
+
+def case_of(shape: str, *, causal: bool = True, **changes: Any) -> Case:
+    """Requests of one shape of `SHAPES`."""
+    lengths, widths, uniform = SHAPES[shape]
+    return Case(spec(**changes), lengths, widths, uniform=uniform, causal=causal)
+
+
+def spied(backend: RocmAiterFaBackend, name: str) -> list[dict[str, Any]]:
+    """The arguments of every call of one of AITER's functions from now on."""
+    seen: list[dict[str, Any]] = []
+    kernels: Any = backend._kernels
+    inner: Callable[..., Any] = getattr(kernels._ops, name)
+
+    def spy(**arguments: Any) -> Any:
+        seen.append(arguments)
+        return inner(**arguments)
+
+    kernels._ops = kernels._triton = replace(kernels._ops, **{name: spy})
+    return seen
+
+
+def assert_right(case: Case, backend: RocmAiterFaBackend, tolerance: float = 1e-4, **how: Any) -> None:
+    """The backend's output is that of torch_ref."""
+    torch.testing.assert_close(case.attend(backend, **how).float(), case.want(**how), atol=tolerance, rtol=tolerance)
+
+
+DEAD_FIELDS = {
+    "min_query_len",
+    "swa_seq_lens",
+    "seq_tot",
+    "num_actual_kv_tokens",
+    "num_prefill_tokens",
+    "common_prefix_len",
+    "total_tokens",
+}
+"""What plans of this kind tend to carry along although no kernel asks for it."""
+
+
+def test_a1_plans_hold_only_what_is_read() -> None:
+    """A field that no code reads costs every step that fills it in."""
+    read: set[str] = set()
+    for path in Path(next(iter(specdec.attention.__path__))).glob("rocm_aiter*.py"):
+        nodes = ast.walk(ast.parse(path.read_text()))
+        read |= {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
+    kinds = [
+        kind
+        for module in (rocm_aiter_plan, rocm_aiter_mla, rocm_aiter_mla_plan, rocm_aiter_mla_prefill, rocm_aiter_sparse_plan)
+        for kind in vars(module).values()
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind) and kind.__module__ == module.__name__
+    ]
+    fields = {(kind.__name__, field.name) for kind in kinds for field in dataclasses.fields(kind)}
+    assert len(kinds) >= 10
+    assert {entry for entry in fields if entry[1] not in read} == set()
+    assert {name for _, name in fields} & DEAD_FIELDS == set()
+
+
+def content(plan: AiterPlan) -> list[Any]:
+    """All that a plan holds, tensors as lists."""
+    values = [getattr(group, field.name) for group in plan.groups for field in dataclasses.fields(group)]
+    return [value.tolist() if isinstance(value, Tensor) else value for value in values]
+
+
+@pytest.mark.parametrize("layout", BACKENDS)
+@pytest.mark.parametrize(("shape", "causal"), [("single", True), ("block", True), ("block", False)])
+def test_a2_a_plan_for_capture_is_the_ordinary_plan(
+    rocm: Install, monkeypatch: pytest.MonkeyPatch, layout: str, shape: str, causal: bool
+) -> None:
+    """Nothing is switched for a capture, in the plan or in the backend, and the captured step gives the same bits."""
+    machine = rocm()
+    case = case_of(shape, causal=causal)
+    backend = BACKENDS[layout](case.spec)
+    want, plain = case.attend(backend, scale=0.1), content(backend.plan(case.metadata))
+    before = dict(vars(backend))
+    machine.capturing = True
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert content(backend.plan(case.metadata)) == plain
+    assert torch.equal(case.attend(backend, scale=0.1), want)
+    assert vars(backend) == before
+
+
+@pytest.mark.parametrize("layout", BACKENDS)
+@pytest.mark.parametrize("window", [None, 9])
+def test_a4_decoding_is_the_same_however_lengths_are_known(rocm: Install, layout: str, window: int | None) -> None:
+    """Decoding alone, with lengths that only the device has: on either layout the bits of the path on which the host has them."""
+    rocm(float32=True)
+    lengths, widths, _ = SHAPES["single"]
+    asked = spec(dtype=torch.float32)
+    unknown = Case(asked, lengths, widths, uniform=True)
+    known = Case(asked, lengths[:1] + lengths[2:], [1, 1, 1], uniform=False)  # a sequence of one token is a prefill
+    backend = BACKENDS[layout](asked)
+    assert [group.phase for group in backend.plan(known.metadata).groups] == ["decode"]
+    assert_right(unknown, backend, scale=0.2, window=window)
+    host_less = replace(known.metadata, query_lens=None, seq_lens_host=None)
+    got = known.attend(backend, scale=0.2, window=window)
+    known.metadata = host_less
+    assert torch.equal(known.attend(backend, scale=0.2, window=window), got)
+
+
+def test_a5_decoding_needs_no_lengths_on_the_host(rocm: Install) -> None:
+    """A decode group has none, and a kernel that asked for them would find an empty list."""
+    rocm()
+    for causal in (True, False):
+        for shape in ("single", "block"):
+            case = case_of(shape, causal=causal)
+            (group,) = RocmAiterFaBackend(case.spec).plan(case.metadata).groups
+            assert (group.query_lens, group.seq_lens_host) == ([], [])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_b1_every_group_carries_the_causality_of_its_forward(shape: str, causal: bool) -> None:
+    """Of both ways to plan, and whether or not the host knows the lengths, as it does not when drafting."""
+    metadata = case_of(shape, causal=causal).metadata
+    for plan in (plan_groups(metadata, 16), plan_packed(metadata, 16)):
+        assert {group.causal for group in plan.groups} == {causal}
+
+
+@pytest.mark.parametrize("layout", BACKENDS)
+def test_b2_the_class_says_that_it_serves_blocks(rocm: Install, layout: str) -> None:
+    """Before there is an object, a model, or a weight."""
+    rocm()
+    assert BACKENDS[layout].unsupported_reasons(spec(non_causal=True)) == []
+    assert not refusals(spec(non_causal=True))[BACKENDS[layout].name]
+    assert BACKENDS[layout].unsupported_reasons(spec(non_causal=True, softcap=3.0)) != []
+
+
+def test_b4_scales_of_an_eight_bit_cache(rocm: Install) -> None:
+    """float32, one per request and head as the kernel indexes them, and views of one number rather than filled tables."""
+    rocm()
+    case = case_of("block", cache_dtype=FP8["gfx942"], cache_scales=(0.5, 2.0))
+    backend = RocmAiterFaBackend(case.spec)
+    calls = spied(backend, "unified_attention")
+    assert_right(case, backend, 0.25, scale=0.1)
+    (arguments,) = calls
+    for name, scale in (("k_descale", 0.5), ("v_descale", 2.0)):
+        assert arguments[name].shape == (4, 2) and arguments[name].dtype == torch.float32
+        assert arguments[name].stride() == (0, 0) and arguments[name][0, 0] == scale
+    assert arguments["q_descale"] is None
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_b5_every_row_is_written_and_in_its_place(rocm: Install, monkeypatch: pytest.MonkeyPatch, causal: bool) -> None:
+    """Groups of a mixed forward write their own rows; one they leave out would be poison, one written twice another's."""
+    rocm(float32=True)
+    empty = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda *args, **options: empty(*args, **options).fill_(torch.nan))
+    case = case_of("mixed", causal=causal, dtype=torch.float32)
+    assert_right(case, RocmAiterFaBackend(case.spec), scale=0.2)
+
+
+def test_b7_no_phase_is_causal_by_habit(rocm: Install) -> None:
+    """Bidirectional rows behind a context, with and without a window, see the rows behind them in every call of the kernel."""
+    rocm(float32=True)
+    for window in (None, 9):
+        case = case_of("mixed", causal=False, dtype=torch.float32)
+        backend = RocmAiterFaBackend(case.spec)
+        calls = spied(backend, "flash_attn_varlen_func")
+        assert_right(case, backend, scale=0.2, window=window)
+        assert len(calls) >= 2 and not any(call["causal"] for call in calls)
+        assert {call["window_size"] for call in calls} == {(-1, -1) if window is None else (8, 8)}
+
+
+def test_b7_blocks_are_captured(rocm: Install) -> None:
+    """After one warm-up the draft kernel runs within a capture, and the host waits for nothing."""
+    machine = rocm()
+    case = case_of("block", causal=False)
+    backend = RocmAiterFaBackend(case.spec)
+    want = case.attend(backend, scale=0.1)
+    cache = case.cache()
+    backend.write(cache, case.old["key"], case.old["value"], case.old_slots)
+    machine.capturing = True
+    with no_host_sync():
+        got = backend.run(case.query, **case.new, cache=cache, plan=backend.plan(case.metadata), scale=0.1)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("layout", BACKENDS)
+def test_b7_blocks_on_an_eight_bit_cache(rocm: Install, layout: str) -> None:
+    """The draft kernel takes no 16-bit query on 8-bit keys: they are gathered and turned back first."""
+    machine = rocm()
+    case = case_of("block", causal=False, cache_dtype=FP8["gfx942"], non_causal=True)
+    assert BACKENDS[layout].unsupported_reasons(case.spec) == []
+    assert_right(case, BACKENDS[layout](case.spec), 0.25, scale=0.1)
+    assert "flash_attn_with_kvcache" in machine.names()
+
+
+def test_b7_blocks_of_different_lengths_are_not_mixed_up(rocm: Install) -> None:
+    """The draft kernel has as many rows for each request: known lengths are split, and others cannot be passed off as such."""
+    rocm()
+    case = case_of("extend", causal=False)
+    assert_right(case, RocmAiterFaBackend(case.spec), 3e-2, scale=0.1)
+    assert [g.max_query_len for g in plan_packed(case.metadata, 16).groups] == [3, 2, 17]
+    case.metadata = replace(case.metadata, query_lens=None, seq_lens_host=None)
+    with pytest.raises(RuntimeError, match=r"shape '\[3, 17, 4, 64\]' is invalid"):
+        case.attend(RocmAiterFaBackend(case.spec), scale=0.1)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_e1_scratch_and_views_of_the_paged_kernel(rocm: Install, fp8: bool) -> None:
+    """A part per 256 keys of the longest sequence; keys and values in five dimensions, 16 bytes at a time."""
+    rocm()
+    asked = spec(head_dim=128, cache_dtype=FP8["gfx942"] if fp8 else None)
+    backend = BACKENDS["shuffle"](asked)
+    calls = spied(backend, "paged_attention_common")
+    for longest, parts in ((254, 1), (255, 2), (600, 3)):  # the host's bound is two more
+        case = Case(asked, [longest, 40, 3], [1, 1, 1], uniform=True)
+        assert_right(case, backend, 0.25 if fp8 else 3e-2, scale=128**-0.5)
+        arguments = calls.pop()
+        assert arguments["exp_sums"].shape == arguments["max_logits"].shape == (3, 4, parts)
+        assert arguments["tmp_out"].shape == (3, 4, parts, 128)
+        x = 16 if fp8 else 8
+        assert arguments["K"].shape == (case.num_blocks, 2, 128 // x, 16, x)
+        assert arguments["V"].shape == (case.num_blocks, 2, 16 // x, 128, x)
+
+
+@pytest.mark.parametrize(("num_compute_units", "assembly"), [(304, False), (4, True)])
+def test_e2_both_kinds_of_scales_are_given(rocm: Install, num_compute_units: int, assembly: bool) -> None:
+    """AITER chooses the kernel: HIP reads one number, assembly a table per slot and head, where a single number faults."""
+    machine = rocm(num_compute_units=num_compute_units)
+    asked = spec(head_dim=128, cache_dtype=FP8["gfx942"], cache_scales=(0.5, 2.0))
+    backend, case = BACKENDS["shuffle"](asked), Case(asked, [40, 17, 33, 20] * 4, [1] * 16, uniform=True)
+    calls = spied(backend, "paged_attention_common")
+    assert_right(case, backend, 0.25, scale=128**-0.5)
+    (arguments,) = calls
+    for side, scale in (("K", 0.5), ("V", 2.0)):
+        single, table = arguments[f"{side}_QScale_hip"], arguments[f"{side}_QScale_asm"]
+        assert single.tolist() == [scale] and table.shape == (case.num_blocks, 2, 16)
+        assert table.dtype == torch.float32 and table.is_contiguous() and bool((table == scale).all())
+    assert ("pa_fwd_asm" in machine.names()) == assembly
+
+
+def test_e3_the_shuffled_layout_is_taken_by_name_and_refused_before_work(rocm: Install) -> None:
+    """Never by `auto`; what it cannot do is an error when it is chosen, with every reason, and not one in a forward."""
+    rocm()
+    assert select_backend("auto", spec()).name == "rocm_aiter_fa"
+    with pytest.raises(BackendError, match=r"blocks of 4 tokens.*; head size 8 "):
+        select_backend("rocm_aiter_fa_shuffle", spec(block_size=4, head_dim=8))
+
+
+@pytest.mark.parametrize(
+    ("changes", "scale", "assembly"),
+    [
+        ({"head_dim": 128}, 128**-0.5, True),
+        ({"head_dim": 128}, 0.05, False),
+        ({"head_dim": 128, "block_size": 32}, 128**-0.5, False),
+        ({"head_dim": 64}, 128**-0.5, False),
+        ({"head_dim": 256}, 128**-0.5, False),
+    ],
+)
+def test_e4_assembly_gets_only_what_it_is_built_for(rocm: Install, changes: dict[str, Any], scale: float, assembly: bool) -> None:
+    """With as many rows as bring the assembly kernel into play: other heads, blocks and scales stay with HIP."""
+    machine = rocm(num_compute_units=4)
+    asked = spec(**changes)
+    case = Case(asked, [40, 17, 33, 20] * 4, [1] * 16, uniform=True)
+    assert_right(case, BACKENDS["shuffle"](asked), 3e-2, scale=scale)
+    assert ("pa_fwd_asm" in machine.names()) == assembly
+    assert ("paged_attention_rocm" in machine.names()) != assembly
+    assert ("paged_attention_common" in machine.names()) == assembly  # which, before 0.1.12, sends other heads to assembly
+
+
+def test_e5_a_name_is_enough(rocm: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No variable of the environment has to agree with the option."""
+    rocm()
+    for name in ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+    case = case_of("single")
+    backend = select_backend("rocm_aiter_fa_shuffle", case.spec)
+    assert isinstance(backend, BACKENDS["shuffle"])
+    assert_right(case, backend, 3e-2, scale=0.1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "changes", "how"),
+    [
+        ("single", {"head_dim": 256}, {"scale": 256**-0.5}),  # wide heads
+        ("block", {}, {"scale": 0.1}),  # the rows of a verification
+        ("single", {"head_dim": 128}, {"scale": 0.3}),  # a scale of the model's own
+        ("extend", {}, {"scale": 0.1, "window": 9}),  # a chunk whose window is gathered
+        ("single", {}, {"scale": 0.1, "window": 9}),
+    ],
+)
+def test_e6_what_the_shuffled_kernels_lack_runs_elsewhere(
+    rocm: Install, shape: str, changes: dict[str, Any], how: dict[str, Any]
+) -> None:
+    """Each of these has given wrong output, or none, where the shuffled layout was only an option of the plain one."""
+    rocm(num_compute_units=1)
+    case = case_of(shape, **changes)
+    assert_right(case, BACKENDS["shuffle"](case.spec), 3e-2, **how)
+
+
+def test_e6_shuffled_views_are_the_cache_itself() -> None:
+    """A copy would take the writes and lose them: a cache whose blocks are no views of that shape is an error."""
+    key, value = torch.zeros(2, 3, 16, 2, 64, dtype=torch.bfloat16)
+    views = shuffled(LayerCache(key, value))
+    assert [view.data_ptr() for view in views] == [key.data_ptr(), value.data_ptr()]
+    with pytest.raises(RuntimeError, match="view size is not compatible"):
+        shuffled(LayerCache(key.transpose(1, 2), value.transpose(1, 2)))

@@ -1,0 +1,247 @@
+"""Whole models on emulated AITER, over its versions, batch sizes and caches: drafts and backends change no token.
+
+Three runs of prompts that are prefilled in chunks, while others decode:
+
+    float32                   plain, with DFlash and with drafts that are mostly right on AITER, plain on torch_ref: equal tokens
+    8-bit cache               plain and with DFlash on AITER: equal, as both read the same rounded keys; torch_ref has no such cache
+    bfloat16                  with DFlash on AITER: every token is the float32 model's choice, up to the rounding of bfloat16
+
+Covered in pairs rather than as a product: model and backend, version 0.1.15, 0.1.16 and 0.1.20, batch of 1 and of 8, gfx942 and
+gfx950. AITER 0.1.15 has neither the shuffled layout nor bidirectional blocks: there DFlash drafts with causal layers, and that
+version refuses the others. Models, layouts and drafters beside these are in `test_rocm_aiter_fa` and its neighbours.
+"""
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import specdec.device
+from drafters.dflash.drafter import DFlashDrafter
+from drafters.dflash.model import DFlashModel
+from specdec.attention.aiter import fa as rocm_aiter_fa
+from specdec.attention.aiter import mla_sparse as rocm_aiter_mla_sparse
+from specdec.attention.aiter.fa import RocmAiterFaBackend, RocmAiterFaShuffleBackend
+from specdec.attention.aiter.mla import RocmAiterMlaBackend
+from specdec.attention.aiter.mla_sparse import RocmAiterMlaSparseBackend
+from specdec.attention.mla import IndexerRows
+from specdec.attention.torch_ref.mla import TorchRefMlaBackend
+from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.core import DecodeBatch, Drafter, Verifier
+from specdec.engine.engine import SpecEngine
+from specdec.errors import BackendError
+from specdec.kv_cache import LatentCache
+from tests.helpers.aiter_emulation import Machine, install
+from tests.helpers.guards import no_host_sync
+from tests.helpers.scripted import ScriptedDrafter
+from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts
+from tests.specdec.attention.aiter.test_mla_sparse import rounded
+from verifiers.hf import verifier_for
+from verifiers.hf_attention import ATTENTION_NAME
+from verifiers.shape import backend_spec
+
+MAX_TOKENS = 8
+FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
+BACKENDS: dict[str, Any] = {
+    "plain": RocmAiterFaBackend,
+    "shuffle": RocmAiterFaShuffleBackend,
+    "mla": RocmAiterMlaBackend,
+    "sparse": RocmAiterMlaSparseBackend,
+}
+CHANGES: dict[str, dict[str, Any]] = {
+    "llama": {"head_dim": 64},
+    "qwen3": {"head_dim": 128},
+    "gpt_oss": {"head_dim": 64},
+    "deepseek_v3": {},
+    "deepseek_v32": {"index_head_dim": 16},
+}
+"""Heads wide enough for the paged kernels, and index keys wide enough to be moved 16 bytes at a time."""
+
+CASES = [
+    ("llama", "plain", "0.1.15", "gfx942", 8),
+    ("llama", "shuffle", "0.1.16", "gfx950", 8),
+    ("llama", "plain", "0.1.20", "gfx950", 1),
+    ("qwen3", "plain", "0.1.15", "gfx950", 1),
+    ("qwen3", "plain", "0.1.16", "gfx942", 8),
+    ("qwen3", "shuffle", "0.1.16", "gfx942", 1),
+    ("qwen3", "shuffle", "0.1.20", "gfx950", 8),
+    ("gpt_oss", "plain", "0.1.15", "gfx950", 8),
+    ("gpt_oss", "plain", "0.1.16", "gfx950", 1),
+    ("gpt_oss", "plain", "0.1.20", "gfx942", 8),
+    ("gpt_oss", "shuffle", "0.1.16", "gfx942", 8),
+    ("gpt_oss", "shuffle", "0.1.20", "gfx942", 1),
+    ("deepseek_v3", "mla", "0.1.15", "gfx942", 8),
+    ("deepseek_v3", "mla", "0.1.16", "gfx950", 1),
+    ("deepseek_v3", "mla", "0.1.20", "gfx950", 8),
+    ("deepseek_v32", "sparse", "0.1.15", "gfx950", 8),
+    ("deepseek_v32", "sparse", "0.1.16", "gfx942", 8),
+    ("deepseek_v32", "sparse", "0.1.20", "gfx942", 1),
+]
+"""Model, backend, version, architecture, batch."""
+
+EIGHT_BIT = [
+    ("llama", "plain", "0.1.15", "gfx950", 8),
+    ("llama", "shuffle", "0.1.16", "gfx942", 8),
+    ("qwen3", "plain", "0.1.16", "gfx942", 1),
+    ("qwen3", "shuffle", "0.1.20", "gfx950", 8),
+    ("gpt_oss", "plain", "0.1.20", "gfx942", 8),
+    ("gpt_oss", "shuffle", "0.1.16", "gfx950", 1),
+    ("deepseek_v3", "mla", "0.1.15", "gfx950", 1),
+    ("deepseek_v3", "mla", "0.1.16", "gfx942", 8),
+    ("deepseek_v3", "mla", "0.1.20", "gfx950", 8),
+    ("deepseek_v32", "sparse", "0.1.15", "gfx942", 1),
+    ("deepseek_v32", "sparse", "0.1.16", "gfx950", 8),
+    ("deepseek_v32", "sparse", "0.1.20", "gfx942", 8),
+]
+"""The same, on an 8-bit cache."""
+
+
+class Rocm:
+    """A pretended ROCm machine with AITER.
+
+    Args:
+        monkeypatch: undoes it.
+        folder: where the emulation lies.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self._monkeypatch, self._folder = monkeypatch, folder
+
+    def __call__(self, version: str, architecture: str, *, tiny: bool = True) -> Machine:
+        """Pretends; `tiny` takes float32 and sizes smaller than the kernels'."""
+        patch = self._monkeypatch
+        patch.setattr(specdec.device, "rocm_architecture", lambda device: architecture)
+        if tiny:
+            patch.setattr(rocm_aiter_fa, "DTYPES", (torch.float32, *rocm_aiter_fa.DTYPES))
+            patch.setattr(rocm_aiter_mla_sparse, "DTYPES", (torch.float32,))
+            patch.setattr(rocm_aiter_mla_sparse, "LATENT_SHAPES", ((16, 8),))
+            patch.setattr(rocm_aiter_mla_sparse, "INDEX_HEAD_DIMS", (16,))
+        machine = Machine(
+            version=version, architecture=architecture, allow_float32=tiny, any_shape=tiny, num_compute_units=8 if tiny else 304
+        )
+        return install(patch, self._folder, machine)
+
+
+@pytest.fixture
+def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Rocm:
+    """See `Rocm`."""
+    return Rocm(monkeypatch, tmp_path)
+
+
+def rounding_reference(fp8: torch.dtype) -> type[TorchRefMlaBackend]:
+    """torch_ref with an indexer that rounds as AITER's does."""
+
+    class RoundingReference(TorchRefMlaBackend):
+        def select(self, rows: IndexerRows, cache: LatentCache, plan: Any) -> Tensor:
+            query, key = (rounded(t, fp8) for t in (rows.query, rows.key))
+            return super().select(IndexerRows(query, key, rows.weights), cache, plan)
+
+    return RoundingReference
+
+
+def dflash_of(verifier: Verifier, version: str) -> DFlashDrafter:
+    """A random DFlash drafter with heads of 16, bidirectional where that version of AITER has such blocks."""
+    causal = (True, True, True) if version == "0.1.15" else (False, True, False)
+    config = replace(random_dflash(verifier, causal=causal).config, head_dim=16)
+    torch.manual_seed(1)
+    return DFlashDrafter(DFlashModel(config))
+
+
+def prompts_for(batch: int) -> list[list[int]]:
+    """One prompt more than run at once."""
+    return random_prompts(batch + 1, longest=30)
+
+
+def generate(verifier: Verifier, drafter: Drafter | None, max_num_seqs: int) -> list[list[int]]:
+    """Tokens of more prompts than run at once, prefilled 13 tokens at a time, while nothing may wait between draft and commit."""
+    config = EngineConfig(max_num_seqs=max_num_seqs, max_prefill_tokens=13, cache=CacheConfig(block_size=16, memory_bytes=2**23))
+    engine = SpecEngine(verifier, drafter, config)
+    launch = engine._launch
+
+    def guarded(batch: DecodeBatch) -> Any:
+        with no_host_sync():
+            return launch(batch)
+
+    engine._launch = guarded  # type: ignore[method-assign]
+    requests = [engine.add_request(prompt, SamplingParams(max_tokens=MAX_TOKENS)) for prompt in prompts_for(max_num_seqs)]
+    while engine.has_work:
+        engine.step()
+    return [request.output_token_ids for request in requests]
+
+
+def drafters_for(verifier: Verifier, version: str, want: list[list[int]], batch: int) -> list[Drafter | None]:
+    """None, DFlash, and one that is right but for a draft in every third request's second place."""
+    outputs = {tuple(prompt): tokens for prompt, tokens in zip(prompts_for(batch), want, strict=True)}
+    return [None, dflash_of(verifier, version), ScriptedDrafter(outputs, 4, (set(), set(), {1}))]
+
+
+@pytest.mark.parametrize(("name", "backend", "version", "architecture", "batch"), CASES)
+def test_tokens_equal_torch_ref(rocm: Rocm, name: str, backend: str, version: str, architecture: str, batch: int) -> None:
+    """A version's own paths, rows of other requests, chunks that meet decoding, rejected and accepted drafts."""
+    model = plain_model(name, **CHANGES[name])
+    reference = rounding_reference(FP8[architecture]) if backend == "sparse" else None
+    want = generate(paged_verifier(model, 16, backend=reference), None, batch)
+    assert len({tuple(tokens) for tokens in want}) == len(want)
+    rocm(version, architecture)
+    for index in range(3):
+        verifier = paged_verifier(model, 16, backend=BACKENDS[backend])
+        drafter = drafters_for(verifier, version, want, batch)[index]
+        assert generate(verifier, drafter, batch) == want
+
+
+@pytest.mark.parametrize(("name", "backend", "version", "architecture", "batch"), EIGHT_BIT)
+def test_drafts_change_nothing_on_an_eight_bit_cache(
+    rocm: Rocm, name: str, backend: str, version: str, architecture: str, batch: int
+) -> None:
+    """Verification reads what plain decoding reads: the draft block's own keys are rounded, too."""
+    model = plain_model(name, **CHANGES[name])
+    rocm(version, architecture)
+    want: list[list[int]] = []
+    for index in range(3):
+        verifier = paged_verifier(model, 16, backend=lambda s: BACKENDS[backend](replace(s, cache_dtype=FP8[architecture])))
+        drafter = drafters_for(verifier, version, want, batch)[index] if want else None
+        got = generate(verifier, drafter, batch)
+        want = want or got
+        assert got == want
+
+
+@pytest.mark.parametrize(
+    ("name", "backend", "version", "architecture", "batch"), [case for case in CASES if case[0] in ("llama", "qwen3")]
+)
+def test_bfloat16_chooses_as_float32_does(rocm: Rocm, name: str, backend: str, version: str, architecture: str, batch: int) -> None:
+    """Real types and limits: a token may miss the best by what plain torch's logits in bfloat16 are off, twice, on both sides."""
+    exact = plain_model(name, **CHANGES[name])
+    exact.load_state_dict({key: value.bfloat16().float() for key, value in exact.state_dict().items()})
+    half = copy.deepcopy(exact).bfloat16()
+    machine = rocm(version, architecture, tiny=False)
+    paged: PreTrainedModel = AutoModelForCausalLM.from_config(
+        copy.deepcopy(exact.config), attn_implementation=ATTENTION_NAME, dtype=torch.bfloat16
+    )
+    paged.load_state_dict(half.state_dict())
+    spec = backend_spec(paged.config, device=torch.device("cpu"), dtype=torch.bfloat16, block_size=16)
+    assert BACKENDS[backend].unsupported_reasons(spec) == []
+    verifier = verifier_for(paged, name=name, backend=BACKENDS[backend](spec))
+    outputs = generate(verifier, dflash_of(verifier, version), batch)
+    missed, error = [], 0.0
+    for prompt, tokens in zip(prompts_for(batch), outputs, strict=True):
+        ids = torch.tensor([[*prompt, *tokens]])
+        with torch.inference_mode():
+            logits, rough = (m(ids).logits[0, len(prompt) - 1 : -1].float() for m in (exact, half))
+        missed.append(logits.max(-1).values - logits.gather(1, torch.tensor(tokens)[:, None])[:, 0])
+        error = max(error, float((rough - logits).abs().max()))
+    assert float(torch.cat(missed).max()) <= 4 * error
+    assert machine.names() >= {"flash_attn_varlen_func", "unified_attention"}
+
+
+@pytest.mark.parametrize(("name", "backend"), [("llama", "plain"), ("deepseek_v3", "mla"), ("deepseek_v32", "sparse")])
+def test_bidirectional_drafts_are_refused_on_0_1_15(rocm: Rocm, name: str, backend: str) -> None:
+    """Before the first step, with the version that has them; causal drafts of the same drafter are what the tests above run."""
+    rocm("0.1.15", "gfx942")
+    verifier = paged_verifier(plain_model(name, **CHANGES[name]), 16, backend=BACKENDS[backend])
+    with pytest.raises(BackendError, match=r"0\.1\.16"):
+        generate(verifier, dflash_of(verifier, "0.1.20"), 1)

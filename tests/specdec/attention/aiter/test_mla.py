@@ -1,0 +1,382 @@
+"""AITER's latent attention on the emulation: every case within the kernels' limits and right, nothing waits, nothing is stale."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import specdec.device
+from specdec.attention.aiter import plan as rocm_aiter_plan
+from specdec.attention.aiter.fa import RocmAiterFaBackend
+from specdec.attention.aiter.mla import RocmAiterMlaBackend
+from specdec.attention.backend import AttentionMetadata
+from specdec.attention.mla import IndexerSpec, MlaBackend, MlaRows, MlaSpec, UpProjection
+from specdec.attention.selector import select_backend
+from specdec.attention.torch_ref.mla import TorchRefMlaBackend
+from specdec.errors import BackendError, CapacityError
+from specdec.kv_cache import LatentCache, blocks_for
+from tests.helpers.aiter_emulation import Machine, install
+from tests.helpers.guards import no_host_sync
+
+FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
+Install = Callable[..., Machine]
+
+
+def pretend_rocm(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Install:
+    """A function that pretends a ROCm machine with AITER; `tiny` also takes float32 and small sizes."""
+
+    def setup(version: str = "0.1.20", architecture: str = "gfx942", tiny: bool = False, **options: Any) -> Machine:
+        monkeypatch.setattr(specdec.device, "rocm_architecture", lambda device: architecture)
+        options.setdefault("num_compute_units", 8)  # enough to split everything, few enough to be quick
+        options.setdefault("any_shape", tiny)
+        machine = Machine(version=version, architecture=architecture, allow_float32=tiny, **options)
+        return install(monkeypatch, folder, machine)
+
+    return setup
+
+
+@pytest.fixture
+def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Install:
+    """See `pretend_rocm`."""
+    return pretend_rocm(monkeypatch, tmp_path)
+
+
+def spec(**changes: Any) -> MlaSpec:
+    """The shape of DeepSeek-V2-Lite, which every kernel takes."""
+    values: dict[str, Any] = {
+        "device": torch.device("cpu"),
+        "dtype": torch.bfloat16,
+        "num_heads": 16,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "block_size": 16,
+    }
+    return MlaSpec(**{**values, **changes})
+
+
+def tiny(**changes: Any) -> MlaSpec:
+    """A small shape in float32."""
+    small = {"dtype": torch.float32, "num_heads": 4, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
+    return spec(**{**small, "v_head_dim": 12, "block_size": 4, **changes})
+
+
+class Case:
+    """Requests whose context lies in a cache of scattered blocks, and the rows of one layer behind it.
+
+    Args:
+        spec: shape.
+        lengths: tokens of each request, its rows included.
+        widths: rows of each request; None of them known to the host when `uniform`.
+        size: standard deviation of the latents.
+    """
+
+    def __init__(
+        self, spec: MlaSpec, lengths: list[int], widths: list[int], *, uniform: bool, causal: bool = True, size: float = 1.0
+    ) -> None:
+        torch.manual_seed(0)
+        self.spec, self.widths, self.causal, self.scale = spec, widths, causal, 0.1
+        heads, rank, nope, rope = spec.num_heads, spec.kv_lora_rank, spec.qk_nope_head_dim, spec.qk_rope_head_dim
+        counts = [blocks_for(n, spec.block_size) for n in lengths]
+        tables = torch.split(torch.randperm(sum(counts)) + 1, counts)
+        self.num_blocks = sum(counts) + 1
+        self.slots = [
+            tables[i][torch.arange(n) // spec.block_size] * spec.block_size + torch.arange(n) % spec.block_size
+            for i, n in enumerate(lengths)
+        ]
+        num_rows = sum(widths)
+        self.latents = [(torch.randn(n, rank + rope) * size).to(spec.dtype) for n in lengths]
+        new = torch.cat([latent[-width:] for latent, width in zip(self.latents, widths, strict=True)])
+        self.rows = MlaRows(
+            torch.randn(num_rows, heads, nope).to(spec.dtype),
+            torch.randn(num_rows, heads, rope).to(spec.dtype),
+            *new.split([rank, rope], dim=-1),
+        )
+        self.up = UpProjection(
+            (torch.randn(heads, nope, rank) * rank**-0.5).to(spec.dtype),
+            (torch.randn(heads, rank, spec.v_head_dim) * rank**-0.5).to(spec.dtype),
+        )
+        table = torch.full((len(lengths), max(counts) + 2), int(tables[0][0]), dtype=torch.int32)
+        for i, blocks in enumerate(tables):
+            table[i, : counts[i]] = blocks.int()
+        self.metadata = AttentionMetadata(
+            query_start_loc=torch.tensor([0, *itertools.accumulate(widths)], dtype=torch.int32),
+            seq_lens=torch.tensor(lengths, dtype=torch.int32),
+            block_table=table,
+            slot_mapping=torch.cat([s[-w:] for s, w in zip(self.slots, widths, strict=True)]),
+            num_reqs=len(lengths),
+            num_tokens=num_rows,
+            max_query_len=max(widths),
+            max_seq_len=max(lengths) + 2,
+            causal=causal,
+            query_lens=None if uniform else widths,
+            seq_lens_host=None if uniform else lengths,
+        )
+
+    def cache(self) -> LatentCache:
+        """A cache with the context; what was never written is poison."""
+        spec = self.spec
+        latent = torch.full((self.num_blocks, spec.block_size, spec.latent_dim), torch.nan, dtype=torch.float32)
+        for slots, values, width in zip(self.slots, self.latents, self.widths, strict=True):
+            latent.flatten(0, 1)[slots[:-width]] = values[:-width].float() / spec.cache_scale
+        return LatentCache(latent.to(spec.kv_dtype), torch.empty(self.num_blocks, spec.block_size, 0, dtype=torch.uint8))
+
+    def attend(self, backend: MlaBackend, *, layers: int = 1) -> Tensor:
+        """Plans once and runs every layer."""
+        plan = backend.plan(self.metadata)
+        for _ in range(layers - 1):
+            backend.run(self.rows, self.up, self.cache(), plan, scale=self.scale)
+        return backend.run(self.rows, self.up, self.cache(), plan, scale=self.scale)
+
+    def want(self) -> Tensor:
+        """Attention over keys and values of every head, written out in float32."""
+        key_up, value_up = (tensor.float() for tensor in self.up)
+        outputs, first = [], 0
+        for latent, width in zip(self.latents, self.widths, strict=True):
+            compressed, rope = latent.float().split([self.spec.kv_lora_rank, self.spec.qk_rope_head_dim], dim=-1)
+            part = slice(first, first + width)
+            scores = torch.einsum("qhn,hnr,kr->hqk", self.rows.query_nope[part].float(), key_up, compressed)
+            scores = (scores + torch.einsum("qhe,ke->hqk", self.rows.query_rope[part].float(), rope)) * self.scale
+            if self.causal:
+                hidden = torch.ones(width, len(latent), dtype=torch.bool).triu(len(latent) - width + 1)
+                scores = scores.masked_fill(hidden, -torch.inf)
+            outputs.append(torch.einsum("hqk,kr,hrv->qhv", scores.softmax(-1), compressed, value_up))
+            first += width
+        return torch.cat(outputs)
+
+
+def assert_right(case: Case, backend: MlaBackend, tolerance: float | None = None, layers: int = 1) -> None:
+    """The backend's output is what `Case.want` writes out."""
+    if tolerance is None:
+        tolerance = 0.15 if case.spec.kv_dtype.itemsize == 1 else {torch.float32: 1e-4, torch.bfloat16: 3e-2}[case.spec.dtype]
+    got = case.attend(backend, layers=layers)
+    assert got.dtype == case.spec.dtype
+    torch.testing.assert_close(got.float(), case.want(), atol=tolerance, rtol=tolerance)
+
+
+SHAPES: dict[str, tuple[list[int], list[int], bool]] = {
+    "single": ([40, 1, 33, 16], [1, 1, 1, 1], True),
+    "block": ([40, 5, 33, 21], [5, 5, 5, 5], True),
+    "verify": ([40, 8, 33], [8, 8, 8], True),
+    "prefill": ([17, 1, 33], [17, 1, 33], False),
+    "extend": ([40, 23, 33], [3, 2, 17], False),
+    "mixed": ([40, 17, 35, 33, 50], [3, 17, 1, 33, 20], False),
+}
+"""Lengths, rows, and whether only the device knows them."""
+
+
+@pytest.mark.parametrize(("num_heads", "version"), [(4, "0.1.15"), (16, "0.1.20"), (24, "0.1.16"), (32, "0.1.20")])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_case_equals_torch_ref(rocm: Install, shape: str, causal: bool, num_heads: int, version: str) -> None:
+    """Each phase alone and all mixed, in float32: wrong rows, lost context, masks off by one, added heads that leak."""
+    rocm(version, tiny=True)
+    lengths, widths, uniform = SHAPES[shape]
+    case = Case(tiny(num_heads=num_heads), lengths, widths, uniform=uniform, causal=causal)
+    got = case.attend(RocmAiterMlaBackend(case.spec), layers=2)
+    torch.testing.assert_close(got, case.want(), atol=1e-4, rtol=1e-4)
+    clean = case.cache()
+    clean.latent.nan_to_num_()
+    reference = TorchRefMlaBackend(case.spec)
+    want = reference.run(case.rows, case.up, clean, reference.plan(case.metadata), scale=case.scale)
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_context_in_chunks(rocm: Install, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    """Context longer than the workspace is merged chunk by chunk, also when some requests run out of it first."""
+    monkeypatch.setattr(rocm_aiter_plan, "CONTEXT_TOKENS", chunk)
+    machine = rocm(tiny=True)
+    case = Case(tiny(), [40, 9, 33], [3, 2, 17], uniform=False)
+    assert_right(case, RocmAiterMlaBackend(case.spec))
+    calls = [call for call in machine.calls if call.name == "flash_attn_varlen_func"]
+    assert len(calls) == 1 + blocks_for(37, max(1, chunk // 3))
+
+
+@pytest.mark.parametrize("architecture", FP8)
+@pytest.mark.parametrize("version", ["0.1.15", "0.1.16", "0.1.20"])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_no_combination_reaches_a_kernel_that_lacks_it(rocm: Install, version: str, architecture: str, fp8: bool) -> None:
+    """Heads, rows and causality: AITER aborts the process where it ships no code object, and the emulation raises."""
+    rocm(version, architecture, any_shape=True, num_compute_units=2)
+    cache: dict[str, Any] = {"cache_dtype": FP8[architecture], "cache_scale": 0.5} if fp8 else {}
+    for num_heads, width, causal in itertools.product([8, 24, 48, 128], [1, 2, 4, 5, 16], [True, False]):
+        asked = tiny(dtype=torch.bfloat16, num_heads=num_heads, non_causal=not causal, **cache)
+        assert_right(Case(asked, [20, width + 1], [width, width], uniform=True, causal=causal), RocmAiterMlaBackend(asked))
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize(("architecture", "num_heads", "width"), [("gfx942", 128, 4), ("gfx942", 20, 1), ("gfx950", 16, 16)])
+def test_decoding_in_real_sizes(rocm: Install, architecture: str, num_heads: int, width: int, fp8: bool) -> None:
+    """bfloat16 rows on the latents of DeepSeek, which the kernels have built in, from either cache."""
+    rocm(architecture=architecture)
+    cache: dict[str, Any] = {"cache_dtype": FP8[architecture], "cache_scale": 0.5} if fp8 else {}
+    asked = spec(num_heads=num_heads, **cache)
+    assert RocmAiterMlaBackend.unsupported_reasons(asked) == []
+    assert_right(Case(asked, [33, width + 1], [width, width], uniform=True), RocmAiterMlaBackend(asked))
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize(("num_heads", "dims"), [(16, {}), (20, {"qk_nope_head_dim": 192, "v_head_dim": 256})])
+def test_prefill_in_real_sizes(rocm: Install, num_heads: int, dims: dict[str, int], fp8: bool) -> None:
+    """bfloat16 prompts and chunks with the head sizes of DeepSeek and of GLM, from the rows and from a rounded cache."""
+    rocm()
+    asked = spec(num_heads=num_heads, cache_dtype=FP8["gfx942"] if fp8 else None, cache_scale=2.0 if fp8 else 1.0, **dims)
+    assert RocmAiterMlaBackend.unsupported_reasons(asked) == []
+    assert_right(Case(asked, *SHAPES["mixed"][:2], uniform=False), RocmAiterMlaBackend(asked))
+
+
+def test_phases(rocm: Install) -> None:
+    """A single row behind a context decodes also within a prefill; lengths unknown to the host mean decoding."""
+    rocm(tiny=True)
+    backend = RocmAiterMlaBackend(tiny())
+    lengths, widths, _ = SHAPES["mixed"]
+    plan = backend.plan(Case(tiny(), lengths, widths, uniform=False).metadata)
+    assert {g.phase: g.query_lens for g in plan.groups} == {"extend": [3, 20], "prefill": [17, 33], "decode": [1]}
+    assert plan.decode is not None and plan.decode.kv_indptr.tolist() == [0, 35]
+    assert [g.phase for g in backend.plan(Case(tiny(), [3, 3], [3, 3], uniform=True).metadata).groups] == ["decode"]
+
+
+@pytest.mark.parametrize(("width", "causal", "rows"), [(1, True, 1), (6, True, 3), (8, True, 4), (5, True, 1), (4, False, 1)])
+def test_lists_of_entries(rocm: Install, width: int, causal: bool, rows: int) -> None:
+    """Each entry lists the slots of exactly the tokens its last row sees, in order; what follows is valid, and empty entries."""
+    rocm(tiny=True)
+    case = Case(tiny(), [40, 9, 33], [width] * 3, uniform=True, causal=causal)
+    backend = RocmAiterMlaBackend(case.spec)
+    backend._decode_planner.plan(backend.plan(replace(case.metadata, max_seq_len=500)).groups[0])  # leaves longer lists behind
+    plan = backend.plan(case.metadata).decode
+    assert plan is not None and plan.max_seqlen_q == rows
+    ends = [n - width + rows * (i + 1) if causal else n for n in (40, 9, 33) for i in range(width // rows)]
+    assert plan.qo_indptr.tolist() == list(range(0, 3 * width + 1, rows))
+    assert plan.kv_indptr.tolist() == [0, *itertools.accumulate(ends)]
+    want = torch.cat([case.slots[i // (width // rows)][:end] for i, end in enumerate(ends)])
+    assert plan.kv_indices[: len(want)].tolist() == want.tolist()
+    assert set(plan.kv_indices.tolist()) <= set(range(case.num_blocks * case.spec.block_size))
+    (buffers,) = [b for (capacity, r), b in backend._decode_planner._buffers.items() if r == rows and capacity >= len(ends)]
+    assert set(buffers.kv_indptr[len(ends) :].tolist()) == {sum(ends)}
+    assert set(buffers.kv_last_page_lens.tolist()) == {1}
+
+
+def test_memory_keeps_its_address(rocm: Install) -> None:
+    """After the first step of each size nothing is allocated, captured graphs find the plans of their size where they were, and a
+    plan during capture is the same as outside."""
+    machine = rocm(tiny=True)
+    backend = RocmAiterMlaBackend(tiny())
+
+    def addresses() -> set[int]:
+        planner = backend._decode_planner
+        tensors = [t for b in planner._buffers.values() for t in (b.qo_indptr, b.kv_indptr, b.kv_last_page_lens, *b.work.values())]
+        return {t.data_ptr() for t in (*tensors, *planner._indices.values())}
+
+    cases = [Case(tiny(), [40] * n, [width] * n, uniform=True) for n in (1, 2, 3, 4, 7) for width in (1, 6)]
+    outputs = [case.attend(backend) for case in cases]
+    kept = addresses()
+    first = backend.plan(cases[4].metadata).decode
+    again = backend.plan(cases[6].metadata).decode  # four requests where there were three
+    assert first is not None and again is not None
+    assert first.kv_indptr.data_ptr() == again.kv_indptr.data_ptr()
+    assert first.work["work_info_set"].data_ptr() == again.work["work_info_set"].data_ptr()
+    machine.capturing = True
+    for case, want in zip(reversed(cases), reversed(outputs), strict=True):
+        torch.testing.assert_close(case.attend(backend), want, atol=0, rtol=0)
+    assert addresses() == kept
+
+
+def test_large_batches_keep_their_plan(rocm: Install) -> None:
+    """Unless told otherwise AITER answers from 32 requests on with a kernel that makes its own lists, in the middle of a step."""
+    machine = rocm("0.1.20", "gfx950", tiny=True)
+    case = Case(tiny(num_heads=16), [5] * 40, [1] * 40, uniform=True)
+    assert_right(case, RocmAiterMlaBackend(case.spec))
+    assert [call.details["persistent"] for call in machine.calls if call.name == "mla_decode_fwd"] == [True]
+
+
+def test_only_the_newest_plan_runs(rocm: Install) -> None:
+    """Plans share memory: an older one would attend to another batch's tokens without a sign of it."""
+    rocm(tiny=True)
+    case = Case(tiny(), [40, 9], [1, 1], uniform=True)
+    backend = RocmAiterMlaBackend(case.spec)
+    old = backend.plan(case.metadata)
+    backend.plan(case.metadata)
+    with pytest.raises(AssertionError, match="newer plan"):
+        backend.run(case.rows, case.up, case.cache(), old, scale=0.1)
+
+
+def test_folded_heads_give_the_output_new_storage(rocm: Install) -> None:
+    """With several rows per entry and heads in groups of 16, AITER exchanges the storage of `o`: a view made before is garbage."""
+    machine = rocm(architecture="gfx942")
+    case = Case(spec(num_heads=32), [33, 20], [4, 4], uniform=True)
+    assert_right(case, RocmAiterMlaBackend(case.spec))
+    assert [call.details["fold"] for call in machine.calls if call.name == "mla_decode_fwd"] == [2]
+
+
+@pytest.mark.parametrize("shape", ["single", "block", "verify"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_decoding_never_waits(rocm: Install, shape: str, causal: bool) -> None:
+    """Neither plan nor layers read from the device or build tensors from host lists."""
+    rocm(tiny=True)
+    lengths, widths, _ = SHAPES[shape]
+    case = Case(tiny(), lengths, widths, uniform=True, causal=causal)
+    backend, cache = RocmAiterMlaBackend(case.spec), case.cache()
+    with no_host_sync():
+        plan = backend.plan(case.metadata)
+        got = backend.run(case.rows, case.up, cache, plan, scale=case.scale)
+    torch.testing.assert_close(got, case.want(), atol=1e-4, rtol=1e-4)
+
+
+def test_eight_bit_writes_saturate(rocm: Install) -> None:
+    """AITER's writer converts without saturating, and the emulation raises when it has to."""
+    rocm()
+    case = Case(spec(cache_dtype=FP8["gfx942"], cache_scale=0.5), [5], [5], uniform=False, size=1e4)
+    cache, backend = case.cache(), RocmAiterMlaBackend(case.spec)
+    backend.run(case.rows, case.up, cache, backend.plan(case.metadata), scale=0.1)
+    written = cache.latent.flatten(0, 1)[case.slots[0]].float()
+    torch.testing.assert_close(written, (torch.cat(case.rows[2:], -1).float() / 0.5).clamp(-240, 240), atol=0, rtol=0.07)
+
+
+def test_cache_beyond_32_bit_addresses(rocm: Install) -> None:
+    """The kernels multiply slot and width in 32 bits; a larger cache would be read in the wrong place."""
+    rocm()
+    case = Case(spec(), [5], [5], uniform=False)
+    backend = RocmAiterMlaBackend(case.spec)
+    huge = LatentCache(torch.empty(3_728_271, 1, 576, device="meta"), torch.empty(0))
+    with pytest.raises(CapacityError, match="3,728,271 tokens and AITER's latent kernels address 3,728,270"):
+        backend.run(case.rows, case.up, huge, backend.plan(case.metadata), scale=0.1)
+
+
+@pytest.mark.parametrize(
+    ("version", "architecture", "changes", "reasons"),
+    [
+        ("0.1.20", "gfx90a", {}, ["architecture gfx90a"]),
+        ("0.1.15", "gfx942", {"non_causal": True}, []),
+        ("0.1.20", "gfx950", {"cache_dtype": torch.float8_e4m3fn, "num_heads": 1}, []),
+        ("0.1.20", "gfx950", {"cache_dtype": torch.float8_e4m3fnuz}, ["gfx950 computes with torch.float8_e4m3fn"]),
+        ("0.1.20", "gfx942", {"indexer": IndexerSpec(64, 128, 2048)}, ["use rocm_aiter_mla_sparse"]),
+        ("0.1.20", "gfx942", {"dtype": torch.float16, "num_heads": 144}, ["float16", "144 heads"]),
+        ("0.1.20", "gfx942", {"kv_lora_rank": 256}, ["latents of 256 and 64 numbers (the kernels take 512 and 64)"]),
+        ("0.1.20", "gfx942", {"qk_rope_head_dim": 32}, ["latents of 512 and 32", "keys of 160 and values of 128"]),
+        ("0.1.20", "gfx942", {"qk_nope_head_dim": 192, "v_head_dim": 256}, []),
+    ],
+)
+def test_refusals(rocm: Install, version: str, architecture: str, changes: dict[str, Any], reasons: list[str]) -> None:
+    """Every limit is said before work starts, and all at once."""
+    rocm(version, architecture)
+    found = RocmAiterMlaBackend.unsupported_reasons(spec(**changes))
+    assert len(found) == len(reasons), found
+    for want, got in zip(reasons, found, strict=True):
+        assert want in got
+
+
+def test_selection(rocm: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` takes AITER where it runs, a name means that or an error, and drafters get its backend for ordinary heads."""
+    with pytest.raises(BackendError, match="'rocm_aiter_mla' cannot serve this model: cpu is not a ROCm device"):
+        select_backend("rocm_aiter_mla", spec())
+    rocm()
+    chosen = select_backend("auto", spec())
+    assert chosen.name == "rocm_aiter_mla" and chosen.multi_head is RocmAiterFaBackend
+    assert select_backend("auto", spec(v_head_dim=64)).name == "torch_ref"

@@ -1,0 +1,284 @@
+"""8-bit prefill on the emulation of gfx950: which prompts take it, what is planned, and that every row comes out right."""
+
+import dataclasses
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec.attention.aiter import mla as rocm_aiter_mla
+from specdec.attention.aiter import mla_prefill as rocm_aiter_mla_prefill
+from specdec.attention.aiter import plan as rocm_aiter_plan
+from specdec.attention.aiter.mla import RocmAiterMlaBackend, _keys_and_values
+from specdec.attention.aiter.mla_prefill import Fp8PrefillPlan, quantised, unavailable_reasons
+from specdec.attention.mla import MlaSpec
+from tests.helpers.aiter_emulation import Machine, MisuseError
+from tests.helpers.guards import HostSyncError
+from tests.specdec.attention.aiter.test_mla import FP8, SHAPES, Case, Install, pretend_rocm, spec
+
+TEN_FIELDS = {
+    "qo_indptr",
+    "kv_indptr",
+    "kv_indices",
+    "work_indptr",
+    "work_info_set",
+    "reduce_indptr",
+    "reduce_final_map",
+    "reduce_partial_map",
+    "max_q_len",
+    "num_partial_tiles",
+}
+
+
+@pytest.fixture
+def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Install:
+    """See `pretend_rocm`; latents may be narrower than the decode kernels have them."""
+    return partial(pretend_rocm(monkeypatch, tmp_path), architecture="gfx950", any_shape=True)
+
+
+def narrow(**changes: Any) -> MlaSpec:
+    """Heads as the 8-bit kernel has them, on latents that are quick to compute with."""
+    return spec(**{"kv_lora_rank": 16, **changes})
+
+
+def rounded(**changes: Any) -> MlaSpec:
+    """The same on an 8-bit cache."""
+    return narrow(cache_dtype=FP8["gfx950"], **changes)
+
+
+def prompts(asked: MlaSpec, *lengths: int, **options: Any) -> Case:
+    """Whole prompts."""
+    return Case(asked, list(lengths), list(lengths), uniform=False, **options)
+
+
+def assert_right(case: Case, backend: RocmAiterMlaBackend, **options: Any) -> None:
+    """Attention of exactly the rounded numbers, up to the type of the output; near that of the exact ones."""
+    got, first = case.attend(backend, **options).float(), 0
+    key, value = _keys_and_values(case.rows.compressed, case.rows.key_rope, case.up)
+    query = torch.cat([case.rows.query_nope, case.rows.query_rope], -1)
+    query, key, value = (rounded.float() * scale for rounded, scale in (quantised(t, FP8["gfx950"]) for t in (query, key, value)))
+    for width in case.widths:
+        rows = slice(first, first + width)
+        scores = torch.einsum("qhd,khd->hqk", query[rows], key[rows]) * case.scale
+        scores = scores.masked_fill(torch.ones(width, width, dtype=torch.bool).triu(1), -torch.inf)
+        want = torch.einsum("hqk,khv->qhv", scores.softmax(-1), value[rows])
+        torch.testing.assert_close(got[rows], want, atol=1e-2 * float(value.abs().max()), rtol=1e-2)
+        first += width
+    assert (got - case.want()).norm() < 0.1 * got.norm()
+
+
+def calls(machine: Machine, name: str) -> int:
+    """How often a function has been called."""
+    return sum(call.name == name for call in machine.calls)
+
+
+def plan_of(backend: RocmAiterMlaBackend, case: Case) -> Fp8PrefillPlan:
+    """The 8-bit part of a plan."""
+    plan = backend.plan(case.metadata).fp8_prefill
+    assert plan is not None
+    return plan
+
+
+@pytest.mark.parametrize("missing", ["get_ps_metadata_info_v1", "get_ps_metadata_v1", "mla_prefill_ps_asm_fwd"])
+def test_c1_a_missing_function_means_the_ordinary_prefill(rocm: Install, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    """Without a function prompts run as they do on a bfloat16 cache, bit for bit."""
+    machine = rocm()
+    want = prompts(narrow(), 40, 9).attend(RocmAiterMlaBackend(narrow()))
+    monkeypatch.delattr(sys.modules["aiter"], missing)
+    backend = RocmAiterMlaBackend(rounded())
+    assert backend.fp8_prefill_reasons == [f"amd-aiter has no {missing}"]
+    assert RocmAiterMlaBackend.unsupported_reasons(rounded(kv_lora_rank=512)) == []
+    torch.testing.assert_close(prompts(rounded(), 40, 9).attend(backend), want, atol=0, rtol=0)
+    assert calls(machine, "mla_prefill_ps_asm_fwd") == 0
+
+
+def test_c1_the_probe_says_why_and_never_raises(rocm: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every condition has its reason, on machines without a GPU, without AITER and with a broken one, too."""
+    assert unavailable_reasons(rounded())[0] == "cpu is not a ROCm device"
+    assert "AITER is not installed" in unavailable_reasons(rounded())[1]
+    rocm()
+    assert unavailable_reasons(rounded()) == []
+    assert "rounded anyway" in unavailable_reasons(narrow())[0]
+    assert "float16" in unavailable_reasons(rounded(dtype=torch.float16))[0]
+    assert "heads other than 192" in unavailable_reasons(rounded(qk_nope_head_dim=192, v_head_dim=256))[0]
+    assert "129 heads" in unavailable_reasons(rounded(num_heads=129))[0]
+    monkeypatch.setitem(sys.modules, "aiter", None)
+    assert "cannot be used" in unavailable_reasons(rounded())[0]
+    rocm(architecture="gfx942")
+    assert "the kernel is for gfx950" in unavailable_reasons(rounded())[0]
+
+
+def test_c1_the_probe_is_asked_once(rocm: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither plans nor layers probe the machine again."""
+    rocm()
+    backend = RocmAiterMlaBackend(rounded())
+    monkeypatch.setattr(rocm_aiter_mla_prefill, "unavailable_reasons", None)
+    monkeypatch.setattr(rocm_aiter_mla_prefill.aiter, "load_mla", None)
+    prompts(rounded(), 40, 9).attend(backend)
+
+
+def test_c2_all_ten_fields_or_none(rocm: Install) -> None:
+    """Half a plan would run a kernel on another batch's schedule."""
+    rocm()
+    assert {field.name for field in dataclasses.fields(Fp8PrefillPlan)} == TEN_FIELDS
+    backend = RocmAiterMlaBackend(rounded())
+    plan = plan_of(backend, prompts(rounded(), 40, 9))
+    assert all(getattr(plan, name) is not None for name in TEN_FIELDS)
+    assert (plan.max_q_len, plan.kv_indices.tolist()) == (40, list(range(49)))
+    for case in (Case(rounded(), *SHAPES["extend"][:2], uniform=False), Case(rounded(), *SHAPES["single"][:2], uniform=True)):
+        assert backend.plan(case.metadata).fp8_prefill is None
+    assert backend.plan(prompts(rounded(), 9, causal=False).metadata).fp8_prefill is None
+
+
+def test_c3_buffers_are_made_once(rocm: Install) -> None:
+    """Sized by AITER's own answer for the largest batch of a size, and at the same addresses for every smaller one."""
+    machine = rocm()
+    backend = RocmAiterMlaBackend(rounded())
+
+    def addresses(case: Case) -> list[int]:
+        plan = plan_of(backend, case)
+        return [getattr(plan, name).data_ptr() for name in sorted(TEN_FIELDS) if name.startswith(("work", "reduce", "kv_indices"))]
+
+    first = addresses(prompts(rounded(), 500, 400, 300, 300))
+    assert addresses(prompts(rounded(), 400, 300, 350)) == first
+    assert calls(machine, "get_ps_metadata_info_v1") == 1
+    buffers = backend._fp8_prefill._buffers[4, 512]  # type: ignore[union-attr]
+    sizes = sys.modules["aiter"].get_ps_metadata_info_v1(4, 16, 512)
+    assert [b.numel() for b in buffers.values()] == [torch.Size(torch.zeros(shape).shape).numel() for shape, _ in sizes]
+
+
+class DeviceTensor(Tensor):
+    """A tensor whose values the host may not see, as are those computed from it."""
+
+
+def _refuse(*_: Any, **__: Any) -> Any:
+    raise HostSyncError("read back")
+
+
+for _name in ("item", "cpu", "tolist", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__"):
+    setattr(DeviceTensor, _name, _refuse)
+
+
+@pytest.mark.parametrize("shape", ["prefill", "mixed"])
+def test_c4_nothing_is_read_back(rocm: Install, shape: str) -> None:
+    """The schedule comes from the host's lengths; the host planner gets no tensor of the device, whose copies it would wait for."""
+    machine = rocm()
+    case = Case(rounded(), *SHAPES[shape][:2], uniform=False)
+    want = case.attend(RocmAiterMlaBackend(case.spec))
+    names = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
+    on_device = {name: getattr(case.metadata, name).as_subclass(DeviceTensor) for name in names}
+    machine.on_device = list(on_device.values())
+    case.metadata = dataclasses.replace(case.metadata, **on_device)
+    case.rows = type(case.rows)(*(tensor.as_subclass(DeviceTensor) for tensor in case.rows))
+    got = case.attend(RocmAiterMlaBackend(case.spec))
+    torch.testing.assert_close(got.as_subclass(Tensor), want, atol=0, rtol=0)
+    with pytest.raises(HostSyncError):
+        on_device["seq_lens"].max().item()
+
+
+def test_c5_every_row_is_written_in_place_and_scratch_is_shared(rocm: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that neither kernel writes would stay poison; layers and smaller batches use one workspace."""
+    machine = rocm(num_compute_units=48)
+    empty = torch.empty
+
+    def poisoned(*args: Any, **options: Any) -> Tensor:
+        tensor = empty(*args, **options)
+        return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    case, backend = prompts(rounded(), 300, 40), RocmAiterMlaBackend(rounded())
+    assert_right(case, backend, layers=2)
+    assert calls(machine, "get_ps_metadata_v1") == 1 and calls(machine, "mla_prefill_ps_asm_fwd") == 2
+    scratch = dict(backend._fp8_prefill._scratch)  # type: ignore[union-attr]
+    case.attend(backend)
+    assert len(scratch) == 1 and scratch == backend._fp8_prefill._scratch  # type: ignore[union-attr]
+
+
+# There is no test for line 6, whose figures (time to the first token, throughput) take the hardware.
+
+
+@pytest.mark.parametrize("num_compute_units", [16, 48, 304])
+@pytest.mark.parametrize("lengths", [(1,), (300,), (257, 1, 255, 280)])
+def test_c7_any_number_of_splits_and_requests(rocm: Install, lengths: tuple[int, ...], num_compute_units: int) -> None:
+    """Tiles whole and split, several per request, several requests: every row is written by the one kernel or by the other."""
+    rocm(num_compute_units=num_compute_units)
+    case, backend = prompts(rounded(), *lengths), RocmAiterMlaBackend(rounded())
+    assert_right(case, backend)
+    num_tiles = plan_of(backend, case).num_partial_tiles
+    assert (num_tiles == 0) == (num_compute_units == 16 or max(lengths) == 1)
+
+
+@pytest.mark.parametrize("chunk", [16, 4096])
+def test_c7_prompts_beside_chunks_and_decoding(rocm: Install, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    """In one forward, whole prompts take the 8-bit kernel, chunks behind a context the ordinary one, and single rows decode."""
+    monkeypatch.setattr(rocm_aiter_plan, "CONTEXT_TOKENS", chunk)
+    machine = rocm()
+    case = Case(rounded(), *SHAPES["mixed"][:2], uniform=False)
+    got, want = case.attend(RocmAiterMlaBackend(case.spec)).float(), case.want()
+    assert {"mla_prefill_ps_asm_fwd", "flash_attn_varlen_func", "mla_decode_fwd"} <= machine.names()
+    for rows, exact in zip(got.split(case.widths), want.split(case.widths), strict=True):
+        assert (rows - exact).norm() < 0.1 * exact.norm()
+
+
+def test_c7_only_on_a_rounded_cache(rocm: Install) -> None:
+    """A model whose cache is not rounded keeps the accuracy of bfloat16."""
+    machine = rocm()
+    got = prompts(narrow(), 40, 9).attend(RocmAiterMlaBackend(narrow()))
+    torch.testing.assert_close(got.float(), prompts(narrow(), 40, 9).want(), atol=2e-2, rtol=2e-2)
+    assert "mla_prefill_ps_asm_fwd" not in machine.names()
+
+
+@pytest.mark.parametrize(("num_heads", "version"), [(1, "0.1.20"), (20, "0.1.16"), (48, "0.1.15"), (80, "0.1.15")])
+def test_c7_heads_are_added(rocm: Install, num_heads: int, version: str) -> None:
+    """Kernel and merge have few head counts, fewer in old versions; the added heads change nothing and are cut off."""
+    machine = rocm(version, any_shape=False, num_compute_units=304)
+    case = prompts(rounded(num_heads=num_heads, kv_lora_rank=512), 140, 20)
+    assert_right(case, RocmAiterMlaBackend(case.spec))
+    assert "mla_reduce_v1" in machine.names()
+
+
+@pytest.mark.parametrize("factor", [2.0**12, 2.0**-14])
+def test_c7_numbers_beyond_the_type_keep_their_size(rocm: Install, factor: float) -> None:
+    """With a fixed scale of 1, numbers above 448 would saturate and small ones vanish."""
+    rocm()
+    case, backend = prompts(rounded(), 40, 9), RocmAiterMlaBackend(rounded())
+    want = case.attend(backend)
+    case.rows = case.rows._replace(query_nope=case.rows.query_nope * factor, query_rope=case.rows.query_rope * factor)
+    case.up = case.up._replace(value=case.up.value * factor)
+    case.scale /= factor
+    torch.testing.assert_close(case.attend(backend) / factor, want, atol=1e-3, rtol=1e-2)
+
+
+def test_c7_rounding_saturates_and_ignores_the_neighbours() -> None:
+    """Powers of two as factors: a larger neighbour in the batch leaves a number's rounding alone; nothing becomes NaN."""
+    dtype = torch.float8_e4m3fn
+    torch.manual_seed(0)
+    numbers = torch.randn(1000, dtype=torch.bfloat16)
+
+    def round_trip(*others: float) -> Tensor:
+        rounded, factor = quantised(torch.cat([numbers, torch.tensor(others, dtype=torch.bfloat16)]), dtype)
+        assert rounded.float().isfinite().all() and factor.shape == (1,) and factor.dtype == torch.float32
+        assert bool(torch.log2(factor) == torch.log2(factor).round())
+        return rounded.float() * factor
+
+    alone = round_trip()
+    torch.testing.assert_close(alone, numbers.float(), atol=1e-3, rtol=0.07)
+    normal = numbers.abs() > 0.05
+    assert torch.equal(round_trip(100.0)[:1000][normal], alone[normal])
+    assert round_trip(450.0, -3e4)[-1] == pytest.approx(-3e4, rel=0.07)
+    assert not round_trip(0.0)[-1] and not quantised(torch.zeros(3), dtype)[0].float().any()
+
+
+def test_the_emulation_catches_a_planner_fed_from_the_device(rocm: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What line 4 relies on: lengths that live on the device are refused."""
+    machine = rocm()
+    backend, case = RocmAiterMlaBackend(rounded()), prompts(rounded(), 40, 9)
+    machine.on_device = [case.metadata.query_start_loc]
+    monkeypatch.setattr(rocm_aiter_mla_prefill.torch, "tensor", lambda *_, **__: case.metadata.query_start_loc)
+    with pytest.raises(MisuseError, match="host code"):
+        backend.plan(case.metadata)
+    assert rocm_aiter_mla.Fp8Prefill is type(backend._fp8_prefill)

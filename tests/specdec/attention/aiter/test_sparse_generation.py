@@ -1,0 +1,110 @@
+"""Whole models with indexers and experts on emulated AITER: tokens equal to the reference's, experts chosen by AITER's kernels."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from drafters.dflash.drafter import DFlashDrafter
+from drafters.dflash.model import DFlashModel
+from drafters.ngram import NGramDrafter
+from specdec.attention.aiter import fa as rocm_aiter_fa
+from specdec.attention.aiter.mla_sparse import RocmAiterMlaSparseBackend
+from specdec.attention.mla import IndexerRows
+from specdec.attention.torch_ref.mla import TorchRefMlaBackend
+from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.core import DecodeBatch, Drafter, Verifier
+from specdec.engine.engine import SpecEngine
+from specdec.kv_cache import LatentCache
+from tests.helpers.guards import no_host_sync
+from tests.helpers.sparse_case import FP8, Install, pretend_rocm
+from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts
+from tests.specdec.attention.aiter.test_mla_sparse import rounded
+
+INDEX_HEAD_DIM = 16
+"""Index keys wide enough to be moved 16 bytes at a time."""
+
+
+@pytest.fixture
+def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Install:
+    """See `pretend_rocm`; the drafter's ordinary heads are taken in float32, too."""
+    monkeypatch.setattr(rocm_aiter_fa, "DTYPES", (torch.float32,))
+    return pretend_rocm(monkeypatch, tmp_path)
+
+
+class RoundedReference(TorchRefMlaBackend):
+    """The oracle with an indexer that rounds as AITER's does, in the flavour of gfx942."""
+
+    def select(self, rows: IndexerRows, cache: LatentCache, plan: Any) -> Tensor:
+        """See `MlaBackend.select`."""
+        query, key = (rounded(t, FP8["gfx942"]) for t in (rows.query, rows.key))
+        return super().select(IndexerRows(query, key, rows.weights), cache, plan)
+
+
+def dflash_of(verifier: Verifier) -> DFlashDrafter:
+    """A random DFlash drafter with heads wide enough for Triton's matrix instructions."""
+    config = replace(random_dflash(verifier).config, head_dim=16)
+    torch.manual_seed(1)
+    return DFlashDrafter(DFlashModel(config))
+
+
+def generate(verifier: Verifier, drafter: Drafter | None) -> list[list[int]]:
+    """Tokens of a few prompts, prefilled in chunks and decoded in batches, under the guard between draft and commit.
+
+    Each prompt ends with the padding token, whose scores must not tie any more than those of others.
+    """
+    cache = CacheConfig(block_size=16, memory_bytes=2**23)
+    engine = SpecEngine(verifier, drafter, EngineConfig(max_num_seqs=3, max_prefill_tokens=13, cache=cache))
+    launch = engine._launch
+
+    def guarded(batch: DecodeBatch) -> Any:
+        with no_host_sync():
+            return launch(batch)
+
+    engine._launch = guarded  # type: ignore[method-assign]
+    requests = [engine.add_request([*prompt, 0], SamplingParams(max_tokens=10)) for prompt in random_prompts(4)]
+    while engine.has_work:
+        engine.step()
+    return [request.output_token_ids for request in requests]
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
+def test_d5_whole_generations_equal_the_reference_and_drafts_change_nothing(rocm: Install, name: str) -> None:
+    """Token for token in float32: plain decoding as on the oracle with the same rounding; n-gram and DFlash drafts as plain.
+
+    Far fewer positions are selected than there are, and GLM's layers share selections.
+    """
+    model = plain_model(name, index_head_dim=INDEX_HEAD_DIM)
+    want = generate(paged_verifier(model, 16, backend=RoundedReference), None)
+    machine = rocm()
+    verifier = paged_verifier(model, 16, backend=RocmAiterMlaSparseBackend)
+    assert generate(verifier, None) == want
+    for drafter in (NGramDrafter(max_draft_tokens=4), dflash_of(verifier)):
+        assert generate(paged_verifier(model, 16, backend=RocmAiterMlaSparseBackend), drafter) == want
+    assert machine.names() >= {"deepgemm_fp8_paged_mqa_logits", "fp8_mqa_logits", "flash_attn_with_kvcache"}
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [
+        ("deepseek_v2", "topk_softmax"),
+        ("deepseek_v2_yarn", "grouped_topk"),
+        ("deepseek_v3", "biased_grouped_topk"),
+        ("glm_moe_dsa", "biased_grouped_topk"),
+        ("glm4_moe_lite", "biased_grouped_topk"),
+    ],
+)
+def test_experts_are_chosen_by_aiter(rocm: Install, name: str, kernel: str) -> None:
+    """A model loaded on an AMD GPU calls the kernel in each of its three expert layers, and answers as elsewhere."""
+    model = plain_model(name)
+    want = generate(paged_verifier(model, 16), None)
+    machine = rocm()
+    verifier: Any = paged_verifier(model, 16)
+    forwards: list[Any] = []
+    verifier.model.register_forward_hook(lambda *args: forwards.append(args))
+    assert generate(verifier, None) == want
+    assert len(forwards) > 5
+    assert [call.name for call in machine.calls] == [kernel] * 3 * len(forwards)

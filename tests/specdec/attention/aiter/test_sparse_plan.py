@@ -1,0 +1,213 @@
+"""AITER's work plan in sparse latent attention: when it is made again, when not, and what its buffers hold."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec.attention.aiter import sparse_plan as rocm_aiter_sparse_plan
+from specdec.attention.aiter.sparse_plan import SparsePlan, SparsePlanner
+from specdec.attention.backend import AttentionMetadata
+from specdec.kernels import aiter
+from tests.helpers.aiter_emulation import Machine, install
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
+    """A machine with AITER."""
+    return install(monkeypatch, tmp_path, Machine())
+
+
+def planner_of(**changes: Any) -> SparsePlanner:
+    """A planner that selects 6 positions per token."""
+    values: dict[str, Any] = {"num_heads": 16, "topk": 6, "query_dtype": torch.bfloat16, "kv_dtype": torch.bfloat16}
+    return SparsePlanner(aiter.load_mla(), **{**values, **changes}, device=torch.device("cpu"))
+
+
+def plans_made(machine: Machine) -> int:
+    """Calls of AITER's planner so far."""
+    return sum(call.name == "get_mla_metadata_v1" for call in machine.calls)
+
+
+def known(seq_lens: Sequence[int], widths: Sequence[int]) -> AttentionMetadata:
+    """Metadata with lengths the host knows; the planner looks at nothing else."""
+    return AttentionMetadata(
+        query_start_loc=torch.tensor([0, *accumulate(widths)], dtype=torch.int32),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+        block_table=torch.zeros(len(widths), 1, dtype=torch.int32),
+        slot_mapping=torch.zeros(sum(widths), dtype=torch.int64),
+        num_reqs=len(widths),
+        num_tokens=sum(widths),
+        max_query_len=max(widths),
+        max_seq_len=max(seq_lens),
+        query_lens=list(widths),
+        seq_lens_host=list(seq_lens),
+    )
+
+
+def unknown(metadata: AttentionMetadata) -> AttentionMetadata:
+    """The same for a host that does not know them."""
+    return replace(metadata, query_lens=None, seq_lens_host=None)
+
+
+def indptr(plan: SparsePlan) -> list[int]:
+    """The filled part of `kv_indptr`."""
+    return plan.buffers.kv_indptr[: plan.metadata.num_tokens + 1].tolist()
+
+
+def test_d2_same_key_is_not_planned_again(machine: Machine) -> None:
+    """Also when contexts grow, once all of them hold more than `topk` tokens; the index lists follow all the same."""
+    planner = planner_of()
+    for seq_lens in ([30, 12], [34, 13], [38, 21]):
+        plan = planner.plan(known(seq_lens, [4, 1]))
+        assert plan.positions.tolist() == [*range(seq_lens[0] - 4, seq_lens[0]), seq_lens[1] - 1]
+        assert indptr(plan) == [0, 6, 12, 18, 24, 30]
+    assert plans_made(machine) == 1
+
+
+CHANGES: list[tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]] = [
+    (([30, 12], [4, 1]), ([30, 12], [4, 2])),  # one row more
+    (([30, 12], [4, 1]), ([12, 30], [1, 4])),  # the other way round
+    (([9, 4], [3, 3]), ([4, 9], [3, 3])),  # equal rows, equal lengths in another order
+    (([5, 6], [2, 2]), ([6, 5], [2, 2])),
+    (([9, 9], [4, 4]), ([8, 9], [4, 4])),  # both longer than topk; one context is not
+    (([8, 8], [2, 4]), ([8, 8], [4, 2])),  # equal lengths, rows differ
+    (([7, 9], [5, 1]), ([9, 7], [5, 1])),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), CHANGES)
+def test_d2_changed_key_is_planned_again(machine: Machine, before: Any, after: Any) -> None:
+    """Every part of the key alone: what a shorter key would take for the same."""
+    planner = planner_of()
+    planner.plan(known(*before))
+    plan = planner.plan(known(*after))
+    assert plans_made(machine) == 2
+    fresh = planner_of().plan(known(*after))
+    used = fresh.buffers.work["work_indptr"][-1]
+    assert torch.equal(plan.buffers.work["work_info_set"][:used], fresh.buffers.work["work_info_set"][:used])
+    assert indptr(plan) == indptr(fresh)
+
+
+def test_d2_key_holds_all_that_the_plan_depends_on(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads, types, and the bound on splits, beside lengths."""
+    metadata = known([30, 12], [4, 1])
+    keys = {
+        planner_of()._key(metadata),
+        planner_of(num_heads=32)._key(metadata),
+        planner_of(kv_dtype=torch.float8_e4m3fnuz)._key(metadata),
+        planner_of(query_dtype=torch.float8_e4m3fnuz)._key(metadata),
+        planner_of()._key(known([30, 12], [1, 4])),
+    }
+    planner = planner_of()
+    planner.plan(metadata)
+    monkeypatch.setattr(rocm_aiter_sparse_plan, "MAX_SPLIT_PER_BATCH", 2)
+    planner.plan(metadata)
+    assert len(keys) == 5 and plans_made(machine) == 2
+
+
+def test_d3_shrinking_batches_clear_what_they_leave(machine: Machine) -> None:
+    """Request ids and index lists of rows that are gone become zero, and nothing beyond them; the indptr repeats its last value."""
+    planner, topk = planner_of(), 6
+    for of in (unknown, lambda m: m):
+        buffers = planner.plan(of(known([40] * 16, [1] * 16))).buffers
+        buffers.request_ids.fill_(9)
+        buffers.kv_indices.fill_(9)
+        planner.plan(of(known([40] * 13, [1] * 13)))
+        planner.plan(of(known([40] * 9, [1] * 9)))
+        assert planner.plan(of(known([40] * 9, [1] * 9))).buffers is buffers
+        assert buffers.request_ids.tolist() == [*range(9), *[0] * 7]
+        assert (buffers.kv_indices[: 9 * topk] == 9).all() and (buffers.kv_indices[9 * topk : 16 * topk] == 0).all()
+        assert buffers.kv_indices[16 * topk] == 9
+        buffers.kv_indices.fill_(9)
+        planner.plan(of(known([40] * 12, [1] * 12)))
+        assert (buffers.kv_indices == 9).all()  # growing clears nothing
+        planner.plan(of(known([40] * 10, [1] * 10)))
+        assert (buffers.kv_indices[10 * topk : 12 * topk] == 0).all() and (buffers.kv_indices[12 * topk :] == 9).all()
+        assert buffers.kv_indptr.tolist() == [*range(0, 61, 6), *[60] * 6]
+
+
+def test_d4_buffers_begin_as_zeros(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph reads to the largest extent it was made for, also before that was ever filled."""
+
+    def poisoned(*shape: Any, **kwargs: Any) -> Tensor:
+        return torch.full(shape if isinstance(shape[0], int) else shape[0], 77, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    buffers = planner_of().plan(known([40] * 9, [1] * 9)).buffers
+    assert buffers.capacity == 16
+    assert buffers.request_ids[9:].tolist() == [0] * 7 and not buffers.kv_indices.any()
+    assert (buffers.work["work_info_set"] != 77).all()
+
+
+def test_d6_unknown_lengths_are_planned_every_time(machine: Machine) -> None:
+    """No lengths, no key: two different batches would share it. Nor does such a plan disturb one that has a key."""
+    planner = planner_of()
+    metadata = known([30, 12], [4, 4])
+    for count in range(1, 4):
+        plan = planner.plan(unknown(metadata))
+        assert plans_made(machine) == count and plan.buffers.key is None
+    first = planner.plan(metadata)
+    planner.plan(unknown(known([30, 2], [2, 2])))
+    planner.plan(unknown(metadata))
+    assert plans_made(machine) == 6
+    again = planner.plan(metadata)
+    assert plans_made(machine) == 6 and again.buffers is first.buffers is not plan.buffers
+
+
+def test_d6_new_buffers_hold_no_plan(machine: Machine) -> None:
+    """A plan belongs to the buffers it was written to: after a reallocation the same key is planned again."""
+    planner = planner_of()
+    metadata = known([30, 12], [4, 4])
+    planner.plan(metadata)
+    planner._buffers.clear()
+    planner.plan(metadata)
+    assert plans_made(machine) == 2
+
+
+def test_d6_a_failing_planner_leaves_no_key(machine: Machine) -> None:
+    """What a failed call leaves behind must not be taken for the plan before it."""
+    planner = planner_of()
+    metadata, other = known([30, 12], [4, 4]), known([30, 3], [5, 3])
+    planner.plan(metadata)
+    ops = planner._ops
+
+    def fail(**_: Any) -> None:
+        raise RuntimeError("out of luck")
+
+    planner._ops = replace(ops, get_mla_metadata_v1=fail)
+    with pytest.raises(RuntimeError):
+        planner.plan(other)
+    planner._ops = ops
+    planner.plan(metadata)
+    assert plans_made(machine) == 2
+
+
+def test_d6_capture_and_replay(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured plan takes no key and no keyed buffers, for its replays go unseen; forwards after it clear the whole tail."""
+    planner = planner_of()
+    metadata = known([30] * 9, [1] * 9)
+    planner.plan(metadata)
+    capturing = [True]
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    captured = planner.buffers(9, known=False)
+    captured.kv_indices.fill_(9)
+    assert planner.plan(metadata).buffers is captured
+    assert (captured.kv_indices[54:96] == 0).all()
+    assert captured.key is None and plans_made(machine) == 2
+    capturing[0] = False
+    assert planner.plan(metadata).buffers is not captured and plans_made(machine) == 2
+    captured.request_ids.fill_(9)
+    captured.kv_indices.fill_(9)
+    planner.plan(unknown(known([30] * 10, [1] * 10)))
+    assert captured.request_ids.tolist() == [*range(10), *[0] * 6] and (captured.kv_indices[60:96] == 0).all()
+    capturing[0] = True
+    captured.kv_indices.fill_(9)
+    planner.plan(unknown(known([30] * 12, [1] * 12)))
+    assert (captured.kv_indices[72:96] == 0).all()

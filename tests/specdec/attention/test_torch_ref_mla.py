@@ -1,0 +1,197 @@
+"""torch_ref for latent attention against its definition, keys and values built head by head, position by position."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec.attention.backend import AttentionMetadata
+from specdec.attention.mla import IndexerRows, IndexerSpec, MlaRows, MlaSpec, UpProjection
+from specdec.attention.selector import select_backend
+from specdec.attention.torch_ref import fa as torch_ref
+from specdec.attention.torch_ref.fa import TorchRefBackend
+from specdec.attention.torch_ref.mla import TorchRefMlaBackend
+from specdec.errors import BackendError, InvalidInputError
+from specdec.kv_cache import LatentCache, LatentLayerSpec, blocks_for
+from tests.helpers.guards import no_host_sync
+
+BLOCK, HEADS, RANK, NOPE, ROPE, VALUE = 4, 3, 8, 6, 4, 5
+INDEX_HEADS, INDEX_DIM, TOPK = 6, 6, 5
+SCALE = 0.3
+LENGTHS = [9, 5, 14]
+
+
+def spec(**changes: object) -> MlaSpec:
+    """A small request to a backend."""
+    values: dict[str, object] = {
+        "device": torch.device("cpu"),
+        "dtype": torch.float32,
+        "num_heads": HEADS,
+        "kv_lora_rank": RANK,
+        "qk_nope_head_dim": NOPE,
+        "qk_rope_head_dim": ROPE,
+        "v_head_dim": VALUE,
+        "block_size": BLOCK,
+        "indexer": IndexerSpec(num_heads=INDEX_HEADS, head_dim=INDEX_DIM, topk=TOPK),
+    }
+    return MlaSpec(**{**values, **changes})  # type: ignore[arg-type]
+
+
+class Case:
+    """Three sequences on scattered blocks of a cache full of what others left; their last rows are new."""
+
+    def __init__(self, kind: str, *, causal: bool, topk: int = TOPK, dtype: torch.dtype = torch.float32) -> None:
+        torch.manual_seed(0)
+        uniform = kind == "uniform"
+        self.causal = causal
+        self.widths = [3, 3, 3] if uniform else [7, 1, 4]
+        indexer = IndexerSpec(num_heads=INDEX_HEADS, head_dim=INDEX_DIM, topk=topk)
+        self.backend = TorchRefMlaBackend(spec(indexer=indexer, dtype=dtype))
+        counts = [blocks_for(n, BLOCK) for n in LENGTHS]
+        tables = torch.split(torch.randperm(sum(counts)) + 1, counts)
+        self.slots = [
+            table[torch.arange(n) // BLOCK] * BLOCK + torch.arange(n) % BLOCK for table, n in zip(tables, LENGTHS, strict=True)
+        ]
+        self.cache: LatentCache = self.backend.cache_spec.allocate(sum(counts) + 1, BLOCK, dtype, torch.device("cpu"))
+        self.cache.latent.normal_()  # what nobody wrote must not matter
+        self.cache.index_key.view(dtype).normal_()
+        table = torch.zeros(3, 5, dtype=torch.int32)
+        for i in range(3):
+            table[i, : counts[i]] = tables[i].int()
+        self.metadata = AttentionMetadata(
+            query_start_loc=torch.tensor([0, *itertools.accumulate(self.widths)], dtype=torch.int32),
+            seq_lens=torch.tensor(LENGTHS, dtype=torch.int32),
+            block_table=table,
+            slot_mapping=torch.cat([s[-w:] for s, w in zip(self.slots, self.widths, strict=True)]),
+            num_reqs=3,
+            num_tokens=sum(self.widths),
+            max_query_len=max(self.widths),
+            max_seq_len=16 if uniform else max(LENGTHS),
+            causal=causal,
+            query_lens=None if uniform else self.widths,
+            seq_lens_host=None if uniform else LENGTHS,
+        )
+
+    def context(self, stored: Tensor, size: int) -> list[Tensor]:
+        """Random vectors of every position of each sequence, those of the context stored in the cache."""
+        vectors = [torch.randn(n, size, dtype=stored.dtype) for n in LENGTHS]
+        for x, slots, width in zip(vectors, self.slots, self.widths, strict=True):
+            stored.flatten(0, 1)[slots[:-width]] = x[:-width]
+        return vectors
+
+    def new(self, vectors: list[Tensor]) -> Tensor:
+        """The packed new rows."""
+        return torch.cat([x[-w:] for x, w in zip(vectors, self.widths, strict=True)])
+
+    def positions(self) -> list[tuple[int, int]]:
+        """Sequence and position of every packed row."""
+        return [(i, n - w + j) for i, (n, w) in enumerate(zip(LENGTHS, self.widths, strict=True)) for j in range(w)]
+
+    def seen(self, sequence: int, position: int) -> list[int]:
+        """Positions a row may attend to."""
+        return list(range(position + 1 if self.causal else LENGTHS[sequence]))
+
+
+@pytest.fixture(params=["uniform", "ragged", "grouped"])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Equally many rows per request; different numbers, request by request; the same, padded to one call."""
+    if request.param == "grouped":
+        monkeypatch.setattr(torch_ref, "_size_class", lambda *_: (0,))
+    return str(request.param)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("sparse", [True, False])
+def test_attention_equals_the_definition(kind: str, causal: bool, sparse: bool) -> None:
+    """Extension of a context, causal and bidirectional blocks, all positions and chosen ones, rows with fewer than topk."""
+    case = Case(kind, causal=causal)
+    latents = case.context(case.cache.latent, RANK + ROPE)
+    latent = case.new(latents)
+    num_rows = len(latent)
+    rows = MlaRows(torch.randn(num_rows, HEADS, NOPE), torch.randn(num_rows, HEADS, ROPE), latent[:, :RANK], latent[:, RANK:])
+    up = UpProjection(key=torch.randn(HEADS, NOPE, RANK), value=torch.randn(HEADS, RANK, VALUE))
+    chosen = [case.seen(i, p) for i, p in case.positions()]
+    selected = torch.full((num_rows, TOPK), -1, dtype=torch.int32)
+    if sparse:
+        chosen = [[c[j] for j in torch.randperm(len(c)).tolist()[: TOPK - row % 2]] for row, c in enumerate(chosen)]
+        for row, places in enumerate(chosen):
+            selected[row, torch.randperm(TOPK)[: len(places)]] = torch.tensor(places, dtype=torch.int32)
+    got = case.backend.run(
+        rows, up, case.cache, case.backend.plan(case.metadata), scale=SCALE, selected=selected if sparse else None
+    )
+    assert got.shape == (num_rows, HEADS, VALUE)
+    for row, (i, _) in enumerate(case.positions()):
+        for head in range(HEADS):
+            query = torch.cat([rows.query_nope[row, head], rows.query_rope[row, head]]).double()
+            scores, values = [], []
+            for position in chosen[row]:
+                compressed, rotated = latents[i][position].double().split([RANK, ROPE])
+                scores.append(query @ torch.cat([up.key[head].double() @ compressed, rotated]) * SCALE)
+                values.append(compressed @ up.value[head].double())
+            want = torch.stack(scores).softmax(0) @ torch.stack(values)
+            torch.testing.assert_close(got[row, head].double(), want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("topk", [1, TOPK, 14, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_selection_equals_the_definition(kind: str, causal: bool, topk: int, dtype: torch.dtype) -> None:
+    """The best positions a row sees, all of them when topk suffices, -1 for the rest; the new keys end up in the cache."""
+    case = Case(kind, causal=causal, topk=topk, dtype=dtype)
+    stored = case.cache.index_key.view(dtype)
+    keys = case.context(stored, INDEX_DIM)
+    num_rows = sum(case.widths)
+    rows = IndexerRows(
+        query=torch.randn(num_rows, INDEX_HEADS, INDEX_DIM, dtype=dtype),
+        key=case.new(keys),
+        weights=torch.randn(num_rows, INDEX_HEADS),
+    )
+    got = case.backend.select(rows, case.cache, case.backend.plan(case.metadata))
+    assert got.dtype == torch.int32
+    assert got.shape == (num_rows, topk)
+    for row, (i, position) in enumerate(case.positions()):
+        products = rows.query[row].double() @ keys[i].double().T
+        scores = (rows.weights[row].double()[:, None] * products.relu()).sum(0).tolist()
+        seen = case.seen(i, position)
+        best = sorted(seen, key=lambda p: -scores[p])[:topk]
+        last, first_out = scores[best[-1]], max((scores[p] for p in seen if p not in best), default=-torch.inf)
+        places = got[row].tolist()
+        assert sorted(p for p in places if p >= 0) == sorted(best) or last == pytest.approx(first_out, abs=1e-5)
+        assert places.count(-1) == topk - len(best)
+        assert len(set(places) - {-1}) == len(best)
+    for x, slots in zip(keys, case.slots, strict=True):
+        assert torch.equal(stored.flatten(0, 1)[slots], x)
+
+
+def test_nothing_waits_for_the_device() -> None:
+    """Plan, selection and attention of a decoding step under the guard."""
+    case = Case("uniform", causal=True)
+    num_rows = sum(case.widths)
+    index = IndexerRows(
+        torch.randn(num_rows, INDEX_HEADS, INDEX_DIM), torch.randn(num_rows, INDEX_DIM), torch.randn(num_rows, INDEX_HEADS)
+    )
+    rows = MlaRows(
+        torch.randn(num_rows, HEADS, NOPE),
+        torch.randn(num_rows, HEADS, ROPE),
+        torch.randn(num_rows, RANK),
+        torch.randn(num_rows, ROPE),
+    )
+    up = UpProjection(key=torch.randn(HEADS, NOPE, RANK), value=torch.randn(HEADS, RANK, VALUE))
+    with no_host_sync():
+        plan = case.backend.plan(case.metadata)
+        case.backend.run(rows, up, case.cache, plan, scale=SCALE, selected=case.backend.select(index, case.cache, plan))
+
+
+def test_what_it_stores_and_serves() -> None:
+    """Bytes per token, the backend of a drafter beside it, and refusals by name with every reason."""
+    backend = select_backend("auto", spec())
+    assert isinstance(select_backend("torch_ref", spec()), TorchRefMlaBackend)
+    assert TorchRefMlaBackend(spec()).cache_spec == LatentLayerSpec(width=RANK + ROPE, index_bytes=4 * INDEX_DIM)
+    assert TorchRefMlaBackend(spec(indexer=None)).cache_spec == LatentLayerSpec(width=RANK + ROPE)
+    assert backend.name == "torch_ref"
+    assert backend.multi_head is TorchRefBackend
+    with pytest.raises(BackendError, match=r"int8.*8-bit|int8.*float8_e4m3fn cache"):
+        select_backend("torch_ref", spec(dtype=torch.int8, cache_dtype=torch.float8_e4m3fn))
+    with pytest.raises(InvalidInputError, match="unknown latent attention backend 'rocm_aiter_fa'"):
+        select_backend("rocm_aiter_fa", spec())

@@ -1,0 +1,144 @@
+"""`specdec doctor`: the choice it reports is the one that is made, every reason is said, and the wrong package is named."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import specdec.device
+from specdec.cli.main import main
+from specdec.kernels import aiter
+from tests.helpers.aiter_emulation import Machine, install
+
+
+def doctor(capsys: pytest.CaptureFixture[str], *options: str, status: int = 0) -> str:
+    """What it prints on a CPU in bfloat16."""
+    assert main(["doctor", "--device", "cpu", "--dtype", "bfloat16", *options]) == status
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+def test_cpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions, the device, the choice and the reason against the others; only variables that are set."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.delenv("GPU_ARCHS", raising=False)
+    out = doctor(capsys)
+    for line in (
+        f"torch         {torch.__version__}",
+        "amd-aiter     not installed",
+        "  rocm_aiter_fa          no: cpu is not a ROCm device",
+        "  torch_ref              chosen by --attention auto",
+        "  OMP_NUM_THREADS=3",
+    ):
+        assert line in out, out
+    assert "device        cpu, " in out and "GPU_ARCHS" not in out and "warning" not in out
+
+
+def test_rocm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On AMD the AITER backend is chosen, and an AITER too old for block drafts is said to be."""
+    monkeypatch.setattr(specdec.device, "rocm_architecture", lambda device: "gfx942")
+    install(monkeypatch, tmp_path, Machine(version="0.1.15"))
+    out = doctor(capsys)
+    assert "amd-aiter     0.1.15" in out
+    assert "  rocm_aiter_fa          chosen by --attention auto" in out
+    assert "but not for DFlash drafters: non-causal blocks need amd-aiter 0.1.16" in out
+    assert "  rocm_aiter_fa_shuffle  no: the shuffled layout needs amd-aiter 0.1.16" in out
+    assert "  torch_ref              works with --attention torch_ref" in out
+    assert "no: head size 40" in doctor(capsys, "--head-dim", "40")
+
+
+def test_wrong_package(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The unrelated `aiter` of the registry is called by its name, with what to do, on any machine."""
+    info = tmp_path / "aiter-0.13.20191203.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: aiter\nVersion: 0.13.20191203\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    out = doctor(capsys)
+    assert (
+        "warning       the installed package 'aiter' is an unrelated async library: uninstall it and install AMD's amd-aiter" in out
+    )
+    monkeypatch.setattr(specdec.device, "rocm_architecture", lambda device: "gfx942")
+    assert "rocm_aiter_fa          no: the installed package 'aiter' is an unrelated" in doctor(capsys)
+
+
+def test_nothing_works(capsys: pytest.CaptureFixture[str]) -> None:
+    """Status 1 when no backend can serve the model, and every reason is there."""
+    out = doctor(capsys, "--heads", "5", "--kv-heads", "2", status=1)
+    assert "chosen" not in out and "torch_ref              no: 5 query heads do not share 2 key heads evenly" in out
+
+
+@pytest.mark.parametrize(
+    ("version", "reason"), [(None, "AITER is not installed"), ("0.1.14", "amd-aiter 0.1.14 is older than 0.1.15")]
+)
+def test_reasons_of_aiter(monkeypatch: pytest.MonkeyPatch, version: str | None, reason: str) -> None:
+    """Missing and old installations."""
+    monkeypatch.setattr(aiter, "installed_version", lambda: version)
+    assert [why.startswith(reason) for why in aiter.unavailable_reasons()] == [True]
+
+
+def test_damaged_aiter_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A function without an argument we pass, or not there at all, refuses with its name; nothing is imported by guesswork."""
+    install(monkeypatch, tmp_path)
+    assert aiter.unavailable_reasons() == []
+    import aiter as emulated
+
+    monkeypatch.setattr(emulated, "paged_attention_v1", lambda query: query)
+    assert "paged_attention_v1 of aiter takes no out, workspace_buffer" in aiter.unavailable_reasons()[0]
+    monkeypatch.delattr(emulated, "paged_attention_v1")
+    assert "aiter has no paged_attention_v1" in aiter.unavailable_reasons()[0]
+
+
+def test_latent_attention(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its own backends with all their reasons, those of the 8-bit prefill included."""
+    out = doctor(capsys, "--mla", "--heads", "20")
+    assert "for 20 heads, latents of 512 + 64, keys of 128 + 64 and values of 128, bfloat16\n" in out
+    assert "rocm_aiter_mla         no: cpu is not a ROCm device" in out and "rocm_aiter_fa" not in out
+    assert "torch_ref              chosen by --attention auto" in out and "DFlash" not in out
+    assert "prompts in 8 bits: no: cpu is not a ROCm device; AITER is not installed" in out
+    monkeypatch.setattr(specdec.device, "rocm_architecture", lambda device: "gfx950")
+    install(monkeypatch, tmp_path, Machine(architecture="gfx950"))
+    out = doctor(capsys, "--mla", "--kv-dtype", "fp8")
+    assert "128 heads" in out and "cache in float8_e4m3fn" in out and "prompts in 8 bits: yes" in out
+    assert "rocm_aiter_mla_sparse  no: the model has no indexer" in out
+    assert "rocm_aiter_mla         chosen by --attention auto" in out
+    out = doctor(capsys, "--mla")
+    assert "prompts in 8 bits: no: a torch.bfloat16 cache (rounding to 8 bits is for models whose cache is rounded anyway)" in out
+    out = doctor(capsys, "--v-head-dim", "256", "--qk-nope-head-dim", "192", "--kv-dtype", "fp8")
+    assert "keys of 192 + 64 and values of 256" in out and "prompts in 8 bits: no: heads other than 192" in out
+    out = doctor(capsys, "--kv-lora-rank", "256", "--heads", "200")
+    assert "rocm_aiter_mla         no: latents of 256 and 64 numbers (the kernels take 512 and 64); 200 heads" in out
+
+
+def test_indexers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One size of an indexer is enough to ask about a model that has one."""
+    monkeypatch.setattr(specdec.device, "rocm_architecture", lambda device: "gfx942")
+    install(monkeypatch, tmp_path)
+    out = doctor(capsys, "--indexer")
+    assert "an indexer of 64 heads of 128 that selects 2048" in out
+    assert "rocm_aiter_mla_sparse  chosen by --attention auto" in out
+    assert "rocm_aiter_mla         no: an indexer chooses what rows attend to (use rocm_aiter_mla_sparse)" in out
+    assert "prompts in 8 bits: no: with an indexer" in out
+    assert "rocm_aiter_mla_sparse  no: 24 index heads" in doctor(capsys, "--index-n-heads", "24")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--kv-heads", "0"], "--kv-heads is 0; it must be at least 1"),
+        (["--head-dim", "-3"], "--head-dim is -3; it must be at least 1"),
+        (["--window", "0"], "--window is 0; it must be at least 1"),
+        (["--index-topk", "0"], "--index-topk is 0; it must be at least 1"),
+        (["--heads", "many"], "argument --heads: 'many' is not a whole number; see specdec doctor --help"),
+        (["--mla", "--window", "9"], "--window is not of latent attention; leave it out, or leave out --mla, --indexer and their"),
+        (["--kv-lora-rank", "512", "--sinks"], "--sinks is not of latent attention"),
+        (["--kv-dtype", "int4"], "cache dtype is 'int4'; choose 'auto' or 'fp8'"),
+        (["--kv-lora-rnk", "9"], "unknown option --kv-lora-rnk; did you mean --kv-lora-rank?"),
+    ],
+)
+def test_bad_input(capsys: pytest.CaptureFixture[str], options: list[str], message: str) -> None:
+    """One line with the value, the limit and the way out, and nothing else."""
+    assert main(["doctor", "--device", "cpu", *options]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert captured.err.startswith(f"specdec: error: {message}")

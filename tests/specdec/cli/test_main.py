@@ -1,0 +1,475 @@
+"""The command line as a user meets it: what it prints where, what it accepts, how it fails."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from drafters.ngram import load_ngram
+from evals.bench.compare import compare, first_divergence
+from specdec import __version__
+from specdec.cli.main import VERBS, byte_size, main
+from specdec.config import EngineConfig, SamplingParams
+from specdec.decoder import GenerationResult, SpecDecoder, StreamChunk
+from specdec.engine.timing import StepTimer
+from specdec.errors import CapacityError
+from specdec.metrics import AcceptanceStats
+from specdec.registry import COMMANDS
+from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_model, tiny_tokenizer
+
+Capture = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
+
+
+class FakeDecoder:
+    """Gives the chunks it was told to give, and remembers what it was asked."""
+
+    def __init__(self, *chunks: StreamChunk | BaseException, chat_template: str | None = "template") -> None:
+        self.chunks = chunks
+        self.tokenizer = SimpleNamespace(chat_template=chat_template)
+        timer = StepTimer(torch.device("cpu"), enabled=True)
+        timer.totals, timer.num_steps = {"draft": 1.0, "verify": 2.0, "schedule": 0.5, "context": 0.25, "accept": 0.25}, 10
+        self.engine = SimpleNamespace(num_draft_tokens=3, draft_length=None, timer=timer)
+        self.inputs: Any = None
+        self.sampling = SamplingParams()
+        self.options: dict[str, Any] = {}
+
+    def stream(self, inputs: Any, sampling: SamplingParams) -> Iterator[StreamChunk]:
+        self.inputs, self.sampling = inputs, sampling
+        for chunk in self.chunks:
+            if isinstance(chunk, BaseException):
+                raise chunk
+            yield chunk
+
+
+def use(monkeypatch: Patch, decoder: Any) -> Any:
+    """Makes the command line load `decoder`."""
+
+    def from_pretrained(target: str, **options: Any) -> Any:
+        decoder.options = {"target": target, **options}
+        return decoder
+
+    monkeypatch.setattr(SpecDecoder, "from_pretrained", from_pretrained)
+    return decoder
+
+
+def chunk(index: int, text: str, *, done: bool = False, error: str | None = None) -> StreamChunk:
+    result = GenerationResult(
+        prompt_token_ids=[1, 2],
+        text=text,
+        token_ids=[7, 8, 9],
+        finish_reason="error" if error else "stop",
+        error=error,
+        logprobs=[-0.5, -1.0, -1.5],
+        seed=11,
+        stats=AcceptanceStats([3], [1], [2]),
+    )
+    return StreamChunk(index, text, [7], result if done or error else None)
+
+
+def one_line(capsys: Capture) -> str:
+    """What was printed, when that is a single line on standard error."""
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1, captured.err
+    assert captured.err.startswith("specdec: error: ")
+    return captured.err
+
+
+def python(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "timeout": 60} | options
+    return subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False, **options)
+
+
+def test_help_imports_nothing_heavy() -> None:
+    """Catches an import that makes `--help` wait for torch."""
+    code = (
+        "import sys; from specdec.cli.main import main; main(['--help']); main(['generate', '--help']);"
+        "sys.exit(', '.join({'torch', 'transformers', 'numpy', 'tokenizers'} & set(sys.modules)) or 0)"
+    )
+    done = python(code)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--num-draft-tokens" in done.stdout
+
+
+def test_every_verb_has_a_module_with_arguments(capsys: Capture) -> None:
+    for verb in VERBS:
+        assert verb in COMMANDS
+        assert main([verb, "--help"]) == 0
+        assert f"usage: specdec {verb}" in capsys.readouterr().out
+
+
+def test_version_and_overview(capsys: Capture) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"specdec {__version__}\n"
+    assert main([]) == 2
+    assert "generate" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragments"),
+    [
+        (["generat"], ["'generat'", "did you mean 'generate'"]),
+        (["--jsn"], ["--jsn", "specdec --help"]),
+        (["generate", "x", "--max-token", "5"], ["--max-token;", "did you mean --max-tokens?"]),
+        (["generate", "x", "--max-tokens", "five"], ["--max-tokens", "'five' is not a whole number"]),
+        (["generate", "x", "--max-tokens", "0"], ["max_tokens is 0", "at least 1"]),
+        (["generate", "x", "--temperature", "-1"], ["temperature is -1.0", "0 (greedy)"]),
+        (["generate", "x", "--temperature", "warm"], ["--temperature", "'warm' is not a number"]),
+        (["generate", "x", "--top-p", "1.5"], ["top_p is 1.5", "(0, 1]"]),
+        (["generate", "x", "--seed", "-3"], ["seed is -3", "[0, 2**63)"]),
+        (["generate", "x", "--stop", ""], ["stop holds an empty string"]),
+        (["generate", "x", "--kv-memory", "12X"], ["--kv-memory", "'12X' is not a size", "512M"]),
+        (["generate", "x", "--kv-memory", "0"], ["memory_bytes is 0", "positive"]),
+        (["generate", "x", "--max-num-seqs", "0"], ["max_num_seqs is 0", "at least 1"]),
+        (["generate", "x", "-k", "-1"], ["num_draft_tokens is -1"]),
+        (["generate", "x", "--draft-sampling", "best"], ["draft_sampling is 'best'", "'probabilistic'"]),
+        (["generate", "x", "--stream", "--json"], ["--stream", "--json", "drop one"]),
+        (["generate", "x", "--repeats", "3"], ["--repeats", "--compare"]),
+        (["generate", "x", "--compare", "--timing"], ["--timing", "--compare"]),
+        (["generate", "x", "--compare", "--drafter", "none"], ["--drafter none"]),
+        (["generate", "x", "--compare", "-k", "0"], ["-k 0"]),
+        (["generate", "x", " "], ["prompt 2 is empty"]),
+        (["generate", "--file", "missing.txt"], ["'missing.txt'", "no such file"]),
+        (["generate", "--file", "."], ["'.'", "is a directory"]),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], fragments: list[str], capsys: Capture) -> None:
+    """Catches tracebacks, usage dumps, and messages without the value, the limit or the way out; nothing is loaded."""
+    assert main(arguments) == 2
+    message = one_line(capsys)
+    assert all(fragment in message for fragment in fragments), message
+
+
+@pytest.mark.parametrize(
+    ("line", "fragments"),
+    [
+        ('{"prompt": "a"', ["is not JSON", "column 15"]),
+        ('["a"]', ["is a JSON list", "one object per line"]),
+        ('{"text": "a"}', ["prompt, messages, question", "has none"]),
+        ('{"prompt": "a", "question": "b"}', ["exactly one", "prompt and question"]),
+        ('{"prompt": 3}', ["prompt is a JSON int", "must be a string"]),
+        ('{"messages": [{"role": "user"}]}', ["messages must be a list", "role and a content"]),
+        ('{"question": ""}', ["is empty"]),
+    ],
+)
+def test_a_malformed_line_is_named_with_its_number(line: str, fragments: list[str], tmp_path: Path, capsys: Capture) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "fine"}\n\n' + line + "\n", encoding="utf-8")
+    assert main(["generate", "--file", str(file)]) == 2
+    message = one_line(capsys)
+    assert f"{file}:3" in message
+    assert all(fragment in message for fragment in fragments), message
+
+
+def test_files_without_prompts_or_text_are_refused(tmp_path: Path, capsys: Capture) -> None:
+    blank, binary = tmp_path / "blank.txt", tmp_path / "model.bin"
+    blank.write_text("\n  \n", encoding="utf-8")
+    binary.write_bytes(b"ab\xff")
+    assert main(["generate", "--file", str(blank)]) == 2
+    assert "holds no prompt" in one_line(capsys)
+    assert main(["generate", "--file", str(binary)]) == 2
+    assert "not UTF-8 text (byte 2)" in one_line(capsys)
+
+
+def test_no_prompt_at_a_terminal_is_explained(monkeypatch: Patch, capsys: Capture) -> None:
+    """Catches a command that seems to hang because it waits for typed input."""
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    assert main(["generate"]) == 2
+    assert "--file" in one_line(capsys)
+
+
+def test_debug_adds_the_traceback(capsys: Capture) -> None:
+    assert main(["generate", "x", "--max-tokens", "0", "--debug"]) == 2
+    error = capsys.readouterr().err
+    assert "Traceback" in error
+    assert error.splitlines()[-1] == "specdec: error: max_tokens is 0; it must be at least 1"
+
+
+def test_a_defect_of_ours_keeps_its_traceback(monkeypatch: Patch) -> None:
+    """Catches hiding bugs behind a friendly line."""
+    use(monkeypatch, FakeDecoder(RuntimeError("bug")))
+    with pytest.raises(RuntimeError, match="bug"):
+        main(["generate", "x"])
+
+
+def test_prompts_come_from_arguments_pipe_and_files(monkeypatch: Patch, tmp_path: Path) -> None:
+    """Catches a lost source, a changed order, and a JSON string cut at a character that only looks like a line end."""
+    lines, records = tmp_path / "lines.txt", tmp_path / "records.jsonl"
+    lines.write_text("one\n\n  two  \r\n", encoding="utf-8")
+    records.write_text(
+        '{"prompt": "a\u2028b"}\n{"messages": [{"role": "user", "content": "m"}]}\n{"question": "q", "answer": "unused"}\n',
+        encoding="utf-8",
+    )
+    monkeypatch.setattr(sys, "stdin", io.StringIO("piped\ntext\n"))
+    decoder = use(monkeypatch, FakeDecoder())
+    main(["generate", "--raw", "first", "-", "--max-tokens", "3", "last", "--file", str(lines)])
+    assert decoder.inputs == ["first", "piped\ntext", "last", "one", "two"]
+    main(["generate", "--file", str(records)])
+    assert [messages[-1]["content"] for messages in decoder.inputs] == ["a\u2028b", "m", "q"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("piped\n"))
+    main(["generate", "--raw"])
+    assert decoder.inputs == "piped"
+
+
+def test_chat_template_is_used_when_there_is_one(monkeypatch: Patch, tmp_path: Path, capsys: Capture) -> None:
+    user = {"role": "user", "content": "hi"}
+    decoder = use(monkeypatch, FakeDecoder())
+    main(["generate", "hi"])
+    assert decoder.inputs == [user]
+    main(["generate", "hi", "--system", "be brief"])
+    assert decoder.inputs == [{"role": "system", "content": "be brief"}, user]
+    main(["generate", "hi", "--raw"])
+    assert decoder.inputs == "hi"
+    decoder.tokenizer.chat_template = None
+    main(["generate", "hi"])
+    assert decoder.inputs == "hi"
+    capsys.readouterr()
+
+    file = tmp_path / "chat.jsonl"
+    file.write_text(json.dumps({"messages": [{"role": "system", "content": "s"}, user]}) + "\n", encoding="utf-8")
+    for arguments, fragment in [
+        (["hi", "--system", "s"], "the tokenizer of this model has none"),
+        (["hi", "--system", "s", "--raw"], "drop --raw"),
+        (["--file", str(file), "--raw"], "drop --raw"),
+    ]:
+        assert main(["generate", *arguments]) == 2
+        assert fragment in one_line(capsys)
+    decoder.tokenizer.chat_template = "template"
+    assert main(["generate", "--file", str(file), "--system", "s"]) == 2
+    assert "drop --system" in one_line(capsys)
+
+
+def test_options_reach_the_api(monkeypatch: Patch) -> None:
+    """Catches an option that is declared and then forgotten."""
+    decoder = use(monkeypatch, FakeDecoder())
+    line = (
+        "generate x --model m --drafter none -k 0 --device cpu --dtype float32 --attention torch_ref --max-num-seqs 3"
+        " --kv-memory 2M --draft-sampling probabilistic --timing --max-tokens 9 --temperature 0.7 --top-k 5 --top-p 0.9"
+        " --min-p 0.1 --repetition-penalty 1.2 --seed 4 --stop a --stop b --ignore-eos --logprobs"
+    )
+    main(line.split())
+    assert decoder.sampling == SamplingParams(9, 0.7, 5, 0.9, 0.1, 1.2, 4, ("a", "b"), (), True, True)
+    engine: EngineConfig = decoder.options.pop("engine")
+    assert decoder.options == {"target": "m", "drafter": "none", "device": "cpu", "dtype": "float32", "attention": "torch_ref"}
+    assert (engine.max_num_seqs, engine.num_draft_tokens, engine.draft_sampling, engine.timing) == (3, 0, "probabilistic", True)
+    assert engine.cache.memory_bytes == 2 * 2**20
+
+
+def test_defaults_are_those_of_the_api(monkeypatch: Patch) -> None:
+    decoder = use(monkeypatch, FakeDecoder())
+    main(["generate", "x"])
+    assert decoder.sampling == SamplingParams()
+    assert decoder.options.pop("engine") == EngineConfig(adaptive=True)
+    assert decoder.options == {"target": "embedded", "drafter": "auto", "device": "auto", "dtype": "auto", "attention": "auto"}
+
+
+@pytest.mark.parametrize(
+    ("options", "drafter"), [([], "embedded"), (["--model", "m"], "ngram"), (["--drafter", "path/to/one"], "path/to/one")]
+)
+def test_the_summary_names_the_drafter(options: list[str], drafter: str, monkeypatch: Patch, capsys: Capture) -> None:
+    """Catches "auto" where the user wants to know what was chosen."""
+    use(monkeypatch, FakeDecoder(chunk(0, "x", done=True)))
+    assert main(["generate", "a", *options]) == 0
+    assert f"(drafter {drafter}, k = 3)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["-k", "3"], EngineConfig(num_draft_tokens=3)),
+        (["-k", "3", "--adaptive"], EngineConfig(num_draft_tokens=3, adaptive=True)),
+        (["--no-adaptive"], EngineConfig()),
+    ],
+)
+def test_a_stated_k_is_kept_to(options: list[str], expected: EngineConfig, monkeypatch: Patch) -> None:
+    """Catches drafts whose number is chosen at run time although the user named it."""
+    decoder = use(monkeypatch, FakeDecoder())
+    main(["generate", "x", *options])
+    assert decoder.options["engine"] == expected
+
+
+def test_results_keep_the_order_of_the_prompts(monkeypatch: Patch, capsys: Capture) -> None:
+    """Catches printing in order of arrival, and a failed prompt that hides the others or goes unnoticed."""
+    chunks = [chunk(1, "", error="too long"), chunk(2, "C", done=True), chunk(0, "A", done=True)]
+    use(monkeypatch, FakeDecoder(*chunks))
+    assert main(["generate", "a", "b", "c"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "[1/3] a\nA\n\n[2/3] b\n\n\n[3/3] c\nC\n"
+    assert "specdec: error: prompt 2: too long\n" in captured.err
+
+    use(monkeypatch, FakeDecoder(*chunks))
+    assert main(["generate", "a", "b", "c", "--json"]) == 1
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(one["index"], one["text"], one["error"]) for one in records] == [(0, "A", None), (1, "", "too long"), (2, "C", None)]
+
+
+def test_an_only_prompt_that_cannot_be_served_is_a_usage_error(monkeypatch: Patch, capsys: Capture) -> None:
+    use(monkeypatch, FakeDecoder(CapacityError("the prompt has 9 tokens; the limit is 8")))
+    assert main(["generate", "a"]) == 2
+    assert one_line(capsys) == "specdec: error: the prompt has 9 tokens; the limit is 8\n"
+
+
+def test_streaming_shows_text_as_it_grows_and_one_prompt_after_the_other(monkeypatch: Patch) -> None:
+    """Catches mixed outputs, and text that only appears at the end."""
+    seen: list[str] = []
+    out = io.StringIO()
+
+    def chunks() -> Iterator[StreamChunk]:
+        for one in [chunk(0, "a1"), chunk(1, "b1"), chunk(0, "a2", done=True), chunk(1, "b2", done=True)]:
+            yield one
+            seen.append(out.getvalue())
+
+    decoder = use(monkeypatch, FakeDecoder())
+    decoder.stream = lambda inputs, sampling: chunks()
+    monkeypatch.setattr(sys, "stdout", out)
+    assert main(["generate", "p", "q", "--stream"]) == 0
+    assert seen == [
+        "[1/2] p\na1",
+        "[1/2] p\na1",
+        "[1/2] p\na1a2\n\n[2/2] q\nb1",
+        "[1/2] p\na1a2\n\n[2/2] q\nb1b2\n",
+    ]
+
+
+@pytest.mark.parametrize("option", [[], ["--stream"]])
+def test_an_interrupt_keeps_what_there_is(option: list[str], monkeypatch: Patch, capsys: Capture) -> None:
+    """Catches losing finished results and partial text to ctrl-C."""
+    use(monkeypatch, FakeDecoder(chunk(1, "done", done=True), chunk(0, "half"), KeyboardInterrupt()))
+    assert main(["generate", "a", "b", *option]) == 130
+    captured = capsys.readouterr()
+    assert captured.out == "[1/2] a\nhalf\n\n[2/2] b\ndone\n"
+    assert captured.err == "specdec: interrupted\n"
+
+
+def test_an_interrupt_marks_unfinished_objects(monkeypatch: Patch, capsys: Capture) -> None:
+    use(monkeypatch, FakeDecoder(chunk(0, "half"), KeyboardInterrupt()))
+    assert main(["generate", "a", "--json"]) == 130
+    record = json.loads(capsys.readouterr().out)
+    assert (record["text"], record["finish_reason"]) == ("half", "cancelled")
+
+
+def test_a_closed_pipe_is_quiet() -> None:
+    """Catches the traceback that `specdec ... | head` would show."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    code = "import sys; from specdec.cli.main import main; sys.exit(main(['generate', '--help']))"
+    done = python(code, stdout=write_end, env={**os.environ, "PYTHONUNBUFFERED": ""})
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_timing_adds_up_and_names_the_engines_share(monkeypatch: Patch, capsys: Capture) -> None:
+    use(monkeypatch, FakeDecoder(chunk(0, "x", done=True)))
+    assert main(["generate", "a", "--timing", "--logprobs"]) == 0
+    rows = {line[2:15].strip(): line[15:].split() for line in capsys.readouterr().err.splitlines() if line.startswith("  ")}
+    assert list(rows) == ["phase", "schedule", "draft", "verify", "accept", "context", "total", "engine's own"]
+    assert rows["verify"] == ["2.000", "200.000", "50.0%"]
+    assert rows["total"][:3] == ["4.000", "400.000", "100.0%"]
+    assert rows["engine's own"][:3] == ["0.750", "75.000", "18.8%"]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("512M", 512 * 2**20), ("2G", 2**31), ("2gib", 2**31), ("1.5k", 1536), ("1T", 2**40), ("77", 77), ("8B", 8)]
+)
+def test_sizes_are_binary(text: str, size: int) -> None:
+    assert byte_size(text) == size
+
+
+@pytest.fixture
+def tiny_decoder() -> SpecDecoder:
+    """A real engine around a tiny random model."""
+    verifier = paged_verifier(plain_model("llama"))
+    config = EngineConfig(max_num_seqs=2, max_model_len=128)
+    return SpecDecoder(verifier, tiny_tokenizer(), load_ngram(None, verifier=verifier), config)
+
+
+def test_the_command_prints_what_the_api_returns(tiny_decoder: SpecDecoder, monkeypatch: Patch, capsys: Capture) -> None:
+    expected = tiny_decoder.generate(["one", "two two two"], max_tokens=30, ignore_eos=True, seed=5, logprobs=True)
+    use(monkeypatch, tiny_decoder)
+    line = ["generate", "one", "two two two", "--max-tokens", "30", "--ignore-eos", "--seed", "5", "--json", "--logprobs"]
+    assert main(line) == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert isinstance(expected, list)
+    for record, result in zip(records, expected, strict=True):
+        assert record["text"] == result.text
+        assert record["token_ids"] == result.token_ids
+        assert record["logprobs"] == pytest.approx(result.logprobs, abs=1e-4)
+        assert record["stats"] == result.stats.to_dict()
+        assert (record["finish_reason"], record["seed"], record["num_prompt_tokens"]) == ("length", 5, len(result.prompt_token_ids))
+
+
+def test_compare_reports_both_sides(tiny_decoder: SpecDecoder, monkeypatch: Patch, capsys: Capture) -> None:
+    use(monkeypatch, tiny_decoder)
+    line = ["generate", "abcabc", "xyz", "--model", "m", "--max-tokens", "12", "--ignore-eos", "--compare", "--repeats", "2"]
+    assert main([*line, "--stream"]) == 0
+    text = capsys.readouterr().out
+    plain, speculative = text.split("speculative\n", 1)
+    assert plain.startswith("plain\n")
+    for expected in ["ratio", "tau", "pooled", "mean over the prompts", "identical", "accepted, by position", "range of tokens/s"]:
+        assert expected in speculative, text
+    assert max(map(len, text.splitlines())) <= 80
+
+    assert main([*line, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["identical"] is True
+    assert record["drafter"] == "ngram"
+    assert record["sampling"]["seed"] == 0
+    assert record["plain"]["num_tokens"] == record["speculative"]["num_tokens"] == [24, 24]
+    assert record["acceptance"]["num_emitted"] == 22  # all but the first token of each prompt
+    medians = [record[side]["tokens_per_second"]["median"] for side in ("plain", "speculative")]
+    assert record["ratio"] == pytest.approx(medians[1] / medians[0])
+
+
+def test_compare_finds_the_first_divergence_and_its_margin(tiny_decoder: SpecDecoder, monkeypatch: Patch, capsys: Capture) -> None:
+    """Catches a report that hides a wrong token, or measures the margin at the wrong place."""
+    real = tiny_decoder.generate
+
+    def tampered(inputs: Any, sampling: SamplingParams | None = None, **overrides: Any) -> Any:
+        results = real(inputs, sampling, **overrides)
+        assert isinstance(results, list)
+        results[1].token_ids[4] = (results[1].token_ids[4] + 1) % VOCAB
+        return results
+
+    monkeypatch.setattr(tiny_decoder, "generate", tampered)
+    sampling = SamplingParams(max_tokens=8, ignore_eos=True)
+    comparison = compare(tiny_decoder, ["ab", "cd"], sampling)
+    assert comparison.divergences is not None
+    (found,) = comparison.divergences
+    reference = tiny_decoder.plain().generate("cd", sampling)
+    assert isinstance(reference, GenerationResult)
+    assert (found.index, found.position, found.plain_token_id) == (1, 4, reference.token_ids[4])
+    assert found.speculative_token_id == (reference.token_ids[4] + 1) % VOCAB
+    logits = tiny_decoder.next_token_logits(reference.prompt_token_ids + reference.token_ids[:4]).sort(descending=True).values
+    assert found.margin == pytest.approx(float(logits[0] - logits[1]))
+    assert 0 < found.resolution < 1e-5 * max(1.0, float(logits[0].abs()))
+
+    use(monkeypatch, tiny_decoder)
+    assert main(["generate", "ab", "cd", "--compare", "--max-tokens", "8", "--ignore-eos"]) == 0
+    text = capsys.readouterr().out
+    assert "differs for 1 of 2 prompts" in text
+    assert "prompt 2, output token 5" in text
+
+
+def test_compare_does_not_compare_tokens_that_may_differ(tiny_decoder: SpecDecoder) -> None:
+    """Catches calling probabilistic drafts wrong: they keep the distribution, not the tokens."""
+    verifier = tiny_decoder.verifier
+    config = EngineConfig(max_num_seqs=2, max_model_len=64, draft_sampling="probabilistic")
+    decoder = SpecDecoder(verifier, tiny_decoder.tokenizer, load_ngram(None, verifier=verifier), config)
+    assert compare(decoder, ["ab"], SamplingParams(max_tokens=4, temperature=1.0)).divergences is None
+    assert compare(decoder, ["ab"], SamplingParams(max_tokens=4)).divergences == []
+
+
+def test_first_divergence() -> None:
+    assert first_divergence([1, 2, 3], [1, 2, 3]) is None
+    assert first_divergence([1, 2, 3], [1, 9, 3]) == 1
+    assert first_divergence([1, 2], [1, 2, 3]) == first_divergence([1, 2, 3], [1, 2]) == 2
+    assert first_divergence([], []) is None

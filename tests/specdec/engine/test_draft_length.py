@@ -1,0 +1,428 @@
+"""Choosing k: it finds the fastest, gives drafting up when it does not pay and takes it up again, and never changes an output."""
+
+import argparse
+import random
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from drafters.ngram import NGramDrafter
+from specdec.cli import generate as generate_command
+from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.core import DecodeBatch, Drafter, DraftOutput, ForwardInput, Request, Verifier, VerifyOutput
+from specdec.decoder import SpecDecoder
+from specdec.engine.buckets import BATCH_SIZES
+from specdec.engine.draft_length import DraftLength, StepSize, StepTimes, ladder
+from specdec.engine.engine import SpecEngine
+from specdec.engine.graphs import StepGraphs
+from specdec.metrics import AcceptanceStats, pooled
+from tests.helpers.scripted import ScriptedDrafter
+from tests.helpers.tiny_models import paged_verifier, plain_greedy, plain_model, random_dflash, random_prompts
+
+MOST = 15
+MAX_TOKENS = 40
+Rate = Callable[[int], float]
+Cost = Callable[[int], float]
+
+RATES: dict[str, Rate] = {
+    "wrong": lambda position: 0.0,
+    "poor": lambda position: 0.3,
+    "fair": lambda position: 0.7,
+    "good": lambda position: 0.95,
+    "short": lambda position: 0.9 if position < 4 else 0.05,
+}
+COSTS: dict[str, Cost] = {
+    "cheap": lambda k: 1 + 0.004 * k,
+    "usual": lambda k: 1 + 0.1 * (k > 0) + 0.02 * k,
+    "steep": lambda k: 1 + 0.3 * k,
+}
+
+
+def simulate(
+    choice: DraftLength, rate: Rate, cost: Cost, *, steps: int, batch: int = 1, seed: int = 0
+) -> tuple[list[int], float, float]:
+    """The k of every step, tokens per request, and seconds, disturbed by up to a tenth."""
+    rng = random.Random(seed)
+    chosen, tokens, total = [], 0, 0.0
+    for _ in range(steps):
+        k = choice.choose(batch)
+        accepted = [next((j for j in range(k) if rng.random() >= rate(j)), k) for _ in range(batch)]
+        seconds = cost(k) * (1 + 0.1 * rng.random())
+        choice.observe(batch, k, accepted, seconds)
+        chosen.append(k)
+        tokens += sum(accepted) + batch
+        total += seconds
+    return chosen, tokens / batch, total
+
+
+def speed(rate: Rate, cost: Cost, k: int) -> float:
+    """Tokens per second of a fixed k, with the mean disturbance."""
+    alive, tokens = 1.0, 1.0
+    for position in range(k):
+        alive *= rate(position)
+        tokens += alive
+    return tokens / (1.05 * cost(k))
+
+
+@pytest.mark.parametrize("batch", [1, 16])
+@pytest.mark.parametrize("cost", COSTS)
+@pytest.mark.parametrize("rate", RATES)
+def test_converges_to_the_fastest_k(rate: str, cost: str, batch: int) -> None:
+    """After 150 steps it decodes within 5 % of the best fixed k, whatever that is, with everything it tries on the way."""
+    best = max(speed(RATES[rate], COSTS[cost], k) for k in ladder(MOST))
+    choice = DraftLength(MOST)
+    simulate(choice, RATES[rate], COSTS[cost], steps=150, batch=batch)
+    _, tokens, seconds = simulate(choice, RATES[rate], COSTS[cost], steps=600, batch=batch, seed=1)
+    assert tokens / seconds > 0.95 * best
+
+
+@pytest.mark.parametrize("rate", ["wrong", "fair"])
+def test_gives_up_drafts_that_cannot_pay(rate: str) -> None:
+    """Drafts that are always wrong, or a verification as dear as so many plain steps: nearly every step is plain."""
+    cost = COSTS["usual"] if rate == "wrong" else lambda k: 1.0 + k
+    chosen, tokens, seconds = simulate(DraftLength(MOST), RATES[rate], cost, steps=400)
+    assert chosen[100:].count(0) > 0.85 * 300
+    assert tokens / seconds > 0.93 * speed(RATES[rate], cost, 0)
+
+
+def test_follows_acceptance_up_and_down() -> None:
+    """Drafts that become right are used within 50 steps of the change, and those that become wrong dropped within 250."""
+    choice, cost = DraftLength(MOST), COSTS["usual"]
+    chosen, _, _ = simulate(choice, RATES["wrong"], cost, steps=400)
+    assert chosen[-50:].count(0) > 40
+    chosen, _, _ = simulate(choice, RATES["good"], cost, steps=300)
+    assert chosen[50:].count(MOST) > 0.9 * 250
+    chosen, _, _ = simulate(choice, RATES["wrong"], cost, steps=400)
+    assert chosen[250:].count(0) > 0.8 * 150
+
+
+def test_times_that_have_changed_are_noticed() -> None:
+    """A verification that becomes dear is given up, and taken up once it is cheap again, although nobody used it meanwhile."""
+    choice = DraftLength(MOST)
+    simulate(choice, RATES["fair"], COSTS["cheap"], steps=60)
+    chosen, _, _ = simulate(choice, RATES["fair"], lambda k: 1.0 + 6 * (k > 0) + 0.1 * k, steps=200)
+    assert chosen[-100:].count(0) > 90
+    chosen, _, _ = simulate(choice, RATES["fair"], COSTS["cheap"], steps=2000)
+    assert sum(k >= 4 for k in chosen[-200:]) > 180
+
+
+def test_the_first_step_of_a_kind_does_not_count() -> None:
+    """It pays for memory and for choosing kernels, which no later step does."""
+    times = StepTimes((0, 2, 4))
+    times.observe(0, 100.0)
+    assert times.measured() == {}
+    times.observe(0, 1.0)
+    assert times.measured() == {0: 1.0}
+
+
+def test_a_disturbed_measurement_does_not_last() -> None:
+    """The machine is busy while plain decoding is measured first: drafts that never pay are given up all the same."""
+    choice = DraftLength(MOST)
+    simulate(choice, RATES["wrong"], lambda k: 20.0, steps=5)
+    chosen, _, _ = simulate(choice, RATES["wrong"], COSTS["usual"], steps=200)
+    assert chosen[100:].count(0) > 85
+
+
+def test_every_batch_size_has_its_own_times() -> None:
+    """What is free for one request may be dear for many: the choices do not get mixed up."""
+    choice = DraftLength(MOST)
+    for _ in range(30):
+        alone, _, _ = simulate(choice, RATES["good"], COSTS["cheap"], steps=20)
+        many, _, _ = simulate(choice, RATES["good"], lambda k: 1.0 + 2 * k, steps=20, batch=32)
+    assert alone.count(MOST) > 15
+    assert many.count(0) > 15
+
+
+def test_what_is_not_measured_is_estimated_from_what_is() -> None:
+    """By rows, between steps that must be shorter and steps that must be longer; plain decoding at its lower bound."""
+    step = StepSize(2, 3)  # 8 rows
+    small, large = {StepSize(1, 3): 1.0}, {StepSize(4, 3): 2.0}  # 4 and 16 rows
+    assert step.estimate(small | large) == pytest.approx(1 + 4 / 12)
+    assert (step.estimate(small), step.estimate(large), step.estimate({})) == (1.0, 2.0, None)
+    assert step.estimate(small | {StepSize(1, 7): 1.5} | large) == pytest.approx(1.5), "the longest below"
+    assert step.estimate(small | {StepSize(3, 3): 1.6} | large) == pytest.approx(1 + 0.6 * 4 / 8), "the shortest above"
+    assert step.estimate({StepSize(64, 0): 9.0}) is None, "a plain step does not bound one with drafts"
+    assert step.estimate({StepSize(1, 15): 9.0}) is None, "more rows of fewer requests bound nothing"
+    plain = StepSize(2, 0)
+    assert plain.estimate({StepSize(1, 0): 1.0, StepSize(4, 0): 2.0}) == 1.0
+    assert plain.estimate({StepSize(4, 1): 2.0}) == 2.0
+
+
+def test_what_an_estimate_makes_look_bad_is_tried_in_the_end() -> None:
+    """Between a dear k and a cheap one the time is a guess; a long run measures it, once that costs next to nothing."""
+    costs = {0: 1.0, 1: 1.4, 3: 1.5, 7: 1.6, 15: 9.0}
+    choice = DraftLength(MOST)
+    chosen, _, _ = simulate(choice, RATES["fair"], costs.__getitem__, steps=2000)
+    assert 7 not in chosen and chosen.count(1) > 1900
+    chosen, _, _ = simulate(choice, RATES["fair"], costs.__getitem__, steps=12000)
+    assert chosen[-500:].count(7) > 450
+
+
+def test_a_new_batch_size_begins_with_what_others_have_shown() -> None:
+    """A batch that drains meets 13 sizes; most of their 78 kinds of steps, each a graph to capture, need not be tried."""
+    choice, tried = DraftLength(MOST), set()
+    ratios = []
+    for drain in range(3):
+        took = least = 0.0
+        for batch in sorted(BATCH_SIZES[:13], reverse=True):
+
+            def cost(k: int, batch: int = batch) -> float:
+                return 0.6 + 0.003 * batch + (k > 0) * (0.3 + 0.002 * batch + 0.001 * max(0, batch * (k + 1) - 64))
+
+            chosen, tokens, seconds = simulate(choice, RATES["fair"], cost, steps=8, batch=batch, seed=drain)
+            tried |= {(batch, k) for k in chosen}
+            took += seconds
+            least += tokens / max(speed(RATES["fair"], cost, k) for k in ladder(MOST))
+        ratios.append(least / took)
+    assert len(tried) < 40
+    assert ratios[0] > 0.8 and ratios[2] > 0.93
+
+
+@contextmanager
+def recorded(drafter: Any, verifier: Verifier) -> Iterator[dict[tuple[int, int], list[int]]]:
+    """Proposals by prompt slot and position L of the anchor."""
+    proposals: dict[tuple[int, int], list[int]] = {}
+    propose = drafter.propose
+
+    def kept(batch: DecodeBatch) -> DraftOutput:
+        draft: DraftOutput = propose(batch)
+        for slot, length, row in zip(batch.slots.tolist(), batch.seq_lens.tolist(), draft.token_ids.tolist(), strict=True):
+            proposals[slot, length] = row
+        return draft
+
+    drafter.propose = kept
+    yield proposals
+
+
+class Case:
+    """A target, prompts and their greedy outputs."""
+
+    def __init__(self) -> None:
+        model = plain_model("llama")
+        self.prompts = random_prompts(3, seed=4)
+        self.outputs = {tuple(p): plain_greedy(model, p, MAX_TOKENS) for p in self.prompts}
+        self.verifier = paged_verifier(model)
+
+    def engine(self, drafter: Drafter | None, **changes: Any) -> SpecEngine:
+        cache = CacheConfig(block_size=4, memory_bytes=2**22)
+        return SpecEngine(self.verifier, drafter, EngineConfig(max_num_seqs=3, cache=cache, **changes))
+
+    def run(self, engine: SpecEngine, prompts: list[list[int]] | None = None, **sampling: Any) -> list[Request]:
+        params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, **sampling)
+        requests = [engine.add_request(prompt, params) for prompt in prompts or self.prompts]
+        while engine.has_work:
+            engine.step()
+        return requests
+
+
+@pytest.fixture(scope="module")
+def case() -> Case:
+    return Case()
+
+
+DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
+    "ngram": lambda case: NGramDrafter(max_draft_tokens=4),
+    "dflash": lambda case: random_dflash(case.verifier, block_size=5),
+    "right": lambda case: ScriptedDrafter(case.outputs, 4),
+    "wrong": lambda case: ScriptedDrafter(case.outputs, 4, [{0}, {2}]),
+}
+
+
+class AnySchedule(DraftLength):
+    """Chooses at random."""
+
+    def __init__(self, most: int, seed: int) -> None:
+        super().__init__(most)
+        self.rng = random.Random(seed)
+
+    def choose(self, num_reqs: int) -> int:
+        return self.rng.choice(self.rungs)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_p": 0.9, "seed": 3}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_no_schedule_of_k_changes_an_output(case: Case, drafter: str, sampling: dict[str, Any], depth: int) -> None:
+    """Any order of k, 0 among them, gives exactly the tokens of plain decoding."""
+    plain = [request.output_token_ids for request in case.run(case.engine(None), **sampling)]
+    for seed in range(3):
+        engine = case.engine(DRAFTERS[drafter](case), adaptive=True, pipeline_depth=depth)
+        engine.draft_length = AnySchedule(4, seed)
+        assert [request.output_token_ids for request in case.run(engine, **sampling)] == plain
+        assert set(engine.timer.steps_by_k) == {0, 1, 3, 4}
+
+
+def test_surplus_steps_teach_nothing(case: Case) -> None:
+    """A request that ended while its next step was in flight had nothing left to accept there."""
+    engine = case.engine(DRAFTERS["right"](case), adaptive=True, pipeline_depth=1)
+    taught: list[int] = []
+    num_rows = 0
+
+    class Listening(AnySchedule):
+        def observe(self, num_reqs: int, k: int, num_accepted: Sequence[int], seconds: float | None) -> None:
+            nonlocal num_rows
+            num_rows += num_reqs
+            taught.extend(num_accepted)
+
+    engine.draft_length = Listening(4, 0)
+    requests = case.run(engine)
+    assert len(taught) == sum(len(request.num_accepted) for request in requests) < num_rows
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "dflash"])
+def test_plain_steps_keep_the_drafters_context(case: Case, drafter: str) -> None:
+    """After steps of k = 0 the drafter proposes what it would have proposed had it drafted all along."""
+
+    def proposals(choose: Callable[[int], int]) -> dict[tuple[int, int], list[int]]:
+        drafts = DRAFTERS[drafter](case)
+        with recorded(drafts, case.verifier) as found:
+            engine = case.engine(drafts, adaptive=True)
+            assert engine.draft_length is not None
+            engine.draft_length.choose = choose  # type: ignore[assignment, method-assign]
+            case.run(engine)
+        return found
+
+    plan = iter([0, 0, 0, 4, 0, 4, 0, 0] * 100)
+    always, sometimes = proposals(lambda num_reqs: 4), proposals(lambda num_reqs: next(plan))
+    common = [key for key in sometimes if key in always and len(sometimes[key]) == len(always[key])]
+    assert len(common) >= 10
+    assert [sometimes[key] for key in common] == [always[key] for key in common]
+
+
+def test_a_smaller_k_only_cuts_the_drafts(case: Case) -> None:
+    """Where DFlash drafts at a chosen k what it drafts at the largest, acceptance by position does not depend on the choices."""
+
+    def proposals(**changes: Any) -> tuple[dict[tuple[int, int], list[int]], SpecEngine]:
+        drafter = random_dflash(case.verifier, block_size=MOST + 1)
+        with recorded(drafter, case.verifier) as found:
+            engine = case.engine(drafter, **changes)
+            if engine.draft_length:
+                engine.draft_length = AnySchedule(MOST, seed=1)
+            case.run(engine)
+        return found, engine
+
+    always, _ = proposals(num_draft_tokens=MOST)
+    chosen, engine = proposals(adaptive=True)
+    assert set(engine.timer.steps_by_k) == set(ladder(MOST))
+    for key in chosen.keys() & always.keys():
+        both = min(len(chosen[key]), len(always[key]))
+        assert chosen[key][:both] == always[key][:both]
+    assert sum(len(chosen[key]) < len(always[key]) for key in chosen.keys() & always.keys()) > 10
+
+
+class FakeClock:
+    """A clock that only forwards of the target move."""
+
+    def __init__(self, verifier: Verifier, patch: pytest.MonkeyPatch, per_row: float) -> None:
+        self.now = 0.0
+        forward = verifier.forward
+
+        def timed(rows: ForwardInput, caches: Any, aux: Any = ()) -> VerifyOutput:
+            self.now += 1.0 + per_row * rows.metadata.max_query_len
+            return forward(rows, caches, aux)
+
+        patch.setattr(verifier, "forward", timed)
+
+    def stamp(self) -> float:
+        return self.now
+
+    def wait(self, stamp: float) -> None:
+        pass
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(
+    ("wrong_at", "per_row", "mostly"), [({0}, 0.1, 0), (set(), 0.1, 8), ({1}, 9.0, 1), ({2}, 0.25, 3)], ids=str
+)
+def test_engine_adapts(
+    case: Case, monkeypatch: pytest.MonkeyPatch, wrong_at: set[int], per_row: float, mostly: int, depth: int
+) -> None:
+    """Wrong drafts, right ones, one right draft where rows are dear, two where they are not: outputs stay, k follows."""
+    engine = case.engine(ScriptedDrafter(case.outputs, 8, [wrong_at]), adaptive=True, pipeline_depth=depth)
+    engine.clock = engine.results._clock = FakeClock(case.verifier, monkeypatch, per_row)  # type: ignore[assignment]
+    for _ in range(5):
+        for request in case.run(engine, case.prompts[:1]):
+            whole = case.outputs[tuple(request.prompt_token_ids)]
+            assert request.output_token_ids[: len(whole)] == whole
+    engine.timer.reset()
+    requests = case.run(engine, case.prompts[:1])
+    assert engine.timer.steps_by_k.most_common(1)[0][0] == mostly
+    assert sum(engine.timer.steps_by_k.values()) == engine.timer.num_steps >= len(requests[0].num_drafted)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_the_hosts_time_counts_between_steps(case: Case, monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
+    """Catches a k whose steps look short because the host's part is left out, and prefill that is taken for a step's time."""
+    engine = case.engine(None, pipeline_depth=depth)
+    clock = FakeClock(case.verifier, monkeypatch, per_row=0.0)
+    engine.clock = engine.results._clock = clock  # type: ignore[assignment]
+    schedule, receive = engine.scheduler.schedule, engine.results.receive
+    times: list[float | None] = []
+
+    def slow_schedule(*args: Any, **options: Any) -> Any:
+        clock.now += 5
+        return schedule(*args, **options)
+
+    def listen(leave: int = 0) -> Any:
+        for step in receive(leave):
+            times.append(step.seconds)
+            yield step
+
+    monkeypatch.setattr(engine.scheduler, "schedule", slow_schedule)
+    monkeypatch.setattr(engine.results, "receive", listen)
+
+    class SlowCapture:
+        def capture(self, launch: Callable[[], None], kind: Hashable) -> Callable[[], None]:
+            launch()
+            clock.now += 100
+            return launch
+
+    graphs = StepGraphs(SlowCapture(), engine.state, engine._result_table)
+    for engine.graphs in (None, graphs):
+        for prompt in case.prompts[:2]:
+            times.clear()
+            case.run(engine, [prompt])
+            assert times[0] is None  # the first token
+            assert times[1] == 1.0 and set(times[2:]) == {6.0}
+    times.clear()
+    engine.add_request(case.prompts[0], SamplingParams(max_tokens=20, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+        if len(times) == 8:
+            graphs.graphs.clear()  # captured anew between two steps
+    assert times[1] == 1.0 and 1.0 in times[2:] and set(times[2:]) == {1.0, 6.0}
+
+
+def test_the_command_line_hands_it_on_and_shows_it(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an option that is declared and forgotten, and a choice that nobody sees."""
+    taken: list[EngineConfig] = []
+    monkeypatch.setattr(SpecDecoder, "from_pretrained", lambda target, **options: taken.append(options["engine"]))
+    for line in ("-k 3", "--adaptive", "--no-adaptive --graphs"):
+        parser = argparse.ArgumentParser()
+        generate_command.add_arguments(parser)
+        generate_command.load_decoder(parser.parse_args(["x", *line.split()]))
+    assert [(config.adaptive, config.graphs) for config in taken] == [(False, None), (True, None), (False, True)]
+
+    engine = case.engine(ScriptedDrafter(case.outputs, 4), adaptive=True)
+    engine.draft_length = AnySchedule(4, seed=0)
+    requests = case.run(engine)
+    counts = ", ".join(f"{k} in {count:,} steps" for k, count in sorted(engine.timer.steps_by_k.items()))
+    assert f"drafts offered: {counts}" in generate_command.format_timing(engine.timer)
+    stats = pooled(AcceptanceStats(r.num_drafted, r.num_accepted, r.num_emitted) for r in requests)
+    histogram = stats.to_dict()["drafted_histogram"]
+    assert [k for k, count in enumerate(histogram) if count] == [0, 1, 3, 4]
+    assert sum(histogram) == stats.num_steps
+
+
+def test_k_is_fixed_unless_asked_for(case: Case) -> None:
+    """Without `adaptive`, every step has the k it was given, but for the last ones of an output."""
+    engine = case.engine(ScriptedDrafter(case.outputs, 8, [{0}]), num_draft_tokens=3)
+    (request,) = case.run(engine, case.prompts[:1])
+    assert engine.draft_length is None
+    assert set(request.num_drafted[:-4]) == {3}
+    assert case.engine(None, adaptive=True).draft_length is None

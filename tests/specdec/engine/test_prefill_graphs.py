@@ -1,0 +1,189 @@
+"""Captured prefill: the same tokens as packed, eager prefill, padding that nobody sees, and what is left to the eager way."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from specdec.config import SamplingParams
+from specdec.core import Request
+from specdec.engine import graphs, prefill_graphs
+from specdec.engine.engine import SpecEngine
+from specdec.engine.prefill_graphs import PrefillGraphs, PrefillShape, most_prefill_rows
+from specdec.engine.scheduler import Chunk
+from specdec.kv_cache.block_pool import NULL_BLOCK
+from tests.specdec.engine.test_graphs import MAX_TOKENS, Case, Recorder, beginnings, run
+
+
+@pytest.fixture(scope="module")
+def case() -> Case:
+    return Case()
+
+
+@pytest.fixture(autouse=True)
+def small_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of these tests are short, and their chunks shorter."""
+    monkeypatch.setattr(prefill_graphs, "LEAST_ROWS", 16)
+
+
+def captured_engine(case: Case, drafter: str, batch: int, **changes: Any) -> tuple[SpecEngine, Recorder, list[list[Chunk]]]:
+    """An engine with captured prefills of up to 64 rows, its stand-in of a GPU, and what was eager."""
+    engine = case.engine(drafter, batch, capture=True, **changes)
+    recorder, eager, packed = Recorder(), [], engine.state.prefill_batch
+    engine.prefill_graphs = PrefillGraphs(recorder, engine.state, engine._prefill_logits, dtype=case.verifier.dtype, most_rows=64)
+
+    def prefill_batch(chunks: Sequence[Chunk]) -> Any:
+        eager.append(list(chunks))
+        return packed(chunks)
+
+    engine.state.prefill_batch = prefill_batch  # type: ignore[method-assign]
+    return engine, recorder, eager
+
+
+@pytest.mark.parametrize(("batch", "sampling"), [(1, "greedy"), (3, "greedy"), (3, "mixed")])
+@pytest.mark.parametrize("drafter", ["plain", "ngram", "dflash"])
+def test_captured_equals_eager(case: Case, drafter: str, batch: int, sampling: str) -> None:
+    """Prompts in one chunk and in several, alone and side by side; the drafter's context is that of eager prefill."""
+    prompts = list(case.outputs)
+    expected = run(case.engine(drafter, batch, capture=False, pipeline_depth=1), prompts, sampling)
+    engine, recorder, eager = captured_engine(case, drafter, batch, pipeline_depth=1)
+    requests = run(engine, prompts, sampling)
+    for one, other in zip(expected, requests, strict=True):
+        assert one.output_token_ids == other.output_token_ids
+        assert one.num_accepted[:-1] == other.num_accepted[:-1]
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+    assert engine.prefill_graphs is not None
+    shapes = set(engine.prefill_graphs.graphs)
+    assert {shape.num_rows for shape in shapes} == {16}, "chunks of up to 13 rows share a shape"
+    assert recorder.num_replays >= 7 and not eager
+
+
+def test_captured_equals_eager_under_preemption(case: Case) -> None:
+    """Requests come back with tokens of their own to prefill, and no first token to choose."""
+    engine, recorder, _ = captured_engine(case, "dflash", 3, num_blocks=22, pipeline_depth=1)
+    requests = run(engine, list(case.outputs))
+    assert engine.scheduler.num_preemptions > 1 and recorder.num_replays > 10
+    assert [r.output_token_ids for r in requests] == beginnings(case, requests)
+
+
+def test_padding_writes_to_the_null_block_alone(case: Case) -> None:
+    """Catches rows past a chunk's end that overwrite another request's keys and values, or the request's own."""
+    engine, _, _ = captured_engine(case, "dflash", 3)
+    assert engine.prefill_graphs is not None
+    engine.add_request([3, 4, 5], SamplingParams(max_tokens=20))
+    engine.step()
+    ((shape, graph),) = engine.prefill_graphs.graphs.items()
+    request = engine.add_request([3, 4, 5, 6, 7], SamplingParams(max_tokens=2))
+    changed: list[set[tuple[int, int]]] = []
+
+    def watched() -> None:
+        before = [layer.key.clone() for layer in engine.kv_cache.layers]
+        graph.replay()
+        for layer, keys in zip(engine.kv_cache.layers, before, strict=True):
+            differ = (layer.key != keys).flatten(2).any(2).nonzero().tolist()
+            changed.append({(block, offset) for block, offset in differ if block != NULL_BLOCK})
+
+    engine.prefill_graphs.graphs[shape] = graph._replace(replay=watched)
+    engine.step()
+    first, second = request.block_ids[:2]
+    assert changed == [{(first, offset) for offset in range(4)} | {(second, 0)}] * len(engine.kv_cache.layers)
+
+
+def case_tokens(case: Case, prompt: list[int]) -> list[int]:
+    """Greedy output of an engine without graphs."""
+    engine = case.engine("plain", 1, capture=False)
+    request = engine.add_request(prompt, SamplingParams(max_tokens=MAX_TOKENS))
+    while engine.has_work:
+        engine.step()
+    return request.output_token_ids
+
+
+def test_what_is_left_to_packed_prefill(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long chunks, many chunks, chunks whose padding has no room, and shapes beyond the most graphs."""
+    engine, recorder, _ = captured_engine(case, "plain", 8)
+    captured = engine.prefill_graphs
+    assert captured is not None
+    request = Request(0, list(range(3, 73)), SamplingParams(), seed=0, max_total_len=80)
+    request.block_ids = list(range(1, 22))
+    longest = engine.state.longest
+
+    def chunk(start: int, end: int) -> Chunk:
+        return Chunk(request, start, end, last=False, admitted=False)
+
+    def shape(*ends: int) -> PrefillShape | None:
+        return captured._shape([chunk(0, end) for end in ends])
+
+    bound = min(512, longest)
+    assert shape(3) == shape(16) == PrefillShape(1, 16, bound)
+    assert shape(17) == PrefillShape(1, 32, bound) and shape(3, 17) == PrefillShape(2, 32, bound)
+    assert shape(3, 3, 3) == shape(16, 3, 3, 3) == PrefillShape(4, 16, bound)
+    assert shape(64) and shape(65) is None and shape(33, 3) is None and shape(3, 3, 3, 3, 3) is None
+    assert captured._shape([chunk(longest - 16, longest - 14)]) and captured._shape([chunk(longest - 15, longest - 14)]) is None
+    assert captured.run([chunk(0, 65)]) is None, "too long"
+    monkeypatch.setattr(graphs, "MAX_GRAPHS", 0)
+    assert captured.run([chunk(0, 3)]) is None and recorder.num_replays == 0, "too many graphs"
+
+
+def test_inputs_of_a_replay(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding rows name the null block, padding requests the padding slot; positions stay within the model's length."""
+    engine, _, _ = captured_engine(case, "plain", 8)
+    assert engine.prefill_graphs is not None
+    monkeypatch.setattr(engine.state, "max_model_len", 9)
+    requests = []
+    for slot in range(3):
+        request = Request(slot, list(range(10, 40)), SamplingParams(), seed=0, max_total_len=64, slot=slot)
+        request.block_ids = [3 * slot + 1, 3 * slot + 2, 3 * slot + 3]
+        requests.append(request)
+    chunks = [Chunk(request, 4, 8 + index, last=False, admitted=False) for index, request in enumerate(requests)]
+    inputs = engine.prefill_graphs._inputs(chunks, PrefillShape(4, 16, 256))
+    tokens, positions, places = inputs[:192].view(3, 4, 16).tolist()
+    slots, logit_rows, seq_lens = inputs[192:].view(3, 4).tolist()
+    null = NULL_BLOCK * 4
+    for index in range(3):
+        count = 4 + index
+        assert tokens[index] == [*range(14, 14 + count)] + [0] * (16 - count)
+        assert positions[index] == [4, 5, 6, 7] + [8] * 12
+        assert places[index] == [4 * (3 * index + 1 + p // 4) + p % 4 for p in range(4, 4 + count)] + [null] * (16 - count)
+    assert tokens[3] == positions[3] == [0] * 16 and places[3] == [null] * 16
+    assert slots == [0, 1, 2, engine.state.padding_slot]
+    assert logit_rows == [3, 16 + 4, 32 + 5, 48] and seq_lens == [20, 20, 20, 16]
+
+
+def test_how_many_rows_pay(case: Case) -> None:
+    """The more weights, the fewer rows keep a device as long as their launches keep the host."""
+
+    def most(weight_bytes: int, max_num_seqs: int) -> int:
+        verifier: Any = SimpleNamespace(weight_bytes=weight_bytes)
+        return most_prefill_rows(verifier, max_num_seqs)
+
+    assert [most(3 * 10**8, count) for count in (1, 3, 100)] == [2048, 6144, 8192]
+    assert [most(16 * 10**9, count) for count in (1, 100)] == [549, 549]
+    assert most(10**13, 1) == 0
+
+
+def test_a_mixed_step_has_logits_of_those_that_end(case: Case) -> None:
+    """One prompt ends in a step in which another's prefill goes on."""
+    engine, recorder, _ = captured_engine(case, "plain", 4)
+    for first in (3, 30, 60):
+        prompts = [list(range(first, first + n)) for n in (5, 20)]
+        expected = [case_tokens(case, prompt)[:3] for prompt in prompts]
+        requests = [engine.add_request(prompt, SamplingParams(max_tokens=3)) for prompt in prompts]
+        while engine.has_work:
+            engine.step()
+        assert [request.output_token_ids for request in requests] == expected
+    assert recorder.num_replays >= 4 and engine.prefill_graphs is not None
+    assert {shape.num_reqs for shape in engine.prefill_graphs.graphs} == {1, 2}
+
+
+def test_a_chunk_that_ends_no_prompt_has_no_logits(case: Case) -> None:
+    engine, recorder, _ = captured_engine(case, "plain", 2)
+    prompt = list(range(3, 3 + 30))  # chunks of 13, 13 and 4
+    requests = []
+    for _ in range(2):
+        requests.append(engine.add_request(prompt, SamplingParams(max_tokens=3)))
+        while engine.has_work:
+            engine.step()
+    assert recorder.num_replays >= 3
+    assert requests[0].output_token_ids == requests[1].output_token_ids == case_tokens(case, prompt)[:3]
+    assert engine.state.seq_lens[engine.state.padding_slot] == 0

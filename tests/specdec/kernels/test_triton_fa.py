@@ -1,0 +1,271 @@
+"""triton_fa against torch_ref, on a CUDA device or, without one, in Triton's interpreter; see `tests.helpers.triton_interpreter`."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec.attention.backend import AttentionMetadata, AttentionSpec
+from specdec.attention.torch_ref.fa import TorchRefBackend
+from specdec.attention.triton.fa import TritonFaBackend
+from specdec.kv_cache import KVLayerSpec, LayerCache, blocks_for
+from tests.helpers.triton_interpreter import require_triton
+
+DEVICE = require_triton()
+
+from specdec.kernels import triton_attention  # noqa: E402 (only where Triton can run)
+
+BLOCK = 16
+UNIFORM = [(21, 5), (64, 5), (5, 5)]
+"""(seq_len, query_len) of three requests: a verify step over a partial block, a full one, and no context at all."""
+
+
+def spec(**changes: Any) -> AttentionSpec:
+    """A small request to a backend."""
+    values: dict[str, Any] = {
+        "device": DEVICE,
+        "dtype": torch.float32,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 64,
+        "block_size": BLOCK,
+    }
+    return AttentionSpec(**values | changes)
+
+
+def scenario(
+    requests: list[tuple[int, int]], wanted: AttentionSpec, *, causal: bool = True, host_lengths: bool = False
+) -> tuple[AttentionMetadata, LayerCache]:
+    """Requests on scattered blocks, whose cache is random wherever their own rows will not write."""
+    counts = [blocks_for(length, wanted.block_size) for length, _ in requests]
+    blocks = torch.randperm(sum(counts)) + 1
+    bound = max(length for length, _ in requests) + 9
+    table = torch.randint(0, sum(counts) + 1, (len(requests), blocks_for(bound, wanted.block_size)))  # past its own: any valid one
+    slots = []
+    for i, (length, width) in enumerate(requests):
+        mine, blocks = blocks[: counts[i]], blocks[counts[i] :]
+        table[i, : counts[i]] = mine
+        positions = torch.arange(length - width, length)
+        slots.append(mine[positions // wanted.block_size] * wanted.block_size + positions % wanted.block_size)
+    cache = KVLayerSpec(wanted.num_kv_heads, wanted.head_dim).allocate(
+        sum(counts) + 1, wanted.block_size, wanted.dtype, torch.device("cpu")
+    )
+    lengths, widths = [length for length, _ in requests], [width for _, width in requests]
+    metadata = AttentionMetadata(
+        query_start_loc=torch.tensor([0, *itertools.accumulate(widths)], dtype=torch.int32, device=DEVICE),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+        block_table=table.int().to(DEVICE),
+        slot_mapping=torch.cat(slots).to(DEVICE),
+        num_reqs=len(requests),
+        num_tokens=sum(widths),
+        max_query_len=max(widths),
+        max_seq_len=bound,
+        causal=causal,
+        query_lens=widths if host_lengths else None,
+        seq_lens_host=lengths if host_lengths else None,
+    )
+    return metadata, LayerCache(cache.key.normal_().to(DEVICE), cache.value.normal_().to(DEVICE))
+
+
+def attend_both(
+    requests: list[tuple[int, int]],
+    wanted: AttentionSpec,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: bool = False,
+    splits: int = 1,
+    ragged: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Outputs of triton_fa, with `splits` programs per row, and of torch_ref, whose caches must end up equal."""
+    torch.manual_seed(0)
+    metadata, cache = scenario(requests, wanted, causal=causal, host_lengths=ragged)
+    copy = LayerCache(cache.key.clone(), cache.value.clone())
+    joined = torch.randn(metadata.num_tokens, wanted.num_heads + 2 * wanted.num_kv_heads, wanted.head_dim, dtype=wanted.dtype)
+    query, key, value = joined.to(DEVICE).split([wanted.num_heads, wanted.num_kv_heads, wanted.num_kv_heads], dim=1)
+    logits = torch.randn(wanted.num_heads).to(DEVICE) if sinks else None
+    options: dict[str, Any] = {"scale": 0.2, "window": window, "softcap": softcap, "sinks": logits}
+    backend, oracle = TritonFaBackend(wanted), TorchRefBackend(wanted)
+    backend.num_splits = lambda *_: splits  # type: ignore[method-assign]
+    got = backend.run(query, key, value, cache, backend.plan(metadata), **options)
+    want = oracle.run(query, key, value, copy, oracle.plan(metadata), **options)
+    for ours, theirs in zip(cache, copy, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=0, rtol=0)
+    return got, want
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (3, 1), (8, 2)])
+@pytest.mark.parametrize("width", [1, 5, 16])
+@pytest.mark.parametrize(("causal", "splits"), [(True, 1), (False, 4)])
+def test_blocks_of_every_width_and_group(heads: int, kv_heads: int, width: int, causal: bool, splits: int) -> None:
+    """Decoding, verifying and drafting; groups of 3 leave lanes empty, and 16 rows of 8 heads fill a whole tile."""
+    requests = [(width + context, width) for context in (0, 17, 100)]
+    got, want = attend_both(requests, spec(num_heads=heads, num_kv_heads=kv_heads), causal=causal, splits=splits)
+    torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 3, 30])
+@pytest.mark.parametrize("extra", ["plain", "sinks", "softcap"])
+@pytest.mark.parametrize("splits", [1, 4])
+def test_masks_and_scores(causal: bool, window: int | None, extra: str, splits: int) -> None:
+    """Windows on both sides, sinks counted once however many splits there are, and bounded scores."""
+    got, want = attend_both(
+        UNIFORM,
+        spec(head_dim=16),
+        causal=causal,
+        window=window,
+        splits=splits,
+        sinks=extra == "sinks",
+        softcap=0.7 if extra == "softcap" else None,
+    )
+    torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("splits", [1, 4])
+def test_ragged_prefill_and_extension(causal: bool, splits: int) -> None:
+    """New prompts, a chunk of one, a single row among them, more rows than a tile holds, and tiles without rows."""
+    requests = [(40, 40), (35, 3), (33, 1), (60, 20)]
+    got, want = attend_both(requests, spec(num_kv_heads=1, head_dim=16), causal=causal, window=25, ragged=True, splits=splits)
+    torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
+
+
+def test_an_only_key_head_with_any_stride() -> None:
+    """Transformers' keys [1, 1, T, D], turned around, have a stride at the only head that is not its size."""
+    torch.manual_seed(0)
+    wanted = spec(num_kv_heads=1, head_dim=16)
+    metadata, cache = scenario(UNIFORM, wanted)
+    copy = LayerCache(cache.key.clone(), cache.value.clone())
+    query, key, value = (torch.randn(1, heads, metadata.num_tokens, 16, device=DEVICE)[0].transpose(0, 1) for heads in (4, 1, 1))
+    assert key.is_contiguous() and key.stride(1) != 16
+    backend, oracle = TritonFaBackend(wanted), TorchRefBackend(wanted)
+    got = backend.run(query, key, value, cache, backend.plan(metadata), scale=0.2)
+    want = oracle.run(query, key, value, copy, oracle.plan(metadata), scale=0.2)
+    torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(cache.key, copy.key, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("head_dim", [8, 80, 128, 256])
+def test_head_sizes(head_dim: int) -> None:
+    """Sizes that matrix instructions do not take are padded."""
+    got, want = attend_both([(37, 4), (9, 4)], spec(head_dim=head_dim))
+    torch.testing.assert_close(got, want, atol=5e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("block_size", [1, 12, 32])
+def test_block_sizes(block_size: int) -> None:
+    """Any block size, also no power of two."""
+    got, want = attend_both([(37, 4), (9, 4)], spec(block_size=block_size), splits=2)
+    torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    """Accumulation is float32: the error is the rounding of inputs and weights, not of sums."""
+    if dtype == torch.bfloat16 and DEVICE.type == "cpu":
+        pytest.skip("Triton's interpreter has no bfloat16 products")
+    got, want = attend_both([(150, 5), (64, 5)], spec(dtype=dtype, head_dim=32), splits=2)
+    error = (got.float() - want.float()).norm() / want.float().norm()
+    assert error < (1e-2 if dtype == torch.bfloat16 else 1e-3)
+
+
+def test_8_bit_cache() -> None:
+    """Scaled down when written, clamped to what the type holds, and scaled up when read."""
+    torch.manual_seed(0)
+    scales = (0.5, 2.0)
+    wanted = spec(cache_dtype=torch.float8_e4m3fn, cache_scales=scales, head_dim=16)
+    metadata, _ = scenario([(20, 20)], wanted)
+    cache = KVLayerSpec(2, 16).allocate(9, BLOCK, torch.float8_e4m3fn, DEVICE)
+    query = torch.randn(20, 4, 16, device=DEVICE)
+    key, value = torch.randn(20, 2, 16, device=DEVICE), torch.randn(20, 2, 16, device=DEVICE)
+    value[0, 0, 0] = 3000.0
+    backend = TritonFaBackend(wanted)
+    got = backend.run(query, key, value, cache, backend.plan(metadata), scale=0.2)
+    stored = [tensor.flatten(0, 1)[metadata.slot_mapping].float() * s for tensor, s in zip(cache, scales, strict=True)]
+    assert stored[1][0, 0, 0] == 896
+    for ours, rows, s in zip(stored, (key, value), scales, strict=True):
+        want = (rows / s).clamp(-448, 448).to(torch.float8_e4m3fn).float() * s
+        # The interpreter loses the carry of numbers that round up to a power of two.
+        assert (ours != want).float().mean() < 0.05
+    oracle, plain = TorchRefBackend(spec(head_dim=16)), KVLayerSpec(2, 16).allocate(9, BLOCK, torch.float32, DEVICE)
+    want = oracle.run(query, stored[0], stored[1], plain, oracle.plan(metadata), scale=0.2)
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("splits", [1, 8])
+def test_launch_serves_any_lengths_below_its_bound(splits: int) -> None:
+    """What a captured graph does: the same host counts, other lengths on the device. Programs past the end add nothing."""
+    wanted = spec(head_dim=16)
+    for context in (0, 1, 130):
+        got, want = attend_both([(context + 3, 3), (200, 3)], wanted, splits=splits)
+        torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
+
+
+def test_many_rows_are_merged_several_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches rows past the last program's share; 36 rows do not fill five programs of 8."""
+    monkeypatch.setattr(triton_attention, "MANY_ROWS", 8)
+    got, want = attend_both([(150, 4), (64, 4), (9, 4)], spec(num_heads=3, num_kv_heads=1, head_dim=20), splits=2)
+    torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
+
+
+def test_nothing_outside_the_table_is_read() -> None:
+    """Slots past a sequence's end may hold NaN, and blocks past its own may be anybody's."""
+    torch.manual_seed(0)
+    wanted = spec(head_dim=16)
+    metadata, cache = scenario([(18, 2), (5, 2)], wanted)
+    own = [metadata.block_table[0, :2].long(), metadata.block_table[1, :1].long()]
+    keep = torch.zeros(cache.key.shape[:2], dtype=torch.bool, device=DEVICE).flatten()
+    for blocks, length in zip(own, (18, 5), strict=True):
+        positions = torch.arange(length, device=DEVICE)
+        keep[blocks[positions // BLOCK] * BLOCK + positions % BLOCK] = True
+    for tensor in cache:
+        tensor.flatten(0, 1)[~keep] = torch.nan
+    query, key, value = (torch.randn(4, heads, 16, device=DEVICE) for heads in (4, 2, 2))
+    backend = TritonFaBackend(wanted)
+    assert backend.run(query, key, value, cache, backend.plan(metadata), scale=0.2).isfinite().all()
+
+
+def test_tiles_and_splits_fill_the_device_and_need_no_device_value() -> None:
+    """One long request is divided, a full batch is not, a window or a short context leaves little to divide.
+
+    Few requests get the tiles of plain decoding.
+    """
+    backend = TritonFaBackend(spec(num_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16))
+    backend.num_processors = 132
+
+    def splits(num_reqs: int, max_seq_len: int, window: int | None = None, width: int = 16) -> int:
+        empty = torch.empty(0)
+        metadata = AttentionMetadata(empty, empty, empty, empty, num_reqs, num_reqs * width, width, max_seq_len)
+        tile = backend.tile(metadata)
+        rows.append(tile.block_m)
+        return backend.num_splits(metadata, window, tile)
+
+    rows: list[int] = []
+    assert splits(1, 512) == 4 and splits(1, 100) == 1 and splits(1, 1024, width=1) == 8 and splits(1, 32768, width=1) == 64
+    assert set(rows) == {16}
+    rows.clear()
+    assert splits(1, 32768) == 32
+    assert splits(1, 1024) == splits(1, 32768, window=1024) == 8
+    assert splits(8, 32768) == splits(2, 512) == 4
+    assert splits(64, 32768) == splits(1, 32768, window=128) == 1
+    assert set(rows) == {64}
+    rows.clear()
+    assert splits(4, 4096, width=512) == splits(1, 128, width=128) == 1
+    assert rows == [128, 128]
+
+
+def test_refusals() -> None:
+    """Every reason at once, and none for odd sizes that are padded."""
+    assert TritonFaBackend.unsupported_reasons(spec(head_dim=80, num_heads=9, num_kv_heads=3, non_causal=True, sinks=True)) == []
+    bad = TritonFaBackend.unsupported_reasons(spec(dtype=torch.float64, head_dim=512, num_heads=5))
+    assert [reason.split(" (")[0] for reason in bad] == [
+        "dtype torch.float64",
+        "head size 512",
+        "5 query heads do not share 2 key heads evenly",
+    ]
+    assert "256 query heads per key head" in TritonFaBackend.unsupported_reasons(spec(num_heads=256, num_kv_heads=1))[0]
+    assert "float8_e5m2 cache" in TritonFaBackend.unsupported_reasons(spec(cache_dtype=torch.float8_e5m2))[0]

@@ -1,0 +1,270 @@
+"""Kernels around attention against plain torch, and whole tiny models on them; where they run, see `tests.helpers.triton_interpreter`."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from drafters.dflash.rotary import rotate
+from specdec.attention.selector import select_backend
+from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.core import DecodeBatch, DraftOutput, Verifier
+from specdec.engine.engine import SpecEngine
+from specdec.kv_cache import KVLayerSpec
+from specdec.layers.linear import Linear
+from tests.helpers.guards import no_host_sync
+from tests.helpers.tiny_models import plain_model, random_dflash, random_prompts
+from tests.helpers.triton_interpreter import require_triton
+from verifiers.hf import verifier_for
+from verifiers.hf_attention import ATTENTION_NAME
+from verifiers.shape import attention_spec
+
+DEVICE = require_triton()
+
+from specdec.kernels import triton_prefetch  # noqa: E402 (only where Triton can run)
+from specdec.kernels.triton_embedding import embed  # noqa: E402
+from specdec.kernels.triton_fused import add_rms_norm, rms_norm, rope_store, silu_mul  # noqa: E402
+from specdec.kernels.triton_launch import num_processors, overlap_options  # noqa: E402
+from specdec.kernels.triton_linear import divide, few_rows  # noqa: E402
+from specdec.kernels.triton_prefetch import askable, hint_options, surplus  # noqa: E402
+
+
+def transformers_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Computed in float32, rounded, then weighted."""
+    x32 = x.float()
+    return weight * (x32 * (x32.square().mean(-1, keepdim=True) + epsilon).rsqrt()).to(x.dtype)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Normal numbers on the device."""
+    return torch.randn(*shape).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("width", [48, 576, 5])
+def test_norm_and_residual(width: int) -> None:
+    """Any width; the input may be a view; the sum is what the norm sees."""
+    torch.manual_seed(0)
+    x, residual, weight = random(7, width + 3)[:, :width], random(7, width), random(width)
+    torch.testing.assert_close(rms_norm(x, weight, 1e-3), transformers_norm(x, weight, 1e-3), atol=1e-6, rtol=1e-5)
+    normed, added = add_rms_norm(x, residual, weight, 1e-3)
+    assert added.equal(x + residual)
+    torch.testing.assert_close(normed, transformers_norm(x + residual, weight, 1e-3), atol=1e-6, rtol=1e-5)
+
+
+def test_norm_rounds_as_transformers() -> None:
+    """In half precision the normed value is rounded before its weight, and the norm sees the rounded sum."""
+    torch.manual_seed(0)
+    x, residual, weight = (random(*shape, dtype=torch.float16) for shape in ((64, 96), (64, 96), (96,)))
+    normed, added = add_rms_norm(x, residual, weight, 1e-6)
+    assert added.equal(x + residual)
+    assert (normed == transformers_norm(added, weight, 1e-6)).float().mean() > 0.995  # a sum in another order may round elsewhere
+
+
+@pytest.mark.parametrize("width", [48, 1536])
+def test_swiglu(width: int) -> None:
+    """Gate is the first half of the joined product."""
+    torch.manual_seed(0)
+    joined = random(5, 2 * width) * 3
+    torch.testing.assert_close(silu_mul(joined), F.silu(joined[:, :width]) * joined[:, width:], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_norm_adds_up_parts(parts: int) -> None:
+    """A product that was split has the norm of the whole one, rounded as that would be."""
+    torch.manual_seed(0)
+    x, residual, weight = random(parts, 5, 96), random(5, 96, dtype=torch.float16), random(96, dtype=torch.float16)
+    whole = x.sum(0).to(torch.float16)
+    for got, expected in zip(add_rms_norm(x, residual, weight, 1e-6), add_rms_norm(whole, residual, weight, 1e-6), strict=True):
+        assert (got == expected).float().mean() > 0.99
+
+
+@pytest.mark.parametrize(("width", "inputs"), [(64, 192), (960, 576), (128, 1536)])
+@pytest.mark.parametrize("rows", [1, 5, 33])
+@pytest.mark.parametrize("how", ["plain", "gated", "split"])
+def test_product_of_few_rows(width: int, inputs: int, rows: int, how: str) -> None:
+    """Against float64; split sums are those of the whole product, and a row has the same bits whatever rows are beside it."""
+    torch.manual_seed(0)
+    gated = how == "gated"
+    x = random(rows, inputs + 8, dtype=torch.float16)[:, :inputs]
+    weight = random(width * (1 + gated), inputs, dtype=torch.float16) / inputs**0.5
+    got = few_rows(x, Linear(weight), gated=gated, may_split=how == "split")
+    assert got is not None and (got.ndim == 3 or how != "split" or divide_splits(width, inputs) == 1)
+    expected = x.double() @ weight.double().T
+    if gated:
+        expected = F.silu(expected[:, :width]) * expected[:, width:]
+    whole = got.sum(0) if got.ndim == 3 else got
+    assert (whole.double() - expected).norm() <= 1e-3 * expected.norm()
+    alone = few_rows(x[:1], Linear(weight), gated=gated, may_split=how == "split")
+    assert alone is not None and alone[..., 0, :].equal(got[..., 0, :])
+
+
+def divide_splits(width: int, inputs: int) -> int:
+    """Parts in which the product comes."""
+    plan = divide(width, inputs, gated=False, may_split=True, processors=num_processors(DEVICE))
+    assert plan is not None
+    return plan.splits
+
+
+@pytest.mark.parametrize("width", [5, 576, 2500])
+def test_embedding(width: int) -> None:
+    """Any width, ids of any shape and strides, rows of a wider table, the last of them too."""
+    torch.manual_seed(0)
+    table = random(9, width + 3, dtype=torch.float16)[:, :width]
+    token_ids = torch.tensor([[8, 0, 3], [3, 5, 8]], device=DEVICE)
+    for ids in (token_ids, token_ids.T, token_ids[0, :1], token_ids[:, 1:].expand(2, 2)):
+        assert embed(ids, table).equal(F.embedding(ids, table))
+
+
+def test_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights up to the limit, on chips that take hints; every byte of them is some thread's."""
+    small, large = (Linear(random(rows, 1024, dtype=torch.float16)) for rows in (4096, 4097))
+    assert askable(small) is None or overlap_options(small.weight.device)["OVERLAP"]
+    monkeypatch.setattr(triton_prefetch, "overlap_options", lambda device: {"OVERLAP": True})
+    assert askable(small) is small.weight and askable(large) is None
+    assert hint_options(small.weight) == {"ahead": small.weight, "AHEAD": 8 * 2**20}
+    assert (surplus(small.weight, 4), surplus(large.weight, 4), surplus(large.weight, 8), surplus(None, 4)) == (64, 65, 33, 0)
+
+
+def test_products_that_are_torchs() -> None:
+    """Many rows, float32, a bias, and shapes that the tiles do not divide are left alone."""
+    half = random(16, 64, dtype=torch.float16)
+    assert few_rows(random(65, 64, dtype=torch.float16), Linear(half)) is None
+    assert few_rows(random(2, 64), Linear(half.float())) is None
+    assert few_rows(half[:2], Linear(half, half[:, 0])) is None
+    assert few_rows(half[:2, :48], Linear(half[:, :48].contiguous())) is None
+    assert few_rows(half[:2], Linear(half[:8])) is None
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 80])
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("with_query", [True, False])
+def test_rope_with_cache_write(head_dim: int, normed: bool, with_query: bool) -> None:
+    """Views of a joined product; keys and values land in their slots and nowhere else; values are neither normed nor rotated."""
+    torch.manual_seed(0)
+    num_tokens, heads, kv_heads = 5, 3, 2
+    query, key, value = random(num_tokens, heads + 2 * kv_heads, head_dim).split([heads, kv_heads, kv_heads], dim=1)
+    angles = random(num_tokens, 1, head_dim // 2)
+    cos, sin = angles.cos(), angles.sin()
+    query_norm, key_norm = (random(head_dim), random(head_dim)) if normed else (None, None)
+    cache = KVLayerSpec(kv_heads, head_dim).allocate(4, 4, torch.float32, DEVICE)
+    slots = torch.tensor([4, 9, 5, 15, 7], device=DEVICE)
+    rotated = rope_store(
+        query if with_query else None,
+        key,
+        value,
+        cache,
+        slots,
+        cos=cos[:, 0],
+        sin=sin[:, 0],
+        query_norm=query_norm,
+        key_norm=key_norm,
+        epsilon=1e-5,
+    )
+
+    def reference(rows: Tensor, norm: Tensor | None) -> Tensor:
+        rows = rows if norm is None else transformers_norm(rows, norm, 1e-5)
+        return rotate(rows, torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1))
+
+    if with_query:
+        torch.testing.assert_close(rotated, reference(query, query_norm), atol=1e-5, rtol=1e-5)
+    else:
+        assert rotated.numel() == 0
+    keys, values = (tensor.flatten(0, 1) for tensor in cache)
+    torch.testing.assert_close(keys[slots], reference(key, key_norm), atol=1e-5, rtol=1e-5)
+    assert values[slots].equal(value)
+    others = [slot for slot in range(16) if slot not in slots.tolist()]
+    assert not keys[others].any() and not values[others].any()
+
+
+def verifier_on(backend: str, model: PreTrainedModel) -> Verifier:
+    """The same weights behind paged attention of that name."""
+    config = copy.deepcopy(model.config)
+    paged: Any = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
+    paged.load_state_dict(model.state_dict())
+    spec = attention_spec(config, device=DEVICE, dtype=torch.float32, block_size=4)
+    return verifier_for(paged.to(DEVICE), name=config.model_type, backend=select_backend(backend, spec))
+
+
+def generate(
+    backend: str, model: PreTrainedModel, *, guarded: bool = False, **sampling: Any
+) -> tuple[list[list[int]], list[Tensor]]:
+    """Output tokens of two requests, and every draft of a random DFlash drafter."""
+    verifier = verifier_on(backend, model)
+    drafter = random_dflash(verifier, block_size=4)
+    drafts: list[Tensor] = []
+    propose = drafter.propose
+
+    def recorded(batch: DecodeBatch) -> DraftOutput:
+        drafts.append((output := propose(batch)).token_ids)
+        return output
+
+    drafter.propose = recorded  # type: ignore[method-assign]
+    cache = CacheConfig(block_size=4, memory_bytes=2**20)
+    engine = SpecEngine(verifier, drafter, EngineConfig(max_num_seqs=2, max_prefill_tokens=6, num_draft_tokens=3, cache=cache))
+    if guarded:
+        launch = engine._launch
+
+        def guarded_launch(batch: DecodeBatch) -> Any:
+            with no_host_sync():
+                return launch(batch)
+
+        engine._launch = guarded_launch  # type: ignore[method-assign]
+    params = SamplingParams(max_tokens=4, ignore_eos=True, **sampling)
+    requests = [engine.add_request(prompt, params) for prompt in random_prompts(2, longest=9)]
+    while engine.has_work:
+        engine.step()
+    return [request.output_token_ids for request in requests], drafts
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral"])
+def test_whole_model_with_drafter_equals_torch_ref(name: str) -> None:
+    """Tokens and drafts: head norms, windows, tapped features, the drafter's own windows and causality, chunked prefill."""
+    model = plain_model(name)
+    tokens, drafts = generate("triton_fa", model)
+    expected_tokens, expected_drafts = generate("torch_ref", model)
+    assert tokens == expected_tokens
+    assert len(drafts) == len(expected_drafts) and all(
+        ours.equal(theirs) for ours, theirs in zip(drafts, expected_drafts, strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+def test_models_with_their_own_modules(name: str) -> None:
+    """Softcaps and sinks, through transformers' layers."""
+    model = plain_model(name)
+    assert generate("triton_fa", model)[0] == generate("torch_ref", model)[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="the interpreter itself reads values on the host")
+def test_step_never_waits() -> None:
+    """Draft, verify, accept and commit under the guard."""
+    generate("triton_fa", plain_model("llama"))  # compiling may wait
+    generate("triton_fa", plain_model("llama"), guarded=True)
+
+
+def test_a_drafter_embeds_with_its_own_table() -> None:
+    """And with the target's when it has none."""
+    verifier = verifier_on("triton_fa", plain_model("llama"))
+    drafter = random_dflash(verifier)
+    ids = torch.tensor([3, 5, 3], device=DEVICE)
+    for own in (None, torch.nn.Embedding(verifier.vocab_size, verifier.hidden_size)):
+        drafter.model.embed_tokens = own
+        drafter.bind(verifier, [], max_num_seqs=1, max_len=64, draft_sampling="greedy")
+        assert drafter._embed(ids).equal(verifier._embedding[ids] if own is None else own.weight[ids])  # type: ignore[attr-defined]
+
+
+def test_joined_draft_projections_share_memory() -> None:
+    """The drafter's weights are not stored twice, and binding it again still works."""
+    verifier = verifier_on("triton_fa", plain_model("llama"))
+    drafter = random_dflash(verifier)
+    for _ in range(2):
+        drafter.bind(verifier, [], max_num_seqs=1, max_len=64, draft_sampling="greedy")
+    joined: Linear = drafter._triton._decoder._layers[0].qkv  # type: ignore[union-attr]
+    attention: Any = drafter.model.layers[0].self_attn
+    assert attention.q_proj.weight.data_ptr() == joined.weight.data_ptr()
+    assert torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]).equal(joined.weight)

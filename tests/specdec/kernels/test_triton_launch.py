@@ -1,0 +1,132 @@
+"""Every launch of a whole generation is bound and compiled for sm_90 with its very arguments, and none is run.
+
+The interpreter takes arguments that Triton's compiler would refuse, and `test_triton_compile.py` guesses how they are specialised.
+What the kernels would compute stays uninitialised memory, so tokens mean nothing here.
+"""
+
+import os
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("kernels are interpreted in this process", allow_module_level=True)
+
+import torch
+import triton
+from transformers import AutoModelForCausalLM
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from specdec.attention.triton import fa as triton_fa
+from specdec.attention.triton.fa import TritonFaBackend
+from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.engine.engine import SpecEngine
+from specdec.engine.graphs import StepGraphs
+from specdec.kernels import triton_argmax, triton_attention, triton_embedding, triton_fused, triton_linear, triton_prefetch
+from specdec.kernels.triton_prefetch import surplus
+from specdec.layers import argmax, linear
+from tests.helpers.tiny_models import CONFIGS, random_dflash
+from verifiers.hf import verifier_for
+from verifiers.hf_attention import ATTENTION_NAME
+from verifiers.shape import attention_spec
+
+SHARED_MEMORY = 227 * 1024
+
+
+class PretendedDriver:
+    """A GPU that need not be here."""
+
+    def get_current_device(self) -> int:
+        return 97  # what is compiled for it must not be taken for what a real device needs
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+class TwoLaunches:
+    """In the place of a graph: a step that is launched again compiles nothing, for no value of the host is compiled in."""
+
+    def __init__(self, compiled: set[tuple[str, str]]) -> None:
+        self.compiled, self.num_captures = compiled, 0
+
+    def capture(self, launch: Callable[[], None], kind: Hashable) -> Callable[[], None]:
+        launch()
+        before = set(self.compiled)
+        launch()
+        assert self.compiled == before
+        self.num_captures += 1
+        return launch
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> set[tuple[str, str]]:
+    """Names and hashes of the kernels that were launched."""
+    found: set[tuple[str, str]] = set()
+    awaited: list[torch.Tensor] = []
+    launch = JITFunction.run
+
+    def bind_and_compile(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = launch(self, *args, grid=grid, warmup=True, **options)
+        assert kernel.metadata.shared <= SHARED_MEMORY
+        assert not kernel.metadata.global_scratch_size, "it would be allocated at launch"
+        assert all(count <= 65535 for count in grid[1:])
+        if self.fn.__name__ == "_few_rows_kernel" and awaited:
+            assert args[1] is awaited.pop(), "hints are about the product that comes next"
+        if (hints := options.get("AHEAD")) is not None:
+            awaited[:] = [options["ahead"]]  # of one before, torch's product has come
+        assert ("cp.async.bulk.prefetch" in kernel.asm["ptx"]) == bool(hints)
+        assert not hints or grid[0] > surplus(options["ahead"], options["num_warps"])
+        found.add((self.fn.__name__ + (" with hints" if hints else ""), kernel.hash))
+        return kernel
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(triton.runtime.driver, "_active", PretendedDriver())
+    monkeypatch.setattr(JITFunction, "run", bind_and_compile)
+    kernels = triton_argmax.argmax
+
+    def filled(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        indices, finite = kernels(logits)
+        return indices.zero_(), finite.fill_(True)  # tokens, at least, and the requests do not end
+
+    monkeypatch.setattr(argmax, "_on_triton", lambda device: True)
+    monkeypatch.setattr(triton_argmax, "argmax", filled)
+    monkeypatch.setattr(triton_fa, "unavailable_reasons", lambda device: [])
+    monkeypatch.setattr(linear, "can_pack", lambda weight: False)  # a layout for CPUs
+    for module in (triton_fa, triton_linear):
+        monkeypatch.setattr(module, "num_processors", lambda device: 132)
+    for module in (triton_argmax, triton_attention, triton_embedding, triton_fused, triton_linear, triton_prefetch):
+        monkeypatch.setattr(module, "overlap_options", lambda device: {"OVERLAP": True, "launch_pdl": True})
+    return found
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_generation_compiles(compiled: set[tuple[str, str]], name: str) -> None:
+    """Prefill, drafts, verify and commit, with the lean forward and with transformers' modules."""
+    config = CONFIGS[name]()
+    if name == "llama":  # sizes that suit the products of few rows
+        config.hidden_size, config.intermediate_size = 64, 128
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.bfloat16)
+    spec = attention_spec(config, device=torch.device("cpu"), dtype=torch.bfloat16, block_size=16)
+    verifier = verifier_for(model, name=name, backend=TritonFaBackend(spec))
+    cache = CacheConfig(block_size=16, memory_bytes=2**22)
+    engine = SpecEngine(verifier, random_dflash(verifier), EngineConfig(max_num_seqs=2, max_model_len=400, cache=cache))
+    capture = TwoLaunches(compiled)
+    engine.graphs = StepGraphs(capture, engine.state, engine._result_table)
+    for length in (3, 80):  # more rows than the products of few rows take
+        engine.add_request(list(range(3, 3 + length)), SamplingParams(max_tokens=12, ignore_eos=True))
+    for _ in range(4):
+        engine.step()
+    assert capture.num_captures
+    kernels = {"_attention_kernel", "_merge_kernel", "_rms_norm_kernel", "_rope_store_kernel", "_silu_mul_kernel"}
+    kernels |= {"_slice_max_kernel", "_row_max_kernel"}
+    kernels |= {"_rms_norm_kernel with hints", "_rope_store_kernel with hints"}
+    if name == "llama":
+        kernels |= {"_embed_kernel", "_few_rows_kernel", "_few_rows_kernel with hints"}
+    assert {kernel for kernel, _ in compiled} == kernels

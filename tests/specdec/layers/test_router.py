@@ -1,0 +1,193 @@
+"""Choosing experts: our formulas and AITER's kernels choose what transformers' routers choose."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import DeepseekV2Config, DeepseekV3Config, Glm4MoeConfig
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.deepseek_v32.configuration_deepseek_v32 import DeepseekV32Config
+from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32TopkRouter
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
+from transformers.models.glm4_moe_lite.configuration_glm4_moe_lite import Glm4MoeLiteConfig
+from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLiteTopkRouter
+from transformers.models.glm_moe_dsa.configuration_glm_moe_dsa import GlmMoeDsaConfig
+from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaTopkRouter
+
+import specdec.device
+from specdec.layers import router as ops_router
+from specdec.layers.router import Routing, aiter_reasons, route
+from tests.helpers.aiter_emulation import Machine, install
+from tests.helpers.guards import no_host_sync
+from verifiers.moe_router import ROUTERS, MoeRouter, replace_routers, routing_of
+
+HIDDEN, EXPERTS = 12, 32
+_COMMON: dict[str, Any] = {"hidden_size": HIDDEN, "num_experts_per_tok": 6, "routed_scaling_factor": 2.5}
+_SIGMOID: dict[str, Any] = {**_COMMON, "n_routed_experts": EXPERTS, "n_group": 4, "topk_group": 2}
+
+ROUTER_KINDS: dict[str, Callable[[], Any]] = {
+    "v2_greedy": lambda: DeepseekV2TopkRouter(_v2(topk_method="greedy")),
+    "v2_groups": lambda: DeepseekV2TopkRouter(_v2(topk_method="group_limited_greedy", n_group=8, topk_group=3)),
+    "v3": lambda: DeepseekV3TopkRouter(DeepseekV3Config(**_SIGMOID)),
+    "v3_ungrouped": lambda: DeepseekV3TopkRouter(DeepseekV3Config(**{**_SIGMOID, "n_group": 1, "topk_group": 1})),
+    "v32": lambda: DeepseekV32TopkRouter(DeepseekV32Config(**_SIGMOID)),
+    "glm4": lambda: Glm4MoeTopkRouter(Glm4MoeConfig(**_SIGMOID)),
+    "glm4_lite": lambda: Glm4MoeLiteTopkRouter(Glm4MoeLiteConfig(**_SIGMOID)),
+    "glm_dsa": lambda: GlmMoeDsaTopkRouter(GlmMoeDsaConfig(**_SIGMOID)),
+    "v3_not_normalised": lambda: DeepseekV3TopkRouter(DeepseekV3Config(**_SIGMOID, norm_topk_prob=False)),
+    "v3_16_groups": lambda: DeepseekV3TopkRouter(DeepseekV3Config(**{**_SIGMOID, "n_group": 16, "topk_group": 5})),
+}
+PLAIN = ("v3_not_normalised", "v3_16_groups")
+"""What AITER's kernels do not have."""
+
+
+def _v2(**changes: Any) -> DeepseekV2Config:
+    return DeepseekV2Config(**{**_COMMON, "n_routed_experts": EXPERTS, "norm_topk_prob": True, "num_attention_heads": 4, **changes})
+
+
+def hf_router(kind: str, dtype: torch.dtype = torch.float32) -> Any:
+    """A router of transformers with random weights and a bias that matters."""
+    torch.manual_seed(0)
+    router = ROUTER_KINDS[kind]()
+    router.weight.data = torch.randn(EXPERTS, HIDDEN).to(dtype)
+    if hasattr(router, "e_score_correction_bias"):
+        router.e_score_correction_bias = torch.randn(EXPERTS) * 0.2 - 1.5  # all choices negative: masking with 0 would show
+    return router
+
+
+def in_order(ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Experts of every token in ascending order, and their weights."""
+    order = ids.argsort(dim=-1)
+    return ids.gather(-1, order), weights.gather(-1, order)
+
+
+def check_equal(router: Any, hidden: Tensor, got: tuple[Tensor, Tensor, Tensor]) -> None:
+    """The same sets of experts with the same weights as transformers."""
+    _, want_weights, want_ids = router(hidden)
+    _, weights, ids = got
+    (ids, weights), (want_ids, want_weights) = in_order(ids, weights), in_order(want_ids, want_weights)
+    assert ids.dtype == torch.int64 and torch.equal(ids, want_ids)
+    torch.testing.assert_close(weights, want_weights, atol=1e-6, rtol=1e-5)
+
+
+@pytest.fixture
+def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Machine]:
+    """Pretends a ROCm machine with AITER."""
+
+    def setup(**options: Any) -> Machine:
+        monkeypatch.setattr(specdec.device, "rocm_architecture", lambda device: "gfx942")
+        return install(monkeypatch, tmp_path, Machine(**options))
+
+    return setup
+
+
+@pytest.mark.parametrize("kind", ROUTER_KINDS)
+def test_formulas_equal_transformers(kind: str) -> None:
+    """Group strength, masking, bias in the choice but not in the weights, normalisation, scaling."""
+    router, hidden = hf_router(kind), torch.randn(200, HIDDEN)
+    logits = hidden @ router.weight.t()
+    check_equal(router, hidden, (logits, *route(logits, routing_of(router), getattr(router, "e_score_correction_bias", None))))
+
+
+@pytest.mark.parametrize("version", ["0.1.15", "0.1.20"])
+@pytest.mark.parametrize("kind", ROUTER_KINDS)
+def test_aiter_equals_transformers(rocm: Callable[..., Machine], kind: str, version: str) -> None:
+    """AITER's kernels, where they have the case; otherwise plain torch behind the same module; nothing waits either way."""
+    machine = rocm(version=version, allow_float32=True)
+    router, hidden = hf_router(kind), torch.randn(3, 60, HIDDEN)
+    ours = MoeRouter(router)
+    with no_host_sync():
+        got = ours(hidden)
+    check_equal(router, hidden, got)
+    used = {"v2_greedy": "topk_softmax", "v2_groups": "grouped_topk"}.get(kind, "biased_grouped_topk")
+    assert machine.names() == (set() if kind in PLAIN else {used})
+
+
+@pytest.mark.parametrize("kind", ["v2_groups", "v32"])
+def test_d1_logits_and_bias_have_the_type_of_the_gate(rocm: Callable[..., Machine], kind: str) -> None:
+    """bfloat16 all the way into the kernel, the bias cast once and not per call: a second cast would make a new tensor."""
+    machine = rocm()
+    router = hf_router(kind, torch.bfloat16)
+    ours = MoeRouter(router)
+    seen: list[tuple[Tensor, Tensor | None]] = []
+    inner = ours._route
+
+    def spied(logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        seen.append((logits, bias))
+        return inner(logits, routing, bias)
+
+    ours._route = spied
+    for _ in range(2):
+        logits, weights, _ = ours(torch.randn(5, HIDDEN, dtype=torch.bfloat16))
+        assert logits.dtype == torch.bfloat16 and weights.dtype == torch.float32
+    assert all(logits.dtype == torch.bfloat16 for logits, _ in seen)
+    assert seen[0][1] is seen[1][1]
+    if kind == "v32":
+        assert seen[0][1] is not None and seen[0][1].dtype == torch.bfloat16
+    assert machine.calls
+
+
+@pytest.mark.parametrize("kind", ["v2_greedy", "v2_groups", "v3"])
+def test_bfloat16_kernels_equal_the_formulas(rocm: Callable[..., Machine], kind: str) -> None:
+    """On the same bfloat16 logits and bias both choose the same, so only the type of the logits tells them apart."""
+    rocm()
+    ours = MoeRouter(hf_router(kind, torch.bfloat16))
+    logits, weights, ids = ours(torch.randn(200, HIDDEN, dtype=torch.bfloat16))
+    want_weights, want_ids = route(logits, ours.routing, ours.bias)
+    choice = logits.float().sigmoid() + (0 if ours.bias is None else ours.bias.float())
+    distinct = torch.tensor([len(row.unique()) == EXPERTS for row in choice])  # equal choices may fall either way
+    assert distinct.sum() > 20
+    (ids, weights), (want_ids, want_weights) = in_order(ids, weights), in_order(want_ids, want_weights)
+    assert torch.equal(ids[distinct], want_ids[distinct])
+    torch.testing.assert_close(weights[distinct], want_weights[distinct], atol=1e-5, rtol=1e-4)
+
+
+def _layers(*kinds: str) -> Any:
+    model: Any = nn.Module()
+    model.layers = nn.ModuleList([nn.Module() for _ in kinds])
+    for layer, kind in zip(model.layers, kinds, strict=True):
+        layer.gate = hf_router(kind)
+    return model
+
+
+def test_replacement(rocm: Callable[..., Machine], caplog: pytest.LogCaptureFixture) -> None:
+    """Routers are replaced on AMD GPUs only, others' gates never; what AITER cannot do is said once for all layers."""
+    model = _layers("v3", "v3_16_groups", "v3_16_groups")
+    replace_routers(model)
+    assert type(model.layers[0].gate).__name__ in ROUTERS
+    rocm()
+    caplog.set_level("INFO")
+    model.layers[0].other = nn.Module()
+    model.layers[0].other.gate = nn.Linear(2, 2)
+    replace_routers(model)
+    assert all(isinstance(layer.gate, MoeRouter) for layer in model.layers)
+    assert isinstance(model.layers[0].other.gate, nn.Linear)
+    assert len(caplog.records) == 1 and "16 groups of experts (the kernels take 1, 2, 4, 8)" in caplog.text
+
+
+def test_reasons(rocm: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Device, architecture, AITER itself, groups and missing normalisation."""
+    device = torch.device("cpu")
+    assert aiter_reasons(Routing(32, 4), device) == ["cpu is not a ROCm device"]
+    rocm()
+    assert aiter_reasons(Routing(32, 4), device) == []
+    assert "not normalised" in aiter_reasons(Routing(32, 4, renormalised=False), device)[0]
+    assert aiter_reasons(Routing(32, 4, biased=False, renormalised=False), device) == []
+    monkeypatch.setattr(specdec.device, "rocm_architecture", lambda device: "gfx1100")
+    monkeypatch.setattr(ops_router.aiter, "unavailable_reasons", lambda family: ["missing"])
+    assert aiter_reasons(Routing(32, 4), device)[0].startswith("architecture gfx1100") and "missing" in aiter_reasons(
+        Routing(32, 4), device
+    )
+
+
+def test_class_names_are_known() -> None:
+    """A router whose class is renamed would silently stay behind."""
+    assert {type(hf_router(kind)).__name__ for kind in ROUTER_KINDS} == ROUTERS
+    assert routing_of(SimpleNamespace(num_experts=8, top_k=2, topk_method="greedy", routed_scaling_factor=3.0)) == Routing(
+        8, 2, biased=False, renormalised=False, scaling=3.0
+    )
