@@ -1,0 +1,1 @@
+"""What tests share: tiny models, scripted drafters, guards, an emulation of AITER, and where Triton kernels run."""

@@ -2,7 +2,8 @@
 
 Triton decides when it is imported whether its kernels are compiled or interpreted, and other tests import it long before. So files
 whose tests need kernels run on CUDA devices as they are, and elsewhere in a process of their own with `TRITON_INTERPRET=1`:
-`tests/specdec/kernels/test_triton_interpreted.py` starts it. By hand: `TRITON_INTERPRET=1 pytest tests/specdec/kernels/test_triton_fa.py`.
+`tests/specdec/kernels/test_triton_interpreted.py` starts it. By hand:
+`TRITON_INTERPRET=1 pytest tests/specdec/kernels/test_triton_fa.py`.
 """
 
 import os

@@ -290,7 +290,7 @@ def test_processes_wait_for_each_others_prompts(tmp_path: Path) -> None:
     config = small_config(tmp_path, self_prompts=20)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "specdec", "train", "answers"]
     ran = subprocess.run(
-        command + as_flags(config), cwd=Path(__file__).parents[2], env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True
+        command + as_flags(config), cwd=Path(__file__).parents[3], env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True
     )
     assert ran.returncode == 0, ran.stderr.decode()
     assert run_stages(("answers",), replace(config, out=str(tmp_path / "whole" / "run")))

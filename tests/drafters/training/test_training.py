@@ -165,7 +165,7 @@ def test_a_step_is_the_same_however_it_is_split(short: Path, answered: Path) -> 
     processes = with_answers(answered, answered / "processes")
     flags = as_flags(toy_config(processes, max_steps=40, stop_after=1e-9))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "specdec", "train", "train", *flags]
-    ran = subprocess.run(command, cwd=Path(__file__).parents[2], env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True)
+    ran = subprocess.run(command, cwd=Path(__file__).parents[3], env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True)
     assert b"stopped as asked" in ran.stderr, ran.stderr.decode()
     for folder in (answered, processes):
         for name in ("loss", "train_tau", "grad_norm"):

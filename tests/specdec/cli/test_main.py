@@ -86,7 +86,7 @@ def one_line(capsys: Capture) -> str:
 
 def python(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "timeout": 60} | options
-    return subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False, **options)
+    return subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], check=False, **options)
 
 
 def test_help_imports_nothing_heavy() -> None:
