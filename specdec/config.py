@@ -78,29 +78,46 @@ DEFAULT_BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
+class LoadConfig:
+    """How a target is loaded; what an engine cannot change afterwards.
+
+    Attributes:
+        device: "auto", "cpu", "cuda" or "cuda:N" (ROCm devices answer to "cuda").
+        dtype: "auto", "float32", "bfloat16" or "float16".
+        attention: "auto" or the name of an attention backend.
+        block_size: tokens per cache block.
+        kv_dtype: "auto" stores keys and values in the model's own type; "fp8" stores 8-bit floats, half the memory and no longer
+            exact, on backends that have them.
+    """
+
+    device: str = "auto"
+    dtype: str = "auto"
+    attention: str = "auto"
+    block_size: int = DEFAULT_BLOCK_SIZE
+    kv_dtype: CacheDtype = "auto"
+
+    def __post_init__(self) -> None:
+        _require(self.block_size >= 1, f"block_size is {self.block_size}; it must be at least 1 token")
+        _require(self.kv_dtype in ("auto", "fp8"), f"kv_dtype is {self.kv_dtype!r}; choose 'auto' or 'fp8'")
+
+
+@dataclass(frozen=True, slots=True)
 class CacheConfig:
     """The paged KV cache of the target and, in the same blocks, of the drafter.
 
     Attributes:
-        block_size: tokens per block; None takes what the target was loaded for, and `DEFAULT_BLOCK_SIZE` when it is loaded.
         memory_bytes: budget for all key and value tensors; None takes the device's default (`specdec.device`).
         prefix_caching: keep full prompt blocks of finished requests and share them with requests that begin alike.
-        dtype: "auto" stores the model's own type; "fp8" stores 8-bit floats, half the memory and no longer exact, on backends
-            that have them.
     """
 
-    block_size: int | None = None
     memory_bytes: int | None = None
     prefix_caching: bool = True
-    dtype: CacheDtype = "auto"
 
     def __post_init__(self) -> None:
-        _require(self.block_size is None or self.block_size >= 1, f"block_size is {self.block_size}; it must be at least 1 token")
         _require(
             self.memory_bytes is None or self.memory_bytes > 0,
             f"memory_bytes is {self.memory_bytes}; it must be a positive number of bytes",
         )
-        _require(self.dtype in ("auto", "fp8"), f"cache dtype is {self.dtype!r}; choose 'auto' or 'fp8'")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +128,10 @@ class EngineConfig:
         max_num_seqs: requests decoded at once; sizes all per-request device state.
         max_model_len: most tokens of prompt and output together; None takes the model's own limit.
         max_prefill_tokens: prompt tokens per step, the size of a prefill chunk; None takes 512 on a CPU and 2,048 elsewhere.
-        num_draft_tokens: k, drafts per step; None takes the drafter's own number.
-        adaptive: choose k for every step, at most `num_draft_tokens`, as what decodes fastest by the times and the acceptance
-            measured so far (`specdec.engine.draft_length`). Off, k is fixed, as figures at a stated k need it. Probabilistic drafts
-            then make sampled output depend on the machine's speed, which a seed does not repeat.
+        num_draft_tokens: k, drafts in every step; 0 is plain decoding, None the drafter's own number. "auto" chooses k for every
+            step, up to the drafter's own number, as what decodes fastest by the times and the acceptance measured so far
+            (`specdec.engine.draft_length`). With "auto", probabilistic drafts make sampled output depend on the machine's speed,
+            which a seed does not repeat.
         draft_sampling: "greedy" drafts are a point mass, so sampled output equals plain decoding with the same seed token for
             token; "probabilistic" draws drafts from the drafter's distribution, exact in distribution.
         pipeline_depth: steps launched before the oldest result is read; None means 1 on an accelerator and 0 on a CPU.
@@ -129,8 +146,7 @@ class EngineConfig:
     max_num_seqs: int = 16
     max_model_len: int | None = None
     max_prefill_tokens: int | None = None
-    num_draft_tokens: int | None = None
-    adaptive: bool = False
+    num_draft_tokens: int | Literal["auto"] | None = "auto"
     draft_sampling: DraftSampling = "greedy"
     pipeline_depth: int | None = None
     graphs: bool | None = None
@@ -149,8 +165,8 @@ class EngineConfig:
             f"max_prefill_tokens is {self.max_prefill_tokens}; it must be at least 1",
         )
         _require(
-            self.num_draft_tokens is None or self.num_draft_tokens >= 0,
-            f"num_draft_tokens is {self.num_draft_tokens}; it must be 0 (plain decoding) or a positive count",
+            self.num_draft_tokens in ("auto", None) or (isinstance(self.num_draft_tokens, int) and self.num_draft_tokens >= 0),
+            f"num_draft_tokens is {self.num_draft_tokens!r}; it must be 'auto', 0 (plain decoding) or a positive count",
         )
         _require(
             self.draft_sampling in ("greedy", "probabilistic"),

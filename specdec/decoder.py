@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention.backend import AttentionMetadata
-from specdec.config import DEFAULT_BLOCK_SIZE, EngineConfig, SamplingParams
+from specdec.config import DEFAULT_BLOCK_SIZE, CacheDtype, EngineConfig, LoadConfig, SamplingParams
 from specdec.core import Drafter, ForwardInput, Request, Status, Verifier
 from specdec.device import cache_dtype, resolve_device, resolve_dtype
 from specdec.engine.engine import SpecEngine
@@ -104,6 +104,8 @@ class SpecDecoder:
         device: str = "auto",
         dtype: str = "auto",
         attention: str = "auto",
+        block_size: int = DEFAULT_BLOCK_SIZE,
+        kv_dtype: CacheDtype = "auto",
         engine: EngineConfig | None = None,
     ) -> SpecDecoder:
         """Loads a target and a drafter.
@@ -112,15 +114,13 @@ class SpecDecoder:
             target: "embedded", a local folder, or a hub name.
             drafter: "auto", "embedded" (the one that comes with the embedded model), "ngram", the folder or hub name of a DFlash
                 checkpoint, or None. "auto" takes the embedded model's drafter for that model and n-gram lookup for all others.
-            device: "auto", "cpu", "cuda" or "cuda:N" (ROCm devices answer to "cuda").
-            dtype: "auto", "float32", "bfloat16" or "float16".
-            attention: "auto" or the name of an attention backend.
-            engine: limits and choices; None chooses k for every step (`EngineConfig.adaptive`).
+            device, dtype, attention, block_size, kv_dtype: see `specdec.config.LoadConfig`.
+            engine: limits and choices.
 
         Raises:
             SpecDecError: one line that names what is wrong with an argument, a checkpoint or their combination.
         """
-        engine = engine or EngineConfig(adaptive=True)
+        load = LoadConfig(device, dtype, attention, block_size, kv_dtype)
         where, make_drafter = resolve_device(device), find_drafter(drafter)
         load_verifier = resolve(VERIFIERS, "hf", "verifier")
         verifier, tokenizer = load_verifier(
@@ -128,14 +128,14 @@ class SpecDecoder:
             device=where,
             dtype=resolve_dtype(dtype, where),
             attention=attention,
-            block_size=engine.cache.block_size or DEFAULT_BLOCK_SIZE,
-            cache_dtype=cache_dtype(engine.cache.dtype, where),
+            block_size=load.block_size,
+            cache_dtype=cache_dtype(load.kv_dtype, where),
         )
         return cls(verifier, tokenizer, make_drafter(verifier), engine)
 
     def plain(self) -> SpecDecoder:
         """The same target without a drafter and with a cache of its own: the baseline of every ratio."""
-        return SpecDecoder(self.verifier, self.tokenizer, None, replace(self.engine.config, num_draft_tokens=None))
+        return SpecDecoder(self.verifier, self.tokenizer, None, replace(self.engine.config, num_draft_tokens=0))
 
     def generate(
         self, inputs: Prompt | Sequence[Prompt], sampling: SamplingParams | None = None, **overrides: Any

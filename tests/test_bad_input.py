@@ -180,7 +180,7 @@ def test_one_bad_prompt_of_many_leaves_the_others_alone(folders: Path, capsys: C
 def test_errors_of_the_api_have_one_base_class() -> None:
     """Everything above can be caught as `SpecDecError`; mistakes in the form of the input are told apart."""
     verifier = paged_verifier(plain_model("llama"))
-    decoder = SpecDecoder(verifier, tiny_tokenizer(), None, EngineConfig(max_num_seqs=2, max_model_len=64))
+    decoder = SpecDecoder(verifier, tiny_tokenizer(), None, EngineConfig(num_draft_tokens=None, max_num_seqs=2, max_model_len=64))
     for inputs, said in (
         ([], "there is no prompt"),
         ("", "prompt is empty"),
@@ -204,7 +204,7 @@ def test_errors_of_the_api_have_one_base_class() -> None:
 def test_interrupted_stream_leaves_the_decoder_usable() -> None:
     """Closing a stream early, as Ctrl-C does, cancels what is unfinished; the next call starts from an empty cache."""
     verifier = paged_verifier(plain_model("llama"))
-    decoder = SpecDecoder(verifier, tiny_tokenizer(), None, EngineConfig(max_num_seqs=2, pipeline_depth=1))
+    decoder = SpecDecoder(verifier, tiny_tokenizer(), None, EngineConfig(num_draft_tokens=None, max_num_seqs=2, pipeline_depth=1))
     sampling = SamplingParams(max_tokens=12)
     expected = decoder.generate(["abc", "def", "ghi"], sampling)
     stream = decoder.stream(["abc", "def", "ghi"], sampling)

@@ -45,7 +45,9 @@ QUESTIONS = (
 def target() -> tuple[Verifier, SpecDecoder]:
     """The embedded model behind our attention, and a plain decoder for its tokenizer."""
     verifier, tokenizer = load_verifier("embedded", device=torch.device("cpu"), dtype=torch.float32)
-    return verifier, SpecDecoder(verifier, tokenizer, None, EngineConfig(max_num_seqs=1, cache=CacheConfig(memory_bytes=2**26)))
+    return verifier, SpecDecoder(
+        verifier, tokenizer, None, EngineConfig(num_draft_tokens=None, max_num_seqs=1, cache=CacheConfig(memory_bytes=2**26))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +114,7 @@ def test_greedy_equals_generate(
     The wrong drafter is wrong at every position for one prompt in six, and at one chosen position for the others.
     """
     verifier, plain = target
-    config = EngineConfig(max_num_seqs=batch, cache=CacheConfig(memory_bytes=2**28))
+    config = EngineConfig(num_draft_tokens=None, max_num_seqs=batch, cache=CacheConfig(memory_bytes=2**28))
     decoder = SpecDecoder(verifier, plain.tokenizer, DRAFTERS[drafter](verifier, outputs, random_dflash), config)
     results = decoder.generate([list(prompt) for prompt in outputs], max_tokens=MAX_TOKENS)
     assert isinstance(results, list)

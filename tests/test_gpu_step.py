@@ -54,7 +54,13 @@ def test_captured_steps_equal_eager_ones_and_nothing_waits(name: str, backend: s
     for graphs in (False, True):
         drafts = {"none": None, "ngram": NGramDrafter(), "dflash": random_dflash(verifier)}[drafter]
         cache = CacheConfig(memory_bytes=2**26)
-        engine = guarded(SpecEngine(verifier, drafts, EngineConfig(max_num_seqs=3, graphs=graphs, draft_sampling=how, cache=cache)))
+        engine = guarded(
+            SpecEngine(
+                verifier,
+                drafts,
+                EngineConfig(num_draft_tokens=None, max_num_seqs=3, graphs=graphs, draft_sampling=how, cache=cache),
+            )
+        )
         requests = [engine.add_request(prompt, SAMPLINGS[i % 4]) for i, prompt in enumerate(random_prompts(8))]
         while engine.has_work:
             engine.step()

@@ -30,7 +30,9 @@ def run(
 
 def engine_config(batch: int, **changes: object) -> EngineConfig:
     """A small cache with odd sizes; prefill in chunks shorter than most prompts."""
-    return EngineConfig(max_num_seqs=batch, max_prefill_tokens=13, cache=CacheConfig(block_size=4, memory_bytes=2**22), **changes)  # type: ignore[arg-type]
+    return EngineConfig(
+        max_num_seqs=batch, max_prefill_tokens=13, cache=CacheConfig(memory_bytes=2**22), **{"num_draft_tokens": None, **changes}
+    )  # type: ignore[arg-type]
 
 
 DRAFTERS: dict[str, Callable[[Outputs, Verifier], Drafter | None]] = {

@@ -54,7 +54,7 @@ def test_a_step_stays_on_its_device(name: str, fuse: bool) -> None:
     drafters: list[Drafter | None] = [None, NGramDrafter(max_draft_tokens=4), random_dflash(verifier)]
     for drafter in drafters:
         cache = CacheConfig(memory_bytes=2**20)
-        config = EngineConfig(max_num_seqs=4, draft_sampling="probabilistic", cache=cache)
+        config = EngineConfig(num_draft_tokens=None, max_num_seqs=4, draft_sampling="probabilistic", cache=cache)
         engine = SpecEngine(verifier, drafter, config)
         engine.state.seen = torch.zeros(5, verifier.vocab_size, dtype=torch.bool, device=META)
         slots = torch.empty(3, dtype=torch.int64, device=META)

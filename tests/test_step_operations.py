@@ -127,7 +127,7 @@ def test_operations_beside_the_layers(counter: OperationCounter, k: int, params:
     model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.bfloat16)
     spec = attention_spec(config, device=torch.device("cpu"), dtype=torch.bfloat16, block_size=16)
     verifier = verifier_for(model, name="llama", backend=TritonFaBackend(spec))
-    cache = CacheConfig(block_size=16, memory_bytes=2**22)
+    cache = CacheConfig(memory_bytes=2**22)
     engine = SpecEngine(verifier, random_dflash(verifier, block_size=16), EngineConfig(num_draft_tokens=k, cache=cache))
     engine.graphs = StepGraphs(counter, engine.state, engine._result_table)
     engine.add_request([3, 4, 5], SamplingParams(max_tokens=100, ignore_eos=True, **params))

@@ -17,10 +17,10 @@ from drafters.dflash.model import DFlashModel
 from drafters.training.answers import FEW_SHOT_STOP
 from drafters.training.config import TrainConfig
 from drafters.training.dataset import Answer
-from drafters.training.state import write_atomically
 from specdec.config import EngineConfig, SamplingParams
 from specdec.decoder import GenerationResult, SpecDecoder
 from specdec.errors import CheckpointError, SpecDecError
+from specdec.files import write_text
 from specdec.metrics import pooled
 
 LAYOUTS: dict[Layout, str] = {"z-lab": "drafter", "speculators": "drafter-speculators"}
@@ -92,7 +92,7 @@ def engine_tau(config: TrainConfig, drafter: Path, answers: list[Answer], num_dr
         device=config.device,
         dtype=config.dtype,
         attention=config.attention,
-        engine=EngineConfig(max_num_seqs=min(config.max_num_seqs, len(answers)), num_draft_tokens=num_draft_tokens, adaptive=False),
+        engine=EngineConfig(max_num_seqs=min(config.max_num_seqs, len(answers)), num_draft_tokens=num_draft_tokens),
     )
     results: list[GenerationResult] = []
     for few_shot, stop in ((False, ()), (True, (FEW_SHOT_STOP,))):
@@ -118,5 +118,5 @@ def write_report(config: TrainConfig, agreement: Agreement, about: dict[str, Any
         "difference": agreement.difference,
         "same_answers": agreement.same_answers,
     }
-    write_atomically(path, lambda target: target.write_text(json.dumps(figures | about, indent=2) + "\n"))
+    write_text(path, json.dumps(figures | about, indent=2) + "\n")
     return path

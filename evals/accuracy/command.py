@@ -83,7 +83,6 @@ def run(args: argparse.Namespace) -> int:
     from transformers.utils import logging
 
     from evals.report.html import check_plotting, html_report
-    from evals.report.report import check_writable, write_text
     from evals.report.table import format_report
 
     check_writable(args.html)
@@ -104,11 +103,12 @@ def run(args: argparse.Namespace) -> int:
         device=args.device,
         dtype=args.dtype,
         attention=args.attention,
+        kv_dtype=args.kv_dtype,
         engine=EngineConfig(
             max_num_seqs=args.batch_size,
             max_model_len=args.max_length,
             num_draft_tokens=args.num_draft_tokens,
-            cache=CacheConfig(memory_bytes=args.kv_memory, dtype=args.kv_dtype),
+            cache=CacheConfig(memory_bytes=args.kv_memory),
         ),
     )
     drafter = drafter_name(args.drafter, args.model)

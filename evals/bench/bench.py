@@ -248,8 +248,7 @@ class Bench:
             engine = EngineConfig(
                 max_num_seqs=concurrency,
                 max_model_len=min(longest, verifier.max_model_len),
-                num_draft_tokens=None if k == "auto" else k,
-                adaptive=k == "auto",
+                num_draft_tokens=k,
                 graphs=config.graphs,
                 # Without it every pass does the same work, prefill included.
                 cache=CacheConfig(memory_bytes=config.memory_bytes, prefix_caching=False),

@@ -93,7 +93,8 @@ def run(args: argparse.Namespace) -> int:
     if action == "measure":
         return _measure(args)
     from evals.report.html import check_plotting
-    from evals.report.report import check_writable, read_report
+    from evals.report.report import read_report
+    from specdec.files import check_writable
 
     if action == "compare":
         from evals.report.compare import compare_reports
@@ -114,8 +115,8 @@ def _measure(args: argparse.Namespace) -> int:
     from evals.bench.bench import Bench
     from evals.report.html import check_plotting
     from evals.report.provenance import provenance
-    from evals.report.report import check_writable, write_report
-    from specdec.config import CacheConfig, EngineConfig
+    from evals.report.report import write_report
+    from specdec.config import EngineConfig
     from specdec.decoder import SpecDecoder
 
     check_writable(args.out, args.html)
@@ -131,7 +132,8 @@ def _measure(args: argparse.Namespace) -> int:
         device=args.device,
         dtype=args.dtype,
         attention=args.attention,
-        engine=EngineConfig(max_num_seqs=1, max_model_len=2, cache=CacheConfig(dtype=args.kv_dtype)),
+        kv_dtype=args.kv_dtype,
+        engine=EngineConfig(max_num_seqs=1, max_model_len=2),
     )
     bench = Bench(base, config, progress=_progress)
     report: Report | None = None
@@ -200,7 +202,6 @@ def parse_files(pairs: list[str]) -> dict[str, str]:
 
 
 def _finish(report: Report, html: str | None) -> int:
-    from evals.report.report import write_text
     from evals.report.table import format_report
 
     print(format_report(report))

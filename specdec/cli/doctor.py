@@ -106,7 +106,7 @@ def spec_of(args: argparse.Namespace) -> AttentionSpec | MlaSpec:
     """
     from specdec.attention.backend import AttentionSpec
     from specdec.attention.mla import IndexerSpec, MlaSpec
-    from specdec.config import DEFAULT_BLOCK_SIZE, CacheConfig
+    from specdec.config import DEFAULT_BLOCK_SIZE, LoadConfig
     from specdec.device import cache_dtype, resolve_device, resolve_dtype
 
     given = {name: value for name, value in vars(args).items() if value is not None and value is not False}
@@ -126,7 +126,7 @@ def spec_of(args: argparse.Namespace) -> AttentionSpec | MlaSpec:
         "dtype": resolve_dtype(args.dtype, device),
         "num_heads": size["heads"],
         "block_size": DEFAULT_BLOCK_SIZE,
-        "cache_dtype": cache_dtype(CacheConfig(dtype=args.kv_dtype).dtype, device),
+        "cache_dtype": cache_dtype(LoadConfig(kv_dtype=args.kv_dtype).kv_dtype, device),
     }
     if not latent:
         return AttentionSpec(

@@ -67,12 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     add = parser.add_argument_group("speculation").add_argument
     add("--drafter", default="auto", metavar="NAME", help=DRAFTER_HELP + "; none decodes plainly")
-    add("-k", "--num-draft-tokens", type=whole_number, metavar="N", help="drafts in every step (default: see --adaptive)")
-    add(
-        "--adaptive",
-        action=argparse.BooleanOptionalAction,
-        help="choose k for every step, from 0 to -k or the drafter's number, by what proves to be fastest (default without -k)",
-    )
+    add("-k", "--num-draft-tokens", type=whole_number, metavar="N", help="drafts in every step (default: chosen step by step)")
     add(
         "--draft-sampling",
         default=engine.draft_sampling,
@@ -155,12 +150,11 @@ def load_decoder(args: argparse.Namespace) -> SpecDecoder:
     """The target and the drafter that the options name."""
     engine = EngineConfig(
         max_num_seqs=args.max_num_seqs,
-        num_draft_tokens=args.num_draft_tokens,
-        adaptive=args.num_draft_tokens is None if args.adaptive is None else args.adaptive,
+        num_draft_tokens="auto" if args.num_draft_tokens is None else args.num_draft_tokens,
         draft_sampling=args.draft_sampling,
         graphs=args.graphs,
         timing=args.timing,
-        cache=CacheConfig(memory_bytes=args.kv_memory, dtype=args.kv_dtype),
+        cache=CacheConfig(memory_bytes=args.kv_memory),
     )
     from transformers.utils import logging
 
@@ -174,6 +168,7 @@ def load_decoder(args: argparse.Namespace) -> SpecDecoder:
         device=args.device,
         dtype=args.dtype,
         attention=args.attention,
+        kv_dtype=args.kv_dtype,
         engine=engine,
     )
 

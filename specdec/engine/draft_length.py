@@ -11,7 +11,7 @@ distribution.
 
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from specdec.core import Drafter
 from specdec.engine.buckets import batch_bucket
@@ -30,14 +30,14 @@ _SHORTEST_AGE = 16  # steps before a time is measured again, however little that
 _NEW = 15  # steps that a kind of step costs once: a graph to capture, kernels to choose
 
 
-def checked_draft_tokens(asked: int | None, drafter: Drafter | None) -> int:
+def checked_draft_tokens(asked: int | Literal["auto"] | None, drafter: Drafter | None) -> int:
     """Most drafts per step: what is asked for, or the drafter's own number.
 
     Raises:
         InvalidInputError: the drafter cannot give that many.
     """
     most = drafter.max_draft_tokens if drafter else 0
-    if asked is None:
+    if asked is None or asked == "auto":
         return most
     if asked > most:
         way_out = f"choose 1 to {most}, or 0 for plain decoding" if drafter else "name a drafter, or leave it out"

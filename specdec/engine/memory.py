@@ -9,7 +9,7 @@ import torch
 from specdec.config import CacheConfig
 from specdec.core import Verifier
 from specdec.device import default_cache_bytes
-from specdec.errors import CapacityError, InvalidInputError
+from specdec.errors import CapacityError
 from specdec.kv_cache import LayerSpec, num_blocks_in_budget
 
 logger = logging.getLogger(__name__)
@@ -32,12 +32,11 @@ def plan_cache(
     Args:
         verifier: the target, already on its device.
         specs: layers of the target and of the drafter.
-        config: block size and budget.
+        config: the budget.
         most_tokens: tokens that can be in the cache at once.
         graph_rows, prefill_rows: most rows of a captured step and of a captured prefill; 0 when none is captured.
 
     Raises:
-        InvalidInputError: the budget is for blocks of another size than the target was loaded for.
         CapacityError: the budget does not pay for two blocks, or the device does not have it.
     """
     if verifier.device.type == "cuda":
@@ -45,11 +44,6 @@ def plan_cache(
         gc.collect()
         torch.cuda.empty_cache()
     device, dtype, block_size = verifier.device, verifier.attention.spec.kv_dtype, verifier.attention.spec.block_size
-    if config.block_size not in (None, block_size):
-        raise InvalidInputError(
-            f"block_size is {config.block_size} and the target was loaded for blocks of {block_size} tokens;"
-            " leave it out, or load the target with it"
-        )
     num_blocks = num_blocks_in_budget(
         specs,
         memory_bytes=config.memory_bytes or default_cache_bytes(device),

@@ -108,9 +108,14 @@ def generate(
     verifier: Verifier, drafter: Drafter | None, prompts: Prompts, batch: int, args: argparse.Namespace
 ) -> tuple[list[list[int]], float]:
     """Output tokens of every prompt, and output tokens per verify step."""
-    cache = CacheConfig(block_size=16, memory_bytes=2**28 if verifier.device.type == "cuda" else 2**23)
+    cache = CacheConfig(memory_bytes=2**28 if verifier.device.type == "cuda" else 2**23)
     config = EngineConfig(
-        max_num_seqs=batch, max_prefill_tokens=64, max_model_len=_longest(verifier), graphs=not args.no_graphs, cache=cache
+        num_draft_tokens=None,
+        max_num_seqs=batch,
+        max_prefill_tokens=64,
+        max_model_len=_longest(verifier),
+        graphs=not args.no_graphs,
+        cache=cache,
     )
     engine = SpecEngine(verifier, drafter, config)
     requests = [engine.add_request(prompt, SamplingParams(max_tokens=args.tokens)) for prompt in prompts]
@@ -269,7 +274,7 @@ def random_drafter(verifier: Verifier) -> Drafter:
         max_position_embeddings=8192 if large else 512,
         num_target_layers=verifier.num_layers,
     )
-    return DFlashDrafter(DFlashModel(config))
+    return DFlashDrafter(DFlashModel(config), verifier)
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -113,7 +113,7 @@ def our_generations(decoder: SpecDecoder, prompts: list[list[int]], tokens: int)
 
 def our_decoder(drafter: str) -> SpecDecoder:
     """The embedded model in float32; every step drafts the drafter's whole block."""
-    engine = EngineConfig(max_num_seqs=8, cache=CacheConfig(memory_bytes=2**29))
+    engine = EngineConfig(num_draft_tokens=None, max_num_seqs=8, cache=CacheConfig(memory_bytes=2**29))
     return SpecDecoder.from_pretrained(drafter=drafter, device="cpu", dtype="float32", engine=engine)
 
 

@@ -9,7 +9,7 @@ import copy
 import gc
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from evals.peers.transformers import TransformersPeer
 from evals.prompt_sets import load_prompt_set
@@ -23,7 +23,7 @@ class Way(NamedTuple):
     """A way to decode."""
 
     max_num_seqs: int
-    k: int | str  # drafts, or auto
+    k: int | Literal["auto"]  # drafts
     captured: bool = True
 
     @property
@@ -36,8 +36,7 @@ class Way(NamedTuple):
         config = EngineConfig(
             max_num_seqs=self.max_num_seqs,
             max_model_len=max(map(len, prompts)) + max_tokens,
-            num_draft_tokens=self.k if isinstance(self.k, int) and self.k else None,
-            adaptive=self.k == "auto",
+            num_draft_tokens=self.k,
             graphs=None if self.captured else False,
             cache=CacheConfig(prefix_caching=False),
         )
@@ -65,7 +64,7 @@ def main() -> int:
     args = parser.parse_args()
     name = "gsm8k" if args.data else "bundled"
     items = load_prompt_set(name, files={name: args.data} if args.data else {}, limit=args.limit).items
-    engine = EngineConfig(max_num_seqs=1, max_model_len=1024)
+    engine = EngineConfig(num_draft_tokens=None, max_num_seqs=1, max_model_len=1024)
     decoder = SpecDecoder.from_pretrained("embedded", drafter="embedded", dtype="float32", engine=engine)
     verifier, drafter = decoder.verifier, decoder.engine.drafter
     assert drafter is not None

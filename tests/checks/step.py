@@ -18,14 +18,14 @@ from drafters.dflash.model import DFlashModel
 from specdec.attention.backend import AttentionSpec
 from specdec.attention.triton.fa import TritonFaBackend
 from specdec.config import EngineConfig, SamplingParams
-from specdec.core import Status
+from specdec.core import Status, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.engine.memory import graph_bytes
 from specdec.engine.prefill_graphs import most_prefill_rows
 from tests.checks.triton import BLOCK, DEVICE, SHAPES, random_verifier
 
 
-def random_drafter(shape: dict[str, Any]) -> DFlashDrafter:
+def random_drafter(shape: dict[str, Any], verifier: Verifier) -> DFlashDrafter:
     """A DFlash drafter of 5 layers and blocks of 16, with random weights, for a target of that shape."""
     config = DFlashConfig(
         block_size=16,
@@ -39,7 +39,7 @@ def random_drafter(shape: dict[str, Any]) -> DFlashDrafter:
         **{name: value for name, value in shape.items() if name not in ("model_type", "num_hidden_layers")},
     )
     with DEVICE:
-        return DFlashDrafter(DFlashModel(config).to(torch.bfloat16))
+        return DFlashDrafter(DFlashModel(config), verifier)
 
 
 def check_step(name: str) -> None:
@@ -52,7 +52,7 @@ def check_step(name: str) -> None:
         for num_reqs, context in ((1, 1024), (32, 1024), (1, 32768)):
             if context > 1024 and drafts in (1, 3, 7):
                 continue
-            drafter = random_drafter(shape) if drafts else None
+            drafter = random_drafter(shape, verifier) if drafts else None
             gc.collect()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()

@@ -31,8 +31,8 @@ def propose(texts: list[list[int]], k: int, **options: int) -> list[list[int]]:
     drafter = NGramDrafter(max_draft_tokens=8, **options)
     rig = Rig(drafter, FakeVerifier(), num_reqs=len(texts))
     for slot, text in enumerate(texts):
-        drafter.begin(slot, text)
-    draft = drafter.propose(rig.batch([text[-1] for text in texts], [len(text) - 1 for text in texts], k))
+        rig.bound.begin(slot, text)
+    draft = rig.bound.propose(rig.batch([text[-1] for text in texts], [len(text) - 1 for text in texts], k))
     assert draft.num_drafts is not None and draft.token_ids.shape == (len(texts), k)
     assert draft.token_ids.min() >= 0
     assert set(draft.num_drafts.tolist()) <= {0, k}
@@ -85,16 +85,16 @@ def test_over_several_steps() -> None:
         return torch.randint(0, high, (n,), generator=generator).tolist()
 
     for slot in range(3):
-        drafter.begin(slot, random(80))  # an earlier, longer request
+        rig.bound.begin(slot, random(80))  # an earlier, longer request
     texts = [random(12), random(3), random(7)]
     for slot, text in enumerate(texts):
-        drafter.begin(slot, text)
+        rig.bound.begin(slot, text)
     order = [2, 0]  # one request has finished
     for step in range(12):
         k = (5, 3, 8)[step % 3]
         batch = rig.batch([texts[r][-1] for r in order], [len(texts[r]) - 1 for r in order], k)
         batch.slots = torch.tensor(order)
-        draft = drafter.propose(batch)
+        draft = rig.bound.propose(batch)
         assert draft.num_drafts is not None
         rows = []
         for row, r in enumerate(order):
@@ -111,11 +111,11 @@ def test_never_waits() -> None:
     """Draft and commit keep every value on the device."""
     drafter = NGramDrafter()
     rig = Rig(drafter, FakeVerifier())
-    drafter.begin(0, [1, 2, 3, 1, 2])
-    drafter.begin(1, [1, 2, 3])
+    rig.bound.begin(0, [1, 2, 3, 1, 2])
+    rig.bound.begin(1, [1, 2, 3])
     batch, accepted = rig.batch([2, 3], [4, 2], 5), torch.tensor([1, 0])
     with no_host_sync():
-        draft = drafter.propose(batch)
+        draft = rig.bound.propose(batch)
         rig.commit_tensors(batch, torch.cat([batch.anchors[:, None], draft.token_ids], dim=1), accepted)
 
 
@@ -123,7 +123,7 @@ def test_in_the_engine() -> None:
     """Real steps: plain decoding's tokens, in fewer steps."""
     target = tiny_target()
     verifier = paged_verifier(target, block_size=BLOCK)
-    config = EngineConfig(max_num_seqs=2, max_model_len=128, cache=CacheConfig(block_size=BLOCK, memory_bytes=2**22))
+    config = EngineConfig(num_draft_tokens=None, max_num_seqs=2, max_model_len=128, cache=CacheConfig(memory_bytes=2**22))
     engine = SpecEngine(verifier, load_ngram(verifier=verifier), config)
     prompts = [[1, 2, 3, 4], [5, 6], [7, 8, 9, 7, 8]]
     requests = [engine.add_request(prompt, SamplingParams(max_tokens=60)) for prompt in prompts]

@@ -1,7 +1,6 @@
 """A tiny target, DFlash drafters for it, and a hand-driven paged cache around them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +171,13 @@ class Rig:
             layer.value.normal_(std=30)
         order = torch.randperm(num_reqs * num_blocks, generator=torch.Generator().manual_seed(5)) + 1
         self.block_table = order.int().view(num_reqs, num_blocks)
-        drafter.bind(verifier, cache.layers, max_num_seqs=num_reqs, max_len=max_len, draft_sampling=draft_sampling)  # type: ignore[arg-type]
+        self.bound = drafter.bind(
+            verifier,
+            cache.layers,
+            max_num_seqs=num_reqs,
+            max_len=max_len,
+            draft_sampling=draft_sampling,  # type: ignore[arg-type]
+        )
 
     def prefill(self, request: int, features: Tensor, start: int) -> None:
         """Hands over features [n, taps * H] of positions from `start` on."""
@@ -190,7 +195,7 @@ class Rig:
             max_seq_len=start + n,
         )
         rows = ForwardInput(torch.zeros(n, dtype=torch.long), positions, metadata)
-        self.drafter.prefill(PrefillBatch(rows, torch.tensor([request])), VerifyOutput(torch.zeros(0), features))
+        self.bound.prefill(PrefillBatch(rows, torch.tensor([request])), VerifyOutput(torch.zeros(0), features))
 
     def batch(self, anchors: Sequence[int], seq_lens: Sequence[int], k: int, temperature: float = 0.0) -> DecodeBatch:
         """The step of all requests."""
@@ -200,7 +205,7 @@ class Rig:
             seq_lens=torch.tensor(list(seq_lens)),
             block_table=self.block_table,
             k=k,
-            max_seq_len=max(seq_lens) + max(k + 1, self.drafter.draft_rows),
+            max_seq_len=max(seq_lens) + max(k + 1, self.drafter.num_lookahead_tokens),
             block_size=BLOCK,
             max_model_len=self.max_len,
             sampling=sampling_tensors(self.num_reqs, temperature),
@@ -213,12 +218,12 @@ class Rig:
     def commit_tensors(self, batch: DecodeBatch, token_ids: Tensor, accepted: Tensor, features: Tensor | None = None) -> None:
         """`commit` without values from the host."""
         output = AcceptOutput(token_ids, accepted, batch.anchors, torch.ones_like(accepted, dtype=torch.bool))
-        self.drafter.commit(batch, token_ids, output, VerifyOutput(torch.zeros(0), features))
+        self.bound.commit(batch, token_ids, output, VerifyOutput(torch.zeros(0), features))
 
 
-def tiny_drafter(config: DFlashConfig = TINY, **changes: Any) -> DFlashDrafter:
-    """A random drafter with `changes` to its configuration."""
-    return DFlashDrafter(tiny_model(replace(config, **changes)))
+def tiny_drafter(verifier: Any, config: DFlashConfig = TINY) -> DFlashDrafter:
+    """A random drafter of `verifier`."""
+    return DFlashDrafter(tiny_model(config), verifier)
 
 
 def overfit(model: DFlashModel, target: Qwen3ForCausalLM, token_ids: Sequence[int], *, steps: int = 60, lr: float = 0.01) -> float:

@@ -9,7 +9,7 @@ from specdec.config import CacheConfig, EngineConfig
 from specdec.engine.engine import SpecEngine
 from tests.helpers.tiny_models import CONFIGS, paged_verifier, plain_model, random_dflash
 
-SMALL = EngineConfig(max_num_seqs=2, max_model_len=64, cache=CacheConfig(memory_bytes=2**22))
+SMALL = EngineConfig(num_draft_tokens=None, max_num_seqs=2, max_model_len=64, cache=CacheConfig(memory_bytes=2**22))
 
 
 @pytest.mark.parametrize("name", ["llama", "llama_tied", "qwen3_moe", "gemma2"])

@@ -44,7 +44,12 @@ def tiny_decoder() -> SpecDecoder:
     torch.manual_seed(0)
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TEMPLATE
-    return SpecDecoder(paged_verifier(plain_model("llama")), tokenizer, None, EngineConfig(max_num_seqs=2, max_model_len=512))
+    return SpecDecoder(
+        paged_verifier(plain_model("llama")),
+        tokenizer,
+        None,
+        EngineConfig(num_draft_tokens=None, max_num_seqs=2, max_model_len=512),
+    )
 
 
 def save_tiny(folder: Path) -> Path:

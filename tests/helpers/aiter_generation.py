@@ -18,13 +18,15 @@ def wide_dflash(verifier: Verifier) -> DFlashDrafter:
     """A random DFlash drafter with heads wide enough for AITER's draft kernel."""
     config = replace(random_dflash(verifier).config, head_dim=16)
     torch.manual_seed(1)
-    return DFlashDrafter(DFlashModel(config))
+    return DFlashDrafter(DFlashModel(config), verifier)
 
 
 def generate(verifier: Verifier, drafter: Drafter | None, *, guard: bool = False, **config: Any) -> list[list[int]]:
     """Tokens of a few prompts, prefilled in chunks and decoded in batches; with `guard`, what waits within a step raises."""
-    cache = CacheConfig(block_size=16, memory_bytes=2**23)
-    engine = SpecEngine(verifier, drafter, EngineConfig(max_num_seqs=3, max_prefill_tokens=13, cache=cache, **config))
+    cache = CacheConfig(memory_bytes=2**23)
+    engine = SpecEngine(
+        verifier, drafter, EngineConfig(max_num_seqs=3, max_prefill_tokens=13, cache=cache, **{"num_draft_tokens": None, **config})
+    )
     if guard:
         launch = engine._launch
 

@@ -25,6 +25,39 @@ def spec(**changes: Any) -> AttentionSpec:
     return AttentionSpec(**{**values, **changes})
 
 
+def exact_attention(
+    query: Tensor,
+    cache: LayerCache,
+    metadata: AttentionMetadata,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """The definition in float64 [num_tokens, num_heads, head_dim], request by request; the rows' own keys are in the cache."""
+    block_size, num_kv_heads = cache.key.shape[1:3]
+    starts = metadata.query_start_loc.tolist()
+    outputs = []
+    for i, length in enumerate(metadata.seq_lens.tolist()):
+        q = query[starts[i] : starts[i + 1]].double()
+        places = torch.arange(length, device=query.device)
+        slots = metadata.block_table[i, places // block_size].long() * block_size + places % block_size
+        k, v = (t.flatten(0, 1)[slots].double().repeat_interleave(q.shape[1] // num_kv_heads, dim=1) for t in cache)
+        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+        if softcap is not None:
+            scores = softcap * (scores / softcap).tanh()
+        ahead = places - places[length - len(q) :, None]
+        hidden = (ahead > 0) & metadata.causal
+        if window is not None:
+            hidden |= ahead.abs() >= window
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, len(q), 1)], dim=-1)
+        outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :length], v))
+    return torch.cat(outputs)
+
+
 def _rows(keys: list[Tensor], values: list[Tensor], parts: list[slice]) -> dict[str, Any]:
     """The given part of every request's keys and values, packed."""
     return {name: torch.cat([t[p] for t, p in zip(side, parts, strict=True)]) for name, side in (("key", keys), ("value", values))}

@@ -20,7 +20,7 @@ class ScriptedDrafter:
     """
 
     aux_layer_ids: tuple[int, ...] = ()
-    draft_rows = 0
+    num_lookahead_tokens = 0
     weight_bytes = 0
 
     def __init__(self, outputs: dict[tuple[int, ...], list[int]], k: int, wrong_at: Sequence[set[int]] = (set(),)) -> None:
@@ -29,22 +29,29 @@ class ScriptedDrafter:
 
     def bind(
         self, verifier: Verifier, caches: Sequence[LayerCache], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling
-    ) -> None:
-        self.vocab_size = verifier.vocab_size
-        self.script = torch.zeros(max_num_seqs, max_len + self.max_draft_tokens + 1, dtype=torch.int64, device=verifier.device)
-        self.spoil = torch.zeros(max_num_seqs, self.max_draft_tokens, dtype=torch.int64, device=verifier.device)
+    ) -> "BoundScript":
+        return BoundScript(self, verifier, max_num_seqs, max_len)
+
+
+class BoundScript:
+    """The scripts of the requests of one engine."""
+
+    def __init__(self, drafter: ScriptedDrafter, verifier: Verifier, max_num_seqs: int, max_len: int) -> None:
+        self.drafter, self.vocab_size, most = drafter, verifier.vocab_size, drafter.max_draft_tokens
+        self.script = torch.zeros(max_num_seqs, max_len + most + 1, dtype=torch.int64, device=verifier.device)
+        self.spoil = torch.zeros(max_num_seqs, most, dtype=torch.int64, device=verifier.device)
 
     def begin(self, slot: int, token_ids: Sequence[int]) -> None:
-        tokens = tuple(token_ids)
+        tokens, outputs, wrong_at = tuple(token_ids), self.drafter.outputs, self.drafter.wrong_at
         index, prompt = max(
-            ((i, p) for i, p in enumerate(self.outputs) if tokens[: len(p)] == p and _fits(tokens, p, self.outputs[p])),
+            ((i, p) for i, p in enumerate(outputs) if tokens[: len(p)] == p and _fits(tokens, p, outputs[p])),
             key=lambda found: len(found[1]),
         )
-        row = [*prompt, *self.outputs[prompt]]
+        row = [*prompt, *outputs[prompt]]
         self.script[slot] = 0
         self.script[slot, : len(row)] = torch.tensor(row)
-        wrong = self.wrong_at[index % len(self.wrong_at)]
-        self.spoil[slot] = torch.tensor([int(j in wrong) for j in range(self.max_draft_tokens)])
+        wrong = wrong_at[index % len(wrong_at)]
+        self.spoil[slot] = torch.tensor([int(j in wrong) for j in range(self.drafter.max_draft_tokens)])
 
     def prefill(self, batch: PrefillBatch, verify: VerifyOutput) -> None:
         pass

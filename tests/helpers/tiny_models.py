@@ -205,7 +205,7 @@ def random_dflash(
         max_position_embeddings=512,
         num_target_layers=verifier.num_layers,
     )
-    return DFlashDrafter(DFlashModel(config))
+    return DFlashDrafter(DFlashModel(config), verifier)
 
 
 def random_prompts(count: int, seed: int = 0, longest: int = 40) -> list[list[int]]:

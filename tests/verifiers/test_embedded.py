@@ -25,7 +25,7 @@ from verifiers.load import load_verifier
 WEIGHTS_SHA256 = "08587497151051bb64ba4ae8288856623bb8c6cd5dc22bb3bda06ebda07a1bcd"
 """Of the name and bytes of every tensor in order of name; equal, when written down, to what transformers' GGUF reader gives."""
 
-SMALL_ENGINE = EngineConfig(max_num_seqs=1, cache=CacheConfig(memory_bytes=2**26))
+SMALL_ENGINE = EngineConfig(num_draft_tokens=None, max_num_seqs=1, cache=CacheConfig(memory_bytes=2**26))
 
 SMALL_FILES = {"model.safetensors": b"w" * 300_000, "config.json": b"{}"}
 

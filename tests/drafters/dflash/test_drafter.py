@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from drafters.dflash.checkpoint import read_checkpoint, tensor_shapes, write_checkpoint
 from drafters.dflash.config import DFlashConfig
-from drafters.dflash.drafter import DFlashDrafter, load_dflash
+from drafters.dflash.drafter import BoundDFlash, load_dflash
 from drafters.dflash.model import DFlashModel
 from specdec.attention.backend import AttentionSpec
 from specdec.attention.torch_ref.fa import TorchRefBackend
@@ -37,15 +37,15 @@ REDUCED = replace(TINY, draft_vocab_size=30)
 
 def bound(
     config: DFlashConfig = TINY, verifier: FakeVerifier | None = None, **options: Any
-) -> tuple[DFlashDrafter, FakeVerifier, Rig]:
+) -> tuple[BoundDFlash, FakeVerifier, Rig]:
     """A drafter on a rig with random context features for 2 requests of 9 and 14 tokens."""
     verifier = verifier or FakeVerifier()
-    drafter = tiny_drafter(config)
-    rig = Rig(drafter, verifier, **options)
+    rig = Rig(tiny_drafter(verifier, config), verifier, **options)
     generator = torch.Generator().manual_seed(2)
     for request, length in enumerate((9, 14)):
         rig.prefill(request, torch.randn(length, config.feature_size, generator=generator).to(verifier.dtype), 0)
-    return drafter, verifier, rig
+    assert isinstance(rig.bound, BoundDFlash)
+    return rig.bound, verifier, rig
 
 
 def test_state_dict_is_the_checkpoint() -> None:
@@ -67,9 +67,9 @@ FITS: list[tuple[DFlashConfig, str]] = [
 
 @pytest.mark.parametrize(("config", "message"), FITS)
 def test_another_target_is_refused(config: DFlashConfig, message: str) -> None:
-    """A drafter made for another target drafts garbage without any error; binding says what differs."""
+    """A drafter made for another target drafts garbage without any error; making it ready says what differs."""
     with pytest.raises(CheckpointError, match=message) as caught:
-        Rig(tiny_drafter(config), FakeVerifier())
+        tiny_drafter(FakeVerifier(), config)
     assert "\n" not in str(caught.value)
 
 
@@ -89,11 +89,10 @@ def test_attention_backend_is_asked() -> None:
     verifier.attention = Picky(verifier.attention.spec)
     config = replace(TINY, windows=(5, 5, None), causal=(True, True, False))
     with pytest.raises(BackendError, match="'picky' cannot serve this drafter: no non-causal blocks"):
-        Rig(tiny_drafter(config), verifier)
+        tiny_drafter(verifier, config)
     assert asked[0].windows == {5, None} and asked[0].non_causal
     assert (asked[0].num_heads, asked[0].num_kv_heads, asked[0].head_dim) == (4, 2, 16)
-    drafter = tiny_drafter(replace(TINY, causal=(True,) * 3))
-    Rig(drafter, verifier)
+    drafter = tiny_drafter(verifier, replace(TINY, causal=(True,) * 3))
     assert isinstance(drafter.attention, Picky) and drafter.attention.spec.head_dim == 16
 
 
@@ -115,7 +114,7 @@ def test_slot_alignment(sample_from_anchor: bool, k: int) -> None:
     """The whole block runs: anchor and masks. Same-position: the first k masks predict. Next-token: anchor and k - 1 masks do."""
     config = replace(TINY, block_size=8 if sample_from_anchor else 9, sample_from_anchor=sample_from_anchor)
     drafter, verifier, rig = bound(config)
-    assert drafter.max_draft_tokens == 8
+    assert drafter.drafter.max_draft_tokens == 8
     draft = drafter.propose(rig.batch([3, 5], [9, 14], k))
     masks = [config.mask_token_id] * (config.block_size - 1)
     assert verifier.embedded[-1].view(2, -1).tolist() == [[3, *masks], [5, *masks]]
@@ -132,7 +131,7 @@ def test_the_last_layer_goes_on_with_the_drafted_rows_alone() -> None:
     """Nothing sees the other rows after its attention, and they would be most of its work when few drafts of many are verified."""
     drafter, _, rig = bound(replace(TINY, block_size=16))
     rows: list[int] = []
-    for name, module in drafter.model.named_modules():
+    for name, module in drafter.drafter.model.named_modules():
         if name.endswith(".mlp"):
             module.register_forward_pre_hook(lambda _, inputs: rows.append(inputs[0].numel() // inputs[0].shape[-1]))
     drafter.draft_hidden(rig.batch([3, 5], [9, 14], 3))
@@ -156,7 +155,7 @@ def test_k_only_cuts_the_block(kind: str, draft_sampling: str) -> None:
     config = BLOCKS[kind]
     drafter, verifier, rig = bound(config, draft_sampling=draft_sampling)
     temperature = 0.0 if draft_sampling == "greedy" else 1.3
-    most = drafter.max_draft_tokens
+    most = drafter.drafter.max_draft_tokens
     hidden = drafter.draft_hidden(rig.batch([3, 5], [9, 14], most))
     drafts = drafter.propose(rig.batch([3, 5], [9, 14], most, temperature)).token_ids
     for k in (1, 3, most):
@@ -168,13 +167,14 @@ def test_k_only_cuts_the_block(kind: str, draft_sampling: str) -> None:
 
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_drafting_writes_what_it_says(kind: str) -> None:
-    """Cache blocks are reserved by `draft_rows`: drafting fills exactly those positions from L on, of its own requests alone."""
+    """Drafting fills exactly the positions that `num_lookahead_tokens` reserves from L on, of its own requests alone."""
     for k in (1, 3):
-        drafter, _, rig = bound(BLOCKS[kind])
+        config = BLOCKS[kind]
+        drafter, _, rig = bound(config)
         before = [side.clone() for layer in drafter.caches for side in layer]
         batch = rig.batch([3, 5], [9, 14], k)
         drafter.propose(batch)
-        width = drafter.draft_rows or (k if drafter.config.sample_from_anchor else k + 1)
+        width = drafter.drafter.num_lookahead_tokens or (k if config.sample_from_anchor else k + 1)
         slots = sorted(batch.slot_mapping(width).tolist())
         for old, new in zip(before, (side for layer in drafter.caches for side in layer), strict=True):
             assert (new != old).flatten(0, 1).flatten(1).any(1).nonzero().flatten().tolist() == slots
@@ -240,22 +240,24 @@ def test_own_embeddings_and_head(tmp_path: Path) -> None:
     own = {"embed_tokens.weight": torch.rand(VOCAB, HIDDEN), "lm_head.weight": torch.rand(VOCAB, HIDDEN)}
     drafter = load_dflash(write_tiny_dflash(tmp_path / "d", tensors=tiny_tensors() | own), verifier=verifier)
     rig = Rig(drafter, verifier)
-    hidden = drafter.draft_hidden(rig.batch([3, 5], [0, 0], 4))
+    assert isinstance(rig.bound, BoundDFlash)
+    hidden = rig.bound.draft_hidden(rig.batch([3, 5], [0, 0], 4))
     assert verifier.embedded == []
-    torch.testing.assert_close(drafter.logits(hidden), hidden @ own["lm_head.weight"].T)
+    torch.testing.assert_close(rig.bound.logits(hidden), hidden @ own["lm_head.weight"].T)
 
 
 @pytest.mark.parametrize("layout", ["z-lab", "speculators"])
 def test_load(layout: Any, tmp_path: Path) -> None:
     """One loader for both layouts; the loaded drafter has the protocol's numbers and drafts like the one in memory."""
-    drafter = load_dflash(write_tiny_dflash(tmp_path / "d", layout=layout), verifier=FakeVerifier())
+    verifier = FakeVerifier()
+    drafter = load_dflash(write_tiny_dflash(tmp_path / "d", layout=layout), verifier=verifier)
     assert drafter.aux_layer_ids == (1, 2, 4) and drafter.max_draft_tokens == 7
     assert [(spec.num_kv_heads, spec.head_dim) for spec in drafter.kv_specs] == [(2, 16)] * 3
     assert not any(parameter.requires_grad or parameter.is_meta for parameter in drafter.model.parameters())
-    _, _, rig = bound()
-    expected = rig.drafter.propose(rig.batch([3, 5], [0, 0], 7)).token_ids
-    rig = Rig(drafter, FakeVerifier())
-    assert torch.equal(drafter.propose(rig.batch([3, 5], [0, 0], 7)).token_ids, expected)
+    other = Rig(tiny_drafter(verifier), verifier)
+    expected = other.bound.propose(other.batch([3, 5], [0, 0], 7)).token_ids
+    rig = Rig(drafter, verifier)
+    assert torch.equal(rig.bound.propose(rig.batch([3, 5], [0, 0], 7)).token_ids, expected)
 
 
 def test_no_path() -> None:
@@ -270,8 +272,8 @@ def test_weights_take_the_targets_type() -> None:
     verifier.dtype = torch.bfloat16
     verifier.attention = TorchRefBackend(replace(verifier.attention.spec, dtype=torch.bfloat16))
     drafter, _, rig = bound(TINY, verifier)
-    assert {parameter.dtype for parameter in drafter.model.parameters()} == {torch.bfloat16}
-    assert drafter.model.rotary.inv_freq.dtype == torch.float32
+    assert {parameter.dtype for parameter in drafter.drafter.model.parameters()} == {torch.bfloat16}
+    assert drafter.drafter.model.rotary.inv_freq.dtype == torch.float32
     assert drafter.draft_hidden(rig.batch([3, 5], [9, 14], 4)).dtype == torch.bfloat16
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from drafters.dflash.config import DFlashConfig
-from drafters.dflash.drafter import load_dflash
+from drafters.dflash.drafter import BoundDFlash, load_dflash
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import Request
 from specdec.engine.engine import SpecEngine
@@ -79,8 +79,9 @@ def test_hidden_states_and_logits(kind: str, tmp_path: Path) -> None:
     target, verifier = tiny_target(), FakeVerifier()
     path = write_tiny_dflash(tmp_path / "drafter", KINDS[kind])
     theirs = reference.DFlashDraftModel.from_pretrained(path, dtype=torch.float32).eval()
-    ours = load_dflash(path, verifier=verifier)
-    rig = Rig(ours, verifier)
+    rig = Rig(load_dflash(path, verifier=verifier), verifier)
+    ours = rig.bound
+    assert isinstance(ours, BoundDFlash)
     text = torch.randint(0, VOCAB - 1, (2, 90), generator=torch.Generator().manual_seed(3)).tolist()
     embedding = input_table(target)
     requests = [ReferenceRequest(theirs, embedding, TINY.mask_token_id) for _ in text]
@@ -125,7 +126,7 @@ NEW_TOKENS = 40
 def generate(trained: Path, k: int) -> list[Request]:
     """All prompts in one batch of our engine."""
     verifier = paged_verifier(tiny_target(), block_size=BLOCK)
-    cache = CacheConfig(block_size=BLOCK, memory_bytes=2**22)
+    cache = CacheConfig(memory_bytes=2**22)
     config = EngineConfig(max_num_seqs=4, max_model_len=128, num_draft_tokens=k, cache=cache)
     engine = SpecEngine(verifier, load_dflash(trained, verifier=verifier), config)
     requests = [engine.add_request(prompt, SamplingParams(max_tokens=NEW_TOKENS)) for prompt in PROMPTS]

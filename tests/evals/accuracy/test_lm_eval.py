@@ -85,7 +85,7 @@ def test_fifty_greedy_generations_of_the_embedded_model_equal_those_of_hf() -> N
     """The same with a real model in float32."""
     from verifiers.embedded import embedded_model_path
 
-    engine = EngineConfig(max_num_seqs=10, max_model_len=512, cache=CacheConfig(memory_bytes=2**29))
+    engine = EngineConfig(num_draft_tokens=None, max_num_seqs=10, max_model_len=512, cache=CacheConfig(memory_bytes=2**29))
     decoder = SpecDecoder.from_pretrained("embedded", drafter="ngram", device="cpu", dtype="float32", engine=engine)
     hf = HFLM(pretrained=str(embedded_model_path()), dtype="float32", device="cpu", batch_size=10)
     requests = [(text, {"until": ["Question:"], "max_gen_toks": 12}) for text in prompts_of_gsm8k(50)]

@@ -24,7 +24,9 @@ PROMPTS = [[5, 6, 7, 5, 6, 7], [9, 10, 9, 10]]
 def drafting_decoder(max_num_seqs: int = 2) -> SpecDecoder:
     base = tiny_decoder()
     drafter = find_drafter("ngram")(base.verifier)
-    return SpecDecoder(base.verifier, base.tokenizer, drafter, EngineConfig(max_num_seqs=max_num_seqs, max_model_len=512))
+    return SpecDecoder(
+        base.verifier, base.tokenizer, drafter, EngineConfig(num_draft_tokens=None, max_num_seqs=max_num_seqs, max_model_len=512)
+    )
 
 
 def test_steps_are_decode_steps_of_the_whole_batch(tmp_path: Path) -> None:
@@ -51,7 +53,9 @@ def test_steps_are_decode_steps_of_the_whole_batch(tmp_path: Path) -> None:
 def test_no_step_is_captured_while_measuring(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences outgrow their graph's bound among the timed or the profiled steps; a capture runs the step several times more."""
     base = tiny_decoder()
-    decoder = SpecDecoder(base.verifier, base.tokenizer, None, EngineConfig(max_num_seqs=2, max_model_len=512))
+    decoder = SpecDecoder(
+        base.verifier, base.tokenizer, None, EngineConfig(num_draft_tokens=None, max_num_seqs=2, max_model_len=512)
+    )
     monkeypatch.setattr(buckets, "_SHORTEST", 256)
     engine = decoder.engine
     captured_at = []
@@ -96,7 +100,7 @@ def test_an_accelerator_counts_its_kernels_and_its_idle_time() -> None:
 def test_a_long_prefill_leaves_enough_to_measure() -> None:
     """The first conversation decodes while the others are prefilled; one that ended meanwhile was waited for without end."""
     base = tiny_decoder()
-    engine = EngineConfig(max_num_seqs=3, max_model_len=200, max_prefill_tokens=4)
+    engine = EngineConfig(num_draft_tokens=None, max_num_seqs=3, max_model_len=200, max_prefill_tokens=4)
     decoder = SpecDecoder(base.verifier, base.tokenizer, None, engine)
     prompts = [[5] * 8, [6] * 60, [7] * 60]
     result = profile_steps(decoder, prompts, steps=2, warmup=0)

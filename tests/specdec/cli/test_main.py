@@ -268,7 +268,7 @@ def test_defaults_are_those_of_the_api(monkeypatch: Patch) -> None:
     decoder = use(monkeypatch, FakeDecoder())
     main(["generate", "x"])
     assert decoder.sampling == SamplingParams()
-    assert decoder.options.pop("engine") == EngineConfig(adaptive=True)
+    assert decoder.options.pop("engine") == EngineConfig()
     assert decoder.options == {"target": "embedded", "drafter": "auto", "device": "auto", "dtype": "auto", "attention": "auto"}
 
 
@@ -286,8 +286,8 @@ def test_the_summary_names_the_drafter(options: list[str], drafter: str, monkeyp
     ("options", "expected"),
     [
         (["-k", "3"], EngineConfig(num_draft_tokens=3)),
-        (["-k", "3", "--adaptive"], EngineConfig(num_draft_tokens=3, adaptive=True)),
-        (["--no-adaptive"], EngineConfig()),
+        (["-k", "0"], EngineConfig(num_draft_tokens=0)),
+        ([], EngineConfig()),
     ],
 )
 def test_a_stated_k_is_kept_to(options: list[str], expected: EngineConfig, monkeypatch: Patch) -> None:

@@ -181,18 +181,19 @@ def test_a_new_batch_size_begins_with_what_others_have_shown() -> None:
 
 
 @contextmanager
-def recorded(drafter: Any, verifier: Verifier) -> Iterator[dict[tuple[int, int], list[int]]]:
+def recorded(engine: SpecEngine) -> Iterator[dict[tuple[int, int], list[int]]]:
     """Proposals by prompt slot and position L of the anchor."""
     proposals: dict[tuple[int, int], list[int]] = {}
-    propose = drafter.propose
+    assert engine.bound_drafter is not None
+    propose = engine.bound_drafter.propose
 
     def kept(batch: DecodeBatch) -> DraftOutput:
-        draft: DraftOutput = propose(batch)
+        draft = propose(batch)
         for slot, length, row in zip(batch.slots.tolist(), batch.seq_lens.tolist(), draft.token_ids.tolist(), strict=True):
             proposals[slot, length] = row
         return draft
 
-    drafter.propose = kept
+    engine.bound_drafter.propose = kept  # type: ignore[method-assign]
     yield proposals
 
 
@@ -206,8 +207,10 @@ class Case:
         self.verifier = paged_verifier(model)
 
     def engine(self, drafter: Drafter | None, **changes: Any) -> SpecEngine:
-        cache = CacheConfig(block_size=4, memory_bytes=2**22)
-        return SpecEngine(self.verifier, drafter, EngineConfig(max_num_seqs=3, cache=cache, **changes))
+        cache = CacheConfig(memory_bytes=2**22)
+        return SpecEngine(
+            self.verifier, drafter, EngineConfig(max_num_seqs=3, cache=cache, **{"num_draft_tokens": None, **changes})
+        )
 
     def run(self, engine: SpecEngine, prompts: list[list[int]] | None = None, **sampling: Any) -> list[Request]:
         params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, **sampling)
@@ -248,7 +251,7 @@ def test_no_schedule_of_k_changes_an_output(case: Case, drafter: str, sampling: 
     """Any order of k, 0 among them, gives exactly the tokens of plain decoding."""
     plain = [request.output_token_ids for request in case.run(case.engine(None), **sampling)]
     for seed in range(3):
-        engine = case.engine(DRAFTERS[drafter](case), adaptive=True, pipeline_depth=depth)
+        engine = case.engine(DRAFTERS[drafter](case), num_draft_tokens="auto", pipeline_depth=depth)
         engine.draft_length = AnySchedule(4, seed)
         assert [request.output_token_ids for request in case.run(engine, **sampling)] == plain
         assert set(engine.timer.steps_by_k) == {0, 1, 3, 4}
@@ -256,7 +259,7 @@ def test_no_schedule_of_k_changes_an_output(case: Case, drafter: str, sampling: 
 
 def test_surplus_steps_teach_nothing(case: Case) -> None:
     """A request that ended while its next step was in flight had nothing left to accept there."""
-    engine = case.engine(DRAFTERS["right"](case), adaptive=True, pipeline_depth=1)
+    engine = case.engine(DRAFTERS["right"](case), num_draft_tokens="auto", pipeline_depth=1)
     taught: list[int] = []
     num_rows = 0
 
@@ -276,9 +279,8 @@ def test_plain_steps_keep_the_drafters_context(case: Case, drafter: str) -> None
     """After steps of k = 0 the drafter proposes what it would have proposed had it drafted all along."""
 
     def proposals(choose: Callable[[int], int]) -> dict[tuple[int, int], list[int]]:
-        drafts = DRAFTERS[drafter](case)
-        with recorded(drafts, case.verifier) as found:
-            engine = case.engine(drafts, adaptive=True)
+        engine = case.engine(DRAFTERS[drafter](case), num_draft_tokens="auto")
+        with recorded(engine) as found:
             assert engine.draft_length is not None
             engine.draft_length.choose = choose  # type: ignore[assignment, method-assign]
             case.run(engine)
@@ -296,15 +298,15 @@ def test_a_smaller_k_only_cuts_the_drafts(case: Case) -> None:
 
     def proposals(**changes: Any) -> tuple[dict[tuple[int, int], list[int]], SpecEngine]:
         drafter = random_dflash(case.verifier, block_size=MOST + 1)
-        with recorded(drafter, case.verifier) as found:
-            engine = case.engine(drafter, **changes)
+        engine = case.engine(drafter, **changes)
+        with recorded(engine) as found:
             if engine.draft_length:
                 engine.draft_length = AnySchedule(MOST, seed=1)
             case.run(engine)
         return found, engine
 
     always, _ = proposals(num_draft_tokens=MOST)
-    chosen, engine = proposals(adaptive=True)
+    chosen, engine = proposals(num_draft_tokens="auto")
     assert set(engine.timer.steps_by_k) == set(ladder(MOST))
     for key in chosen.keys() & always.keys():
         both = min(len(chosen[key]), len(always[key]))
@@ -343,7 +345,7 @@ def test_engine_adapts(
     case: Case, monkeypatch: pytest.MonkeyPatch, wrong_at: set[int], per_row: float, mostly: int, depth: int
 ) -> None:
     """Wrong drafts, right ones, one right draft where rows are dear, two where they are not: outputs stay, k follows."""
-    engine = case.engine(ScriptedDrafter(case.outputs, 8, [wrong_at]), adaptive=True, pipeline_depth=depth)
+    engine = case.engine(ScriptedDrafter(case.outputs, 8, [wrong_at]), num_draft_tokens="auto", pipeline_depth=depth)
     engine.clock = engine.results._clock = FakeClock(case.verifier, monkeypatch, per_row)  # type: ignore[assignment]
     for _ in range(5):
         for request in case.run(engine, case.prompts[:1]):
@@ -408,7 +410,7 @@ def test_the_command_line_hands_it_on_and_shows_it(case: Case, monkeypatch: pyte
         generate_command.load_decoder(parser.parse_args(["x", *line.split()]))
     assert [(config.adaptive, config.graphs) for config in taken] == [(False, None), (True, None), (False, True)]
 
-    engine = case.engine(ScriptedDrafter(case.outputs, 4), adaptive=True)
+    engine = case.engine(ScriptedDrafter(case.outputs, 4), num_draft_tokens="auto")
     engine.draft_length = AnySchedule(4, seed=0)
     requests = case.run(engine)
     counts = ", ".join(f"{k} in {count:,} steps" for k, count in sorted(engine.timer.steps_by_k.items()))
@@ -425,4 +427,4 @@ def test_k_is_fixed_unless_asked_for(case: Case) -> None:
     (request,) = case.run(engine, case.prompts[:1])
     assert engine.draft_length is None
     assert set(request.num_drafted[:-4]) == {3}
-    assert case.engine(None, adaptive=True).draft_length is None
+    assert case.engine(None, num_draft_tokens="auto").draft_length is None

@@ -28,7 +28,7 @@ def case() -> Case:
 
 
 def config(**changes: Any) -> EngineConfig:
-    return EngineConfig(max_num_seqs=4, cache=CacheConfig(block_size=4, memory_bytes=2**22), **changes)
+    return EngineConfig(max_num_seqs=4, cache=CacheConfig(memory_bytes=2**22), **{"num_draft_tokens": None, **changes})
 
 
 def finish(engine: SpecEngine, *requests: Request) -> list[list[int]]:
@@ -127,8 +127,8 @@ def test_nan_logits_end_one_request_and_spare_the_others(case: Case, phase: str,
 def test_block_tables_never_point_at_anothers_blocks(case: Case) -> None:
     """What an earlier owner of the slot left in the table would let a neighbour's NaN in, although it is masked."""
     verifier = case[0]
-    cache = CacheConfig(block_size=4, memory_bytes=25 * 4096)
-    engine = SpecEngine(verifier, None, EngineConfig(max_num_seqs=2, pipeline_depth=1, cache=cache))
+    cache = CacheConfig(memory_bytes=25 * 4096)
+    engine = SpecEngine(verifier, None, EngineConfig(num_draft_tokens=None, max_num_seqs=2, pipeline_depth=1, cache=cache))
     long, short = list(range(3, 63)), [7, 8, 9]
     finish(engine, engine.add_request(long, SamplingParams(max_tokens=4)))
     expected = finish(engine, engine.add_request(short, SamplingParams(max_tokens=12)))
@@ -225,7 +225,7 @@ def test_the_size_of_a_prefill_chunk(case: Case) -> None:
     """Unless it is given, it is that of the device."""
     for given, taken in ((None, 512), (7, 7)):
         engine = SpecEngine(
-            case[0], None, EngineConfig(max_prefill_tokens=given, cache=CacheConfig(block_size=4, memory_bytes=2**20))
+            case[0], None, EngineConfig(num_draft_tokens=None, max_prefill_tokens=given, cache=CacheConfig(memory_bytes=2**20))
         )
         assert engine.scheduler.max_prefill_tokens == taken
 
@@ -246,7 +246,7 @@ def test_k_is_checked_against_the_drafter(case: Case) -> None:
 def test_cache_budget_too_small_says_how_much_is_needed(case: Case) -> None:
     """A budget that does not pay for two blocks is refused with the sum that would."""
     with pytest.raises(CapacityError, match=r"budget of 100 bytes pays for 0 blocks of 4,096 bytes; give it at least 8,192 bytes"):
-        SpecEngine(case[0], None, EngineConfig(cache=CacheConfig(block_size=4, memory_bytes=100)))
+        SpecEngine(case[0], None, EngineConfig(num_draft_tokens=None, cache=CacheConfig(memory_bytes=100)))
 
 
 def test_drafts_that_do_not_count_are_not_accepted(case: Case) -> None:

@@ -92,8 +92,12 @@ class Case:
         drafts = DRAFTERS[drafter](self)
         specs = [*self.verifier.kv_specs, *(drafts.kv_specs if drafts else [])]
         memory_bytes = num_blocks * 4 * sum(spec.bytes_per_token(self.verifier.dtype) for spec in specs)
-        cache = CacheConfig(block_size=4, memory_bytes=memory_bytes)
-        engine = SpecEngine(self.verifier, drafts, EngineConfig(max_num_seqs=batch, max_prefill_tokens=13, cache=cache, **changes))
+        cache = CacheConfig(memory_bytes=memory_bytes)
+        engine = SpecEngine(
+            self.verifier,
+            drafts,
+            EngineConfig(max_num_seqs=batch, max_prefill_tokens=13, cache=cache, **{"num_draft_tokens": None, **changes}),
+        )
         if capture:
             engine.graphs = StepGraphs(Recorder(), engine.state, engine._result_table)
             engine.state.decode_batch = refuse  # type: ignore[assignment, method-assign]
@@ -186,7 +190,7 @@ def test_captured_equals_eager_under_preemption(case: Case, drafter: str) -> Non
 
 def test_adaptive_k_is_captured(case: Case) -> None:
     """Every k of the ladder has graphs of its own, and no other k has."""
-    engine = case.engine("right", 3, capture=True, adaptive=True)
+    engine = case.engine("right", 3, capture=True, num_draft_tokens="auto")
     run(engine, list(case.outputs))
     assert engine.graphs is not None
     assert {shape.k for shape in engine.graphs.graphs} <= {0, 1, 3, 4}
@@ -216,33 +220,34 @@ def test_the_bound_of_a_shape_covers_what_drafting_writes(case: Case, monkeypatc
 def test_the_recorder_bakes_in_what_a_graph_bakes_in(case: Case) -> None:
     """A drafter whose proposal follows a Python counter is replayed with the value it was captured with."""
 
-    class Counting(NGramDrafter):
-        count = 0
-
-        def propose(self, batch: DecodeBatch) -> DraftOutput:
-            self.count += 1
-            return DraftOutput(torch.zeros_like(batch.anchors)[:, None].repeat(1, batch.k) + self.count)
-
-    drafter = Counting(max_draft_tokens=2)
-    engine = SpecEngine(case.verifier, drafter, EngineConfig(cache=CacheConfig(block_size=4, memory_bytes=2**22)))
+    engine = SpecEngine(
+        case.verifier, NGramDrafter(max_draft_tokens=2), EngineConfig(num_draft_tokens=None, cache=CacheConfig(memory_bytes=2**22))
+    )
     table, seen = torch.zeros(1, 3, dtype=torch.int64), []
 
+    count = 0
+
+    def counting(batch: DecodeBatch) -> DraftOutput:
+        nonlocal count
+        count += 1
+        return DraftOutput(torch.zeros_like(batch.anchors)[:, None].repeat(1, batch.k) + count)
+
     def launch() -> None:
-        table.copy_(_proposal(drafter, engine))
+        table.copy_(_proposal(counting, engine))
 
     replay = Recorder().capture(launch, "proposal")
     for _ in range(3):
         replay()
         seen.append(table[0, 0].item())
     assert seen == [2, 2, 2]
-    assert drafter.count == 2
+    assert count == 2
 
 
-def _proposal(drafter: Drafter, engine: SpecEngine) -> Tensor:
+def _proposal(propose: Callable[[DecodeBatch], DraftOutput], engine: SpecEngine) -> Tensor:
     state = engine.state
     slots = torch.zeros_like(state.seq_lens[:1])
     batch = state.gather(slots, state.sampling(slots, SamplingFacts.of([])), k=2, max_seq_len=64)
-    return torch.cat([drafter.propose(batch).token_ids, slots[:, None]], dim=1)
+    return torch.cat([propose(batch).token_ids, slots[:, None]], dim=1)
 
 
 def test_replays_read_only_what_keeps_its_place(case: Case) -> None:
@@ -289,7 +294,7 @@ def test_capturing_moves_no_request(case: Case, drafter: str) -> None:
 
     def snapshot() -> list[Tensor]:
         tensors = [state.seq_lens, state.anchors, state.block_table, state.temperature, state.top_p, state.seeds]
-        tensors += [x for x in vars(engine.drafter).values() if isinstance(x, Tensor)] if engine.drafter else []
+        tensors += [x for x in vars(engine.bound_drafter).values() if isinstance(x, Tensor)] if engine.drafter else []
         own = [x[: state.padding_slot].clone() for x in tensors]
         return own + [side[NULL_BLOCK + 1 :].clone() for layer in engine.kv_cache.layers for side in layer]
 

@@ -28,12 +28,12 @@ def cache_of(verifier: Verifier, num_blocks: int, drafter: Drafter | None = None
     """A config whose cache has exactly `num_blocks` blocks, the null block included."""
     specs = [*verifier.kv_specs, *(drafter.kv_specs if drafter else [])]
     block_bytes = BLOCK * sum(spec.bytes_per_token(verifier.dtype) for spec in specs)
-    return EngineConfig(cache=CacheConfig(block_size=BLOCK, memory_bytes=num_blocks * block_bytes), **changes)  # type: ignore[arg-type]
+    return EngineConfig(cache=CacheConfig(memory_bytes=num_blocks * block_bytes), **{"num_draft_tokens": None, **changes})  # type: ignore[arg-type]
 
 
 def alone(verifier: Verifier, prompt: list[int], sampling: SamplingParams) -> list[int]:
     """Output of a request that has an engine to itself, without a drafter."""
-    engine = SpecEngine(verifier, None, EngineConfig(max_num_seqs=1, cache=CacheConfig(block_size=BLOCK, memory_bytes=2**22)))
+    engine = SpecEngine(verifier, None, EngineConfig(num_draft_tokens=None, max_num_seqs=1, cache=CacheConfig(memory_bytes=2**22)))
     request = engine.add_request(prompt, sampling)
     while engine.has_work:
         engine.step()
@@ -99,9 +99,10 @@ def rows_of_drafting(engine: SpecEngine, batch: DecodeBatch) -> set[int]:
     return allowed
 
 
-def watch(engine: SpecEngine, drafter: Drafter, outputs: dict[tuple[int, ...], list[int]]) -> list[int]:
+def watch(engine: SpecEngine, outputs: dict[tuple[int, ...], list[int]]) -> list[int]:
     """Compares both caches before and after every proposal, makes some proposals right, and counts the requests of each step."""
-    propose = drafter.propose
+    assert engine.bound_drafter is not None
+    propose = engine.bound_drafter.propose
     batch_sizes: list[int] = []
 
     def watched(batch: DecodeBatch) -> DraftOutput:
@@ -118,7 +119,7 @@ def watch(engine: SpecEngine, drafter: Drafter, outputs: dict[tuple[int, ...], l
         batch_sizes.append(batch.num_reqs)
         return draft
 
-    drafter.propose = watched  # type: ignore[method-assign]
+    engine.bound_drafter.propose = watched  # type: ignore[method-assign]
     return batch_sizes
 
 
@@ -146,7 +147,7 @@ def test_drafting_writes_far_more_rows_than_k(verifier: Verifier, k: int, spare_
     with pytest.raises(CapacityError, match=f"need {needed} cache blocks and the cache has {needed - 1};"):
         engine.add_request(prompts[0], sampling)
     engine = SpecEngine(verifier, drafter, cache_of(verifier, 1 + needed + spare_blocks, drafter, **limits))
-    batch_sizes = watch(engine, drafter, outputs)
+    batch_sizes = watch(engine, outputs)
     requests = [engine.add_request(prompt, sampling) for prompt in prompts]
     for _ in range(100 * num_requests):
         engine.step()
@@ -162,7 +163,7 @@ def test_a_newcomer_gets_the_rows_of_its_first_step(verifier: Verifier) -> None:
     for num_free, admitted in ((10, 1), (11, 2)):  # 5 blocks each, and one for the first to grow
         pool = BlockPool(1 + num_free)
         limits = {"block_size": BLOCK, "max_num_seqs": 2, "max_prefill_tokens": 64}
-        scheduler = Scheduler(pool, **limits, prefix_caching=False, draft_rows=ROWS)
+        scheduler = Scheduler(pool, **limits, prefix_caching=False, num_lookahead_tokens=ROWS)
         for request_id in range(2):
             scheduler.add(Request(request_id, [5] * BLOCK, SamplingParams(), seed=0, max_total_len=40))
         assert len(scheduler.schedule(1, settle=lambda: None).prefill) == admitted
@@ -172,7 +173,7 @@ def test_shared_prefix_is_computed_once(verifier: Verifier, monkeypatch: pytest.
     """A second request with the same beginning takes over its full blocks, and its output does not change."""
     stem, tails = list(range(10, 10 + 5 * BLOCK)), ([60, 61], [70, 71, 72])
     sampling = SamplingParams(max_tokens=6)
-    engine = SpecEngine(verifier, None, EngineConfig(cache=CacheConfig(block_size=BLOCK, memory_bytes=2**22)))
+    engine = SpecEngine(verifier, None, EngineConfig(num_draft_tokens=None, cache=CacheConfig(memory_bytes=2**22)))
     prefilled: list[int] = []
     original = engine._prefill
 
@@ -194,7 +195,7 @@ def test_shared_prefix_is_computed_once(verifier: Verifier, monkeypatch: pytest.
 def test_whole_prompt_in_the_cache_still_computes_its_last_token(verifier: Verifier) -> None:
     """A prompt that is cached to the last token yields the same first token again."""
     prompt = list(range(20, 20 + 2 * BLOCK))
-    engine = SpecEngine(verifier, None, EngineConfig(cache=CacheConfig(block_size=BLOCK, memory_bytes=2**22)))
+    engine = SpecEngine(verifier, None, EngineConfig(num_draft_tokens=None, cache=CacheConfig(memory_bytes=2**22)))
     outputs = []
     for _ in range(3):
         request = engine.add_request(prompt, SamplingParams(max_tokens=5))
@@ -221,7 +222,9 @@ def test_requests_that_can_never_fit_are_refused(verifier: Verifier) -> None:
 def test_prefill_does_not_stall_decoding(verifier: Verifier) -> None:
     """While a long prompt is prefilled in chunks, a running request gets a token in every step."""
     engine = SpecEngine(
-        verifier, None, EngineConfig(max_num_seqs=2, max_prefill_tokens=8, cache=CacheConfig(block_size=BLOCK, memory_bytes=2**22))
+        verifier,
+        None,
+        EngineConfig(num_draft_tokens=None, max_num_seqs=2, max_prefill_tokens=8, cache=CacheConfig(memory_bytes=2**22)),
     )
     first = engine.add_request([5, 6, 7], SamplingParams(max_tokens=40, ignore_eos=True))
     engine.step()

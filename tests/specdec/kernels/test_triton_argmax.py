@@ -138,7 +138,7 @@ def test_acceptance_reports_what_it_would_with_torch(monkeypatch: pytest.MonkeyP
 def generate() -> list[list[int]]:
     """Greedy output of two requests with a random DFlash drafter."""
     verifier = paged_verifier(plain_model("llama"), device=str(DEVICE))
-    config = EngineConfig(max_num_seqs=2, num_draft_tokens=3, cache=CacheConfig(block_size=4, memory_bytes=2**20))
+    config = EngineConfig(max_num_seqs=2, num_draft_tokens=3, cache=CacheConfig(memory_bytes=2**20))
     engine = SpecEngine(verifier, random_dflash(verifier, block_size=4), config)
     requests = [
         engine.add_request(prompt, SamplingParams(max_tokens=8, ignore_eos=True)) for prompt in random_prompts(2, longest=9)

@@ -11,6 +11,8 @@ from specdec.attention.backend import AttentionMetadata, AttentionSpec
 from specdec.attention.torch_ref.fa import TorchRefBackend
 from specdec.attention.triton.fa import TritonFaBackend
 from specdec.kv_cache import KVLayerSpec, LayerCache, blocks_for
+from tests.helpers.attention_case import exact_attention
+from tests.helpers.bounds import assert_as_exact
 from tests.helpers.triton_interpreter import require_triton
 
 DEVICE = require_triton()
@@ -69,7 +71,7 @@ def scenario(
     return metadata, LayerCache(cache.key.normal_().to(DEVICE), cache.value.normal_().to(DEVICE))
 
 
-def attend_both(
+def check(
     requests: list[tuple[int, int]],
     wanted: AttentionSpec,
     *,
@@ -79,22 +81,29 @@ def attend_both(
     sinks: bool = False,
     splits: int = 1,
     ragged: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Outputs of triton_fa, with `splits` programs per row, and of torch_ref, whose caches must end up equal."""
+) -> None:
+    """triton_fa, with `splits` programs per row, is as exact as torch_ref, and writes the same cache."""
     torch.manual_seed(0)
     metadata, cache = scenario(requests, wanted, causal=causal, host_lengths=ragged)
-    copy = LayerCache(cache.key.clone(), cache.value.clone())
     joined = torch.randn(metadata.num_tokens, wanted.num_heads + 2 * wanted.num_kv_heads, wanted.head_dim, dtype=wanted.dtype)
-    query, key, value = joined.to(DEVICE).split([wanted.num_heads, wanted.num_kv_heads, wanted.num_kv_heads], dim=1)
+    rows = joined.to(DEVICE).split([wanted.num_heads, wanted.num_kv_heads, wanted.num_kv_heads], dim=1)
     logits = torch.randn(wanted.num_heads).to(DEVICE) if sinks else None
-    options: dict[str, Any] = {"scale": 0.2, "window": window, "softcap": softcap, "sinks": logits}
-    backend, oracle = TritonFaBackend(wanted), TorchRefBackend(wanted)
+    backend = TritonFaBackend(wanted)
     backend.num_splits = lambda *_: splits  # type: ignore[method-assign]
-    got = backend.run(query, key, value, cache, backend.plan(metadata), **options)
-    want = oracle.run(query, key, value, copy, oracle.plan(metadata), **options)
+    compare(backend, rows, cache, metadata, window=window, softcap=softcap, sinks=logits)
+
+
+def compare(
+    backend: TritonFaBackend, rows: tuple[Tensor, ...], cache: LayerCache, metadata: AttentionMetadata, **options: Any
+) -> None:
+    """Query, key and value of the rows through `backend`, through torch_ref on a copy of the cache, and in float64."""
+    copy = LayerCache(cache.key.clone(), cache.value.clone())
+    oracle = TorchRefBackend(backend.spec)
+    got = backend.run(*rows, cache, backend.plan(metadata), scale=0.2, **options)
+    plain = oracle.run(*rows, copy, oracle.plan(metadata), scale=0.2, **options)
     for ours, theirs in zip(cache, copy, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=0, rtol=0)
-    return got, want
+        assert ours.equal(theirs)
+    assert_as_exact(got, plain, exact_attention(rows[0], copy, metadata, scale=0.2, **options))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (3, 1), (8, 2)])
@@ -103,8 +112,7 @@ def attend_both(
 def test_blocks_of_every_width_and_group(heads: int, kv_heads: int, width: int, causal: bool, splits: int) -> None:
     """Decoding, verifying and drafting; groups of 3 leave lanes empty, and 16 rows of 8 heads fill a whole tile."""
     requests = [(width + context, width) for context in (0, 17, 100)]
-    got, want = attend_both(requests, spec(num_heads=heads, num_kv_heads=kv_heads), causal=causal, splits=splits)
-    torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
+    check(requests, spec(num_heads=heads, num_kv_heads=kv_heads), causal=causal, splits=splits)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -113,7 +121,7 @@ def test_blocks_of_every_width_and_group(heads: int, kv_heads: int, width: int, 
 @pytest.mark.parametrize("splits", [1, 4])
 def test_masks_and_scores(causal: bool, window: int | None, extra: str, splits: int) -> None:
     """Windows on both sides, sinks counted once however many splits there are, and bounded scores."""
-    got, want = attend_both(
+    check(
         UNIFORM,
         spec(head_dim=16),
         causal=causal,
@@ -122,7 +130,6 @@ def test_masks_and_scores(causal: bool, window: int | None, extra: str, splits: 
         sinks=extra == "sinks",
         softcap=0.7 if extra == "softcap" else None,
     )
-    torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -130,8 +137,7 @@ def test_masks_and_scores(causal: bool, window: int | None, extra: str, splits: 
 def test_ragged_prefill_and_extension(causal: bool, splits: int) -> None:
     """New prompts, a chunk of one, a single row among them, more rows than a tile holds, and tiles without rows."""
     requests = [(40, 40), (35, 3), (33, 1), (60, 20)]
-    got, want = attend_both(requests, spec(num_kv_heads=1, head_dim=16), causal=causal, window=25, ragged=True, splits=splits)
-    torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
+    check(requests, spec(num_kv_heads=1, head_dim=16), causal=causal, window=25, ragged=True, splits=splits)
 
 
 def test_an_only_key_head_with_any_stride() -> None:
@@ -139,28 +145,21 @@ def test_an_only_key_head_with_any_stride() -> None:
     torch.manual_seed(0)
     wanted = spec(num_kv_heads=1, head_dim=16)
     metadata, cache = scenario(UNIFORM, wanted)
-    copy = LayerCache(cache.key.clone(), cache.value.clone())
-    query, key, value = (torch.randn(1, heads, metadata.num_tokens, 16, device=DEVICE)[0].transpose(0, 1) for heads in (4, 1, 1))
-    assert key.is_contiguous() and key.stride(1) != 16
-    backend, oracle = TritonFaBackend(wanted), TorchRefBackend(wanted)
-    got = backend.run(query, key, value, cache, backend.plan(metadata), scale=0.2)
-    want = oracle.run(query, key, value, copy, oracle.plan(metadata), scale=0.2)
-    torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
-    torch.testing.assert_close(cache.key, copy.key, atol=0, rtol=0)
+    rows = tuple(torch.randn(1, heads, metadata.num_tokens, 16, device=DEVICE)[0].transpose(0, 1) for heads in (4, 1, 1))
+    assert rows[1].is_contiguous() and rows[1].stride(1) != 16
+    compare(TritonFaBackend(wanted), rows, cache, metadata)
 
 
 @pytest.mark.parametrize("head_dim", [8, 80, 128, 256])
 def test_head_sizes(head_dim: int) -> None:
     """Sizes that matrix instructions do not take are padded."""
-    got, want = attend_both([(37, 4), (9, 4)], spec(head_dim=head_dim))
-    torch.testing.assert_close(got, want, atol=5e-6, rtol=1e-5)
+    check([(37, 4), (9, 4)], spec(head_dim=head_dim))
 
 
 @pytest.mark.parametrize("block_size", [1, 12, 32])
 def test_block_sizes(block_size: int) -> None:
     """Any block size, also no power of two."""
-    got, want = attend_both([(37, 4), (9, 4)], spec(block_size=block_size), splits=2)
-    torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
+    check([(37, 4), (9, 4)], spec(block_size=block_size), splits=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -168,9 +167,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
     """Accumulation is float32: the error is the rounding of inputs and weights, not of sums."""
     if dtype == torch.bfloat16 and DEVICE.type == "cpu":
         pytest.skip("Triton's interpreter has no bfloat16 products")
-    got, want = attend_both([(150, 5), (64, 5)], spec(dtype=dtype, head_dim=32), splits=2)
-    error = (got.float() - want.float()).norm() / want.float().norm()
-    assert error < (1e-2 if dtype == torch.bfloat16 else 1e-3)
+    check([(150, 5), (64, 5)], spec(dtype=dtype, head_dim=32), splits=2)
 
 
 def test_8_bit_cache() -> None:
@@ -192,8 +189,8 @@ def test_8_bit_cache() -> None:
         # The interpreter loses the carry of numbers that round up to a power of two.
         assert (ours != want).float().mean() < 0.05
     oracle, plain = TorchRefBackend(spec(head_dim=16)), KVLayerSpec(2, 16).allocate(9, BLOCK, torch.float32, DEVICE)
-    want = oracle.run(query, stored[0], stored[1], plain, oracle.plan(metadata), scale=0.2)
-    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-5)
+    want = oracle.run(query, *stored, plain, oracle.plan(metadata), scale=0.2)
+    assert_as_exact(got, want, exact_attention(query, plain, metadata, scale=0.2))
 
 
 @pytest.mark.parametrize("splits", [1, 8])
@@ -201,15 +198,13 @@ def test_launch_serves_any_lengths_below_its_bound(splits: int) -> None:
     """What a captured graph does: the same host counts, other lengths on the device. Programs past the end add nothing."""
     wanted = spec(head_dim=16)
     for context in (0, 1, 130):
-        got, want = attend_both([(context + 3, 3), (200, 3)], wanted, splits=splits)
-        torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
+        check([(context + 3, 3), (200, 3)], wanted, splits=splits)
 
 
 def test_many_rows_are_merged_several_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches rows past the last program's share; 36 rows do not fill five programs of 8."""
     monkeypatch.setattr(triton_attention, "MANY_ROWS", 8)
-    got, want = attend_both([(150, 4), (64, 4), (9, 4)], spec(num_heads=3, num_kv_heads=1, head_dim=20), splits=2)
-    torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
+    check([(150, 4), (64, 4), (9, 4)], spec(num_heads=3, num_kv_heads=1, head_dim=20), splits=2)
 
 
 def test_nothing_outside_the_table_is_read() -> None:

@@ -203,7 +203,7 @@ def generate(
         return output
 
     drafter.propose = recorded  # type: ignore[method-assign]
-    cache = CacheConfig(block_size=4, memory_bytes=2**20)
+    cache = CacheConfig(memory_bytes=2**20)
     engine = SpecEngine(verifier, drafter, EngineConfig(max_num_seqs=2, max_prefill_tokens=6, num_draft_tokens=3, cache=cache))
     if guarded:
         launch = engine._launch
@@ -251,20 +251,22 @@ def test_a_drafter_embeds_with_its_own_table() -> None:
     """And with the target's when it has none."""
     verifier = verifier_on("triton_fa", plain_model("llama"))
     drafter = random_dflash(verifier)
+    bound = drafter.bind(verifier, [], max_num_seqs=1, max_len=64, draft_sampling="greedy")
     ids = torch.tensor([3, 5, 3], device=DEVICE)
-    for own in (None, torch.nn.Embedding(verifier.vocab_size, verifier.hidden_size)):
+    for own in (None, torch.nn.Embedding(verifier.vocab_size, verifier.hidden_size, device=DEVICE)):
         drafter.model.embed_tokens = own
-        drafter.bind(verifier, [], max_num_seqs=1, max_len=64, draft_sampling="greedy")
-        assert drafter._embed(ids).equal(verifier._embedding[ids] if own is None else own.weight[ids])  # type: ignore[attr-defined]
+        assert bound._embed(ids).equal(verifier._embedding[ids] if own is None else own.weight[ids])  # type: ignore[attr-defined]
 
 
 def test_joined_draft_projections_share_memory() -> None:
-    """The drafter's weights are not stored twice, and binding it again still works."""
+    """The drafter's weights are stored once, however many engines bind it."""
     verifier = verifier_on("triton_fa", plain_model("llama"))
     drafter = random_dflash(verifier)
-    for _ in range(2):
-        drafter.bind(verifier, [], max_num_seqs=1, max_len=64, draft_sampling="greedy")
-    joined: Linear = drafter._triton._decoder._layers[0].qkv  # type: ignore[union-attr]
+    limits: dict[str, Any] = {"max_num_seqs": 1, "max_len": 64, "draft_sampling": "greedy"}
+    one, two = (drafter.bind(verifier, [], **limits)._triton for _ in range(2))
+    assert one is not None and two is not None
+    joined: Linear = one._decoder._layers[0].qkv
+    assert joined is two._decoder._layers[0].qkv and one._decoder._layers[0].down is two._decoder._layers[0].down
     attention: Any = drafter.model.layers[0].self_attn
     assert attention.q_proj.weight.data_ptr() == joined.weight.data_ptr()
     assert torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]).equal(joined.weight)

@@ -115,8 +115,10 @@ def test_a_generation_compiles(compiled: set[tuple[str, str]], name: str) -> Non
     model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.bfloat16)
     spec = attention_spec(config, device=torch.device("cpu"), dtype=torch.bfloat16, block_size=16)
     verifier = verifier_for(model, name=name, backend=TritonFaBackend(spec))
-    cache = CacheConfig(block_size=16, memory_bytes=2**22)
-    engine = SpecEngine(verifier, random_dflash(verifier), EngineConfig(max_num_seqs=2, max_model_len=400, cache=cache))
+    cache = CacheConfig(memory_bytes=2**22)
+    engine = SpecEngine(
+        verifier, random_dflash(verifier), EngineConfig(num_draft_tokens=None, max_num_seqs=2, max_model_len=400, cache=cache)
+    )
     capture = TwoLaunches(compiled)
     engine.graphs = StepGraphs(capture, engine.state, engine._result_table)
     for length in (3, 80):  # more rows than the products of few rows take

@@ -149,7 +149,7 @@ def dflash_of(verifier: Verifier, version: str) -> DFlashDrafter:
     causal = (True, True, True) if version == "0.1.15" else (False, True, False)
     config = replace(random_dflash(verifier, causal=causal).config, head_dim=16)
     torch.manual_seed(1)
-    return DFlashDrafter(DFlashModel(config))
+    return DFlashDrafter(DFlashModel(config), verifier)
 
 
 def prompts_for(batch: int) -> list[list[int]]:
@@ -159,7 +159,9 @@ def prompts_for(batch: int) -> list[list[int]]:
 
 def generate(verifier: Verifier, drafter: Drafter | None, max_num_seqs: int) -> list[list[int]]:
     """Tokens of more prompts than run at once, prefilled 13 tokens at a time, while nothing may wait between draft and commit."""
-    config = EngineConfig(max_num_seqs=max_num_seqs, max_prefill_tokens=13, cache=CacheConfig(block_size=16, memory_bytes=2**23))
+    config = EngineConfig(
+        num_draft_tokens=None, max_num_seqs=max_num_seqs, max_prefill_tokens=13, cache=CacheConfig(memory_bytes=2**23)
+    )
     engine = SpecEngine(verifier, drafter, config)
     launch = engine._launch
 

@@ -48,7 +48,7 @@ def dflash_of(verifier: Verifier) -> DFlashDrafter:
     """A random DFlash drafter with heads wide enough for Triton's matrix instructions."""
     config = replace(random_dflash(verifier).config, head_dim=16)
     torch.manual_seed(1)
-    return DFlashDrafter(DFlashModel(config))
+    return DFlashDrafter(DFlashModel(config), verifier)
 
 
 def generate(verifier: Verifier, drafter: Drafter | None) -> list[list[int]]:
@@ -56,8 +56,8 @@ def generate(verifier: Verifier, drafter: Drafter | None) -> list[list[int]]:
 
     Each prompt ends with the padding token, whose scores must not tie any more than those of others.
     """
-    cache = CacheConfig(block_size=16, memory_bytes=2**23)
-    engine = SpecEngine(verifier, drafter, EngineConfig(max_num_seqs=3, max_prefill_tokens=13, cache=cache))
+    cache = CacheConfig(memory_bytes=2**23)
+    engine = SpecEngine(verifier, drafter, EngineConfig(num_draft_tokens=None, max_num_seqs=3, max_prefill_tokens=13, cache=cache))
     launch = engine._launch
 
     def guarded(batch: DecodeBatch) -> Any:
