@@ -29,7 +29,7 @@ class NGramDrafter:
     """
 
     aux_layer_ids: tuple[int, ...] = ()
-    draft_rows = 0
+    num_lookahead_tokens = 0
     weight_bytes = 0
 
     def __init__(self, *, max_draft_tokens: int = 8, prompt_lookup_max: int = 4, prompt_lookup_min: int = 1) -> None:
@@ -46,11 +46,23 @@ class NGramDrafter:
 
     def bind(
         self, verifier: Verifier, caches: Sequence[LayerCache], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling
-    ) -> None:
-        """Allocates the history; copied drafts are point masses under either `draft_sampling`."""
+    ) -> "BoundNGram":
+        """See `specdec.core.Drafter.bind`; copied drafts are point masses under either `draft_sampling`."""
         # The rows of a step reach k positions past the last one that a request may keep.
         width = max_len + self.max_draft_tokens + 1
-        self.history = torch.zeros(max_num_seqs, width, dtype=torch.long, device=verifier.device)
+        return BoundNGram(self, torch.zeros(max_num_seqs, width, dtype=torch.long, device=verifier.device))
+
+
+class BoundNGram:
+    """The texts of the requests of one engine; see `specdec.core.BoundDrafter`.
+
+    Args:
+        drafter: how to look.
+        history: int64 [max_num_seqs, positions], taken over.
+    """
+
+    def __init__(self, drafter: NGramDrafter, history: Tensor) -> None:
+        self._drafter, self.history = drafter, history
 
     def begin(self, slot: int, token_ids: Sequence[int]) -> None:
         """Uploads the tokens of a request."""
@@ -92,11 +104,11 @@ class NGramDrafter:
         columns = torch.arange(width, device=tokens.device)
         matched = columns < last  # the last j + 1 tokens end here, too
         lengths = torch.zeros_like(tokens)
-        for j in range(min(self.prompt_lookup_max, width)):
+        for j in range(min(self._drafter.prompt_lookup_max, width)):
             token = tokens.gather(1, (last - j).clamp(min=0))
             matched = matched & F.pad(tokens[:, : width - j] == token, (j, 0))
             lengths += matched
-        scores = torch.where(lengths >= self.prompt_lookup_min, lengths * width + columns, -1)
+        scores = torch.where(lengths >= self._drafter.prompt_lookup_min, lengths * width + columns, -1)
         best, ends = scores.max(dim=1, keepdim=True)
         return ends, best[:, 0] >= 0
 

@@ -280,23 +280,18 @@ class Verifier(Protocol):
 
 
 class Drafter(Protocol):
-    """Proposes tokens.
-
-    Called by the engine in this order: `bind` once; per request `begin` when it gets a slot and `prefill` for each prompt
-    chunk; per step `propose`, then `commit`. Between `propose` and the end of `commit` nothing may make the host wait for
-    the device. State of a slot may be overwritten by the next `begin`; there is no release.
-    """
+    """A way to propose tokens: weights and choices, which no run changes. `bind` starts a run; any number of them may share it."""
 
     max_draft_tokens: int
     """Largest k."""
-    draft_rows: int
+    num_lookahead_tokens: int
     """Cache positions from L on that drafting writes whatever k is; 0 where it writes none, or no more than k + 1."""
     aux_layer_ids: tuple[int, ...]
     """Decoder layers (0-based) of the target whose raw outputs are needed."""
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights, once bound, that drafting reads in a step."""
+        """Bytes of the weights that drafting reads in a step."""
 
     @property
     def kv_specs(self) -> Sequence[LayerSpec]:
@@ -304,12 +299,31 @@ class Drafter(Protocol):
 
     def bind(
         self, verifier: Verifier, caches: Sequence[Any], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling
-    ) -> None:
-        """Checks that the drafter fits the target and allocates per-request state for `max_len` positions.
+    ) -> BoundDrafter:
+        """Starts a run.
+
+        Args:
+            verifier: the target.
+            caches: one per entry of `kv_specs`.
+            max_num_seqs: slots of requests.
+            max_len: most positions of a request.
+            draft_sampling: how drafts are drawn.
+
+        Returns:
+            What holds the state of the run, allocated.
 
         Raises:
-            CheckpointError: it does not fit; the message says why.
+            CheckpointError: the drafter does not fit the target; the message says why.
         """
+
+
+class BoundDrafter(Protocol):
+    """A drafter in one engine, with the state of its requests.
+
+    The engine calls `begin` when a request gets a slot, `prefill` for each chunk of its prompt, and in every step `propose`, then
+    `commit`. Between `propose` and the end of `commit` nothing may make the host wait for the device. The next `begin` may
+    overwrite the state of a slot; there is no release.
+    """
 
     def begin(self, slot: int, token_ids: Sequence[int]) -> None:
         """A request with all its known tokens starts in `slot`; runs between steps."""

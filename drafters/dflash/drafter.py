@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from drafters.dflash.checkpoint import read_checkpoint, target_ids
+from drafters.dflash.config import DFlashConfig
 from drafters.dflash.model import DFlashModel
-from specdec.attention.backend import AttentionSpec
+from specdec.attention.backend import AttentionBackend, AttentionSpec
 from specdec.attention.triton.fa import TritonFaBackend
 from specdec.config import DraftSampling
 from specdec.core import AcceptOutput, DecodeBatch, DraftOutput, PrefillBatch, Verifier, VerifyOutput
@@ -25,71 +26,80 @@ from specdec.sampling import Purpose, processed_probs, sample_from, uniform
 
 if TYPE_CHECKING:
     from drafters.dflash.triton import TritonDFlash
+    from specdec.layers.triton_decoder import DecoderLayer
 
 
 class DFlashDrafter:
-    """Drafts with a `DFlashModel` over the paged cache; see `specdec.core.Drafter`."""
+    """A DFlash model made ready for one target; see `specdec.core.Drafter`.
 
-    def __init__(self, model: DFlashModel) -> None:
+    Args:
+        model: its weights move to the target's device and type and are laid out for its kernels, once and in place, so that all
+            runs share them; it cannot be trained after that.
+        verifier: the target.
+
+    Raises:
+        CheckpointError: the model was trained for another target.
+        BackendError: the target's attention backend cannot serve the draft layers.
+    """
+
+    def __init__(self, model: DFlashModel, verifier: Verifier) -> None:
         config = model.config
-        self.model = model.requires_grad_(False).eval()
-        self.config = config
+        _check_target(model, verifier)
+        self.config, self.verifier = config, verifier
+        self.attention = _attention(config, verifier)
+        self.model = model.requires_grad_(False).eval().to(verifier.device, verifier.dtype)
+        self.model.prepare_inference()
+        self.joined_layers = _joined_layers(self.model) if isinstance(self.attention, TritonFaBackend) else None
         self.max_draft_tokens = config.max_draft_tokens
-        self._first_slot = 0 if config.sample_from_anchor else 1
+        self.first_slot = 0 if config.sample_from_anchor else 1
         # A slot sees those after it, so a block shorter than in training drafts worse: whatever k is, the whole block runs.
-        self.draft_rows = 0 if all(config.causal) else self._first_slot + config.max_draft_tokens
+        self.num_lookahead_tokens = 0 if all(config.causal) else self.first_slot + config.max_draft_tokens
         self.aux_layer_ids = config.target_layer_ids
         self.kv_specs = [KVLayerSpec(config.num_key_value_heads, config.head_dim)] * config.num_hidden_layers
-
-    def bind(
-        self, verifier: Verifier, caches: Sequence[LayerCache], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling
-    ) -> None:
-        """See `specdec.core.Drafter.bind`.
-
-        Raises:
-            CheckpointError: the drafter was made for another target.
-            BackendError: the target's attention backend cannot serve the draft layers.
-        """
-        config, model = self.config, self.model
-        _check_target(model, verifier)
-        shared = verifier.attention.spec
-        spec = AttentionSpec(
-            device=shared.device,
-            dtype=shared.dtype,
-            block_size=shared.block_size,
-            cache_dtype=shared.cache_dtype,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            windows=frozenset(config.windows),
-            non_causal=not all(config.causal),
-        )
-        backend = verifier.attention.multi_head
-        if reasons := backend.unsupported_reasons(spec):
-            raise BackendError(
-                f"attention backend {backend.name!r} cannot serve this drafter: {'; '.join(reasons)}; choose another"
-            )
-        self.attention = backend(spec)
-        self.caches = list(caches)
-        self.verifier = verifier
-        self.draft_sampling = draft_sampling
-        model.to(verifier.device, verifier.dtype).prepare_inference()
-        self._triton = _on_triton(model, self.attention) if isinstance(self.attention, TritonFaBackend) else None
-        self._masks = torch.full((1, self._first_slot + self.max_draft_tokens), config.mask_token_id, device=verifier.device)
-        self._target_ids = None if model.d2t is None else target_ids(model.d2t)
+        self.masks = torch.full((1, self.first_slot + self.max_draft_tokens), config.mask_token_id, device=verifier.device)
+        self.target_ids = None if model.d2t is None else target_ids(model.d2t)
         # A checkpoint that states no scale was trained on the target's own embedding module and head.
         unstated = config.input_embedding_scale is None
-        self._embedding_scale = verifier.embedding_scale if config.input_embedding_scale is None else config.input_embedding_scale
-        self._softcap = config.final_logit_softcapping or (verifier.final_softcap if unstated else None)
+        self.embedding_scale = verifier.embedding_scale if config.input_embedding_scale is None else config.input_embedding_scale
+        self.softcap = config.final_logit_softcapping or (verifier.final_softcap if unstated else None)
 
     @property
     def weight_bytes(self) -> int:
-        """See `specdec.core.Drafter.weight_bytes`; a borrowed head is read once more."""
+        """Bytes of the weights that drafting reads in a step; a borrowed head is read once more."""
         model, target = self.model, self.verifier
         own = sum(parameter.nbytes for parameter in model.parameters())
         unread = 0 if model.embed_tokens is None else model.embed_tokens.weight.nbytes
         borrowed = target.vocab_size * target.hidden_size * target.dtype.itemsize if model.lm_head is None else 0
         return own - unread + borrowed
+
+    def bind(
+        self, verifier: Verifier, caches: Sequence[LayerCache], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling
+    ) -> "BoundDFlash":
+        """See `specdec.core.Drafter.bind`.
+
+        Raises:
+            InvalidInputError: another target than the one this was made for.
+        """
+        if verifier is not self.verifier:
+            raise InvalidInputError(
+                f"this drafter was made ready for {self.verifier.name!r} as loaded earlier, not for this {verifier.name!r};"
+                " load it again beside the target it serves"
+            )
+        return BoundDFlash(self, caches, draft_sampling)
+
+
+class BoundDFlash:
+    """A `DFlashDrafter` over the paged cache of one engine; see `specdec.core.BoundDrafter`.
+
+    Args:
+        drafter: the weights.
+        caches: one per draft layer.
+        draft_sampling: how drafts are drawn.
+    """
+
+    def __init__(self, drafter: DFlashDrafter, caches: Sequence[LayerCache], draft_sampling: DraftSampling) -> None:
+        self.drafter, self.caches, self.draft_sampling = drafter, list(caches), draft_sampling
+        self._triton = _on_triton(drafter)
 
     def begin(self, slot: int, token_ids: Sequence[int]) -> None:
         """Nothing: the context lies in the cache, and prefill writes it."""
@@ -106,7 +116,8 @@ class DFlashDrafter:
         probs = processed_probs(logits, batch.sampling)
         draws = uniform(batch.sampling.seeds, batch.positions(batch.k + 1)[:, 1:], Purpose.DRAFT)
         token_ids = self._to_target(sample_from(probs, draws))
-        candidate_ids = None if self._target_ids is None else self._target_ids.expand(probs.shape)
+        target_ids = self.drafter.target_ids
+        candidate_ids = None if target_ids is None else target_ids.expand(probs.shape)
         return DraftOutput(token_ids=token_ids, probs=probs, candidate_ids=candidate_ids)
 
     def commit(self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput) -> None:
@@ -116,61 +127,92 @@ class DFlashDrafter:
 
     def draft_hidden(self, batch: DecodeBatch) -> Tensor:
         """Final hidden states [num_reqs, k, H] of the first k predicting slots."""
-        config = self.config
-        width = self.draft_rows or self._first_slot + batch.k
-        masks = self._masks[:, : width - 1].expand(batch.num_reqs, -1)
+        drafter, config = self.drafter, self.drafter.config
+        width = drafter.num_lookahead_tokens or drafter.first_slot + batch.k
+        masks = drafter.masks[:, : width - 1].expand(batch.num_reqs, -1)
         token_ids = torch.cat([batch.anchors[:, None], masks], dim=1).reshape(-1)
         embeddings = self._embed(token_ids)
-        if self._embedding_scale != 1:
-            embeddings = embeddings * self._embedding_scale
+        if drafter.embedding_scale != 1:
+            embeddings = embeddings * drafter.embedding_scale
         metadata = batch.metadata(width, causal=False)
-        plans = {causal: self.attention.plan(replace(metadata, causal=causal)) for causal in set(config.causal)}
+        plans = {causal: drafter.attention.plan(replace(metadata, causal=causal)) for causal in set(config.causal)}
         position_ids = batch.position_ids(width)
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             plan, window = plans[config.causal[layer]], config.windows[layer]
-            return self.attention.run(query, key, value, self.caches[layer], plan, scale=config.head_dim**-0.5, window=window)
+            return drafter.attention.run(query, key, value, self.caches[layer], plan, scale=config.head_dim**-0.5, window=window)
 
         def predicting(rows: Tensor) -> Tensor:
-            return rows.view(batch.num_reqs, width, -1)[:, self._first_slot : self._first_slot + batch.k].flatten(0, 1).contiguous()
+            first = drafter.first_slot
+            return rows.view(batch.num_reqs, width, -1)[:, first : first + batch.k].flatten(0, 1).contiguous()
 
         if self._triton is not None:
             layer_plans = [plans[causal] for causal in config.causal]
             hidden = self._triton.block_forward(embeddings, position_ids, self.caches, layer_plans, predicting)
         else:
-            hidden = self.model.block_forward(embeddings, position_ids, attend, predicting)
+            hidden = drafter.model.block_forward(embeddings, position_ids, attend, predicting)
         return hidden.view(batch.num_reqs, batch.k, -1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V or draft_vocab_size] of hidden states [..., H]."""
+        drafter, head = self.drafter, self.drafter.model.lm_head
         rows = hidden.reshape(-1, hidden.shape[-1])  # torch multiplies a slice of three axes an order of magnitude slower
-        logits = self.verifier.head(rows) if self.model.lm_head is None else self.model.lm_head(rows)
+        logits = drafter.verifier.head(rows) if head is None else head(rows)
         logits = logits.view(*hidden.shape[:-1], -1)
-        if self.config.output_multiplier != 1:
-            logits = logits * self.config.output_multiplier
-        return logits if self._softcap is None else self._softcap * torch.tanh(logits / self._softcap)
+        if drafter.config.output_multiplier != 1:
+            logits = logits * drafter.config.output_multiplier
+        return logits if drafter.softcap is None else drafter.softcap * torch.tanh(logits / drafter.softcap)
 
     def _embed(self, token_ids: Tensor) -> Tensor:
-        if self.model.embed_tokens is None:
-            return self.verifier.embed(token_ids)
-        return self.model.embed_tokens(token_ids) if self._triton is None else self._triton.embed(token_ids)
+        table = self.drafter.model.embed_tokens
+        if table is None:
+            return self.drafter.verifier.embed(token_ids)
+        return table(token_ids) if self._triton is None else self._triton.embed(token_ids)
 
     def _to_target(self, draft_ids: Tensor) -> Tensor:
-        return draft_ids if self._target_ids is None else self._target_ids[draft_ids]
+        return draft_ids if self.drafter.target_ids is None else self.drafter.target_ids[draft_ids]
 
     def _write_context(self, verify: VerifyOutput, position_ids: Tensor, slot_mapping: Tensor) -> None:
         assert verify.aux_hidden is not None, "the engine taps aux_layer_ids"
         if self._triton is not None:
             return self._triton.write_context(verify.aux_hidden, position_ids, self.caches, slot_mapping)
-        keys, values = self.model.context_kv(verify.aux_hidden, position_ids)
+        keys, values = self.drafter.model.context_kv(verify.aux_hidden, position_ids)
         for cache, key, value in zip(self.caches, keys.unbind(1), values.unbind(1), strict=True):
-            self.attention.write(cache, key, value, slot_mapping)
+            self.drafter.attention.write(cache, key, value, slot_mapping)
 
 
-def _on_triton(model: DFlashModel, attention: TritonFaBackend) -> "TritonDFlash":
+def _attention(config: DFlashConfig, verifier: Verifier) -> AttentionBackend:
+    """The target's kind of attention, for the draft layers' shape."""
+    shared = verifier.attention.spec
+    spec = AttentionSpec(
+        device=shared.device,
+        dtype=shared.dtype,
+        block_size=shared.block_size,
+        cache_dtype=shared.cache_dtype,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        windows=frozenset(config.windows),
+        non_causal=not all(config.causal),
+    )
+    backend = verifier.attention.multi_head
+    if reasons := backend.unsupported_reasons(spec):
+        raise BackendError(f"attention backend {backend.name!r} cannot serve this drafter: {'; '.join(reasons)}; choose another")
+    return backend(spec)
+
+
+def _joined_layers(model: DFlashModel) -> "list[DecoderLayer]":
+    from drafters.dflash.triton import join_layers  # it imports Triton
+
+    return join_layers(model)
+
+
+def _on_triton(drafter: DFlashDrafter) -> "TritonDFlash | None":
+    if drafter.joined_layers is None or not isinstance(drafter.attention, TritonFaBackend):
+        return None
     from drafters.dflash.triton import TritonDFlash  # it imports Triton
 
-    return TritonDFlash(model, attention)
+    return TritonDFlash(drafter.model, drafter.joined_layers, drafter.attention)
 
 
 def load_dflash(path: str | Path | None, *, verifier: Verifier) -> DFlashDrafter:
@@ -186,7 +228,7 @@ def load_dflash(path: str | Path | None, *, verifier: Verifier) -> DFlashDrafter
     with torch.device("meta"):
         model = DFlashModel(config, own_embeddings="embed_tokens.weight" in tensors, own_head="lm_head.weight" in tensors)
     model.load_state_dict(tensors, assign=True)
-    return DFlashDrafter(model)
+    return DFlashDrafter(model, verifier)
 
 
 def _check_target(model: DFlashModel, verifier: Verifier) -> None:

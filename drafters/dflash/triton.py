@@ -21,12 +21,12 @@ class TritonDFlash:
     """`DFlashModel.block_forward` and `context_kv` in few launches, with the cache writes in them.
 
     Args:
-        model: on its device, after `prepare_inference`. Its projections become views of the joined ones made here.
+        model: on its device, after `prepare_inference`.
+        layers: its layers, as `join_layers` gives them.
         attention: of the draft layers.
     """
 
-    def __init__(self, model: DFlashModel, attention: TritonFaBackend) -> None:
-        layers = [_join_layer(cast(DFlashLayer, layer)) for layer in model.layers]
+    def __init__(self, model: DFlashModel, layers: Sequence[DecoderLayer], attention: TritonFaBackend) -> None:
         self._model, self._attention = model, attention
         self._decoder = TritonDecoder(layers, model.norm.weight, epsilon=model.config.rms_norm_eps, attention=attention)
         self._project, norms = model.context_projection()
@@ -81,6 +81,11 @@ class TritonDFlash:
         return half_angles(position_ids, self._frequencies, dtype, amplitude=self._model.rotary.amplitude)
 
 
+def join_layers(model: DFlashModel) -> list[DecoderLayer]:
+    """The layers with joined projections; the model's own become views of these, so that nothing is stored twice."""
+    return [_join_layer(cast(DFlashLayer, layer)) for layer in model.layers]
+
+
 def _join_layer(layer: DFlashLayer) -> DecoderLayer:
     attention, mlp = layer.self_attn, layer.mlp
     return DecoderLayer(
@@ -97,7 +102,7 @@ def _join_layer(layer: DFlashLayer) -> DecoderLayer:
 
 @torch.no_grad()
 def _join(*projections: nn.Linear) -> Linear:
-    """The projections as one product; their own weights become views of it, so that nothing is stored twice."""
+    """The projections as one product; their own weights become views of it."""
     weight = torch.cat([projection.weight for projection in projections])
     biases: list[Tensor] = [projection.bias for projection in projections if projection.bias is not None]
     for projection, part in zip(projections, weight.split([p.out_features for p in projections]), strict=True):

@@ -21,7 +21,18 @@ import torch
 from torch import Tensor
 
 from specdec.config import EngineConfig, SamplingParams
-from specdec.core import AcceptOutput, DecodeBatch, Drafter, DraftOutput, ForwardInput, PrefillBatch, Request, Status, Verifier
+from specdec.core import (
+    AcceptOutput,
+    BoundDrafter,
+    DecodeBatch,
+    Drafter,
+    DraftOutput,
+    ForwardInput,
+    PrefillBatch,
+    Request,
+    Status,
+    Verifier,
+)
 from specdec.engine.acceptance import accept
 from specdec.engine.buckets import BATCH_SIZES, batch_bucket
 from specdec.engine.draft_length import DraftLength, checked_draft_tokens, ladder
@@ -66,10 +77,10 @@ class SpecEngine:
         self.verifier = verifier
         self.num_draft_tokens = checked_draft_tokens(config.num_draft_tokens, drafter)
         self.drafter = drafter if self.num_draft_tokens > 0 else None
-        self._draft_rows = self.drafter.draft_rows if self.drafter else 0
+        self._num_lookahead_tokens = self.drafter.num_lookahead_tokens if self.drafter else 0
         self.pipeline_depth = config.pipeline_depth if config.pipeline_depth is not None else int(verifier.device.type == "cuda")
         self.max_model_len = min(config.max_model_len or verifier.max_model_len, verifier.max_model_len)
-        self.draft_length = DraftLength(self.num_draft_tokens) if config.adaptive and self.drafter else None
+        self.draft_length = DraftLength(self.num_draft_tokens) if config.num_draft_tokens == "auto" and self.drafter else None
         self.timer = StepTimer(verifier.device, enabled=config.timing)
         self.clock = StepClock(verifier.device)
         self.results = ResultQueue(self.clock)
@@ -106,7 +117,7 @@ class SpecEngine:
             max_num_seqs=config.max_num_seqs,
             max_prefill_tokens=config.max_prefill_tokens or (512 if verifier.device.type == "cpu" else 2048),
             prefix_caching=config.cache.prefix_caching,
-            draft_rows=self._draft_rows,
+            num_lookahead_tokens=self._num_lookahead_tokens,
         )
         self.state = SlotState(
             max_num_seqs=config.max_num_seqs,
@@ -115,13 +126,14 @@ class SpecEngine:
             max_model_len=self.max_model_len,
             vocab_size=verifier.vocab_size,
             device=verifier.device,
-            draft_rows=self._draft_rows,
+            num_lookahead_tokens=self._num_lookahead_tokens,
         )
         self._target_caches = self.kv_cache.layers[: len(verifier.kv_specs)]
         self._aux_layer_ids: tuple[int, ...] = ()
+        self.bound_drafter: BoundDrafter | None = None
         if self.drafter:
             self._aux_layer_ids = self.drafter.aux_layer_ids
-            self.drafter.bind(
+            self.bound_drafter = self.drafter.bind(
                 verifier,
                 self.kv_cache.layers[len(verifier.kv_specs) :],
                 max_num_seqs=config.max_num_seqs + 1,  # the padding slot of the state
@@ -147,7 +159,7 @@ class SpecEngine:
     @property
     def _overshoot(self) -> int:
         """Most positions that launched steps can write past the last token a request may have."""
-        return self.pipeline_depth * (self.num_draft_tokens + 1) + max(self.num_draft_tokens + 1, self._draft_rows)
+        return self.pipeline_depth * (self.num_draft_tokens + 1) + max(self.num_draft_tokens + 1, self._num_lookahead_tokens)
 
     def add_request(
         self, prompt_token_ids: Sequence[int], sampling: SamplingParams | None = None, *, on_tokens: OnTokens | None = None
@@ -226,9 +238,9 @@ class SpecEngine:
         with self.timer.phase("schedule"):
             newcomers = [chunk.request for chunk in chunks if chunk.admitted]
             self.state.begin(newcomers)
-            if self.drafter:
+            if self.bound_drafter:
                 for request in newcomers:
-                    self.drafter.begin(request.slot, request.token_ids)
+                    self.bound_drafter.begin(request.slot, request.token_ids)
             self.state.extend_block_tables([chunk.request for chunk in chunks])
         logits = None
         if self.prefill_graphs and not self.timer.enabled:
@@ -247,9 +259,9 @@ class SpecEngine:
         """Writes what the target and the drafter keep of a batch; logits of the rows that it asks them for."""
         with self.timer.phase("prefill"):
             verify = self.verifier.forward(batch.forward, self._target_caches, self._aux_layer_ids)
-        if self.drafter:
+        if self.bound_drafter:
             with self.timer.phase("context"):
-                self.drafter.prefill(batch, verify)
+                self.bound_drafter.prefill(batch, verify)
         return verify.logits
 
     def _sample_first_tokens(self, requests: list[Request], logits: Tensor) -> None:
@@ -306,9 +318,9 @@ class SpecEngine:
         """The step on the device, from draft to commit."""
         width = batch.k + 1
         draft, token_ids = None, batch.anchors[:, None]
-        if self.drafter and batch.k:
+        if self.bound_drafter and batch.k:
             with self.timer.phase("draft"):
-                draft = self.drafter.propose(batch)
+                draft = self.bound_drafter.propose(batch)
                 token_ids = torch.cat([token_ids, draft.token_ids], dim=1)  # [num_reqs, k+1]
         with self.timer.phase("verify"):
             rows = ForwardInput(token_ids.reshape(-1), batch.position_ids(width), batch.metadata(width, causal=True))
@@ -317,9 +329,9 @@ class SpecEngine:
             logits = verify.logits.view(batch.num_reqs, width, -1)
             result = accept(token_ids, logits, draft, batch.sampling, batch.positions(width))
             self.state.commit(batch, token_ids, result)
-        if self.drafter:
+        if self.bound_drafter:
             with self.timer.phase("context"):
-                self.drafter.commit(batch, token_ids, result, verify)
+                self.bound_drafter.commit(batch, token_ids, result, verify)
         return draft, result
 
     def _read_results(self, leave: int = 0) -> None:

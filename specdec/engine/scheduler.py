@@ -45,7 +45,7 @@ class Scheduler:
         max_num_seqs: slots for requests in work.
         max_prefill_tokens: tokens of all prefill chunks of a step together.
         prefix_caching: reuse published blocks.
-        draft_rows: see `specdec.core.Drafter.draft_rows`.
+        num_lookahead_tokens: see `specdec.core.Drafter.num_lookahead_tokens`.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class Scheduler:
         max_num_seqs: int,
         max_prefill_tokens: int,
         prefix_caching: bool,
-        draft_rows: int = 0,
+        num_lookahead_tokens: int = 0,
     ) -> None:
         self.pool = pool
-        self.draft_rows = draft_rows
+        self.num_lookahead_tokens = num_lookahead_tokens
         self.block_size = block_size
         self.max_prefill_tokens = max_prefill_tokens
         self.prefix_caching = prefix_caching
@@ -115,7 +115,7 @@ class Scheduler:
     def _grow_running(self, k: int, settle: Callable[[], None]) -> list[Request]:
         """Requests that decode in this step, each with blocks for all rows of a step from the largest possible L on."""
         ready: list[Request] = []
-        num_rows = max(k + 1, self.draft_rows)
+        num_rows = max(k + 1, self.num_lookahead_tokens)
         crowded = False
         for request in list(self.working):
             while _can_decode(request):
@@ -160,7 +160,7 @@ class Scheduler:
         digests = prefix_hashes(tokens, self.block_size) if self.prefix_caching else []
         # The last token is always computed: its logits choose the first output token.
         cached = self.pool.match(digests[: (len(tokens) - 1) // self.block_size])
-        missing = blocks_for(len(tokens) + max(k + 1, self.draft_rows), self.block_size) - len(cached)
+        missing = blocks_for(len(tokens) + max(k + 1, self.num_lookahead_tokens), self.block_size) - len(cached)
         if missing + len(self.working) > self.pool.num_free:
             self.pool.release(cached)
             return False

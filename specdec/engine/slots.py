@@ -57,7 +57,7 @@ class SlotState:
         max_model_len: position ids stay below it.
         vocab_size: width of the table of tokens seen, which exists once a request has a repetition penalty.
         device: where the tensors live.
-        draft_rows: see `specdec.core.Drafter.draft_rows`.
+        num_lookahead_tokens: see `specdec.core.Drafter.num_lookahead_tokens`.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class SlotState:
         max_model_len: int,
         vocab_size: int,
         device: torch.device,
-        draft_rows: int = 0,
+        num_lookahead_tokens: int = 0,
     ) -> None:
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
@@ -77,7 +77,7 @@ class SlotState:
         num_slots = max_num_seqs + 1
         self.device = device
         self.block_size, self.max_model_len, self.vocab_size = block_size, max_model_len, vocab_size
-        self.padding_slot, self.draft_rows = max_num_seqs, draft_rows
+        self.padding_slot, self.num_lookahead_tokens = max_num_seqs, num_lookahead_tokens
         self.longest = max_blocks * block_size
         self._progress = zeros(2, num_slots, dtype=torch.int64)  # in one, since a step begins by gathering both
         self.seq_lens, self.anchors = self._progress[0], self._progress[1]
@@ -201,7 +201,7 @@ class SlotState:
 
     def max_seq_len(self, requests: Sequence[Request], k: int) -> int:
         """Bound on the positions that a step of `k` drafts writes for any of `requests`, whatever those in flight accept."""
-        return max(request.kv_tokens_bound for request in requests) + max(k + 1, self.draft_rows)
+        return max(request.kv_tokens_bound for request in requests) + max(k + 1, self.num_lookahead_tokens)
 
     def gather(self, slots: Tensor, sampling: SamplingTensors, *, k: int, max_seq_len: int) -> DecodeBatch:
         """The same for rows named by `slots` int64 [num_reqs]; only device operations."""
