@@ -2,6 +2,8 @@
 
 from bisect import bisect_left
 
+from specdec.sizes import power_of_two
+
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Batch sizes for which steps are captured; a larger batch runs without a graph."""
 
@@ -25,12 +27,3 @@ def length_bucket(num_tokens: int, longest: int) -> int:
     (512, 512, 3500)
     """
     return min(max(_SHORTEST, power_of_two(num_tokens)), longest)
-
-
-def power_of_two(number: int) -> int:
-    """The smallest power of two that is at least `number`; 0 for 0.
-
-    >>> [power_of_two(n) for n in (0, 1, 3, 4, 5)]
-    [0, 1, 4, 4, 8]
-    """
-    return 1 << (number - 1).bit_length() if number else 0

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from specdec.attention.backend import AttentionMetadata
 from specdec.core import ForwardInput, PrefillBatch, Verifier
-from specdec.engine.buckets import batch_bucket, length_bucket, power_of_two
+from specdec.engine.buckets import batch_bucket, length_bucket
 from specdec.engine.graphs import Capture, ShapeGraphs
 from specdec.engine.scheduler import Chunk, prefill_tokens
 from specdec.engine.slots import SlotState, cache_slots, samples_first_token
 from specdec.kv_cache.block_pool import NULL_BLOCK
+from specdec.sizes import power_of_two
 
 LEAST_ROWS = 128
 """Of a request; fewer take as long."""

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from specdec.attention.backend import AttentionMetadata
 from specdec.core import AcceptOutput, DecodeBatch, ForwardInput, PrefillBatch, Request
-from specdec.engine.buckets import power_of_two
 from specdec.engine.scheduler import Chunk, prefill_tokens
 from specdec.kv_cache.block_pool import NULL_BLOCK
 from specdec.sampling import SamplingTensors
+from specdec.sizes import power_of_two
 
 
 class SamplingFacts(NamedTuple):
