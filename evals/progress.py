@@ -1,49 +1,50 @@
 """A progress bar on standard error while a measurement runs."""
 
+import math
 import sys
-import time
-from typing import TextIO
 
-WIDTH = 24
+from tqdm import tqdm
+
 INTERVAL = 0.2
 """Seconds between redraws; more often would cost time that is being measured."""
 
 
-class ProgressBar:
-    """One line that is redrawn on a terminal, and printed once per task elsewhere.
+class ProgressBar(tqdm):
+    """tqdm's bar with a note at its end: redrawn on a terminal, and one line when it is closed elsewhere.
 
     Args:
         title: what is running.
         total: units of work.
-        stream: where to draw; None takes standard error.
     """
 
-    def __init__(self, title: str, total: int, *, stream: TextIO | None = None) -> None:
-        self._title, self._total = title, total
-        self._stream = stream or sys.stderr
-        self._live = self._stream.isatty()
-        self._next_draw = 0.0
-        self._drawn = 0
+    monitor_interval = 0  # no thread beside a measurement
+
+    def __init__(self, title: str, total: int) -> None:
+        self._live = sys.stderr.isatty()
+        super().__init__(
+            desc=title,
+            total=total,
+            file=sys.stderr,
+            ascii=".#",
+            bar_format="{desc}  [{bar:24}] {n_fmt}/{total_fmt}  {postfix}",
+            miniters=0,
+            mininterval=INTERVAL,
+            delay=0 if self._live else math.inf,
+        )
 
     @property
     def due(self) -> bool:
         """Whether it is time to draw again; never where the line cannot be redrawn."""
-        return self._live and time.perf_counter() >= self._next_draw
+        return self._live and self._time() - self.last_print_t >= self.mininterval
 
     def show(self, done: int, note: str) -> None:
-        """Draws the bar with `done` units and a note at its end."""
-        if self._live:
-            self._draw(done, note)
-            self._next_draw = time.perf_counter() + INTERVAL
+        """Draws the bar with `done` units and a note, if it is time to."""
+        self.set_postfix_str(note, refresh=False)
+        self.update(done - self.n)
 
-    def close(self, done: int, note: str) -> None:
+    def finish(self, done: int, note: str) -> None:
         """Draws the last state and leaves it there."""
-        self._draw(done, note)
-        print(file=self._stream, flush=True)
-
-    def _draw(self, done: int, note: str) -> None:
-        filled = round(WIDTH * done / self._total) if self._total else WIDTH
-        line = f"{self._title}  [{'#' * filled}{'.' * (WIDTH - filled)}] {done}/{self._total}  {note}"
-        start = "\r" if self._live else ""
-        print(start + line.ljust(self._drawn), end="", file=self._stream, flush=True)
-        self._drawn = len(line)
+        self.show(done, note)
+        if not self._live:
+            print(self, file=sys.stderr, flush=True)
+        self.close()

@@ -10,8 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from evals.jsonl import read_jsonl
 from specdec.errors import InvalidInputError
+from specdec.files import read_jsonl
 
 BUNDLED = "bundled"
 BUNDLED_FILE = Path(__file__).parent / "data" / "problems.json"

@@ -5,7 +5,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from drafters.training.state import disk_errors, write_atomically
+from tqdm import tqdm
+
+from specdec.files import disk_errors, write_atomically
 
 COLUMNS = ("step", "minutes", "epoch", "loss", "train_tau", "slot1", "lr", "grad_norm", "sequences_per_second", "tau")
 """`train_tau` and `slot1` are teacher-forced on training answers at random anchors; `tau` is replayed on held-out answers."""
@@ -100,12 +102,8 @@ def _draw(axes: Any, rows: list[dict[str, str]], name: str, label: str, **style:
 
 
 def _progress_bar() -> Any:
-    """A bar in percent on a terminal with tqdm, else None: lines then."""
+    """A bar in percent on a terminal, else None: lines then."""
     if not sys.stderr.isatty():
-        return None
-    try:
-        from tqdm import tqdm
-    except ImportError:
         return None
     return tqdm(total=100, bar_format="{percentage:5.1f}% |{bar:24}| {elapsed} {postfix}", file=sys.stderr)
 

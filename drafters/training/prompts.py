@@ -1,6 +1,5 @@
 """Prompts to train on: files, versions of questions with other numbers and names, the target's own."""
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +10,7 @@ from typing import Any
 from drafters.training.config import TrainConfig
 from drafters.training.names import FIRST_NAMES
 from specdec.errors import InvalidInputError
+from specdec.files import parse_object, read_lines
 
 FIELDS = ("question", "prompt", "messages", "turns")
 """Where a JSON line may hold its prompt; of `turns`, the first one is asked."""
@@ -93,17 +93,9 @@ def read_prompts(path: Path) -> list[TrainingPrompt]:
     """
     if _TEST_SPLIT.search(path.stem):
         raise InvalidInputError(f"{str(path)!r} is an evaluation split by its name; training on it would spoil every figure")
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise InvalidInputError(f"cannot read {str(path)!r}: {(error.strerror or str(error)).lower()}; check --prompts") from error
-    except UnicodeDecodeError as error:
-        raise InvalidInputError(f"{str(path)!r} is not UTF-8 text (byte {error.start}); convert it") from error
     read = _from_json if path.suffix in (".jsonl", ".json") else _from_text
-    prompts = [read(line, f"{path.name}:{number}") for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
-    if not prompts:
-        raise InvalidInputError(f"{str(path)!r} holds no prompt; write one per line")
-    return prompts
+    lines = read_lines(path, what="prompt", way_out="give --prompts a file with one prompt per line")
+    return [read(line, place) for place, line in lines]
 
 
 def few_shot_text(examples: Sequence[TrainingPrompt], question: str) -> str:
@@ -162,14 +154,11 @@ def _from_text(line: str, source: str) -> TrainingPrompt:
 
 
 def _from_json(line: str, source: str) -> TrainingPrompt:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InvalidInputError(f"{source} is not JSON ({error.msg} at column {error.colno}); write one object per line") from error
-    given = [name for name in FIELDS if name in record] if isinstance(record, dict) else []
+    record = parse_object(line, source)
+    given = [name for name in FIELDS if name in record]
     if len(given) != 1:
         found = " and ".join(given) or "none"
-        raise InvalidInputError(f"{source} must be an object with exactly one of the fields {', '.join(FIELDS)}, but has {found}")
+        raise InvalidInputError(f"{source} must have exactly one of the fields {', '.join(FIELDS)}, but has {found}")
     messages = _as_messages(record[given[0]])
     if messages is None or not messages[-1][1].strip():
         raise InvalidInputError(f"{source}: {given[0]} is no text, list of turns or chat that ends with the user")

@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from drafters.training.state import write_atomically
 from specdec.core import Request, Status
 from specdec.engine.engine import SpecEngine
 from specdec.errors import CheckpointError, SpecDecError
+from specdec.files import write_atomically
 
 Job = TypeVar("Job")
 Record = TypeVar("Record")

@@ -1,53 +1,15 @@
 """The training state on disk: one file that is replaced whole, so that a killed run resumes from the last one."""
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from drafters.dflash.model import DFlashModel
-from specdec.errors import CapacityError, CheckpointError, InvalidInputError
+from specdec.errors import CheckpointError
+from specdec.files import write_atomically
 
 STATE_FILE = "state.pt"
-
-
-@contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """Turns what goes wrong while `path` is written into one line.
-
-    Raises:
-        CapacityError: the disk has no room.
-        InvalidInputError: the folder cannot be written.
-    """
-    try:
-        yield
-    except (OSError, RuntimeError) as error:
-        # torch.save reports a full disk as a RuntimeError of its archive writer.
-        if isinstance(error, RuntimeError) and "PytorchStreamWriter" not in str(error) and "unexpected pos" not in str(error):
-            raise
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        denied = isinstance(error, PermissionError | NotADirectoryError | FileExistsError)
-        kind, way_out = (InvalidInputError, "choose another --out") if denied else (CapacityError, "make room")
-        raise kind(f"cannot write {path} ({reason}); what was written before is kept, so {way_out} and run again") from error
-
-
-def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Calls `write(temporary path)` and moves the result to `path`; what stood there before survives any failure.
-
-    Raises:
-        CapacityError, InvalidInputError: see `disk_errors`.
-    """
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    with disk_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            write(unfinished)
-            os.replace(unfinished, path)
-        finally:
-            unfinished.unlink(missing_ok=True)
 
 
 def save_state(folder: Path, state: dict[str, Any]) -> None:

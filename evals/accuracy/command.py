@@ -12,6 +12,7 @@ from evals.bench.command import parse_files
 from specdec.cli.generate import DRAFTER_HELP
 from specdec.cli.main import byte_size, number, whole_number
 from specdec.errors import InvalidInputError
+from specdec.files import check_writable, make_folder, write_text
 from specdec.registry import drafter_name
 
 _EXAMPLES = """\
@@ -88,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     check_writable(args.html)
     if args.html:
         check_plotting()
-    folder = _make_folder(args.out)
+    folder = make_folder(args.out) if args.out else None
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
 
@@ -148,15 +149,3 @@ def _gen_kwargs(args: argparse.Namespace) -> dict[str, Any]:
     if args.temperature is not None:
         given |= {"temperature": args.temperature, "do_sample": args.temperature > 0}
     return given
-
-
-def _make_folder(name: str | None) -> Path | None:
-    if name is None:
-        return None
-    try:
-        Path(name).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidInputError(
-            f"cannot make folder {name!r}: {(error.strerror or str(error)).lower()}; choose another with --out"
-        ) from error
-    return Path(name)

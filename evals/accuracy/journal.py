@@ -5,8 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import InvalidInputError
+from specdec.files import disk_errors, reason_of
 
 SCHEMA = "specdec-eval-journal"
+
+_OPENING = f'{{"schema": "{SCHEMA}"'.encode()
+_FOREIGN = "{!r} was not written by specdec eval; choose another folder with --out"
 
 
 class Journal:
@@ -38,27 +42,27 @@ class Journal:
         """Stores a finished sample at once.
 
         Raises:
-            InvalidInputError: the file cannot be written.
+            CapacityError, InvalidInputError: see `specdec.files.disk_errors`.
         """
         self._records[key] = record
         if self._path is None:
             return
         lines = [] if self._path.exists() else [{"schema": SCHEMA, "settings": self._settings}]
-        try:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(line) + "\n" for line in [*lines, {"key": key, **record}])
-        except OSError as error:
-            raise InvalidInputError(
-                f"cannot write {str(self._path)!r}: {(error.strerror or str(error)).lower()}; make room, then run the same command"
-            ) from error
+        with disk_errors(self._path), self._path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(line) + "\n" for line in [*lines, {"key": key, **record}])
 
     def _read(self, path: Path) -> None:
-        content = path.read_bytes()
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise InvalidInputError(f"cannot read {str(path)!r}: {reason_of(error)}; choose another folder with --out") from error
         whole, _, cut = content.rpartition(b"\n")
         lines = whole.decode(errors="replace").split("\n") if whole else []
         entries = [_parse(path, number, line) for number, line in enumerate(lines, start=1)]
         if entries:
             self._check(path, entries[0])
+        elif cut[: len(_OPENING)] != _OPENING[: len(cut)]:
+            raise InvalidInputError(_FOREIGN.format(str(path)))
         for entry in entries[1:]:
             self._records[entry.pop("key")] = entry
         if cut:  # the sample that was being written when the run died
@@ -68,8 +72,8 @@ class Journal:
             path.unlink()
 
     def _check(self, path: Path, head: dict[str, Any]) -> None:
-        if head.get("schema") != SCHEMA:
-            raise InvalidInputError(f"{str(path)!r} is no journal of specdec eval; choose another folder with --out")
+        if head.get("schema") != SCHEMA or not isinstance(head.get("settings"), dict):
+            raise InvalidInputError(_FOREIGN.format(str(path)))
         before = head["settings"]
         differing = [name for name in sorted(before.keys() | self._settings) if before.get(name) != self._settings.get(name)]
         if differing:
@@ -86,5 +90,5 @@ def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
     except ValueError as error:
         raise InvalidInputError(f"{path}:{number} is damaged ({error}); delete that line to run its sample again") from error
     if not isinstance(entry, dict) or (number > 1 and "key" not in entry):
-        raise InvalidInputError(f"{path}:{number} is no record of specdec eval; delete that line to run its sample again")
+        raise InvalidInputError(f"{path}:{number} holds no sample of specdec eval; delete that line to run its sample again")
     return entry

@@ -215,7 +215,7 @@ class SpecdecLM(TemplateLM):
             if bar.due:
                 bar.show(len(done), _note(done.values()))
         if not disable_tqdm:
-            bar.close(len(done), _note(done.values()))
+            bar.finish(len(done), _note(done.values()))
         samples = [done[index] for index in range(len(requests))]
         self.samples += samples
         for request, sample in zip(requests, samples, strict=True):

@@ -14,9 +14,9 @@ from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 
 from evals.accuracy.bundled_task import bundled_task
-from evals.jsonl import read_jsonl
 from evals.prompt_sets import BUNDLED
 from specdec.errors import InvalidInputError
+from specdec.files import read_jsonl
 
 
 class Tasks:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from specdec.cli.generate import DRAFTER_HELP
 from specdec.cli.main import byte_size, number, whole_number
 from specdec.errors import InvalidInputError
+from specdec.files import check_writable, write_text
 
 if TYPE_CHECKING:
     from evals.bench.bench import BenchConfig, DraftCount
@@ -94,7 +95,6 @@ def run(args: argparse.Namespace) -> int:
         return _measure(args)
     from evals.report.html import check_plotting
     from evals.report.report import read_report
-    from specdec.files import check_writable
 
     if action == "compare":
         from evals.report.compare import compare_reports
@@ -228,7 +228,7 @@ def _progress(title: str, num_items: int) -> OnStep:
         steps = sum(len(request.num_emitted) for request in requests)
         tau = sum(sum(request.num_emitted) for request in requests) / steps if steps else 0.0
         tokens = sum(len(request.output_token_ids) for request in requests)
-        draw = bar.show if done < num_items else bar.close
+        draw = bar.show if done < num_items else bar.finish
         draw(done, f"tau {tau:.2f}  {tokens / (time.perf_counter() - started):.1f} tokens/s")
 
     return follow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,10 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
-import torch
-
 from evals.divergence import Divergence, explain_divergence, first_divergence
-from evals.report.provenance import device_name, versions
 from specdec.cli.generate import counted, describe_drafts, load_decoder, sampling_params
 from specdec.cli.prompts import model_inputs, read_prompts
 from specdec.cli.result_writer import ResultWriter
@@ -23,6 +19,7 @@ from specdec.config import SamplingParams
 from specdec.decoder import GenerationResult, SpecDecoder, StreamChunk
 from specdec.errors import InvalidInputError
 from specdec.metrics import AcceptanceStats, Speed, mean_tau, pooled
+from specdec.provenance import dtype_name, origin_of_run
 from specdec.registry import drafter_name
 
 WARMUP_TOKENS = 16
@@ -137,7 +134,7 @@ def format_comparison(comparison: Comparison, decoder: SpecDecoder, *, drafter: 
     verifier, sampling, stats = decoder.verifier, comparison.sampling, pooled(comparison.stats)
     how = "greedy" if sampling.temperature == 0 else f"temperature {sampling.temperature:g}, seed {sampling.seed}"
     lines = [
-        f"{verifier.name} on {verifier.device}, {_dtype_name(verifier.dtype)}; {describe_drafts(decoder, drafter)}",
+        f"{verifier.name} on {verifier.device}, {dtype_name(verifier.dtype)}; {describe_drafts(decoder, drafter)}",
         f"{counted(len(comparison.stats), 'prompt')}, {how}, at most {counted(sampling.max_tokens, 'token')} each",
         "",
         *_speed_table(comparison),
@@ -201,7 +198,7 @@ def _output_lines(comparison: Comparison, decoder: SpecDecoder) -> list[str]:
     if not comparison.divergences:
         return [f"  {'output':<13}identical" + (" for every prompt" if num_prompts > 1 else "")]
     lines = [f"  {'output':<13}differs for {len(comparison.divergences)} of {counted(num_prompts, 'prompt')}"]
-    dtype = _dtype_name(decoder.verifier.dtype)
+    dtype = dtype_name(decoder.verifier.dtype)
     for one in comparison.divergences:
         plain, speculative = (_token(decoder, token_id) for token_id in (one.plain_token_id, one.speculative_token_id))
         apart = f"{one.margin:.4g} apart, where {dtype} resolves {one.resolution:.4g}" if one.margin else "equal"
@@ -233,18 +230,9 @@ def _token(decoder: SpecDecoder, token_id: int | None) -> str:
     return "has ended" if token_id is None else f"{decoder.tokenizer.decode([token_id])!r} ({token_id})"
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _provenance(decoder: SpecDecoder, args: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "command": shlex.join(["specdec", *sys.argv[1:]]),
+    return origin_of_run(decoder.verifier) | {
         "model": decoder.verifier.name,
         "drafter": drafter_name(args.drafter, args.model),
         "num_draft_tokens": decoder.engine.num_draft_tokens,
-        "device": device_name(decoder.verifier.device),
-        "dtype": _dtype_name(decoder.verifier.dtype),
-        "attention": decoder.verifier.attention.name,
-        "versions": versions(),
     }

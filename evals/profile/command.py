@@ -7,6 +7,7 @@ from pathlib import Path
 
 from specdec.cli.generate import DRAFTER_HELP, describe_drafts
 from specdec.cli.main import whole_number
+from specdec.files import check_writable
 from specdec.registry import drafter_name
 
 _EXAMPLES = """\
@@ -48,7 +49,6 @@ def run(args: argparse.Namespace) -> int:
     """
     from evals.profile.profile import format_profile, profile_steps
     from evals.prompt_sets import load_prompt_set
-    from evals.report.report import check_writable
     from specdec.config import EngineConfig
     from specdec.decoder import SpecDecoder
 

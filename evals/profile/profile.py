@@ -14,7 +14,6 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from evals.report.report import check_writable
 from evals.report.table import align
 from evals.roofline import measured_bandwidth, step_bytes
 from specdec.config import SamplingParams
@@ -22,6 +21,7 @@ from specdec.core import Request, Status
 from specdec.decoder import SpecDecoder
 from specdec.engine.engine import SpecEngine
 from specdec.errors import CapacityError, InvalidInputError
+from specdec.files import check_writable
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,11 @@ not raise it.
 """
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from specdec.errors import InvalidInputError
+from specdec.files import reason_of, write_text
 
 SCHEMA_VERSIONS = {"specdec-bench": 2, "specdec-eval": 1}
 
@@ -36,40 +36,9 @@ def write_report(report: Report, path: Path) -> None:
     """Writes a report as a whole or not at all, over an earlier one.
 
     Raises:
-        InvalidInputError: it cannot be written there.
+        CapacityError, InvalidInputError: see `specdec.files.disk_errors`.
     """
     write_text(path, json.dumps(report, indent=2, allow_nan=False) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file that appears as a whole or not at all.
-
-    Raises:
-        InvalidInputError: it cannot be written there.
-    """
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
-    try:
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(path)
-    except OSError as error:
-        unfinished.unlink(missing_ok=True)
-        raise InvalidInputError(
-            f"cannot write {str(path)!r}: {(error.strerror or str(error)).lower()}; choose another file"
-        ) from error
-
-
-def check_writable(*paths: str | None) -> None:
-    """Refuses output files that could not be written, before hours of work and not after.
-
-    Raises:
-        InvalidInputError: the folder is missing or closed, or the name is that of a folder.
-    """
-    for path in filter(None, paths):
-        folder = Path(path).parent
-        if Path(path).is_dir():
-            raise InvalidInputError(f"cannot write {path!r}: it is a folder; name a file in it")
-        if not folder.is_dir() or not os.access(folder, os.W_OK):
-            raise InvalidInputError(f"cannot write {path!r}: folder {str(folder)!r} is missing or closed; make it first")
 
 
 def read_report(path: Path, schema: str | None = None) -> Report:
@@ -85,7 +54,7 @@ def read_report(path: Path, schema: str | None = None) -> Report:
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise InvalidInputError(f"cannot read report {str(path)!r}: {(error.strerror or str(error)).lower()}") from error
+        raise InvalidInputError(f"cannot read report {str(path)!r}: {reason_of(error)}") from error
     except ValueError as error:
         raise InvalidInputError(f"{str(path)!r} is not JSON ({error}); give a report that specdec bench or eval wrote") from error
     name = report.get("schema") if isinstance(report, dict) else None

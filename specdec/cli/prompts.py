@@ -1,6 +1,5 @@
 """Prompts as a user gives them: arguments, files, a pipe."""
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import InvalidInputError
+from specdec.files import parse_object, read_lines
 
 Messages = list[dict[str, str]]
 
@@ -91,32 +91,13 @@ def _read_stdin() -> Prompt:
 
 
 def _read_file(path: Path) -> list[Prompt]:
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise InvalidInputError(
-            f"cannot read {str(path)!r}: {reason}; --file takes a text file with one prompt per line"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise InvalidInputError(f"{str(path)!r} is not UTF-8 text (byte {error.start}); convert it") from error
-    prompts = []
-    for number, line in enumerate(text.split("\n"), start=1):
-        source = f"{path}:{number}"
-        if line.strip():
-            prompts.append(Prompt(source, _parse_json(line, source) if path.suffix.lower() == ".jsonl" else line.strip()))
-    if not prompts:
-        raise InvalidInputError(f"{str(path)!r} holds no prompt; write one per line")
-    return prompts
+    lines = read_lines(path, what="prompt", way_out="--file takes a text file with one prompt per line")
+    as_json = path.suffix.lower() == ".jsonl"
+    return [Prompt(source, _parse(line, source) if as_json else line.strip()) for source, line in lines]
 
 
-def _parse_json(line: str, source: str) -> str | Messages:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InvalidInputError(f"{source} is not JSON ({error.msg} at column {error.colno}); write one object per line") from error
-    if not isinstance(record, dict):
-        raise InvalidInputError(f"{source} is a JSON {type(record).__name__}; write one object per line")
+def _parse(line: str, source: str) -> str | Messages:
+    record = parse_object(line, source)
     given = [name for name in JSON_FIELDS if name in record]
     if len(given) != 1:
         found = " and ".join(given) if given else "none"

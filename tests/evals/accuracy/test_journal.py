@@ -34,9 +34,10 @@ def test_a_run_killed_within_its_first_line_starts_anew(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ('{"schema": "specdec-eval-journal", "settings": {"k": 2}}\n', "was begun with k 2, not 1"),
-        ('{"question": "a"}\n', "is no journal"),
+        ('{"question": "a"}\n', "was not written by specdec eval"),
+        ('{"question": "a"}', "was not written by specdec eval"),  # without an end of line, as of a killed run
         ('{"schema": "specdec-eval-journal", "settings": {"k": 1}}\n{"key": \n{"key": "b"}\n', "plain.jsonl:2 is damaged"),
-        ('{"schema": "specdec-eval-journal", "settings": {"k": 1}}\n{"text": "x"}\n', "plain.jsonl:2 is no record"),
+        ('{"schema": "specdec-eval-journal", "settings": {"k": 1}}\n{"text": "x"}\n', "plain.jsonl:2 holds no sample"),
     ],
 )
 def test_other_settings_and_damage_are_refused(text: str, message: str, tmp_path: Path) -> None:

@@ -1,0 +1,82 @@
+"""Where a file of figures or answers comes from: the command, the commit, the versions, the device, the exact files."""
+
+import hashlib
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdec import __version__
+from specdec.core import Verifier
+
+_PACKAGES = ("torch", "transformers", "tokenizers", "lm_eval")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+def origin_of_run(verifier: Verifier) -> dict[str, Any]:
+    """What every file that a run leaves says of the run: command, versions, target, device and types."""
+    return {
+        "command": shlex.join(["specdec", *sys.argv[1:]]),
+        "commit": commit(),
+        "versions": versions(),
+        "device": device_name(verifier.device),
+        "dtype": dtype_name(verifier.dtype),
+        "attention": verifier.attention.name,
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of what takes part; packages that are not installed are left out."""
+    found = {"specdec": __version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def device_name(device: torch.device) -> str:
+    """The accelerator's name, or the processor's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*: (.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
+    return found[1] if found else platform.processor() or platform.machine()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A type without its module.
+
+    >>> dtype_name(torch.bfloat16)
+    'bfloat16'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
+def commit() -> str | None:
+    """Commit of the checkout that this code runs from, with "+changes" when files differ from it; None when installed otherwise."""
+    root = Path(__file__).parents[1]
+    if not (root / ".git").exists():
+        return None
+    try:
+        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+        changes = subprocess.run(["git", "status", "--porcelain"], cwd=root, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None  # no git on this machine, or a checkout that is not ours to read
+    return head + ("+changes" if changes.strip() else "")
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    blob = path.resolve().name
+    if _SHA256.fullmatch(blob):
+        return blob  # the hub's cache names large files by their hash, which saves reading them again
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
