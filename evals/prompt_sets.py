@@ -130,6 +130,31 @@ def load_prompt_set(name: str, *, files: Mapping[str, str] | None = None, limit:
     return PromptSet(name, source, tuple(_item(name, place, row) for place, row in rows[:limit]))
 
 
+def parse_data(pairs: Sequence[str], names: Sequence[str], option: str) -> dict[str, str]:
+    """`NAME=FILE` options as a table.
+
+    Args:
+        pairs: as given.
+        names: what is asked for with `option`; others need no file.
+        option: for messages.
+
+    Raises:
+        InvalidInputError: not of that form, or a name that is not asked for.
+
+    >>> parse_data(["gsm8k=data/test.jsonl"], ["gsm8k"], "--sets")
+    {'gsm8k': 'data/test.jsonl'}
+    """
+    files = {}
+    for pair in pairs:
+        name, equals, file = pair.partition("=")
+        if not (name and equals and file):
+            raise InvalidInputError(f"--data is {pair!r}; write it as NAME=FILE, such as gsm8k=test.jsonl")
+        if name not in names:
+            raise InvalidInputError(f"--data names {name!r}, which is not among {option} {' '.join(names)}; add it there")
+        files[name] = file
+    return files
+
+
 def read_bundled() -> dict[str, list[Row]]:
     """The problems that come with the package: `problems` to ask, and worked `examples` for few-shot prompts."""
     content: dict[str, list[Row]] = json.loads(BUNDLED_FILE.read_text(encoding="utf-8"))

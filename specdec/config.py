@@ -106,7 +106,7 @@ class CacheConfig:
     """The paged KV cache of the target and, in the same blocks, of the drafter.
 
     Attributes:
-        memory_bytes: budget for all key and value tensors; None takes the device's default (`specdec.device`).
+        memory_bytes: budget for all key and value tensors; None takes what the device has room for (`specdec.device`).
         prefix_caching: keep full prompt blocks of finished requests and share them with requests that begin alike.
     """
 
@@ -128,17 +128,17 @@ class EngineConfig:
         max_num_seqs: requests decoded at once; sizes all per-request device state.
         max_model_len: most tokens of prompt and output together; None takes the model's own limit.
         max_prefill_tokens: prompt tokens per step, the size of a prefill chunk; None takes 512 on a CPU and 2,048 elsewhere.
-        num_draft_tokens: k, drafts in every step; 0 is plain decoding, None the drafter's own number. "auto" chooses k for every
-            step, up to the drafter's own number, as what decodes fastest by the times and the acceptance measured so far
-            (`specdec.engine.draft_length`). With "auto", probabilistic drafts make sampled output depend on the machine's speed,
-            which a seed does not repeat.
+        num_draft_tokens: k, drafts per step: a number, 0 for plain decoding, or "auto" for what decodes fastest, chosen step by
+            step up to the drafter's own number, by the times and the acceptance measured so far (`specdec.engine.draft_length`).
+            None takes the drafter's own number. With "auto", probabilistic drafts make sampled output depend on the speed of the
+            machine, which a seed does not repeat.
         draft_sampling: "greedy" drafts are a point mass, so sampled output equals plain decoding with the same seed token for
             token; "probabilistic" draws drafts from the drafter's distribution, exact in distribution.
         pipeline_depth: steps launched before the oldest result is read; None means 1 on an accelerator and 0 on a CPU.
         graphs: capture decode steps as CUDA or HIP graphs, one per shape when it first occurs (`specdec.engine.graphs`), and with
             triton_fa the prefill of short chunks as well (`specdec.engine.prefill_graphs`); without effect on a CPU. None captures
             on CUDA, and warns and goes on without where the device refuses; True raises there.
-        timing: measure the phases of each step; synchronises the device, so it slows an accelerator down, and runs without graphs.
+        timing: measure the phases of each step; synchronizes the device, so it slows an accelerator down, and runs without graphs.
         seed: source of the seeds of requests that bring none.
         cache: the KV cache.
     """

@@ -1,8 +1,9 @@
 """Names of what can be chosen, and where it lives: the core names the other packages only here, as strings."""
 
+from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 from specdec.errors import InvalidInputError
 
@@ -21,28 +22,51 @@ MLA_BACKENDS = {
 }
 """For models with latent attention, in order of preference for `auto`."""
 
-DRAFTERS = {
+DRAFTERS: dict[str, str | Callable[..., Any]] = {
     "ngram": "drafters.ngram:load_ngram",
     "dflash": "drafters.dflash.drafter:load_dflash",
     "embedded": "drafters.embedded:load_embedded",
 }
-"""Functions `(path | None, *, verifier) -> Drafter`."""
+"""Functions `(path | None, *, verifier) -> Drafter`, by the name of a drafter or of the algorithm in a `config.json`."""
+
+CHECKPOINTS = {
+    "drafter": "drafters.load:load_drafter",
+}
+"""Functions that read from a checkpoint what is to load it: `(path, *, verifier) -> Drafter`."""
 
 VERIFIERS = {
     "hf": "verifiers.load:load_verifier",
 }
 """Functions `(name_or_path, *, device, dtype, attention) -> (Verifier, tokenizer)`."""
 
-COMMANDS = {
-    "generate": "specdec.cli.generate:run",
+PARTS = {
     "compare": "evals.bench.compare:run",  # generate --compare
-    "eval": "evals.accuracy.command:run",
-    "bench": "evals.bench.command:run",
-    "profile": "evals.profile.command:run",
-    "train": "drafters.training.command:run",
-    "doctor": "specdec.cli.doctor:run",
 }
-"""Functions `(argparse.Namespace) -> exit status`, named as strings so that `--help` imports none of them."""
+"""What the command line takes from a package that the core does not import."""
+
+
+class Verb(NamedTuple):
+    """A command of `specdec`.
+
+    Attributes:
+        name: its first word.
+        summary: its line in `specdec --help`.
+        home: a module with `add_arguments(parser)` and `run(args) -> exit status`, which imports torch inside `run` alone.
+    """
+
+    name: str
+    summary: str
+    home: str
+
+
+VERBS = (
+    Verb("generate", "complete prompts, or compare the speed with plain decoding", "specdec.cli.generate"),
+    Verb("eval", "score tasks of lm-eval with and without drafts", "evals.accuracy.command"),
+    Verb("bench", "measure acceptance and speed over prompt sets", "evals.bench.command"),
+    Verb("profile", "show which kernels a decoding step spends its time in, and write a trace", "evals.profile.command"),
+    Verb("train", "train a drafter on the target's own answers", "drafters.training.command"),
+    Verb("doctor", "show the device, what is installed, and which attention backends work", "specdec.cli.doctor"),
+)
 
 
 def drafter_name(name: str | None, target: str) -> str:
@@ -58,15 +82,54 @@ def drafter_name(name: str | None, target: str) -> str:
     return "none" if name is None else name
 
 
-def resolve(table: dict[str, str], name: str, kind: str) -> Any:
+def register_drafter(name: str, loader: str | Callable[..., Any]) -> None:
+    """Gives a drafter a name that `--drafter`, `SpecDecoder.from_pretrained` and the `config.json` of a checkpoint may use.
+
+    Args:
+        name: of the drafter, or of its algorithm.
+        loader: a function `(path | None, *, verifier) -> Drafter`, or where it lives as "module:function".
+
+    Raises:
+        InvalidInputError: the name is taken, or cannot be told from a path.
+    """
+    if name in DRAFTERS or name in ("auto", "none"):
+        raise InvalidInputError(f"there is a drafter {name!r} already; choose another name")
+    if not name or any(mark in name for mark in "/:"):
+        raise InvalidInputError(f"{name!r} is no name for a drafter; choose a word without / and :")
+    DRAFTERS[name] = loader
+
+
+def resolve(table: Mapping[str, str | Callable[..., Any]], name: str, kind: str) -> Any:
     """Imports and returns what `name` stands for.
 
     Raises:
         InvalidInputError: the name is not in the table; the message lists all names, near ones first.
     """
     if name not in table:
-        near = get_close_matches(name, table, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise InvalidInputError(f"unknown {kind} {name!r}{hint} (known: {', '.join(table)})")
-    module, _, attribute = table[name].partition(":")
-    return getattr(import_module(module), attribute)
+        raise unknown_name(table, name, kind)
+    home = table[name]
+    return import_attribute(home) if isinstance(home, str) else home
+
+
+def import_attribute(home: str) -> Any:
+    """What "module:attribute" names.
+
+    Raises:
+        InvalidInputError: no such module, or nothing of that name in it.
+    """
+    module, _, attribute = home.partition(":")
+    try:
+        return getattr(import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # the module is there, and something that it imports is not
+        raise InvalidInputError(f"{home!r} cannot be imported: there is no module {error.name!r} on Python's path") from error
+    except AttributeError as error:
+        raise InvalidInputError(f"{home!r} cannot be imported: {error}") from error
+
+
+def unknown_name(known: Collection[str], name: str, kind: str) -> InvalidInputError:
+    """The error of a name that is not known; its message lists all names, near ones first."""
+    near = get_close_matches(name, known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return InvalidInputError(f"unknown {kind} {name!r}{hint} (known: {', '.join(known)})")

@@ -6,14 +6,15 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
+from specdec.cli.fields import add_options, kinds_of
 from specdec.errors import InvalidInputError
+from specdec.files import reason_of
 
 
-def _option(default: Any, group: str, text: str) -> Any:
-    return field(default=default, metadata={"group": group, "help": text})
+def _option(default: Any, group: str, text: str, **more: str) -> Any:
+    return field(default=default, metadata={"group": group, "help": text, **more})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,14 +25,16 @@ class TrainConfig:
     help text of its flag.
     """
 
-    out: str = _option("", "run", "folder of the run; running again with the same folder goes on where the last run stopped")
+    out: str = _option(
+        "", "run", "folder of the run; running again with the same folder goes on where the last run stopped", metavar="FOLDER"
+    )
     model: str = _option("embedded", "run", "target: embedded, a folder, or a hub name")
     device: str = _option("auto", "run", "auto, cpu, cuda or cuda:N")
     dtype: str = _option("auto", "run", "type of the target and of the drafter's forward: auto, float32 or bfloat16")
     seed: int = _option(0, "run", "fixes prompts, answers, order and anchors")
     stop_after: float | None = _option(None, "run", "minutes after which a stage saves what it has and the command ends")
 
-    prompts: tuple[str, ...] = _option((), "answers", "text or JSON lines files with prompts; never a test split")
+    prompts: tuple[str, ...] = _option((), "answers", "text or JSON lines files with prompts; never a test split", metavar="FILE")
     max_prompts: int | None = _option(None, "answers", "most prompts taken from the files")
     variations: int = _option(0, "answers", "versions of every question with other numbers and names")
     self_prompts: int = _option(0, "answers", "prompts that the target writes itself (Magpie), beside the files")
@@ -43,7 +46,7 @@ class TrainConfig:
     heldout: int = _option(64, "answers", "prompts kept out of training, answered greedily, for tau")
     max_num_seqs: int = _option(256, "answers", "answers decoded at once")
     attention: str = _option("auto", "answers", "attention backend of the engine")
-    kv_memory: int | None = _option(None, "answers", "bytes for the KV cache")
+    kv_memory: int | None = _option(None, "answers", "memory for the KV cache")
     shard_size: int = _option(2048, "answers", "answers per file; a file appears whole or not at all")
     skip_long: bool = _option(False, "answers", "leave out prompts that do not fit the target's context instead of refusing them")
 
@@ -134,21 +137,16 @@ class TrainConfig:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """One flag per field, in the groups of the dataclass; a flag that is not given leaves no trace in the namespace."""
-    groups: dict[str, Any] = {}
-    for name, (kind, many) in _kinds().items():
-        info = TrainConfig.__dataclass_fields__[name]
-        title = info.metadata["group"]
-        if title not in groups:
-            groups[title] = parser.add_argument_group(title)
-        shown = "" if info.default in (None, (), "") or kind is bool else f" (default {_shown(info.default)})"
-        options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": info.metadata["help"].replace("%", "%%") + shown}
-        if kind is bool:
-            options["action"] = argparse.BooleanOptionalAction
-        else:
-            options |= {"type": _parser_of(kind), "metavar": "FILE" if name == "prompts" else kind.__name__.upper()}
-            if many:
-                options["nargs"] = "+"
-        groups[title].add_argument("--" + name.replace("_", "-"), **options)
+    names = [info.name for info in fields(TrainConfig)]
+    groups = {info.metadata["group"]: None for info in fields(TrainConfig)}
+    for title in groups:
+        add_options(
+            parser.add_argument_group(title),
+            TrainConfig,
+            [info.name for info in fields(TrainConfig) if info.metadata["group"] == title],
+            defaults=dict.fromkeys(names, argparse.SUPPRESS),
+            nargs="+",
+        )
 
 
 def build_config(flags: Mapping[str, Any], file: str | None) -> TrainConfig:
@@ -157,29 +155,16 @@ def build_config(flags: Mapping[str, Any], file: str | None) -> TrainConfig:
     Raises:
         InvalidInputError: an unreadable file, an unknown key, or a value of the wrong type or out of range.
     """
-    kinds = _kinds()
+    kinds = kinds_of(TrainConfig)
     values = _read_file(Path(file)) if file else {}
     for name, value in values.items():
         if name not in kinds:
             raise InvalidInputError(f"{file}: unknown key {name!r}; the keys are the flags of `specdec train`, with _ for -")
-        values[name] = _checked(value, *kinds[name], f"{file}: {name}")
-    values |= {name: tuple(value) if kinds[name][1] else value for name, value in flags.items() if name in kinds}
+        values[name] = kinds[name].check(value, f"{file}: {name}")
+    values |= {name: tuple(value) if kinds[name].many else value for name, value in flags.items() if name in kinds}
     if not values.get("out"):
         raise InvalidInputError("the run has no folder; name one with --out")
     return TrainConfig(**values)
-
-
-def _kinds() -> dict[str, tuple[type, bool]]:
-    """Of every field: its plain type, and whether it is a tuple of them."""
-    kinds = {}
-    hints = get_type_hints(TrainConfig)
-    for info in fields(TrainConfig):
-        hint = hints[info.name]
-        many = get_origin(hint) is tuple
-        if many or isinstance(hint, UnionType):
-            hint = next(arg for arg in get_args(hint) if arg is not type(None))
-        kinds[info.name] = (hint, many)
-    return kinds
 
 
 def _read_file(path: Path) -> dict[str, Any]:
@@ -187,35 +172,9 @@ def _read_file(path: Path) -> dict[str, Any]:
         content = path.read_bytes()
         values = json.loads(content) if path.suffix == ".json" else tomllib.loads(content.decode())
     except OSError as error:
-        raise InvalidInputError(f"cannot read {str(path)!r}: {(error.strerror or str(error)).lower()}; check --config") from error
+        raise InvalidInputError(f"cannot read {str(path)!r}: {reason_of(error)}; check --config") from error
     except ValueError as error:
         raise InvalidInputError(f"{path} is no valid {'JSON' if path.suffix == '.json' else 'TOML'}: {error}") from error
     if not isinstance(values, dict):
         raise InvalidInputError(f"{path} holds no table of keys and values")
     return {name.replace("-", "_"): value for name, value in values.items()}
-
-
-def _checked(value: Any, kind: type, many: bool, place: str) -> Any:
-    """A value of a config file in the type of its field."""
-    if many:
-        items = value if isinstance(value, list) else [value]
-        return tuple(_checked(item, kind, False, place) for item in items)
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
-        raise InvalidInputError(f"{place} is {value!r}; it must be a {kind.__name__}")
-    return value
-
-
-def _parser_of(kind: type) -> Any:
-    def parse(text: str) -> Any:
-        try:
-            return kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a{'n' if kind is int else ''} {kind.__name__}") from None
-
-    return parse
-
-
-def _shown(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)

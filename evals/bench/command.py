@@ -7,13 +7,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specdec.cli.generate import DRAFTER_HELP
-from specdec.cli.main import byte_size, number, whole_number
+from specdec.cli.fields import whole_number
+from specdec.cli.options import engine_options, load_decoder, model_options, sampling_options
+from specdec.config import EngineConfig
 from specdec.errors import InvalidInputError
 from specdec.files import check_writable, write_text
 
 if TYPE_CHECKING:
-    from evals.bench.bench import BenchConfig, DraftCount
+    from evals.bench.bench import BenchConfig
     from evals.report.report import Report
     from evals.runner import OnStep
     from specdec.core import Request
@@ -22,7 +23,7 @@ _EXAMPLES = """\
 examples:
   specdec bench
   specdec bench --sets bundled gsm8k --data gsm8k=test.jsonl --limit 40 --drafter embedded ngram -k 4 8
-  specdec bench --concurrency 1 8 32 --temperature 0 1 --out report.json --html report.html
+  specdec bench --max-num-seqs 1 8 32 --temperature 0 1 --out report.json --html report.html
   specdec bench --peer transformers transformers-lookup llama.cpp
   specdec bench compare before.json after.json
   specdec bench show report.json --html report.html
@@ -43,35 +44,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data", action="append", default=[], metavar="NAME=FILE", help="read set NAME from a JSONL file; may be repeated")
     add("--limit", type=whole_number, metavar="N", help="only the first N rows of every set")
     add("--raw", action="store_true", help="continue the prompts as they are, without the chat template")
-    add("--max-tokens", type=whole_number, default=256, metavar="N", help="most new tokens per turn (default %(default)s)")
 
-    add = parser.add_argument_group("model").add_argument
-    add("--model", default="embedded", metavar="NAME", help="embedded (default), a folder, or a hub name")
-    add("--device", default="auto", metavar="NAME", help="auto (default), cpu, cuda or cuda:N")
-    add("--dtype", default="auto", metavar="NAME", help="auto (default), float32, bfloat16 or float16")
-    add("--attention", default="auto", metavar="NAME", help="attention backend, or auto (default)")
-    add("--kv-memory", type=byte_size, metavar="SIZE", help="memory for the KV cache of each side, such as 512M or 2G")
-    add("--kv-dtype", default="auto", metavar="NAME", help="auto (default), or fp8 for an 8-bit cache on backends that have one")
-
-    add(
-        "--graphs",
-        action=argparse.BooleanOptionalAction,
-        help="capture decode steps as graphs (default: on CUDA)",
+    model_options(parser, several=("drafter",))
+    engine_options(
+        parser,
+        ("num_draft_tokens", "max_num_seqs", "graphs", "memory_bytes"),
+        several=("num_draft_tokens", "max_num_seqs"),
+        defaults={"max_num_seqs": 1},
+        old={"max_num_seqs": "--concurrency"},
     )
-
-    add = parser.add_argument_group("sweep, each with plain decoding beside it").add_argument
-    add("--drafter", nargs="+", default=["auto"], metavar="NAME", help=DRAFTER_HELP + "; may be several")
-    add("-k", "--num-draft-tokens", nargs="+", type=draft_count, metavar="N", help="drafts per step: a number, or auto for what is "
-        "measured to be fastest, step by step (default: the drafter's own number)")  # fmt: skip
-    add("--temperature", nargs="+", type=number, default=[0.0], metavar="T", help="0 (default) decodes greedily")
-    add("--peer", nargs="+", default=[], metavar="NAME", help="other systems in the same run: transformers, transformers-lookup, "
-        "llama.cpp[:FILE], vllm[:DRAFTER]")  # fmt: skip
-    add("--concurrency", nargs="+", type=whole_number, default=[1], metavar="N", help="conversations at once (default 1)")
+    sampling_options(parser, ("max_tokens", "temperature", "seed"), several=("temperature",), defaults={"seed": 0})
 
     add = parser.add_argument_group("measurement").add_argument
     add("--repeats", type=whole_number, default=3, metavar="N", help="timed passes of every side (default %(default)s)")
     add("--warmup", type=whole_number, default=1, metavar="N", help="untimed passes before them (default %(default)s)")
-    add("--seed", type=whole_number, default=0, metavar="N", help="for temperatures above 0 (default %(default)s)")
+    add("--peer", nargs="+", default=[], metavar="NAME", help="other systems in the same run: transformers, transformers-lookup, "
+        "llama.cpp[:FILE], vllm[:DRAFTER]")  # fmt: skip
 
     add = parser.add_argument_group("output").add_argument
     add("--out", metavar="FILE", help="write the report as JSON, after every part of the sweep")
@@ -110,31 +98,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace) -> int:
-    from transformers.utils import logging
-
     from evals.bench.bench import Bench
     from evals.report.html import check_plotting
     from evals.report.provenance import provenance
     from evals.report.report import write_report
-    from specdec.config import EngineConfig
-    from specdec.decoder import SpecDecoder
 
     check_writable(args.out, args.html)
     if args.html:
         check_plotting()
     config = bench_config(args)
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()
     # Only the target is used, so the cache of this decoder is made as small as can be.
-    base = SpecDecoder.from_pretrained(
-        args.model,
-        drafter=None,
-        device=args.device,
-        dtype=args.dtype,
-        attention=args.attention,
-        kv_dtype=args.kv_dtype,
-        engine=EngineConfig(max_num_seqs=1, max_model_len=2),
-    )
+    base = load_decoder(args, None, EngineConfig(max_num_seqs=1, max_model_len=2))
     bench = Bench(base, config, progress=_progress)
     report: Report | None = None
     try:
@@ -153,18 +127,15 @@ def _measure(args: argparse.Namespace) -> int:
 def bench_config(args: argparse.Namespace) -> BenchConfig:
     """The options as the API takes them; reads the prompt sets."""
     from evals.bench.bench import BenchConfig
-    from evals.prompt_sets import load_prompt_set
+    from evals.prompt_sets import load_prompt_set, parse_data
 
-    files = parse_files(args.data)
-    unused = [name for name in files if name not in args.sets]
-    if unused:
-        raise InvalidInputError(f"--data names {unused[0]!r}, which is not among --sets {' '.join(args.sets)}; add it there")
+    files = parse_data(args.data, args.sets, "--sets")
     return BenchConfig(
         sets=tuple(load_prompt_set(name, files=files, limit=args.limit) for name in args.sets),
         drafters=tuple(args.drafter),
-        num_draft_tokens=tuple(args.num_draft_tokens or [None]),
+        num_draft_tokens=tuple(args.num_draft_tokens),
         temperatures=tuple(args.temperature),
-        concurrencies=tuple(args.concurrency),
+        concurrencies=tuple(args.max_num_seqs),
         max_tokens=args.max_tokens,
         repeats=args.repeats,
         warmup=args.warmup,
@@ -172,33 +143,8 @@ def bench_config(args: argparse.Namespace) -> BenchConfig:
         raw=args.raw,
         peers=tuple(args.peer),
         graphs=args.graphs,
-        memory_bytes=args.kv_memory,
+        memory_bytes=args.memory_bytes,
     )
-
-
-def draft_count(text: str) -> DraftCount:
-    """Argument type: a whole number, or auto."""
-    if text == "auto":
-        return "auto"
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor auto") from None
-
-
-def parse_files(pairs: list[str]) -> dict[str, str]:
-    """`NAME=FILE` options as a table.
-
-    >>> parse_files(["gsm8k=data/test.jsonl"])
-    {'gsm8k': 'data/test.jsonl'}
-    """
-    files = {}
-    for pair in pairs:
-        name, equals, file = pair.partition("=")
-        if not (name and equals and file):
-            raise InvalidInputError(f"--data is {pair!r}; write it as NAME=FILE, such as gsm8k=test.jsonl")
-        files[name] = file
-    return files
 
 
 def _finish(report: Report, html: str | None) -> int:

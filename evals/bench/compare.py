@@ -12,9 +12,10 @@ from statistics import median
 from typing import Any
 
 from evals.divergence import Divergence, explain_divergence, first_divergence
-from specdec.cli.generate import counted, describe_drafts, load_decoder, sampling_params
+from specdec.cli.options import engine_config, load_decoder, sampling_params
 from specdec.cli.prompts import model_inputs, read_prompts
 from specdec.cli.result_writer import ResultWriter
+from specdec.cli.summary import counted, describe_drafts
 from specdec.config import SamplingParams
 from specdec.decoder import GenerationResult, SpecDecoder, StreamChunk
 from specdec.errors import InvalidInputError
@@ -109,8 +110,8 @@ def compare(
 
 def run(args: argparse.Namespace) -> int:
     """Runs `specdec generate --compare` and prints its report."""
-    prompts, sampling = read_prompts(args.prompts, args.file), sampling_params(args)
-    decoder = load_decoder(args)
+    prompts, sampling, engine = read_prompts(args.prompts, args.file), sampling_params(args), engine_config(args)
+    decoder = load_decoder(args, args.drafter, engine)
     inputs = model_inputs(prompts, decoder.tokenizer, raw=args.raw, system=args.system)
 
     def show(name: str, chunks: Iterator[StreamChunk]) -> list[GenerationResult]:

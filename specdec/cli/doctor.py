@@ -9,7 +9,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 from specdec import __version__
-from specdec.cli.main import whole_number
+from specdec.cli.fields import whole_number
 from specdec.errors import InvalidInputError
 
 if TYPE_CHECKING:

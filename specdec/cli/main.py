@@ -1,13 +1,11 @@
 """The `specdec` command: finds the verb, runs it, and turns what goes wrong into one line and an exit status.
 
-Verbs live in modules of their own, which `specdec.registry.COMMANDS` names. Such a module has `add_arguments(parser)` beside the
-function that runs it, and imports torch and transformers only inside that function, so that `--help` answers at once.
+`specdec.registry.VERBS` says where each verb lives.
 """
 
 import argparse
 import io
 import os
-import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -17,17 +15,7 @@ from typing import Any, NoReturn
 
 from specdec import __version__
 from specdec.errors import InvalidInputError, SpecDecError
-from specdec.registry import COMMANDS, resolve
-
-VERBS = {
-    "generate": "complete prompts, or compare the speed with plain decoding",
-    "eval": "score tasks of lm-eval with and without drafts",
-    "bench": "measure acceptance and speed over prompt sets",
-    "profile": "show which kernels a decoding step spends its time in, and write a trace",
-    "train": "train a drafter on the target's own answers",
-    "doctor": "show the device, what is installed, and which attention backends work",
-}
-"""What `specdec --help` lists, one line each; every verb has its function in `COMMANDS`."""
+from specdec.registry import VERBS, unknown_name
 
 EXIT_OK = 0
 EXIT_FAILED = 1  # part of the work failed
@@ -83,57 +71,32 @@ class Parser(argparse.ArgumentParser):
         return namespace
 
 
-def whole_number(text: str) -> int:
-    """Argument type: an integer; its range is checked where it is used."""
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-
-
-def number(text: str) -> float:
-    """Argument type: a number; its range is checked where it is used."""
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-
-
-def byte_size(text: str) -> int:
-    """Argument type: a size in bytes, in binary units.
-
-    >>> byte_size("1000"), byte_size("512M"), byte_size("1.5GiB")
-    (1000, 536870912, 1610612736)
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write bytes, or a number with K, M, G or T as in 512M")
-    return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
-
-
 def _dispatch(arguments: list[str]) -> int:
     if not arguments:
         _overview().print_help(sys.stderr)
         return EXIT_USAGE
-    verb = arguments[0]
+    name = arguments[0]
     try:
-        if verb.startswith("-"):
+        if name.startswith("-"):
             _overview().parse(arguments)
             raise InvalidInputError("no command given; see specdec --help")
-        run = resolve({name: COMMANDS[name] for name in VERBS}, verb, "command")
-        parser = Parser(f"specdec {verb}", description=f"{VERBS[verb].capitalize()}.")
-        import_module(COMMANDS[verb].partition(":")[0]).add_arguments(parser)
+        verb = next((verb for verb in VERBS if verb.name == name), None)
+        if verb is None:
+            raise unknown_name([verb.name for verb in VERBS], name, "command")
+        parser = Parser(f"specdec {name}", description=f"{verb.summary.capitalize()}.")
+        home = import_module(verb.home)
+        home.add_arguments(parser)
         parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
         namespace = parser.parse(arguments[1:])
     except SystemExit:  # argparse has printed --help or --version
         return EXIT_OK
-    status: int = run(namespace)
+    status: int = home.run(namespace)
     return status
 
 
 def _overview() -> Parser:
-    width = max(map(len, VERBS))
-    lines = [f"  {verb:<{width}}  {summary}" for verb, summary in VERBS.items()]
+    width = max(len(verb.name) for verb in VERBS)
+    lines = [f"  {verb.name:<{width}}  {verb.summary}" for verb in VERBS]
     parser = Parser(
         "specdec",
         usage="specdec COMMAND ...",

@@ -100,7 +100,7 @@ def test_accuracy_of_the_embedded_model_is_the_same_with_drafts(tmp_path: Path, 
     data = Path(os.environ.get("SPECDEC_DATA", ".")) / "gsm8k"
     local = (data / "test.jsonl").is_file()
     source = ["--tasks", "gsm8k", "--data", f"gsm8k={data}", "--limit", "40"] if local else ["--tasks", "bundled", "--limit", "4"]
-    limits = ["--max-gen-toks", "128" if local else "24", "--max-length", "2048", "--batch-size", "4"]
+    limits = ["--max-tokens", "128" if local else "24", "--max-model-len", "2048", "--max-num-seqs", "4"]
     assert main(["eval", *source, *limits, "--device", "cpu", "--dtype", "float32", "--out", str(tmp_path / "run")]) == 0
     (task,) = read_report(tmp_path / "run" / "report.json")["tasks"]
     assert task["differences"] == []
@@ -191,9 +191,9 @@ def test_one_import_makes_the_model_known_to_lm_eval(folder: Path, tmp_path: Pat
 
 def evaluate(folder: Path, out: Path, *arguments: str) -> int:
     """`specdec eval` on the tiny model."""
-    model = ["--model", str(folder), "--dtype", "float32", "--device", "cpu", "--batch-size", "2"]
+    model = ["--model", str(folder), "--dtype", "float32", "--device", "cpu", "--max-num-seqs", "2"]
     tasks = [] if "--tasks" in arguments else ["--tasks", "bundled"]
-    return main(["eval", *tasks, *model, "--max-gen-toks", "8", "--out", str(out), *arguments])
+    return main(["eval", *tasks, *model, "--max-tokens", "8", "--out", str(out), *arguments])
 
 
 def test_both_sides_are_reported_and_agree(folder: Path, tmp_path: Path, capsys: Capture) -> None:

@@ -161,7 +161,7 @@ def test_reports_of_another_schema_are_refused(
         (["bench", "--sets", "gsm8k", "--data", "gsm8k=missing.jsonl"], ["'missing.jsonl'", "no such file"]),
         (["bench", "--repeats", "0"], ["repeats is 0"]),
         (["bench", "--drafter", "none"], ["plain decoding is always measured"]),
-        (["bench", "--concurrency", "0"], ["max_num_seqs is 0"]),
+        (["bench", "--max-num-seqs", "0"], ["max_num_seqs is 0"]),
         (["bench", "--temperature", "-1"], ["temperature is -1"]),
         (["bench", "--out", "missing/report.json"], ["folder 'missing'"]),
         (["bench", "--html", "."], ["it is a folder"]),
@@ -241,7 +241,7 @@ def test_an_interrupted_sweep_keeps_what_it_measured(tmp_path: Path, monkeypatch
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Bench, "run", interrupted)
-    assert main(measure(tmp_path, "--concurrency", "1", "2")) == 130
+    assert main(measure(tmp_path, "--max-num-seqs", "1", "2")) == 130
     captured = capsys.readouterr()
     assert "interrupted" in captured.err
     assert "incomplete" in captured.out

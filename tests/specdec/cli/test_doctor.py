@@ -132,7 +132,7 @@ def test_indexers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
         (["--heads", "many"], "argument --heads: 'many' is not a whole number; see specdec doctor --help"),
         (["--mla", "--window", "9"], "--window is not of latent attention; leave it out, or leave out --mla, --indexer and their"),
         (["--kv-lora-rank", "512", "--sinks"], "--sinks is not of latent attention"),
-        (["--kv-dtype", "int4"], "cache dtype is 'int4'; choose 'auto' or 'fp8'"),
+        (["--kv-dtype", "int4"], "kv_dtype is 'int4'; choose 'auto' or 'fp8'"),
         (["--kv-lora-rnk", "9"], "unknown option --kv-lora-rnk; did you mean --kv-lora-rank?"),
     ],
 )

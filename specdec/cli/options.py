@@ -1,0 +1,78 @@
+"""The options that several commands share: which models, which engine, which sampling; and what they make."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from specdec.cli.fields import add_options, from_options, kinds_of
+from specdec.config import CacheConfig, EngineConfig, LoadConfig, SamplingParams
+
+if TYPE_CHECKING:
+    from specdec.decoder import SpecDecoder
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Which models take part.
+
+    Attributes:
+        model: the target: embedded, a folder, or a hub name.
+        drafter: auto (embedded for the embedded model, else ngram), embedded, ngram, a checkpoint's folder or hub name, or none.
+    """
+
+    model: str = "embedded"
+    drafter: str = "auto"
+
+
+def model_options(parser: argparse.ArgumentParser, *, several: Collection[str] = ()) -> None:
+    """The group of options that say which models run, and where."""
+    group = parser.add_argument_group("model")
+    add_options(group, ModelConfig, several=several)
+    add_options(group, LoadConfig)
+
+
+def engine_options(parser: argparse.ArgumentParser, names: Collection[str] | None = None, **options: Any) -> None:
+    """The group of options of engine and cache; `names` and `options` as `add_options` takes them."""
+    group = parser.add_argument_group("engine")
+    for config in (EngineConfig, CacheConfig):
+        add_options(group, config, [name for name in _own(config) if names is None or name in names], **options)
+
+
+def sampling_options(parser: argparse.ArgumentParser, names: Collection[str] | None = None, **options: Any) -> None:
+    """The group of options that say how requests are decoded; `names` and `options` as `add_options` takes them."""
+    add_options(parser.add_argument_group("sampling"), SamplingParams, names, **options)
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """The engine that the options describe."""
+    engine, cache = (from_options(config, args, _own(config)) for config in (EngineConfig, CacheConfig))
+    return EngineConfig(**engine, cache=CacheConfig(**cache))
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    """The sampling that the options describe."""
+    return SamplingParams(**from_options(SamplingParams, args))
+
+
+def load_decoder(args: argparse.Namespace, drafter: str | None, engine: EngineConfig) -> SpecDecoder:
+    """The target that the options name, with a drafter and an engine.
+
+    Raises:
+        SpecDecError: see `SpecDecoder.from_pretrained`.
+    """
+    from transformers.utils import logging
+
+    from specdec.decoder import SpecDecoder
+
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()  # it would fill a log file with carriage returns
+    return SpecDecoder.from_pretrained(args.model, drafter=drafter, **from_options(LoadConfig, args), engine=engine)
+
+
+def _own(config: type) -> list[str]:
+    """Fields with an option of their own; the seed of a request is `--seed`, and that of an engine is not asked for."""
+    return [name for name in kinds_of(config) if (config, name) != (EngineConfig, "seed")]

@@ -1,0 +1,89 @@
+"""What is said of a run in a few words: its drafts, its speed, the time of its phases."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from specdec.metrics import pooled
+
+if TYPE_CHECKING:
+    from specdec.decoder import GenerationResult, SpecDecoder
+    from specdec.engine.timing import StepTimer
+
+_PHASES = ("schedule", "prefill", "draft", "verify", "accept", "context", "collect")
+"""Order of the timing table; phases it does not know come last."""
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun.
+
+    >>> counted(1, "prompt"), counted(1200, "token")
+    ('1 prompt', '1,200 tokens')
+    """
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def describe_drafts(decoder: SpecDecoder, drafter: str) -> str:
+    """The drafter and k in a few words.
+
+    Args:
+        decoder: gives k.
+        drafter: its name, see `specdec.registry.drafter_name`.
+    """
+    k = decoder.engine.num_draft_tokens
+    return f"drafter {drafter}, {'k up to' if decoder.engine.draft_length else 'k ='} {k}" if k else "no drafts"
+
+
+def format_timing(timer: StepTimer) -> str:
+    """Table of the phases of a step: seconds in all, milliseconds per decode step, and share."""
+    from specdec.engine.timing import MODEL_PHASES
+
+    total = sum(timer.totals.values())
+    own = sum(seconds for name, seconds in timer.totals.items() if name not in MODEL_PHASES)
+
+    def row(name: str, seconds: float) -> str:
+        per_step = 1000 * seconds / max(timer.num_steps, 1)
+        return f"  {name:<13}{seconds:>9.3f}{per_step:>14.3f}{100 * seconds / total if total else 0:>9.1f}%"
+
+    return "\n".join(
+        [
+            f"  {'phase':<13}{'seconds':>9}{'ms per step':>14}{'share':>10}",
+            *(row(name, timer.totals[name]) for name in sorted(timer.totals, key=_place_in_step)),
+            row("total", total) + f"   {counted(timer.num_steps, 'step')}",
+            row("engine's own", own) + f"   all but {', '.join(MODEL_PHASES)}",
+            *([f"  drafts offered: {_by_k(timer)}"] if timer.steps_by_k else []),
+        ]
+    )
+
+
+def _by_k(timer: StepTimer) -> str:
+    return ", ".join(f"{k} in {counted(count, 'step')}" for k, count in sorted(timer.steps_by_k.items()))
+
+
+def _place_in_step(phase: str) -> int:
+    return _PHASES.index(phase) if phase in _PHASES else len(_PHASES)
+
+
+def format_summary(by_index: dict[int, GenerationResult], seconds: float, drafts: str) -> str:
+    """One line about a finished command: tokens, seconds, tau, and what was cut.
+
+    Args:
+        by_index: results by index of the prompt.
+        seconds: wall time of all.
+        drafts: see `describe_drafts`.
+    """
+    results = list(by_index.values())
+    stats = pooled(result.stats for result in results)
+    tokens = sum(len(result.token_ids) for result in results)
+    parts = [f"{counted(tokens, 'token')} in {seconds:.2f} s"]
+    if len(results) > 1:
+        parts.insert(0, counted(len(results), "prompt"))
+    if stats.num_steps:
+        parts.append(f"{stats.tau:.2f} tokens per verify step ({drafts})")
+    num_cut = sum(result.finish_reason == "length" for result in results)
+    if num_cut:
+        parts.append("cut at the length limit" if len(results) == 1 else f"{num_cut} cut at the length limit")
+    logprobs = [value for result in results for value in result.logprobs or ()]
+    if logprobs:
+        parts.append(f"log-probability {sum(logprobs):.3f}, {sum(logprobs) / len(logprobs):.3f} per token")
+    return ", ".join(parts)

@@ -1,0 +1,190 @@
+"""Options made from the configuration: every field reaches its dataclass, under one name in all commands."""
+
+import argparse
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+import pytest
+
+from drafters.training.config import TrainConfig, build_config
+from specdec.cli.fields import add_options, byte_size, from_options
+from specdec.cli.main import Parser, main
+from specdec.cli.options import engine_config, sampling_params
+from specdec.config import CacheConfig, EngineConfig, LoadConfig, SamplingParams
+from specdec.decoder import SpecDecoder
+from specdec.errors import InvalidInputError
+from specdec.registry import VERBS
+
+Capture = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A configuration.
+
+    Attributes:
+        count: things to take (`some.module`); None takes
+            all of them. More about it.
+        share: part of them, in `[0, 1]`.
+        mode: a number, or "auto".
+        names: what they are called.
+    """
+
+    count: int | None = None
+    share: float = 0.0
+    mode: int | Literal["auto"] | None = "auto"
+    names: tuple[str, ...] = ()
+    quick: bool = field(default=False, metadata={"help": "100% sooner"})
+
+
+def parse(*arguments: str, **options: Any) -> argparse.Namespace:
+    parser = Parser("example")
+    add_options(parser, Example, **options)
+    return parser.parse(arguments)
+
+
+def loaded(monkeypatch: Patch, *arguments: str) -> dict[str, Any]:
+    """What the command asks the API to load."""
+
+    class Loaded(Exception):
+        pass
+
+    def from_pretrained(target: str, **options: Any) -> Any:
+        raise Loaded({"target": target, **options})
+
+    monkeypatch.setattr(SpecDecoder, "from_pretrained", from_pretrained)
+    with pytest.raises(Loaded) as caught:
+        main(list(arguments))
+    asked: dict[str, Any] = caught.value.args[0]
+    return asked
+
+
+def verb_parser(name: str) -> Parser:
+    from importlib import import_module
+
+    parser = Parser(name)
+    import_module(next(verb.home for verb in VERBS if verb.name == name)).add_arguments(parser)
+    return parser
+
+
+def test_help_says_what_the_docstring_says(capsys: Capture) -> None:
+    """Catches lost continuation lines, marks of the docstring, a percent sign that argparse formats, and "None" in help."""
+    with pytest.raises(SystemExit):
+        parse("--help")
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--count N things to take (default: all of them)" in text
+    assert "--share X part of them, in [0, 1] (default 0)" in text
+    assert "--mode N|auto a number, or " in text
+    assert "--names TEXT what they are called; may be repeated" in text
+    assert "100% sooner" in text
+    assert "None" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("", Example()),
+        ("--count 3 --share 0.5 --mode 7 --names a --names b --quick", Example(3, 0.5, 7, ("a", "b"), True)),
+        ("--mode auto --no-quick", Example()),
+    ],
+)
+def test_values_have_the_types_of_their_fields(arguments: str, expected: Example) -> None:
+    assert Example(**from_options(Example, parse(*arguments.split()))) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--count x", "'x' is not a whole number"),
+        ("--share x", "'x' is not a number"),
+        ("--mode x", "'x' is neither a whole number nor auto"),
+    ],
+)
+def test_values_of_other_types_are_refused(arguments: str, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        parse(*arguments.split())
+
+
+def test_old_names_work_and_are_not_shown(capsys: Capture) -> None:
+    assert parse("--number", "4", old={"count": "--number"}).count == 4
+    assert parse("--number", "4", "5", old={"count": "--number"}, several=("count",)).count == [4, 5]
+    assert parse(old={"count": "--number"}, defaults={"count": 2}).count == 2
+    with pytest.raises(SystemExit):
+        parse("--help", old={"count": "--number"})
+    assert "--number" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("verb", "old", "new"),
+    [
+        ("bench", "--concurrency 1 8", "--max-num-seqs 1 8"),
+        ("profile", "--concurrency 8", "--max-num-seqs 8"),
+        ("eval", "--batch-size 4", "--max-num-seqs 4"),
+        ("eval", "--max-length 99", "--max-model-len 99"),
+        ("eval", "--max-gen-toks 9", "--max-tokens 9"),
+        ("generate", "--adaptive", "-k auto"),
+    ],
+)
+def test_names_of_the_last_version_mean_the_new_ones(verb: str, old: str, new: str) -> None:
+    assert verb_parser(verb).parse(old.split()) == verb_parser(verb).parse(new.split())
+
+
+def test_k_of_the_drafter_itself() -> None:
+    assert engine_config(verb_parser("generate").parse(["x", "--no-adaptive"])).num_draft_tokens is None
+
+
+@pytest.mark.parametrize("verb", ["generate", "eval", "bench", "profile", "train"])
+def test_a_quantity_has_one_name(verb: str) -> None:
+    """Catches `--batch-size` here and `--concurrency` there."""
+    parsed = vars(verb_parser(verb).parse(["--max-num-seqs", "3", "--kv-memory", "1.5M"]))
+    assert parsed["max_num_seqs"] in (3, [3])
+    assert parsed.get("memory_bytes", parsed.get("kv_memory")) == 3 * 2**19
+
+
+EVERY_OPTION = """
+    --model m --drafter none --device cpu --dtype float32 --attention torch_ref --block-size 32 --kv-dtype fp8
+    --max-num-seqs 3 --max-model-len 99 --max-prefill-tokens 64 -k 0 --draft-sampling probabilistic --pipeline-depth 1
+    --no-graphs --timing --kv-memory 2M --no-prefix-caching
+    --max-tokens 9 --temperature 0.7 --top-k 5 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.2 --seed 4 --stop a --stop b
+    --stop-token-ids 7 --ignore-eos --logprobs
+"""
+
+
+def test_options_reach_the_api(monkeypatch: Patch) -> None:
+    """Catches an option that is declared and then forgotten: one of every field, none at its default."""
+    line = ["generate", "x", *EVERY_OPTION.split()]
+    parsed = verb_parser("generate").parse(line[1:])
+    for config, made in ((SamplingParams, sampling_params(parsed)), (EngineConfig, engine_config(parsed))):
+        default = config()
+        same = {one.name for one in fields(config) if getattr(made, one.name) == getattr(default, one.name)}  # type: ignore[arg-type]
+        assert same <= {"seed"}, f"{config.__name__} has fields without an option: {same}"
+    assert sampling_params(parsed) == SamplingParams(9, 0.7, 5, 0.9, 0.1, 1.2, 4, ("a", "b"), (7,), True, True)
+    asked = loaded(monkeypatch, *line)
+    assert asked.pop("engine") == EngineConfig(3, 99, 64, 0, "probabilistic", 1, False, True, None, CacheConfig(2 * 2**20, False))
+    assert (asked.pop("target"), asked.pop("drafter")) == ("m", "none")
+    assert LoadConfig(**asked) == LoadConfig("cpu", "float32", "torch_ref", 32, "fp8")
+
+
+def test_defaults_are_those_of_the_api(monkeypatch: Patch) -> None:
+    asked = loaded(monkeypatch, "generate", "x")
+    assert asked.pop("engine") == EngineConfig()
+    assert (asked.pop("target"), asked.pop("drafter")) == ("embedded", "auto")
+    assert LoadConfig(**asked) == LoadConfig()
+    assert sampling_params(verb_parser("generate").parse(["x"])) == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("512M", 512 * 2**20), ("2G", 2**31), ("2gib", 2**31), ("1.5k", 1536), ("1T", 2**40), ("77", 77), ("8B", 8)]
+)
+def test_sizes_are_binary(text: str, size: int) -> None:
+    assert byte_size(text) == size
+
+
+def test_a_config_file_may_write_sizes_too(tmp_path: Any) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('out = "run"\nkv-memory = "512M"\n')
+    assert build_config({}, str(file)) == TrainConfig(out="run", kv_memory=512 * 2**20)
+    file.write_text('out = "run"\nkv-memory = "much"\n')
+    with pytest.raises(InvalidInputError, match=r"run.toml: kv_memory: 'much' is not a size"):
+        build_config({}, str(file))
