@@ -18,7 +18,7 @@ from specdec.engine.engine import SpecEngine
 from specdec.errors import InvalidInputError, SpecDecError
 from specdec.kv_cache import PagedKVCache, blocks_for
 from specdec.metrics import AcceptanceStats
-from specdec.registry import DRAFTERS, VERIFIERS, drafter_name, resolve
+from specdec.registry import CHECKPOINTS, DRAFTERS, VERIFIERS, drafter_name, import_attribute, resolve
 from specdec.text import IncrementalDecoder
 
 if TYPE_CHECKING:
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
 """Raw text, token ids, or chat messages with `role` and `content`."""
+
+DrafterChoice = str | Path | Drafter | Callable[..., Drafter] | None
+"""See `find_drafter`."""
 
 
 @dataclass(slots=True)
@@ -100,7 +103,7 @@ class SpecDecoder:
         cls,
         target: str = "embedded",
         *,
-        drafter: str | None = "auto",
+        drafter: DrafterChoice = "auto",
         device: str = "auto",
         dtype: str = "auto",
         attention: str = "auto",
@@ -113,7 +116,8 @@ class SpecDecoder:
         Args:
             target: "embedded", a local folder, or a hub name.
             drafter: "auto", "embedded" (the one that comes with the embedded model), "ngram", the folder or hub name of a DFlash
-                checkpoint, or None. "auto" takes the embedded model's drafter for that model and n-gram lookup for all others.
+                checkpoint, a drafter of your own (see `find_drafter`), or None. "auto" takes the embedded model's drafter for
+                that model and n-gram lookup for all others.
             device, dtype, attention, block_size, kv_dtype: see `specdec.config.LoadConfig`.
             engine: limits and choices.
 
@@ -302,23 +306,52 @@ def _with(sampling: SamplingParams | None, overrides: dict[str, Any]) -> Samplin
     return replace(sampling or SamplingParams(), **overrides)
 
 
-def find_drafter(name: str | None) -> Callable[[Verifier], Drafter | None]:
-    """What makes the drafter once the target is there: a name in the registry, else a checkpoint by folder or hub name.
+def find_drafter(choice: DrafterChoice) -> Callable[[Verifier], Drafter | None]:
+    """What makes the drafter once the target is there, so that a wrong name is refused before a target is loaded.
 
-    So a wrong name is refused before a target is loaded. None and "none" give no drafter; "auto" chooses by the target's name
-    (`specdec.registry.drafter_name`).
+    Args:
+        choice: a name in the registry; "auto", which chooses by the target's name (`specdec.registry.drafter_name`); None or
+            "none"; a checkpoint by folder or hub name; a function `(path | None, *, verifier) -> Drafter`, also as
+            "module:function"; or a drafter that is ready.
 
     Raises:
-        InvalidInputError: neither a known drafter nor a folder nor in the form of a hub name.
+        InvalidInputError: nothing of these.
     """
-    if name is None or name == "none":
+    if choice is None or choice == "none":
         return lambda verifier: None
-    if name == "auto":
-        return lambda verifier: find_drafter(drafter_name(name, verifier.name))(verifier)
-    if name in DRAFTERS:
-        return lambda verifier: resolve(DRAFTERS, name, "drafter")(None, verifier=verifier)
-    if "/" in name or Path(name).exists():
-        return lambda verifier: resolve(DRAFTERS, "dflash", "drafter")(name, verifier=verifier)
-    raise InvalidInputError(
-        f"unknown drafter {name!r} (known: auto, {', '.join(DRAFTERS)}, none); a checkpoint is named by its folder or as owner/name"
-    )
+    if choice == "auto":
+        return lambda verifier: find_drafter(drafter_name("auto", verifier.name))(verifier)
+    path: str | Path | None = None
+    if isinstance(choice, str) and choice in DRAFTERS:
+        loader = resolve(DRAFTERS, choice, "drafter")
+    elif isinstance(choice, Path) or (isinstance(choice, str) and _is_checkpoint(choice)):
+        loader, path = resolve(CHECKPOINTS, "drafter", "loader"), choice
+    elif isinstance(choice, str) and ":" in choice:
+        loader = import_attribute(choice)
+    elif isinstance(choice, str):
+        raise InvalidInputError(
+            f"unknown drafter {choice!r} (known: auto, {', '.join(DRAFTERS)}, none); a checkpoint is named by its folder or as"
+            " owner/name, a function as module:function"
+        )
+    elif hasattr(choice, "bind") and not isinstance(choice, type):
+        return lambda verifier: choice
+    elif callable(choice):
+        loader = choice
+    else:
+        raise InvalidInputError(
+            f"drafter is a {type(choice).__name__}; give a name, a path, a function (path, *, verifier) -> Drafter, a Drafter"
+            " or None"
+        )
+    return lambda verifier: _made(loader(path, verifier=verifier), choice)
+
+
+def _is_checkpoint(name: str) -> bool:
+    """Whether `name` is a folder, or in the form of one or of a hub name."""
+    return Path(name).expanduser().exists() or ("/" in name and ":" not in name)
+
+
+def _made(drafter: Any, choice: object) -> Drafter:
+    if not hasattr(drafter, "bind"):
+        raise InvalidInputError(f"{choice!r} made a {type(drafter).__name__}, which has no bind; see docs/drafters.md")
+    made: Drafter = drafter
+    return made

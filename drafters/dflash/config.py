@@ -4,15 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from specdec.errors import CheckpointError
+from drafters.keys import require
 
-_ROPE_TYPES = ("default", "linear", "yarn", "llama3")
-
-
-def require(ok: bool, message: str) -> None:
-    """Raises a CheckpointError with `message` unless `ok`."""
-    if not ok:
-        raise CheckpointError(message)
+ROPE_TYPES = ("default", "linear", "yarn", "llama3")
+"""Kinds of RoPE that a drafter may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +91,13 @@ class DFlashConfig:
             f"draft_vocab_size is {self.draft_vocab_size}; it must be smaller than vocab_size {self.vocab_size}, or left out",
         )
         rope_type = self.rope_parameters.get("rope_type")
-        require(rope_type in _ROPE_TYPES, f"RoPE type {rope_type!r} is not supported; supported: {', '.join(_ROPE_TYPES)}")
+        require(rope_type in ROPE_TYPES, f"RoPE type {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
         require(self.rope_parameters.get("partial_rotary_factor") in (None, 1), "partial RoPE is not supported in a drafter")
+
+    @property
+    def tap_width(self) -> int:
+        """Hidden width of the target."""
+        return self.target_hidden_size or self.hidden_size
 
     @property
     def num_hidden_layers(self) -> int:
@@ -112,4 +112,15 @@ class DFlashConfig:
     @property
     def feature_size(self) -> int:
         """Width of the concatenated taps."""
-        return len(self.target_layer_ids) * (self.target_hidden_size or self.hidden_size)
+        return len(self.target_layer_ids) * self.tap_width
+
+
+def default_taps(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
+    """Taps of a drafter that names none: one per draft layer, evenly spaced from the second layer to the third from the end.
+
+    >>> default_taps(36, 5), default_taps(36, 1)
+    ((1, 9, 17, 25, 33), (18,))
+    """
+    if num_draft_layers == 1:
+        return (num_target_layers // 2,)
+    return tuple(round(1 + i * (num_target_layers - 4) / (num_draft_layers - 1)) for i in range(num_draft_layers))

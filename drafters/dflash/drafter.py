@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from drafters.checkpoint import check_target
 from drafters.dflash.checkpoint import read_checkpoint, target_ids
 from drafters.dflash.config import DFlashConfig
 from drafters.dflash.model import DFlashModel
@@ -19,7 +20,7 @@ from specdec.attention.backend import AttentionBackend, AttentionSpec
 from specdec.attention.triton.fa import TritonFaBackend
 from specdec.config import DraftSampling
 from specdec.core import AcceptOutput, DecodeBatch, DraftOutput, PrefillBatch, Verifier, VerifyOutput
-from specdec.errors import BackendError, CheckpointError, InvalidInputError
+from specdec.errors import BackendError, InvalidInputError
 from specdec.kv_cache import KVLayerSpec, LayerCache
 from specdec.layers.argmax import argmax
 from specdec.sampling import Purpose, processed_probs, sample_from, uniform
@@ -44,7 +45,16 @@ class DFlashDrafter:
 
     def __init__(self, model: DFlashModel, verifier: Verifier) -> None:
         config = model.config
-        _check_target(model, verifier)
+        borrows = model.embed_tokens is None or model.lm_head is None
+        check_target(
+            verifier,
+            taps=config.target_layer_ids,
+            tap_width=config.tap_width,
+            hidden_size=config.hidden_size if borrows else None,
+            vocab_size=config.vocab_size,
+            num_layers=config.num_target_layers,
+            made_for=config.verifier_name,
+        )
         self.config, self.verifier = config, verifier
         self.attention = _attention(config, verifier)
         self.model = model.requires_grad_(False).eval().to(verifier.device, verifier.dtype)
@@ -229,26 +239,3 @@ def load_dflash(path: str | Path | None, *, verifier: Verifier) -> DFlashDrafter
         model = DFlashModel(config, own_embeddings="embed_tokens.weight" in tensors, own_head="lm_head.weight" in tensors)
     model.load_state_dict(tensors, assign=True)
     return DFlashDrafter(model, verifier)
-
-
-def _check_target(model: DFlashModel, verifier: Verifier) -> None:
-    """Refuses a drafter that was made for a target of another shape; acceptance would drop without any error."""
-    config = model.config
-    borrows = model.embed_tokens is None or model.lm_head is None
-    tap_width = config.target_hidden_size or config.hidden_size
-    problems = []
-    if max(config.target_layer_ids) >= verifier.num_layers:
-        problems.append(f"it taps layer {max(config.target_layer_ids)} of a target whose last layer is {verifier.num_layers - 1}")
-    if config.num_target_layers not in (None, verifier.num_layers):
-        problems.append(f"it was made for {config.num_target_layers} target layers, not {verifier.num_layers}")
-    if tap_width != verifier.hidden_size:
-        problems.append(
-            f"its fc.weight takes {config.feature_size} features, not {len(config.target_layer_ids)} taps of {verifier.hidden_size}"
-        )
-    if borrows and config.hidden_size != verifier.hidden_size:
-        problems.append(f"its hidden size {config.hidden_size} cannot share embeddings of width {verifier.hidden_size}")
-    if config.vocab_size != verifier.vocab_size:
-        problems.append(f"its vocabulary has {config.vocab_size} tokens, the target's {verifier.vocab_size}")
-    if problems:
-        made_for = f" (made for {config.verifier_name})" if config.verifier_name else ""
-        raise CheckpointError(f"the drafter{made_for} does not fit {verifier.name}: {'; '.join(problems)}; choose one made for it")

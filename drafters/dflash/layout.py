@@ -3,18 +3,12 @@
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
-from drafters.dflash.config import DFlashConfig, require
+from drafters.algorithms import algorithm_of, stated_algorithm, unsupported
+from drafters.dflash.config import DFlashConfig, default_taps
+from drafters.keys import Keys, require, section
 
 Layout = Literal["z-lab", "speculators"]
 T = TypeVar("T")
-
-# Architectures of the z-lab layout and what the rest of the world calls them.
-_ARCHITECTURES = {
-    "DFlashDraftModel": "dflash",
-    "DFlash2DraftModel": "dflash2",
-    "Qwen3DSparkModel": "dspark",
-    "DSparkDraftModel": "dspark",
-}
 
 # Keys of close relatives that would change the maths, with the values under which they do not.
 _PLAIN_VALUES: dict[str, tuple[Any, ...]] = {
@@ -29,6 +23,31 @@ _PLAIN_VALUES: dict[str, tuple[Any, ...]] = {
     "use_aux_hidden_state": (True,),
 }
 
+# What `dflash_config` may say besides; a key that nobody reads would lower acceptance without any error.
+_OWN_KEYS = {
+    "aux_hidden_state_layer_ids",
+    "block_size",
+    "causal",
+    "causal_head",
+    "draft_vocab_size",
+    "final_logit_softcapping",
+    "input_embedding_scale",
+    "is_causal",
+    "layer_types",
+    "logit_scale",
+    "mask_token_id",
+    "num_target_layers",
+    "output_multiplier",
+    "sample_from_anchor",
+    "sliding_window",
+    "sliding_window_non_causal",
+    "swa_window_size",
+    "target_hidden_size",
+    "target_layer_ids",
+    "use_sliding_window",
+    "use_swa",
+}
+
 
 def parse_config(raw: Mapping[str, Any]) -> DFlashConfig:
     """Reads the content of `config.json` in either layout.
@@ -36,13 +55,15 @@ def parse_config(raw: Mapping[str, Any]) -> DFlashConfig:
     Raises:
         CheckpointError: another kind of drafter, or a missing, malformed or contradictory value.
     """
-    keys = _Keys(raw)
-    algorithm = _algorithm(keys)
+    require(algorithm_of(raw) == "dflash", unsupported(algorithm_of(raw)))
+    own = section(raw, "dflash_config")
+    keys = Keys([own, raw, section(raw, "transformer_layer_config")])
+    _check_keys(keys, own)
     layer_count = keys.required("num_hidden_layers")
     windows, causal = _layer_kinds(keys, layer_count)
     hidden_size, heads, vocab_size = keys.required("hidden_size"), keys.required("num_attention_heads"), keys.required("vocab_size")
     draft_vocab_size = keys.integer("draft_vocab_size")
-    verifier = _mapping(_mapping(raw, "speculators_config"), "verifier")
+    verifier = section(section(raw, "speculators_config"), "verifier")
     config = DFlashConfig(
         block_size=keys.required("block_size"),
         mask_token_id=keys.required("mask_token_id"),
@@ -59,7 +80,7 @@ def parse_config(raw: Mapping[str, Any]) -> DFlashConfig:
         max_position_embeddings=keys.required("max_position_embeddings"),
         rms_norm_eps=_or(keys.number("rms_norm_eps"), 1e-6),
         attention_bias=_or(keys.flag("attention_bias"), False),
-        sample_from_anchor=_or(keys.flag("sample_from_anchor"), algorithm == "dspark"),
+        sample_from_anchor=_or(keys.flag("sample_from_anchor"), stated_algorithm(raw) == "dspark"),
         input_embedding_scale=keys.number("input_embedding_scale"),
         output_multiplier=_or(keys.number("output_multiplier"), _or(keys.number("logit_scale"), 1.0)),
         final_logit_softcapping=keys.number("final_logit_softcapping") or None,
@@ -82,132 +103,76 @@ def config_json(config: DFlashConfig, layout: Layout, *, dtype: str) -> dict[str
     return _to_zlab(config, dtype) if layout == "z-lab" else _to_speculators(config, dtype)
 
 
-class _Keys:
-    """Values of `config.json`: the drafter's own section first, then the top level, then the section of layer shapes."""
-
-    def __init__(self, raw: Mapping[str, Any]) -> None:
-        self.raw = raw
-        self.dflash_config = _mapping(raw, "dflash_config")
-        self.layers = _mapping(raw, "transformer_layer_config")
-
-    def find(self, name: str) -> Any:
-        """The value, or None; a JSON null says nothing."""
-        places = (self.dflash_config, self.raw, self.layers)
-        return next((place[name] for place in places if place.get(name) is not None), None)
-
-    def integer(self, name: str) -> int | None:
-        """An integer, or None."""
-        return self._typed(name, int, "an integer")
-
-    def required(self, name: str) -> int:
-        """An integer that must be there."""
-        value = self.integer(name)
-        require(value is not None, f"config.json lacks {name}")
-        assert value is not None
-        return value
-
-    def number(self, name: str) -> float | None:
-        """A number, or None."""
-        return self._typed(name, (int, float), "a number")
-
-    def flag(self, name: str) -> bool | None:
-        """True, false or None."""
-        return self._typed(name, bool, "true or false")
-
-    def _typed(self, name: str, kind: type | tuple[type, ...], noun: str) -> Any:
-        value = self.find(name)
-        # JSON's true is an int to Python, never to the person who wrote it.
-        right = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
-        require(value is None or right, f"{name} is {value!r}; it must be {noun}")
-        return value
-
-
 def _or(value: T | None, default: T) -> T:
     return default if value is None else value
 
 
-def _mapping(parent: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = parent.get(name) or {}
-    require(isinstance(value, Mapping), f"{name} is {value!r}; it must be an object")
-    return value
-
-
-def _algorithm(keys: _Keys) -> str:
-    """Which drafter this is; "dspark" is served only without its Markov head, where it is DFlash in next-token alignment."""
-    raw = keys.raw
-    name = raw.get("speculators_model_type") or _mapping(raw, "speculators_config").get("algorithm")
-    if name is None:
-        architectures = raw.get("architectures") or (["DFlashDraftModel"] if keys.dflash_config else [])
-        require(bool(architectures), "config.json names no architecture; a DFlash drafter says DFlashDraftModel")
-        name = _ARCHITECTURES.get(architectures[0], architectures[0])
-    if name == "dflash" and keys.find("selector_rank") is not None:
-        name = "dflash2"
-    require(name in ("dflash", "dspark"), f"drafter algorithm {name!r} is not supported yet; this loader reads DFlash")
+def _check_keys(keys: Keys, own: Mapping[str, Any]) -> None:
+    """Refuses what would change the maths: keys of `dflash_config` that are not known, and values of relatives."""
+    known = _OWN_KEYS | _PLAIN_VALUES.keys()
+    unknown = [name for name in own if name not in known]
+    require(
+        not unknown,
+        f"dflash_config says {unknown[0] if unknown else ''}, which this loader does not know (known: {', '.join(sorted(known))});"
+        " leave it out only if it changes nothing",
+    )
     for key, plain in _PLAIN_VALUES.items():
         value = keys.find(key)
-        require(value is None or value in plain, f"{name} with {key} {value!r} is not supported yet; supported: {plain[0]!r}")
-    return str(name)
+        require(value is None or value in plain, f"DFlash with {key} {value!r} is not supported yet; supported: {plain[0]!r}")
 
 
-def _target_layer_ids(keys: _Keys, layer_count: int) -> tuple[int, ...]:
-    """Tapped layers, 0-based.
-
-    The speculators layout counts the embedding output as 0. Without a list, one draft layer taps the middle of the target and
-    more of them tap evenly spaced layers from the second to the third last.
-    """
+def _target_layer_ids(keys: Keys, layer_count: int) -> tuple[int, ...]:
+    """Tapped layers, 0-based; the speculators layout counts the embedding output as 0."""
     ids, shift = keys.find("target_layer_ids"), 0
     if ids is None:
         ids, shift = keys.find("aux_hidden_state_layer_ids"), 1
     if ids is None:
         num_target_layers = _or(keys.integer("num_target_layers"), 0)
         require(num_target_layers > 0, "config.json lacks target_layer_ids, and num_target_layers to derive them from")
-        if layer_count == 1:
-            return (num_target_layers // 2,)
-        return tuple(round(1 + i * (num_target_layers - 4) / (layer_count - 1)) for i in range(layer_count))
+        return default_taps(num_target_layers, layer_count)
     valid = isinstance(ids, list) and all(isinstance(i, int) for i in ids)
     require(valid, f"target layer ids are {ids!r}; they must be a list of integers")
     return tuple(i - shift for i in ids)
 
 
-def _layer_kinds(keys: _Keys, layer_count: int) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
+def _layer_kinds(keys: Keys, layer_count: int) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
     """Window and causality of every layer.
 
-    A stated `is_causal` holds for all layers. Otherwise full layers are bidirectional inside the block, and sliding layers are
-    causal unless `sliding_window_non_causal` says that they are not.
+    A stated `is_causal`, `causal` or JetSpec's `causal_head` holds for all layers. Otherwise full layers are bidirectional inside
+    the block, and sliding layers are causal unless `sliding_window_non_causal` says that they are not. `use_swa` slides all
+    layers, and leaves causal those alone that `layer_types` names as sliding.
     """
     stated_window = keys.find("swa_window_size") or keys.find("sliding_window")
     kinds = keys.find("layer_types")
-    if keys.flag("use_swa"):
-        kinds = ["sliding_attention"] * layer_count
+    use_swa = _or(keys.flag("use_swa"), False)
+    if kinds is None and use_swa:
+        kinds = ["full_attention"] * layer_count
     elif kinds is None:
         first = _or(keys.integer("max_window_layers"), layer_count) if keys.flag("use_sliding_window") else layer_count
         kinds = ["full_attention" if i < first else "sliding_attention" for i in range(layer_count)]
-    elif keys.flag("use_sliding_window") is False:
+    elif keys.flag("use_sliding_window") is False and not use_swa:
         stated_window = None
     require(
         isinstance(kinds, list) and len(kinds) == layer_count and all(k in ("full_attention", "sliding_attention") for k in kinds),
         f"layer_types is {kinds!r}; it must name full_attention or sliding_attention for each of {layer_count} layers",
     )
-    sliding = [kind == "sliding_attention" for kind in kinds]
+    by_type = [kind == "sliding_attention" for kind in kinds]
+    sliding = [use_swa or slides for slides in by_type]
     require(
         not any(sliding) or (isinstance(stated_window, int) and stated_window >= 1),
         f"layer {sliding.index(True) if any(sliding) else 0} is sliding_attention but config.json enables no window;"
         " set sliding_window, and use_sliding_window to true",
     )
-    places = (
-        (keys.raw, "is_causal"),
-        (keys.layers, "is_causal"),
-        (keys.dflash_config, "is_causal"),
-        (keys.dflash_config, "causal"),
-    )
-    stated = next((place[name] for place, name in places if place.get(name) is not None), None)
-    require(stated is None or isinstance(stated, bool), f"is_causal is {stated!r}; it must be true or false")
+    own, top, layers = keys.places
+    outer, inner = Keys([top, layers, own]), Keys([own])
+    answers = (outer.flag("is_causal"), inner.flag("causal"), inner.flag("causal_head"))
+    stated = next((answer for answer in answers if answer is not None), None)
     non_causal = _or(keys.flag("sliding_window_non_causal"), False)
-    causal = tuple(stated if stated is not None else is_sliding and not non_causal for is_sliding in sliding)
+    causal = tuple(stated if stated is not None else slides and not non_causal for slides in by_type)
     return tuple(stated_window if is_sliding else None for is_sliding in sliding), causal
 
 
-def _rope_parameters(keys: _Keys) -> dict[str, Any]:
+def _rope_parameters(keys: Keys) -> dict[str, Any]:
     """RoPE in the Transformers 5 form, from that form or from `rope_theta` and `rope_scaling`."""
     stated = keys.find("rope_parameters") or keys.find("rope_scaling") or {}
     flat = isinstance(stated, Mapping) and not any(isinstance(value, Mapping) for value in stated.values())
@@ -222,7 +187,7 @@ def _rope_parameters(keys: _Keys) -> dict[str, Any]:
 
 def _check_alignment(raw: Mapping[str, Any], config: DFlashConfig) -> None:
     """The speculators layout states the number of drafts beside the values that determine it; they must agree."""
-    methods = _mapping(raw, "speculators_config").get("proposal_methods") or []
+    methods = section(raw, "speculators_config").get("proposal_methods") or []
     require(isinstance(methods, list), f"proposal_methods is {methods!r}; it must be a list")
     for method in methods:
         stated = method.get("speculative_tokens") if isinstance(method, Mapping) else None
@@ -318,7 +283,8 @@ def _to_speculators(config: DFlashConfig, dtype: str) -> dict[str, Any]:
         "mask_token_id": config.mask_token_id,
         "aux_hidden_state_layer_ids": [i + 1 for i in config.target_layer_ids],
         "sample_from_anchor": config.sample_from_anchor,
-        "sliding_window_non_causal": sliding == {False},
+        # Of a drafter without windows vLLM takes the answer for its full layers.
+        "sliding_window_non_causal": True not in sliding,
         "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
         "target_hidden_size": config.target_hidden_size,
     }

@@ -7,12 +7,10 @@ import torch
 from torch import nn
 
 from drafters.dflash.checkpoint import read_checkpoint
-from drafters.dflash.config import DFlashConfig
+from drafters.dflash.config import ROPE_TYPES, DFlashConfig, default_taps
 from drafters.dflash.model import DFlashModel
 from drafters.training.config import TrainConfig
 from specdec.errors import InvalidInputError
-
-_ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 
 
 def make_drafter(config: TrainConfig, verifier: Any, tokenizer: Any) -> DFlashModel:
@@ -79,17 +77,6 @@ def new_config(config: TrainConfig, verifier: Any, tokenizer: Any) -> DFlashConf
     )
 
 
-def default_taps(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
-    """One tap per draft layer, evenly spaced from the second layer to the third from the end.
-
-    >>> default_taps(36, 5), default_taps(36, 1)
-    ((1, 9, 17, 25, 33), (18,))
-    """
-    if num_draft_layers == 1:
-        return (num_target_layers // 2,)
-    return tuple(round(1 + i * (num_target_layers - 4) / (num_draft_layers - 1)) for i in range(num_draft_layers))
-
-
 def choose_mask_token(asked: int | None, tokenizer: Any, verifier: Any) -> int:
     """Token whose embedding fills the slots to predict: `asked`, or one that never occurs.
 
@@ -139,7 +126,7 @@ def _check_taps(taps: Sequence[int], verifier: Any) -> None:
 
 def _rope(target: Mapping[str, Any]) -> dict[str, Any]:
     """The target's rotary embedding where a drafter can have it, else a plain one with its base."""
-    plain = target.get("rope_type", "default") in _ROPE_TYPES and target.get("partial_rotary_factor") in (None, 1)
+    plain = target.get("rope_type", "default") in ROPE_TYPES and target.get("partial_rotary_factor") in (None, 1)
     if "rope_theta" not in target:
         return {"rope_type": "default", "rope_theta": 1e6}  # several kinds of layers, each with its own base
     return dict(target) if plain else {"rope_type": "default", "rope_theta": target["rope_theta"]}

@@ -118,7 +118,14 @@ KINDS: list[tuple[str, dict[str, Any], list[int | None], list[bool]]] = [
     ("own causal", zlab(layer_types=[S] * 3, sliding_window=9, own={"causal": False}), [9] * 3, [False] * 3),
     ("top level first", zlab(is_causal=True, own={"is_causal": False, "causal": False}), [None] * 3, [True] * 3),
     ("is_causal before causal", zlab(own={"is_causal": True, "causal": False}), [None] * 3, [True] * 3),
-    ("forced window", zlab(own={"use_swa": True, "swa_window_size": 5}, layer_types=[F] * 3), [5] * 3, [True] * 3),
+    ("forced window", zlab(own={"use_swa": True, "swa_window_size": 5}, layer_types=[F] * 3), [5] * 3, [False] * 3),
+    ("forced window over types", zlab(own={"use_swa": True, "swa_window_size": 5}, layer_types=[S, F, F]),
+     [5] * 3, [True, False, False]),
+    ("forced window alone", zlab(own={"use_swa": True, "swa_window_size": 5}), [5] * 3, [False] * 3),
+    ("jetspec", zlab(own={"causal_head": True}), [None] * 3, [True] * 3),
+    ("jetspec, sliding", zlab(own={"causal_head": True}, layer_types=[S, F, F], sliding_window=9), [9, None, None], [True] * 3),
+    ("causal_head false", zlab(own={"causal_head": False}, layer_types=[S] * 3, sliding_window=9), [9] * 3, [False] * 3),
+    ("is_causal before causal_head", zlab(is_causal=False, own={"causal_head": True}), [None] * 3, [False] * 3),
     ("window disabled", zlab(use_sliding_window=False, sliding_window=9, max_window_layers=1), [None] * 3, [False] * 3),
     ("window from a layer on", zlab(use_sliding_window=True, sliding_window=9, max_window_layers=2),
      [None, None, 9], [False, False, True]),
@@ -150,14 +157,10 @@ def test_default_taps() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    (zlab(architectures=["DFlash2DraftModel"]), "'dflash2' is not supported yet"),
-    (zlab(own={"selector_rank": 256}), "'dflash2' is not supported yet"),
-    (zlab(architectures=["LlamaForCausalLMEagle3"]), "'LlamaForCausalLMEagle3' is not supported yet"),
-    (zlab(architectures=["Qwen3ForCausalLM"]), "'Qwen3ForCausalLM' is not supported yet"),
-    (zlab(architectures=["Qwen3DSparkModel"], markov_rank=256), "dspark with markov_rank 256 is not supported yet"),
-    (speculators("eagle3"), "'eagle3' is not supported yet"),
-    (speculators("dspark", tokens=8, markov_rank=16), "dspark with markov_rank 16"),
-    (speculators(projector_type="domino"), "projector_type 'domino'"),
+    (zlab(architectures=["DFlash2DraftModel"]), r"'dflash2' \(DFlash 2, .*\) is not supported yet"),
+    (zlab(own={"dflash_query_causal": True}), r"dflash_config says dflash_query_causal, which .* not know \(known: .*causal_head"),
+    (zlab(own={"log_snr_conditioning": None}), "dflash_config says log_snr_conditioning"),
+    (zlab(own={"causal_head": "yes"}), "causal_head is 'yes'; it must be true or false"),
     (zlab(own={"attention_mode": "mla"}), "attention_mode 'mla'"),
     (zlab(own={"attention_sink_bias": True}), "attention_sink_bias True"),
     (zlab(own={"use_aux_hidden_state": False}), "use_aux_hidden_state False"),
@@ -226,6 +229,29 @@ ROUND_TRIPS: dict[str, DFlashConfig] = {
 def test_round_trip(layout: Any, name: str) -> None:
     """What is written is what is read, in either layout."""
     assert parse_config(config_json(ROUND_TRIPS[name], layout, dtype="float32")) == ROUND_TRIPS[name]
+
+
+def test_jetspec_goes_out_as_causal() -> None:
+    """JetSpec's key in, z-lab's out: both mean that a row of the block sees only rows up to itself."""
+    config = parse_config(zlab(own={"causal_head": True}))
+    written = config_json(config, "z-lab", dtype="float32")
+    assert written["is_causal"] is True
+    assert parse_config(written) == config
+
+
+@pytest.mark.parametrize(
+    ("windows", "causal", "non_causal"),
+    [
+        ((None,) * 3, (False,) * 3, True),
+        ((9, 9, None), (False,) * 3, True),
+        ((9, 9, None), (True, True, False), False),
+    ],
+    ids=["full", "sliding non-causal", "sliding causal"],
+)
+def test_vllm_is_told_that_full_layers_see_the_block(windows: Any, causal: Any, non_causal: bool) -> None:
+    """vLLM reads the key for all layers, so a drafter without windows has to say that nothing is causal."""
+    config = replace(TINY, windows=windows, causal=causal)
+    assert config_json(config, "speculators", dtype="float32")["sliding_window_non_causal"] is non_causal
 
 
 def test_causal_full_layers_only_in_zlab() -> None:

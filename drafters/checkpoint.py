@@ -1,0 +1,195 @@
+"""Checkpoints of drafters on disk, whatever the algorithm: `config.json` and safetensors in a folder, or on the hub."""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from drafters.keys import require
+from specdec.core import Verifier
+from specdec.errors import CheckpointError
+
+CONFIG = "config.json"
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def find_folder(path: str | Path) -> Path:
+    """The local folder, downloaded only when `path` can be nothing but a name on the hub.
+
+    Raises:
+        CheckpointError: nothing there.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists() or not _HUB_NAME.fullmatch(str(path)):
+        raise CheckpointError(
+            f"drafter {str(path)!r} is not a folder; give the folder that holds config.json and model.safetensors"
+        )
+    try:
+        return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "mask_embedding.pt"]))
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise CheckpointError(
+            f"drafter {str(path)!r} is neither a local folder nor to be had from the hub ({_one_line(error)});"
+            " check the name and the connection, or give a local folder"
+        ) from error
+
+
+@contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """Puts the drafter's path before the message of a CheckpointError."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"drafter {str(path)!r}: {error}") from error.__cause__
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file of a checkpoint.
+
+    Raises:
+        CheckpointError: no such file, or no such content.
+    """
+    require(file.is_file(), f"{file.name} is missing; a checkpoint folder holds it beside the safetensors")
+    try:
+        content = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise CheckpointError(f"{file.name} is not valid JSON ({_one_line(error)}); download or write it again") from error
+    require(isinstance(content, dict), f"{file.name} holds no JSON object")
+    return dict(content)
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of `model.safetensors`, or of the shards that its index names, on the CPU and in the type of the file.
+
+    Raises:
+        CheckpointError: missing or damaged files.
+    """
+    names = ["model.safetensors"]
+    if not (folder / names[0]).is_file():
+        index = folder / "model.safetensors.index.json"
+        require(index.is_file(), "model.safetensors is missing; other weight formats are not read")
+        weight_map = read_json(index).get("weight_map")
+        valid = isinstance(weight_map, dict) and all(isinstance(name, str) for name in weight_map.values())
+        require(valid, f"{index.name} has no weight_map of file names")
+        names = sorted(set(weight_map.values())) if isinstance(weight_map, dict) else []
+    tensors: dict[str, Tensor] = {}
+    for name in names:
+        require((folder / name).is_file(), f"{name} is missing; the index names it")
+        try:
+            tensors |= load_file(folder / name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{name} is damaged or cut short ({_one_line(error)}); download it again") from error
+    return tensors
+
+
+def own_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors under the names of the z-lab layout, without what belongs to the target or can be computed."""
+    renamed = {}
+    for name, tensor in tensors.items():
+        name = name.removeprefix("model.")
+        if name.startswith("midlayer."):
+            name = "layers.0." + name.removeprefix("midlayer.")
+        if not name.startswith("verifier_") and name != "t2d" and not name.endswith("rotary_emb.inv_freq"):
+            renamed[name] = tensor
+    return renamed
+
+
+def check_tensors(
+    tensors: Mapping[str, Tensor], needed: Mapping[str, Sequence[int]], optional: Mapping[str, Sequence[int]], *, kind: str
+) -> None:
+    """Complete, of the right shapes, and nothing unknown.
+
+    Args:
+        tensors: what was found.
+        needed, optional: name and shape of what must and what may be there.
+        kind: of drafter, for messages.
+
+    Raises:
+        CheckpointError: the first that is not so.
+    """
+    missing = [name for name in needed if name not in tensors]
+    others = f" and {len(missing) - 1} more are" if len(missing) > 1 else " is"
+    require(not missing, f"tensor {missing[0] if missing else ''}{others} missing; config.json asks for {len(needed)} tensors")
+    shapes = {**optional, **needed}
+    unknown = [name for name in tensors if name not in shapes]
+    require(not unknown, f"tensor {unknown[0] if unknown else ''} is no part of a {kind} drafter ({len(unknown)} such tensors)")
+    for name, tensor in tensors.items():
+        found, expected = list(tensor.shape), list(shapes[name])
+        require(found == expected, f"tensor {name} has shape {found}, config.json asks for {expected}")
+        require(name == "d2t" or tensor.is_floating_point(), f"tensor {name} is {tensor.dtype}; quantised weights are not read")
+
+
+def check_target(
+    verifier: Verifier,
+    *,
+    taps: Sequence[int],
+    tap_width: int,
+    hidden_size: int | None,
+    vocab_size: int,
+    num_layers: int | None,
+    made_for: str | None,
+) -> None:
+    """Refuses a drafter that was made for a target of another shape; acceptance would drop without any error.
+
+    Args:
+        verifier: the target.
+        taps: tapped layers, 0-based.
+        tap_width: width of one tap.
+        hidden_size: width of the drafter where it borrows the target's embeddings or head, else None.
+        vocab_size: of the target it was made for.
+        num_layers: of the target it was made for, when stated.
+        made_for: name of that target, when stated.
+
+    Raises:
+        CheckpointError: everything that does not fit.
+    """
+    problems = []
+    if max(taps) >= verifier.num_layers:
+        problems.append(f"it taps layer {max(taps)} of a target whose last layer is {verifier.num_layers - 1}")
+    if num_layers not in (None, verifier.num_layers):
+        problems.append(f"it was made for {num_layers} target layers, not {verifier.num_layers}")
+    if tap_width != verifier.hidden_size:
+        problems.append(f"its fc.weight takes {len(taps) * tap_width} features, not {len(taps)} taps of {verifier.hidden_size}")
+    if hidden_size not in (None, verifier.hidden_size):
+        problems.append(f"its hidden size {hidden_size} cannot share embeddings of width {verifier.hidden_size}")
+    if vocab_size != verifier.vocab_size:
+        problems.append(f"its vocabulary has {vocab_size} tokens, the target's {verifier.vocab_size}")
+    if problems:
+        origin = f" (made for {made_for})" if made_for else ""
+        raise CheckpointError(f"the drafter{origin} does not fit {verifier.name}: {'; '.join(problems)}; choose one made for it")
+
+
+def write_folder(path: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Writes `config.json` and `model.safetensors` to a new folder that appears whole or not at all.
+
+    Raises:
+        CheckpointError: a taken path, or a failed write.
+    """
+    require(not path.exists() or (path.is_dir() and not any(path.iterdir())), f"{str(path)!r} exists already; choose a new folder")
+    unfinished = path.parent / f".{path.name}.{os.getpid()}.unfinished"
+    try:
+        unfinished.mkdir(parents=True)
+        (unfinished / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        save_file(tensors, unfinished / "model.safetensors", metadata={"format": "pt"})
+        unfinished.replace(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"could not write {str(path)!r}: {_one_line(error)}") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _one_line(error: Exception) -> str:
+    """The first sentence or so of a library's message."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= 160 else text[:157] + "..."

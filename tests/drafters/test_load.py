@@ -1,0 +1,153 @@
+"""Which algorithm a `config.json` names, who loads it, and what a drafter may be named by."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drafters.algorithms import algorithm_of
+from drafters.dflash.drafter import DFlashDrafter
+from drafters.load import load_drafter
+from drafters.ngram import NGramDrafter, load_ngram
+from specdec import registry
+from specdec.core import Verifier
+from specdec.decoder import find_drafter
+from specdec.errors import CheckpointError, InvalidInputError, SpecDecError
+from specdec.registry import register_drafter
+from tests.drafters.tiny import FakeVerifier, write_tiny_dflash
+
+Patch = pytest.MonkeyPatch
+
+
+@pytest.mark.parametrize(
+    ("raw", "algorithm"),
+    [
+        ({"architectures": ["DFlashDraftModel"]}, "dflash"),
+        ({"dflash_config": {"mask_token_id": 1}}, "dflash"),
+        ({"architectures": ["DFlashDraftModel"], "dflash_config": {"selector_rank": 256}}, "dflash2"),
+        ({"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "domino"}}, "domino"),
+        ({"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "dflash"}}, "dflash"),
+        ({"architectures": ["Qwen3DSparkModel"], "markov_rank": 0}, "dflash"),
+        ({"architectures": ["Qwen3DSparkModel"], "markov_rank": 256}, "dspark"),
+        ({"architectures": ["DSparkDraftModel"], "dflash_config": {"markov_rank": 8}}, "dspark"),
+        ({"speculators_model_type": "eagle3", "architectures": ["Eagle3DraftModel"]}, "eagle3"),
+        ({"speculators_config": {"algorithm": "mtp"}}, "mtp"),
+        ({"medusa_num_heads": 4}, "medusa"),
+    ],
+)
+def test_algorithm(raw: dict[str, Any], algorithm: str) -> None:
+    """In every program's words for it."""
+    assert algorithm_of(raw) == algorithm
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        ({"architectures": ["DFlash2DraftModel"]}, "'dflash2' (DFlash 2, which adds convolutions"),
+        ({"speculators_model_type": "dspark", "markov_rank": 16}, "'dspark' (DSpark, which adds a Markov head"),
+        ({"architectures": ["Gemma4DSparkModel"], "markov_rank": 0}, "'Gemma4DSparkModel' (DSpark"),
+        ({"architectures": ["DominoDraftModel"]}, "'domino' (Domino"),
+        ({"architectures": ["DFlashLagunaForCausalLM"]}, "'DFlashLagunaForCausalLM' (DFlash on layers of its own"),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, "'LlamaForCausalLMEagle3' (EAGLE-3, a head of one layer"),
+        ({"speculators_model_type": "peagle"}, "'peagle' (P-EAGLE"),
+        ({"medusa_num_heads": 4}, "'medusa' (Medusa"),
+        ({"architectures": ["Qwen3NextMTP"]}, "'Qwen3NextMTP' (multi-token prediction"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, "'Qwen3ForCausalLM' (a language model of its own"),
+        ({"architectures": ["Other"]}, "'Other' is not supported yet"),
+        ({"hidden_size": 3}, "names no architecture"),
+    ],
+)
+def test_an_algorithm_that_is_not_supported_is_named(raw: dict[str, Any], said: str, tmp_path: Path) -> None:
+    """What it is and the way out, in one line that names the folder, before any tensor is read."""
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError) as caught:
+        load_drafter(tmp_path, verifier=FakeVerifier())
+    assert said in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_registered_algorithm_loads_its_checkpoints(tmp_path: Path, monkeypatch: Patch) -> None:
+    """The config.json decides, and the loader gets the folder and the target."""
+    monkeypatch.setattr(registry, "DRAFTERS", dict(registry.DRAFTERS))
+    monkeypatch.setattr("drafters.load.DRAFTERS", registry.DRAFTERS)
+    seen: list[Any] = []
+
+    def load(path: Path, *, verifier: Verifier) -> NGramDrafter:
+        seen.extend([path, verifier])
+        return NGramDrafter()
+
+    register_drafter("eagle3", load)
+    (tmp_path / "config.json").write_text('{"speculators_model_type": "eagle3"}')
+    verifier = FakeVerifier()
+    assert isinstance(load_drafter(tmp_path, verifier=verifier), NGramDrafter)
+    assert seen == [tmp_path, verifier]
+
+
+@pytest.mark.parametrize("name", ["ngram", "auto", "none", "a/b", "a:b", ""])
+def test_a_name_that_cannot_be_registered(name: str) -> None:
+    with pytest.raises(InvalidInputError, match="choose"):
+        register_drafter(name, load_ngram)
+    assert registry.DRAFTERS.get(name) is not load_ngram
+
+
+READY = NGramDrafter(max_draft_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("choice", "kind"),
+    [
+        (lambda folder: None, type(None)),
+        (lambda folder: "none", type(None)),
+        (lambda folder: "auto", NGramDrafter),
+        (lambda folder: "ngram", NGramDrafter),
+        (lambda folder: folder, DFlashDrafter),
+        (lambda folder: str(folder), DFlashDrafter),
+        (lambda folder: load_ngram, NGramDrafter),
+        (lambda folder: "drafters.ngram:load_ngram", NGramDrafter),
+        (lambda folder: READY, NGramDrafter),
+    ],
+    ids=["None", "none", "auto", "name", "Path", "folder", "function", "module:function", "ready"],
+)
+def test_what_names_a_drafter(choice: Callable[[Path], Any], kind: type, tmp_path: Path) -> None:
+    folder = write_tiny_dflash(tmp_path / "drafter")
+    found = find_drafter(choice(folder))(FakeVerifier())
+    assert type(found) is kind
+    assert (found is READY) == (choice(folder) is READY)
+
+
+def test_a_folder_without_a_slash(tmp_path: Path, monkeypatch: Patch) -> None:
+    """A folder beside the user, which a Path and a string both name."""
+    write_tiny_dflash(tmp_path / "drafter")
+    monkeypatch.chdir(tmp_path)
+    for choice in (Path("drafter"), "drafter"):
+        assert isinstance(find_drafter(choice)(FakeVerifier()), DFlashDrafter)
+
+
+@pytest.mark.parametrize(
+    ("choice", "said"),
+    [
+        (3, "drafter is a int; give a name, a path, a function"),
+        (object(), "drafter is a object; give"),
+        ("ngramm", "unknown drafter 'ngramm' (known: auto, ngram"),
+        ("no.such.module:load", "'no.such.module:load' cannot be imported: there is no module 'no'"),
+        ("drafters.ngram:nothing", "'drafters.ngram:nothing' cannot be imported"),
+    ],
+)
+def test_a_wrong_drafter_is_refused_before_a_target_is_loaded(choice: Any, said: str) -> None:
+    with pytest.raises(InvalidInputError) as caught:
+        find_drafter(choice)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_loader_that_makes_no_drafter() -> None:
+    with pytest.raises(InvalidInputError, match="made a int, which has no bind"):
+        find_drafter(lambda path, *, verifier: 3)(FakeVerifier())  # type: ignore[arg-type, return-value]
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(SpecDecError, match="is not a folder"):
+        find_drafter(tmp_path / "nowhere")(FakeVerifier())
