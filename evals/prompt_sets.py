@@ -12,6 +12,7 @@ from typing import Any
 
 from specdec.errors import InvalidInputError
 from specdec.files import read_jsonl
+from specdec.packages import install_command
 
 BUNDLED = "bundled"
 BUNDLED_FILE = Path(__file__).parent / "data" / "problems.json"
@@ -201,7 +202,7 @@ def _hub_rows(name: str, source: _Source) -> list[tuple[str, Row]]:
     if find_spec("datasets") is None:
         raise InvalidInputError(
             f"prompt set {name!r} is read from the hub by the package datasets, which is not installed;"
-            f" run: pip install 'specdec[eval]', or {way_out}"
+            f" run: {install_command('eval')}; or {way_out}"
         )
     try:
         rows = import_module("datasets").load_dataset(source.hub, source.config, split=source.split)

@@ -8,6 +8,7 @@ from typing import Any
 from tqdm import tqdm
 
 from specdec.files import disk_errors, write_atomically
+from specdec.packages import install_command
 
 COLUMNS = ("step", "minutes", "epoch", "loss", "train_tau", "slot1", "lr", "grad_norm", "sequences_per_second", "tau")
 """`train_tau` and `slot1` are teacher-forced on training answers at random anchors; `tau` is replayed on held-out answers."""
@@ -78,7 +79,7 @@ class TrainLog:
             from matplotlib.backends.backend_agg import FigureCanvasAgg
             from matplotlib.figure import Figure
         except ImportError:
-            self.say("no curves.png: matplotlib is not installed (pip install 'specdec[train]')")
+            self.say(f"no curves.png: matplotlib is not installed; run: {install_command('train')}")
             return
         figure = Figure(figsize=(9, 4), layout="constrained")
         loss_axes, tau_axes = figure.subplots(1, 2)

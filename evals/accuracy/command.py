@@ -12,6 +12,7 @@ from specdec.cli.fields import whole_number
 from specdec.cli.options import engine_config, engine_options, load_decoder, model_options, sampling_options
 from specdec.errors import InvalidInputError
 from specdec.files import check_writable, make_folder, write_text
+from specdec.packages import install_command
 from specdec.registry import drafter_name
 
 _EXAMPLES = """\
@@ -70,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     if args.system is not None and not args.chat:
         raise InvalidInputError("--system needs the chat template; add --chat")
     if find_spec("lm_eval") is None:
-        raise InvalidInputError("specdec eval needs lm-eval, which is not installed; run: pip install 'specdec[eval]'")
+        raise InvalidInputError(f"specdec eval needs lm-eval, which is not installed; run: {install_command('eval')}")
 
     from evals.prompt_sets import parse_data
     from evals.report.html import check_plotting, html_report

@@ -12,6 +12,7 @@ from evals.report import charts
 from evals.report.report import Report
 from evals.report.table import bench_table, eval_table
 from specdec.errors import InvalidInputError
+from specdec.packages import install_command
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1c1c1c; background: #fff; margin: 0 auto; padding: 16px; max-width: 1180px; }
@@ -36,7 +37,7 @@ def check_plotting() -> None:
         InvalidInputError: matplotlib is not installed.
     """
     if find_spec("matplotlib") is None:
-        raise InvalidInputError("--html draws with matplotlib, which is not installed; run: pip install 'specdec[eval]'")
+        raise InvalidInputError(f"--html draws with matplotlib, which is not installed; run: {install_command('eval')}")
 
 
 def html_report(report: Report) -> str:

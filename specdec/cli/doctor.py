@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from specdec import __version__
 from specdec.cli.fields import whole_number
 from specdec.errors import InvalidInputError
+from specdec.packages import foreign_packages, overwritten_packages
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"{name:<13} {_package_version(name)}")
     if torch.version.hip or torch.version.cuda:
         print(f"torch for     {f'ROCm {torch.version.hip}' if torch.version.hip else f'CUDA {torch.version.cuda}'}")
-    for warning in aiter_warnings():
+    for warning in [*foreign_packages(), *overwritten_packages(), *aiter_warnings()]:
         print(f"warning       {warning}")
     refused = refusals(spec)
     print(f"\nattention backends, for {describe_spec(spec)}")

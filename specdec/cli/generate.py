@@ -12,6 +12,7 @@ from specdec.cli.prompts import model_inputs, read_prompts
 from specdec.cli.result_writer import ResultWriter
 from specdec.cli.summary import describe_drafts, format_summary, format_timing
 from specdec.errors import InvalidInputError
+from specdec.packages import require_ours
 from specdec.registry import PARTS, drafter_name, resolve
 
 _EXAMPLES = """\
@@ -57,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
     """
     _check_combination(args)
     if args.compare:
+        require_ours("evals")
         status: int = resolve(PARTS, "compare", "part")(args)
         return status
     prompts, sampling, engine = read_prompts(args.prompts, args.file), sampling_params(args), engine_config(args)

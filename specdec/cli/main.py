@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from specdec import __version__
 from specdec.errors import InvalidInputError, SpecDecError
+from specdec.packages import require_ours
 from specdec.registry import VERBS, unknown_name
 
 EXIT_OK = 0
@@ -84,6 +85,7 @@ def _dispatch(arguments: list[str]) -> int:
         if verb is None:
             raise unknown_name([verb.name for verb in VERBS], name, "command")
         parser = Parser(f"specdec {name}", description=f"{verb.summary.capitalize()}.")
+        require_ours(verb.home.partition(".")[0])
         home = import_module(verb.home)
         home.add_arguments(parser)
         parser.add_argument("--debug", action="store_true", help="show the traceback of an error")

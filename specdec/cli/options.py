@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.cli.fields import add_options, from_options, kinds_of
 from specdec.config import CacheConfig, EngineConfig, LoadConfig, SamplingParams
+from specdec.packages import require_ours
 
 if TYPE_CHECKING:
     from specdec.decoder import SpecDecoder
@@ -62,8 +63,9 @@ def load_decoder(args: argparse.Namespace, drafter: str | None, engine: EngineCo
     """The target that the options name, with a drafter and an engine.
 
     Raises:
-        SpecDecError: see `SpecDecoder.from_pretrained`.
+        SpecDecError: see `SpecDecoder.from_pretrained` and `require_ours`.
     """
+    require_ours("drafters", "verifiers")
     from transformers.utils import logging
 
     from specdec.decoder import SpecDecoder

@@ -16,7 +16,7 @@ Capture = pytest.CaptureFixture[str]
         ([], ["no task given", "--tasks"]),
         (["--tasks", "bundled", "--log-samples"], ["--log-samples", "--out"]),
         (["--tasks", "bundled", "-k", "0"], ["plain decoding is always evaluated"]),
-        (["--tasks", "bundled"], ["lm-eval", "pip install 'specdec[eval]'"]),
+        (["--tasks", "bundled"], ["lm-eval", "pip install -e '", "[eval]'"]),
     ],
 )
 def test_what_is_missing_is_said_in_one_line(

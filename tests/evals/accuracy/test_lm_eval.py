@@ -16,7 +16,7 @@ from specdec.decoder import SpecDecoder
 from specdec.errors import InvalidInputError
 from tests.evals.tiny import save_tiny, write_jsonl
 
-pytest.importorskip("lm_eval", reason="lm-eval comes with specdec[eval]")
+pytest.importorskip("lm_eval", reason="lm-eval comes with the extra eval")
 
 import lm_eval
 from lm_eval.api.instance import Instance

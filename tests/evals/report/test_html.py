@@ -11,7 +11,7 @@ import pytest
 
 from tests.evals.tiny import tiny_report
 
-pytest.importorskip("matplotlib", reason="the page is drawn with matplotlib, which comes with specdec[eval]")
+pytest.importorskip("matplotlib", reason="the page is drawn with matplotlib, which comes with the extra eval")
 
 from evals.report.html import html_report
 

@@ -1,0 +1,77 @@
+"""Packages of strangers under our names: said in one line, never imported in silence."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specdec import packages
+from specdec.packages import ROOT, foreign_packages, install_command, overwritten_packages
+
+
+def run_beside(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`specdec` with `folder` first on Python's path and our packages behind it."""
+    environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-P", "-m", "specdec", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_our_packages_are_ours() -> None:
+    assert foreign_packages() == []
+
+
+@pytest.mark.parametrize("regular", [True, False], ids=["package", "folder"])
+def test_a_strangers_package_is_named_with_its_place_and_the_way_out(regular: bool, tmp_path: Path) -> None:
+    """Catches `ModuleNotFoundError: No module named 'evals.bench'`. A folder without `__init__.py` does not hide our package."""
+    (tmp_path / "evals").mkdir()
+    if regular:
+        (tmp_path / "evals" / "__init__.py").touch()
+    done = run_beside(tmp_path, "bench", "--help")
+    if not regular:
+        assert done.returncode == 0, done.stderr
+        return
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    for part in ("package 'evals'", str(tmp_path / "evals"), "run from another folder"):
+        assert part in done.stderr
+    warnings = [line for line in run_beside(tmp_path, "doctor").stdout.splitlines() if line.startswith("warning")]
+    assert any("package 'evals'" in line and str(tmp_path / "evals") in line for line in warnings), warnings
+
+
+def test_packages_below_the_model_are_looked_at_before_it_loads(tmp_path: Path) -> None:
+    (tmp_path / "verifiers.py").touch()
+    done = run_beside(tmp_path, "generate", "x")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "package 'verifiers'" in done.stderr and str(tmp_path / "verifiers.py") in done.stderr
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages, "find_spec", lambda name: None)
+    (line,) = foreign_packages(["drafters"])
+    assert "'drafters' is missing" in line and "install specdec-dflash again" in line
+
+
+def test_files_of_another_distribution_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches two wheels that overwrote each other's files in one folder."""
+    owners = {"evals": ["specdec-dflash", "evals"], "specdec": ["specdec-dflash"], "torch": ["torch"]}
+    monkeypatch.setattr(packages, "packages_distributions", lambda: owners)
+    (line,) = overwritten_packages()
+    assert "distribution 'evals' has files in package 'evals'" in line and "pip uninstall evals" in line
+
+
+def test_what_is_missing_is_installed_from_the_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Catches `pip install 'specdec[eval]'`, which would install another project."""
+    assert install_command("eval") == f"python -m pip install -e '{ROOT}[eval]'"
+    monkeypatch.setattr(packages, "ROOT", tmp_path)
+    assert "'.[eval]' in a checkout" in install_command("eval")
+
+
+def test_no_page_and_no_message_installs_a_stranger() -> None:
+    folders = [ROOT / name for name in (*packages.PACKAGES, "docs")]
+    files = [*ROOT.glob("*.md"), *(file for folder in folders for suffix in ("md", "py") for file in folder.rglob(f"*.{suffix}"))]
+    assert len(files) > 100
+    stranger = re.compile(r"pip install [^\n]*(?<![-\w/])(specdec|drafters|verifiers|evals)(?!-dflash)\b")
+    found = [f"{file}: {match[0]}" for file in files for match in stranger.finditer(file.read_text(encoding="utf-8"))]
+    assert found == []
