@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -257,8 +256,7 @@ class Bench:
 
         sides = [_Side(PLAIN, decoder(None, None))]
         for (name, drafter), k in product(self.drafters.items(), config.num_draft_tokens):
-            # The copy shares the weights; `bind` gives each its own caches.
-            sides.append(_Side(name, decoder(copy.copy(drafter), k)))
+            sides.append(_Side(name, decoder(drafter, k)))
         for peer in self._peers:
             sides.append(_Side(peer.name, self._base, peer, partial(_ask, peer, concurrency)))
         return sides

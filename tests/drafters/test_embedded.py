@@ -5,7 +5,6 @@ import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -22,6 +21,7 @@ from specdec.cli.main import main
 from specdec.decoder import find_drafter
 from specdec.errors import CheckpointError, InvalidInputError
 from specdec.metrics import pooled
+from tests.drafters.tiny import FakeVerifier
 from tests.evals.tiny import PROMPTS, save_tiny, tiny_decoder
 
 Capture = pytest.CaptureFixture[str]
@@ -31,6 +31,13 @@ Capture = pytest.CaptureFixture[str]
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a tiny target, which the embedded drafter does not fit."""
     return save_tiny(tmp_path_factory.mktemp("target"))
+
+
+def of_its_shape(name: str) -> FakeVerifier:
+    """A target that the embedded drafter fits."""
+    verifier = FakeVerifier()
+    verifier.name, verifier.num_layers, verifier.hidden_size, verifier.vocab_size = name, 30, 576, 49152
+    return verifier
 
 
 def sha256() -> str:
@@ -49,7 +56,7 @@ def test_the_files_are_those_of_the_card() -> None:
 
 @pytest.mark.parametrize("name", ["auto", "embedded"])
 def test_the_embedded_model_gets_its_own_drafter(name: str) -> None:
-    drafter = find_drafter(name)(SimpleNamespace(name="embedded"))
+    drafter = find_drafter(name)(of_its_shape("embedded"))
     assert isinstance(drafter, DFlashDrafter)
     assert drafter.max_draft_tokens == 15
 
@@ -70,7 +77,7 @@ def test_an_installation_without_the_weights_is_said_in_one_line(
         shutil.copy(embedded_drafter_path() / file, tmp_path)
     monkeypatch.setattr(embedded, "FOLDER", tmp_path)
     with pytest.raises(CheckpointError, match=r"lacks .*model\.safetensors in .*; install specdec again") as caught:
-        find_drafter(name)(SimpleNamespace(name="embedded"))
+        find_drafter(name)(of_its_shape("embedded"))
     assert "\n" not in str(caught.value)
     assert ("config.json" in str(caught.value)) == (not there)
 
@@ -84,12 +91,13 @@ def test_a_path_is_refused() -> None:
 def test_every_verb_explains_the_default(verb: str, capsys: Capture) -> None:
     assert main([verb, "--help"]) == 0
     assert "--drafter NAME" in (text := " ".join(capsys.readouterr().out.split())) or "--drafter NAME [NAME ...]" in text
-    assert "auto (default: embedded for the embedded model, else ngram), embedded, ngram, or a checkpoint's folder" in text
+    assert "auto (embedded for the embedded model, else ngram), embedded, ngram, a checkpoint's folder" in text
 
 
 def test_a_sweep_names_what_auto_stands_for_and_knows_each_drafters_k() -> None:
     """Catches a report that says "auto", and one drafter measured twice under two names."""
     base = tiny_decoder()
+    base.verifier = of_its_shape("some/target")
     assert list(Bench(base, BenchConfig(sets=(PROMPTS,), drafters=("auto", "ngram"))).drafters) == ["ngram"]
     assert list(Bench(base, BenchConfig(sets=(PROMPTS,), drafters=("embedded",), num_draft_tokens=(8, 15))).drafters) == [
         "embedded"

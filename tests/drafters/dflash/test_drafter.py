@@ -277,6 +277,32 @@ def test_weights_take_the_targets_type() -> None:
     assert drafter.draft_hidden(rig.batch([3, 5], [9, 14], 4)).dtype == torch.bfloat16
 
 
+def test_runs_share_the_weights() -> None:
+    """Binding allocates nothing for weights, also where they are packed; and one run's caches are not the other's."""
+    verifier = FakeVerifier(tiny_target().bfloat16())
+    verifier.dtype = torch.bfloat16
+    verifier.attention = TorchRefBackend(replace(verifier.attention.spec, dtype=torch.bfloat16))
+    drafter = tiny_drafter(verifier)
+
+    def weights() -> list[object]:
+        linears = [module.forward for module in drafter.model.modules() if isinstance(module, torch.nn.Linear)]
+        return [drafter.model.context_projection()[0], *linears]
+
+    before = weights()
+    one, two = (Rig(drafter, verifier).bound for _ in range(2))
+    assert isinstance(one, BoundDFlash) and isinstance(two, BoundDFlash)
+    assert one.drafter is two.drafter is drafter
+    assert all(now is then for now, then in zip(weights(), before, strict=True))
+    assert one.caches[0].key.data_ptr() != two.caches[0].key.data_ptr()
+
+
+def test_another_targets_object_is_refused() -> None:
+    """The weights were laid out for one target, whose embeddings and head they borrow."""
+    drafter = tiny_drafter(FakeVerifier())
+    with pytest.raises(InvalidInputError, match="made ready for 'tiny' as loaded earlier"):
+        Rig(drafter, FakeVerifier())
+
+
 def test_preparing_for_inference(tmp_path: Path) -> None:
     """Joined and packed weights change neither the context nor the state dict, and the result can still be written."""
     config = replace(TINY, attention_bias=True)
