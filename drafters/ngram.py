@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdec.config import DraftSampling
-from specdec.core import AcceptOutput, DecodeBatch, DraftOutput, PrefillBatch, Verifier, VerifyOutput
+from specdec.core import AcceptOutput, BoundDrafter, DecodeBatch, Drafter, DraftOutput, Verifier, VerifyOutput
 from specdec.errors import InvalidInputError
-from specdec.kv_cache import KVLayerSpec, LayerCache
+from specdec.kv_cache import LayerCache
 
 
-class NGramDrafter:
+class NGramDrafter(Drafter):
     """Copies what followed the last n-gram the last time it occurred; see `specdec.core.Drafter`.
 
     Args:
@@ -28,10 +28,6 @@ class NGramDrafter:
         InvalidInputError: a number out of range.
     """
 
-    aux_layer_ids: tuple[int, ...] = ()
-    num_lookahead_tokens = 0
-    weight_bytes = 0
-
     def __init__(self, *, max_draft_tokens: int = 8, prompt_lookup_max: int = 4, prompt_lookup_min: int = 1) -> None:
         if max_draft_tokens < 1:
             raise InvalidInputError(f"max_draft_tokens is {max_draft_tokens}; it must be at least 1")
@@ -42,7 +38,6 @@ class NGramDrafter:
         self.max_draft_tokens = max_draft_tokens
         self.prompt_lookup_max = prompt_lookup_max
         self.prompt_lookup_min = prompt_lookup_min
-        self.kv_specs: list[KVLayerSpec] = []
 
     def bind(
         self, verifier: Verifier, caches: Sequence[LayerCache], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling
@@ -53,7 +48,7 @@ class NGramDrafter:
         return BoundNGram(self, torch.zeros(max_num_seqs, width, dtype=torch.long, device=verifier.device))
 
 
-class BoundNGram:
+class BoundNGram(BoundDrafter):
     """The texts of the requests of one engine; see `specdec.core.BoundDrafter`.
 
     Args:
@@ -67,9 +62,6 @@ class BoundNGram:
     def begin(self, slot: int, token_ids: Sequence[int]) -> None:
         """Uploads the tokens of a request."""
         self.history[slot, : len(token_ids)] = torch.tensor(token_ids, dtype=torch.long, device=self.history.device)
-
-    def prefill(self, batch: PrefillBatch, verify: VerifyOutput) -> None:
-        """Nothing: `begin` brought the tokens."""
 
     def propose(self, batch: DecodeBatch) -> DraftOutput:
         """Drafts k tokens for every request whose last tokens occurred before, and 0 for the others."""

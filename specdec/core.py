@@ -280,22 +280,27 @@ class Verifier(Protocol):
 
 
 class Drafter(Protocol):
-    """A way to propose tokens: weights and choices, which no run changes. `bind` starts a run; any number of them may share it."""
+    """A way to propose tokens: weights and choices, which no run changes. `bind` starts a run; any number of them may share it.
+
+    A subclass that needs nothing of the target but tokens gives `max_draft_tokens` and `bind`.
+    """
 
     max_draft_tokens: int
     """Largest k."""
-    num_lookahead_tokens: int
+    num_lookahead_tokens: int = 0
     """Cache positions from L on that drafting writes whatever k is; 0 where it writes none, or no more than k + 1."""
-    aux_layer_ids: tuple[int, ...]
+    aux_layer_ids: tuple[int, ...] = ()
     """Decoder layers (0-based) of the target whose raw outputs are needed."""
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weights that drafting reads in a step."""
+        return 0
 
     @property
     def kv_specs(self) -> Sequence[LayerSpec]:
         """Cache layers needed, in the same blocks as the target's."""
+        return ()
 
     def bind(
         self, verifier: Verifier, caches: Sequence[Any], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling

@@ -3,14 +3,13 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from specdec.config import DraftSampling
-from specdec.core import AcceptOutput, DecodeBatch, DraftOutput, PrefillBatch, Verifier, VerifyOutput
-from specdec.kv_cache import KVLayerSpec, LayerCache
+from specdec.core import BoundDrafter, DecodeBatch, Drafter, DraftOutput, Verifier
+from specdec.kv_cache import LayerCache
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(Drafter):
     """Proposes the known continuation of each prompt, changed at the draft positions in `wrong_at`.
 
     Args:
@@ -19,13 +18,8 @@ class ScriptedDrafter:
         wrong_at: draft positions (0-based) to spoil; one set for all requests, or per prompt by index modulo its length.
     """
 
-    aux_layer_ids: tuple[int, ...] = ()
-    num_lookahead_tokens = 0
-    weight_bytes = 0
-
     def __init__(self, outputs: dict[tuple[int, ...], list[int]], k: int, wrong_at: Sequence[set[int]] = (set(),)) -> None:
         self.outputs, self.max_draft_tokens, self.wrong_at = outputs, k, wrong_at
-        self.kv_specs: list[KVLayerSpec] = []
 
     def bind(
         self, verifier: Verifier, caches: Sequence[LayerCache], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling
@@ -33,7 +27,7 @@ class ScriptedDrafter:
         return BoundScript(self, verifier, max_num_seqs, max_len)
 
 
-class BoundScript:
+class BoundScript(BoundDrafter):
     """The scripts of the requests of one engine."""
 
     def __init__(self, drafter: ScriptedDrafter, verifier: Verifier, max_num_seqs: int, max_len: int) -> None:
@@ -53,17 +47,11 @@ class BoundScript:
         wrong = wrong_at[index % len(wrong_at)]
         self.spoil[slot] = torch.tensor([int(j in wrong) for j in range(self.drafter.max_draft_tokens)])
 
-    def prefill(self, batch: PrefillBatch, verify: VerifyOutput) -> None:
-        pass
-
     def propose(self, batch: DecodeBatch) -> DraftOutput:
         rows = self.script.index_select(0, batch.slots)
         right = rows.gather(1, batch.positions(batch.k + 1)[:, 1:].clamp(max=rows.shape[1] - 1))
         spoil = self.spoil.index_select(0, batch.slots)[:, : batch.k]
         return DraftOutput(token_ids=(right + spoil) % self.vocab_size)
-
-    def commit(self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput) -> None:
-        pass
 
 
 def _fits(tokens: tuple[int, ...], prompt: tuple[int, ...], output: list[int]) -> bool:

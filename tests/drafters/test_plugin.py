@@ -1,0 +1,56 @@
+"""The drafter that docs/drafters.md shows, as a reader would run it."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec import registry
+from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.decoder import SpecDecoder, find_drafter
+from specdec.metrics import pooled
+from tests.drafters.tiny import FakeVerifier, Rig
+from tests.helpers.guards import no_host_sync
+from tests.helpers.tiny_models import paged_verifier, plain_model, random_prompts, tiny_tokenizer
+
+PAGE = Path(__file__).parents[2] / "docs" / "drafters.md"
+
+
+@pytest.fixture
+def page(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the page's code defines, with its name in the registry until the test ends."""
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
+    monkeypatch.delitem(registry.DRAFTERS, "bigrams", raising=False)
+    names: dict[str, Any] = {}
+    exec(compile(code, str(PAGE), "exec"), names)
+    monkeypatch.setitem(registry.DRAFTERS, "bigrams", registry.DRAFTERS["bigrams"])
+    return names
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_the_page_drafts_and_changes_no_output(page: dict[str, Any], by_name: bool) -> None:
+    """By its registered name and as an object: greedy outputs are those of plain decoding, and drafts were accepted."""
+    verifier, tokenizer = paged_verifier(plain_model("llama")), tiny_tokenizer()
+    drafter = find_drafter("bigrams" if by_name else page["Bigrams"]())(verifier)
+    config = EngineConfig(max_num_seqs=3, max_model_len=128, num_draft_tokens=4, cache=CacheConfig(memory_bytes=2**22))
+    drafted = SpecDecoder(verifier, tokenizer, drafter, config)
+    sampling = SamplingParams(max_tokens=60, ignore_eos=True)
+    prompts = random_prompts(5)
+    plain, found = drafted.plain().generate(prompts, sampling), drafted.generate(prompts, sampling)
+    assert isinstance(plain, list)
+    assert isinstance(found, list)
+    assert [result.token_ids for result in found] == [result.token_ids for result in plain]
+    assert pooled(result.stats for result in found).tau > 1.1
+
+
+def test_the_page_keeps_its_own_rule(page: dict[str, Any]) -> None:
+    """No method of a step waits for the device."""
+    rig = Rig(page["Bigrams"](), FakeVerifier())
+    rig.bound.begin(0, [1, 2, 1])
+    batch, accepted = rig.batch([1, 3], [2, 2], 4), torch.tensor([1, 0])
+    with no_host_sync():
+        draft = rig.bound.propose(batch)
+        rig.commit_tensors(batch, torch.cat([batch.anchors[:, None], draft.token_ids], dim=1), accepted)
+    assert draft.token_ids[0].tolist() == [2, 1, 2, 1]
