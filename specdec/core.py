@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,9 +17,7 @@ from specdec.attention.backend import AttentionBackend, AttentionMetadata
 from specdec.attention.mla import MlaBackend
 from specdec.config import DraftSampling, SamplingParams
 from specdec.kv_cache import LayerSpec
-
-if TYPE_CHECKING:
-    from specdec.sampling import SamplingTensors
+from specdec.sampling_tensors import SamplingTensors
 
 
 class Status(Enum):
@@ -188,15 +186,8 @@ class DecodeBatch:
             # The kernels that add up also convert: to int64 what is multiplied, to int32 what is kept.
             slots = torch.add(positions % self.block_size, blocks, alpha=self.block_size)
             seq_lens = torch.add(self.seq_lens, width, out=torch.empty_like(self.seq_lens, dtype=torch.int32))
-            self._metadata[width] = AttentionMetadata(
-                query_start_loc=torch.arange(0, self.num_reqs * width + 1, width, dtype=torch.int32, device=self.slots.device),
-                seq_lens=seq_lens,
-                block_table=self.block_table,
-                slot_mapping=slots.reshape(-1),
-                num_reqs=self.num_reqs,
-                num_tokens=self.num_reqs * width,
-                max_query_len=width,
-                max_seq_len=self.max_seq_len,
+            self._metadata[width] = AttentionMetadata.uniform(
+                width, seq_lens, self.block_table, slots.reshape(-1), max_seq_len=self.max_seq_len
             )
         return replace(self._metadata[width], causal=causal)
 

@@ -5,13 +5,13 @@ neighbours, on preemption, or, for point-mass drafts, on whether drafts were use
 once per purpose: those behind a rejection have influenced nothing yet when the next step draws them again.
 """
 
-from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
 from torch import Tensor
 
 from specdec.layers.argmax import argmax
+from specdec.sampling_tensors import SamplingTensors
 
 
 class Purpose(IntEnum):
@@ -20,34 +20,6 @@ class Purpose(IntEnum):
     SAMPLE = 0  # the target's own token
     ACCEPT = 1  # the acceptance test of a draft
     DRAFT = 2  # the drafter's token
-
-
-@dataclass(slots=True)
-class SamplingTensors:
-    """Sampling state of the requests in a batch. A tensor that the host facts say nobody reads may be empty.
-
-    Attributes:
-        temperature: float32 [num_reqs]; 0 is greedy.
-        top_k: int64 [num_reqs]; 0 is off.
-        top_p, min_p, repetition_penalty: float32 [num_reqs].
-        seeds: int64 [num_reqs].
-        seen: bool [num_reqs, V], tokens before the anchor that the repetition penalty counts; None when no request has one.
-        all_greedy, max_top_k, any_top_p, any_min_p: host facts that choose the code path.
-        logprobs: a request wants log-probabilities.
-    """
-
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    repetition_penalty: Tensor
-    seeds: Tensor
-    seen: Tensor | None
-    all_greedy: bool
-    max_top_k: int
-    any_top_p: bool
-    any_min_p: bool
-    logprobs: bool
 
 
 def _signed(bits: int) -> int:
@@ -69,7 +41,7 @@ def _shift_right(bits: Tensor, count: int) -> Tensor:
 
 
 def _mix(bits: Tensor) -> Tensor:
-    """Bijective 64-bit finaliser: flipping any input bit flips every output bit with probability near one half."""
+    """Bijective 64-bit finalizer: flipping any input bit flips every output bit with probability near one half."""
     bits = (bits ^ _shift_right(bits, 30)) * _FACTORS[0]
     bits = (bits ^ _shift_right(bits, 27)) * _FACTORS[1]
     return bits ^ _shift_right(bits, 31)
@@ -94,7 +66,7 @@ def uniform(seeds: Tensor, positions: Tensor, purpose: Purpose) -> Tensor:
     return _shift_right(bits, 11).double() * 2.0**-53
 
 
-def penalised(logits: Tensor, sampling: SamplingTensors, tokens: Tensor) -> Tensor:
+def penalized(logits: Tensor, sampling: SamplingTensors, tokens: Tensor) -> Tensor:
     """Applies the repetition penalty to rows that were fed `tokens`: a row counts the tokens up to its own.
 
     Args:
@@ -130,11 +102,11 @@ def processed_probs(logits: Tensor, sampling: SamplingTensors) -> Tensor:
     """
     temperature = sampling.temperature[:, None, None]
     scores = logits.float() / temperature.clamp(min=_COLDEST)
-    if sampling.max_top_k:
+    if sampling.plan.max_top_k:
         scores = _filter_top_k(scores, sampling)
-    if sampling.any_top_p:
+    if sampling.plan.any_top_p:
         scores = _filter_top_p(scores, sampling)
-    if sampling.any_min_p:
+    if sampling.plan.any_min_p:
         probs = scores.softmax(dim=-1)
         floor = sampling.min_p[:, None, None] * probs.amax(dim=-1, keepdim=True)
         scores = scores.masked_fill(probs < floor, -torch.inf)
@@ -145,7 +117,7 @@ def processed_probs(logits: Tensor, sampling: SamplingTensors) -> Tensor:
 
 def _filter_top_k(scores: Tensor, sampling: SamplingTensors) -> Tensor:
     """Keeps the `top_k` largest of each row, and whatever equals the last of them."""
-    most = min(sampling.max_top_k, scores.shape[-1])
+    most = min(sampling.plan.max_top_k, scores.shape[-1])
     largest = scores.topk(most, dim=-1).values
     last = (sampling.top_k - 1).clamp(0, most - 1)[:, None, None].expand(-1, scores.shape[1], 1)
     least = largest.gather(-1, last).where(sampling.top_k[:, None, None] > 0, -torch.inf)

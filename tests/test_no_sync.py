@@ -20,7 +20,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"temperature": 0.8, "seed": 3},
     "filtered": {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 3, "logprobs": True},
-    "penalised": {"repetition_penalty": 1.3},
+    "penalized": {"repetition_penalty": 1.3},
 }
 
 
@@ -55,14 +55,14 @@ def guarded_run(
 ) -> list[list[int]]:
     """Outputs of an engine whose every launch runs under the guard."""
     engine = SpecEngine(verifier, drafter, engine_config(3, pipeline_depth=1, draft_sampling=draft_sampling))
-    launch, launches = engine._launch, []
+    launch, launches = engine.runner.step, []
 
     def guarded(batch: DecodeBatch) -> Any:
         launches.append(batch.k)
         with no_host_sync():
             return launch(batch)
 
-    engine._launch = guarded  # type: ignore[method-assign]
+    engine.runner.step = guarded  # type: ignore[method-assign]
     requests = [engine.add_request(prompt, sampling) for prompt in prompts]
     while engine.has_work:
         engine.step()

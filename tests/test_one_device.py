@@ -16,17 +16,17 @@ from specdec.attention.selector import select_backend
 from specdec.config import CacheConfig, EngineConfig
 from specdec.core import Drafter, Verifier
 from specdec.engine.engine import SpecEngine
-from specdec.engine.slots import SamplingFacts
+from specdec.sampling_tensors import SamplingPlan
 from tests.helpers.tiny_models import CONFIGS, random_dflash
 from verifiers.hf import verifier_for
 from verifiers.hf_attention import ATTENTION_NAME
 from verifiers.shape import backend_spec
 
 META = torch.device("meta")
-FACTS = {
-    "greedy": SamplingFacts(False, True, 0, False, False, False),
-    "filtered": SamplingFacts(False, False, 32, True, True, True),
-    "penalised": SamplingFacts(True, False, 0, False, False, False),
+PLANS = {
+    "greedy": SamplingPlan(False, True, 0, False, False, False),
+    "filtered": SamplingPlan(False, False, 32, True, True, True),
+    "penalized": SamplingPlan(True, False, 0, False, False, False),
 }
 
 
@@ -56,14 +56,14 @@ def test_a_step_stays_on_its_device(name: str, fuse: bool) -> None:
         cache = CacheConfig(memory_bytes=2**20)
         config = EngineConfig(num_draft_tokens=None, max_num_seqs=4, draft_sampling="probabilistic", cache=cache)
         engine = SpecEngine(verifier, drafter, config)
-        engine.state.seen = torch.zeros(5, verifier.vocab_size, dtype=torch.bool, device=META)
+        engine.slots.sampling.seen = torch.zeros(5, verifier.vocab_size, dtype=torch.bool, device=META)
         slots = torch.empty(3, dtype=torch.int64, device=META)
         if drafter is drafters[-1]:
             drafter.model.rotary(slots, torch.float32)  # type: ignore[union-attr]  # a prefill has brought its frequencies over
-        for facts in FACTS.values():
+        for plan in PLANS.values():
             with torch.inference_mode(), OneDevice():
-                sampling = engine.state.sampling(slots, facts)
-                batch = engine.state.gather(slots, sampling, k=engine.num_draft_tokens, max_seq_len=64)
-                table = engine._result_table(batch)
-                engine.state.rest_padding()
+                sampling = engine.slots.sampling.select(slots, plan)
+                batch = engine.slots.gather(slots, sampling, k=engine.num_draft_tokens, max_seq_len=64)
+                table = engine.runner.step_table(batch)
+                engine.slots.rest_padding()
             assert table.shape[0] == 3

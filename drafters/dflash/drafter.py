@@ -121,7 +121,7 @@ class BoundDFlash:
     def propose(self, batch: DecodeBatch) -> DraftOutput:
         """Drafts `batch.k` tokens per request in one forward."""
         logits = self.logits(self.draft_hidden(batch))
-        if self.draft_sampling == "greedy" or batch.sampling.all_greedy:
+        if self.draft_sampling == "greedy" or batch.sampling.plan.all_greedy:
             return DraftOutput(token_ids=self._to_target(argmax(logits)[0]))
         probs = processed_probs(logits, batch.sampling)
         draws = uniform(batch.sampling.seeds, batch.positions(batch.k + 1)[:, 1:], Purpose.DRAFT)

@@ -147,7 +147,7 @@ def _measure(engine: SpecEngine, prompts: Sequence[list[int]], steps: int, warmu
 
 
 def _num_graphs(engine: SpecEngine) -> int:
-    return len(engine.graphs.graphs) if engine.graphs else 0
+    return len(engine.runner.graphs.graphs) if engine.runner.graphs else 0
 
 
 def format_profile(result: StepProfile, *, most: int = 25) -> str:

@@ -1,7 +1,9 @@
 """What an attention backend is: a capability statement, a plan made once per forward, and a run made once per layer."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
@@ -24,7 +26,6 @@ class AttentionSpec:
         softcap: bound `c` in `c * tanh(score / c)`, or None.
         non_causal: blocks whose rows see each other in both directions are needed (drafters).
         cache_dtype: type of the cache when it is not `dtype`: an 8-bit float.
-        cache_scales: what a stored key and a stored value of an 8-bit cache are multiplied by.
     """
 
     device: torch.device
@@ -38,7 +39,6 @@ class AttentionSpec:
     softcap: float | None = None
     non_causal: bool = False
     cache_dtype: torch.dtype | None = None
-    cache_scales: tuple[float, float] = (1.0, 1.0)
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -80,6 +80,47 @@ class AttentionMetadata:
     query_lens: list[int] | None = None
     seq_lens_host: list[int] | None = None
 
+    @classmethod
+    def uniform(
+        cls, width: int, seq_lens: Tensor, block_table: Tensor, slot_mapping: Tensor, *, max_seq_len: int
+    ) -> "AttentionMetadata":
+        """`width` new rows for every request, with lengths that only the device knows."""
+        num_reqs = len(seq_lens)
+        num_tokens = num_reqs * width
+        return cls(
+            query_start_loc=torch.arange(0, num_tokens + 1, width, dtype=torch.int32, device=seq_lens.device),
+            seq_lens=seq_lens,
+            block_table=block_table,
+            slot_mapping=slot_mapping,
+            num_reqs=num_reqs,
+            num_tokens=num_tokens,
+            max_query_len=width,
+            max_seq_len=max_seq_len,
+        )
+
+    @classmethod
+    def packed(
+        cls, query_lens: Sequence[int], seq_lens: Sequence[int], block_table: Tensor, slot_mapping: Tensor
+    ) -> "AttentionMetadata":
+        """New rows of requests whose lengths the host knows."""
+        device = block_table.device
+
+        def int32(values: Sequence[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+        return cls(
+            query_start_loc=int32([0, *accumulate(query_lens)]),
+            seq_lens=int32(seq_lens),
+            block_table=block_table,
+            slot_mapping=slot_mapping,
+            num_reqs=len(query_lens),
+            num_tokens=sum(query_lens),
+            max_query_len=max(query_lens),
+            max_seq_len=max(seq_lens),
+            query_lens=list(query_lens),
+            seq_lens_host=list(seq_lens),
+        )
+
 
 class AttentionBackend(ABC):
     """Attention over the paged cache.
@@ -108,6 +149,11 @@ class AttentionBackend(ABC):
     @classmethod
     def reasons_against_auto(cls, spec: AttentionSpec) -> list[str]:
         """Why `auto` should pass over this backend although it can serve `spec`; by name it is taken all the same."""
+        return []
+
+    @classmethod
+    def describe(cls, spec: AttentionSpec) -> list[str]:
+        """What there is to know about how this backend would serve `spec`, for people; mostly nothing."""
         return []
 
     @abstractmethod

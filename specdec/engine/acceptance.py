@@ -13,7 +13,8 @@ from torch import Tensor
 
 from specdec.core import AcceptOutput, DraftOutput
 from specdec.layers.argmax import argmax
-from specdec.sampling import Purpose, SamplingTensors, penalised, processed_probs, sample_from, uniform
+from specdec.sampling import Purpose, penalized, processed_probs, sample_from, uniform
+from specdec.sampling_tensors import SamplingTensors
 
 
 def accept(tokens: Tensor, logits: Tensor, draft: DraftOutput | None, sampling: SamplingTensors, positions: Tensor) -> AcceptOutput:
@@ -38,9 +39,9 @@ def accept(tokens: Tensor, logits: Tensor, draft: DraftOutput | None, sampling: 
     assert logits.shape[:2] == tokens.shape == positions.shape
     num_drafts = None if draft is None else draft.num_drafts
 
-    scores = logits if sampling.seen is None else penalised(logits, sampling, tokens)
+    scores = logits if sampling.seen is None else penalized(logits, sampling, tokens)
     token_ids, finite = argmax(scores)
-    if sampling.all_greedy:
+    if sampling.plan.all_greedy:
         num_accepted = _prefix_length(token_ids[:, :k] == drafts, num_drafts)
     else:
         probs = processed_probs(scores, sampling)
@@ -55,7 +56,7 @@ def accept(tokens: Tensor, logits: Tensor, draft: DraftOutput | None, sampling: 
         num_accepted=num_accepted,
         next_anchors=token_ids.gather(1, num_accepted[:, None]).squeeze(1),
         finite=_prefix_length(finite) > num_accepted,
-        logprobs=_logprobs(logits, token_ids) if sampling.logprobs else None,
+        logprobs=_logprobs(logits, token_ids) if sampling.plan.logprobs else None,
     )
 
 

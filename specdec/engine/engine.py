@@ -18,40 +18,23 @@ from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from specdec.config import EngineConfig, SamplingParams
-from specdec.core import (
-    AcceptOutput,
-    BoundDrafter,
-    DecodeBatch,
-    Drafter,
-    DraftOutput,
-    ForwardInput,
-    PrefillBatch,
-    Request,
-    Status,
-    Verifier,
-)
-from specdec.engine.acceptance import accept
-from specdec.engine.buckets import BATCH_SIZES, batch_bucket
-from specdec.engine.draft_length import DraftLength, checked_draft_tokens, ladder
-from specdec.engine.graphs import CudaCapture, StepGraphs, captures_graphs
-from specdec.engine.memory import plan_cache
-from specdec.engine.outputs import append_tokens
-from specdec.engine.prefill_graphs import PrefillGraphs, most_prefill_rows
-from specdec.engine.results import FinishedStep, ResultQueue, result_table
-from specdec.engine.scheduler import Chunk, Scheduler
-from specdec.engine.slots import SamplingFacts, SlotState, samples_first_token
-from specdec.engine.timing import StepClock, StepTimer
+from specdec.core import Drafter, Request, Status, Verifier
+from specdec.engine.build import build_engine
+from specdec.engine.draft_length import DraftLength, ladder
+from specdec.engine.results import FinishedStep, ResultQueue, append_tokens
+from specdec.engine.scheduler import Chunk, Schedule
+from specdec.engine.slots import samples_first_token
+from specdec.engine.timing import StepClock
 from specdec.errors import CapacityError, InvalidInputError
-from specdec.kv_cache import BlockPool, PagedKVCache, blocks_for
+from specdec.kv_cache import blocks_for
 
 OnTokens = Callable[[Request, list[int]], int | None]
 
 
 class SpecEngine:
-    """Continuous batching of requests through one target and at most one drafter.
+    """Continuous batching of requests through one target and at most one drafter. One thread at a time; see `Session`.
 
     Args:
         verifier: the target.
@@ -59,112 +42,49 @@ class SpecEngine:
         config: limits and choices.
 
     Raises:
-        InvalidInputError: more drafts per step than the drafter can give, drafts without a drafter, or blocks of another size
-            than the target was loaded for.
-        CheckpointError: the drafter does not fit the target.
-        CapacityError: the cache budget does not pay for two blocks, or the device does not have it.
+        SpecDecError: see `specdec.engine.build.build_engine`.
 
     Attributes:
         num_draft_tokens: most drafts per step.
         draft_length: chooses k for every step; None when k is fixed.
-        graphs: the captured steps; None where steps are launched operation by operation.
-        prefill_graphs: the captured prefills of short chunks; None where all are launched operation by operation.
+        runner: launches the work of a step; holds what is captured.
     """
 
     def __init__(self, verifier: Verifier, drafter: Drafter | None = None, config: EngineConfig | None = None) -> None:
-        config = config or EngineConfig()
-        self.config = config
+        self.config = config = config or EngineConfig()
+        parts = build_engine(verifier, drafter, config)
         self.verifier = verifier
-        self.num_draft_tokens = checked_draft_tokens(config.num_draft_tokens, drafter)
-        self.drafter = drafter if self.num_draft_tokens > 0 else None
-        self._num_lookahead_tokens = self.drafter.num_lookahead_tokens if self.drafter else 0
-        self.pipeline_depth = config.pipeline_depth if config.pipeline_depth is not None else int(verifier.device.type == "cuda")
-        self.max_model_len = min(config.max_model_len or verifier.max_model_len, verifier.max_model_len)
+        self.num_draft_tokens = parts.num_draft_tokens
+        self.drafter = drafter if self.num_draft_tokens else None
+        self.max_model_len, self.pipeline_depth = parts.max_model_len, parts.pipeline_depth
+        self.timer, self.kv_cache, self.pool = parts.timer, parts.kv_cache, parts.pool
+        self.scheduler, self.slots, self.runner = parts.scheduler, parts.slots, parts.runner
         self.draft_length = DraftLength(self.num_draft_tokens) if config.num_draft_tokens == "auto" and self.drafter else None
-        self.timer = StepTimer(verifier.device, enabled=config.timing)
         self.clock = StepClock(verifier.device)
         self.results = ResultQueue(self.clock)
-        self._previous_end: Any = None
+        self._overshoot = parts.overshoot
+        self._previous_end: Any = None  # stamp of the last step's end, if nothing has come since
         self._touched: dict[int, Request] = {}
         self._next_id = 0
         self._seeds = random.Random(config.seed)
-
-        captures = captures_graphs(verifier.device, config.graphs)
-        block_size = verifier.attention.spec.block_size
-        specs = [*verifier.kv_specs, *(self.drafter.kv_specs if self.drafter else [])]
-        max_blocks = blocks_for(self.max_model_len + self._overshoot, block_size)
-        graph_rows = min(batch_bucket(config.max_num_seqs), BATCH_SIZES[-1]) * (self.num_draft_tokens + 1)
-        prefill_rows = most_prefill_rows(verifier, config.max_num_seqs) if captures and verifier.attention.captures_prefill else 0
-        num_blocks = plan_cache(
-            verifier,
-            specs,
-            config.cache,
-            most_tokens=config.max_num_seqs * max_blocks * block_size,
-            graph_rows=graph_rows if captures else 0,
-            prefill_rows=prefill_rows,
-        )
-        self.kv_cache = PagedKVCache(
-            specs,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            dtype=verifier.attention.spec.kv_dtype,
-            device=verifier.device,
-        )
-        self.pool = BlockPool(num_blocks)
-        self.scheduler = Scheduler(
-            self.pool,
-            block_size=block_size,
-            max_num_seqs=config.max_num_seqs,
-            max_prefill_tokens=config.max_prefill_tokens or (512 if verifier.device.type == "cpu" else 2048),
-            prefix_caching=config.cache.prefix_caching,
-            num_lookahead_tokens=self._num_lookahead_tokens,
-        )
-        self.state = SlotState(
-            max_num_seqs=config.max_num_seqs,
-            max_blocks=max_blocks,
-            block_size=block_size,
-            max_model_len=self.max_model_len,
-            vocab_size=verifier.vocab_size,
-            device=verifier.device,
-            num_lookahead_tokens=self._num_lookahead_tokens,
-        )
-        self._target_caches = self.kv_cache.layers[: len(verifier.kv_specs)]
-        self._aux_layer_ids: tuple[int, ...] = ()
-        self.bound_drafter: BoundDrafter | None = None
-        if self.drafter:
-            self._aux_layer_ids = self.drafter.aux_layer_ids
-            self.bound_drafter = self.drafter.bind(
-                verifier,
-                self.kv_cache.layers[len(verifier.kv_specs) :],
-                max_num_seqs=config.max_num_seqs + 1,  # the padding slot of the state
-                max_len=max_blocks * block_size,
-                draft_sampling=config.draft_sampling,
-            )
-        self.graphs: StepGraphs | None = None
-        self.prefill_graphs: PrefillGraphs | None = None
-        if captures:
-            capture = CudaCapture(verifier.device)
-            required = bool(config.graphs)
-            self.graphs = StepGraphs(capture, self.state, self._result_table, required=required)
-            if prefill_rows:
-                self.prefill_graphs = PrefillGraphs(
-                    capture, self.state, self._prefill_logits, dtype=verifier.dtype, most_rows=prefill_rows, required=required
-                )
 
     @property
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
         return bool(self.scheduler.waiting or self.scheduler.working or len(self.results))
 
-    @property
-    def _overshoot(self) -> int:
-        """Most positions that launched steps can write past the last token a request may have."""
-        return self.pipeline_depth * (self.num_draft_tokens + 1) + max(self.num_draft_tokens + 1, self._num_lookahead_tokens)
-
     def add_request(
         self, prompt_token_ids: Sequence[int], sampling: SamplingParams | None = None, *, on_tokens: OnTokens | None = None
     ) -> Request:
-        """Queues a request; `step` works on it.
+        """Queues a request; `step` works on it. See `new_request`."""
+        request = self.new_request(prompt_token_ids, sampling, on_tokens=on_tokens)
+        self.scheduler.add(request)
+        return request
+
+    def new_request(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams | None = None, *, on_tokens: OnTokens | None = None
+    ) -> Request:
+        """A request that is not queued yet.
 
         Args:
             prompt_token_ids: at least one token.
@@ -199,7 +119,6 @@ class SpecEngine:
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
         request = Request(self._next_id, prompt, sampling, seed=seed, max_total_len=total, on_tokens=on_tokens)
         self._next_id += 1
-        self.scheduler.add(request)
         return request
 
     def abort(self, request: Request) -> None:
@@ -221,118 +140,56 @@ class SpecEngine:
             Requests that have new tokens or have finished since the last call.
         """
         with self.timer.phase("schedule"):
-            schedule = self.scheduler.schedule(self._most_drafts(), settle=self._read_results)
-        if schedule.prefill:
-            self._prefill(schedule.prefill)
-        if schedule.prefill or not schedule.decode:
+            k, work = self._schedule()
+        if work.prefill:
+            self._prefill(work.prefill)
+        if work.prefill or not work.decode:
             self._previous_end = None
-        if schedule.decode:
-            self._decode(schedule.decode, schedule.k)
+        if work.decode:
+            self._decode(work.decode, k)
         with self.timer.phase("collect"):
-            self._read_results(leave=self.pipeline_depth if schedule.prefill or schedule.decode else 0)
+            self._read_results(leave=self.pipeline_depth if work.prefill or work.decode else 0)
         touched, self._touched = self._touched, {}
         return list(touched.values())
 
+    def _schedule(self) -> tuple[int, Schedule]:
+        """k and the work of the next step."""
+        while True:
+            decoding = self.scheduler.decoding
+            k = self._num_drafts(decoding)
+            work = self.scheduler.schedule(decoding, k)
+            if work is not None:
+                return k, work
+            self._read_results()
+
+    def _num_drafts(self, requests: Sequence[Request]) -> int:
+        """k for a step of these requests: fixed or what pays most, less when none of them has room for as many."""
+        k = self.num_draft_tokens if self.draft_length is None else self.draft_length.choose(len(requests))
+        if not any(request.num_left >= k for request in requests):  # the first one has, nearly always
+            k = max((request.num_left for request in requests), default=0)
+        if self.draft_length or self.runner.graphs:  # few values, so that each is measured and captured
+            k = next(rung for rung in ladder(self.num_draft_tokens) if rung >= k)
+        return k
+
     def _prefill(self, chunks: list[Chunk]) -> None:
-        """Writes the KV of prompt chunks and chooses the first token of every prompt that ends among them."""
-        with self.timer.phase("schedule"):
-            newcomers = [chunk.request for chunk in chunks if chunk.admitted]
-            self.state.begin(newcomers)
-            if self.bound_drafter:
-                for request in newcomers:
-                    self.bound_drafter.begin(request.slot, request.token_ids)
-            self.state.extend_block_tables([chunk.request for chunk in chunks])
-        logits = None
-        if self.prefill_graphs and not self.timer.enabled:
-            logits = self.prefill_graphs.run(chunks)
-        if logits is None:
-            with self.timer.phase("schedule"):
-                batch = self.state.prefill_batch(chunks)
-            logits = self._prefill_logits(batch)
-        with self.timer.phase("accept"):
-            for chunk in chunks:
-                self.scheduler.prefilled(chunk)
-            self.state.end_prefill(chunks)
-            self._sample_first_tokens([chunk.request for chunk in chunks if samples_first_token(chunk)], logits)
-
-    def _prefill_logits(self, batch: PrefillBatch) -> Tensor:
-        """Writes what the target and the drafter keep of a batch; logits of the rows that it asks them for."""
-        with self.timer.phase("prefill"):
-            verify = self.verifier.forward(batch.forward, self._target_caches, self._aux_layer_ids)
-        if self.bound_drafter:
-            with self.timer.phase("context"):
-                self.bound_drafter.prefill(batch, verify)
-        return verify.logits
-
-    def _sample_first_tokens(self, requests: list[Request], logits: Tensor) -> None:
-        """The step's acceptance with the last prompt token as anchor and no drafts."""
-        if not requests:
-            return
-        slots = self.state.slot_indices(requests)
-        sampling = self.state.sampling(slots, SamplingFacts.of(requests))
-        last_tokens = self.state.anchors.index_select(0, slots)[:, None]
-        last_positions = self.state.seq_lens.index_select(0, slots)[:, None] - 1
-        result = accept(last_tokens, logits[:, None], None, sampling, last_positions)
-        self.state.anchors.index_copy_(0, slots, result.next_anchors)
-        for request in requests:
-            request.first_token_unread = True
-        self.results.send(requests, None, result_table(0, result))
-
-    def _most_drafts(self) -> int:
-        """k of the next step, before the scheduler sees that nobody has that many tokens left."""
-        if self.draft_length is None:
-            return self.num_draft_tokens
-        return self.draft_length.choose(sum(request.status is Status.RUNNING for request in self.scheduler.working))
+        """Launches the prefill of prompt chunks, and the first token of every prompt that ends among them."""
+        table = self.runner.prefill(chunks)
+        newly_started = [chunk.request for chunk in chunks if samples_first_token(chunk)]
+        for chunk in chunks:
+            self.scheduler.prefilled(chunk)
+        if table is not None:
+            for request in newly_started:
+                request.first_token_unread = True
+            self.results.send(newly_started, None, table)
 
     def _decode(self, requests: list[Request], k: int) -> None:
-        """Drafts, verifies, accepts and commits for all running requests; nothing in here waits for the device."""
-        graph = None
-        with self.timer.phase("schedule"):
-            if self.draft_length or self.graphs:
-                k = min(rung for rung in ladder(self.num_draft_tokens) if rung >= k)
-            self.state.extend_block_tables(requests)
-            if self.graphs and not self.timer.enabled:  # phases cannot be told apart within a graph
-                num_graphs = len(self.graphs.graphs)
-                graph = self.graphs.prepare(requests, k)
-                if len(self.graphs.graphs) > num_graphs:  # a capture is no part of a step's time
-                    self._previous_end = None
-        # From the end of the step before, if nothing else came between: the host's time counts where it is the longer one.
-        start = self.clock.stamp() if self._previous_end is None else self._previous_end
-        if graph:
-            graph.replay()
-            table = graph.table
-        else:
-            table = self._result_table(self.state.decode_batch(requests, k))
+        """Launches a decode step."""
+        table, start = self.runner.decode(requests, k, self.clock, self._previous_end)
         for request in requests:
             request.in_flight.append(k)
         with self.timer.phase("collect"):
             self._previous_end = self.results.send(requests, k, table, start)
         self.timer.count_step(k)
-
-    def _result_table(self, batch: DecodeBatch, out: Tensor | None = None) -> Tensor:
-        """The step on the device, and what the host wants to know about it; see `specdec.engine.results.result_table`."""
-        draft, result = self._launch(batch)
-        return result_table(batch.k, result, draft, out)
-
-    def _launch(self, batch: DecodeBatch) -> tuple[DraftOutput | None, AcceptOutput]:
-        """The step on the device, from draft to commit."""
-        width = batch.k + 1
-        draft, token_ids = None, batch.anchors[:, None]
-        if self.bound_drafter and batch.k:
-            with self.timer.phase("draft"):
-                draft = self.bound_drafter.propose(batch)
-                token_ids = torch.cat([token_ids, draft.token_ids], dim=1)  # [num_reqs, k+1]
-        with self.timer.phase("verify"):
-            rows = ForwardInput(token_ids.reshape(-1), batch.position_ids(width), batch.metadata(width, causal=True))
-            verify = self.verifier.forward(rows, self._target_caches, self._aux_layer_ids)
-        with self.timer.phase("accept"):
-            logits = verify.logits.view(batch.num_reqs, width, -1)
-            result = accept(token_ids, logits, draft, batch.sampling, batch.positions(width))
-            self.state.commit(batch, token_ids, result)
-        if self.bound_drafter:
-            with self.timer.phase("context"):
-                self.bound_drafter.commit(batch, token_ids, result, verify)
-        return draft, result
 
     def _read_results(self, leave: int = 0) -> None:
         """Takes over results, oldest first, until only `leave` launched steps are unread."""

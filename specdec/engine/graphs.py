@@ -7,7 +7,7 @@ alone.
 """
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -15,11 +15,12 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from specdec.core import DecodeBatch, Request
+from specdec.core import DecodeBatch
 from specdec.engine.buckets import BATCH_SIZES, batch_bucket, length_bucket
 from specdec.engine.results import num_columns
-from specdec.engine.slots import BatchKey, SamplingFacts, SlotState, batch_key
+from specdec.engine.slots import Selection, SlotState
 from specdec.errors import BackendError
+from specdec.sampling_tensors import SamplingPlan
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +113,11 @@ class ShapeGraphs(Generic[Shape, Graph]):
         self._required = required
         self._closed = False
 
+    @property
+    def num_captured(self) -> int:
+        """Graphs captured so far."""
+        return len(self.graphs)
+
     def obtain(self, shape: Shape, capture: Callable[[Shape], Graph]) -> Graph | None:
         """The graph of a shape, captured when there is none.
 
@@ -145,7 +151,7 @@ class StepShape(NamedTuple):
     num_reqs: int  # padding included
     k: int
     max_seq_len: int
-    facts: SamplingFacts
+    plan: SamplingPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,11 +183,10 @@ class StepGraphs(ShapeGraphs[StepShape, StepGraph]):
         super().__init__(required=required)
         self._capture, self._state, self._step = capture, state, step
         self._slots = torch.full((BATCH_SIZES[-1],), state.padding_slot, dtype=torch.int64, device=state.device)
-        self._key: BatchKey = ()
-        self._facts = SamplingFacts.of([])
+        self._selection: Selection | None = None  # whose slots the static ones are
 
-    def prepare(self, requests: Sequence[Request], k: int) -> StepGraph | None:
-        """The captured step for these requests, ready to be replayed; captures it when its shape is new.
+    def prepare(self, selection: Selection, k: int) -> StepGraph | None:
+        """The captured step for a batch, ready to be replayed; captures it when its shape is new.
 
         Returns:
             None when there is no graph for such a batch: it is too large, there are too many graphs, or the device refuses.
@@ -189,32 +194,29 @@ class StepGraphs(ShapeGraphs[StepShape, StepGraph]):
         Raises:
             BackendError: graphs are required and the device refuses to capture the step.
         """
+        requests = selection.requests
         if len(requests) > BATCH_SIZES[-1]:
             return None
-        key = batch_key(requests)
-        facts = self._facts if key == self._key else SamplingFacts.of(requests)
         bound = length_bucket(self._state.max_seq_len(requests, k), self._state.longest)
-        graph = self.obtain(StepShape(batch_bucket(len(requests)), k, bound, facts), self._captured)
-        if graph is None:
-            return None
-        if key != self._key:
+        graph = self.obtain(StepShape(batch_bucket(len(requests)), k, bound, selection.plan), self._captured)
+        if graph is not None and selection is not self._selection:
             self._slots.copy_(self._state.slot_indices(requests, len(self._slots)), non_blocking=True)
-            self._key, self._facts = key, facts
+            self._selection = selection
         return graph
 
     def _captured(self, shape: StepShape) -> StepGraph:
         """Captures a step of padding, so that no request's state moves."""
-        state, facts = self._state, shape.facts
-        self._key = ()
+        state, plan = self._state, shape.plan
+        self._selection = None
         self._slots.fill_(state.padding_slot)
         slots = self._slots[: shape.num_reqs]
-        columns = num_columns(shape.k, logprobs=facts.logprobs)
+        columns = num_columns(shape.k, logprobs=plan.logprobs)
         table = torch.zeros(shape.num_reqs, columns, dtype=torch.int64, device=state.device)
 
         def launch() -> None:
-            batch = state.gather(slots, state.sampling(slots, facts), k=shape.k, max_seq_len=shape.max_seq_len)
+            batch = state.gather(slots, state.sampling.select(slots, plan), k=shape.k, max_seq_len=shape.max_seq_len)
             self._step(batch, table)
             state.rest_padding()
 
-        replay = self._capture.capture(launch, (shape.k > 0, facts))
+        replay = self._capture.capture(launch, (shape.k > 0, plan))
         return StepGraph(replay, table)

@@ -134,22 +134,13 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
         state, (num_reqs, width, max_seq_len) = self._state, shape
         count = num_reqs * width
         inputs = self._inputs([], shape).to(state.device)
-        starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=state.device) * width
         logits = torch.empty(num_reqs, state.vocab_size, dtype=self._dtype, device=state.device)
 
         def launch() -> None:
             token_ids, position_ids, slot_mapping = inputs[: 3 * count].view(3, count)
             slots, logit_rows, seq_lens = inputs[3 * count :].view(3, num_reqs)
-            metadata = AttentionMetadata(
-                query_start_loc=starts,
-                seq_lens=seq_lens.int(),
-                block_table=state.block_table.index_select(0, slots),
-                slot_mapping=slot_mapping,
-                num_reqs=num_reqs,
-                num_tokens=count,
-                max_query_len=width,
-                max_seq_len=max_seq_len,
-            )
+            block_table = state.block_table.index_select(0, slots)
+            metadata = AttentionMetadata.uniform(width, seq_lens.int(), block_table, slot_mapping, max_seq_len=max_seq_len)
             logits.copy_(self._forward(PrefillBatch(ForwardInput(token_ids, position_ids, metadata, logit_rows), slots)))
 
         replay = self._capture.capture(launch, PrefillShape)

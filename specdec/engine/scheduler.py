@@ -1,7 +1,7 @@
 """Who works in the next step: admission, chunked prefill, growth of the block tables, preemption by recompute."""
 
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specdec.core import Request, Status
@@ -21,11 +21,10 @@ class Chunk:
 
 @dataclass(slots=True)
 class Schedule:
-    """Work of one step: a packed prefill, and a decode step with `k` drafts per request."""
+    """Work of one step: a packed prefill, and the requests that decode."""
 
     prefill: list[Chunk]
     decode: list[Request]
-    k: int
 
 
 def prefill_tokens(request: Request) -> list[int]:
@@ -45,6 +44,7 @@ class Scheduler:
         max_num_seqs: slots for requests in work.
         max_prefill_tokens: tokens of all prefill chunks of a step together.
         prefix_caching: reuse published blocks.
+        num_draft_tokens: most drafts per step.
         num_lookahead_tokens: see `specdec.core.Drafter.num_lookahead_tokens`.
     """
 
@@ -56,10 +56,11 @@ class Scheduler:
         max_num_seqs: int,
         max_prefill_tokens: int,
         prefix_caching: bool,
+        num_draft_tokens: int = 0,
         num_lookahead_tokens: int = 0,
     ) -> None:
         self.pool = pool
-        self.num_lookahead_tokens = num_lookahead_tokens
+        self.num_draft_tokens, self.num_lookahead_tokens = num_draft_tokens, num_lookahead_tokens
         self.block_size = block_size
         self.max_prefill_tokens = max_prefill_tokens
         self.prefix_caching = prefix_caching
@@ -83,22 +84,28 @@ class Scheduler:
         request.status = Status.FINISHED
         return freed
 
-    def schedule(self, k: int, settle: Callable[[], None]) -> Schedule:
+    @property
+    def decoding(self) -> list[Request]:
+        """Requests to which one more step can still add a token: every step in flight adds at least one."""
+        return [r for r in self.working if r.status is Status.RUNNING and r.num_left > len(r.in_flight)]
+
+    def schedule(self, decoding: Sequence[Request], k: int) -> Schedule | None:
         """Decides the next step and reserves its blocks.
 
         Args:
-            k: most drafts per request; less is scheduled when no request has that many tokens left.
-            settle: reads the results of all launched steps; called before anyone is preempted, since only a request whose
-                tokens are all known can be recomputed.
+            decoding: the scheduler's own, as it is now.
+            k: drafts per request of that step.
+
+        Returns:
+            None when blocks are short while results of launched steps are unread: only a request whose tokens are all known can be
+            preempted, and results may free blocks. Read them, and ask again.
         """
         preemptions = self.num_preemptions
-        decode = self._grow_running(k, settle)
+        decode = self._grow(decoding, k)
+        if decode is None:
+            return None
         admit = self.num_preemptions == preemptions  # else the victim would take back what was just freed
-        return Schedule(
-            prefill=self._prefill_chunks(k, admit=admit),
-            decode=decode,
-            k=_useful_drafts(decode, k),
-        )
+        return Schedule(prefill=self._prefill_chunks(admit=admit), decode=decode)
 
     def prefilled(self, chunk: Chunk) -> None:
         """Notes a launched chunk; blocks it has filled are offered for reuse from the next step on."""
@@ -112,28 +119,23 @@ class Scheduler:
             request.status = Status.RUNNING
             request.num_kv_tokens = chunk.end
 
-    def _grow_running(self, k: int, settle: Callable[[], None]) -> list[Request]:
+    def _grow(self, decoding: Sequence[Request], k: int) -> list[Request] | None:
         """Requests that decode in this step, each with blocks for all rows of a step from the largest possible L on."""
-        ready: list[Request] = []
         num_rows = max(k + 1, self.num_lookahead_tokens)
-        crowded = False
-        for request in list(self.working):
-            while _can_decode(request):
+        for request in decoding:
+            # The last to arrive goes first, which may be this one.
+            while request.status is Status.RUNNING:
                 missing = blocks_for(request.kv_tokens_bound + num_rows, self.block_size) - len(request.block_ids)
                 if missing <= self.pool.num_free:
                     if missing > 0:
                         request.block_ids += self.pool.allocate(missing)
-                    ready.append(request)
                     break
-                crowded = True
                 if any(r.in_flight or r.first_token_unread for r in self.working):
-                    settle()
-                else:
-                    self._preempt(self.working[-1])
-        # Results read meanwhile may have ended some that were ready.
-        return [request for request in ready if _can_decode(request)] if crowded else ready
+                    return None
+                self._preempt(self.working[-1])
+        return [request for request in decoding if request.status is Status.RUNNING]
 
-    def _prefill_chunks(self, k: int, *, admit: bool) -> list[Chunk]:
+    def _prefill_chunks(self, *, admit: bool) -> list[Chunk]:
         """Prefills under way first, then newcomers, as far as tokens, slots and blocks go."""
         budget = self.max_prefill_tokens
         chunks: list[Chunk] = []
@@ -141,7 +143,7 @@ class Scheduler:
             budget = self._take(chunks, request, budget, admitted=False)
         while admit and budget > 0 and self.waiting and self._free_slots:
             request = self.waiting[0]
-            if not self._admit(request, k):
+            if not self._admit(request):
                 break
             budget = self._take(chunks, request, budget, admitted=True)
         return chunks
@@ -154,13 +156,13 @@ class Scheduler:
             chunks.append(Chunk(request, start, end, admitted=admitted, last=end == total))
         return budget - (end - start)
 
-    def _admit(self, request: Request, k: int) -> bool:
+    def _admit(self, request: Request) -> bool:
         """Gives a waiting request a slot and the blocks of its prefill and first step, if those in work can still grow."""
         tokens = prefill_tokens(request)
         digests = prefix_hashes(tokens, self.block_size) if self.prefix_caching else []
         # The last token is always computed: its logits choose the first output token.
         cached = self.pool.match(digests[: (len(tokens) - 1) // self.block_size])
-        missing = blocks_for(len(tokens) + max(k + 1, self.num_lookahead_tokens), self.block_size) - len(cached)
+        missing = blocks_for(len(tokens) + max(self.num_draft_tokens + 1, self.num_lookahead_tokens), self.block_size) - len(cached)
         if missing + len(self.working) > self.pool.num_free:
             self.pool.release(cached)
             return False
@@ -192,15 +194,3 @@ class Scheduler:
 
 def _arrival(request: Request) -> int:
     return request.request_id
-
-
-def _can_decode(request: Request) -> bool:
-    """Whether one more step can still add a token: every step in flight adds at least one."""
-    return request.status is Status.RUNNING and request.num_left > len(request.in_flight)
-
-
-def _useful_drafts(requests: list[Request], k: int) -> int:
-    """`k`, or less when no request has that many tokens left."""
-    if any(request.num_left >= k for request in requests):  # the first one, nearly always
-        return k
-    return max((request.num_left for request in requests), default=0)

@@ -16,9 +16,10 @@ from drafters.dflash.layout import Layout
 from drafters.dflash.model import DFlashModel
 from specdec.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
 from specdec.attention.torch_ref.fa import TorchRefBackend
+from specdec.config import SamplingParams
 from specdec.core import AcceptOutput, DecodeBatch, Drafter, ForwardInput, PrefillBatch, VerifyOutput
 from specdec.kv_cache import PagedKVCache
-from specdec.sampling import SamplingTensors
+from specdec.sampling_tensors import SamplingTensors
 
 TARGET_LAYERS, HIDDEN, VOCAB, BLOCK = 6, 32, 61, 4
 
@@ -135,20 +136,7 @@ class FakeVerifier:
 
 def sampling_tensors(num_reqs: int, temperature: float = 0.0) -> SamplingTensors:
     """One sampling state for all requests."""
-    return SamplingTensors(
-        temperature=torch.full((num_reqs,), temperature),
-        top_k=torch.zeros(num_reqs, dtype=torch.long),
-        top_p=torch.ones(num_reqs),
-        min_p=torch.zeros(num_reqs),
-        repetition_penalty=torch.ones(num_reqs),
-        seeds=torch.arange(num_reqs) + 7,
-        seen=None,
-        all_greedy=temperature == 0,
-        max_top_k=0,
-        any_top_p=False,
-        any_min_p=False,
-        logprobs=False,
-    )
+    return SamplingTensors.of([SamplingParams(temperature=temperature)] * num_reqs, range(7, 7 + num_reqs))
 
 
 class Rig:

@@ -419,11 +419,12 @@ def test_arguments_moved_between_versions(load: Load) -> None:
 def test_loading(load: Load, version: str) -> None:
     """Every family loads from every version, and says what the version lacks."""
     load(version=version)
-    mla = families.load_mla()
-    assert mla.takes_num_kv_splits == (version != "0.1.15")
+    mla = families.load(families.AiterMla)
+    assert mla.reduce_options == ({} if version == "0.1.15" else {"num_kv_splits": 0})
     assert mla.mla_prefill_ps_asm_fwd is not None
-    assert families.load_indexer().version == families.load_router().version == families.version_numbers(version)
-    assert not any(families.unavailable_reasons(family) for family in ("fa", "mla", "indexer", "router"))
+    for family in (families.AiterTriton, families.AiterFa, families.AiterMla, families.AiterIndexer, families.AiterRouter):
+        assert families.load(family).version == families.version_numbers(version)
+        assert not families.unavailable_reasons(family)
 
 
 def test_one_family_does_not_break_another(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,11 +432,11 @@ def test_one_family_does_not_break_another(load: Load, monkeypatch: pytest.Monke
     aiter, _ = load()
     home = importlib.import_module("aiter.mla")
     monkeypatch.delattr(home, "mla_decode_fwd")
-    assert families.unavailable_reasons("mla") == ["amd-aiter 0.1.20 cannot be used: aiter.mla has no mla_decode_fwd"]
-    assert not families.unavailable_reasons() and not families.unavailable_reasons("router")
+    assert families.unavailable_reasons(families.AiterMla) == ["amd-aiter 0.1.20 cannot be used: aiter.mla has no mla_decode_fwd"]
+    assert not families.unavailable_reasons() and not families.unavailable_reasons(families.AiterRouter)
     monkeypatch.setattr(home, "mla_decode_fwd", lambda q, o: None, raising=False)
-    assert "takes no qo_indptr" in families.unavailable_reasons("mla")[0]
+    assert "takes no qo_indptr" in families.unavailable_reasons(families.AiterMla)[0]
     monkeypatch.setattr(home, "mla_decode_fwd", lambda *args, **kwargs: None)  # a wrapper that hides its arguments
     monkeypatch.delattr(aiter, "mla_prefill_ps_asm_fwd")
-    mla = families.load_mla()
+    mla = families.load(families.AiterMla)
     assert mla.mla_prefill_ps_asm_fwd is None

@@ -1,12 +1,8 @@
 """Short generations of tiny models, for the backends that run on the emulation of AITER."""
 
-from dataclasses import replace
 from typing import Any
 
-import torch
-
 from drafters.dflash.drafter import DFlashDrafter
-from drafters.dflash.model import DFlashModel
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import DecodeBatch, Drafter, Verifier
 from specdec.engine.engine import SpecEngine
@@ -16,9 +12,7 @@ from tests.helpers.tiny_models import random_dflash, random_prompts
 
 def wide_dflash(verifier: Verifier) -> DFlashDrafter:
     """A random DFlash drafter with heads wide enough for AITER's draft kernel."""
-    config = replace(random_dflash(verifier).config, head_dim=16)
-    torch.manual_seed(1)
-    return DFlashDrafter(DFlashModel(config), verifier)
+    return random_dflash(verifier, head_dim=16, seed=1)
 
 
 def generate(verifier: Verifier, drafter: Drafter | None, *, guard: bool = False, **config: Any) -> list[list[int]]:
@@ -28,13 +22,13 @@ def generate(verifier: Verifier, drafter: Drafter | None, *, guard: bool = False
         verifier, drafter, EngineConfig(max_num_seqs=3, max_prefill_tokens=13, cache=cache, **{"num_draft_tokens": None, **config})
     )
     if guard:
-        launch = engine._launch
+        launch = engine.runner.step
 
         def guarded(batch: DecodeBatch) -> Any:
             with no_host_sync():
                 return launch(batch)
 
-        engine._launch = guarded  # type: ignore[method-assign]
+        engine.runner.step = guarded  # type: ignore[method-assign]
     requests = [engine.add_request(prompt, SamplingParams(max_tokens=14)) for prompt in random_prompts(4)]
     while engine.has_work:
         engine.step()

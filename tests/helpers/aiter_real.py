@@ -15,7 +15,7 @@ import torch
 
 import specdec.device
 from specdec.attention.aiter import fa as rocm_aiter_fa
-from specdec.kernels import aiter, aiter_triton
+from specdec.kernels import aiter, aiter_triton_only
 
 SOURCES = "SPECDEC_AITER"
 """Environment variable that names a folder with AITER's sources, the one that holds the folder `aiter`."""
@@ -100,9 +100,9 @@ def real_aiter(device: torch.device, *, version: str, architecture: str) -> Iter
             patch(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=COMPUTE_UNITS))
         stack.enter_context(mock.patch.dict(os.environ, AITER_TRITON_ONLY="1"))  # CDNA would otherwise load the full tier
         patch(rocm_aiter_fa, "DTYPES", (torch.float32, *rocm_aiter_fa.DTYPES))
-        load = aiter_triton.load
+        load = aiter_triton_only.load
 
-        def counted() -> aiter_triton.AiterTriton:
+        def counted() -> aiter.AiterTriton:
             loaded = load()
 
             def count(name: str) -> Any:
@@ -112,7 +112,7 @@ def real_aiter(device: torch.device, *, version: str, architecture: str) -> Iter
 
                 return call
 
-            return aiter_triton.AiterTriton(loaded.version, **{name: count(name) for name in calls})
+            return aiter.AiterTriton(loaded.version, **{name: count(name) for name in calls})
 
-        patch(aiter_triton, "load", counted)
+        patch(aiter_triton_only, "load", counted)
         yield calls

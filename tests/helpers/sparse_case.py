@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import specdec.device
+from specdec.attention.aiter import latents
 from specdec.attention.aiter import mla_sparse as rocm_aiter_mla_sparse
 from specdec.attention.backend import AttentionMetadata
 from specdec.attention.mla import IndexerRows, IndexerSpec, MlaBackend, MlaRows, MlaSpec, UpProjection
@@ -28,8 +29,8 @@ def pretend_rocm(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Install:
     def setup(version: str = "0.1.20", architecture: str = "gfx942", tiny: bool = True, **options: Any) -> Machine:
         monkeypatch.setattr(specdec.device, "rocm_architecture", lambda device: architecture)
         if tiny:
-            monkeypatch.setattr(rocm_aiter_mla_sparse, "DTYPES", (torch.float32,))
-            monkeypatch.setattr(rocm_aiter_mla_sparse, "LATENT_SHAPES", ((32, 16), (16, 8)))
+            monkeypatch.setattr(latents, "DTYPES", (torch.float32,))
+            monkeypatch.setattr(latents, "LATENT_SHAPES", ((32, 16), (16, 8)))
             monkeypatch.setattr(rocm_aiter_mla_sparse, "INDEX_HEAD_DIMS", (16, 32))
         machine = Machine(version=version, architecture=architecture, allow_float32=tiny, any_shape=tiny, **options)
         return install(monkeypatch, folder, machine)

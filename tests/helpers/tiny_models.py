@@ -185,7 +185,12 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def random_dflash(
-    verifier: Verifier, *, block_size: int = 5, causal: tuple[bool, bool, bool] = (False, True, False), seed: int = 0
+    verifier: Verifier,
+    *,
+    block_size: int = 5,
+    causal: tuple[bool, bool, bool] = (False, True, False),
+    head_dim: int = 8,
+    seed: int = 0,
 ) -> DFlashDrafter:
     """A DFlash drafter with random weights, one full layer and two sliding ones."""
     torch.manual_seed(seed)
@@ -199,7 +204,7 @@ def random_dflash(
         intermediate_size=48,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=8,
+        head_dim=head_dim,
         vocab_size=verifier.vocab_size,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         max_position_embeddings=512,

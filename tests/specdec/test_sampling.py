@@ -22,7 +22,8 @@ from transformers import (
 
 from specdec import sampling as sampling_module
 from specdec.config import SamplingParams
-from specdec.sampling import Purpose, SamplingTensors, penalised, processed_probs, sample_from, uniform
+from specdec.sampling import Purpose, penalized, processed_probs, sample_from, uniform
+from specdec.sampling_tensors import SamplingTensors
 
 MASK = 2**64 - 1
 GRID = [
@@ -33,20 +34,7 @@ GRID = [
 
 def tensors(params: list[SamplingParams], seen: Tensor | None = None) -> SamplingTensors:
     """Request `i` has setting `params[i]` and seed `i`."""
-    return SamplingTensors(
-        temperature=torch.tensor([p.temperature for p in params]),
-        top_k=torch.tensor([p.top_k for p in params]),
-        top_p=torch.tensor([p.top_p for p in params]),
-        min_p=torch.tensor([p.min_p for p in params]),
-        repetition_penalty=torch.tensor([p.repetition_penalty for p in params]),
-        seeds=torch.arange(len(params)),
-        seen=seen,
-        all_greedy=all(p.temperature == 0 for p in params),
-        max_top_k=max(p.top_k for p in params),
-        any_top_p=any(p.top_p < 1 for p in params),
-        any_min_p=any(p.min_p > 0 for p in params),
-        logprobs=any(p.logprobs for p in params),
-    )
+    return SamplingTensors.of(params, range(len(params)), seen=seen)
 
 
 def transformers_probs(params: SamplingParams, input_ids: Tensor, logits: Tensor) -> Tensor:
@@ -137,7 +125,7 @@ def test_every_combination_in_one_batch_equals_transformers(coarse: bool) -> Non
     seen = torch.zeros(len(GRID), vocab_size, dtype=torch.bool).scatter(1, history[:, :prompt_len], True)
     sampling = tensors(GRID, seen)
     untouched = logits.clone(), seen.clone()
-    probs = processed_probs(penalised(logits, sampling, history[:, prompt_len:]), sampling)
+    probs = processed_probs(penalized(logits, sampling, history[:, prompt_len:]), sampling)
     assert torch.equal(logits, untouched[0]) and torch.equal(seen, untouched[1])
     assert probs.dtype == torch.float32
     for i, params in enumerate(GRID):
@@ -165,7 +153,7 @@ def test_alone_or_among_all_others_gives_the_same_bits(params: SamplingParams) -
 def test_penalty_of_one_leaves_logits_as_they_are() -> None:
     logits = random_logits(2, 3, 10, seed=3)
     sampling = tensors([SamplingParams(), SamplingParams(repetition_penalty=2.0)], torch.ones(2, 10, dtype=torch.bool))
-    scores = penalised(logits, sampling, torch.zeros(2, 3, dtype=torch.long))
+    scores = penalized(logits, sampling, torch.zeros(2, 3, dtype=torch.long))
     assert torch.equal(scores[0], logits[0])
     assert not torch.equal(scores[1], logits[1])
 

@@ -65,9 +65,9 @@ def test_no_step_is_captured_while_measuring(length: int, monkeypatch: pytest.Mo
             captured_at.append(engine.timer.num_steps)
             return super().capture(launch, kind)
 
-    engine.graphs = StepGraphs(Capture(), engine.state, engine._result_table)
+    engine.runner.graphs = StepGraphs(Capture(), engine.slots, engine.runner.step_table)
     result = profile_steps(decoder, [[5] * length, [6] * length], steps=4, warmup=2)
-    assert {shape.max_seq_len for shape in engine.graphs.graphs} == {256, 512}
+    assert {shape.max_seq_len for shape in engine.runner.graphs.graphs} == {256, 512}
     assert max(captured_at) < engine.timer.num_steps - 2 * 4
     calls = {kernel.name: kernel.calls for kernel in result.kernels}
     assert calls["aten::scaled_dot_product_attention"] == decoder.verifier.num_layers

@@ -95,7 +95,7 @@ def test_latent_attention(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     assert "for 20 heads, latents of 512 + 64, keys of 128 + 64 and values of 128, bfloat16\n" in out
     assert "rocm_aiter_mla         no: cpu is not a ROCm device" in out and "rocm_aiter_fa" not in out
     assert "torch_ref              chosen by --attention auto" in out and "DFlash" not in out
-    assert "prompts in 8 bits: no: cpu is not a ROCm device; AITER is not installed" in out
+    assert "prompts in 8 bits" not in out  # that is a question for a backend that runs
     monkeypatch.setattr(specdec.device, "rocm_architecture", lambda device: "gfx950")
     install(monkeypatch, tmp_path, Machine(architecture="gfx950"))
     out = doctor(capsys, "--mla", "--kv-dtype", "fp8")

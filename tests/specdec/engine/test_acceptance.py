@@ -21,7 +21,8 @@ from specdec.config import SamplingParams
 from specdec.core import AcceptOutput, DraftOutput
 from specdec.engine import acceptance
 from specdec.engine.acceptance import accept
-from specdec.sampling import Purpose, SamplingTensors, sample_from, uniform
+from specdec.sampling import Purpose, sample_from, uniform
+from specdec.sampling_tensors import SamplingTensors
 from tests.specdec.test_sampling import tensors, transformers_probs
 
 V, K, C = 6, 3, 3
@@ -39,8 +40,8 @@ CANDIDATE_PROBS = DRAFT_LOGITS.topk(C).values.softmax(-1)
 def sampling_for(params: list[SamplingParams], repeat: int = 1) -> SamplingTensors:
     """Request `i` of `len(params) * repeat` has seed `i` and setting `i % len(params)`; penalties have seen nothing yet."""
     params = params * repeat
-    penalised = any(p.repetition_penalty != 1 for p in params)
-    return tensors(params, torch.zeros(len(params), V).bool() if penalised else None)
+    penalized = any(p.repetition_penalty != 1 for p in params)
+    return tensors(params, torch.zeros(len(params), V).bool() if penalized else None)
 
 
 def propose(form: str, anchors: Tensor, positions: Tensor, seeds: Tensor, k: int, num_drafts: Tensor | None) -> DraftOutput:
@@ -263,8 +264,8 @@ MIXED = [
 
 
 def rows(sampling: SamplingTensors, index: Tensor) -> SamplingTensors:
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seeds", "seen")
-    return replace(sampling, **{name: getattr(sampling, name)[index] for name in names})
+    seen = None if sampling.seen is None else sampling.seen[index]
+    return replace(sampling, floats=sampling.floats[:, index], ints=sampling.ints[:, index], seen=seen)
 
 
 def pick(draft: DraftOutput, index: Tensor) -> DraftOutput:
@@ -288,7 +289,7 @@ def test_results_do_not_depend_on_neighbours(form: str) -> None:
     for i in range(count):
         one = torch.tensor([i])
         alone = sampling_for([replace(MIXED[i % len(MIXED)], logprobs=True)])
-        alone.seeds = one
+        alone.ints[1] = one
         result = accept(tokens[one], TARGET[tokens[one]], pick(draft, one), alone, positions[one])
         end = int(together.num_accepted[i]) + 1
         assert result.num_accepted.item() + 1 == end
@@ -427,7 +428,7 @@ def test_the_host_never_waits(form: str, k: int, params: list[SamplingParams]) -
     assert torch.equal(result.token_ids, expected.token_ids)
 
     def meta(x: Any) -> Any:
-        return type(x)(**{f: meta(getattr(x, f)) for f in x.__slots__}) if hasattr(x, "__slots__") else as_meta(x)
+        return type(x)(**{f: meta(getattr(x, f)) for f in x.__slots__}) if getattr(x, "__slots__", ()) else as_meta(x)
 
     def as_meta(x: Any) -> Any:
         return x.to("meta") if isinstance(x, Tensor) else x

@@ -125,6 +125,6 @@ def test_on_an_accelerator(drafter: str) -> None:
         for on in (False, True):
             engine = case.engine(drafter, 5, capture=False, graphs=on)
             outputs.append([request.output_token_ids for request in run(engine, list(case.outputs), "mixed")])
-            assert bool(engine.graphs and engine.graphs.graphs) == on
-            assert bool(engine.prefill_graphs and engine.prefill_graphs.graphs) == (on and attention == "triton_fa")
+            assert bool(engine.runner.graphs and engine.runner.graphs.graphs) == on
+            assert bool(engine.runner.prefill_graphs and engine.runner.prefill_graphs.graphs) == (on and attention == "triton_fa")
         assert outputs[0] == outputs[1]

@@ -1,6 +1,5 @@
 """Choosing k: it finds the fastest, gives drafting up when it does not pay and takes it up again, and never changes an output."""
 
-import argparse
 import random
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +11,6 @@ from drafters.ngram import NGramDrafter
 from specdec.cli import generate as generate_command
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import DecodeBatch, Drafter, DraftOutput, ForwardInput, Request, Verifier, VerifyOutput
-from specdec.decoder import SpecDecoder
 from specdec.engine.buckets import BATCH_SIZES
 from specdec.engine.draft_length import DraftLength, StepSize, StepTimes, ladder
 from specdec.engine.engine import SpecEngine
@@ -184,8 +182,8 @@ def test_a_new_batch_size_begins_with_what_others_have_shown() -> None:
 def recorded(engine: SpecEngine) -> Iterator[dict[tuple[int, int], list[int]]]:
     """Proposals by prompt slot and position L of the anchor."""
     proposals: dict[tuple[int, int], list[int]] = {}
-    assert engine.bound_drafter is not None
-    propose = engine.bound_drafter.propose
+    assert engine.runner.drafter is not None
+    propose = engine.runner.drafter.propose
 
     def kept(batch: DecodeBatch) -> DraftOutput:
         draft = propose(batch)
@@ -193,7 +191,7 @@ def recorded(engine: SpecEngine) -> Iterator[dict[tuple[int, int], list[int]]]:
             proposals[slot, length] = row
         return draft
 
-    engine.bound_drafter.propose = kept  # type: ignore[method-assign]
+    engine.runner.drafter.propose = kept  # type: ignore[method-assign]
     yield proposals
 
 
@@ -384,8 +382,8 @@ def test_the_hosts_time_counts_between_steps(case: Case, monkeypatch: pytest.Mon
             clock.now += 100
             return launch
 
-    graphs = StepGraphs(SlowCapture(), engine.state, engine._result_table)
-    for engine.graphs in (None, graphs):
+    graphs = StepGraphs(SlowCapture(), engine.slots, engine.runner.step_table)
+    for engine.runner.graphs in (None, graphs):
         for prompt in case.prompts[:2]:
             times.clear()
             case.run(engine, [prompt])
@@ -400,16 +398,8 @@ def test_the_hosts_time_counts_between_steps(case: Case, monkeypatch: pytest.Mon
     assert times[1] == 1.0 and 1.0 in times[2:] and set(times[2:]) == {1.0, 6.0}
 
 
-def test_the_command_line_hands_it_on_and_shows_it(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches an option that is declared and forgotten, and a choice that nobody sees."""
-    taken: list[EngineConfig] = []
-    monkeypatch.setattr(SpecDecoder, "from_pretrained", lambda target, **options: taken.append(options["engine"]))
-    for line in ("-k 3", "--adaptive", "--no-adaptive --graphs"):
-        parser = argparse.ArgumentParser()
-        generate_command.add_arguments(parser)
-        generate_command.load_decoder(parser.parse_args(["x", *line.split()]))
-    assert [(config.adaptive, config.graphs) for config in taken] == [(False, None), (True, None), (False, True)]
-
+def test_the_choice_is_shown(case: Case) -> None:
+    """Catches a choice that nobody sees."""
     engine = case.engine(ScriptedDrafter(case.outputs, 4), num_draft_tokens="auto")
     engine.draft_length = AnySchedule(4, seed=0)
     requests = case.run(engine)
@@ -422,7 +412,7 @@ def test_the_command_line_hands_it_on_and_shows_it(case: Case, monkeypatch: pyte
 
 
 def test_k_is_fixed_unless_asked_for(case: Case) -> None:
-    """Without `adaptive`, every step has the k it was given, but for the last ones of an output."""
+    """With a number, every step has the k it was given, but for the last ones of an output."""
     engine = case.engine(ScriptedDrafter(case.outputs, 8, [{0}]), num_draft_tokens=3)
     (request,) = case.run(engine, case.prompts[:1])
     assert engine.draft_length is None

@@ -253,13 +253,16 @@ def test_drafts_that_do_not_count_are_not_accepted(case: Case) -> None:
     """`num_drafts` limits what may be accepted, per request, even when the rest would be right."""
     verifier, prompts, outputs = case
 
-    class Short(ScriptedDrafter):
-        def propose(self, batch: DecodeBatch) -> DraftOutput:
-            draft = super().propose(batch)
-            draft.num_drafts = batch.slots % 2
-            return draft
+    engine = SpecEngine(verifier, ScriptedDrafter(outputs, 4), config())
+    assert engine.runner.drafter is not None
+    propose = engine.runner.drafter.propose
 
-    engine = SpecEngine(verifier, Short(outputs, 4), config())
+    def short(batch: DecodeBatch) -> DraftOutput:
+        draft = propose(batch)
+        draft.num_drafts = batch.slots % 2
+        return draft
+
+    engine.runner.drafter.propose = short  # type: ignore[method-assign]
     requests = [engine.add_request(prompt, SamplingParams(max_tokens=MAX_TOKENS)) for prompt in prompts]
     assert finish(engine, *requests) == list(outputs.values())
     offered = [set(request.num_drafted[:-1]) for request in requests]

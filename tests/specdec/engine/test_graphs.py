@@ -21,8 +21,9 @@ from specdec.core import DecodeBatch, Drafter, DraftOutput, Request
 from specdec.engine import buckets, graphs
 from specdec.engine.engine import SpecEngine
 from specdec.engine.graphs import StepGraphs
-from specdec.engine.slots import SamplingFacts
+from specdec.engine.slots import Selection
 from specdec.kv_cache.block_pool import NULL_BLOCK
+from specdec.sampling_tensors import SamplingPlan
 from tests.helpers.guards import no_host_sync
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import paged_verifier, plain_greedy, plain_model, random_dflash, random_prompts
@@ -99,8 +100,8 @@ class Case:
             EngineConfig(max_num_seqs=batch, max_prefill_tokens=13, cache=cache, **{"num_draft_tokens": None, **changes}),
         )
         if capture:
-            engine.graphs = StepGraphs(Recorder(), engine.state, engine._result_table)
-            engine.state.decode_batch = refuse  # type: ignore[assignment, method-assign]
+            engine.runner.graphs = StepGraphs(Recorder(), engine.slots, engine.runner.step_table)
+            engine.slots.decode_batch = refuse  # type: ignore[assignment, method-assign]
         return engine
 
 
@@ -155,9 +156,9 @@ def beginnings(case: Case, requests: list[Request]) -> list[list[int]]:
 
 
 def recorder(engine: SpecEngine) -> Recorder:
-    assert engine.graphs is not None
-    assert isinstance(engine.graphs._capture, Recorder)
-    return engine.graphs._capture
+    assert engine.runner.graphs is not None
+    assert isinstance(engine.runner.graphs._capture, Recorder)
+    return engine.runner.graphs._capture
 
 
 @pytest.mark.parametrize(("batch", "sampling"), [(1, "greedy"), (3, "greedy"), (5, "greedy"), (3, "mixed")])
@@ -175,7 +176,7 @@ def test_captured_equals_eager(case: Case, drafter: str, batch: int, sampling: s
     if sampling == "greedy":
         assert [r.output_token_ids for r in captured] == beginnings(case, captured)
     assert recorder(engine).num_replays == engine.timer.num_steps > 10
-    assert engine.state.seq_lens[engine.state.padding_slot] == 0
+    assert engine.slots.seq_lens[engine.slots.padding_slot] == 0
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "dflash"])
@@ -192,9 +193,9 @@ def test_adaptive_k_is_captured(case: Case) -> None:
     """Every k of the ladder has graphs of its own, and no other k has."""
     engine = case.engine("right", 3, capture=True, num_draft_tokens="auto")
     run(engine, list(case.outputs))
-    assert engine.graphs is not None
-    assert {shape.k for shape in engine.graphs.graphs} <= {0, 1, 3, 4}
-    assert {shape.k for shape in engine.graphs.graphs} == set(engine.timer.steps_by_k)
+    assert engine.runner.graphs is not None
+    assert {shape.k for shape in engine.runner.graphs.graphs} <= {0, 1, 3, 4}
+    assert {shape.k for shape in engine.runner.graphs.graphs} == set(engine.timer.steps_by_k)
 
 
 def test_the_bound_of_a_shape_covers_what_drafting_writes(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,14 +203,14 @@ def test_the_bound_of_a_shape_covers_what_drafting_writes(case: Case, monkeypatc
     monkeypatch.setitem(DRAFTERS, "long_block", lambda case: random_dflash(case.verifier, block_size=16))
     monkeypatch.setattr(graphs, "length_bucket", lambda length, longest: length)  # rounding would hide a bound too small
     engine = case.engine("long_block", 1, capture=True, num_draft_tokens=1, pipeline_depth=1)
-    captured = engine.graphs
+    captured = engine.runner.graphs
     assert captured is not None
     prepare = captured.prepare
 
-    def checked(requests: list[Request], k: int) -> Any:
-        graph = prepare(requests, k)
+    def checked(selection: Selection, k: int) -> Any:
+        graph = prepare(selection, k)
         (shape,) = (shape for shape, known in captured.graphs.items() if known is graph)
-        assert shape.max_seq_len >= requests[0].kv_tokens_bound + 16
+        assert shape.max_seq_len >= selection.requests[0].kv_tokens_bound + 16
         return graph
 
     captured.prepare = checked  # type: ignore[assignment, method-assign]
@@ -244,23 +245,23 @@ def test_the_recorder_bakes_in_what_a_graph_bakes_in(case: Case) -> None:
 
 
 def _proposal(propose: Callable[[DecodeBatch], DraftOutput], engine: SpecEngine) -> Tensor:
-    state = engine.state
+    state = engine.slots
     slots = torch.zeros_like(state.seq_lens[:1])
-    batch = state.gather(slots, state.sampling(slots, SamplingFacts.of([])), k=2, max_seq_len=64)
+    batch = state.gather(slots, state.sampling.select(slots, SamplingPlan.of([])), k=2, max_seq_len=64)
     return torch.cat([propose(batch).token_ids, slots[:, None]], dim=1)
 
 
 def test_replays_read_only_what_keeps_its_place(case: Case) -> None:
     """What an eager step takes from the host is garbage during every replay: no output changes, and no slot outside the batch."""
     engine = case.engine("dflash", 5, capture=True)
-    state = engine.state
-    assert engine.graphs is not None
-    prepare = engine.graphs.prepare
+    state = engine.slots
+    assert engine.runner.graphs is not None
+    prepare = engine.runner.graphs.prepare
 
-    def poisoned(requests: list[Request], k: int) -> Any:
-        graph = prepare(requests, k)
+    def poisoned(selection: Selection, k: int) -> Any:
+        graph = prepare(selection, k)
         assert graph is not None
-        others = sorted(set(range(6)) - {request.slot for request in requests})
+        others = sorted(set(range(6)) - {request.slot for request in selection.requests})
 
         def replay() -> None:
             lengths = state.seq_lens[others]
@@ -270,13 +271,13 @@ def test_replays_read_only_what_keeps_its_place(case: Case) -> None:
                 patch.setattr(Request, "__getattribute__", refuse)
                 for name in kept:
                     patch.setattr(engine, name, None)
-                state._slots, state._sampling, state._batch_key = torch.full((3,), -1), None, ()
+                selection.tensors = None
                 graph.replay()
             assert torch.equal(state.seq_lens[others], lengths)
 
         return SimpleNamespace(replay=replay, table=graph.table)
 
-    engine.graphs.prepare = poisoned  # type: ignore[assignment, method-assign]
+    engine.runner.graphs.prepare = poisoned  # type: ignore[assignment, method-assign]
     requests = run(engine, list(case.outputs))
     assert [r.output_token_ids for r in requests] == beginnings(case, requests)
     assert recorder(engine).num_replays == engine.timer.num_steps
@@ -286,25 +287,25 @@ def test_replays_read_only_what_keeps_its_place(case: Case) -> None:
 def test_capturing_moves_no_request(case: Case, drafter: str) -> None:
     """Warm-up and capture in the midst of decoding change nothing but the null block and the padding slot."""
     engine = case.engine(drafter, 3, capture=True, pipeline_depth=1)
-    state = engine.state
+    state = engine.slots
     requests = [engine.add_request(prompt, SamplingParams(max_tokens=MAX_TOKENS)) for prompt in list(case.outputs)[:3]]
     for _ in range(6):
         engine.step()
     assert any(request.in_flight for request in requests)
 
     def snapshot() -> list[Tensor]:
-        tensors = [state.seq_lens, state.anchors, state.block_table, state.temperature, state.top_p, state.seeds]
-        tensors += [x for x in vars(engine.bound_drafter).values() if isinstance(x, Tensor)] if engine.drafter else []
+        tensors = [state.seq_lens, state.anchors, state.block_table, state.sampling.floats.T, state.sampling.ints.T]
+        tensors += [x for x in vars(engine.runner.drafter).values() if isinstance(x, Tensor)] if engine.drafter else []
         own = [x[: state.padding_slot].clone() for x in tensors]
         return own + [side[NULL_BLOCK + 1 :].clone() for layer in engine.kv_cache.layers for side in layer]
 
     before = snapshot()
-    assert engine.graphs is not None
+    assert engine.runner.graphs is not None
     with torch.inference_mode():
-        for shape in [graphs.StepShape(n, k, 64, SamplingFacts.of([])) for n in (1, 2, 4) for k in {0, engine.num_draft_tokens}]:
-            engine.graphs._captured(shape)
+        for shape in [graphs.StepShape(n, k, 64, SamplingPlan.of([])) for n in (1, 2, 4) for k in {0, engine.num_draft_tokens}]:
+            engine.runner.graphs._captured(shape)
     assert all(torch.equal(a, b) for a, b in zip(before, snapshot(), strict=True))
-    engine.graphs._key = ()
+    engine.runner.graphs._selection = None
     while engine.has_work:
         engine.step()
     assert [request.output_token_ids for request in requests] == [case.outputs[tuple(r.prompt_token_ids)] for r in requests]
@@ -313,12 +314,12 @@ def test_capturing_moves_no_request(case: Case, drafter: str) -> None:
 def test_padding_stays_where_it_is(case: Case) -> None:
     """Hundreds of replays do not carry the padding slot past its block table, whose entries are all the null block."""
     engine = case.engine("ngram", 3, capture=True)
-    assert engine.graphs is not None
+    assert engine.runner.graphs is not None
     run(engine, list(case.outputs)[:3])
-    state = engine.state
+    state = engine.slots
     assert (state.block_table[state.padding_slot] == NULL_BLOCK).all()
-    graph = next(graph for shape, graph in engine.graphs.graphs.items() if shape.num_reqs == 4)
-    engine.graphs._slots.fill_(state.padding_slot)
+    graph = next(graph for shape, graph in engine.runner.graphs.graphs.items() if shape.num_reqs == 4)
+    engine.runner.graphs._slots.fill_(state.padding_slot)
     with torch.inference_mode():
         for _ in range(200):
             graph.replay()
@@ -329,10 +330,10 @@ def test_shapes_are_few(case: Case) -> None:
     """Batches of 1 to 5 share four sizes, lengths up to 512 one bound, and the last steps of an output the ladder's k."""
     engine = case.engine("wrong", 5, capture=True)
     run(engine, list(case.outputs))
-    assert engine.graphs is not None
-    assert {shape.num_reqs for shape in engine.graphs.graphs} == {1, 2, 4, 8}
-    assert {shape.max_seq_len for shape in engine.graphs.graphs} == {512}
-    assert {shape.k for shape in engine.graphs.graphs} <= {0, 1, 3, 4}
+    assert engine.runner.graphs is not None
+    assert {shape.num_reqs for shape in engine.runner.graphs.graphs} == {1, 2, 4, 8}
+    assert {shape.max_seq_len for shape in engine.runner.graphs.graphs} == {512}
+    assert {shape.k for shape in engine.runner.graphs.graphs} <= {0, 1, 3, 4}
 
 
 def test_too_many_graphs_and_too_large_batches_run_without(
@@ -342,7 +343,7 @@ def test_too_many_graphs_and_too_large_batches_run_without(
     monkeypatch.setattr(graphs, "MAX_GRAPHS", 1)
     monkeypatch.setattr(graphs, "BATCH_SIZES", (1, 2))
     engine = case.engine("ngram", 5, capture=True)
-    del engine.state.decode_batch  # the refusal
+    del engine.slots.decode_batch  # the refusal
     with caplog.at_level(logging.WARNING):
         requests = run(engine, list(case.outputs))
     assert [r.output_token_ids for r in requests] == beginnings(case, requests)
@@ -355,16 +356,16 @@ def test_too_many_graphs_and_too_large_batches_run_without(
 def test_a_batch_without_a_graph_leaves_no_facts_behind(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """The batch before and after it is the same, and must not be taken to be sampled as that one was."""
     engine = case.engine("plain", 2, capture=True)
-    graphs_of = engine.graphs
+    graphs_of = engine.runner.graphs
     assert graphs_of is not None
     sampled = engine.add_request([3, 4, 5], SamplingParams(max_tokens=9, temperature=0.8))
     greedy = engine.add_request([3, 4], SamplingParams(max_tokens=9))
     engine.step()
-    both = graphs_of.prepare([sampled, greedy], 0)
+    both = graphs_of.prepare(engine.slots.select([sampled, greedy]), 0)
     assert both is not None
     monkeypatch.setattr(graphs, "MAX_GRAPHS", len(graphs_of.graphs))
-    assert graphs_of.prepare([greedy], 0) is None
-    assert graphs_of.prepare([sampled, greedy], 0) is both
+    assert graphs_of.prepare(engine.slots.select([greedy]), 0) is None
+    assert graphs_of.prepare(engine.slots.select([sampled, greedy]), 0) is both
 
 
 def test_timing_runs_without_graphs(case: Case) -> None:
@@ -376,7 +377,7 @@ def test_timing_runs_without_graphs(case: Case) -> None:
 
 def test_no_graphs_on_a_cpu(case: Case) -> None:
     """A CPU has nothing to capture, whatever the config says."""
-    assert case.engine("ngram", 1, capture=False, graphs=True).graphs is None
+    assert case.engine("ngram", 1, capture=False, graphs=True).runner.graphs is None
 
 
 def test_buckets_hold_what_they_are_for() -> None:

@@ -53,7 +53,7 @@ def test_memory_that_the_device_lacks_is_refused(
 def test_the_memory_of_a_dead_engine_counts_as_free(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine with captured steps is part of a cycle; without a collection the next engine would find its memory taken."""
     engine = case.engine("plain", 1, capture=True)
-    alive = weakref.ref(engine)
+    alive = weakref.ref(engine.runner)
     target: Any = SimpleNamespace(
         device=torch.device("cuda:0"), dtype=torch.float32, vocab_size=97, hidden_size=8, attention=case.verifier.attention
     )

@@ -30,14 +30,16 @@ def small_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
 def captured_engine(case: Case, drafter: str, batch: int, **changes: Any) -> tuple[SpecEngine, Recorder, list[list[Chunk]]]:
     """An engine with captured prefills of up to 64 rows, its stand-in of a GPU, and what was eager."""
     engine = case.engine(drafter, batch, capture=True, **changes)
-    recorder, eager, packed = Recorder(), [], engine.state.prefill_batch
-    engine.prefill_graphs = PrefillGraphs(recorder, engine.state, engine._prefill_logits, dtype=case.verifier.dtype, most_rows=64)
+    recorder, eager, packed = Recorder(), [], engine.slots.prefill_batch
+    engine.runner.prefill_graphs = PrefillGraphs(
+        recorder, engine.slots, engine.runner.prefill_step, dtype=case.verifier.dtype, most_rows=64
+    )
 
     def prefill_batch(chunks: Sequence[Chunk]) -> Any:
         eager.append(list(chunks))
         return packed(chunks)
 
-    engine.state.prefill_batch = prefill_batch  # type: ignore[method-assign]
+    engine.slots.prefill_batch = prefill_batch  # type: ignore[method-assign]
     return engine, recorder, eager
 
 
@@ -53,8 +55,8 @@ def test_captured_equals_eager(case: Case, drafter: str, batch: int, sampling: s
         assert one.output_token_ids == other.output_token_ids
         assert one.num_accepted[:-1] == other.num_accepted[:-1]
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
-    assert engine.prefill_graphs is not None
-    shapes = set(engine.prefill_graphs.graphs)
+    assert engine.runner.prefill_graphs is not None
+    shapes = set(engine.runner.prefill_graphs.graphs)
     assert {shape.num_rows for shape in shapes} == {16}, "chunks of up to 13 rows share a shape"
     assert recorder.num_replays >= 7 and not eager
 
@@ -70,10 +72,10 @@ def test_captured_equals_eager_under_preemption(case: Case) -> None:
 def test_padding_writes_to_the_null_block_alone(case: Case) -> None:
     """Catches rows past a chunk's end that overwrite another request's keys and values, or the request's own."""
     engine, _, _ = captured_engine(case, "dflash", 3)
-    assert engine.prefill_graphs is not None
+    assert engine.runner.prefill_graphs is not None
     engine.add_request([3, 4, 5], SamplingParams(max_tokens=20))
     engine.step()
-    ((shape, graph),) = engine.prefill_graphs.graphs.items()
+    ((shape, graph),) = engine.runner.prefill_graphs.graphs.items()
     request = engine.add_request([3, 4, 5, 6, 7], SamplingParams(max_tokens=2))
     changed: list[set[tuple[int, int]]] = []
 
@@ -84,7 +86,7 @@ def test_padding_writes_to_the_null_block_alone(case: Case) -> None:
             differ = (layer.key != keys).flatten(2).any(2).nonzero().tolist()
             changed.append({(block, offset) for block, offset in differ if block != NULL_BLOCK})
 
-    engine.prefill_graphs.graphs[shape] = graph._replace(replay=watched)
+    engine.runner.prefill_graphs.graphs[shape] = graph._replace(replay=watched)
     engine.step()
     first, second = request.block_ids[:2]
     assert changed == [{(first, offset) for offset in range(4)} | {(second, 0)}] * len(engine.kv_cache.layers)
@@ -102,11 +104,11 @@ def case_tokens(case: Case, prompt: list[int]) -> list[int]:
 def test_what_is_left_to_packed_prefill(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long chunks, many chunks, chunks whose padding has no room, and shapes beyond the most graphs."""
     engine, recorder, _ = captured_engine(case, "plain", 8)
-    captured = engine.prefill_graphs
+    captured = engine.runner.prefill_graphs
     assert captured is not None
     request = Request(0, list(range(3, 73)), SamplingParams(), seed=0, max_total_len=80)
     request.block_ids = list(range(1, 22))
-    longest = engine.state.longest
+    longest = engine.slots.longest
 
     def chunk(start: int, end: int) -> Chunk:
         return Chunk(request, start, end, last=False, admitted=False)
@@ -128,15 +130,15 @@ def test_what_is_left_to_packed_prefill(case: Case, monkeypatch: pytest.MonkeyPa
 def test_inputs_of_a_replay(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Padding rows name the null block, padding requests the padding slot; positions stay within the model's length."""
     engine, _, _ = captured_engine(case, "plain", 8)
-    assert engine.prefill_graphs is not None
-    monkeypatch.setattr(engine.state, "max_model_len", 9)
+    assert engine.runner.prefill_graphs is not None
+    monkeypatch.setattr(engine.slots, "max_model_len", 9)
     requests = []
     for slot in range(3):
         request = Request(slot, list(range(10, 40)), SamplingParams(), seed=0, max_total_len=64, slot=slot)
         request.block_ids = [3 * slot + 1, 3 * slot + 2, 3 * slot + 3]
         requests.append(request)
     chunks = [Chunk(request, 4, 8 + index, last=False, admitted=False) for index, request in enumerate(requests)]
-    inputs = engine.prefill_graphs._inputs(chunks, PrefillShape(4, 16, 256))
+    inputs = engine.runner.prefill_graphs._inputs(chunks, PrefillShape(4, 16, 256))
     tokens, positions, places = inputs[:192].view(3, 4, 16).tolist()
     slots, logit_rows, seq_lens = inputs[192:].view(3, 4).tolist()
     null = NULL_BLOCK * 4
@@ -146,7 +148,7 @@ def test_inputs_of_a_replay(case: Case, monkeypatch: pytest.MonkeyPatch) -> None
         assert positions[index] == [4, 5, 6, 7] + [8] * 12
         assert places[index] == [4 * (3 * index + 1 + p // 4) + p % 4 for p in range(4, 4 + count)] + [null] * (16 - count)
     assert tokens[3] == positions[3] == [0] * 16 and places[3] == [null] * 16
-    assert slots == [0, 1, 2, engine.state.padding_slot]
+    assert slots == [0, 1, 2, engine.slots.padding_slot]
     assert logit_rows == [3, 16 + 4, 32 + 5, 48] and seq_lens == [20, 20, 20, 16]
 
 
@@ -172,8 +174,8 @@ def test_a_mixed_step_has_logits_of_those_that_end(case: Case) -> None:
         while engine.has_work:
             engine.step()
         assert [request.output_token_ids for request in requests] == expected
-    assert recorder.num_replays >= 4 and engine.prefill_graphs is not None
-    assert {shape.num_reqs for shape in engine.prefill_graphs.graphs} == {1, 2}
+    assert recorder.num_replays >= 4 and engine.runner.prefill_graphs is not None
+    assert {shape.num_reqs for shape in engine.runner.prefill_graphs.graphs} == {1, 2}
 
 
 def test_a_chunk_that_ends_no_prompt_has_no_logits(case: Case) -> None:
@@ -186,4 +188,4 @@ def test_a_chunk_that_ends_no_prompt_has_no_logits(case: Case) -> None:
             engine.step()
     assert recorder.num_replays >= 3
     assert requests[0].output_token_ids == requests[1].output_token_ids == case_tokens(case, prompt)[:3]
-    assert engine.state.seq_lens[engine.state.padding_slot] == 0
+    assert engine.slots.seq_lens[engine.slots.padding_slot] == 0

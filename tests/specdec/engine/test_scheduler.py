@@ -101,8 +101,8 @@ def rows_of_drafting(engine: SpecEngine, batch: DecodeBatch) -> set[int]:
 
 def watch(engine: SpecEngine, outputs: dict[tuple[int, ...], list[int]]) -> list[int]:
     """Compares both caches before and after every proposal, makes some proposals right, and counts the requests of each step."""
-    assert engine.bound_drafter is not None
-    propose = engine.bound_drafter.propose
+    assert engine.runner.drafter is not None
+    propose = engine.runner.drafter.propose
     batch_sizes: list[int] = []
 
     def watched(batch: DecodeBatch) -> DraftOutput:
@@ -119,7 +119,7 @@ def watch(engine: SpecEngine, outputs: dict[tuple[int, ...], list[int]]) -> list
         batch_sizes.append(batch.num_reqs)
         return draft
 
-    engine.bound_drafter.propose = watched  # type: ignore[method-assign]
+    engine.runner.drafter.propose = watched  # type: ignore[method-assign]
     return batch_sizes
 
 
@@ -166,7 +166,8 @@ def test_a_newcomer_gets_the_rows_of_its_first_step(verifier: Verifier) -> None:
         scheduler = Scheduler(pool, **limits, prefix_caching=False, num_lookahead_tokens=ROWS)
         for request_id in range(2):
             scheduler.add(Request(request_id, [5] * BLOCK, SamplingParams(), seed=0, max_total_len=40))
-        assert len(scheduler.schedule(1, settle=lambda: None).prefill) == admitted
+        work = scheduler.schedule([], 1)
+        assert work is not None and len(work.prefill) == admitted
 
 
 def test_shared_prefix_is_computed_once(verifier: Verifier, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,15 +257,34 @@ def test_pool_counts_references_and_reuses_by_content() -> None:
         BlockPool(3).release([1])
 
 
-def test_no_step_drafts_more_than_anyone_has_left() -> None:
+def test_no_step_drafts_more_than_anyone_has_left(verifier: Verifier) -> None:
     """Drafts past the end of every output would be paid for and thrown away; one request with room is enough to draft them all."""
-    pool = BlockPool(50)
-    scheduler = Scheduler(pool, block_size=BLOCK, max_num_seqs=2, max_prefill_tokens=64, prefix_caching=False)
+    engine = SpecEngine(verifier, ScriptedDrafter({}, 8), cache_of(verifier, 50, num_draft_tokens=8))
     requests = [Request(i, [5, 6], SamplingParams(), seed=0, max_total_len=total) for i, total in enumerate((4, 5))]
+    assert engine._num_drafts(requests) == 3
+    assert engine._num_drafts(requests[:1]) == 2
+    assert engine._num_drafts([Request(9, [5, 6], SamplingParams(), seed=0, max_total_len=99), *requests]) == 8
+
+
+def test_results_are_read_before_anyone_is_preempted() -> None:
+    """Without free blocks and with unread results the scheduler decides nothing; once all is read, the last to arrive goes."""
+    pool = BlockPool(6)
+    scheduler = Scheduler(pool, block_size=BLOCK, max_num_seqs=2, max_prefill_tokens=64, prefix_caching=False)
+    requests = [Request(i, [5] * 6, SamplingParams(), seed=0, max_total_len=40) for i in range(2)]
     for request in requests:
         scheduler.add(request)
-    for chunk in scheduler.schedule(8, settle=lambda: None).prefill:
+    first = scheduler.schedule([], 0)
+    assert first is not None
+    for chunk in first.prefill:
         scheduler.prefilled(chunk)
-    assert [scheduler.schedule(k, settle=lambda: None).k for k in (0, 1, 2, 3, 4, 8)] == [0, 1, 2, 3, 3, 3]
-    scheduler.finish(requests[1])
-    assert scheduler.schedule(8, settle=lambda: None).k == 2
+    for request in requests:
+        request.num_kv_tokens = 12
+        request.in_flight = [0]
+    assert scheduler.schedule(scheduler.decoding, 0) is None
+    assert scheduler.num_preemptions == 0
+    for request in requests:
+        request.in_flight = []
+    work = scheduler.schedule(scheduler.decoding, 0)
+    assert work is not None
+    assert work.decode == requests[:1]
+    assert scheduler.waiting == requests[1:]

@@ -7,8 +7,9 @@ from torch import Tensor
 from specdec.config import SamplingParams
 from specdec.core import Request
 from specdec.engine.scheduler import Chunk
-from specdec.engine.slots import SamplingFacts, SlotState, batch_key
+from specdec.engine.slots import SlotState
 from specdec.kv_cache.block_pool import NULL_BLOCK
+from specdec.sampling_tensors import SamplingPlan
 
 MAX_BLOCKS = 6
 
@@ -24,6 +25,10 @@ def request(slot: int, block_ids: list[int], **sampling: object) -> Request:
     made = Request(slot, [slot + 1, slot + 11], SamplingParams(**sampling), seed=2**63 - 1 - slot, max_total_len=20)  # type: ignore[arg-type]
     made.slot, made.block_ids = slot, list(block_ids)
     return made
+
+
+def plan_of(requests: list[Request]) -> SamplingPlan:
+    return SamplingPlan.of([request.sampling for request in requests])
 
 
 @pytest.fixture
@@ -73,28 +78,29 @@ def test_a_slot_forgets_its_last_request() -> None:
 
 
 def test_newcomers_get_their_own_sampling(copies: list[Tensor]) -> None:
-    """Two copies for all: catches rows swapped, seeds that lose digits as floating-point numbers, and neighbours touched."""
+    """Catches rows swapped, seeds that lose digits as floating-point numbers, and neighbours touched."""
     state = slot_state()
     hot = request(3, [1], temperature=0.7, top_k=5, top_p=0.9, min_p=0.1)
     plain = request(0, [2])
     state.begin([hot, plain])
-    assert len(copies) == 2
-    assert state.temperature.tolist() == pytest.approx([0, 0, 0, 0.7, 0])
-    assert state.top_k.tolist() == [0, 0, 0, 5, 0]
-    assert state.top_p.tolist() == pytest.approx([1, 0, 0, 0.9, 1])
-    assert state.min_p.tolist() == pytest.approx([0, 0, 0, 0.1, 0])
-    assert state.repetition_penalty.tolist() == [1, 0, 0, 1, 1]
-    assert state.seeds.tolist() == [2**63 - 1, 0, 0, 2**63 - 4, 0]
+    assert len(copies) == 1  # beside the two of the sampling
+    sampling = state.sampling
+    assert sampling.temperature.tolist() == pytest.approx([0, 0, 0, 0.7, 0])
+    assert sampling.top_k.tolist() == [0, 0, 0, 5, 0]
+    assert sampling.top_p.tolist() == pytest.approx([1, 1, 1, 0.9, 1])
+    assert sampling.min_p.tolist() == pytest.approx([0, 0, 0, 0.1, 0])
+    assert sampling.repetition_penalty.tolist() == [1] * 5
+    assert sampling.seeds.tolist() == [2**63 - 1, 0, 0, 2**63 - 4, 0]
 
 
 def test_tokens_seen_are_those_of_the_prompt() -> None:
-    """A penalised newcomer in a slot whose last request had seen other tokens."""
+    """A penalized newcomer in a slot whose last request had seen other tokens."""
     state = slot_state()
     state.begin([request(2, [1], repetition_penalty=1.5)])
-    assert state.seen is not None
-    state.seen[2, 40] = True
+    assert state.sampling.seen is not None
+    state.sampling.seen[2, 40] = True
     state.begin([request(2, [1], repetition_penalty=1.2), request(1, [2])])
-    assert state.seen.nonzero().tolist() == [[2, 3], [2, 13]]
+    assert state.sampling.seen.nonzero().tolist() == [[2, 3], [2, 13]]
 
 
 def test_prefill_ends_with_length_and_anchor() -> None:
@@ -111,11 +117,15 @@ def test_prefill_ends_with_length_and_anchor() -> None:
 def test_a_batch_is_known_by_requests_and_slots() -> None:
     """A request that comes back in another slot, after a preemption, is another batch: its rows lie elsewhere."""
     first, second = request(0, [1]), request(1, [2])
-    key = batch_key([first, second])
-    assert key == batch_key([first, second])
-    assert batch_key([second, first]) != key != batch_key([first])
+    state = slot_state()
+    both = state.select([first, second])
+    assert state.select([first, second]) is both
+    assert state.select([second, first]) is not both
+    assert state.select([first]).requests == [first]
+    assert state.select([first, second]) is not both
+    both = state.select([first, second])
     second.slot = 3
-    assert batch_key([first, second]) != key
+    assert state.select([first, second]) is not both
 
 
 @pytest.mark.parametrize("longest", [18, 19])
@@ -128,7 +138,7 @@ def test_rows_of_a_step(longest: int) -> None:
     state.extend_block_tables(requests)
     state.end_prefill([Chunk(each, 0, end, admitted=True, last=True) for each, end in zip(requests, (longest, 3), strict=True)])
     slots = state.slot_indices(requests)
-    batch = state.gather(slots, state.sampling(slots, SamplingFacts.of(requests)), k=3, max_seq_len=longest + 4)
+    batch = state.gather(slots, state.sampling.select(slots, plan_of(requests)), k=3, max_seq_len=longest + 4)
     assert batch.anchors.tolist() == [13, 11]
     for width in (4, 2, 4):
         positions = [[start + i for i in range(width)] for start in (longest, 3)]
@@ -152,9 +162,8 @@ def test_sampling_state_that_nobody_reads_is_left_out() -> None:
     state.begin([greedy, warm])
 
     def rows(requests: list[Request]) -> list[list[float]]:
-        sampling = state.sampling(state.slot_indices(requests), SamplingFacts.of(requests))
-        fields = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.repetition_penalty, sampling.seeds)
-        return [field.tolist() for field in fields]
+        sampling = state.sampling.select(state.slot_indices(requests), plan_of(requests))
+        return [*sampling.floats.tolist(), *sampling.ints.tolist()]
 
     assert rows([greedy]) == [[]] * 6
-    assert rows([greedy, warm]) == [[0, 0.5], [], [1, pytest.approx(0.9)], [], [1, 1.5], [2**63 - 1, 2**63 - 4]]
+    assert rows([greedy, warm]) == [[0, 0.5], [1, pytest.approx(0.9)], [0, 0], [1, 1.5], [0, 0], [2**63 - 1, 2**63 - 4]]

@@ -56,7 +56,7 @@ def attention(target: str, dtype: str, *, head_dim: int, group: int, width: int,
         triton_attention._attention_kernel,
         TARGETS[target],
         pointers=types | {"log_sums": "fp32", "block_table": "i32", "seq_lens": "i32", "query_start_loc": "i32"},
-        floats=("score_scale", "value_scale", "softcap"),
+        floats=("score_scale", "softcap"),
         constants=values | constants,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -128,7 +128,7 @@ def test_the_rest(target: str) -> None:
         assert product.metadata.shared <= SHARED_MEMORY[target]
     heads = dict.fromkeys(("query", "key", "value", "rotated", "key_cache", "value_cache", "cos", "sin"), "bf16")
     heads |= {"query_norm": "bf16", "key_norm": "bf16", "slot_mapping": "i64"}
-    scalars = ("epsilon", "key_scale", "value_scale", "limit")
+    scalars = ("epsilon", "limit")
     shape = {"NUM_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": 64} | overlap | silent
     kernel = triton_fused._rope_store_kernel
     compile_for(kernel, machine, pointers=heads, floats=scalars, constants=shape)

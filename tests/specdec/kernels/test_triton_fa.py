@@ -1,4 +1,4 @@
-"""triton_fa against torch_ref, on a CUDA device or, without one, in Triton's interpreter; see `tests.helpers.triton_interpreter`."""
+"""triton_fa against the definition, on a CUDA device or in Triton's interpreter; see `tests.helpers.triton_interpreter`."""
 
 import itertools
 from typing import Any
@@ -11,7 +11,7 @@ from specdec.attention.backend import AttentionMetadata, AttentionSpec
 from specdec.attention.torch_ref.fa import TorchRefBackend
 from specdec.attention.triton.fa import TritonFaBackend
 from specdec.kv_cache import KVLayerSpec, LayerCache, blocks_for
-from tests.helpers.attention_case import exact_attention
+from tests.helpers.attention_case import attention
 from tests.helpers.bounds import assert_as_exact
 from tests.helpers.triton_interpreter import require_triton
 
@@ -82,7 +82,7 @@ def check(
     splits: int = 1,
     ragged: bool = False,
 ) -> None:
-    """triton_fa, with `splits` programs per row, is as exact as torch_ref, and writes the same cache."""
+    """triton_fa, with `splits` programs per row, is as exact as the definition, and writes torch_ref's cache."""
     torch.manual_seed(0)
     metadata, cache = scenario(requests, wanted, causal=causal, host_lengths=ragged)
     joined = torch.randn(metadata.num_tokens, wanted.num_heads + 2 * wanted.num_kv_heads, wanted.head_dim, dtype=wanted.dtype)
@@ -96,14 +96,21 @@ def check(
 def compare(
     backend: TritonFaBackend, rows: tuple[Tensor, ...], cache: LayerCache, metadata: AttentionMetadata, **options: Any
 ) -> None:
-    """Query, key and value of the rows through `backend`, through torch_ref on a copy of the cache, and in float64."""
-    copy = LayerCache(cache.key.clone(), cache.value.clone())
-    oracle = TorchRefBackend(backend.spec)
+    """Query, key and value of the rows through `backend` and through the definition, on a cache that torch_ref has written."""
+    written = LayerCache(cache.key.clone(), cache.value.clone())
+    TorchRefBackend(backend.spec).write(written, *rows[1:], metadata.slot_mapping)
     got = backend.run(*rows, cache, backend.plan(metadata), scale=0.2, **options)
-    plain = oracle.run(*rows, copy, oracle.plan(metadata), scale=0.2, **options)
-    for ours, theirs in zip(cache, copy, strict=True):
+    for ours, theirs in zip(cache, written, strict=True):
         assert ours.equal(theirs)
-    assert_as_exact(got, plain, exact_attention(rows[0], copy, metadata, scale=0.2, **options))
+    check_attention(got, rows[0], written, metadata, **options)
+
+
+def check_attention(got: Tensor, query: Tensor, cache: LayerCache, metadata: AttentionMetadata, **options: Any) -> None:
+    """`got` is as exact as the definition computed in float32."""
+    plain, exact = (
+        attention(query, cache, metadata, dtype=dtype, scale=0.2, **options) for dtype in (torch.float32, torch.float64)
+    )
+    assert_as_exact(got, plain.to(got.dtype), exact)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (3, 1), (8, 2)])
@@ -171,10 +178,9 @@ def test_half_precision(dtype: torch.dtype) -> None:
 
 
 def test_8_bit_cache() -> None:
-    """Scaled down when written, clamped to what the type holds, and scaled up when read."""
+    """Clamped to what the type holds when it is written."""
     torch.manual_seed(0)
-    scales = (0.5, 2.0)
-    wanted = spec(cache_dtype=torch.float8_e4m3fn, cache_scales=scales, head_dim=16)
+    wanted = spec(cache_dtype=torch.float8_e4m3fn, head_dim=16)
     metadata, _ = scenario([(20, 20)], wanted)
     cache = KVLayerSpec(2, 16).allocate(9, BLOCK, torch.float8_e4m3fn, DEVICE)
     query = torch.randn(20, 4, 16, device=DEVICE)
@@ -182,15 +188,15 @@ def test_8_bit_cache() -> None:
     value[0, 0, 0] = 3000.0
     backend = TritonFaBackend(wanted)
     got = backend.run(query, key, value, cache, backend.plan(metadata), scale=0.2)
-    stored = [tensor.flatten(0, 1)[metadata.slot_mapping].float() * s for tensor, s in zip(cache, scales, strict=True)]
-    assert stored[1][0, 0, 0] == 896
-    for ours, rows, s in zip(stored, (key, value), scales, strict=True):
-        want = (rows / s).clamp(-448, 448).to(torch.float8_e4m3fn).float() * s
+    stored = [tensor.flatten(0, 1)[metadata.slot_mapping].float() for tensor in cache]
+    assert stored[1][0, 0, 0] == 448
+    for ours, rows in zip(stored, (key, value), strict=True):
+        want = rows.clamp(-448, 448).to(torch.float8_e4m3fn).float()
         # The interpreter loses the carry of numbers that round up to a power of two.
         assert (ours != want).float().mean() < 0.05
-    oracle, plain = TorchRefBackend(spec(head_dim=16)), KVLayerSpec(2, 16).allocate(9, BLOCK, torch.float32, DEVICE)
-    want = oracle.run(query, *stored, plain, oracle.plan(metadata), scale=0.2)
-    assert_as_exact(got, want, exact_attention(query, plain, metadata, scale=0.2))
+    read = KVLayerSpec(2, 16).allocate(9, BLOCK, torch.float32, DEVICE)
+    TorchRefBackend(spec(head_dim=16)).write(read, *stored, metadata.slot_mapping)
+    check_attention(got, query, read, metadata)
 
 
 @pytest.mark.parametrize("splits", [1, 8])

@@ -1,6 +1,8 @@
-"""Kernels around attention against plain torch, and whole tiny models on them; where they run, see `tests.helpers.triton_interpreter`."""
+"""Kernels around attention against plain torch, and whole tiny models on them; see `tests.helpers.triton_interpreter`."""
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from specdec.core import DecodeBatch, DraftOutput, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.kv_cache import KVLayerSpec
 from specdec.layers.linear import Linear
+from tests.helpers.bounds import assert_as_exact
 from tests.helpers.guards import no_host_sync
 from tests.helpers.tiny_models import plain_model, random_dflash, random_prompts
 from tests.helpers.triton_interpreter import require_triton
@@ -34,9 +37,14 @@ from specdec.kernels.triton_prefetch import askable, hint_options, surplus  # no
 
 
 def transformers_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Computed in float32, rounded, then weighted."""
-    x32 = x.float()
-    return weight * (x32 * (x32.square().mean(-1, keepdim=True) + epsilon).rsqrt()).to(x.dtype)
+    """Computed in float32 at least, rounded, then weighted."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return weight * (wide * (wide.square().mean(-1, keepdim=True) + epsilon).rsqrt()).to(x.dtype)
+
+
+def check(got: Tensor, formula: Callable[..., Tensor], *inputs: Tensor | None) -> None:
+    """`got` is as exact as a formula of plain torch in the type of these inputs."""
+    assert_as_exact(got, formula(*inputs), formula(*(x if x is None else x.double() for x in inputs)))
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -49,10 +57,11 @@ def test_norm_and_residual(width: int) -> None:
     """Any width; the input may be a view; the sum is what the norm sees."""
     torch.manual_seed(0)
     x, residual, weight = random(7, width + 3)[:, :width], random(7, width), random(width)
-    torch.testing.assert_close(rms_norm(x, weight, 1e-3), transformers_norm(x, weight, 1e-3), atol=1e-6, rtol=1e-5)
+    norm = partial(transformers_norm, epsilon=1e-3)
+    check(rms_norm(x, weight, 1e-3), norm, x, weight)
     normed, added = add_rms_norm(x, residual, weight, 1e-3)
     assert added.equal(x + residual)
-    torch.testing.assert_close(normed, transformers_norm(x + residual, weight, 1e-3), atol=1e-6, rtol=1e-5)
+    check(normed, norm, added, weight)
 
 
 def test_norm_rounds_as_transformers() -> None:
@@ -64,12 +73,18 @@ def test_norm_rounds_as_transformers() -> None:
     assert (normed == transformers_norm(added, weight, 1e-6)).float().mean() > 0.995  # a sum in another order may round elsewhere
 
 
+def gated_product(joined: Tensor) -> Tensor:
+    """The second half, gated by the first."""
+    gate, up = joined.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
 @pytest.mark.parametrize("width", [48, 1536])
 def test_swiglu(width: int) -> None:
     """Gate is the first half of the joined product."""
     torch.manual_seed(0)
     joined = random(5, 2 * width) * 3
-    torch.testing.assert_close(silu_mul(joined), F.silu(joined[:, :width]) * joined[:, width:], atol=1e-6, rtol=1e-5)
+    check(silu_mul(joined), gated_product, joined)
 
 
 @pytest.mark.parametrize("parts", [2, 3])
@@ -86,18 +101,17 @@ def test_norm_adds_up_parts(parts: int) -> None:
 @pytest.mark.parametrize("rows", [1, 5, 33])
 @pytest.mark.parametrize("how", ["plain", "gated", "split"])
 def test_product_of_few_rows(width: int, inputs: int, rows: int, how: str) -> None:
-    """Against float64; split sums are those of the whole product, and a row has the same bits whatever rows are beside it."""
+    """Split sums are those of the whole product, which is rounded once, and a row has the same bits whatever rows are beside it."""
     torch.manual_seed(0)
     gated = how == "gated"
     x = random(rows, inputs + 8, dtype=torch.float16)[:, :inputs]
     weight = random(width * (1 + gated), inputs, dtype=torch.float16) / inputs**0.5
     got = few_rows(x, Linear(weight), gated=gated, may_split=how == "split")
     assert got is not None and (got.ndim == 3 or how != "split" or divide_splits(width, inputs) == 1)
-    expected = x.double() @ weight.double().T
-    if gated:
-        expected = F.silu(expected[:, :width]) * expected[:, width:]
+    exact = x.double() @ weight.double().T
+    exact = gated_product(exact) if gated else exact
     whole = got.sum(0) if got.ndim == 3 else got
-    assert (whole.double() - expected).norm() <= 1e-3 * expected.norm()
+    assert_as_exact(whole.half(), exact.half(), exact)
     alone = few_rows(x[:1], Linear(weight), gated=gated, may_split=how == "split")
     assert alone is not None and alone[..., 0, :].equal(got[..., 0, :])
 
@@ -165,16 +179,16 @@ def test_rope_with_cache_write(head_dim: int, normed: bool, with_query: bool) ->
         epsilon=1e-5,
     )
 
-    def reference(rows: Tensor, norm: Tensor | None) -> Tensor:
+    def formula(rows: Tensor, cos: Tensor, sin: Tensor, norm: Tensor | None) -> Tensor:
         rows = rows if norm is None else transformers_norm(rows, norm, 1e-5)
         return rotate(rows, torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1))
 
     if with_query:
-        torch.testing.assert_close(rotated, reference(query, query_norm), atol=1e-5, rtol=1e-5)
+        check(rotated, formula, query, cos, sin, query_norm)
     else:
         assert rotated.numel() == 0
     keys, values = (tensor.flatten(0, 1) for tensor in cache)
-    torch.testing.assert_close(keys[slots], reference(key, key_norm), atol=1e-5, rtol=1e-5)
+    check(keys[slots], formula, key, cos, sin, key_norm)
     assert values[slots].equal(value)
     others = [slot for slot in range(16) if slot not in slots.tolist()]
     assert not keys[others].any() and not values[others].any()
@@ -206,13 +220,13 @@ def generate(
     cache = CacheConfig(memory_bytes=2**20)
     engine = SpecEngine(verifier, drafter, EngineConfig(max_num_seqs=2, max_prefill_tokens=6, num_draft_tokens=3, cache=cache))
     if guarded:
-        launch = engine._launch
+        launch = engine.runner.step
 
         def guarded_launch(batch: DecodeBatch) -> Any:
             with no_host_sync():
                 return launch(batch)
 
-        engine._launch = guarded_launch  # type: ignore[method-assign]
+        engine.runner.step = guarded_launch  # type: ignore[method-assign]
     params = SamplingParams(max_tokens=4, ignore_eos=True, **sampling)
     requests = [engine.add_request(prompt, params) for prompt in random_prompts(2, longest=9)]
     while engine.has_work:

@@ -1,4 +1,4 @@
-"""Runs the tests of Triton kernels in Triton's interpreter, each file in a process of its own; see `tests.helpers.triton_interpreter`."""
+"""The tests of Triton kernels, in Triton's interpreter and a process of its own; see `tests.helpers.triton_interpreter`."""
 
 import os
 import subprocess

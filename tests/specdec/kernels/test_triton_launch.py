@@ -120,7 +120,7 @@ def test_a_generation_compiles(compiled: set[tuple[str, str]], name: str) -> Non
         verifier, random_dflash(verifier), EngineConfig(num_draft_tokens=None, max_num_seqs=2, max_model_len=400, cache=cache)
     )
     capture = TwoLaunches(compiled)
-    engine.graphs = StepGraphs(capture, engine.state, engine._result_table)
+    engine.runner.graphs = StepGraphs(capture, engine.slots, engine.runner.step_table)
     for length in (3, 80):  # more rows than the products of few rows take
         engine.add_request(list(range(3, 3 + length)), SamplingParams(max_tokens=12, ignore_eos=True))
     for _ in range(4):

@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdec.layers.linear import FEW_ROWS, GROUP, FourBitWeight, Linear, can_pack_four_bit
+from tests.helpers.bounds import assert_as_exact
 
 OUT, IN = 192, 160
 
@@ -56,10 +57,10 @@ def test_four_bit_product_is_rounded_once(num_rows: int, bias: bool) -> None:
     added = random_rows(1, OUT, seed=2)[0] if bias else None
     linear = Linear(exact.bfloat16(), added, four_bit=four_bit)
     x, residual = random_rows(num_rows), random_rows(num_rows, OUT, seed=3)
-    product = (x.double() @ rounded.t()).float().bfloat16()
-    product = product if added is None else product + added
+    exact = x.double() @ rounded.t()
+    product = exact.bfloat16() if added is None else exact.bfloat16() + added
+    assert_as_exact(linear(x), product, exact if added is None else exact + added.double())
     # A sum that lies between two bfloat16 numbers may fall to either.
-    torch.testing.assert_close(linear(x), product, rtol=2**-7, atol=2**-7)
     assert (linear(x) != product).float().mean() < 0.01
     before = residual.clone()
     assert torch.equal(linear(x, residual), linear(x) + residual)

@@ -23,6 +23,7 @@ import specdec.device
 from specdec.layers import router as ops_router
 from specdec.layers.router import Routing, aiter_reasons, route
 from tests.helpers.aiter_emulation import Machine, install
+from tests.helpers.bounds import Float64, assert_as_exact, in_float64
 from tests.helpers.guards import no_host_sync
 from verifiers.moe_router import ROUTERS, MoeRouter, replace_routers, routing_of
 
@@ -67,12 +68,11 @@ def in_order(ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_equal(router: Any, hidden: Tensor, got: tuple[Tensor, Tensor, Tensor]) -> None:
-    """The same sets of experts with the same weights as transformers."""
-    _, want_weights, want_ids = router(hidden)
-    _, weights, ids = got
-    (ids, weights), (want_ids, want_weights) = in_order(ids, weights), in_order(want_ids, want_weights)
-    assert ids.dtype == torch.int64 and torch.equal(ids, want_ids)
-    torch.testing.assert_close(weights, want_weights, atol=1e-6, rtol=1e-5)
+    """The same sets of experts as transformers, with weights as exact."""
+    runs = got, router(hidden), in_float64(router, hidden.double())
+    (ids, weights), (plain_ids, plain), (_, exact) = (in_order(ids, weights) for _, weights, ids in runs)
+    assert ids.dtype == torch.int64 and ids.equal(plain_ids)
+    assert_as_exact(weights, plain, exact)
 
 
 @pytest.fixture
@@ -138,13 +138,15 @@ def test_bfloat16_kernels_equal_the_formulas(rocm: Callable[..., Machine], kind:
     rocm()
     ours = MoeRouter(hf_router(kind, torch.bfloat16))
     logits, weights, ids = ours(torch.randn(200, HIDDEN, dtype=torch.bfloat16))
-    want_weights, want_ids = route(logits, ours.routing, ours.bias)
+    plain, plain_ids = route(logits, ours.routing, ours.bias)
+    with Float64():
+        exact, exact_ids = route(logits, ours.routing, ours.bias)
     choice = logits.float().sigmoid() + (0 if ours.bias is None else ours.bias.float())
     distinct = torch.tensor([len(row.unique()) == EXPERTS for row in choice])  # equal choices may fall either way
     assert distinct.sum() > 20
-    (ids, weights), (want_ids, want_weights) = in_order(ids, weights), in_order(want_ids, want_weights)
-    assert torch.equal(ids[distinct], want_ids[distinct])
-    torch.testing.assert_close(weights[distinct], want_weights[distinct], atol=1e-5, rtol=1e-4)
+    (ids, weights), (plain_ids, plain), (_, exact) = in_order(ids, weights), in_order(plain_ids, plain), in_order(exact_ids, exact)
+    assert ids[distinct].equal(plain_ids[distinct])
+    assert_as_exact(weights[distinct], plain[distinct], exact[distinct])
 
 
 def _layers(*kinds: str) -> Any:

@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 import specdec.device
 from drafters.ngram import NGramDrafter
 from specdec.attention.aiter import fa as rocm_aiter_fa
-from specdec.attention.aiter import plan as rocm_aiter_plan
+from specdec.attention.aiter import groups
 from specdec.attention.aiter.fa import RocmAiterFaBackend, RocmAiterFaShuffleBackend
+from specdec.attention.aiter.fa_triton import Layer, Rows, kvcache
 from specdec.attention.aiter.layout import read_blocks, read_rows
 from specdec.attention.backend import AttentionBackend
 from specdec.attention.selector import select_backend
@@ -84,7 +85,7 @@ def test_every_case_equals_torch_ref(rocm: Install, layout: str, shape: str, cau
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_context_in_chunks(rocm: Install, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     """Context longer than the workspace is merged chunk by chunk, also when some requests run out of it first."""
-    monkeypatch.setattr(rocm_aiter_plan, "CONTEXT_TOKENS", chunk)
+    monkeypatch.setattr(groups, "CONTEXT_TOKENS", chunk)
     machine = rocm(float32=True)
     case = Case(spec(dtype=torch.float32), [40, 9, 33], [3, 2, 17], uniform=False)
     torch.testing.assert_close(case.attend(RocmAiterFaBackend(case.spec), scale=0.2), case.want(scale=0.2), atol=1e-4, rtol=1e-4)
@@ -117,7 +118,6 @@ def test_e3_no_combination_reaches_a_kernel_that_lacks_it(
             num_heads=2 * group,
             block_size=size,
             cache_dtype=FP8[architecture] if fp8 else None,
-            cache_scales=(0.5, 2.0) if fp8 else (1.0, 1.0),
             non_causal=not causal,
         )
         assert BACKENDS[layout].unsupported_reasons(asked) == []
@@ -185,7 +185,7 @@ def test_b3_decision_table(
     case = Case(spec(**changes), lengths, widths, uniform=uniform, causal=causal)
     for backend, want in ((RocmAiterFaBackend(case.spec), plain), (RocmAiterFaShuffleBackend(case.spec), shuffle)):
         group = max(backend.plan(case.metadata).groups, key=lambda g: g.phase == shape)
-        assert backend.kernel(group, **{"scale": 0.2, **how}) == want
+        assert backend.kernel(group, Layer(case.cache(), **{"scale": 0.2, **how})).__name__ == want
 
 
 def test_b7_windows_of_blocks_keep_their_right_side(rocm: Install) -> None:
@@ -205,24 +205,24 @@ def test_layouts_read_back_what_was_written(rocm: Install) -> None:
         case = Case(asked, [40], [40], uniform=False)
         cache, backend = case.cache(), BACKENDS[layout](asked)
         backend.write(cache, slot_mapping=case.metadata.slot_mapping, **case.new)
-        rows = read_rows(cache, case.metadata.slot_mapping, backend.layout)
+        rows = read_rows(cache, case.metadata.slot_mapping, backend.layout, torch.float32)
         blocks = read_blocks(cache, case.metadata.block_table[:, :3], backend.layout)
         for want, row, block in zip(case.new.values(), rows, blocks, strict=True):
             want = want.to(asked.kv_dtype).float()
-            torch.testing.assert_close(row.float(), want, atol=0, rtol=0)
+            torch.testing.assert_close(row, want, atol=0, rtol=0)
             torch.testing.assert_close(block[0, :40].float(), want, atol=0, rtol=0)
 
 
 def test_eight_bit_writes_saturate(rocm: Install) -> None:
     """AITER's writer converts without saturating, and the emulation raises when it has to."""
     rocm()
-    asked = spec(cache_dtype=FP8["gfx942"], cache_scales=(0.5, 1.0))
+    asked = spec(cache_dtype=FP8["gfx942"])
     backend, case = RocmAiterFaBackend(asked), Case(asked, [3], [3], uniform=False)
     cache = case.cache()
     huge = torch.full_like(case.new["key"], 1e4)
     backend.write(cache, huge, -huge, case.metadata.slot_mapping)
-    key, value = read_rows(cache, case.metadata.slot_mapping, "plain")
-    assert key.float().unique().item() == 240 and value.float().unique().item() == -240
+    key, value = read_rows(cache, case.metadata.slot_mapping, "plain", torch.float32)
+    assert key.unique().item() == 240 and value.unique().item() == -240
 
 
 def test_e6_scratch_keeps_its_address(rocm: Install) -> None:
@@ -231,13 +231,13 @@ def test_e6_scratch_keeps_its_address(rocm: Install) -> None:
     backend = RocmAiterFaBackend(spec())
     small, large = (Case(spec(), [40] * n, [1] * n, uniform=True) for n in (2, 9))
     small.attend(backend, scale=0.1)
-    kept = dict(backend._compiled._buffers)
+    kept = dict(backend._setup.scratch._buffers)
     large.attend(backend, scale=0.1)
     machine.capturing = True
     with no_host_sync():
         backend.plan(small.metadata)
     small.attend(backend, scale=0.1)
-    assert kept and all(backend._compiled._buffers.get(key) is buffer for key, buffer in kept.items())
+    assert kept and all(backend._setup.scratch._buffers.get(key) is buffer for key, buffer in kept.items())
 
 
 @pytest.mark.parametrize(
@@ -354,10 +354,5 @@ def test_b7_old_aiter_waits_and_is_caught(rocm: Install) -> None:
     case = Case(spec(), [40, 30], [5, 5], uniform=True, causal=False)
     backend = RocmAiterFaBackend(case.spec)
     with pytest.raises(HostSyncError), no_host_sync():
-        backend._kernels.kvcache(backend.plan(case.metadata).groups[0], _layer(case), case.query, gathered=False)
-
-
-def _layer(case: Case) -> Any:
-    from specdec.attention.aiter.triton import Layer
-
-    return Layer(case.cache(), 0.1, WINDOW, None, None)
+        group, layer, rows = backend.plan(case.metadata).groups[0], Layer(case.cache(), 0.1, WINDOW), Rows(case.query, **case.new)
+        kvcache(backend._setup, group, layer, rows)

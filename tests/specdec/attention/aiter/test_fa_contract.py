@@ -1,4 +1,4 @@
-"""What the AITER backends for ordinary heads promise, line by line as docs/rocm-tests.md numbers it (A, B and E)."""
+"""What the AITER backends for ordinary heads promise, line by line: A what a step plans, B draft blocks, E the shuffled layout."""
 
 import ast
 import dataclasses
@@ -12,24 +12,14 @@ import torch
 from torch import Tensor
 
 import specdec.attention
-from specdec.attention.aiter import (
-    mla as rocm_aiter_mla,
-)
-from specdec.attention.aiter import (
-    mla_plan as rocm_aiter_mla_plan,
-)
-from specdec.attention.aiter import (
-    mla_prefill as rocm_aiter_mla_prefill,
-)
-from specdec.attention.aiter import (
-    plan as rocm_aiter_plan,
-)
-from specdec.attention.aiter import (
-    sparse_plan as rocm_aiter_sparse_plan,
-)
+from specdec.attention.aiter import groups, latents
+from specdec.attention.aiter import mla as rocm_aiter_mla
+from specdec.attention.aiter import mla_entries as rocm_aiter_mla_plan
+from specdec.attention.aiter import mla_prefill_fp8 as rocm_aiter_mla_prefill
+from specdec.attention.aiter import mla_sparse_plan as rocm_aiter_sparse_plan
 from specdec.attention.aiter.fa import RocmAiterFaBackend
+from specdec.attention.aiter.groups import AiterPlan, plan_groups, plan_packed
 from specdec.attention.aiter.layout import shuffled
-from specdec.attention.aiter.plan import AiterPlan, plan_groups, plan_packed
 from specdec.attention.selector import refusals, select_backend
 from specdec.cli.doctor import ENVIRONMENT
 from specdec.errors import BackendError
@@ -54,14 +44,14 @@ def case_of(shape: str, *, causal: bool = True, **changes: Any) -> Case:
 def spied(backend: RocmAiterFaBackend, name: str) -> list[dict[str, Any]]:
     """The arguments of every call of one of AITER's functions from now on."""
     seen: list[dict[str, Any]] = []
-    kernels: Any = backend._kernels
-    inner: Callable[..., Any] = getattr(kernels._ops, name)
+    ops = backend._setup.ops
+    inner: Callable[..., Any] = getattr(ops, name)
 
     def spy(**arguments: Any) -> Any:
         seen.append(arguments)
         return inner(**arguments)
 
-    kernels._ops = kernels._triton = replace(kernels._ops, **{name: spy})
+    backend._setup = replace(backend._setup, ops=replace(ops, **{name: spy}))
     return seen
 
 
@@ -85,12 +75,12 @@ DEAD_FIELDS = {
 def test_a1_plans_hold_only_what_is_read() -> None:
     """A field that no code reads costs every step that fills it in."""
     read: set[str] = set()
-    for path in Path(next(iter(specdec.attention.__path__))).glob("rocm_aiter*.py"):
+    for path in Path(next(iter(specdec.attention.__path__))).glob("aiter/*.py"):
         nodes = ast.walk(ast.parse(path.read_text()))
         read |= {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
     kinds = [
         kind
-        for module in (rocm_aiter_plan, rocm_aiter_mla, rocm_aiter_mla_plan, rocm_aiter_mla_prefill, rocm_aiter_sparse_plan)
+        for module in (groups, latents, rocm_aiter_mla, rocm_aiter_mla_plan, rocm_aiter_mla_prefill, rocm_aiter_sparse_plan)
         for kind in vars(module).values()
         if isinstance(kind, type) and dataclasses.is_dataclass(kind) and kind.__module__ == module.__name__
     ]
@@ -173,14 +163,14 @@ def test_b2_the_class_says_that_it_serves_blocks(rocm: Install, layout: str) -> 
 def test_b4_scales_of_an_eight_bit_cache(rocm: Install) -> None:
     """float32, one per request and head as the kernel indexes them, and views of one number rather than filled tables."""
     rocm()
-    case = case_of("block", cache_dtype=FP8["gfx942"], cache_scales=(0.5, 2.0))
+    case = case_of("block", cache_dtype=FP8["gfx942"])
     backend = RocmAiterFaBackend(case.spec)
     calls = spied(backend, "unified_attention")
     assert_right(case, backend, 0.25, scale=0.1)
     (arguments,) = calls
-    for name, scale in (("k_descale", 0.5), ("v_descale", 2.0)):
+    for name in ("k_descale", "v_descale"):
         assert arguments[name].shape == (4, 2) and arguments[name].dtype == torch.float32
-        assert arguments[name].stride() == (0, 0) and arguments[name][0, 0] == scale
+        assert arguments[name].stride() == (0, 0) and arguments[name][0, 0] == 1
     assert arguments["q_descale"] is None
 
 
@@ -263,15 +253,15 @@ def test_e1_scratch_and_views_of_the_paged_kernel(rocm: Install, fp8: bool) -> N
 def test_e2_both_kinds_of_scales_are_given(rocm: Install, num_compute_units: int, assembly: bool) -> None:
     """AITER chooses the kernel: HIP reads one number, assembly a table per slot and head, where a single number faults."""
     machine = rocm(num_compute_units=num_compute_units)
-    asked = spec(head_dim=128, cache_dtype=FP8["gfx942"], cache_scales=(0.5, 2.0))
+    asked = spec(head_dim=128, cache_dtype=FP8["gfx942"])
     backend, case = BACKENDS["shuffle"](asked), Case(asked, [40, 17, 33, 20] * 4, [1] * 16, uniform=True)
     calls = spied(backend, "paged_attention_common")
     assert_right(case, backend, 0.25, scale=128**-0.5)
     (arguments,) = calls
-    for side, scale in (("K", 0.5), ("V", 2.0)):
+    for side in "KV":
         single, table = arguments[f"{side}_QScale_hip"], arguments[f"{side}_QScale_asm"]
-        assert single.tolist() == [scale] and table.shape == (case.num_blocks, 2, 16)
-        assert table.dtype == torch.float32 and table.is_contiguous() and bool((table == scale).all())
+        assert single.tolist() == [1] and table.shape == (case.num_blocks, 2, 16)
+        assert table.dtype == torch.float32 and table.is_contiguous() and bool((table == 1).all())
     assert ("pa_fwd_asm" in machine.names()) == assembly
 
 

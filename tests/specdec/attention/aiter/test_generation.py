@@ -8,7 +8,7 @@ Three runs of prompts that are prefilled in chunks, while others decode:
 
 Covered in pairs rather than as a product: model and backend, version 0.1.15, 0.1.16 and 0.1.20, batch of 1 and of 8, gfx942 and
 gfx950. AITER 0.1.15 has neither the shuffled layout nor bidirectional blocks: there DFlash drafts with causal layers, and that
-version refuses the others. Models, layouts and drafters beside these are in `test_rocm_aiter_fa` and its neighbours.
+version refuses the others. Models, layouts and drafters beside these are in `test_fa` and its neighbours.
 """
 
 import copy
@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import specdec.device
 from drafters.dflash.drafter import DFlashDrafter
-from drafters.dflash.model import DFlashModel
 from specdec.attention.aiter import fa as rocm_aiter_fa
+from specdec.attention.aiter import latents
 from specdec.attention.aiter import mla_sparse as rocm_aiter_mla_sparse
 from specdec.attention.aiter.fa import RocmAiterFaBackend, RocmAiterFaShuffleBackend
 from specdec.attention.aiter.mla import RocmAiterMlaBackend
@@ -118,8 +118,8 @@ class Rocm:
         patch.setattr(specdec.device, "rocm_architecture", lambda device: architecture)
         if tiny:
             patch.setattr(rocm_aiter_fa, "DTYPES", (torch.float32, *rocm_aiter_fa.DTYPES))
-            patch.setattr(rocm_aiter_mla_sparse, "DTYPES", (torch.float32,))
-            patch.setattr(rocm_aiter_mla_sparse, "LATENT_SHAPES", ((16, 8),))
+            patch.setattr(latents, "DTYPES", (torch.float32,))
+            patch.setattr(latents, "LATENT_SHAPES", ((16, 8),))
             patch.setattr(rocm_aiter_mla_sparse, "INDEX_HEAD_DIMS", (16,))
         machine = Machine(
             version=version, architecture=architecture, allow_float32=tiny, any_shape=tiny, num_compute_units=8 if tiny else 304
@@ -147,9 +147,7 @@ def rounding_reference(fp8: torch.dtype) -> type[TorchRefMlaBackend]:
 def dflash_of(verifier: Verifier, version: str) -> DFlashDrafter:
     """A random DFlash drafter with heads of 16, bidirectional where that version of AITER has such blocks."""
     causal = (True, True, True) if version == "0.1.15" else (False, True, False)
-    config = replace(random_dflash(verifier, causal=causal).config, head_dim=16)
-    torch.manual_seed(1)
-    return DFlashDrafter(DFlashModel(config), verifier)
+    return random_dflash(verifier, causal=causal, head_dim=16, seed=1)
 
 
 def prompts_for(batch: int) -> list[list[int]]:
@@ -163,13 +161,13 @@ def generate(verifier: Verifier, drafter: Drafter | None, max_num_seqs: int) -> 
         num_draft_tokens=None, max_num_seqs=max_num_seqs, max_prefill_tokens=13, cache=CacheConfig(memory_bytes=2**23)
     )
     engine = SpecEngine(verifier, drafter, config)
-    launch = engine._launch
+    launch = engine.runner.step
 
     def guarded(batch: DecodeBatch) -> Any:
         with no_host_sync():
             return launch(batch)
 
-    engine._launch = guarded  # type: ignore[method-assign]
+    engine.runner.step = guarded  # type: ignore[method-assign]
     requests = [engine.add_request(prompt, SamplingParams(max_tokens=MAX_TOKENS)) for prompt in prompts_for(max_num_seqs)]
     while engine.has_work:
         engine.step()

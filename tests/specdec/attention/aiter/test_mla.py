@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import specdec.device
-from specdec.attention.aiter import plan as rocm_aiter_plan
+from specdec.attention.aiter import groups
 from specdec.attention.aiter.fa import RocmAiterFaBackend
 from specdec.attention.aiter.mla import RocmAiterMlaBackend
 from specdec.attention.backend import AttentionMetadata
@@ -124,7 +124,7 @@ class Case:
         spec = self.spec
         latent = torch.full((self.num_blocks, spec.block_size, spec.latent_dim), torch.nan, dtype=torch.float32)
         for slots, values, width in zip(self.slots, self.latents, self.widths, strict=True):
-            latent.flatten(0, 1)[slots[:-width]] = values[:-width].float() / spec.cache_scale
+            latent.flatten(0, 1)[slots[:-width]] = values[:-width].float()
         return LatentCache(latent.to(spec.kv_dtype), torch.empty(self.num_blocks, spec.block_size, 0, dtype=torch.uint8))
 
     def attend(self, backend: MlaBackend, *, layers: int = 1) -> Tensor:
@@ -191,7 +191,7 @@ def test_every_case_equals_torch_ref(rocm: Install, shape: str, causal: bool, nu
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_context_in_chunks(rocm: Install, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     """Context longer than the workspace is merged chunk by chunk, also when some requests run out of it first."""
-    monkeypatch.setattr(rocm_aiter_plan, "CONTEXT_TOKENS", chunk)
+    monkeypatch.setattr(groups, "CONTEXT_TOKENS", chunk)
     machine = rocm(tiny=True)
     case = Case(tiny(), [40, 9, 33], [3, 2, 17], uniform=False)
     assert_right(case, RocmAiterMlaBackend(case.spec))
@@ -205,7 +205,7 @@ def test_context_in_chunks(rocm: Install, monkeypatch: pytest.MonkeyPatch, chunk
 def test_no_combination_reaches_a_kernel_that_lacks_it(rocm: Install, version: str, architecture: str, fp8: bool) -> None:
     """Heads, rows and causality: AITER aborts the process where it ships no code object, and the emulation raises."""
     rocm(version, architecture, any_shape=True, num_compute_units=2)
-    cache: dict[str, Any] = {"cache_dtype": FP8[architecture], "cache_scale": 0.5} if fp8 else {}
+    cache: dict[str, Any] = {"cache_dtype": FP8[architecture]} if fp8 else {}
     for num_heads, width, causal in itertools.product([8, 24, 48, 128], [1, 2, 4, 5, 16], [True, False]):
         asked = tiny(dtype=torch.bfloat16, num_heads=num_heads, non_causal=not causal, **cache)
         assert_right(Case(asked, [20, width + 1], [width, width], uniform=True, causal=causal), RocmAiterMlaBackend(asked))
@@ -216,7 +216,7 @@ def test_no_combination_reaches_a_kernel_that_lacks_it(rocm: Install, version: s
 def test_decoding_in_real_sizes(rocm: Install, architecture: str, num_heads: int, width: int, fp8: bool) -> None:
     """bfloat16 rows on the latents of DeepSeek, which the kernels have built in, from either cache."""
     rocm(architecture=architecture)
-    cache: dict[str, Any] = {"cache_dtype": FP8[architecture], "cache_scale": 0.5} if fp8 else {}
+    cache: dict[str, Any] = {"cache_dtype": FP8[architecture]} if fp8 else {}
     asked = spec(num_heads=num_heads, **cache)
     assert RocmAiterMlaBackend.unsupported_reasons(asked) == []
     assert_right(Case(asked, [33, width + 1], [width, width], uniform=True), RocmAiterMlaBackend(asked))
@@ -227,7 +227,7 @@ def test_decoding_in_real_sizes(rocm: Install, architecture: str, num_heads: int
 def test_prefill_in_real_sizes(rocm: Install, num_heads: int, dims: dict[str, int], fp8: bool) -> None:
     """bfloat16 prompts and chunks with the head sizes of DeepSeek and of GLM, from the rows and from a rounded cache."""
     rocm()
-    asked = spec(num_heads=num_heads, cache_dtype=FP8["gfx942"] if fp8 else None, cache_scale=2.0 if fp8 else 1.0, **dims)
+    asked = spec(num_heads=num_heads, cache_dtype=FP8["gfx942"] if fp8 else None, **dims)
     assert RocmAiterMlaBackend.unsupported_reasons(asked) == []
     assert_right(Case(asked, *SHAPES["mixed"][:2], uniform=False), RocmAiterMlaBackend(asked))
 
@@ -249,7 +249,7 @@ def test_lists_of_entries(rocm: Install, width: int, causal: bool, rows: int) ->
     rocm(tiny=True)
     case = Case(tiny(), [40, 9, 33], [width] * 3, uniform=True, causal=causal)
     backend = RocmAiterMlaBackend(case.spec)
-    backend._decode_planner.plan(backend.plan(replace(case.metadata, max_seq_len=500)).groups[0])  # leaves longer lists behind
+    backend._planner.plan(backend.plan(replace(case.metadata, max_seq_len=500)).groups[0])  # leaves longer lists behind
     plan = backend.plan(case.metadata).decode
     assert plan is not None and plan.max_seqlen_q == rows
     ends = [n - width + rows * (i + 1) if causal else n for n in (40, 9, 33) for i in range(width // rows)]
@@ -258,7 +258,7 @@ def test_lists_of_entries(rocm: Install, width: int, causal: bool, rows: int) ->
     want = torch.cat([case.slots[i // (width // rows)][:end] for i, end in enumerate(ends)])
     assert plan.kv_indices[: len(want)].tolist() == want.tolist()
     assert set(plan.kv_indices.tolist()) <= set(range(case.num_blocks * case.spec.block_size))
-    (buffers,) = [b for (capacity, r), b in backend._decode_planner._buffers.items() if r == rows and capacity >= len(ends)]
+    (buffers,) = [b for (capacity, r), b in backend._planner._buffers.items() if r == rows and capacity >= len(ends)]
     assert set(buffers.kv_indptr[len(ends) :].tolist()) == {sum(ends)}
     assert set(buffers.kv_last_page_lens.tolist()) == {1}
 
@@ -270,9 +270,9 @@ def test_memory_keeps_its_address(rocm: Install) -> None:
     backend = RocmAiterMlaBackend(tiny())
 
     def addresses() -> set[int]:
-        planner = backend._decode_planner
+        planner = backend._planner
         tensors = [t for b in planner._buffers.values() for t in (b.qo_indptr, b.kv_indptr, b.kv_last_page_lens, *b.work.values())]
-        return {t.data_ptr() for t in (*tensors, *planner._indices.values())}
+        return {t.data_ptr() for t in (*tensors, *planner.scratch._buffers.values())}
 
     cases = [Case(tiny(), [40] * n, [width] * n, uniform=True) for n in (1, 2, 3, 4, 7) for width in (1, 6)]
     outputs = [case.attend(backend) for case in cases]
@@ -332,11 +332,11 @@ def test_decoding_never_waits(rocm: Install, shape: str, causal: bool) -> None:
 def test_eight_bit_writes_saturate(rocm: Install) -> None:
     """AITER's writer converts without saturating, and the emulation raises when it has to."""
     rocm()
-    case = Case(spec(cache_dtype=FP8["gfx942"], cache_scale=0.5), [5], [5], uniform=False, size=1e4)
+    case = Case(spec(cache_dtype=FP8["gfx942"]), [5], [5], uniform=False, size=1e4)
     cache, backend = case.cache(), RocmAiterMlaBackend(case.spec)
     backend.run(case.rows, case.up, cache, backend.plan(case.metadata), scale=0.1)
     written = cache.latent.flatten(0, 1)[case.slots[0]].float()
-    torch.testing.assert_close(written, (torch.cat(case.rows[2:], -1).float() / 0.5).clamp(-240, 240), atol=0, rtol=0.07)
+    torch.testing.assert_close(written, (torch.cat(case.rows[2:], -1).float()).clamp(-240, 240), atol=0, rtol=0.07)
 
 
 def test_cache_beyond_32_bit_addresses(rocm: Install) -> None:

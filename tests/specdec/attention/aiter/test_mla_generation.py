@@ -49,6 +49,6 @@ def test_drafts_change_nothing_on_a_rounded_cache(rocm: Install) -> None:
     model = plain_model("deepseek_v3")
     outputs = []
     for make in (lambda v: None, lambda v: NGramDrafter(max_draft_tokens=4)):
-        verifier = on_aiter(model, cache_dtype=FP8["gfx950"], cache_scale=0.25)
+        verifier = on_aiter(model, cache_dtype=FP8["gfx950"])
         outputs.append(generate(verifier, make(verifier), guard=True))
     assert outputs[0] == outputs[1]

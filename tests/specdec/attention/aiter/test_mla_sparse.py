@@ -12,19 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.attention.aiter import (
-    indexer as rocm_aiter_indexer,
-)
-from specdec.attention.aiter import (
-    mla_sparse as rocm_aiter_mla_sparse,
-)
-from specdec.attention.aiter import (
-    sparse_plan as rocm_aiter_sparse_plan,
-)
+from specdec.attention.aiter import latents
+from specdec.attention.aiter import mla_indexer as rocm_aiter_indexer
+from specdec.attention.aiter import mla_sparse_plan as rocm_aiter_sparse_plan
 from specdec.attention.aiter.mla_sparse import RocmAiterMlaSparseBackend
 from specdec.attention.mla import IndexerRows, IndexerSpec, MlaBackend, MlaRows
 from specdec.attention.selector import select_backend
 from specdec.errors import BackendError, CapacityError
+from specdec.kernels import aiter
 from tests.helpers.aiter_emulation import Machine
 from tests.helpers.guards import HostSyncError, no_host_sync
 from tests.helpers.sparse_case import FP8, REAL, Case, Install, pretend_rocm, spec
@@ -75,7 +70,7 @@ REAL_CASES = [
 def test_real_sizes(rocm: Install, version: str, architecture: str, num_heads: int, fp8: bool) -> None:
     """The kernels' own sizes, where the emulation refuses whatever has no code object, in both types of cache."""
     rocm(version=version, architecture=architecture, tiny=False)
-    cache = {"cache_dtype": FP8[architecture], "cache_scale": 0.5} if fp8 else {}
+    cache = {"cache_dtype": FP8[architecture]} if fp8 else {}
     asked = spec(**{**REAL, "num_heads": num_heads, **cache})
     assert RocmAiterMlaSparseBackend.unsupported_reasons(asked) == []
     steps: list[tuple[Sequence[int], bool]] = [((8, 2), True), ((2, 2), False)]
@@ -366,7 +361,7 @@ def test_d6_known_lengths_are_not_read_back(rocm: Install, monkeypatch: pytest.M
             "0.1.20",
             "gfx942",
             {"dtype": torch.float16, "block_size": 4, "kv_lora_rank": 256, "indexer": IndexerSpec(24, 64, 6)},
-            ["float16", "latents of 256 + 64", "blocks of 4", "index keys of 64", "24 index heads"],
+            ["float16", "latents of 256 and 64", "blocks of 4", "index keys of 64", "24 index heads"],
         ),
     ],
 )
@@ -382,7 +377,7 @@ def test_refusals(rocm: Install, version: str, architecture: str, changes: dict[
 def test_missing_aiter_is_said_once(rocm: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both families of functions lack the same; a version that has one of them only is refused for the other."""
     rocm(tiny=False)
-    monkeypatch.setattr(rocm_aiter_mla_sparse.aiter, "installed_version", lambda: "0.1.14")
+    monkeypatch.setattr(aiter, "installed_version", lambda: "0.1.14")
     assert RocmAiterMlaSparseBackend.unsupported_reasons(spec(**REAL)) == [
         "amd-aiter 0.1.14 is older than 0.1.15: install a newer one"
     ]
@@ -406,7 +401,7 @@ def test_selection_of_the_backend(rocm: Install) -> None:
 def test_a_cache_beyond_the_kernels_reach_is_refused(rocm: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots whose offset overflows 32 bits would read other tokens."""
     rocm()
-    monkeypatch.setattr(rocm_aiter_mla_sparse, "MAX_ADDRESS", 48 * 16 * 3)
+    monkeypatch.setattr(latents, "MAX_ADDRESS", 48 * 16 * 3)
     case = Case(spec(), [40])
     with pytest.raises(CapacityError, match="has 64 tokens and AITER's latent kernels address 48: give it less memory"):
         case.history(RocmAiterMlaSparseBackend(case.spec), [((40,), True)])
@@ -415,7 +410,7 @@ def test_a_cache_beyond_the_kernels_reach_is_refused(rocm: Install, monkeypatch:
 def test_eight_bit_latents_saturate(rocm: Install) -> None:
     """AITER's writer converts without saturating, and the emulation raises when it has to."""
     rocm(tiny=False)
-    asked = spec(**REAL, cache_dtype=FP8["gfx942"], cache_scale=0.5)
+    asked = spec(**REAL, cache_dtype=FP8["gfx942"])
     case = Case(asked, [3])
     for rows in case._made[0][0]:
         rows.compressed.fill_(1e4)

@@ -1,6 +1,5 @@
 """Whole models with indexers and experts on emulated AITER: tokens equal to the reference's, experts chosen by AITER's kernels."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafters.dflash.drafter import DFlashDrafter
-from drafters.dflash.model import DFlashModel
 from drafters.ngram import NGramDrafter
 from specdec.attention.aiter import fa as rocm_aiter_fa
 from specdec.attention.aiter.mla_sparse import RocmAiterMlaSparseBackend
@@ -19,9 +16,10 @@ from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import DecodeBatch, Drafter, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.kv_cache import LatentCache
+from tests.helpers.aiter_generation import wide_dflash
 from tests.helpers.guards import no_host_sync
 from tests.helpers.sparse_case import FP8, Install, pretend_rocm
-from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts
+from tests.helpers.tiny_models import paged_verifier, plain_model, random_prompts
 from tests.specdec.attention.aiter.test_mla_sparse import rounded
 
 INDEX_HEAD_DIM = 16
@@ -39,16 +37,9 @@ class RoundedReference(TorchRefMlaBackend):
     """The oracle with an indexer that rounds as AITER's does, in the flavour of gfx942."""
 
     def select(self, rows: IndexerRows, cache: LatentCache, plan: Any) -> Tensor:
-        """See `MlaBackend.select`."""
+        """See `SparseMlaBackend.select`."""
         query, key = (rounded(t, FP8["gfx942"]) for t in (rows.query, rows.key))
         return super().select(IndexerRows(query, key, rows.weights), cache, plan)
-
-
-def dflash_of(verifier: Verifier) -> DFlashDrafter:
-    """A random DFlash drafter with heads wide enough for Triton's matrix instructions."""
-    config = replace(random_dflash(verifier).config, head_dim=16)
-    torch.manual_seed(1)
-    return DFlashDrafter(DFlashModel(config), verifier)
 
 
 def generate(verifier: Verifier, drafter: Drafter | None) -> list[list[int]]:
@@ -58,13 +49,13 @@ def generate(verifier: Verifier, drafter: Drafter | None) -> list[list[int]]:
     """
     cache = CacheConfig(memory_bytes=2**23)
     engine = SpecEngine(verifier, drafter, EngineConfig(num_draft_tokens=None, max_num_seqs=3, max_prefill_tokens=13, cache=cache))
-    launch = engine._launch
+    launch = engine.runner.step
 
     def guarded(batch: DecodeBatch) -> Any:
         with no_host_sync():
             return launch(batch)
 
-    engine._launch = guarded  # type: ignore[method-assign]
+    engine.runner.step = guarded  # type: ignore[method-assign]
     requests = [engine.add_request([*prompt, 0], SamplingParams(max_tokens=10)) for prompt in random_prompts(4)]
     while engine.has_work:
         engine.step()
@@ -82,8 +73,9 @@ def test_d5_whole_generations_equal_the_reference_and_drafts_change_nothing(rocm
     machine = rocm()
     verifier = paged_verifier(model, 16, backend=RocmAiterMlaSparseBackend)
     assert generate(verifier, None) == want
-    for drafter in (NGramDrafter(max_draft_tokens=4), dflash_of(verifier)):
-        assert generate(paged_verifier(model, 16, backend=RocmAiterMlaSparseBackend), drafter) == want
+    for make in (lambda v: NGramDrafter(max_draft_tokens=4), wide_dflash):
+        verifier = paged_verifier(model, 16, backend=RocmAiterMlaSparseBackend)
+        assert generate(verifier, make(verifier)) == want
     assert machine.names() >= {"deepgemm_fp8_paged_mqa_logits", "fp8_mqa_logits", "flash_attn_with_kvcache"}
 
 

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.attention.aiter import sparse_plan as rocm_aiter_sparse_plan
-from specdec.attention.aiter.sparse_plan import SparsePlan, SparsePlanner
+from specdec.attention.aiter import latents
+from specdec.attention.aiter.latents import LatentKernels
+from specdec.attention.aiter.mla_sparse_plan import SparsePlan, SparsePlanner
 from specdec.attention.backend import AttentionMetadata
-from specdec.kernels import aiter
 from tests.helpers.aiter_emulation import Machine, install
+from tests.helpers.sparse_case import REAL, spec
 
 
 @pytest.fixture
@@ -25,8 +26,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
 
 def planner_of(**changes: Any) -> SparsePlanner:
     """A planner that selects 6 positions per token."""
-    values: dict[str, Any] = {"num_heads": 16, "topk": 6, "query_dtype": torch.bfloat16, "kv_dtype": torch.bfloat16}
-    return SparsePlanner(aiter.load_mla(), **{**values, **changes}, device=torch.device("cpu"))
+    return SparsePlanner(LatentKernels(spec(**{**REAL, **changes})), topk=6)
 
 
 def plans_made(machine: Machine) -> int:
@@ -100,13 +100,13 @@ def test_d2_key_holds_all_that_the_plan_depends_on(machine: Machine, monkeypatch
     keys = {
         planner_of()._key(metadata),
         planner_of(num_heads=32)._key(metadata),
-        planner_of(kv_dtype=torch.float8_e4m3fnuz)._key(metadata),
-        planner_of(query_dtype=torch.float8_e4m3fnuz)._key(metadata),
+        planner_of(cache_dtype=torch.float8_e4m3fnuz)._key(metadata),
+        planner_of(dtype=torch.float8_e4m3fnuz)._key(metadata),
         planner_of()._key(known([30, 12], [1, 4])),
     }
     planner = planner_of()
     planner.plan(metadata)
-    monkeypatch.setattr(rocm_aiter_sparse_plan, "MAX_SPLIT_PER_BATCH", 2)
+    monkeypatch.setattr(latents, "MAX_SPLIT_PER_BATCH", 2)
     planner.plan(metadata)
     assert len(keys) == 5 and plans_made(machine) == 2
 
@@ -175,15 +175,15 @@ def test_d6_a_failing_planner_leaves_no_key(machine: Machine) -> None:
     planner = planner_of()
     metadata, other = known([30, 12], [4, 4]), known([30, 3], [5, 3])
     planner.plan(metadata)
-    ops = planner._ops
+    ops = planner.kernels.ops
 
     def fail(**_: Any) -> None:
         raise RuntimeError("out of luck")
 
-    planner._ops = replace(ops, get_mla_metadata_v1=fail)
+    planner.kernels.ops = replace(ops, get_mla_metadata_v1=fail)
     with pytest.raises(RuntimeError):
         planner.plan(other)
-    planner._ops = ops
+    planner.kernels.ops = ops
     planner.plan(metadata)
     assert plans_made(machine) == 2
 

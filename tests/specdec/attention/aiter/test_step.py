@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from specdec.attention.aiter.groups import blocks_for
 from specdec.attention.aiter.mla import RocmAiterMlaBackend
 from specdec.attention.aiter.mla_sparse import RocmAiterMlaSparseBackend
-from specdec.attention.aiter.plan import blocks_for
 from specdec.attention.backend import AttentionMetadata
 from specdec.attention.mla import IndexerRows, MlaRows
 from tests.helpers import attention_case

@@ -1,0 +1,120 @@
+"""What an engine is made of, sized and allocated from the target, the drafter and the config."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from specdec.config import EngineConfig
+from specdec.core import Drafter, Verifier
+from specdec.engine.buckets import BATCH_SIZES, batch_bucket
+from specdec.engine.draft_length import checked_draft_tokens
+from specdec.engine.graphs import CudaCapture, StepGraphs, captures_graphs
+from specdec.engine.memory import plan_cache
+from specdec.engine.prefill_graphs import PrefillGraphs, most_prefill_rows
+from specdec.engine.scheduler import Scheduler
+from specdec.engine.slots import SlotState
+from specdec.engine.step import StepRunner
+from specdec.engine.timing import StepTimer
+from specdec.kv_cache import BlockPool, PagedKVCache, blocks_for
+
+
+class EngineParts(NamedTuple):
+    """The parts of one engine.
+
+    Attributes:
+        num_draft_tokens: most drafts per step; 0 decodes plainly.
+        max_model_len: most tokens of prompt and output together.
+        pipeline_depth: steps launched before the oldest result is read.
+        overshoot: most positions that launched steps can write past the last token a request may have.
+        timer, kv_cache, pool, scheduler, slots, runner: see their classes.
+    """
+
+    num_draft_tokens: int
+    max_model_len: int
+    pipeline_depth: int
+    overshoot: int
+    timer: StepTimer
+    kv_cache: PagedKVCache
+    pool: BlockPool
+    scheduler: Scheduler
+    slots: SlotState
+    runner: StepRunner
+
+
+def build_engine(verifier: Verifier, drafter: Drafter | None, config: EngineConfig) -> EngineParts:
+    """Sizes everything, allocates it, and binds the drafter.
+
+    Raises:
+        InvalidInputError: more drafts per step than the drafter can give, or drafts without a drafter.
+        CheckpointError, BackendError: the drafter does not fit the target, or no attention backend can serve it.
+        CapacityError: the cache budget does not pay for two blocks, or the device does not have it.
+    """
+    device, block_size = verifier.device, verifier.attention.spec.block_size
+    num_draft_tokens = checked_draft_tokens(config.num_draft_tokens, drafter)
+    if num_draft_tokens == 0:
+        drafter = None
+    num_lookahead_tokens = drafter.num_lookahead_tokens if drafter else 0
+    pipeline_depth = config.pipeline_depth if config.pipeline_depth is not None else int(device.type == "cuda")
+    max_model_len = min(config.max_model_len or verifier.max_model_len, verifier.max_model_len)
+    overshoot = pipeline_depth * (num_draft_tokens + 1) + max(num_draft_tokens + 1, num_lookahead_tokens)
+    max_blocks = blocks_for(max_model_len + overshoot, block_size)
+
+    captures = captures_graphs(device, config.graphs)
+    graph_rows = min(batch_bucket(config.max_num_seqs), BATCH_SIZES[-1]) * (num_draft_tokens + 1) if captures else 0
+    prefill_rows = most_prefill_rows(verifier, config.max_num_seqs) if captures and verifier.attention.captures_prefill else 0
+    target_specs, drafter_specs = verifier.kv_specs, drafter.kv_specs if drafter else []
+    num_blocks = plan_cache(
+        verifier,
+        [*target_specs, *drafter_specs],
+        config.cache,
+        most_tokens=config.max_num_seqs * max_blocks * block_size,
+        graph_rows=graph_rows,
+        prefill_rows=prefill_rows,
+    )
+    kv_cache = PagedKVCache(
+        [*target_specs, *drafter_specs],
+        num_blocks=num_blocks,
+        block_size=block_size,
+        dtype=verifier.attention.spec.kv_dtype,
+        device=device,
+    )
+    target_caches, drafter_caches = kv_cache.layers[: len(target_specs)], kv_cache.layers[len(target_specs) :]
+
+    pool = BlockPool(num_blocks)
+    scheduler = Scheduler(
+        pool,
+        block_size=block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_prefill_tokens=config.max_prefill_tokens or (512 if device.type == "cpu" else 2048),
+        prefix_caching=config.cache.prefix_caching,
+        num_draft_tokens=num_draft_tokens,
+        num_lookahead_tokens=num_lookahead_tokens,
+    )
+    slots = SlotState(
+        max_num_seqs=config.max_num_seqs,
+        max_blocks=max_blocks,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        vocab_size=verifier.vocab_size,
+        device=device,
+        num_lookahead_tokens=num_lookahead_tokens,
+    )
+    bound = None
+    if drafter:
+        bound = drafter.bind(
+            verifier,
+            drafter_caches,
+            max_num_seqs=slots.num_slots,
+            max_len=slots.longest,
+            draft_sampling=config.draft_sampling,
+        )
+    timer = StepTimer(device, enabled=config.timing)
+    runner = StepRunner(verifier, bound, target_caches, drafter.aux_layer_ids if drafter else (), slots, timer)
+    if captures:
+        capture, required = CudaCapture(device), bool(config.graphs)
+        runner.graphs = StepGraphs(capture, slots, runner.step_table, required=required)
+        if prefill_rows:
+            runner.prefill_graphs = PrefillGraphs(
+                capture, slots, runner.prefill_step, dtype=verifier.dtype, most_rows=prefill_rows, required=required
+            )
+    return EngineParts(num_draft_tokens, max_model_len, pipeline_depth, overshoot, timer, kv_cache, pool, scheduler, slots, runner)

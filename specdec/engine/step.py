@@ -1,0 +1,149 @@
+"""The work of a step on the device: what `specdec.engine.engine` describes, launched whole or replayed as a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.core import AcceptOutput, BoundDrafter, DecodeBatch, DraftOutput, ForwardInput, PrefillBatch, Request, Verifier
+from specdec.engine.acceptance import accept
+from specdec.engine.graphs import StepGraphs
+from specdec.engine.prefill_graphs import PrefillGraphs
+from specdec.engine.results import result_table
+from specdec.engine.scheduler import Chunk
+from specdec.engine.slots import SlotState, samples_first_token
+from specdec.engine.timing import StepClock, StepTimer
+from specdec.sampling_tensors import SamplingPlan
+
+
+class StepRunner:
+    """Runs the target, the drafter and acceptance on batches of requests.
+
+    Args:
+        verifier: the target.
+        drafter: of this run; None decodes plainly.
+        caches: of the target's layers.
+        aux_layer_ids: decoder layers of the target that the drafter taps.
+        slots: state of the requests.
+        timer: told when a phase begins and ends.
+
+    Attributes:
+        graphs: the captured steps; None where steps are launched operation by operation.
+        prefill_graphs: the captured prefills of short chunks; None where all are launched operation by operation.
+    """
+
+    def __init__(
+        self,
+        verifier: Verifier,
+        drafter: BoundDrafter | None,
+        caches: Sequence[Any],
+        aux_layer_ids: tuple[int, ...],
+        slots: SlotState,
+        timer: StepTimer,
+    ) -> None:
+        self.verifier, self.drafter = verifier, drafter
+        self.graphs: StepGraphs | None = None
+        self.prefill_graphs: PrefillGraphs | None = None
+        self._caches, self._aux_layer_ids = caches, aux_layer_ids
+        self._slots, self._timer = slots, timer
+
+    def step(self, batch: DecodeBatch) -> tuple[DraftOutput | None, AcceptOutput]:
+        """Draft, verify, accept, commit. Nothing in here waits for the device."""
+        width = batch.k + 1
+        draft, token_ids = None, batch.anchors[:, None]
+        if self.drafter and batch.k:
+            with self._timer.phase("draft"):
+                draft = self.drafter.propose(batch)
+                token_ids = torch.cat([token_ids, draft.token_ids], dim=1)  # [num_reqs, k+1]
+        with self._timer.phase("verify"):
+            rows = ForwardInput(token_ids.reshape(-1), batch.position_ids(width), batch.metadata(width, causal=True))
+            verify = self.verifier.forward(rows, self._caches, self._aux_layer_ids)
+        with self._timer.phase("accept"):
+            logits = verify.logits.view(batch.num_reqs, width, -1)
+            accepted = accept(token_ids, logits, draft, batch.sampling, batch.positions(width))
+            self._slots.commit(batch, token_ids, accepted)
+        if self.drafter:
+            with self._timer.phase("context"):
+                self.drafter.commit(batch, token_ids, accepted, verify)
+        return draft, accepted
+
+    def prefill_step(self, batch: PrefillBatch) -> Tensor:
+        """Writes what the target and the drafter keep of prompt chunks; logits of the rows that the batch asks for."""
+        with self._timer.phase("prefill"):
+            verify = self.verifier.forward(batch.forward, self._caches, self._aux_layer_ids)
+        if self.drafter:
+            with self._timer.phase("context"):
+                self.drafter.prefill(batch, verify)
+        return verify.logits
+
+    def step_table(self, batch: DecodeBatch, out: Tensor | None = None) -> Tensor:
+        """A step, and what the host wants to know about it; see `specdec.engine.results.result_table`."""
+        draft, accepted = self.step(batch)
+        return result_table(batch.k, accepted, draft, out)
+
+    def decode(self, requests: Sequence[Request], k: int, clock: StepClock, since: Any = None) -> tuple[Tensor, Any]:
+        """Launches a step of `k` drafts.
+
+        Args:
+            requests: the batch.
+            k: drafts per request.
+            clock: stamps the step's beginning.
+            since: stamp of the end of the step before, if nothing came in between: the host's time then counts where it is longer.
+
+        Returns:
+            The step's table, and the stamp from which its time counts.
+        """
+        graph = None
+        with self._timer.phase("schedule"):
+            self._slots.extend_block_tables(requests)
+            selection = self._slots.select(requests)
+            if self.graphs and not self._timer.enabled:  # phases cannot be told apart within a graph
+                num_captured = self.graphs.num_captured
+                graph = self.graphs.prepare(selection, k)
+                if self.graphs.num_captured > num_captured:
+                    since = None  # a capture is no part of a step's time
+        start = clock.stamp() if since is None else since
+        if graph:
+            graph.replay()
+            return graph.table, start
+        return self.step_table(self._slots.decode_batch(selection, k)), start
+
+    def prefill(self, chunks: Sequence[Chunk]) -> Tensor | None:
+        """Writes the KV of prompt chunks and chooses the first token of every prompt that ends among them.
+
+        Returns:
+            The table of those prompts, whose requests are those of the chunks that `samples_first_token`; None without any.
+        """
+        with self._timer.phase("schedule"):
+            newcomers = [chunk.request for chunk in chunks if chunk.admitted]
+            self._slots.begin(newcomers)
+            if self.drafter:
+                for request in newcomers:
+                    self.drafter.begin(request.slot, request.token_ids)
+            self._slots.extend_block_tables([chunk.request for chunk in chunks])
+        logits = None
+        if self.prefill_graphs and not self._timer.enabled:
+            logits = self.prefill_graphs.run(chunks)
+        if logits is None:
+            with self._timer.phase("schedule"):
+                batch = self._slots.prefill_batch(chunks)
+            logits = self.prefill_step(batch)
+        with self._timer.phase("accept"):
+            self._slots.end_prefill(chunks)
+            return self._first_tokens([chunk.request for chunk in chunks if samples_first_token(chunk)], logits)
+
+    def _first_tokens(self, requests: Sequence[Request], logits: Tensor) -> Tensor | None:
+        """The step's acceptance with the last prompt token as anchor and no drafts."""
+        if not requests:
+            return None
+        state = self._slots
+        slots = state.slot_indices(requests)
+        sampling = state.sampling.select(slots, SamplingPlan.of([request.sampling for request in requests]))
+        last_tokens = state.anchors.index_select(0, slots)[:, None]
+        last_positions = state.seq_lens.index_select(0, slots)[:, None] - 1
+        accepted = accept(last_tokens, logits[:, None], None, sampling, last_positions)
+        state.anchors.index_copy_(0, slots, accepted.next_anchors)
+        return result_table(0, accepted)

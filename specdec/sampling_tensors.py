@@ -1,0 +1,125 @@
+"""How the requests of a batch are sampled: facts that the host knows, and numbers on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec.config import SamplingParams
+from specdec.sizes import power_of_two
+
+_FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty")
+_NEUTRAL = (0.0, 1.0, 0.0, 1.0)  # greedy, nothing filtered, nothing penalized
+
+
+class SamplingPlan(NamedTuple):
+    """What the host knows about the sampling of a batch. It decides which operations a step consists of, and is part of its shape.
+
+    Attributes:
+        penalized: a request has a repetition penalty.
+        all_greedy: no request samples.
+        max_top_k: bound of the requests' top-k, 0 when nobody has one; a power of two, so that few values occur.
+        any_top_p, any_min_p: a request filters so.
+        logprobs: a request wants log-probabilities.
+    """
+
+    penalized: bool
+    all_greedy: bool
+    max_top_k: int
+    any_top_p: bool
+    any_min_p: bool
+    logprobs: bool
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams]) -> SamplingPlan:
+        """The facts of these requests."""
+        sampled = [p for p in params if p.temperature > 0]
+        return cls(
+            penalized=any(p.repetition_penalty != 1 for p in params),
+            all_greedy=not sampled,
+            max_top_k=power_of_two(max((p.top_k for p in sampled), default=0)),
+            any_top_p=any(p.top_p < 1 for p in sampled),
+            any_min_p=any(p.min_p > 0 for p in sampled),
+            logprobs=any(p.logprobs for p in params),
+        )
+
+
+@dataclass(slots=True)
+class SamplingTensors:
+    """The numbers of requests, one column each, and the plan of their batch. Columns that the plan does not read may be missing.
+
+    Attributes:
+        plan: of the batch.
+        floats: float32 [4, num_reqs]: temperature (0 is greedy), top-p, min-p, repetition penalty.
+        ints: int64 [2, num_reqs]: top-k (0 is off), seed.
+        seen: bool [num_reqs, V], tokens before the anchor that the repetition penalty counts; None when no request has one.
+    """
+
+    plan: SamplingPlan
+    floats: Tensor
+    ints: Tensor
+    seen: Tensor | None = None
+
+    @classmethod
+    def neutral(cls, num_rows: int, device: torch.device) -> SamplingTensors:
+        """Rows of requests that decode greedily."""
+        floats = torch.tensor(_NEUTRAL, device=device)[:, None].repeat(1, num_rows)
+        return cls(SamplingPlan.of([]), floats, torch.zeros(2, num_rows, dtype=torch.int64, device=device))
+
+    @classmethod
+    def of(
+        cls, params: Sequence[SamplingParams], seeds: Sequence[int], *, seen: Tensor | None = None, pin: bool = False
+    ) -> SamplingTensors:
+        """The numbers of these requests on the host, in pinned memory with `pin`."""
+        floats = torch.tensor([[getattr(p, name) for p in params] for name in _FLOATS], dtype=torch.float32, pin_memory=pin)
+        ints = torch.tensor([[p.top_k for p in params], list(seeds)], dtype=torch.int64, pin_memory=pin)
+        return cls(SamplingPlan.of(params), floats, ints, seen)
+
+    def put(self, slots: Tensor, other: SamplingTensors) -> None:
+        """Overwrites the columns `slots` int64 [n] with the n of `other`."""
+        self.floats.index_copy_(1, slots, other.floats.to(slots.device, non_blocking=True))
+        self.ints.index_copy_(1, slots, other.ints.to(slots.device, non_blocking=True))
+
+    def select(self, slots: Tensor, plan: SamplingPlan) -> SamplingTensors:
+        """The columns `slots` int64 [n], as far as `plan` reads them; only device operations."""
+        assert self.seen is not None or not plan.penalized
+        return SamplingTensors(
+            plan,
+            floats=self.floats[:, :0] if plan.all_greedy and not plan.penalized else self.floats.index_select(1, slots),
+            ints=self.ints[:, :0] if plan.all_greedy else self.ints.index_select(1, slots),
+            seen=self.seen.index_select(0, slots) if plan.penalized and self.seen is not None else None,
+        )
+
+    @property
+    def temperature(self) -> Tensor:
+        """float32 [num_reqs]."""
+        return self.floats[0]
+
+    @property
+    def top_p(self) -> Tensor:
+        """float32 [num_reqs]."""
+        return self.floats[1]
+
+    @property
+    def min_p(self) -> Tensor:
+        """float32 [num_reqs]."""
+        return self.floats[2]
+
+    @property
+    def repetition_penalty(self) -> Tensor:
+        """float32 [num_reqs]."""
+        return self.floats[3]
+
+    @property
+    def top_k(self) -> Tensor:
+        """int64 [num_reqs]."""
+        return self.ints[0]
+
+    @property
+    def seeds(self) -> Tensor:
+        """int64 [num_reqs]."""
+        return self.ints[1]
