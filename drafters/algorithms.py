@@ -48,18 +48,19 @@ def stated_algorithm(raw: Mapping[str, Any]) -> str:
         name = _ARCHITECTURES.get(names[0], names[0])
     if name == "dflash" and (own.get("selector_rank") or raw.get("selector_rank")) is not None:
         return "dflash2"
-    return str(projector) if name == "dflash" and projector else str(name)
+    # The projector "dspark" brings a Markov head, and leaves DFlash's slots as they are.
+    return str(projector) if name == "dflash" and projector not in (None, "dspark") else str(name)
 
 
 def algorithm_of(raw: Mapping[str, Any]) -> str:
-    """The algorithm that drafts as `config.json` says; DSpark without its Markov head is DFlash in next-token alignment.
+    """The algorithm it takes to draft as `config.json` says; DSpark without its Markov head is DFlash in next-token alignment.
 
     Raises:
         CheckpointError: it names none.
     """
     name = stated_algorithm(raw)
     rank = section(raw, "dflash_config").get("markov_rank") or raw.get("markov_rank")
-    return "dflash" if name == "dspark" and not rank else name
+    return ("dspark" if rank else "dflash") if name in ("dflash", "dspark") else name
 
 
 def unsupported(name: str) -> str:

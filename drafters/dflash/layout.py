@@ -114,7 +114,7 @@ def _check_keys(keys: Keys, own: Mapping[str, Any]) -> None:
     require(
         not unknown,
         f"dflash_config says {unknown[0] if unknown else ''}, which this loader does not know (known: {', '.join(sorted(known))});"
-        " leave it out only if it changes nothing",
+        " take it out of config.json if the drafter is the same without it",
     )
     for key, plain in _PLAIN_VALUES.items():
         value = keys.find(key)
@@ -165,7 +165,7 @@ def _layer_kinds(keys: Keys, layer_count: int) -> tuple[tuple[int | None, ...], 
     )
     own, top, layers = keys.places
     outer, inner = Keys([top, layers, own]), Keys([own])
-    answers = (outer.flag("is_causal"), inner.flag("causal"), inner.flag("causal_head"))
+    answers = (outer.flag("is_causal"), inner.flag("causal"), keys.flag("causal_head"))
     stated = next((answer for answer in answers if answer is not None), None)
     non_causal = _or(keys.flag("sliding_window_non_causal"), False)
     causal = tuple(stated if stated is not None else slides and not non_causal for slides in by_type)

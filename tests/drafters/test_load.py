@@ -32,6 +32,8 @@ Patch = pytest.MonkeyPatch
         ({"architectures": ["Qwen3DSparkModel"], "markov_rank": 0}, "dflash"),
         ({"architectures": ["Qwen3DSparkModel"], "markov_rank": 256}, "dspark"),
         ({"architectures": ["DSparkDraftModel"], "dflash_config": {"markov_rank": 8}}, "dspark"),
+        ({"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "dspark"}}, "dflash"),
+        ({"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "dspark", "markov_rank": 8}}, "dspark"),
         ({"speculators_model_type": "eagle3", "architectures": ["Eagle3DraftModel"]}, "eagle3"),
         ({"speculators_config": {"algorithm": "mtp"}}, "mtp"),
         ({"medusa_num_heads": 4}, "medusa"),

@@ -90,6 +90,7 @@ def test_values_are_found_in_either_place(section: str) -> None:
 ALIGNMENTS: list[tuple[str, dict[str, Any], bool, int]] = [
     ("z-lab", zlab(), False, 7),
     ("z-lab stated", zlab(own={"sample_from_anchor": True}), True, 8),
+    ("projector of dspark", zlab(own={"projector_type": "dspark"}), False, 7),
     ("z-lab next-token family", zlab(architectures=["Qwen3DSparkModel"], markov_rank=0), True, 8),
     ("speculators", speculators(), False, 7),
     ("speculators stated", speculators(tokens=8, sample_from_anchor=True), True, 8),
