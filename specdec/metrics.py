@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, count
 from statistics import median
 from typing import Any
 
@@ -60,12 +60,17 @@ class AcceptanceStats:
         >>> AcceptanceStats(num_drafted=[2, 2, 1, 0], num_accepted=[2, 0, 1, 0], num_emitted=[3, 1, 2, 1]).acceptance_rate
         [0.6666666666666666, 0.5]
         """
-        rates = []
-        for position in range(max(self.num_drafted, default=0)):
-            offered = sum(drafted > position for drafted in self.num_drafted)
-            accepted = sum(kept > position for kept in self.num_accepted)
-            rates.append(accepted / offered)
-        return rates
+        accepted = (sum(kept > position for kept in self.num_accepted) for position in count())
+        return [kept / offered for offered, kept in zip(self.num_offered, accepted, strict=False)]
+
+    @property
+    def num_offered(self) -> list[int]:
+        """Steps that offered a draft at position i; never rises.
+
+        >>> AcceptanceStats(num_drafted=[2, 2, 1, 0], num_accepted=[2, 0, 1, 0], num_emitted=[3, 1, 2, 1]).num_offered
+        [3, 2]
+        """
+        return [sum(drafted > position for drafted in self.num_drafted) for position in range(max(self.num_drafted, default=0))]
 
     @property
     def histogram(self) -> list[int]:
@@ -95,6 +100,7 @@ class AcceptanceStats:
             "tau": self.tau,
             "mean_accepted": self.mean_accepted,
             "acceptance_rate": self.acceptance_rate,
+            "num_offered": self.num_offered,
             "histogram": self.histogram,
             "drafted_histogram": self.drafted_histogram,
         }

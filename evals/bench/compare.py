@@ -6,9 +6,10 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
+from textwrap import wrap
 from typing import Any
 
 from evals.divergence import Divergence, explain_divergence, first_divergence
@@ -25,6 +26,9 @@ from specdec.registry import drafter_name
 
 WARMUP_TOKENS = 16
 BAR_WIDTH = 32
+
+MIN_STEPS = 5
+"""Steps below which a rate of acceptance is not shown."""
 
 Show = Callable[[str, Iterator[StreamChunk]], list[GenerationResult]]
 """Shows one run, called with "plain" or "speculative" and the run's chunks, and returns its results in order."""
@@ -114,11 +118,14 @@ def run(args: argparse.Namespace) -> int:
     decoder = load_decoder(args, args.drafter, engine)
     inputs = model_inputs(prompts, decoder.tokenizer, raw=args.raw, system=args.system)
 
+    seconds: dict[str, float] = {}
+
     def show(name: str, chunks: Iterator[StreamChunk]) -> list[GenerationResult]:
         print(f"{name}\n{'-' * len(name)}")
-        writer = ResultWriter(prompts, live=True)
+        writer, started = ResultWriter(prompts, live=True), time.perf_counter()
         writer.write(chunks)
-        print()
+        seconds[name] = time.perf_counter() - started
+        print(f"({_how_long(seconds)})\n", flush=True)
         return [writer.results[index] for index in range(len(prompts))]
 
     repeats = 1 if args.repeats is None else args.repeats
@@ -130,25 +137,37 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _how_long(seconds: Mapping[str, float]) -> str:
+    """What is said below a text that was shown.
+
+    >>> _how_long({"plain": 3.0}), _how_long({"plain": 3.0, "speculative": 1.5})
+    ('3.0 seconds', '1.5 seconds, 2.0 times as fast as plain decoding')
+    """
+    last = list(seconds.values())[-1]
+    factor = seconds["plain"] / last if len(seconds) > 1 and last > 0 else 1.0
+    return f"{last:.1f} seconds" + (f", {factor:.1f} times as fast as plain decoding" if factor >= 1.05 else "")
+
+
 def format_comparison(comparison: Comparison, decoder: SpecDecoder, *, drafter: str) -> str:
     """The report as text, at most 80 columns wide apart from names."""
     verifier, sampling, stats = decoder.verifier, comparison.sampling, pooled(comparison.stats)
     how = "greedy" if sampling.temperature == 0 else f"temperature {sampling.temperature:g}, seed {sampling.seed}"
     lines = [
-        f"{verifier.name} on {verifier.device}, {dtype_name(verifier.dtype)}; {describe_drafts(decoder, drafter)}",
+        f"model {verifier.name} on {verifier.device}, {dtype_name(verifier.dtype)}; {describe_drafts(decoder, drafter)}",
         f"{counted(len(comparison.stats), 'prompt')}, {how}, at most {counted(sampling.max_tokens, 'token')} each",
         "",
         *_speed_table(comparison),
         "",
-        f"  {'tau':<13}{stats.tau:>9.2f}   tokens per verify step" + (", pooled" if len(comparison.stats) > 1 else ""),
+        f"  {'tau':<13}{stats.tau:>9.2f}   tokens per step of the target; plain decoding: 1",
     ]
     if len(comparison.stats) > 1:
+        lines[-1] += ", pooled"
         lines.append(f"  {'':<13}{mean_tau(comparison.stats):>9.2f}   mean over the prompts")
     lines += ["", *_output_lines(comparison, decoder)]
     if stats.num_steps:
         lines += ["", "  tokens put out per verify step", *_histogram(stats.histogram, stats.num_steps)]
-    if stats.acceptance_rate:
-        lines += ["", "  drafts accepted, by position", *_rates(stats.acceptance_rate)]
+    if stats.num_offered:
+        lines += ["", *_offered(stats), *_rates(stats)]
     return "\n".join(lines)
 
 
@@ -215,8 +234,21 @@ def _histogram(counts: list[int], num_steps: int) -> list[str]:
     return [f"  {tokens:>4}  {_bar(count / max(counts))}{100 * count / num_steps:>7.1f}%{count:>9,}" for tokens, count in rows]
 
 
-def _rates(rates: list[float]) -> list[str]:
-    return [f"  {position:>4}  {_bar(rate)}{100 * rate:>7.1f}%" for position, rate in enumerate(rates, start=1)]
+def _offered(stats: AcceptanceStats) -> list[str]:
+    """In how many steps each number of drafts was offered."""
+    counts = [f"{k} in {counted(steps, 'step')}" for k, steps in enumerate(stats.drafted_histogram) if steps]
+    return wrap("drafts offered: " + ", ".join(counts), 80, initial_indent="  ", subsequent_indent="    ")
+
+
+def _rates(stats: AcceptanceStats) -> list[str]:
+    """Acceptance by position and the steps that it is taken from, where these are enough to say anything."""
+    shown = [steps for steps in stats.num_offered if steps >= MIN_STEPS]
+    lines = ["", "  drafts accepted, by position, and the steps that offered one there"] if shown else []
+    for position, (steps, rate) in enumerate(zip(shown, stats.acceptance_rate, strict=False), start=1):
+        lines.append(f"  {position:>4}  {_bar(rate)}{100 * rate:>7.1f}%{steps:>9,}")
+    if len(shown) < len(stats.num_offered):
+        lines.append(f"  (from position {len(shown) + 1} on, fewer than {MIN_STEPS} steps offered a draft)")
+    return lines
 
 
 def _bar(fraction: float) -> str:

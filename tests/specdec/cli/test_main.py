@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from drafters.ngram import load_ngram
-from evals.bench.compare import compare, first_divergence
+from evals.bench.compare import Comparison, compare, first_divergence, format_comparison
 from specdec import __version__
 from specdec.cli.main import main
 from specdec.config import EngineConfig, SamplingParams
 from specdec.decoder import GenerationResult, SpecDecoder, StreamChunk
 from specdec.engine.timing import StepTimer
 from specdec.errors import CapacityError
-from specdec.metrics import AcceptanceStats
+from specdec.metrics import AcceptanceStats, Speed
 from specdec.registry import VERBS
 from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_model, tiny_tokenizer
 
@@ -368,7 +368,7 @@ def test_compare_reports_both_sides(tiny_decoder: SpecDecoder, monkeypatch: Patc
     text = capsys.readouterr().out
     plain, speculative = text.split("speculative\n", 1)
     assert plain.startswith("plain\n")
-    for expected in ["ratio", "tau", "pooled", "mean over the prompts", "identical", "accepted, by position", "range of tokens/s"]:
+    for expected in ["ratio", "tau", "pooled", "mean over the prompts", "identical", "range of tokens/s", "drafts offered: "]:
         assert expected in speculative, text
     assert max(map(len, text.splitlines())) <= 80
 
@@ -381,6 +381,26 @@ def test_compare_reports_both_sides(tiny_decoder: SpecDecoder, monkeypatch: Patc
     assert record["acceptance"]["num_emitted"] == 22  # all but the first token of each prompt
     medians = [record[side]["tokens_per_second"]["median"] for side in ("plain", "speculative")]
     assert record["ratio"] == pytest.approx(medians[1] / medians[0])
+
+
+def test_positions_that_few_steps_offered_are_left_out() -> None:
+    """Catches "100 %, 100 %, 0 %" of a position that one step offered, and a count that does not belong to its rate."""
+    stats = AcceptanceStats(
+        num_drafted=[1] * 6 + [3] * 4 + [0],
+        num_accepted=[1] * 3 + [0] * 3 + [3] * 4 + [0],
+        num_emitted=[2] * 3 + [1] * 3 + [4] * 4 + [1],
+    )
+    assert stats.num_offered == [10, 4, 4]
+    speed = Speed([10], [1.0])
+    decoder = SimpleNamespace(
+        verifier=SimpleNamespace(name="m", device="cpu", dtype=torch.float32),
+        engine=SimpleNamespace(num_draft_tokens=3, draft_length=None),
+    )
+    text = format_comparison(Comparison(SamplingParams(), speed, speed, [stats], []), decoder, drafter="d")  # type: ignore[arg-type]
+    assert "drafts offered: 0 in 1 step, 1 in 6 steps, 3 in 4 steps" in text
+    rows = [line.split() for line in text.partition("accepted, by position")[2].splitlines()[1:]]
+    assert [(row[0], *row[-2:]) for row in rows if row[0].isdigit()] == [("1", "70.0%", "10")]
+    assert "from position 2 on, fewer than 5 steps" in text
 
 
 def test_compare_finds_the_first_divergence_and_its_margin(tiny_decoder: SpecDecoder, monkeypatch: Patch, capsys: Capture) -> None:
