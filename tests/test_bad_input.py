@@ -115,6 +115,15 @@ def test_damaged_target(folders: Path, tmp_path: Path, capsys: Capture, damage: 
         assert part in line
 
 
+def test_a_missing_package_is_named(folders: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quantized weights are read through `accelerate`; catches the ImportError in the face of someone who lacks it."""
+    shutil.copytree(folders / "target", tmp_path / "target")
+    set_key(quantization_config={"quant_method": "fp8", "weight_block_size": [16, 16]})(tmp_path / "target")
+    monkeypatch.setattr("transformers.quantizers.quantizer_finegrained_fp8.is_accelerate_available", lambda: False)
+    line = fails(capsys, "abc", "--raw", "--model", tmp_path / "target")
+    assert "need a package that is not installed" in line and "pip install accelerate" in line
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [

@@ -97,6 +97,9 @@ def _read(name: str, what: str, load: Callable[[], Read]) -> Read:
     """Calls `load`, turning what a bad path or damaged file raises into one line."""
     try:
         return load()
+    except ImportError as error:  # transformers reads some quantized weights through other packages
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"the {what} of target {name!r} need a package that is not installed: {reason[:300]}") from error
     except (OSError, SafetensorError, HFValidationError, ValueError, RuntimeError, KeyError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise CheckpointError(
