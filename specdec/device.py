@@ -83,11 +83,16 @@ def rocm_architecture(device: torch.device) -> str | None:
     return str(torch.cuda.get_device_properties(device).gcnArchName).partition(":")[0]
 
 
+def float8_dtype(device: torch.device) -> torch.dtype:
+    """The flavor of e4m3 that a device computes with, if it has 8-bit floats at all."""
+    return torch.float8_e4m3fnuz if rocm_architecture(device) == "gfx942" else torch.float8_e4m3fn
+
+
 def cache_dtype(name: CacheDtype, device: torch.device) -> torch.dtype | None:
     """Type of the KV cache when it is not the model's: for "fp8" the flavour of e4m3 that the device computes with."""
     if name == "auto":
         return None
-    return torch.float8_e4m3fnuz if rocm_architecture(device) == "gfx942" else torch.float8_e4m3fn
+    return float8_dtype(device)
 
 
 def default_cache_bytes(device: torch.device) -> int:

@@ -49,7 +49,7 @@ class MoeRouter(nn.Module):
         bias: Tensor | None = getattr(source, "e_score_correction_bias", None)
         self.bias = None if bias is None else bias.to(self.weight.dtype)
         self.reasons = aiter_reasons(self.routing, self.weight.device)
-        self._route: Route = route if self.reasons else partial(route_with_aiter, aiter.load_router())
+        self._route: Route = route if self.reasons else partial(route_with_aiter, aiter.load(aiter.AiterRouter))
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Routes `hidden` [..., H].

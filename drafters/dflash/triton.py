@@ -71,7 +71,6 @@ class TritonDFlash:
                 sin=sin,
                 key_norm=self._key_norms[layer],
                 epsilon=config.rms_norm_eps,
-                cache_scales=self._attention.spec.cache_scales,
             )
 
     def _angles(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

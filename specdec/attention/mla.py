@@ -44,7 +44,6 @@ class MlaSpec:
         indexer: None attends to every position.
         non_causal: blocks whose rows see each other in both directions are needed (drafters).
         cache_dtype: type of the cache when it is not `dtype`: an 8-bit float.
-        cache_scale: what a stored number of an 8-bit cache is multiplied by.
     """
 
     device: torch.device
@@ -58,7 +57,6 @@ class MlaSpec:
     indexer: IndexerSpec | None = None
     non_causal: bool = False
     cache_dtype: torch.dtype | None = None
-    cache_scale: float = 1.0
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -98,8 +96,8 @@ class IndexerRows(NamedTuple):
 class MlaBackend(ABC):
     """Latent attention over the paged cache.
 
-    One object serves one model on one device. `plan` may look at every request of the batch; `run` and `select` should only launch
-    kernels. None of them may make the host wait for the device.
+    One object serves one model on one device. `plan` may look at every request of the batch; `run` should only launch kernels.
+    Neither may make the host wait for the device.
     """
 
     name: ClassVar[str]
@@ -113,6 +111,11 @@ class MlaBackend(ABC):
     @abstractmethod
     def unsupported_reasons(cls, spec: MlaSpec) -> list[str]:
         """All reasons why this backend cannot serve `spec`; empty when it can."""
+
+    @classmethod
+    def describe(cls, spec: MlaSpec) -> list[str]:
+        """See `specdec.attention.backend.AttentionBackend.describe`."""
+        return []
 
     @property
     @abstractmethod
@@ -129,14 +132,6 @@ class MlaBackend(ABC):
         """Work that all layers of one forward share."""
 
     @abstractmethod
-    def select(self, rows: IndexerRows, cache: LatentCache, plan: Any) -> Tensor:
-        """Writes the indexer's keys to the cache, then chooses for every row the positions it attends to.
-
-        Returns:
-            int32 [num_tokens, topk], distinct positions within the row's own sequence in any order, filled up with -1.
-        """
-
-    @abstractmethod
     def run(
         self, rows: MlaRows, up: UpProjection, cache: LatentCache, plan: Any, *, scale: float, selected: Tensor | None = None
     ) -> Tensor:
@@ -148,8 +143,20 @@ class MlaBackend(ABC):
             cache: the layer's cache.
             plan: of this forward.
             scale: factor of the scores.
-            selected: int32 [num_tokens, topk], positions to attend to as `select` returns them; None for all.
+            selected: int32 [num_tokens, topk], positions to attend to as `SparseMlaBackend.select` returns them; None for all.
 
         Returns:
             [num_tokens, num_heads, v_head_dim] in the dtype of the rows.
+        """
+
+
+class SparseMlaBackend(MlaBackend):
+    """The same for models with an indexer."""
+
+    @abstractmethod
+    def select(self, rows: IndexerRows, cache: LatentCache, plan: Any) -> Tensor:
+        """Writes the indexer's keys to the cache, then chooses for every row the positions it attends to. Launches kernels only.
+
+        Returns:
+            int32 [num_tokens, topk], distinct positions within the row's own sequence in any order, filled up with -1.
         """

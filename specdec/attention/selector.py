@@ -19,6 +19,12 @@ def refusals(spec: AttentionSpec | MlaSpec, *, auto: bool = False) -> dict[str, 
     return {name: _reasons(_resolve(name, spec), spec, auto) for name in _table(spec)}
 
 
+def describe(name: str, spec: AttentionSpec | MlaSpec) -> list[str]:
+    """What the backend called `name` says of how it would serve `spec`."""
+    remarks: list[str] = _resolve(name, spec).describe(spec)
+    return remarks
+
+
 @overload
 def select_backend(name: str, spec: AttentionSpec) -> AttentionBackend: ...
 @overload

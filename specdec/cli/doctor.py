@@ -74,7 +74,6 @@ def run(args: argparse.Namespace) -> int:
     """
     import torch
 
-    from specdec.attention.mla import MlaSpec
     from specdec.attention.selector import refusals
 
     spec = spec_of(args)
@@ -90,8 +89,6 @@ def run(args: argparse.Namespace) -> int:
     refused = refusals(spec)
     print(f"\nattention backends, for {describe_spec(spec)}")
     print("\n".join(backend_lines(spec, refused)))
-    if isinstance(spec, MlaSpec):
-        print(f"  prompts in 8 bits: {prefill_line(spec)}")
     print("\nenvironment")
     found = [f"  {name}={os.environ[name]}" for name in ENVIRONMENT if name in os.environ]
     print("\n".join(found or ["  none of the variables that change what runs is set"]))
@@ -176,25 +173,16 @@ def describe_spec(spec: AttentionSpec | MlaSpec) -> str:
     return ", ".join(parts + (["sinks"] if spec.sinks else []))
 
 
-def prefill_line(spec: MlaSpec) -> str:
-    """Whether `rocm_aiter_mla` computes prompts in 8-bit floats, and all reasons when it does not."""
-    from specdec.attention.aiter.mla_prefill import unavailable_reasons
-
-    if spec.indexer is not None:
-        return "no: with an indexer prompts run on the same lists as decoding"
-    reasons = unavailable_reasons(spec)
-    return f"no: {'; '.join(reasons)}" if reasons else "yes, those without a context"
-
-
 def backend_lines(spec: AttentionSpec | MlaSpec, refused: dict[str, list[str]]) -> list[str]:
-    """One line per backend: chosen, possible, or refused with all reasons; then what it cannot do for a block drafter.
+    """One line per backend: chosen, possible, or refused with all reasons; then what it says of itself, and what it cannot do for
+    a block drafter.
 
     Beside latent attention a drafter runs on a backend for ordinary heads, so nothing is said of drafters there.
     """
     from dataclasses import replace
 
     from specdec.attention.backend import AttentionSpec
-    from specdec.attention.selector import refusals
+    from specdec.attention.selector import describe, refusals
 
     chosen = next((name for name, reasons in refusals(spec, auto=True).items() if not reasons), None)
     blocks = refusals(replace(spec, non_causal=True)) if isinstance(spec, AttentionSpec) else {}
@@ -205,17 +193,11 @@ def backend_lines(spec: AttentionSpec | MlaSpec, refused: dict[str, list[str]]) 
             lines.append(f"  {name:<{width}}  no: {'; '.join(reasons)}")
             continue
         taken = "chosen by --attention auto" if name == chosen else f"works with --attention {name}"
-        lines.append(f"  {name:<{width}}  {taken}{_remark(name, spec)}")
+        lines.append(f"  {name:<{width}}  {taken}")
+        lines += [f"  {'':<{width}}  {remark}" for remark in describe(name, spec)]
         if against := blocks.get(name):
             lines.append(f"  {'':<{width}}  but not for DFlash drafters: {'; '.join(against)}")
     return lines
-
-
-def _remark(name: str, spec: AttentionSpec | MlaSpec) -> str:
-    from specdec.attention.aiter.fa import RocmAiterFaBackend, tier_of
-
-    triton_only = name == RocmAiterFaBackend.name and tier_of(spec.device) == "triton"
-    return ", with AITER's Triton kernels alone" if triton_only else ""
 
 
 def aiter_warnings() -> list[str]:

@@ -2,15 +2,17 @@
 
 The distribution is called `amd-aiter` and the package `aiter`; the distribution called `aiter` is an unrelated library. Arguments
 moved between AITER's versions, so everything is called by keyword, and the keywords are checked against the installed functions.
-Each family of functions is loaded by itself, so that what one lacks does not keep the others from working.
+Each family of functions is a class, loaded by itself, so that what one lacks does not keep the others from working. A function has
+AITER's name and signature; its type names its module and the keywords that have to exist, and with `None` it may be missing.
 """
 
 import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module, metadata
-from typing import Any, Literal
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 MINIMUM_VERSION = (0, 1, 15)
 """The oldest AITER the backends are tested against."""
@@ -21,153 +23,141 @@ NON_CAUSAL_VERSION = (0, 1, 16)
 SHUFFLE_VERSION = (0, 1, 16)
 """From it, `unified_attention` reads the shuffled layout."""
 
-Family = Literal["fa", "mla", "indexer", "router"]
 Function = Callable[..., Any]
 
-_HOMES: dict[Family, dict[str, tuple[str, str]]] = {
-    "fa": {
-        "flash_attn_varlen_func": ("aiter", "max_seqlen_q logits_soft_cap causal window_size return_lse sink_ptr"),
-        "flash_attn_with_kvcache": (
-            "aiter.ops.triton.attention.mha_v3",
-            "k_cache v_cache cache_seqlens page_table softmax_scale causal window_size",
-        ),
-        "unified_attention": (
-            "aiter.ops.triton.attention.unified_attention",
-            "out cu_seqlens_q max_seqlen_q seqused_k max_seqlen_k softmax_scale causal window_size block_table softcap sinks",
-        ),
-        "paged_attention_v1": (
-            "aiter",
-            "out workspace_buffer block_tables cu_query_lens context_lens max_context_len sliding_window",
-        ),
-        "paged_attention_rocm": ("aiter", "exp_sums max_logits tmp_out num_kv_heads block_tables context_lens max_context_len"),
-        "paged_attention_common": (
-            "aiter",
-            "K_QScale_hip V_QScale_hip K_QScale_asm V_QScale_asm out_ max_seq_len kv_cache_dtype",
-        ),
-        "reshape_and_cache": ("aiter", "slot_mapping kv_cache_dtype k_scale v_scale asm_layout"),
-        "reshape_and_cache_flash": ("aiter", "slot_mapping kv_cache_dtype k_scale v_scale"),
-    },
-    "mla": {
-        "flash_attn_varlen_func": ("aiter", "max_seqlen_q causal softmax_scale return_lse"),
-        "mla_decode_fwd": (
-            "aiter.mla",
-            "qo_indptr kv_indptr kv_indices kv_last_page_lens max_seqlen_q page_size nhead_kv sm_scale work_meta_data work_indptr"
-            " work_info_set reduce_indptr reduce_final_map reduce_partial_map q_scale kv_scale return_lse",
-        ),
-        "get_mla_metadata_info_v1": ("aiter", "batch_size max_seqlen_qo num_head_qo q_dtype kv_dtype is_sparse fast_mode"),
-        "get_mla_metadata_v1": (
-            "aiter",
-            "seqlens_qo_indptr seqlens_kv_indptr kv_last_page_lens num_heads_per_head_k num_heads_k is_causal work_metadata_ptrs"
-            " work_info_set work_indptr reduce_indptr reduce_final_map reduce_partial_map page_size kv_granularity max_seqlen_qo"
-            " uni_seqlen_qo fast_mode dtype_q dtype_kv",
-        ),
-        "mla_reduce_v1": (
-            "aiter",
-            "partial_output partial_lse reduce_indptr reduce_final_map reduce_partial_map max_seqlen_q final_output final_lse",
-        ),
-        "concat_and_cache_mla": ("aiter", "kv_c k_pe kv_cache slot_mapping kv_cache_dtype scale"),
-        "get_ps_metadata_info_v1": ("aiter", "batch_size num_head_k max_qlen qlen_granularity"),
-        "get_ps_metadata_v1": (
-            "aiter",
-            "seqlens_qo_indptr pages_kv_indptr context_lens gqa_ratio num_heads_k work_metadata_ptrs work_indptr work_info"
-            " reduce_indptr reduce_final_map reduce_partial_map qhead_granularity qlen_granularity kvlen_granularity block_size"
-            " is_causal",
-        ),
-        "mla_prefill_ps_asm_fwd": (
-            "aiter",
-            "qo_indptr kv_indptr kv_page_indices work_indptr work_info_set max_seqlen_q softmax_scale is_causal splitData splitLse"
-            " output q_scale k_scale v_scale",
-        ),
-    },
-    "indexer": {
-        "indexer_k_quant_and_cache": ("aiter", "kv_cache slot_mapping quant_block_size scale_fmt"),
-        "cp_gather_indexer_k_quant_cache": ("aiter", "kv_cache dst_k dst_scale block_table cu_seq_lens"),
-        "fp8_mqa_logits": (
-            "aiter.ops.triton.attention.fp8_mqa_logits",
-            "Q KV kv_scales weights cu_starts cu_ends clean_logits",
-        ),
-        "deepgemm_fp8_paged_mqa_logits": (
-            "aiter.ops.triton.attention.pa_mqa_logits",
-            "q_fp8 kv_cache weights out_logits context_lens kv_indices max_model_len KVBlockSize ChunkK",
-        ),
-        "top_k_per_row_prefill": ("aiter", "logits rowStarts rowEnds indices values numRows stride0 stride1 k"),
-        "top_k_per_row_decode": ("aiter", "logits next_n seqLens indices numRows stride0 stride1 k"),
-    },
-    "router": {
-        "biased_grouped_topk": (
-            "aiter",
-            "gating_output correction_bias topk_weights topk_ids num_expert_group topk_group need_renorm routed_scaling_factor",
-        ),
-        "grouped_topk": (
-            "aiter",
-            "gating_output topk_weights topk_ids num_expert_group topk_group need_renorm is_softmax routed_scaling_factor",
-        ),
-        "topk_softmax": ("aiter", "topk_weights topk_indices token_expert_indices gating_output need_renorm"),
-    },
-}
-"""Module of each function, and keywords that have to exist."""
 
-_OPTIONAL = ("get_ps_metadata_info_v1", "get_ps_metadata_v1", "mla_prefill_ps_asm_fwd")
-"""Functions a version may lack: those of the 8-bit prefill."""
+Varlen = Annotated[Function, "aiter", "max_seqlen_q softmax_scale logits_soft_cap causal window_size return_lse sink_ptr"]
 
 
-@dataclass(frozen=True, slots=True)
-class Aiter:
-    """AITER's functions for ordinary heads, under AITER's names and with AITER's signatures."""
+@dataclass(frozen=True)
+class AiterTriton:
+    """What attention with ordinary heads needs where AITER has its Triton kernels alone."""
 
     version: tuple[int, ...]
-    flash_attn_varlen_func: Function
-    flash_attn_with_kvcache: Function
-    unified_attention: Function
-    paged_attention_v1: Function
-    paged_attention_rocm: Function
-    paged_attention_common: Function
-    reshape_and_cache: Function
-    reshape_and_cache_flash: Function
+    flash_attn_with_kvcache: Annotated[
+        Function,
+        "aiter.ops.triton.attention.mha_v3",
+        "k_cache v_cache cache_seqlens page_table softmax_scale causal window_size",
+    ]
+    unified_attention: Annotated[
+        Function,
+        "aiter.ops.triton.attention.unified_attention",
+        "out cu_seqlens_q max_seqlen_q seqused_k max_seqlen_k softmax_scale causal window_size block_table softcap sinks",
+    ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
+class AiterFa(AiterTriton):
+    """What attention with ordinary heads needs where AITER has all of its kernels."""
+
+    flash_attn_varlen_func: Varlen
+    paged_attention_v1: Annotated[
+        Function, "aiter", "out workspace_buffer block_tables cu_query_lens context_lens max_context_len sliding_window"
+    ]
+    paged_attention_rocm: Annotated[
+        Function, "aiter", "exp_sums max_logits tmp_out num_kv_heads block_tables context_lens max_context_len"
+    ]
+    paged_attention_common: Annotated[
+        Function, "aiter", "K_QScale_hip V_QScale_hip K_QScale_asm V_QScale_asm out_ max_seq_len kv_cache_dtype"
+    ]
+    reshape_and_cache: Annotated[Function, "aiter", "slot_mapping kv_cache_dtype k_scale v_scale asm_layout"]
+    reshape_and_cache_flash: Annotated[Function, "aiter", "slot_mapping kv_cache_dtype k_scale v_scale"]
+
+
+@dataclass(frozen=True)
 class AiterMla:
-    """The same for latent attention; the three of the 8-bit prefill are None when the installed version lacks them.
-
-    Attributes:
-        takes_num_kv_splits: `mla_reduce_v1` demands `num_kv_splits` (0 lets it choose).
-    """
+    """What latent attention needs; the optional functions are those of the 8-bit prefill."""
 
     version: tuple[int, ...]
-    takes_num_kv_splits: bool
-    flash_attn_varlen_func: Function
-    mla_decode_fwd: Function
-    get_mla_metadata_info_v1: Function
-    get_mla_metadata_v1: Function
-    mla_reduce_v1: Function
-    concat_and_cache_mla: Function
-    get_ps_metadata_info_v1: Function | None
-    get_ps_metadata_v1: Function | None
-    mla_prefill_ps_asm_fwd: Function | None
+    flash_attn_varlen_func: Varlen
+    mla_decode_fwd: Annotated[
+        Function,
+        "aiter.mla",
+        "qo_indptr kv_indptr kv_indices kv_last_page_lens max_seqlen_q page_size nhead_kv sm_scale work_meta_data work_indptr"
+        " work_info_set reduce_indptr reduce_final_map reduce_partial_map q_scale kv_scale return_lse",
+    ]
+    get_mla_metadata_info_v1: Annotated[
+        Function, "aiter", "batch_size max_seqlen_qo num_head_qo q_dtype kv_dtype is_sparse fast_mode"
+    ]
+    get_mla_metadata_v1: Annotated[
+        Function,
+        "aiter",
+        "seqlens_qo_indptr seqlens_kv_indptr kv_last_page_lens num_heads_per_head_k num_heads_k is_causal work_metadata_ptrs"
+        " work_info_set work_indptr reduce_indptr reduce_final_map reduce_partial_map page_size kv_granularity max_seqlen_qo"
+        " uni_seqlen_qo fast_mode dtype_q dtype_kv",
+    ]
+    mla_reduce_v1: Annotated[
+        Function,
+        "aiter",
+        "partial_output partial_lse reduce_indptr reduce_final_map reduce_partial_map max_seqlen_q final_output final_lse",
+    ]
+    concat_and_cache_mla: Annotated[Function, "aiter", "kv_c k_pe kv_cache slot_mapping kv_cache_dtype scale"]
+    get_ps_metadata_info_v1: Annotated[Function | None, "aiter", "batch_size num_head_k max_qlen qlen_granularity"]
+    get_ps_metadata_v1: Annotated[
+        Function | None,
+        "aiter",
+        "seqlens_qo_indptr pages_kv_indptr context_lens gqa_ratio num_heads_k work_metadata_ptrs work_indptr work_info"
+        " reduce_indptr reduce_final_map reduce_partial_map qhead_granularity qlen_granularity kvlen_granularity block_size"
+        " is_causal",
+    ]
+    mla_prefill_ps_asm_fwd: Annotated[
+        Function | None,
+        "aiter",
+        "qo_indptr kv_indptr kv_page_indices work_indptr work_info_set max_seqlen_q softmax_scale is_causal splitData splitLse"
+        " output q_scale k_scale v_scale",
+    ]
+
+    @cached_property
+    def reduce_options(self) -> dict[str, int]:
+        """`num_kv_splits`, where `mla_reduce_v1` demands it; 0 lets it choose."""
+        names = _parameters(self.mla_reduce_v1)
+        takes = self.version >= (0, 1, 16) if names is None else "num_kv_splits" in names
+        return {"num_kv_splits": 0} if takes else {}
+
+    @property
+    def missing(self) -> list[str]:
+        """Names of the optional functions that the installed version lacks."""
+        return [name for name in _declared(type(self)) if getattr(self, name) is None]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AiterIndexer:
-    """The same for the indexer of sparse latent attention."""
+    """What the indexer of sparse latent attention needs."""
 
     version: tuple[int, ...]
-    indexer_k_quant_and_cache: Function
-    cp_gather_indexer_k_quant_cache: Function
-    fp8_mqa_logits: Function
-    deepgemm_fp8_paged_mqa_logits: Function
-    top_k_per_row_prefill: Function
-    top_k_per_row_decode: Function
+    indexer_k_quant_and_cache: Annotated[Function, "aiter", "kv_cache slot_mapping quant_block_size scale_fmt"]
+    cp_gather_indexer_k_quant_cache: Annotated[Function, "aiter", "kv_cache dst_k dst_scale block_table cu_seq_lens"]
+    fp8_mqa_logits: Annotated[
+        Function, "aiter.ops.triton.attention.fp8_mqa_logits", "Q KV kv_scales weights cu_starts cu_ends clean_logits"
+    ]
+    deepgemm_fp8_paged_mqa_logits: Annotated[
+        Function,
+        "aiter.ops.triton.attention.pa_mqa_logits",
+        "q_fp8 kv_cache weights out_logits context_lens kv_indices max_model_len KVBlockSize ChunkK",
+    ]
+    top_k_per_row_prefill: Annotated[Function, "aiter", "logits rowStarts rowEnds indices values numRows stride0 stride1 k"]
+    top_k_per_row_decode: Annotated[Function, "aiter", "logits next_n seqLens indices numRows stride0 stride1 k"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AiterRouter:
-    """The same for choosing a token's experts."""
+    """What choosing a token's experts needs."""
 
     version: tuple[int, ...]
-    biased_grouped_topk: Function
-    grouped_topk: Function
-    topk_softmax: Function
+    biased_grouped_topk: Annotated[
+        Function,
+        "aiter",
+        "gating_output correction_bias topk_weights topk_ids num_expert_group topk_group need_renorm routed_scaling_factor",
+    ]
+    grouped_topk: Annotated[
+        Function,
+        "aiter",
+        "gating_output topk_weights topk_ids num_expert_group topk_group need_renorm is_softmax routed_scaling_factor",
+    ]
+    topk_softmax: Annotated[Function, "aiter", "topk_weights topk_indices token_expert_indices gating_output need_renorm"]
+
+
+Family = TypeVar("Family", AiterTriton, AiterFa, AiterMla, AiterIndexer, AiterRouter)
 
 
 def installed_version() -> str | None:
@@ -199,7 +189,7 @@ def version_numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, match[1].split("."))) if match else ()
 
 
-def unavailable_reasons(family: Family = "fa") -> list[str]:
+def unavailable_reasons(family: type[Any] = AiterFa) -> list[str]:
     """Why AITER's functions of one family cannot be used, with the way out; empty when they can."""
     text = installed_version()
     if wrong_package_installed():
@@ -210,42 +200,28 @@ def unavailable_reasons(family: Family = "fa") -> list[str]:
         return ["AITER is not installed: install amd-aiter (docs/rocm.md)"]
     if version_numbers(text) < MINIMUM_VERSION:
         return [f"amd-aiter {text} is older than {dotted(MINIMUM_VERSION)}: install a newer one"]
+    why = loading_error(family)
+    return [f"amd-aiter {text} cannot be used: {why}"] if why else []
+
+
+def loading_error(family: type[Any]) -> str | None:
+    """What goes wrong when a family is loaded, in at most 200 characters; None when nothing does."""
     try:
-        _functions(family)
+        load(family)
     except (ImportError, AttributeError, RuntimeError, OSError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        return [f"amd-aiter {text} cannot be used: {reason[:200]}"]
-    return []
+        return (" ".join(str(error).split()) or type(error).__name__)[:200]
+    return None
 
 
-def load() -> Aiter:
-    """Imports what attention with ordinary heads needs.
+def load(family: type[Family]) -> Family:
+    """Imports the functions of one family.
 
     Raises:
         ImportError: AITER is missing, or a function or keyword is.
         RuntimeError: AITER finds no ROCm on this machine.
     """
-    return Aiter(version=_version(), **_functions("fa"))
-
-
-def load_mla() -> AiterMla:
-    """Imports what latent attention needs; raises as `load` does."""
-    functions, version = _functions("mla"), _version()
-    return AiterMla(
-        version=version,
-        takes_num_kv_splits=_takes(functions["mla_reduce_v1"], "num_kv_splits", version >= (0, 1, 16)),
-        **functions,
-    )
-
-
-def load_indexer() -> AiterIndexer:
-    """Imports what the indexer of sparse latent attention needs; raises as `load` does."""
-    return AiterIndexer(version=_version(), **_functions("indexer"))
-
-
-def load_router() -> AiterRouter:
-    """Imports what choosing experts needs; raises as `load` does."""
-    return AiterRouter(version=_version(), **_functions("router"))
+    functions = {name: _function(name, declared) for name, declared in _declared(family).items()}
+    return family(version_numbers(installed_version() or ""), **functions)
 
 
 def dotted(version: tuple[int, ...]) -> str:
@@ -257,22 +233,20 @@ def dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
-def _version() -> tuple[int, ...]:
-    return version_numbers(installed_version() or "")
+def _declared(family: type[Any]) -> dict[str, Any]:
+    """The `Annotated` type of each function of a family."""
+    return {name: hint for name, hint in get_type_hints(family, include_extras=True).items() if hasattr(hint, "__metadata__")}
 
 
-def _functions(family: Family) -> dict[str, Any]:
-    return {name: _function(name, module, required.split()) for name, (module, required) in _HOMES[family].items()}
-
-
-def _function(name: str, module: str, required: list[str]) -> Function | None:
+def _function(name: str, declared: Any) -> Function | None:
+    module, keywords = declared.__metadata__
     function: Function | None = getattr(import_module(module), name, None)
     if function is None:
-        if name in _OPTIONAL:
+        if type(None) in get_args(declared.__origin__):
             return None
         raise ImportError(f"{module} has no {name}")
     parameters = _parameters(function)
-    missing = [keyword for keyword in required if parameters is not None and keyword not in parameters]
+    missing = [keyword for keyword in keywords.split() if parameters is not None and keyword not in parameters]
     if missing:
         raise ImportError(f"{name} of {module} takes no {', '.join(missing)}")
     return function
@@ -287,8 +261,3 @@ def _parameters(function: Function) -> set[str] | None:
     # Wrappers of custom operators may hide the real signature behind **kwargs.
     open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     return None if open_ended else set(parameters)
-
-
-def _takes(function: Function, keyword: str, by_version: bool) -> bool:
-    parameters = _parameters(function)
-    return by_version if parameters is None else keyword in parameters

@@ -4,18 +4,18 @@ AITER imports without its compiled part when `AITER_TRITON_ONLY` is 1 at that mo
 left then. They are written for AMD's Triton, which takes scheduling options that other builds of Triton do not know.
 """
 
-import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import torch
 
 from specdec.kernels import aiter
+from specdec.kernels.aiter import AiterTriton
+
+VARIABLE = "AITER_TRITON_ONLY"
 
 TRITON_ONLY_VERSION = (0, 1, 16)
 """From it, AITER imports without its compiled part."""
@@ -23,88 +23,49 @@ TRITON_ONLY_VERSION = (0, 1, 16)
 AMD_OPTIONS = frozenset({"waves_per_eu", "matrix_instr_nonkdim", "kpack", "schedule_hint"})
 """Launch options that only AMD's Triton has. They steer scheduling, never the result."""
 
-_HOMES = {
-    "flash_attn_with_kvcache": (
-        "aiter.ops.triton.attention.mha_v3",
-        "k_cache v_cache cache_seqlens page_table softmax_scale causal window_size",
-    ),
-    "unified_attention": (
-        "aiter.ops.triton.attention.unified_attention",
-        "out cu_seqlens_q max_seqlen_q seqused_k max_seqlen_k softmax_scale causal window_size block_table softcap sinks",
-    ),
-}
-"""Module of each function, and keywords that have to exist."""
-
 _KERNELS = "aiter.ops.triton._triton_kernels"
 """Package of the kernels that the two functions launch."""
 
 
-@dataclass(frozen=True, slots=True)
-class AiterTriton:
-    """AITER's functions, under AITER's names and with AITER's signatures."""
-
-    version: tuple[int, ...]
-    flash_attn_with_kvcache: Callable[..., Any]
-    unified_attention: Callable[..., Any]
-
-
 def requested() -> bool:
     """Whether the user asked AITER itself for nothing but Triton."""
-    return os.environ.get("AITER_TRITON_ONLY") == "1"
+    return os.environ.get(VARIABLE) == "1"
 
 
 def unavailable_reasons() -> list[str]:
     """Why the two functions cannot be used, with the way out; empty when they can."""
     text = aiter.installed_version()
     if text is None:
-        return aiter.unavailable_reasons()
+        return aiter.unavailable_reasons(AiterTriton)
     if aiter.version_numbers(text) < TRITON_ONLY_VERSION:
         oldest = aiter.dotted(TRITON_ONLY_VERSION)
         return [f"amd-aiter {text} does not import without its C++ kernels: install {oldest} or newer"]
-    try:
-        load()
-    except (ImportError, AttributeError, RuntimeError, OSError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        return [f"the Triton kernels of amd-aiter {text} cannot be used: {reason[:200]}"]
-    return []
+    with _triton_only():
+        why = aiter.loading_error(AiterTriton)
+    return [f"the Triton kernels of amd-aiter {text} cannot be used: {why}"] if why else []
 
 
 def load() -> AiterTriton:
-    """Imports AITER's Triton functions, and makes them run on a Triton that is not AMD's.
-
-    Raises:
-        ImportError: AITER or Triton is missing, or a function or keyword is.
-        RuntimeError: Triton finds no GPU.
-    """
+    """Imports AITER's Triton functions, and makes them run on a Triton that is not AMD's; raises as `aiter.load` does."""
     with _triton_only():
-        functions = {name: _function(name, module, required) for name, (module, required) in _HOMES.items()}
-        if torch.version.hip is None:
-            _drop_amd_options()
-    return AiterTriton(version=aiter.version_numbers(aiter.installed_version() or ""), **functions)
+        functions = aiter.load(AiterTriton)
+    if torch.version.hip is None:
+        _drop_amd_options()
+    return functions
 
 
 @contextmanager
 def _triton_only() -> Iterator[None]:
     """AITER reads the variable while it is imported; what the user set comes back afterwards."""
-    before = os.environ.get("AITER_TRITON_ONLY")
-    os.environ["AITER_TRITON_ONLY"] = "1"
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = "1"
     try:
         yield
     finally:
         if before is None:
-            del os.environ["AITER_TRITON_ONLY"]
+            del os.environ[VARIABLE]
         else:
-            os.environ["AITER_TRITON_ONLY"] = before
-
-
-def _function(name: str, module: str, required: str) -> Callable[..., Any]:
-    function: Callable[..., Any] | None = getattr(import_module(module), name, None)
-    if function is None:
-        raise ImportError(f"{module} has no {name}")
-    missing = [keyword for keyword in required.split() if keyword not in inspect.signature(function).parameters]
-    if missing:
-        raise ImportError(f"{name} of {module} takes no {', '.join(missing)}")
-    return function
+            os.environ[VARIABLE] = before
 
 
 def _drop_amd_options() -> None:

@@ -54,7 +54,6 @@ def _attention_kernel(
     query_start_loc: tl.tensor,  # int32 [num_reqs + 1]
     sinks: tl.tensor,  # [num_heads] or None
     score_scale: tl.tensor,
-    value_scale: tl.tensor,
     softcap: tl.tensor,
     num_tiles: tl.tensor,
     num_heads: tl.tensor,
@@ -148,7 +147,7 @@ def _attention_kernel(
         accumulated = tl.dot(weights.to(q.dtype), v.to(q.dtype), accumulated * rescale[:, None], input_precision="ieee")
         peak = new_peak
 
-    result = accumulated * (value_scale / tl.where(total == 0.0, 1.0, total))[:, None]
+    result = accumulated * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
     place = (token * num_heads + head) * SPLITS + split
     tl.store(
         output + place[:, None] * HEAD_DIM + dim[None, :],
@@ -223,7 +222,6 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    cache_scales: tuple[float, float] = (1.0, 1.0),
     splits: int = 1,
     tile: Tile | None = None,
 ) -> Tensor:
@@ -237,7 +235,6 @@ def paged_attention(
         window: positions this far away, and farther, are hidden.
         softcap: bound of the scores, or None.
         sinks: [num_heads], logits that join the softmax, or None.
-        cache_scales: what a stored key and value are multiplied by.
         splits: a power of two; programs among which the keys of a row are divided.
         tile: shape of a program; None chooses by `tile_for`.
 
@@ -267,8 +264,7 @@ def paged_attention(
             seq_lens,
             query_start_loc,
             sinks,
-            scale * cache_scales[0],
-            cache_scales[1],
+            scale,
             softcap or 1.0,
             num_tiles,
             num_heads,

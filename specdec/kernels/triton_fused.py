@@ -81,12 +81,11 @@ def _move_heads(
     cos: tl.tensor,  # [HEAD_DIM / 2] of this row, or None
     sin: tl.tensor,
     epsilon: tl.tensor,
-    scale: tl.tensor,
     limit: tl.tensor,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ) -> None:
-    """Copies adjacent heads of one row, normed and rotated; divided by `scale` and bounded when the target has 8 bits."""
+    """Copies adjacent heads of one row, normed and rotated; bounded when the target has 8 bits."""
     HALF: tl.constexpr = HEAD_DIM // 2
     source_type: tl.constexpr = source.dtype.element_ty
     target_type: tl.constexpr = target.dtype.element_ty
@@ -108,8 +107,8 @@ def _move_heads(
         s = tl.load(sin + half, mask=in_half, other=0.0).to(tl.float32)
         low, high = low * c - high * s, high * c + low * s
     if target_type.primitive_bitwidth == 8:
-        low = tl.minimum(tl.maximum(low / scale, -limit), limit)
-        high = tl.minimum(tl.maximum(high / scale, -limit), limit)
+        low = tl.minimum(tl.maximum(low, -limit), limit)
+        high = tl.minimum(tl.maximum(high, -limit), limit)
     tl.store(target + place, low.to(target_type), mask=exists)
     tl.store(target + place + HALF, high.to(target_type), mask=exists)
 
@@ -128,8 +127,6 @@ def _rope_store_kernel(
     query_norm: tl.tensor,  # [HEAD_DIM] or None
     key_norm: tl.tensor,  # [HEAD_DIM] or None
     epsilon: tl.tensor,
-    key_scale: tl.tensor,
-    value_scale: tl.tensor,
     limit: tl.tensor,
     query_stride: tl.tensor,
     key_stride: tl.tensor,
@@ -156,15 +153,15 @@ def _rope_store_kernel(
     if part == 2:
         if query is not None:
             rows, kept = query + token * query_stride, rotated + token * (NUM_HEADS * HEAD_DIM)
-            _move_heads(rows, kept, query_norm, cos, sin, epsilon, 1.0, limit, NUM_HEADS, HEAD_DIM)
+            _move_heads(rows, kept, query_norm, cos, sin, epsilon, limit, NUM_HEADS, HEAD_DIM)
     else:
         place = tl.load(slot_mapping + token) * (NUM_KV_HEADS * HEAD_DIM)
         if part == 0:
             keys = key + token * key_stride
-            _move_heads(keys, key_cache + place, key_norm, cos, sin, epsilon, key_scale, limit, NUM_KV_HEADS, HEAD_DIM)
+            _move_heads(keys, key_cache + place, key_norm, cos, sin, epsilon, limit, NUM_KV_HEADS, HEAD_DIM)
         else:
             values = value + token * value_stride
-            _move_heads(values, value_cache + place, None, None, None, epsilon, value_scale, limit, NUM_KV_HEADS, HEAD_DIM)
+            _move_heads(values, value_cache + place, None, None, None, epsilon, limit, NUM_KV_HEADS, HEAD_DIM)
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float, *, ahead: Tensor | None = None) -> Tensor:
@@ -244,7 +241,6 @@ def rope_store(
     query_norm: Tensor | None = None,
     key_norm: Tensor | None = None,
     epsilon: float = 0.0,
-    cache_scales: tuple[float, float] = (1.0, 1.0),
     ahead: Tensor | None = None,
 ) -> Tensor:
     """Norms and rotates query and key, and writes key and value to the cache.
@@ -257,7 +253,6 @@ def rope_store(
         cos, sin: [num_tokens, head_dim / 2] with equal strides; None does not rotate.
         query_norm, key_norm: [head_dim], weights of a norm before the rotation, or None.
         epsilon: of those norms.
-        cache_scales: what a stored key and value are multiplied by when they are read.
         ahead: a weight to send hints about.
 
     Returns:
@@ -285,7 +280,6 @@ def rope_store(
             query_norm,
             key_norm,
             epsilon,
-            *cache_scales,
             torch.finfo(cache.key.dtype).max,
             0 if query is None else query.stride(0),
             key.stride(0),

@@ -53,7 +53,7 @@ def aiter_reasons(routing: Routing, device: torch.device) -> list[str]:
     reasons = []
     if architecture not in ARCHITECTURES:
         reasons.append(f"architecture {architecture} (AITER's kernels are for {' and '.join(ARCHITECTURES)})")
-    reasons += aiter.unavailable_reasons("router")
+    reasons += aiter.unavailable_reasons(AiterRouter)
     if routing.num_groups not in AITER_GROUPS:
         reasons.append(f"{routing.num_groups} groups of experts (the kernels take {', '.join(map(str, AITER_GROUPS))})")
     if routing.biased and not routing.renormalised:

@@ -133,7 +133,6 @@ class TritonDecoder:
             query_norm=layer.query_norm,
             key_norm=layer.key_norm,
             epsilon=self._epsilon,
-            cache_scales=spec.cache_scales,
             ahead=ahead,
         )
         return self._attention.attend(rotated, cache, plan, scale=spec.head_dim**-0.5, window=window).flatten(1)

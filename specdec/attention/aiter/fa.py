@@ -1,24 +1,8 @@
 """Multi-head attention on AMD GPUs with AITER's kernels, in one of two tiers.
 
-*Full*, on CDNA, where AITER has HIP, assembly and Triton kernels:
-
-    phase     asked for                                 kernel
-    prefill   any                                       flash_attn_varlen_func on the rows themselves
-    extend    sinks                                     unified_attention
-              window                                    flash_attn_varlen_func on what the window shows, gathered
-              else                                      flash_attn_varlen_func on the rows, then on gathered context, merged
-    decode    several rows, causal                      unified_attention
-              several rows, not causal                  flash_attn_with_kvcache; on gathered context when it cannot read the cache
-              one row, sinks or a shape too narrow      unified_attention
-              one row, plain layout                     paged_attention_v1, with a window on a trimmed block table
-              one row, shuffled layout                  paged_attention_common or paged_attention_rocm; with a window or softcap,
-                                                        unified_attention
-
-*Triton-only*, on RDNA, where AITER has little else, and on CDNA when AITER_TRITON_ONLY is 1. NVIDIA is served by name alone, to
-check these kernels without AMD hardware. Rows are stored in plain torch, and then:
-
-    causal, or one row                                  unified_attention, all requests in one call
-    several rows, not causal                            flash_attn_with_kvcache; on gathered context when it cannot read the cache
+*Full* is for CDNA, where AITER has HIP, assembly and Triton kernels and a cache writer. *Triton-only* is for RDNA, where AITER has
+two Triton kernels and rows are stored in plain torch, and for CDNA when AITER_TRITON_ONLY is 1. NVIDIA is served by name alone, to
+check these kernels without AMD hardware. `fa_routes` holds the table of each tier.
 
 Layouts: plain, and in the full tier shuffled as a backend of its own. Cache: the model's type or 8-bit floats. Host: never waits
 for the device. Architectures: gfx942, gfx950; Triton-only gfx110x, gfx115x, gfx120x. Known gaps: non-causal blocks with sinks or a
@@ -26,51 +10,34 @@ softcap; group sizes above 16 and head sizes other than 64, 128 and 256 decode o
 the paged kernels.
 """
 
-import math
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 import specdec.device
-from specdec.attention.aiter.kernels import AiterKernels
+from specdec.attention.aiter import fa_compiled, fa_routes, fa_triton
+from specdec.attention.aiter.fa_triton import Layer, Rows, Setup
+from specdec.attention.aiter.groups import AiterPlan, Group, plan_groups, plan_packed
 from specdec.attention.aiter.layout import Layout
-from specdec.attention.aiter.plan import AiterPlan, Group, plan_groups, plan_packed
-from specdec.attention.aiter.triton import Layer, TritonKernels
+from specdec.attention.aiter.routes import Kernel, choose
+from specdec.attention.aiter.scratch import Scratch
 from specdec.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
-from specdec.kernels import aiter, aiter_triton
+from specdec.kernels import aiter, aiter_triton_only
+from specdec.kernels.aiter import AiterFa
 from specdec.kv_cache import LayerCache
 
 CDNA = ("gfx942", "gfx950")
 RDNA = ("gfx110", "gfx115", "gfx120")
 """Beginnings of the names of RDNA 3, 3.5 and 4."""
 
-FP8 = {
-    "gfx942": torch.float8_e4m3fnuz,
-    "gfx950": torch.float8_e4m3fn,
-    "gfx1200": torch.float8_e4m3fn,
-    "gfx1201": torch.float8_e4m3fn,
-}
-"""The flavour of e4m3 that an architecture computes with."""
+FP8_ARCHITECTURES = (*CDNA, "gfx1200", "gfx1201")
+"""Those that compute with 8-bit floats."""
 
 DTYPES = (torch.bfloat16, torch.float16)
 BLOCK_SIZES = (16, 32)
-PAGED_HEAD_DIMS = (64, 128, 256)
-PAGED_MAX_GROUP = 16
 
 Tier = Literal["full", "triton"]
-
-Kernel = Literal[
-    "varlen",
-    "windowed_varlen",
-    "chunked_varlen",
-    "unified",
-    "kvcache",
-    "gathered_kvcache",
-    "paged_v1",
-    "paged_common",
-    "paged_rocm",
-]
 
 
 class RocmAiterFaBackend(AttentionBackend):
@@ -95,7 +62,7 @@ class RocmAiterFaBackend(AttentionBackend):
             )
         if tier == "triton" and cls.layout == "shuffle":
             reasons.append(f"the shuffled layout needs AITER's compiled kernels, which are for {' and '.join(CDNA)}")
-        reasons += aiter_triton.unavailable_reasons() if tier == "triton" else aiter.unavailable_reasons()
+        reasons += aiter_triton_only.unavailable_reasons() if tier == "triton" else aiter.unavailable_reasons()
         version = aiter.version_numbers(aiter.installed_version() or "")
         if version and cls.layout == "shuffle" and version < aiter.SHUFFLE_VERSION:
             reasons.append(f"the shuffled layout needs amd-aiter {aiter.dotted(aiter.SHUFFLE_VERSION)}")
@@ -110,18 +77,25 @@ class RocmAiterFaBackend(AttentionBackend):
             return ["AITER's kernels are AMD's; on NVIDIA they run only when asked for by name"]
         return []
 
+    @classmethod
+    def describe(cls, spec: AttentionSpec) -> list[str]:
+        """See `AttentionBackend.describe`."""
+        return ["with AITER's Triton kernels alone"] if cls.layout == "plain" and tier_of(spec.device) == "triton" else []
+
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
-        self.tier = tier_of(spec.device)
-        self._kernels: TritonKernels
+        self.tier, scratch = tier_of(spec.device), Scratch(spec.device)
+        self._setup: Setup[Any]
         if self.tier == "triton":
-            self._kernels = TritonKernels(spec, self.layout, aiter_triton.load())
+            self._setup = Setup(spec, self.layout, aiter_triton_only.load(), scratch)
+            self._routes, self._plan, self._write = fa_routes.TRITON_ONLY, plan_packed, fa_triton.write
         else:
-            self._kernels = self._compiled = AiterKernels(spec, self.layout)
+            self._setup = Setup(spec, self.layout, aiter.load(AiterFa), scratch)
+            self._routes, self._plan, self._write = fa_routes.FULL, plan_groups, fa_compiled.write
 
     def plan(self, metadata: AttentionMetadata) -> AiterPlan:
         """Requests grouped by phase; the same whether or not a graph is being captured."""
-        return (plan_packed if self.tier == "triton" else plan_groups)(metadata, self.spec.block_size)
+        return self._plan(metadata, self.spec.block_size)
 
     def run(
         self,
@@ -137,68 +111,21 @@ class RocmAiterFaBackend(AttentionBackend):
         sinks: Tensor | None = None,
     ) -> Tensor:
         """See `AttentionBackend.run`."""
-        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-        self.write(cache, key, value, plan.slot_mapping)
-        layer = Layer(cache, scale, window, softcap, sinks)
-        if len(plan.groups) == 1:
-            return self._attend(plan.groups[0], layer, query, key, value)
-        output = torch.empty_like(query)
-        for group in plan.groups:
-            rows = group.rows
-            assert isinstance(rows, Tensor), "a group that is not alone names its rows"
-            output.index_copy_(0, rows, self._attend(group, layer, *(t.index_select(0, rows) for t in (query, key, value))))
-        return output
+        rows, layer = Rows(query.contiguous(), key.contiguous(), value.contiguous()), Layer(cache, scale, window, softcap, sinks)
+        self.write(cache, rows.key, rows.value, plan.slot_mapping)
+
+        def attend(group: Group, rows: Rows) -> Tensor:
+            return self.kernel(group, layer)(self._setup, group, layer, rows)
+
+        return plan.attend(rows, self.spec.head_dim, attend)
 
     def write(self, cache: LayerCache, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         """See `AttentionBackend.write`."""
-        self._kernels.write(cache, key, value, slot_mapping)
+        self._write(self._setup, cache, key, value, slot_mapping)
 
-    def kernel(
-        self, group: Group, *, scale: float, window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None
-    ) -> Kernel:
-        """The kernel for a group of requests in one layer: the tables at the top of this file."""
-        spec = self.spec
-        if group.phase == "packed":
-            return "unified"
-        if group.phase == "prefill":
-            return "varlen"
-        if group.phase == "extend":
-            return "unified" if sinks is not None else "windowed_varlen" if window is not None else "chunked_varlen"
-        if group.max_query_len > 1:
-            if group.causal:
-                return "unified"
-            return "kvcache" if self.layout == "plain" and spec.kv_dtype == spec.dtype else "gathered_kvcache"
-        # A single row is the last position: causal or not, it sees the same keys.
-        paged = spec.head_dim in PAGED_HEAD_DIMS and spec.num_heads // spec.num_kv_heads <= PAGED_MAX_GROUP
-        if self.tier == "triton" or sinks is not None or not paged:
-            return "unified"
-        if self.layout == "plain":
-            return "paged_v1"
-        if window is not None or softcap is not None:
-            return "unified"
-        # For many rows `common` turns to an assembly kernel with heads of 128, blocks of 16 and a softmax scale of its own.
-        fits_assembly = spec.head_dim == 128 and spec.block_size == 16 and math.isclose(scale, 128**-0.5)
-        return "paged_common" if fits_assembly else "paged_rocm"
-
-    def _attend(self, group: Group, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention of a group's rows."""
-        match self.kernel(group, scale=layer.scale, window=layer.window, softcap=layer.softcap, sinks=layer.sinks):
-            case "unified":
-                return self._kernels.unified(group, layer, query)
-            case "kvcache" | "gathered_kvcache" as kernel:
-                return self._kernels.kvcache(group, layer, query, gathered=kernel == "gathered_kvcache")
-            case "varlen":
-                return self._compiled.varlen(group, layer, query, key, value)
-            case "windowed_varlen":
-                return self._compiled.windowed_varlen(group, layer, query)
-            case "chunked_varlen":
-                return self._compiled.chunked_varlen(group, layer, query, key, value)
-            case "paged_v1":
-                return self._compiled.paged_v1(group, layer, query)
-            case "paged_common":
-                return self._compiled.paged_common(group, layer, query)
-            case "paged_rocm":
-                return self._compiled.paged_rocm(group, layer, query)
+    def kernel(self, group: Group, layer: Layer) -> Kernel:
+        """The kernel for a group of requests in one layer, from the tables in `fa_routes`."""
+        return choose(self._routes, group, self._setup, layer)
 
 
 class RocmAiterFaShuffleBackend(RocmAiterFaBackend):
@@ -212,7 +139,7 @@ def tier_of(device: torch.device) -> Tier | None:
     """How much of AITER runs on a device; None when nothing does."""
     architecture = specdec.device.rocm_architecture(device)
     if architecture in CDNA:
-        return "triton" if aiter_triton.requested() else "full"
+        return "triton" if aiter_triton_only.requested() else "full"
     if architecture is None:
         return "triton" if device.type == "cuda" else None
     return "triton" if architecture.startswith(RDNA) else None
@@ -221,7 +148,7 @@ def tier_of(device: torch.device) -> Tier | None:
 def _shape_reasons(spec: AttentionSpec, architecture: str | None) -> list[str]:
     """What of the model's shape the kernels do not have."""
     reasons = []
-    fp8 = FP8.get(architecture or "")
+    fp8 = specdec.device.float8_dtype(spec.device) if architecture in FP8_ARCHITECTURES else None
     if spec.dtype not in DTYPES:
         reasons.append(f"dtype {spec.dtype} (the kernels take bfloat16 and float16)")
     if spec.kv_dtype not in (spec.dtype, fp8):

@@ -9,9 +9,10 @@ Nothing in here reads from the device. A batch whose lengths only the device kno
 plan is the same with and without a graph being captured.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from specdec.attention.backend import AttentionMetadata
 from specdec.kv_cache import blocks_for
 
 Phase = Literal["decode", "extend", "prefill", "packed"]
+AnyRows = TypeVar("AnyRows", bound=Any)
 
 CONTEXT_TOKENS = 32 * 1024
 """Most context tokens gathered at once for all extended requests of a forward."""
@@ -116,6 +118,27 @@ class AiterPlan:
 
     groups: list[Group]
     slot_mapping: Tensor
+
+    def attend(self, rows: AnyRows, head_dim: int, kernel: Callable[[Group, AnyRows], Tensor]) -> Tensor:
+        """Every group's rows through `kernel`, each back in its place.
+
+        Args:
+            rows: a named tuple of packed rows, the first [num_tokens, num_heads, ...].
+            head_dim: of the output.
+            kernel: from a group and its rows to their output.
+
+        Returns:
+            [num_tokens, num_heads, head_dim].
+        """
+        if len(self.groups) == 1:
+            return kernel(self.groups[0], rows)
+        output = rows[0].new_empty(*rows[0].shape[:2], head_dim)
+        for group in self.groups:
+            index = group.rows
+            assert isinstance(index, Tensor), "a group that is not alone names its rows"
+            part = type(rows)(*(tensor.index_select(0, index) for tensor in rows))
+            output.index_copy_(0, index, kernel(group, part))
+        return output
 
 
 def plan_groups(metadata: AttentionMetadata, block_size: int) -> AiterPlan:

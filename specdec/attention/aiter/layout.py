@@ -10,6 +10,7 @@ clearing and sharing blocks does not depend on the layout, while everything that
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from specdec.kv_cache import LayerCache
@@ -24,15 +25,16 @@ def shuffled(cache: LayerCache) -> LayerCache:
     return LayerCache(cache.key.view(blocks, heads, dim // x, size, x), cache.value.view(blocks, heads, size // x, dim, x))
 
 
-def read_rows(cache: LayerCache, slots: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Keys and values [n, num_kv_heads, head_dim] at `slots` int64 [n], in the cache's type."""
+def read_rows(cache: LayerCache, slots: Tensor, layout: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys and values [n, num_kv_heads, head_dim] at `slots` int64 [n], in `dtype`."""
     if layout == "plain":
-        return cache.key.flatten(0, 1).index_select(0, slots), cache.value.flatten(0, 1).index_select(0, slots)
-    size = cache.key.shape[1]
-    key, value = shuffled(cache)
-    blocks, offsets = slots // size, slots % size
-    x = key.shape[-1]
-    return key[blocks, :, :, offsets].flatten(2), value[blocks, :, offsets // x, :, offsets % x]
+        key, value = (side.flatten(0, 1).index_select(0, slots) for side in cache)
+    else:
+        views, size = shuffled(cache), cache.key.shape[1]
+        blocks, offsets = slots // size, slots % size
+        x = views.key.shape[-1]
+        key, value = views.key[blocks, :, :, offsets].flatten(2), views.value[blocks, :, offsets // x, :, offsets % x]
+    return key.to(dtype), value.to(dtype)
 
 
 def read_blocks(cache: LayerCache, block_table: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:

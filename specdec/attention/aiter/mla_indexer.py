@@ -17,9 +17,10 @@ Cache: a block is the keys of its tokens, then their scales; keys lie as the mat
 import torch
 from torch import Tensor
 
-from specdec.attention.aiter.sparse_plan import IndexChunk, SparsePlan
+from specdec.attention.aiter.mla_sparse_plan import IndexChunk, SparsePlan
 from specdec.attention.mla import IndexerRows, IndexerSpec
 from specdec.kernels import aiter
+from specdec.kernels.aiter import AiterIndexer
 
 SCALE_BYTES = 4
 """Bytes of a key's scale, a float32."""
@@ -40,12 +41,12 @@ class AiterIndexerKernels:
     Args:
         spec: shape of the indexer.
         block_size: tokens per cache block, a multiple of 16.
-        fp8: flavour of e4m3 that the architecture computes with.
+        fp8: flavor of e4m3 that the architecture computes with.
     """
 
     def __init__(self, spec: IndexerSpec, block_size: int, fp8: torch.dtype) -> None:
         self.spec, self.block_size, self.fp8 = spec, block_size, fp8
-        self._ops = aiter.load_indexer()
+        self._ops = aiter.load(AiterIndexer)
         self._stable = {"stable": True} if self._ops.version >= STABLE_VERSION else {}
 
     def select(self, rows: IndexerRows, cache: Tensor, plan: SparsePlan) -> Tensor:
@@ -64,13 +65,13 @@ class AiterIndexerKernels:
         )
         if plan.metadata.max_seq_len <= self.spec.topk:
             return self._everything(plan.positions)
-        query, scale = self._quantised(rows.query)
+        query, scale = self._quantized(rows.query)
         weights = rows.weights * scale  # the kernels know scales of keys only
         if plan.chunks is None:
             return self._select_paged(query, weights, cache, plan)
         return torch.cat([self._select_gathered(query, weights, cache, plan, chunk) for chunk in plan.chunks])
 
-    def _quantised(self, query: Tensor) -> tuple[Tensor, Tensor]:
+    def _quantized(self, query: Tensor) -> tuple[Tensor, Tensor]:
         """`query` in 8 bits, and its scales float32 [num_tokens, num_heads], powers of two."""
         query = query.float()
         amplitude = query.abs().amax(-1, keepdim=True).clamp_(min=SMALLEST_AMPLITUDE)

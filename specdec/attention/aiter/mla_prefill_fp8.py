@@ -11,14 +11,16 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import specdec.device
-from specdec.attention.aiter.mla_plan import round_up
-from specdec.attention.aiter.plan import Group
+from specdec.attention.aiter.groups import Group
+from specdec.attention.aiter.latents import WORK, pad_heads
+from specdec.attention.aiter.scratch import Scratch
 from specdec.attention.mla import MlaSpec
 from specdec.kernels import aiter
+from specdec.kernels.aiter import AiterMla
+from specdec.sizes import power_of_two
 
 QUERY_TILE, KEY_TILE = 256, 128
 """Rows and keys of a tile, the only sizes the kernel has."""
@@ -53,10 +55,9 @@ class Fp8Prefill:
     """
 
     spec: MlaSpec
-    ops: aiter.AiterMla
+    ops: AiterMla
+    scratch: Scratch
     _buffers: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)
-    _indices: dict[int, Tensor] = field(default_factory=dict)
-    _scratch: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def num_heads(self) -> int:
@@ -90,7 +91,7 @@ class Fp8Prefill:
         return Fp8PrefillPlan(
             qo_indptr=group.query_start_loc,
             kv_indptr=group.query_start_loc,
-            kv_indices=self._arange(sum(group.query_lens)),
+            kv_indices=self.scratch.take("arange", sum(group.query_lens), torch.int32, torch.arange),
             max_q_len=group.max_query_len,
             num_partial_tiles=int(host["reduce_indptr"][-1]),
             **{name: tensor for name, tensor in buffers.items() if name != "work_metadata_ptrs"},
@@ -111,7 +112,7 @@ class Fp8Prefill:
         assert self.ops.mla_prefill_ps_asm_fwd is not None
         num_heads = self.num_heads
         (query, query_scale), (key, key_scale), (value, value_scale) = (
-            quantised(pad_heads(tensor, num_heads), self.spec.kv_dtype) for tensor in (query, key, value)
+            quantized(pad_heads(tensor, num_heads), self.spec.kv_dtype) for tensor in (query, key, value)
         )
         output = torch.empty(len(query), num_heads, VALUE_DIM, dtype=self.spec.dtype, device=query.device)
         partial, partial_lse = self._partials(plan.num_partial_tiles)
@@ -144,7 +145,7 @@ class Fp8Prefill:
                 max_seqlen_q=QUERY_TILE,
                 final_output=output,
                 final_lse=None,
-                **({"num_kv_splits": 0} if self.ops.takes_num_kv_splits else {}),
+                **self.ops.reduce_options,
             )
         return output[:, : self.spec.num_heads]
 
@@ -152,33 +153,18 @@ class Fp8Prefill:
         """float32 outputs [rows, heads, 128] and log-denominators [rows, heads] of the partial tiles, in one buffer."""
         num_rows = max(1, num_tiles) * QUERY_TILE
         count = num_rows * self.num_heads
-        size = round_up(count * (VALUE_DIM + 1))
-        if size not in self._scratch:
-            self._scratch[size] = torch.empty(size, dtype=torch.float32, device=self.spec.device)
-        partial, partial_lse = self._scratch[size][: count * (VALUE_DIM + 1)].split([count * VALUE_DIM, count])
+        buffer = self.scratch.take("partials", count * (VALUE_DIM + 1), torch.float32)
+        partial, partial_lse = buffer.split([count * VALUE_DIM, count])
         return partial.view(num_rows, self.num_heads, VALUE_DIM), partial_lse.view(num_rows, self.num_heads)
-
-    def _arange(self, count: int) -> Tensor:
-        size = round_up(count)
-        if size not in self._indices:
-            self._indices[size] = torch.arange(size, dtype=torch.int32, device=self.spec.device)
-        return self._indices[size][:count]
 
     def _buffers_for(self, num_reqs: int, max_query_len: int) -> dict[str, Tensor]:
         assert self.ops.get_ps_metadata_info_v1 is not None
-        capacity = (round_up(num_reqs), round_up(max_query_len))
+        capacity = (power_of_two(num_reqs), power_of_two(max_query_len))
         if capacity not in self._buffers:
             shapes = self.ops.get_ps_metadata_info_v1(
                 batch_size=capacity[0], num_head_k=self.num_heads, max_qlen=capacity[1], qlen_granularity=QUERY_TILE
             )
-            names = (
-                "work_metadata_ptrs",
-                "work_indptr",
-                "work_info_set",
-                "reduce_indptr",
-                "reduce_final_map",
-                "reduce_partial_map",
-            )
+            names = ("work_metadata_ptrs", *WORK[1:])
             self._buffers[capacity] = {
                 name: torch.zeros(shape, dtype=dtype, device=self.spec.device)
                 for name, (shape, dtype) in zip(names, shapes, strict=True)
@@ -194,7 +180,10 @@ def unavailable_reasons(spec: MlaSpec) -> list[str]:
         reasons.append(f"{spec.device} is not a ROCm device")
     elif architecture != "gfx950":
         reasons.append(f"architecture {architecture} (the kernel is for gfx950)")
-    reasons += aiter.unavailable_reasons("mla") or _missing_functions()
+    if broken := aiter.unavailable_reasons(AiterMla):
+        reasons += broken
+    elif missing := aiter.load(AiterMla).missing:
+        reasons.append(f"amd-aiter has no {', '.join(missing)}")
     if spec.kv_dtype != torch.float8_e4m3fn:
         reasons.append(f"a {spec.kv_dtype} cache (rounding to 8 bits is for models whose cache is rounded anyway)")
     if spec.dtype != torch.bfloat16:
@@ -206,12 +195,7 @@ def unavailable_reasons(spec: MlaSpec) -> list[str]:
     return reasons
 
 
-def pad_heads(tensor: Tensor, num_heads: int) -> Tensor:
-    """Heads of zeros behind those of [num_tokens, heads, dim]; what they yield is finite, and cut off again."""
-    return F.pad(tensor, (0, 0, 0, num_heads - tensor.shape[1])) if tensor.shape[1] < num_heads else tensor
-
-
-def quantised(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def quantized(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """A tensor in 8-bit floats, and the factor, float32 [1], that turns them back.
 
     The factor comes from the largest magnitude, computed on the device and not read by the host. It is a power of two, so that
@@ -221,10 +205,3 @@ def quantised(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     largest = torch.linalg.vector_norm(tensor, torch.inf, dtype=torch.float32).clamp(min=torch.finfo(torch.float16).tiny)
     scale = torch.exp2(torch.ceil(torch.log2(largest / most)))
     return (tensor * (1 / scale).to(tensor.dtype)).clamp(-most, most).to(dtype), scale.reshape(1)
-
-
-def _missing_functions() -> list[str]:
-    ops = aiter.load_mla()
-    names = ("get_ps_metadata_info_v1", "get_ps_metadata_v1", "mla_prefill_ps_asm_fwd")
-    missing = [name for name in names if getattr(ops, name) is None]
-    return [f"amd-aiter has no {', '.join(missing)}"] if missing else []

@@ -1,43 +1,31 @@
 """Sparse latent attention (DeepSeek-V3.2, GLM-MoE-DSA) on AMD GPUs with AITER's kernels.
 
-Kernel: `mla_decode_fwd` in prefill, decode and verification alike. Every token is a batch entry of its own with a list of the cache
+One route: `mla_decode_fwd` in prefill, decode and verification alike. Every token is an entry of its own with a list of the cache
 slots that the indexer chose for it, min(position + 1, topk) of them, so causality is in the lists and a sequence no longer than
-`topk` is attended to whole. Queries are absorbed: the maps to keys and values are applied to query and output. Layout: plain.
-Cache: the model's type or 8-bit floats, which saturate. Host: never waits for the device.
-Architectures: gfx942, gfx950. Known gaps: no non-causal blocks; a prefill builds no keys and values, which would be faster below
-`topk` tokens. The indexer rounds to 8 bits (see `rocm_aiter_indexer`); decoding with drafts still equals plain decoding.
+`topk` is attended to whole. Layout: plain. Cache: the model's type or 8-bit floats, which saturate. Host: never waits for the
+device. Architectures: gfx942, gfx950. Known gaps: no non-causal blocks; a prefill builds no keys and values, which would be faster
+below `topk` tokens. The indexer rounds to 8 bits (see `mla_indexer`); decoding with drafts still equals plain decoding.
 """
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 import specdec.device
+from specdec.attention.aiter import latents
 from specdec.attention.aiter.fa import RocmAiterFaBackend
-from specdec.attention.aiter.indexer import SCALE_BYTES, AiterIndexerKernels
-from specdec.attention.aiter.sparse_plan import SparsePlan, SparsePlanner
-from specdec.attention.backend import AttentionBackend, AttentionMetadata
-from specdec.attention.mla import IndexerRows, IndexerSpec, MlaBackend, MlaRows, MlaSpec, UpProjection
-from specdec.errors import CapacityError
-from specdec.kernels import aiter
+from specdec.attention.aiter.latents import LatentKernels
+from specdec.attention.aiter.mla_indexer import SCALE_BYTES, AiterIndexerKernels
+from specdec.attention.aiter.mla_sparse_plan import SparsePlan, SparsePlanner
+from specdec.attention.backend import AttentionMetadata
+from specdec.attention.mla import IndexerRows, IndexerSpec, MlaRows, MlaSpec, SparseMlaBackend, UpProjection
+from specdec.kernels.aiter import AiterIndexer, AiterMla
 from specdec.kv_cache import LatentCache, LatentLayerSpec
 
-DTYPES = (torch.bfloat16,)
-FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
-"""Architectures the kernels are built for, and the flavour of e4m3 each computes with."""
-LATENT_SHAPES = ((512, 64),)
-"""Compressed and rotated numbers of a latent."""
 INDEX_HEAD_DIMS = (128,)
 MIN_INDEX_HEADS = 32
 BLOCK_SIZES = (16, 32, 64, 128)
-HEAD_GROUP = 16
-"""Query heads per tile of the kernel; others are filled up."""
-MAX_HEADS = 128
-MAX_ADDRESS = 2**31
-"""Numbers of a layer's cache that the kernel can address with 32 bits."""
 
 
-class RocmAiterMlaSparseBackend(MlaBackend):
+class RocmAiterMlaSparseBackend(SparseMlaBackend):
     """AITER's latent attention on the positions that an indexer selects (DeepSeek-V3.2, arXiv 2512.02556)."""
 
     name = "rocm_aiter_mla_sparse"
@@ -47,37 +35,29 @@ class RocmAiterMlaSparseBackend(MlaBackend):
         """All reasons why AITER cannot serve `spec` on this machine; empty when it can."""
         if spec.indexer is None:
             return ["the model has no indexer (rocm_aiter_mla serves those)"]
-        architecture = specdec.device.rocm_architecture(spec.device)
-        if architecture is None:
-            return [f"{spec.device} is not a ROCm device"]
         reasons = []
-        if architecture not in FP8:
-            reasons.append(f"architecture {architecture} (AITER's kernels are for {' and '.join(FP8)})")
-        reasons += dict.fromkeys([*aiter.unavailable_reasons("mla"), *aiter.unavailable_reasons("indexer")])
-        return reasons + _shape_reasons(spec, FP8.get(architecture)) + _index_reasons(spec.indexer)
+        if spec.block_size not in BLOCK_SIZES:
+            reasons.append(f"blocks of {spec.block_size} tokens (the kernels take {', '.join(map(str, BLOCK_SIZES))})")
+        if spec.non_causal:
+            reasons.append("non-causal blocks (the indexer's kernels are causal)")
+        return latents.unsupported_reasons(spec, [AiterMla, AiterIndexer], reasons + _index_reasons(spec.indexer))
+
+    @classmethod
+    def describe(cls, spec: MlaSpec) -> list[str]:
+        """See `MlaBackend.describe`."""
+        if spec.indexer is None:
+            return []
+        return ["prompts in 8 bits: no: with an indexer prompts run on the same lists as decoding"]
 
     def __init__(self, spec: MlaSpec) -> None:
         super().__init__(spec)
         assert spec.indexer is not None
-        architecture = specdec.device.rocm_architecture(spec.device)
-        assert architecture is not None
-        self._is_fp8 = spec.kv_dtype.itemsize == 1
-        self._num_heads = -(-spec.num_heads // HEAD_GROUP) * HEAD_GROUP
-        self._ops = aiter.load_mla()
-        self._indexer = AiterIndexerKernels(spec.indexer, spec.block_size, FP8[architecture])
-        self._planner = SparsePlanner(
-            self._ops,
-            num_heads=self._num_heads,
-            topk=spec.indexer.topk,
-            query_dtype=spec.dtype,
-            kv_dtype=spec.kv_dtype,
-            device=spec.device,
-        )
-        self._one = torch.ones(1, dtype=torch.float32, device=spec.device)
-        self._kv_scale = torch.full((1,), spec.cache_scale, dtype=torch.float32, device=spec.device)
+        self._kernels = LatentKernels(spec)
+        self._indexer = AiterIndexerKernels(spec.indexer, spec.block_size, specdec.device.float8_dtype(spec.device))
+        self._planner = SparsePlanner(self._kernels, spec.indexer.topk)
 
     @property
-    def multi_head(self) -> type[AttentionBackend]:
+    def multi_head(self) -> type[RocmAiterFaBackend]:
         """See `MlaBackend.multi_head`."""
         return RocmAiterFaBackend
 
@@ -92,7 +72,7 @@ class RocmAiterMlaSparseBackend(MlaBackend):
         return self._planner.plan(metadata)
 
     def select(self, rows: IndexerRows, cache: LatentCache, plan: SparsePlan) -> Tensor:
-        """See `MlaBackend.select`."""
+        """See `SparseMlaBackend.select`."""
         return self._indexer.select(rows, cache.index_key, plan)
 
     def run(
@@ -104,80 +84,15 @@ class RocmAiterMlaSparseBackend(MlaBackend):
             CapacityError: the cache is larger than the kernel can address.
         """
         assert selected is not None, "every layer of a model with an indexer brings a selection"
-        buffers = plan.buffers
-        assert plan.serial == buffers.serial, "a newer plan has taken this plan's buffers"
-        num_slots, most_slots = cache.latent.shape[:2].numel(), MAX_ADDRESS // self.spec.latent_dim
-        if num_slots > most_slots:
-            raise CapacityError(
-                f"the KV cache has {num_slots:,} tokens and AITER's latent kernels address {most_slots:,}: give it less memory"
-            )
-        self._write(rows, cache, plan)
+        assert plan.serial == plan.buffers.serial, "a newer plan has taken this plan's buffers"
+        self._kernels.write(cache, rows, plan.metadata.slot_mapping)
         if plan.selected is not selected:  # layers that share a selection share its list
-            buffers.list_slots(selected, plan.metadata.block_table, self.spec.block_size)
+            plan.buffers.list_slots(selected, plan.metadata.block_table, self.spec.block_size)
             plan.selected = selected
-        query = self._absorbed(rows, up)
-        count = len(query)
-        output = query.new_empty(count, self._num_heads, self.spec.kv_lora_rank)
-        self._ops.mla_decode_fwd(
-            q=query,
-            kv_buffer=cache.latent.view(-1, 1, 1, self.spec.latent_dim),
-            o=output,
-            qo_indptr=buffers.qo_indptr[: count + 1],
-            kv_indptr=buffers.kv_indptr[: count + 1],
-            kv_indices=buffers.kv_indices[: count * buffers.topk],
-            kv_last_page_lens=buffers.last_page_lens[:count],
-            max_seqlen_q=1,
-            page_size=1,
-            nhead_kv=1,
-            sm_scale=scale,
-            # What AITER would fill in itself; left out, some versions drop the plan for one of their own.
-            num_kv_splits=buffers.work["work_indptr"].numel() - 1,
-            q_scale=self._one if self._is_fp8 else None,
-            kv_scale=self._kv_scale if self._is_fp8 else None,
-            **buffers.work,
-        )
-        return torch.bmm(output[:, : self.spec.num_heads].transpose(0, 1), up.value).transpose(0, 1)
-
-    def _write(self, rows: MlaRows, cache: LatentCache, plan: SparsePlan) -> None:
-        """Stores latents."""
-        compressed, key_rope = rows.compressed, rows.key_rope
-        if self._is_fp8:  # the writer converts without saturating
-            most = torch.finfo(self.spec.kv_dtype).max * self.spec.cache_scale
-            compressed, key_rope = compressed.clamp(-most, most), key_rope.clamp(-most, most)
-        self._ops.concat_and_cache_mla(
-            kv_c=compressed.contiguous(),
-            k_pe=key_rope.contiguous(),
-            kv_cache=cache.latent,
-            slot_mapping=plan.metadata.slot_mapping,
-            kv_cache_dtype="fp8" if self._is_fp8 else "auto",
-            scale=self._kv_scale,
-        )
-
-    def _absorbed(self, rows: MlaRows, up: UpProjection) -> Tensor:
-        """Queries that score latents: [num_tokens, heads filled up with zeros, latent_dim]."""
-        nope = torch.bmm(rows.query_nope.transpose(0, 1), up.key).transpose(0, 1)
-        query = torch.cat([nope, rows.query_rope], dim=-1)
-        if self._num_heads > self.spec.num_heads:
-            query = F.pad(query, (0, 0, 0, self._num_heads - self.spec.num_heads))
-        return query
-
-
-def _shape_reasons(spec: MlaSpec, fp8: torch.dtype | None) -> list[str]:
-    """What of the model's shape the attention kernel does not have."""
-    reasons = []
-    if spec.dtype not in DTYPES:
-        reasons.append(f"dtype {spec.dtype} (the kernel takes bfloat16)")
-    if spec.kv_dtype not in (spec.dtype, fp8):
-        reasons.append(f"a {spec.kv_dtype} cache (this device computes with {fp8})")
-    if (spec.kv_lora_rank, spec.qk_rope_head_dim) not in LATENT_SHAPES:
-        reasons.append(f"latents of {spec.kv_lora_rank} + {spec.qk_rope_head_dim} numbers (the kernel takes 512 + 64)")
-    if spec.num_heads > MAX_HEADS:
-        reasons.append(f"{spec.num_heads} heads (the kernel takes up to {MAX_HEADS})")
-    if spec.block_size not in BLOCK_SIZES:
-        reasons.append(f"blocks of {spec.block_size} tokens (the kernels take {', '.join(map(str, BLOCK_SIZES))})")
-    if spec.non_causal:
-        reasons.append("non-causal blocks (the indexer's kernels are causal)")
-    return reasons
+        entries = plan.buffers.entries(plan.metadata.num_tokens)
+        # What AITER would fill in itself; left out, some versions drop the plan for one of their own.
+        num_kv_splits = entries.work["work_indptr"].numel() - 1
+        return self._kernels.attend(rows, up, cache, entries, scale=scale, num_kv_splits=num_kv_splits)
 
 
 def _index_reasons(indexer: IndexerSpec) -> list[str]:

@@ -17,11 +17,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from specdec.attention.aiter import latents
+from specdec.attention.aiter.latents import Entries, LatentKernels
 from specdec.attention.backend import AttentionMetadata
-from specdec.kernels.aiter import AiterMla
-
-MAX_SPLIT_PER_BATCH = -1
-"""Most parts that one token's keys are split into; -1 leaves it to AITER."""
+from specdec.sizes import power_of_two
 
 MAX_SCORES = 2**26
 """Most index scores (rows times keys, float32) that a prefill holds at once."""
@@ -88,6 +87,17 @@ class SparseBuffers:
         self.kv_indices = torch.zeros(self.capacity * self.topk + 1, dtype=torch.int32, device=self.device)
         self.last_page_lens = torch.ones(self.capacity, dtype=torch.int32, device=self.device)
 
+    def entries(self, count: int) -> Entries:
+        """The first `count` tokens, each an entry of its own."""
+        return Entries(
+            max_seqlen_q=1,
+            qo_indptr=self.qo_indptr[: count + 1],
+            kv_indptr=self.kv_indptr[: count + 1],
+            kv_indices=self.kv_indices[: count * self.topk],
+            kv_last_page_lens=self.last_page_lens[:count],
+            work=self.work,
+        )
+
     def fill(self, request_ids: Tensor, positions: Tensor, *, capturing: bool) -> None:
         """Takes over the rows of a forward, int64 [num_tokens] both, and clears what longer forwards left behind them."""
         count = len(request_ids)
@@ -118,26 +128,12 @@ class SparsePlanner:
     """Makes plans and keeps their buffers.
 
     Args:
-        ops: AITER's functions.
-        num_heads: query heads as the kernel sees them, a multiple of 16.
+        kernels: of the latents.
         topk: keys per token.
-        query_dtype, kv_dtype: types of the absorbed query and of the latent cache.
-        device: where the tensors live.
     """
 
-    def __init__(
-        self,
-        ops: AiterMla,
-        *,
-        num_heads: int,
-        topk: int,
-        query_dtype: torch.dtype,
-        kv_dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.num_heads, self.topk, self.device = num_heads, topk, device
-        self.query_dtype, self.kv_dtype = query_dtype, kv_dtype
-        self._ops = ops
+    def __init__(self, kernels: LatentKernels, topk: int) -> None:
+        self.kernels, self.topk, self.device = kernels, topk, kernels.spec.device
         self._buffers: dict[tuple[int, bool], SparseBuffers] = {}
 
     def plan(self, metadata: AttentionMetadata) -> SparsePlan:
@@ -152,16 +148,17 @@ class SparsePlanner:
         buffers.fill(request_ids, positions, capturing=capturing)
         if key is None or key != buffers.key:
             buffers.key = None  # should the planner fail, what it leaves belongs to no key
-            self._divide(buffers, metadata.num_tokens)
+            self.kernels.divide(buffers.entries(metadata.num_tokens))
             buffers.key = key
         chunks = None if metadata.query_lens is None else _index_chunks(metadata, self.device)
         return SparsePlan(metadata, buffers, buffers.serial, positions, chunks)
 
     def buffers(self, num_tokens: int, *, known: bool) -> SparseBuffers:
         """Buffers for at least `num_tokens`; plans of lengths the host knows, and those of other lengths, never share any."""
-        capacity = 1 << max(0, num_tokens - 1).bit_length()
+        capacity = power_of_two(num_tokens)
         if (capacity, known) not in self._buffers:
-            self._buffers[capacity, known] = SparseBuffers(capacity, self.topk, self._work(capacity), self.device)
+            work = self.kernels.work(capacity, 1, is_sparse=True)
+            self._buffers[capacity, known] = SparseBuffers(capacity, self.topk, work, self.device)
         return self._buffers[capacity, known]
 
     def _key(self, metadata: AttentionMetadata) -> PlanKey | None:
@@ -171,52 +168,12 @@ class SparsePlanner:
         contexts = (n - q for n, q in zip(metadata.seq_lens_host, metadata.query_lens, strict=True))
         return (
             metadata.num_tokens,
-            self.num_heads,
-            self.query_dtype,
-            self.kv_dtype,
-            MAX_SPLIT_PER_BATCH,
+            self.kernels.num_heads,
+            self.kernels.spec.dtype,
+            self.kernels.spec.kv_dtype,
+            latents.MAX_SPLIT_PER_BATCH,
             array("q", (min(context, self.topk) for context in contexts)).tobytes(),
             array("q", metadata.query_lens).tobytes(),
-        )
-
-    def _work(self, capacity: int) -> dict[str, Tensor]:
-        """Buffers for AITER's plan of `capacity` tokens."""
-        sizes = self._ops.get_mla_metadata_info_v1(
-            batch_size=capacity,
-            max_seqlen_qo=1,
-            num_head_qo=self.num_heads,
-            q_dtype=self.query_dtype,
-            kv_dtype=self.kv_dtype,
-            is_sparse=True,
-            fast_mode=True,
-        )
-        names = ("work_meta_data", "work_indptr", "work_info_set", "reduce_indptr", "reduce_final_map", "reduce_partial_map")
-        work = {}
-        for name, (shape, dtype) in zip(names, sizes, strict=True):
-            signed = torch.int64 if dtype == torch.uint64 else dtype  # few operations know unsigned types
-            work[name] = torch.zeros(shape, dtype=signed, device=self.device).view(dtype)
-        return work
-
-    def _divide(self, buffers: SparseBuffers, num_tokens: int) -> None:
-        """Has AITER divide the work of the rows in `buffers` among the compute units."""
-        work = dict(buffers.work)
-        self._ops.get_mla_metadata_v1(
-            seqlens_qo_indptr=buffers.qo_indptr[: num_tokens + 1],
-            seqlens_kv_indptr=buffers.kv_indptr[: num_tokens + 1],
-            kv_last_page_lens=buffers.last_page_lens[:num_tokens],
-            num_heads_per_head_k=self.num_heads,
-            num_heads_k=1,
-            is_causal=True,
-            work_metadata_ptrs=work.pop("work_meta_data"),
-            **work,
-            page_size=1,
-            kv_granularity=16,
-            max_seqlen_qo=1,
-            uni_seqlen_qo=1,
-            fast_mode=True,
-            max_split_per_batch=MAX_SPLIT_PER_BATCH,
-            dtype_q=self.query_dtype,
-            dtype_kv=self.kv_dtype,
         )
 
 

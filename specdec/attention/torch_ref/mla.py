@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from specdec.attention.backend import AttentionMetadata, AttentionSpec
-from specdec.attention.mla import IndexerRows, MlaBackend, MlaRows, MlaSpec, UpProjection
+from specdec.attention.mla import IndexerRows, MlaRows, MlaSpec, SparseMlaBackend, UpProjection
 from specdec.attention.torch_ref.fa import TorchRefBackend, TorchRefPlan
 from specdec.kv_cache import LatentCache, LatentLayerSpec
 
 
-class TorchRefMlaBackend(MlaBackend):
+class TorchRefMlaBackend(SparseMlaBackend):
     """Plain torch on any device."""
 
     name = "torch_ref"
@@ -48,7 +48,7 @@ class TorchRefMlaBackend(MlaBackend):
         return self._planner.plan(metadata)
 
     def select(self, rows: IndexerRows, cache: LatentCache, plan: TorchRefPlan) -> Tensor:
-        """See `MlaBackend.select`. Among positions that score the same, any may be chosen."""
+        """See `SparseMlaBackend.select`. Among positions that score the same, any may be chosen."""
         assert self.spec.indexer is not None, "only models with an indexer select"
         topk = self.spec.indexer.topk
         keys = cache.index_key.view(rows.key.dtype)

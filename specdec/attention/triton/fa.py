@@ -117,7 +117,6 @@ class TritonFaBackend(AttentionBackend):
             window=window,
             softcap=softcap,
             sinks=sinks,
-            cache_scales=self.spec.cache_scales,
             splits=self.num_splits(plan, window, tile),
             tile=tile,
         )
@@ -125,7 +124,7 @@ class TritonFaBackend(AttentionBackend):
     def write(self, cache: LayerCache, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         """See `AttentionBackend.write`."""
         key, value = (rows if rows.stride()[1:] == (rows.shape[2], 1) else rows.contiguous() for rows in (key, value))
-        self._rope_store(None, key, value, cache, slot_mapping, cache_scales=self.spec.cache_scales)
+        self._rope_store(None, key, value, cache, slot_mapping)
 
     def tile(self, metadata: AttentionMetadata) -> "Tile":
         """Shape of a program: the smallest for few rows over a short context, else what reads keys the fewest times.
@@ -160,10 +159,10 @@ class TritonFaBackend(AttentionBackend):
 
 def _cache_reasons(spec: AttentionSpec) -> list[str]:
     """Why this device cannot read an 8-bit cache of this type."""
-    architecture = specdec.device.rocm_architecture(spec.device)
-    expected = torch.float8_e4m3fnuz if architecture == "gfx942" else torch.float8_e4m3fn
+    expected = specdec.device.float8_dtype(spec.device)
     if spec.kv_dtype != expected:
         return [f"a {spec.kv_dtype} cache (the kernels take the model's type and {expected})"]
-    if spec.device.type == "cuda" and architecture is None and torch.cuda.get_device_capability(spec.device) < (8, 9):
+    nvidia = spec.device.type == "cuda" and specdec.device.rocm_architecture(spec.device) is None
+    if nvidia and torch.cuda.get_device_capability(spec.device) < (8, 9):
         return [f"a {spec.kv_dtype} cache (it needs compute capability 8.9)"]
     return []

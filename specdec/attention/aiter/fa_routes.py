@@ -1,0 +1,98 @@
+"""Which of AITER's kernels takes which rows with ordinary heads.
+
+*Full*, on CDNA, where AITER has HIP, assembly and Triton kernels:
+
+>>> print(table(FULL))
+phase    when                                              kernel
+prefill  any                                               varlen
+extend   sinks                                             unified
+extend   a window                                          windowed_varlen
+extend   any                                               chunked_varlen
+decode   several rows, causal                              unified
+decode   several rows, plain layout in the model's type    kvcache
+decode   several rows                                      gathered_kvcache
+decode   sinks                                             unified
+decode   a head or group size that the paged kernels lack  unified
+decode   plain layout                                      paged_v1
+decode   a window or a softcap                             unified
+decode   heads of 128, blocks of 16, scale 1/sqrt(128)     paged_common
+decode   any                                               paged_rocm
+
+*Triton-only*, on RDNA, where AITER has little else:
+
+>>> print(table(TRITON_ONLY))
+phase    when                                            kernel
+packed   any                                             unified
+decode   causal, or one row                              unified
+decode   several rows, plain layout in the model's type  kvcache
+decode   several rows                                    gathered_kvcache
+
+A single row is the last position: causal or not, it sees the same keys.
+"""
+
+import math
+
+from specdec.attention.aiter.fa_compiled import chunked_varlen, paged_common, paged_rocm, paged_v1, varlen, windowed_varlen
+from specdec.attention.aiter.fa_triton import gathered_kvcache, kvcache, unified
+from specdec.attention.aiter.routes import Route, always, table
+from specdec.attention.backend import AttentionSpec
+
+__all__ = ["FULL", "TRITON_ONLY", "table"]
+
+PAGED_HEAD_DIMS = (64, 128, 256)
+PAGED_MAX_GROUP = 16
+
+
+def _paged_kernels_lack(spec: AttentionSpec) -> bool:
+    return spec.head_dim not in PAGED_HEAD_DIMS or spec.num_heads // spec.num_kv_heads > PAGED_MAX_GROUP
+
+
+def _fits_assembly(spec: AttentionSpec, scale: float) -> bool:
+    """For many rows `paged_common` turns to an assembly kernel with one shape and a softmax scale of its own."""
+    return spec.head_dim == 128 and spec.block_size == 16 and math.isclose(scale, 128**-0.5)
+
+
+_IN_PLACE = Route(
+    "decode",
+    "several rows, plain layout in the model's type",
+    lambda group, model, layer: group.max_query_len > 1 and model.layout == "plain" and not model.is_fp8,
+    kvcache,
+)
+_GATHERED = Route("decode", "several rows", lambda group, model, layer: group.max_query_len > 1, gathered_kvcache)
+
+FULL = (
+    Route("prefill", "", always, varlen),
+    Route("extend", "sinks", lambda group, model, layer: layer.sinks is not None, unified),
+    Route("extend", "a window", lambda group, model, layer: layer.window is not None, windowed_varlen),
+    Route("extend", "", always, chunked_varlen),
+    Route("decode", "several rows, causal", lambda group, model, layer: group.max_query_len > 1 and group.causal, unified),
+    _IN_PLACE,
+    _GATHERED,
+    Route("decode", "sinks", lambda group, model, layer: layer.sinks is not None, unified),
+    Route(
+        "decode",
+        "a head or group size that the paged kernels lack",
+        lambda group, model, layer: _paged_kernels_lack(model.spec),
+        unified,
+    ),
+    Route("decode", "plain layout", lambda group, model, layer: model.layout == "plain", paged_v1),
+    Route(
+        "decode",
+        "a window or a softcap",
+        lambda group, model, layer: layer.window is not None or layer.softcap is not None,
+        unified,
+    ),
+    Route(
+        "decode",
+        "heads of 128, blocks of 16, scale 1/sqrt(128)",
+        lambda group, model, layer: _fits_assembly(model.spec, layer.scale),
+        paged_common,
+    ),
+    Route("decode", "", always, paged_rocm),
+)
+TRITON_ONLY = (
+    Route("packed", "", always, unified),
+    Route("decode", "causal, or one row", lambda group, model, layer: group.causal or group.max_query_len == 1, unified),
+    _IN_PLACE,
+    _GATHERED,
+)

@@ -1,0 +1,183 @@
+"""What AITER's backends for latents share: how latents are stored, and how rows attend to those that a list names.
+
+The decode kernel takes *entries*: a few consecutive rows, causal among each other, and the list of cached tokens that their last
+one sees. Maps to keys and values are absorbed into query and output. A plan of AITER's own, made on the device, divides the
+entries among the compute units.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import specdec.device
+from specdec.attention.mla import MlaRows, MlaSpec, UpProjection
+from specdec.errors import CapacityError
+from specdec.kernels import aiter
+from specdec.kernels.aiter import AiterMla
+from specdec.kv_cache import LatentCache
+
+ARCHITECTURES = ("gfx942", "gfx950")
+DTYPES = (torch.bfloat16,)
+LATENT_SHAPES = ((512, 64),)
+"""Compressed and rotated numbers of a latent."""
+MAX_HEADS = 128
+HEAD_MULTIPLE = 16
+"""Heads come in groups of so many; missing ones are added."""
+MAX_ADDRESS = 2**31
+"""Numbers of a layer's cache that the kernels can address with 32 bits."""
+MAX_SPLIT_PER_BATCH = -1
+"""Most parts that one entry's tokens are split into; -1 leaves it to AITER."""
+
+WORK = ("work_meta_data", "work_indptr", "work_info_set", "reduce_indptr", "reduce_final_map", "reduce_partial_map")
+"""Parts of AITER's plan, in the order of `get_mla_metadata_info_v1`, which is not that of the planner's arguments."""
+
+
+@dataclass(slots=True)
+class Entries:
+    """What the decode kernel is told about a forward, under AITER's names."""
+
+    max_seqlen_q: int  # rows of each entry
+    qo_indptr: Tensor  # int32 [num_entries + 1], first row of each entry
+    kv_indptr: Tensor  # int32 [num_entries + 1], first cached token of each entry in `kv_indices`
+    kv_indices: Tensor  # int32 [bound], cache slots; past the last entry's, any valid slot
+    kv_last_page_lens: Tensor  # int32 [num_entries], tokens in the last page: pages hold one
+    work: dict[str, Tensor]  # AITER's plan
+
+
+class LatentKernels:
+    """AITER's kernels on the latents of one model on one device.
+
+    Args:
+        spec: shape.
+    """
+
+    def __init__(self, spec: MlaSpec) -> None:
+        self.spec, self.ops = spec, aiter.load(AiterMla)
+        self.num_heads = -(-spec.num_heads // HEAD_MULTIPLE) * HEAD_MULTIPLE
+        self.is_fp8 = spec.kv_dtype.itemsize == 1
+        self._one = torch.ones(1, dtype=torch.float32, device=spec.device)
+
+    def write(self, cache: LatentCache, rows: MlaRows, slot_mapping: Tensor) -> None:
+        """Stores the latents at `slot_mapping`, converted to the type of the cache.
+
+        Raises:
+            CapacityError: the cache is larger than the kernels can address.
+        """
+        num_slots, most_slots = cache.latent.shape[:2].numel(), MAX_ADDRESS // self.spec.latent_dim
+        if num_slots > most_slots:
+            raise CapacityError(
+                f"the KV cache has {num_slots:,} tokens and AITER's latent kernels address {most_slots:,}: give it less memory"
+            )
+        compressed, key_rope = rows.compressed, rows.key_rope
+        if self.is_fp8:  # the writer converts without saturating
+            most = torch.finfo(self.spec.kv_dtype).max
+            compressed, key_rope = compressed.clamp(-most, most), key_rope.clamp(-most, most)
+        self.ops.concat_and_cache_mla(
+            kv_c=compressed.contiguous(),
+            k_pe=key_rope.contiguous(),
+            kv_cache=cache.latent,
+            slot_mapping=slot_mapping,
+            kv_cache_dtype="fp8" if self.is_fp8 else "auto",
+            scale=self._one,
+        )
+
+    def attend(
+        self, rows: MlaRows, up: UpProjection, cache: LatentCache, entries: Entries, *, scale: float, num_kv_splits: int
+    ) -> Tensor:
+        """Rows [num_tokens, num_heads, v_head_dim] on the latents that `entries` lists.
+
+        Left open, `num_kv_splits` would send some batches to a kernel that ignores the plan and whose lists no graph may hold.
+        """
+        absorbed = torch.bmm(rows.query_nope.transpose(0, 1), up.key).transpose(0, 1)
+        query = pad_heads(torch.cat([absorbed, rows.query_rope], dim=-1), self.num_heads)
+        output = query.new_empty(*query.shape[:2], self.spec.kv_lora_rank)
+        scale_of_cache = self._one if self.is_fp8 else None
+        self.ops.mla_decode_fwd(
+            q=query,
+            kv_buffer=cache.latent.view(-1, 1, 1, self.spec.latent_dim),
+            o=output,
+            qo_indptr=entries.qo_indptr,
+            kv_indptr=entries.kv_indptr,
+            kv_indices=entries.kv_indices,
+            kv_last_page_lens=entries.kv_last_page_lens,
+            max_seqlen_q=entries.max_seqlen_q,
+            page_size=1,
+            nhead_kv=1,
+            sm_scale=scale,
+            num_kv_splits=num_kv_splits,
+            q_scale=scale_of_cache,
+            kv_scale=scale_of_cache,
+            **entries.work,
+        )
+        # Where it folds heads, the call gives `output` new storage: no view of it may be older than this line.
+        return torch.bmm(output[:, : self.spec.num_heads].transpose(0, 1), up.value).transpose(0, 1)
+
+    def work(self, num_entries: int, entry_rows: int, *, is_sparse: bool) -> dict[str, Tensor]:
+        """Memory for AITER's plan of so many entries, zeros."""
+        sizes = self.ops.get_mla_metadata_info_v1(
+            batch_size=num_entries,
+            max_seqlen_qo=entry_rows,
+            num_head_qo=self.num_heads,
+            q_dtype=self.spec.dtype,
+            kv_dtype=self.spec.kv_dtype,
+            is_sparse=is_sparse,
+            fast_mode=True,
+        )
+        work = {}
+        for name, (shape, dtype) in zip(WORK, sizes, strict=True):
+            signed = torch.int64 if dtype == torch.uint64 else dtype  # few operations know unsigned types
+            work[name] = torch.zeros(shape, dtype=signed, device=self.spec.device).view(dtype)
+        return work
+
+    def divide(self, entries: Entries) -> None:
+        """Has AITER divide the entries among the compute units, into their `work`."""
+        work = dict(entries.work)
+        self.ops.get_mla_metadata_v1(
+            seqlens_qo_indptr=entries.qo_indptr,
+            seqlens_kv_indptr=entries.kv_indptr,
+            kv_last_page_lens=entries.kv_last_page_lens,
+            num_heads_per_head_k=self.num_heads,
+            num_heads_k=1,
+            is_causal=True,
+            work_metadata_ptrs=work.pop("work_meta_data"),
+            **work,
+            page_size=1,
+            kv_granularity=16,
+            max_seqlen_qo=entries.max_seqlen_q,
+            uni_seqlen_qo=entries.max_seqlen_q,
+            fast_mode=True,
+            max_split_per_batch=MAX_SPLIT_PER_BATCH,
+            dtype_q=self.spec.dtype,
+            dtype_kv=self.spec.kv_dtype,
+        )
+
+
+def pad_heads(tensor: Tensor, num_heads: int) -> Tensor:
+    """Heads of zeros behind those of [num_tokens, heads, dim]; what they yield is finite, and cut off again."""
+    return F.pad(tensor, (0, 0, 0, num_heads - tensor.shape[1])) if tensor.shape[1] < num_heads else tensor
+
+
+def unsupported_reasons(spec: MlaSpec, families: Sequence[type[Any]], others: Sequence[str]) -> list[str]:
+    """Why the kernels cannot serve `spec`: the machine, the families of AITER's functions, the latents, then `others`."""
+    architecture = specdec.device.rocm_architecture(spec.device)
+    if architecture is None:
+        return [f"{spec.device} is not a ROCm device"]
+    reasons = []
+    if architecture not in ARCHITECTURES:
+        reasons.append(f"architecture {architecture} (AITER's kernels are for {' and '.join(ARCHITECTURES)})")
+    reasons += dict.fromkeys(reason for family in families for reason in aiter.unavailable_reasons(family))
+    if spec.dtype not in DTYPES:
+        reasons.append(f"dtype {spec.dtype} (the kernels take bfloat16)")
+    fp8 = specdec.device.float8_dtype(spec.device)
+    if spec.kv_dtype not in (spec.dtype, fp8):
+        reasons.append(f"a {spec.kv_dtype} cache ({architecture} computes with {fp8})")
+    if (spec.kv_lora_rank, spec.qk_rope_head_dim) not in LATENT_SHAPES:
+        known = ", ".join(f"{rank} and {rope}" for rank, rope in LATENT_SHAPES)
+        reasons.append(f"latents of {spec.kv_lora_rank} and {spec.qk_rope_head_dim} numbers (the kernels take {known})")
+    if spec.num_heads > MAX_HEADS:
+        reasons.append(f"{spec.num_heads} heads (the kernels take up to {MAX_HEADS})")
+    return [*reasons, *others]
