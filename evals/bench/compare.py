@@ -158,11 +158,12 @@ def format_comparison(comparison: Comparison, decoder: SpecDecoder, *, drafter: 
         "",
         *_speed_table(comparison),
         "",
-        f"  {'tau':<13}{stats.tau:>9.2f}   tokens per step of the target; plain decoding: 1",
+        f"  {'tau':<13}{stats.tau:>9.2f}   tokens per step of the target (plain decoding: 1)",
     ]
     if len(comparison.stats) > 1:
-        lines[-1] += ", pooled"
-        lines.append(f"  {'':<13}{mean_tau(comparison.stats):>9.2f}   mean over the prompts")
+        lines.append(
+            f"  {'':<13}{mean_tau(comparison.stats):>9.2f}   mean over the prompts; the one above is pooled over all steps"
+        )
     lines += ["", *_output_lines(comparison, decoder)]
     if stats.num_steps:
         lines += ["", "  tokens put out per verify step", *_histogram(stats.histogram, stats.num_steps)]
