@@ -8,8 +8,9 @@ import torch
 
 from specdec.attention.torch_ref.mla import TorchRefMlaBackend
 from specdec.kv_cache import LatentCache, LatentLayerSpec, PagedKVCache
+from tests.helpers.bounds import assert_as_exact, in_float64
 from tests.helpers.tiny_models import LATENT_CONFIGS, TOPK, paged_verifier, plain_model, random_prompts, tiny_tokenizer
-from tests.verifiers.test_hf import BLOCK, PackedRun
+from tests.verifiers.test_hf import BLOCK, PackedRun, check_logits
 from verifiers.hf import HFVerifier
 from verifiers.load import load_verifier
 from verifiers.mla import LatentAttention
@@ -37,9 +38,7 @@ def test_logits_equal_transformers(name: str) -> None:
         *(run.forward([(i, n - left, n - left + 1) for i, n in lengths], host_lengths=False) for left in (3, 2, 1)),
     ]
     for i, sequence in enumerate(SEQUENCES):
-        with torch.inference_mode():
-            expected = model(torch.tensor([sequence])).logits[0]
-        torch.testing.assert_close(torch.cat([part[i] for part in got]), expected, atol=1e-4, rtol=1e-4)
+        check_logits(torch.cat([part[i] for part in got]), model, sequence)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
@@ -54,7 +53,8 @@ def test_the_selection_decides(name: str) -> None:
     run = dense.attention.run
     dense.attention.run = lambda *args, **kw: run(*args, **{**kw, "selected": None})  # type: ignore[method-assign]
     (full,) = PackedRun(dense, [sequence]).forward([(0, 0, len(sequence))])
-    torch.testing.assert_close(sparse[:TOPK], full[:TOPK], atol=1e-4, rtol=1e-4)
+    exact = in_float64(model, torch.tensor([sequence])).logits[0]
+    assert_as_exact(full[:TOPK], sparse[:TOPK], exact[:TOPK])
     assert (sparse[TOPK:] - full[TOPK:]).abs().amax(-1).min() > 1e-3
 
 
@@ -62,10 +62,13 @@ def test_the_selection_decides(name: str) -> None:
 def test_features_are_raw_layer_outputs(name: str) -> None:
     """Taps hold what each decoder layer returned, also when it returns its selection along with it."""
     model = plain_model(name)
+    tokens = torch.tensor([SEQUENCES[0]])
     with torch.inference_mode():
-        hidden = model(torch.tensor([SEQUENCES[0]]), output_hidden_states=True).hidden_states
+        plain = model(tokens, output_hidden_states=True).hidden_states
+    exact = in_float64(model, tokens, output_hidden_states=True).hidden_states
     (features,) = PackedRun(paged_verifier(model, BLOCK), [SEQUENCES[0]]).forward([(0, 0, len(SEQUENCES[0]))], aux=(0, 2))
-    torch.testing.assert_close(features, torch.cat([hidden[1][0], hidden[3][0]], dim=-1), atol=1e-4, rtol=1e-4)
+    for got, layers in zip(features.chunk(2, dim=-1), (1, 3), strict=True):
+        assert_as_exact(got, plain[layers][0], exact[layers][0])
 
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v32", "glm_moe_dsa"])
@@ -128,10 +131,10 @@ def test_loading_from_a_folder(name: str, dtype: torch.dtype, tmp_path: Path) ->
     run.cache = PagedKVCache(verifier.kv_specs, num_blocks=20, block_size=BLOCK, dtype=dtype, device=torch.device("cpu"))
     (logits,) = run.forward([(0, 0, len(SEQUENCES[0]))])
     assert logits.dtype == dtype
-    with torch.inference_mode():
-        expected = model(torch.tensor([SEQUENCES[0]])).logits[0]
     if dtype == torch.float32:
-        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+        check_logits(logits, model, SEQUENCES[0])
     else:
+        with torch.inference_mode():
+            expected = model(torch.tensor([SEQUENCES[0]])).logits[0]
         similarity = torch.cosine_similarity(logits[:TOPK].float(), expected[:TOPK], dim=-1)
         assert similarity.min() > 0.9, "before positions are chosen, and experts apart, rounding alone is between the two"
