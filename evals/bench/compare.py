@@ -18,9 +18,10 @@ from specdec.cli.prompts import model_inputs, read_prompts
 from specdec.cli.result_writer import ResultWriter
 from specdec.cli.summary import counted, describe_drafts
 from specdec.config import SamplingParams
-from specdec.decoder import GenerationResult, SpecDecoder, StreamChunk
+from specdec.decoder import SpecDecoder
 from specdec.errors import InvalidInputError
 from specdec.metrics import AcceptanceStats, Speed, mean_tau, pooled
+from specdec.outputs import GenerationResult, StreamChunk
 from specdec.provenance import dtype_name, origin_of_run
 from specdec.registry import drafter_name
 
@@ -161,9 +162,7 @@ def format_comparison(comparison: Comparison, decoder: SpecDecoder, *, drafter: 
         f"  {'tau':<13}{stats.tau:>9.2f}   tokens per step of the target (plain decoding: 1)",
     ]
     if len(comparison.stats) > 1:
-        lines.append(
-            f"  {'':<13}{mean_tau(comparison.stats):>9.2f}   mean over the prompts; the one above is pooled over all steps"
-        )
+        lines.append(f"  {'':<13}{mean_tau(comparison.stats):>9.2f}   mean over the prompts; above, over all steps")
     lines += ["", *_output_lines(comparison, decoder)]
     if stats.num_steps:
         lines += ["", "  tokens put out per verify step", *_histogram(stats.histogram, stats.num_steps)]
