@@ -318,14 +318,16 @@ class BoundDrafter(Protocol):
 
     The engine calls `begin` when a request gets a slot, `prefill` for each chunk of its prompt, and in every step `propose`, then
     `commit`. Between `propose` and the end of `commit` nothing may make the host wait for the device. The next `begin` may
-    overwrite the state of a slot; there is no release.
+    overwrite the state of a slot; there is no release. A subclass gives `propose`, and what else it needs.
     """
 
     def begin(self, slot: int, token_ids: Sequence[int]) -> None:
         """A request with all its known tokens starts in `slot`; runs between steps."""
+        return
 
     def prefill(self, batch: PrefillBatch, verify: VerifyOutput) -> None:
         """Takes over the context of a prompt chunk."""
+        return
 
     def propose(self, batch: DecodeBatch) -> DraftOutput:
         """Drafts `batch.k` tokens per request."""
@@ -335,3 +337,4 @@ class BoundDrafter(Protocol):
 
         All k + 1 rows are handed over. Rows past `accept.num_accepted` lie at positions that the next step overwrites.
         """
+        return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -334,7 +334,8 @@ def find_drafter(choice: DrafterChoice) -> Callable[[Verifier], Drafter | None]:
             " owner/name, a function as module:function"
         )
     elif hasattr(choice, "bind") and not isinstance(choice, type):
-        return lambda verifier: choice
+        ready = cast(Drafter, choice)
+        return lambda verifier: ready
     elif callable(choice):
         loader = choice
     else:

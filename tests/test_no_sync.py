@@ -12,7 +12,7 @@ from specdec.config import SamplingParams
 from specdec.core import DecodeBatch, Drafter, Verifier
 from specdec.engine.engine import SpecEngine
 from tests.helpers.guards import HostSyncError, no_host_sync
-from tests.helpers.scripted import ScriptedDrafter
+from tests.helpers.scripted import BoundScript, ScriptedDrafter
 from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_greedy, plain_model, random_dflash, random_prompts
 from tests.test_lossless import MAX_TOKENS, engine_config
 
@@ -88,12 +88,16 @@ def test_step_never_waits(name: str, sampling: str) -> None:
 def test_sync_in_a_drafter_is_caught() -> None:
     """A drafter that looks at a value on the host fails the test above."""
 
-    class Peeking(ScriptedDrafter):
+    class PeekingScript(BoundScript):
         def propose(self, batch: DecodeBatch) -> Any:
             assert batch.anchors[0].item() < VOCAB
             return super().propose(batch)
 
+    class PeekingDrafter(ScriptedDrafter):
+        def bind(self, verifier: Verifier, caches: Any, *, max_num_seqs: int, max_len: int, draft_sampling: Any) -> BoundScript:
+            return PeekingScript(self, verifier, max_num_seqs, max_len)
+
     model, prompt = plain_model("llama"), random_prompts(1)[0]
-    drafter = Peeking({tuple(prompt): plain_greedy(model, prompt, MAX_TOKENS)}, 3)
+    drafter = PeekingDrafter({tuple(prompt): plain_greedy(model, prompt, MAX_TOKENS)}, 3)
     with pytest.raises(HostSyncError):
         guarded_run(paged_verifier(model), drafter, [prompt], SamplingParams(max_tokens=8))
