@@ -9,12 +9,13 @@ from functools import partial
 
 from evals.prompt_sets import Item, PromptSet
 from specdec.config import SamplingParams
-from specdec.core import Request, Status
-from specdec.decoder import GenerationResult, SpecDecoder
-from specdec.engine.engine import SpecEngine
+from specdec.core import Request
+from specdec.decoder import SpecDecoder
+from specdec.engine.handle import Handle
+from specdec.engine.session import Session
 from specdec.errors import SpecDecError
 from specdec.metrics import AcceptanceStats
-from specdec.text import IncrementalDecoder
+from specdec.outputs import GenerationResult
 
 OnStep = Callable[[list[Request]], None]
 """Called after every step with all requests of the current turn; its time is part of the measurement."""
@@ -77,12 +78,12 @@ def run_set(
         sampling: how to decode; item `i` uses `sampling.seed + i`.
         raw: continue the text as it is, without the chat template; later turns are then left out.
         on_turn: shows progress.
-        generate: another system to decode with; None takes the decoder's engine.
+        generate: another system to decode with; None takes the decoder's own.
 
     Raises:
         SpecDecError: a prompt cannot be served.
     """
-    generate = generate or partial(_decode, decoder.engine)
+    generate = generate or partial(_decode, decoder.session)
     seed = sampling.seed or 0
     histories: dict[int, list[dict[str, str]]] = {index: [] for index in range(len(prompts.items))}
     answers: list[Answer] = []
@@ -123,26 +124,20 @@ def _tokens(decoder: SpecDecoder, item: Item, history: list[dict[str, str]], raw
 
 
 def _decode(
-    engine: SpecEngine, inputs: Sequence[list[int]], samplings: Sequence[SamplingParams], on_step: OnStep | None
+    session: Session, inputs: Sequence[list[int]], samplings: Sequence[SamplingParams], on_step: OnStep | None
 ) -> list[Decoded]:
     """Queues everything at once and steps until all of it is done; whatever ends this early leaves the engine empty."""
-    requests: list[Request] = []
+    handles: list[Handle] = []
     try:
         for prompt, sampling in zip(inputs, samplings, strict=True):
-            requests.append(engine.add_request(prompt, sampling))
-        unfinished = len(requests)
-        while unfinished:
-            unfinished -= sum(request.status is Status.FINISHED for request in engine.step())
-            if on_step is not None:
-                on_step(requests)
+            handles.append(session.submit(prompt, sampling, incremental=False, text=False))
+        requests = [handle.request for handle in handles]
+        session.run_until(lambda: session.idle, None if on_step is None else partial(on_step, requests))
     finally:
-        engine.abort_all({request.request_id for request in requests})
-    return [
-        Decoded(
-            request.output_token_ids, AcceptanceStats(request.num_drafted, request.num_accepted, request.num_emitted), request.error
-        )
-        for request in requests
-    ]
+        for handle in handles:
+            handle.cancel()
+    results = [handle.result() for handle in handles]
+    return [Decoded(result.token_ids, result.stats, result.error) for result in results]
 
 
 def answers(
@@ -152,35 +147,9 @@ def answers(
 
     A prompt that cannot be served raises before anything is decoded. Closing the iterator early cancels what is unfinished.
     """
-    engine, index_of, texts = decoder.engine, {}, {}
-    try:
-        for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
-            text = IncrementalDecoder(decoder.tokenizer, sampling.stop)
-            request = engine.add_request(prompt, sampling, on_tokens=partial(_push, text))
-            index_of[request.request_id], texts[request.request_id] = index, text
-        unfinished = len(index_of)
-        while unfinished:
-            for request in engine.step():
-                if request.status is Status.FINISHED:
-                    unfinished -= 1
-                    text = texts.pop(request.request_id)
-                    text.finish()
-                    yield index_of[request.request_id], _result(request, text.text)
-    finally:
-        engine.abort_all(index_of)
-
-
-def _push(text: IncrementalDecoder, request: Request, token_ids: list[int]) -> int | None:
-    return text.push(token_ids)
-
-
-def _result(request: Request, text: str) -> GenerationResult:
-    return GenerationResult(
-        prompt_token_ids=request.prompt_token_ids,
-        text=text,
-        token_ids=request.output_token_ids,
-        finish_reason=request.finish_reason or "cancelled",
-        error=request.error,
-        seed=request.seed,
-        stats=AcceptanceStats(request.num_drafted, request.num_accepted, request.num_emitted),
-    )
+    pairs = list(zip(prompts, samplings, strict=True))
+    for prompt, sampling in pairs:
+        decoder.engine.check(prompt, sampling)
+    for chunk in decoder.session.map(pairs):
+        assert chunk.result is not None, "only the end of an answer is asked for"
+        yield chunk.index, chunk.result

@@ -9,38 +9,36 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specdec.config import CacheConfig, EngineConfig, SamplingParams
-    from specdec.decoder import GenerationResult, SpecDecoder, StreamChunk
+    from specdec.config import CacheConfig, EngineConfig, LoadConfig, SamplingParams
+    from specdec.core import BoundDrafter, Drafter, Verifier
+    from specdec.decoder import SpecDecoder
+    from specdec.engine.engine import SpecEngine
+    from specdec.engine.handle import Handle, Stream
+    from specdec.engine.session import Session
     from specdec.errors import SpecDecError
     from specdec.metrics import AcceptanceStats
+    from specdec.outputs import GenerationResult, StreamChunk
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "AcceptanceStats": "specdec.metrics",
-    "CacheConfig": "specdec.config",
-    "EngineConfig": "specdec.config",
-    "GenerationResult": "specdec.decoder",
-    "SamplingParams": "specdec.config",
-    "SpecDecError": "specdec.errors",
-    "SpecDecoder": "specdec.decoder",
-    "StreamChunk": "specdec.decoder",
+    "config": ("CacheConfig", "EngineConfig", "LoadConfig", "SamplingParams"),
+    "core": ("BoundDrafter", "Drafter", "Verifier"),
+    "decoder": ("SpecDecoder",),
+    "engine.engine": ("SpecEngine",),
+    "engine.handle": ("Handle", "Stream"),
+    "engine.session": ("Session",),
+    "errors": ("SpecDecError",),
+    "metrics": ("AcceptanceStats",),
+    "outputs": ("GenerationResult", "StreamChunk"),
 }
 
-__all__ = [
-    "AcceptanceStats",
-    "CacheConfig",
-    "EngineConfig",
-    "GenerationResult",
-    "SamplingParams",
-    "SpecDecError",
-    "SpecDecoder",
-    "StreamChunk",
-]
+__all__ = sorted(name for names in _HOMES.values() for name in names)
 
 
 def __getattr__(name: str) -> Any:
     """Public names on first use, so that `specdec --help` does not wait for torch."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'specdec' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"specdec.{module}"), name)
+    raise AttributeError(f"module 'specdec' has no attribute {name!r}")

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast, overload
 
-import torch
 from torch import Tensor
 
-from specdec.attention.backend import AttentionMetadata
 from specdec.config import DEFAULT_BLOCK_SIZE, CacheDtype, EngineConfig, LoadConfig, SamplingParams
-from specdec.core import Drafter, ForwardInput, Request, Status, Verifier
+from specdec.core import Drafter, Verifier
 from specdec.device import cache_dtype, resolve_device, resolve_dtype
 from specdec.engine.engine import SpecEngine
+from specdec.engine.session import Session
 from specdec.errors import InvalidInputError, SpecDecError
-from specdec.kv_cache import PagedKVCache, blocks_for
-from specdec.metrics import AcceptanceStats
+from specdec.outputs import GenerationResult, StreamChunk
 from specdec.registry import CHECKPOINTS, DRAFTERS, VERIFIERS, drafter_name, import_attribute, resolve
-from specdec.text import IncrementalDecoder
+from specdec.scratch import next_token_logits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,50 +25,11 @@ if TYPE_CHECKING:
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
 """Raw text, token ids, or chat messages with `role` and `content`."""
 
+Prompts = list[str] | list[list[int]] | list[list[dict[str, Any]]] | tuple[str, ...] | Sequence[Sequence[int]] | list[Prompt]
+"""Many of them."""
+
 DrafterChoice = str | Path | Drafter | Callable[..., Drafter] | None
 """See `find_drafter`."""
-
-
-@dataclass(slots=True)
-class GenerationResult:
-    """Output of one request.
-
-    Attributes:
-        prompt_token_ids: the prompt as the model saw it.
-        text: the output, special tokens left out, cut before a stop string.
-        token_ids: the output, its stop token included.
-        finish_reason: "stop", "length", "cancelled" or "error".
-        error: one line, when the reason is "error".
-        logprobs: one per output token when asked for, under the target's unprocessed logits; else None.
-        seed: seed of the request's random stream; the same seed repeats the output.
-        stats: how the drafts of each verify step fared.
-    """
-
-    prompt_token_ids: list[int]
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    error: str | None = None
-    logprobs: list[float] | None = None
-    seed: int = 0
-    stats: AcceptanceStats = field(default_factory=lambda: AcceptanceStats([], [], []))
-
-
-@dataclass(slots=True)
-class StreamChunk:
-    """New output of one request.
-
-    Attributes:
-        index: which of the inputs.
-        text: new text; may lag the tokens while a character or a possible stop string is incomplete.
-        token_ids: new tokens.
-        result: the whole result, on the last chunk of an input; None before.
-    """
-
-    index: int
-    text: str
-    token_ids: list[int]
-    result: GenerationResult | None = None
 
 
 class SpecDecoder:
@@ -97,6 +56,7 @@ class SpecDecoder:
         self.verifier = verifier
         self.tokenizer = tokenizer
         self.engine = SpecEngine(verifier, drafter, config)
+        self.session = Session(self.engine, tokenizer)
 
     @classmethod
     def from_pretrained(
@@ -141,8 +101,12 @@ class SpecDecoder:
         """The same target without a drafter and with a cache of its own: the baseline of every ratio."""
         return SpecDecoder(self.verifier, self.tokenizer, None, replace(self.engine.config, num_draft_tokens=0))
 
+    @overload
+    def generate(self, inputs: Prompt, sampling: SamplingParams | None = None, **overrides: Any) -> GenerationResult: ...
+    @overload
+    def generate(self, inputs: Prompts, sampling: SamplingParams | None = None, **overrides: Any) -> list[GenerationResult]: ...
     def generate(
-        self, inputs: Prompt | Sequence[Prompt], sampling: SamplingParams | None = None, **overrides: Any
+        self, inputs: Prompt | Prompts, sampling: SamplingParams | None = None, **overrides: Any
     ) -> GenerationResult | list[GenerationResult]:
         """Generates for one prompt, or for many at once.
 
@@ -159,21 +123,17 @@ class SpecDecoder:
                 gets a result with `finish_reason` "error", and the others go on.
         """
         prompts, single = _as_prompts(inputs)
-        results: dict[int, GenerationResult] = {}
-        for chunk in self._run(prompts, single, _with(sampling, overrides), incremental=False):
-            if chunk.result is not None:
-                results[chunk.index] = chunk.result
+        chunks = self._chunks(prompts, single, _with(sampling, overrides), incremental=False)
+        results = {chunk.index: chunk.result for chunk in chunks if chunk.result is not None}
         return results[0] if single else [results[index] for index in range(len(prompts))]
 
-    def stream(
-        self, inputs: Prompt | Sequence[Prompt], sampling: SamplingParams | None = None, **overrides: Any
-    ) -> Iterator[StreamChunk]:
+    def stream(self, inputs: Prompt | Prompts, sampling: SamplingParams | None = None, **overrides: Any) -> Iterator[StreamChunk]:
         """Like `generate`, as chunks that arrive while decoding goes on; chunks of many inputs interleave.
 
         Closing the iterator early cancels what is unfinished.
         """
         prompts, single = _as_prompts(inputs)
-        return self._run(prompts, single, _with(sampling, overrides), incremental=True)
+        return self._chunks(prompts, single, _with(sampling, overrides), incremental=True)
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """Token ids of one prompt; chat messages go through the tokenizer's chat template.
@@ -194,91 +154,25 @@ class SpecDecoder:
             raise InvalidInputError("the prompt is empty; give at least one token")
         return [int(token) for token in ids]
 
-    @torch.inference_mode()
     def next_token_logits(self, token_ids: Sequence[int]) -> Tensor:
         """The target's unprocessed logits after `token_ids`, float32 [V], computed alone with a cache of their own."""
-        count, block_size, device = len(token_ids), self.verifier.attention.spec.block_size, self.verifier.device
-        blocks = blocks_for(count, block_size)
-        cache = PagedKVCache(
-            self.verifier.kv_specs, num_blocks=blocks, block_size=block_size, dtype=self.verifier.dtype, device=device
-        )
-        metadata = AttentionMetadata(
-            query_start_loc=torch.tensor([0, count], dtype=torch.int32, device=device),
-            seq_lens=torch.tensor([count], dtype=torch.int32, device=device),
-            block_table=torch.arange(blocks, dtype=torch.int32, device=device)[None],
-            slot_mapping=torch.arange(count, device=device),
-            num_reqs=1,
-            num_tokens=count,
-            max_query_len=count,
-            max_seq_len=count,
-        )
-        tokens = torch.tensor(list(token_ids), device=device)
-        rows = ForwardInput(tokens, torch.arange(count, device=device), metadata, torch.tensor([count - 1], device=device))
-        return self.verifier.forward(rows, cache.layers).logits[0].float()
+        return next_token_logits(self.verifier, token_ids)
 
-    def _run(self, prompts: list[Prompt], single: bool, sampling: SamplingParams, *, incremental: bool) -> Iterator[StreamChunk]:
-        """Queues all prompts and steps the engine until they are done; whatever ends it early cancels the rest."""
-        work: dict[int, _Work] = {}
-        try:
-            for index, prompt in enumerate(prompts):
-                try:
-                    item = _Work(index, self._text_decoder(sampling, incremental=incremental))
-                    request = self.engine.add_request(self.tokenize(prompt), sampling, on_tokens=item.on_tokens)
-                    work[request.request_id] = item
-                except SpecDecError as error:
-                    if single:
-                        raise
-                    yield StreamChunk(index, "", [], GenerationResult([], "", [], "error", error=str(error)))
-            unfinished = set(work)
-            while unfinished:
-                for request in self.engine.step():
-                    if request.request_id in unfinished:
-                        chunk = self._chunk(request, work[request.request_id])
-                        if chunk.result is not None:
-                            unfinished.discard(request.request_id)
-                        yield chunk
-        finally:
-            self.engine.abort_all(work)
-
-    def _chunk(self, request: Request, item: _Work) -> StreamChunk:
-        tokens = request.output_token_ids[item.num_shown :]
-        item.num_shown = len(request.output_token_ids)
-        if request.status is not Status.FINISHED:
-            return StreamChunk(item.index, item.text.take() if item.text else "", tokens)
-        if item.text:
-            tail = item.text.finish()
-            text = item.text.text
-        else:
-            tail = text = self.tokenizer.decode(
-                request.output_token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-        result = GenerationResult(
-            prompt_token_ids=request.prompt_token_ids,
-            text=text,
-            token_ids=request.output_token_ids,
-            finish_reason=request.finish_reason or "cancelled",
-            error=request.error,
-            logprobs=request.logprobs if request.sampling.logprobs else None,
-            seed=request.seed,
-            stats=AcceptanceStats(request.num_drafted, request.num_accepted, request.num_emitted),
-        )
-        return StreamChunk(item.index, tail, tokens, result)
-
-    def _text_decoder(self, sampling: SamplingParams, *, incremental: bool) -> IncrementalDecoder | None:
-        """Text is followed token by token only when someone streams or a stop string must be found."""
-        return IncrementalDecoder(self.tokenizer, sampling.stop) if incremental or sampling.stop else None
-
-
-@dataclass(slots=True)
-class _Work:
-    """An input while it is decoded."""
-
-    index: int
-    text: IncrementalDecoder | None
-    num_shown: int = 0
-
-    def on_tokens(self, request: Request, tokens: list[int]) -> int | None:
-        return self.text.push(tokens) if self.text else None
+    def _chunks(self, prompts: list[Prompt], single: bool, sampling: SamplingParams, *, incremental: bool) -> Iterator[StreamChunk]:
+        """Chunks of all prompts; those that cannot be served come first, as errors."""
+        served: list[tuple[int, list[int]]] = []
+        for index, prompt in enumerate(prompts):
+            try:
+                token_ids = self.tokenize(prompt)
+                self.engine.check(token_ids, sampling)
+                served.append((index, token_ids))
+            except SpecDecError as error:
+                if single:
+                    raise
+                yield StreamChunk(index, "", [], GenerationResult.refused(error))
+        for chunk in self.session.map(((token_ids, sampling) for _, token_ids in served), incremental=incremental):
+            chunk.index = served[chunk.index][0]
+            yield chunk
 
 
 def _as_prompts(inputs: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:

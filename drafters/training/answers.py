@@ -11,10 +11,9 @@ from drafters.training.provenance import check_origin, origin_of, write_origin
 from drafters.training.self_prompts import read_self_prompts
 from drafters.training.shards import Say, missing_shards, plan_shards, run_shards, stable_seed, write_shards
 from specdec.config import SamplingParams
-from specdec.core import Request
 from specdec.decoder import SpecDecoder
 from specdec.errors import InvalidInputError
-from specdec.text import IncrementalDecoder
+from specdec.outputs import GenerationResult
 
 FEW_SHOT_STOP = "Question:"
 """Where a few-shot answer ends, as in lm-eval."""
@@ -65,7 +64,7 @@ def write_answers(config: TrainConfig, load_decoder: Callable[[], SpecDecoder], 
     writer.check_lengths(missing)
     if rank == 0:
         write_origin(folder, origin, decoder)
-    finished = run_shards(decoder.engine, missing, start=writer.start, record=_record)
+    finished = run_shards(decoder.session, missing, start=writer.start, record=_record)
     complete = write_shards(folder, missing, finished, say, title="answers", minutes=config.stop_after)
     if complete and writer.num_skipped:
         say(f"answers: {writer.num_skipped} prompts did not fit the target's context and were left out")
@@ -85,7 +84,7 @@ def plan_answers(config: TrainConfig, prompts: PromptSet) -> dict[str, Sequence[
 
 
 class _Writer:
-    """Turns jobs into requests."""
+    """Turns jobs into prompts."""
 
     def __init__(self, config: TrainConfig, decoder: SpecDecoder, prompts: PromptSet) -> None:
         self.config, self.decoder, self.prompts = config, decoder, prompts
@@ -107,8 +106,8 @@ class _Writer:
             if sum(len(text.encode()) for text in texts) + TEMPLATE_BYTES > self.limit:
                 self._fits(job, self._tokenize(job))
 
-    def start(self, job: Job) -> Request | None:
-        """Queues an answer; None when its prompt is too long and may be left out."""
+    def start(self, job: Job) -> tuple[list[int], SamplingParams] | None:
+        """Prompt and sampling of an answer; None when its prompt is too long and may be left out."""
         prompt_ids = self._tokenize(job)
         if not self._fits(job, prompt_ids):
             self.num_skipped += 1
@@ -121,10 +120,7 @@ class _Writer:
             seed=job.seed,
             stop=stop,
         )
-        text = IncrementalDecoder(self.decoder.tokenizer, stop) if stop else None
-        return self.decoder.engine.add_request(
-            prompt_ids, sampling, on_tokens=None if text is None else lambda request, tokens: text.push(tokens)
-        )
+        return prompt_ids, sampling
 
     def _fits(self, job: Job, prompt_ids: list[int]) -> bool:
         """Whether the target can answer the prompt with 2 tokens at least."""
@@ -151,13 +147,13 @@ class _Writer:
         return few_shot_text(others[: self.config.few_shot], prompt.question)
 
 
-def _record(request: Request, job: Job) -> dict[str, Any]:
+def _record(result: GenerationResult, job: Job) -> dict[str, Any]:
     return {
-        "prompt_ids": request.prompt_token_ids,
-        "answer_ids": request.output_token_ids,
+        "prompt_ids": result.prompt_token_ids,
+        "answer_ids": result.token_ids,
         "source": job.prompt.source,
         "template": "few-shot" if job.prompt.few_shot else "chat",
         "temperature": job.temperature,
         "seed": job.seed,
-        "finish_reason": request.finish_reason,
+        "finish_reason": result.finish_reason,
     }

@@ -10,9 +10,9 @@ from drafters.training.config import TrainConfig
 from drafters.training.provenance import check_origin, origin_of, write_origin
 from drafters.training.shards import Say, missing_shards, plan_shards, read_shard, run_shards, stable_seed, write_shards
 from specdec.config import SamplingParams
-from specdec.core import Request
 from specdec.decoder import SpecDecoder
 from specdec.errors import InvalidInputError
+from specdec.outputs import GenerationResult
 
 MAX_PROMPT_TOKENS = 256
 TEMPERATURE = 0.9
@@ -41,18 +41,18 @@ def write_self_prompts(
     decoder = load_decoder()
     prefix, stop = user_turn(decoder)
 
-    def start(index: int) -> Request:
+    def start(index: int) -> tuple[list[int], SamplingParams]:
         seed = stable_seed(config.seed, "prompt", index)
         sampling = SamplingParams(max_tokens=MAX_PROMPT_TOKENS, temperature=TEMPERATURE, seed=seed, stop_token_ids=stop)
-        return decoder.engine.add_request(prefix, sampling)
+        return prefix, sampling
 
-    def record(request: Request, index: int) -> dict[str, Any] | None:
-        text = decoder.tokenizer.decode(request.output_token_ids, skip_special_tokens=True).strip()
-        return {"index": index, "prompt": text} if text and request.finish_reason == "stop" else None
+    def record(result: GenerationResult, index: int) -> dict[str, Any] | None:
+        text = decoder.tokenizer.decode(result.token_ids, skip_special_tokens=True).strip()
+        return {"index": index, "prompt": text} if text and result.finish_reason == "stop" else None
 
     if rank == 0:
         write_origin(folder, origin, decoder)
-    finished = run_shards(decoder.engine, missing, start=start, record=record)
+    finished = run_shards(decoder.session, missing, start=start, record=record)
     return write_shards(folder, missing, finished, say, title="prompts", minutes=config.stop_after)
 
 

@@ -9,13 +9,15 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from specdec.core import Request, Status
-from specdec.engine.engine import SpecEngine
+from specdec.config import SamplingParams
+from specdec.engine.session import Session
 from specdec.errors import CheckpointError, SpecDecError
 from specdec.files import write_atomically
+from specdec.outputs import GenerationResult
 
 Job = TypeVar("Job")
 Record = TypeVar("Record")
@@ -52,19 +54,19 @@ def missing_shards(folder: Path, shards: Mapping[str, Sequence[Job]], rank: int,
 
 
 def run_shards(
-    engine: SpecEngine,
+    session: Session,
     shards: Mapping[str, Sequence[Job]],
     *,
-    start: Callable[[Job], Request | None],
-    record: Callable[[Request, Job], dict[str, Any] | None],
+    start: Callable[[Job], tuple[list[int], SamplingParams] | None],
+    record: Callable[[GenerationResult, Job], dict[str, Any] | None],
 ) -> Iterator[FinishedShard]:
     """Files in the order in which they complete.
 
     Args:
-        engine: decodes.
+        session: decodes.
         shards: file names and their jobs.
-        start: queues a job's request; None leaves the job out.
-        record: what a finished request leaves in the file; None leaves nothing.
+        start: prompt and sampling of a job; None leaves the job out.
+        record: what a result leaves in the file; None leaves nothing.
 
     Raises:
         SpecDecError: the target fails.
@@ -72,36 +74,36 @@ def run_shards(
     records: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in shards}
     tokens = dict.fromkeys(shards, 0)
     left = {name: len(jobs) for name, jobs in shards.items()}
-    queue = ((name, index, job) for name, jobs in shards.items() for index, job in enumerate(jobs))
-    work: dict[int, tuple[str, int, Job]] = {}
-    more = True
-    try:
-        while more or work:
-            while more and len(work) < 2 * engine.config.max_num_seqs:
-                item = next(queue, None)
-                more = item is not None
-                if item is None:
-                    break
-                request = start(item[2])
-                if request is None:
-                    left[item[0]] -= 1
-                else:
-                    work[request.request_id] = item
-            for request in engine.step():
-                if request.status is Status.FINISHED and request.request_id in work:
-                    name, index, job = work.pop(request.request_id)
-                    if request.finish_reason == "error":
-                        raise SpecDecError(f"the target failed on record {index + 1} of {name}: {request.error}")
-                    line = record(request, job)
-                    if line is not None:
-                        records[name][index] = line
-                    tokens[name] += len(request.output_token_ids)
+    started: dict[int, tuple[str, int, Job]] = {}
+
+    def prompts() -> Iterator[tuple[list[int], SamplingParams]]:
+        numbers = count()
+        for name, jobs in shards.items():
+            for index, job in enumerate(jobs):
+                prompt = start(job)
+                if prompt is None:
                     left[name] -= 1
-            for name in [name for name, count in left.items() if count == 0]:
-                del left[name]
-                yield FinishedShard(name, [line for _, line in sorted(records.pop(name).items())], tokens.pop(name))
-    finally:
-        engine.abort_all(work)
+                else:
+                    started[next(numbers)] = name, index, job
+                    yield prompt
+
+    def complete() -> Iterator[FinishedShard]:
+        for name in [name for name, missing in left.items() if missing == 0]:
+            del left[name]
+            yield FinishedShard(name, [line for _, line in sorted(records.pop(name).items())], tokens.pop(name))
+
+    for chunk in session.map(prompts(), text=False):
+        result, (name, index, job) = chunk.result, started.pop(chunk.index)
+        assert result is not None, "only ends are asked for"
+        if result.finish_reason == "error":
+            raise SpecDecError(f"the target failed on record {index + 1} of {name}: {result.error}")
+        line = record(result, job)
+        if line is not None:
+            records[name][index] = line
+        tokens[name] += len(result.token_ids)
+        left[name] -= 1
+        yield from complete()
+    yield from complete()  # whose last jobs were left out
 
 
 def write_shards(

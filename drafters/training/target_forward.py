@@ -111,18 +111,9 @@ class PackedForward:
         sequences = torch.repeat_interleave(batch.lengths, output_size=sum(batch.lengths_host))  # of every row
         ends = batch.lengths.cumsum(0)
         positions = torch.arange(len(sequences), device=ends.device) - (ends - batch.lengths)[sequences]
-        metadata = AttentionMetadata(
-            query_start_loc=F.pad(ends, (1, 0)).int(),
-            seq_lens=batch.lengths.int(),
-            block_table=torch.arange(num_seqs * blocks, dtype=torch.int32, device=ends.device).view(num_seqs, blocks),
-            slot_mapping=sequences * (blocks * spec.block_size) + positions,
-            num_reqs=num_seqs,
-            num_tokens=len(sequences),
-            max_query_len=max(batch.lengths_host),
-            max_seq_len=max(batch.lengths_host),
-            query_lens=batch.lengths_host,
-            seq_lens_host=batch.lengths_host,
-        )
+        table = torch.arange(num_seqs * blocks, dtype=torch.int32, device=ends.device).view(num_seqs, blocks)
+        slots = sequences * (blocks * spec.block_size) + positions
+        metadata = AttentionMetadata.packed(batch.lengths_host, batch.lengths_host, table, slots)
         places = sequences * width + positions
         no_logits = places.new_empty(0)
         rows = ForwardInput(batch.token_ids.flatten()[places], positions, metadata, no_logits)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from specdec.attention.backend import AttentionMetadata
-from specdec.core import ForwardInput
 from specdec.decoder import SpecDecoder
-from specdec.kv_cache import PagedKVCache, blocks_for
+from specdec.scratch import ScratchCache
 
 MAX_ROWS = 1024
 """Rows per forward: enough to keep a device busy, few enough that their logits over a large vocabulary fit its memory."""
@@ -54,18 +52,13 @@ def score(decoder: SpecDecoder, sequences: Sequence[tuple[Sequence[int], int]]) 
 
 def _score_batch(decoder: SpecDecoder, batch: list[tuple[Sequence[int], int]]) -> list[Scored]:
     """One forward when the batch has at most `MAX_ROWS` rows; a longer sequence stands alone and takes several."""
-    block_size = decoder.verifier.attention.spec.block_size
     verifier = decoder.verifier
     # The last token has nothing to predict.
     lengths = [len(token_ids) - 1 for token_ids, _ in batch]
-    blocks = [blocks_for(length, block_size) for length in lengths]
-    first_blocks = [0, *accumulate(blocks)]
-    cache = PagedKVCache(
-        verifier.kv_specs, num_blocks=first_blocks[-1], block_size=block_size, dtype=verifier.dtype, device=verifier.device
-    )
+    cache = ScratchCache(verifier, lengths)
     sums, greedy = [0.0] * len(batch), [True] * len(batch)
     for pieces in _forwards(lengths):
-        rows = _rows(decoder, batch, pieces, first_blocks, blocks)
+        rows = cache.rows([(p.sequence, p.start, batch[p.sequence][0][p.start : p.end]) for p in pieces])
         wanted = [range(max(p.start, lengths[p.sequence] - batch[p.sequence][1]), p.end) for p in pieces]
         if not any(wanted):
             verifier.forward(rows, cache.layers)
@@ -97,37 +90,6 @@ def _forwards(lengths: list[int]) -> list[list[_Piece]]:
     if len(lengths) > 1:
         return [[_Piece(index, 0, length) for index, length in enumerate(lengths)]]
     return [[_Piece(0, start, min(start + MAX_ROWS, lengths[0]))] for start in range(0, lengths[0], MAX_ROWS)]
-
-
-def _rows(
-    decoder: SpecDecoder,
-    batch: list[tuple[Sequence[int], int]],
-    pieces: list[_Piece],
-    first_blocks: list[int],
-    blocks: list[int],
-) -> ForwardInput:
-    device, block_size = decoder.verifier.device, decoder.verifier.attention.spec.block_size
-    query_lens = [p.end - p.start for p in pieces]
-    positions = list(chain.from_iterable(range(p.start, p.end) for p in pieces))
-    starts = [first_blocks[p.sequence] * block_size for p in pieces]
-    slots = [start + position for p, start in zip(pieces, starts, strict=True) for position in range(p.start, p.end)]
-    widest = max(blocks)
-    # Entries past a sequence's own blocks only have to be valid.
-    table = [[min(first_blocks[p.sequence] + i, first_blocks[-1] - 1) for i in range(widest)] for p in pieces]
-    metadata = AttentionMetadata(
-        query_start_loc=torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32, device=device),
-        seq_lens=torch.tensor([p.end for p in pieces], dtype=torch.int32, device=device),
-        block_table=torch.tensor(table, dtype=torch.int32, device=device),
-        slot_mapping=torch.tensor(slots, device=device),
-        num_reqs=len(pieces),
-        num_tokens=len(positions),
-        max_query_len=max(query_lens),
-        max_seq_len=max(p.end for p in pieces),
-        query_lens=query_lens,
-        seq_lens_host=[p.end for p in pieces],
-    )
-    token_ids = list(chain.from_iterable(batch[p.sequence][0][p.start : p.end] for p in pieces))
-    return ForwardInput(torch.tensor(token_ids, device=device), torch.tensor(positions, device=device), metadata)
 
 
 def _compare(logits: Tensor, targets: Tensor) -> tuple[list[float], list[bool]]:

@@ -20,6 +20,7 @@ from specdec.config import SamplingParams
 from specdec.core import Request, Status
 from specdec.decoder import SpecDecoder
 from specdec.engine.engine import SpecEngine
+from specdec.engine.session import Session
 from specdec.errors import CapacityError, InvalidInputError
 from specdec.files import check_writable
 
@@ -87,9 +88,9 @@ def profile_steps(
     if steps < 1 or warmup < 0:
         raise InvalidInputError(f"steps is {steps} and warmup {warmup}; measure at least 1 step after 0 or more")
     check_writable(None if trace is None else str(trace))
-    window = _measure(engine, prompts, steps, warmup)
+    window = _measure(decoder, prompts, steps, warmup)
     while window.num_captures:  # every pass knows more graphs, so that in the end none is left to capture
-        window = _measure(engine, prompts, steps, warmup)
+        window = _measure(decoder, prompts, steps, warmup)
     if trace is not None:
         window.profiler.export_chrome_trace(str(trace))
     on_device = decoder.verifier.device.type == "cuda"
@@ -115,39 +116,43 @@ class _Window:
     num_captures: int
 
 
-def _measure(engine: SpecEngine, prompts: Sequence[list[int]], steps: int, warmup: int) -> _Window:
+def _measure(decoder: SpecDecoder, prompts: Sequence[list[int]], steps: int, warmup: int) -> _Window:
     """Decodes `prompts` from their beginning: warm-up, timed steps, steps under the profiler.
 
     Raises:
         CapacityError: see `profile_steps`.
     """
+    engine, session = decoder.engine, decoder.session
     # Enough that nobody finishes early, whatever is accepted, also not those who decode while the others are still prefilled; one
     # step more is in flight when results are read late.
     prefill_steps = -(-sum(map(len, prompts)) // engine.scheduler.max_prefill_tokens)
     most = (prefill_steps + warmup + 2 * steps + 3) * (engine.num_draft_tokens + 1)
-    requests = [engine.add_request(prompt, SamplingParams(max_tokens=most, ignore_eos=True)) for prompt in prompts]
+    sampling = SamplingParams(max_tokens=most, ignore_eos=True)
+    handles = [session.submit(prompt, sampling, incremental=False, text=False) for prompt in prompts]
+    requests = [handle.request for handle in handles]
     try:
         while any(request.status is not Status.RUNNING for request in requests):
-            engine.step()
+            session.step()
             _check_unfinished(requests)
         for _ in range(warmup):
-            engine.step()
+            session.step()
         context = max(request.kv_tokens_bound for request in requests)
         num_graphs = _num_graphs(engine)
-        step_ms = [seconds * 1e3 for seconds in _timed_steps(engine, steps)]
+        step_ms = [seconds * 1e3 for seconds in _timed_steps(session, steps)]
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if engine.verifier.device.type == "cuda" else [])]
         with profile(activities=activities) as profiler:
             for _ in range(steps):
-                engine.step()
+                session.step()
             _synchronize(engine)
         _check_unfinished(requests)
     finally:
-        engine.abort_all({request.request_id for request in requests})
+        for handle in handles:
+            handle.cancel()
     return _Window(context, step_ms, profiler, _num_graphs(engine) - num_graphs)
 
 
 def _num_graphs(engine: SpecEngine) -> int:
-    return len(engine.runner.graphs.graphs) if engine.runner.graphs else 0
+    return engine.runner.graphs.num_captured if engine.runner.graphs else 0
 
 
 def format_profile(result: StepProfile, *, most: int = 25) -> str:
@@ -191,13 +196,13 @@ def _check_unfinished(requests: Sequence[Request]) -> None:
             )
 
 
-def _timed_steps(engine: SpecEngine, steps: int) -> list[float]:
+def _timed_steps(session: Session, steps: int) -> list[float]:
     """Seconds from the end of one call to the end of the next: on an accelerator each waits for the step before its own."""
-    _synchronize(engine)
-    engine.step()
+    _synchronize(session.engine)
+    session.step()
     ends = [time.perf_counter()]
     for _ in range(steps):
-        engine.step()
+        session.step()
         ends.append(time.perf_counter())
     return [end - start for start, end in pairwise(ends)]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from specdec.cli.prompts import Prompt
 
 if TYPE_CHECKING:
-    from specdec.decoder import GenerationResult, StreamChunk
+    from specdec.outputs import GenerationResult, StreamChunk
 
 
 class ResultWriter:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from specdec.metrics import pooled
 
 if TYPE_CHECKING:
-    from specdec.decoder import GenerationResult, SpecDecoder
+    from specdec.decoder import SpecDecoder
     from specdec.engine.timing import StepTimer
+    from specdec.outputs import GenerationResult
 
 _PHASES = ("schedule", "prefill", "draft", "verify", "accept", "context", "collect")
 """Order of the timing table; phases it does not know come last."""

@@ -78,8 +78,12 @@ class SpecEngine:
     ) -> Request:
         """Queues a request; `step` works on it. See `new_request`."""
         request = self.new_request(prompt_token_ids, sampling, on_tokens=on_tokens)
-        self.scheduler.add(request)
+        self.enqueue(request)
         return request
+
+    def enqueue(self, request: Request) -> None:
+        """Queues what `new_request` has made."""
+        self.scheduler.add(request)
 
     def new_request(
         self, prompt_token_ids: Sequence[int], sampling: SamplingParams | None = None, *, on_tokens: OnTokens | None = None
@@ -97,6 +101,18 @@ class SpecEngine:
         """
         sampling = sampling or SamplingParams()
         prompt = list(prompt_token_ids)
+        total = self._total_len(prompt, sampling)
+        seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
+        request = Request(self._next_id, prompt, sampling, seed=seed, max_total_len=total, on_tokens=on_tokens)
+        self._next_id += 1
+        return request
+
+    def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
+        """Raises what `new_request` would."""
+        self._total_len(prompt_token_ids, sampling)
+
+    def _total_len(self, prompt: Sequence[int], sampling: SamplingParams) -> int:
+        """Most tokens of prompt and output together."""
         if not prompt:
             raise InvalidInputError("the prompt is empty; give at least one token")
         if min(prompt) < 0 or max(prompt) >= self.verifier.vocab_size:
@@ -116,10 +132,7 @@ class SpecEngine:
                 f"prompt and output of {total} tokens need {needed} cache blocks and the cache has {self.pool.num_blocks - 1};"
                 " lower max_tokens, shorten the prompt or give the cache more memory"
             )
-        seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
-        request = Request(self._next_id, prompt, sampling, seed=seed, max_total_len=total, on_tokens=on_tokens)
-        self._next_id += 1
-        return request
+        return total
 
     def abort(self, request: Request) -> None:
         """Ends a request with what it has; does nothing when it is finished."""
@@ -131,6 +144,16 @@ class SpecEngine:
         for request in [*self.scheduler.waiting, *self.scheduler.working]:
             if request.request_id in request_ids:
                 self.abort(request)
+
+    def reset(self) -> None:
+        """Forgets all requests, results and cached prefixes, as after an error in the midst of a step."""
+        for request in [*self.scheduler.waiting, *self.scheduler.working]:
+            request.status, request.finish_reason = Status.FINISHED, "error"
+        self.pool.reset()
+        self.scheduler.reset()
+        self.results.reset()
+        self._touched.clear()
+        self._previous_end = None
 
     @torch.inference_mode()
     def step(self) -> list[Request]:

@@ -112,6 +112,10 @@ class ResultQueue:
         """Steps whose results are unread."""
         return len(self._launched)
 
+    def reset(self) -> None:
+        """Forgets what is unread."""
+        self._launched.clear()
+
     def send(self, requests: list[Request], k: int | None, table: Tensor, start: Any = None) -> Any:
         """Starts the copy of a step's results to the host, into pinned memory when they come from an accelerator.
 

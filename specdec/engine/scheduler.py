@@ -64,11 +64,20 @@ class Scheduler:
         self.block_size = block_size
         self.max_prefill_tokens = max_prefill_tokens
         self.prefix_caching = prefix_caching
+        self.max_num_seqs = max_num_seqs
         self.waiting: list[Request] = []  # in order of arrival
         self.working: list[Request] = []  # prefilling or running, in order of arrival
         self.num_preemptions = 0
-        self._free_slots = list(reversed(range(max_num_seqs)))
+        self._free_slots: list[int] = []
         self._digests: dict[int, list[bytes]] = {}  # by request id, while the request is in work
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all requests."""
+        self.waiting.clear()
+        self.working.clear()
+        self._free_slots = list(reversed(range(self.max_num_seqs)))
+        self._digests.clear()
 
     def add(self, request: Request) -> None:
         """Queues a request."""

@@ -49,6 +49,11 @@ class BlockPool:
         if num_blocks < 2:
             raise ValueError(f"a pool needs a null block and at least one more, not {num_blocks}")
         self.num_blocks = num_blocks
+        self.reset()
+
+    def reset(self) -> None:
+        """Takes all blocks back and forgets what they hold."""
+        num_blocks = self.num_blocks
         self._ref_counts = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict((block, None) for block in range(1, num_blocks))
         self._digest_of: dict[int, bytes] = {}

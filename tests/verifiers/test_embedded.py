@@ -16,8 +16,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from specdec.config import CacheConfig, EngineConfig
-from specdec.decoder import GenerationResult, SpecDecoder
+from specdec.decoder import SpecDecoder
 from specdec.errors import CapacityError, CheckpointError, InvalidInputError
+from specdec.outputs import GenerationResult
 from verifiers import embedded
 from verifiers.embedded import embedded_model_path
 from verifiers.load import load_verifier
@@ -86,6 +87,7 @@ def test_four_bit_weights_are_those_of_the_payload(model_folder: Path) -> None:
             assert torch.equal(values.flatten(1).bfloat16(), weights[f"{name}.weight"]), name
 
 
+@pytest.mark.slow
 def test_few_rows_agree_with_the_full_weights(tokenizer: PreTrainedTokenizerBase) -> None:
     """Greedy decoding in bfloat16 against float32: where they part, the float32 logits of both tokens are near each other.
 
@@ -107,6 +109,7 @@ def test_few_rows_agree_with_the_full_weights(tokenizer: PreTrainedTokenizerBase
         assert margin < 0.5
 
 
+@pytest.mark.slow
 def test_model_answers_and_stops(model_folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Catches a config that does not belong to the weights, and a missing end-of-sequence id."""
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype="auto")
@@ -283,6 +286,7 @@ def test_payload_with_another_checksum(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.slow
 def test_the_direct_way_in_computes_the_same(dtype: torch.dtype) -> None:
     """Read without transformers' model code, the embedded model gives the same logits to the bit, and stops at the same tokens."""
     path = str(embedded_model_path())
@@ -295,6 +299,7 @@ def test_the_direct_way_in_computes_the_same(dtype: torch.dtype) -> None:
     assert direct.max_model_len == detour.max_model_len
 
 
+@pytest.mark.slow
 def test_a_start_does_not_import_model_code() -> None:
     """Most of a start was importing it; loading the embedded model must do without."""
     heavy = ["transformers.modeling_utils", "transformers.models.llama.modeling_llama", "transformers.conversion_mapping"]

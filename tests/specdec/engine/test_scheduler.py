@@ -41,6 +41,7 @@ def alone(verifier: Verifier, prompt: list[int], sampling: SamplingParams) -> li
 
 
 @pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.slow
 def test_hundreds_of_requests_in_a_pool_far_too_small(verifier: Verifier, depth: int) -> None:
     """Random arrivals, lengths, sampling and cancellations; every output equals its single-request output, the pool ends empty."""
     rng = random.Random(depth)

@@ -1,0 +1,190 @@
+"""What a session's callers hold: a handle for each request, and streams of chunks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from specdec.core import Request, Status
+from specdec.outputs import GenerationResult, StreamChunk
+from specdec.text import IncrementalDecoder
+
+if TYPE_CHECKING:
+    from specdec.engine.session import Session
+
+
+class Stream:
+    """Chunks of one or more requests in the order in which they come, to be iterated over, with `async for` as well.
+
+    It ends when all its requests have ended and their chunks are taken.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._chunks: deque[StreamChunk] = deque()
+        self._num_open = 0  # requests that have not ended
+        self._error: BaseException | None = None
+        self._wake: Callable[[], object] | None = None  # for an asynchronous reader
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next chunk, or the end, is there."""
+        return bool(self._chunks) or not self._num_open
+
+    def __iter__(self) -> Iterator[StreamChunk]:
+        """The stream itself."""
+        return self
+
+    def __next__(self) -> StreamChunk:
+        """The next chunk; decodes, or waits for who does.
+
+        Raises:
+            RuntimeError: the engine failed while somebody else stepped it.
+        """
+        self._session.run_until(lambda: self.ready)
+        chunk = self._take()
+        if chunk is None:
+            raise StopIteration
+        return chunk
+
+    def __aiter__(self) -> Stream:
+        """The stream itself."""
+        return self
+
+    async def __anext__(self) -> StreamChunk:
+        """The next chunk, without holding up the event loop."""
+        self._session.start()
+        while not self.ready:
+            arrived, loop = asyncio.Event(), asyncio.get_running_loop()
+            self._wake = partial(loop.call_soon_threadsafe, arrived.set)
+            if not self.ready:  # it may have come before anyone could be woken
+                await arrived.wait()
+        chunk = self._take()
+        if chunk is None:
+            raise StopAsyncIteration
+        return chunk
+
+    @property
+    def failed(self) -> bool:
+        """Whether the engine failed before all requests had ended."""
+        return self._error is not None
+
+    def open(self) -> None:
+        """Counts one more request whose chunks will come; called by the session, as what follows."""
+        self._num_open += 1
+
+    def put(self, chunk: StreamChunk) -> None:
+        """Takes a chunk."""
+        self._chunks.append(chunk)
+        self._num_open -= chunk.result is not None
+        self._notify()
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the stream because the engine has failed."""
+        self._error, self._num_open = error, 0
+        self._notify()
+
+    def raise_error(self) -> None:
+        """Raises if the engine has failed.
+
+        Raises:
+            RuntimeError: it has.
+        """
+        if self._error is not None:
+            raise RuntimeError(f"the engine failed: {self._error or type(self._error).__name__}") from self._error
+
+    def _take(self) -> StreamChunk | None:
+        if self._chunks:
+            return self._chunks.popleft()
+        self.raise_error()
+        return None
+
+    def _notify(self) -> None:
+        wake, self._wake = self._wake, None
+        if wake is not None:
+            wake()
+
+
+class Handle:
+    """A request in a session. Iterate over its chunks, or wait for its result; from any thread, or with `async for` and `await`.
+
+    Args:
+        session: has made it.
+        stream: where its chunks go.
+        request: what it stands for.
+        index: number of its chunks.
+        text: follows the output token by token; None where only the whole output becomes text.
+        decode: turns the whole output into text.
+        incremental: gives chunks before the end.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        stream: Stream,
+        request: Request,
+        index: int,
+        text: IncrementalDecoder | None,
+        decode: Callable[[list[int]], str],
+        incremental: bool,
+    ) -> None:
+        self.stream, self.request, self.incremental = stream, request, incremental
+        self._session, self._index, self._text, self._decode = session, index, text, decode
+        self._num_shown = 0
+        self._result: GenerationResult | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether the request has ended."""
+        return self._result is not None or self.stream.failed
+
+    def result(self) -> GenerationResult:
+        """The whole output; decodes, or waits for who does.
+
+        Raises:
+            RuntimeError: the engine failed while somebody else stepped it.
+        """
+        self._session.run_until(lambda: self.done)
+        if self._result is None:
+            self.stream.raise_error()
+        assert self._result is not None
+        return self._result
+
+    def cancel(self) -> None:
+        """Ends the request with what it has; does nothing when it has ended."""
+        self._session.cancel(self)
+
+    def __iter__(self) -> Iterator[StreamChunk]:
+        """Chunks as they come; the last one holds the result."""
+        return iter(self.stream)
+
+    def __aiter__(self) -> Stream:
+        """The same for asynchronous callers."""
+        return self.stream
+
+    def __await__(self) -> Generator[Any, None, GenerationResult]:
+        """The whole output."""
+        return self._last().__await__()
+
+    async def _last(self) -> GenerationResult:
+        async for _ in self.stream:
+            pass
+        return self.result()
+
+    def deliver(self) -> None:
+        """Puts what is new into the stream; called by the session."""
+        if self.incremental or self.request.status is Status.FINISHED:
+            self.stream.put(self._chunk())
+
+    def _chunk(self) -> StreamChunk:
+        request, text = self.request, self._text
+        tokens = request.output_token_ids[self._num_shown :]
+        self._num_shown = len(request.output_token_ids)
+        if request.status is not Status.FINISHED:
+            return StreamChunk(self._index, text.take() if text else "", tokens)
+        tail = text.finish() if text else self._decode(request.output_token_ids)
+        self._result = GenerationResult.of(request, text.text if text else tail)
+        return StreamChunk(self._index, tail, tokens, self._result)

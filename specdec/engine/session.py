@@ -1,0 +1,314 @@
+"""Who steps an engine: a session, for any number of callers in any number of threads.
+
+Nobody owns a thread. Of the callers that wait, one steps the engine and hands every request its news; when it has what it waited
+for, another goes on. So a single caller pays for no thread at all, an error of the engine shows where somebody waits, and a process
+may fork. Asynchronous callers cannot step; for them a thread waits in the others' place, started with the first of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from specdec.config import SamplingParams
+from specdec.core import Request, Status
+from specdec.engine.engine import SpecEngine
+from specdec.engine.handle import Handle, Stream
+from specdec.errors import CapacityError, InvalidInputError
+from specdec.outputs import StreamChunk
+from specdec.text import IncrementalDecoder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+MAX_QUEUE = 1024
+"""Unfinished requests that a session holds, or four times as many as the engine decodes at once, if that is more."""
+
+
+class Session:
+    """The only caller of an engine's `step`; safe to use from several threads.
+
+    Args:
+        engine: what decodes.
+        tokenizer: turns tokens into text; None gives no text, and no stop strings can be found.
+        max_queue: most unfinished requests; None takes `MAX_QUEUE` or four times the engine's `max_num_seqs`.
+    """
+
+    def __init__(
+        self, engine: SpecEngine, tokenizer: PreTrainedTokenizerBase | None = None, *, max_queue: int | None = None
+    ) -> None:
+        self.engine, self.tokenizer = engine, tokenizer
+        self.max_queue = max_queue or max(MAX_QUEUE, 4 * engine.config.max_num_seqs)
+        self._lock = threading.RLock()  # of everything below
+        self._arrived = threading.Condition(self._lock)  # for the thread of asynchronous callers
+        self._handles: dict[int, Handle] = {}  # unfinished, by request id
+        self._new: list[Request] = []  # not yet known to the engine
+        self._cancelled: list[Request] = []
+        self._stepping = False
+        self._waiting: dict[threading.Event, Callable[[], bool]] = {}  # callers, and what each waits for
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether every request has ended."""
+        return not self._handles
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a request can be submitted without waiting."""
+        return len(self._handles) < self.max_queue
+
+    def submit(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        index: int = 0,
+        incremental: bool = True,
+        text: bool = True,
+        stream: Stream | None = None,
+        wait: bool = True,
+    ) -> Handle:
+        """Queues a request.
+
+        Args:
+            prompt_token_ids: at least one token.
+            sampling: how to decode it.
+            index: number of its chunks.
+            incremental: give chunks while it is decoded; otherwise only one at its end.
+            text: give text as well as tokens.
+            stream: where its chunks go, shared with other requests; None gives it one of its own.
+            wait: decode until the queue has room; otherwise a full queue is an error.
+
+        Raises:
+            InvalidInputError, CapacityError: see `SpecEngine.new_request`.
+            CapacityError: the queue is full and `wait` is False, or the session is closed.
+        """
+        sampling = sampling or SamplingParams()
+        while True:
+            with self._lock:
+                if self._closed:
+                    raise CapacityError("the session is closed; open another one")
+                if self.has_room:
+                    return self._add(prompt_token_ids, sampling, index, incremental, text, stream or Stream(self))
+                if not wait:
+                    raise CapacityError(
+                        f"{len(self._handles):,} requests are unfinished and the queue holds {self.max_queue:,}; try again later"
+                    )
+            self.run_until(lambda: self.has_room)
+
+    def map(
+        self, prompts: Iterable[tuple[Sequence[int], SamplingParams]], *, incremental: bool = False, text: bool = True
+    ) -> Iterator[StreamChunk]:
+        """Chunks of many requests, numbered in the order of `prompts`, which are taken as the queue has room.
+
+        Closing the iterator early cancels what is unfinished.
+        """
+        stream, handles = Stream(self), {}
+        numbered = enumerate(prompts)
+        more = True
+        try:
+            while more or handles:
+                while more and (self.has_room or not handles):
+                    item = next(numbered, None)
+                    more = item is not None
+                    if item is not None:
+                        index, (tokens, sampling) = item
+                        handles[index] = self.submit(
+                            tokens, sampling, index=index, incremental=incremental, text=text, stream=stream
+                        )
+                chunk = next(stream, None)
+                if chunk is None:
+                    break
+                if chunk.result is not None:
+                    del handles[chunk.index]
+                yield chunk
+        finally:
+            for handle in handles.values():
+                handle.cancel()
+
+    def step(self) -> None:
+        """Steps the engine once; for measurements. Others wait in `run_until` meanwhile.
+
+        Raises:
+            RuntimeError: somebody else is stepping it.
+        """
+        with self._lock:
+            if self._stepping:
+                raise RuntimeError("another thread is stepping this engine")
+            self._stepping = True
+        try:
+            self._step()
+        finally:
+            self._hand_over()
+
+    def run_until(self, ready: Callable[[], bool], on_step: Callable[[], object] | None = None) -> None:
+        """Steps the engine until `ready`, or waits while another caller does.
+
+        Args:
+            ready: asked after every step, in whichever thread.
+            on_step: called after each step that this caller takes.
+        """
+        while not ready():
+            with self._lock:
+                mine = not self._stepping
+                if mine:
+                    self._stepping = True
+                else:
+                    turn = threading.Event()
+                    self._waiting[turn] = ready
+            if not mine:
+                turn.wait()
+                continue
+            try:
+                while not ready():
+                    self._step()
+                    if on_step is not None:
+                        on_step()
+                    if not self._handles and not ready():
+                        raise RuntimeError("the session has no request left, and somebody waits for one")
+            finally:
+                self._hand_over()
+
+    def start(self) -> None:
+        """Starts the thread that steps for asynchronous callers, unless it runs."""
+        with self._lock:
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(target=self._drive, name="specdec session", daemon=True)
+                self._thread.start()
+
+    def close(self) -> None:
+        """Cancels what is unfinished, and ends the thread if there is one. Nothing can be submitted afterwards."""
+        with self._lock:
+            self._closed = True
+            handles = list(self._handles.values())
+            self._arrived.notify()
+        for handle in handles:
+            handle.cancel()
+        if self._thread is not None:
+            self._thread.join()
+
+    def __enter__(self) -> Session:
+        """The session."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Closes it."""
+        self.close()
+
+    def cancel(self, handle: Handle) -> None:
+        """Ends a request with what it has; does nothing when it has ended."""
+        with self._lock:
+            if handle.request.request_id not in self._handles:
+                return
+            self._cancelled.append(handle.request)
+            if self._stepping:
+                return  # who steps does it, at the latest when it hands over
+            self._stepping = True
+        self._hand_over()
+
+    def _add(
+        self, prompt: Sequence[int], sampling: SamplingParams, index: int, incremental: bool, text: bool, stream: Stream
+    ) -> Handle:
+        """Makes a request; under the lock."""
+        if sampling.stop and self.tokenizer is None:
+            raise InvalidInputError("stop strings need a tokenizer and the session has none; give it one, or use stop_token_ids")
+        decoder = None
+        if self.tokenizer is not None and (sampling.stop or (text and incremental)):
+            decoder = IncrementalDecoder(self.tokenizer, sampling.stop)
+        push = None if decoder is None else lambda request, tokens: decoder.push(tokens)
+        request = self.engine.new_request(prompt, sampling, on_tokens=push)
+        handle = Handle(self, stream, request, index, decoder, self._decode if text else lambda tokens: "", incremental)
+        self._handles[request.request_id] = handle
+        self._new.append(request)
+        stream.open()
+        self._arrived.notify()
+        return handle
+
+    def _drive(self) -> None:
+        """What the thread does: steps while there is work, and waits for more."""
+        while True:
+            with self._lock:
+                while not self._handles and not self._closed:
+                    self._arrived.wait()
+                if not self._handles:
+                    return
+            try:
+                self.run_until(lambda: not self._handles)
+            except Exception as error:
+                logger.debug("the engine failed, and who waits for a request has been told: %s", error)
+
+    def _step(self) -> None:
+        """One step of the engine, and its news to everyone; by the caller who has `_stepping`."""
+        try:
+            if self._new or self._cancelled:
+                self._take_over()
+            touched = self.engine.step()
+            with self._lock:
+                self._deliver(touched)
+                self._wake()
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _take_over(self) -> None:
+        """Tells the engine of requests that have come or are cancelled."""
+        with self._lock:
+            new, self._new = self._new, []
+            cancelled, self._cancelled = self._cancelled, []
+        for request in new:
+            self.engine.enqueue(request)
+        for request in cancelled:
+            self.engine.abort(request)
+        with self._lock:
+            self._deliver(cancelled)
+
+    def _deliver(self, requests: Sequence[Request]) -> None:
+        """Hands news to those whom they concern."""
+        for request in requests:
+            handle = self._handles.get(request.request_id)
+            if handle is not None:
+                if request.status is Status.FINISHED:
+                    del self._handles[request.request_id]
+                handle.deliver()
+
+    def _hand_over(self) -> None:
+        """Lets another caller step."""
+        if self._cancelled:
+            self._take_over()
+        with self._lock:
+            self._stepping = False
+            self._wake()
+            turn = next(iter(self._waiting), None)
+            if turn is not None:
+                del self._waiting[turn]
+                turn.set()
+
+    def _wake(self) -> None:
+        """Wakes the callers who have what they wait for."""
+        for turn in [turn for turn, ready in self._waiting.items() if ready()]:
+            del self._waiting[turn]
+            turn.set()
+
+    def _fail(self, error: BaseException) -> None:
+        """After an error nobody knows how far the step came: every request ends, and the engine begins anew."""
+        with self._lock:
+            handles, self._handles = self._handles, {}
+            self._new, self._cancelled = [], []
+            self.engine.reset()
+            for handle in handles.values():
+                handle.stream.fail(error)
+            self._wake()
+
+    def _decode(self, token_ids: list[int]) -> str:
+        """Text of a whole output."""
+        if self.tokenizer is None:
+            return ""
+        text = self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
