@@ -8,11 +8,11 @@ BIN := $(VENV)/bin
 # Twice quiet: no notes about unused indexes, but errors.
 PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet
 
-.PHONY: help demo test check lint format clean
+.PHONY: help demo test check check-fast lint format clean
 .DELETE_ON_ERROR:
 
 help: ## what there is
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
 demo: $(VENV)/.package ## the embedded model answers with and without drafts
 	@$(BIN)/specdec generate "$(QUESTION)" $(DEMO)
@@ -22,6 +22,9 @@ test: lint check ## everything that has to pass: format, lint, types, tests
 check: $(VENV)/.dev ## tests only
 	@# One thread per worker: more would only wait for each other.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+check-fast: $(VENV)/.dev ## tests that are not slow, one worker per core
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m 'not slow'
 
 lint: $(VENV)/.dev ## format, lint and types, nothing changed
 	$(BIN)/ruff format --check .

@@ -116,6 +116,7 @@ def test_provenance_holds_the_drafters_hash() -> None:
     assert found["embedded"]["sha256"]["model.safetensors"] == sha256()
 
 
+@pytest.mark.slow
 def test_it_drafts_well_for_the_embedded_model() -> None:
     """Loaded by default, in float32: the same tokens as plain decoding, and tau near the 4.27 that it had when it was added.
 

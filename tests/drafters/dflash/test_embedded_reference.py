@@ -30,6 +30,7 @@ def decoder() -> SpecDecoder:
     return our_decoder("embedded")
 
 
+@pytest.mark.slow
 def test_the_public_package_accepts_the_same(decoder: SpecDecoder, public: Any) -> None:
     """Catches a checkpoint that only our loader reads rightly, and an engine that drafts otherwise than the public loop."""
     tally, summary = check(decoder, public, CHATS, TOKENS)
@@ -37,6 +38,7 @@ def test_the_public_package_accepts_the_same(decoder: SpecDecoder, public: Any) 
     assert tally.steps >= 2 * TOKENS // 8, summary
 
 
+@pytest.mark.slow
 def test_the_check_notices_shifted_taps(
     decoder: SpecDecoder, public: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -254,6 +254,7 @@ def write_chat_target(folder: Path, template: str = TEMPLATE) -> None:
     tokenizer.save_pretrained(folder / "target")
 
 
+@pytest.mark.slow
 def test_the_target_writes_prompts_of_its_own(tmp_path: Path) -> None:
     """Catches a turn begun elsewhere than a user's, prompts cut at the limit, repeats, and prompts that get no answers."""
     write_chat_target(tmp_path)
@@ -284,6 +285,7 @@ def test_the_target_writes_prompts_of_its_own(tmp_path: Path) -> None:
         run_stages(("answers",), replace(config, self_prompts=21))
 
 
+@pytest.mark.slow
 def test_processes_wait_for_each_others_prompts(tmp_path: Path) -> None:
     """Catches a process that asks before all prompts are written."""
     write_chat_target(tmp_path)

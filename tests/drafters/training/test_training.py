@@ -130,6 +130,7 @@ def test_an_interrupted_run_resumes_to_the_same_curve(
     assert figures(answered) == figures(short)
 
 
+@pytest.mark.slow
 def test_windows_dpace_distillation_and_accumulation_agree_with_the_engine_too(answered: Path) -> None:
     """Catches a training mask with windows or causal layers that is not the engine's, and losses that do not train."""
     config = toy_config(
@@ -150,6 +151,7 @@ def test_windows_dpace_distillation_and_accumulation_agree_with_the_engine_too(a
     assert read_checkpoint(answered / "run" / "drafter")[0].windows == (8, None)
 
 
+@pytest.mark.slow
 def test_a_target_with_latent_attention_trains_and_agrees_with_the_engine(tmp_path: Path) -> None:
     """Catches features that are not what the engine taps, or cannot be trained on; distillation needs the final states too."""
     write_target(tmp_path / "target", latent=True)
@@ -159,6 +161,7 @@ def test_a_target_with_latent_attention_trains_and_agrees_with_the_engine(tmp_pa
     assert report(tmp_path)["same_answers"] == 1.0
 
 
+@pytest.mark.slow
 def test_a_step_is_the_same_however_it_is_split(short: Path, answered: Path) -> None:
     """Catches losses that are averaged per forward or per process, and anchors or sequences that depend on the split."""
     assert run_stages(("train",), toy_config(answered, accumulation=4, max_steps=40, stop_after=1e-9)) is False

@@ -167,6 +167,7 @@ def test_unknown_generation_arguments_are_refused(models: tuple[HFLM, SpecdecLM]
         SpecdecLM(batch_size="many")
 
 
+@pytest.mark.slow
 def test_one_import_makes_the_model_known_to_lm_eval(folder: Path, tmp_path: Path) -> None:
     """lm-eval's own Python API, with a chat template and few-shot examples as turns."""
     from evals.accuracy.bundled_task import bundled_task
@@ -237,6 +238,7 @@ def test_differing_texts_are_counted_with_their_first_token(
     assert "differs for 2 of 2 samples" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_that_died_does_not_repeat_finished_samples(
     folder: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
@@ -281,6 +283,7 @@ def test_a_run_that_died_does_not_repeat_finished_samples(
     assert "was begun with k 8, not 2" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_local_files_feed_a_task_of_lm_eval(folder: Path, tmp_path: Path) -> None:
     """Catches a local copy that changes the task's own prompt, few-shot source or filters."""
     data = tmp_path / "data"

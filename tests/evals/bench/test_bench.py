@@ -186,6 +186,7 @@ def test_a_k_that_a_drafter_cannot_give_is_refused_before_measuring() -> None:
 
 
 @pytest.mark.usefixtures("loads_tiny")
+@pytest.mark.slow
 def test_a_k_chosen_step_by_step_is_a_side_of_its_own(
     tmp_path: Path, loads_tiny: None, monkeypatch: Patch, capsys: Capture
 ) -> None:
@@ -221,6 +222,7 @@ def test_phases_are_timed_over_few_tokens(monkeypatch: Patch) -> None:
     assert passes == [(False, 6)] * 2 + [(True, 3)] * 2
 
 
+@pytest.mark.slow
 def test_the_command_measures_writes_and_shows(tmp_path: Path, capsys: Capture) -> None:
     assert main(measure(tmp_path)) == 0
     live = capsys.readouterr()
@@ -266,6 +268,7 @@ def test_progress_shows_tau_while_it_runs(monkeypatch: Patch, capsys: Capture) -
     assert "turn 1  [########################] 1/1" in error
 
 
+@pytest.mark.slow
 def test_sides_of_one_checkpoint_do_not_disturb_each_other(monkeypatch: Patch) -> None:
     """A drafter with weights; catches figures of a side that depend on which others are measured beside it."""
     monkeypatch.setattr("evals.bench.bench.find_drafter", lambda name: random_dflash)

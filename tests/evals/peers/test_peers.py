@@ -37,6 +37,7 @@ def decoder_of(folder: Path) -> Any:
     return decoder
 
 
+@pytest.mark.slow
 def test_transformers_gives_the_same_tokens_side_by_side(folder: Path) -> None:
     """Padded batches, an end token inside a batch, and prompt lookup; in float32 nothing may differ from plain decoding."""
     config = BenchConfig(

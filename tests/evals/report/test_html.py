@@ -39,6 +39,8 @@ addEventListener("load", () => {
 """
 """Added to a copy of the page, which has no script of its own and forbids any."""
 
+pytestmark = pytest.mark.slow  # a whole report is measured first
+
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:

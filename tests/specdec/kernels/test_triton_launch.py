@@ -26,9 +26,9 @@ from specdec.attention.triton.fa import TritonFaBackend
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.engine.engine import SpecEngine
 from specdec.engine.graphs import StepGraphs
-from specdec.kernels import triton_argmax, triton_attention, triton_embedding, triton_fused, triton_linear, triton_prefetch
+from specdec.kernels import linear, triton_argmax, triton_attention, triton_embedding, triton_fused, triton_linear, triton_prefetch
 from specdec.kernels.triton_prefetch import surplus
-from specdec.layers import argmax, linear
+from specdec.layers import argmax
 from tests.helpers.tiny_models import CONFIGS, random_dflash
 from verifiers.hf import verifier_for
 from verifiers.hf_attention import ATTENTION_NAME
@@ -107,6 +107,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> set[tuple[str, 
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.slow
 def test_a_generation_compiles(compiled: set[tuple[str, str]], name: str) -> None:
     """Prefill, drafts, verify and commit, with the lean forward and with transformers' modules."""
     config = CONFIGS[name]()
