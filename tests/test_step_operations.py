@@ -28,8 +28,8 @@ from specdec.attention.triton.fa import TritonFaBackend
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.engine.engine import SpecEngine
 from specdec.engine.graphs import StepGraphs
-from specdec.kernels import triton_argmax, triton_linear
-from specdec.layers import argmax, linear, triton_decoder
+from specdec.kernels import linear, triton_argmax, triton_linear
+from specdec.layers import argmax, triton_decoder
 from tests.helpers.tiny_models import CONFIGS, random_dflash
 from verifiers.hf import verifier_for
 from verifiers.hf_attention import ATTENTION_NAME
@@ -129,7 +129,7 @@ def test_operations_beside_the_layers(counter: OperationCounter, k: int, params:
     verifier = verifier_for(model, name="llama", backend=TritonFaBackend(spec))
     cache = CacheConfig(memory_bytes=2**22)
     engine = SpecEngine(verifier, random_dflash(verifier, block_size=16), EngineConfig(num_draft_tokens=k, cache=cache))
-    engine.graphs = StepGraphs(counter, engine.state, engine._result_table)
+    engine.runner.graphs = StepGraphs(counter, engine.slots, engine.runner.step_table)
     engine.add_request([3, 4, 5], SamplingParams(max_tokens=100, ignore_eos=True, **params))
     while engine.has_work and not counter.counts:
         engine.step()

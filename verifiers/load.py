@@ -19,7 +19,7 @@ from specdec.attention.backend import AttentionBackend
 from specdec.attention.selector import select_backend
 from specdec.core import Verifier
 from specdec.errors import CheckpointError
-from specdec.layers.linear import can_pack_four_bit
+from specdec.kernels.linear import can_pack_four_bit
 from verifiers.embedded import FOUR_BIT, embedded_model_path
 from verifiers.fused import FusedVerifier
 from verifiers.shape import backend_spec, eos_token_ids

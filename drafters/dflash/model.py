@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from drafters.dflash.config import DFlashConfig
 from drafters.dflash.rotary import Rotary, rotate
-from specdec.layers.linear import Linear
+from specdec.kernels.linear import Linear
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """`(layer, query [..., heads, D], key [..., kv_heads, D], value [..., kv_heads, D]) -> [..., heads, D]`, context included."""

@@ -12,7 +12,7 @@ from specdec.attention.triton.fa import TritonFaBackend
 from specdec.kernels.triton_embedding import embed
 from specdec.kernels.triton_fused import rms_norm, rope_store
 from specdec.kv_cache import LayerCache
-from specdec.layers.linear import Linear
+from specdec.kernels.linear import Linear
 from specdec.layers.rotary import half_angles
 from specdec.layers.triton_decoder import DecoderLayer, TritonDecoder
 

@@ -6,14 +6,24 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from specdec.core import Request, Status
 from specdec.outputs import GenerationResult, StreamChunk
 from specdec.text import IncrementalDecoder
 
-if TYPE_CHECKING:
-    from specdec.engine.session import Session
+
+class Owner(Protocol):
+    """Who steps the engine, as far as handles and streams know: a `Session`."""
+
+    def run_until(self, ready: Callable[[], bool]) -> None:
+        """Steps the engine until `ready`, or waits while another caller does."""
+
+    def start(self) -> None:
+        """Starts the thread that steps for asynchronous callers, unless it runs."""
+
+    def cancel(self, handle: Handle) -> None:
+        """Ends a request with what it has."""
 
 
 class Stream:
@@ -22,7 +32,7 @@ class Stream:
     It ends when all its requests have ended and their chunks are taken.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Owner) -> None:
         self._session = session
         self._chunks: deque[StreamChunk] = deque()
         self._num_open = 0  # requests that have not ended
@@ -123,7 +133,7 @@ class Handle:
 
     def __init__(
         self,
-        session: Session,
+        session: Owner,
         stream: Stream,
         request: Request,
         index: int,

@@ -20,7 +20,7 @@ from specdec.kernels.triton_fused import add_rms_norm, rms_norm, rope_store, sil
 from specdec.kernels.triton_linear import MOST_ROWS, few_rows
 from specdec.kernels.triton_prefetch import askable
 from specdec.kv_cache import LayerCache
-from specdec.layers.linear import Linear
+from specdec.kernels.linear import Linear
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,8 @@ from specdec.attention.backend import AttentionMetadata, AttentionSpec
 from specdec.attention.torch_ref.fa import TorchRefBackend
 from specdec.attention.triton.fa import TritonFaBackend
 from specdec.core import ForwardInput
+from specdec.kernels.linear import Linear
 from specdec.kv_cache import KVLayerSpec, LayerCache, PagedKVCache, blocks_for
-from specdec.layers.linear import Linear
 from verifiers.fused import FusedVerifier
 
 DEVICE = torch.device("cuda")

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from specdec.attention.backend import AttentionMetadata
 from specdec.attention.selector import select_backend
 from specdec.core import ForwardInput, Verifier
+from specdec.kernels.linear import Linear, can_pack
 from specdec.kv_cache import PagedKVCache, blocks_for
-from specdec.layers.linear import Linear, can_pack
 from tests.helpers.bounds import assert_as_exact, in_float64
 from tests.helpers.tiny_models import CONFIGS, WINDOW, paged_verifier, plain_model, random_prompts
 from verifiers.fused import FusedVerifier, can_fuse

@@ -16,8 +16,8 @@ from specdec.attention.selector import select_backend
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import DecodeBatch, DraftOutput, Verifier
 from specdec.engine.engine import SpecEngine
+from specdec.kernels.linear import Linear
 from specdec.kv_cache import KVLayerSpec
-from specdec.layers.linear import Linear
 from tests.helpers.bounds import assert_as_exact
 from tests.helpers.guards import no_host_sync
 from tests.helpers.tiny_models import plain_model, random_dflash, random_prompts

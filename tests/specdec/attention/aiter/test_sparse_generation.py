@@ -62,7 +62,7 @@ def generate(verifier: Verifier, drafter: Drafter | None) -> list[list[int]]:
     return [request.output_token_ids for request in requests]
 
 
-@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
+@pytest.mark.parametrize("name", ["glm_moe_dsa"])  # test_generation has deepseek_v32
 def test_d5_whole_generations_equal_the_reference_and_drafts_change_nothing(rocm: Install, name: str) -> None:
     """Token for token in float32: plain decoding as on the oracle with the same rounding; n-gram and DFlash drafts as plain.
 

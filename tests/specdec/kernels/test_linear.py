@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec.layers.linear import FEW_ROWS, GROUP, FourBitWeight, Linear, can_pack_four_bit
+from specdec.kernels.linear import FEW_ROWS, GROUP, FourBitWeight, Linear, can_pack_four_bit
 from tests.helpers.bounds import assert_as_exact
 
 OUT, IN = 192, 160
