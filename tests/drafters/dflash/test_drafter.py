@@ -1,5 +1,6 @@
 """The DFlash drafter: fit to its target, alignment, vocabulary, sampling, and no wait for the device."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -258,6 +259,25 @@ def test_load(layout: Any, tmp_path: Path) -> None:
     expected = other.bound.propose(other.batch([3, 5], [0, 0], 7)).token_ids
     rig = Rig(drafter, verifier)
     assert torch.equal(rig.bound.propose(rig.batch([3, 5], [0, 0], 7)).token_ids, expected)
+
+
+def test_jetspec_runs_a_causal_block(tmp_path: Path) -> None:
+    """A slot sees none after it: the drafts of k slots are the first of the whole block's, from a forward of those slots alone."""
+    path = write_tiny_dflash(tmp_path / "d")
+    raw = json.loads((path / "config.json").read_text())
+    raw["dflash_config"]["causal_head"] = True
+    (path / "config.json").write_text(json.dumps(raw))
+    verifier = FakeVerifier()
+    drafter = load_dflash(path, verifier=verifier)
+    assert drafter.num_lookahead_tokens == 0
+    hidden = {}
+    for causal in (True, False):
+        rig = Rig(drafter if causal else tiny_drafter(verifier), verifier)
+        assert isinstance(rig.bound, BoundDFlash)
+        hidden[causal] = rig.bound.draft_hidden(rig.batch([3, 5], [0, 0], 7))
+        if causal:
+            torch.testing.assert_close(rig.bound.draft_hidden(rig.batch([3, 5], [0, 0], 2)), hidden[True][:, :2])
+    assert not torch.allclose(hidden[True], hidden[False], atol=1e-2)
 
 
 def test_no_path() -> None:
