@@ -42,7 +42,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"__init__"},
     ],
     "evals": [
-        {"divergence", "progress", "prompt_sets", "roofline"},
+        {"divergence", "progress", "prompt_sets", "roofline", "speed"},
         {"runner", "report"},
         {"peers", "profile", "accuracy"},
         {"bench"},

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 from evals.accuracy.journal import Journal
 from evals.divergence import explain_divergence, first_divergence
 from evals.report.report import Report, new_report, write_report
+from evals.speed import Speed
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
-from specdec.metrics import Speed, mean_tau, pooled
+from specdec.metrics import mean_tau, pooled
 
 if TYPE_CHECKING:
     from evals.accuracy.lm_eval_model import Sample

@@ -14,11 +14,12 @@ from evals.prompt_sets import PromptSet
 from evals.report.report import new_report
 from evals.roofline import bound, measured_bandwidth
 from evals.runner import Decoded, Generate, OnStep, OnTurn, Pass, most_tokens, run_set
+from evals.speed import Speed, time_split
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import Drafter
 from specdec.decoder import SpecDecoder, find_drafter
 from specdec.errors import InvalidInputError
-from specdec.metrics import AcceptanceStats, Speed, mean_tau, pooled, time_split
+from specdec.metrics import AcceptanceStats, mean_tau, pooled
 from specdec.registry import drafter_name
 
 SPLIT_ITEMS = 4

@@ -13,6 +13,7 @@ from textwrap import wrap
 from typing import Any
 
 from evals.divergence import Divergence, explain_divergence, first_divergence
+from evals.speed import Speed
 from specdec.cli.options import engine_config, load_decoder, sampling_params
 from specdec.cli.prompts import model_inputs, read_prompts
 from specdec.cli.result_writer import ResultWriter
@@ -20,7 +21,7 @@ from specdec.cli.summary import counted, describe_drafts
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
 from specdec.errors import InvalidInputError
-from specdec.metrics import AcceptanceStats, Speed, mean_tau, pooled
+from specdec.metrics import AcceptanceStats, mean_tau, pooled
 from specdec.outputs import GenerationResult, StreamChunk
 from specdec.provenance import dtype_name, origin_of_run
 from specdec.registry import drafter_name

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from evals.report.table import PLAIN, short_name
-from specdec.metrics import TIME_PARTS
+from evals.speed import TIME_PARTS
 
 SIZE = (4.6, 3.2)
 """Inches. At 72 points each this is 331 wide, so on a phone the text shows in about the size that it is set in."""

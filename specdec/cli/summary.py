@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from specdec.engine.timing import StepTimer
     from specdec.outputs import GenerationResult
 
-_PHASES = ("schedule", "prefill", "draft", "verify", "accept", "context", "collect")
-"""Order of the timing table; phases it does not know come last."""
 
 
 def counted(number: int, noun: str) -> str:
@@ -37,7 +35,7 @@ def describe_drafts(decoder: SpecDecoder, drafter: str) -> str:
 
 def format_timing(timer: StepTimer) -> str:
     """Table of the phases of a step: seconds in all, milliseconds per decode step, and share."""
-    from specdec.engine.timing import MODEL_PHASES
+    from specdec.engine.timing import MODEL_PHASES, PHASES
 
     total = sum(timer.totals.values())
     own = sum(seconds for name, seconds in timer.totals.items() if name not in MODEL_PHASES)
@@ -49,7 +47,7 @@ def format_timing(timer: StepTimer) -> str:
     return "\n".join(
         [
             f"  {'phase':<13}{'seconds':>9}{'ms per step':>14}{'share':>10}",
-            *(row(name, timer.totals[name]) for name in sorted(timer.totals, key=_place_in_step)),
+            *(row(name, timer.totals[name]) for name in sorted(timer.totals, key=PHASES.index)),
             row("total", total) + f"   {counted(timer.num_steps, 'step')}",
             row("engine's own", own) + f"   all but {', '.join(MODEL_PHASES)}",
             *([f"  drafts offered: {_by_k(timer)}"] if timer.steps_by_k else []),
@@ -61,8 +59,6 @@ def _by_k(timer: StepTimer) -> str:
     return ", ".join(f"{k} in {counted(count, 'step')}" for k, count in sorted(timer.steps_by_k.items()))
 
 
-def _place_in_step(phase: str) -> int:
-    return _PHASES.index(phase) if phase in _PHASES else len(_PHASES)
 
 
 def format_summary(by_index: dict[int, GenerationResult], seconds: float, drafts: str) -> str:

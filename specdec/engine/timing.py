@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 
+PHASES = ("schedule", "prefill", "draft", "verify", "accept", "context", "collect")
+"""In the order of a step."""
+
 MODEL_PHASES = ("prefill", "draft", "verify", "context")
-"""Phases that are forwards of the target or the drafter; the rest is the engine's own share."""
+"""Those that are forwards of the target or the drafter; the rest is the engine's own share."""
 
 
 class StepTimer:
@@ -46,12 +49,6 @@ class StepTimer:
         self.totals.clear()
         self.steps_by_k.clear()
         self.num_steps = 0
-
-    @property
-    def own_share(self) -> float:
-        """Fraction of the time spent outside the model forwards; 0 when nothing was timed."""
-        total = sum(self.totals.values())
-        return 1 - sum(self.totals.get(name, 0.0) for name in MODEL_PHASES) / total if total else 0.0
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

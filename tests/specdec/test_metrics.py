@@ -2,7 +2,7 @@
 
 import pytest
 
-from specdec.metrics import AcceptanceStats, Speed, mean_tau, pooled
+from specdec.metrics import AcceptanceStats, mean_tau, pooled
 
 # Four steps of up to three drafts: all accepted; one accepted; none offered; two accepted, but a stop kept only one of them.
 STATS = AcceptanceStats(num_drafted=[3, 3, 0, 3], num_accepted=[3, 1, 0, 1], num_emitted=[4, 2, 1, 1])
@@ -45,8 +45,6 @@ def test_empty_statistics_are_zero() -> None:
     assert (pooled([]).tau, mean_tau([]), mean_tau([empty])) == (0.0, 0.0, 0.0)
     assert mean_tau([empty, STATS]) == STATS.tau
     assert empty.to_dict()["tau"] == 0.0
-    nothing = Speed([], [])
-    assert (nothing.median, nothing.spread, nothing.ratio(nothing)) == (0.0, (0.0, 0.0), None)
 
 
 def test_plain_decoding_has_tau_one() -> None:
@@ -63,12 +61,3 @@ def test_to_dict_holds_the_totals_it_is_made_of() -> None:
 def test_statistics_of_different_length_are_refused() -> None:
     with pytest.raises(AssertionError):
         AcceptanceStats([1], [1, 1], [2])
-
-
-def test_speed_is_the_median_run_and_the_ratio_compares_medians() -> None:
-    """Catches a mean, which one slow run spoils, and a ratio of times in place of speeds."""
-    fast = Speed(num_tokens=[120, 120, 120], seconds=[1.0, 2.0, 100.0])
-    slow = Speed(num_tokens=[60, 60], seconds=[2.0, 3.0])
-    assert (fast.median, fast.spread) == (60.0, (1.2, 120.0))
-    assert slow.median == 25.0
-    assert fast.ratio(slow) == 2.4

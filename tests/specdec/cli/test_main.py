@@ -15,13 +15,14 @@ import torch
 
 from drafters.ngram import load_ngram
 from evals.bench.compare import Comparison, compare, first_divergence, format_comparison
+from evals.speed import Speed
 from specdec import __version__
 from specdec.cli.main import main
 from specdec.config import EngineConfig, SamplingParams
 from specdec.decoder import SpecDecoder
 from specdec.engine.timing import StepTimer
 from specdec.errors import CapacityError
-from specdec.metrics import AcceptanceStats, Speed
+from specdec.metrics import AcceptanceStats
 from specdec.outputs import GenerationResult, StreamChunk
 from specdec.registry import VERBS
 from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_model, tiny_tokenizer
