@@ -118,6 +118,8 @@ def import_attribute(home: str) -> Any:
         InvalidInputError: no such module, or nothing of that name in it.
     """
     module, _, attribute = home.partition(":")
+    if not all(part.isidentifier() for part in [*module.split("."), attribute]):
+        raise InvalidInputError(f"{home!r} names nothing that can be imported; write module:function, such as my.drafters:load")
     try:
         return getattr(import_module(module), attribute)
     except ModuleNotFoundError as error:

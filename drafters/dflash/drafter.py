@@ -4,8 +4,9 @@ The target's tapped features of every context position are projected once and be
 drafter's paged cache. The block `[anchor, mask, mask, ...]` then runs through the layers as queries over that context.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,6 @@ from specdec.sampling import Purpose, processed_probs, sample_from, uniform
 
 if TYPE_CHECKING:
     from drafters.dflash.triton import TritonDFlash
-    from specdec.layers.triton_decoder import DecoderLayer
 
 
 class DFlashDrafter:
@@ -59,7 +59,7 @@ class DFlashDrafter:
         self.attention = _attention(config, verifier)
         self.model = model.requires_grad_(False).eval().to(verifier.device, verifier.dtype)
         self.model.prepare_inference()
-        self.joined_layers = _joined_layers(self.model) if isinstance(self.attention, TritonFaBackend) else None
+        self.on_triton = _on_triton(self.model, self.attention) if isinstance(self.attention, TritonFaBackend) else None
         self.max_draft_tokens = config.max_draft_tokens
         self.first_slot = 0 if config.sample_from_anchor else 1
         # A slot sees those after it, so a block shorter than in training drafts worse: whatever k is, the whole block runs.
@@ -109,7 +109,7 @@ class BoundDFlash:
 
     def __init__(self, drafter: DFlashDrafter, caches: Sequence[LayerCache], draft_sampling: DraftSampling) -> None:
         self.drafter, self.caches, self.draft_sampling = drafter, list(caches), draft_sampling
-        self._triton = _on_triton(drafter)
+        self._triton = drafter.on_triton() if drafter.on_triton else None
 
     def begin(self, slot: int, token_ids: Sequence[int]) -> None:
         """Nothing: the context lies in the cache, and prefill writes it."""
@@ -211,18 +211,11 @@ def _attention(config: DFlashConfig, verifier: Verifier) -> AttentionBackend:
     return backend(spec)
 
 
-def _joined_layers(model: DFlashModel) -> "list[DecoderLayer]":
-    from drafters.dflash.triton import join_layers  # it imports Triton
+def _on_triton(model: DFlashModel, attention: TritonFaBackend) -> Callable[[], "TritonDFlash"]:
+    """What makes the forward of a run; the joined weights are made here, once."""
+    from drafters.dflash.triton import TritonDFlash, join_layers  # it imports Triton
 
-    return join_layers(model)
-
-
-def _on_triton(drafter: DFlashDrafter) -> "TritonDFlash | None":
-    if drafter.joined_layers is None or not isinstance(drafter.attention, TritonFaBackend):
-        return None
-    from drafters.dflash.triton import TritonDFlash  # it imports Triton
-
-    return TritonDFlash(drafter.model, drafter.joined_layers, drafter.attention)
+    return partial(TritonDFlash, model, join_layers(model), attention)
 
 
 def load_dflash(path: str | Path | None, *, verifier: Verifier) -> DFlashDrafter:

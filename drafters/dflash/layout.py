@@ -25,28 +25,11 @@ _PLAIN_VALUES: dict[str, tuple[Any, ...]] = {
 
 # What `dflash_config` may say besides; a key that nobody reads would lower acceptance without any error.
 _OWN_KEYS = {
-    "aux_hidden_state_layer_ids",
-    "block_size",
-    "causal",
-    "causal_head",
-    "draft_vocab_size",
-    "final_logit_softcapping",
-    "input_embedding_scale",
-    "is_causal",
-    "layer_types",
-    "logit_scale",
-    "mask_token_id",
-    "num_target_layers",
-    "output_multiplier",
-    "sample_from_anchor",
-    "sliding_window",
-    "sliding_window_non_causal",
-    "swa_window_size",
-    "target_hidden_size",
-    "target_layer_ids",
-    "use_sliding_window",
-    "use_swa",
-}
+    "aux_hidden_state_layer_ids", "block_size", "causal", "causal_head", "draft_vocab_size", "final_logit_softcapping",
+    "input_embedding_scale", "is_causal", "layer_types", "logit_scale", "mask_token_id", "num_target_layers",
+    "output_multiplier", "sample_from_anchor", "sliding_window", "sliding_window_non_causal", "swa_window_size",
+    "target_hidden_size", "target_layer_ids", "use_sliding_window", "use_swa",
+}  # fmt: skip
 
 
 def parse_config(raw: Mapping[str, Any]) -> DFlashConfig:

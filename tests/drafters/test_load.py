@@ -136,6 +136,8 @@ def test_a_folder_without_a_slash(tmp_path: Path, monkeypatch: Patch) -> None:
         ("ngramm", "unknown drafter 'ngramm' (known: auto, ngram"),
         ("no.such.module:load", "'no.such.module:load' cannot be imported: there is no module 'no'"),
         ("drafters.ngram:nothing", "'drafters.ngram:nothing' cannot be imported"),
+        (":load", "':load' names nothing that can be imported; write module:function"),
+        ("http://host/x", "names nothing that can be imported"),
     ],
 )
 def test_a_wrong_drafter_is_refused_before_a_target_is_loaded(choice: Any, said: str) -> None:
