@@ -59,12 +59,12 @@ class SamplingParams:
             math.isfinite(self.temperature) and self.temperature >= 0,
             f"temperature is {self.temperature}; it must be 0 (greedy) or a positive finite number",
         )
-        _require(self.top_k >= 0, f"top_k is {self.top_k}; it must be 0 (off) or a positive count")
+        _require(0 <= self.top_k < 2**31, f"top_k is {self.top_k}; it must be 0 (off) or a count below 2**31")
         _require(0 < self.top_p <= 1, f"top_p is {self.top_p}; it must lie in (0, 1], where 1 is off")
         _require(0 <= self.min_p < 1, f"min_p is {self.min_p}; it must lie in [0, 1), where 0 is off")
         _require(
-            math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0,
-            f"repetition_penalty is {self.repetition_penalty}; it must be a positive finite number, where 1 is off",
+            1e-30 <= self.repetition_penalty <= 1e30,  # what divides float32 logits without making them infinite
+            f"repetition_penalty is {self.repetition_penalty}; it must lie in [1e-30, 1e30], where 1 is off",
         )
         _require(
             self.seed is None or 0 <= self.seed < 2**63,

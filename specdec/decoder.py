@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, overload
 
+from jinja2 import TemplateError
 from torch import Tensor
 
 from specdec.config import DEFAULT_BLOCK_SIZE, CacheDtype, EngineConfig, LoadConfig, SamplingParams
@@ -139,20 +141,33 @@ class SpecDecoder:
         """Token ids of one prompt; chat messages go through the tokenizer's chat template.
 
         Raises:
-            InvalidInputError: the prompt is empty, or is a chat and the tokenizer has no template.
+            InvalidInputError: the prompt is empty or no Unicode text, or is a chat that the tokenizer has no template for.
         """
         if isinstance(prompt, str):
-            ids = self.tokenizer(prompt)["input_ids"] if prompt else []
+            ids = self._ids_of(prompt) if prompt else []
         elif prompt and isinstance(prompt[0], dict):
             if not getattr(self.tokenizer, "chat_template", None):
                 raise InvalidInputError(f"the tokenizer of {self.verifier.name!r} has no chat template; give text or token ids")
-            text = self.tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
-            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            try:
+                text = self.tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
+            except TemplateError as error:
+                raise InvalidInputError(f"the chat template of {self.verifier.name!r} refuses these messages: {error}") from error
+            ids = self._ids_of(text, add_special_tokens=False)
         else:
             ids = prompt
         if not len(ids):
             raise InvalidInputError("the prompt is empty; give at least one token")
         return [int(token) for token in ids]
+
+    def _ids_of(self, text: str, **options: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidInputError(
+                f"the prompt is not Unicode text: character {error.start + 1} is half of a surrogate pair; remove it"
+            ) from error
+        ids: list[int] = self.tokenizer(text, **options)["input_ids"]
+        return ids
 
     def next_token_logits(self, token_ids: Sequence[int]) -> Tensor:
         """The target's unprocessed logits after `token_ids`, float32 [V], computed alone with a cache of their own."""
@@ -242,7 +257,7 @@ def find_drafter(choice: DrafterChoice) -> Callable[[Verifier], Drafter | None]:
 
 def _is_checkpoint(name: str) -> bool:
     """Whether `name` is a folder, or in the form of one or of a hub name."""
-    return Path(name).expanduser().exists() or ("/" in name and ":" not in name)
+    return os.path.exists(Path(name).expanduser()) or ("/" in name and ":" not in name)
 
 
 def _made(drafter: Any, choice: object) -> Drafter:

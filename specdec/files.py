@@ -26,10 +26,11 @@ def read_lines(path: Path, *, what: str, way_out: str) -> list[tuple[str, str]]:
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise InvalidInputError(f"cannot read {str(path)!r}: {reason_of(error)}; {way_out}") from error
     except UnicodeDecodeError as error:
         raise InvalidInputError(f"{str(path)!r} is not UTF-8 text (byte {error.start}); convert it") from error
+    except (OSError, ValueError) as error:  # a ValueError: a name with a NUL byte
+        reason = reason_of(error) if isinstance(error, OSError) else str(error)
+        raise InvalidInputError(f"cannot read {str(path)!r}: {reason}; {way_out}") from error
     # Not splitlines(): JSON strings may hold other line separators, such as U+2028.
     lines = [(f"{path}:{number}", line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     if not lines:

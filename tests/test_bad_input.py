@@ -131,7 +131,7 @@ def test_a_missing_package_is_named(folders: Path, tmp_path: Path, capsys: Captu
         (drop("fc.weight"), ("tensor fc.weight is missing",)),
         (set_key(num_target_layers=9), ("was made for 9 target layers, not 4",)),
         (set_key(vocab_size=120), ("vocabulary has 120 tokens, the target's 97",)),
-        (set_key(architectures=["DFlash2DraftModel"]), ("algorithm 'dflash2' is not supported yet",)),
+        (set_key(architectures=["DFlash2DraftModel"]), ("is not supported yet",)),
         (remove("model.safetensors"), ("model.safetensors is missing",)),
     ],
 )
@@ -155,6 +155,10 @@ def test_damaged_or_foreign_drafter(folders: Path, tmp_path: Path, capsys: Captu
         (("abc", "--device", "quantum"), ("unknown device 'quantum'",)),
         (("abc", "--dtype", "int3"), ("unknown dtype 'int3'", "float32")),
         (("abc", "--top-p", "1.5"), ("top_p is 1.5", "(0, 1]")),
+        (("abc", "--top-k", str(2**63)), (f"top_k is {2**63}", "below 2**31")),
+        (("abc", "--repetition-penalty", "1e-300"), ("repetition_penalty is 1e-300", "[1e-30, 1e30]")),
+        (("a\udcffb",), ("prompt 1 is not UTF-8 text (byte 1)", "convert it")),
+        (("--file", "a\0b"), ("cannot read 'a\\x00b'", "--file takes")),
         (("abc", "--kv-memory", "1K"), ("budget of 1,024 bytes", "give it at least")),
         (("abc" * 300,), ("prompt has 900 tokens and the limit is 512",)),
         (("abc", "--max-tokens", "300", "--kv-memory", "100K"), ("cache blocks and the cache has", "max_tokens")),
@@ -167,6 +171,78 @@ def test_bad_arguments(folders: Path, capsys: Capture, arguments: Sequence[str],
     line = fails(capsys, *given, "--raw", "--model", folders / "target")
     for part in said:
         assert part in line
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("a\0b", "--stop", "\0"),
+        ("abc", "--stop", "\udcff"),
+        ("abc", "--temperature", "1e-30", "--seed", "1"),
+        ("abc", "--temperature", "1e300", "--seed", "1"),
+        ("abc", "--temperature", "1", "--top-p", "1e-12", "--seed", str(2**63 - 1)),
+        ("abc", "--repetition-penalty", "1e9"),
+        ("abc", "--max-tokens", "9" * 30, "--kv-memory", "9" * 400),
+        ("abc", "--stop-token-ids", "9" * 30, "--stop-token-ids", "-5"),
+        ("abc", "--block-size", "1", "--max-prefill-tokens", "1"),
+        ("abc", *("--stop", "x" * 100_000) * 3),
+        (*(f"p{i}" for i in range(50)), "--max-num-seqs", "1", "--kv-memory", "64K"),
+    ],
+    ids=lambda arguments: " ".join(arguments)[:40].encode("ascii", "replace").decode(),
+)
+def test_extremes_that_work(folders: Path, capsys: Capture, arguments: Sequence[str]) -> None:
+    """Values at the ends of their ranges decode as any other: no overflow, no NaN, nothing left out."""
+    given = ["--drafter", str(folders / "drafter"), "--raw", "--model", str(folders / "target"), "--max-tokens", "6", "--json"]
+    assert main(["generate", *given, *arguments]) == 0
+    results = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert all(result["finish_reason"] in ("stop", "length") and len(result["token_ids"]) > 0 for result in results)
+    assert len(results) == (50 if arguments[0] == "p0" else 1)
+
+
+def test_a_line_that_no_tokenizer_takes_leaves_the_others_alone(folders: Path, tmp_path: Path, capsys: Capture) -> None:
+    """Half of a surrogate pair, as JSON may spell it; line ends of Windows and a byte order mark are no matter."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"prompt": "abc"}\r\n{"prompt": "a\\ud800b"}\r\n')
+    assert main(["generate", "--file", str(file), "--raw", "--model", str(folders / "target"), "--max-tokens", "6", "--json"]) == 1
+    good, bad = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert good["prompt"] == "abc" and good["token_ids"] and good["error"] is None
+    assert bad["token_ids"] == [] and "half of a surrogate pair" in bad["error"]
+
+
+@pytest.mark.parametrize("line", ['{"prompt": "a", "n": ' + "9" * 5000 + "}", "[" * 100_000], ids=["digits", "depth"])
+def test_json_beyond_the_limits_of_its_reader(line: str, tmp_path: Path, capsys: Capture) -> None:
+    """Catches the ValueError and the RecursionError that are no JSONDecodeError."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(line + "\n")
+    assert f"{file}:1 is not JSON" in fails(capsys, "--file", file)
+
+
+def test_a_chat_template_that_refuses_is_one_line(capsys: Capture) -> None:
+    """Catches the template's own exception, as of models that know no system message."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('no system here') }}"
+    decoder = SpecDecoder(paged_verifier(plain_model("llama")), tokenizer, None, EngineConfig(max_num_seqs=2, max_model_len=64))
+    with pytest.raises(SpecDecError, match="refuses these messages: no system here"):
+        decoder.generate([{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+        torch.OutOfMemoryError("CUDA out of"),
+    ],
+)
+def test_no_memory_is_one_line(folders: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """A limit of the machine is no defect of ours: the way out instead of a traceback."""
+
+    def full(*args: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(SpecDecoder, "from_pretrained", full)
+    line = fails(capsys, "abc", "--model", folders / "target")
+    assert "out of memory" in line and "--max-num-seqs" in line
 
 
 def test_paths_that_are_not_there(folders: Path, tmp_path: Path, capsys: Capture) -> None:

@@ -9,6 +9,7 @@ import inspect
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
+from decimal import Decimal
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -171,7 +172,7 @@ def byte_size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write bytes, or a number with K, M, G or T as in 512M")
-    return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
+    return int(Decimal(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
 
 
 def _default(field: Field[Any]) -> Any:

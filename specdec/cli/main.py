@@ -4,6 +4,7 @@
 """
 
 import argparse
+import errno
 import io
 import os
 import sys
@@ -15,8 +16,11 @@ from typing import Any, NoReturn
 
 from specdec import __version__
 from specdec.errors import InvalidInputError, SpecDecError
+from specdec.files import reason_of
 from specdec.packages import require_ours
 from specdec.registry import VERBS, unknown_name
+
+_SMALLER = "give smaller --max-num-seqs, --max-model-len or --kv-memory, or a smaller model"
 
 EXIT_OK = 0
 EXIT_FAILED = 1  # part of the work failed
@@ -28,6 +32,9 @@ EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `specdec` with `argv` (default: the arguments of the process) and returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # the caller has closed it
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - it stays open as long as the process
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows "?", not a traceback
     try:
@@ -39,13 +46,39 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         print(f"specdec: error: {error}", file=sys.stderr)
         return EXIT_USAGE
+    except (MemoryError, RuntimeError) as error:
+        if not _out_of_memory(error):
+            raise
+        if "--debug" in arguments:
+            traceback.print_exc()
+        print(f"specdec: error: out of memory ({_first_line(error)}); {_SMALLER}", file=sys.stderr)
+        return EXIT_USAGE
     except KeyboardInterrupt:
         print("specdec: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Nobody reads any more. Without this the interpreter would complain once it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # nobody reads any more
         return EXIT_BROKEN_PIPE
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        _drop_output()
+        print(f"specdec: error: cannot write standard output: {reason_of(error)}; make room and run again", file=sys.stderr)
+        return EXIT_USAGE
+
+
+def _drop_output() -> None:
+    """Sends what is left to nowhere; the interpreter would complain once it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """Whether Python, the CPU's allocator or an accelerator's says that memory is at its end."""
+    return isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or "can't allocate memory" in str(error)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:160] or type(error).__name__
 
 
 class Parser(argparse.ArgumentParser):

@@ -42,7 +42,7 @@ def read_prompts(texts: Sequence[str], file: str | None) -> list[Prompt]:
     Raises:
         InvalidInputError: there is no prompt, one is empty, or a file cannot be read or understood.
     """
-    prompts = [_read_stdin() if text == "-" else Prompt(f"prompt {number}", text) for number, text in enumerate(texts, start=1)]
+    prompts = [_read_stdin() if text == "-" else _prompt(f"prompt {number}", text) for number, text in enumerate(texts, start=1)]
     if file is not None:
         prompts += _read_file(Path(file))
     elif not prompts:
@@ -85,9 +85,18 @@ def _as_chat(prompt: Prompt, system: str | None) -> Messages:
 
 def _read_stdin() -> Prompt:
     try:
-        return Prompt("standard input", sys.stdin.read().rstrip("\n"))
+        return _prompt("standard input", sys.stdin.read().rstrip("\n"))
     except UnicodeDecodeError as error:
         raise InvalidInputError(f"standard input is not UTF-8 text (byte {error.start}); convert it") from error
+
+
+def _prompt(source: str, text: str) -> Prompt:
+    """Text of the outside world: what Python could not decode in the user's locale is read as UTF-8."""
+    try:
+        return Prompt(source, text.encode(errors="surrogateescape").decode())
+    except UnicodeError as error:
+        place = getattr(error, "start", 0)
+        raise InvalidInputError(f"{source} is not UTF-8 text (byte {place}); convert it") from error
 
 
 def _read_file(path: Path) -> list[Prompt]:

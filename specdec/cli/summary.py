@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from specdec.outputs import GenerationResult
 
 
-
 def counted(number: int, noun: str) -> str:
     """A number with its noun.
 
@@ -57,8 +56,6 @@ def format_timing(timer: StepTimer) -> str:
 
 def _by_k(timer: StepTimer) -> str:
     return ", ".join(f"{k} in {counted(count, 'step')}" for k, count in sorted(timer.steps_by_k.items()))
-
-
 
 
 def format_summary(by_index: dict[int, GenerationResult], seconds: float, drafts: str) -> str:

@@ -330,6 +330,35 @@ def test_a_closed_pipe_is_quiet() -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
+def test_a_full_disk_and_a_closed_output_are_no_defects(tmp_path: Path) -> None:
+    """Catches the traceback of `specdec ... > /full/disk` and of `specdec ... >&-`."""
+    code = (
+        "import sys; sys.argv[1:] = ['generate', 'x']; import tests.specdec.cli.test_main as t, specdec.decoder as d;"
+        "d.SpecDecoder.from_pretrained = lambda *a, **o: t.FakeDecoder(t.chunk(0, 'A', done=True));"
+        "from specdec.cli.main import main; sys.exit(main())"
+    )
+    with open("/dev/full", "w") as full:
+        done = python(code, stdout=full)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "specdec: error: cannot write standard output: no space left on device; make room and run again"
+    ]
+    closed = f"import sys; sys.stdout = None; {code}"
+    done = python(closed)
+    assert (done.returncode, done.stderr.count("\n")) == (0, 1), done.stderr
+
+
+def test_bytes_of_another_locale_are_utf8(monkeypatch: Patch, capsys: Capture) -> None:
+    """Catches "half of a surrogate pair" for a plain umlaut where the locale is C."""
+    decoder = use(monkeypatch, FakeDecoder(chat_template=None))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("p\udcc3\udcbc\n"))
+    assert main(["generate", "\udcc3\udca4", "-"]) == 0
+    assert decoder.inputs == ["ä", "pü"]
+    capsys.readouterr()
+    assert main(["generate", "a\udcff"]) == 2
+    assert "prompt 1 is not UTF-8 text (byte 1)" in one_line(capsys)
+
+
 def test_timing_adds_up_and_names_the_engines_share(monkeypatch: Patch, capsys: Capture) -> None:
     use(monkeypatch, FakeDecoder(chunk(0, "x", done=True)))
     assert main(["generate", "a", "--timing", "--logprobs"]) == 0
