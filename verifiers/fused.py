@@ -18,8 +18,8 @@ from transformers import PreTrainedConfig
 from specdec.attention.backend import AttentionBackend
 from specdec.attention.triton.fa import TritonFaBackend
 from specdec.core import ForwardInput, VerifyOutput
-from specdec.kv_cache import LayerCache
 from specdec.kernels.linear import FourBitWeight, Linear
+from specdec.kv_cache import LayerCache
 from specdec.layers.rotary import half_angles
 from verifiers.shape import kv_layer_spec, layer_windows, max_model_len
 

@@ -23,7 +23,7 @@ from verifiers.shape import eos_token_ids, kv_layer_spec, layer_windows, max_mod
 def load_model(path: str, config: PreTrainedConfig, dtype: torch.dtype) -> tuple[PreTrainedModel, list[str]]:
     """A model whose attention is ours, on the CPU, and the names of tensors that the checkpoint lacks."""
     model, report = AutoModelForCausalLM.from_pretrained(
-        path, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME, output_loading_info=True
+        path, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME, output_loading_info=True, trust_remote_code=False
     )
     return model, sorted(report["missing_keys"])
 

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 from specdec.attention.backend import AttentionBackend
 from specdec.attention.selector import select_backend
 from specdec.core import Verifier
-from specdec.errors import CheckpointError
+from specdec.errors import CheckpointError, UnsupportedModelError
 from specdec.kernels.linear import can_pack_four_bit
 from verifiers.embedded import FOUR_BIT, embedded_model_path
 from verifiers.fused import FusedVerifier
@@ -28,6 +28,9 @@ EMBEDDED = "embedded"
 """Name of the model that comes with the package."""
 
 Read = TypeVar("Read")
+
+NO_FOREIGN_CODE = {"trust_remote_code": False}
+"""Said each time, since transformers otherwise asks on standard input whether to run code from a repository."""
 
 
 def load_verifier(
@@ -61,14 +64,22 @@ def load_verifier(
         raise CheckpointError(f"target {name!r} is not a folder; give a folder with config.json, a hub name, or {EMBEDDED!r}")
     path = str(Path(path).expanduser()) if path.startswith("~") else path
     direct = name == EMBEDDED and fuse
-    config = _read(name, "config", partial(_read_config if direct else AutoConfig.from_pretrained, path))
+    config = _read(
+        name, "config", partial(_read_config, path) if direct else partial(AutoConfig.from_pretrained, path, **NO_FOREIGN_CODE)
+    )
     if not direct:
         from verifiers.support import check_supported
 
         check_supported(name, config)
     spec = backend_spec(config, device=device, dtype=dtype, block_size=block_size)
     backend = select_backend(attention, replace(spec, cache_dtype=cache_dtype))
-    tokenizer = _read(name, "tokenizer", partial((PreTrainedTokenizerFast if direct else AutoTokenizer).from_pretrained, path))
+    tokenizer = _read(
+        name,
+        "tokenizer",
+        partial(PreTrainedTokenizerFast.from_pretrained, path)
+        if direct
+        else partial(AutoTokenizer.from_pretrained, path, **NO_FOREIGN_CODE),
+    )
     if direct:
         tensors = _read(name, "weights", partial(load_file, Path(path) / "model.safetensors"))
         tensors = {key: tensor.to(device, dtype) for key, tensor in tensors.items()}
@@ -102,6 +113,11 @@ def _read(name: str, what: str, load: Callable[[], Read]) -> Read:
         raise CheckpointError(f"the {what} of target {name!r} need a package that is not installed: {reason[:300]}") from error
     except (OSError, SafetensorError, HFValidationError, ValueError, RuntimeError, KeyError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
+        if "trust_remote_code" in reason:
+            raise UnsupportedModelError(
+                f"the {what} of target {name!r} need code from its repository, which is never run;"
+                " use a checkpoint whose architecture transformers has itself"
+            ) from error
         raise CheckpointError(
             f"cannot read the {what} of target {name!r}: {reason[:300]}; check the name or folder, or fetch it again"
         ) from error
