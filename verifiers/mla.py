@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from specdec.attention.mla import MlaBackend, MlaRows, UpProjection
+from specdec.attention.mla import MlaBackend, MlaRows, SparseMlaBackend, UpProjection
 from specdec.kv_cache import LatentCache, LatentLayerSpec
 from verifiers.hf_attention import PagedForward
 from verifiers.indexer import Indexer
@@ -109,6 +109,7 @@ class LatentAttention(nn.Module):
 
         selected = prev_topk_indices
         if self.indexer is not None:
+            assert isinstance(backend, SparseMlaBackend)
             selected = backend.select(self.indexer(hidden, residual, angles), cache, paged.plan)
         up = UpProjection(key=self.up_key, value=self.up_value)
         attended = backend.run(rows, up, cache, paged.plan, scale=self.scaling, selected=selected)

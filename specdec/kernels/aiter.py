@@ -220,7 +220,7 @@ def load(family: type[Family]) -> Family:
         ImportError: AITER is missing, or a function or keyword is.
         RuntimeError: AITER finds no ROCm on this machine.
     """
-    functions = {name: _function(name, declared) for name, declared in _declared(family).items()}
+    functions: dict[str, Any] = {name: _function(name, declared) for name, declared in _declared(family).items()}
     return family(version_numbers(installed_version() or ""), **functions)
 
 

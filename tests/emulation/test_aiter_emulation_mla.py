@@ -422,7 +422,8 @@ def test_loading(load: Load, version: str) -> None:
     mla = families.load(families.AiterMla)
     assert mla.reduce_options == ({} if version == "0.1.15" else {"num_kv_splits": 0})
     assert mla.mla_prefill_ps_asm_fwd is not None
-    for family in (families.AiterTriton, families.AiterFa, families.AiterMla, families.AiterIndexer, families.AiterRouter):
+    kinds: list[Any] = [families.AiterTriton, families.AiterFa, families.AiterMla, families.AiterIndexer, families.AiterRouter]
+    for family in kinds:
         assert families.load(family).version == families.version_numbers(version)
         assert not families.unavailable_reasons(family)
 

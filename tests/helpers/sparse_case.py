@@ -14,7 +14,7 @@ import specdec.device
 from specdec.attention.aiter import latents
 from specdec.attention.aiter import mla_sparse as rocm_aiter_mla_sparse
 from specdec.attention.backend import AttentionMetadata
-from specdec.attention.mla import IndexerRows, IndexerSpec, MlaBackend, MlaRows, MlaSpec, UpProjection
+from specdec.attention.mla import IndexerRows, IndexerSpec, MlaRows, MlaSpec, SparseMlaBackend, UpProjection
 from specdec.attention.torch_ref.mla import TorchRefMlaBackend
 from specdec.kv_cache import LatentCache, PagedKVCache, blocks_for
 from tests.helpers.aiter_emulation import Machine, install
@@ -87,7 +87,7 @@ class Case:
     """
 
     def __init__(self, spec: MlaSpec, lengths: Sequence[int], *, exact: bool = True, num_layers: int = 1, seed: int = 0) -> None:
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         self.spec, self.lengths = spec, list(lengths)
         counts = [blocks_for(n, spec.block_size) for n in lengths]
         tables = torch.split(torch.randperm(sum(counts)) + 1, counts)
@@ -126,7 +126,7 @@ class Case:
         )
         return [MlaRows(*r) for r in rows], [IndexerRows(*i) for i in index], up
 
-    def layers(self, backend: MlaBackend) -> list[Layer]:
+    def layers(self, backend: SparseMlaBackend) -> list[Layer]:
         """The layers in the backend's type, with empty caches of its own."""
         caches = PagedKVCache(
             [backend.cache_spec] * len(self._made),
@@ -167,7 +167,7 @@ class Case:
 
     def forward(
         self,
-        backend: MlaBackend,
+        backend: SparseMlaBackend,
         layers: list[Layer],
         done: Sequence[int],
         widths: Sequence[int],
@@ -180,7 +180,7 @@ class Case:
 
     def run(
         self,
-        backend: MlaBackend,
+        backend: SparseMlaBackend,
         layers: list[Layer],
         done: Sequence[int],
         widths: Sequence[int],
@@ -204,7 +204,7 @@ class Case:
             outputs.append(backend.run(rows, layer.up, layer.cache, plan, scale=0.2, selected=selections[-1]))
         return selections, outputs
 
-    def history(self, backend: MlaBackend, steps: Sequence[tuple[Sequence[int], bool]], **how: Any) -> list[tuple[Any, Any]]:
+    def history(self, backend: SparseMlaBackend, steps: Sequence[tuple[Sequence[int], bool]], **how: Any) -> list[tuple[Any, Any]]:
         """Selections and outputs of successive forwards, given as widths and whether the host knows the lengths."""
         layers, done, results = self.layers(backend), [0] * len(self.lengths), []
         for widths, known in steps:

@@ -10,6 +10,7 @@ softcap; group sizes above 16 and head sizes other than 64, 128 and 256 decode o
 the paged kernels.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -20,7 +21,7 @@ from specdec.attention.aiter import fa_compiled, fa_routes, fa_triton
 from specdec.attention.aiter.fa_triton import Layer, Rows, Setup
 from specdec.attention.aiter.groups import AiterPlan, Group, plan_groups, plan_packed
 from specdec.attention.aiter.layout import Layout
-from specdec.attention.aiter.routes import Kernel, choose
+from specdec.attention.aiter.routes import Kernel, Route, choose
 from specdec.attention.aiter.scratch import Scratch
 from specdec.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
 from specdec.kernels import aiter, aiter_triton_only
@@ -86,6 +87,8 @@ class RocmAiterFaBackend(AttentionBackend):
         super().__init__(spec)
         self.tier, scratch = tier_of(spec.device), Scratch(spec.device)
         self._setup: Setup[Any]
+        self._routes: Sequence[Route]
+        self._write: Callable[..., None]
         if self.tier == "triton":
             self._setup = Setup(spec, self.layout, aiter_triton_only.load(), scratch)
             self._routes, self._plan, self._write = fa_routes.TRITON_ONLY, plan_packed, fa_triton.write

@@ -151,7 +151,8 @@ class RocmAiterMlaBackend(MlaBackend):
 
         def read(slots: Tensor) -> tuple[Tensor, Tensor]:
             latent = layer.cache.latent.flatten(0, 1).index_select(0, slots).to(key.dtype)
-            return _keys_and_values(*latent.split([self.spec.kv_lora_rank, self.spec.qk_rope_head_dim], dim=-1), layer.up)
+            compressed, key_rope = latent.split([self.spec.kv_lora_rank, self.spec.qk_rope_head_dim], dim=-1)
+            return _keys_and_values(compressed, key_rope, layer.up)
 
         return attend_in_chunks(self._kernels.ops, group, _query(rows), key, value, read, softmax_scale=layer.scale)
 

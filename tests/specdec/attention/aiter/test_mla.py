@@ -80,7 +80,7 @@ class Case:
     def __init__(
         self, spec: MlaSpec, lengths: list[int], widths: list[int], *, uniform: bool, causal: bool = True, size: float = 1.0
     ) -> None:
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         self.spec, self.widths, self.causal, self.scale = spec, widths, causal, 0.1
         heads, rank, nope, rope = spec.num_heads, spec.kv_lora_rank, spec.qk_nope_head_dim, spec.qk_rope_head_dim
         counts = [blocks_for(n, spec.block_size) for n in lengths]
