@@ -1,4 +1,4 @@
-"""torch_ref against attention written out position by position, and the choice of a backend."""
+"""torch_ref against the definition of attention, and the choice of a backend."""
 
 import itertools
 from typing import Any
@@ -13,6 +13,8 @@ from specdec.attention.torch_ref import fa as torch_ref
 from specdec.attention.torch_ref.fa import TorchRefBackend
 from specdec.errors import BackendError, InvalidInputError
 from specdec.kv_cache import KVLayerSpec, PagedKVCache, blocks_for
+from tests.helpers.attention_case import attention
+from tests.helpers.bounds import assert_as_exact
 
 BLOCK, HEADS, DIM = 4, 6, 8
 
@@ -28,34 +30,6 @@ def spec(**changes: object) -> AttentionSpec:
         "block_size": BLOCK,
     }
     return AttentionSpec(**{**values, **changes})  # type: ignore[arg-type]
-
-
-def one_row(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    position: int,
-    *,
-    causal: bool,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Attention of one query [heads, dim] at `position` to keys [length, kv_heads, dim], in float64, key by key."""
-    out = torch.zeros(query.shape, dtype=torch.float64)
-    group = query.shape[0] // keys.shape[1]
-    for head in range(query.shape[0]):
-        weights: list[tuple[float, Tensor]] = []
-        for s in range(keys.shape[0]):
-            hidden = (causal and s > position) or (window is not None and abs(position - s) >= window)
-            if not hidden:
-                score = float(query[head].double() @ keys[s, head // group].double()) * 0.3
-                score = softcap * float(torch.tanh(torch.tensor(score / softcap, dtype=torch.float64))) if softcap else score
-                weights.append((score, values[s, head // group].double()))
-        extra = [float(sinks[head])] if sinks is not None else []
-        exps = torch.tensor([w for w, _ in weights] + extra, dtype=torch.float64).softmax(0)
-        out[head] = sum(e * v for e, (_, v) in zip(exps, weights, strict=False))
-    return out
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 6])
@@ -108,12 +82,9 @@ def test_every_case_equals_the_definition(
     softcap = 0.7 if extra in ("softcap", "both") else None
     key, value = (torch.cat([t[-w:] for t, w in zip(side, widths, strict=True)]) for side in (keys, values))
     got = backend.run(query, key, value, cache, backend.plan(metadata), scale=0.3, window=window, softcap=softcap, sinks=sinks)
-    row = 0
-    for i, (n, w) in enumerate(zip(lengths, widths, strict=True)):
-        for position in range(n - w, n):
-            want = one_row(query[row], keys[i], values[i], position, causal=causal, window=window, softcap=softcap, sinks=sinks)
-            torch.testing.assert_close(got[row].double(), want, atol=1e-5, rtol=1e-5)
-            row += 1
+    how: dict[str, Any] = {"scale": 0.3, "window": window, "softcap": softcap, "sinks": sinks}
+    plain, exact = (attention(query, cache, metadata, dtype=dtype, **how) for dtype in (torch.float32, torch.float64))
+    assert_as_exact(got, plain, exact)
 
 
 def test_backends_are_chosen_and_refused_by_reason() -> None:
@@ -134,11 +105,10 @@ def test_backends_are_chosen_and_refused_by_reason() -> None:
 def test_16_bit_tiles_on_a_cpu_are_never_narrow(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the next test rests on, whatever the CPU: at least 4 rows in every tile of 32, and numbers of keys in steps."""
     shapes: list[tuple[int, int]] = []
-    attend = torch_ref.F.scaled_dot_product_attention
 
     def record(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         shapes.append((q.shape[2], k.shape[2]))
-        return attend(q, k, v, **options)
+        return torch.empty_like(q)
 
     monkeypatch.setattr(torch_ref.F, "scaled_dot_product_attention", record)
     for dtype in (torch.bfloat16, torch.float32):
