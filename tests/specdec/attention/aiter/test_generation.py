@@ -37,6 +37,7 @@ from specdec.core import DecodeBatch, Drafter, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.errors import BackendError
 from specdec.kv_cache import LatentCache
+from specdec.scratch import next_token_logits
 from tests.helpers.aiter_emulation import Machine, install
 from tests.helpers.guards import no_host_sync
 from tests.helpers.scripted import ScriptedDrafter
@@ -208,6 +209,8 @@ def test_drafts_change_nothing_on_an_eight_bit_cache(
     rocm(version, architecture)
     verifier = paged_verifier(model, 16, backend=lambda s: BACKENDS[backend](replace(s, cache_dtype=FP8[architecture])))
     want = generate(verifier, None, batch)
+    # Beside the engine, with a cache of its own, whose type the kernels insist on.
+    assert next_token_logits(verifier, prompts_for(batch)[0]).argmax() == want[0][0]
     assert generate(verifier, drafter_of(drafter, verifier, version, want, batch), batch) == want
 
 
