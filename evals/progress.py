@@ -26,7 +26,7 @@ class ProgressBar(tqdm):
             total=total,
             file=sys.stderr,
             ascii=".#",
-            bar_format="{desc}  [{bar:24}] {n_fmt}/{total_fmt}  {postfix}",
+            bar_format="{desc}  [{bar:24}] {n_fmt}/{total_fmt}{postfix}",
             miniters=0,
             mininterval=INTERVAL,
             delay=0 if self._live else math.inf,

@@ -1,6 +1,7 @@
 """`specdec train`: answers, training and the check against the engine, from one config file or flags."""
 
 import argparse
+import sys
 
 from drafters.training.config import TrainConfig, add_flags, build_config
 from specdec.errors import InvalidInputError
@@ -43,4 +44,8 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidInputError(f"unknown stage {unknown[0]!r} (known: {', '.join(STAGES)})")
     from drafters.training.stages import run_stages
 
-    return 0 if run_stages(tuple(stage for stage in STAGES if stage in stages), config) else 1
+    try:
+        return 0 if run_stages(tuple(stage for stage in STAGES if stage in stages), config) else 1
+    except KeyboardInterrupt:
+        print(f"\nspecdec: what is finished is kept in {config.folder}; the same command goes on from there", file=sys.stderr)
+        raise

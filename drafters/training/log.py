@@ -106,7 +106,7 @@ def _progress_bar() -> Any:
     """A bar in percent on a terminal, else None: lines then."""
     if not sys.stderr.isatty():
         return None
-    return tqdm(total=100, bar_format="{percentage:5.1f}% |{bar:24}| {elapsed} {postfix}", file=sys.stderr)
+    return tqdm(total=100, bar_format="{percentage:5.1f}% |{bar:24}| {elapsed}{postfix}", file=sys.stderr)
 
 
 def _text(value: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from specdec.cli.fields import add_options, from_options, kinds_of
@@ -65,6 +65,7 @@ def load_decoder(args: argparse.Namespace, drafter: str | None, engine: EngineCo
     Raises:
         SpecDecError: see `SpecDecoder.from_pretrained` and `require_ours`.
     """
+    load = LoadConfig(**from_options(LoadConfig, args))
     require_ours("drafters", "verifiers")
     from transformers.utils import logging
 
@@ -72,7 +73,7 @@ def load_decoder(args: argparse.Namespace, drafter: str | None, engine: EngineCo
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()  # it would fill a log file with carriage returns
-    return SpecDecoder.from_pretrained(args.model, drafter=drafter, **from_options(LoadConfig, args), engine=engine)
+    return SpecDecoder.from_pretrained(args.model, drafter=drafter, **asdict(load), engine=engine)
 
 
 def _own(config: type) -> list[str]:

@@ -264,7 +264,7 @@ def test_progress_shows_tau_while_it_runs(monkeypatch: Patch, capsys: Capture) -
     )
     error = capsys.readouterr().err
     assert error.count("\r") > 4
-    assert "turn 0  [........................] 0/3  tau 1.00" in error
+    assert "turn 0  [........................] 0/3, tau 1.00" in error
     assert "turn 1  [########################] 1/1" in error
 
 
@@ -294,7 +294,7 @@ def test_the_kind_of_cache_reaches_the_target(monkeypatch: Patch, capsys: Captur
     asked: list[str] = []
 
     def load(*args: Any, **options: Any) -> SpecDecoder:
-        asked.append(options["engine"].cache.dtype)
+        asked.append(options["kv_dtype"])
         raise InvalidInputError("enough")
 
     monkeypatch.setattr(SpecDecoder, "from_pretrained", load)
