@@ -19,24 +19,18 @@ from tests.helpers.scripted import ScriptedDrafter
 from verifiers.embedded import embedded_model_path
 from verifiers.load import load_verifier
 
-MAX_TOKENS = 64
+pytestmark = pytest.mark.slow
+
+MAX_TOKENS = 48
 K = 5
 QUESTIONS = (
-    "What is the capital of France, and which river runs through it?",
-    "Write a haiku about autumn leaves.",
-    "A baker sells 12 rolls in the morning and twice as many in the afternoon. How many rolls does she sell?",
-    "Explain to a child why the sky is blue.",
-    "List the first eight prime numbers, separated by commas.",
     "Repeat this sentence three times: The quick brown fox jumps over the lazy dog.",
     "Write a Python function that reverses a string.",
-    "Give me three tips for sleeping better.",
+    "What is the capital of France, and which river runs through it?",
+    "A baker sells 12 rolls in the morning and twice as many in the afternoon. How many rolls does she sell?",
+    "List the first eight prime numbers, separated by commas.",
     "Translate to French: Good morning, how are you today?",
-    "What is the difference between a virus and a bacterium?",
-    "Tom has 5 apples. He buys 7 more and gives 3 away. How many apples does he have now?",
-    "Summarise in one sentence: Water boils at 100 degrees Celsius at sea level, and at lower temperatures on high mountains.",
-    "Name five animals that live in the ocean.",
-    "Why do we have leap years?",
-    "Write the opening line of a detective story set in Venice.",
+    "Summarize in one sentence: Water boils at 100 degrees Celsius at sea level, and at lower temperatures on high mountains.",
     "Turn this into a JSON object: name is Ada, age is 36, city is London.",
 )
 
@@ -100,7 +94,7 @@ DRAFTERS: dict[str, MakeDrafter] = {
 }
 
 
-@pytest.mark.parametrize("batch", [16, 4, 1])
+@pytest.mark.parametrize(("batch", "num_prompts"), [(8, 8), (3, 6), (1, 2)])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_greedy_equals_generate(
     target: tuple[Verifier, SpecDecoder],
@@ -108,16 +102,17 @@ def test_greedy_equals_generate(
     random_dflash: Path,
     drafter: str,
     batch: int,
+    num_prompts: int,
 ) -> None:
-    """16 real prompts, 64 tokens each; prompts beyond the batch size wait for a slot.
+    """Real prompts, 48 tokens each; those beyond the batch size wait for a slot.
 
     The wrong drafter is wrong at every position for one prompt in six, and at one chosen position for the others.
     """
     verifier, plain = target
     config = EngineConfig(num_draft_tokens=None, max_num_seqs=batch, cache=CacheConfig(memory_bytes=2**28))
     decoder = SpecDecoder(verifier, plain.tokenizer, DRAFTERS[drafter](verifier, outputs, random_dflash), config)
-    results = decoder.generate([list(prompt) for prompt in outputs], max_tokens=MAX_TOKENS)
+    results = decoder.generate([list(prompt) for prompt in outputs][:num_prompts], max_tokens=MAX_TOKENS)
     assert isinstance(results, list)
-    assert [result.token_ids for result in results] == list(outputs.values())
+    assert [result.token_ids for result in results] == list(outputs.values())[:num_prompts]
     if drafter == "right":
         assert min(result.stats.tau for result in results if len(result.token_ids) == MAX_TOKENS) > K
