@@ -1,6 +1,7 @@
 """triton_fa against the definition, on a CUDA device or in Triton's interpreter; see `tests.helpers.triton_interpreter`."""
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -94,15 +95,16 @@ def check(
 
 
 def compare(
-    backend: TritonFaBackend, rows: tuple[Tensor, ...], cache: LayerCache, metadata: AttentionMetadata, **options: Any
+    backend: TritonFaBackend, rows: Sequence[Tensor], cache: LayerCache, metadata: AttentionMetadata, **options: Any
 ) -> None:
     """Query, key and value of the rows through `backend` and through the definition, on a cache that torch_ref has written."""
     written = LayerCache(cache.key.clone(), cache.value.clone())
-    TorchRefBackend(backend.spec).write(written, *rows[1:], metadata.slot_mapping)
-    got = backend.run(*rows, cache, backend.plan(metadata), scale=0.2, **options)
+    query, key, value = rows
+    TorchRefBackend(backend.spec).write(written, key, value, metadata.slot_mapping)
+    got = backend.run(query, key, value, cache, backend.plan(metadata), scale=0.2, **options)
     for ours, theirs in zip(cache, written, strict=True):
         assert ours.equal(theirs)
-    check_attention(got, rows[0], written, metadata, **options)
+    check_attention(got, query, written, metadata, **options)
 
 
 def check_attention(got: Tensor, query: Tensor, cache: LayerCache, metadata: AttentionMetadata, **options: Any) -> None:
@@ -204,7 +206,7 @@ def test_8_bit_cache() -> None:
         # The interpreter loses the carry of numbers that round up to a power of two.
         assert (ours != want).float().mean() < 0.05
     read = KVLayerSpec(2, 16).allocate(9, BLOCK, torch.float32, DEVICE)
-    TorchRefBackend(spec(head_dim=16)).write(read, *stored, metadata.slot_mapping)
+    TorchRefBackend(spec(head_dim=16)).write(read, stored[0], stored[1], metadata.slot_mapping)
     check_attention(got, query, read, metadata)
 
 
