@@ -22,7 +22,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One conversation to be had.
+    """One conversation.
 
     Attributes:
         item_id: unique within the set.
@@ -206,7 +206,7 @@ def _hub_rows(name: str, source: _Source) -> list[tuple[str, Row]]:
         )
     try:
         rows = import_module("datasets").load_dataset(source.hub, source.config, split=source.split)
-    except Exception as error:  # the library raises dozens of types for what is one thing to the user: it is not to be had
+    except Exception as error:  # the library raises dozens of types; to the user all mean the same
         reason = " ".join(str(error).split())[:200]
         raise InvalidInputError(f"cannot get {source.hub!r} from the hub: {reason}; {way_out}") from error
     return [(f"{source.hub} row {number}", row) for number, row in enumerate(rows)]

@@ -144,7 +144,7 @@ class SpecDecoder:
             InvalidInputError: the prompt is empty or no Unicode text, or is a chat that the tokenizer has no template for.
         """
         if isinstance(prompt, str):
-            ids = self._ids_of(prompt) if prompt else []
+            ids: Sequence[Any] = self._ids_of(prompt) if prompt else []
         elif prompt and isinstance(prompt[0], dict):
             if not getattr(self.tokenizer, "chat_template", None):
                 raise InvalidInputError(f"the tokenizer of {self.verifier.name!r} has no chat template; give text or token ids")

@@ -174,7 +174,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise InvalidInputError(f"cannot read {str(path)!r}: {reason_of(error)}; check --config") from error
     except ValueError as error:
-        raise InvalidInputError(f"{path} is no valid {'JSON' if path.suffix == '.json' else 'TOML'}: {error}") from error
+        raise InvalidInputError(f"{path} is not valid {'JSON' if path.suffix == '.json' else 'TOML'}: {error}") from error
     if not isinstance(values, dict):
-        raise InvalidInputError(f"{path} holds no table of keys and values")
+        raise InvalidInputError(f"{path} has no keys at its top level; write a table of options")
     return {name.replace("-", "_"): value for name, value in values.items()}

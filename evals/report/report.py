@@ -59,7 +59,7 @@ def read_report(path: Path, schema: str | None = None) -> Report:
         raise InvalidInputError(f"{str(path)!r} is not JSON ({error}); give a report that specdec bench or eval wrote") from error
     name = report.get("schema") if isinstance(report, dict) else None
     if name not in SCHEMA_VERSIONS:
-        raise InvalidInputError(f"{str(path)!r} is no report of specdec; give a file that specdec bench or eval wrote")
+        raise InvalidInputError(f"{str(path)!r} was not written by specdec; give a file that specdec bench or eval wrote")
     if schema is not None and name != schema:
         raise InvalidInputError(f"{str(path)!r} follows schema {name!r}, not {schema!r}; give a report of the same kind")
     if report.get("schema_version") != SCHEMA_VERSIONS[name]:

@@ -55,7 +55,7 @@ def read_prompts(texts: Sequence[str], file: str | None) -> list[Prompt]:
     return prompts
 
 
-def model_inputs(prompts: Sequence[Prompt], tokenizer: Any, *, raw: bool, system: str | None) -> list[str | Messages]:
+def model_inputs(prompts: Sequence[Prompt], tokenizer: Any, *, raw: bool, system: str | None) -> list[Any]:
     """What the decoder is given: chat messages if the tokenizer has a chat template and `raw` is off, else text.
 
     Raises:

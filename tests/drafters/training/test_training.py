@@ -313,7 +313,7 @@ def test_a_config_file_says_the_same_as_flags(tmp_path: Path, capsys: pytest.Cap
         ("steps = 5", "unknown key 'steps'"),
         ('out = "x"\nlr = "high"', "lr is 'high'; it must be a float"),
         ('out = "x"\nlr = -1', "lr is -1.0; it must be positive"),
-        ("lr = ", "no valid TOML"),
+        ("lr = ", "not valid TOML"),
     ]:
         file.write_text(text)
         assert main(["train", "--config", str(file)]) == 2

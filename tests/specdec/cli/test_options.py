@@ -157,7 +157,7 @@ def test_options_reach_the_api(monkeypatch: Patch) -> None:
     parsed = verb_parser("generate").parse(line[1:])
     for config, made in ((SamplingParams, sampling_params(parsed)), (EngineConfig, engine_config(parsed))):
         default = config()
-        same = {one.name for one in fields(config) if getattr(made, one.name) == getattr(default, one.name)}  # type: ignore[arg-type]
+        same = {one.name for one in fields(config) if getattr(made, one.name) == getattr(default, one.name)}
         assert same <= {"seed"}, f"{config.__name__} has fields without an option: {same}"
     assert sampling_params(parsed) == SamplingParams(9, 0.7, 5, 0.9, 0.1, 1.2, 4, ("a", "b"), (7,), True, True)
     asked = loaded(monkeypatch, *line)
