@@ -110,7 +110,7 @@ def test_every_field_of_a_json_line_is_understood(tmp_path: Path) -> None:
         ("gsm8k_test.jsonl", "", "is an evaluation split by its name"),
         ("test.txt", "", "is an evaluation split by its name"),
         ("a.jsonl", "{", r"a.jsonl:1 is not JSON"),
-        ("a.jsonl", '{"prompt": "x"}\n{"text": "x"}', r"a.jsonl:2 must be an object with exactly one of .* but has none"),
+        ("a.jsonl", '{"prompt": "x"}\n{"text": "x"}', r"a.jsonl:2 must have exactly one of .* but has none"),
         ("a.jsonl", '{"prompt": "x", "question": "y"}', "but has question and prompt"),
         ("a.jsonl", '{"messages": [{"role": "assistant", "content": "x"}]}', "messages is no text, list of turns or chat"),
         ("a.jsonl", '{"prompt": "  "}', "prompt is no text"),
