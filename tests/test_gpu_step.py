@@ -28,7 +28,7 @@ SAMPLINGS = [
 
 def guarded(engine: SpecEngine) -> SpecEngine:
     """The engine with a step that raises when the host waits for the device; a capture has a detector of its own."""
-    launch: Any = engine._launch
+    launch: Any = engine.runner.step
 
     def strict(batch: DecodeBatch) -> Any:
         if torch.cuda.is_current_stream_capturing():
@@ -39,7 +39,7 @@ def guarded(engine: SpecEngine) -> SpecEngine:
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    engine._launch = strict  # type: ignore[method-assign]
+    engine.runner.step = strict  # type: ignore[method-assign]
     return engine
 
 
@@ -64,6 +64,6 @@ def test_captured_steps_equal_eager_ones_and_nothing_waits(name: str, backend: s
         requests = [engine.add_request(prompt, SAMPLINGS[i % 4]) for i, prompt in enumerate(random_prompts(8))]
         while engine.has_work:
             engine.step()
-        assert bool(engine.graphs and engine.graphs.graphs) == graphs
+        assert bool(engine.runner.graphs and engine.runner.graphs.graphs) == graphs
         outputs.append([request.output_token_ids for request in requests])
     assert outputs[0] == outputs[1]
