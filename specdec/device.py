@@ -89,7 +89,7 @@ def float8_dtype(device: torch.device) -> torch.dtype:
 
 
 def cache_dtype(name: CacheDtype, device: torch.device) -> torch.dtype | None:
-    """Type of the KV cache when it is not the model's: for "fp8" the flavour of e4m3 that the device computes with."""
+    """Type of the KV cache when it is not the model's: for "fp8" the flavor of e4m3 that the device computes with."""
     if name == "auto":
         return None
     return float8_dtype(device)

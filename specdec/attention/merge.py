@@ -8,7 +8,7 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Ten
     """Joins the attention over two disjoint sets of keys; every row has to see at least one key of either.
 
     Args:
-        out, part: [num_tokens, num_heads, head_dim], each normalised over its own keys.
+        out, part: [num_tokens, num_heads, head_dim], each normalized over its own keys.
         lse, part_lse: float32 [num_heads, num_tokens], natural logarithms of the denominators.
 
     Returns:

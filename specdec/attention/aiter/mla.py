@@ -142,7 +142,7 @@ class RocmAiterMlaBackend(MlaBackend):
         """The same on keys and values as they are."""
         key, value = _keys_and_values(*rows[2:], layer.up)
         ops, scale = self._kernels.ops, layer.scale
-        out: Tensor = attend(ops, group, _query(rows), key, value, softmax_scale=scale, causal=group.causal, return_lse=False)
+        out: Tensor = attend(ops, group, _query(rows), key, value, softmax_scale=scale, causal=group.causal)
         return out
 
     def chunked_varlen(self, group: Group, plan: MlaPlan, layer: MlaLayer, rows: MlaRows) -> Tensor:

@@ -199,7 +199,7 @@ def quantized(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """A tensor in 8-bit floats, and the factor, float32 [1], that turns them back.
 
     The factor comes from the largest magnitude, computed on the device and not read by the host. It is a power of two, so that
-    the larger numbers of a neighbour in the batch change nothing but what is then too small for the type. Out of range saturates.
+    the larger numbers of a neighbor in the batch change nothing but what is then too small for the type. Out of range saturates.
     """
     most = torch.finfo(dtype).max
     largest = torch.linalg.vector_norm(tensor, torch.inf, dtype=torch.float32).clamp(min=torch.finfo(torch.float16).tiny)

@@ -12,11 +12,8 @@ import torch
 from torch import Tensor
 
 import specdec.attention
-from specdec.attention.aiter import groups, latents
+from specdec.attention.aiter import groups, latents, mla_entries, mla_prefill_fp8, mla_sparse_plan
 from specdec.attention.aiter import mla as rocm_aiter_mla
-from specdec.attention.aiter import mla_entries as rocm_aiter_mla_plan
-from specdec.attention.aiter import mla_prefill_fp8 as rocm_aiter_mla_prefill
-from specdec.attention.aiter import mla_sparse_plan as rocm_aiter_sparse_plan
 from specdec.attention.aiter.fa import RocmAiterFaBackend
 from specdec.attention.aiter.groups import AiterPlan, plan_groups, plan_packed
 from specdec.attention.aiter.layout import shuffled
@@ -80,7 +77,7 @@ def test_a1_plans_hold_only_what_is_read() -> None:
         read |= {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
     kinds = [
         kind
-        for module in (groups, latents, rocm_aiter_mla, rocm_aiter_mla_plan, rocm_aiter_mla_prefill, rocm_aiter_sparse_plan)
+        for module in (groups, latents, rocm_aiter_mla, mla_entries, mla_prefill_fp8, mla_sparse_plan)
         for kind in vars(module).values()
         if isinstance(kind, type) and dataclasses.is_dataclass(kind) and kind.__module__ == module.__name__
     ]

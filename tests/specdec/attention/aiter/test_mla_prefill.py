@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.attention.aiter import groups
+from specdec.attention.aiter import groups, mla_prefill_fp8
 from specdec.attention.aiter import mla as rocm_aiter_mla
-from specdec.attention.aiter import mla_prefill_fp8 as rocm_aiter_mla_prefill
 from specdec.attention.aiter.mla import RocmAiterMlaBackend, _keys_and_values
 from specdec.attention.aiter.mla_prefill_fp8 import Fp8PrefillPlan, quantized, unavailable_reasons
 from specdec.attention.mla import MlaSpec
@@ -116,8 +115,8 @@ def test_c1_the_probe_is_asked_once(rocm: Install, monkeypatch: pytest.MonkeyPat
     """Neither plans nor layers probe the machine again."""
     rocm()
     backend = RocmAiterMlaBackend(rounded())
-    monkeypatch.setattr(rocm_aiter_mla_prefill, "unavailable_reasons", None)
-    monkeypatch.setattr(rocm_aiter_mla_prefill.aiter, "load", None)
+    monkeypatch.setattr(mla_prefill_fp8, "unavailable_reasons", None)
+    monkeypatch.setattr(mla_prefill_fp8.aiter, "load", None)
     prompts(rounded(), 40, 9).attend(backend)
 
 
@@ -277,7 +276,7 @@ def test_the_emulation_catches_a_planner_fed_from_the_device(rocm: Install, monk
     machine = rocm()
     backend, case = RocmAiterMlaBackend(rounded()), prompts(rounded(), 40, 9)
     machine.on_device = [case.metadata.query_start_loc]
-    monkeypatch.setattr(rocm_aiter_mla_prefill.torch, "tensor", lambda *_, **__: case.metadata.query_start_loc)
+    monkeypatch.setattr(mla_prefill_fp8.torch, "tensor", lambda *_, **__: case.metadata.query_start_loc)
     with pytest.raises(MisuseError, match="host code"):
         backend.plan(case.metadata)
     assert rocm_aiter_mla.Fp8Prefill is type(backend._fp8_prefill)

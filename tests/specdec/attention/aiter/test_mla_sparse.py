@@ -12,9 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.attention.aiter import latents
-from specdec.attention.aiter import mla_indexer as rocm_aiter_indexer
-from specdec.attention.aiter import mla_sparse_plan as rocm_aiter_sparse_plan
+from specdec.attention.aiter import latents, mla_indexer, mla_sparse_plan
 from specdec.attention.aiter.mla_sparse import RocmAiterMlaSparseBackend
 from specdec.attention.mla import IndexerRows, IndexerSpec, MlaBackend, MlaRows
 from specdec.attention.selector import select_backend
@@ -193,7 +191,7 @@ def test_scores_past_a_row_are_minus_infinity(rocm: Install) -> None:
     index = IndexerRows(*(torch.cat([t[-2:] for t in ts]) for ts in zip(*layer.index, strict=True)))
     plan = backend.plan(case.metadata([28, 7], [2, 2], known=False))
     backend.select(index, layer.cache, plan)
-    assert plan.scores is not None and plan.scores.shape[1] % rocm_aiter_indexer.SCORE_COLUMNS == 0
+    assert plan.scores is not None and plan.scores.shape[1] % mla_indexer.SCORE_COLUMNS == 0
     assert [int(n) for n in plan.scores.isfinite().sum(1)] == [29, 30, 8, 9]
     assert (plan.scores[3, 9:] == -torch.inf).all()
 
@@ -205,7 +203,7 @@ def test_prefill_in_chunks(rocm: Install, monkeypatch: pytest.MonkeyPatch, most:
     case = Case(spec(), [37, 3, 20, 18])
     steps: list[tuple[Sequence[int], bool]] = [((17, 1, 9, 2), True), ((20, 2, 11, 16), True)]
     want = case.history(case.reference(), steps)
-    monkeypatch.setattr(rocm_aiter_sparse_plan, "MAX_SCORES", most)
+    monkeypatch.setattr(mla_sparse_plan, "MAX_SCORES", most)
     backend = RocmAiterMlaSparseBackend(case.spec)
     assert [[sets(s) for s in r[0]] for r in case.history(backend, steps)] == [[sets(s) for s in r[0]] for r in want]
     chunks = backend.plan(case.metadata([17, 1, 9, 2], [20, 2, 11, 16], known=True)).chunks
@@ -252,13 +250,13 @@ def test_shared_selection(rocm: Install, monkeypatch: pytest.MonkeyPatch) -> Non
     rocm()
     case = Case(spec(), LENGTHS, num_layers=3)
     made: list[Tensor] = []
-    inner = rocm_aiter_sparse_plan.SparseBuffers.list_slots
+    inner = mla_sparse_plan.SparseBuffers.list_slots
 
     def counted(self: Any, selected: Tensor, *args: Any) -> None:
         made.append(selected)
         inner(self, selected, *args)
 
-    monkeypatch.setattr(rocm_aiter_sparse_plan.SparseBuffers, "list_slots", counted)
+    monkeypatch.setattr(mla_sparse_plan.SparseBuffers, "list_slots", counted)
     got, want = (case.history(b, STEPS, shared=True) for b in (RocmAiterMlaSparseBackend(case.spec), case.reference()))
     for (_, outputs), (_, want_outputs) in zip(got, want, strict=True):
         torch.testing.assert_close(outputs, want_outputs, atol=1e-5, rtol=1e-4)
@@ -424,5 +422,5 @@ def test_index_cache_bytes() -> None:
     """A key in 8 bits and its scale, beside the latent."""
     backend = object.__new__(RocmAiterMlaSparseBackend)
     MlaBackend.__init__(backend, spec(**REAL))
-    assert backend.cache_spec.index_bytes == 128 + rocm_aiter_indexer.SCALE_BYTES
+    assert backend.cache_spec.index_bytes == 128 + mla_indexer.SCALE_BYTES
     assert backend.cache_spec.bytes_per_token(torch.bfloat16) == 1152 + 132
