@@ -69,11 +69,16 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
         InvalidInputError: the name is not float32, bfloat16 or float16.
     """
     if name == "auto":
-        slow_bfloat16 = device.type == "cpu" and not torch.cpu._is_avx512_bf16_supported()
+        slow_bfloat16 = device.type == "cpu" and not (uses_avx512() and torch.cpu._is_avx512_bf16_supported())
         return torch.float32 if slow_bfloat16 else torch.bfloat16
     if name not in _DTYPES:
         raise InvalidInputError(f"unknown dtype {name!r}; choose auto, {', '.join(_DTYPES)}")
     return _DTYPES[name]
+
+
+def uses_avx512() -> bool:
+    """Whether torch's own CPU kernels use AVX-512: the CPU has it, and `ATEN_CPU_CAPABILITY` does not ask for less."""
+    return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
 
 def rocm_architecture(device: torch.device) -> str | None:

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specdec.device import uses_avx512
+
 GROUP = 32
 """Inputs of a row that share a scale and a minimum in a four-bit weight."""
 
@@ -105,7 +107,7 @@ def can_pack(weight: Tensor) -> bool:
 
 def can_pack_four_bit(weight: Tensor) -> bool:
     """Whether the four-bit form of `weight` is of use here: its kernel is written for AVX-512, and elsewhere it is slow."""
-    return can_pack(weight) and torch.cpu._is_avx512_supported()
+    return can_pack(weight) and uses_avx512()
 
 
 def _pack_four_bit(weight: FourBitWeight) -> tuple[Tensor, Tensor]:
