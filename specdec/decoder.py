@@ -77,9 +77,9 @@ class SpecDecoder:
 
         Args:
             target: "embedded", a local folder, or a hub name.
-            drafter: "auto", "embedded" (the one that comes with the embedded model), "ngram", the folder or hub name of a DFlash
-                checkpoint, a drafter of your own (see `find_drafter`), or None. "auto" takes the embedded model's drafter for
-                that model and n-gram lookup for all others.
+            drafter: "auto", "smollm2-dflash" (comes with the package, for the embedded model), "ngram", the folder or hub name of
+                a checkpoint, a drafter of your own (see `find_drafter`), or None. "auto" takes smollm2-dflash for the embedded
+                model and n-gram lookup for all others.
             device, dtype, attention, block_size, kv_dtype: see `specdec.config.LoadConfig`.
             engine: limits and choices.
 
@@ -228,8 +228,8 @@ def find_drafter(choice: DrafterChoice) -> Callable[[Verifier], Drafter | None]:
     """
     if choice is None or choice == "none":
         return lambda verifier: None
-    if choice == "auto":
-        return lambda verifier: find_drafter(drafter_name("auto", verifier.name))(verifier)
+    if choice in ("auto", "embedded"):
+        return lambda verifier: find_drafter(drafter_name(str(choice), verifier.name))(verifier)
     path: str | Path | None = None
     if isinstance(choice, str) and choice in DRAFTERS:
         loader = resolve(DRAFTERS, choice, "drafter")

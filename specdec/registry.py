@@ -25,7 +25,7 @@ MLA_BACKENDS = {
 DRAFTERS: dict[str, str | Callable[..., Any]] = {
     "ngram": "drafters.ngram:load_ngram",
     "dflash": "drafters.dflash.drafter:load_dflash",
-    "embedded": "drafters.embedded:load_embedded",
+    "smollm2-dflash": "drafters.shipped:load_shipped",
 }
 """Functions `(path | None, *, verifier) -> Drafter`, by the name of a drafter or of the algorithm in a `config.json`."""
 
@@ -73,12 +73,14 @@ def drafter_name(name: str | None, target: str) -> str:
     """The drafter that `name` stands for beside a target: "auto" is the embedded model's own, and n-gram lookup for all others.
 
     >>> drafter_name("auto", "embedded"), drafter_name("auto", "some/model"), drafter_name("ngram", "embedded")
-    ('embedded', 'ngram', 'ngram')
+    ('smollm2-dflash', 'ngram', 'ngram')
     >>> drafter_name(None, "embedded")
     'none'
     """
     if name == "auto":
-        return "embedded" if target == "embedded" else "ngram"
+        return "smollm2-dflash" if target == "embedded" else "ngram"
+    if name == "embedded":
+        return "smollm2-dflash"  # its name in an earlier version
     return "none" if name is None else name
 
 

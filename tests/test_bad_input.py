@@ -148,8 +148,11 @@ def test_damaged_or_foreign_drafter(folders: Path, tmp_path: Path, capsys: Captu
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("abc", "--drafter", "ngramm"), ("unknown drafter 'ngramm'", "auto, ngram, dflash, embedded, none")),
-        (("abc", "--drafter", "embedded"), ("made for embedded", "does not fit", "vocabulary has 49152 tokens, the target's 97")),
+        (("abc", "--drafter", "ngramm"), ("unknown drafter 'ngramm'", "auto, ngram, dflash, smollm2-dflash, none")),
+        (
+            ("abc", "--drafter", "smollm2-dflash"),
+            ("made for embedded", "does not fit", "vocabulary has 49152 tokens, the target's 97"),
+        ),
         (("abc", "--drafter", "{drafter}", "-k", "5"), ("num_draft_tokens is 5 and the drafter gives at most 4",)),
         (("abc", "--attention", "flash"), ("unknown attention backend 'flash'", "torch_ref")),
         (("abc", "--device", "cuda:77"), ("cuda:77", "cpu")),

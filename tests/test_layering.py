@@ -37,7 +37,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"keys"},
         {"algorithms", "checkpoint"},
         {"dflash", "ngram"},
-        {"load", "embedded"},
+        {"load", "shipped"},
         {"training"},
         {"__init__"},
     ],

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from drafters.dflash.model import DFlashLayer, DFlashModel, Keep
 from specdec.attention.backend import AttentionMetadata
 from specdec.attention.triton.fa import TritonFaBackend
+from specdec.kernels.linear import Linear
 from specdec.kernels.triton_embedding import embed
 from specdec.kernels.triton_fused import rms_norm, rope_store
 from specdec.kv_cache import LayerCache
-from specdec.kernels.linear import Linear
 from specdec.layers.rotary import half_angles
 from specdec.layers.triton_decoder import DecoderLayer, TritonDecoder
 

@@ -64,7 +64,7 @@ class SpecdecLM(TemplateLM):
 
     Args:
         pretrained: "embedded", a folder, or a hub name.
-        drafter: "auto", "embedded", "ngram", a checkpoint, or "none"; see `SpecDecoder.from_pretrained`.
+        drafter: "auto", "smollm2-dflash", "ngram", a checkpoint, or "none"; see `SpecDecoder.from_pretrained`.
         num_draft_tokens: k; None takes the drafter's own number.
         dtype, device, attention: see `SpecDecoder.from_pretrained`.
         batch_size: requests decoded at once; "auto" takes the engine's default.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _EXAMPLES = """\
 examples:
   specdec bench
-  specdec bench --sets bundled gsm8k --data gsm8k=test.jsonl --limit 40 --drafter embedded ngram -k 4 8
+  specdec bench --sets bundled gsm8k --data gsm8k=test.jsonl --limit 40 --drafter smollm2-dflash ngram -k 4 8
   specdec bench --max-num-seqs 1 8 32 --temperature 0 1 --out report.json --html report.html
   specdec bench --peer transformers transformers-lookup llama.cpp
   specdec bench compare before.json after.json

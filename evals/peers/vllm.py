@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 from drafters.dflash.checkpoint import read_checkpoint
 from drafters.dflash.config import DFlashConfig
-from drafters.embedded import embedded_drafter_path
+from drafters.shipped import shipped_drafter_path
 from evals.peers.peer import only_greedy, require
 from evals.report.provenance import checkpoint_folder
 from specdec.config import SamplingParams
@@ -162,10 +162,10 @@ def load(detail: str | None, *, verifier: Verifier) -> VllmPeer:
     name = "vllm" if detail is None else f"vllm:{detail}"
     if verifier.device.type != "cuda":
         raise InvalidInputError(f"peer {name!r} runs on a GPU and the target is on {verifier.device}; leave it out")
-    drafter = str(embedded_drafter_path()) if detail == "embedded" else detail
+    drafter = str(shipped_drafter_path()) if detail in ("smollm2-dflash", "embedded") else detail
     if drafter is not None and "/" not in drafter and not Path(drafter).exists():
         raise InvalidInputError(
-            f"peer {name!r} names no drafter checkpoint; give a folder, a hub name or embedded behind the colon"
+            f"peer {name!r} names no drafter checkpoint; give a folder, a hub name or smollm2-dflash behind the colon"
         )
     if other := next(iter(_alive), None):
         raise InvalidInputError(

@@ -38,12 +38,12 @@ def checkpoint(name: str) -> dict[str, Any]:
 
 
 def _drafter_checkpoint(name: str) -> dict[str, Any]:
-    """The same for a drafter; "embedded" names another one there than among targets."""
-    if name != "embedded":
+    """The same for a drafter."""
+    if name != "smollm2-dflash":
         return checkpoint(name)
-    from drafters.embedded import embedded_drafter_path
+    from drafters.shipped import shipped_drafter_path
 
-    return checkpoint(str(embedded_drafter_path())) | {"name": name}
+    return checkpoint(str(shipped_drafter_path())) | {"name": name}
 
 
 def checkpoint_folder(name: str) -> Path | None:

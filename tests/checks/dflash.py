@@ -26,7 +26,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from drafters.embedded import embedded_drafter_path
+from drafters.shipped import shipped_drafter_path
 from evals.prompt_sets import BUNDLED, load_prompt_set
 from specdec.config import CacheConfig, EngineConfig
 from specdec.decoder import SpecDecoder
@@ -181,7 +181,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.checks.dflash", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--drafter", default="embedded", help="embedded, or a checkpoint's folder (default %(default)s)")
+    add("--drafter", default="smollm2-dflash", help="smollm2-dflash, or a checkpoint's folder (default %(default)s)")
     add("--prompts", type=int, default=32, help="the first of the set (default %(default)s)")
     add("--tokens", type=int, default=64, help="of each output, at least 2 (default %(default)s)")
     add("--set", default=BUNDLED, help="bundled, or a file of JSON lines (default %(default)s)")
@@ -191,12 +191,12 @@ def main(argv: list[str] | None = None) -> int:
     if find_spec("dflash") is None:
         print("the public package is not installed; run: pip install --no-deps dflash==0.1.0", file=sys.stderr)
         return 2
-    if args.drafter != "embedded" and not Path(args.drafter).is_dir():
+    if args.drafter != "smollm2-dflash" and not Path(args.drafter).is_dir():
         parser.error(f"--drafter {args.drafter!r} is not a folder; give a checkpoint's folder, or embedded")
     try:
         files = {} if args.set == BUNDLED else {args.set: args.set}
         items = load_prompt_set(args.set, files=files, limit=args.prompts).items
-        folder = embedded_drafter_path() if args.drafter == "embedded" else Path(args.drafter).resolve()
+        folder = shipped_drafter_path() if args.drafter == "smollm2-dflash" else Path(args.drafter).resolve()
         decoder = our_decoder(str(folder))
         drafter = public_drafter(folder)
         print(

@@ -65,7 +65,7 @@ def main() -> int:
     name = "gsm8k" if args.data else "bundled"
     items = load_prompt_set(name, files={name: args.data} if args.data else {}, limit=args.limit).items
     engine = EngineConfig(num_draft_tokens=None, max_num_seqs=1, max_model_len=1024)
-    decoder = SpecDecoder.from_pretrained("embedded", drafter="embedded", dtype="float32", engine=engine)
+    decoder = SpecDecoder.from_pretrained("embedded", drafter="smollm2-dflash", dtype="float32", engine=engine)
     verifier, drafter = decoder.verifier, decoder.engine.drafter
     assert drafter is not None
     prompts = [decoder.tokenize([{"role": "user", "content": item.turns[0]}]) for item in items]

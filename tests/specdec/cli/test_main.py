@@ -251,7 +251,7 @@ def test_chat_template_is_used_when_there_is_one(monkeypatch: Patch, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("options", "drafter"), [([], "embedded"), (["--model", "m"], "ngram"), (["--drafter", "path/to/one"], "path/to/one")]
+    ("options", "drafter"), [([], "smollm2-dflash"), (["--model", "m"], "ngram"), (["--drafter", "path/to/one"], "path/to/one")]
 )
 def test_the_summary_names_the_drafter(options: list[str], drafter: str, monkeypatch: Patch, capsys: Capture) -> None:
     """Catches "auto" where the user wants to know what was chosen."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from drafters.embedded import embedded_drafter_path
+from drafters.shipped import shipped_drafter_path
 from evals.prompt_sets import load_prompt_set
 from specdec.decoder import SpecDecoder
 from tests.checks.dflash import Generation, Tally, check, compare, our_decoder, public_drafter
@@ -22,7 +22,7 @@ CHATS = {item.item_id: item.turns[0] for item in load_prompt_set("bundled").item
 
 @pytest.fixture(scope="module")
 def public() -> Any:
-    return public_drafter(embedded_drafter_path())
+    return public_drafter(shipped_drafter_path())
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The drafter of the embedded model, which comes with the package."""
+"""The drafter that comes with the package: `smollm2-dflash`, for the embedded model."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ FOLDER = Path(__file__).parent / "smollm2_135m_instruct"
 FILES = ("config.json", "model.safetensors")
 
 
-def embedded_drafter_path() -> Path:
+def shipped_drafter_path() -> Path:
     """Folder of the drafter, in z-lab's layout.
 
     Raises:
@@ -19,19 +19,19 @@ def embedded_drafter_path() -> Path:
     missing = [name for name in FILES if not (FOLDER / name).is_file()]
     if missing:
         raise CheckpointError(
-            f"the embedded drafter lacks {' and '.join(missing)} in {FOLDER};"
+            f"the drafter smollm2-dflash lacks {' and '.join(missing)} in {FOLDER};"
             " install specdec again with its data files, or choose drafter ngram"
         )
     return FOLDER
 
 
-def load_embedded(path: str | Path | None = None, *, verifier: Verifier) -> DFlashDrafter:
-    """The drafter of the embedded model.
+def load_shipped(path: str | Path | None = None, *, verifier: Verifier) -> DFlashDrafter:
+    """The drafter `smollm2-dflash`.
 
     Raises:
         InvalidInputError: a path, for this drafter has its own.
         CheckpointError: its files are missing or damaged.
     """
     if path is not None:
-        raise InvalidInputError(f"the embedded drafter comes with the package; leave out {str(path)!r}")
-    return load_dflash(embedded_drafter_path(), verifier=verifier)
+        raise InvalidInputError(f"the drafter smollm2-dflash comes with the package; leave out {str(path)!r}")
+    return load_dflash(shipped_drafter_path(), verifier=verifier)

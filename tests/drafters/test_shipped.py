@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from drafters import embedded
+from drafters import shipped
 from drafters.dflash.checkpoint import read_checkpoint
 from drafters.dflash.drafter import DFlashDrafter
-from drafters.embedded import embedded_drafter_path, load_embedded
 from drafters.ngram import NGramDrafter
+from drafters.shipped import load_shipped, shipped_drafter_path
 from evals.bench.bench import Bench, BenchConfig
 from evals.prompt_sets import load_prompt_set
 from evals.report.provenance import provenance
@@ -29,32 +29,32 @@ Capture = pytest.CaptureFixture[str]
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a tiny target, which the embedded drafter does not fit."""
+    """Folder of a tiny target, which the shipped drafter does not fit."""
     return save_tiny(tmp_path_factory.mktemp("target"))
 
 
 def of_its_shape(name: str) -> FakeVerifier:
-    """A target that the embedded drafter fits."""
+    """A target that the shipped drafter fits."""
     verifier = FakeVerifier()
     verifier.name, verifier.num_layers, verifier.hidden_size, verifier.vocab_size = name, 30, 576, 49152
     return verifier
 
 
 def sha256() -> str:
-    return hashlib.sha256((embedded_drafter_path() / "model.safetensors").read_bytes()).hexdigest()
+    return hashlib.sha256((shipped_drafter_path() / "model.safetensors").read_bytes()).hexdigest()
 
 
 def test_the_files_are_those_of_the_card() -> None:
     """Catches weights that were exchanged without their card, and a config of another shape."""
-    card = (embedded_drafter_path() / "README.md").read_text(encoding="utf-8")
+    card = (shipped_drafter_path() / "README.md").read_text(encoding="utf-8")
     assert re.findall(r"SHA-256 of `model\.safetensors`: `([0-9a-f]{64})`", card) == [sha256()]
-    config, tensors = read_checkpoint(embedded_drafter_path())
+    config, tensors = read_checkpoint(shipped_drafter_path())
     assert (config.block_size, config.num_hidden_layers, config.verifier_name) == (16, 5, "embedded")
     assert (config.num_target_layers, config.hidden_size, config.vocab_size) == (30, 576, 49152)
     assert all(tensor.isfinite().all() for tensor in tensors.values())
 
 
-@pytest.mark.parametrize("name", ["auto", "embedded"])
+@pytest.mark.parametrize("name", ["auto", "smollm2-dflash", "embedded"])
 def test_the_embedded_model_gets_its_own_drafter(name: str) -> None:
     drafter = find_drafter(name)(of_its_shape("embedded"))
     assert isinstance(drafter, DFlashDrafter)
@@ -67,15 +67,15 @@ def test_other_targets_get_ngram_and_the_summary_says_so(target: Path, capsys: C
     assert "(drafter ngram, k up to 8)" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["auto", "embedded"])
+@pytest.mark.parametrize("name", ["auto", "smollm2-dflash", "embedded"])
 @pytest.mark.parametrize("there", [[], ["config.json"]], ids=str)
 def test_an_installation_without_the_weights_is_said_in_one_line(
     there: Sequence[str], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches a fall back to n-gram lookup that nobody notices."""
     for file in there:
-        shutil.copy(embedded_drafter_path() / file, tmp_path)
-    monkeypatch.setattr(embedded, "FOLDER", tmp_path)
+        shutil.copy(shipped_drafter_path() / file, tmp_path)
+    monkeypatch.setattr(shipped, "FOLDER", tmp_path)
     with pytest.raises(CheckpointError, match=r"lacks .*model\.safetensors in .*; install specdec again") as caught:
         find_drafter(name)(of_its_shape("embedded"))
     assert "\n" not in str(caught.value)
@@ -84,7 +84,7 @@ def test_an_installation_without_the_weights_is_said_in_one_line(
 
 def test_a_path_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="comes with the package; leave out 'x'"):
-        load_embedded("x", verifier=tiny_decoder().verifier)
+        load_shipped("x", verifier=tiny_decoder().verifier)
 
 
 @pytest.mark.parametrize("verb", ["generate", "bench", "eval", "profile"])
@@ -99,21 +99,21 @@ def test_a_sweep_names_what_auto_stands_for_and_knows_each_drafters_k() -> None:
     base = tiny_decoder()
     base.verifier = of_its_shape("some/target")
     assert list(Bench(base, BenchConfig(sets=(PROMPTS,), drafters=("auto", "ngram"))).drafters) == ["ngram"]
-    assert list(Bench(base, BenchConfig(sets=(PROMPTS,), drafters=("embedded",), num_draft_tokens=(8, 15))).drafters) == [
-        "embedded"
+    assert list(Bench(base, BenchConfig(sets=(PROMPTS,), drafters=("smollm2-dflash",), num_draft_tokens=(8, 15))).drafters) == [
+        "smollm2-dflash"
     ]
-    with pytest.raises(InvalidInputError, match="k is 16 and drafter 'embedded' gives 1 to 15"):
-        Bench(base, BenchConfig(sets=(PROMPTS,), drafters=("embedded",), num_draft_tokens=(16,)))
+    with pytest.raises(InvalidInputError, match="k is 16 and drafter 'smollm2-dflash' gives 1 to 15"):
+        Bench(base, BenchConfig(sets=(PROMPTS,), drafters=("smollm2-dflash",), num_draft_tokens=(16,)))
     base.verifier.name = "embedded"
-    assert isinstance(Bench(base, BenchConfig(sets=(PROMPTS,))).drafters["embedded"], DFlashDrafter)
+    assert isinstance(Bench(base, BenchConfig(sets=(PROMPTS,))).drafters["smollm2-dflash"], DFlashDrafter)
 
 
 def test_provenance_holds_the_drafters_hash() -> None:
     """Catches the hash of the target, which has the same name."""
-    found = provenance(tiny_decoder(), ["embedded", "ngram"])["drafters"]
-    assert list(found) == ["embedded"]
-    assert found["embedded"]["name"] == "embedded"
-    assert found["embedded"]["sha256"]["model.safetensors"] == sha256()
+    found = provenance(tiny_decoder(), ["smollm2-dflash", "ngram"])["drafters"]
+    assert list(found) == ["smollm2-dflash"]
+    assert found["smollm2-dflash"]["name"] == "smollm2-dflash"
+    assert found["smollm2-dflash"]["sha256"]["model.safetensors"] == sha256()
 
 
 @pytest.mark.slow
