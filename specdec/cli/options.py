@@ -22,7 +22,8 @@ class ModelConfig:
 
     Attributes:
         model: the target: embedded, a folder, or a hub name.
-        drafter: auto (smollm2-dflash for the embedded model, else ngram), smollm2-dflash, ngram, a checkpoint's folder or hub name, or none.
+        drafter: auto (smollm2-dflash for the embedded model, else ngram), smollm2-dflash, ngram, a checkpoint (folder or hub
+            name), or none.
     """
 
     model: str = "embedded"

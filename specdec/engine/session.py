@@ -109,9 +109,8 @@ class Session:
 
         Closing the iterator early cancels what is unfinished.
         """
-        stream, handles = Stream(self), {}
-        numbered = enumerate(prompts)
-        more = True
+        stream, numbered, more = Stream(self), enumerate(prompts), True
+        handles: dict[int, Handle] = {}
         try:
             while more or handles:
                 while more and (self.has_room or not handles):

@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec.kernels.linear import Linear
 from specdec.kernels.triton_launch import num_processors, num_stages, on_device, overlap_options, shared_memory
 from specdec.kernels.triton_overlap import await_previous
 from specdec.kernels.triton_prefetch import MOST_BYTES, hint_options, hint_program, send_hints, surplus
-from specdec.kernels.linear import Linear
 
 MOST_ROWS = 64
 """Beyond it torch's product is as fast: there is enough arithmetic per byte."""

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.kernels.triton_launch import overlap_options
 from specdec.kernels.linear import Linear
+from specdec.kernels.triton_launch import overlap_options
 
 MOST_BYTES = 8 * 2**20
 """Largest weight to ask for. Products of larger ones use the whole memory anyway; hints made a step of an 8 B model 3 % slower."""

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from specdec.attention.backend import AttentionMetadata
 from specdec.attention.triton.fa import TritonFaBackend
+from specdec.kernels.linear import Linear
 from specdec.kernels.triton_embedding import embed
 from specdec.kernels.triton_fused import add_rms_norm, rms_norm, rope_store, silu_mul
 from specdec.kernels.triton_linear import MOST_ROWS, few_rows
 from specdec.kernels.triton_prefetch import askable
 from specdec.kv_cache import LayerCache
-from specdec.kernels.linear import Linear
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,8 @@ class Float64(TorchFunctionMode):
 def in_float64(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """What a copy of `model` in float64 returns."""
     wide = copy.deepcopy(model).double()
-    if getattr(wide, "config", None) is not None:
-        wide.config._experts_implementation = "eager"  # its products of several experts at once have no float64
+    config: Any = getattr(wide, "config", None)
+    if config is not None:
+        config._experts_implementation = "eager"  # its products of several experts at once have no float64
     with Float64():
         return wide(*args, **kwargs)

@@ -16,12 +16,12 @@ def test_pieces_equal_whole_sequences() -> None:
     verifier = paged_verifier(plain_model("llama"), 4)
     sequences = [tokens for tokens in random_prompts(3, seed=5, longest=30) if len(tokens) > 2]
     cache = ScratchCache(verifier, [len(tokens) for tokens in sequences])
-    ends = []
+    ends: list[int] = []
     for start, end in ((0, 2), (2, None)):
         rows = cache.rows([(number, start, tokens[start:end]) for number, tokens in enumerate(sequences)])
         logits = verifier.forward(rows, cache.layers).logits
-        ends = rows.metadata.query_start_loc[1:] - 1
-    for row, tokens in zip(ends.tolist(), sequences, strict=True):
+        ends = (rows.metadata.query_start_loc[1:] - 1).tolist()
+    for row, tokens in zip(ends, sequences, strict=True):
         torch.testing.assert_close(logits[row], next_token_logits(verifier, tokens))
 
 

@@ -32,7 +32,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     change(tmp_path / "tokenizer_config.json", auto_map=AUTO_MAP)
 
     asked: list[object] = []
-    monkeypatch.setattr("builtins.input", lambda *words: asked.append(words) or "n")
+
+    def answer(*words: object) -> str:
+        asked.append(words)
+        return "n"
+
+    monkeypatch.setattr("builtins.input", answer)
     yield tmp_path
     assert not asked
 

@@ -12,8 +12,10 @@ from evals.prompt_sets import load_prompt_set
 from evals.report.report import read_report
 from specdec.cli.main import main
 from specdec.config import CacheConfig, EngineConfig
+from specdec.core import Request
 from specdec.decoder import SpecDecoder
 from specdec.errors import InvalidInputError
+from specdec.outputs import GenerationResult
 from tests.evals.tiny import save_tiny, write_jsonl
 
 pytest.importorskip("lm_eval", reason="lm-eval comes with the extra eval")
@@ -220,17 +222,15 @@ def test_differing_texts_are_counted_with_their_first_token(
     folder: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
     """Catches a comparison that sees nothing, and margins of the wrong position."""
-    from evals import runner
+    real = GenerationResult.of
 
-    real = runner._result
-
-    def changed(request: Any, text: str) -> Any:
+    def changed(request: Request, text: str) -> GenerationResult:
         result = real(request, text)
         if result.stats.num_drafted and max(result.stats.num_drafted) > 0:  # the speculative side
             result.text, result.token_ids = text + "!", [*result.token_ids[:3], 5]
         return result
 
-    monkeypatch.setattr(runner, "_result", changed)
+    monkeypatch.setattr(GenerationResult, "of", changed)
     assert evaluate(folder, tmp_path / "run", "--limit", "2") == 0
     differences = read_report(tmp_path / "run" / "report.json")["tasks"][0]["differences"]
     assert [one["doc_id"] for one in differences] == [0, 1]

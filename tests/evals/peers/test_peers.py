@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from drafters.dflash.checkpoint import read_checkpoint
-from drafters.embedded import embedded_drafter_path
+from drafters.shipped import shipped_drafter_path
 from evals.bench.bench import Bench, BenchConfig
 from evals.peers.peer import load_peer
 from evals.report.compare import compare_reports
@@ -182,9 +182,9 @@ def test_vllm_has_as_many_conversations_as_asked_for(folder: Path, vllm: FakeVll
 
 def test_vllm_takes_the_embedded_drafter(folder: Path, vllm: FakeVllm) -> None:
     """It has a name and not a folder of the user's."""
-    config = read_checkpoint(embedded_drafter_path())[0]
+    config = read_checkpoint(shipped_drafter_path())[0]
     load_peer("vllm:embedded", gpu_verifier(folder)).generate([[1]], [SamplingParams()], concurrency=1)
-    assert vllm.calls[0]["speculative_config"]["model"] == str(embedded_drafter_path())
+    assert vllm.calls[0]["speculative_config"]["model"] == str(shipped_drafter_path())
     assert vllm.calls[0]["speculative_config"]["num_speculative_tokens"] == config.block_size - 1
 
 

@@ -213,7 +213,7 @@ def test_the_bound_of_a_shape_covers_what_drafting_writes(case: Case, monkeypatc
         assert shape.max_seq_len >= selection.requests[0].kv_tokens_bound + 16
         return graph
 
-    captured.prepare = checked  # type: ignore[assignment, method-assign]
+    captured.prepare = checked  # type: ignore[method-assign]
     requests = run(engine, list(case.outputs)[:1])
     assert [r.output_token_ids for r in requests] == beginnings(case, requests)
 
@@ -277,7 +277,7 @@ def test_replays_read_only_what_keeps_its_place(case: Case) -> None:
 
         return SimpleNamespace(replay=replay, table=graph.table)
 
-    engine.runner.graphs.prepare = poisoned  # type: ignore[assignment, method-assign]
+    engine.runner.graphs.prepare = poisoned  # type: ignore[method-assign]
     requests = run(engine, list(case.outputs))
     assert [r.output_token_ids for r in requests] == beginnings(case, requests)
     assert recorder(engine).num_replays == engine.timer.num_steps

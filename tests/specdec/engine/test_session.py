@@ -35,7 +35,7 @@ def engine_config(**changes: Any) -> EngineConfig:
 
 def cases_of(seed: int, count: int) -> list[tuple[list[int], SamplingParams]]:
     rng = random.Random(seed)
-    warm = ({}, {"temperature": 0.9, "top_k": 30}, {"repetition_penalty": 1.2})
+    warm: tuple[dict[str, Any], ...] = ({}, {"temperature": 0.9, "top_k": 30}, {"repetition_penalty": 1.2})
     return [
         (
             [rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 20))],
