@@ -14,6 +14,8 @@ from torch import Tensor
 from tests.helpers.aiter_emulation import Machine, MisuseError, install
 from tests.helpers.aiter_emulation.compare_signatures import differences, main
 from tests.helpers.aiter_emulation.signatures import SOURCES, VERSIONS
+from tests.helpers.aiter_emulation_case import assert_rounded_once
+from tests.helpers.bounds import assert_as_exact
 from tests.helpers.guards import HostSyncError, no_host_sync
 
 HEADS, KV_HEADS, DIM, SIZE = 4, 2, 64, 16
@@ -70,10 +72,6 @@ def plain(
     return out
 
 
-def close(got: Tensor, want: Tensor) -> None:
-    torch.testing.assert_close(got.double(), want, atol=1.5e-2, rtol=1e-2)
-
-
 def unified(paged: Paged, q: Tensor, widths: list[int], **changes: Any) -> dict[str, Any]:
     """Arguments of `unified_attention`."""
     return {
@@ -111,7 +109,9 @@ def test_unified_attention(load: Load, shuffled: bool, extra: dict[str, Any]) ->
     for i, rows in enumerate(q.split(widths)):
         left = extra.get("window_size", (-1, 0))[0]
         how = {"softcap": extra.get("softcap", 0), "sinks": extra.get("sinks")}
-        close(arguments["out"].split(widths)[i], plain(rows, paged.keys[i], paged.values[i], scale=0.2, left=left, right=0, **how))
+        assert_rounded_once(
+            arguments["out"].split(widths)[i], plain(rows, paged.keys[i], paged.values[i], scale=0.2, left=left, right=0, **how)
+        )
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (8, 8), (8, -1), (8, 0), (-1, 2)])
@@ -137,7 +137,7 @@ def test_flash_attn_with_kvcache(load: Load, window: tuple[int, int], dense: boo
     )
     assert lse.shape == (3, HEADS, 5)
     for i in range(3):
-        close(out[i], plain(q[i], paged.keys[i], paged.values[i], scale=0.2, left=window[0], right=window[1]))
+        assert_rounded_once(out[i], plain(q[i], paged.keys[i], paged.values[i], scale=0.2, left=window[0], right=window[1]))
 
 
 def test_kvcache_appends_and_counts_in_place(load: Load) -> None:
@@ -148,7 +148,9 @@ def test_kvcache_appends_and_counts_in_place(load: Load) -> None:
     q = torch.randn(3, 2, HEADS, DIM).bfloat16()
     out = aiter.flash_attn_with_kvcache(q, paged.key, paged.value, new, new, cache_seqlens=lens, page_table=paged.table)
     assert lens.tolist() == [n + 2 for n in LENGTHS]
-    close(out[0], plain(q[0], torch.cat([paged.keys[0], new[0]]), torch.cat([paged.values[0], new[0]]), scale=DIM**-0.5, right=0))
+    assert_rounded_once(
+        out[0], plain(q[0], torch.cat([paged.keys[0], new[0]]), torch.cat([paged.values[0], new[0]]), scale=DIM**-0.5, right=0)
+    )
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -168,7 +170,7 @@ def test_flash_attn_varlen_func(load: Load, causal: bool, extra: dict[str, Any])
     for i, rows in enumerate(q.split(widths)):
         right = 0 if causal else window[1]
         want = plain(rows, paged.keys[i], paged.values[i], scale=0.2, left=window[0], right=right, **how)
-        close(out.split(widths)[i], want)
+        assert_rounded_once(out.split(widths)[i], want)
 
 
 def test_varlen_returns_the_lse_heads_first_and_nothing_for_no_keys(load: Load) -> None:
@@ -177,8 +179,11 @@ def test_varlen_returns_the_lse_heads_first_and_nothing_for_no_keys(load: Load) 
     q, k = torch.randn(3, HEADS, DIM).bfloat16(), torch.randn(4, KV_HEADS, DIM).bfloat16()
     cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 2, 3], [0, 4, 4]))
     out, lse = aiter.flash_attn_varlen_func(q, k, k, cu_q, cu_k, 2, 4, return_lse=True)
-    want = (q[:2].float().transpose(0, 1) @ k.float().repeat_interleave(2, 1).permute(1, 2, 0) * DIM**-0.5).logsumexp(-1)
-    torch.testing.assert_close(lse[:, :2], want)
+    plain, exact = (
+        (q[:2].to(dtype).transpose(0, 1) @ k.to(dtype).repeat_interleave(2, 1).permute(1, 2, 0) * DIM**-0.5).logsumexp(-1)
+        for dtype in (torch.float32, torch.float64)
+    )
+    assert_as_exact(lse[:, :2], plain, exact)
     assert not out[2].any() and lse[:, 2].tolist() == [-torch.inf] * HEADS
 
 
@@ -233,7 +238,9 @@ def test_paged_attention_v1(load: Load, window: int) -> None:
     arguments = paged_v1(paged, q, sliding_window=window)
     aiter.paged_attention_v1(**arguments)
     for i in range(3):
-        close(arguments["out"][i : i + 1], plain(q[i : i + 1], paged.keys[i], paged.values[i], scale=0.2, left=window - 1, right=0))
+        assert_rounded_once(
+            arguments["out"][i : i + 1], plain(q[i : i + 1], paged.keys[i], paged.values[i], scale=0.2, left=window - 1, right=0)
+        )
 
 
 @pytest.mark.parametrize(("units", "kernel"), [(304, "paged_attention_rocm"), (4, "pa_fwd_asm")])
@@ -245,7 +252,9 @@ def test_paged_attention_common(load: Load, units: int, kernel: str) -> None:
     aiter.paged_attention_common(**arguments)
     assert kernel in machine.names()
     for i in range(3):
-        close(arguments["out_"][i : i + 1], plain(q[i : i + 1], paged.keys[i], paged.values[i], scale=128**-0.5, right=0))
+        assert_rounded_once(
+            arguments["out_"][i : i + 1], plain(q[i : i + 1], paged.keys[i], paged.values[i], scale=128**-0.5, right=0)
+        )
 
 
 @pytest.mark.parametrize("shuffled", [False, True])

@@ -1,6 +1,7 @@
 """The emulation of AITER's indexer: right where it answers, and an error elsewhere."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor
 
 from tests.helpers.aiter_emulation import Machine, MisuseError
-from tests.helpers.aiter_emulation_case import FN, FNUZ, Attempt, Load, Misuse, check_misuse, close, loader, starts
+from tests.helpers.aiter_emulation_case import FN, FNUZ, Attempt, Load, Misuse, check_misuse, loader, starts
+from tests.helpers.bounds import assert_as_exact
 from tests.helpers.guards import no_host_sync
 
 DIM = 32
@@ -69,12 +71,25 @@ class Indexed:
         aiter.deepgemm_fp8_paged_mqa_logits(out_logits=logits, context_lens=self.lens, kv_indices=self.table, **arguments)
         return logits
 
-    def wanted(self, keys: Tensor, scales: Tensor) -> list[Tensor]:
-        """Scores of every row against all keys of its request, in float64."""
-        rounded = (keys.float() * scales[:, None]).double().split(self.lengths)
-        queries, weights = self.query.double().flatten(0, 1), self.weights.double()
-        dots = [queries[row] @ rounded[row // self.next_n].T for row in range(len(queries))]
-        return [(dot.relu() * weight[:, None]).sum(0) for dot, weight in zip(dots, weights, strict=True)]
+    def wanted(self, keys: Tensor, scales: Tensor, dtype: torch.dtype) -> list[Tensor]:
+        """Scores of every row against all keys of its request, in `dtype`, added term by term, as errors grow most."""
+        rounded = (keys.to(dtype) * scales[:, None]).split(self.lengths)
+        scores = []
+        for row, (query, weights) in enumerate(zip(self.query.to(dtype).flatten(0, 1), self.weights.to(dtype), strict=True)):
+            own = rounded[row // self.next_n]
+            dots, total = own.new_zeros(len(own), len(query)), own.new_zeros(len(own))
+            for d in range(DIM):
+                dots += own[:, d, None] * query[:, d]
+            for head, weight in enumerate(weights):
+                total += dots[:, head].relu() * weight
+            scores.append(total)
+        return scores
+
+    def check(self, logits: Tensor, keys: Tensor, scales: Tensor, parts: Sequence[tuple[int, int, int]]) -> None:
+        """Of each of `parts`, row, first column and number, `logits` has the first scores of that row."""
+        plain, exact = (self.wanted(keys, scales, dtype) for dtype in (torch.float32, torch.float64))
+        runs = [(logits[row, first : first + n], plain[row][:n], exact[row][:n]) for row, first, n in parts]
+        assert_as_exact(*(torch.cat(side) for side in zip(*runs, strict=True)))
 
 
 @pytest.mark.parametrize(("architecture", "fp8"), ARCHITECTURES)
@@ -102,8 +117,15 @@ def test_scales_that_are_no_powers_of_two(load: Load) -> None:
     data = Indexed(machine.fp8)
     data.write(aiter, scale_fmt="float")
     keys, scales = data.gather(aiter)
-    close(scales, data.key.float().abs().amax(-1) / torch.finfo(machine.fp8).max, 1e-6)
-    close(keys.float() * scales[:, None], data.key, 0.07)
+    exact = data.key.double().abs().amax(-1).clamp(min=1e-4) / torch.finfo(machine.fp8).max
+    assert_as_exact(scales, exact.float(), exact)
+    assert_stored(keys, scales, data.key)
+
+
+def assert_stored(keys: Tensor, scales: Tensor, want: Tensor) -> None:
+    """`keys` in 8 bits times `scales` are `want`: 3 bits behind the first one round by 2**-4 at most, tiny numbers by one step."""
+    error, tiny = (keys.float() * scales[:, None] - want.float()).abs(), torch.finfo(keys.dtype).smallest_normal
+    assert (error <= 1.001 * 2**-4 * want.float().abs().clamp(min=scales[:, None] * tiny)).all()
 
 
 @pytest.mark.parametrize(("size", "preshuffle"), [(16, True), (48, True), (16, False), (1, False)])
@@ -116,7 +138,7 @@ def test_gathered_keys(load: Load, size: int, preshuffle: bool) -> None:
         keys, scales = data.gather(aiter)
         floats = torch.empty(len(data.key), 1)
         data.gather(aiter, dst_scale=floats)
-    close(keys.float() * scales[:, None], data.key, 0.07)
+    assert_stored(keys, scales, data.key)
     assert torch.equal(floats.view(-1), scales)
     if size % 16 == 0:
         other, _ = data.gather(aiter, preshuffle=not preshuffle)
@@ -136,9 +158,10 @@ def test_scores(load: Load, architecture: str, fp8: torch.dtype, size: int, pres
         paged = data.score(aiter)
         packed = aiter.fp8_mqa_logits(data.query.flatten(0, 1), keys, scales, data.weights, begins, ends)
     assert packed.stride(0) == 256
-    for row, (want, begin, end) in enumerate(zip(data.wanted(keys, scales), begins.tolist(), ends.tolist(), strict=True)):
-        close(packed[row, begin:end], want[: end - begin], 1e-4)
-        close(paged[row, : end - begin], want[: end - begin], 1e-4)
+    counts = (ends - begins).tolist()
+    data.check(packed, keys, scales, [(row, int(begins[row]), n) for row, n in enumerate(counts)])
+    data.check(paged, keys, scales, [(row, 0, n) for row, n in enumerate(counts)])
+    for row, (begin, end) in enumerate(zip(begins.tolist(), ends.tolist(), strict=True)):
         assert packed[row, :begin].isneginf().all() and packed[row, end:].isneginf().all()
         written = -(-data.lengths[row // 2] // size) * size
         assert paged[row, end - begin : written].isneginf().all() and (paged[row, written:] == 9).all()
@@ -151,7 +174,7 @@ def test_requests_without_keys(load: Load) -> None:
     data.write(aiter)
     keys, scales = data.gather(aiter)
     logits = data.score(aiter)
-    close(logits[1, :20], data.wanted(keys, scales)[1], 1e-4)
+    data.check(logits, keys, scales, [(1, 0, 20)])
     assert (logits[2:] == 9).all()
 
 
@@ -160,9 +183,9 @@ def test_keys_behind_a_row_may_have_scores(load: Load) -> None:
     aiter, machine = load()
     data = Indexed(machine.fp8, size=128, lengths=(129,), next_n=4)
     data.write(aiter)
-    logits, wanted = data.score(aiter), data.wanted(*data.gather(aiter))
+    logits = data.score(aiter)
+    data.check(logits, *data.gather(aiter), [(row, 0, n) for row, n in enumerate([128, 128, 128, 129])])
     for row, own in enumerate([126, 127, 128, 129]):
-        close(logits[row, : max(own, 128)], wanted[row][: max(own, 128)], 1e-4)
         assert logits[row, max(own, 128) : 256].isneginf().all() and (logits[row, 256:] == 9).all()
 
 

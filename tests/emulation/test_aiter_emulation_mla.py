@@ -20,12 +20,13 @@ from tests.helpers.aiter_emulation_case import (
     Attempt,
     Load,
     Misuse,
+    assert_rounded_once,
     attention,
     check_misuse,
-    close,
     loader,
     starts,
 )
+from tests.helpers.bounds import assert_as_exact
 from tests.helpers.guards import no_host_sync
 
 RANK, ROPE = 32, 16
@@ -114,13 +115,13 @@ class Latents:
         }
         return aiter.mla_decode_fwd(**{**arguments, **changes})
 
-    def wanted(self) -> tuple[Tensor, Tensor]:
-        """What belongs into `o`, and the logarithms of the denominators."""
-        latents = self.latents.float()[self.indices.long()] * self.factors[1]
+    def wanted(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+        """What belongs into `o`, and the logarithms of the denominators, in `dtype`; a softmax over no keys sums to 0."""
+        latents = self.latents.to(dtype)[self.indices.long()] * self.factors[1]
         outs, logs = [], []
-        for rows, own in zip(self.q.float().split(self.query_len), latents.split(self.lengths), strict=True):
+        for rows, own in zip(self.q.to(dtype).split(self.query_len), latents.split(self.lengths), strict=True):
             keys = own[:, None].expand(-1, self.heads, -1)
-            out, log = attention(rows * self.factors[0], keys, keys[..., : self.rank], 0.2, self.causal)
+            out, log = attention(rows * self.factors[0], keys, keys[..., : self.rank], 0.2, self.causal, dtype)
             outs.append(out)
             logs.append(log)
         return torch.cat(outs), torch.cat(logs)
@@ -153,7 +154,7 @@ def test_decode(load: Load, name: str, units: int) -> None:
     with no_host_sync():
         plan = batch.plan(aiter)
         batch.decode(aiter, plan)
-    close(batch.o, batch.wanted()[0])
+    assert_rounded_once(batch.o, batch.wanted()[0])
     assert (plan["reduce_indptr"][-1] > 0) == (units == 64) or units == 2
     assert [call.name for call in machine.calls] == ["get_mla_metadata_info_v1", "get_mla_metadata_v1", "mla_decode_fwd"]
 
@@ -164,7 +165,7 @@ def test_decode_without_a_plan(load: Load, shape: dict[str, Any]) -> None:
     aiter, machine = load()
     batch = Latents([40, 17, 90], **shape)
     batch.decode(aiter, None)
-    close(batch.o, batch.wanted()[0])
+    assert_rounded_once(batch.o, batch.wanted()[0])
     assert machine.calls[-1].details["persistent"] is False
 
 
@@ -173,7 +174,7 @@ def test_large_batches_ignore_their_plan(load: Load) -> None:
     aiter, machine = load(**GFX950)
     batch = Latents([3] * 32)
     batch.decode(aiter, batch.plan(aiter))
-    close(batch.o, batch.wanted()[0])
+    assert_rounded_once(batch.o, batch.wanted()[0])
     assert machine.calls[-1].details["persistent"] is False
 
 
@@ -183,7 +184,7 @@ def test_decode_returns_the_lse(load: Load, shape: dict[str, Any]) -> None:
     aiter, _ = load(**GFX950)
     batch = Latents([40, 7, 90], **shape)
     _, lse = batch.decode(aiter, batch.plan(aiter), return_lse=True)
-    close(lse, batch.wanted()[1], 1e-3)
+    assert_as_exact(lse, batch.wanted(torch.float32)[1], batch.wanted()[1])
 
 
 def test_folded_heads_swap_the_storage(load: Load) -> None:
@@ -193,7 +194,7 @@ def test_folded_heads_swap_the_storage(load: Load) -> None:
     whole = batch.o
     batch.o = whole[:]
     batch.decode(aiter, batch.plan(aiter))
-    close(batch.o, batch.wanted()[0])
+    assert_rounded_once(batch.o, batch.wanted()[0])
     assert whole.isnan().all()
 
 
@@ -202,7 +203,7 @@ def test_a_batch_padded_for_a_graph(load: Load) -> None:
     aiter, _ = load()
     batch = Latents([40, 7, 0, 0])
     batch.decode(aiter, batch.plan(aiter))
-    close(batch.o, batch.wanted()[0])  # a softmax over nothing sums to nothing
+    assert_rounded_once(batch.o, batch.wanted()[0])
     assert not batch.o[2:].any()
 
 
@@ -229,9 +230,10 @@ def test_reduction(load: Load) -> None:
     aiter.mla_reduce_v1(
         parts, logs, reduce_final_map=final, max_seqlen_q=2, num_kv_splits=0, final_output=out, final_lse=lse, **arrays
     )
-    weights = torch.stack([logs[:2], logs[4:]]).softmax(0)[..., None]
-    close(out[1:3], weights[0] * parts[:2] + weights[1] * parts[4:])
-    close(lse[1:3], torch.logaddexp(logs[:2], logs[4:]), 1e-5)
+    exact = logs.double()
+    weights = torch.stack([exact[:2], exact[4:]]).softmax(0)[..., None]
+    assert_rounded_once(out[1:3], weights[0] * parts[:2] + weights[1] * parts[4:])
+    assert_as_exact(lse[1:3], torch.logaddexp(logs[:2], logs[4:]), torch.logaddexp(exact[:2], exact[4:]))
     kept = [0, 3, 4, 5]
     assert (out[kept] == 5).all() and (lse[kept] == 5).all()
 
@@ -245,7 +247,7 @@ def test_latents_are_written(load: Load) -> None:
         cache = torch.zeros(2, 4, RANK + ROPE, dtype=dtype)
         aiter.concat_and_cache_mla(compressed, rotated, cache, slots, kind, torch.tensor([0.5]))
         rows = torch.cat([compressed, rotated], -1).float()
-        close(cache.float().view(8, -1)[[5, 0]] * factor, rows[[0, 2]], 0.1)
+        assert torch.equal(cache.float().view(8, -1)[[5, 0]], (rows[[0, 2]] / factor).to(dtype).float())
         assert not cache.float().view(8, -1)[[1, 2, 3, 4, 6, 7]].any()
 
 
@@ -397,7 +399,7 @@ def test_replanning_in_place(load: Load) -> None:
     plan = first.plan(aiter)
     second.replan(aiter, plan)
     second.decode(aiter, plan)
-    close(second.o, second.wanted()[0])
+    assert_rounded_once(second.o, second.wanted()[0])
 
 
 def test_arguments_moved_between_versions(load: Load) -> None:

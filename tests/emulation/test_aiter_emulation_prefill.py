@@ -11,7 +11,19 @@ from torch import Tensor
 
 from tests.helpers.aiter_emulation import Machine, MisuseError
 from tests.helpers.aiter_emulation.signatures import VERSIONS
-from tests.helpers.aiter_emulation_case import FN, GFX950, Attempt, Load, Misuse, attention, check_misuse, close, loader, starts
+from tests.helpers.aiter_emulation_case import (
+    FN,
+    GFX950,
+    Attempt,
+    Load,
+    Misuse,
+    assert_rounded_once,
+    attention,
+    check_misuse,
+    loader,
+    starts,
+)
+from tests.helpers.bounds import assert_as_exact
 
 
 @pytest.fixture
@@ -96,10 +108,13 @@ def test_prefill(load: Load, version: str, units: int) -> None:
         split |= set(range(*plan["reduce_final_map"][group].tolist()))
     for i in range(4):
         rows, keys = (slice(int(s[i]), int(s[i + 1])) for s in (batch.queries, batch.keys))
-        want, log = attention(batch.q[rows].float(), batch.k[keys].float(), batch.v[keys].float(), 0.3, True)
-        close(batch.out[rows], want)
-        mine = [row for row in range(rows.start, rows.stop) if row in split]
-        close(lse[mine], log[[row - rows.start for row in mine]], 1e-3)
+        (_, plain), (want, log) = (
+            attention(batch.q[rows], batch.k[keys], batch.v[keys], 0.3, True, dtype) for dtype in (torch.float32, torch.float64)
+        )
+        assert_rounded_once(batch.out[rows], want)
+        mine = [row - rows.start for row in range(rows.start, rows.stop) if row in split]
+        if mine:
+            assert_as_exact(lse[rows][mine], plain[mine], log[mine])
     assert lse[[row for row in range(851) if row not in split]].isnan().all()
     assert bool(split)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tests.helpers.aiter_emulation import Machine, MisuseError
 from tests.helpers.aiter_emulation_case import Attempt, Load, Misuse, check_misuse, loader
+from tests.helpers.bounds import assert_as_exact
 from tests.helpers.guards import no_host_sync
 
 
@@ -18,17 +19,17 @@ def load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Load:
     return loader(monkeypatch, tmp_path)
 
 
-def route(logits: Tensor, bias: Tensor | None, groups: int, kept: int, topk: int, softmax: bool = False) -> list[dict[int, float]]:
-    """Weights before scaling by expert of every token, one token at a time."""
+def route(logits: Tensor, bias: Tensor | None, groups: int, kept: int, topk: int, softmax: bool) -> list[dict[int, Tensor]]:
+    """Weights before scaling by expert of every token, one token at a time, in the type of `logits`."""
     rows = []
-    for token in logits.double():
+    for token in logits:
         scores = token.softmax(0) if softmax else token.sigmoid()
-        choice = scores + (bias.double() if bias is not None else 0)
+        choice = scores + (bias.to(token.dtype) if bias is not None else 0)
         members = [list(range(g * len(token) // groups, (g + 1) * len(token) // groups)) for g in range(groups)]
         depth = 2 if bias is not None else 1
         order = sorted(range(groups), key=lambda g: (-sum(sorted((float(choice[e]) for e in members[g]), reverse=True)[:depth]), g))
         allowed = [e for g in order[:kept] for e in members[g]]
-        rows.append({e: float(scores[e]) for e in sorted(allowed, key=lambda e: -float(choice[e]))[:topk]})
+        rows.append({e: scores[e] for e in sorted(allowed, key=lambda e: -float(choice[e]))[:topk]})
     return rows
 
 
@@ -50,11 +51,13 @@ def test_routing(load: Load, kind: str, renorm: bool) -> None:
         else:
             aiter.topk_softmax(weights, ids, torch.zeros_like(ids), logits, renorm)
     groups = (4, 2) if "groups" in kind or kind == "biased" else (1, 1)
-    wanted = route(logits, bias if kind == "biased" else None, *groups, 3, softmax)
-    for token, want in enumerate(wanted):
-        total = sum(want.values()) if renorm else 1.0
-        got = dict(zip(ids[token].tolist(), weights[token].tolist(), strict=True))
-        assert got == pytest.approx({expert: weight / total * factor for expert, weight in want.items()}, rel=1e-5)
+    runs = []
+    for dtype in (torch.float32, torch.float64):
+        rows = route(logits.to(dtype), bias if kind == "biased" else None, *groups, 3, softmax)
+        assert [set(row) for row in rows] == [set(row) for row in ids.tolist()]
+        wanted = torch.stack([torch.stack([row[e] for e in own]) for row, own in zip(rows, ids.tolist(), strict=True)])
+        runs.append(wanted * factor / (wanted.sum(-1, keepdim=True) if renorm else 1))
+    assert_as_exact(weights, *runs)
 
 
 def _route(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.helpers.aiter_emulation import Machine, install
 from tests.helpers.aiter_emulation.signatures import SOURCES
+from tests.helpers.bounds import assert_as_exact
 
 FN, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
 GFX950 = {"architecture": "gfx950"}
@@ -48,15 +49,18 @@ def starts(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
 
 
-def attention(q: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """Rows [Sq, heads, D], the last of [Sk, heads, D]; also the logarithm of the denominator [Sq, heads]."""
-    scores = torch.einsum("ihd,jhd->ihj", q.double(), keys.double()) * scale
+def attention(
+    q: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor]:
+    """Rows [Sq, heads, D], the last of [Sk, heads, D], in `dtype`; also the logarithm of the denominator [Sq, heads]."""
+    scores = torch.einsum("ihd,jhd->ihj", q.to(dtype), keys.to(dtype)) * scale
     if causal:
         hidden = torch.ones(len(q), len(keys)).triu(len(keys) - len(q) + 1).bool()
         scores = scores.masked_fill(hidden[:, None], -torch.inf)
-    return torch.einsum("ihj,jhd->ihd", scores.softmax(-1), values.double()), scores.logsumexp(-1)
+    return torch.einsum("ihj,jhd->ihd", scores.softmax(-1), values.to(dtype)), scores.logsumexp(-1)
 
 
-def close(got: Tensor, want: Tensor, tolerance: float = 1.5e-2) -> None:
-    """Equal but for rounding."""
-    torch.testing.assert_close(got.double(), want.double(), atol=tolerance, rtol=tolerance)
+def assert_rounded_once(got: Tensor, exact: Tensor) -> None:
+    """`got`, of a type far smaller than float32, is what a kernel that sums in float32 makes of `exact` in float64."""
+    assert got.dtype.itemsize <= 2, got.dtype
+    assert_as_exact(got, exact.to(got.dtype), exact)
