@@ -31,8 +31,10 @@ from tests.drafters.tiny import (
     tiny_tensors,
     write_tiny_dflash,
 )
+from tests.helpers.bounds import Float64, assert_as_exact
 from tests.helpers.guards import no_host_sync
 
+FLOATS = (torch.float32, torch.float64)
 REDUCED = replace(TINY, draft_vocab_size=30)
 
 
@@ -47,6 +49,14 @@ def bound(
         rig.prefill(request, torch.randn(length, config.feature_size, generator=generator).to(verifier.dtype), 0)
     assert isinstance(rig.bound, BoundDFlash)
     return rig.bound, verifier, rig
+
+
+def verifier_of(dtype: torch.dtype) -> FakeVerifier:
+    """A target in `dtype`, and so its drafters."""
+    verifier = FakeVerifier(tiny_target().to(dtype))
+    verifier.dtype = dtype
+    verifier.attention = TorchRefBackend(replace(verifier.attention.spec, dtype=dtype))
+    return verifier
 
 
 def test_state_dict_is_the_checkpoint() -> None:
@@ -159,9 +169,12 @@ def test_k_only_cuts_the_block(kind: str, draft_sampling: str) -> None:
     most = drafter.drafter.max_draft_tokens
     hidden = drafter.draft_hidden(rig.batch([3, 5], [9, 14], most))
     drafts = drafter.propose(rig.batch([3, 5], [9, 14], most, temperature)).token_ids
+    with Float64():
+        wide, _, wide_rig = bound(config, verifier_of(torch.float64))
+        exact = wide.draft_hidden(wide_rig.batch([3, 5], [9, 14], most))
     for k in (1, 3, most):
         batch = rig.batch([3, 5], [9, 14], k, temperature)
-        torch.testing.assert_close(drafter.draft_hidden(batch), hidden[:, :k], rtol=1e-4, atol=1e-4)
+        assert_as_exact(drafter.draft_hidden(batch), hidden[:, :k], exact[:, :k])
         assert verifier.embedded[-1].numel() == 2 * ((k if config.sample_from_anchor else k + 1) if all(config.causal) else 16)
         assert torch.equal(drafter.propose(batch).token_ids, drafts[:, :k])
 
@@ -193,7 +206,7 @@ def test_reduced_vocabulary() -> None:
     assert draft.probs is not None and draft.candidate_ids is not None
     assert draft.candidate_ids.shape == draft.probs.shape == (2, 4, 30)
     assert draft.candidate_ids[1, 2].tolist() == list(range(0, 60, 2))
-    torch.testing.assert_close(draft.probs, (own / 0.7).softmax(-1))
+    assert_as_exact(draft.probs, *((own.to(dtype) / 0.7).softmax(-1) for dtype in FLOATS))
     assert set(draft.token_ids.flatten().tolist()) <= set(range(0, 60, 2))
 
 
@@ -201,10 +214,11 @@ def test_probabilistic_drafts() -> None:
     """Dense probabilities, and tokens drawn from them with the numbers of the drafted positions L+1 .. L+k."""
     drafter, _, rig = bound(draft_sampling="probabilistic")
     batch = rig.batch([3, 5], [9, 14], 6, temperature=1.3)
-    probs = (drafter.logits(drafter.draft_hidden(batch)) / 1.3).softmax(-1)
+    logits = drafter.logits(drafter.draft_hidden(batch))
+    probs, exact = ((logits.to(dtype) / 1.3).softmax(-1) for dtype in FLOATS)
     draft = drafter.propose(batch)
     assert draft.probs is not None and draft.candidate_ids is None
-    torch.testing.assert_close(draft.probs, probs)
+    assert_as_exact(draft.probs, probs, exact)
     draws = uniform(batch.sampling.seeds, torch.stack([torch.arange(10, 16), torch.arange(15, 21)]), Purpose.DRAFT)
     expected = (probs.double().cumsum(-1) <= draws[..., None]).sum(-1)
     assert torch.equal(draft.token_ids, expected)
@@ -229,10 +243,13 @@ def test_scale_and_softcap(own_scale: float | None, own_softcap: float | None, s
     drafter, _, rig = bound(config, verifier)
     hidden = drafter.draft_hidden(rig.batch([3, 5], [9, 14], 4))
     features = torch.randn(9, config.feature_size, generator=torch.Generator().manual_seed(2))
-    block = verifier.embed(torch.tensor([3, *[60] * 7])) * scale
-    torch.testing.assert_close(hidden[0], dense_hidden(tiny_model(config), features, block)[1:5], rtol=1e-4, atol=1e-4)
-    raw = 3.0 * verifier.head(hidden)
-    torch.testing.assert_close(drafter.logits(hidden), raw if softcap is None else softcap * torch.tanh(raw / softcap))
+    block = verifier.embed(torch.tensor([3, *[60] * 7]))
+    plain = dense_hidden(tiny_model(config), features, block * scale)
+    with Float64():
+        exact = dense_hidden(tiny_model(config).double(), features.double(), block.double() * scale)
+    assert_as_exact(hidden[0], plain[1:5], exact[1:5])
+    raws = [3.0 * (hidden.to(dtype) @ verifier.target.lm_head.weight.to(dtype).T) for dtype in FLOATS]
+    assert_as_exact(drafter.logits(hidden), *(raw if softcap is None else softcap * torch.tanh(raw / softcap) for raw in raws))
 
 
 def test_own_embeddings_and_head(tmp_path: Path) -> None:
@@ -244,7 +261,7 @@ def test_own_embeddings_and_head(tmp_path: Path) -> None:
     assert isinstance(rig.bound, BoundDFlash)
     hidden = rig.bound.draft_hidden(rig.batch([3, 5], [0, 0], 4))
     assert verifier.embedded == []
-    torch.testing.assert_close(rig.bound.logits(hidden), hidden @ own["lm_head.weight"].T)
+    assert_as_exact(rig.bound.logits(hidden), *(hidden.to(dtype) @ own["lm_head.weight"].to(dtype).T for dtype in FLOATS))
 
 
 @pytest.mark.parametrize("layout", ["z-lab", "speculators"])
@@ -270,13 +287,18 @@ def test_jetspec_runs_a_causal_block(tmp_path: Path) -> None:
     verifier = FakeVerifier()
     drafter = load_dflash(path, verifier=verifier)
     assert drafter.num_lookahead_tokens == 0
+    wide = verifier_of(torch.float64)
+    wide_rig = Rig(load_dflash(path, verifier=wide), wide)
+    assert isinstance(wide_rig.bound, BoundDFlash)
+    with Float64():
+        exact = wide_rig.bound.draft_hidden(wide_rig.batch([3, 5], [0, 0], 7))
     hidden = {}
     for causal in (True, False):
         rig = Rig(drafter if causal else tiny_drafter(verifier), verifier)
         assert isinstance(rig.bound, BoundDFlash)
         hidden[causal] = rig.bound.draft_hidden(rig.batch([3, 5], [0, 0], 7))
         if causal:
-            torch.testing.assert_close(rig.bound.draft_hidden(rig.batch([3, 5], [0, 0], 2)), hidden[True][:, :2])
+            assert_as_exact(rig.bound.draft_hidden(rig.batch([3, 5], [0, 0], 2)), hidden[True][:, :2], exact[:, :2])
     assert not torch.allclose(hidden[True], hidden[False], atol=1e-2)
 
 
@@ -288,9 +310,7 @@ def test_no_path() -> None:
 
 def test_weights_take_the_targets_type() -> None:
     """bfloat16 weights on a bfloat16 target, while positions keep float32 frequencies."""
-    verifier = FakeVerifier(tiny_target().bfloat16())
-    verifier.dtype = torch.bfloat16
-    verifier.attention = TorchRefBackend(replace(verifier.attention.spec, dtype=torch.bfloat16))
+    verifier = verifier_of(torch.bfloat16)
     drafter, _, rig = bound(TINY, verifier)
     assert {parameter.dtype for parameter in drafter.drafter.model.parameters()} == {torch.bfloat16}
     assert drafter.drafter.model.rotary.inv_freq.dtype == torch.float32
@@ -299,9 +319,7 @@ def test_weights_take_the_targets_type() -> None:
 
 def test_runs_share_the_weights() -> None:
     """Binding allocates nothing for weights, also where they are packed; and one run's caches are not the other's."""
-    verifier = FakeVerifier(tiny_target().bfloat16())
-    verifier.dtype = torch.bfloat16
-    verifier.attention = TorchRefBackend(replace(verifier.attention.spec, dtype=torch.bfloat16))
+    verifier = verifier_of(torch.bfloat16)
     drafter = tiny_drafter(verifier)
 
     def weights() -> list[object]:
@@ -329,9 +347,11 @@ def test_preparing_for_inference(tmp_path: Path) -> None:
     model = tiny_model(config).requires_grad_(False)
     features, positions = torch.randn(5, config.feature_size), torch.arange(5)
     before = model.context_kv(features, positions)
+    with Float64():
+        exact = tiny_model(config).double().context_kv(features.double(), positions)
     model.prepare_inference()
-    for fused, plain in zip(model.context_kv(features, positions), before, strict=True):
-        torch.testing.assert_close(fused, plain, rtol=0, atol=0)
+    for runs in zip(model.context_kv(features, positions), before, exact, strict=True):
+        assert_as_exact(*runs)
     write_checkpoint(tmp_path / "d", config, model.state_dict())
     for name, tensor in tiny_tensors(config).items():
         assert torch.equal(read_checkpoint(tmp_path / "d")[1][name], tensor), name

@@ -1,5 +1,6 @@
 """Against the public `dflash` package: the same hidden states and logits, and the same tokens from whole generations."""
 
+import copy
 import time
 from dataclasses import replace
 from itertools import accumulate, takewhile
@@ -27,6 +28,7 @@ from tests.drafters.tiny import (
     tiny_target,
     write_tiny_dflash,
 )
+from tests.helpers.bounds import Float64, assert_as_exact
 from tests.helpers.tiny_models import paged_verifier, plain_greedy
 
 reference: Any = pytest.importorskip("dflash.model")
@@ -48,7 +50,7 @@ ROUNDS = [(7, 3, 0), (7, 0, 7), (3, 3, 1), (7, 7, 2), (1, 1, 0), (7, 2, 5), (7, 
 
 
 class ReferenceRequest:
-    """One sequence through the public package, round by round."""
+    """One sequence through the public package, round by round, in the type of `model`."""
 
     def __init__(self, model: Any, embedding: torch.Tensor, mask_token_id: int) -> None:
         self.model, self.embedding, self.mask = model, embedding, mask_token_id
@@ -79,12 +81,15 @@ def test_hidden_states_and_logits(kind: str, tmp_path: Path) -> None:
     target, verifier = tiny_target(), FakeVerifier()
     path = write_tiny_dflash(tmp_path / "drafter", KINDS[kind])
     theirs = reference.DFlashDraftModel.from_pretrained(path, dtype=torch.float32).eval()
+    wide = copy.deepcopy(theirs).double()
     rig = Rig(load_dflash(path, verifier=verifier), verifier)
     ours = rig.bound
     assert isinstance(ours, BoundDFlash)
     text = torch.randint(0, VOCAB - 1, (2, 90), generator=torch.Generator().manual_seed(3)).tolist()
     embedding = input_table(target)
     requests = [ReferenceRequest(theirs, embedding, TINY.mask_token_id) for _ in text]
+    exact_requests = [ReferenceRequest(wide, embedding.double(), TINY.mask_token_id) for _ in text]
+    head = target.lm_head.weight
     seq_lens = [13, 22]
     contexts = [tapped(target, text[r][: seq_lens[r]], TINY.target_layer_ids) for r in range(2)]
     for r in range(2):
@@ -95,10 +100,13 @@ def test_hidden_states_and_logits(kind: str, tmp_path: Path) -> None:
         hidden = ours.draft_hidden(batch)
         rows, features = [], []
         for r in range(2):
-            expected = requests[r].draft_hidden(contexts[r], text[r][seq_lens[r]], k)
-            torch.testing.assert_close(hidden[r], expected, rtol=1e-4, atol=1e-4)
-            logits = theirs.compute_logits(expected, target.lm_head)
-            torch.testing.assert_close(ours.logits(hidden[r]), logits, rtol=1e-4, atol=1e-4)
+            plain = requests[r].draft_hidden(contexts[r], text[r][seq_lens[r]], k)
+            with Float64():
+                exact = exact_requests[r].draft_hidden(contexts[r].double(), text[r][seq_lens[r]], k)
+            assert_as_exact(hidden[r], plain, exact)
+            logits = theirs.compute_logits(hidden[r], target.lm_head)
+            exact_logits = theirs.compute_logits(hidden[r].double(), lambda rows: rows @ head.double().T)
+            assert_as_exact(ours.logits(hidden[r]), logits, exact_logits)
             end = seq_lens[r] + accepted[r] + 1
             junk = [(token + 5) % VOCAB for token in text[r][end : end + k - accepted[r]]]
             rows.append(text[r][seq_lens[r] : end] + junk)

@@ -18,8 +18,9 @@ from drafters.training.mask import BlockAttention, Kind, use_flex
 from drafters.training.optimizer import MasterAdamW
 from drafters.training.target import Target
 from specdec.errors import InvalidInputError
-from tests.drafters.tiny import TINY, VOCAB, input_table, tapped, tiny_model, tiny_target
+from tests.drafters.tiny import TINY, VOCAB, input_table, tiny_model, tiny_target
 from tests.drafters.training.toy import one_thread  # noqa: F401
+from tests.helpers.bounds import assert_as_exact, in_float64
 from tests.helpers.tiny_models import CONFIGS, LATENT_CONFIGS, paged_verifier, plain_model, random_prompts
 
 KINDS: list[Kind] = [(False, None), (True, None), (True, 5), (False, 3)]
@@ -62,8 +63,9 @@ def test_flex_attention_equals_dense_mask(kind: Kind) -> None:
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(2, rows, 4, 16, generator=generator)
     key, value = (torch.randn(2, CONTEXT + rows, 2, 16, generator=generator) for _ in "kv")
-    dense, flex = (BlockAttention(ANCHORS, CONTEXT, WIDTH, flex=flex)(kind, query, key, value) for flex in (False, True))
-    torch.testing.assert_close(flex, dense, rtol=1e-5, atol=1e-5)
+    dense = BlockAttention(ANCHORS, CONTEXT, WIDTH, flex=False)
+    flex = BlockAttention(ANCHORS, CONTEXT, WIDTH, flex=True)(kind, query, key, value)
+    assert_as_exact(flex, dense(kind, query, key, value), dense(kind, query.double(), key.double(), value.double()))
 
 
 def test_flex_is_refused_where_it_cannot_train() -> None:
@@ -197,18 +199,30 @@ class TinyVerifier:
         return logits
 
 
+def outputs(model: Any, tokens: Tensor) -> tuple[Any, Any]:
+    """What `model` says, with all hidden states, and what it says in float64."""
+    with torch.no_grad():
+        plain = model(tokens, output_hidden_states=True)
+    return plain, in_float64(model, tokens, output_hidden_states=True)
+
+
+def taps(output: Any, layers: tuple[int, ...]) -> Tensor:
+    """Outputs of `layers`, 0-based, side by side."""
+    return torch.cat([output.hidden_states[layer + 1] for layer in layers], dim=-1)
+
+
 def test_target_features_are_raw_layer_outputs_whatever_the_padding() -> None:
     """Catches taps off by one, and padding that reaches the tokens before it."""
     tokens = torch.randint(VOCAB - 1, (2, 12), generator=torch.Generator().manual_seed(0))
-    plain = tiny_target()
+    plain, exact = outputs(tiny_target(), tokens)
+    runs = [taps(output, (1, 2, 4)) for output in (plain, exact)]
     target = Target(TinyVerifier(), (1, 2, 4))
     features, _ = target.features(sequences(tokens))
-    for row in range(2):
-        torch.testing.assert_close(features[row], tapped(plain, tokens[row].tolist(), (1, 2, 4)), rtol=1e-3, atol=1e-3)
+    assert_as_exact(features, *runs)
     padded, _ = target.features(sequences(F.pad(tokens, (0, 5), value=7), lengths=[12, 12]))
-    torch.testing.assert_close(padded[:, :12], features, rtol=1e-3, atol=1e-3)
+    assert_as_exact(padded[:, :12], *runs)
     full = Target(TinyVerifier(), (1, 2, 4), distribution=True)
-    torch.testing.assert_close(full.head(full.features(sequences(tokens))[1]), plain(tokens).logits, rtol=1e-3, atol=1e-3)
+    assert_as_exact(full.head(full.features(sequences(tokens))[1]), plain.logits, exact.logits)
     with pytest.raises(InvalidInputError, match=r"taps \[1, 6\] .* choose from 0 to 5"):
         Target(TinyVerifier(), (1, 6))
 
@@ -219,10 +233,8 @@ def test_target_features_are_those_of_transformers(name: str) -> None:
     plain, verifier = plain_model(name), TinyVerifier()
     verifier.model, verifier.num_layers = plain_model(name), plain.config.num_hidden_layers
     tokens = torch.tensor(random_prompts(1, longest=40)[0] * 30)[:24].repeat(2, 1)
-    with torch.no_grad():
-        states = plain(tokens, output_hidden_states=True).hidden_states
     features, _ = Target(verifier, (0, 2)).features(sequences(tokens))
-    torch.testing.assert_close(features, torch.cat([states[1], states[3]], dim=-1), rtol=1e-3, atol=1e-3)
+    assert_as_exact(features, *(taps(output, (0, 2)) for output in outputs(plain, tokens)))
 
 
 @pytest.mark.parametrize("distribution", [False, True])
@@ -235,14 +247,12 @@ def test_latent_attention_gives_the_features_of_transformers_whatever_the_paddin
     target = Target(paged_verifier(plain), (0, 2), distribution=distribution)
     features, final = target.features(sequences(tokens, lengths=lengths))
     padded, _ = target.features(sequences(F.pad(tokens, (0, 7), value=5), lengths=lengths))
-    for row, length in enumerate(lengths):
-        with torch.no_grad():
-            output = plain(tokens[row : row + 1, :length], output_hidden_states=True)
-        expected = torch.cat([output.hidden_states[1], output.hidden_states[3]], dim=-1)[0]
-        for found in (features, padded):
-            torch.testing.assert_close(found[row, :length], expected, rtol=1e-3, atol=1e-3)
-        if distribution:
-            torch.testing.assert_close(target.head(final[row, :length]), output.logits[0], rtol=1e-3, atol=1e-3)
+    runs = list(zip(*(outputs(plain, tokens[i : i + 1, :length]) for i, length in enumerate(lengths)), strict=True))
+    own = torch.arange(24) < torch.tensor(lengths)[:, None]
+    for found in (features, padded[:, :24]):
+        assert_as_exact(found[own], *(torch.cat([taps(output, (0, 2))[0] for output in side]) for side in runs))
+    if distribution:
+        assert_as_exact(target.head(final[own]), *(torch.cat([output.logits[0] for output in side]) for side in runs))
     assert not features.is_inference(), "autograd cannot keep it for the drafter's gradients"
     assert len(target.verifier.model.base_model.layers) == (4 if distribution else 3), "layers above the taps cost time"
 
