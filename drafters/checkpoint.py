@@ -127,7 +127,7 @@ def check_tensors(
     for name, tensor in tensors.items():
         found, expected = list(tensor.shape), list(shapes[name])
         require(found == expected, f"tensor {name} has shape {found}, config.json asks for {expected}")
-        require(name == "d2t" or tensor.is_floating_point(), f"tensor {name} is {tensor.dtype}; quantised weights are not read")
+        require(name == "d2t" or tensor.is_floating_point(), f"tensor {name} is {tensor.dtype}; quantized weights are not read")
 
 
 def check_target(

@@ -1,8 +1,7 @@
-"""specdec: lossless speculative decoding centred on DFlash.
+"""specdec: lossless speculative decoding centered on DFlash.
 
-Map of the package, in reading order: `engine` (the step), `core` (the nouns), `scheduler`, `state`, `kv_cache`, `attention`,
-`sampling`, `acceptance`; `decoder` is the Python API and `cli` the command line. Drafters, targets and evaluations live in the
-packages `drafters`, `verifiers` and `evals`, which `registry` names.
+Read `engine.engine` (the step), then `core` (the nouns); docs/life-of-a-request.md follows a prompt through the rooms. Drafters,
+targets and evaluations live in the packages `drafters`, `verifiers` and `evals`, which `registry` names.
 """
 
 from importlib import import_module

@@ -1,7 +1,7 @@
 """From logits to probabilities to tokens, batched, with one random stream per request.
 
 Random numbers are a function of (request seed, position, purpose) alone. A request's output therefore does not depend on its
-neighbours, on preemption, or, for point-mass drafts, on whether drafts were used at all. The numbers of a position are used
+neighbors, on preemption, or, for point-mass drafts, on whether drafts were used at all. The numbers of a position are used
 once per purpose: those behind a rejection have influenced nothing yet when the next step draws them again.
 """
 
@@ -91,7 +91,7 @@ def penalized(logits: Tensor, sampling: SamplingTensors, tokens: Tensor) -> Tens
 def processed_probs(logits: Tensor, sampling: SamplingTensors) -> Tensor:
     """Distributions that tokens are drawn from: temperature, top-k, top-p and min-p, in Transformers' order.
 
-    Every row is computed from its own values only, bit for bit the same whichever filters its neighbours use.
+    Every row is computed from its own values only, bit for bit the same whichever filters its neighbors use.
 
     Args:
         logits: [num_reqs, n, V], after the repetition penalty if there is one.

@@ -239,7 +239,7 @@ def _module_name(name: str) -> str:
 def _reorder(reader: "GGUFReader", name: str, rows: "Tensor") -> "Tensor":
     """Rows [out, ...] of the tensor that GGUF calls `name` in Transformers' order.
 
-    llama.cpp rotates neighbouring rows of a head, Transformers row i with row i + head_dim / 2.
+    llama.cpp rotates neighboring rows of a head, Transformers row i with row i + head_dim / 2.
     """
     heads = {"attn_q": "llama.attention.head_count", "attn_k": "llama.attention.head_count_kv"}
     part = name.removesuffix(".weight").rpartition(".")[2]

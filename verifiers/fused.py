@@ -39,7 +39,7 @@ STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
 
 
 def can_fuse(model: "PreTrainedModel") -> bool:
-    """Whether `FusedVerifier` computes what this model does: a member of the family with ordinary, unquantised layers."""
+    """Whether `FusedVerifier` computes what this model does: a member of the family with ordinary, unquantized layers."""
     config = model.config
     linear = [module for name, module in model.named_modules() if name.endswith("_proj")]
     return config.model_type in FAMILY and config.hidden_act == "silu" and all(type(module) is nn.Linear for module in linear)

@@ -15,7 +15,7 @@ class Indexer(nn.Module):
 
     Args:
         source: transformers' indexer, whose modules are taken over.
-        interleaved: RoPE turns neighbouring numbers instead of halves; the models differ in it.
+        interleaved: RoPE turns neighboring numbers instead of halves; the models differ in it.
     """
 
     def __init__(self, source: Any, *, interleaved: bool) -> None:

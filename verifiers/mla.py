@@ -13,7 +13,7 @@ from verifiers.indexer import Indexer
 from verifiers.rotary import Angles, rotate
 
 INTERLEAVED_INDEXERS = frozenset({"glm_moe_dsa"})
-"""Model types whose indexer pairs neighbours in its RoPE; the others pair halves there, whatever their attention does."""
+"""Model types whose indexer pairs neighbors in its RoPE; the others pair halves there, whatever their attention does."""
 
 
 def replace_attention(layers: nn.ModuleList, config: PreTrainedConfig) -> None:

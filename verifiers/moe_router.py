@@ -71,7 +71,7 @@ def routing_of(source: Any) -> Routing:
         num_groups=source.num_group if grouped else 1,
         topk_groups=source.topk_group if grouped else 1,
         biased=biased,
-        renormalised=biased and source.norm_topk_prob,  # DeepSeek-V2's is not, whatever its config says
+        renormalized=biased and source.norm_topk_prob,  # DeepSeek-V2's is not, whatever its config says
         scaling=source.routed_scaling_factor,
     )
 

@@ -25,7 +25,7 @@ class Angles(NamedTuple):
 def rotate(x: Tensor, angles: Angles, *, interleaved: bool) -> Tensor:
     """Rotates [num_tokens, heads, 2 * pairs], in the type of `x`.
 
-    A pair is two neighbours when interleaved, else one number of each half. The result always keeps a pair's numbers in
+    A pair is two neighbors when interleaved, else one number of each half. The result always keeps a pair's numbers in
     different halves: products of rotated queries and keys do not depend on the order.
     """
     first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)

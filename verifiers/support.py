@@ -30,7 +30,7 @@ OTHER_LATENT = {
     "axk2": "gates what it returns",
     "hy_v4": "has sinks and gates what it returns",
     "longcat_flash": "runs twice in each layer",
-    "minicpm3": "rotates halves where DeepSeek's rotates neighbours",
+    "minicpm3": "rotates halves where DeepSeek's rotates neighbors",
     "mistral4": "scales a query by its position",
 }
 """What sets the latent attention of other model types apart."""
@@ -124,11 +124,11 @@ def _latent_reasons(config: PreTrainedConfig) -> Iterator[str]:
         yield "its first layer has no indexer and no layer before it to share one with"
     if quantization := _value(config, "quantization_config"):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
-        yield f"its weights are quantised ({method}), but latent attention splits one of them and needs plain numbers"
+        yield f"its weights are quantized ({method}), but latent attention splits one of them and needs plain numbers"
 
 
 def _position_reasons(config: PreTrainedConfig) -> Iterator[str]:
-    """RoPE that looks at the longest sequence of the batch: a request's output would depend on its neighbours."""
+    """RoPE that looks at the longest sequence of the batch: a request's output would depend on its neighbors."""
     parameters = _value(config, "rope_parameters") or {}
     by_layer_type = parameters.values() if all(isinstance(entry, dict) for entry in parameters.values()) else [parameters]
     kinds = {str(entry.get("rope_type", "default")) for entry in by_layer_type}

@@ -107,7 +107,7 @@ def evaluate(decoder: SpecDecoder, drafter: str, config: EvalConfig, provenance:
             samples[name] = lm.samples
             if config.log_samples and config.folder:
                 _write_samples(results[name], config.folder, name)
-    report = new_report("specdec-eval", provenance, config.settings | {"drafter": drafter, "k": decoder.engine.num_draft_tokens})
+    report = new_report("specdec-eval", provenance, config.settings | {"drafter": drafter, "k": decoder.engine.k})
     report["tasks"] = [
         _task(decoder, task, {name: results[name]["results"][task] for name in sides}, samples)
         for task in results["plain"]["results"]
@@ -125,7 +125,7 @@ def _journal_settings(side: SpecDecoder, drafter: str, provenance: dict[str, Any
     return {
         "target": [target["name"], *target["sha256"].values()],
         "drafter": drafter if engine.num_draft_tokens else "none",
-        "k": engine.num_draft_tokens,
+        "k": engine.k,
         "dtype": provenance["dtype"],
         "device": provenance["device"],
         "max_num_seqs": engine.config.max_num_seqs,

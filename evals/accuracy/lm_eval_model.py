@@ -15,7 +15,7 @@ import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -65,7 +65,7 @@ class SpecdecLM(TemplateLM):
     Args:
         pretrained: "embedded", a folder, or a hub name.
         drafter: "auto", "smollm2-dflash", "ngram", a checkpoint, or "none"; see `SpecDecoder.from_pretrained`.
-        num_draft_tokens: k; None takes the drafter's own number.
+        num_draft_tokens: k, or "auto"; see `EngineConfig`.
         dtype, device, attention: see `SpecDecoder.from_pretrained`.
         batch_size: requests decoded at once; "auto" takes the engine's default.
         max_batch_size: ignored, for the engine needs no search for a size.
@@ -84,7 +84,7 @@ class SpecdecLM(TemplateLM):
         self,
         pretrained: str = "embedded",
         drafter: str = "auto",
-        num_draft_tokens: int | None = None,
+        num_draft_tokens: int | Literal["auto"] | None = "auto",
         dtype: str = "auto",
         device: str | None = None,
         attention: str = "auto",

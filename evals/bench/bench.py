@@ -113,7 +113,7 @@ class _Side:
     def k(self) -> int | str:
         if self.peer:
             return 0
-        return "auto" if self.decoder.engine.draft_length else self.decoder.engine.num_draft_tokens
+        return self.decoder.engine.k
 
     @property
     def title(self) -> str:

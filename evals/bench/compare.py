@@ -268,5 +268,5 @@ def _provenance(decoder: SpecDecoder, args: argparse.Namespace) -> dict[str, Any
     return origin_of_run(decoder.verifier) | {
         "model": decoder.verifier.name,
         "drafter": drafter_name(args.drafter, args.model),
-        "num_draft_tokens": decoder.engine.num_draft_tokens,
+        "num_draft_tokens": decoder.engine.k,
     }

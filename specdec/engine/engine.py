@@ -15,7 +15,7 @@ read while the next step runs.
 
 import random
 from collections.abc import Callable, Container, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -67,6 +67,11 @@ class SpecEngine:
         self._touched: dict[int, Request] = {}
         self._next_id = 0
         self._seeds = random.Random(config.seed)
+
+    @property
+    def k(self) -> int | Literal["auto"]:
+        """Drafts per step, or "auto" where they are chosen step by step, up to `num_draft_tokens`."""
+        return "auto" if self.draft_length else self.num_draft_tokens
 
     @property
     def has_work(self) -> bool:

@@ -19,7 +19,7 @@ class StepTimer:
     """Adds up seconds per phase of the engine's step.
 
     Args:
-        device: synchronised at both ends of a phase, so that the phase pays for its own kernels.
+        device: synchronized at both ends of a phase, so that the phase pays for its own kernels.
         enabled: otherwise `phase` does nothing and costs nothing.
 
     Attributes:

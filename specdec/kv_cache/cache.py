@@ -124,7 +124,7 @@ class PagedKVCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, not uninitialised memory: a masked key weighs 0, and 0 times NaN would still be NaN.
+    """Zeros, not uninitialized memory: a masked key weighs 0, and 0 times NaN would still be NaN.
 
     On a CPU the pages come from the system as zeros when they are first touched, so a large cache costs neither time nor memory
     before it is used.

@@ -29,10 +29,10 @@ class Routing:
     Attributes:
         num_experts: experts to choose from.
         top_k: experts per token.
-        num_groups: groups of neighbouring experts, equally large.
+        num_groups: groups of neighboring experts, equally large.
         topk_groups: groups per token whose experts may be chosen.
         biased: sigmoid scores and a bias; otherwise softmax scores.
-        renormalised: weights of a token sum to `scaling`.
+        renormalized: weights of a token sum to `scaling`.
         scaling: factor of the weights.
     """
 
@@ -41,7 +41,7 @@ class Routing:
     num_groups: int = 1
     topk_groups: int = 1
     biased: bool = True
-    renormalised: bool = True
+    renormalized: bool = True
     scaling: float = 1.0
 
 
@@ -56,8 +56,8 @@ def aiter_reasons(routing: Routing, device: torch.device) -> list[str]:
     reasons += aiter.unavailable_reasons(AiterRouter)
     if routing.num_groups not in AITER_GROUPS:
         reasons.append(f"{routing.num_groups} groups of experts (the kernels take {', '.join(map(str, AITER_GROUPS))})")
-    if routing.biased and not routing.renormalised:
-        reasons.append("weights that are not normalised (the kernel for many tokens always does that)")
+    if routing.biased and not routing.renormalized:
+        reasons.append("weights that are not normalized (the kernel for many tokens always does that)")
     return reasons
 
 
@@ -82,7 +82,7 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
         choice = groups.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
     ids = choice.topk(routing.top_k, dim=-1).indices
     weights = scores.gather(-1, ids)
-    if routing.renormalised:
+    if routing.renormalized:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return weights * routing.scaling, ids
 
@@ -93,7 +93,7 @@ def route_with_aiter(ops: AiterRouter, logits: Tensor, routing: Routing, bias: T
     shape = (len(logits), routing.top_k)
     weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
     ids = torch.empty(shape, dtype=torch.int32, device=logits.device)
-    common = {"gating_output": logits, "topk_weights": weights, "need_renorm": routing.renormalised}
+    common = {"gating_output": logits, "topk_weights": weights, "need_renorm": routing.renormalized}
     groups = {"num_expert_group": routing.num_groups, "topk_group": routing.topk_groups, "routed_scaling_factor": routing.scaling}
     if routing.biased:
         ops.biased_grouped_topk(**common, **groups, topk_ids=ids, correction_bias=bias)

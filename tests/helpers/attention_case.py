@@ -10,6 +10,7 @@ from torch import Tensor
 from specdec.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
 from specdec.attention.torch_ref.fa import TorchRefBackend
 from specdec.kv_cache import KVLayerSpec, LayerCache, PagedKVCache, blocks_for
+from tests.helpers.bounds import assert_as_exact
 
 
 def spec(**changes: Any) -> AttentionSpec:
@@ -78,6 +79,8 @@ def _rows(keys: list[Tensor], values: list[Tensor], parts: list[slice]) -> dict[
 class Case:
     """Requests whose context lies in a cache of scattered blocks, and the metadata of their last rows.
 
+    Keys and values are numbers that the cache holds exactly, so that one of 8 bits adds no error.
+
     Args:
         spec: shape.
         lengths: tokens of each request, its rows included.
@@ -94,7 +97,7 @@ class Case:
         heads, dim, size = spec.num_kv_heads, spec.head_dim, spec.block_size
         slots = [tables[i][torch.arange(n) // size] * size + torch.arange(n) % size for i, n in enumerate(lengths)]
         self.old_slots = torch.cat([s[: len(s) - w] for s, w in zip(slots, widths, strict=True)]).to(device)
-        keys, values = ([torch.randn(n, heads, dim).to(device, spec.dtype) for n in lengths] for _ in "kv")
+        keys, values = ([torch.randn(n, heads, dim).to(spec.kv_dtype).to(device, spec.dtype) for n in lengths] for _ in "kv")
         self.old = _rows(keys, values, [slice(0, n - w) for n, w in zip(lengths, widths, strict=True)])
         self.new = _rows(keys, values, [slice(n - w, n) for n, w in zip(lengths, widths, strict=True)])
         self.query = torch.randn(sum(widths), spec.num_heads, dim).to(device, spec.dtype)
@@ -130,6 +133,15 @@ class Case:
         if layers == 2:  # a plan serves every layer
             backend.run(self.query, cache=cache, plan=plan, **self.new, **how)
         return backend.run(self.query, cache=cache, plan=plan, **self.new, **how)
+
+    def check(self, got: Tensor, **how: Any) -> None:
+        """`got`, from `attend`, is as exact as the definition computed in float32."""
+        cache = LayerCache(*(side.float() for side in self.cache()))
+        for stored, name in zip(cache, ("key", "value"), strict=True):
+            for rows, slots in ((self.old, self.old_slots), (self.new, self.metadata.slot_mapping)):
+                stored.flatten(0, 1)[slots] = rows[name].float()
+        plain, exact = (attention(self.query, cache, self.metadata, dtype=dtype, **how) for dtype in (torch.float32, torch.float64))
+        assert_as_exact(got, plain.to(got.dtype), exact)
 
     def want(self, **how: Any) -> Tensor:
         """The same from torch_ref, in float32."""

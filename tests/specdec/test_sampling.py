@@ -89,7 +89,7 @@ def seed_families() -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("family", ["consecutive", "high bits", "largest"])
 def test_uniform_is_flat_and_uncorrelated(family: str) -> None:
-    """Catches a weak hash: uneven values, poor low bits, or streams of neighbouring seeds, positions or purposes that agree."""
+    """Catches a weak hash: uneven values, poor low bits, or streams of neighboring seeds, positions or purposes that agree."""
     seeds = seed_families()[family]
     u = torch.stack([uniform(seeds, torch.arange(100).expand(2000, -1), purpose) for purpose in Purpose])
     assert u.dtype == torch.float64 and u.min() >= 0 and u.max() < 1

@@ -63,7 +63,7 @@ def entries(cache: Path) -> list[str]:
 
 
 def test_weights_are_those_of_the_payload(model_folder: Path) -> None:
-    """Catches a wrong tensor name, head permutation, rounding or dequantisation."""
+    """Catches a wrong tensor name, head permutation, rounding or dequantization."""
     weights = load_file(model_folder / "model.safetensors")
     assert len(weights) == 272
     assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}

@@ -144,9 +144,9 @@ VARIANTS_REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
         GlmMoeDsaConfig(num_hidden_layers=2, indexer_types=["shared", "full"]),
         "its first layer has no indexer",
     ),
-    "quantised latent attention": (
+    "quantized latent attention": (
         DeepseekV3Config(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}),
-        "its weights are quantised (fp8)",
+        "its weights are quantized (fp8)",
     ),
     "indexed attention elsewhere": (
         Qwen3Config(num_hidden_layers=1, layer_types=GlmMoeDsaConfig(num_hidden_layers=1).layer_types),

@@ -122,7 +122,7 @@ def test_loglikelihoods_equal_those_of_hf(models: tuple[HFLM, SpecdecLM], monkey
         assert [greedy for _, greedy in found] == [bool(greedy) for _, greedy in expected]
 
 
-def test_greedy_continuations_are_recognised(models: tuple[HFLM, SpecdecLM]) -> None:
+def test_greedy_continuations_are_recognized(models: tuple[HFLM, SpecdecLM]) -> None:
     """Catches a flag that is always false, which random continuations would not show."""
     lm = models[1]
     (text,) = lm.generate_until(instances("generate_until", ("abcabc", {"max_gen_toks": 5})), disable_tqdm=True)
@@ -257,7 +257,7 @@ def test_a_run_that_died_does_not_repeat_finished_samples(
 
     monkeypatch.setattr(lm_eval_model, "answers", dying)
     out = tmp_path / "run"
-    assert evaluate(folder, out, "--limit", "3") == 130
+    assert evaluate(folder, out, "--limit", "3", "-k", "8") == 130
     assert "finished samples are kept" in capsys.readouterr().err
     journal = out / "speculative.jsonl"
     assert len(journal.read_text(encoding="utf-8").splitlines()) == 1 + 1
@@ -270,10 +270,10 @@ def test_a_run_that_died_does_not_repeat_finished_samples(
 
     decoded.clear()
     monkeypatch.setattr(lm_eval_model, "answers", counting)
-    assert evaluate(folder, out, "--limit", "3") == 0
+    assert evaluate(folder, out, "--limit", "3", "-k", "8") == 0
     assert len(decoded) == 2
     resumed = read_report(out / "report.json")["tasks"][0]
-    assert evaluate(folder, tmp_path / "whole", "--limit", "3") == 0
+    assert evaluate(folder, tmp_path / "whole", "--limit", "3", "-k", "8") == 0
     whole = read_report(tmp_path / "whole" / "report.json")["tasks"][0]
     assert resumed["plain"]["metrics"] == whole["plain"]["metrics"]
     assert resumed["speculative"]["acceptance"] == whole["speculative"]["acceptance"]

@@ -146,7 +146,7 @@ def increasing(name: str, values: list[int]) -> list[int]:
 
 
 def tensor_scale(name: str, scale: Tensor | None) -> float:
-    """A per-tensor dequantisation factor."""
+    """A per-tensor dequantization factor."""
     refuse_unless(scale is not None and scale.dtype == torch.float32 and scale.numel() == 1, f"{name} must be one float32")
     assert scale is not None
     return float(host(scale.reshape(1))[0])

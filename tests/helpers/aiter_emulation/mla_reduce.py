@@ -27,7 +27,7 @@ def mla_reduce_v1(
     final_lse: Tensor | None = None,
     num_kv_splits: int = 0,
 ) -> None:
-    """Merges normalised parts by the logarithms of their denominators; groups of fewer than two parts are left alone."""
+    """Merges normalized parts by the logarithms of their denominators; groups of fewer than two parts are left alone."""
     name = "mla_reduce_v1"
     machine.needs_cdna(name)
     machine.record(name)

@@ -1,4 +1,4 @@
-"""Acceptance: exact in distribution, exact token for token where that is promised, and blind to neighbours.
+"""Acceptance: exact in distribution, exact token for token where that is promised, and blind to neighbors.
 
 A toy target (a table of logits per previous token, vocabulary of 6) is decoded for three steps by 20,000 requests at once. The
 joint distribution of the first three tokens is compared with enumeration by a chi-square test. Seeds are fixed; with a
@@ -274,7 +274,7 @@ def pick(draft: DraftOutput, index: Tensor) -> DraftOutput:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_results_do_not_depend_on_neighbours(form: str) -> None:
+def test_results_do_not_depend_on_neighbors(form: str) -> None:
     """Catches anything shared between rows: permuting a mixed batch permutes its results, and each request alone gets the same."""
     sampling = sampling_for(MIXED, 10)
     count = len(sampling.seeds)
@@ -303,7 +303,7 @@ def test_results_do_not_depend_on_neighbours(form: str) -> None:
 def test_logits_that_are_not_finite_are_reported_and_stay_with_their_request(
     form: str, bad: float, where: int | slice, params: list[SamplingParams]
 ) -> None:
-    """Catches invalid ids, a missed or a needless report, and damage to neighbours, with the bad row at every position."""
+    """Catches invalid ids, a missed or a needless report, and damage to neighbors, with the bad row at every position."""
     sampling = sampling_for(params, 36)
     tokens, draft, clean = one_step(form, sampling)
     positions = START + torch.arange(K + 1).expand_as(tokens)

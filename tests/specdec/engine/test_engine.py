@@ -103,7 +103,7 @@ def poisoned(verifier: Verifier, victims: list[Request], first_bad: int) -> Iter
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_nan_logits_end_one_request_and_spare_the_others(case: Case, phase: str, depth: int) -> None:
-    """NaN keys, values and logits of one request: it ends with an error, its neighbours and successors keep their outputs."""
+    """NaN keys, values and logits of one request: it ends with an error, its neighbors and successors keep their outputs."""
     verifier, prompts, outputs = case
     engine = SpecEngine(verifier, ScriptedDrafter(outputs, 3, [{2}]), config(pipeline_depth=depth))
     first_bad = len(prompts[1]) - 1 if phase == "prefill" else len(prompts[1]) + 6
@@ -125,7 +125,7 @@ def test_nan_logits_end_one_request_and_spare_the_others(case: Case, phase: str,
 
 
 def test_block_tables_never_point_at_anothers_blocks(case: Case) -> None:
-    """What an earlier owner of the slot left in the table would let a neighbour's NaN in, although it is masked."""
+    """What an earlier owner of the slot left in the table would let a neighbor's NaN in, although it is masked."""
     verifier = case[0]
     cache = CacheConfig(memory_bytes=25 * 4096)
     engine = SpecEngine(verifier, None, EngineConfig(num_draft_tokens=None, max_num_seqs=2, pipeline_depth=1, cache=cache))
@@ -140,7 +140,7 @@ def test_block_tables_never_point_at_anothers_blocks(case: Case) -> None:
     assert victim.finish_reason == "error"
 
 
-def test_seed_repeats_the_output_whatever_the_neighbours_and_drafts(case: Case) -> None:
+def test_seed_repeats_the_output_whatever_the_neighbors_and_drafts(case: Case) -> None:
     """A sampled request alone, among others, with right and with wrong drafts: the same tokens for the same seed."""
     verifier, prompts, outputs = case
     sampling = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.9, top_p=0.95, seed=11)
@@ -205,7 +205,7 @@ def test_logprobs_are_the_targets(case: Case) -> None:
     assert unwanted.logprobs == []
 
 
-def test_cancelled_request_leaves_its_neighbours_alone(case: Case) -> None:
+def test_cancelled_request_leaves_its_neighbors_alone(case: Case) -> None:
     """Ending a request between steps keeps what it has and frees its blocks; ending it twice does nothing."""
     verifier, prompts, outputs = case
     engine = SpecEngine(verifier, ScriptedDrafter(outputs, 2), config(pipeline_depth=1))

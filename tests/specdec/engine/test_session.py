@@ -144,7 +144,7 @@ def test_streams_are_open_side_by_side(verifier: Verifier, alone: Callable[..., 
 
 
 def test_closing_a_stream_cancels_its_requests_alone(verifier: Verifier, alone: Callable[..., list[int]]) -> None:
-    """Blocks come back at once, and a neighbour goes on."""
+    """Blocks come back at once, and a neighbor goes on."""
     decoder = SpecDecoder(verifier, tiny_tokenizer(), None, engine_config())
     sampling = SamplingParams(max_tokens=20, ignore_eos=True)
     one, other = decoder.stream([5, 6, 7], sampling), decoder.stream([9, 8], sampling)

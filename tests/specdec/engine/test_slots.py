@@ -78,7 +78,7 @@ def test_a_slot_forgets_its_last_request() -> None:
 
 
 def test_newcomers_get_their_own_sampling(copies: list[Tensor]) -> None:
-    """Catches rows swapped, seeds that lose digits as floating-point numbers, and neighbours touched."""
+    """Catches rows swapped, seeds that lose digits as floating-point numbers, and neighbors touched."""
     state = slot_state()
     hot = request(3, [1], temperature=0.7, top_k=5, top_p=0.9, min_p=0.1)
     plain = request(0, [2])

@@ -1,7 +1,7 @@
 """Every launch of a whole generation is bound and compiled for sm_90 with its very arguments, and none is run.
 
 The interpreter takes arguments that Triton's compiler would refuse, and `test_triton_compile.py` guesses how they are specialised.
-What the kernels would compute stays uninitialised memory, so tokens mean nothing here.
+What the kernels would compute stays uninitialized memory, so tokens mean nothing here.
 """
 
 import os

@@ -40,10 +40,10 @@ ROUTER_KINDS: dict[str, Callable[[], Any]] = {
     "glm4": lambda: Glm4MoeTopkRouter(Glm4MoeConfig(**_SIGMOID)),
     "glm4_lite": lambda: Glm4MoeLiteTopkRouter(Glm4MoeLiteConfig(**_SIGMOID)),
     "glm_dsa": lambda: GlmMoeDsaTopkRouter(GlmMoeDsaConfig(**_SIGMOID)),
-    "v3_not_normalised": lambda: DeepseekV3TopkRouter(DeepseekV3Config(**_SIGMOID, norm_topk_prob=False)),
+    "v3_not_normalized": lambda: DeepseekV3TopkRouter(DeepseekV3Config(**_SIGMOID, norm_topk_prob=False)),
     "v3_16_groups": lambda: DeepseekV3TopkRouter(DeepseekV3Config(**{**_SIGMOID, "n_group": 16, "topk_group": 5})),
 }
-PLAIN = ("v3_not_normalised", "v3_16_groups")
+PLAIN = ("v3_not_normalized", "v3_16_groups")
 """What AITER's kernels do not have."""
 
 
@@ -88,7 +88,7 @@ def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Machi
 
 @pytest.mark.parametrize("kind", ROUTER_KINDS)
 def test_formulas_equal_transformers(kind: str) -> None:
-    """Group strength, masking, bias in the choice but not in the weights, normalisation, scaling."""
+    """Group strength, masking, bias in the choice but not in the weights, normalization, scaling."""
     router, hidden = hf_router(kind), torch.randn(200, HIDDEN)
     logits = hidden @ router.weight.t()
     check_equal(router, hidden, (logits, *route(logits, routing_of(router), getattr(router, "e_score_correction_bias", None))))
@@ -173,13 +173,13 @@ def test_replacement(rocm: Callable[..., Machine], caplog: pytest.LogCaptureFixt
 
 
 def test_reasons(rocm: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Device, architecture, AITER itself, groups and missing normalisation."""
+    """Device, architecture, AITER itself, groups and missing normalization."""
     device = torch.device("cpu")
     assert aiter_reasons(Routing(32, 4), device) == ["cpu is not a ROCm device"]
     rocm()
     assert aiter_reasons(Routing(32, 4), device) == []
-    assert "not normalised" in aiter_reasons(Routing(32, 4, renormalised=False), device)[0]
-    assert aiter_reasons(Routing(32, 4, biased=False, renormalised=False), device) == []
+    assert "not normalized" in aiter_reasons(Routing(32, 4, renormalized=False), device)[0]
+    assert aiter_reasons(Routing(32, 4, biased=False, renormalized=False), device) == []
     monkeypatch.setattr(specdec.device, "rocm_architecture", lambda device: "gfx1100")
     monkeypatch.setattr(ops_router.aiter, "unavailable_reasons", lambda family: ["missing"])
     assert aiter_reasons(Routing(32, 4), device)[0].startswith("architecture gfx1100") and "missing" in aiter_reasons(
@@ -191,5 +191,5 @@ def test_class_names_are_known() -> None:
     """A router whose class is renamed would silently stay behind."""
     assert {type(hf_router(kind)).__name__ for kind in ROUTER_KINDS} == ROUTERS
     assert routing_of(SimpleNamespace(num_experts=8, top_k=2, topk_method="greedy", routed_scaling_factor=3.0)) == Routing(
-        8, 2, biased=False, renormalised=False, scaling=3.0
+        8, 2, biased=False, renormalized=False, scaling=3.0
     )
