@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -22,14 +23,14 @@ class Owner(Protocol):
     def start(self) -> None:
         """Starts the thread that steps for asynchronous callers, unless it runs."""
 
-    def cancel(self, handle: Handle) -> None:
+    def cancel(self, request: Request) -> None:
         """Ends a request with what it has."""
 
 
 class Stream:
     """Chunks of one or more requests in the order in which they come, to be iterated over, with `async for` as well.
 
-    It ends when all its requests have ended and their chunks are taken.
+    It ends when all its requests have ended and their chunks are taken. Each chunk goes to one of its readers, if there are several.
     """
 
     def __init__(self, session: Owner) -> None:
@@ -37,7 +38,7 @@ class Stream:
         self._chunks: deque[StreamChunk] = deque()
         self._num_open = 0  # requests that have not ended
         self._error: BaseException | None = None
-        self._wake: Callable[[], object] | None = None  # for an asynchronous reader
+        self._wakes: list[Callable[[], object]] = []  # for asynchronous readers
 
     @property
     def ready(self) -> bool:
@@ -54,10 +55,10 @@ class Stream:
         Raises:
             RuntimeError: the engine failed while somebody else stepped it.
         """
-        self._session.run_until(lambda: self.ready)
-        chunk = self._take()
-        if chunk is None:
-            raise StopIteration
+        chunk = None
+        while chunk is None:
+            self._session.run_until(lambda: self.ready)
+            chunk = self._take(StopIteration)
         return chunk
 
     def __aiter__(self) -> Stream:
@@ -67,14 +68,14 @@ class Stream:
     async def __anext__(self) -> StreamChunk:
         """The next chunk, without holding up the event loop."""
         self._session.start()
-        while not self.ready:
-            arrived, loop = asyncio.Event(), asyncio.get_running_loop()
-            self._wake = partial(loop.call_soon_threadsafe, arrived.set)
-            if not self.ready:  # it may have come before anyone could be woken
-                await arrived.wait()
-        chunk = self._take()
-        if chunk is None:
-            raise StopAsyncIteration
+        chunk = None
+        while chunk is None:
+            while not self.ready:
+                arrived, loop = asyncio.Event(), asyncio.get_running_loop()
+                self._wakes.append(partial(loop.call_soon_threadsafe, arrived.set))
+                if not self.ready:  # it may have come before anyone could be woken
+                    await arrived.wait()
+            chunk = self._take(StopAsyncIteration)
         return chunk
 
     @property
@@ -106,20 +107,28 @@ class Stream:
         if self._error is not None:
             raise RuntimeError(f"the engine failed: {self._error or type(self._error).__name__}") from self._error
 
-    def _take(self) -> StreamChunk | None:
-        if self._chunks:
+    def _take(self, end: type[Exception]) -> StreamChunk | None:
+        """The next chunk, None where another reader was faster; raises `end` when there will be no more."""
+        ended = not self._num_open  # asked first, since the last chunk comes before the end
+        try:
             return self._chunks.popleft()
+        except IndexError:
+            if not ended:
+                return None
         self.raise_error()
-        return None
+        raise end
 
     def _notify(self) -> None:
-        wake, self._wake = self._wake, None
-        if wake is not None:
-            wake()
+        wakes, self._wakes = self._wakes, []
+        for wake in wakes:
+            with suppress(RuntimeError):  # its event loop is closed, and nobody waits there any more
+                wake()
 
 
 class Handle:
     """A request in a session. Iterate over its chunks, or wait for its result; from any thread, or with `async for` and `await`.
+
+    When nobody holds the handle any more, nobody can read the rest, and the request is cancelled.
 
     Args:
         session: has made it.
@@ -165,15 +174,24 @@ class Handle:
 
     def cancel(self) -> None:
         """Ends the request with what it has; does nothing when it has ended."""
-        self._session.cancel(self)
+        self._session.cancel(self.request)
+
+    def __del__(self) -> None:
+        """Cancels what nobody can read."""
+        if not self.done:
+            self.cancel()
 
     def __iter__(self) -> Iterator[StreamChunk]:
         """Chunks as they come; the last one holds the result."""
-        return iter(self.stream)
+        yield from self.stream  # not the stream itself, which would let go of the handle
 
-    def __aiter__(self) -> Stream:
+    def __aiter__(self) -> Handle:
         """The same for asynchronous callers."""
-        return self.stream
+        return self
+
+    async def __anext__(self) -> StreamChunk:
+        """The next chunk, see `Stream`."""
+        return await anext(self.stream)
 
     def __await__(self) -> Generator[Any, None, GenerationResult]:
         """The whole output."""

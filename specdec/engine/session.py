@@ -8,9 +8,12 @@ may fork. Asynchronous callers cannot step; for them a thread waits in the other
 from __future__ import annotations
 
 import logging
+import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
+from weakref import WeakSet, ref
 
 from specdec.config import SamplingParams
 from specdec.core import Request, Status
@@ -45,13 +48,14 @@ class Session:
         self.max_queue = max_queue or max(MAX_QUEUE, 4 * engine.config.max_num_seqs)
         self._lock = threading.RLock()  # of everything below
         self._arrived = threading.Condition(self._lock)  # for the thread of asynchronous callers
-        self._handles: dict[int, Handle] = {}  # unfinished, by request id
+        self._handles: dict[int, ref[Handle]] = {}  # of unfinished requests, by id; theirs who wait
         self._new: list[Request] = []  # not yet known to the engine
-        self._cancelled: list[Request] = []
+        self._cancelled: deque[Request] = deque()
         self._stepping = False
         self._waiting: dict[threading.Event, Callable[[], bool]] = {}  # callers, and what each waits for
         self._thread: threading.Thread | None = None
         self._closed = False
+        _sessions.add(self)
 
     @property
     def idle(self) -> bool:
@@ -185,10 +189,11 @@ class Session:
         """Cancels what is unfinished, and ends the thread if there is one. Nothing can be submitted afterwards."""
         with self._lock:
             self._closed = True
-            handles = list(self._handles.values())
+            handles = [handle() for handle in self._handles.values()]
             self._arrived.notify()
         for handle in handles:
-            handle.cancel()
+            if handle is not None:
+                handle.cancel()
         if self._thread is not None:
             self._thread.join()
 
@@ -200,12 +205,12 @@ class Session:
         """Closes it."""
         self.close()
 
-    def cancel(self, handle: Handle) -> None:
+    def cancel(self, request: Request) -> None:
         """Ends a request with what it has; does nothing when it has ended."""
         with self._lock:
-            if handle.request.request_id not in self._handles:
+            if request.request_id not in self._handles:
                 return
-            self._cancelled.append(handle.request)
+            self._cancelled.append(request)
             if self._stepping:
                 return  # who steps does it, at the latest when it hands over
             self._stepping = True
@@ -223,7 +228,7 @@ class Session:
         push = None if decoder is None else lambda request, tokens: decoder.push(tokens)
         request = self.engine.new_request(prompt, sampling, on_tokens=push)
         handle = Handle(self, stream, request, index, decoder, self._decode if text else lambda tokens: "", incremental)
-        self._handles[request.request_id] = handle
+        self._handles[request.request_id] = ref(handle)
         self._new.append(request)
         stream.open()
         self._arrived.notify()
@@ -259,7 +264,7 @@ class Session:
         """Tells the engine of requests that have come or are cancelled."""
         with self._lock:
             new, self._new = self._new, []
-            cancelled, self._cancelled = self._cancelled, []
+            cancelled, self._cancelled = self._cancelled, deque()
         for request in new:
             self.engine.enqueue(request)
         for request in cancelled:
@@ -267,20 +272,21 @@ class Session:
         with self._lock:
             self._deliver(cancelled)
 
-    def _deliver(self, requests: Sequence[Request]) -> None:
+    def _deliver(self, requests: Iterable[Request]) -> None:
         """Hands news to those whom they concern."""
         for request in requests:
-            handle = self._handles.get(request.request_id)
+            known = self._handles.get(request.request_id)
+            handle = known() if known is not None else None
+            if request.status is Status.FINISHED:
+                self._handles.pop(request.request_id, None)
             if handle is not None:
-                if request.status is Status.FINISHED:
-                    del self._handles[request.request_id]
                 handle.deliver()
 
     def _hand_over(self) -> None:
         """Lets another caller step."""
-        if self._cancelled:
-            self._take_over()
         with self._lock:
+            while self._cancelled:
+                self._take_over()
             self._stepping = False
             self._wake()
             turn = next(iter(self._waiting), None)
@@ -290,19 +296,29 @@ class Session:
 
     def _wake(self) -> None:
         """Wakes the callers who have what they wait for."""
-        for turn in [turn for turn, ready in self._waiting.items() if ready()]:
-            del self._waiting[turn]
+        for turn in [turn for turn, ready in list(self._waiting.items()) if ready()]:
+            self._waiting.pop(turn, None)
             turn.set()
 
     def _fail(self, error: BaseException) -> None:
         """After an error nobody knows how far the step came: every request ends, and the engine begins anew."""
         with self._lock:
-            handles, self._handles = self._handles, {}
-            self._new, self._cancelled = [], []
+            handles = [handle() for handle in self._handles.values()]
+            self._handles, self._new, self._cancelled = {}, [], deque()
             self.engine.reset()
-            for handle in handles.values():
-                handle.stream.fail(error)
+            for handle in handles:
+                if handle is not None:
+                    handle.stream.fail(error)
             self._wake()
+
+    def _after_fork(self) -> None:
+        """In a child process, where this is the only thread: nobody steps, nobody waits, and no lock is held."""
+        self._lock = threading.RLock()
+        self._arrived = threading.Condition(self._lock)
+        self._waiting, self._thread = {}, None
+        if self._stepping:
+            self._stepping = False
+            self._fail(RuntimeError("the process was forked while another thread was decoding"))
 
     def _decode(self, token_ids: list[int]) -> str:
         """Text of a whole output."""
@@ -311,3 +327,15 @@ class Session:
         text = self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
+
+
+_sessions: WeakSet[Session] = WeakSet()
+
+
+def _after_fork() -> None:
+    for session in list(_sessions):
+        session._after_fork()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,170 @@
+"""Callers that misbehave: they drop what they asked for, read it from several places, let event loops die, fork. Nobody else may
+notice, and no block stays behind."""
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import pytest
+
+from specdec import EngineConfig, SamplingParams, SpecDecoder
+from specdec.engine.handle import Handle
+from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, tiny_tokenizer
+
+PROMPT, LONG = [5, 6, 7], SamplingParams(max_tokens=120, ignore_eos=True)
+T = TypeVar("T")
+
+
+@pytest.fixture(scope="module")
+def decoder() -> SpecDecoder:
+    verifier = paged_verifier(plain_model("llama"))
+    return SpecDecoder(verifier, tiny_tokenizer(), random_dflash(verifier), EngineConfig(max_num_seqs=4, num_draft_tokens=None))
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_behind(decoder: SpecDecoder) -> Iterator[None]:
+    """The next caller is served as ever, and afterwards every block is free."""
+    yield
+    assert len(in_time(lambda: decoder.generate(PROMPT, max_tokens=9, ignore_eos=True)).token_ids) == 9
+    assert decoder.session.idle and decoder.engine.pool.num_used == 0
+
+
+def in_time(work: Callable[[], T], seconds: float = 20) -> T:
+    """What `work` returns or raises; fails when it hangs."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result(timeout=seconds)
+
+
+def begun(decoder: SpecDecoder) -> Handle:
+    """A long request that has been stepped."""
+    handle = decoder.session.submit(PROMPT, LONG)
+    next(iter(handle))
+    return handle
+
+
+def test_a_dropped_handle_frees_its_blocks(decoder: SpecDecoder) -> None:
+    """Nobody can read the rest, so nobody has to ask for its end; an open iterator still reads."""
+    handle = begun(decoder)
+    assert decoder.engine.pool.num_used > 0
+    del handle
+    assert decoder.session.idle and decoder.engine.pool.num_used == 0
+    assert sum(len(chunk.token_ids) for chunk in decoder.session.submit(PROMPT, LONG)) == LONG.max_tokens
+
+
+def test_a_dropped_stream_frees_its_blocks(decoder: SpecDecoder) -> None:
+    """The same for what `stream` gives, also in the midst of an error of who reads it."""
+    stream = decoder.stream([PROMPT] * 6, LONG)
+    next(stream)
+    del stream
+    assert decoder.session.idle
+    with pytest.raises(KeyboardInterrupt):
+        for _ in decoder.stream([PROMPT] * 6, LONG):
+            raise KeyboardInterrupt
+    assert decoder.session.idle
+
+
+def test_a_cancelled_task_ends_its_request(decoder: SpecDecoder) -> None:
+    """`async for` that is cancelled half-way stops decoding instead of going on for nobody."""
+
+    async def read() -> None:
+        async for _ in decoder.session.submit(PROMPT, LONG):
+            pass
+
+    async def main() -> None:
+        task = asyncio.create_task(read())
+        while not decoder.engine.pool.num_used:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        del task
+        while not decoder.session.idle:
+            await asyncio.sleep(0.001)
+
+    in_time(lambda: asyncio.run(main()))
+    assert decoder.engine.num_draft_tokens and not decoder.engine.scheduler.working
+
+
+def test_an_event_loop_that_dies_fails_nobody(decoder: SpecDecoder) -> None:
+    """Who waited in a closed loop cannot be woken; it once took every other request along. A new loop is served."""
+    handle, other = decoder.session.submit(PROMPT, LONG), decoder.session.submit(PROMPT, LONG)
+
+    async def read() -> None:
+        async for _ in handle:
+            pass
+
+    async def leave() -> None:
+        reader = asyncio.create_task(read())
+        while not decoder.engine.pool.num_used:
+            await asyncio.sleep(0.001)
+        reader.cancel()
+
+    asyncio.run(leave())
+    for unfinished in (handle, other):
+        assert in_time(unfinished.result).finish_reason == "length"
+
+    async def again() -> int:
+        return len([token async for chunk in decoder.session.submit(PROMPT, LONG) for token in chunk.token_ids])
+
+    assert in_time(lambda: asyncio.run(again())) == LONG.max_tokens
+
+
+def test_readers_share_a_handle(decoder: SpecDecoder) -> None:
+    """Threads and tasks: each chunk goes to one of them, and all see the end."""
+
+    async def read(handle: Handle) -> int:
+        return sum([len(chunk.token_ids) async for chunk in handle])
+
+    async def tasks() -> list[int]:
+        handle = decoder.session.submit(PROMPT, LONG)
+        return await asyncio.wait_for(asyncio.gather(*(read(handle) for _ in range(3))), 20)
+
+    assert sum(asyncio.run(tasks())) == LONG.max_tokens
+    handle = decoder.session.submit(PROMPT, LONG)
+    with ThreadPoolExecutor(3) as pool:
+        counts = [pool.submit(lambda: sum(len(chunk.token_ids) for chunk in handle)) for _ in range(3)]
+        assert sum(count.result(timeout=20) for count in counts) == LONG.max_tokens
+
+
+def test_a_faster_reader_does_not_end_a_stream(decoder: SpecDecoder) -> None:
+    """A reader that is woken for a chunk another one takes waits for the next; it once took that for the end."""
+    handle = decoder.session.submit(PROMPT, LONG)
+    run_until, taken = decoder.session.run_until, []
+
+    def stolen(ready: Callable[[], bool]) -> None:
+        run_until(ready)
+        if not taken:
+            taken.append(handle.stream._chunks.popleft())
+
+    handle.stream._session = type("Thief", (), {"run_until": staticmethod(stolen)})()
+    tokens = [token for chunk in handle for token in chunk.token_ids]
+    assert len(taken[0].token_ids) + len(tokens) == LONG.max_tokens
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
+def test_a_forked_child_decodes(decoder: SpecDecoder, busy: bool) -> None:
+    """Also after asynchronous callers, whose thread the child lacks, and while another thread steps, which it lacks as well."""
+
+    async def whole() -> int:
+        return len((await decoder.session.submit(PROMPT, SamplingParams(max_tokens=9, ignore_eos=True))).token_ids)
+
+    assert asyncio.run(whole()) == 9
+    other = threading.Thread(target=lambda: decoder.generate([PROMPT] * 4, LONG))
+    if busy:
+        other.start()
+        while not decoder.session._stepping:
+            pass
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        right = len(decoder.generate(PROMPT, max_tokens=9, ignore_eos=True).token_ids) == 9 and asyncio.run(whole()) == 9
+        os._exit(0 if right else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    if busy:
+        other.join()
