@@ -72,6 +72,9 @@ class HFVerifier:
         name: how to call it in messages.
         backend: attention over the cache.
         eos: end-of-sequence ids.
+
+    Attributes:
+        layers: the decoder layers, as the model holds them.
     """
 
     def __init__(
@@ -96,7 +99,7 @@ class HFVerifier:
         self._head: nn.Module = model.get_output_embeddings()
         self.vocab_size = self._head.weight.shape[0]
         self._windows = layer_windows(config)
-        self._layers = decoder_layers(model)
+        self.layers = decoder_layers(model)
         self._hooked: set[int] = set()
         self._tapped: dict[int, Tensor] = {}
 
@@ -136,7 +139,7 @@ class HFVerifier:
         """Hooks decoder layers not hooked yet. A hook sees the raw output; `output_hidden_states` would end with a normed one."""
         for layer in layers:
             if layer not in self._hooked:
-                self._layers[layer].register_forward_hook(partial(self._keep, layer))
+                self.layers[layer].register_forward_hook(partial(self._keep, layer))
                 self._hooked.add(layer)
 
     def _keep(self, layer: int, module: nn.Module, inputs: Any, output: Any) -> None:

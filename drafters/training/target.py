@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from drafters.training.blocks import SequenceBatch
 from drafters.training.target_forward import PackedForward, PlainForward
 from specdec.attention.mla import MlaBackend
-from specdec.errors import InvalidInputError, UnsupportedModelError
+from specdec.errors import InvalidInputError
 
 
 class Target:
@@ -26,7 +26,6 @@ class Target:
 
     Raises:
         InvalidInputError: a layer does not exist.
-        UnsupportedModelError: the decoder layers cannot be found.
     """
 
     def __init__(self, verifier: Any, layer_ids: Sequence[int], *, distribution: bool = False, compile: bool = False) -> None:
@@ -38,16 +37,9 @@ class Target:
         self.verifier = verifier
         self.device, self.dtype = verifier.device, verifier.dtype
         model = verifier.model.requires_grad_(False)
-        base: nn.Module = model.base_model
-        lists = [(n, m) for n, m in base.named_children() if isinstance(m, nn.ModuleList) and len(m) == verifier.num_layers]
-        if len(lists) != 1:
-            raise UnsupportedModelError(
-                f"cannot find the decoder layers of {type(model).__name__}, so it cannot be trained for yet"
-            )
-        name, layers = lists[0]
+        layers: nn.ModuleList = verifier.layers
         if not distribution:
-            layers = layers[: max(layer_ids) + 1]
-            setattr(base, name, layers)
+            del layers[max(layer_ids) + 1 :]
         self._forward = (
             PackedForward(verifier, len(layers), layer_ids)
             if isinstance(verifier.attention, MlaBackend)

@@ -187,9 +187,10 @@ class TinyVerifier:
     name, embedding_scale, final_softcap, device, dtype = "tiny", 1.0, None, torch.device("cpu"), torch.float32
     attention = None
 
-    def __init__(self) -> None:
-        self.model: Any = tiny_target()
-        self.num_layers = self.model.config.num_hidden_layers
+    def __init__(self, model: Any = None) -> None:
+        self.model: Any = model or tiny_target()
+        self.layers = self.model.model.layers
+        self.num_layers = len(self.layers)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         return F.embedding(token_ids, self.model.model.embed_tokens.weight)
@@ -230,8 +231,7 @@ def test_target_features_are_raw_layer_outputs_whatever_the_padding() -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_target_features_are_those_of_transformers(name: str) -> None:
     """Catches windows, scales, softcaps and sinks that are lost when the target runs on training's own attention."""
-    plain, verifier = plain_model(name), TinyVerifier()
-    verifier.model, verifier.num_layers = plain_model(name), plain.config.num_hidden_layers
+    plain, verifier = plain_model(name), TinyVerifier(plain_model(name))
     tokens = torch.tensor(random_prompts(1, longest=40)[0] * 30)[:24].repeat(2, 1)
     features, _ = Target(verifier, (0, 2)).features(sequences(tokens))
     assert_as_exact(features, *(taps(output, (0, 2)) for output in outputs(plain, tokens)))
