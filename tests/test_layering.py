@@ -24,7 +24,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"device", "kv_cache"},
         {"kernels"},
         {"attention"},
-        {"layers", "sampling_tensors"},
+        {"layers", "sampling_tensors", "request"},
         {"sampling", "core"},
         {"metrics", "text", "provenance"},
         {"outputs", "scratch"},

@@ -17,12 +17,12 @@ from torch.profiler import ProfilerActivity, profile
 from evals.report.table import align
 from evals.roofline import measured_bandwidth, step_bytes
 from specdec.config import SamplingParams
-from specdec.core import Request, Status
 from specdec.decoder import SpecDecoder
 from specdec.engine.engine import SpecEngine
 from specdec.engine.session import Session
 from specdec.errors import CapacityError, InvalidInputError
 from specdec.files import check_writable
+from specdec.request import Request, Status
 
 
 @dataclass(frozen=True, slots=True)

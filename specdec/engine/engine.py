@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 
 from specdec.config import EngineConfig, SamplingParams
-from specdec.core import Drafter, Request, Status, Verifier
+from specdec.core import Drafter, Verifier
 from specdec.engine.build import build_engine
 from specdec.engine.draft_length import DraftLength, ladder
 from specdec.engine.results import FinishedStep, ResultQueue, append_tokens
@@ -29,6 +29,7 @@ from specdec.engine.slots import samples_first_token
 from specdec.engine.timing import StepClock
 from specdec.errors import CapacityError, InvalidInputError
 from specdec.kv_cache import blocks_for
+from specdec.request import Request, Status
 
 OnTokens = Callable[[Request, list[int]], int | None]
 

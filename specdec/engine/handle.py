@@ -9,8 +9,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
-from specdec.core import Request, Status
 from specdec.outputs import GenerationResult, StreamChunk
+from specdec.request import Request, Status
 from specdec.text import IncrementalDecoder
 
 
@@ -30,7 +30,7 @@ class Owner(Protocol):
 class Stream:
     """Chunks of one or more requests in the order in which they come, to be iterated over, with `async for` as well.
 
-    It ends when all its requests have ended and their chunks are taken. Each chunk goes to one of its readers, if there are several.
+    It ends when all its requests have ended and their chunks are taken. Of several readers, each gets some of the chunks.
     """
 
     def __init__(self, session: Owner) -> None:

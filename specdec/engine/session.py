@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakSet, ref
 
+import torch
+
 from specdec.config import SamplingParams
-from specdec.core import Request, Status
 from specdec.engine.engine import SpecEngine
 from specdec.engine.handle import Handle, Stream
 from specdec.errors import CapacityError, InvalidInputError
 from specdec.outputs import StreamChunk
+from specdec.request import Request, Status
 from specdec.text import IncrementalDecoder
 
 if TYPE_CHECKING:
@@ -312,7 +314,11 @@ class Session:
             self._wake()
 
     def _after_fork(self) -> None:
-        """In a child process, where this is the only thread: nobody steps, nobody waits, and no lock is held."""
+        """In a child process, where this is the only thread: nobody steps, nobody waits, and no lock is held.
+
+        OpenMP's threads are gone as well, and torch would wait for them for ever, so it computes on this one.
+        """
+        torch.set_num_threads(1)
         self._lock = threading.RLock()
         self._arrived = threading.Condition(self._lock)
         self._waiting, self._thread = {}, None

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from specdec.attention.backend import AttentionMetadata
-from specdec.core import AcceptOutput, DecodeBatch, ForwardInput, PrefillBatch, Request
+from specdec.core import AcceptOutput, DecodeBatch, ForwardInput, PrefillBatch
 from specdec.engine.scheduler import Chunk, prefill_tokens
 from specdec.kv_cache.block_pool import NULL_BLOCK
+from specdec.request import Request
 from specdec.sampling_tensors import SamplingPlan, SamplingTensors
 
 

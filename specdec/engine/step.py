@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.core import AcceptOutput, BoundDrafter, DecodeBatch, DraftOutput, ForwardInput, PrefillBatch, Request, Verifier
+from specdec.core import AcceptOutput, BoundDrafter, DecodeBatch, DraftOutput, ForwardInput, PrefillBatch, Verifier
 from specdec.engine.acceptance import accept
 from specdec.engine.graphs import StepGraphs
 from specdec.engine.prefill_graphs import PrefillGraphs
@@ -16,6 +16,7 @@ from specdec.engine.results import result_table
 from specdec.engine.scheduler import Chunk
 from specdec.engine.slots import SlotState, samples_first_token
 from specdec.engine.timing import StepClock, StepTimer
+from specdec.request import Request
 from specdec.sampling_tensors import SamplingPlan
 
 

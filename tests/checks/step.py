@@ -18,10 +18,11 @@ from drafters.dflash.model import DFlashModel
 from specdec.attention.backend import AttentionSpec
 from specdec.attention.triton.fa import TritonFaBackend
 from specdec.config import EngineConfig, SamplingParams
-from specdec.core import Status, Verifier
+from specdec.core import Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.engine.memory import graph_bytes
 from specdec.engine.prefill_graphs import most_prefill_rows
+from specdec.request import Status
 from tests.checks.triton import BLOCK, DEVICE, SHAPES, random_verifier
 
 

@@ -12,10 +12,10 @@ from evals.prompt_sets import load_prompt_set
 from evals.report.report import read_report
 from specdec.cli.main import main
 from specdec.config import CacheConfig, EngineConfig
-from specdec.core import Request
 from specdec.decoder import SpecDecoder
 from specdec.errors import InvalidInputError
 from specdec.outputs import GenerationResult
+from specdec.request import Request
 from tests.evals.tiny import save_tiny, write_jsonl
 
 pytest.importorskip("lm_eval", reason="lm-eval comes with the extra eval")

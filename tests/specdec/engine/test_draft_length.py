@@ -10,12 +10,13 @@ import pytest
 from drafters.ngram import NGramDrafter
 from specdec.cli import generate as generate_command
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
-from specdec.core import DecodeBatch, Drafter, DraftOutput, ForwardInput, Request, Verifier, VerifyOutput
+from specdec.core import DecodeBatch, Drafter, DraftOutput, ForwardInput, Verifier, VerifyOutput
 from specdec.engine.buckets import BATCH_SIZES
 from specdec.engine.draft_length import DraftLength, StepSize, StepTimes, ladder
 from specdec.engine.engine import SpecEngine
 from specdec.engine.graphs import StepGraphs
 from specdec.metrics import AcceptanceStats, pooled
+from specdec.request import Request
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import paged_verifier, plain_greedy, plain_model, random_dflash, random_prompts
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
-from specdec.core import DecodeBatch, DraftOutput, ForwardInput, Request, Verifier, VerifyOutput
+from specdec.core import DecodeBatch, DraftOutput, ForwardInput, Verifier, VerifyOutput
 from specdec.engine.engine import SpecEngine
 from specdec.errors import CapacityError, InvalidInputError
+from specdec.request import Request
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import paged_verifier, plain_greedy, plain_model, random_prompts
 

@@ -17,12 +17,13 @@ from torch.utils._pytree import tree_leaves
 
 from drafters.ngram import NGramDrafter
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
-from specdec.core import DecodeBatch, Drafter, DraftOutput, Request
+from specdec.core import DecodeBatch, Drafter, DraftOutput
 from specdec.engine import buckets, graphs
 from specdec.engine.engine import SpecEngine
 from specdec.engine.graphs import StepGraphs
 from specdec.engine.slots import Selection
 from specdec.kv_cache.block_pool import NULL_BLOCK
+from specdec.request import Request
 from specdec.sampling_tensors import SamplingPlan
 from tests.helpers.guards import no_host_sync
 from tests.helpers.scripted import ScriptedDrafter

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from specdec.config import SamplingParams
-from specdec.core import Request
 from specdec.engine import graphs, prefill_graphs
 from specdec.engine.engine import SpecEngine
 from specdec.engine.prefill_graphs import PrefillGraphs, PrefillShape, most_prefill_rows
 from specdec.engine.scheduler import Chunk
 from specdec.kv_cache.block_pool import NULL_BLOCK
+from specdec.request import Request
 from tests.specdec.engine.test_graphs import MAX_TOKENS, Case, Recorder, beginnings, run
 
 

@@ -1,0 +1,68 @@
+"""One sequence on the host, from its prompt to its last token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from specdec.config import SamplingParams
+
+
+class Status(Enum):
+    """Where a request stands; it moves down, and from RUNNING or PREFILLING back to WAITING when it is preempted."""
+
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence on the host.
+
+    Set by the caller: `request_id`, `prompt_token_ids`, `sampling`, `seed`, `max_total_len` (prompt and output together).
+    Set by the engine as results arrive: `output_token_ids`, `logprobs`, `finish_reason`, `error`, the step counts.
+    Set by the scheduler and the engine between steps: `status`, `slot`, `block_ids`, `num_prefilled`, `num_kv_tokens`,
+    `in_flight`, `first_token_unread`.
+    """
+
+    request_id: int
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    seed: int
+    max_total_len: int
+    on_tokens: Callable[[Request, list[int]], int | None] | None = None
+    """Called with the tokens about to be added; returns how many to keep when a stop string ends among them, else None."""
+
+    output_token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: str | None = None
+    num_drafted: list[int] = field(default_factory=list)  # per verify step: drafts offered
+    num_accepted: list[int] = field(default_factory=list)  # per verify step: drafts kept, after stop conditions
+    num_emitted: list[int] = field(default_factory=list)  # per verify step: tokens output
+
+    status: Status = Status.WAITING
+    slot: int = -1
+    block_ids: list[int] = field(default_factory=list)
+    num_prefilled: int = 0  # tokens whose KV the prefill has written or found in the cache
+    num_kv_tokens: int = 0  # L, as far as results have been read
+    in_flight: list[int] = field(default_factory=list)  # k of each launched step whose result is unread
+    first_token_unread: bool = False  # the prefill has sampled the first anchor, and its result is unread
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and output so far."""
+        return self.prompt_token_ids + self.output_token_ids
+
+    @property
+    def kv_tokens_bound(self) -> int:
+        """Upper bound of L on the device, which may be ahead of what the host has read."""
+        return self.num_kv_tokens + sum(self.in_flight) + len(self.in_flight)
+
+    @property
+    def num_left(self) -> int:
+        """Output tokens still allowed after the anchor, as far as results have been read."""
+        return self.max_total_len - len(self.prompt_token_ids) - len(self.output_token_ids) - self.first_token_unread
