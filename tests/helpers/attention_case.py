@@ -26,6 +26,16 @@ def spec(**changes: Any) -> AttentionSpec:
     return AttentionSpec(**{**values, **changes})
 
 
+def _products(a: Tensor, b: Tensor) -> Tensor:
+    """[heads, rows, inner] times [heads, inner, columns], term by term where the order of sums matters."""
+    if a.dtype == torch.float64:
+        return a @ b
+    total = a.new_zeros(*a.shape[:2], b.shape[2])
+    for i in range(a.shape[2]):
+        total += a[:, :, i, None] * b[:, i, None]
+    return total
+
+
 def attention(
     query: Tensor,
     cache: LayerCache,
@@ -39,8 +49,8 @@ def attention(
 ) -> Tensor:
     """The definition [num_tokens, num_heads, head_dim], in `dtype`, request by request; the rows' own keys are in the cache.
 
-    Products are added term by term, the order in which errors grow most: in float64 the right answer, in float32 a plain one whose
-    errors no sensible kernel exceeds by much, and which hardly differ between machines.
+    In float64 the right answer. In float32 a plain one, whose products are added term by term, the order in which errors grow
+    most: no sensible kernel exceeds them by much, and they hardly differ between machines.
     """
     block_size, num_kv_heads = cache.key.shape[1:3]
     starts = metadata.query_start_loc.tolist()
@@ -50,10 +60,7 @@ def attention(
         places = torch.arange(length, device=query.device)
         slots = metadata.block_table[i, places // block_size].long() * block_size + places % block_size
         k, v = (t.flatten(0, 1)[slots].to(dtype).repeat_interleave(q.shape[1] // num_kv_heads, dim=1) for t in cache)
-        scores = torch.zeros(q.shape[1], len(q), length, dtype=dtype, device=query.device)
-        for d in range(q.shape[2]):
-            scores += q[..., d].T[:, :, None] * k[..., d].T[:, None]
-        scores *= scale
+        scores = _products(q.transpose(0, 1), k.permute(1, 2, 0)) * scale
         if softcap is not None:
             scores = softcap * (scores / softcap).tanh()
         ahead = places - places[length - len(q) :, None]
@@ -63,11 +70,8 @@ def attention(
         scores = scores.masked_fill(hidden, -torch.inf)
         if sinks is not None:
             scores = torch.cat([scores, sinks.to(dtype)[:, None, None].expand(-1, len(q), 1)], dim=-1)
-        weights = scores.softmax(-1)
-        output = torch.zeros_like(q)
-        for s in range(length):
-            output += weights[..., s].T[..., None] * v[s]
-        outputs.append(output)
+        weights = scores.softmax(-1)[..., :length]
+        outputs.append(_products(weights, v.transpose(0, 1)).transpose(0, 1))
     return torch.cat(outputs)
 
 
@@ -134,14 +138,22 @@ class Case:
             backend.run(self.query, cache=cache, plan=plan, **self.new, **how)
         return backend.run(self.query, cache=cache, plan=plan, **self.new, **how)
 
-    def check(self, got: Tensor, **how: Any) -> None:
-        """`got`, from `attend`, is as exact as the definition computed in float32."""
+    def check(self, got: Tensor, *, added: float = 0.0, **how: Any) -> None:
+        """`got`, from `attend`, is as exact as the definition computed in float32; of 16 bits, as the right answer rounded.
+
+        Args:
+            added: what a kernel adds to the denominator, of which 1 belongs to the largest score: the plain one is as far off.
+        """
         cache = LayerCache(*(side.float() for side in self.cache()))
         for stored, name in zip(cache, ("key", "value"), strict=True):
             for rows, slots in ((self.old, self.old_slots), (self.new, self.metadata.slot_mapping)):
                 stored.flatten(0, 1)[slots] = rows[name].float()
-        plain, exact = (attention(self.query, cache, self.metadata, dtype=dtype, **how) for dtype in (torch.float32, torch.float64))
-        assert_as_exact(got, plain.to(got.dtype), exact)
+        exact = attention(self.query, cache, self.metadata, dtype=torch.float64, **how)
+        if got.dtype == torch.float32:
+            plain = attention(self.query, cache, self.metadata, dtype=torch.float32, **how) * (1 - added)
+        else:
+            plain = exact.to(got.dtype)
+        assert_as_exact(got, plain, exact)
 
     def want(self, **how: Any) -> Tensor:
         """The same from torch_ref, in float32."""

@@ -18,6 +18,7 @@ from specdec.attention.mla import IndexerRows, IndexerSpec, MlaRows, MlaSpec, Sp
 from specdec.attention.torch_ref.mla import TorchRefMlaBackend
 from specdec.kv_cache import LatentCache, PagedKVCache, blocks_for
 from tests.helpers.aiter_emulation import Machine, install
+from tests.helpers.bounds import Float64, assert_as_exact
 
 FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
 Install = Callable[..., Machine]
@@ -66,6 +67,14 @@ REAL: dict[str, Any] = {
 """The sizes the kernels are built for."""
 
 
+def sets(selected: Tensor) -> list[set[int]]:
+    """Positions of every row; no position may appear twice, and -1 stands for none."""
+    assert selected.dtype == torch.int32 and (selected >= -1).all()
+    rows = [[p for p in row if p >= 0] for row in selected.tolist()]
+    assert all(len(set(row)) == len(row) for row in rows)
+    return [set(row) for row in rows]
+
+
 @dataclass
 class Layer:
     """What one layer gives the backend for every token of every request, and its cache."""
@@ -78,6 +87,8 @@ class Layer:
 
 class Case:
     """Requests in scattered blocks, run forward some rows at a time.
+
+    What the layers are given are numbers that the spec's types hold exactly, so that all types run on the same.
 
     Args:
         spec: shape.
@@ -101,8 +112,8 @@ class Case:
         spec, indexer = self.spec, self.spec.indexer
         assert indexer is not None
 
-        def random_rows(*shape: int) -> list[Tensor]:
-            return [torch.randn(n, *shape) for n in self.lengths]
+        def random_rows(*shape: int, dtype: torch.dtype = spec.dtype) -> list[Tensor]:
+            return [torch.randn(n, *shape).to(dtype).float() for n in self.lengths]
 
         def index_rows(*shape: int) -> list[Tensor]:
             return [torch.randint(-7, 8, (n, *shape)).float() if exact else torch.randn(n, *shape) for n in self.lengths]
@@ -110,20 +121,18 @@ class Case:
         rows = zip(
             random_rows(spec.num_heads, spec.qk_nope_head_dim),
             random_rows(spec.num_heads, spec.qk_rope_head_dim),
-            random_rows(spec.kv_lora_rank),
-            random_rows(spec.qk_rope_head_dim),
+            random_rows(spec.kv_lora_rank, dtype=spec.kv_dtype),
+            random_rows(spec.qk_rope_head_dim, dtype=spec.kv_dtype),
             strict=True,
         )
         index = zip(
             index_rows(indexer.num_heads, indexer.head_dim),
             index_rows(indexer.head_dim),
-            random_rows(indexer.num_heads),
+            random_rows(indexer.num_heads, dtype=torch.float32),
             strict=True,
         )
-        up = UpProjection(
-            torch.randn(spec.num_heads, spec.qk_nope_head_dim, spec.kv_lora_rank) / spec.kv_lora_rank**0.5,
-            torch.randn(spec.num_heads, spec.kv_lora_rank, spec.v_head_dim) / spec.kv_lora_rank**0.5,
-        )
+        shapes = [(spec.num_heads, spec.qk_nope_head_dim, spec.kv_lora_rank), (spec.num_heads, spec.kv_lora_rank, spec.v_head_dim)]
+        up = UpProjection(*((torch.randn(shape) / spec.kv_lora_rank**0.5).to(spec.dtype).float() for shape in shapes))
         return [MlaRows(*r) for r in rows], [IndexerRows(*i) for i in index], up
 
     def layers(self, backend: SparseMlaBackend) -> list[Layer]:
@@ -139,7 +148,10 @@ class Case:
         return [
             Layer(
                 [MlaRows(*(t.to(dtype) for t in r)) for r in rows],
-                [IndexerRows(i.query.to(dtype), i.key.to(dtype), i.weights) for i in index],
+                [
+                    IndexerRows(i.query.to(dtype), i.key.to(dtype), i.weights.to(torch.promote_types(dtype, torch.float32)))
+                    for i in index
+                ],
                 UpProjection(*(t.to(dtype) for t in up)),
                 cache,
             )
@@ -212,6 +224,16 @@ class Case:
             done = [d + w for d, w in zip(done, widths, strict=True)]
         return results
 
-    def reference(self) -> TorchRefMlaBackend:
-        """The oracle, in float32."""
-        return TorchRefMlaBackend(replace(self.spec, dtype=torch.float32, cache_dtype=None))
+    def reference(self, dtype: torch.dtype = torch.float32) -> TorchRefMlaBackend:
+        """The oracle, in `dtype`; float64 needs `Float64`."""
+        return TorchRefMlaBackend(replace(self.spec, dtype=dtype, cache_dtype=None))
+
+    def check(self, backend: SparseMlaBackend, steps: Sequence[tuple[Sequence[int], bool]], **how: Any) -> None:
+        """`backend` selects what the oracle selects, and its outputs are as exact."""
+        got, plain = (self.history(b, steps, **how) for b in (backend, self.reference(self.spec.dtype)))
+        with Float64():
+            exact = self.history(self.reference(torch.float64), steps, **how)
+        for (selections, outputs), (_, plain_outputs), (exact_selections, exact_outputs) in zip(got, plain, exact, strict=True):
+            assert [sets(s) for s in selections] == [sets(s) for s in exact_selections]
+            for runs in zip(outputs, plain_outputs, exact_outputs, strict=True):
+                assert_as_exact(*runs)

@@ -34,7 +34,6 @@ from verifiers.hf_attention import ATTENTION_NAME
 from verifiers.shape import attention_spec
 
 BACKENDS: dict[str, type[RocmAiterFaBackend]] = {"plain": RocmAiterFaBackend, "shuffle": RocmAiterFaShuffleBackend}
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 Install = Callable[..., Machine]
 
 
@@ -67,6 +66,11 @@ SHAPES: dict[str, tuple[list[int], list[int], bool]] = {
 """Lengths, rows, and whether only the device knows them."""
 
 
+def added(machine: Machine) -> float:
+    """What the paged kernels, if one was called, add to the denominator."""
+    return 1e-6 if machine.names() & {"paged_attention_v1", "paged_attention_rocm"} else 0.0
+
+
 @pytest.mark.parametrize("layout", BACKENDS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("window", [None, 1, 9, 100])
@@ -75,12 +79,13 @@ SHAPES: dict[str, tuple[list[int], list[int], bool]] = {
 )  # the rest is refused, as test_refusals shows
 def test_every_case_equals_torch_ref(rocm: Install, layout: str, shape: str, causal: bool, window: int | None, extra: str) -> None:
     """Each phase alone and all mixed, in float32: wrong rows, windows off by one, lost context, the wrong layout."""
-    rocm(float32=True)
+    machine = rocm(float32=True)
     asked = spec(dtype=torch.float32)
     case = Case(asked, *SHAPES[shape][:2], uniform=SHAPES[shape][2], causal=causal)
     sinks = torch.randn(4) if extra in ("sinks", "both") else None
     how: dict[str, Any] = {"scale": 0.2, "window": window, "softcap": 0.7 if extra in ("softcap", "both") else None, "sinks": sinks}
-    torch.testing.assert_close(case.attend(BACKENDS[layout](asked), layers=2, **how), case.want(**how), atol=1e-4, rtol=1e-4)
+    got = case.attend(BACKENDS[layout](asked), layers=2, **how)
+    case.check(got, added=added(machine), **how)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
@@ -89,7 +94,7 @@ def test_context_in_chunks(rocm: Install, monkeypatch: pytest.MonkeyPatch, chunk
     monkeypatch.setattr(groups, "CONTEXT_TOKENS", chunk)
     machine = rocm(float32=True)
     case = Case(spec(dtype=torch.float32), [40, 9, 33], [3, 2, 17], uniform=False)
-    torch.testing.assert_close(case.attend(RocmAiterFaBackend(case.spec), scale=0.2), case.want(scale=0.2), atol=1e-4, rtol=1e-4)
+    case.check(case.attend(RocmAiterFaBackend(case.spec), scale=0.2), scale=0.2)
     count = sum(call.name == "flash_attn_varlen_func" for call in machine.calls)
     assert count == 1 + blocks_for(37, max(1, chunk // 3))
 
@@ -131,9 +136,7 @@ def test_e3_no_combination_reaches_a_kernel_that_lacks_it(
             how: dict[str, Any] = {"scale": scale, "window": window}
             if causal and not many:
                 how |= draw.choice([{}, {"sinks": torch.randn(2 * group)}, {"softcap": 3.0}])
-            got, want = case.attend(backend, **how).float(), case.want(**how)
-            tolerance = 0.25 if fp8 else TOLERANCE[dtype]
-            torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
+            case.check(case.attend(backend, **how), **how)
     names = machine.names()
     assert names >= {"unified_attention", "flash_attn_varlen_func", "flash_attn_with_kvcache"}
     if layout == "plain":
@@ -203,10 +206,11 @@ def test_layouts_read_back_what_was_written(rocm: Install) -> None:
         asked = spec(cache_dtype=FP8["gfx942"] if fp8 else None)
         case = Case(asked, [40], [40], uniform=False)
         cache, backend = case.cache(), BACKENDS[layout](asked)
-        backend.write(cache, slot_mapping=case.metadata.slot_mapping, **case.new)
+        new = {name: torch.randn_like(rows) for name, rows in case.new.items()}  # which 8 bits do not hold exactly
+        backend.write(cache, slot_mapping=case.metadata.slot_mapping, **new)
         rows = read_rows(cache, case.metadata.slot_mapping, backend.layout, torch.float32)
         blocks = read_blocks(cache, case.metadata.block_table[:, :3], backend.layout)
-        for want, row, block in zip(case.new.values(), rows, blocks, strict=True):
+        for want, row, block in zip(new.values(), rows, blocks, strict=True):
             want = want.to(asked.kv_dtype).float()
             torch.testing.assert_close(row, want, atol=0, rtol=0)
             torch.testing.assert_close(block[0, :40].float(), want, atol=0, rtol=0)

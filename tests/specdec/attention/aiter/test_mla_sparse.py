@@ -19,22 +19,15 @@ from specdec.attention.selector import select_backend
 from specdec.errors import BackendError, CapacityError
 from specdec.kernels import aiter
 from tests.helpers.aiter_emulation import Machine
+from tests.helpers.bounds import Float64, assert_as_exact
 from tests.helpers.guards import HostSyncError, no_host_sync
-from tests.helpers.sparse_case import FP8, REAL, Case, Install, pretend_rocm, spec
+from tests.helpers.sparse_case import FP8, REAL, Case, Install, pretend_rocm, sets, spec
 
 
 @pytest.fixture
 def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Install:
     """See `pretend_rocm`."""
     return pretend_rocm(monkeypatch, tmp_path)
-
-
-def sets(selected: Tensor) -> list[set[int]]:
-    """Positions of every row; no position may appear twice, and -1 stands for none."""
-    assert selected.dtype == torch.int32 and (selected >= -1).all()
-    rows = [[p for p in row if p >= 0] for row in selected.tolist()]
-    assert all(len(set(row)) == len(row) for row in rows)
-    return [set(row) for row in rows]
 
 
 STEPS: list[tuple[Sequence[int], bool]] = [
@@ -52,10 +45,7 @@ def test_every_phase_equals_torch_ref(rocm: Install, num_heads: int) -> None:
     """Prompts, chunks, decoding and verification, one plan for two layers: wrong rows, positions, slots, padding of heads."""
     rocm()
     case = Case(spec(num_heads=num_heads), LENGTHS, num_layers=2)
-    got, want = (case.history(b, STEPS) for b in (RocmAiterMlaSparseBackend(case.spec), case.reference()))
-    for (selections, outputs), (want_selections, want_outputs) in zip(got, want, strict=True):
-        assert [sets(s) for s in selections] == [sets(s) for s in want_selections]
-        torch.testing.assert_close(outputs, want_outputs, atol=1e-5, rtol=1e-4)
+    case.check(RocmAiterMlaSparseBackend(case.spec), STEPS)
 
 
 REAL_CASES = [
@@ -72,12 +62,7 @@ def test_real_sizes(rocm: Install, version: str, architecture: str, num_heads: i
     asked = spec(**{**REAL, "num_heads": num_heads, **cache})
     assert RocmAiterMlaSparseBackend.unsupported_reasons(asked) == []
     steps: list[tuple[Sequence[int], bool]] = [((8, 2), True), ((2, 2), False)]
-    case = Case(asked, [10, 4])
-    got, want = (case.history(b, steps) for b in (RocmAiterMlaSparseBackend(asked), case.reference()))
-    for (selections, outputs), (want_selections, want_outputs) in zip(got, want, strict=True):
-        assert [sets(s) for s in selections] == [sets(s) for s in want_selections]
-        error = (outputs[0].float() - want_outputs[0]).norm() / want_outputs[0].norm()
-        assert error < (0.08 if fp8 else 0.02)
+    Case(asked, [10, 4]).check(RocmAiterMlaSparseBackend(asked), steps)
 
 
 def test_large_batches_keep_to_the_plan(rocm: Install) -> None:
@@ -155,16 +140,19 @@ def test_short_sequences_attend_to_everything(rocm: Install) -> None:
     assert spec().indexer is not None
     case = Case(spec(indexer=IndexerSpec(16, 32, topk=64)), LENGTHS, exact=False)
     backend = RocmAiterMlaSparseBackend(case.spec)
-    layers, reference = case.layers(backend), case.reference()
-    want_layers, done = case.layers(reference), [0, 0, 0]
+    references = [case.reference(dtype) for dtype in (torch.float32, torch.float64)]
+    layers, done = case.layers(backend), [0, 0, 0]
+    want_layers = [case.layers(reference)[0] for reference in references]
     for widths, known in STEPS:
         selections, outputs = case.forward(backend, layers, done, widths, known=known)
         parts = [slice(d, d + w) for d, w in zip(done, widths, strict=True)]
-        layer = want_layers[0]
-        rows = MlaRows(*(torch.cat([t[p] for t, p in zip(ts, parts, strict=True)]) for ts in zip(*layer.rows, strict=True)))
-        plan = reference.plan(case.metadata(done, widths, known=known))
-        want = reference.run(rows, layer.up, layer.cache, plan, scale=0.2)
-        torch.testing.assert_close(outputs[0], want, atol=1e-5, rtol=1e-4)
+        wanted = []
+        for reference, layer in zip(references, want_layers, strict=True):
+            rows = MlaRows(*(torch.cat([t[p] for t, p in zip(ts, parts, strict=True)]) for ts in zip(*layer.rows, strict=True)))
+            plan = reference.plan(case.metadata(done, widths, known=known))
+            with Float64() if reference.spec.dtype == torch.float64 else nullcontext():
+                wanted.append(reference.run(rows, layer.up, layer.cache, plan, scale=0.2))
+        assert_as_exact(outputs[0], *wanted)
         assert sets(selections[0]) == [set(range(p + 1)) for part in parts for p in range(part.start, part.stop)]
         done = [d + w for d, w in zip(done, widths, strict=True)]
     assert not machine.names() & {"fp8_mqa_logits", "deepgemm_fp8_paged_mqa_logits"}
@@ -176,10 +164,7 @@ def test_growing_past_topk(rocm: Install) -> None:
     rocm()
     case = Case(spec(), [9, 10])
     steps: list[tuple[Sequence[int], bool]] = [((3, 4), True), *[((1, 1), True)] * 2, ((2, 2), False), ((2, 2), True)]
-    got, want = (case.history(b, steps) for b in (RocmAiterMlaSparseBackend(case.spec), case.reference()))
-    for (selections, outputs), (want_selections, want_outputs) in zip(got, want, strict=True):
-        assert sets(selections[0]) == sets(want_selections[0])
-        torch.testing.assert_close(outputs, want_outputs, atol=1e-5, rtol=1e-4)
+    case.check(RocmAiterMlaSparseBackend(case.spec), steps)
 
 
 def test_scores_past_a_row_are_minus_infinity(rocm: Install) -> None:
@@ -257,9 +242,7 @@ def test_shared_selection(rocm: Install, monkeypatch: pytest.MonkeyPatch) -> Non
         inner(self, selected, *args)
 
     monkeypatch.setattr(mla_sparse_plan.SparseBuffers, "list_slots", counted)
-    got, want = (case.history(b, STEPS, shared=True) for b in (RocmAiterMlaSparseBackend(case.spec), case.reference()))
-    for (_, outputs), (_, want_outputs) in zip(got, want, strict=True):
-        torch.testing.assert_close(outputs, want_outputs, atol=1e-5, rtol=1e-4)
+    case.check(RocmAiterMlaSparseBackend(case.spec), STEPS, shared=True)
     assert len(made) == len(STEPS)
 
 
@@ -277,10 +260,12 @@ def test_d2_cached_and_fresh_plans_agree_on_random_batches(rocm: Install, seed: 
     machine = rocm()
     case = Case(spec(), [30] * 4, seed=seed)
     kept = RocmAiterMlaSparseBackend(case.spec)
-    layers, reference = case.layers(kept), case.reference()
+    layers, reference, wide = case.layers(kept), case.reference(), case.reference(torch.float64)
     case.forward(kept, layers, [0] * 4, [30] * 4, known=True)
-    want_layers = case.layers(reference)
+    want_layers, wide_layers = case.layers(reference), case.layers(wide)
     case.forward(reference, want_layers, [0] * 4, [30] * 4, known=True)
+    with Float64():
+        case.forward(wide, wide_layers, [0] * 4, [30] * 4, known=True)
     chance = random.Random(seed)
     shapes = [([2, 5, 9, 20], [1, 3, 1, 4]), ([20, 20, 21, 3], [2, 2, 3, 1]), ([6, 5, 4, 3], [1, 2, 3, 4])]
     cached, order = 0, [0, 1, 2, 3]
@@ -297,9 +282,11 @@ def test_d2_cached_and_fresh_plans_agree_on_random_batches(rocm: Install, seed: 
         _, got = case.forward(kept, layers, done, widths, known=not uniform)
         cached += plans_made(machine) == before
         _, fresh = case.forward(RocmAiterMlaSparseBackend(case.spec), layers, done, widths, known=not uniform)
-        _, want = case.forward(reference, want_layers, done, widths, known=not uniform)
+        _, plain = case.forward(reference, want_layers, done, widths, known=not uniform)
+        with Float64():
+            _, exact = case.forward(wide, wide_layers, done, widths, known=not uniform)
         assert torch.equal(got[0], fresh[0])
-        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+        assert_as_exact(got[0], plain[0], exact[0])
     assert cached > 3
 
 
