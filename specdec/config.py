@@ -1,8 +1,12 @@
 """Configuration: frozen dataclasses, validated once when they are made."""
 
 import math
+import operator
+import reprlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from numbers import Real
+from typing import Any, Literal
 
 from specdec.errors import InvalidInputError
 
@@ -13,6 +17,54 @@ CacheDtype = Literal["auto", "fp8"]
 def _require(ok: bool, message: str) -> None:
     if not ok:
         raise InvalidInputError(message)
+
+
+def as_integer(name: str, value: Any) -> int:
+    """An integer of any library as Python's own.
+
+    Raises:
+        InvalidInputError: another type; a bool as well, which to Python is an int.
+    """
+    try:
+        return operator.index(value if type(value) is not bool else None)
+    except TypeError:
+        raise InvalidInputError(f"{name} is {reprlib.repr(value)}; it must be an integer") from None
+
+
+def _integers(config: Any, *names: str) -> None:
+    """Makes fields Python's own integers, those of None aside whose default that is."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None or type(config).__dataclass_fields__[name].default is not None:
+            object.__setattr__(config, name, as_integer(name, value))
+
+
+def _numbers(config: Any, *names: str) -> None:
+    """Makes fields Python's own floats."""
+    for name in names:
+        value = getattr(config, name)
+        right = isinstance(value, Real) and not isinstance(value, bool)
+        _require(right, f"{name} is {reprlib.repr(value)}; it must be a number")
+        try:
+            object.__setattr__(config, name, float(value))
+        except OverflowError:
+            object.__setattr__(config, name, math.inf)
+
+
+def _flags(config: Any, *names: str) -> None:
+    """Checks that fields are True or False, or None where that is the default."""
+    for name in names:
+        value = getattr(config, name)
+        right = isinstance(value, bool) or (value is None and type(config).__dataclass_fields__[name].default is None)
+        _require(right, f"{name} is {reprlib.repr(value)}; it must be True or False")
+
+
+def _sequence(config: Any, name: str, noun: str) -> tuple[Any, ...]:
+    """The entries of a field; none where it is None."""
+    value = getattr(config, name)
+    right = value is None or (isinstance(value, Iterable) and not isinstance(value, str | bytes))
+    _require(right, f"{name} is {reprlib.repr(value)}; it must be a list of {noun}")
+    return tuple(value if value is not None else ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +101,15 @@ class SamplingParams:
     logprobs: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        else:
-            object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        _integers(self, "max_tokens", "top_k", "seed")
+        _numbers(self, "temperature", "top_p", "min_p", "repetition_penalty")
+        _flags(self, "ignore_eos", "logprobs")
+        stop = (self.stop,) if isinstance(self.stop, str) else _sequence(self, "stop", "strings")
+        wrong = next((entry for entry in stop if not isinstance(entry, str)), None)
+        _require(all(isinstance(entry, str) for entry in stop), f"stop holds {reprlib.repr(wrong)}; it must be a list of strings")
+        object.__setattr__(self, "stop", stop)
+        ids = _sequence(self, "stop_token_ids", "token ids")
+        object.__setattr__(self, "stop_token_ids", tuple(as_integer("one of stop_token_ids", token) for token in ids))
         _require(self.max_tokens >= 1, f"max_tokens is {self.max_tokens}; it must be at least 1")
         _require(
             math.isfinite(self.temperature) and self.temperature >= 0,
@@ -97,6 +153,12 @@ class LoadConfig:
     kv_dtype: CacheDtype = "auto"
 
     def __post_init__(self) -> None:
+        for name in ("device", "dtype", "attention"):
+            value = getattr(self, name)
+            right = isinstance(value, str) or type(value).__module__ == "torch"  # torch's devices and types say their names
+            _require(right, f"{name} is {reprlib.repr(value)}; it must be a string")
+            object.__setattr__(self, name, str(value).removeprefix("torch."))
+        _integers(self, "block_size")
         _require(self.block_size >= 1, f"block_size is {self.block_size}; it must be at least 1 token")
         _require(self.kv_dtype in ("auto", "fp8"), f"kv_dtype is {self.kv_dtype!r}; choose 'auto' or 'fp8'")
 
@@ -114,10 +176,16 @@ class CacheConfig:
     prefix_caching: bool = True
 
     def __post_init__(self) -> None:
+        _integers(self, "memory_bytes")
+        _flags(self, "prefix_caching")
         _require(
             self.memory_bytes is None or self.memory_bytes > 0,
             f"memory_bytes is {self.memory_bytes}; it must be a positive number of bytes",
         )
+
+
+MOST_SEQS = 2**16
+"""Most requests decoded at once; state for so many already takes gigabytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +223,15 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
 
     def __post_init__(self) -> None:
-        _require(self.max_num_seqs >= 1, f"max_num_seqs is {self.max_num_seqs}; it must be at least 1")
+        _integers(self, "max_num_seqs", "max_model_len", "max_prefill_tokens", "pipeline_depth", "seed")
+        _flags(self, "graphs", "timing")
+        if self.num_draft_tokens is not None and not isinstance(self.num_draft_tokens, str):
+            _integers(self, "num_draft_tokens")
+        _require(isinstance(self.cache, CacheConfig), f"cache is a {type(self.cache).__name__}; it must be a CacheConfig")
+        _require(
+            1 <= self.max_num_seqs <= MOST_SEQS,
+            f"max_num_seqs is {self.max_num_seqs}; it must be at least 1 and at most {MOST_SEQS:,}",
+        )
         _require(
             self.max_model_len is None or self.max_model_len >= 2,
             f"max_model_len is {self.max_model_len}; a prompt and an output token need at least 2",

@@ -1,0 +1,79 @@
+"""Values of the wrong type are refused by name; those of numpy and torch become Python's own."""
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from specdec import EngineConfig, SamplingParams
+from specdec.config import CacheConfig, LoadConfig
+from specdec.errors import InvalidInputError
+
+
+@pytest.mark.parametrize(
+    ("config", "values", "said"),
+    [
+        (SamplingParams, {"max_tokens": "5"}, "max_tokens is '5'; it must be an integer"),
+        (SamplingParams, {"max_tokens": 2.5}, "max_tokens is 2.5; it must be an integer"),
+        (SamplingParams, {"max_tokens": True}, "max_tokens is True; it must be an integer"),
+        (SamplingParams, {"top_k": 1.5}, "top_k is 1.5; it must be an integer"),
+        (SamplingParams, {"seed": 1.5}, "seed is 1.5; it must be an integer"),
+        (SamplingParams, {"temperature": None}, "temperature is None; it must be a number"),
+        (SamplingParams, {"temperature": 10**400}, "temperature is inf; it must be 0"),
+        (SamplingParams, {"top_p": "0.5"}, "top_p is '0.5'; it must be a number"),
+        (SamplingParams, {"min_p": True}, "min_p is True; it must be a number"),
+        (SamplingParams, {"stop": 5}, "stop is 5; it must be a list of strings"),
+        (SamplingParams, {"stop": b"x"}, "stop is b'x'; it must be a list of strings"),
+        (SamplingParams, {"stop": ["x", None]}, "stop holds None; it must be a list of strings"),
+        (SamplingParams, {"stop_token_ids": 3}, "stop_token_ids is 3; it must be a list of token ids"),
+        (SamplingParams, {"stop_token_ids": "34"}, "stop_token_ids is '34'; it must be a list of token ids"),
+        (SamplingParams, {"stop_token_ids": [1.5]}, "one of stop_token_ids is 1.5; it must be an integer"),
+        (SamplingParams, {"ignore_eos": "no"}, "ignore_eos is 'no'; it must be True or False"),
+        (SamplingParams, {"logprobs": 5}, "logprobs is 5; it must be True or False"),
+        (EngineConfig, {"num_draft_tokens": True}, "num_draft_tokens is True; it must be an integer"),
+        (EngineConfig, {"num_draft_tokens": "4"}, "num_draft_tokens is '4'; it must be 'auto'"),
+        (EngineConfig, {"max_num_seqs": "4"}, "max_num_seqs is '4'; it must be an integer"),
+        (EngineConfig, {"max_num_seqs": 10**9}, "max_num_seqs is 1000000000; it must be at least 1 and at most 65,536"),
+        (EngineConfig, {"max_model_len": 64.5}, "max_model_len is 64.5; it must be an integer"),
+        (EngineConfig, {"graphs": "no"}, "graphs is 'no'; it must be True or False"),
+        (EngineConfig, {"seed": "x"}, "seed is 'x'; it must be an integer"),
+        (EngineConfig, {"cache": {"memory_bytes": 5}}, "cache is a dict; it must be a CacheConfig"),
+        (CacheConfig, {"memory_bytes": "4G"}, "memory_bytes is '4G'; it must be an integer"),
+        (CacheConfig, {"prefix_caching": None}, "prefix_caching is None; it must be True or False"),
+        (LoadConfig, {"block_size": 16.0}, "block_size is 16.0; it must be an integer"),
+        (LoadConfig, {"device": None}, "device is None; it must be a string"),
+        (LoadConfig, {"dtype": 32}, "dtype is 32; it must be a string"),
+    ],
+)
+def test_a_wrong_type_is_named(config: Any, values: dict[str, Any], said: str) -> None:
+    """Before any work begins, instead of a TypeError, or of a float that counts tokens, deep inside."""
+    with pytest.raises(InvalidInputError) as caught:
+        config(**values)
+    assert said in str(caught.value)
+
+
+def test_values_of_other_libraries() -> None:
+    """What numpy and torch compute is taken, and stored as Python's own; None is an empty list."""
+    sampling = SamplingParams(
+        max_tokens=np.int64(5),
+        temperature=np.float32(0.5),
+        seed=torch.tensor(3),  # type: ignore[arg-type]
+        stop=None,  # type: ignore[arg-type]
+        stop_token_ids=np.array([3, 4]),  # type: ignore[arg-type]
+    )
+    assert sampling == SamplingParams(5, 0.5, seed=3, stop_token_ids=(3, 4))
+    assert [type(value) for value in (sampling.max_tokens, sampling.temperature, sampling.seed)] == [int, float, int]
+    assert SamplingParams(stop="x").stop == ("x",)
+    assert EngineConfig(num_draft_tokens=np.int64(2)) == EngineConfig(num_draft_tokens=2)
+    load = LoadConfig(device=torch.device("cuda:1"), dtype=torch.float32)  # type: ignore[arg-type]
+    assert load == LoadConfig(device="cuda:1", dtype="float32")
+
+
+@pytest.mark.parametrize("config", [SamplingParams(stop=("x",)), EngineConfig(), CacheConfig(5), LoadConfig()])
+def test_configs_are_values(config: Any) -> None:
+    """Copies are equal and hash alike, so they can be keys and travel to other processes."""
+    for other in (copy.copy(config), copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+        assert other == config and hash(other) == hash(config)
