@@ -29,10 +29,10 @@ def find_folder(path: str | Path) -> Path:
     Raises:
         CheckpointError: nothing there.
     """
-    folder = Path(path).expanduser()
-    if folder.is_dir():
+    folder = Path(os.path.expanduser(path))
+    if os.path.isdir(folder):
         return folder
-    if folder.exists() or not _HUB_NAME.fullmatch(str(path)):
+    if os.path.exists(folder) or isinstance(path, Path) or not _HUB_NAME.fullmatch(str(path)):
         raise CheckpointError(
             f"drafter {str(path)!r} is not a folder; give the folder that holds config.json and model.safetensors"
         )
@@ -63,7 +63,7 @@ def read_json(file: Path) -> dict[str, Any]:
     require(file.is_file(), f"{file.name} is missing; a checkpoint folder holds it beside the safetensors")
     try:
         content = json.loads(file.read_bytes())
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file.name} is not valid JSON ({_one_line(error)}); download or write it again") from error
     require(isinstance(content, dict), f"{file.name} holds no JSON object")
     return dict(content)
@@ -80,16 +80,21 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         index = folder / "model.safetensors.index.json"
         require(index.is_file(), "model.safetensors is missing; other weight formats are not read")
         weight_map = read_json(index).get("weight_map")
-        valid = isinstance(weight_map, dict) and all(isinstance(name, str) for name in weight_map.values())
-        require(valid, f"{index.name} has no weight_map of file names")
+        valid = isinstance(weight_map, dict) and all(
+            isinstance(name, str) and os.path.basename(name) == name for name in weight_map.values()
+        )
+        require(valid, f"{index.name} has no weight_map of names of files beside it")
         names = sorted(set(weight_map.values())) if isinstance(weight_map, dict) else []
     tensors: dict[str, Tensor] = {}
     for name in names:
-        require((folder / name).is_file(), f"{name} is missing; the index names it")
+        require(os.path.isfile(folder / name), f"{name} is missing; the index names it")
         try:
             tensors |= load_file(folder / name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{name} is damaged or cut short ({_one_line(error)}); download it again") from error
+    for name, tensor in tensors.items():  # a sum is NaN or infinite where an element is; such drafts would all be rejected
+        finite = not tensor.is_floating_point() or bool(tensor.float().sum().isfinite())
+        require(finite, f"tensor {name} holds NaN or infinite values; download it again")
     return tensors
 
 

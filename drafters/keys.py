@@ -1,5 +1,7 @@
 """Values of a drafter's `config.json`, checked as they are read."""
 
+import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +12,14 @@ def require(ok: bool, message: str) -> None:
     """Raises a CheckpointError with `message` unless `ok`."""
     if not ok:
         raise CheckpointError(message)
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a finite number; JSON's true is an int to Python, and its numbers have no bounds."""
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def section(parent: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -49,14 +59,16 @@ class Keys:
         return value
 
     def number(self, name: str) -> float | None:
-        """A number, or None."""
-        return self._typed(name, (int, float), "a number")
+        """A finite number, or None."""
+        value = self.find(name)
+        require(value is None or is_number(value), f"{name} is {reprlib.repr(value)}; it must be a number")
+        return None if value is None else float(value)
 
     def flag(self, name: str) -> bool | None:
         """True, false or None."""
         return self._typed(name, bool, "true or false")
 
-    def _typed(self, name: str, kind: type | tuple[type, ...], noun: str) -> Any:
+    def _typed(self, name: str, kind: type, noun: str) -> Any:
         value = self.find(name)
         # JSON's true is an int to Python, never to the person who wrote it.
         right = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)

@@ -93,6 +93,33 @@ def remove(name: str) -> Damage:
     return lambda folder: (folder / name).unlink()
 
 
+def write(name: str, content: str) -> Damage:
+    def damage(folder: Path) -> None:
+        (folder / name).write_text(content)
+
+    return damage
+
+
+def fill(tensor: str, value: float) -> Damage:
+    def damage(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        tensors[tensor].fill_(value)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return damage
+
+
+def index(file: str) -> Damage:
+    def damage(folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"fc.weight": file}}))
+
+    return damage
+
+
+ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
@@ -105,6 +132,12 @@ def remove(name: str) -> Damage:
         (set_key(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), ("RoPE of type dynamic",)),
         (remove("config.json"), ("cannot read the config of target",)),
         (remove("model.safetensors"), ("cannot read the weights of target", "model.safetensors")),
+        (write("config.json", "null"), ("cannot read the config of target", "fetch it again")),
+        (write("tokenizer_config.json", "[]"), ("cannot read the tokenizer of target", "fetch it again")),
+        (set_key(vocab_size="97"), ("cannot read the config of target", "vocab_size")),
+        (set_key(num_key_value_heads=0), ("target", "fetch it again")),
+        (set_key(num_hidden_layers=0), ("num_hidden_layers of target", "is 0", "[1, 2**31)")),
+        (set_key(max_position_embeddings=10**18), ("max_position_embeddings of target", "[1, 2**31)")),
     ],
 )
 def test_damaged_target(folders: Path, tmp_path: Path, capsys: Capture, damage: Damage, said: Sequence[str]) -> None:
@@ -134,6 +167,24 @@ def test_a_missing_package_is_named(folders: Path, tmp_path: Path, capsys: Captu
         (set_key(vocab_size=120), ("vocabulary has 120 tokens, the target's 97",)),
         (set_key(architectures=["DFlash2DraftModel"]), ("is not supported yet",)),
         (remove("model.safetensors"), ("model.safetensors is missing",)),
+        (fill("fc.weight", torch.nan), ("tensor fc.weight holds NaN or infinite values", "download it again")),
+        (write("config.json", "[" * 100_000), ("config.json is not valid JSON",)),
+        (set_key(block_size=10**30), ("block_size is", "at most 1,024")),
+        (set_key(num_hidden_layers=10**9), ("num_hidden_layers is 1000000000", "[1, 1,024]")),
+        (set_key(head_dim=10**30), ("head_dim is", "below 2**31")),
+        (set_key(max_position_embeddings=0), ("max_position_embeddings is 0", "positive")),
+        (set_key(sliding_window=True), ("config.json enables no window",)),
+        (set_key(rope_parameters=ROPE | {"rope_theta": 10**400}), ("rope_theta is 1000",)),
+        (
+            set_key(rope_parameters=ROPE | {"original_max_position_embeddings": 0}),
+            ("RoPE's original_max_position_embeddings is 0",),
+        ),
+        (set_key(rms_norm_eps=-1), ("rms_norm_eps is -1.0", "at least 0")),
+        (set_key(final_logit_softcapping=-5), ("final_logit_softcapping is -5.0", "positive")),
+        (set_key(input_embedding_scale=10**400), ("input_embedding_scale is 1000", "it must be a number")),
+        (set_key(speculators_config={"verifier": {"architectures": 5}}), ("architectures are 5", "a list")),
+        (index("../../model.safetensors"), ("model.safetensors.index.json has no weight_map of names of files beside it",)),
+        (index("x" * 5000), ("is missing; the index names it",)),
     ],
 )
 def test_damaged_or_foreign_drafter(folders: Path, tmp_path: Path, capsys: Capture, damage: Damage, said: Sequence[str]) -> None:

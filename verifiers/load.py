@@ -2,6 +2,7 @@
 start takes a second or two instead of five."""
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -10,8 +11,6 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
-from huggingface_hub.errors import HFValidationError
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -34,7 +33,7 @@ NO_FOREIGN_CODE = {"trust_remote_code": False}
 
 
 def load_verifier(
-    name: str,
+    name: str | Path,
     *,
     device: torch.device,
     dtype: torch.dtype,
@@ -59,10 +58,13 @@ def load_verifier(
         CheckpointError: nothing there, damaged files, or tensors missing.
         BackendError: no backend, or not the named one, can serve the model.
     """
+    if not isinstance(name, str | Path):
+        raise CheckpointError(f"the target is a {type(name).__name__}; give a folder, a hub name, or {EMBEDDED!r}")
+    local, name = isinstance(name, Path), str(name)
     path = str(embedded_model_path()) if name == EMBEDDED else name
-    if path.startswith((".", "/", "~")) and not Path(path).expanduser().is_dir():
+    if (local or path.startswith((".", "/", "~"))) and not os.path.isdir(os.path.expanduser(path)):
         raise CheckpointError(f"target {name!r} is not a folder; give a folder with config.json, a hub name, or {EMBEDDED!r}")
-    path = str(Path(path).expanduser()) if path.startswith("~") else path
+    path = os.path.expanduser(path)
     direct = name == EMBEDDED and fuse
     config = _read(
         name, "config", partial(_read_config, path) if direct else partial(AutoConfig.from_pretrained, path, **NO_FOREIGN_CODE)
@@ -70,6 +72,7 @@ def load_verifier(
     if not direct:
         from verifiers.support import check_supported
 
+        _check_sizes(name, config)
         check_supported(name, config)
     spec = backend_spec(config, device=device, dtype=dtype, block_size=block_size)
     backend = select_backend(attention, replace(spec, cache_dtype=cache_dtype))
@@ -104,6 +107,14 @@ def _read_config(path: str) -> Any:
     return SimpleNamespace(**json.loads((Path(path) / "config.json").read_text()))
 
 
+def _check_sizes(name: str, config: Any) -> None:
+    """Refuses what no model can have, before anything is allocated for it."""
+    for key in ("vocab_size", "num_hidden_layers", "max_position_embeddings"):
+        value = getattr(config, key, None)
+        if isinstance(value, int) and not 1 <= value < 2**31:
+            raise CheckpointError(f"{key} of target {name!r} is {value}; it must lie in [1, 2**31), so fetch config.json again")
+
+
 def _read(name: str, what: str, load: Callable[[], Read]) -> Read:
     """Calls `load`, turning what a bad path or damaged file raises into one line."""
     try:
@@ -111,7 +122,7 @@ def _read(name: str, what: str, load: Callable[[], Read]) -> Read:
     except ImportError as error:  # transformers reads some quantized weights through other packages
         reason = " ".join(str(error).split())
         raise CheckpointError(f"the {what} of target {name!r} need a package that is not installed: {reason[:300]}") from error
-    except (OSError, SafetensorError, HFValidationError, ValueError, RuntimeError, KeyError) as error:
+    except Exception as error:  # transformers believes what files say: a damaged one ends in any kind of error
         reason = " ".join(str(error).split()) or type(error).__name__
         if "trust_remote_code" in reason:
             raise UnsupportedModelError(

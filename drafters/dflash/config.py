@@ -10,6 +10,10 @@ ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 """Kinds of RoPE that a drafter may have."""
 
 
+MOST_LAYERS = MOST_DRAFTS = 1024
+"""More layers, or drafts per block, than any drafter has: a number beyond comes from a damaged file."""
+
+
 @dataclass(frozen=True, slots=True)
 class DFlashConfig:
     """Everything needed to run a DFlash drafter (arXiv 2602.06036).
@@ -66,16 +70,18 @@ class DFlashConfig:
 
     def __post_init__(self) -> None:
         sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
-        for name in sizes:
-            require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be positive")
+        for name in (*sizes, "max_position_embeddings"):
+            require(1 <= getattr(self, name) < 2**31, f"{name} is {getattr(self, name)}; it must be positive and below 2**31")
         require(self.max_draft_tokens >= 1, f"block_size is {self.block_size}, which leaves no slot to predict a token; at least 2")
+        require(self.max_draft_tokens <= MOST_DRAFTS, f"block_size is {self.block_size}; it must be at most {MOST_DRAFTS:,}")
         require(
             self.num_attention_heads % self.num_key_value_heads == 0 and self.head_dim % 2 == 0,
             f"{self.num_attention_heads} query heads on {self.num_key_value_heads} key heads of {self.head_dim}:"
             " the first must be a multiple of the second, the third even",
         )
         require(bool(self.windows) and len(self.windows) == len(self.causal), "windows and causal must have one entry per layer")
-        require(all(w is None or w >= 1 for w in self.windows), f"sliding windows are {self.windows}; they must be positive")
+        right = all(w is None or 1 <= w < 2**31 for w in self.windows)
+        require(right, f"sliding windows are {self.windows}; they must be positive and below 2**31")
         require(bool(self.target_layer_ids), "no target layers are tapped; a DFlash drafter needs at least one")
         require(
             min(self.target_layer_ids) >= 0,
@@ -85,6 +91,9 @@ class DFlashConfig:
             0 <= self.mask_token_id < self.vocab_size,
             f"mask_token_id {self.mask_token_id} lies outside {self.vocab_size} embeddings",
         )
+        require(self.rms_norm_eps >= 0, f"rms_norm_eps is {self.rms_norm_eps}; it must be at least 0")
+        softcap = self.final_logit_softcapping
+        require(softcap is None or softcap > 0, f"final_logit_softcapping is {softcap}; it must be positive")
         require(self.output_multiplier > 0, f"output_multiplier is {self.output_multiplier}; it must be positive")
         require(
             self.draft_vocab_size is None or 1 <= self.draft_vocab_size < self.vocab_size,

@@ -1,11 +1,12 @@
 """`config.json` of a DFlash drafter in the two public layouts, z-lab's and speculators'."""
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
 from drafters.algorithms import algorithm_of, stated_algorithm, unsupported
-from drafters.dflash.config import DFlashConfig, default_taps
-from drafters.keys import Keys, require, section
+from drafters.dflash.config import MOST_LAYERS, DFlashConfig, default_taps
+from drafters.keys import Keys, is_number, require, section
 
 Layout = Literal["z-lab", "speculators"]
 T = TypeVar("T")
@@ -43,10 +44,13 @@ def parse_config(raw: Mapping[str, Any]) -> DFlashConfig:
     keys = Keys([own, raw, section(raw, "transformer_layer_config")])
     _check_keys(keys, own)
     layer_count = keys.required("num_hidden_layers")
+    require(1 <= layer_count <= MOST_LAYERS, f"num_hidden_layers is {layer_count}; it must lie in [1, {MOST_LAYERS:,}]")
     windows, causal = _layer_kinds(keys, layer_count)
     hidden_size, heads, vocab_size = keys.required("hidden_size"), keys.required("num_attention_heads"), keys.required("vocab_size")
     draft_vocab_size = keys.integer("draft_vocab_size")
     verifier = section(section(raw, "speculators_config"), "verifier")
+    architectures = verifier.get("architectures") or keys.find("verifier_architectures") or []
+    require(isinstance(architectures, list), f"the verifier's architectures are {architectures!r}; they must be a list")
     config = DFlashConfig(
         block_size=keys.required("block_size"),
         mask_token_id=keys.required("mask_token_id"),
@@ -71,7 +75,7 @@ def parse_config(raw: Mapping[str, Any]) -> DFlashConfig:
         num_target_layers=keys.integer("num_target_layers"),
         target_hidden_size=keys.integer("target_hidden_size"),
         verifier_name=verifier.get("name_or_path") or keys.find("verifier_name_or_path"),
-        verifier_architectures=tuple(verifier.get("architectures") or keys.find("verifier_architectures") or ()),
+        verifier_architectures=tuple(architectures),
     )
     _check_alignment(raw, config)
     return config
@@ -113,7 +117,7 @@ def _target_layer_ids(keys: Keys, layer_count: int) -> tuple[int, ...]:
         num_target_layers = _or(keys.integer("num_target_layers"), 0)
         require(num_target_layers > 0, "config.json lacks target_layer_ids, and num_target_layers to derive them from")
         return default_taps(num_target_layers, layer_count)
-    valid = isinstance(ids, list) and all(isinstance(i, int) for i in ids)
+    valid = isinstance(ids, list) and all(type(i) is int for i in ids)
     require(valid, f"target layer ids are {ids!r}; they must be a list of integers")
     return tuple(i - shift for i in ids)
 
@@ -142,7 +146,7 @@ def _layer_kinds(keys: Keys, layer_count: int) -> tuple[tuple[int | None, ...], 
     by_type = [kind == "sliding_attention" for kind in kinds]
     sliding = [use_swa or slides for slides in by_type]
     require(
-        not any(sliding) or (isinstance(stated_window, int) and stated_window >= 1),
+        not any(sliding) or (type(stated_window) is int and stated_window >= 1),
         f"layer {sliding.index(True) if any(sliding) else 0} is sliding_attention but config.json enables no window;"
         " set sliding_window, and use_sliding_window to true",
     )
@@ -164,7 +168,10 @@ def _rope_parameters(keys: Keys) -> dict[str, Any]:
     parameters.setdefault("rope_type", stated.get("type", "default"))
     parameters.setdefault("rope_theta", keys.find("rope_theta"))
     theta = parameters["rope_theta"]
-    require(isinstance(theta, (int, float)) and theta > 0, f"rope_theta is {theta!r}; config.json must give RoPE's base frequency")
+    require(is_number(theta) and theta > 0, f"rope_theta is {reprlib.repr(theta)}; config.json must give RoPE's base frequency")
+    for name in {"factor", "original_max_position_embeddings"} & parameters.keys():
+        right = is_number(parameters[name]) and parameters[name] > 0
+        require(right, f"RoPE's {name} is {reprlib.repr(parameters[name])}; it must be a positive number")
     return parameters
 
 
