@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, overload
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast, overload
 from jinja2 import TemplateError
 from torch import Tensor
 
-from specdec.config import DEFAULT_BLOCK_SIZE, CacheDtype, EngineConfig, LoadConfig, SamplingParams
+from specdec.config import DEFAULT_BLOCK_SIZE, CacheDtype, EngineConfig, LoadConfig, SamplingParams, as_integer
 from specdec.core import Drafter, Verifier
 from specdec.device import cache_dtype, resolve_device, resolve_dtype
 from specdec.engine.engine import SpecEngine
@@ -24,8 +24,8 @@ from specdec.scratch import next_token_logits
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
-"""Raw text, token ids, or chat messages with `role` and `content`."""
+Prompt = str | Sequence[int] | Tensor | Sequence[dict[str, Any]]
+"""Raw text, token ids (also an array or a tensor of one dimension), or chat messages with `role` and `content`."""
 
 Prompts = list[str] | list[list[int]] | list[list[dict[str, Any]]] | tuple[str, ...] | Sequence[Sequence[int]] | list[Prompt]
 """Many of them."""
@@ -55,6 +55,8 @@ class SpecDecoder:
         drafter: Drafter | None = None,
         config: EngineConfig | None = None,
     ) -> None:
+        if config is not None and not isinstance(config, EngineConfig):
+            raise InvalidInputError(f"the engine's config is a {type(config).__name__}; give an EngineConfig")
         self.verifier = verifier
         self.tokenizer = tokenizer
         self.engine = SpecEngine(verifier, drafter, config)
@@ -63,7 +65,7 @@ class SpecDecoder:
     @classmethod
     def from_pretrained(
         cls,
-        target: str = "embedded",
+        target: str | Path = "embedded",
         *,
         drafter: DrafterChoice = "auto",
         device: str = "auto",
@@ -87,13 +89,13 @@ class SpecDecoder:
             SpecDecError: one line that names what is wrong with an argument, a checkpoint or their combination.
         """
         load = LoadConfig(device, dtype, attention, block_size, kv_dtype)
-        where, make_drafter = resolve_device(device), find_drafter(drafter)
+        where, make_drafter = resolve_device(load.device), find_drafter(drafter)
         load_verifier = resolve(VERIFIERS, "hf", "verifier")
         verifier, tokenizer = load_verifier(
             target,
             device=where,
-            dtype=resolve_dtype(dtype, where),
-            attention=attention,
+            dtype=resolve_dtype(load.dtype, where),
+            attention=load.attention,
             block_size=load.block_size,
             cache_dtype=cache_dtype(load.kv_dtype, where),
         )
@@ -115,7 +117,7 @@ class SpecDecoder:
         Args:
             inputs: a string (raw text, no chat template), token ids, chat messages, or a list of these.
             sampling: how to decode.
-            **overrides: fields of `SamplingParams`, by name.
+            **overrides: fields of `SamplingParams`, by name; `max_new_tokens` is another name of `max_tokens`.
 
         Returns:
             A result for one input; a list in the order of the inputs for many.
@@ -141,23 +143,21 @@ class SpecDecoder:
         """Token ids of one prompt; chat messages go through the tokenizer's chat template.
 
         Raises:
-            InvalidInputError: the prompt is empty or no Unicode text, or is a chat that the tokenizer has no template for.
+            InvalidInputError: the prompt is empty or no Unicode text, holds what is no token id, or is a chat that the tokenizer
+                has no template for.
         """
+        prompt = _listed(prompt)
         if isinstance(prompt, str):
-            ids: Sequence[Any] = self._ids_of(prompt) if prompt else []
-        elif prompt and isinstance(prompt[0], dict):
+            return self._ids_of(prompt) if prompt else token_ids([])
+        if prompt and isinstance(prompt[0], dict):
             if not getattr(self.tokenizer, "chat_template", None):
                 raise InvalidInputError(f"the tokenizer of {self.verifier.name!r} has no chat template; give text or token ids")
             try:
                 text = self.tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
-            except TemplateError as error:
+            except (TemplateError, TypeError) as error:
                 raise InvalidInputError(f"the chat template of {self.verifier.name!r} refuses these messages: {error}") from error
-            ids = self._ids_of(text, add_special_tokens=False)
-        else:
-            ids = prompt
-        if not len(ids):
-            raise InvalidInputError("the prompt is empty; give at least one token")
-        return [int(token) for token in ids]
+            return self._ids_of(text, add_special_tokens=False)
+        return token_ids(prompt)
 
     def _ids_of(self, text: str, **options: bool) -> list[int]:
         try:
@@ -170,7 +170,13 @@ class SpecDecoder:
         return ids
 
     def next_token_logits(self, token_ids: Sequence[int]) -> Tensor:
-        """The target's unprocessed logits after `token_ids`, float32 [V], computed alone with a cache of their own."""
+        """The target's unprocessed logits after `token_ids`, float32 [V], computed alone with a cache of their own.
+
+        Raises:
+            InvalidInputError: there is no token, or one outside the vocabulary.
+        """
+        token_ids = self.tokenize(token_ids)
+        self.engine.check(token_ids, SamplingParams(max_tokens=1))
         return next_token_logits(self.verifier, token_ids)
 
     def _chunks(self, prompts: list[Prompt], single: bool, sampling: SamplingParams, *, incremental: bool) -> Iterator[StreamChunk]:
@@ -190,24 +196,53 @@ class SpecDecoder:
             yield chunk
 
 
-def _as_prompts(inputs: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
+_FORMS = "a prompt is a string, a list of token ids or a list of messages"
+
+
+def _as_prompts(inputs: Prompt | Prompts) -> tuple[list[Prompt], bool]:
     """The inputs as a list, and whether there was just one."""
-    if isinstance(inputs, str):
-        return [inputs], True
-    items: list[Any] = list(inputs)
+    items = _listed(inputs)
+    if isinstance(items, str):
+        return [items], True
     if not items:
         raise InvalidInputError("there is no prompt; give a string, token ids, chat messages, or a list of these")
     if all(isinstance(item, int) for item in items) or all(isinstance(item, dict) for item in items):
         return [items], True
     for index, item in enumerate(items):
-        if not isinstance(item, str | list | tuple):
-            raise InvalidInputError(
-                f"input {index} is a {type(item).__name__}; a prompt is a string, a list of token ids or a list of messages"
-            )
+        if not isinstance(item, str | list | tuple | range):
+            raise InvalidInputError(f"input {index} is a {type(item).__name__}; {_FORMS}")
     return items, False
 
 
+def _listed(inputs: Any) -> Any:
+    """A string as it is; anything in an order as a list, in which arrays, tensors and their numbers are Python's own."""
+    inputs = inputs.tolist() if hasattr(inputs, "tolist") else inputs
+    if isinstance(inputs, str):
+        return inputs
+    if isinstance(inputs, Mapping | Set | bytes | bytearray) or not isinstance(inputs, Iterable):
+        raise InvalidInputError(f"the input is a {type(inputs).__name__}; {_FORMS}")
+    return [item.tolist() if hasattr(item, "tolist") else item for item in inputs]
+
+
+def token_ids(prompt: Iterable[Any]) -> list[int]:
+    """Token ids as Python's own integers.
+
+    Raises:
+        InvalidInputError: there is none, or one is no integer.
+    """
+    ids = [as_integer("a token id", token) for token in prompt]
+    if not ids:
+        raise InvalidInputError("the prompt is empty; give at least one token")
+    return ids
+
+
 def _with(sampling: SamplingParams | None, overrides: dict[str, Any]) -> SamplingParams:
+    if sampling is not None and not isinstance(sampling, SamplingParams):
+        raise InvalidInputError(f"sampling is a {type(sampling).__name__}; give a SamplingParams, or its fields by name")
+    if "max_new_tokens" in overrides:
+        if "max_tokens" in overrides:
+            raise InvalidInputError("max_tokens is given twice, once as max_new_tokens; give one of them")
+        overrides["max_tokens"] = overrides.pop("max_new_tokens")
     known = SamplingParams.__dataclass_fields__
     unknown = [name for name in overrides if name not in known]
     if unknown:

@@ -1,0 +1,123 @@
+"""What `SpecDecoder` takes for prompts and options, and what it refuses in one line."""
+
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from specdec import EngineConfig, SamplingParams, SpecDecoder
+from specdec.errors import SpecDecError
+from tests.helpers.tiny_models import paged_verifier, plain_model, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def decoder() -> SpecDecoder:
+    return SpecDecoder(paged_verifier(plain_model("llama")), tiny_tokenizer(), None, EngineConfig(max_num_seqs=2))
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        torch.tensor([5, 6, 7]),
+        np.array([5, 6, 7], dtype=np.int32),
+        [np.int64(5), torch.tensor(6), 7],
+        (5, 6, 7),
+        range(5, 8),
+        deque([5, 6, 7]),
+        iter([5, 6, 7]),
+    ],
+    ids=lambda ids: type(ids).__name__,
+)
+def test_one_prompt_of_token_ids(decoder: SpecDecoder, ids: Any) -> None:
+    """What holds integers in an order is a prompt, whichever library it comes from."""
+    result = decoder.generate(ids, max_tokens=4)
+    assert result.prompt_token_ids == [5, 6, 7] and {type(token) for token in result.prompt_token_ids} == {int}
+    assert result == decoder.generate([5, 6, 7], max_tokens=4, seed=result.seed)
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        torch.tensor([[5, 6], [7, 8]]),
+        [np.array([5, 6]), torch.tensor([7, 8])],
+        [range(5, 7), (7, 8)],
+        ([5, 6], [7, 8]),
+    ],
+    ids=["tensor", "arrays", "ranges", "tuple"],
+)
+def test_many_prompts_of_token_ids(decoder: SpecDecoder, prompts: Any) -> None:
+    """Rows of a tensor, and lists of the forms above."""
+    assert [result.prompt_token_ids for result in decoder.generate(prompts, max_tokens=2)] == [[5, 6], [7, 8]]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "said"),
+    [
+        ({"role": "user", "content": "x"}, "the input is a dict; a prompt is a string, a list of token ids"),
+        ({5, 6}, "the input is a set"),
+        (b"abc", "the input is a bytes"),
+        (None, "the input is a NoneType"),
+        (5, "the input is a int"),
+        (torch.tensor(5), "the input is a int"),
+        (["a", None], "input 1 is a NoneType"),
+        (torch.tensor([5.0]), "input 0 is a float"),
+        ([True, False], "a token id is True; it must be an integer"),
+        (np.array([], dtype=int), "there is no prompt"),
+        ([10**30], "the prompt holds token id 1000"),
+    ],
+)
+def test_what_is_no_prompt(decoder: SpecDecoder, inputs: Any, said: str) -> None:
+    """A mapping is not a list of its keys, bytes are not token ids, and a number is not cut to an integer."""
+    with pytest.raises(SpecDecError) as caught:
+        decoder.generate(inputs)
+    assert said in str(caught.value)
+
+
+def test_one_of_many_that_is_no_prompt(decoder: SpecDecoder) -> None:
+    """Its result says so, and the others are served."""
+    *bad, good = decoder.generate([[1.5, 2], [[7]], ["a", "b"], [5, 6]], max_tokens=2)  # type: ignore[list-item]
+    assert [result.error for result in bad] == [f"a token id is {entry}; it must be an integer" for entry in ("1.5", "[7]", "'a'")]
+    assert good.finish_reason == "length"
+
+
+def test_a_message_that_is_no_text(decoder: SpecDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Templates add strings, and end in a TypeError for what is none."""
+    monkeypatch.setattr(decoder.tokenizer, "chat_template", "{{ 'user: ' + messages[0].content }}")
+    with pytest.raises(SpecDecError, match="refuses these messages: can only concatenate str"):
+        decoder.generate([{"role": "user", "content": 5}])
+    assert decoder.generate([{"role": "user", "content": "hi"}], max_tokens=2).finish_reason == "length"
+
+
+def test_options_by_other_names_and_types(decoder: SpecDecoder) -> None:
+    """Transformers' name of `max_tokens`; a dict is told from `SamplingParams` and `EngineConfig`."""
+    assert len(decoder.generate([5], max_new_tokens=3, ignore_eos=True).token_ids) == 3
+    with pytest.raises(SpecDecError, match="sampling is a dict; give a SamplingParams, or its fields by name"):
+        decoder.generate([5], {"max_tokens": 3})  # type: ignore[call-overload]
+    with pytest.raises(SpecDecError, match="the engine's config is a dict; give an EngineConfig"):
+        SpecDecoder(decoder.verifier, decoder.tokenizer, None, {"max_num_seqs": 3})  # type: ignore[arg-type]
+    with pytest.raises(SpecDecError, match="given twice"):
+        decoder.generate([5], max_new_tokens=3, max_tokens=3)
+
+
+@pytest.mark.parametrize("ids", [[], [-1], [97], [10**30], [1.5]], ids=str)
+def test_logits_of_what_is_no_prompt(decoder: SpecDecoder, ids: Any) -> None:
+    """Refused as `generate` refuses it, instead of by an index out of range on the device."""
+    with pytest.raises(SpecDecError):
+        decoder.next_token_logits(ids)
+    assert decoder.next_token_logits(torch.tensor([5, 6])).shape == (97,)  # type: ignore[arg-type]
+
+
+def test_paths_devices_and_types_as_objects(tmp_path: Path) -> None:
+    """A folder as `Path`, torch's own device and type; a `Path` that is not there is never looked for on the hub."""
+    plain_model("llama").save_pretrained(tmp_path / "target")
+    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    cpu: Any = torch.device("cpu")
+    dtype: Any = torch.float32
+    loaded = SpecDecoder.from_pretrained(tmp_path / "target", drafter=None, device=cpu, dtype=dtype)
+    assert loaded.generate("abc", SamplingParams(max_tokens=2)).finish_reason == "length"
+    for target, said in ((Path("nowhere"), "'nowhere' is not a folder"), (5, "the target is a int; give a folder")):
+        with pytest.raises(SpecDecError, match=said):
+            SpecDecoder.from_pretrained(target, device="cpu")  # type: ignore[arg-type]
