@@ -12,7 +12,6 @@ from torch import Tensor
 
 from tests.helpers.aiter_emulation import Machine, install
 from tests.helpers.aiter_emulation.signatures import SOURCES
-from tests.helpers.bounds import assert_as_exact
 
 FN, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
 GFX950 = {"architecture": "gfx950"}
@@ -61,6 +60,11 @@ def attention(
 
 
 def assert_rounded_once(got: Tensor, exact: Tensor) -> None:
-    """`got`, of a type far smaller than float32, is what a kernel that sums in float32 makes of `exact` in float64."""
-    assert got.dtype.itemsize <= 2, got.dtype
-    assert_as_exact(got, exact.to(got.dtype), exact)
+    """`got`, of 16 bits, is `exact` in float64 but for one rounding.
+
+    Sums in float32 are a thousand times as exact as that and add next to nothing to its error; a factor off by 1e-3 adds more than
+    the tenth that is allowed.
+    """
+    assert got.dtype.itemsize == 2 and exact.dtype == torch.float64 and got.shape == exact.shape
+    found, rounding = (float((x.double() - exact).square().mean().sqrt()) for x in (got, exact.to(got.dtype)))
+    assert found <= 1.1 * rounding, f"off by {found:.3e}, where rounding is off by {rounding:.3e}"  # false for NaN, too
