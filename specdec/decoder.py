@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast, overload
 from jinja2 import TemplateError
 from torch import Tensor
 
-from specdec.config import DEFAULT_BLOCK_SIZE, CacheDtype, EngineConfig, LoadConfig, SamplingParams, as_integer
+from specdec.config import DEFAULT_BLOCK_SIZE, CacheDtype, EngineConfig, LoadConfig, SamplingParams
 from specdec.core import Drafter, Verifier
 from specdec.device import cache_dtype, resolve_device, resolve_dtype
 from specdec.engine.engine import SpecEngine
@@ -20,6 +20,7 @@ from specdec.errors import InvalidInputError, SpecDecError
 from specdec.outputs import GenerationResult, StreamChunk
 from specdec.registry import CHECKPOINTS, DRAFTERS, VERIFIERS, drafter_name, import_attribute, resolve
 from specdec.scratch import next_token_logits
+from specdec.text import token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -169,15 +170,17 @@ class SpecDecoder:
         ids: list[int] = self.tokenizer(text, **options)["input_ids"]
         return ids
 
-    def next_token_logits(self, token_ids: Sequence[int]) -> Tensor:
-        """The target's unprocessed logits after `token_ids`, float32 [V], computed alone with a cache of their own.
+    def next_token_logits(self, prompt: Prompt) -> Tensor:
+        """The target's unprocessed logits after a prompt, float32 [V], computed alone with a cache of their own.
 
         Raises:
             InvalidInputError: there is no token, or one outside the vocabulary.
         """
-        token_ids = self.tokenize(token_ids)
-        self.engine.check(token_ids, SamplingParams(max_tokens=1))
-        return next_token_logits(self.verifier, token_ids)
+        ids = self.tokenize(prompt)
+        outside = next((token for token in ids if not 0 <= token < self.verifier.vocab_size), None)
+        if outside is not None:
+            raise InvalidInputError(f"token id {outside} is none of the model's, which lie in [0, {self.verifier.vocab_size})")
+        return next_token_logits(self.verifier, ids)
 
     def _chunks(self, prompts: list[Prompt], single: bool, sampling: SamplingParams, *, incremental: bool) -> Iterator[StreamChunk]:
         """Chunks of all prompts; those that cannot be served come first, as errors."""
@@ -222,18 +225,6 @@ def _listed(inputs: Any) -> Any:
     if isinstance(inputs, Mapping | Set | bytes | bytearray) or not isinstance(inputs, Iterable):
         raise InvalidInputError(f"the input is a {type(inputs).__name__}; {_FORMS}")
     return [item.tolist() if hasattr(item, "tolist") else item for item in inputs]
-
-
-def token_ids(prompt: Iterable[Any]) -> list[int]:
-    """Token ids as Python's own integers.
-
-    Raises:
-        InvalidInputError: there is none, or one is no integer.
-    """
-    ids = [as_integer("a token id", token) for token in prompt]
-    if not ids:
-        raise InvalidInputError("the prompt is empty; give at least one token")
-    return ids
 
 
 def _with(sampling: SamplingParams | None, overrides: dict[str, Any]) -> SamplingParams:
@@ -292,7 +283,7 @@ def find_drafter(choice: DrafterChoice) -> Callable[[Verifier], Drafter | None]:
 
 def _is_checkpoint(name: str) -> bool:
     """Whether `name` is a folder, or in the form of one or of a hub name."""
-    return os.path.exists(Path(name).expanduser()) or ("/" in name and ":" not in name)
+    return os.path.exists(os.path.expanduser(name)) or ("/" in name and ":" not in name)
 
 
 def _made(drafter: Any, choice: object) -> Drafter:

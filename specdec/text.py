@@ -1,13 +1,29 @@
-"""Token ids to text while they arrive: unfinished characters are held back, stop strings are found and cut."""
+"""Token ids, and their text while they arrive: unfinished characters are held back, stop strings are found and cut."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from specdec.config import as_integer
+from specdec.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+def token_ids(prompt: Iterable[Any]) -> list[int]:
+    """Token ids as Python's own integers.
+
+    Raises:
+        InvalidInputError: there is none, or one is no integer.
+    """
+    ids = [as_integer("a token id", token) for token in prompt]
+    if not ids:
+        raise InvalidInputError("the prompt is empty; give at least one token")
+    return ids
+
 
 _REPLACEMENT = "\ufffd"
 """What a tokenizer writes for bytes that are not UTF-8, and so for a character whose last bytes are still to come."""

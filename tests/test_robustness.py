@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+import numpy as np
 import pytest
 
 from specdec import EngineConfig, SamplingParams, SpecDecoder
 from specdec.engine.handle import Handle
+from specdec.errors import InvalidInputError
 from specdec.request import Request
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, tiny_tokenizer
 
@@ -54,6 +56,15 @@ def test_a_dropped_handle_frees_its_blocks(decoder: SpecDecoder) -> None:
     del handle
     assert decoder.session.idle and decoder.engine.pool.num_used == 0
     assert sum(len(chunk.token_ids) for chunk in decoder.session.submit(PROMPT, LONG)) == LONG.max_tokens
+
+
+def test_a_session_takes_integers_alone(decoder: SpecDecoder) -> None:
+    """Of any library; floats once ran, cut to integers on the device."""
+    sampling = SamplingParams(max_tokens=3, ignore_eos=True)
+    assert decoder.session.submit(np.array(PROMPT), sampling).result().prompt_token_ids == PROMPT  # type: ignore[arg-type]
+    for prompt, shown in (([1.5], "1.5"), ("abc", "'a'")):
+        with pytest.raises(InvalidInputError, match=f"a token id is {shown}; it must be an integer"):
+            decoder.session.submit(prompt)  # type: ignore[arg-type]
 
 
 def test_a_dropped_stream_frees_its_blocks(decoder: SpecDecoder) -> None:

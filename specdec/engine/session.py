@@ -23,7 +23,7 @@ from specdec.engine.handle import Handle, Stream
 from specdec.errors import CapacityError, InvalidInputError
 from specdec.outputs import StreamChunk
 from specdec.request import Request, Status
-from specdec.text import IncrementalDecoder
+from specdec.text import IncrementalDecoder, token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -228,7 +228,7 @@ class Session:
         if self.tokenizer is not None and (sampling.stop or (text and incremental)):
             decoder = IncrementalDecoder(self.tokenizer, sampling.stop)
         push = None if decoder is None else lambda request, tokens: decoder.push(tokens)
-        request = self.engine.new_request(prompt, sampling, on_tokens=push)
+        request = self.engine.new_request(token_ids(prompt), sampling, on_tokens=push)
         handle = Handle(self, stream, request, index, decoder, self._decode if text else lambda tokens: "", incremental)
         self._handles[request.request_id] = ref(handle)
         self._new.append(request)
