@@ -4,6 +4,7 @@ import math
 import operator
 import reprlib
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Literal
@@ -25,10 +26,10 @@ def as_integer(name: str, value: Any) -> int:
     Raises:
         InvalidInputError: another type; a bool as well, which to Python is an int.
     """
-    try:
-        return operator.index(value if type(value) is not bool else None)
-    except TypeError:
-        raise InvalidInputError(f"{name} is {reprlib.repr(value)}; it must be an integer") from None
+    if not isinstance(value, bool):
+        with suppress(TypeError):
+            return operator.index(value)
+    raise InvalidInputError(f"{name} is {reprlib.repr(value)}; it must be an integer")
 
 
 def _integers(config: Any, *names: str) -> None:

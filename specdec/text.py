@@ -19,7 +19,7 @@ def token_ids(prompt: Iterable[Any]) -> list[int]:
     Raises:
         InvalidInputError: there is none, or one is no integer.
     """
-    ids = [as_integer("a token id", token) for token in prompt]
+    ids = [token if type(token) is int else as_integer("a token id", token) for token in prompt]
     if not ids:
         raise InvalidInputError("the prompt is empty; give at least one token")
     return ids

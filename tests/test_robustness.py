@@ -15,6 +15,7 @@ import pytest
 from specdec import EngineConfig, SamplingParams, SpecDecoder
 from specdec.engine.handle import Handle
 from specdec.errors import InvalidInputError
+from specdec.outputs import StreamChunk
 from specdec.request import Request
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, tiny_tokenizer
 
@@ -149,7 +150,8 @@ def test_readers_share_a_handle(decoder: SpecDecoder) -> None:
 def test_a_faster_reader_does_not_end_a_stream(decoder: SpecDecoder) -> None:
     """A reader that is woken for a chunk another one takes waits for the next; it once took that for the end."""
     handle = decoder.session.submit(PROMPT, LONG)
-    run_until, taken = decoder.session.run_until, []
+    run_until = decoder.session.run_until
+    taken: list[StreamChunk] = []
 
     def stolen(ready: Callable[[], bool]) -> None:
         run_until(ready)

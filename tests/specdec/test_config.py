@@ -57,17 +57,19 @@ def test_a_wrong_type_is_named(config: Any, values: dict[str, Any], said: str) -
 
 def test_values_of_other_libraries() -> None:
     """What numpy and torch compute is taken, and stored as Python's own; None is an empty list."""
-    sampling = SamplingParams(
-        max_tokens=np.int64(5),
-        temperature=np.float32(0.5),
-        seed=torch.tensor(3),  # type: ignore[arg-type]
-        stop=None,  # type: ignore[arg-type]
-        stop_token_ids=np.array([3, 4]),  # type: ignore[arg-type]
-    )
+    values: dict[str, Any] = {
+        "max_tokens": np.int64(5),
+        "temperature": np.float32(0.5),
+        "seed": torch.tensor(3),
+        "stop": None,
+        "stop_token_ids": np.array([3, 4]),
+    }
+    sampling = SamplingParams(**values)
     assert sampling == SamplingParams(5, 0.5, seed=3, stop_token_ids=(3, 4))
     assert [type(value) for value in (sampling.max_tokens, sampling.temperature, sampling.seed)] == [int, float, int]
-    assert SamplingParams(stop="x").stop == ("x",)
-    assert EngineConfig(num_draft_tokens=np.int64(2)) == EngineConfig(num_draft_tokens=2)
+    text, count = {"stop": "x"}, {"num_draft_tokens": np.int64(2)}
+    assert SamplingParams(**text).stop == ("x",)  # type: ignore[arg-type]
+    assert EngineConfig(**count) == EngineConfig(num_draft_tokens=2)  # type: ignore[arg-type]
     load = LoadConfig(device=torch.device("cuda:1"), dtype=torch.float32)  # type: ignore[arg-type]
     assert load == LoadConfig(device="cuda:1", dtype="float32")
 

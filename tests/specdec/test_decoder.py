@@ -10,6 +10,7 @@ import torch
 
 from specdec import EngineConfig, SamplingParams, SpecDecoder
 from specdec.errors import SpecDecError
+from specdec.outputs import GenerationResult
 from tests.helpers.tiny_models import paged_verifier, plain_model, tiny_tokenizer
 
 
@@ -78,7 +79,8 @@ def test_what_is_no_prompt(decoder: SpecDecoder, inputs: Any, said: str) -> None
 
 def test_one_of_many_that_is_no_prompt(decoder: SpecDecoder) -> None:
     """Its result says so, and the others are served."""
-    *bad, good = decoder.generate([[1.5, 2], [[7]], ["a", "b"], [5, 6]], max_tokens=2)  # type: ignore[list-item]
+    prompts: Any = [[1.5, 2], [[7]], ["a", "b"], [5, 6]]
+    *bad, good = list[GenerationResult](decoder.generate(prompts, max_tokens=2))
     assert [result.error for result in bad] == [f"a token id is {entry}; it must be an integer" for entry in ("1.5", "[7]", "'a'")]
     assert good.finish_reason == "length"
 
@@ -107,7 +109,7 @@ def test_logits_of_what_is_no_prompt(decoder: SpecDecoder, ids: Any) -> None:
     """Refused as `generate` refuses it, instead of by an index out of range on the device."""
     with pytest.raises(SpecDecError):
         decoder.next_token_logits(ids)
-    assert decoder.next_token_logits(torch.tensor([5, 6])).shape == (97,)  # type: ignore[arg-type]
+    assert decoder.next_token_logits(torch.tensor([5, 6])).shape == (97,)
 
 
 def test_paths_devices_and_types_as_objects(tmp_path: Path) -> None:
