@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 import pytest
+import torch
 
 from specdec import EngineConfig, SamplingParams, SpecDecoder
 from specdec.engine.handle import Handle
@@ -173,6 +174,8 @@ def test_a_forked_child_decodes(decoder: SpecDecoder, busy: bool) -> None:
         return len((await decoder.session.submit(PROMPT, SamplingParams(max_tokens=9, ignore_eos=True))).token_ids)
 
     assert asyncio.run(whole()) == 9
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(2)  # which the child lacks, too
     other = threading.Thread(target=lambda: decoder.generate([PROMPT] * 4, LONG))
     if busy:
         other.start()
@@ -182,7 +185,8 @@ def test_a_forked_child_decodes(decoder: SpecDecoder, busy: bool) -> None:
     if not child:
         signal.alarm(20)
         right = len(decoder.generate(PROMPT, max_tokens=9, ignore_eos=True).token_ids) == 9 and asyncio.run(whole()) == 9
-        os._exit(0 if right else 1)
+        os._exit(0 if right and torch.get_num_threads() == 1 else 1)
+    torch.set_num_threads(num_threads)
     assert os.waitpid(child, 0)[1] == 0
     if busy:
         other.join()
