@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -150,6 +151,7 @@ def answers(
     pairs = list(zip(prompts, samplings, strict=True))
     for prompt, sampling in pairs:
         decoder.engine.check(prompt, sampling)
-    for chunk in decoder.session.map(pairs):
-        assert chunk.result is not None, "only the end of an answer is asked for"
-        yield chunk.index, chunk.result
+    with closing(decoder.session.map(pairs)) as chunks:
+        for chunk in chunks:
+            assert chunk.result is not None, "only the end of an answer is asked for"
+            yield chunk.index, chunk.result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, overload
@@ -194,9 +195,11 @@ class SpecDecoder:
                 if single:
                     raise
                 yield StreamChunk(index, "", [], GenerationResult.refused(error))
-        for chunk in self.session.map(((token_ids, sampling) for _, token_ids in served), incremental=incremental):
-            chunk.index = served[chunk.index][0]
-            yield chunk
+        prepared = ((token_ids, sampling) for _, token_ids in served)
+        with closing(self.session.map(prepared, incremental=incremental)) as chunks:  # early, if this one is closed early
+            for chunk in chunks:
+                chunk.index = served[chunk.index][0]
+                yield chunk
 
 
 _FORMS = "a prompt is a string, a list of token ids or a list of messages"

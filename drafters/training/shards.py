@@ -8,6 +8,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -92,17 +93,18 @@ def run_shards(
             del left[name]
             yield FinishedShard(name, [line for _, line in sorted(records.pop(name).items())], tokens.pop(name))
 
-    for chunk in session.map(prompts(), text=False):
-        result, (name, index, job) = chunk.result, started.pop(chunk.index)
-        assert result is not None, "only ends are asked for"
-        if result.finish_reason == "error":
-            raise SpecDecError(f"the target failed on record {index + 1} of {name}: {result.error}")
-        line = record(result, job)
-        if line is not None:
-            records[name][index] = line
-        tokens[name] += len(result.token_ids)
-        left[name] -= 1
-        yield from complete()
+    with closing(session.map(prompts(), text=False)) as chunks:
+        for chunk in chunks:
+            result, (name, index, job) = chunk.result, started.pop(chunk.index)
+            assert result is not None, "only ends are asked for"
+            if result.finish_reason == "error":
+                raise SpecDecError(f"the target failed on record {index + 1} of {name}: {result.error}")
+            line = record(result, job)
+            if line is not None:
+                records[name][index] = line
+            tokens[name] += len(result.token_ids)
+            left[name] -= 1
+            yield from complete()
     yield from complete()  # whose last jobs were left out
 
 

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakSet, ref
 
@@ -110,7 +110,7 @@ class Session:
 
     def map(
         self, prompts: Iterable[tuple[Sequence[int], SamplingParams]], *, incremental: bool = False, text: bool = True
-    ) -> Iterator[StreamChunk]:
+    ) -> Generator[StreamChunk, None, None]:
         """Chunks of many requests, numbered in the order of `prompts`, which are taken as the queue has room.
 
         Closing the iterator early cancels what is unfinished.

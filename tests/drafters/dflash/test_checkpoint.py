@@ -149,9 +149,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda p: rewrite(p, lambda t: t | {"markov_head.markov_w1.weight": torch.zeros(2, 2)}),
         "tensor markov_head.markov_w1.weight is no part of a DFlash drafter",
     ),
-    "quantised": (
+    "quantized": (
         lambda p: rewrite(p, lambda t: t | {"fc.weight": t["fc.weight"].to(torch.int8)}),
-        "tensor fc.weight is torch.int8; quantised weights are not read",
+        "tensor fc.weight is torch.int8; quantized weights are not read",
     ),
     "reordered full vocabulary": (
         lambda p: rewrite(p, lambda t: t | {"d2t": torch.ones(VOCAB, dtype=torch.long)}),

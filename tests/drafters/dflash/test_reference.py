@@ -13,8 +13,8 @@ import torch
 from drafters.dflash.config import DFlashConfig
 from drafters.dflash.drafter import BoundDFlash, load_dflash
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
-from specdec.core import Request
 from specdec.engine.engine import SpecEngine
+from specdec.request import Request
 from tests.drafters.tiny import (
     BLOCK,
     TINY,

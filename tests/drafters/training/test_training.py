@@ -219,7 +219,7 @@ def test_a_full_disk_keeps_what_was_saved(answered: Path, monkeypatch: pytest.Mo
 
 
 def test_no_step_makes_the_host_wait(answered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a synchronisation in the loop, which would leave an accelerator idle between steps."""
+    """Catches a synchronization in the loop, which would leave an accelerator idle between steps."""
     forward_backward, optimizer_step = Trainer._forward_backward, MasterAdamW.step
     guarded = []
 
