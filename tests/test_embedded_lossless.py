@@ -21,7 +21,7 @@ from verifiers.load import load_verifier
 
 pytestmark = pytest.mark.slow
 
-MAX_TOKENS = 48
+MAX_TOKENS = 24
 K = 5
 QUESTIONS = (
     "Repeat this sentence three times: The quick brown fox jumps over the lazy dog.",
@@ -104,7 +104,7 @@ def test_greedy_equals_generate(
     batch: int,
     num_prompts: int,
 ) -> None:
-    """Real prompts, 48 tokens each; those beyond the batch size wait for a slot.
+    """Real prompts, 24 tokens each; those beyond the batch size wait for a slot.
 
     The wrong drafter is wrong at every position for one prompt in six, and at one chosen position for the others.
     """

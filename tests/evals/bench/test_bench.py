@@ -126,7 +126,7 @@ def test_an_identical_report_compares_as_equal_and_names_what_differs(report: di
     [
         ({"schema_version": 99}, ["version 99", "reads version 2"]),
         ({"schema": "specdec-eval"}, ["'specdec-eval'", "'specdec-bench'"]),
-        ({"schema": "other"}, ["no report of specdec"]),
+        ({"schema": "other"}, ["was not written by specdec"]),
         ({"rows": None}, ["lacks rows"]),
         ("{", ["not JSON"]),
         (None, ["cannot read", "no such file"]),

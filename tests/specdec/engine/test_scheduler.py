@@ -16,7 +16,7 @@ from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_model, random_dflash
 
 BLOCK = 4
-NUM_REQUESTS = 300
+NUM_REQUESTS = 150
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +70,8 @@ def test_hundreds_of_requests_in_a_pool_far_too_small(verifier: Verifier, depth:
                 engine.abort(victim)
                 cancelled.add(victim.request_id)
         engine.step()
-    assert engine.scheduler.num_preemptions > 20
-    assert 5 < len(cancelled) < NUM_REQUESTS // 2
+    assert engine.scheduler.num_preemptions > 10
+    assert 2 < len(cancelled) < NUM_REQUESTS // 2
     for request, output in zip(requests, expected, strict=True):
         if request.request_id in cancelled:
             assert request.finish_reason == "cancelled"
