@@ -12,11 +12,11 @@ from evals.prompt_sets import Item, PromptSet
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
 from specdec.engine.handle import Handle
+from specdec.engine.outputs import GenerationResult
+from specdec.engine.request import Request
 from specdec.engine.session import Session
 from specdec.errors import SpecDecError
 from specdec.metrics import AcceptanceStats
-from specdec.outputs import GenerationResult
-from specdec.request import Request
 
 OnStep = Callable[[list[Request]], None]
 """Called after every step with all requests of the current turn; its time is part of the measurement."""

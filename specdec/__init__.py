@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from specdec.decoder import SpecDecoder
     from specdec.engine.engine import SpecEngine
     from specdec.engine.handle import Handle, Stream
+    from specdec.engine.outputs import GenerationResult, StreamChunk
     from specdec.engine.session import Session
     from specdec.errors import SpecDecError
     from specdec.metrics import AcceptanceStats
-    from specdec.outputs import GenerationResult, StreamChunk
 
 __version__ = "0.1.0"
 
@@ -29,7 +29,7 @@ _HOMES = {
     "engine.session": ("Session",),
     "errors": ("SpecDecError",),
     "metrics": ("AcceptanceStats",),
-    "outputs": ("GenerationResult", "StreamChunk"),
+    "engine.outputs": ("GenerationResult", "StreamChunk"),
 }
 
 __all__ = sorted(name for names in _HOMES.values() for name in names)

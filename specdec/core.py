@@ -16,7 +16,7 @@ from specdec.attention.backend import AttentionBackend, AttentionMetadata
 from specdec.attention.mla import MlaBackend
 from specdec.config import DraftSampling
 from specdec.kv_cache import LayerSpec
-from specdec.sampling_tensors import SamplingTensors
+from specdec.sampling.tensors import SamplingTensors
 
 
 @dataclass(slots=True)

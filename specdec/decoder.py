@@ -16,12 +16,12 @@ from specdec.config import DEFAULT_BLOCK_SIZE, CacheDtype, EngineConfig, LoadCon
 from specdec.core import Drafter, Verifier
 from specdec.device import cache_dtype, resolve_device, resolve_dtype
 from specdec.engine.engine import SpecEngine
+from specdec.engine.outputs import GenerationResult, StreamChunk
 from specdec.engine.session import Session
+from specdec.engine.text import token_ids
 from specdec.errors import InvalidInputError, SpecDecError
-from specdec.outputs import GenerationResult, StreamChunk
 from specdec.registry import CHECKPOINTS, DRAFTERS, VERIFIERS, drafter_name, import_attribute, resolve
 from specdec.scratch import next_token_logits
-from specdec.text import token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

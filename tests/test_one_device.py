@@ -16,7 +16,7 @@ from specdec.attention.selector import select_backend
 from specdec.config import CacheConfig, EngineConfig
 from specdec.core import Drafter, Verifier
 from specdec.engine.engine import SpecEngine
-from specdec.sampling_tensors import SamplingPlan
+from specdec.sampling.tensors import SamplingPlan
 from tests.helpers.tiny_models import CONFIGS, random_dflash
 from verifiers.hf import verifier_for
 from verifiers.hf_attention import ATTENTION_NAME

@@ -15,9 +15,9 @@ import torch
 
 from specdec import EngineConfig, SamplingParams, SpecDecoder
 from specdec.engine.handle import Handle
+from specdec.engine.outputs import StreamChunk
+from specdec.engine.request import Request
 from specdec.errors import InvalidInputError
-from specdec.outputs import StreamChunk
-from specdec.request import Request
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, tiny_tokenizer
 
 PROMPT, LONG = [5, 6, 7], SamplingParams(max_tokens=120, ignore_eos=True)

@@ -24,7 +24,7 @@ from specdec.core import AcceptOutput, DecodeBatch, DraftOutput, PrefillBatch, V
 from specdec.errors import BackendError, InvalidInputError
 from specdec.kv_cache import KVLayerSpec, LayerCache
 from specdec.layers.argmax import argmax
-from specdec.sampling import Purpose, processed_probs, sample_from, uniform
+from specdec.sampling.sampler import Purpose, processed_probs, sample_from, uniform
 
 if TYPE_CHECKING:
     from drafters.dflash.triton import TritonDFlash

@@ -12,8 +12,8 @@ from drafters.training.self_prompts import read_self_prompts
 from drafters.training.shards import Say, missing_shards, plan_shards, run_shards, stable_seed, write_shards
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
+from specdec.engine.outputs import GenerationResult
 from specdec.errors import InvalidInputError
-from specdec.outputs import GenerationResult
 
 FEW_SHOT_STOP = "Question:"
 """Where a few-shot answer ends, as in lm-eval."""

@@ -19,10 +19,10 @@ from drafters.training.config import TrainConfig
 from drafters.training.dataset import Answer
 from specdec.config import EngineConfig, SamplingParams
 from specdec.decoder import SpecDecoder
+from specdec.engine.outputs import GenerationResult
 from specdec.errors import CheckpointError, SpecDecError
 from specdec.files import write_text
 from specdec.metrics import pooled
-from specdec.outputs import GenerationResult
 
 LAYOUTS: dict[Layout, str] = {"z-lab": "drafter", "speculators": "drafter-speculators"}
 """Folder of each layout."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from evals.bench.bench import BenchConfig
     from evals.report.report import Report
     from evals.runner import OnStep
-    from specdec.request import Request
+    from specdec.engine.request import Request
 
 _EXAMPLES = """\
 examples:
@@ -163,7 +163,7 @@ def _progress(title: str, num_items: int) -> OnStep:
     import time
 
     from evals.progress import ProgressBar
-    from specdec.request import Status
+    from specdec.engine.request import Status
 
     bar, started = ProgressBar(title, num_items), time.perf_counter()
 

@@ -20,9 +20,9 @@ from specdec.cli.result_writer import ResultWriter
 from specdec.cli.summary import counted, describe_drafts
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
+from specdec.engine.outputs import GenerationResult, StreamChunk
 from specdec.errors import InvalidInputError
 from specdec.metrics import AcceptanceStats, mean_tau, pooled
-from specdec.outputs import GenerationResult, StreamChunk
 from specdec.provenance import dtype_name, origin_of_run
 from specdec.registry import drafter_name
 

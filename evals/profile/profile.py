@@ -19,10 +19,10 @@ from evals.roofline import measured_bandwidth, step_bytes
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
 from specdec.engine.engine import SpecEngine
+from specdec.engine.request import Request, Status
 from specdec.engine.session import Session
 from specdec.errors import CapacityError, InvalidInputError
 from specdec.files import check_writable
-from specdec.request import Request, Status
 
 
 @dataclass(frozen=True, slots=True)

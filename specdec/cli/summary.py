@@ -8,8 +8,8 @@ from specdec.metrics import pooled
 
 if TYPE_CHECKING:
     from specdec.decoder import SpecDecoder
+    from specdec.engine.outputs import GenerationResult
     from specdec.engine.timing import StepTimer
-    from specdec.outputs import GenerationResult
 
 
 def counted(number: int, noun: str) -> str:

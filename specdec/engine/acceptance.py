@@ -13,8 +13,8 @@ from torch import Tensor
 
 from specdec.core import AcceptOutput, DraftOutput
 from specdec.layers.argmax import argmax
-from specdec.sampling import Purpose, penalized, processed_probs, sample_from, uniform
-from specdec.sampling_tensors import SamplingTensors
+from specdec.sampling.sampler import Purpose, penalized, processed_probs, sample_from, uniform
+from specdec.sampling.tensors import SamplingTensors
 
 
 def accept(tokens: Tensor, logits: Tensor, draft: DraftOutput | None, sampling: SamplingTensors, positions: Tensor) -> AcceptOutput:

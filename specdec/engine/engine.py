@@ -23,13 +23,13 @@ from specdec.config import EngineConfig, SamplingParams
 from specdec.core import Drafter, Verifier
 from specdec.engine.build import build_engine
 from specdec.engine.draft_length import DraftLength, ladder
+from specdec.engine.request import Request, Status
 from specdec.engine.results import FinishedStep, ResultQueue, append_tokens
 from specdec.engine.scheduler import Chunk, Schedule
 from specdec.engine.slots import samples_first_token
 from specdec.engine.timing import StepClock
 from specdec.errors import CapacityError, InvalidInputError
 from specdec.kv_cache import blocks_for
-from specdec.request import Request, Status
 
 OnTokens = Callable[[Request, list[int]], int | None]
 

@@ -20,7 +20,7 @@ from specdec.engine.buckets import BATCH_SIZES, batch_bucket, length_bucket
 from specdec.engine.results import num_columns
 from specdec.engine.slots import Selection, SlotState
 from specdec.errors import BackendError
-from specdec.sampling_tensors import SamplingPlan
+from specdec.sampling.tensors import SamplingPlan
 
 logger = logging.getLogger(__name__)
 

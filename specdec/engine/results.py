@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from specdec.core import AcceptOutput, DraftOutput
+from specdec.engine.request import Request
 from specdec.engine.timing import StepClock
-from specdec.request import Request
 
 _COUNTS = 3  # columns before the tokens: accepted drafts, offered drafts, whether the logits were finite
 

@@ -4,8 +4,8 @@ from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from specdec.engine.request import Request, Status
 from specdec.kv_cache import BlockPool, blocks_for, prefix_hashes
-from specdec.request import Request, Status
 
 
 @dataclass(slots=True)

@@ -20,10 +20,10 @@ import torch
 from specdec.config import SamplingParams
 from specdec.engine.engine import SpecEngine
 from specdec.engine.handle import Handle, Stream
+from specdec.engine.outputs import StreamChunk
+from specdec.engine.request import Request, Status
+from specdec.engine.text import IncrementalDecoder, token_ids
 from specdec.errors import CapacityError, InvalidInputError
-from specdec.outputs import StreamChunk
-from specdec.request import Request, Status
-from specdec.text import IncrementalDecoder, token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

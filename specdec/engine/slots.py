@@ -8,10 +8,10 @@ from torch import Tensor
 
 from specdec.attention.backend import AttentionMetadata
 from specdec.core import AcceptOutput, DecodeBatch, ForwardInput, PrefillBatch
+from specdec.engine.request import Request
 from specdec.engine.scheduler import Chunk, prefill_tokens
 from specdec.kv_cache.block_pool import NULL_BLOCK
-from specdec.request import Request
-from specdec.sampling_tensors import SamplingPlan, SamplingTensors
+from specdec.sampling.tensors import SamplingPlan, SamplingTensors
 
 
 class Selection:

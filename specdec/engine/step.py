@@ -12,12 +12,12 @@ from specdec.core import AcceptOutput, BoundDrafter, DecodeBatch, DraftOutput, F
 from specdec.engine.acceptance import accept
 from specdec.engine.graphs import StepGraphs
 from specdec.engine.prefill_graphs import PrefillGraphs
+from specdec.engine.request import Request
 from specdec.engine.results import result_table
 from specdec.engine.scheduler import Chunk
 from specdec.engine.slots import SlotState, samples_first_token
 from specdec.engine.timing import StepClock, StepTimer
-from specdec.request import Request
-from specdec.sampling_tensors import SamplingPlan
+from specdec.sampling.tensors import SamplingPlan
 
 
 class StepRunner:

@@ -22,7 +22,7 @@ from specdec.core import Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.engine.memory import graph_bytes
 from specdec.engine.prefill_graphs import most_prefill_rows
-from specdec.request import Status
+from specdec.engine.request import Status
 from tests.checks.triton import BLOCK, DEVICE, SHAPES, random_verifier
 
 

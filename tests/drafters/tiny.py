@@ -19,7 +19,7 @@ from specdec.attention.torch_ref.fa import TorchRefBackend
 from specdec.config import SamplingParams
 from specdec.core import AcceptOutput, DecodeBatch, Drafter, ForwardInput, PrefillBatch, VerifyOutput
 from specdec.kv_cache import PagedKVCache
-from specdec.sampling_tensors import SamplingTensors
+from specdec.sampling.tensors import SamplingTensors
 
 TARGET_LAYERS, HIDDEN, VOCAB, BLOCK = 6, 32, 61, 4
 

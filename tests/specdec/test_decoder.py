@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from specdec import EngineConfig, SamplingParams, SpecDecoder
+from specdec.engine.outputs import GenerationResult
 from specdec.errors import SpecDecError
-from specdec.outputs import GenerationResult
 from tests.helpers.tiny_models import paged_verifier, plain_model, tiny_tokenizer
 
 

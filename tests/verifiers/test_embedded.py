@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from specdec.config import CacheConfig, EngineConfig
 from specdec.decoder import SpecDecoder
+from specdec.engine.outputs import GenerationResult
 from specdec.errors import CapacityError, CheckpointError, InvalidInputError
-from specdec.outputs import GenerationResult
 from verifiers import embedded
 from verifiers.embedded import embedded_model_path
 from verifiers.load import load_verifier

@@ -14,7 +14,7 @@ from drafters.dflash.config import DFlashConfig
 from drafters.dflash.drafter import BoundDFlash, load_dflash
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.engine.engine import SpecEngine
-from specdec.request import Request
+from specdec.engine.request import Request
 from tests.drafters.tiny import (
     BLOCK,
     TINY,

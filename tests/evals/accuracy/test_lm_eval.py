@@ -13,9 +13,9 @@ from evals.report.report import read_report
 from specdec.cli.main import main
 from specdec.config import CacheConfig, EngineConfig
 from specdec.decoder import SpecDecoder
+from specdec.engine.outputs import GenerationResult
+from specdec.engine.request import Request
 from specdec.errors import InvalidInputError
-from specdec.outputs import GenerationResult
-from specdec.request import Request
 from tests.evals.tiny import save_tiny, write_jsonl
 
 pytest.importorskip("lm_eval", reason="lm-eval comes with the extra eval")

@@ -20,10 +20,10 @@ from specdec import __version__
 from specdec.cli.main import main
 from specdec.config import EngineConfig, SamplingParams
 from specdec.decoder import SpecDecoder
+from specdec.engine.outputs import GenerationResult, StreamChunk
 from specdec.engine.timing import StepTimer
 from specdec.errors import CapacityError
 from specdec.metrics import AcceptanceStats
-from specdec.outputs import GenerationResult, StreamChunk
 from specdec.registry import VERBS
 from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_model, tiny_tokenizer
 

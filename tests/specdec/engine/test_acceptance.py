@@ -21,9 +21,9 @@ from specdec.config import SamplingParams
 from specdec.core import AcceptOutput, DraftOutput
 from specdec.engine import acceptance
 from specdec.engine.acceptance import accept
-from specdec.sampling import Purpose, sample_from, uniform
-from specdec.sampling_tensors import SamplingTensors
-from tests.specdec.test_sampling import tensors, transformers_probs
+from specdec.sampling.sampler import Purpose, sample_from, uniform
+from specdec.sampling.tensors import SamplingTensors
+from tests.specdec.sampling.test_sampler import tensors, transformers_probs
 
 V, K, C = 6, 3, 3
 FORMS = ("point mass", "dense", "top-k supported")

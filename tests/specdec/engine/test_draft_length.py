@@ -15,8 +15,8 @@ from specdec.engine.buckets import BATCH_SIZES
 from specdec.engine.draft_length import DraftLength, StepSize, StepTimes, ladder
 from specdec.engine.engine import SpecEngine
 from specdec.engine.graphs import StepGraphs
+from specdec.engine.request import Request
 from specdec.metrics import AcceptanceStats, pooled
-from specdec.request import Request
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import paged_verifier, plain_greedy, plain_model, random_dflash, random_prompts
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import DecodeBatch, DraftOutput, ForwardInput, Verifier, VerifyOutput
 from specdec.engine.engine import SpecEngine
+from specdec.engine.request import Request
 from specdec.errors import CapacityError, InvalidInputError
-from specdec.request import Request
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import paged_verifier, plain_greedy, plain_model, random_prompts
 

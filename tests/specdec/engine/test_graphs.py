@@ -21,10 +21,10 @@ from specdec.core import DecodeBatch, Drafter, DraftOutput
 from specdec.engine import buckets, graphs
 from specdec.engine.engine import SpecEngine
 from specdec.engine.graphs import StepGraphs
+from specdec.engine.request import Request
 from specdec.engine.slots import Selection
 from specdec.kv_cache.block_pool import NULL_BLOCK
-from specdec.request import Request
-from specdec.sampling_tensors import SamplingPlan
+from specdec.sampling.tensors import SamplingPlan
 from tests.helpers.guards import no_host_sync
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import paged_verifier, plain_greedy, plain_model, random_dflash, random_prompts

@@ -10,9 +10,9 @@ from specdec.config import SamplingParams
 from specdec.engine import graphs, prefill_graphs
 from specdec.engine.engine import SpecEngine
 from specdec.engine.prefill_graphs import PrefillGraphs, PrefillShape, most_prefill_rows
+from specdec.engine.request import Request
 from specdec.engine.scheduler import Chunk
 from specdec.kv_cache.block_pool import NULL_BLOCK
-from specdec.request import Request
 from tests.specdec.engine.test_graphs import MAX_TOKENS, Case, Recorder, beginnings, run
 
 

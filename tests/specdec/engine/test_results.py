@@ -8,9 +8,9 @@ from torch import Tensor
 
 from specdec.config import SamplingParams
 from specdec.core import AcceptOutput, DraftOutput
+from specdec.engine.request import Request
 from specdec.engine.results import FinishedStep, ResultQueue, StepResult, num_columns, result_table
 from specdec.engine.timing import StepClock
-from specdec.request import Request
 
 
 def requests(count: int) -> list[Request]:

@@ -8,10 +8,10 @@ import torch
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import DecodeBatch, Drafter, DraftOutput, Verifier
 from specdec.engine.engine import SpecEngine
+from specdec.engine.request import Request
 from specdec.engine.scheduler import Chunk, Scheduler
 from specdec.errors import CapacityError, InvalidInputError
 from specdec.kv_cache import BlockPool, blocks_for, prefix_hashes
-from specdec.request import Request
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_model, random_dflash
 

@@ -5,11 +5,11 @@ import torch
 from torch import Tensor
 
 from specdec.config import SamplingParams
+from specdec.engine.request import Request
 from specdec.engine.scheduler import Chunk
 from specdec.engine.slots import SlotState
 from specdec.kv_cache.block_pool import NULL_BLOCK
-from specdec.request import Request
-from specdec.sampling_tensors import SamplingPlan
+from specdec.sampling.tensors import SamplingPlan
 
 MAX_BLOCKS = 6
 

@@ -16,7 +16,7 @@ from specdec.engine.acceptance import accept
 from specdec.engine.engine import SpecEngine
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts
 from tests.helpers.triton_interpreter import require_triton
-from tests.specdec.test_sampling import tensors
+from tests.specdec.sampling.test_sampler import tensors
 
 DEVICE = require_triton()
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from specdec.engine.request import Request
 from specdec.metrics import AcceptanceStats
-from specdec.request import Request
 
 
 @dataclass(slots=True)

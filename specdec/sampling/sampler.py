@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.layers.argmax import argmax
-from specdec.sampling_tensors import SamplingTensors
+from specdec.sampling.tensors import SamplingTensors
 
 
 class Purpose(IntEnum):

@@ -20,10 +20,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from specdec import sampling as sampling_module
 from specdec.config import SamplingParams
-from specdec.sampling import Purpose, penalized, processed_probs, sample_from, uniform
-from specdec.sampling_tensors import SamplingTensors
+from specdec.sampling import sampler as sampling_module
+from specdec.sampling.sampler import Purpose, penalized, processed_probs, sample_from, uniform
+from specdec.sampling.tensors import SamplingTensors
 
 MASK = 2**64 - 1
 GRID = [
