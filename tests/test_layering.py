@@ -182,8 +182,8 @@ def test_rooms_import_only_from_below() -> None:
         ),
         (
             "specdec/core.py",
-            "if TYPE_CHECKING:\n    from specdec.sampling.sampler import x",
-            ":2: core lies below or beside sampling",
+            "if TYPE_CHECKING:\n    from specdec.decoder import x",
+            ":2: core lies below or beside decoder",
         ),
         ("specdec/attention/a.py", "from specdec import engine", ":1: attention lies below or beside engine"),
         ("evals/report/x.py", "import evals.bench.bench", ":1: report lies below or beside bench"),
