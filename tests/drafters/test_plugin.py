@@ -21,7 +21,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "drafters.md"
 @pytest.fixture
 def page(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the page's code defines, with its name in the registry until the test ends."""
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
+    code = "\n\n".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL))
     monkeypatch.delitem(registry.DRAFTERS, "bigrams", raising=False)
     names: dict[str, Any] = {}
     exec(compile(code, str(PAGE), "exec"), names)
@@ -43,6 +43,17 @@ def test_the_page_drafts_and_changes_no_output(page: dict[str, Any], by_name: bo
     assert isinstance(found, list)
     assert [result.token_ids for result in found] == [result.token_ids for result in plain]
     assert pooled(result.stats for result in found).tau > 1.1
+
+
+def test_ten_lines_are_enough(page: dict[str, Any]) -> None:
+    """The smallest drafter of the page drafts in every step and changes no output."""
+    verifier, tokenizer = paged_verifier(plain_model("llama")), tiny_tokenizer()
+    config = EngineConfig(max_num_seqs=3, max_model_len=128, num_draft_tokens=4, cache=CacheConfig(memory_bytes=2**22))
+    drafted = SpecDecoder(verifier, tokenizer, page["Repeat"](), config)
+    prompts = random_prompts(5)
+    plain, found = (one.generate(prompts, max_tokens=30, ignore_eos=True) for one in (drafted.plain(), drafted))
+    assert [result.token_ids for result in found] == [result.token_ids for result in plain]
+    assert all(result.stats.num_drafted[0] == 4 for result in found)
 
 
 def test_the_page_keeps_its_own_rule(page: dict[str, Any]) -> None:
