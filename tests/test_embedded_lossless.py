@@ -94,7 +94,7 @@ DRAFTERS: dict[str, MakeDrafter] = {
 }
 
 
-@pytest.mark.parametrize(("batch", "num_prompts"), [(8, 8), (3, 4), (1, 1)])
+@pytest.mark.parametrize(("batch", "num_prompts"), [(8, 8), (3, 4), (1, 2)])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_greedy_equals_generate(
     target: tuple[Verifier, SpecDecoder],

@@ -103,6 +103,8 @@ def test_ordinary_heads(rocm: Pretend, tier: str, seed: int) -> None:
         non_causal=not causal,
         cache_dtype=fp8,
     )
+    if asked.dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported() and not specdec.device.uses_avx512():
+        pytest.skip("torch's own bfloat16 attention fails where ATEN_CPU_CAPABILITY excludes AVX-512 on a CPU with AMX")
     lengths, widths, uniform = random_batch(draw)
     case = Case(asked, lengths, widths, uniform=uniform, causal=causal)
     how = {
