@@ -14,7 +14,7 @@ read while the next step runs.
 """
 
 import random
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -144,12 +144,6 @@ class SpecEngine:
         """Ends a request with what it has; does nothing when it is finished."""
         if request.status is not Status.FINISHED:
             self._finish(request, "cancelled")
-
-    def abort_all(self, request_ids: Container[int]) -> None:
-        """Ends every unfinished request whose id is among `request_ids`."""
-        for request in [*self.scheduler.waiting, *self.scheduler.working]:
-            if request.request_id in request_ids:
-                self.abort(request)
 
     def reset(self) -> None:
         """Forgets all requests, results and cached prefixes, as after an error in the midst of a step."""

@@ -5,7 +5,6 @@ a fixed k and with one chosen step by step; and Transformers' `generate`. Whatev
 """
 
 import argparse
-import copy
 import gc
 import sys
 from collections.abc import Sequence
@@ -40,7 +39,7 @@ class Way(NamedTuple):
             graphs=None if self.captured else False,
             cache=CacheConfig(prefix_caching=False),
         )
-        engine = SpecEngine(verifier, copy.copy(drafter) if self.k else None, config)
+        engine = SpecEngine(verifier, drafter if self.k else None, config)
         requests = [engine.add_request(prompt, SamplingParams(max_tokens=max_tokens)) for prompt in prompts]
         while engine.has_work:
             engine.step()
