@@ -122,6 +122,8 @@ def _read(name: str, what: str, load: Callable[[], Read]) -> Read:
     except ImportError as error:  # transformers reads some quantized weights through other packages
         reason = " ".join(str(error).split())
         raise CheckpointError(f"the {what} of target {name!r} need a package that is not installed: {reason[:300]}") from error
+    except (MemoryError, torch.OutOfMemoryError):
+        raise  # nothing is wrong with the files
     except Exception as error:  # transformers believes what files say: a damaged one ends in any kind of error
         reason = " ".join(str(error).split()) or type(error).__name__
         if "trust_remote_code" in reason:
