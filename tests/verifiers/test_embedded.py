@@ -63,6 +63,7 @@ def entries(cache: Path) -> list[str]:
     return [path.name for path in cache.iterdir() if path.suffix != ".lock"]
 
 
+@pytest.mark.slow
 def test_weights_are_those_of_the_payload(model_folder: Path) -> None:
     """Catches a wrong tensor name, head permutation, rounding or dequantization."""
     weights = load_file(model_folder / "model.safetensors")
@@ -75,6 +76,7 @@ def test_weights_are_those_of_the_payload(model_folder: Path) -> None:
     assert digest.hexdigest() == WEIGHTS_SHA256
 
 
+@pytest.mark.slow
 def test_four_bit_weights_are_those_of_the_payload(model_folder: Path) -> None:
     """Catches codes, scales or head rows in another order: rounded to bfloat16 they are the weights above, to the bit."""
     weights, four_bit = (load_file(model_folder / name) for name in ("model.safetensors", embedded.FOUR_BIT))

@@ -27,6 +27,8 @@ from specdec.errors import CapacityError, CheckpointError, InvalidInputError, Sp
 from tests.drafters.training.toy import MASK, as_flags, one_thread, toy_config, write_prompts, write_target  # noqa: F401
 from tests.helpers.guards import no_host_sync
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -26,6 +26,8 @@ from lm_eval.models.huggingface import HFLM
 
 from evals.accuracy.lm_eval_model import SpecdecLM
 
+pytestmark = pytest.mark.slow
+
 Capture = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
 
@@ -82,7 +84,6 @@ def test_fifty_greedy_generations_equal_those_of_hf(models: tuple[HFLM, SpecdecL
     assert any(sum(sample.stats.num_accepted) for sample in models[1].samples)
 
 
-@pytest.mark.slow
 def test_greedy_generations_of_the_embedded_model_equal_those_of_hf() -> None:
     """The same with a real model in float32."""
     from verifiers.embedded import embedded_model_path
@@ -96,7 +97,6 @@ def test_greedy_generations_of_the_embedded_model_equal_those_of_hf() -> None:
     assert found == expected
 
 
-@pytest.mark.slow
 def test_accuracy_of_the_embedded_model_is_the_same_with_drafts(tmp_path: Path, capsys: Capture) -> None:
     """40 samples of GSM8K from `$SPECDEC_DATA/gsm8k` where that is there, else a few bundled problems, in float32."""
     data = Path(os.environ.get("SPECDEC_DATA", ".")) / "gsm8k"
@@ -169,7 +169,6 @@ def test_unknown_generation_arguments_are_refused(models: tuple[HFLM, SpecdecLM]
         SpecdecLM(batch_size="many")
 
 
-@pytest.mark.slow
 def test_one_import_makes_the_model_known_to_lm_eval(folder: Path, tmp_path: Path) -> None:
     """lm-eval's own Python API, with a chat template and few-shot examples as turns."""
     from evals.accuracy.bundled_task import bundled_task
@@ -238,7 +237,6 @@ def test_differing_texts_are_counted_with_their_first_token(
     assert "differs for 2 of 2 samples" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_a_run_that_died_does_not_repeat_finished_samples(
     folder: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
@@ -283,7 +281,6 @@ def test_a_run_that_died_does_not_repeat_finished_samples(
     assert "was begun with k 8, not 2" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_local_files_feed_a_task_of_lm_eval(folder: Path, tmp_path: Path) -> None:
     """Catches a local copy that changes the task's own prompt, few-shot source or filters."""
     data = tmp_path / "data"

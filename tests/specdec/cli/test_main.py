@@ -330,6 +330,7 @@ def test_a_closed_pipe_is_quiet() -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.slow
 def test_a_full_disk_and_a_closed_output_are_no_defects(tmp_path: Path) -> None:
     """Catches the traceback of `specdec ... > /full/disk` and of `specdec ... >&-`."""
     code = (

@@ -81,7 +81,7 @@ def test_a_row_gives_the_same_bits_whatever_rows_are_beside_it() -> None:
 
 @needs_four_bit
 @pytest.mark.skipif(torch.cpu._is_amx_tile_supported(), reason="another CPU picks other kernels")
-@pytest.mark.parametrize("inputs", [576, 1536, 4096])
+@pytest.mark.parametrize("inputs", [1536, 4096])
 def test_a_lone_row_of_the_full_weight_has_the_same_bits(inputs: int) -> None:
     """Catches the one row that oneDNN adds up in another order when there are many inputs."""
     generator = torch.Generator().manual_seed(0)

@@ -16,6 +16,8 @@ import torch
 from specdec.kernels import triton_argmax, triton_attention, triton_embedding, triton_fused, triton_linear
 from tests.helpers.triton_interpreter import compile_for
 
+pytestmark = pytest.mark.slow
+
 TARGETS: dict[str, tuple[str, int | str, int]] = {
     "sm_90": ("cuda", 90, 32),
     "sm_89": ("cuda", 89, 32),

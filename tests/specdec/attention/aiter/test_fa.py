@@ -320,6 +320,7 @@ def on(verifier: Verifier, backend: type[AttentionBackend], model: PreTrainedMod
         ("gemma2", "shuffle"),
     ],
 )  # the others are in test_generation
+@pytest.mark.slow
 def test_whole_generations_equal_torch_ref(rocm: Install, name: str, layout: str) -> None:
     """Token for token in float32, plain, with n-gram and with DFlash drafts, and nothing waits between draft and commit."""
     machine = rocm(float32=True)

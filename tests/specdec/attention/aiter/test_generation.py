@@ -47,6 +47,8 @@ from verifiers.hf import verifier_for
 from verifiers.hf_attention import ATTENTION_NAME
 from verifiers.shape import backend_spec
 
+pytestmark = pytest.mark.slow
+
 MAX_TOKENS = 8
 FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
 BACKENDS: dict[str, Any] = {
