@@ -18,8 +18,8 @@ decoded alone would see weights that were rounded differently."""
 
 LONE_ROW_INPUTS = 1024
 """oneDNN adds up more inputs than this in another order for one row than for several. One row is then run as two, so that a token
-decoded alone has the same bits as the same token verified among drafts. Of fewer inputs some CPUs round a lone row alike, some do not;
-there a second row would cost more than it is worth."""
+decoded alone has the same bits as the same token verified among drafts. Of fewer inputs only some CPUs round it alike; there
+a second row would cost more than it is worth."""
 
 
 @dataclass(frozen=True, slots=True)
