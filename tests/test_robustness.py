@@ -179,7 +179,7 @@ def test_a_forked_child_decodes(decoder: SpecDecoder, busy: bool) -> None:
     other = threading.Thread(target=lambda: decoder.generate([PROMPT] * 4, LONG))
     if busy:
         other.start()
-        while not decoder.session._stepping:
+        while not decoder.session._turns.taken:
             pass
     child = os.fork()
     if not child:

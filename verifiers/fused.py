@@ -20,7 +20,7 @@ from specdec.attention.triton.fa import TritonFaBackend
 from specdec.core import ForwardInput, VerifyOutput
 from specdec.kernels.linear import FourBitWeight, Linear
 from specdec.kv_cache import LayerCache
-from specdec.layers.rotary import half_angles
+from specdec.layers.rotary import STATIC_ROPE_TYPES, half_angles
 from verifiers.shape import kv_layer_spec, layer_windows, max_model_len
 
 if TYPE_CHECKING:
@@ -33,9 +33,6 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 FAMILY = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Model types whose decoder layers are: norm, attention, residual, norm, gated SiLU MLP, residual."""
-
-STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
-"""RoPE types whose frequencies stay what they are, however long a sequence grows."""
 
 
 def can_fuse(model: "PreTrainedModel") -> bool:
@@ -130,7 +127,7 @@ class FusedVerifier:
         """Takes over a transformers model for which `can_fuse` holds, in eval mode on its device."""
         base, head = model.base_model, model.get_output_embeddings()
         rotary = base.rotary_emb
-        if model.config.rope_parameters["rope_type"] in STATIC_ROPE:
+        if model.config.rope_parameters["rope_type"] in STATIC_ROPE_TYPES:
             rotary = _Rotary(rotary.inv_freq.float(), rotary.attention_scaling)
         return cls(
             model.config,

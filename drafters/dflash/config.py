@@ -5,10 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from drafters.keys import require
-
-ROPE_TYPES = ("default", "linear", "yarn", "llama3")
-"""Kinds of RoPE that a drafter may have."""
-
+from specdec.layers.rotary import STATIC_ROPE_TYPES
 
 MOST_LAYERS = MOST_DRAFTS = 1024
 """More layers, or drafts per block, than any drafter has: a number beyond comes from a damaged file."""
@@ -100,7 +97,8 @@ class DFlashConfig:
             f"draft_vocab_size is {self.draft_vocab_size}; it must be smaller than vocab_size {self.vocab_size}, or left out",
         )
         rope_type = self.rope_parameters.get("rope_type")
-        require(rope_type in ROPE_TYPES, f"RoPE type {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+        supported = ", ".join(STATIC_ROPE_TYPES)
+        require(rope_type in STATIC_ROPE_TYPES, f"RoPE type {rope_type!r} is not supported; supported: {supported}")
         require(self.rope_parameters.get("partial_rotary_factor") in (None, 1), "partial RoPE is not supported in a drafter")
 
     @property

@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 from drafters.dflash.checkpoint import read_checkpoint
-from drafters.dflash.config import ROPE_TYPES, DFlashConfig, default_taps
+from drafters.dflash.config import DFlashConfig, default_taps
 from drafters.dflash.model import DFlashModel
 from drafters.training.config import TrainConfig
 from specdec.errors import InvalidInputError
+from specdec.layers.rotary import STATIC_ROPE_TYPES
 
 
 def make_drafter(config: TrainConfig, verifier: Any, tokenizer: Any) -> DFlashModel:
@@ -126,7 +127,7 @@ def _check_taps(taps: Sequence[int], verifier: Any) -> None:
 
 def _rope(target: Mapping[str, Any]) -> dict[str, Any]:
     """The target's rotary embedding where a drafter can have it, else a plain one with its base."""
-    plain = target.get("rope_type", "default") in ROPE_TYPES and target.get("partial_rotary_factor") in (None, 1)
+    plain = target.get("rope_type", "default") in STATIC_ROPE_TYPES and target.get("partial_rotary_factor") in (None, 1)
     if "rope_theta" not in target:
         return {"rope_type": "default", "rope_theta": 1e6}  # several kinds of layers, each with its own base
     return dict(target) if plain else {"rope_type": "default", "rope_theta": target["rope_theta"]}

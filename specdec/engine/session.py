@@ -23,6 +23,7 @@ from specdec.engine.handle import Handle, Stream
 from specdec.engine.outputs import StreamChunk
 from specdec.engine.request import Request, Status
 from specdec.engine.text import IncrementalDecoder, token_ids
+from specdec.engine.turns import Turns
 from specdec.errors import CapacityError, InvalidInputError
 
 if TYPE_CHECKING:
@@ -53,8 +54,7 @@ class Session:
         self._handles: dict[int, ref[Handle]] = {}  # of unfinished requests, by id; theirs who wait
         self._new: list[Request] = []  # not yet known to the engine
         self._cancelled: deque[Request] = deque()
-        self._stepping = False
-        self._waiting: dict[threading.Event, Callable[[], bool]] = {}  # callers, and what each waits for
+        self._turns = Turns(self._lock)  # who has the turn steps the engine
         self._thread: threading.Thread | None = None
         self._closed = False
         _sessions.add(self)
@@ -143,10 +143,8 @@ class Session:
         Raises:
             RuntimeError: somebody else is stepping it.
         """
-        with self._lock:
-            if self._stepping:
-                raise RuntimeError("another thread is stepping this engine")
-            self._stepping = True
+        if not self._turns.claim():
+            raise RuntimeError("another thread is stepping this engine")
         try:
             self._step()
         finally:
@@ -160,15 +158,7 @@ class Session:
             on_step: called after each step that this caller takes.
         """
         while not ready():
-            with self._lock:
-                mine = not self._stepping
-                if mine:
-                    self._stepping = True
-                else:
-                    turn = threading.Event()
-                    self._waiting[turn] = ready
-            if not mine:
-                turn.wait()
+            if not self._turns.wait(ready):
                 continue
             try:
                 while not ready():
@@ -213,9 +203,8 @@ class Session:
             if request.request_id not in self._handles:
                 return
             self._cancelled.append(request)
-            if self._stepping:
+            if not self._turns.claim():
                 return  # who steps does it, at the latest when it hands over
-            self._stepping = True
         self._hand_over()
 
     def _add(
@@ -250,14 +239,14 @@ class Session:
                 logger.debug("the engine failed, and who waits for a request has been told: %s", error)
 
     def _step(self) -> None:
-        """One step of the engine, and its news to everyone; by the caller who has `_stepping`."""
+        """One step of the engine, and its news to everyone; by the caller whose turn it is."""
         try:
             if self._new or self._cancelled:
                 self._take_over()
             touched = self.engine.step()
             with self._lock:
                 self._deliver(touched)
-                self._wake()
+                self._turns.wake()
         except BaseException as error:
             self._fail(error)
             raise
@@ -289,18 +278,7 @@ class Session:
         with self._lock:
             while self._cancelled:
                 self._take_over()
-            self._stepping = False
-            self._wake()
-            turn = next(iter(self._waiting), None)
-            if turn is not None:
-                del self._waiting[turn]
-                turn.set()
-
-    def _wake(self) -> None:
-        """Wakes the callers who have what they wait for."""
-        for turn in [turn for turn, ready in list(self._waiting.items()) if ready()]:
-            self._waiting.pop(turn, None)
-            turn.set()
+            self._turns.pass_on()
 
     def _fail(self, error: BaseException) -> None:
         """After an error nobody knows how far the step came: every request ends, and the engine begins anew."""
@@ -311,7 +289,7 @@ class Session:
             for handle in handles:
                 if handle is not None:
                     handle.stream.fail(error)
-            self._wake()
+            self._turns.wake()
 
     def _after_fork(self) -> None:
         """In a child process, where this is the only thread: nobody steps, nobody waits, and no lock is held.
@@ -321,9 +299,9 @@ class Session:
         torch.set_num_threads(1)
         self._lock = threading.RLock()
         self._arrived = threading.Condition(self._lock)
-        self._waiting, self._thread = {}, None
-        if self._stepping:
-            self._stepping = False
+        self._thread, stepping = None, self._turns.taken
+        self._turns = Turns(self._lock)
+        if stepping:
             self._fail(RuntimeError("the process was forked while another thread was decoding"))
 
     def _decode(self, token_ids: list[int]) -> str:

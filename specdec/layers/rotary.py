@@ -5,6 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""RoPE types, as Transformers names them, whose frequencies stay what they are, however long a sequence grows."""
+
 
 def half_angles(position_ids: Tensor, frequencies: Tensor, dtype: torch.dtype, *, amplitude: float = 1.0) -> tuple[Tensor, Tensor]:
     """Cosine and sine of every pair of numbers, once each, computed in float32.
