@@ -1,6 +1,7 @@
 """The drafter that docs/drafters.md shows, as a reader would run it."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,13 @@ PAGE = Path(__file__).parents[2] / "docs" / "drafters.md"
 
 
 @pytest.fixture
-def page(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def page() -> Iterator[dict[str, Any]]:
     """What the page's code defines, with its name in the registry until the test ends."""
     code = "\n\n".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL))
-    monkeypatch.delitem(registry.DRAFTERS, "bigrams", raising=False)
     names: dict[str, Any] = {}
     exec(compile(code, str(PAGE), "exec"), names)
-    monkeypatch.setitem(registry.DRAFTERS, "bigrams", registry.DRAFTERS["bigrams"])
-    return names
+    yield names
+    del registry.DRAFTERS["bigrams"]
 
 
 @pytest.mark.parametrize("by_name", [True, False])
