@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specdec.kernels import aiter as families
 from tests.helpers.aiter_emulation import Machine, MisuseError
-from tests.helpers.aiter_emulation.mla_objects import code_object
+from tests.helpers.aiter_emulation.mla_objects import code_object, is_native
 from tests.helpers.aiter_emulation.signatures import VERSIONS
 from tests.helpers.aiter_emulation_case import (
     FN,
@@ -169,13 +169,14 @@ def test_decode_without_a_plan(load: Load, shape: dict[str, Any]) -> None:
     assert machine.calls[-1].details["persistent"] is False
 
 
-def test_large_batches_ignore_their_plan(load: Load) -> None:
-    """0.1.20 on gfx950: from 32 requests on, the plainest decode takes the other kernel."""
-    aiter, machine = load(**GFX950)
+@pytest.mark.parametrize("version", ["0.1.17", "0.1.18"])
+def test_large_batches_ignore_their_plan(load: Load, version: str) -> None:
+    """From 0.1.18 on, on gfx950: from 32 requests on, the plainest decode takes the other kernel."""
+    aiter, machine = load(version=version, **GFX950)
     batch = Latents([3] * 32)
     batch.decode(aiter, batch.plan(aiter))
     assert_rounded_once(batch.o, batch.wanted()[0])
-    assert machine.calls[-1].details["persistent"] is False
+    assert machine.calls[-1].details["persistent"] is (version == "0.1.17")
 
 
 @pytest.mark.parametrize("shape", [{}, {"heads": 32, "query_len": 2}])
@@ -389,7 +390,20 @@ def test_which_code_objects_exist() -> None:
     assert code_object(new["gfx950"], "fp8", 64, 2, causal=False, **persistent) == "32p4+open"
     assert code_object(new["gfx950"], "fp8", 16, 2, causal=False, **persistent) is None
     assert code_object(new["gfx942"], "bf16", 16, 1, causal=False, **persistent) == "16p4"  # one query: nothing to mask
-    assert code_object(Machine(version="0.1.15", architecture="gfx950"), "fp8", 64, 2, **persistent) == "32p4"
+    old = {version: Machine(version=version, architecture="gfx950") for version in ("0.1.15", "0.1.16.post6", "0.1.17", "0.1.18")}
+    assert code_object(old["0.1.15"], "fp8", 64, 2, **persistent) == "32p4"
+    assert code_object(old["0.1.16.post6"], "bf16", 16, 2, **persistent) == "16p4"  # 32 rows: one kernel, then the other
+    assert code_object(old["0.1.17"], "bf16", 16, 2, **persistent) == "64p1"
+    assert code_object(old["0.1.16.post6"], "fp8", 32, 1, **persistent) is None
+    assert code_object(old["0.1.17"], "fp8", 32, 1, **persistent) == "32p1"
+    assert code_object(old["0.1.17"], "fp8", 16, 5, **persistent) is None
+    assert code_object(old["0.1.18"], "fp8", 16, 5, **persistent) == "32p4"
+    single = {"persistent": False, "lse": True}
+    assert code_object(old["0.1.18"], "bf16", 64, 1, **single) == "64n1+lse"  # later ones ignore that it was asked for
+    assert code_object(Machine(version="0.1.19.post2", architecture="gfx950"), "bf16", 64, 1, **single) == "64n1"
+    assert not is_native(old["0.1.16.post6"], "fp8", 32, 1) and is_native(old["0.1.17"], "fp8", 32, 1)
+    assert not is_native(old["0.1.17"], "fp8", 32, 5) and is_native(old["0.1.18"], "fp8", 32, 5)
+    assert not is_native(Machine(version="0.1.17"), "fp8", 64, 1) and is_native(Machine(version="0.1.18"), "fp8", 64, 1)
 
 
 def test_replanning_in_place(load: Load) -> None:
@@ -408,7 +422,7 @@ def test_arguments_moved_between_versions(load: Load) -> None:
     for version in VERSIONS:
         aiter, _ = load(version=version)
         orders.append(list(inspect.signature(aiter.mla_reduce_v1).parameters))
-    assert orders[0][6] == "final_output" and orders[1][6] == orders[2][6] == "num_kv_splits"
+    assert [order[6] for order in orders[:2]] == ["final_output"] * 2 and {order[6] for order in orders[2:]} == {"num_kv_splits"}
     for name, first, second in (
         ("get_mla_metadata_v1", "work_info_set", "work_indptr"),
         ("get_ps_metadata_v1", "work_indptr", "work_info"),
@@ -422,7 +436,7 @@ def test_loading(load: Load, version: str) -> None:
     """Every family loads from every version, and says what the version lacks."""
     load(version=version)
     mla = families.load(families.AiterMla)
-    assert mla.reduce_options == ({} if version == "0.1.15" else {"num_kv_splits": 0})
+    assert mla.reduce_options == ({} if version < "0.1.16" else {"num_kv_splits": 0})
     assert mla.mla_prefill_ps_asm_fwd is not None
     kinds: list[Any] = [families.AiterTriton, families.AiterFa, families.AiterMla, families.AiterIndexer, families.AiterRouter]
     for family in kinds:

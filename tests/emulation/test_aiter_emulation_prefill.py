@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tests.helpers.aiter_emulation import Machine, MisuseError
-from tests.helpers.aiter_emulation.signatures import VERSIONS
 from tests.helpers.aiter_emulation_case import (
     FN,
     GFX950,
@@ -95,8 +94,7 @@ class Prefill:
         return partial, lse
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("units", [3, 48, 112])
+@pytest.mark.parametrize(("version", "units"), [("0.1.15", 3), ("0.1.15", 112), ("0.1.16", 48), ("0.1.20", 3), ("0.1.20", 112)])
 def test_prefill(load: Load, version: str, units: int) -> None:
     """Several prompts, some longer than a tile and some with a context: no row is missing, and unsplit rows have no logarithm."""
     aiter, _ = load(version=version, num_compute_units=units, **GFX950)

@@ -45,7 +45,7 @@ class Machine:
     """AITER version and hardware.
 
     Attributes:
-        version: one of `signatures.VERSIONS`.
+        version: any from 0.1.15 on; `signatures.VERSIONS` are those that differ from the one before.
         architecture: "gfx942" or "gfx950" have every kernel; others only the Triton ones.
         num_compute_units: decides between the HIP and the assembly kernel of `paged_attention_common`.
         allow_float32: also take float32, which no real kernel does, so that whole generations can be compared token for token.

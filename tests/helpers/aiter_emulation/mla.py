@@ -149,8 +149,8 @@ def mla_decode_fwd(
 
 
 def _stays_persistent(machine: Machine, kind: str, heads: int, query_len: int, batch: int, splits: int | None) -> bool:
-    """From 0.1.20 on, large batches of the plainest case ignore their plan on gfx950."""
-    gated = version_key(machine.version) >= (0, 1, 20) and machine.architecture == "gfx950" and splits is None
+    """From 0.1.18 on, large batches of the plainest case ignore their plan on gfx950."""
+    gated = version_key(machine.version) >= (0, 1, 18) and machine.architecture == "gfx950" and splits is None
     return not (gated and kind == "bf16" and heads == 16 and query_len == 1 and batch >= 32)
 
 

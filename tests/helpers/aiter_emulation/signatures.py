@@ -1,10 +1,11 @@
 """Exact signatures of AITER's functions, by the version from which they hold."""
 
 import inspect
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 
-VERSIONS = ("0.1.15", "0.1.16", "0.1.20")
-"""Versions that can be emulated; arguments moved between them."""
+VERSIONS = ("0.1.15", "0.1.15.post1", "0.1.16", "0.1.17", "0.1.18", "0.1.19", "0.1.20")
+"""Those in which an argument or a kernel was added. The releases between are like the one before."""
 
 SIGNATURES: dict[str, dict[str, str]] = {
     "flash_attn_with_kvcache": {
@@ -18,7 +19,7 @@ SIGNATURES: dict[str, dict[str, str]] = {
         "0.1.15": """q, k, v, out, cu_seqlens_q, max_seqlen_q, seqused_k, max_seqlen_k, softmax_scale, causal, window_size,
             block_table, softcap, q_descale, k_descale, v_descale, alibi_slopes=None, output_scale=None, qq_bias=None,
             sinks=None""",
-        "0.1.16": """q, k, v, out, cu_seqlens_q, max_seqlen_q, seqused_k, max_seqlen_k, softmax_scale, causal, window_size,
+        "0.1.15.post1": """q, k, v, out, cu_seqlens_q, max_seqlen_q, seqused_k, max_seqlen_k, softmax_scale, causal, window_size,
             block_table, softcap, q_descale, k_descale, v_descale, q_scales=None, alibi_slopes=None, output_scale=None,
             qq_bias=None, sinks=None, shuffled_kv_cache=False, skip_reduce=False""",
     },
@@ -60,6 +61,10 @@ SIGNATURES: dict[str, dict[str, str]] = {
             sm_scale=None, logit_cap=0.0, num_kv_splits=None, num_kv_splits_indptr=None, work_meta_data=None, work_indptr=None,
             work_info_set=None, reduce_indptr=None, reduce_final_map=None, reduce_partial_map=None, q_scale=None, kv_scale=None,
             intra_batch_mode=False, return_logits=False, return_lse=False""",
+        "0.1.17": """q, kv_buffer, o, qo_indptr, kv_indptr, kv_indices, kv_last_page_lens, max_seqlen_q, page_size=1, nhead_kv=1,
+            sm_scale=None, logit_cap=0.0, num_kv_splits=None, num_kv_splits_indptr=None, work_meta_data=None, work_indptr=None,
+            work_info_set=None, reduce_indptr=None, reduce_final_map=None, reduce_partial_map=None, q_scale=None, kv_scale=None,
+            intra_batch_mode=False, return_logits=False, return_lse=False, g_kv_indptr=None, cp_world_size=1, cp_rank=0""",
         "0.1.20": """q, kv_buffer, o, qo_indptr, kv_indptr, kv_indices, kv_last_page_lens, max_seqlen_q, page_size=1, nhead_kv=1,
             sm_scale=None, logit_cap=0.0, num_kv_splits=None, num_kv_splits_indptr=None, work_meta_data=None, work_indptr=None,
             work_info_set=None, reduce_indptr=None, reduce_final_map=None, reduce_partial_map=None, q_scale=None, kv_scale=None,
@@ -77,7 +82,11 @@ SIGNATURES: dict[str, dict[str, str]] = {
             work_metadata_ptrs, work_info_set, work_indptr, reduce_indptr, reduce_final_map, reduce_partial_map, page_size=1,
             kv_granularity=16, max_seqlen_qo=-1, uni_seqlen_qo=-1, fast_mode=True, topk=-1, max_split_per_batch=-1,
             intra_batch_mode=False, dtype_q=None, dtype_kv=None""",
-        "0.1.20": """seqlens_qo_indptr, seqlens_kv_indptr, kv_last_page_lens, num_heads_per_head_k, num_heads_k, is_causal,
+        "0.1.17": """seqlens_qo_indptr, seqlens_kv_indptr, kv_last_page_lens, num_heads_per_head_k, num_heads_k, is_causal,
+            work_metadata_ptrs, work_info_set, work_indptr, reduce_indptr, reduce_final_map, reduce_partial_map, page_size=1,
+            kv_granularity=16, max_seqlen_qo=-1, uni_seqlen_qo=-1, fast_mode=True, topk=-1, max_split_per_batch=-1,
+            intra_batch_mode=False, dtype_q=None, dtype_kv=None, is_cp_round_robin=False""",
+        "0.1.18": """seqlens_qo_indptr, seqlens_kv_indptr, kv_last_page_lens, num_heads_per_head_k, num_heads_k, is_causal,
             work_metadata_ptrs, work_info_set, work_indptr, reduce_indptr, reduce_final_map, reduce_partial_map, page_size=1,
             kv_granularity=16, max_seqlen_qo=-1, uni_seqlen_qo=-1, fast_mode=True, topk=-1, max_split_per_batch=-1,
             intra_batch_mode=False, is_cp_round_robin=False, mla_version=0, dtype_q_nope=None, dtype_q_rope=None,
@@ -109,7 +118,7 @@ SIGNATURES: dict[str, dict[str, str]] = {
     "deepgemm_fp8_paged_mqa_logits": {
         "0.1.15": """q_fp8, kv_cache, weights, out_logits, context_lens, kv_indices, max_model_len, Preshuffle=False,
             KVBlockSize=1, ChunkK=256, TotalCuCount=256, WavePerEU=2, VarCtxSchedule=None""",
-        "0.1.20": """q_fp8, kv_cache, weights, out_logits, context_lens, kv_indices, max_model_len, Preshuffle=False,
+        "0.1.17": """q_fp8, kv_cache, weights, out_logits, context_lens, kv_indices, max_model_len, Preshuffle=False,
             KVBlockSize=1, ChunkK=256, TotalCuCount=None, WavePerEU=2, VarCtxSchedule=None""",
     },
     "top_k_per_row_prefill": {
@@ -166,21 +175,29 @@ SOURCES: dict[str, str] = {
 
 
 def version_key(version: str) -> tuple[int, ...]:
-    """The numbers of a version, to compare by.
+    """The numbers of a version, to compare by; that of a post release comes last.
 
-    >>> version_key("0.1.16") < version_key("0.1.20")
+    >>> version_key("0.1.16") < version_key("0.1.16.post3") < version_key("0.1.20")
     True
     """
-    return tuple(map(int, version.split(".")))
+    return tuple(map(int, re.findall(r"\d+", version)))
+
+
+def nearest(versions: Iterable[str], version: str) -> str | None:
+    """The newest of `versions` that is not above `version`; None when all are.
+
+    >>> nearest(["0.1.15", "0.1.16", "0.1.20"], "0.1.19.post2")
+    '0.1.16'
+    """
+    return max((v for v in versions if version_key(v) <= version_key(version)), key=version_key, default=None)
 
 
 def signature(name: str, version: str) -> inspect.Signature | None:
     """Signature of `name` in `version`; None when that version lacks the function."""
-    known = {v: s for v, s in SIGNATURES[name].items() if version_key(v) <= version_key(version)}
-    if not known:
+    known = nearest(SIGNATURES[name], version)
+    if known is None:
         return None
-    text = known[max(known, key=version_key)]
-    function: object = eval(f"lambda {' '.join(text.split())}: None", {})
+    function: object = eval(f"lambda {' '.join(SIGNATURES[name][known].split())}: None", {})
     return inspect.signature(function)  # type: ignore[arg-type]
 
 
