@@ -48,7 +48,7 @@ def stated_algorithm(raw: Mapping[str, Any]) -> str:
         name = _ARCHITECTURES.get(names[0], names[0])
     if name == "dflash" and (own.get("selector_rank") or raw.get("selector_rank")) is not None:
         return "dflash2"
-    # The projector "dspark" brings a Markov head, and leaves DFlash's slots as they are.
+    # The projector "dspark" brings a Markov head, and leaves DFlash's rows as they are.
     return str(projector) if name == "dflash" and projector not in (None, "dspark") else str(name)
 
 

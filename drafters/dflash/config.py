@@ -17,7 +17,7 @@ class DFlashConfig:
 
     Attributes:
         block_size: positions of a training block, the anchor included.
-        mask_token_id: token whose input embedding fills the slots after the anchor.
+        mask_token_id: token whose input embedding fills the rows after the anchor.
         target_layer_ids: tapped decoder layers of the target, 0-based.
         windows: per draft layer, the sliding window or None for full attention.
         causal: per draft layer, whether a row of the block sees only rows up to itself.
@@ -27,8 +27,8 @@ class DFlashConfig:
         max_position_embeddings: longest trained position; some RoPE types need it.
         rms_norm_eps: of every norm.
         attention_bias: query, key, value and output projections carry biases.
-        sample_from_anchor: slot `i` predicts the token after its own position, so the anchor slot predicts too and a block
-            gives `block_size` drafts; otherwise slot `i` predicts its own position, the anchor slot's output is unused and a
+        sample_from_anchor: row `i` predicts the token after its own position, so the anchor row predicts too and a block
+            gives `block_size` drafts; otherwise row `i` predicts its own position, the anchor row's output is unused and a
             block gives `block_size - 1` drafts.
         input_embedding_scale: factor on raw embedding rows; None when the checkpoint does not say, and then the target's own
             scale and, unless stated, its final softcap apply.
@@ -69,7 +69,7 @@ class DFlashConfig:
         sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
         for name in (*sizes, "max_position_embeddings"):
             require(1 <= getattr(self, name) < 2**31, f"{name} is {getattr(self, name)}; it must be positive and below 2**31")
-        require(self.max_draft_tokens >= 1, f"block_size is {self.block_size}, which leaves no slot to predict a token; at least 2")
+        require(self.max_draft_tokens >= 1, f"block_size is {self.block_size}, which leaves no row to predict a token; at least 2")
         require(self.max_draft_tokens <= MOST_DRAFTS, f"block_size is {self.block_size}; it must be at most {MOST_DRAFTS:,}")
         require(
             self.num_attention_heads % self.num_key_value_heads == 0 and self.head_dim % 2 == 0,

@@ -61,12 +61,12 @@ class DFlashDrafter:
         self.model.prepare_inference()
         self.on_triton = _on_triton(self.model, self.attention) if isinstance(self.attention, TritonFaBackend) else None
         self.max_draft_tokens = config.max_draft_tokens
-        self.first_slot = 0 if config.sample_from_anchor else 1
-        # A slot sees those after it, so a block shorter than in training drafts worse: whatever k is, the whole block runs.
-        self.num_lookahead_tokens = 0 if all(config.causal) else self.first_slot + config.max_draft_tokens
+        self.first_row = 0 if config.sample_from_anchor else 1
+        # A row sees those after it, so a block shorter than in training drafts worse: whatever k is, the whole block runs.
+        self.num_lookahead_tokens = 0 if all(config.causal) else self.first_row + config.max_draft_tokens
         self.aux_layer_ids = config.target_layer_ids
         self.kv_specs = [KVLayerSpec(config.num_key_value_heads, config.head_dim)] * config.num_hidden_layers
-        self.masks = torch.full((1, self.first_slot + self.max_draft_tokens), config.mask_token_id, device=verifier.device)
+        self.masks = torch.full((1, self.first_row + self.max_draft_tokens), config.mask_token_id, device=verifier.device)
         self.target_ids = None if model.d2t is None else target_ids(model.d2t)
         # A checkpoint that states no scale was trained on the target's own embedding module and head.
         unstated = config.input_embedding_scale is None
@@ -136,9 +136,9 @@ class BoundDFlash:
         self._write_context(verify, batch.position_ids(width), batch.slot_mapping(width))
 
     def draft_hidden(self, batch: DecodeBatch) -> Tensor:
-        """Final hidden states [num_reqs, k, H] of the first k predicting slots."""
+        """Final hidden states [num_reqs, k, H] of the first k predicting rows."""
         drafter, config = self.drafter, self.drafter.config
-        width = drafter.num_lookahead_tokens or drafter.first_slot + batch.k
+        width = drafter.num_lookahead_tokens or drafter.first_row + batch.k
         masks = drafter.masks[:, : width - 1].expand(batch.num_reqs, -1)
         token_ids = torch.cat([batch.anchors[:, None], masks], dim=1).reshape(-1)
         embeddings = self._embed(token_ids)
@@ -153,7 +153,7 @@ class BoundDFlash:
             return drafter.attention.run(query, key, value, self.caches[layer], plan, scale=config.head_dim**-0.5, window=window)
 
         def predicting(rows: Tensor) -> Tensor:
-            first = drafter.first_slot
+            first = drafter.first_row
             return rows.view(batch.num_reqs, width, -1)[:, first : first + batch.k].flatten(0, 1).contiguous()
 
         if self._triton is not None:

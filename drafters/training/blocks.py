@@ -30,11 +30,11 @@ class SequenceBatch:
 
 @dataclass(slots=True)
 class Blocks:
-    """N blocks of each of S sequences; K slots of a block predict.
+    """N blocks of each of S sequences; K rows of a block predict.
 
     Attributes:
         anchors: int64 [S, N], position of the anchor; 0 in a block that is not valid.
-        labels: int64 [S, N, K], the answer's token for every predicting slot, anything where `valid` is False.
+        labels: int64 [S, N, K], the answer's token for every predicting row, anything where `valid` is False.
         valid: bool [S, N, K].
     """
 
@@ -63,10 +63,10 @@ def sample_anchors(batch: SequenceBatch, count: int, scores: Tensor) -> tuple[Te
     return anchors.masked_fill(~valid, 0), valid
 
 
-def make_blocks(batch: SequenceBatch, anchors: Tensor, valid: Tensor, *, num_slots: int) -> Blocks:
-    """Labels of the blocks at `anchors` int64 [S, N]: slot k = 1, 2, ... predicts the token at the anchor's position + k."""
+def make_blocks(batch: SequenceBatch, anchors: Tensor, valid: Tensor, *, num_rows: int) -> Blocks:
+    """Labels of the blocks at `anchors` int64 [S, N]: row k = 1, 2, ... predicts the token at the anchor's position + k."""
     length = batch.token_ids.shape[1]
-    positions = anchors[:, :, None] + torch.arange(1, num_slots + 1, device=anchors.device)
+    positions = anchors[:, :, None] + torch.arange(1, num_rows + 1, device=anchors.device)
     labels = batch.token_ids.gather(1, positions.clamp(max=length - 1).flatten(1)).view_as(positions)
     return Blocks(anchors, labels, valid[:, :, None] & (positions < batch.lengths[:, None, None]))
 
@@ -80,7 +80,7 @@ def block_hidden(
     *,
     flex: bool,
 ) -> Tensor:
-    """Final hidden states of the predicting slots of all blocks.
+    """Final hidden states of the predicting rows of all blocks.
 
     Args:
         model: the drafter.

@@ -24,13 +24,13 @@ class ReplayResult:
 
     Attributes:
         num_emitted, num_steps: per answer, tokens output after the first one and the verify steps that took.
-        slot_rates: share of all anchors whose drafts match up to slot 1, 2, ...; an anchor near the end of the answer counts
-            for the slots it has.
+        row_rates: share of all anchors whose drafts match up to row 1, 2, ...; an anchor near the end of the answer counts
+            for the rows it has.
     """
 
     num_emitted: list[int]
     num_steps: list[int]
-    slot_rates: list[float]
+    row_rates: list[float]
 
     @property
     def tau(self) -> float:
@@ -71,9 +71,9 @@ def replay(model: DFlashModel, target: Target, answers: AnswerSet, config: Train
     """
     flex = use_flex(config.mask_path, target.device)
     anchors, rows = config.anchors, config.loss_rows
-    num_slots = model.config.max_draft_tokens
+    num_rows = model.config.max_draft_tokens
     emitted, steps = [], []
-    reached, offered = torch.zeros(num_slots), torch.zeros(num_slots)
+    reached, offered = torch.zeros(num_rows), torch.zeros(num_rows)
     order = sorted(range(len(answers)), key=lambda index: answers.lengths[index])
     for piece in in_batches(len(order), max(config.batch_size // config.accumulation, 1)):
         chosen = [order[i] for i in piece]
@@ -86,7 +86,7 @@ def replay(model: DFlashModel, target: Target, answers: AnswerSet, config: Train
             offsets = torch.arange(chunk.start, chunk.stop, device=target.device)
             positions = batch.prompt_lens[:, None] + offsets
             valid = positions < batch.lengths[:, None] - 1
-            blocks = make_blocks(batch, positions.masked_fill(~valid, 0), valid, num_slots=num_slots)
+            blocks = make_blocks(batch, positions.masked_fill(~valid, 0), valid, num_rows=num_rows)
             hidden = block_hidden(model, target.embed, batch, blocks.anchors, context, flex=flex)
             found.append(_correct(hidden.flatten(0, 1), blocks.labels.flatten(0, 1), target, rows).view_as(blocks.valid))
             found[-1] &= blocks.valid

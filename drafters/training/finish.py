@@ -1,7 +1,7 @@
 """The last stage: export, and the check that the drafter does in the engine what training says it does.
 
 The exported folder is loaded as any user would load it and answers the held-out prompts in the real engine. Training replays the
-same answers with its own forward. Wrong slots, taps, masks, positions or lost settings all show as a difference of tau.
+same answers with its own forward. Wrong rows, taps, masks, positions or lost settings all show as a difference of tau.
 """
 
 import json
@@ -57,7 +57,7 @@ class Agreement:
             raise SpecDecError(
                 f"tau is {self.replayed:.3f} in training and {self.engine:.3f} in the engine, {100 * self.difference:.1f}% apart"
                 f" where {100 * tolerance:.1f}% is allowed ({100 * self.same_answers:.0f}% of the answers are the same): suspect,"
-                " in this order, slot alignment, tap numbering, chat template, a mask leak, RoPE; the exported drafter is kept"
+                " in this order, row alignment, tap numbering, chat template, a mask leak, RoPE; the exported drafter is kept"
             )
 
 

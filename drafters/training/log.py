@@ -10,8 +10,8 @@ from tqdm import tqdm
 from specdec.files import disk_errors, write_atomically
 from specdec.packages import install_command
 
-COLUMNS = ("step", "minutes", "epoch", "loss", "train_tau", "slot1", "lr", "grad_norm", "sequences_per_second", "tau")
-"""`train_tau` and `slot1` are teacher-forced on training answers at random anchors; `tau` is replayed on held-out answers."""
+COLUMNS = ("step", "minutes", "epoch", "loss", "train_tau", "row1", "lr", "grad_norm", "sequences_per_second", "tau")
+"""`train_tau` and `row1` are teacher-forced on training answers at random anchors; `tau` is replayed on held-out answers."""
 
 
 class TrainLog:
@@ -28,7 +28,8 @@ class TrainLog:
         self.rows: list[dict[str, str]] = []
         if self._path.exists():
             with self._path.open(newline="") as file:
-                self.rows = [row for row in csv.DictReader(file) if (row["step"] or "").isdigit() and int(row["step"]) <= last_step]
+                known = [row for row in csv.DictReader(file) if (row["step"] or "").isdigit() and int(row["step"]) <= last_step]
+                self.rows = [{name: row.get(name) or "" for name in COLUMNS} for row in known]
         self._bar: Any = None
         if not quiet:
             write_atomically(self._path, self._write_all)

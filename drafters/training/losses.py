@@ -41,20 +41,20 @@ def default_gamma(block_size: int) -> float:
     return {16: 7.0, 10: 5.0, 8: 4.0}.get(block_size, max(1.0, 0.4 * block_size + 0.8))
 
 
-def decay_weights(num_slots: int, gamma: float, device: torch.device | None = None) -> Tensor:
-    """float32 [num_slots]: exp(-(k - 1) / gamma) of predicting slot k = 1, 2, ..."""
-    return torch.exp(-torch.arange(num_slots, dtype=torch.float32, device=device) / gamma)
+def decay_weights(num_rows: int, gamma: float, device: torch.device | None = None) -> Tensor:
+    """float32 [num_rows]: exp(-(k - 1) / gamma) of predicting row k = 1, 2, ..."""
+    return torch.exp(-torch.arange(num_rows, dtype=torch.float32, device=device) / gamma)
 
 
 def dpace_weights(label_probs: Tensor, valid: Tensor, alpha: float) -> Tensor:
     """Weights of D-PACE, float32 [..., K] and without gradient.
 
-    The expected accepted length is the sum over m of the product of the first m probabilities; a slot weighs as much as all
+    The expected accepted length is the sum over m of the product of the first m probabilities; a row weighs as much as all
     products that it is part of.
 
     Args:
-        label_probs: probability [..., K] of the label in each slot.
-        valid: bool [..., K], slots that have a label; a prefix of the block.
+        label_probs: probability [..., K] of the label in each row.
+        valid: bool [..., K], rows that have a label; a prefix of the block.
         alpha: probabilities become (1 - alpha) * p + alpha.
     """
     smoothed = torch.where(valid, (1 - alpha) * label_probs.detach().float() + alpha, 0.0)
@@ -67,7 +67,7 @@ def block_loss(
     """Weighted loss of some blocks, not yet divided by the weights.
 
     Args:
-        logits: [n, K, V] of the predicting slots.
+        logits: [n, K, V] of the predicting rows.
         labels: int64 [n, K].
         valid: bool [n, K].
         config: what is minimised.
@@ -93,7 +93,7 @@ def block_loss(
             loss = loss + config.kl * (teacher_probs * (teacher_log_probs - draft_log_probs)).sum(dim=-1)
         if config.tv:
             loss = loss + config.tv * 0.5 * (teacher_probs - draft_log_probs.exp()).abs().sum(dim=-1)
-    # A slot without a label may hold anything, and 0 times infinity is not 0.
+    # A row without a label may hold anything, and 0 times infinity is not 0.
     return torch.where(valid, weights * loss, 0.0).sum(), weights.sum(), matches
 
 

@@ -30,17 +30,17 @@ _compiled_flex: Callable[..., Any] | None = None
 def visible(anchors: Tensor, context_len: int, block_size: int, kind: Kind, sequence: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """Whether block row `query` of `sequence` sees `key`; index tensors that broadcast, keys counted from the first feature."""
     causal, window = kind
-    block, slot = query // block_size, query % block_size
+    block, row = query // block_size, query % block_size
     anchor = anchors[sequence, block]
-    key_row = key - context_len
-    key_slot = key_row % block_size
+    behind = key - context_len  # keys of the blocks come after those of the context
+    key_block, key_row = behind // block_size, behind % block_size
     in_context = key < anchor
-    in_block = (key_row >= 0) & (key_row // block_size == block)
+    in_block = (behind >= 0) & (key_block == block)
     if causal:
-        in_block = in_block & (key_slot <= slot)
+        in_block = in_block & (key_row <= row)
     if window is not None:
-        in_context = in_context & (anchor + slot - key < window)
-        in_block = in_block & ((slot - key_slot).abs() < window)
+        in_context = in_context & (anchor + row - key < window)
+        in_block = in_block & ((row - key_row).abs() < window)
     return in_context | in_block
 
 

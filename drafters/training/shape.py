@@ -79,7 +79,7 @@ def new_config(config: TrainConfig, verifier: Any, tokenizer: Any) -> DFlashConf
 
 
 def choose_mask_token(asked: int | None, tokenizer: Any, verifier: Any) -> int:
-    """Token whose embedding fills the slots to predict: `asked`, or one that never occurs.
+    """Token whose embedding fills the rows to predict: `asked`, or one that never occurs.
 
     First choice are embedding rows that no token uses, then special tokens without a part in chats.
 

@@ -182,7 +182,7 @@ class Trainer:
         self._generator.manual_seed(hash((self.config.seed, self.step)) % 2**63)
         scores = torch.rand(self.config.batch_size, features.shape[1], device=features.device, generator=self._generator)
         anchors, valid = sample_anchors(batch, self.config.anchors, scores[share])
-        blocks = make_blocks(batch, anchors, valid, num_slots=self.model.config.max_draft_tokens)
+        blocks = make_blocks(batch, anchors, valid, num_rows=self.model.config.max_draft_tokens)
         context = self.model.context_kv(features, torch.arange(features.shape[1], device=features.device))
         hidden = block_hidden(self.model, self.target.embed, batch, anchors, context, flex=self.flex)
         teacher = None
@@ -215,9 +215,9 @@ class Trainer:
         """Writes `row` with tau; every process evaluates, so that none runs ahead into a timeout."""
         result = replay(self.model, self.target, self.heldout, self.config)
         self.tau = result.tau
-        rates = " ".join(f"{rate:.2f}" for rate in result.slot_rates)
-        log.write(row | {"tau": result.tau, "slot1": result.slot_rates[0]}, self.progress)
-        log.say(f"step {self.step}: tau {result.tau:.3f} on {len(self.heldout)} held-out answers; accepted up to slot: {rates}")
+        rates = " ".join(f"{rate:.2f}" for rate in result.row_rates)
+        log.write(row | {"tau": result.tau, "row1": result.row_rates[0]}, self.progress)
+        log.say(f"step {self.step}: tau {result.tau:.3f} on {len(self.heldout)} held-out answers; accepted up to row: {rates}")
 
     def _save(self) -> None:
         if self.rank == 0:

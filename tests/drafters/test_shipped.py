@@ -120,7 +120,7 @@ def test_provenance_holds_the_drafters_hash() -> None:
 def test_it_drafts_well_for_the_embedded_model() -> None:
     """Loaded by default, in float32: the same tokens as plain decoding, and tau near the 4.27 that it had when it was added.
 
-    Catches a mask token, slots or an attention mask that changed their meaning: outputs stay right, and tau falls, to 3.08 where
+    Catches a mask token, rows or an attention mask that changed their meaning: outputs stay right, and tau falls, to 3.08 where
     the block is made causal.
     """
     engine = EngineConfig(max_num_seqs=4, max_model_len=512, num_draft_tokens=15, cache=CacheConfig(memory_bytes=2**28))

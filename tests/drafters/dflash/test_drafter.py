@@ -121,7 +121,7 @@ def dense_hidden(model: DFlashModel, features: Tensor, embeddings: Tensor) -> Te
 
 @pytest.mark.parametrize("k", [1, 4, 8])
 @pytest.mark.parametrize("sample_from_anchor", [False, True])
-def test_slot_alignment(sample_from_anchor: bool, k: int) -> None:
+def test_row_alignment(sample_from_anchor: bool, k: int) -> None:
     """The whole block runs: anchor and masks. Same-position: the first k masks predict. Next-token: anchor and k - 1 masks do."""
     config = replace(TINY, block_size=8 if sample_from_anchor else 9, sample_from_anchor=sample_from_anchor)
     drafter, verifier, rig = bound(config)
@@ -162,7 +162,7 @@ BLOCKS: dict[str, DFlashConfig] = {
 @pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_k_only_cuts_the_block(kind: str, draft_sampling: str) -> None:
-    """Drafts at any k begin like those of the whole block, also where slots see later ones; a causal block runs no spare rows."""
+    """Drafts at any k begin like those of the whole block, also where rows see later ones; a causal block runs no spare ones."""
     config = BLOCKS[kind]
     drafter, verifier, rig = bound(config, draft_sampling=draft_sampling)
     temperature = 0.0 if draft_sampling == "greedy" else 1.3
@@ -279,7 +279,7 @@ def test_load(layout: Any, tmp_path: Path) -> None:
 
 
 def test_jetspec_runs_a_causal_block(tmp_path: Path) -> None:
-    """A slot sees none after it: the drafts of k slots are the first of the whole block's, from a forward of those slots alone."""
+    """A row sees none after it: the drafts of k rows are the first of the whole block's, from a forward of those rows alone."""
     path = write_tiny_dflash(tmp_path / "d")
     raw = json.loads((path / "config.json").read_text())
     raw["dflash_config"]["causal_head"] = True

@@ -103,7 +103,7 @@ ALIGNMENTS: list[tuple[str, dict[str, Any], bool, int]] = [
     ("raw", "sample_from_anchor", "most"), [case[1:] for case in ALIGNMENTS], ids=[case[0] for case in ALIGNMENTS]
 )
 def test_alignment(raw: dict[str, Any], sample_from_anchor: bool, most: int) -> None:
-    """Whether the anchor slot predicts, and hence how many drafts a block gives."""
+    """Whether the anchor row predicts, and hence how many drafts a block gives."""
     config = parse_config(raw)
     assert config.sample_from_anchor is sample_from_anchor
     assert config.max_draft_tokens == most

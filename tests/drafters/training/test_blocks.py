@@ -34,14 +34,14 @@ def sequences(token_ids: Tensor, prompt_lens: list[int] | None = None, lengths: 
     return SequenceBatch(token_ids, torch.tensor(prompt_lens or [0] * len(lengths)), torch.tensor(lengths), lengths)
 
 
-def sees(anchor: int, slot: int, block: int, key: int, causal: bool, window: int | None) -> bool:
+def sees(anchor: int, row: int, block: int, key: int, causal: bool, window: int | None) -> bool:
     """The rule, for one query and one key."""
     if key < CONTEXT:
-        return key < anchor and (window is None or anchor + slot - key < window)
-    key_block, key_slot = divmod(key - CONTEXT, WIDTH)
-    if key_block != block or (causal and key_slot > slot):
+        return key < anchor and (window is None or anchor + row - key < window)
+    key_block, key_row = divmod(key - CONTEXT, WIDTH)
+    if key_block != block or (causal and key_row > row):
         return False
-    return window is None or abs(slot - key_slot) < window
+    return window is None or abs(row - key_row) < window
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -50,8 +50,8 @@ def test_dense_mask_is_the_rule(kind: Kind) -> None:
     mask = BlockAttention(ANCHORS, CONTEXT, WIDTH, flex=False).dense_mask(kind)
     for sequence, anchors in enumerate(ANCHORS.tolist()):
         for query in range(len(anchors) * WIDTH):
-            block, slot = divmod(query, WIDTH)
-            expected = [sees(anchors[block], slot, block, key, *kind) for key in range(mask.shape[-1])]
+            block, row = divmod(query, WIDTH)
+            expected = [sees(anchors[block], row, block, key, *kind) for key in range(mask.shape[-1])]
             assert mask[sequence, 0, query].tolist() == expected
 
 
@@ -118,13 +118,13 @@ def test_labels_follow_the_anchor_and_end_with_the_answer() -> None:
     """Catches labels shifted by one, and labels from the padding."""
     tokens = torch.arange(100, 112)[None]
     batch = sequences(tokens, [3], [10])
-    blocks = make_blocks(batch, torch.tensor([[3, 7]]), torch.tensor([[True, True]]), num_slots=4)
+    blocks = make_blocks(batch, torch.tensor([[3, 7]]), torch.tensor([[True, True]]), num_rows=4)
     assert blocks.labels[0, 0].tolist() == [104, 105, 106, 107]
     assert blocks.valid.tolist() == [[[True] * 4, [True, True, False, False]]]
 
 
 def test_weights() -> None:
-    """Catches decay that starts at the wrong slot, and D-PACE against its double loop."""
+    """Catches decay that starts at the wrong row, and D-PACE against its double loop."""
     torch.testing.assert_close(decay_weights(3, 7.0), torch.tensor([1.0, math.exp(-1 / 7), math.exp(-2 / 7)]))
     probs, alpha = [0.9, 0.5, 0.2, 0.7], 0.5
     valid = [True, True, True, False]
@@ -135,7 +135,7 @@ def test_weights() -> None:
 
 @pytest.mark.parametrize("config", [LossConfig(), LossConfig(gamma=None), LossConfig(gamma=3.0, ce=0.1, kl=0.7, tv=0.9)])
 def test_loss_is_its_definition(config: LossConfig) -> None:
-    """Catches a wrong factor, direction of the divergence, weight or match, against loops over single slots."""
+    """Catches a wrong factor, direction of the divergence, weight or match, against loops over single rows."""
     generator = torch.Generator().manual_seed(0)
     logits, teacher = (2 * torch.randn(3, 4, 9, generator=generator) for _ in "ab")
     labels = torch.randint(9, (3, 4), generator=generator)
@@ -149,13 +149,13 @@ def test_loss_is_its_definition(config: LossConfig) -> None:
         p = teacher[block].softmax(dim=-1)
         label_probs = q[range(4), labels[block]][None]
         weights = decay_weights(4, config.gamma) if config.gamma else dpace_weights(label_probs, valid[block : block + 1], 0.5)[0]
-        for slot in range(4):
-            if valid[block, slot]:
-                ce = -q[slot, labels[block, slot]].log()
-                kl = (p[slot] * (p[slot] / q[slot]).log()).sum()
-                tv = 0.5 * (p[slot] - q[slot]).abs().sum()
-                expected += float(weights[slot] * (config.ce * ce + config.kl * kl + config.tv * tv))
-                total += float(weights[slot])
+        for row in range(4):
+            if valid[block, row]:
+                ce = -q[row, labels[block, row]].log()
+                kl = (p[row] * (p[row] / q[row]).log()).sum()
+                tv = 0.5 * (p[row] - q[row]).abs().sum()
+                expected += float(weights[row] * (config.ce * ce + config.kl * kl + config.tv * tv))
+                total += float(weights[row])
     assert loss.item() == pytest.approx(expected, rel=1e-5)
     assert weight.item() == pytest.approx(total, rel=1e-5)
     assert matches[0].all()

@@ -195,7 +195,7 @@ def test_a_drafter_that_differs_from_the_trained_one_fails_loudly(
     monkeypatch.setattr(finish, "write_checkpoint", damaged)
     assert main(["train", "finish", *as_flags(toy_config(toy))]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert "in the engine" in error and "slot alignment" in error
+    assert "in the engine" in error and "row alignment" in error
     monkeypatch.undo()
     assert main(["train", "finish", *as_flags(toy_config(toy))]) == 0
 
