@@ -205,7 +205,7 @@ def _attention(config: DFlashConfig, verifier: Verifier) -> AttentionBackend:
         windows=frozenset(config.windows),
         non_causal=not all(config.causal),
     )
-    backend = verifier.attention.multi_head
+    backend = verifier.attention.mha_backend
     if reasons := backend.unsupported_reasons(spec):
         raise BackendError(f"attention backend {backend.name!r} cannot serve this drafter: {'; '.join(reasons)}; choose another")
     return backend(spec)

@@ -137,7 +137,7 @@ class AttentionBackend(ABC):
         self.spec = spec
 
     @property
-    def multi_head(self) -> "type[AttentionBackend]":
+    def mha_backend(self) -> "type[AttentionBackend]":
         """Backend for further layers with ordinary heads, such as those of a drafter: this one."""
         return type(self)
 

@@ -119,7 +119,7 @@ class MlaBackend(ABC):
 
     @property
     @abstractmethod
-    def multi_head(self) -> type[AttentionBackend]:
+    def mha_backend(self) -> type[AttentionBackend]:
         """Backend for layers with ordinary heads beside this one, such as those of a drafter."""
 
     @property

@@ -43,8 +43,8 @@ def send_hints(ahead: tl.tensor, program: tl.tensor, NUM_BYTES: tl.constexpr) ->
     )
 
 
-def askable(linear: Linear) -> Tensor | None:
-    """The weight of a product, if it pays to ask for it and the device has hints."""
+def prefetchable_weight(linear: Linear) -> Tensor | None:
+    """The weight of a product, if it pays to prefetch it and the device has hints."""
     weight = linear.weight
     fits = weight.is_contiguous() and weight.nbytes <= MOST_BYTES and weight.nbytes % 16 == weight.data_ptr() % 16 == 0
     return weight if fits and overlap_options(weight.device)["OVERLAP"] else None

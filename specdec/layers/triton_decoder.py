@@ -19,7 +19,7 @@ from specdec.kernels.linear import Linear
 from specdec.kernels.triton_embedding import embed
 from specdec.kernels.triton_fused import add_rms_norm, rms_norm, rope_store, silu_mul
 from specdec.kernels.triton_linear import MOST_ROWS, few_rows
-from specdec.kernels.triton_prefetch import askable
+from specdec.kernels.triton_prefetch import prefetchable_weight
 from specdec.kv_cache import LayerCache
 
 
@@ -139,7 +139,7 @@ class TritonDecoder:
 
 
 def _hints(layer: DecoderLayer) -> Hints:
-    qkv, output, gate_up, down = map(askable, (layer.qkv, layer.output, layer.gate_up, layer.down))
+    qkv, output, gate_up, down = map(prefetchable_weight, (layer.qkv, layer.output, layer.gate_up, layer.down))
     # Down is asked for while the product before it runs, which leaves the memory idle only if its own weight was asked for.
     return Hints(qkv, output, gate_up, down if gate_up is not None else None)
 

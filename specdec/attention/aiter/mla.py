@@ -96,8 +96,8 @@ class RocmAiterMlaBackend(MlaBackend):
         self._num_plans = 0
 
     @property
-    def multi_head(self) -> type[RocmAiterFaBackend]:
-        """See `MlaBackend.multi_head`."""
+    def mha_backend(self) -> type[RocmAiterFaBackend]:
+        """See `MlaBackend.mha_backend`."""
         return RocmAiterFaBackend
 
     @property

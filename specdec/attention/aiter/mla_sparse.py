@@ -57,8 +57,8 @@ class RocmAiterMlaSparseBackend(SparseMlaBackend):
         self._planner = SparsePlanner(self._kernels, spec.indexer.topk)
 
     @property
-    def multi_head(self) -> type[RocmAiterFaBackend]:
-        """See `MlaBackend.multi_head`."""
+    def mha_backend(self) -> type[RocmAiterFaBackend]:
+        """See `MlaBackend.mha_backend`."""
         return RocmAiterFaBackend
 
     @property

@@ -32,8 +32,8 @@ class TorchRefMlaBackend(SparseMlaBackend):
         return TorchRefBackend.unsupported_reasons(_absorbed(spec))
 
     @property
-    def multi_head(self) -> type[TorchRefBackend]:
-        """See `MlaBackend.multi_head`."""
+    def mha_backend(self) -> type[TorchRefBackend]:
+        """See `MlaBackend.mha_backend`."""
         return TorchRefBackend
 
     @property

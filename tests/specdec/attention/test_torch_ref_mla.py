@@ -198,7 +198,7 @@ def test_what_it_stores_and_serves() -> None:
     assert TorchRefMlaBackend(spec()).cache_spec == LatentLayerSpec(width=RANK + ROPE, index_bytes=4 * INDEX_DIM)
     assert TorchRefMlaBackend(spec(indexer=None)).cache_spec == LatentLayerSpec(width=RANK + ROPE)
     assert backend.name == "torch_ref"
-    assert backend.multi_head is TorchRefBackend
+    assert backend.mha_backend is TorchRefBackend
     with pytest.raises(BackendError, match=r"int8.*8-bit|int8.*float8_e4m3fn cache"):
         select_backend("torch_ref", spec(dtype=torch.int8, cache_dtype=torch.float8_e4m3fn))
     with pytest.raises(InvalidInputError, match="unknown latent attention backend 'rocm_aiter_fa'"):

@@ -33,7 +33,7 @@ from specdec.kernels.triton_embedding import embed  # noqa: E402
 from specdec.kernels.triton_fused import add_rms_norm, rms_norm, rope_store, silu_mul  # noqa: E402
 from specdec.kernels.triton_launch import num_processors, overlap_options  # noqa: E402
 from specdec.kernels.triton_linear import divide, few_rows  # noqa: E402
-from specdec.kernels.triton_prefetch import askable, hint_options, surplus  # noqa: E402
+from specdec.kernels.triton_prefetch import hint_options, prefetchable_weight, surplus  # noqa: E402
 
 
 def transformers_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -141,9 +141,9 @@ def test_embedding(width: int) -> None:
 def test_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights up to the limit, on chips that take hints; every byte of them is some thread's."""
     small, large = (Linear(random(rows, 1024, dtype=torch.float16)) for rows in (4096, 4097))
-    assert askable(small) is None or overlap_options(small.weight.device)["OVERLAP"]
+    assert prefetchable_weight(small) is None or overlap_options(small.weight.device)["OVERLAP"]
     monkeypatch.setattr(triton_prefetch, "overlap_options", lambda device: {"OVERLAP": True})
-    assert askable(small) is small.weight and askable(large) is None
+    assert prefetchable_weight(small) is small.weight and prefetchable_weight(large) is None
     assert hint_options(small.weight) == {"ahead": small.weight, "AHEAD": 8 * 2**20}
     assert (surplus(small.weight, 4), surplus(large.weight, 4), surplus(large.weight, 8), surplus(None, 4)) == (64, 65, 33, 0)
 

@@ -381,5 +381,5 @@ def test_selection(rocm: Install, monkeypatch: pytest.MonkeyPatch) -> None:
         select_backend("rocm_aiter_mla", spec())
     rocm()
     chosen = select_backend("auto", spec())
-    assert chosen.name == "rocm_aiter_mla" and chosen.multi_head is RocmAiterFaBackend
+    assert chosen.name == "rocm_aiter_mla" and chosen.mha_backend is RocmAiterFaBackend
     assert select_backend("auto", spec(v_head_dim=64)).name == "torch_ref"

@@ -379,7 +379,7 @@ def test_selection_of_the_backend(rocm: Install) -> None:
         select_backend("rocm_aiter_mla_sparse", spec())
     rocm(tiny=False)
     chosen = select_backend("auto", spec(**REAL))
-    assert chosen.name == "rocm_aiter_mla_sparse" and chosen.multi_head.name == "rocm_aiter_fa"
+    assert chosen.name == "rocm_aiter_mla_sparse" and chosen.mha_backend.name == "rocm_aiter_fa"
     assert select_backend("auto", spec(**{**REAL, "indexer": None})).name != "rocm_aiter_mla_sparse"
 
 
