@@ -1,23 +1,27 @@
-"""Runs the Triton-only tier of `rocm_aiter_fa` on AITER's real kernels and compares it with torch_ref in float32.
+"""Runs AITER's real Triton kernels, single calls and whole generations, and compares them with plain torch.
 
     python -m tests.checks.aiter_triton --device cuda     on a GPU: single calls, then the embedded model
     python -m tests.checks.aiter_triton --device cpu      the same calls in Triton's interpreter, then tiny models
+    ... --repository aiter --revisions v0.1.16,v0.1.20    several versions one after the other, from a git repository
 
-AITER is the installed `amd-aiter`, or the sources in the folder that SPECDEC_AITER names. The exit status is 1 when a call is wrong
-or a token differs from the reference's by more than a near-tie.
+AITER is the sources in the folder that SPECDEC_AITER names, what is exported from a repository, or the installed `amd-aiter`.
+Single calls may be as far from float64 as plain torch is (`tests.helpers.bounds`). The exit status is 1 when a call is wrong, when
+AITER has mended what specdec refuses, or when a token differs from the reference's by more than a near-tie.
 """
 
 import argparse
 import itertools
 import os
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from specdec.attention.aiter.fa import RocmAiterFaBackend
 from specdec.attention.backend import AttentionMetadata
@@ -26,15 +30,11 @@ from specdec.core import Drafter, ForwardInput, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.kernels import aiter
 from specdec.kv_cache import PagedKVCache, blocks_for
-from tests.helpers.aiter_real import INTERPRETER, missing, real_aiter
-from tests.helpers.attention_case import Case, spec
+from tests.checks.aiter_triton_calls import check
+from tests.helpers.aiter_real import INTERPRETER, REVISIONS, SOURCES, export, missing, real_aiter
+from tests.helpers.attention_case import spec
 from tests.helpers.scripted import ScriptedDrafter
 
-LENGTHS = [37, 5, 64]
-LONG = 1000
-"""A bound on the lengths from which AITER splits the keys over several programs."""
-
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 NEAR_TIE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
 """Largest difference of logits that rounding may turn around."""
 
@@ -52,56 +52,13 @@ Prompts = list[list[int]]
 Make = Callable[[Verifier], Drafter | None]
 
 
-def cases(device: torch.device, every: int) -> Iterator[tuple[str, Case, dict[str, Any]]]:
-    """Name, requests and layer options of single calls: of the plain ones only every n-th."""
-    half = torch.float16 if device.type == "cpu" else torch.bfloat16  # the interpreter multiplies the bits of bfloat16
-    plain = itertools.product([torch.float32, half], [(4, 2), (9, 3)], [1, 4, 16], [True, False], [None, 9, 40])
-    for dtype, (heads, kv_heads), rows, causal, window in itertools.islice(plain, 0, None, every):
-        asked = spec(device=device, dtype=dtype, num_heads=heads, num_kv_heads=kv_heads)
-        lengths = [max(length, rows) for length in LENGTHS]
-        case = Case(asked, lengths, [rows] * len(lengths), uniform=True, causal=causal)
-        yield f"{_kind(rows, causal)}, heads {heads}/{kv_heads}, window {window or '-'}, {_name(dtype)}", case, {"window": window}
-    for dtype, extra in ((torch.float32, "no extras"), (half, "sinks"), (torch.float32, "softcap")):
-        how: dict[str, Any] = {}
-        if extra != "no extras":
-            how[extra] = 0.7 if extra == "softcap" else torch.randn(4).to(device)
-        case = Case(spec(device=device, dtype=dtype), [40, 17, 35, 33, 50], [3, 17, 1, 33, 20], uniform=False)
-        yield f"prefill, extend and decode together, with {extra}, {_name(dtype)}", case, how
-    for rows, causal in ((1, True), (4, True), (4, False)):
-        case = Case(spec(device=device, dtype=half), [200, 16], [rows] * 2, uniform=True, causal=causal)
-        case.metadata = replace(case.metadata, max_seq_len=LONG, block_table=_wider(case.metadata.block_table))
-        yield f"{_kind(rows, causal)}, keys split over programs, {_name(half)}", case, {}
-
-
 def _longest(verifier: Verifier) -> int | None:
     """Beyond 512 keys AITER splits them over programs, for which it refuses float32."""
     return min(480, verifier.max_model_len) if verifier.dtype == torch.float32 else None
 
 
-def _kind(rows: int, causal: bool) -> str:
-    return f"{'causal' if causal else 'bidirectional':<13} {rows:>2} rows"
-
-
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _wider(table: Tensor) -> Tensor:
-    """The same block table for requests of up to `LONG` tokens."""
-    return torch.cat([table, table[:, :1].expand(-1, blocks_for(LONG, 16) - table.shape[1])], dim=1).contiguous()
-
-
-def check_calls(device: torch.device, every: int) -> int:
-    """Prints the largest error of every single call; returns how many are wrong."""
-    wrong = 0
-    for name, case, how in cases(device, every):
-        want = case.want(scale=0.125, **how)
-        got = case.attend(RocmAiterFaBackend(case.spec), scale=0.125, **how).float()
-        error, relative = float((got - want).abs().max()), float((got - want).norm() / want.norm())
-        bad = not error <= TOLERANCE[case.spec.dtype]  # also when it is not a number
-        wrong += bad
-        print(f"  {name:<70} max error {error:.1e}, relative {relative:.1e}{'  WRONG' if bad else ''}", flush=True)
-    return wrong
 
 
 def generate(
@@ -207,6 +164,7 @@ def embedded(args: argparse.Namespace, device: torch.device, calls: dict[str, in
     """The embedded model, or the one that was named, with n-gram and DFlash drafts."""
     from drafters.dflash.drafter import load_dflash
     from drafters.ngram import load_ngram
+    from drafters.shipped import load_shipped
     from verifiers.load import load_verifier
 
     def make(backend: str, dtype: torch.dtype) -> Verifier:
@@ -215,9 +173,9 @@ def embedded(args: argparse.Namespace, device: torch.device, calls: dict[str, in
     tokenizer = load_verifier(args.target, device=torch.device("cpu"), dtype=torch.float32)[1]
     texts = ([{"role": "user", "content": text}] for text in PROMPTS[: args.prompts])
     prompts = [tokenizer.apply_chat_template(text, add_generation_prompt=True, return_dict=False) for text in texts]
-    dflash = f"DFlash ({args.drafter})"
+    shipped = {"random": random_drafter, "shipped": lambda verifier: load_shipped(verifier=verifier)}
     drafters: dict[str, Make] = {
-        dflash: random_drafter if args.drafter == "random" else lambda verifier: load_dflash(args.drafter, verifier=verifier),
+        f"DFlash ({args.drafter})": shipped.get(args.drafter, lambda verifier: load_dflash(args.drafter, verifier=verifier)),
         "n-gram": lambda verifier: load_ngram(None, verifier=verifier),
     }
     print(f"{args.target}, {args.prompts} prompts, {args.tokens} tokens each; reference: torch_ref in float32, plain decoding")
@@ -282,25 +240,44 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
+def each_revision(args: argparse.Namespace, argv: list[str]) -> int:
+    """The same command on the sources of each revision; the worst exit status."""
+    worst = 0
+    for revision in args.revisions.split(","):
+        version = revision.removeprefix("v") if revision.startswith("v") else args.aiter_version
+        with TemporaryDirectory() as folder:
+            export(args.repository, revision, Path(folder))
+            print(f"AITER {revision}", flush=True)
+            command = [sys.executable, "-m", "tests.checks.aiter_triton", *argv, "--repository", "", "--aiter-version", version]
+            worst = max(worst, subprocess.run(command, env=os.environ | {SOURCES: folder}, check=False).returncode)
+    return worst
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; 1 when something is wrong, 2 when AITER or Triton is missing."""
+    argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="python -m tests.checks.aiter_triton", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda, or cpu for Triton's interpreter")
     add("--part", default="all", choices=["all", "calls", "models"])
-    add("--every", type=int, help="of the plain calls take every n-th (default 1 on a GPU, 7 in the interpreter)")
+    add("--every", type=int, help="of the calls on ordinary heads take every n-th (default 5 on a GPU, 7 in the interpreter)")
+    add("--verbose", action="store_true", help="print every call, not only the table")
+    add("--repository", default="", help="a git repository of AITER, of which --revisions are taken")
+    add("--revisions", default=",".join(REVISIONS), help="tags or branches of it (default %(default)s)")
     add("--aiter-version", default="0.1.20", help="of the sources that SPECDEC_AITER names (default %(default)s)")
     add("--architecture", default="gfx1100", help="to pretend in the interpreter (default %(default)s)")
     add("--target", default="embedded", help="on a GPU: a name or folder (default %(default)s)")
     add("--tiny", default="llama,gpt_oss,gemma2", help="in the interpreter: which tiny models (default %(default)s)")
-    add("--drafter", default="random", help="on a GPU: a DFlash checkpoint (default %(default)s)")
+    add("--drafter", default="shipped", help="on a GPU: a DFlash checkpoint, shipped or random (default %(default)s)")
     add("--dtypes", help="of the target (default float32,bfloat16 on a GPU, float32 in the interpreter)")
     add("--batches", help="(default 1,8 on a GPU, 3 in the interpreter)")
     add("--prompts", type=int, help="(default 8 on a GPU, 3 in the interpreter)")
     add("--tokens", type=int, help="of each output (default 64 on a GPU, 6 in the interpreter)")
     add("--no-graphs", action="store_true", help="launch steps operation by operation")
     args = parser.parse_args(argv)
+    if args.repository:
+        return each_revision(args, argv)
     if reason := missing():
         print(reason, file=sys.stderr)
         return 2
@@ -308,16 +285,16 @@ def main(argv: list[str] | None = None) -> int:
     interpreted = device.type == "cpu"
     needed = {"TRITON_F32_DEFAULT": "ieee", **(INTERPRETER if interpreted else {})}  # float32 products in float32, not in TF32
     if any(os.environ.get(name) != value for name, value in needed.items()):
-        os.execve(sys.executable, [sys.executable, "-m", "tests.checks.aiter_triton", *(argv or sys.argv[1:])], os.environ | needed)
+        os.execve(sys.executable, [sys.executable, "-m", "tests.checks.aiter_triton", *argv], os.environ | needed)
     args.dtypes = args.dtypes or ("float32" if interpreted else "float32,bfloat16")
     args.batches = args.batches or ("3" if interpreted else "1,8")
-    args.every = args.every or (7 if interpreted else 1)
+    args.every = args.every or (7 if interpreted else 5)
     args.prompts = args.prompts or (3 if interpreted else len(PROMPTS))
     args.tokens = args.tokens or (6 if interpreted else 64)
 
     import triton
 
-    wrong = 0
+    wrong, start = 0, perf_counter()
     if interpreted:
         np.seterr(all="ignore")  # masked rows divide by 0 before they are left out
     with real_aiter(device, version=args.aiter_version, architecture=args.architecture) as calls:
@@ -327,10 +304,13 @@ def main(argv: list[str] | None = None) -> int:
             print("; ".join(reasons), file=sys.stderr)
             return 2
         if args.part != "models":
-            print("single calls against torch_ref in float32")
-            wrong += check_calls(device, args.every)
+            print("single calls against float64")
+            wrong += check(device, args.every, aiter.version_numbers(args.aiter_version), calls, args.verbose)
+            print(f"  {perf_counter() - start:.0f} s", flush=True)
         if args.part != "calls":
+            start = perf_counter()
             wrong += (tiny if interpreted else embedded)(args, device, calls)
+            print(f"  {perf_counter() - start:.0f} s", flush=True)
     print("all right" if not wrong else f"{wrong} wrong")
     return int(bool(wrong))
 

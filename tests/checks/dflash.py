@@ -192,7 +192,7 @@ def main(argv: list[str] | None = None) -> int:
         print("the public package is not installed; run: pip install --no-deps dflash==0.1.0", file=sys.stderr)
         return 2
     if args.drafter != "smollm2-dflash" and not Path(args.drafter).is_dir():
-        parser.error(f"--drafter {args.drafter!r} is not a folder; give a checkpoint's folder, or embedded")
+        parser.error(f"--drafter {args.drafter!r} is not a folder; give a checkpoint's folder, or smollm2-dflash")
     try:
         files = {} if args.set == BUNDLED else {args.set: args.set}
         items = load_prompt_set(args.set, files=files, limit=args.prompts).items

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,6 +20,15 @@ from specdec.kernels import aiter, aiter_triton_only
 
 SOURCES = "SPECDEC_AITER"
 """Environment variable that names a folder with AITER's sources, the one that holds the folder `aiter`."""
+
+REPOSITORY = "SPECDEC_AITER_REPOSITORY"
+"""Environment variable that names a git repository of AITER with its tags, from which tests take several versions."""
+
+REVISIONS = ("v0.1.16", "v0.1.20", "main")
+"""What of it is taken: the oldest that imports without its compiled part, a release, and the newest."""
+
+NEEDED = ("aiter/__init__.py", "aiter/jit/__init__.py", "aiter/jit/utils", "aiter/ops/__init__.py", "aiter/ops/triton")
+"""What of the sources the Triton kernels need: some 7 MB, and a fifth of that when compressed."""
 
 INTERPRETER = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 """What has to be set before Triton is imported."""
@@ -56,6 +66,18 @@ def _read_scalars_with_new_numpy(patch: Patch) -> None:
     patch(interpreter, "_patch_lang_tensor", patched)
 
 
+def export(repository: str, revision: str, folder: Path) -> None:
+    """Unpacks what the Triton kernels need of a revision into `folder`, which can then be named in `SPECDEC_AITER`.
+
+    Raises:
+        RuntimeError: git knows no such repository or revision.
+    """
+    archive = subprocess.run(["git", "-C", repository, "archive", revision, *NEEDED], capture_output=True, check=False)
+    if archive.returncode:
+        raise RuntimeError(f"git archive {revision} of {repository!r}: {archive.stderr.decode().strip()}")
+    subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, check=True)
+
+
 def missing() -> str | None:
     """Why the real kernels cannot run here; None when they can."""
     if aiter.installed_version() is None and not os.environ.get(SOURCES):
@@ -71,7 +93,7 @@ def real_aiter(device: torch.device, *, version: str, architecture: str) -> Iter
 
     Args:
         device: a GPU, or a CPU for Triton's interpreter.
-        version: of the sources named in `SPECDEC_AITER`, unless `amd-aiter` is installed.
+        version: of the sources named in `SPECDEC_AITER`, which go before an installed `amd-aiter`.
         architecture: AMD architecture to pretend in the interpreter; it decides which tile sizes AITER picks.
 
     Yields:
@@ -83,7 +105,7 @@ def real_aiter(device: torch.device, *, version: str, architecture: str) -> Iter
         def patch(target: Any, name: str, value: Any) -> None:
             stack.enter_context(mock.patch.object(target, name, value))
 
-        if aiter.installed_version() is None:
+        if os.environ.get(SOURCES):
             folder = stack.enter_context(TemporaryDirectory())
             info = Path(folder, f"amd_aiter-{version}.dist-info")
             info.mkdir()

@@ -1,7 +1,7 @@
 """How near a computation has to come to the right answer: as near as the plain one does, whatever machine both run on."""
 
 import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,25 @@ def assert_as_exact(actual: Tensor, plain: Tensor, exact: Tensor, *, factor: flo
     Raises:
         AssertionError: `actual` is too far away, or `plain` has less than half of its digits right and so proves nothing.
     """
+    error = error_of(actual, plain, exact, factor=factor)
+    assert error.found <= error.most, (  # false for NaN, too
+        f"off by {error.found:.2e} (the plain version by {error.usual:.2e}, {error.most:.2e} allowed at numbers of about "
+        f"{error.size:.3g}), most at "
+        f"{[int(i) for i in torch.unravel_index((actual.detach().double() - exact.detach()).abs().argmax(), exact.shape)]}"
+    )
+
+
+class Error(NamedTuple):
+    """Root mean squares."""
+
+    found: float  # of the error
+    most: float  # that is allowed
+    usual: float  # of the plain version's error
+    size: float  # of the numbers
+
+
+def error_of(actual: Tensor, plain: Tensor, exact: Tensor, *, factor: float = 2) -> Error:
+    """What `assert_as_exact` judges; the arguments are its own."""
     assert exact.dtype == torch.float64, "the right answer has to be better than what is tested"
     assert actual.shape == plain.shape == exact.shape, (actual.shape, plain.shape, exact.shape)
     assert actual.dtype == plain.dtype, (actual.dtype, plain.dtype)
@@ -39,11 +58,7 @@ def assert_as_exact(actual: Tensor, plain: Tensor, exact: Tensor, *, factor: flo
     unit = torch.finfo(actual.dtype).eps
     size, found, usual = (float(x.square().mean().sqrt()) for x in (exact, actual.double() - exact, plain.double() - exact))
     assert usual <= unit**0.5 * size, f"the plain version is off by {usual:.2e} at numbers of about {size:.3g}"
-    most = factor * usual + FLOOR * unit * size
-    assert found <= most, (  # false for NaN, too
-        f"off by {found:.2e} (the plain version by {usual:.2e}, {most:.2e} allowed at numbers of about {size:.3g}), "
-        f"most at {[int(i) for i in torch.unravel_index((actual.double() - exact).abs().argmax(), exact.shape)]}"
-    )
+    return Error(found, factor * usual + FLOOR * unit * size, usual, size)
 
 
 class Float64(TorchFunctionMode):

@@ -1,9 +1,8 @@
-"""The Triton-only tier: on the emulation, where compiled functions do not run, and on AITER's real kernels where they are given."""
+"""The Triton-only tier on the emulation, where compiled functions do not run."""
 
 import importlib
 import itertools
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,7 +26,6 @@ from specdec.kernels import aiter, aiter_triton_only
 from specdec.registry import ATTENTION_BACKENDS
 from tests.helpers.aiter_emulation import Machine, install
 from tests.helpers.aiter_generation import generate, wide_dflash
-from tests.helpers.aiter_real import missing
 from tests.helpers.attention_case import Case, spec
 from tests.helpers.guards import no_host_sync
 from tests.helpers.tiny_models import paged_verifier
@@ -272,17 +270,3 @@ def test_decoding_does_not_wait(rdna: Install) -> None:
         backend, cache = RocmAiterFaBackend(case.spec), case.cache()
         with no_host_sync():
             backend.run(case.query, cache=cache, plan=backend.plan(case.metadata), scale=0.1, **case.new)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(missing() is not None, reason=str(missing()))
-@pytest.mark.parametrize(
-    "options", [["--part", "calls"], ["--part", "models", "--tiny", "gpt_oss", "--tokens", "4", "--prompts", "2"]]
-)
-def test_real_kernels(options: list[str]) -> None:
-    """AITER's own code, on a GPU or in Triton's interpreter: single calls and whole generations equal torch_ref in float32."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.checks.aiter_triton", *options], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert done.stdout.endswith("all right\n")

@@ -1,0 +1,271 @@
+"""Single calls of AITER's Triton kernels against the formula in float64: what `tests.checks.aiter_triton` runs first.
+
+Attention on the plain layout goes through `rocm_aiter_fa`. The shuffled layout has no backend where AITER's compiled kernels are
+missing, so there rows are stored in plain torch and our call of the kernel is made by itself. `fp8_mqa_logits` scores the rows of a
+prefill for the indexer.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec.attention.aiter import fa_triton
+from specdec.attention.aiter.fa import RocmAiterFaBackend
+from specdec.attention.aiter.fa_triton import Layer, Rows, Setup
+from specdec.attention.aiter.groups import plan_packed
+from specdec.attention.aiter.layout import shuffled
+from specdec.attention.aiter.scratch import Scratch
+from specdec.kernels import aiter_triton_only
+from specdec.kv_cache import KVLayerSpec, LayerCache, PagedKVCache, blocks_for
+from tests.helpers.attention_case import Case, spec
+from tests.helpers.bounds import Error, error_of
+
+LENGTHS = [37, 5, 64]
+LONG = 1000
+"""A bound on the lengths from which AITER splits the keys over several programs."""
+
+HEAD_DIMS = (64, 80, 96, 112, 128, 256)
+WIDE = 128
+"""Wider heads in float32, which no model has on AITER, would not fit a GPU's shared memory."""
+
+UNIFIED, KVCACHE, LOGITS = "unified_attention", "flash_attn_with_kvcache", "fp8_mqa_logits"
+
+
+class Outcome(NamedTuple):
+    """What a kernel returned, and how it was reached."""
+
+    got: Tensor
+    plain: Tensor
+    exact: Tensor
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call.
+
+    Attributes:
+        kernel: AITER's function that has to be called.
+        about: layout or kind, one row of the table together with the head size.
+        head_dim: head size.
+        what: the rest of it.
+        dtype: of the rows.
+        run: makes it.
+        refused: AITER is known to get it wrong, and our backends refuse it.
+    """
+
+    kernel: str
+    about: str
+    head_dim: int
+    what: str
+    dtype: torch.dtype
+    run: Callable[[], Outcome]
+    refused: bool = False
+
+    @property
+    def row(self) -> str:
+        """Where it counts in the table."""
+        return f"{self.kernel + ', ' + self.about:<44} heads of {self.head_dim:>3}"
+
+
+def calls(device: torch.device, every: int, version: tuple[int, ...]) -> Iterator[Call]:
+    """All of them; of those on ordinary heads only every n-th.
+
+    Args:
+        device: a GPU, or a CPU for the interpreter.
+        every: n.
+        version: of AITER.
+    """
+    half = torch.float16 if device.type == "cpu" else torch.bfloat16  # the interpreter multiplies the bits of bfloat16
+    plain = itertools.product([torch.float32, half], [(4, 2), (9, 3)], [1, 4, 16], [True, False], [None, 9, 40])
+    for dtype, heads, rows, causal, window in itertools.islice(plain, 0, None, every):
+        yield _attention(device, dtype, 64, rows, window, causal=causal, heads=heads)
+    for dtype, extra in ((torch.float32, "no extras"), (half, "sinks"), (torch.float32, "softcap")):
+        yield _mixed(device, dtype, extra)
+    for dim in HEAD_DIMS:
+        wide, power = half if dim > WIDE else torch.float32, dim & (dim - 1) == 0
+        for dtype, rows, window in ((half, 1, None), (wide, 4, 9)):
+            if dim != 64:
+                yield _attention(device, dtype, dim, rows, window)
+            yield _attention(device, dtype, dim, rows, window, shuffle=True, refused=not power)
+        for dtype, rows, window in ((half, 4, 9), (wide, 16, None)) if dim != 64 else ():
+            yield _attention(device, dtype, dim, rows, window, causal=False)
+    if half == torch.bfloat16 or version >= (0, 1, 17):  # before, its way of splitting keys has no float16
+        for shuffle, rows in ((False, 1), (False, 4), (True, 4)):
+            yield _attention(device, half, 64, rows, None, split=True, shuffle=shuffle)
+    yield _attention(device, half, 64, 4, None, causal=False, split=True)
+    yield from (_logits(device, keys) for keys in (40, 300))
+
+
+def _attention(
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    rows: int,
+    window: int | None,
+    *,
+    causal: bool = True,
+    heads: tuple[int, int] = (4, 2),
+    split: bool = False,
+    shuffle: bool = False,
+    refused: bool = False,
+) -> Call:
+    """As many rows of each request, on lengths that only the device knows."""
+    lengths = [200, 16] if split else [max(length, rows) for length in LENGTHS]
+    asked = spec(device=device, dtype=dtype, num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim)
+    kind = "shuffled" if shuffle else "plain" if causal else "blocks"
+    what = f"{rows:>2} rows, heads {heads[0]}/{heads[1]}, window {window or '-'}{', keys split' if split else ''}"
+
+    def run() -> Outcome:
+        case = Case(asked, lengths, [rows] * len(lengths), uniform=True, causal=causal)
+        if split:
+            case.metadata = replace(case.metadata, max_seq_len=LONG, block_table=_wider(case.metadata.block_table))
+        how = {"scale": head_dim**-0.5, "window": window}
+        attend = _attend_shuffled(case, **how) if shuffle else case.attend(RocmAiterFaBackend(asked), **how)
+        return Outcome(attend, *case.right(dtype, **how))
+
+    return Call(KVCACHE if not causal and rows > 1 else UNIFIED, kind, head_dim, what, dtype, run, refused)
+
+
+def _mixed(device: torch.device, dtype: torch.dtype, extra: str) -> Call:
+    """Prefill, extend and decode together."""
+    asked = spec(device=device, dtype=dtype)
+
+    def run() -> Outcome:
+        how: dict[str, Any] = {"scale": 0.125}
+        if extra != "no extras":
+            how[extra] = 0.7 if extra == "softcap" else torch.randn(4).to(device)
+        case = Case(asked, [40, 17, 35, 33, 50], [3, 17, 1, 33, 20], uniform=False)
+        return Outcome(case.attend(RocmAiterFaBackend(asked), **how), *case.right(dtype, **how))
+
+    return Call(UNIFIED, "plain", 64, f"prefill, extend and decode, {extra}", dtype, run)
+
+
+def _wider(table: Tensor) -> Tensor:
+    """The same block table for requests of up to `LONG` tokens."""
+    return torch.cat([table, table[:, :1].expand(-1, blocks_for(LONG, 16) - table.shape[1])], dim=1).contiguous()
+
+
+def _attend_shuffled(case: Case, *, scale: float, window: int | None) -> Tensor:
+    """Our call of `unified_attention` on a shuffled cache; two blocks more, as it reads past heads of unlucky sizes."""
+    asked = case.spec
+    blocks = PagedKVCache(
+        [KVLayerSpec(asked.num_kv_heads, asked.head_dim)],
+        num_blocks=case.num_blocks + 2,
+        block_size=asked.block_size,
+        dtype=asked.kv_dtype,
+        device=asked.device,
+    )
+    cache = blocks.layers[0]
+    for rows, slots in ((case.old, case.old_slots), (case.new, case.metadata.slot_mapping)):
+        _write_shuffled(cache, rows["key"], rows["value"], slots)
+    setup = Setup(asked, "shuffle", aiter_triton_only.load(), Scratch(asked.device))
+    (group,) = plan_packed(case.metadata, asked.block_size).groups
+    return fa_triton.unified(setup, group, Layer(cache, scale, window), Rows(case.query, **case.new))
+
+
+def _write_shuffled(cache: LayerCache, key: Tensor, value: Tensor, slots: Tensor) -> None:
+    """Stores rows [n, num_kv_heads, head_dim] at `slots`, as AITER's own writer does where it is built."""
+    views, size = shuffled(cache), cache.key.shape[1]
+    blocks, offsets, x = slots // size, slots % size, views.key.shape[-1]
+    views.key[blocks, :, :, offsets] = key.unflatten(-1, (-1, x))
+    views.value[blocks, :, offsets // x, :, offsets % x] = value
+
+
+def _logits(device: torch.device, num_keys: int) -> Call:
+    """Scores of rows that see runs of keys: weights times what is positive of the products, added over the heads."""
+    fp8, heads, dim, num_rows = torch.float8_e4m3fn, 32, 128, 5
+
+    def run() -> Outcome:
+        function: Any = import_module("aiter.ops.triton.attention.fp8_mqa_logits").fp8_mqa_logits
+        aiter_triton_only.load()  # its kernel is launched with AMD's options, too
+        torch.default_generator.manual_seed(0)
+        query, keys = torch.randn(num_rows, heads, dim).to(fp8), torch.randn(num_keys, dim).to(fp8)
+        scales, weights = torch.rand(num_keys) + 0.5, torch.randn(num_rows, heads)
+        starts = torch.tensor([0, 0, 3, 17, num_keys // 2], dtype=torch.int32)
+        ends = torch.tensor([1, num_keys, 20, 18, num_keys], dtype=torch.int32)
+        got: Tensor = function(
+            Q=query.to(device),
+            KV=keys.to(device),
+            kv_scales=scales.to(device),
+            weights=weights.to(device),
+            cu_starts=starts.to(device),
+            cu_ends=ends.to(device),
+            clean_logits=True,
+        ).cpu()
+        columns = torch.arange(num_keys)
+        seen = (columns >= starts[:, None]) & (columns < ends[:, None])
+        assert bool((got[~seen] == -torch.inf).all()), "a key outside a row's run has a score"
+        plain, exact = (_scores(query, keys, scales, weights, dtype)[seen] for dtype in (torch.float32, torch.float64))
+        return Outcome(got[seen], plain, exact)
+
+    return Call(LOGITS, "prefill", dim, f"{num_rows} rows, {num_keys} keys", torch.float32, run)
+
+
+def _scores(query: Tensor, keys: Tensor, scales: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    query, keys, scales, weights = (tensor.to(dtype) for tensor in (query, keys, scales, weights))
+    products = query.new_zeros(len(query), query.shape[1], len(keys))
+    for i in range(keys.shape[1]):  # term by term, the order in which errors grow most
+        products += query[:, :, i, None] * keys[None, None, :, i]
+    total = products.new_zeros(len(query), len(keys))
+    for head in range(query.shape[1]):
+        total += weights[:, head, None] * (products[:, head] * scales).clamp(min=0)
+    return total
+
+
+def check(device: torch.device, every: int, version: tuple[int, ...], counts: dict[str, int], verbose: bool) -> int:
+    """Prints the table and everything that is wrong; returns how many calls are.
+
+    Args:
+        device, every, version: see `calls`.
+        counts: how often each function has been called, from `real_aiter`.
+        verbose: also print every call.
+    """
+    table: dict[str, Row] = {}
+    for call in calls(device, every, version):
+        said, share = _judge(call, counts)
+        row = table.setdefault(call.row, Row())
+        row.calls += 1
+        row.wrong += said not in (RIGHT, REFUSED)
+        row.refused |= said == REFUSED
+        row.share = max(row.share, share)
+        if verbose or said not in (RIGHT, REFUSED):
+            print(f"  {call.row}, {call.what}, {str(call.dtype)[6:]}: {said}; {share:.2f} of the allowed error", flush=True)
+    print(f"  {'':<58} calls  wrong  of the allowed error, at most")
+    for name, row in sorted(table.items()):
+        note = "garbage on AITER, specdec refuses it" if row.refused else f"{row.share:.2f}"
+        print(f"  {name:<58} {row.calls:>5}  {row.wrong:>5}  {note}")
+    return sum(row.wrong for row in table.values())
+
+
+RIGHT, REFUSED = "right", "garbage, as known"
+
+
+@dataclass
+class Row:
+    """A row of the table."""
+
+    calls: int = 0
+    wrong: int = 0
+    refused: bool = False
+    share: float = 0.0
+
+
+def _judge(call: Call, counts: dict[str, int]) -> tuple[str, float]:
+    """What became of a call, and its error as a share of what is allowed."""
+    before = counts.get(call.kernel, 0)
+    try:
+        outcome = call.run()
+    except Exception as error:  # one kernel that does not compile does not hide what the others do
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}", float("nan")
+    error: Error = error_of(*outcome)
+    share = error.found / error.most
+    if call.kernel in counts and counts[call.kernel] == before:
+        return f"{call.kernel} was not called", share
+    if call.refused:
+        return ("AITER has mended it: specdec need not refuse it any more" if share <= 1 else REFUSED), share
+    return (RIGHT if share <= 1 else "WRONG"), share  # WRONG when it is not a number, too
