@@ -138,24 +138,30 @@ class Case:
             backend.run(self.query, cache=cache, plan=plan, **self.new, **how)
         return backend.run(self.query, cache=cache, plan=plan, **self.new, **how)
 
+    def filled(self) -> LayerCache:
+        """A cache in float32 that holds everything, the rows' own keys and values too."""
+        cache = LayerCache(*(side.float() for side in self.cache()))
+        for stored, name in zip(cache, ("key", "value"), strict=True):
+            for rows, slots in ((self.old, self.old_slots), (self.new, self.metadata.slot_mapping)):
+                stored.flatten(0, 1)[slots] = rows[name].float()
+        return cache
+
+    def exact(self, **how: Any) -> Tensor:
+        """The right answer, in float64."""
+        return attention(self.query, self.filled(), self.metadata, dtype=torch.float64, **how)
+
     def check(self, got: Tensor, *, added: float = 0.0, **how: Any) -> None:
         """`got`, from `attend`, is as exact as the definition computed in float32; of 16 bits, as the right answer rounded.
 
         Args:
             added: what a kernel adds to the denominator, of which 1 belongs to the largest score: the plain one is as far off.
         """
-        assert_as_exact(got, *self.right(got.dtype, added=added, **how))
-
-    def right(self, dtype: torch.dtype, *, added: float = 0.0, **how: Any) -> tuple[Tensor, Tensor]:
-        """The definition as a plain computation in `dtype` has it, and in float64; see `check`."""
-        cache = LayerCache(*(side.float() for side in self.cache()))
-        for stored, name in zip(cache, ("key", "value"), strict=True):
-            for rows, slots in ((self.old, self.old_slots), (self.new, self.metadata.slot_mapping)):
-                stored.flatten(0, 1)[slots] = rows[name].float()
-        exact = attention(self.query, cache, self.metadata, dtype=torch.float64, **how)
-        if dtype == torch.float32:
-            return attention(self.query, cache, self.metadata, dtype=torch.float32, **how) * (1 - added), exact
-        return exact.to(dtype), exact
+        cache, exact = self.filled(), self.exact(**how)
+        if got.dtype == torch.float32:
+            plain = attention(self.query, cache, self.metadata, dtype=torch.float32, **how) * (1 - added)
+        else:
+            plain = exact.to(got.dtype)
+        assert_as_exact(got, plain, exact)
 
     def want(self, **how: Any) -> Tensor:
         """The same from torch_ref, in float32."""
