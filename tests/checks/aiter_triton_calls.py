@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention.aiter import fa_triton
-from specdec.attention.aiter.fa import CDNA, RocmAiterFaBackend
+from specdec.attention.aiter.fa import CDNA, RocmAiterFaBackend, RocmAiterFaShuffleBackend
 from specdec.attention.aiter.fa_triton import Layer, Rows, Setup
 from specdec.attention.aiter.groups import plan_packed
 from specdec.attention.aiter.layout import shuffled
@@ -57,7 +57,7 @@ class Call:
         what: the rest of it.
         dtype: of the rows.
         run: makes it.
-        refused: AITER is known to get it wrong, and our backends refuse it.
+        refused: our backend refuses the head size, since AITER gets it wrong.
     """
 
     kernel: str
@@ -106,11 +106,11 @@ def calls(setting: Setting) -> Iterator[Call]:
     for dtype, extra in ((torch.float32, "no extras"), (half, "sinks"), (torch.float32, "softcap")):
         yield _mixed(device, dtype, extra)
     for dim in HEAD_DIMS:
-        wide, power = half if dim > WIDE else torch.float32, dim & (dim - 1) == 0
+        wide = half if dim > WIDE else torch.float32
         for dtype, rows, window in ((half, 1, None), (wide, 4, 9)):
             if dim != 64:
                 yield _attention(device, dtype, dim, rows, window)
-            yield _attention(device, dtype, dim, rows, window, shuffle=True, refused=not power)
+            yield _attention(device, dtype, dim, rows, window, shuffle=True)
         for dtype, rows, window in ((half, 4, 9), (wide, 16, None)) if dim != 64 else ():
             yield _attention(device, dtype, dim, rows, window, causal=False)
     if half == torch.bfloat16 or aiter.version_numbers(setting.version) >= SPLITS_FLOAT16:
@@ -132,11 +132,11 @@ def _attention(
     heads: tuple[int, int] = (4, 2),
     split: bool = False,
     shuffle: bool = False,
-    refused: bool = False,
 ) -> Call:
     """As many rows of each request, on lengths that only the device knows."""
     lengths = [200, 16] if split else [max(length, rows) for length in LENGTHS]
     asked = spec(device=device, dtype=dtype, num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim)
+    refused = shuffle and any(reason.startswith("head size") for reason in RocmAiterFaShuffleBackend.unsupported_reasons(asked))
     kind = "shuffled" if shuffle else "plain" if causal else "blocks"
     what = f"{rows:>2} rows, heads {heads[0]}/{heads[1]}, window {window or '-'}{', keys split' if split else ''}"
 
