@@ -3,12 +3,11 @@
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 
 from tests.helpers.aiter_real import REPOSITORY, REVISIONS, missing
-
-NO_REPOSITORY = f"name a git repository of AITER, with its tags, in {REPOSITORY} to run {', '.join(REVISIONS)}"
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +30,10 @@ def test_real_kernels(options: list[str]) -> None:
     check(*options)
 
 
-@pytest.mark.skipif(not os.environ.get(REPOSITORY), reason=NO_REPOSITORY)
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.skipif(
+    not os.environ.get(REPOSITORY), reason=f"to run {', '.join(REVISIONS)}, name a git repository of AITER in {REPOSITORY}"
+)
 @pytest.mark.parametrize("revision", REVISIONS)
 def test_other_versions(revision: str) -> None:
     """The single calls, on what is exported from a repository; what specdec refuses is garbage in all of them."""
