@@ -14,6 +14,8 @@ from functools import cached_property
 from importlib import import_module, metadata
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
+import torch
+
 MINIMUM_VERSION = (0, 1, 15)
 """The oldest AITER the backends are tested against."""
 
@@ -23,10 +25,13 @@ NON_CAUSAL_VERSION = (0, 1, 16)
 SHUFFLE_VERSION = (0, 1, 16)
 """From it, `unified_attention` reads the shuffled layout."""
 
+FLOAT16_VERSION = (0, 1, 17)
+"""From it, `unified_attention` reads a float16 cache of any length; some releases of the version before stop at 512 keys."""
+
 Function = Callable[..., Any]
 
 
-Varlen = Annotated[Function, "aiter", "max_seqlen_q softmax_scale logits_soft_cap causal window_size return_lse sink_ptr"]
+Varlen = Annotated[Function, "aiter", "max_seqlen_q softmax_scale logits_soft_cap causal window_size return_lse"]
 
 
 @dataclass(frozen=True)
@@ -110,9 +115,7 @@ class AiterMla:
     @cached_property
     def reduce_options(self) -> dict[str, int]:
         """`num_kv_splits`, where `mla_reduce_v1` demands it; 0 lets it choose."""
-        names = _parameters(self.mla_reduce_v1)
-        takes = self.version >= (0, 1, 16) if names is None else "num_kv_splits" in names
-        return {"num_kv_splits": 0} if takes else {}
+        return {"num_kv_splits": 0} if _takes(self, "mla_reduce_v1", "num_kv_splits", since=(0, 1, 16)) else {}
 
     @property
     def missing(self) -> list[str]:
@@ -137,6 +140,12 @@ class AiterIndexer:
     ]
     top_k_per_row_prefill: Annotated[Function, "aiter", "logits rowStarts rowEnds indices values numRows stride0 stride1 k"]
     top_k_per_row_decode: Annotated[Function, "aiter", "logits next_n seqLens indices numRows stride0 stride1 k"]
+
+    @cached_property
+    def top_k_options(self) -> dict[str, bool]:
+        """`stable`, where the two can be told to prefer the lower of two positions with equal scores."""
+        kernels = ("top_k_per_row_prefill", "top_k_per_row_decode")
+        return {"stable": True} if all(_takes(self, name, "stable", since=(0, 1, 20)) for name in kernels) else {}
 
 
 @dataclass(frozen=True)
@@ -208,9 +217,15 @@ def loading_error(family: type[Any]) -> str | None:
     """What goes wrong when a family is loaded, in at most 200 characters; None when nothing does."""
     try:
         load(family)
-    except (ImportError, AttributeError, RuntimeError, OSError) as error:
-        return (" ".join(str(error).split()) or type(error).__name__)[:200]
+    except ImportError as error:
+        return _one_line(str(error) or "ImportError")
+    except Exception as error:  # importing AITER looks at the machine, parses what it finds, and may build
+        return _one_line(f"{type(error).__name__}: {error}".removesuffix(": "))
     return None
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:200]
 
 
 def load(family: type[Family]) -> Family:
@@ -218,7 +233,7 @@ def load(family: type[Family]) -> Family:
 
     Raises:
         ImportError: AITER is missing, or a function or keyword is.
-        RuntimeError: AITER finds no ROCm on this machine.
+        Exception: of any kind, from AITER's own import, such as a RuntimeError where it finds no ROCm.
     """
     functions: dict[str, Any] = {name: _function(name, declared) for name, declared in _declared(family).items()}
     return family(version_numbers(installed_version() or ""), **functions)
@@ -245,19 +260,31 @@ def _function(name: str, declared: Any) -> Function | None:
         if type(None) in get_args(declared.__origin__):
             return None
         raise ImportError(f"{module} has no {name}")
-    parameters = _parameters(function)
-    missing = [keyword for keyword in keywords.split() if parameters is not None and keyword not in parameters]
+    names = _parameters(name, function)
+    missing = [keyword for keyword in keywords.split() if names is not None and keyword not in names]
     if missing:
         raise ImportError(f"{name} of {module} takes no {', '.join(missing)}")
     return function
 
 
-def _parameters(function: Function) -> set[str] | None:
-    """Names of the parameters; None when the function hides them, and then the version has to do."""
+def _takes(family: AiterMla | AiterIndexer, name: str, keyword: str, *, since: tuple[int, ...]) -> bool:
+    """Whether a function has a keyword, by its version only when nothing else tells."""
+    names = _parameters(name, getattr(family, name))
+    return family.version >= since if names is None else keyword in names
+
+
+def _parameters(name: str, function: Function) -> set[str] | None:
+    """Names of the parameters of AITER's function `name`; None when nothing tells them, and then the version has to do."""
     try:
-        parameters = inspect.signature(function).parameters
+        declared = inspect.signature(function).parameters
     except ValueError:  # a function of C++ that keeps its arguments to itself
-        return None
-    # Wrappers of custom operators may hide the real signature behind **kwargs.
-    open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    return None if open_ended else set(parameters)
+        return _operator_arguments(name)
+    # What AITER compiles stands behind a wrapper of *args and **kwargs, and the operator that it calls has the arguments.
+    open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in declared.values())
+    return _operator_arguments(name) if open_ended else set(declared)
+
+
+def _operator_arguments(name: str) -> set[str] | None:
+    """Names of the arguments of torch's operator `aiter::name`; None when there is none."""
+    operator = getattr(torch.ops.aiter, name, None)
+    return {argument.name for argument in operator.default._schema.arguments} if operator else None

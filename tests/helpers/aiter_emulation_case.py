@@ -25,7 +25,9 @@ def loader(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Load:
     """A function that installs the emulation and imports it, functions of submodules beside the exported ones."""
 
     def load(**machine: Any) -> tuple[Any, Machine]:
-        pretended = install(monkeypatch, folder, Machine(**{"any_shape": True, "num_compute_units": 8, **machine}))
+        pretended = install(
+            monkeypatch, folder, Machine(**{"any_shape": True, "num_compute_units": 8, "signatures": "shown", **machine})
+        )
         module = importlib.import_module("aiter")
         for name in ("mla_decode_fwd", "fp8_mqa_logits", "deepgemm_fp8_paged_mqa_logits"):
             home = "aiter." + SOURCES[name].removesuffix(".py").replace("/", ".")

@@ -25,9 +25,6 @@ from specdec.kernels.aiter import AiterIndexer
 SCALE_BYTES = 4
 """Bytes of a key's scale, a float32."""
 
-STABLE_VERSION = (0, 1, 20)
-"""From it, the kernels can be told to prefer the lower of two positions with equal scores."""
-
 SCORE_COLUMNS = 256
 """Keys that the decode kernel scores at a time; it may write that far."""
 
@@ -47,7 +44,6 @@ class AiterIndexerKernels:
     def __init__(self, spec: IndexerSpec, block_size: int, fp8: torch.dtype) -> None:
         self.spec, self.block_size, self.fp8 = spec, block_size, fp8
         self._ops = aiter.load(AiterIndexer)
-        self._stable = {"stable": True} if self._ops.version >= STABLE_VERSION else {}
 
     def select(self, rows: IndexerRows, cache: Tensor, plan: SparsePlan) -> Tensor:
         """Writes keys to `cache` uint8 [num_blocks, block_size, head_dim + 4], then selects.
@@ -112,7 +108,7 @@ class AiterIndexerKernels:
             stride0=plan.scores.stride(0),
             stride1=plan.scores.stride(1),
             k=self.spec.topk,
-            **self._stable,
+            **self._ops.top_k_options,
         )
         return selected
 
@@ -152,7 +148,7 @@ class AiterIndexerKernels:
             stride0=scores.stride(0),
             stride1=scores.stride(1),
             k=self.spec.topk,
-            **self._stable,
+            **self._ops.top_k_options,
         )
         selected -= chunk.starts[:, None]
         return selected.clamp_(min=-1)

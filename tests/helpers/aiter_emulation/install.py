@@ -8,14 +8,46 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.helpers.aiter_emulation import cache, indexer, mha, mla, mla_plan, mla_reduce, paged, prefill_ps, routing
 from tests.helpers.aiter_emulation.machine import Machine
-from tests.helpers.aiter_emulation.signatures import SOURCES, signatures
+from tests.helpers.aiter_emulation.signatures import SOURCES, signatures, version_key
 
 _TOP_LEVEL = ("ops/mha.py", "ops/attention.py", "ops/cache.py", "ops/topk.py", "ops/moe_op.py")
 """Modules whose functions AITER exports as `aiter.<name>`."""
+
+COMPILED: dict[str, str | None] = {
+    "reshape_and_cache": None,
+    "reshape_and_cache_flash": None,
+    "concat_and_cache_mla": None,
+    "get_mla_metadata_v1": "0.1.18",
+    "mla_reduce_v1": None,
+    "get_ps_metadata_v1": None,
+    "mla_prefill_ps_asm_fwd": None,
+    "indexer_k_quant_and_cache": None,
+    "cp_gather_indexer_k_quant_cache": None,
+    "top_k_per_row_prefill": "0.1.17",
+    "top_k_per_row_decode": "0.1.17",
+    "grouped_topk": None,
+    "topk_softmax": "0.1.19",
+}
+"""Functions that stand behind a wrapper without a signature, and the version from which they have one, if any."""
+
+
+def hides_signature(name: str, version: str) -> bool:
+    """Whether the Python function shows its arguments as `*args, **kwargs`."""
+    until = COMPILED.get(name)
+    return name in COMPILED and (until is None or version_key(version) < version_key(until))
+
+
+def operator(name: str, signature: inspect.Signature) -> Any:
+    """What torch knows of the operator behind such a function. All arguments count as tensors: only their names matter here."""
+    empty = inspect.Parameter.empty
+    arguments = [f"Tensor {p.name}" if p.default is empty else f"Tensor? {p.name}=None" for p in signature.parameters.values()]
+    schema = torch._C.parse_schema(f"aiter::{name}({', '.join(arguments)}) -> ()")
+    return types.SimpleNamespace(default=types.SimpleNamespace(_schema=schema))
 
 
 def bind(machine: Machine, name: str, signature: inspect.Signature, implementation: Callable[..., Any]) -> Callable[..., Any]:
@@ -30,7 +62,8 @@ def bind(machine: Machine, name: str, signature: inspect.Signature, implementati
             return implementation(machine, **bound.arguments)
 
     function.__name__ = function.__qualname__ = name
-    function.__signature__ = signature  # type: ignore[attr-defined]
+    if machine.signatures == "shown" or not hides_signature(name, machine.version):
+        function.__signature__ = signature  # type: ignore[attr-defined]
     return function
 
 
@@ -61,12 +94,16 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path, machine: Machine | No
 
     families = (mha, paged, cache, mla, mla_plan, mla_reduce, prefill_ps, indexer, routing)
     implementations = {name: function for family in families for name, function in vars(family).items()}
+    operators = types.SimpleNamespace()
     for name, signature in signatures(machine.version):
+        if machine.signatures == "schemas" and hides_signature(name, machine.version):
+            setattr(operators, name, operator(name, signature))
         function = bind(machine, name, signature, implementations[name])
         home = "aiter." + SOURCES[name].removesuffix(".py").replace("/", ".")
         setattr(module(home), name, function)
         if SOURCES[name] in _TOP_LEVEL:
             setattr(module("aiter"), name, function)
+    monkeypatch.setattr(torch.ops, "aiter", operators)
     module("aiter").dtypes = types.SimpleNamespace(fp8=machine.fp8)  # type: ignore[attr-defined]
     module("aiter").__file__ = str(folder / "aiter" / "__init__.py")
     for name in [name for name in sys.modules if name.partition(".")[0] == "aiter"]:

@@ -1,9 +1,10 @@
 """The machine the emulation pretends to run on, and the checks that every function shares."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -49,6 +50,10 @@ class Machine:
         architecture: "gfx942" or "gfx950" have every kernel; others only the Triton ones.
         num_compute_units: decides between the HIP and the assembly kernel of `paged_attention_common`.
         allow_float32: also take float32, which no real kernel does, so that whole generations can be compared token for token.
+        no_keys: what `flash_attn_varlen_func` writes for a row that sees no key, output and logarithm of the denominator. AITER's
+            host code writes 0 and infinity where no request has a key; what its kernels write for one of them is not known.
+        signatures: what tells the arguments of functions that AITER compiles, whose wrapper hides them: "schemas", those of torch's
+            operators, as with AITER; "hidden", nothing; "shown", the function itself, for tests that ask the emulation.
         any_shape: also take latents and heads of other sizes than the assembly kernels are written for (576/512 and 192/128), so
             that tiny models can be compared.
         capturing: a graph is being captured: nothing may wait or compile.
@@ -62,6 +67,8 @@ class Machine:
     num_compute_units: int = 304
     allow_float32: bool = False
     any_shape: bool = False
+    no_keys: tuple[float, float] = (0.0, -math.inf)
+    signatures: Literal["schemas", "hidden", "shown"] = "schemas"
     capturing: bool = False
     calls: list[Call] = field(default_factory=list)
     compiled: set[tuple[Any, ...]] = field(default_factory=set)
