@@ -172,6 +172,28 @@ def test_flash_attn_varlen_func(load: Load, causal: bool, extra: dict[str, Any])
         assert_rounded_once(out.split(widths)[i], want)
 
 
+@pytest.mark.parametrize("extra", [{"window_size": (1, 0)}, {"logits_soft_cap": 0.7}, {"window_size": (5, 5)}])
+def test_which_prompts_go_to_assembly(load: Load, extra: dict[str, Any]) -> None:
+    """With a window that hides something, or a softcap, heads of 128 keep their sinks."""
+    aiter, _ = load()
+    attempt = _varlen(128, sink_ptr=torch.zeros(HEADS), **extra)
+    if extra == {"window_size": (5, 5)}:
+        with pytest.raises(MisuseError, match="drops the sinks"):
+            attempt(aiter)
+    else:
+        attempt(aiter)
+
+
+def test_varlen_writes_for_no_keys_what_it_is_told_to(load: Load) -> None:
+    """What the kernels write there is not known."""
+    aiter, _ = load(no_keys=(torch.nan, torch.inf))
+    q, k = torch.randn(3, HEADS, DIM).bfloat16(), torch.randn(4, KV_HEADS, DIM).bfloat16()
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 2, 3], [0, 4, 4]))
+    out, lse = aiter.flash_attn_varlen_func(q, k, k, cu_q, cu_k, 2, 4, return_lse=True)
+    assert out[2].isnan().all() and lse[:, 2].tolist() == [torch.inf] * HEADS
+    assert out[:2].isfinite().all() and lse[:, :2].isfinite().all()
+
+
 def test_varlen_returns_the_lse_heads_first_and_nothing_for_no_keys(load: Load) -> None:
     """What merging two parts relies on."""
     aiter, _ = load()
@@ -282,10 +304,10 @@ FNUZ = torch.float8_e4m3fnuz
 Attempt = Callable[[Any], Any]
 
 
-def _unified(rows: int = 3, cache: dict[str, Any] | None = None, **changes: Any) -> Attempt:
+def _unified(rows: int = 3, cache: dict[str, Any] | None = None, dim: int = DIM, **changes: Any) -> Attempt:
     def attempt(aiter: Any) -> Any:
         paged = Paged(**(cache or {}))
-        q = torch.randn(rows, HEADS, DIM).to(paged.key.dtype if paged.key.itemsize > 1 else torch.bfloat16)
+        q = torch.randn(rows, HEADS, dim).to(paged.key.dtype if paged.key.itemsize > 1 else torch.bfloat16)
         given = {name: value(paged) if callable(value) else value for name, value in changes.items()}
         return aiter.unified_attention(**unified(paged, q, [rows // 3] * 3, **given))
 
@@ -298,6 +320,10 @@ def _paged_v1(rows: int = 3, heads: int = HEADS, dim: int = DIM, **changes: Any)
 
 def _common(dim: int = DIM, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Attempt:
     return lambda aiter: aiter.paged_attention_common(**common(Paged(dtype, dim=dim), _q(dim=dim), **changes))
+
+
+def _shuffled(dim: int) -> Attempt:
+    return _unified(cache={"dim": dim}, dim=dim, k=lambda p: p.key5, v=lambda p: p.value5, shuffled_kv_cache=True)
 
 
 def _kvcache(cache: dict[str, Any] | None = None, **changes: Any) -> Attempt:
@@ -318,11 +344,12 @@ def _write(rows: Tensor, slot: int = 20) -> Attempt:
     return attempt
 
 
-def _varlen(**changes: Any) -> Attempt:
+def _varlen(dim: int = DIM, **changes: Any) -> Attempt:
     def attempt(aiter: Any) -> Any:
-        starts, keys = torch.tensor([0, 3], dtype=torch.int32), torch.zeros(3, KV_HEADS, DIM).bfloat16()
+        starts, keys = torch.tensor([0, 3], dtype=torch.int32), torch.zeros(3, KV_HEADS, dim).bfloat16()
         arguments = {"max_seqlen_q": 3, "max_seqlen_k": 3, **changes}
-        return aiter.flash_attn_varlen_func(_q(), keys, keys, starts, starts, **arguments)
+        value = keys[..., :128]
+        return aiter.flash_attn_varlen_func(_q(dim=dim), keys, value, starts, starts, **arguments)
 
     return attempt
 
@@ -341,6 +368,9 @@ def _poisoned(paged: Paged) -> Tensor:
 
 
 ONE, GARBAGE = torch.ones(1), MisuseError
+SMALL = torch.zeros(9, dtype=torch.uint8)
+STRIDED = torch.ones(3, 8, dtype=torch.int32)[:, :4]
+WIDE = torch.ones(3, 19, dtype=torch.int32)
 FP8_SCALARS = {f"{side}_QScale_{kernel}": ONE for side in "KV" for kernel in ("hip", "asm")}
 MISUSES: dict[str, tuple[dict[str, Any], Attempt, type[Exception], str]] = {
     "unified, not causal": ({}, _unified(causal=False), AssertionError, "causal"),
@@ -355,6 +385,13 @@ MISUSES: dict[str, tuple[dict[str, Any], Attempt, type[Exception], str]] = {
     "unified, the other fp8": ({"architecture": "gfx950"}, _unified(cache={"dtype": FNUZ}), GARBAGE, "gfx950"),
     "unified, float32": ({}, _unified(cache={"dtype": torch.float32}), GARBAGE, "bf16 or fp16"),
     "unified, shuffled in 0.1.15": ({"version": "0.1.15"}, _unified(shuffled_kv_cache=True), TypeError, "shuffled_kv_cache"),
+    "unified, shuffled head of 80": ({}, _shuffled(80), GARBAGE, "head of 80 in the shuffled layout"),
+    "unified, float16 in 0.1.16": (
+        {"version": "0.1.16"},
+        _unified(cache={"dtype": torch.float16}, max_seqlen_k=513),
+        AssertionError,
+        "float16 caches",
+    ),
     "kvcache, fp8 keys": ({}, _kvcache({"dtype": FNUZ}), ValueError, "mixed precision"),
     "kvcache, softcap": ({}, _kvcache(softcap=1.0), NotImplementedError, "softcap"),
     "kvcache, ragged rows": ({}, _kvcache(cu_seqlens_q=_starts(0, 1)), NotImplementedError, "cu_seqlens_q"),
@@ -365,7 +402,11 @@ MISUSES: dict[str, tuple[dict[str, Any], Attempt, type[Exception], str]] = {
     "paged, two rows": ({}, _paged_v1(rows=6), GARBAGE, "only the first"),
     "paged, rows skipped": ({}, _paged_v1(rows=4, cu_query_lens=_starts(0, 1, 2, 4)), GARBAGE, "skips"),
     "paged, starts one short": ({}, _paged_v1(cu_query_lens=_starts(0, 1, 2)), GARBAGE, "past the end"),
-    "paged, small workspace": ({}, _paged_v1(workspace_buffer=torch.zeros(9, dtype=torch.uint8)), GARBAGE, "workspace"),
+    "paged, small workspace": ({}, _paged_v1(workspace_buffer=SMALL), ValueError, "workspace"),
+    "paged, small workspace in 0.1.15": ({"version": "0.1.15"}, _paged_v1(workspace_buffer=SMALL), GARBAGE, "workspace"),
+    "paged, narrow table": ({}, _paged_v1(max_context_len=65), ValueError, "table narrower than 65"),
+    "paged, narrow table in 0.1.15": ({"version": "0.1.15"}, _paged_v1(max_context_len=65), GARBAGE, "table narrower than 65"),
+    "paged, strided table": ({}, _paged_v1(block_tables=STRIDED), GARBAGE, "row stride"),
     "paged, head of 16": ({}, _paged_v1(dim=16), GARBAGE, "head size 16"),
     "paged, group of 20": ({}, _paged_v1(heads=40), GARBAGE, "40 heads"),
     "paged, RDNA": ({"architecture": "gfx1100"}, _paged_v1(), GARBAGE, "gfx1100"),
@@ -377,11 +418,22 @@ MISUSES: dict[str, tuple[dict[str, Any], Attempt, type[Exception], str]] = {
         "scale per slot",
     ),
     "common, plain layout": ({}, _common(K=torch.zeros(13, SIZE, KV_HEADS, DIM).bfloat16()), GARBAGE, "shuffled layout"),
-    "common, small scratch": ({}, _common(max_seq_len=300), GARBAGE, "scratch"),
+    "common, small scratch": ({}, _common(max_seq_len=300, block_tables=WIDE), ValueError, "scratch"),
+    "common, small scratch in 0.1.15": (
+        {"version": "0.1.15"},
+        _common(max_seq_len=300, block_tables=WIDE),
+        GARBAGE,
+        "scratch",
+    ),
+    "common, narrow table": ({}, _common(max_seq_len=65), ValueError, "table narrower than 65"),
+    "common, narrow table in 0.1.15": ({"version": "0.1.15"}, _common(max_seq_len=65), GARBAGE, "table narrower than 65"),
+    "common, strided table": ({}, _common(block_tables=STRIDED), GARBAGE, "row stride"),
     "writer, overflow": ({}, _write(torch.full((1, KV_HEADS, DIM), 300.0).bfloat16()), GARBAGE, "overflows"),
     "writer, strided rows": ({}, _write(torch.zeros(1, DIM, KV_HEADS).bfloat16().transpose(1, 2)), GARBAGE, "contiguous"),
     "writer, slot past the end": ({}, _write(torch.zeros(1, KV_HEADS, DIM).bfloat16(), 13 * SIZE), GARBAGE, "past the cache"),
     "varlen, sinks with lse": ({}, _varlen(sink_ptr=torch.zeros(HEADS), return_lse=True), GARBAGE, "sinks together"),
+    "varlen, sinks on assembly": ({}, _varlen(128, sink_ptr=torch.zeros(HEADS)), GARBAGE, "drops the sinks"),
+    "varlen, sinks on assembly, unlike heads": ({}, _varlen(192, sink_ptr=torch.zeros(HEADS)), GARBAGE, "drops the sinks"),
     "varlen, bound too small": ({}, _varlen(max_seqlen_k=2), GARBAGE, "max_seqlen_k"),
     "varlen, RDNA": ({"architecture": "gfx1100"}, _varlen(), GARBAGE, "gfx1100"),
 }

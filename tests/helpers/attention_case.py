@@ -89,9 +89,21 @@ class Case:
         spec: shape.
         lengths: tokens of each request, its rows included.
         widths: rows of each request; None of them known to the host when `uniform`.
+        spare: columns of the block table behind the blocks of the longest request.
+        packed: cut the rows' queries, keys and values from one tensor, as a joined product yields them.
     """
 
-    def __init__(self, spec: AttentionSpec, lengths: list[int], widths: list[int], *, uniform: bool, causal: bool = True) -> None:
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        lengths: list[int],
+        widths: list[int],
+        *,
+        uniform: bool,
+        causal: bool = True,
+        spare: int = 2,
+        packed: bool = False,
+    ) -> None:
         torch.default_generator.manual_seed(0)  # the other devices' generators take their time
         self.spec = spec
         device = spec.device
@@ -105,7 +117,11 @@ class Case:
         self.old = _rows(keys, values, [slice(0, n - w) for n, w in zip(lengths, widths, strict=True)])
         self.new = _rows(keys, values, [slice(n - w, n) for n, w in zip(lengths, widths, strict=True)])
         self.query = torch.randn(sum(widths), spec.num_heads, dim).to(device, spec.dtype)
-        table = torch.full((len(lengths), max(counts) + 2), int(tables[0][0]), dtype=torch.int32)
+        if packed:
+            product = torch.cat([self.query, *self.new.values()], dim=1)
+            self.query, *rows = product.split([spec.num_heads, heads, heads], dim=1)
+            self.new = dict(zip(self.new, rows, strict=True))
+        table = torch.full((len(lengths), max(counts) + spare), int(tables[0][0]), dtype=torch.int32)
         for i, blocks in enumerate(tables):
             table[i, : counts[i]] = blocks.int()
         self.metadata = AttentionMetadata(
@@ -116,7 +132,7 @@ class Case:
             num_reqs=len(lengths),
             num_tokens=sum(widths),
             max_query_len=max(widths),
-            max_seq_len=max(lengths) + 2,
+            max_seq_len=min(max(lengths) + 2, table.shape[1] * size),
             causal=causal,
             query_lens=None if uniform else widths,
             seq_lens_host=None if uniform else lengths,

@@ -27,6 +27,7 @@ from specdec.attention.backend import AttentionBackend, AttentionMetadata, Atten
 from specdec.kernels import aiter, aiter_triton_only
 from specdec.kernels.aiter import AiterFa
 from specdec.kv_cache import LayerCache
+from specdec.sizes import power_of_two
 
 CDNA = ("gfx942", "gfx950")
 RDNA = ("gfx110", "gfx115", "gfx120")
@@ -69,7 +70,9 @@ class RocmAiterFaBackend(AttentionBackend):
             reasons.append(f"the shuffled layout needs amd-aiter {aiter.dotted(aiter.SHUFFLE_VERSION)}")
         if version and spec.non_causal and version < aiter.NON_CAUSAL_VERSION:
             reasons.append(f"non-causal blocks need amd-aiter {aiter.dotted(aiter.NON_CAUSAL_VERSION)}")
-        return reasons + _shape_reasons(spec, architecture)
+        if version and spec.kv_dtype == torch.float16 and version < aiter.FLOAT16_VERSION:
+            reasons.append(f"a float16 cache needs amd-aiter {aiter.dotted(aiter.FLOAT16_VERSION)}; bfloat16 does not")
+        return reasons + _shape_reasons(spec, architecture, cls.layout)
 
     @classmethod
     def reasons_against_auto(cls, spec: AttentionSpec) -> list[str]:
@@ -148,7 +151,7 @@ def tier_of(device: torch.device) -> Tier | None:
     return "triton" if architecture.startswith(RDNA) else None
 
 
-def _shape_reasons(spec: AttentionSpec, architecture: str | None) -> list[str]:
+def _shape_reasons(spec: AttentionSpec, architecture: str | None, layout: Layout) -> list[str]:
     """What of the model's shape the kernels do not have."""
     reasons = []
     fp8 = specdec.device.float8_dtype(spec.device) if architecture in FP8_ARCHITECTURES else None
@@ -161,6 +164,10 @@ def _shape_reasons(spec: AttentionSpec, architecture: str | None) -> list[str]:
         reasons.append(f"blocks of {spec.block_size} tokens (the kernels take 16 and 32)")
     if spec.head_dim % 16 or not 16 <= spec.head_dim <= 256:
         reasons.append(f"head size {spec.head_dim} (the kernels take multiples of 16 up to 256)")
+    elif layout == "shuffle" and spec.head_dim != power_of_two(spec.head_dim):
+        reasons.append(
+            f"head size {spec.head_dim} (of the shuffled layout AITER reads powers of two alone: take {RocmAiterFaBackend.name})"
+        )
     if spec.num_heads % spec.num_kv_heads:
         reasons.append(f"{spec.num_heads} query heads do not share {spec.num_kv_heads} key heads evenly")
     if spec.non_causal and spec.sinks:

@@ -146,7 +146,6 @@ def _options(group: Group, layer: Layer, window: int | None) -> dict[str, Any]:
         "softmax_scale": layer.scale,
         "logits_soft_cap": layer.softcap or 0.0,
         "window_size": window_sides(window, group.causal),
-        "sink_ptr": None if layer.sinks is None else layer.sinks.float(),
     }
 
 

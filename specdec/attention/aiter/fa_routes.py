@@ -4,6 +4,7 @@
 
 >>> print(table(FULL))
 phase    when                                              kernel
+prefill  sinks                                             unified
 prefill  any                                               varlen
 extend   sinks                                             unified
 extend   a window                                          windowed_varlen
@@ -61,6 +62,8 @@ _IN_PLACE = Route(
 _GATHERED = Route("decode", "several rows", lambda group, model, layer: group.max_query_len > 1, gathered_kvcache)
 
 FULL = (
+    # AITER sends some of these rows to an assembly kernel that knows no sinks, and drops them.
+    Route("prefill", "sinks", lambda group, model, layer: layer.sinks is not None, unified),
     Route("prefill", "", always, varlen),
     Route("extend", "sinks", lambda group, model, layer: layer.sinks is not None, unified),
     Route("extend", "a window", lambda group, model, layer: layer.window is not None, windowed_varlen),

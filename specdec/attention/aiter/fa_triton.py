@@ -103,8 +103,8 @@ def unified(setup: Setup[AiterTriton], group: Group, layer: Layer, rows: Rows) -
 
 def kvcache(setup: Setup[AiterTriton], group: Group, layer: Layer, rows: Rows) -> Tensor:
     """Bidirectional blocks, as many rows per request, on the paged cache."""
-    # The table is handed over whole: its width is compiled in, and stays the same from step to step.
-    return _blocks(setup, group, layer, rows.query, layer.cache.key, layer.cache.value, group.block_table)
+    # From the table's width the kernel derives over how many programs it splits the keys.
+    return _blocks(setup, group, layer, rows.query, layer.cache.key, layer.cache.value, group.narrow_table())
 
 
 def gathered_kvcache(setup: Setup[AiterTriton], group: Group, layer: Layer, rows: Rows) -> Tensor:

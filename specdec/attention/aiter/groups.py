@@ -19,12 +19,16 @@ from torch import Tensor
 
 from specdec.attention.backend import AttentionMetadata
 from specdec.kv_cache import blocks_for
+from specdec.sizes import power_of_two
 
 Phase = Literal["decode", "extend", "prefill", "packed"]
 AnyRows = TypeVar("AnyRows", bound=Any)
 
 CONTEXT_TOKENS = 32 * 1024
 """Most context tokens gathered at once for all extended requests of a forward."""
+
+SHORTEST_TABLE = 512
+"""Tokens that the narrowest block table spans: the shortest length that steps are captured for, too."""
 
 
 @dataclass(slots=True)
@@ -61,8 +65,19 @@ class Group:
     block_size: int
     query_lens: list[int]  # empty where no kernel asks for them
     seq_lens_host: list[int]
+    _narrow_table: Tensor | None = None
     _trimmed: dict[int, Trimmed] = field(default_factory=dict)
     _contexts: dict[int | None, list[Context]] = field(default_factory=dict)
+
+    def narrow_table(self) -> Tensor:
+        """The block table without columns that no request reaches, int32 [num_reqs, width]; made once.
+
+        For kernels that are compiled for the width: it is a power of two or the whole table, so that few are.
+        """
+        if self._narrow_table is None:
+            width = power_of_two(blocks_for(max(self.max_seq_len, SHORTEST_TABLE), self.block_size))
+            self._narrow_table = self.block_table[:, :width].contiguous()
+        return self._narrow_table
 
     def trimmed(self, window: int) -> Trimmed:
         """The block tables from the first block within `window` on; made once per window.

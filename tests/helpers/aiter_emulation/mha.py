@@ -47,7 +47,8 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """Uniform queries [B, Sq, heads, D] on a paged or dense cache; returns a new tensor."""
     name = "flash_attn_with_kvcache"
-    machine.record(name, paged=page_table is not None, causal=causal, window=window_size, query_len=q.shape[1])
+    most = (page_table.shape[1] if page_table is not None else 1) * k_cache.shape[1]
+    machine.record(name, keys=most, paged=page_table is not None, causal=causal, window=window_size, query_len=q.shape[1])
     neutral = {"attention_chunk": 0, "num_splits": 0, "sm_margin": 0}
     for option, value in unsupported.items():
         if option not in ("q_descale", "max_seqlen_q") and value != neutral.get(option):
@@ -70,8 +71,7 @@ def flash_attn_with_kvcache(
     else:
         refuse_unless(k_cache.shape[0] == num_reqs, f"{name}: a dense cache has one row per request")
     # From 0.1.16 on the split count is compiled in and follows the width of the page table.
-    width = page_table.shape[1] * k_cache.shape[1] if page_table is not None else k_cache.shape[1]
-    machine.compile(name, dim, width, num_reqs * heads, num_queries, causal, window_size)
+    machine.compile(name, dim, most, num_reqs * heads, num_queries, causal, window_size)
     lengths: list[int] = host(cache_seqlens)
     tables = host(page_table) if page_table is not None else None
     if k is not None and v is not None:
@@ -145,6 +145,10 @@ def unified_attention(
     keys, values = plain_view(name, k, v, shuffled=shuffled_kv_cache)
     num_blocks, size, kv_heads, dim = keys.shape
     _check_triton_shape(name, dim)
+    # A shuffled tile is loaded without a mask, as wide as the next power of two: padding is the next head's numbers.
+    refuse_unless(not shuffled_kv_cache or dim & (dim - 1) == 0, f"{name}: a head of {dim} in the shuffled layout")
+    if version_key("0.1.16") <= version_key(machine.version) < version_key("0.1.17") and max_seqlen_k > 512 and window_size[0] < 0:
+        assert k.dtype != torch.float16, "float16 caches are not supported where keys are split"
     refuse_unless(out.shape == q.shape and q.shape[2] == dim and q.shape[1] % kv_heads == 0, f"{name}: shapes do not fit")
     # Tiles of up to 64 keys gather whole blocks, and `min(64, next power of two)` must not exceed a block of another size.
     refuse_unless(size >= 16 and (size & (size - 1) == 0), f"{name}: block size {size} does not divide the tiles")
@@ -219,6 +223,9 @@ def flash_attn_varlen_func(
     refuse_unless(sink_ptr is None or not return_lse, f"{name}: sinks together with the LSE")
     refuse_unless(sink_ptr is None or sink_ptr.dtype == torch.float32, f"{name}: sinks are float32")
     dtype = machine.activation(name, q, k, v)
+    dims, windowed = (q.shape[2], v.shape[2]), any(0 < side < max_seqlen_k for side in window_size[:2])
+    assembly = dims in ((128, 128), (192, 128)) and dtype != torch.float16 and not windowed and not logits_soft_cap
+    refuse_unless(sink_ptr is None or not assembly, f"{name}: the assembly kernel for heads of {dims} drops the sinks")
     refuse_unless(q.shape[2] == k.shape[2] <= 256 and q.shape[1] % k.shape[1] == 0, f"{name}: shapes do not fit")
     num_reqs = cu_seqlens_q.shape[0] - 1
     q_starts: list[int] = host(int32("cu_seqlens_q", cu_seqlens_q, None))
@@ -244,5 +251,7 @@ def flash_attn_varlen_func(
             softcap=logits_soft_cap,
             sinks=sink_ptr,
         )
+        if not num_keys:
+            result, lse[:, rows] = torch.full_like(result, machine.no_keys[0]), machine.no_keys[1]
         out[rows] = result.to(dtype)
     return (out, lse) if return_lse else out

@@ -17,6 +17,19 @@ def _partitions(max_context_len: int) -> int:
     return -(-max_context_len // _PARTITION)
 
 
+def _room(machine: Machine, ok: bool, message: str) -> None:
+    """From 0.1.16 on AITER's host code measures scratch and block tables; before, the kernel runs past them."""
+    if not ok and version_key(machine.version) >= version_key("0.1.16"):
+        raise ValueError(message)
+    refuse_unless(ok, message)
+
+
+def _table(machine: Machine, name: str, block_tables: Tensor, block_size: int, max_context_len: int) -> None:
+    """Rows of the table lie as far apart as it is wide, whatever its strides say."""
+    _room(machine, block_tables.shape[1] * block_size >= max_context_len, f"{name}: block table narrower than {max_context_len}")
+    refuse_unless(block_tables.is_contiguous(), f"{name} takes the table's width for its row stride: {block_tables.stride()}")
+
+
 def _decode(
     name: str,
     out: Tensor,
@@ -96,11 +109,11 @@ def paged_attention_v1(
         starts = host(cu_query_lens.as_strided((num_reqs + 1,), (1,)))
         widths = {b - a for a, b in pairwise(starts)}
         refuse_unless(widths == {1}, f"{name} skips requests with more than one row")
-    refuse_unless(block_tables.shape[1] * keys.shape[1] >= max_context_len, f"{name}: block table narrower than max_context_len")
+    _table(machine, name, block_tables, keys.shape[1], max_context_len)
     partitions = _partitions(max_context_len)
     needed = num_reqs * mtp * heads * partitions * (dim * query.element_size() + 8)
     refuse_unless(workspace_buffer.dtype == torch.uint8 and workspace_buffer.is_contiguous(), f"{name}: workspace is not bytes")
-    refuse_unless(workspace_buffer.numel() >= needed, f"{name}: workspace of {workspace_buffer.numel()} bytes, not {needed}")
+    _room(machine, workspace_buffer.numel() >= needed, f"{name}: workspace of {workspace_buffer.numel()} bytes, not {needed}")
     workspace_buffer.fill_(255)  # NaN: whoever keeps something there loses it
     machine.compile(
         name, heads // keys.shape[2], dim, -(-partitions // 64), keys.shape[1], fp8, logits_soft_cap, sliding_window > 0
@@ -167,7 +180,11 @@ def paged_attention_rocm(
     _check_shape(name, heads, dim, keys)
     refuse_unless(rows == block_tables.shape[0], f"{name}: {rows} rows of {block_tables.shape[0]} requests")
     refuse_unless(num_kv_heads == keys.shape[2] and block_size == keys.shape[1], f"{name}: sizes do not fit the cache")
+    _table(machine, name, block_tables, keys.shape[1], max_context_len)
     partitions = _partitions(max_context_len)
+    for scratch in (exp_sums, max_logits, tmp_out):
+        room = scratch.dim() >= 3 and scratch.shape[2] >= partitions
+        _room(machine, room, f"{name}: scratch {tuple(scratch.shape)} for {partitions} partitions")
     for scratch in (exp_sums, max_logits):
         refuse_unless(scratch.dtype == torch.float32 and scratch.is_contiguous(), f"{name}: scratch is dense float32")
         refuse_unless(tuple(scratch.shape) == (rows, heads, partitions), f"{name}: scratch {tuple(scratch.shape)}")

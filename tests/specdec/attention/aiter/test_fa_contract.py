@@ -19,7 +19,9 @@ from specdec.attention.aiter.groups import AiterPlan, plan_groups, plan_packed
 from specdec.attention.aiter.layout import shuffled
 from specdec.attention.selector import refusals, select_backend
 from specdec.cli.doctor import ENVIRONMENT
+from specdec.engine.buckets import length_bucket
 from specdec.errors import BackendError
+from specdec.kernels.aiter import AiterFa
 from specdec.kv_cache import LayerCache
 from tests.helpers.attention_case import Case, spec
 from tests.helpers.guards import no_host_sync
@@ -194,6 +196,36 @@ def test_b7_no_phase_is_causal_by_habit(rocm: Install) -> None:
         assert {call["window_size"] for call in calls} == {(-1, -1) if window is None else (8, 8)}
 
 
+def test_b7_the_draft_kernel_splits_the_keys_there_are(rocm: Install) -> None:
+    """It splits by the width of the block table: that follows the context, not the longest sequence that could ever come."""
+    machine = rocm()
+    case = Case(spec(), [100, 30], [5, 5], uniform=True, causal=False, spare=8185)
+    backend = RocmAiterFaBackend(case.spec)
+    calls = spied(backend, "flash_attn_with_kvcache")
+    case.check(case.attend(backend, layers=2, scale=0.1), scale=0.1)
+    assert [call.details["keys"] for call in machine.calls if call.name == "flash_attn_with_kvcache"] == [512, 512]
+    first, second = (call["page_table"] for call in calls)
+    assert first is second and first.is_contiguous()  # cut once for all layers
+
+
+def test_b7_the_draft_kernel_is_compiled_for_few_widths(rocm: Install) -> None:
+    """As many as there are buckets of captured lengths, and the same ones whether a step is launched or replayed."""
+    rocm()
+    case = Case(spec(), [30, 20], [5, 5], uniform=True, causal=False, spare=311)
+    backend, longest = RocmAiterFaBackend(case.spec), 313 * 16
+
+    def keys(bound: int) -> int:
+        (group,) = backend.plan(replace(case.metadata, max_seq_len=bound)).groups
+        table = group.narrow_table()
+        assert table.is_contiguous() and torch.equal(table, case.metadata.block_table[:, : table.shape[1]])
+        return table.shape[1] * 16
+
+    bounds = range(1, longest + 1)
+    widths = [keys(bound) for bound in bounds]
+    assert widths == [length_bucket(bound, longest) for bound in bounds] == [keys(width) for width in widths]
+    assert sorted(set(widths)) == [512, 1024, 2048, 4096, longest]
+
+
 def test_b7_blocks_are_captured(rocm: Install) -> None:
     """After one warm-up the draft kernel runs within a capture, and the host waits for nothing."""
     machine = rocm()
@@ -227,6 +259,64 @@ def test_b7_blocks_of_different_lengths_are_not_mixed_up(rocm: Install) -> None:
     case.metadata = replace(case.metadata, query_lens=None, seq_lens_host=None)
     with pytest.raises(RuntimeError, match=r"shape '\[3, 17, 4, 64\]' is invalid"):
         case.attend(RocmAiterFaBackend(case.spec), scale=0.1)
+
+
+@pytest.mark.parametrize("layout", BACKENDS)
+def test_sinks_reach_every_row(rocm: Install, layout: str) -> None:
+    """AITER sends prompts of heads of 128 in bfloat16 to an assembly kernel without sinks: they may not go that way."""
+    rocm()
+    for shape in SHAPES:
+        case = case_of(shape, head_dim=128)
+        assert_right(case, BACKENDS[layout](case.spec), scale=0.1, sinks=torch.randn(4))
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("window", [None, 9, 400])
+def test_partitions_of_the_plain_kernel(rocm: Install, fp8: bool, window: int | None) -> None:
+    """A part per 256 keys of the longest sequence, or of what the window shows of it; the workspace holds them all."""
+    rocm()
+    asked = spec(cache_dtype=FP8["gfx942"] if fp8 else None)
+    backend = BACKENDS["plain"](asked)
+    calls = spied(backend, "paged_attention_v1")
+    for longest, parts in ((254, 1), (255, 2), (600, 3)):  # the host's bound is two more
+        case = Case(asked, [longest, 40, 3], [1, 1, 1], uniform=True)
+        assert_right(case, backend, scale=0.1, window=window)
+        arguments = calls.pop()
+        parts = {None: parts, 9: 1, 400: min(parts, 2)}[window]
+        assert arguments["workspace_buffer"].shape == (3 * 4 * parts * (64 * 2 + 4 + 4),)
+        assert arguments["block_tables"].is_contiguous()
+
+
+@pytest.mark.parametrize("layout", BACKENDS)
+@pytest.mark.parametrize("window", [1, 9, 16])
+def test_a_table_as_wide_as_its_sequence(rocm: Install, layout: str, window: int) -> None:
+    """A window that begins in the last block has no columns behind it to trim to."""
+    rocm()
+    case = Case(spec(), [48, 33, 32], [1, 1, 1], uniform=True, spare=0)
+    assert_right(case, BACKENDS[layout](case.spec), scale=0.1, window=window)
+
+
+@pytest.mark.parametrize("layout", BACKENDS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("causal", [True, False])
+def test_rows_cut_from_a_packed_product(rocm: Install, layout: str, shape: str, causal: bool) -> None:
+    """Kernels are given dense rows, whatever those lay in, and the answer is that for dense rows, bit by bit."""
+    rocm()
+    lengths, widths, uniform = SHAPES[shape]
+    dense, packed = (Case(spec(), lengths, widths, uniform=uniform, causal=causal, packed=packed) for packed in (False, True))
+    assert not any(rows.is_contiguous() for rows in (packed.query, *packed.new.values()))
+    backend = BACKENDS[layout](dense.spec)
+    want = dense.attend(backend, scale=0.1)
+    calls = [call for name in KERNELS for call in [spied(backend, name)]]
+    assert torch.equal(packed.attend(backend, scale=0.1), want)
+    given = [(name, rows) for seen in calls for call in seen for name, rows in call.items() if name.lower() in ROWS]
+    assert len(given) >= 2 * 2 + 1  # the writer twice, and a kernel
+    assert [name for name, rows in given if not rows.is_contiguous()] == []
+
+
+KERNELS = [field.name for field in dataclasses.fields(AiterFa) if field.name != "version"]
+ROWS = {"q", "query", "key", "value", "out", "out_"}
+"""What AITER calls packed rows."""
 
 
 @pytest.mark.parametrize("fp8", [False, True])

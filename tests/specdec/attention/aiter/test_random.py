@@ -33,6 +33,9 @@ from tests.specdec.attention.aiter import test_mla as latent
 from tests.specdec.attention.aiter import test_mla_sparse as sparse
 
 HEAD_DIMS = (64, 96, 128, 256)
+POWERS_OF_TWO = (64, 32, 128, 256)
+"""Of heads in the shuffled layout."""
+
 WINDOWS = (None, 1, 7, 16, 33, 200)
 BOUND = 2.0
 TIERS: dict[str, tuple[type[RocmAiterFaBackend], tuple[str, ...]]] = {
@@ -96,7 +99,7 @@ def test_ordinary_heads(rocm: Pretend, tier: str, seed: int) -> None:
     fp8 = specdec.device.float8_dtype(torch.device("cpu")) if rounded else None
     asked = spec(
         dtype=draw.choice([torch.bfloat16, torch.float16]),
-        head_dim=HEAD_DIMS[seed % 4],
+        head_dim=(POWERS_OF_TWO if tier == "shuffle" else HEAD_DIMS)[seed % 4],
         num_kv_heads=kv_heads,
         num_heads=kv_heads * draw.choice([1, 2, 4]),
         block_size=draw.choice([16, 32]),
