@@ -27,7 +27,7 @@ def test_logits_margins_and_scores(rocm: Install, layout: str) -> None:
     model = model_of("llama")
     backend = BACKENDS[layout]
     verifier = paged_verifier(model, 16, backend=lambda asked: backend(replace(asked, cache_dtype=FP8["gfx942"])))
-    decoder = SpecDecoder(verifier, None)  # type: ignore[arg-type]
+    decoder = SpecDecoder(verifier, None)
     prompts = [prompt for prompt in random_prompts(4, seed=3, longest=30) if len(prompt) > 4]
     exact, plain = (
         [run(torch.tensor([prompt]))[0] for prompt in prompts]
