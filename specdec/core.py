@@ -74,6 +74,7 @@ class DecodeBatch:
         block_size: tokens per cache block.
         max_model_len: position ids never reach this, so that learned position tables are safe.
         sampling: sampling state of the requests.
+        min_seq_len: host bound, at most the smallest L; requests that only pad the batch may have less.
 
     What the models of a step are fed beside tokens depends on the rows per request alone. It is computed once for each width.
     """
@@ -87,6 +88,7 @@ class DecodeBatch:
     block_size: int
     max_model_len: int
     sampling: SamplingTensors
+    min_seq_len: int = 0
     _positions: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
     _position_ids: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
     _metadata: dict[int, AttentionMetadata] = field(default_factory=dict, init=False, repr=False)
@@ -127,7 +129,12 @@ class DecodeBatch:
             slots = torch.add(positions % self.block_size, blocks, alpha=self.block_size)
             seq_lens = torch.add(self.seq_lens, width, out=torch.empty_like(self.seq_lens, dtype=torch.int32))
             self._metadata[width] = AttentionMetadata.uniform(
-                width, seq_lens, self.block_table, slots.reshape(-1), max_seq_len=self.max_seq_len
+                width,
+                seq_lens,
+                self.block_table,
+                slots.reshape(-1),
+                max_seq_len=self.max_seq_len,
+                min_seq_len=self.min_seq_len + width,
             )
         return replace(self._metadata[width], causal=causal)
 

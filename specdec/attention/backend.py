@@ -64,6 +64,7 @@ class AttentionMetadata:
         max_seq_len: host bound, at least the largest of `seq_lens`.
         causal: a row sees positions up to its own; otherwise it sees all `seq_len` positions. A window of W always hides
             positions W or more away, on both sides when not causal.
+        min_seq_len: host bound, at most the smallest of `seq_lens`; requests that only pad a batch may be shorter.
         query_lens, seq_lens_host: the lengths as host lists when the host knows them exactly (prefill), else None, and then
             every request has `max_query_len` rows.
     """
@@ -79,10 +80,11 @@ class AttentionMetadata:
     causal: bool = True
     query_lens: list[int] | None = None
     seq_lens_host: list[int] | None = None
+    min_seq_len: int = 0
 
     @classmethod
     def uniform(
-        cls, width: int, seq_lens: Tensor, block_table: Tensor, slot_mapping: Tensor, *, max_seq_len: int
+        cls, width: int, seq_lens: Tensor, block_table: Tensor, slot_mapping: Tensor, *, max_seq_len: int, min_seq_len: int = 0
     ) -> "AttentionMetadata":
         """`width` new rows for every request, with lengths that only the device knows."""
         num_reqs = len(seq_lens)
@@ -96,6 +98,7 @@ class AttentionMetadata:
             num_tokens=num_tokens,
             max_query_len=width,
             max_seq_len=max_seq_len,
+            min_seq_len=min_seq_len,
         )
 
     @classmethod
@@ -117,6 +120,7 @@ class AttentionMetadata:
             num_tokens=sum(query_lens),
             max_query_len=max(query_lens),
             max_seq_len=max(seq_lens),
+            min_seq_len=min(seq_lens),
             query_lens=list(query_lens),
             seq_lens_host=list(seq_lens),
         )
@@ -132,6 +136,8 @@ class AttentionBackend(ABC):
     name: ClassVar[str]
     captures_prefill: ClassVar[bool] = False
     """Whether a prefill whose lengths only the device knows costs no more than one that states them."""
+    steady_len: int = 0
+    """Tokens in the cache from which on a plan of decoding depends on no length any more; 0 where there is no such number."""
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec

@@ -44,6 +44,7 @@ class MlaSpec:
         indexer: None attends to every position.
         non_causal: blocks whose rows see each other in both directions are needed (drafters).
         cache_dtype: type of the cache when it is not `dtype`: an 8-bit float.
+        fp8_prefill: prompts may be computed in 8-bit floats, where a kernel for that exists.
     """
 
     device: torch.device
@@ -57,6 +58,7 @@ class MlaSpec:
     indexer: IndexerSpec | None = None
     non_causal: bool = False
     cache_dtype: torch.dtype | None = None
+    fp8_prefill: bool = True
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -103,6 +105,8 @@ class MlaBackend(ABC):
     name: ClassVar[str]
     captures_prefill: ClassVar[bool] = False
     """See `specdec.attention.backend.AttentionBackend.captures_prefill`."""
+    steady_len: int = 0
+    """See `specdec.attention.backend.AttentionBackend.steady_len`."""
 
     def __init__(self, spec: MlaSpec) -> None:
         self.spec = spec

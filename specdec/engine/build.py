@@ -112,7 +112,8 @@ def build_engine(verifier: Verifier, drafter: Drafter | None, config: EngineConf
     runner = StepRunner(verifier, bound, target_caches, drafter.aux_layer_ids if drafter else (), slots, timer)
     if captures:
         capture, required = CudaCapture(device), bool(config.graphs)
-        runner.graphs = StepGraphs(capture, slots, runner.step_table, required=required)
+        steady_len = verifier.attention.steady_len
+        runner.graphs = StepGraphs(capture, slots, runner.step_table, steady_len=steady_len, required=required)
         if prefill_rows:
             runner.prefill_graphs = PrefillGraphs(
                 capture, slots, runner.prefill_step, dtype=verifier.dtype, most_rows=prefill_rows, required=required

@@ -18,7 +18,7 @@ from torch import Tensor
 from specdec.core import DecodeBatch
 from specdec.engine.buckets import BATCH_SIZES, batch_bucket, length_bucket
 from specdec.engine.results import num_columns
-from specdec.engine.slots import Selection, SlotState
+from specdec.engine.slots import Selection, SlotState, min_seq_len
 from specdec.errors import BackendError
 from specdec.sampling.tensors import SamplingPlan
 
@@ -152,6 +152,7 @@ class StepShape(NamedTuple):
     k: int
     max_seq_len: int
     plan: SamplingPlan
+    min_seq_len: int = 0  # of the requests, not of those that pad; see `AttentionBackend.steady_len`
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,14 +175,21 @@ class StepGraphs(ShapeGraphs[StepShape, StepGraph]):
         capture: captures device work.
         state: of the requests.
         step: launches the step of a batch and writes its result table.
+        steady_len: see `AttentionBackend.steady_len`.
         required: see `ShapeGraphs`.
     """
 
     def __init__(
-        self, capture: Capture, state: SlotState, step: Callable[[DecodeBatch, Tensor], object], *, required: bool = True
+        self,
+        capture: Capture,
+        state: SlotState,
+        step: Callable[[DecodeBatch, Tensor], object],
+        *,
+        steady_len: int = 0,
+        required: bool = True,
     ) -> None:
         super().__init__(required=required)
-        self._capture, self._state, self._step = capture, state, step
+        self._capture, self._state, self._step, self._steady_len = capture, state, step, steady_len
         self._slots = torch.full((BATCH_SIZES[-1],), state.padding_slot, dtype=torch.int64, device=state.device)
         self._selection: Selection | None = None  # whose slots the static ones are
 
@@ -198,7 +206,8 @@ class StepGraphs(ShapeGraphs[StepShape, StepGraph]):
         if len(requests) > BATCH_SIZES[-1]:
             return None
         bound = length_bucket(self._state.max_seq_len(requests, k), self._state.longest)
-        graph = self.obtain(StepShape(batch_bucket(len(requests)), k, bound, selection.plan), self._captured)
+        steady = self._steady_len if min_seq_len(requests) >= self._steady_len else 0
+        graph = self.obtain(StepShape(batch_bucket(len(requests)), k, bound, selection.plan, steady), self._captured)
         if graph is not None and selection is not self._selection:
             self._slots.copy_(self._state.slot_indices(requests, len(self._slots)), non_blocking=True)
             self._selection = selection
@@ -214,9 +223,11 @@ class StepGraphs(ShapeGraphs[StepShape, StepGraph]):
         table = torch.zeros(shape.num_reqs, columns, dtype=torch.int64, device=state.device)
 
         def launch() -> None:
-            batch = state.gather(slots, state.sampling.select(slots, plan), k=shape.k, max_seq_len=shape.max_seq_len)
+            bounds = {"max_seq_len": shape.max_seq_len, "min_seq_len": shape.min_seq_len}
+            batch = state.gather(slots, state.sampling.select(slots, plan), k=shape.k, **bounds)
             self._step(batch, table)
             state.rest_padding()
 
-        replay = self._capture.capture(launch, (shape.k > 0, plan))
+        # What a steady step finds planned was planned outside any capture, once for its number of rows.
+        replay = self._capture.capture(launch, (shape.k > 0, plan, (shape.num_reqs, shape.k) if shape.min_seq_len else None))
         return StepGraph(replay, table)

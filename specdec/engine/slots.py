@@ -155,13 +155,16 @@ class SlotState:
         slots, sampling = selection.tensors
         if selection.plan.penalized and self.sampling.seen is not None:
             sampling.seen = self.sampling.seen.index_select(0, slots)  # the only numbers that a step changes
-        return self.gather(slots, sampling, k=k, max_seq_len=self.max_seq_len(selection.requests, k))
+        bounds = {"max_seq_len": self.max_seq_len(selection.requests, k), "min_seq_len": min_seq_len(selection.requests)}
+        return self.gather(slots, sampling, k=k, **bounds)
 
     def max_seq_len(self, requests: Sequence[Request], k: int) -> int:
         """Bound on the positions that a step of `k` drafts writes for any of `requests`, whatever those in flight accept."""
         return max(request.kv_tokens_bound for request in requests) + max(k + 1, self.num_lookahead_tokens)
 
-    def gather(self, slots: Tensor, sampling: SamplingTensors, *, k: int, max_seq_len: int) -> DecodeBatch:
+    def gather(
+        self, slots: Tensor, sampling: SamplingTensors, *, k: int, max_seq_len: int, min_seq_len: int = 0
+    ) -> DecodeBatch:
         """The same for rows named by `slots` int64 [num_reqs]; only device operations."""
         seq_lens, anchors = self._progress.index_select(1, slots)
         return DecodeBatch(
@@ -171,6 +174,7 @@ class SlotState:
             block_table=self.block_table.index_select(0, slots),
             k=k,
             max_seq_len=max_seq_len,
+            min_seq_len=min_seq_len,
             block_size=self.block_size,
             max_model_len=self.max_model_len,
             sampling=sampling,
@@ -210,6 +214,11 @@ class SlotState:
     def host_tensor(self, values: Sequence[Any]) -> Tensor:
         """Integers, or rows of them, as int64 in pinned memory for an accelerator: the host would wait for any other copy."""
         return torch.tensor(values, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+
+
+def min_seq_len(requests: Sequence[Request]) -> int:
+    """Tokens that each of `requests` has in the cache at least, whatever those in flight accept."""
+    return min(request.num_kv_tokens for request in requests)
 
 
 def _key(requests: Sequence[Request]) -> tuple[int, ...]:

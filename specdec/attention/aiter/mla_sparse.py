@@ -55,6 +55,7 @@ class RocmAiterMlaSparseBackend(SparseMlaBackend):
         self._kernels = LatentKernels(spec)
         self._indexer = AiterIndexerKernels(spec.indexer, spec.block_size, specdec.device.float8_dtype(spec.device))
         self._planner = SparsePlanner(self._kernels, spec.indexer.topk)
+        self.steady_len = spec.indexer.topk - 1  # the first row of a step makes it `topk`
 
     @property
     def mha_backend(self) -> type[RocmAiterFaBackend]:
@@ -65,7 +66,7 @@ class RocmAiterMlaSparseBackend(SparseMlaBackend):
     def cache_spec(self) -> LatentLayerSpec:
         """A latent and, in 8 bits with a scale, the indexer's key."""
         assert self.spec.indexer is not None
-        return LatentLayerSpec(self.spec.latent_dim, self.spec.indexer.head_dim + SCALE_BYTES)
+        return LatentLayerSpec(self.spec.latent_dim, self.spec.indexer.head_dim + SCALE_BYTES, self._kernels.max_tokens)
 
     def plan(self, metadata: AttentionMetadata) -> SparsePlan:
         """Index lists and AITER's work plan; only the newest plan of a backend may run."""
@@ -87,9 +88,9 @@ class RocmAiterMlaSparseBackend(SparseMlaBackend):
         assert plan.serial == plan.buffers.serial, "a newer plan has taken this plan's buffers"
         self._kernels.write(cache, rows, plan.metadata.slot_mapping)
         if plan.selected is not selected:  # layers that share a selection share its list
-            plan.buffers.list_slots(selected, plan.metadata.block_table, self.spec.block_size)
+            plan.buffers.list_slots(selected, plan.work.kv_indptr, plan.metadata.block_table, self.spec.block_size)
             plan.selected = selected
-        entries = plan.buffers.entries(plan.metadata.num_tokens)
+        entries = plan.entries()
         # What AITER would fill in itself; left out, some versions drop the plan for one of their own.
         num_kv_splits = entries.work["work_indptr"].numel() - 1
         return self._kernels.attend(rows, up, cache, entries, scale=scale, num_kv_splits=num_kv_splits)

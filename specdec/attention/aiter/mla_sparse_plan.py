@@ -5,9 +5,13 @@
     kv_indptr         0   1   3   6   9  12  ...        their running sum
 
 AITER's decode kernel divides this work by a plan of its own, which a planner kernel writes into work buffers. Buffers are made
-once per size and kept, so captured graphs may use their addresses. A plan is made again only when one of its inputs has changed,
-which takes a host that knows all lengths. Lengths that only the device knows mean a new plan each time, in buffers of their own,
-because a graph that replays such a plan overwrites them without this code running. Nothing in here reads from the device.
+once per size and kept, so captured graphs may use their addresses. What the host knows of the lengths decides when it is planned:
+
+    nothing                         each time, in buffers of their own: a graph that replays such a plan overwrites them unseen
+    every length (prefill)          when one of the plan's inputs has changed
+    at least `topk` keys for each   once per number of tokens, for every token has `topk` keys and will keep them
+
+Nothing in here reads from the device.
 """
 
 from array import array
@@ -47,34 +51,56 @@ class SparsePlan:
 
     metadata: AttentionMetadata
     buffers: "SparseBuffers"
+    work: "WorkPlan"
     serial: int  # of the buffers' content
     positions: Tensor  # int64 [num_tokens]
     chunks: list[IndexChunk] | None  # None when only the device knows the lengths
     scores: Tensor | None = None  # float32 [num_tokens, keys], shared by the layers of a decoding forward
     selected: Tensor | None = None  # what the index list was last made of
 
+    def entries(self) -> Entries:
+        """The tokens, each an entry of its own."""
+        return self.buffers.entries(self.metadata.num_tokens, self.work)
+
+
+@dataclass(slots=True, eq=False)
+class WorkPlan:
+    """AITER's plan for up to as many tokens as `kv_indptr` has room for, at addresses that never change.
+
+    Attributes:
+        kv_indptr: int32 [capacity + 1], where the keys of each token begin.
+        work: the plan under the names that `mla_decode_fwd` gives its parts.
+        key: of what is planned; None when its inputs are not known to the host.
+    """
+
+    kv_indptr: Tensor
+    work: dict[str, Tensor]
+    key: PlanKey | None = None
+
+    def fill(self, lengths: Tensor) -> None:
+        """Takes over the keys int64 [num_tokens] of each token; tokens that are not there have none."""
+        count = len(lengths)
+        self.kv_indptr[1 : count + 1].copy_(lengths.cumsum(0))
+        self.kv_indptr[count + 1 :].copy_(self.kv_indptr[count].expand(len(self.kv_indptr) - count - 1))
+
 
 @dataclass(slots=True, eq=False)
 class SparseBuffers:
-    """Index lists and AITER's plan for up to `capacity` tokens, at addresses that never change.
+    """Index lists for up to `capacity` tokens, at addresses that never change.
 
     Args:
         capacity: tokens.
         topk: keys per token.
-        work: AITER's plan under the names that `mla_decode_fwd` gives its parts.
         device: where they live.
     """
 
     capacity: int
     topk: int
-    work: dict[str, Tensor]
     device: torch.device
     request_ids: Tensor = field(init=False)  # int64 [capacity]
     qo_indptr: Tensor = field(init=False)  # int32 [capacity + 1]
-    kv_indptr: Tensor = field(init=False)  # int32 [capacity + 1]
     kv_indices: Tensor = field(init=False)  # int32 [capacity * topk + 1]; the last place takes what is not selected
     last_page_lens: Tensor = field(init=False)  # int32 [capacity]
-    key: PlanKey | None = None  # of the plan in `work`; None when its inputs are not known to the host
     serial: int = 0
     used: int = 0  # tokens whose entries may be other than zero
     captured: bool = False
@@ -83,23 +109,22 @@ class SparseBuffers:
         # Zeros, since a captured graph may read up to the largest extent it was made for.
         self.request_ids = torch.zeros(self.capacity, dtype=torch.int64, device=self.device)
         self.qo_indptr = torch.arange(self.capacity + 1, dtype=torch.int32, device=self.device)
-        self.kv_indptr = torch.zeros(self.capacity + 1, dtype=torch.int32, device=self.device)
         self.kv_indices = torch.zeros(self.capacity * self.topk + 1, dtype=torch.int32, device=self.device)
         self.last_page_lens = torch.ones(self.capacity, dtype=torch.int32, device=self.device)
 
-    def entries(self, count: int) -> Entries:
+    def entries(self, count: int, plan: WorkPlan) -> Entries:
         """The first `count` tokens, each an entry of its own."""
         return Entries(
             max_seqlen_q=1,
             qo_indptr=self.qo_indptr[: count + 1],
-            kv_indptr=self.kv_indptr[: count + 1],
+            kv_indptr=plan.kv_indptr[: count + 1],
             kv_indices=self.kv_indices[: count * self.topk],
             kv_last_page_lens=self.last_page_lens[:count],
-            work=self.work,
+            work=plan.work,
         )
 
-    def fill(self, request_ids: Tensor, positions: Tensor, *, capturing: bool) -> None:
-        """Takes over the rows of a forward, int64 [num_tokens] both, and clears what longer forwards left behind them."""
+    def fill(self, request_ids: Tensor, *, capturing: bool) -> None:
+        """Takes over the requests int64 [num_tokens] of a forward's rows, and clears what longer forwards left behind them."""
         count = len(request_ids)
         used = self.capacity if capturing else self.used  # a graph replays after forwards that nobody knows yet
         self.captured |= capturing
@@ -108,18 +133,18 @@ class SparseBuffers:
             self.kv_indices[count * self.topk : used * self.topk].zero_()
         self.used = self.capacity if self.captured else count
         self.request_ids[:count].copy_(request_ids)
-        lengths = (positions + 1).clamp_(max=self.topk)
-        self.kv_indptr[1 : count + 1].copy_(lengths.cumsum(0))
-        self.kv_indptr[count + 1 :].copy_(self.kv_indptr[count].expand(self.capacity - count))  # rows that are not there are empty
         self.serial += 1
 
-    def list_slots(self, selected: Tensor, block_table: Tensor, block_size: int) -> None:
-        """Turns positions int32 [num_tokens, topk], -1 where there is none, into the packed list of cache slots."""
+    def list_slots(self, selected: Tensor, kv_indptr: Tensor, block_table: Tensor, block_size: int) -> None:
+        """Turns positions int32 [num_tokens, topk], -1 where there is none, into lists of cache slots, each from `kv_indptr` on.
+
+        A token that pads a steady batch has fewer positions than its list is long; the rest keeps slots of earlier forwards.
+        """
         count = len(selected)
         valid = selected >= 0
         positions = selected.clamp(min=0)
         blocks = block_table[self.request_ids[:count, None], positions // block_size]
-        places = self.kv_indptr[:count, None] + valid.cumsum(1) - 1
+        places = kv_indptr[:count, None] + valid.cumsum(1) - 1
         places = torch.where(valid, places, self.capacity * self.topk)
         self.kv_indices.scatter_(0, places.view(-1), (blocks * block_size + positions % block_size).view(-1))
 
@@ -134,32 +159,62 @@ class SparsePlanner:
 
     def __init__(self, kernels: LatentKernels, topk: int) -> None:
         self.kernels, self.topk, self.device = kernels, topk, kernels.spec.device
-        self._buffers: dict[tuple[int, bool], SparseBuffers] = {}
+        self._buffers: dict[int, SparseBuffers] = {}
+        self._work_plans: dict[tuple[int, bool], WorkPlan] = {}
+        self._steady_plans: dict[int, WorkPlan] = {}
 
     def plan(self, metadata: AttentionMetadata) -> SparsePlan:
         """Index lists and work plan of a forward."""
         capturing = metadata.seq_lens.is_cuda and torch.cuda.is_current_stream_capturing()
-        key = None if capturing else self._key(metadata)
-        buffers = self.buffers(metadata.num_tokens, known=key is not None)
+        buffers = self.buffers(metadata.num_tokens)
         ends = metadata.query_start_loc[1:]
         rows = torch.arange(metadata.num_tokens, dtype=torch.int32, device=self.device)
         request_ids = torch.searchsorted(ends, rows, right=True)
         positions = rows + (metadata.seq_lens - ends)[request_ids].long()
-        buffers.fill(request_ids, positions, capturing=capturing)
-        if key is None or key != buffers.key:
-            buffers.key = None  # should the planner fail, what it leaves belongs to no key
-            self.kernels.divide(buffers.entries(metadata.num_tokens))
-            buffers.key = key
+        buffers.fill(request_ids, capturing=capturing)
+        work = self._steady_plan(metadata, buffers, capturing) or self._work_plan(metadata, positions, buffers, capturing)
         chunks = None if metadata.query_lens is None else _index_chunks(metadata, self.device)
-        return SparsePlan(metadata, buffers, buffers.serial, positions, chunks)
+        return SparsePlan(metadata, buffers, work, buffers.serial, positions, chunks)
 
-    def buffers(self, num_tokens: int, *, known: bool) -> SparseBuffers:
-        """Buffers for at least `num_tokens`; plans of lengths the host knows, and those of other lengths, never share any."""
+    def buffers(self, num_tokens: int) -> SparseBuffers:
+        """Buffers for at least `num_tokens`."""
         capacity = power_of_two(num_tokens)
-        if (capacity, known) not in self._buffers:
-            work = self.kernels.work(capacity, 1, is_sparse=True)
-            self._buffers[capacity, known] = SparseBuffers(capacity, self.topk, work, self.device)
-        return self._buffers[capacity, known]
+        if capacity not in self._buffers:
+            self._buffers[capacity] = SparseBuffers(capacity, self.topk, self.device)
+        return self._buffers[capacity]
+
+    def _steady_plan(self, metadata: AttentionMetadata, buffers: SparseBuffers, capturing: bool) -> WorkPlan | None:
+        """The plan of as many tokens with `topk` keys each; None where some may have fewer, or where it is yet to be made.
+
+        A graph must not make it: its replays alone would, and other forwards would take it for made.
+        """
+        count = metadata.num_tokens
+        if metadata.query_lens is not None or metadata.min_seq_len - metadata.max_query_len + 1 < self.topk:
+            return None
+        if count not in self._steady_plans and not capturing:
+            plan = WorkPlan(self._zeros(count + 1), self.kernels.work(count, 1, is_sparse=True))
+            torch.arange(0, (count + 1) * self.topk, self.topk, out=plan.kv_indptr)
+            self.kernels.divide(buffers.entries(count, plan))
+            self._steady_plans[count] = plan
+        return self._steady_plans.get(count)
+
+    def _work_plan(self, metadata: AttentionMetadata, positions: Tensor, buffers: SparseBuffers, capturing: bool) -> WorkPlan:
+        """A plan of tokens at `positions`, made anew unless the host knows that it is the last one."""
+        key = None if capturing else self._key(metadata)
+        index = buffers.capacity, key is not None  # plans of lengths that the host knows share no memory with others
+        if index not in self._work_plans:
+            work = self.kernels.work(buffers.capacity, 1, is_sparse=True)
+            self._work_plans[index] = WorkPlan(self._zeros(buffers.capacity + 1), work)
+        plan = self._work_plans[index]
+        if key is None or key != plan.key:
+            plan.key = None  # should the planner fail, what it leaves belongs to no key
+            plan.fill((positions + 1).clamp_(max=self.topk))
+            self.kernels.divide(buffers.entries(metadata.num_tokens, plan))
+            plan.key = key
+        return plan
+
+    def _zeros(self, count: int) -> Tensor:
+        return torch.zeros(count, dtype=torch.int32, device=self.device)
 
     def _key(self, metadata: AttentionMetadata) -> PlanKey | None:
         """Everything AITER's plan depends on; None when the host does not know it."""

@@ -59,7 +59,10 @@ def bind(machine: Machine, name: str, signature: inspect.Signature, implementati
         if name == "flash_attn_with_kvcache":
             mha.host_reads_before_016(machine, bound.arguments["cache_seqlens"])
         with _disable_current_modes():  # a kernel may look at values; only the host may not
-            return implementation(machine, **bound.arguments)
+            result = implementation(machine, **bound.arguments)
+        if machine.watch:
+            machine.watch(function, bound.arguments, result)
+        return result
 
     function.__name__ = function.__qualname__ = name
     if machine.signatures == "shown" or not hides_signature(name, machine.version):

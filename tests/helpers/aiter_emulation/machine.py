@@ -1,7 +1,7 @@
 """The machine the emulation pretends to run on, and the checks that every function shares."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
@@ -60,6 +60,7 @@ class Machine:
         calls: every call so far.
         plans: what each decode plan was made from, by the address of its work list.
         on_device: tensors that a test declares to live on the device; on a CPU nothing else tells them from the host's.
+        watch: told of every call and its result, for what records calls as a graph does.
     """
 
     version: str = "0.1.20"
@@ -74,6 +75,7 @@ class Machine:
     compiled: set[tuple[Any, ...]] = field(default_factory=set)
     plans: dict[int, Any] = field(default_factory=dict)
     on_device: list[Tensor] = field(default_factory=list)
+    watch: Callable[[Callable[..., Any], dict[str, Any], Any], None] | None = None
 
     @property
     def fp8(self) -> torch.dtype:

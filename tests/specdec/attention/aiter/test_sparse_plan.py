@@ -55,9 +55,15 @@ def unknown(metadata: AttentionMetadata) -> AttentionMetadata:
     return replace(metadata, query_lens=None, seq_lens_host=None)
 
 
+def steady(num_reqs: int, width: int, *, least: int | None = None) -> AttentionMetadata:
+    """A step of `width` rows each, of which the host knows that every request has `least` tokens: just enough for 6 keys a row."""
+    least = 6 + width - 1 if least is None else least
+    return replace(unknown(known([least + 7 * i for i in range(num_reqs)], [width] * num_reqs)), min_seq_len=least)
+
+
 def indptr(plan: SparsePlan) -> list[int]:
     """The filled part of `kv_indptr`."""
-    return plan.buffers.kv_indptr[: plan.metadata.num_tokens + 1].tolist()
+    return plan.work.kv_indptr[: plan.metadata.num_tokens + 1].tolist()
 
 
 def test_d2_same_key_is_not_planned_again(machine: Machine) -> None:
@@ -89,8 +95,8 @@ def test_d2_changed_key_is_planned_again(machine: Machine, before: Any, after: A
     plan = planner.plan(known(*after))
     assert plans_made(machine) == 2
     fresh = planner_of().plan(known(*after))
-    used = fresh.buffers.work["work_indptr"][-1]
-    assert torch.equal(plan.buffers.work["work_info_set"][:used], fresh.buffers.work["work_info_set"][:used])
+    used = fresh.work.work["work_indptr"][-1]
+    assert torch.equal(plan.work.work["work_info_set"][:used], fresh.work.work["work_info_set"][:used])
     assert indptr(plan) == indptr(fresh)
 
 
@@ -113,8 +119,9 @@ def test_d2_key_holds_all_that_the_plan_depends_on(machine: Machine, monkeypatch
 
 def test_d3_shrinking_batches_clear_what_they_leave(machine: Machine) -> None:
     """Request ids and index lists of rows that are gone become zero, and nothing beyond them; the indptr repeats its last value."""
-    planner, topk = planner_of(), 6
+    topk = 6
     for of in (unknown, lambda m: m):
+        planner = planner_of()
         buffers = planner.plan(of(known([40] * 16, [1] * 16))).buffers
         buffers.request_ids.fill_(9)
         buffers.kv_indices.fill_(9)
@@ -127,9 +134,9 @@ def test_d3_shrinking_batches_clear_what_they_leave(machine: Machine) -> None:
         buffers.kv_indices.fill_(9)
         planner.plan(of(known([40] * 12, [1] * 12)))
         assert (buffers.kv_indices == 9).all()  # growing clears nothing
-        planner.plan(of(known([40] * 10, [1] * 10)))
+        plan = planner.plan(of(known([40] * 10, [1] * 10)))
         assert (buffers.kv_indices[10 * topk : 12 * topk] == 0).all() and (buffers.kv_indices[12 * topk :] == 9).all()
-        assert buffers.kv_indptr.tolist() == [*range(0, 61, 6), *[60] * 6]
+        assert plan.work.kv_indptr.tolist() == [*range(0, 61, 6), *[60] * 6]
 
 
 def test_d4_buffers_begin_as_zeros(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,10 +146,10 @@ def test_d4_buffers_begin_as_zeros(machine: Machine, monkeypatch: pytest.MonkeyP
         return torch.full(shape if isinstance(shape[0], int) else shape[0], 77, **kwargs)
 
     monkeypatch.setattr(torch, "empty", poisoned)
-    buffers = planner_of().plan(known([40] * 9, [1] * 9)).buffers
-    assert buffers.capacity == 16
-    assert buffers.request_ids[9:].tolist() == [0] * 7 and not buffers.kv_indices.any()
-    assert (buffers.work["work_info_set"] != 77).all()
+    plan = planner_of().plan(known([40] * 9, [1] * 9))
+    assert plan.buffers.capacity == 16
+    assert plan.buffers.request_ids[9:].tolist() == [0] * 7 and not plan.buffers.kv_indices.any()
+    assert (plan.work.work["work_info_set"] != 77).all()
 
 
 def test_d6_unknown_lengths_are_planned_every_time(machine: Machine) -> None:
@@ -151,13 +158,13 @@ def test_d6_unknown_lengths_are_planned_every_time(machine: Machine) -> None:
     metadata = known([30, 12], [4, 4])
     for count in range(1, 4):
         plan = planner.plan(unknown(metadata))
-        assert plans_made(machine) == count and plan.buffers.key is None
+        assert plans_made(machine) == count and plan.work.key is None
     first = planner.plan(metadata)
     planner.plan(unknown(known([30, 2], [2, 2])))
     planner.plan(unknown(metadata))
     assert plans_made(machine) == 6
     again = planner.plan(metadata)
-    assert plans_made(machine) == 6 and again.buffers is first.buffers is not plan.buffers
+    assert plans_made(machine) == 6 and again.work is first.work is not plan.work
 
 
 def test_d6_new_buffers_hold_no_plan(machine: Machine) -> None:
@@ -165,7 +172,7 @@ def test_d6_new_buffers_hold_no_plan(machine: Machine) -> None:
     planner = planner_of()
     metadata = known([30, 12], [4, 4])
     planner.plan(metadata)
-    planner._buffers.clear()
+    planner._work_plans.clear()
     planner.plan(metadata)
     assert plans_made(machine) == 2
 
@@ -196,13 +203,13 @@ def test_d6_capture_and_replay(machine: Machine, monkeypatch: pytest.MonkeyPatch
     capturing = [True]
     monkeypatch.setattr(Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
-    captured = planner.buffers(9, known=False)
+    captured = planner.buffers(9)
     captured.kv_indices.fill_(9)
-    assert planner.plan(metadata).buffers is captured
+    graph = planner.plan(metadata)
     assert (captured.kv_indices[54:96] == 0).all()
-    assert captured.key is None and plans_made(machine) == 2
+    assert graph.work.key is None and plans_made(machine) == 2
     capturing[0] = False
-    assert planner.plan(metadata).buffers is not captured and plans_made(machine) == 2
+    assert planner.plan(metadata).work is not graph.work and plans_made(machine) == 2
     captured.request_ids.fill_(9)
     captured.kv_indices.fill_(9)
     planner.plan(unknown(known([30] * 10, [1] * 10)))
@@ -211,3 +218,73 @@ def test_d6_capture_and_replay(machine: Machine, monkeypatch: pytest.MonkeyPatch
     captured.kv_indices.fill_(9)
     planner.plan(unknown(known([30] * 12, [1] * 12)))
     assert (captured.kv_indices[72:96] == 0).all()
+
+
+def test_steady_steps_are_planned_once_per_number_of_rows(machine: Machine) -> None:
+    """However the lengths go on, in whatever order batches shrink and grow, in blocks or row by row; the lists follow each time."""
+    planner = planner_of()
+    for num_reqs, width, made in [(3, 1, 1), (3, 1, 1), (2, 1, 2), (5, 1, 3), (3, 1, 3), (1, 3, 3), (1, 5, 3), (5, 3, 4), (2, 1, 4)]:
+        for least in (None, 40):
+            plan = planner.plan(steady(num_reqs, width, least=least))
+            assert plans_made(machine) == made, (num_reqs, width)
+            assert indptr(plan) == [*range(0, 6 * num_reqs * width + 1, 6)]
+            assert plan.buffers.request_ids[: num_reqs * width].tolist() == [i for i in range(num_reqs) for _ in range(width)]
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_a_row_short_of_keys_is_planned_each_time(machine: Machine, width: int) -> None:
+    """One key too few for the first row of the shortest request: its length counts, and changes."""
+    planner = planner_of()
+    planner.plan(steady(3, width))
+    for count, lengths in enumerate(([4 + width, 12, 19], [3 + width, 12, 19], [2 + width, 12, 19]), start=2):
+        plan = planner.plan(replace(unknown(known(lengths, [width] * 3)), min_seq_len=4 + width))
+        assert plans_made(machine) == count
+        assert indptr(plan)[1] == lengths[0] - width + 1
+    plan = planner.plan(steady(3, width))
+    assert plans_made(machine) == 4 and indptr(plan) == [*range(0, 18 * width + 1, 6)]
+
+
+def test_steady_plans_share_no_memory(machine: Machine) -> None:
+    """A graph that holds one of them goes on reading it after any other batch was planned."""
+    planner = planner_of()
+    plans = [planner.plan(steady(n, 1)).work for n in (1, 2, 3, 4)]
+    planner.plan(unknown(known([30, 2], [1, 1])))
+    planner.plan(known([30, 12], [4, 1]))
+    everything = [*plans, *planner._work_plans.values()]
+    memory = [t.untyped_storage().data_ptr() for plan in everything for t in (plan.kv_indptr, *plan.work.values())]
+    assert len(everything) == 6 and len(set(memory)) == len(memory)
+    for count, plan in enumerate(plans, start=1):
+        kept = {name: part.clone() for name, part in plan.work.items()}
+        assert planner.plan(steady(count, 1)).work is plan
+        assert all(torch.equal(part.view(torch.uint8), kept[name].view(torch.uint8)) for name, part in plan.work.items())
+    assert plans_made(machine) == 6
+
+
+def test_a_graph_does_not_make_a_steady_plan(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a capture records is not done yet: only a plan made before is taken, and none is noted as made."""
+    planner, capturing = planner_of(), [True]
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    recorded = planner.plan(steady(3, 1))
+    assert plans_made(machine) == 1 and not planner._steady_plans
+    capturing[0] = False
+    made = planner.plan(steady(3, 1))
+    assert plans_made(machine) == 2 and made.work is not recorded.work
+    capturing[0] = True
+    assert planner.plan(steady(3, 1)).work is made.work and plans_made(machine) == 2
+
+
+def test_a_failing_planner_leaves_no_steady_plan(machine: Machine) -> None:
+    """What a failed call leaves behind must not be taken for a plan."""
+    planner = planner_of()
+    ops = planner.kernels.ops
+
+    def fail(**_: Any) -> None:
+        raise RuntimeError("out of luck")
+
+    planner.kernels.ops = replace(ops, get_mla_metadata_v1=fail)
+    with pytest.raises(RuntimeError):
+        planner.plan(steady(3, 1))
+    planner.kernels.ops = ops
+    planner.plan(steady(3, 1))
+    assert plans_made(machine) == 1
