@@ -13,6 +13,7 @@ from specdec.errors import InvalidInputError
 
 DraftSampling = Literal["greedy", "probabilistic"]
 CacheDtype = Literal["auto", "fp8"]
+PrefillDtype = Literal["auto", "model"]
 
 
 def _require(ok: bool, message: str) -> None:
@@ -145,6 +146,8 @@ class LoadConfig:
         block_size: tokens per cache block.
         kv_dtype: "auto" stores keys and values in the model's own type; "fp8" stores 8-bit floats, half the memory and no longer
             exact, on backends that have them.
+        prefill_dtype: "auto" computes prompts in 8-bit floats where a backend has a kernel for that: latent attention on gfx950;
+            "model" in the model's own type everywhere.
     """
 
     device: str = "auto"
@@ -152,6 +155,7 @@ class LoadConfig:
     attention: str = "auto"
     block_size: int = DEFAULT_BLOCK_SIZE
     kv_dtype: CacheDtype = "auto"
+    prefill_dtype: PrefillDtype = "auto"
 
     def __post_init__(self) -> None:
         for name in ("device", "dtype", "attention"):
@@ -162,6 +166,8 @@ class LoadConfig:
         _integers(self, "block_size")
         _require(self.block_size >= 1, f"block_size is {self.block_size}; it must be at least 1 token")
         _require(self.kv_dtype in ("auto", "fp8"), f"kv_dtype is {self.kv_dtype!r}; choose 'auto' or 'fp8'")
+        right = self.prefill_dtype in ("auto", "model")
+        _require(right, f"prefill_dtype is {self.prefill_dtype!r}; choose 'auto' or 'model'")
 
 
 @dataclass(frozen=True, slots=True)

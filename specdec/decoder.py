@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast, overload
 from jinja2 import TemplateError
 from torch import Tensor
 
-from specdec.config import DEFAULT_BLOCK_SIZE, CacheDtype, EngineConfig, LoadConfig, SamplingParams
+from specdec.config import DEFAULT_BLOCK_SIZE, CacheDtype, EngineConfig, LoadConfig, PrefillDtype, SamplingParams
 from specdec.core import Drafter, Verifier
 from specdec.device import cache_dtype, resolve_device, resolve_dtype
 from specdec.engine.engine import SpecEngine
@@ -75,6 +75,7 @@ class SpecDecoder:
         attention: str = "auto",
         block_size: int = DEFAULT_BLOCK_SIZE,
         kv_dtype: CacheDtype = "auto",
+        prefill_dtype: PrefillDtype = "auto",
         engine: EngineConfig | None = None,
     ) -> SpecDecoder:
         """Loads a target and a drafter.
@@ -84,13 +85,13 @@ class SpecDecoder:
             drafter: "auto", "smollm2-dflash" (comes with the package, for the embedded model), "ngram", the folder or hub name of
                 a checkpoint, a drafter of your own (see `find_drafter`), or None. "auto" takes smollm2-dflash for the embedded
                 model and n-gram lookup for all others.
-            device, dtype, attention, block_size, kv_dtype: see `specdec.config.LoadConfig`.
+            device, dtype, attention, block_size, kv_dtype, prefill_dtype: see `specdec.config.LoadConfig`.
             engine: limits and choices.
 
         Raises:
             SpecDecError: one line that names what is wrong with an argument, a checkpoint or their combination.
         """
-        load = LoadConfig(device, dtype, attention, block_size, kv_dtype)
+        load = LoadConfig(device, dtype, attention, block_size, kv_dtype, prefill_dtype)
         where, make_drafter = resolve_device(load.device), find_drafter(drafter)
         load_verifier = resolve(VERIFIERS, "hf", "verifier")
         verifier, tokenizer = load_verifier(
@@ -100,6 +101,7 @@ class SpecDecoder:
             attention=load.attention,
             block_size=load.block_size,
             cache_dtype=cache_dtype(load.kv_dtype, where),
+            fp8_prefill=load.prefill_dtype == "auto",
         )
         return cls(verifier, tokenizer, make_drafter(verifier), engine)
 

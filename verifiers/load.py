@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from specdec.attention.backend import AttentionBackend
+from specdec.attention.mla import MlaSpec
 from specdec.attention.selector import select_backend
 from specdec.core import Verifier
 from specdec.errors import CheckpointError, UnsupportedModelError
@@ -40,6 +41,7 @@ def load_verifier(
     attention: str = "auto",
     block_size: int = 16,
     cache_dtype: torch.dtype | None = None,
+    fp8_prefill: bool = True,
     fuse: bool = True,
 ) -> tuple[Verifier, PreTrainedTokenizerBase]:
     """Loads a target and its tokenizer.
@@ -51,6 +53,7 @@ def load_verifier(
         attention: name of an attention backend, or "auto".
         block_size: tokens per cache block.
         cache_dtype: type of the cache when it is not `dtype`.
+        fp8_prefill: prompts may be computed in 8-bit floats, which latent attention on gfx950 does.
         fuse: run models of the Llama family as `FusedVerifier`; otherwise every model runs through its own modules.
 
     Raises:
@@ -74,8 +77,10 @@ def load_verifier(
 
         _check_sizes(name, config)
         check_supported(name, config)
-    spec = backend_spec(config, device=device, dtype=dtype, block_size=block_size)
-    backend = select_backend(attention, replace(spec, cache_dtype=cache_dtype))
+    spec = replace(backend_spec(config, device=device, dtype=dtype, block_size=block_size), cache_dtype=cache_dtype)
+    if isinstance(spec, MlaSpec):
+        spec = replace(spec, fp8_prefill=fp8_prefill)
+    backend = select_backend(attention, spec)
     tokenizer = _read(
         name,
         "tokenizer",

@@ -98,13 +98,6 @@ class AiterMla:
     ]
     concat_and_cache_mla: Annotated[Function, "aiter", "kv_c k_pe kv_cache slot_mapping kv_cache_dtype scale"]
     get_ps_metadata_info_v1: Annotated[Function | None, "aiter", "batch_size num_head_k max_qlen qlen_granularity"]
-    get_ps_metadata_v1: Annotated[
-        Function | None,
-        "aiter",
-        "seqlens_qo_indptr pages_kv_indptr context_lens gqa_ratio num_heads_k work_metadata_ptrs work_indptr work_info"
-        " reduce_indptr reduce_final_map reduce_partial_map qhead_granularity qlen_granularity kvlen_granularity block_size"
-        " is_causal",
-    ]
     mla_prefill_ps_asm_fwd: Annotated[
         Function | None,
         "aiter",

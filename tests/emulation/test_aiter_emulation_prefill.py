@@ -157,7 +157,54 @@ def _stale_prefill(aiter: Any, _: Machine) -> None:
     Prefill([20, 300], [0, 0]).run(aiter, plan)
 
 
+def _altered(alter: Callable[[dict[str, Tensor]], None], **planned: Any) -> Attempt:
+    """Lists of AITER's planner, one thing in them changed."""
+
+    def attempt(aiter: Any, _: Machine) -> None:
+        data = Prefill([300, 20], [0, 0])
+        plan = data.plan(aiter, **planned)
+        alter(plan)
+        data.run(aiter, plan)
+
+    return attempt
+
+
+def _work(work: int, column: int, value: int) -> Callable[[dict[str, Tensor]], None]:
+    """Changes one number of the work list."""
+
+    def alter(plan: dict[str, Tensor]) -> None:
+        plan["work_info"][work, column] = value
+
+    return alter
+
+
+def _twice(plan: dict[str, Tensor]) -> None:
+    """The first work again in place of the last."""
+    plan["work_info"][int(plan["work_indptr"][-1]) - 1] = plan["work_info"][0]
+
+
+def _fewer(plan: dict[str, Tensor]) -> None:
+    """The last compute unit gets nothing."""
+    plan["work_indptr"][-1] = plan["work_indptr"][-2]
+
+
+def _both_at_0(plan: dict[str, Tensor]) -> None:
+    """The parts of a split tile on top of each other."""
+    plan["work_info"][plan["work_info"][:, 1] >= 0, 1] = 0
+
+
+ONE_CLUSTER = {**GFX950, "num_compute_units": 3}
+"""The tiles of 300 and 20 rows are 2 + 3 + 1 units of keys: each compute unit gets two, and the second tile is cut after two."""
+
 MISUSES: dict[str, Misuse] = {
+    "prefill list, not causal": (ONE_CLUSTER, _altered(lambda plan: None, is_causal=False), MisuseError, "beyond the diagonal"),
+    "prefill list, a tile short of keys": (ONE_CLUSTER, _altered(_work(0, 5, 128)), MisuseError, "other lengths"),
+    "prefill list, a tile missing": (ONE_CLUSTER, _altered(_fewer), MisuseError, "other lengths"),
+    "prefill list, a tile twice": (ONE_CLUSTER, _altered(_twice), MisuseError, "other lengths"),
+    "prefill list, another cut": (ONE_CLUSTER, _altered(lambda plan: None, kvlen_granularity=64), MisuseError, "multiples of 128"),
+    "prefill list, a whole tile to scratch": (ONE_CLUSTER, _altered(_work(0, 1, 1024)), MisuseError, "1 parts at"),
+    "prefill list, parts in one place": (ONE_CLUSTER, _altered(_both_at_0), MisuseError, "two parts at row 0"),
+    "prefill list, keys behind": (ONE_CLUSTER, _altered(_work(0, 6, 44)), MisuseError, "keys behind the parts"),
     "prefill on gfx942": ({}, _prefill(), MisuseError, "gfx942"),
     "prefill, not causal": (GFX950, _prefill(is_causal=False), MisuseError, "logarithms"),
     "prefill, 8 heads": (GFX950, _prefill({"heads": 8}), MisuseError, "multiple of 16"),

@@ -1,11 +1,11 @@
 """Multi-head latent attention on AMD GPUs with AITER's kernels.
 
 >>> print(table(ROUTES))
-phase    when                            kernel
-prefill  gfx950, an 8-bit cache, causal  prefill_fp8
-prefill  any                             varlen
-extend   any                             chunked_varlen
-decode   any                             decode
+phase    when            kernel
+prefill  gfx950, causal  prefill_fp8
+prefill  any             varlen
+extend   any             chunked_varlen
+decode   any             decode
 
 `prefill_fp8` is mla_prefill_ps_asm_fwd and mla_reduce_v1 on keys and values built and rounded; the two of `varlen` are
 flash_attn_varlen_func on keys and values built, from the rows and from gathered context; `decode` is mla_decode_fwd on the latents,
@@ -103,7 +103,7 @@ class RocmAiterMlaBackend(MlaBackend):
     @property
     def cache_spec(self) -> LatentLayerSpec:
         """See `MlaBackend.cache_spec`."""
-        return LatentLayerSpec(width=self.spec.latent_dim)
+        return LatentLayerSpec(width=self.spec.latent_dim, max_tokens=self._kernels.max_tokens)
 
     def plan(self, metadata: AttentionMetadata) -> MlaPlan:
         """Requests grouped by phase, and the work of the groups; the same whether or not a graph is being captured."""
@@ -165,7 +165,7 @@ class RocmAiterMlaBackend(MlaBackend):
 ROUTES = (
     Route(
         "prefill",
-        "gfx950, an 8-bit cache, causal",
+        "gfx950, causal",
         lambda group, backend: group.causal and not backend.fp8_prefill_reasons,
         RocmAiterMlaBackend.prefill_fp8,
     ),

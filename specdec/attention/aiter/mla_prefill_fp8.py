@@ -1,14 +1,14 @@
 """Whole prompts in 8-bit floats, with the assembly kernel that AITER has for gfx950.
 
-Queries, keys and values of a prompt without context are rounded to e4m3 and attended to by tiles, in an order that AITER plans on
-the host. A tile whose keys are spread over several workgroups leaves partial results, which a second kernel merges into the output.
+Queries, keys and values of a prompt without context are rounded to e4m3 and attended to by tiles, as `prefill_schedule` deals
+them to the compute units. A tile whose keys are spread over several leaves partial results, which a second kernel merges into the
+output.
 
-The kernel gives no log-denominators for the tiles that were not split, so a prompt behind a context takes another route. It
-rounds everything to 8 bits, so it serves only models whose cache is rounded anyway.
+A prompt behind a context takes another route. Its rows see the context without a mask, and the kernel's log-denominators, by which
+the parts would be merged, are missing for tiles that are not split and wrong without a mask.
 """
 
-from dataclasses import dataclass, field
-from itertools import accumulate
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -16,14 +16,15 @@ from torch import Tensor
 import specdec.device
 from specdec.attention.aiter.groups import Group
 from specdec.attention.aiter.latents import WORK, pad_heads
+from specdec.attention.aiter.prefill_schedule import QUERY_TILE, Schedule, schedule
 from specdec.attention.aiter.scratch import Scratch
 from specdec.attention.mla import MlaSpec
 from specdec.kernels import aiter
 from specdec.kernels.aiter import AiterMla
 from specdec.sizes import power_of_two
 
-QUERY_TILE, KEY_TILE = 256, 128
-"""Rows and keys of a tile, the only sizes the kernel has."""
+DTYPE = torch.float8_e4m3fn
+"""What gfx950 computes with."""
 
 HEAD_COUNTS = (16, 32, 64, 128)
 """Heads for which both the kernel and the merge exist in every version; missing ones are added."""
@@ -38,11 +39,11 @@ class Fp8PrefillPlan:
     qo_indptr: Tensor  # int32 [num_reqs + 1]
     kv_indptr: Tensor  # int32 [num_reqs + 1], the same: no context
     kv_indices: Tensor  # int32 [num_tokens], 0, 1, 2, ...: keys lie packed
-    work_indptr: Tensor  # int32 [compute units + 1]
-    work_info_set: Tensor  # int32 [work, 8]
-    reduce_indptr: Tensor  # int32 [tiles + 1]
-    reduce_final_map: Tensor  # int32 [tiles, 2]
-    reduce_partial_map: Tensor  # int32 [partial tiles]
+    work_indptr: Tensor  # int32, this and what follows as in `Schedule`
+    work_info_set: Tensor
+    reduce_indptr: Tensor
+    reduce_final_map: Tensor
+    reduce_partial_map: Tensor
     max_q_len: int
     num_partial_tiles: int
 
@@ -66,35 +67,21 @@ class Fp8Prefill:
 
     def plan(self, group: Group) -> Fp8PrefillPlan:
         """Schedules whole prompts from their lengths on the host; nothing is read from the device."""
-        assert self.ops.get_ps_metadata_v1 is not None
-        starts = torch.tensor([0, *accumulate(group.query_lens)], dtype=torch.int32)
-        device, buffers = self.spec.device, self._buffers_for(group.num_reqs, group.max_query_len)
-        # New ones every time: copies of the last plan may still be reading theirs.
-        pinned = device.type == "cuda"
-        host = {name: torch.zeros(t.shape, dtype=t.dtype, pin_memory=pinned) for name, t in buffers.items()}
-        self.ops.get_ps_metadata_v1(
-            seqlens_qo_indptr=starts,
-            pages_kv_indptr=starts,
-            context_lens=torch.tensor(group.query_lens, dtype=torch.int32),
-            gqa_ratio=1,
-            num_heads_k=self.num_heads,
-            work_info=host["work_info_set"],
-            qhead_granularity=1,
-            qlen_granularity=QUERY_TILE,
-            kvlen_granularity=KEY_TILE,
-            block_size=1,
-            is_causal=True,
-            **{name: tensor for name, tensor in host.items() if name != "work_info_set"},
-        )
-        for name, tensor in host.items():
-            buffers[name].copy_(tensor, non_blocking=True)
+        buffers = self._buffers_for(group.num_reqs, group.max_query_len)
+        lists = schedule(group.query_lens, self.num_heads, num_units=buffers["work_indptr"].numel() - 1)
+        work = {}
+        for part in fields(Schedule):
+            staged = torch.from_numpy(getattr(lists, part.name))
+            if self.spec.device.type == "cuda":
+                staged = staged.pin_memory()  # new every time: the copy of the last plan may still be reading its own
+            work[part.name] = buffers[part.name][: len(staged)].copy_(staged, non_blocking=True)
         return Fp8PrefillPlan(
             qo_indptr=group.query_start_loc,
             kv_indptr=group.query_start_loc,
             kv_indices=self.scratch.take("arange", sum(group.query_lens), torch.int32, torch.arange),
             max_q_len=group.max_query_len,
-            num_partial_tiles=int(host["reduce_indptr"][-1]),
-            **{name: tensor for name, tensor in buffers.items() if name != "work_metadata_ptrs"},
+            num_partial_tiles=len(lists.reduce_partial_map),
+            **work,
         )
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: Fp8PrefillPlan, scale: float) -> Tensor:
@@ -112,7 +99,7 @@ class Fp8Prefill:
         assert self.ops.mla_prefill_ps_asm_fwd is not None
         num_heads = self.num_heads
         (query, query_scale), (key, key_scale), (value, value_scale) = (
-            quantized(pad_heads(tensor, num_heads), self.spec.kv_dtype) for tensor in (query, key, value)
+            quantized(pad_heads(tensor, num_heads), DTYPE) for tensor in (query, key, value)
         )
         output = torch.empty(len(query), num_heads, VALUE_DIM, dtype=self.spec.dtype, device=query.device)
         partial, partial_lse = self._partials(plan.num_partial_tiles)
@@ -164,10 +151,10 @@ class Fp8Prefill:
             shapes = self.ops.get_ps_metadata_info_v1(
                 batch_size=capacity[0], num_head_k=self.num_heads, max_qlen=capacity[1], qlen_granularity=QUERY_TILE
             )
-            names = ("work_metadata_ptrs", *WORK[1:])
             self._buffers[capacity] = {
                 name: torch.zeros(shape, dtype=dtype, device=self.spec.device)
-                for name, (shape, dtype) in zip(names, shapes, strict=True)
+                for name, (shape, dtype) in zip(WORK, shapes, strict=True)
+                if name != "work_meta_data"  # of no use to the kernel
             }
         return self._buffers[capacity]
 
@@ -175,6 +162,8 @@ class Fp8Prefill:
 def unavailable_reasons(spec: MlaSpec) -> list[str]:
     """All reasons why prompts of `spec` cannot be computed in 8 bits on this machine; empty when they can. Never raises."""
     reasons = []
+    if not spec.fp8_prefill:
+        reasons.append("prompts are asked for in the model's own type")
     architecture = specdec.device.rocm_architecture(spec.device)
     if architecture is None:
         reasons.append(f"{spec.device} is not a ROCm device")
@@ -184,8 +173,6 @@ def unavailable_reasons(spec: MlaSpec) -> list[str]:
         reasons += broken
     elif missing := aiter.load(AiterMla).missing:
         reasons.append(f"amd-aiter has no {', '.join(missing)}")
-    if spec.kv_dtype != torch.float8_e4m3fn:
-        reasons.append(f"a {spec.kv_dtype} cache (rounding to 8 bits is for models whose cache is rounded anyway)")
     if spec.dtype != torch.bfloat16:
         reasons.append(f"dtype {spec.dtype} (the kernel writes bfloat16)")
     if spec.qk_nope_head_dim + spec.qk_rope_head_dim != KEY_DIM or spec.v_head_dim != VALUE_DIM:

@@ -131,7 +131,8 @@ def get_mla_metadata_v1(
         refuse_unless(value == neutral.get(option), f"{name}: {option} is not emulated")
     refuse_unless(fast_mode and not intra_batch_mode and topk == -1 and page_size == 1, f"{name}: not emulated")
     refuse_unless(num_heads_k == 1, f"{name}: one latent per token, not {num_heads_k}")
-    refuse_unless(kv_granularity > 0 and kv_granularity & (kv_granularity - 1) == 0, f"{name}: granularity {kv_granularity}")
+    known = kv_granularity >= 16 and kv_granularity & (kv_granularity - 1) == 0
+    refuse_unless(known, f"{name}: granularity {kv_granularity}, not a power of two from 16 on, which the kernels were made with")
     check_heads(name, num_heads_per_head_k)
     plain = torch.bfloat16
     kind = kind_of(machine, name, dtype_q_nope or dtype_q or plain, dtype_kv_nope or dtype_kv or dtype_q or plain)

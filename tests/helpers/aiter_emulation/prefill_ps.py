@@ -1,4 +1,7 @@
-"""8-bit prefill of latent attention: a planner on the host, and the kernel that follows its work list."""
+"""8-bit prefill of latent attention: AITER's planner on the host, and the kernel that follows any such work list.
+
+From 0.1.20 on the planner copies through the device's queue, host tensors as well, and waits: nothing of ours calls it.
+"""
 
 import math
 from itertools import pairwise
@@ -10,8 +13,8 @@ from torch import Tensor
 from tests.helpers.aiter_emulation.machine import Machine, from_host, gather, host, increasing, int32, refuse_unless, tensor_scale
 from tests.helpers.aiter_emulation.mla_plan import Sizes
 
-_TILE = 256
-"""Queries of one work."""
+_TILE, _UNIT = 256, 128
+"""Queries of one work, and keys by which it is cut."""
 
 
 class _Tile(NamedTuple):
@@ -213,7 +216,9 @@ def mla_prefill_ps_asm_fwd(
     refuse_unless(splitData.shape[1:] == (heads, dim) and splitLse.shape[1:] == (heads,), f"{name}: shape of partial results")
     machine.compile(name, is_causal)
 
-    used = host(work_indptr)[-1]
+    used = increasing("work_indptr", host(work_indptr))[-1]
+    refuse_unless(len(work_indptr) == machine.num_compute_units + 1, f"{name}: work_indptr of {len(work_indptr)} is the grid")
+    refuse_unless(used <= len(work_info_set), f"{name}: {used} works in a list of {len(work_info_set)}")
     works = host(work_info_set[:used])
     _check_plan(name, works, queries, keys, heads)
     for batch_index, place, first, last, begin, end, _, packed in works:
@@ -236,21 +241,35 @@ def mla_prefill_ps_asm_fwd(
 
 
 def _check_plan(name: str, works: list[list[int]], queries: list[int], keys: list[int], heads: int) -> None:
-    """Every head of every tile sees its keys once; a plan for other lengths or another number of heads does not."""
-    covered: dict[tuple[int, int, int, int], list[tuple[int, int]]] = {}
-    for batch, _, first, last, begin, end, _, packed in works:
+    """Every head of every tile sees the keys up to its diagonal once, and parts of tiles lie apart from each other."""
+    covered: dict[tuple[int, int, int, int], list[tuple[int, int, int, int]]] = {}
+    owners: dict[int, tuple[int, int, int, int]] = {}
+    for batch, place, first, last, begin, end, behind, packed in works:
         refuse_unless(last - first <= _TILE and batch < len(queries) - 1, f"{name}: the plan was made for other lengths")
+        if place >= 0:
+            owner = owners.setdefault(place, (first, last, begin, end))
+            refuse_unless(owner == (first, last, begin, end), f"{name}: two parts at row {place} of the scratch")
         for head in range(packed & 0xFFFF, packed >> 16):
-            covered.setdefault((batch, first, last, head), []).append((begin, end))
+            covered.setdefault((batch, first, last, head), []).append((begin, end, place, behind))
     for batch, (start, stop) in enumerate(pairwise(queries)):
         for first in range(start, stop, _TILE):
             last = min(first + _TILE, stop)
-            behind = stop - last  # keys that no query of the tile sees
+            seen = keys[batch + 1] - (stop - last)  # end of what its last query sees
             for head in range(heads):
                 runs = sorted(covered.pop((batch, first, last, head), []))
-                edges = [keys[batch], *(end for _, end in runs)]
-                whole = bool(runs) and [begin for begin, _ in runs] == edges[:-1] and edges[-1] >= keys[batch + 1] - behind
-                whole = whole and edges[-1] <= keys[batch + 1]
-                message = f"{name}: the plan was made for other lengths: queries {first} to {last} of request {batch} see {runs}"
-                refuse_unless(whole, message)
+                _check_runs(f"{name}: queries {first} to {last} of request {batch}", runs, keys[batch], seen, keys[batch + 1])
     refuse_unless(not covered, f"{name}: the plan was made for other lengths: {sorted(covered)} are left")
+
+
+def _check_runs(name: str, runs: list[tuple[int, int, int, int]], start: int, seen: int, stop: int) -> None:
+    """The runs of keys that one head of a tile sees, out of those of its request: begin, end, place, keys behind."""
+    begins, ends = [run[0] for run in runs], [run[1] for run in runs]
+    whole = bool(runs) and begins == [start, *ends[:-1]] and ends[-1] >= seen
+    refuse_unless(whole, f"{name} see {runs}: the plan was made for other lengths")
+    most = min(start + math.ceil((seen - start) / _UNIT) * _UNIT, stop)
+    refuse_unless(ends[-1] <= most, f"{name} see {runs}, beyond the diagonal at {seen}: the plan was not made causal")
+    refuse_unless(all((begin - start) % _UNIT == 0 for begin in begins), f"{name} see {runs}, not cut at multiples of {_UNIT}")
+    alone = len(runs) == 1
+    refuse_unless(all((run[2] < 0) == alone for run in runs), f"{name}: {len(runs)} parts at {[run[2] for run in runs]}")
+    behind = [*(stop - end for end in ends[:-1]), 0]
+    refuse_unless([run[3] for run in runs] == behind, f"{name}: {[run[3] for run in runs]} keys behind the parts, not {behind}")

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from specdec.attention.aiter import groups, mla_prefill_fp8
-from specdec.attention.aiter import mla as rocm_aiter_mla
 from specdec.attention.aiter.mla import RocmAiterMlaBackend, _keys_and_values
 from specdec.attention.aiter.mla_prefill_fp8 import Fp8PrefillPlan, quantized, unavailable_reasons
 from specdec.attention.mla import MlaSpec
-from tests.helpers.aiter_emulation import Machine, MisuseError
+from tests.helpers.aiter_emulation import Machine
 from tests.helpers.aiter_emulation_case import assert_rounded_once
 from tests.helpers.bounds import assert_as_exact
 from tests.helpers.guards import HostSyncError
@@ -89,13 +88,13 @@ def plan_of(backend: RocmAiterMlaBackend, case: Case) -> Fp8PrefillPlan:
     return plan
 
 
-@pytest.mark.parametrize("missing", ["get_ps_metadata_info_v1", "get_ps_metadata_v1", "mla_prefill_ps_asm_fwd"])
+@pytest.mark.parametrize("missing", ["get_ps_metadata_info_v1", "mla_prefill_ps_asm_fwd"])
 def test_c1_a_missing_function_means_the_ordinary_prefill(rocm: Install, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
-    """Without a function prompts run as they do on a bfloat16 cache, bit for bit."""
+    """Without a function prompts run as they do on a bfloat16 cache when 8 bits are turned off, bit for bit."""
     machine = rocm()
     case = prompts(rounded(), 40, 9)
-    case.spec = narrow()
-    want = case.attend(RocmAiterMlaBackend(narrow()))
+    case.spec = narrow(fp8_prefill=False)
+    want = case.attend(RocmAiterMlaBackend(case.spec))
     monkeypatch.delattr(sys.modules["aiter"], missing)
     backend = RocmAiterMlaBackend(rounded())
     assert backend.fp8_prefill_reasons == [f"amd-aiter has no {missing}"]
@@ -109,8 +108,8 @@ def test_c1_the_probe_says_why_and_never_raises(rocm: Install, monkeypatch: pyte
     assert unavailable_reasons(rounded())[0] == "cpu is not a ROCm device"
     assert "AITER is not installed" in unavailable_reasons(rounded())[1]
     rocm()
-    assert unavailable_reasons(rounded()) == []
-    assert "rounded anyway" in unavailable_reasons(narrow())[0]
+    assert unavailable_reasons(rounded()) == unavailable_reasons(narrow()) == []
+    assert unavailable_reasons(narrow(fp8_prefill=False)) == ["prompts are asked for in the model's own type"]
     assert "float16" in unavailable_reasons(rounded(dtype=torch.float16))[0]
     assert "heads other than 192" in unavailable_reasons(rounded(qk_nope_head_dim=192, v_head_dim=256))[0]
     assert "129 heads" in unavailable_reasons(rounded(num_heads=129))[0]
@@ -155,8 +154,8 @@ def test_c3_buffers_are_made_once(rocm: Install) -> None:
     assert addresses(prompts(rounded(), 400, 300, 350)) == first
     assert calls(machine, "get_ps_metadata_info_v1") == 1
     buffers = backend._fp8_prefill._buffers[4, 512]  # type: ignore[union-attr]
-    sizes = sys.modules["aiter"].get_ps_metadata_info_v1(4, 16, 512)
-    assert [b.numel() for b in buffers.values()] == [torch.Size(torch.zeros(shape).shape).numel() for shape, _ in sizes]
+    sizes = sys.modules["aiter"].get_ps_metadata_info_v1(4, 16, 512)[1:]
+    assert [b.shape for b in buffers.values()] == [torch.zeros(shape).shape for shape, _ in sizes]
 
 
 class DeviceTensor(Tensor):
@@ -173,7 +172,7 @@ for _name in ("item", "cpu", "tolist", "numpy", "nonzero", "__bool__", "__int__"
 
 @pytest.mark.parametrize("shape", ["prefill", "mixed"])
 def test_c4_nothing_is_read_back(rocm: Install, shape: str) -> None:
-    """The schedule comes from the host's lengths; the host planner gets no tensor of the device, whose copies it would wait for."""
+    """The schedule comes from the host's lengths, and not from AITER's planner, which waits for the device."""
     machine = rocm()
     case = Case(rounded(), *SHAPES[shape][:2], uniform=False)
     want = case.attend(RocmAiterMlaBackend(case.spec))
@@ -184,6 +183,7 @@ def test_c4_nothing_is_read_back(rocm: Install, shape: str) -> None:
     case.rows = type(case.rows)(*(tensor.as_subclass(DeviceTensor) for tensor in case.rows))
     got = case.attend(RocmAiterMlaBackend(case.spec))
     torch.testing.assert_close(got.as_subclass(Tensor), want, atol=0, rtol=0)
+    assert "get_ps_metadata_v1" not in machine.names()
     with pytest.raises(HostSyncError):
         on_device["seq_lens"].max().item()
 
@@ -198,9 +198,12 @@ def test_c5_every_row_is_written_in_place_and_scratch_is_shared(rocm: Install, m
         return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
 
     monkeypatch.setattr(torch, "empty", poisoned)
+    planned: list[list[int]] = []
+    inner = mla_prefill_fp8.schedule
+    monkeypatch.setattr(mla_prefill_fp8, "schedule", lambda lengths, *a, **kw: planned.append(lengths) or inner(lengths, *a, **kw))
     case, backend = prompts(rounded(), 300, 40), RocmAiterMlaBackend(rounded())
     assert_right(case, backend, layers=2)
-    assert calls(machine, "get_ps_metadata_v1") == 1 and calls(machine, "mla_prefill_ps_asm_fwd") == 2
+    assert planned == [[300, 40]] and calls(machine, "mla_prefill_ps_asm_fwd") == 2
     scratch = backend._fp8_prefill.scratch._buffers  # type: ignore[union-attr]
     kept = dict(scratch)
     case.attend(backend)
@@ -231,12 +234,42 @@ def test_c7_prompts_beside_chunks_and_decoding(rocm: Install, monkeypatch: pytes
         assert_near(rows, exact)
 
 
-def test_c7_only_on_a_rounded_cache(rocm: Install) -> None:
-    """A model whose cache is not rounded keeps the accuracy of bfloat16."""
+@pytest.mark.parametrize("asked", [narrow(), rounded()])
+def test_c7_on_by_itself_with_either_cache(rocm: Install, asked: MlaSpec) -> None:
+    """A bfloat16 cache keeps its latents unrounded, and prompts are computed in 8 bits all the same."""
     machine = rocm()
-    case = prompts(narrow(), 40, 9)
-    assert_as_exact(case.attend(RocmAiterMlaBackend(narrow())), case.plain(), case.want())
+    case = prompts(asked, 40, 9)
+    assert_right(case, RocmAiterMlaBackend(asked))
+    assert calls(machine, "mla_prefill_ps_asm_fwd") == 1 and "flash_attn_varlen_func" not in machine.names()
+
+
+def test_c7_turned_off(rocm: Install) -> None:
+    """Asked for, prompts keep the accuracy of bfloat16, and the description says why."""
+    machine, asked = rocm(), narrow(fp8_prefill=False)
+    case = prompts(asked, 40, 9)
+    assert_as_exact(case.attend(RocmAiterMlaBackend(asked)), case.plain(), case.want())
     assert "mla_prefill_ps_asm_fwd" not in machine.names()
+    assert RocmAiterMlaBackend.describe(asked) == ["prompts in 8 bits: no: prompts are asked for in the model's own type"]
+    assert RocmAiterMlaBackend.describe(narrow()) == ["prompts in 8 bits: yes, those without a context"]
+
+
+def test_no_copy_in_flight_loses_its_source(rocm: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device may copy a plan's lists long after the host has gone on: the next plan must not write where they lie."""
+    rocm()
+    sources: list[tuple[Tensor, Tensor]] = []
+    copy = Tensor.copy_
+
+    def watched(self: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        if non_blocking:
+            sources.append((source, source.clone()))
+        return copy(self, source, non_blocking)
+
+    monkeypatch.setattr(Tensor, "copy_", watched)
+    backend = RocmAiterMlaBackend(rounded())
+    for lengths in ([300, 40], [40, 300]):
+        plan_of(backend, prompts(rounded(), *lengths))
+    assert len(sources) >= 2 * 5
+    assert all(torch.equal(source, was) for source, was in sources)
 
 
 @pytest.mark.parametrize(("num_heads", "version"), [(1, "0.1.20"), (20, "0.1.16"), (48, "0.1.15"), (80, "0.1.15")])
@@ -279,14 +312,3 @@ def test_c7_rounding_saturates_and_ignores_the_neighbors() -> None:
     assert torch.equal(round_trip(100.0)[:1000][normal], alone[normal])
     assert round_trip(450.0, -3e4)[-1] == pytest.approx(-3e4, rel=half)
     assert not round_trip(0.0)[-1] and not quantized(torch.zeros(3), dtype)[0].float().any()
-
-
-def test_the_emulation_catches_a_planner_fed_from_the_device(rocm: Install, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What C4 relies on: lengths that live on the device are refused."""
-    machine = rocm()
-    backend, case = RocmAiterMlaBackend(rounded()), prompts(rounded(), 40, 9)
-    machine.on_device = [case.metadata.query_start_loc]
-    monkeypatch.setattr(mla_prefill_fp8.torch, "tensor", lambda *_, **__: case.metadata.query_start_loc)
-    with pytest.raises(MisuseError, match="host code"):
-        backend.plan(case.metadata)
-    assert rocm_aiter_mla.Fp8Prefill is type(backend._fp8_prefill)
