@@ -10,7 +10,7 @@ from specdec.config import CacheConfig
 from specdec.core import Verifier
 from specdec.device import default_cache_bytes
 from specdec.errors import CapacityError
-from specdec.kv_cache import LayerSpec, num_blocks_in_budget
+from specdec.kv_cache import LatentLayerSpec, LayerSpec, num_blocks_in_budget
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,9 @@ def plan_cache(
     graph_rows: int = 0,
     prefill_rows: int = 0,
 ) -> int:
-    """Blocks of the KV cache. On an accelerator, the whole demand is logged and compared with the free memory.
+    """Blocks of the KV cache, no more than its kernels can address.
+
+    On an accelerator, the whole demand is logged and compared with the free memory.
 
     Args:
         verifier: the target, already on its device.
@@ -51,6 +53,13 @@ def plan_cache(
         block_size=block_size,
         dtype=dtype,
     )
+    reach = min((spec.max_tokens for spec in specs if isinstance(spec, LatentLayerSpec) and spec.max_tokens), default=None)
+    if reach is not None and num_blocks * block_size > reach:
+        logger.warning(
+            "the KV cache is kept to %s tokens, as many as the kernels of %s address; the budget pays for %s",
+            *(f"{reach // block_size * block_size:,}", verifier.attention.name, f"{num_blocks * block_size:,}"),
+        )
+        num_blocks = reach // block_size
     if device.type == "cuda":
         cache_bytes = num_blocks * block_size * sum(spec.bytes_per_token(dtype) for spec in specs)
         _check(device, cache_bytes, graph_bytes(verifier, graph_rows, prefill_rows))

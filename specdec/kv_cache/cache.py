@@ -51,10 +51,12 @@ class LatentLayerSpec:
     Attributes:
         width: numbers of the vector, the compressed key and value followed by the rotated key.
         index_bytes: bytes of the indexer's key in whatever form the backend keeps it; 0 without an indexer.
+        max_tokens: slots that the backend's kernels can address; None is no limit.
     """
 
     width: int
     index_bytes: int = 0
+    max_tokens: int | None = None
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of one token.

@@ -59,6 +59,8 @@ class LatentKernels:
         self.spec, self.ops = spec, aiter.load(AiterMla)
         self.num_heads = -(-spec.num_heads // HEAD_MULTIPLE) * HEAD_MULTIPLE
         self.is_fp8 = spec.kv_dtype.itemsize == 1
+        self.max_tokens = MAX_ADDRESS // spec.latent_dim
+        """Slots of a cache that the kernels can address."""
         self._one = torch.ones(1, dtype=torch.float32, device=spec.device)
 
     def write(self, cache: LatentCache, rows: MlaRows, slot_mapping: Tensor) -> None:
@@ -67,10 +69,10 @@ class LatentKernels:
         Raises:
             CapacityError: the cache is larger than the kernels can address.
         """
-        num_slots, most_slots = cache.latent.shape[:2].numel(), MAX_ADDRESS // self.spec.latent_dim
-        if num_slots > most_slots:
+        num_slots = cache.latent.shape[:2].numel()
+        if num_slots > self.max_tokens:
             raise CapacityError(
-                f"the KV cache has {num_slots:,} tokens and AITER's latent kernels address {most_slots:,}: give it less memory"
+                f"the KV cache has {num_slots:,} tokens and AITER's latent kernels address {self.max_tokens:,}: give it less memory"
             )
         compressed, key_rope = rows.compressed, rows.key_rope
         if self.is_fp8:  # the writer converts without saturating

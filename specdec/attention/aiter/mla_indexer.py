@@ -28,6 +28,9 @@ SCALE_BYTES = 4
 SCORE_COLUMNS = 256
 """Keys that the decode kernel scores at a time; it may write that far."""
 
+MAX_SCORE_BYTES = 2**31
+"""Scores that one call of the decode kernel may write: before 0.1.18 it computes their addresses in 32 bits."""
+
 SMALLEST_AMPLITUDE = 1e-4
 """Vectors smaller than this are scaled as if they were that large, as AITER does with keys."""
 
@@ -82,34 +85,39 @@ class AiterIndexerKernels:
     def _select_paged(self, query: Tensor, weights: Tensor, cache: Tensor, plan: SparsePlan) -> Tensor:
         """As many rows per request as every other, with lengths that only the device knows."""
         metadata = plan.metadata
+        width, table = metadata.max_query_len, metadata.block_table.contiguous()
         if plan.scores is None:
             # The kernel leaves out keys past the row; as each layer leaves out the same, the first fill serves all.
-            width = -(-metadata.max_seq_len // SCORE_COLUMNS) * SCORE_COLUMNS
-            plan.scores = torch.full((metadata.num_tokens, width), -torch.inf, device=query.device)
-        self._ops.deepgemm_fp8_paged_mqa_logits(
-            q_fp8=query.view(metadata.num_reqs, metadata.max_query_len, *query.shape[1:]),
-            kv_cache=cache.unsqueeze(2),
-            weights=weights,
-            out_logits=plan.scores,
-            context_lens=metadata.seq_lens,
-            kv_indices=metadata.block_table.contiguous(),
-            max_model_len=plan.scores.shape[1],
-            Preshuffle=True,
-            KVBlockSize=self.block_size,
-            ChunkK=SCORE_COLUMNS,
-        )
+            columns = -(-metadata.max_seq_len // SCORE_COLUMNS) * SCORE_COLUMNS
+            plan.scores = torch.full((metadata.num_tokens, columns), -torch.inf, device=query.device)
         selected = self._room(metadata.num_tokens, query.device)
-        self._ops.top_k_per_row_decode(
-            logits=plan.scores,
-            next_n=metadata.max_query_len,
-            seqLens=metadata.seq_lens,
-            indices=selected,
-            numRows=metadata.num_tokens,
-            stride0=plan.scores.stride(0),
-            stride1=plan.scores.stride(1),
-            k=self.spec.topk,
-            **self._ops.top_k_options,
-        )
+        step = max(1, MAX_SCORE_BYTES // (width * plan.scores.shape[1] * plan.scores.itemsize))
+        for begin in range(0, metadata.num_reqs, step):
+            requests = slice(begin, min(begin + step, metadata.num_reqs))
+            rows = slice(requests.start * width, requests.stop * width)
+            self._ops.deepgemm_fp8_paged_mqa_logits(
+                q_fp8=query[rows].unflatten(0, (-1, width)),
+                kv_cache=cache.unsqueeze(2),
+                weights=weights[rows],
+                out_logits=plan.scores[rows],
+                context_lens=metadata.seq_lens[requests],
+                kv_indices=table[requests],
+                max_model_len=plan.scores.shape[1],
+                Preshuffle=True,
+                KVBlockSize=self.block_size,
+                ChunkK=SCORE_COLUMNS,
+            )
+            self._ops.top_k_per_row_decode(
+                logits=plan.scores[rows],
+                next_n=width,
+                seqLens=metadata.seq_lens[requests],
+                indices=selected[rows],
+                numRows=rows.stop - rows.start,
+                stride0=plan.scores.stride(0),
+                stride1=plan.scores.stride(1),
+                k=self.spec.topk,
+                **self._ops.top_k_options,
+            )
         return selected
 
     def _select_gathered(self, query: Tensor, weights: Tensor, cache: Tensor, plan: SparsePlan, chunk: IndexChunk) -> Tensor:

@@ -10,9 +10,13 @@ import torch
 from torch import Tensor
 
 from tests.helpers.aiter_emulation.machine import Machine, blocks_of, host, increasing, int32, refuse_unless
+from tests.helpers.aiter_emulation.signatures import version_key
 
 TILE = 16
 """Tokens, and numbers, of a tile."""
+
+SCORE_BYTES = 2**31
+"""Before 0.1.18, what the paged kernel reaches of its output."""
 
 
 class _Keys(NamedTuple):
@@ -200,6 +204,9 @@ def deepgemm_fp8_paged_mqa_logits(
     keys = _keys(name, kv_cache.squeeze(2), dim, Preshuffle)
     refuse_unless(out_logits.dtype == torch.float32 and len(out_logits) >= batch * next_n, f"{name}: out_logits")
     refuse_unless(out_logits.shape[1] >= max_model_len and out_logits.stride(1) == 1, f"{name}: out_logits is too narrow")
+    written = batch * next_n * out_logits.stride(0) * 4
+    reaches = version_key(machine.version) >= (0, 1, 18) or written <= SCORE_BYTES
+    refuse_unless(reaches, f"{name}: scores of {written} bytes overflow the kernel's 32-bit addresses")
     lengths = host(int32("context_lens", context_lens, batch))
     table = host(int32("kv_indices", kv_indices, batch, None))
     refuse_unless(kv_indices.is_contiguous(), f"{name} takes the table for dense")
