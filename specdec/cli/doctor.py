@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", default="auto", metavar="NAME", help="auto (default), cpu, cuda or cuda:N")
     add("--dtype", default="auto", metavar="NAME", help="auto (default), float32, bfloat16 or float16")
     add("--kv-dtype", default="auto", metavar="NAME", help="auto (default), or fp8 for an 8-bit cache")
+    add("--prefill-dtype", default="auto", metavar="NAME", help="auto (default), or model for prompts in the model's own type")
     add("--heads", type=whole_number, metavar="N", help="query heads (default 32, with --mla 128)")
     add("--kv-heads", type=whole_number, metavar="N", help="key and value heads (default 8)")
     add("--head-dim", type=whole_number, metavar="N", help="size of a head (default 128)")
@@ -119,12 +120,13 @@ def spec_of(args: argparse.Namespace) -> AttentionSpec | MlaSpec:
         )
     size = {**_ORDINARY, **(_LATENT if latent else {}), **_INDEXER, **given}
     device = resolve_device(args.device)
+    load = LoadConfig(kv_dtype=args.kv_dtype, prefill_dtype=args.prefill_dtype)
     common = {
         "device": device,
         "dtype": resolve_dtype(args.dtype, device),
         "num_heads": size["heads"],
         "block_size": DEFAULT_BLOCK_SIZE,
-        "cache_dtype": cache_dtype(LoadConfig(kv_dtype=args.kv_dtype).kv_dtype, device),
+        "cache_dtype": cache_dtype(load.kv_dtype, device),
     }
     if not latent:
         return AttentionSpec(
@@ -135,7 +137,8 @@ def spec_of(args: argparse.Namespace) -> AttentionSpec | MlaSpec:
             sinks=bool(args.sinks),
         )
     indexer = IndexerSpec(size["index_n_heads"], size["index_head_dim"], size["index_topk"]) if indexed else None
-    return MlaSpec(**common, **{name: size[name] for name in _LATENT if name != "heads"}, indexer=indexer)
+    sizes = {name: size[name] for name in _LATENT if name != "heads"}
+    return MlaSpec(**common, **sizes, indexer=indexer, fp8_prefill=load.prefill_dtype == "auto")
 
 
 def describe_device(device: torch.device) -> str:

@@ -360,6 +360,7 @@ MISUSES: dict[str, Misuse] = {
     "plan for fewer queries": ({}, _decode({"query_len": 2}, {"max_seqlen_qo": 1}), MisuseError, "max_seqlen_qo 1 below 2"),
     "plan for uniform queries": ({}, _decode(planned={"uni_seqlen_qo": 2}), MisuseError, "uni_seqlen_qo"),
     "plan with int64 starts": ({}, _decode(planned={"seqlens_kv_indptr": torch.zeros(4).long()}), MisuseError, "int32"),
+    "plan with granularity 8": ({}, _decode(planned={"kv_granularity": 8}), MisuseError, "granularity 8"),
     "plan with granularity 24": ({}, _decode(planned={"kv_granularity": 24}), MisuseError, "granularity"),
     "plan into small buffers": ({}, _decode(planned={"work_info_set": torch.zeros(2, 8).int()}), MisuseError, "elements"),
     "copied plan": ({}, _copied_plan, MisuseError, "another plan"),

@@ -103,7 +103,7 @@ class Case:
         counts = [blocks_for(n, spec.block_size) for n in lengths]
         tables = torch.split(torch.randperm(sum(counts)) + 1, counts)
         self.num_blocks = sum(counts) + 1
-        self.table = torch.zeros(len(lengths), max(counts) + 2, dtype=torch.int32)
+        self.table = torch.zeros(len(lengths), max(counts) + 5, dtype=torch.int32)[:, :-3]  # rows further apart than long
         for i, blocks in enumerate(tables):
             self.table[i, : counts[i]] = blocks.int()
         self._made = [self._layer(exact) for _ in range(num_layers)]
@@ -159,7 +159,7 @@ class Case:
         ]
 
     def metadata(self, done: Sequence[int], widths: Sequence[int], *, known: bool) -> AttentionMetadata:
-        """The next `widths` rows of every request after `done`; `known`: the host has the lengths."""
+        """The next `widths` rows of every request after `done`; `known`: the host has the lengths, else not even a lower bound."""
         seq_lens = [d + w for d, w in zip(done, widths, strict=True)]
         size = self.spec.block_size
         positions = [torch.arange(d, n) for d, n in zip(done, seq_lens, strict=True)]

@@ -103,7 +103,9 @@ def test_latent_attention(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     assert "rocm_aiter_mla_sparse  no: the model has no indexer" in out
     assert "rocm_aiter_mla         chosen by --attention auto" in out
     out = doctor(capsys, "--mla")
-    assert "prompts in 8 bits: no: a torch.bfloat16 cache (rounding to 8 bits is for models whose cache is rounded anyway)" in out
+    assert "cache in" not in out and "prompts in 8 bits: yes, those without a context" in out
+    out = doctor(capsys, "--mla", "--prefill-dtype", "model")
+    assert "prompts in 8 bits: no: prompts are asked for in the model's own type" in out
     out = doctor(capsys, "--v-head-dim", "256", "--qk-nope-head-dim", "192", "--kv-dtype", "fp8")
     assert "keys of 192 + 64 and values of 256" in out and "prompts in 8 bits: no: heads other than 192" in out
     out = doctor(capsys, "--kv-lora-rank", "256", "--heads", "200")
@@ -133,6 +135,7 @@ def test_indexers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
         (["--mla", "--window", "9"], "--window is not of latent attention; leave it out, or leave out --mla, --indexer and their"),
         (["--kv-lora-rank", "512", "--sinks"], "--sinks is not of latent attention"),
         (["--kv-dtype", "int4"], "kv_dtype is 'int4'; choose 'auto' or 'fp8'"),
+        (["--mla", "--prefill-dtype", "fp8"], "prefill_dtype is 'fp8'; choose 'auto' or 'model'"),
         (["--kv-lora-rnk", "9"], "unknown option --kv-lora-rnk; did you mean --kv-lora-rank?"),
     ],
 )

@@ -12,6 +12,7 @@ import torch
 from specdec.config import CacheConfig
 from specdec.engine.memory import plan_cache
 from specdec.errors import CapacityError
+from specdec.kv_cache import KVLayerSpec, LatentLayerSpec
 from tests.specdec.engine.test_graphs import Case
 
 
@@ -67,3 +68,17 @@ def test_the_memory_of_a_dead_engine_counts_as_free(case: Case, monkeypatch: pyt
         assert plan_cache(target, case.verifier.kv_specs, CacheConfig(), most_tokens=256) == 65
     finally:
         gc.enable()
+
+
+def test_a_cache_is_no_larger_than_its_kernels_address(case: Case, caplog: pytest.LogCaptureFixture) -> None:
+    """The budget pays for more, and what is too much would raise in the first forward; the log says both figures."""
+    target: Any = SimpleNamespace(device=torch.device("cpu"), attention=case.verifier.attention)
+    assert case.verifier.attention.spec.block_size == 4
+
+    def blocks(most_tokens: int, max_tokens: int | None) -> int:
+        specs = [LatentLayerSpec(width=8, max_tokens=max_tokens), LatentLayerSpec(width=8), KVLayerSpec(1, 4)]
+        return plan_cache(target, specs, CacheConfig(memory_bytes=2**20), most_tokens=most_tokens)
+
+    assert blocks(1000, None) == 251 and blocks(1000, 1004) == 251 and not caplog.records
+    assert blocks(1000, 1003) == 250
+    assert "the KV cache is kept to 1,000 tokens, as many as the kernels of torch_ref address; the budget pays for 1,004" in caplog.text

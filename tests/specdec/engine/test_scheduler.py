@@ -8,7 +8,7 @@ import torch
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import DecodeBatch, Drafter, DraftOutput, Verifier
 from specdec.engine.engine import SpecEngine
-from specdec.engine.request import Request
+from specdec.engine.request import Request, Status
 from specdec.engine.scheduler import Chunk, Scheduler
 from specdec.errors import CapacityError, InvalidInputError
 from specdec.kv_cache import BlockPool, blocks_for, prefix_hashes
@@ -290,3 +290,21 @@ def test_results_are_read_before_anyone_is_preempted() -> None:
     assert work is not None
     assert work.decode == requests[:1]
     assert scheduler.waiting == requests[1:]
+
+
+def test_generated_tokens_are_prefilled_by_themselves() -> None:
+    """After a preemption: a backend may round prompts, and must not round what decoding has computed unrounded."""
+    pool = BlockPool(60)
+    scheduler = Scheduler(pool, block_size=BLOCK, max_num_seqs=2, max_prefill_tokens=20, prefix_caching=False)
+    requests = [Request(i, [5] * 13, SamplingParams(), seed=0, max_total_len=40) for i in range(2)]
+    requests[0].output_token_ids = [6] * 5  # prompt, four generated tokens, and the anchor
+    for request in requests:
+        scheduler.add(request)
+    steps = []
+    while scheduler.waiting or any(request.status is Status.PREFILLING for request in requests):
+        work = scheduler.schedule([], 0)
+        assert work is not None
+        steps.append([(requests.index(chunk.request), chunk.start, chunk.end, chunk.last) for chunk in work.prefill])
+        for chunk in work.prefill:
+            scheduler.prefilled(chunk)
+    assert steps == [[(0, 0, 13, False), (1, 0, 7, False)], [(0, 13, 17, True), (1, 7, 13, True)]]

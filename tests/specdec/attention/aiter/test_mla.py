@@ -347,6 +347,7 @@ def test_cache_beyond_32_bit_addresses(rocm: Install) -> None:
     rocm()
     case = Case(spec(), [5], [5], uniform=False)
     backend = RocmAiterMlaBackend(case.spec)
+    assert backend.cache_spec.max_tokens == 3_728_270  # to which an engine keeps its cache
     huge = LatentCache(torch.empty(3_728_271, 1, 576, device="meta"), torch.empty(0))
     with pytest.raises(CapacityError, match="3,728,271 tokens and AITER's latent kernels address 3,728,270"):
         backend.run(case.rows, case.up, huge, backend.plan(case.metadata), scale=0.1)

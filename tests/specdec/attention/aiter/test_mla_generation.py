@@ -1,6 +1,7 @@
 """A whole DeepSeek model on AITER's latent attention, emulated: tokens equal to torch_ref's, and nothing waits within a step."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,9 +9,36 @@ import torch
 from drafters.ngram import NGramDrafter
 from specdec.attention.aiter import fa as rocm_aiter_fa
 from specdec.attention.aiter.mla import RocmAiterMlaBackend
+from specdec.attention.aiter.mla_sparse import RocmAiterMlaSparseBackend
+from specdec.scratch import next_token_logits
+from tests.helpers import sparse_case
 from tests.helpers.aiter_generation import generate, wide_dflash
-from tests.helpers.tiny_models import paged_verifier, plain_model
+from tests.helpers.tiny_models import TOPK, paged_verifier, plain_model
 from tests.specdec.attention.aiter.test_mla import pretend_rocm
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+def test_logits_of_a_long_prompt_take_lists_no_longer_than_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, indexed: bool
+) -> None:
+    """Outside an engine, a prompt is a prefill, too: decoded at once, each of its rows would list its whole context."""
+    if indexed:
+        machine = sparse_case.pretend_rocm(monkeypatch, tmp_path)(num_compute_units=8)
+        model, backend = plain_model("deepseek_v32", index_head_dim=16), RocmAiterMlaSparseBackend
+    else:
+        machine = pretend_rocm(monkeypatch, tmp_path)(tiny=True)
+        model, backend = plain_model("deepseek_v3"), RocmAiterMlaBackend
+    lists: list[int] = []
+
+    def watch(function: Any, arguments: dict[str, Any], result: Any) -> None:
+        if function.__name__ == "mla_decode_fwd":
+            lists.append(len(arguments["kv_indices"]))
+
+    machine.watch = watch
+    verifier = paged_verifier(model, 16, backend=backend)
+    next_token_logits(verifier, [*range(3, 90), 0])
+    assert verifier.num_layers == 4
+    assert lists == ([88 * TOPK] * 4 if indexed else [])
 
 
 def test_whole_generations_equal_torch_ref(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from specdec.attention.mla import IndexerRows, IndexerSpec, MlaBackend, MlaRows
 from specdec.attention.selector import select_backend
 from specdec.errors import BackendError, CapacityError
 from specdec.kernels import aiter
-from tests.helpers.aiter_emulation import Machine
+from tests.helpers.aiter_emulation import Machine, MisuseError, indexer
 from tests.helpers.bounds import Float64, assert_as_exact
 from tests.helpers.guards import HostSyncError, no_host_sync
 from tests.helpers.sparse_case import FP8, REAL, Case, Install, pretend_rocm, sets, spec
@@ -179,6 +179,26 @@ def test_scores_past_a_row_are_minus_infinity(rocm: Install) -> None:
     assert plan.scores is not None and plan.scores.shape[1] % mla_indexer.SCORE_COLUMNS == 0
     assert [int(n) for n in plan.scores.isfinite().sum(1)] == [29, 30, 8, 9]
     assert (plan.scores[3, 9:] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("version", ["0.1.16", "0.1.20"])
+@pytest.mark.parametrize("rows", [1, 6, 7, 9])
+def test_scores_in_parts_that_32_bits_address(rocm: Install, monkeypatch: pytest.MonkeyPatch, rows: int, version: str) -> None:
+    """Requests are scored in as many calls as it takes, on the same scores, and select what they select in one."""
+    machine = rocm(version=version)
+    case = Case(spec(), [30, 20, 41, 9])
+    steps: list[tuple[Sequence[int], bool]] = [((26, 16, 37, 5), True), ((3,) * 4, False)]
+    want = case.history(case.reference(), steps)
+    monkeypatch.setattr(indexer, "SCORE_BYTES", max(3, rows) * 4 * mla_indexer.SCORE_COLUMNS)
+    if version < "0.1.18" and rows < 12:
+        with pytest.raises(MisuseError, match="overflow the kernel's 32-bit addresses"):
+            case.history(RocmAiterMlaSparseBackend(case.spec), steps)
+    monkeypatch.setattr(mla_indexer, "MAX_SCORE_BYTES", rows * 4 * mla_indexer.SCORE_COLUMNS)
+    machine.calls.clear()
+    got = case.history(RocmAiterMlaSparseBackend(case.spec), steps)
+    assert [[sets(s) for s in r[0]] for r in got] == [[sets(s) for s in r[0]] for r in want]
+    for name in ("deepgemm_fp8_paged_mqa_logits", "top_k_per_row_decode"):
+        assert sum(call.name == name for call in machine.calls) == {1: 4, 6: 2, 7: 2, 9: 2}[rows]
 
 
 @pytest.mark.parametrize("most", [1, 40, 300, 1500])
@@ -388,6 +408,7 @@ def test_a_cache_beyond_the_kernels_reach_is_refused(rocm: Install, monkeypatch:
     rocm()
     monkeypatch.setattr(latents, "MAX_ADDRESS", 48 * 16 * 3)
     case = Case(spec(), [40])
+    assert RocmAiterMlaSparseBackend(case.spec).cache_spec.max_tokens == 48
     with pytest.raises(CapacityError, match="has 64 tokens and AITER's latent kernels address 48: give it less memory"):
         case.history(RocmAiterMlaSparseBackend(case.spec), [((40,), True)])
 

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,24 @@ def kept(owner: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
 def storages(backend: Any) -> dict[int, int]:
     """Address and bytes of all memory that a backend keeps."""
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept(backend)}
+
+
+@pytest.mark.parametrize("kind", ["decode", "verify"])
+def test_d2_a_steady_step_plans_nothing(rocm: Callable[[str], Machine], kind: str) -> None:
+    """With an indexer, once the host knows that every row has `topk` keys, only the first step of a size calls AITER's planner;
+    the bits are those of a step that plans."""
+    machine = rocm("rocm_aiter_mla_sparse")
+    machine.num_compute_units = 8
+    subject, planned = SUBJECTS["rocm_aiter_mla_sparse"](), 0
+    for lengths in ([40, 10, 33, 21], [41, 11, 34, 22], [41, 11, 34], [42, 12, 35], [43, 13, 36, 24]):
+        want = subject.step(lengths, kind)
+        machine.calls.clear()
+        alter = partial(replace, min_seq_len=min(lengths))
+        got = subject.step(lengths, kind, alter=alter, context=no_host_sync())
+        planned += sum(call.name == "get_mla_metadata_v1" for call in machine.calls)
+        assert torch.equal(got, want)
+        assert torch.equal(subject.step(lengths, kind, alter=lambda m: unreadable(alter(m))).as_subclass(Tensor), want)  # noqa: B023
+    assert planned == 2
 
 
 @pytest.mark.parametrize(("name", "kind"), STEPS)
