@@ -162,7 +162,9 @@ class Scheduler:
         start, total = request.num_prefilled, len(prefill_tokens(request))
         end = min(total, start + budget)
         if start < len(request.prompt_token_ids) < end:
-            end = len(request.prompt_token_ids)  # what was generated before a preemption comes by itself: backends round prompts only
+            end = len(
+                request.prompt_token_ids
+            )  # what was generated before a preemption comes by itself: backends round prompts only
         if end > start:
             chunks.append(Chunk(request, start, end, admitted=admitted, last=end == total))
         return budget - (end - start)

@@ -162,9 +162,7 @@ class SlotState:
         """Bound on the positions that a step of `k` drafts writes for any of `requests`, whatever those in flight accept."""
         return max(request.kv_tokens_bound for request in requests) + max(k + 1, self.num_lookahead_tokens)
 
-    def gather(
-        self, slots: Tensor, sampling: SamplingTensors, *, k: int, max_seq_len: int, min_seq_len: int = 0
-    ) -> DecodeBatch:
+    def gather(self, slots: Tensor, sampling: SamplingTensors, *, k: int, max_seq_len: int, min_seq_len: int = 0) -> DecodeBatch:
         """The same for rows named by `slots` int64 [num_reqs]; only device operations."""
         seq_lens, anchors = self._progress.index_select(1, slots)
         return DecodeBatch(

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from specdec.attention.torch_ref.mla import TorchRefMlaBackend
+from specdec.config import PrefillDtype
+from specdec.decoder import SpecDecoder
 from specdec.kv_cache import LatentCache, LatentLayerSpec, PagedKVCache
 from tests.helpers.bounds import assert_as_exact, in_float64
 from tests.helpers.tiny_models import LATENT_CONFIGS, TOPK, paged_verifier, plain_model, random_prompts, tiny_tokenizer
@@ -114,6 +116,16 @@ def test_model_called_without_its_cache_says_so() -> None:
     assert isinstance(verifier, HFVerifier)
     with pytest.raises(RuntimeError, match=r"HFVerifier\.forward"):
         verifier.model(torch.tensor([[1, 2, 3]]))
+
+
+@pytest.mark.parametrize(("asked", "fp8_prefill"), [("auto", True), ("model", False)])
+def test_the_type_of_prompts_reaches_the_backend(asked: PrefillDtype, fp8_prefill: bool, tmp_path: Path) -> None:
+    """From the Python API through the loader."""
+    plain_model("deepseek_v3").save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    decoder = SpecDecoder.from_pretrained(tmp_path, drafter=None, device="cpu", dtype="float32", prefill_dtype=asked)
+    assert isinstance(decoder.verifier.attention, TorchRefMlaBackend)
+    assert decoder.verifier.attention.spec.fp8_prefill is fp8_prefill
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("deepseek_v2_yarn", torch.float32), ("deepseek_v32", torch.bfloat16)])

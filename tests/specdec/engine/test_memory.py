@@ -12,7 +12,7 @@ import torch
 from specdec.config import CacheConfig
 from specdec.engine.memory import plan_cache
 from specdec.errors import CapacityError
-from specdec.kv_cache import KVLayerSpec, LatentLayerSpec
+from specdec.kv_cache import KVLayerSpec, LatentLayerSpec, LayerSpec
 from tests.specdec.engine.test_graphs import Case
 
 
@@ -76,9 +76,12 @@ def test_a_cache_is_no_larger_than_its_kernels_address(case: Case, caplog: pytes
     assert case.verifier.attention.spec.block_size == 4
 
     def blocks(most_tokens: int, max_tokens: int | None) -> int:
-        specs = [LatentLayerSpec(width=8, max_tokens=max_tokens), LatentLayerSpec(width=8), KVLayerSpec(1, 4)]
+        specs: list[LayerSpec] = [LatentLayerSpec(width=8, max_tokens=max_tokens), LatentLayerSpec(width=8), KVLayerSpec(1, 4)]
         return plan_cache(target, specs, CacheConfig(memory_bytes=2**20), most_tokens=most_tokens)
 
     assert blocks(1000, None) == 251 and blocks(1000, 1004) == 251 and not caplog.records
     assert blocks(1000, 1003) == 250
-    assert "the KV cache is kept to 1,000 tokens, as many as the kernels of torch_ref address; the budget pays for 1,004" in caplog.text
+    assert (
+        "the KV cache is kept to 1,000 tokens, as many as the kernels of torch_ref address; the budget pays for 1,004"
+        in caplog.text
+    )

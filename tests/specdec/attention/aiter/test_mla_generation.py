@@ -24,10 +24,10 @@ def test_logits_of_a_long_prompt_take_lists_no_longer_than_it(
     """Outside an engine, a prompt is a prefill, too: decoded at once, each of its rows would list its whole context."""
     if indexed:
         machine = sparse_case.pretend_rocm(monkeypatch, tmp_path)(num_compute_units=8)
-        model, backend = plain_model("deepseek_v32", index_head_dim=16), RocmAiterMlaSparseBackend
+        verifier = paged_verifier(plain_model("deepseek_v32", index_head_dim=16), 16, backend=RocmAiterMlaSparseBackend)
     else:
         machine = pretend_rocm(monkeypatch, tmp_path)(tiny=True)
-        model, backend = plain_model("deepseek_v3"), RocmAiterMlaBackend
+        verifier = paged_verifier(plain_model("deepseek_v3"), 16, backend=RocmAiterMlaBackend)
     lists: list[int] = []
 
     def watch(function: Any, arguments: dict[str, Any], result: Any) -> None:
@@ -35,7 +35,6 @@ def test_logits_of_a_long_prompt_take_lists_no_longer_than_it(
             lists.append(len(arguments["kv_indices"]))
 
     machine.watch = watch
-    verifier = paged_verifier(model, 16, backend=backend)
     next_token_logits(verifier, [*range(3, 90), 0])
     assert verifier.num_layers == 4
     assert lists == ([88 * TOPK] * 4 if indexed else [])

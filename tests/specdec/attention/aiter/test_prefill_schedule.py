@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +40,8 @@ def test_equal_to_aiters(seed: int) -> None:
     outputs = [torch.zeros(shape, dtype=dtype) for shape, dtype in sizes]
     starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     lens = torch.tensor(lengths, dtype=torch.int32)
-    get_ps_metadata_v1(machine, starts, starts, lens, 1, num_heads, *outputs, kvlen_granularity=128, block_size=1)
+    sizes_and_outputs: list[Any] = [num_heads, *outputs, 1, 256, 128, 1]
+    get_ps_metadata_v1(machine, starts, starts, lens, 1, *sizes_and_outputs)
     lists = schedule(lengths, num_heads, num_units)
     names = ("work_indptr", "work_info_set", "reduce_indptr", "reduce_final_map", "reduce_partial_map")
     for name, want in zip(names, outputs[1:], strict=True):

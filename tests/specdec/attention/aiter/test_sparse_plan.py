@@ -223,7 +223,17 @@ def test_d6_capture_and_replay(machine: Machine, monkeypatch: pytest.MonkeyPatch
 def test_steady_steps_are_planned_once_per_number_of_rows(machine: Machine) -> None:
     """However the lengths go on, in whatever order batches shrink and grow, in blocks or row by row; the lists follow each time."""
     planner = planner_of()
-    for num_reqs, width, made in [(3, 1, 1), (3, 1, 1), (2, 1, 2), (5, 1, 3), (3, 1, 3), (1, 3, 3), (1, 5, 3), (5, 3, 4), (2, 1, 4)]:
+    for num_reqs, width, made in [
+        (3, 1, 1),
+        (3, 1, 1),
+        (2, 1, 2),
+        (5, 1, 3),
+        (3, 1, 3),
+        (1, 3, 3),
+        (1, 5, 3),
+        (5, 3, 4),
+        (2, 1, 4),
+    ]:
         for least in (None, 40):
             plan = planner.plan(steady(num_reqs, width, least=least))
             assert plans_made(machine) == made, (num_reqs, width)
