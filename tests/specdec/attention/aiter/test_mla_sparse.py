@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specdec.attention.aiter import latents, mla_indexer, mla_sparse_plan
 from specdec.attention.aiter.mla_sparse import RocmAiterMlaSparseBackend
-from specdec.attention.mla import IndexerRows, IndexerSpec, MlaBackend, MlaRows
+from specdec.attention.mla import IndexerRows, IndexerSpec, MlaRows
 from specdec.attention.selector import select_backend
 from specdec.errors import BackendError, CapacityError
 from specdec.kernels import aiter
@@ -426,9 +426,9 @@ def test_eight_bit_latents_saturate(rocm: Install) -> None:
     assert layers[0].cache.latent.float().max() == 240 and outputs[0].isfinite().all()
 
 
-def test_index_cache_bytes() -> None:
+def test_index_cache_bytes(rocm: Install) -> None:
     """A key in 8 bits and its scale, beside the latent."""
-    backend = object.__new__(RocmAiterMlaSparseBackend)
-    MlaBackend.__init__(backend, spec(**REAL))
+    rocm(tiny=False)
+    backend = RocmAiterMlaSparseBackend(spec(**REAL))
     assert backend.cache_spec.index_bytes == 128 + mla_indexer.SCALE_BYTES
     assert backend.cache_spec.bytes_per_token(torch.bfloat16) == 1152 + 132
