@@ -87,9 +87,7 @@ class RocmAiterMlaSparseBackend(SparseMlaBackend):
         assert selected is not None, "every layer of a model with an indexer brings a selection"
         assert plan.serial == plan.buffers.serial, "a newer plan has taken this plan's buffers"
         self._kernels.write(cache, rows, plan.metadata.slot_mapping)
-        if plan.selected is not selected:  # layers that share a selection share its list
-            plan.buffers.list_slots(selected, plan.work.kv_indptr, plan.metadata.block_table, self.spec.block_size)
-            plan.selected = selected
+        plan.list_slots(selected, self.spec.block_size)
         entries = plan.entries()
         # What AITER would fill in itself; left out, some versions drop the plan for one of their own.
         num_kv_splits = entries.work["work_indptr"].numel() - 1

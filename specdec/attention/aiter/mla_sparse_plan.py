@@ -51,7 +51,7 @@ class SparsePlan:
 
     metadata: AttentionMetadata
     buffers: "SparseBuffers"
-    work: "WorkPlan"
+    work_plan: "WorkPlan"
     serial: int  # of the buffers' content
     positions: Tensor  # int64 [num_tokens]
     chunks: list[IndexChunk] | None  # None when only the device knows the lengths
@@ -60,7 +60,13 @@ class SparsePlan:
 
     def entries(self) -> Entries:
         """The tokens, each an entry of its own."""
-        return self.buffers.entries(self.metadata.num_tokens, self.work)
+        return self.buffers.entries(self.metadata.num_tokens, self.work_plan)
+
+    def list_slots(self, selected: Tensor, block_size: int) -> None:
+        """Takes over what a layer selects, int32 [num_tokens, topk]; layers that share a selection share its list."""
+        if self.selected is not selected:
+            self.buffers.list_slots(selected, self.work_plan, self.metadata.block_table, block_size)
+            self.selected = selected
 
 
 @dataclass(slots=True, eq=False)
@@ -71,11 +77,13 @@ class WorkPlan:
         kv_indptr: int32 [capacity + 1], where the keys of each token begin.
         work: the plan under the names that `mla_decode_fwd` gives its parts.
         key: of what is planned; None when its inputs are not known to the host.
+        full: every token has `topk` keys.
     """
 
     kv_indptr: Tensor
     work: dict[str, Tensor]
     key: PlanKey | None = None
+    full: bool = False
 
     def fill(self, lengths: Tensor) -> None:
         """Takes over the keys int64 [num_tokens] of each token; tokens that are not there have none."""
@@ -135,18 +143,19 @@ class SparseBuffers:
         self.request_ids[:count].copy_(request_ids)
         self.serial += 1
 
-    def list_slots(self, selected: Tensor, kv_indptr: Tensor, block_table: Tensor, block_size: int) -> None:
-        """Turns positions int32 [num_tokens, topk], -1 where there is none, into lists of cache slots, each from `kv_indptr` on.
-
-        A token that pads a steady batch has fewer positions than its list is long; the rest keeps slots of earlier forwards.
-        """
+    def list_slots(self, selected: Tensor, plan: WorkPlan, block_table: Tensor, block_size: int) -> None:
+        """Turns positions int32 [num_tokens, topk], -1 where there is none, into the packed list of cache slots."""
         count = len(selected)
         valid = selected >= 0
         positions = selected.clamp(min=0)
         blocks = block_table[self.request_ids[:count, None], positions // block_size]
-        places = kv_indptr[:count, None] + valid.cumsum(1) - 1
+        slots = blocks * block_size + positions % block_size
+        if plan.full:  # only what pads the batch has fewer positions than its list is long; any cache has the slot 0
+            self.kv_indices[: slots.numel()].copy_(torch.where(valid, slots, 0).view(-1))
+            return
+        places = plan.kv_indptr[:count, None] + valid.cumsum(1) - 1
         places = torch.where(valid, places, self.capacity * self.topk)
-        self.kv_indices.scatter_(0, places.view(-1), (blocks * block_size + positions % block_size).view(-1))
+        self.kv_indices.scatter_(0, places.view(-1), slots.view(-1))
 
 
 class SparsePlanner:
@@ -172,9 +181,9 @@ class SparsePlanner:
         request_ids = torch.searchsorted(ends, rows, right=True)
         positions = rows + (metadata.seq_lens - ends)[request_ids].long()
         buffers.fill(request_ids, capturing=capturing)
-        work = self._steady_plan(metadata, buffers, capturing) or self._work_plan(metadata, positions, buffers, capturing)
+        work_plan = self._steady_plan(metadata, buffers, capturing) or self._work_plan(metadata, positions, buffers, capturing)
         chunks = None if metadata.query_lens is None else _index_chunks(metadata, self.device)
-        return SparsePlan(metadata, buffers, work, buffers.serial, positions, chunks)
+        return SparsePlan(metadata, buffers, work_plan, buffers.serial, positions, chunks)
 
     def buffers(self, num_tokens: int) -> SparseBuffers:
         """Buffers for at least `num_tokens`."""
@@ -192,7 +201,7 @@ class SparsePlanner:
         if metadata.query_lens is not None or metadata.min_seq_len - metadata.max_query_len + 1 < self.topk:
             return None
         if count not in self._steady_plans and not capturing:
-            plan = WorkPlan(self._zeros(count + 1), self.kernels.work(count, 1, is_sparse=True))
+            plan = WorkPlan(self._zeros(count + 1), self.kernels.work(count, 1, is_sparse=True), full=True)
             torch.arange(0, (count + 1) * self.topk, self.topk, out=plan.kv_indptr)
             self.kernels.divide(buffers.entries(count, plan))
             self._steady_plans[count] = plan

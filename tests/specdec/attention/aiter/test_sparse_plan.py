@@ -63,7 +63,7 @@ def steady(num_reqs: int, width: int, *, least: int | None = None) -> AttentionM
 
 def indptr(plan: SparsePlan) -> list[int]:
     """The filled part of `kv_indptr`."""
-    return plan.work.kv_indptr[: plan.metadata.num_tokens + 1].tolist()
+    return plan.work_plan.kv_indptr[: plan.metadata.num_tokens + 1].tolist()
 
 
 def test_d2_same_key_is_not_planned_again(machine: Machine) -> None:
@@ -95,8 +95,8 @@ def test_d2_changed_key_is_planned_again(machine: Machine, before: Any, after: A
     plan = planner.plan(known(*after))
     assert plans_made(machine) == 2
     fresh = planner_of().plan(known(*after))
-    used = fresh.work.work["work_indptr"][-1]
-    assert torch.equal(plan.work.work["work_info_set"][:used], fresh.work.work["work_info_set"][:used])
+    used = fresh.work_plan.work["work_indptr"][-1]
+    assert torch.equal(plan.work_plan.work["work_info_set"][:used], fresh.work_plan.work["work_info_set"][:used])
     assert indptr(plan) == indptr(fresh)
 
 
@@ -136,7 +136,7 @@ def test_d3_shrinking_batches_clear_what_they_leave(machine: Machine) -> None:
         assert (buffers.kv_indices == 9).all()  # growing clears nothing
         plan = planner.plan(of(known([40] * 10, [1] * 10)))
         assert (buffers.kv_indices[10 * topk : 12 * topk] == 0).all() and (buffers.kv_indices[12 * topk :] == 9).all()
-        assert plan.work.kv_indptr.tolist() == [*range(0, 61, 6), *[60] * 6]
+        assert plan.work_plan.kv_indptr.tolist() == [*range(0, 61, 6), *[60] * 6]
 
 
 def test_d4_buffers_begin_as_zeros(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,7 @@ def test_d4_buffers_begin_as_zeros(machine: Machine, monkeypatch: pytest.MonkeyP
     plan = planner_of().plan(known([40] * 9, [1] * 9))
     assert plan.buffers.capacity == 16
     assert plan.buffers.request_ids[9:].tolist() == [0] * 7 and not plan.buffers.kv_indices.any()
-    assert (plan.work.work["work_info_set"] != 77).all()
+    assert (plan.work_plan.work["work_info_set"] != 77).all()
 
 
 def test_d6_unknown_lengths_are_planned_every_time(machine: Machine) -> None:
@@ -158,13 +158,13 @@ def test_d6_unknown_lengths_are_planned_every_time(machine: Machine) -> None:
     metadata = known([30, 12], [4, 4])
     for count in range(1, 4):
         plan = planner.plan(unknown(metadata))
-        assert plans_made(machine) == count and plan.work.key is None
+        assert plans_made(machine) == count and plan.work_plan.key is None
     first = planner.plan(metadata)
     planner.plan(unknown(known([30, 2], [2, 2])))
     planner.plan(unknown(metadata))
     assert plans_made(machine) == 6
     again = planner.plan(metadata)
-    assert plans_made(machine) == 6 and again.work is first.work is not plan.work
+    assert plans_made(machine) == 6 and again.work_plan is first.work_plan is not plan.work_plan
 
 
 def test_d6_new_buffers_hold_no_plan(machine: Machine) -> None:
@@ -207,9 +207,9 @@ def test_d6_capture_and_replay(machine: Machine, monkeypatch: pytest.MonkeyPatch
     captured.kv_indices.fill_(9)
     graph = planner.plan(metadata)
     assert (captured.kv_indices[54:96] == 0).all()
-    assert graph.work.key is None and plans_made(machine) == 2
+    assert graph.work_plan.key is None and plans_made(machine) == 2
     capturing[0] = False
-    assert planner.plan(metadata).work is not graph.work and plans_made(machine) == 2
+    assert planner.plan(metadata).work_plan is not graph.work_plan and plans_made(machine) == 2
     captured.request_ids.fill_(9)
     captured.kv_indices.fill_(9)
     planner.plan(unknown(known([30] * 10, [1] * 10)))
@@ -257,7 +257,7 @@ def test_a_row_short_of_keys_is_planned_each_time(machine: Machine, width: int) 
 def test_steady_plans_share_no_memory(machine: Machine) -> None:
     """A graph that holds one of them goes on reading it after any other batch was planned."""
     planner = planner_of()
-    plans = [planner.plan(steady(n, 1)).work for n in (1, 2, 3, 4)]
+    plans = [planner.plan(steady(n, 1)).work_plan for n in (1, 2, 3, 4)]
     planner.plan(unknown(known([30, 2], [1, 1])))
     planner.plan(known([30, 12], [4, 1]))
     everything = [*plans, *planner._work_plans.values()]
@@ -265,7 +265,7 @@ def test_steady_plans_share_no_memory(machine: Machine) -> None:
     assert len(everything) == 6 and len(set(memory)) == len(memory)
     for count, plan in enumerate(plans, start=1):
         kept = {name: part.clone() for name, part in plan.work.items()}
-        assert planner.plan(steady(count, 1)).work is plan
+        assert planner.plan(steady(count, 1)).work_plan is plan
         assert all(torch.equal(part.view(torch.uint8), kept[name].view(torch.uint8)) for name, part in plan.work.items())
     assert plans_made(machine) == 6
 
@@ -279,9 +279,9 @@ def test_a_graph_does_not_make_a_steady_plan(machine: Machine, monkeypatch: pyte
     assert plans_made(machine) == 1 and not planner._steady_plans
     capturing[0] = False
     made = planner.plan(steady(3, 1))
-    assert plans_made(machine) == 2 and made.work is not recorded.work
+    assert plans_made(machine) == 2 and made.work_plan is not recorded.work_plan
     capturing[0] = True
-    assert planner.plan(steady(3, 1)).work is made.work and plans_made(machine) == 2
+    assert planner.plan(steady(3, 1)).work_plan is made.work_plan and plans_made(machine) == 2
 
 
 def test_a_failing_planner_leaves_no_steady_plan(machine: Machine) -> None:
@@ -298,3 +298,13 @@ def test_a_failing_planner_leaves_no_steady_plan(machine: Machine) -> None:
     planner.kernels.ops = ops
     planner.plan(steady(3, 1))
     assert plans_made(machine) == 1
+
+
+def test_what_pads_a_steady_batch_reads_no_old_slots(machine: Machine) -> None:
+    """A captured step lists `topk` slots for rows that have fewer; what lay there may be of another, larger cache."""
+    planner, size = planner_of(), 16
+    metadata = replace(steady(2, 1), block_table=torch.tensor([[3, 4], [0, 0]], dtype=torch.int32))
+    plan = planner.plan(metadata)
+    plan.buffers.kv_indices.fill_(10**6)
+    plan.list_slots(torch.tensor([[5, 0, 17, 2, 1, 16], [0, -1, -1, -1, -1, -1]], dtype=torch.int32), size)
+    assert plan.entries().kv_indices.tolist() == [53, 48, 65, 50, 49, 64, *[0] * 6]
