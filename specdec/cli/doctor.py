@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+from contextlib import suppress
+from fnmatch import fnmatchcase
 from importlib import metadata
 from typing import TYPE_CHECKING
 
@@ -20,23 +22,38 @@ if TYPE_CHECKING:
     from specdec.attention.mla import MlaSpec
 
 ENVIRONMENT = (
-    "AITER_TRITON_ONLY",
-    "AITER_REBUILD",
-    "AITER_LOG_LEVEL",
-    "ENABLE_CK",
-    "GPU_ARCHS",
+    # AITER: what it loads, compiles and tunes, with which compiler and for which architecture.
+    "AITER_*",
+    "*HIP_CLANG_PATH",
+    "CK_DIR",
     "CU_NUM",
-    "HIP_VISIBLE_DEVICES",
-    "ROCR_VISIBLE_DEVICES",
+    "ENABLE_CK",
+    "FLASH_ATTENTION_*",
+    "FLYDSL_*",
+    "GPU_ARCHS",
+    "HIP_KITTENS_DIR",
+    "MAX_JOBS",
+    "PREBUILD_*",
+    "PYTORCH_ROCM_ARCH",
+    "ROCM_HOME",
+    "ROCM_PATH",
+    "TRITON_*",
+    # Which GPUs there are.
     "CUDA_VISIBLE_DEVICES",
-    "FLASH_ATTENTION_TRITON_AMD_AUTOTUNE",
+    "HIP_VISIBLE_DEVICES",
+    "HSA_OVERRIDE_GFX_VERSION",
+    "ROCR_VISIBLE_DEVICES",
+    # The rest.
     "HF_HOME",
     "HF_HUB_OFFLINE",
     "OMP_NUM_THREADS",
 )
-"""Variables that change what runs. specdec itself reads the first alone; the libraries under it read the others."""
+"""Variables that change what runs; * stands for anything. specdec itself reads AITER_TRITON_ONLY alone; the libraries under it read
+the others."""
 
 _PACKAGES = ("torch", "triton", "transformers", "amd-aiter")
+_TRITON = ("triton", "pytorch-triton-rocm", "triton-rocm")
+"""Distributions that bring the package `triton`."""
 
 
 _ORDINARY = {"heads": 32, "kv_heads": 8, "head_dim": 128}
@@ -73,26 +90,26 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         SpecDecError: the device or type does not exist here, or a number or a combination of options makes no model.
     """
-    import torch
-
     from specdec.attention.selector import refusals
+    from specdec.device import torch_build, unseen_gpu
 
     spec = spec_of(args)
     device = spec.device
+    environment = environment_lines()  # before AITER is imported, which sets some itself
     print(f"specdec       {__version__}, Python {platform.python_version()}")
     print(f"device        {describe_device(device)}")
+    if args.device == "auto" and (reason := unseen_gpu()):
+        print(f"no GPU        {reason}")
     for name in _PACKAGES:
         print(f"{name:<13} {_package_version(name)}")
-    if torch.version.hip or torch.version.cuda:
-        print(f"torch for     {f'ROCm {torch.version.hip}' if torch.version.hip else f'CUDA {torch.version.cuda}'}")
+    print(f"torch for     {torch_build()}")
     for warning in [*foreign_packages(), *overwritten_packages(), *aiter_warnings()]:
         print(f"warning       {warning}")
     refused = refusals(spec)
     print(f"\nattention backends, for {describe_spec(spec)}")
     print("\n".join(backend_lines(spec, refused)))
     print("\nenvironment")
-    found = [f"  {name}={os.environ[name]}" for name in ENVIRONMENT if name in os.environ]
-    print("\n".join(found or ["  none of the variables that change what runs is set"]))
+    print("\n".join(environment or ["  none of the variables that change what runs is set"]))
     return int(all(refused.values()))
 
 
@@ -204,17 +221,28 @@ def backend_lines(spec: AttentionSpec | MlaSpec, refused: dict[str, list[str]]) 
 
 
 def aiter_warnings() -> list[str]:
-    """What is wrong with the AITER installed here, whether or not this machine could use it."""
-    from specdec.kernels.aiter import unavailable_reasons, wrong_package_installed
+    """What is wrong or unusual with the AITER installed here, whether or not this machine could use it."""
+    from specdec.kernels.aiter import newer_than_checked, unavailable_reasons, wrong_package_installed
 
-    return unavailable_reasons() if wrong_package_installed() else []
+    if wrong_package_installed():
+        return unavailable_reasons()
+    newer = newer_than_checked()
+    return [newer] if newer else []
+
+
+def environment_lines() -> list[str]:
+    """Those of `ENVIRONMENT` that are set, with their values."""
+    order = [name for pattern in ENVIRONMENT for name in sorted(os.environ) if fnmatchcase(name, pattern)]
+    return [f"  {name}={os.environ[name]}" for name in dict.fromkeys(order)]
 
 
 def _package_version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "not installed"
+    """Version of a distribution; of Triton also under the names that it has in ROCm builds of torch."""
+    for distribution in _TRITON if name == "triton" else (name,):
+        with suppress(metadata.PackageNotFoundError):
+            version = metadata.version(distribution)
+            return version if distribution == name else f"{version} ({distribution})"
+    return "not installed"
 
 
 def _option(name: str) -> str:

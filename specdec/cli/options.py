@@ -74,7 +74,21 @@ def load_decoder(args: argparse.Namespace, drafter: str | None, engine: EngineCo
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()  # it would fill a log file with carriage returns
-    return SpecDecoder.from_pretrained(args.model, drafter=drafter, **asdict(load), engine=engine)
+    decoder = SpecDecoder.from_pretrained(args.model, drafter=drafter, **asdict(load), engine=engine)
+    say_gpu(load.device)
+    return decoder
+
+
+def say_gpu(name: str) -> None:
+    """One line on standard error about the GPU that `--device` stands for, or why there is none although the machine has one."""
+    from specdec.cli.doctor import describe_device
+    from specdec.device import resolve_device, unseen_gpu
+
+    device = resolve_device(name)
+    if device.type == "cuda":
+        print(f"specdec: on {describe_device(device)}", file=sys.stderr)
+    elif name == "auto" and (reason := unseen_gpu()):
+        print(f"specdec: no GPU is used: {reason}", file=sys.stderr)
 
 
 def _own(config: type) -> list[str]:

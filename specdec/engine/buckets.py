@@ -27,3 +27,21 @@ def length_bucket(num_tokens: int, longest: int) -> int:
     (512, 512, 3500)
     """
     return min(max(_SHORTEST, power_of_two(num_tokens)), longest)
+
+
+def batches(most: int) -> list[int]:
+    """Numbers of requests, one for each bucket of batches of at most `most`.
+
+    >>> batches(5), batches(600)[-2:]
+    ([1, 2, 4, 5], [512, 600])
+    """
+    return [*(size for size in BATCH_SIZES if size < most), most]
+
+
+def lengths(longest: int) -> list[int]:
+    """Every bound that `length_bucket` gives.
+
+    >>> lengths(3500), lengths(100)
+    ([512, 1024, 2048, 3500], [100])
+    """
+    return sorted({length_bucket(2**n, longest) for n in range(power_of_two(longest).bit_length())})

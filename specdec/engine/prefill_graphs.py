@@ -4,7 +4,7 @@ Chunks are padded to one length, a power of two. Rows past a chunk's end come la
 write to the null block.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specdec.attention.backend import AttentionMetadata
 from specdec.core import ForwardInput, PrefillBatch, Verifier
-from specdec.engine.buckets import batch_bucket, length_bucket
+from specdec.engine.buckets import batch_bucket, batches, length_bucket, lengths
 from specdec.engine.graphs import Capture, ShapeGraphs
 from specdec.engine.scheduler import Chunk, prefill_tokens
 from specdec.engine.slots import SlotState, cache_slots, samples_first_token
@@ -96,6 +96,25 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
         graph.replay()
         ended = [index for index, chunk in enumerate(chunks) if samples_first_token(chunk)]
         return graph.logits[: len(ended)] if len(ended) == len(chunks) else graph.logits[self._state.tensor(ended)]
+
+    def spans(self, most_reqs: int, most_tokens: int) -> Iterator[list[tuple[int, int]]]:
+        """For every shape the shortest chunks that have it, each from start to end.
+
+        Args:
+            most_reqs: chunks of a step.
+            most_tokens: tokens of all chunks of a step together.
+        """
+        width = LEAST_ROWS
+        while width <= self._most_rows:
+            fewest = 1 if width == LEAST_ROWS else width // 2 + 1
+            for num_reqs in batches(most_reqs):
+                if batch_bucket(num_reqs) * width > self._most_rows or fewest + num_reqs - 1 > most_tokens:
+                    break
+                for bound in lengths(self._state.longest):
+                    start = min(bound - width, self._state.max_model_len - 1 - fewest)
+                    if start >= 0 and length_bucket(start + width, self._state.longest) == bound:
+                        yield [(start, start + fewest), *[(start, start + 1)] * (num_reqs - 1)]
+            width *= 2
 
     def _shape(self, chunks: Sequence[Chunk]) -> PrefillShape | None:
         longest = self._state.longest

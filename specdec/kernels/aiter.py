@@ -19,6 +19,9 @@ import torch
 MINIMUM_VERSION = (0, 1, 15)
 """The oldest AITER the backends are tested against."""
 
+CHECKED_VERSION = (0, 1, 20)
+"""The newest AITER whose sources the calls have been compared with."""
+
 NON_CAUSAL_VERSION = (0, 1, 16)
 """Before it, `flash_attn_with_kvcache` reads sequence lengths on the host, in the middle of a step."""
 
@@ -168,6 +171,17 @@ def installed_version() -> str | None:
         return metadata.version("amd-aiter")
     except metadata.PackageNotFoundError:
         return None
+
+
+def newer_than_checked() -> str | None:
+    """A note on an AITER newer than what the calls have been compared with; None for others."""
+    text = installed_version()
+    if text is None or version_numbers(text) <= CHECKED_VERSION:
+        return None
+    return (
+        f"amd-aiter {text} is newer than {dotted(CHECKED_VERSION)}, the newest that was checked;"
+        " compare the arguments of its functions with: python -m tests.helpers.aiter_emulation.compare_signatures"
+    )
 
 
 def wrong_package_installed() -> bool:

@@ -1,13 +1,16 @@
 """Times whole steps of the engine on this machine's GPU, and compares its memory with the forecast: `python -m tests.checks.step`.
 
 Targets and DFlash drafters have random weights, so nearly no draft is accepted: what counts is how long a step takes, by the wall
-clock, captured, results read one step late as in any generation. For the shape of each target: one and 32 requests, a long context,
-plain and with 1, 3, 7 and 15 drafts.
+clock, captured where graphs are the default, results read one step late as in any generation. For the shape of each target: one and
+32 requests, a long context, plain and with 1, 3, 7 and 15 drafts.
 """
 
+import argparse
 import gc
+import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,14 +19,15 @@ from drafters.dflash.config import DFlashConfig
 from drafters.dflash.drafter import DFlashDrafter
 from drafters.dflash.model import DFlashModel
 from specdec.attention.backend import AttentionSpec
-from specdec.attention.triton.fa import TritonFaBackend
+from specdec.attention.selector import select_backend
 from specdec.config import EngineConfig, SamplingParams
 from specdec.core import Verifier
+from specdec.device import resolve_device
 from specdec.engine.engine import SpecEngine
 from specdec.engine.memory import graph_bytes
 from specdec.engine.prefill_graphs import most_prefill_rows
 from specdec.engine.request import Status
-from tests.checks.triton import BLOCK, DEVICE, SHAPES, random_verifier
+from tests.checks.triton import BLOCK, SHAPES, random_verifier
 
 
 def random_drafter(shape: dict[str, Any], verifier: Verifier) -> DFlashDrafter:
@@ -39,41 +43,82 @@ def random_drafter(shape: dict[str, Any], verifier: Verifier) -> DFlashDrafter:
         num_target_layers=shape["num_hidden_layers"],
         **{name: value for name, value in shape.items() if name not in ("model_type", "num_hidden_layers")},
     )
-    with DEVICE:
+    with verifier.device:
         return DFlashDrafter(DFlashModel(config), verifier)
 
 
-def check_step(name: str) -> None:
-    """Lines for whole steps of the engine, captured: one or 32 requests, plain and with drafts, also at a long context."""
-    shape = SHAPES[name]
-    heads = (shape["num_attention_heads"], shape["num_key_value_heads"], shape["head_dim"])
-    verifier = random_verifier(shape, TritonFaBackend(AttentionSpec(DEVICE, torch.bfloat16, *heads, BLOCK)))
-    for drafts in (0, 1, 3, 7, 15):
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "vocab_size": 512,
+}
+"""To rehearse with, where there is no GPU."""
+
+
+def check_step(name: str, attention: str, device: torch.device) -> dict[str, float]:
+    """Lines for whole steps of the engine: one or 32 requests, plain and with drafts, also at a long context.
+
+    Returns:
+        Milliseconds per step by title.
+    """
+    tiny = name == "tiny"
+    shape = TINY if tiny else SHAPES[name]
+    spec = AttentionSpec(
+        device, torch.bfloat16, shape["num_attention_heads"], shape["num_key_value_heads"], shape["head_dim"], BLOCK, non_causal=True
+    )
+    verifier = random_verifier(shape, select_backend(attention, spec))
+    found: dict[str, float] = {}
+    for drafts in (0, 15) if tiny else (0, 1, 3, 7, 15):
         first = 0.0
-        for num_reqs, context in ((1, 1024), (32, 1024), (1, 32768)):
+        for num_reqs, context in ((1, 32), (2, 32)) if tiny else ((1, 1024), (32, 1024), (1, 32768)):
             if context > 1024 and drafts in (1, 3, 7):
                 continue
             drafter = random_drafter(shape, verifier) if drafts else None
-            gc.collect()
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
             config = EngineConfig(
                 max_num_seqs=num_reqs, max_model_len=context + 1024, max_prefill_tokens=4096, num_draft_tokens=drafts or None
             )
-            loaded = torch.cuda.memory_allocated()
-            engine = SpecEngine(verifier, drafter, config)
-            cache = sum(tensor.nbytes for layer in engine.kv_cache.layers for tensor in layer)
-            predicted = loaded + cache + graph_bytes(verifier, num_reqs * (drafts + 1), most_prefill_rows(verifier, num_reqs))
-            milliseconds = step_time(engine, num_reqs, context)
+            with Peak(device) as peak:
+                engine = SpecEngine(verifier, drafter, config)
+                milliseconds = step_time(engine, num_reqs, context, steps=2 if tiny else 40)
+                cache = sum(tensor.nbytes for layer in engine.kv_cache.layers for tensor in layer)
+                for_graphs = graph_bytes(verifier, num_reqs * (drafts + 1), most_prefill_rows(verifier, num_reqs))
             first = first or milliseconds
-            peak = torch.cuda.max_memory_allocated()
             title = f"{name}, {num_reqs} x {context:,}, {drafts} drafts"
-            print(
-                f"{title:<46}{milliseconds:>8.2f} ms per step, {milliseconds / first:.2f} of the first;"
-                f" peak {peak / 2**30:.1f} GiB, {peak / predicted:.2f} of the prediction",
-                flush=True,
-            )
+            found[title] = milliseconds
+            memory = peak.line(cache + for_graphs)
+            print(f"{title:<46}{milliseconds:>8.2f} ms per step, {milliseconds / first:.2f} of the first{memory}", flush=True)
             del engine, drafter
+    return found
+
+
+class Peak:
+    """Most memory of a GPU that was in use within it, beside what was before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._loaded, self._most = device, 0, 0
+
+    def __enter__(self) -> "Peak":
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            self._loaded = torch.cuda.memory_allocated()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._device.type == "cuda":
+            self._most = torch.cuda.max_memory_allocated()
+
+    def line(self, predicted: int) -> str:
+        """The peak beside the prediction; nothing on a CPU."""
+        if not self._most:
+            return ""
+        return f"; peak {self._most / 2**30:.1f} GiB, {self._most / (self._loaded + predicted):.2f} of the prediction"
 
 
 def step_time(engine: SpecEngine, num_reqs: int, context: int, steps: int = 40) -> float:
@@ -86,24 +131,40 @@ def step_time(engine: SpecEngine, num_reqs: int, context: int, steps: int = 40) 
         engine.step()
     for _ in range(10):
         engine.step()
-    torch.cuda.synchronize()
+    wait(engine.verifier.device)
     started = time.perf_counter()
     for _ in range(steps):
         engine.step()
-    torch.cuda.synchronize()
+    wait(engine.verifier.device)
     return (time.perf_counter() - started) / steps * 1e3
 
 
+def wait(device: torch.device) -> None:
+    """Waits until a GPU is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def main() -> int:
-    """All shapes, the larger first."""
-    if not torch.cuda.is_available():
+    """All shapes, the largest first."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--attention", default="triton_fa", help="backend (default %(default)s)")
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=[*SHAPES, "tiny"], help="(default: all but tiny)")
+    parser.add_argument("--device", default="cuda", help="(default %(default)s)")
+    parser.add_argument("--out", type=Path, help="write milliseconds by title as JSON")
+    args = parser.parse_args()
+    if args.device != "cpu" and not torch.cuda.is_available():
         print("no CUDA or ROCm device here")
         return 2
+    device = resolve_device(args.device)
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    for name in SHAPES:
-        check_step(name)
+    print(f"{torch.cuda.get_device_name() if device.type == 'cuda' else 'cpu'}, torch {torch.__version__}, {args.attention}")
+    found: dict[str, float] = {}
+    for name in args.shapes:
+        found |= check_step(name, args.attention, device)
+    if args.out:
+        args.out.write_text(json.dumps(found, indent=1))
     return 0
 
 

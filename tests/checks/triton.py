@@ -222,6 +222,26 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         "vocab_size": 151936,
     },
+    "Llama-3.1-8B": {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+    },
+    "Qwen3-1.7B": {
+        "model_type": "qwen3",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+    },
     "SmolLM2-135M": {
         "model_type": "llama",
         "hidden_size": 576,
@@ -236,17 +256,18 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def random_verifier(shape: dict[str, Any], backend: Any) -> Any:
-    """A `FusedVerifier` with random weights of that shape, made on the device."""
+    """A `FusedVerifier` with random weights of that shape, made on the backend's device."""
+    device = backend.spec.device
     config: Any = SimpleNamespace(**shape, rms_norm_eps=1e-6, max_position_embeddings=40960, sliding_window=None)
     hidden, dim, inner = config.hidden_size, config.head_dim, config.intermediate_size
     heads, kv_heads = config.num_attention_heads * dim, config.num_key_value_heads * dim
 
     def matrix(out: int, inputs: int) -> Any:
-        weight = torch.empty(out, inputs, dtype=torch.bfloat16, device=DEVICE).normal_(std=inputs**-0.5)
+        weight = torch.empty(out, inputs, dtype=torch.bfloat16, device=device).normal_(std=inputs**-0.5)
         return SimpleNamespace(weight=weight, bias=None)
 
     def norm(width: int) -> Any:
-        return SimpleNamespace(weight=torch.ones(width, dtype=torch.bfloat16, device=DEVICE), variance_epsilon=1e-6)
+        return SimpleNamespace(weight=torch.ones(width, dtype=torch.bfloat16, device=device), variance_epsilon=1e-6)
 
     def layer() -> Any:
         head_norms = {"q_norm": norm(dim), "k_norm": norm(dim)} if config.model_type == "qwen3" else {}
@@ -260,7 +281,7 @@ def random_verifier(shape: dict[str, Any], backend: Any) -> Any:
         mlp = SimpleNamespace(gate_proj=matrix(inner, hidden), up_proj=matrix(inner, hidden), down_proj=matrix(hidden, inner))
         return SimpleNamespace(self_attn=attention, mlp=mlp, input_layernorm=norm(hidden), post_attention_layernorm=norm(hidden))
 
-    frequencies = 1e6 ** (-torch.arange(0, dim, 2, device=DEVICE).float() / dim)
+    frequencies = 1e6 ** (-torch.arange(0, dim, 2, device=device).float() / dim)
 
     def rotary(states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         angles = (position_ids[..., None].float() * frequencies).repeat(1, 1, 2)

@@ -255,7 +255,7 @@ def test_an_interrupted_sweep_keeps_what_it_measured(tmp_path: Path, monkeypatch
 def test_progress_shows_tau_while_it_runs(monkeypatch: Patch, capsys: Capture) -> None:
     """Catches a bar that only appears at the end on a terminal."""
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    monkeypatch.setattr("evals.progress.INTERVAL", 0.0)
+    monkeypatch.setattr("specdec.cli.progress.INTERVAL", 0.0)
     run_set(
         tiny_decoder(),
         PROMPTS,

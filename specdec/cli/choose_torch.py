@@ -1,0 +1,119 @@
+"""Which build of torch an environment gets; run by the Makefile before anything is installed, so on the standard library alone.
+
+    PYTHON -m specdec.cli.choose_torch --link .venv    lets a new environment use the ROCm build that PYTHON has
+    .venv/bin/python -m specdec.cli.choose_torch       prints the versions to install, such as keep the build that is there
+
+pip's own choice is a build for CUDA, and a later installation would put it, or its Triton, over one for ROCm.
+"""
+
+import argparse
+import re
+import runpy
+import sys
+import sysconfig
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from specdec import amd_gpus
+from specdec.errors import InvalidInputError
+
+_ROOT = Path(__file__).parents[2]
+_NEEDED = re.compile(r'"torch>=([\d.]+)"')
+_OF_TORCH = ("torch==", "triton==")
+"""Pins that are those of the build for CUDA."""
+
+
+class TorchBuild(NamedTuple):
+    """The torch that a Python would import.
+
+    Attributes:
+        version: its own.
+        hip: version of ROCm that it is built for; None for other builds.
+        folder: where the package lies.
+    """
+
+    version: str
+    hip: str | None
+    folder: Path
+
+
+def installed_torch() -> TorchBuild | None:
+    """Torch on this Python's path, without importing it: that takes seconds, and fails where a driver is missing."""
+    found = find_spec("torch")
+    if found is None or found.origin is None:
+        return None
+    package = Path(found.origin).parent
+    values = runpy.run_path(str(package / "version.py"))
+    return TorchBuild(str(values["__version__"]), values.get("hip"), package.parent)
+
+
+def link(environment: Path, build: TorchBuild | None) -> None:
+    """Makes a ROCm build of the Python that made `environment` importable there, behind what the environment has itself."""
+    if build is not None and build.hip:
+        packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(environment), "platbase": str(environment)}))
+        # As a folder of packages in its own right, since a ROCm build may come with path files.
+        (packages / "rocm_torch.pth").write_text(f"import site; site.addsitedir({str(build.folder)!r})\n")
+
+
+def pins(constraints: str, build: TorchBuild | None, *, named: bool, needed: str, gpus: list[str]) -> str:
+    """Versions for pip, as lines of a constraints file.
+
+    Args:
+        constraints: those that tests run with.
+        build: torch in the environment.
+        named: the user says which torch to install.
+        needed: lowest version of torch.
+        gpus: see `amd_gpus.wanting_rocm`.
+
+    Raises:
+        InvalidInputError: the ROCm build that is there is too old, or an AMD GPU would get a build for CUDA.
+    """
+    others = "".join(line for line in constraints.splitlines(keepends=True) if not line.startswith(_OF_TORCH))
+    if named:
+        return others
+    if build is not None and build.hip:
+        if _numbers(build.version) < _numbers(needed):
+            raise InvalidInputError(
+                f"torch {build.version} in {build.folder} is older than {needed}: install a newer ROCm build there, or name an"
+                " index of one: make demo TORCH_INDEX=..."
+            )
+        return f"{others}torch=={build.version}\n"
+    if gpus and build is None:
+        raise InvalidInputError(
+            f"an AMD GPU is here ({', '.join(sorted(set(gpus)))}), and pip's own torch is built for CUDA; name the index that"
+            " PyTorch's install page gives for ROCm: make demo TORCH_INDEX=...; or a Python that has a ROCm build: make demo"
+            " PYTHON=...; or leave the GPU alone: make demo TORCH=torch (docs/rocm.md)"
+        )
+    return constraints
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])[:2]))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; 1 with a line on standard error when there is nothing to install."""
+    parser = argparse.ArgumentParser(prog="python -m specdec.cli.choose_torch")
+    parser.add_argument("--link", type=Path, metavar="FOLDER", help="the environment that this Python has made")
+    parser.add_argument("--named", action="store_true", help="the torch to install is named by hand")
+    args = parser.parse_args(argv)
+    build = installed_torch()
+    if args.link:
+        link(args.link, build)
+        return 0
+    needed = _NEEDED.search((_ROOT / "pyproject.toml").read_text())
+    assert needed is not None
+    try:
+        constraints = (_ROOT / "constraints.txt").read_text()
+        print(pins(constraints, build, named=args.named, needed=needed[1], gpus=amd_gpus.wanting_rocm()), end="")
+    except InvalidInputError as error:
+        print(error, file=sys.stderr)
+        return 1
+    if build is not None and build.hip and not args.named:
+        print(f"  torch {build.version} in {build.folder} is built for ROCm, and is kept", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

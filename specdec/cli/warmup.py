@@ -1,0 +1,62 @@
+"""`specdec warmup`: compiles what a configuration will need, so that no request waits for a compiler."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from specdec.cli.options import engine_config, engine_options, load_decoder, model_options, sampling_options, sampling_params
+
+SLOW = 1.0
+"""Seconds from which a shape is named: something was compiled for it."""
+
+_EPILOG = """\
+Give the options that `specdec generate` or a server will have. What is compiled stays in the caches of AITER and Triton on disk, so
+one run is enough for each configuration, until one of them, torch or the driver changes. Interrupted, the same command goes on with
+what is left.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `specdec warmup`."""
+    parser.usage = "%(prog)s [options]"
+    parser.epilog = _EPILOG
+    model_options(parser)
+    engine_options(parser)
+    sampling_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs `specdec warmup`; 0 when every shape could be launched, 1 when some failed.
+
+    Raises:
+        SpecDecError: an option or the model is wrong.
+        KeyboardInterrupt: interrupted, after a line that says how far it came.
+    """
+    from specdec.cli.progress import ProgressBar
+    from specdec.engine.warmup import warm_up_shapes
+
+    decoder = load_decoder(args, args.drafter, engine_config(args))
+    shapes = warm_up_shapes(decoder.engine, sampling_params(args))
+    bar, started, num_failed = ProgressBar("warm-up", len(shapes)), time.perf_counter(), 0
+    for index, shape in enumerate(shapes):
+        bar.show(index, shape.title)
+        before = time.perf_counter()
+        try:
+            shape.run()
+        except KeyboardInterrupt:
+            bar.close()
+            print(f"specdec: {index} of {len(shapes)} shapes are warm; the same command goes on from there", file=sys.stderr)
+            raise
+        except Exception as error:  # whatever a compiler or a kernel raises: the others may work
+            num_failed += 1
+            bar.write(f"  failed: {shape.title}: {' '.join(str(error).split())[:300] or type(error).__name__}", file=sys.stderr)
+            continue
+        seconds = time.perf_counter() - before
+        if seconds >= SLOW:
+            bar.write(f"  {seconds:6.1f} s  {shape.title}", file=sys.stderr)
+    bar.finish(len(shapes), "")
+    warm = len(shapes) - num_failed
+    print(f"{warm} of {len(shapes)} shapes are warm, after {time.perf_counter() - started:.1f} s")
+    return int(num_failed > 0)

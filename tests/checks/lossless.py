@@ -1,0 +1,66 @@
+"""A target on one attention backend, plain and with drafts, alone and eight at once: `python -m tests.checks.lossless --attention NAME`.
+
+Every output token has to be the choice of the same model on torch_ref in float32, or a near-tie in its logits, which are printed.
+"""
+
+import argparse
+import itertools
+import sys
+
+import torch
+
+from drafters.ngram import load_ngram
+from specdec.cli.options import model_options
+from specdec.config import EngineConfig
+from specdec.core import Verifier
+from specdec.decoder import SpecDecoder
+from specdec.device import resolve_device, resolve_dtype
+from tests.checks.aiter_triton import PROMPTS, Make, compare, generate
+from tests.helpers.scripted import ScriptedDrafter
+from verifiers.load import load_verifier
+
+
+def main() -> int:
+    """Runs the command; 1 when a token is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m tests.checks.lossless", description=__doc__.splitlines()[0] if __doc__ else None)
+    model_options(parser)
+    add = parser.add_argument
+    add("--batches", type=int, nargs="+", default=[1, 8])
+    add("--prompts", type=int, default=len(PROMPTS))
+    add("--tokens", type=int, default=64)
+    add("--no-graphs", action="store_true")
+    args = parser.parse_args()
+    device = resolve_device(args.device)
+    dtype = resolve_dtype(args.dtype, device)
+
+    def load(attention: str, dtype: torch.dtype) -> Verifier:
+        return load_verifier(args.model, device=device, dtype=dtype, attention=attention)[0]
+
+    options = {"drafter": None, "device": str(device), "dtype": "float32", "attention": "torch_ref"}
+    decoder = SpecDecoder.from_pretrained(args.model, **options, engine=EngineConfig(max_num_seqs=1, max_model_len=256))
+    texts = [[{"role": "user", "content": text}] for text in PROMPTS[: args.prompts]]
+    prompts = [decoder.tokenize(text) for text in texts]
+    reference = decoder.verifier
+    want, _ = generate(reference, None, prompts, len(prompts), args)
+    known = dict(zip(map(tuple, prompts), want, strict=True))
+    verifier = load(args.attention, dtype)
+    makes: dict[str, Make] = {
+        "plain": lambda verifier: None,
+        "n-gram drafts": lambda verifier: load_ngram(None, verifier=verifier),
+        "mostly right drafts": lambda verifier: ScriptedDrafter(known, 4, [{3}]),
+    }
+    if args.model == "embedded":
+        from drafters.shipped import load_shipped
+
+        makes["DFlash drafts"] = lambda verifier: load_shipped(None, verifier=verifier)
+    print(f"{args.model}, {verifier.attention.name}, {dtype}, {device}; {len(prompts)} prompts, {args.tokens} tokens each")
+    wrong = 0
+    for (name, make), batch in itertools.product(makes.items(), args.batches):
+        got, tau = generate(verifier, make(verifier), prompts, batch, args)
+        wrong += compare(f"{name}, {batch} at once", reference, dtype, prompts, want, got, f"; tau {tau:.2f}")
+    print("all right" if not wrong else f"{wrong} tokens are wrong")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

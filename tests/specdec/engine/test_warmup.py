@@ -1,0 +1,160 @@
+"""Warm-up covers what a run launches: afterwards nothing is captured or compiled, and no request can tell."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import specdec.device
+from specdec.attention.aiter import fa as rocm_aiter_fa
+from specdec.attention.aiter.fa import RocmAiterFaBackend, RocmAiterFaShuffleBackend
+from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.core import DecodeBatch
+from specdec.engine import buckets, prefill_graphs
+from specdec.engine.buckets import batch_bucket, length_bucket
+from specdec.engine.engine import SpecEngine
+from specdec.engine.graphs import StepGraphs
+from specdec.engine.prefill_graphs import PrefillGraphs
+from specdec.engine.warmup import warm_up_shapes
+from tests.helpers.aiter_emulation import Machine, install
+from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts
+from tests.specdec.engine.test_graphs import DRAFTERS, Case, Recorder, beginnings, run
+
+_FLOAT32 = (torch.float32,)
+SAMPLED = SamplingParams(temperature=0.8, top_k=20, seed=1)
+
+
+@pytest.fixture(scope="module")
+def case() -> Case:
+    return Case()
+
+
+@pytest.fixture(autouse=True)
+def small_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of these tests are short; so are the buckets, that there may be several."""
+    monkeypatch.setattr(buckets, "_SHORTEST", 16)
+    monkeypatch.setattr(prefill_graphs, "LEAST_ROWS", 8)
+
+
+def new_engine(case: Case, drafter: str, *, capture: bool, **changes: Any) -> SpecEngine:
+    """For five requests of up to 72 tokens, with a stand-in for graphs or without."""
+    config = {"num_draft_tokens": None, "max_num_seqs": 5, "max_model_len": 72, "max_prefill_tokens": 24, "pipeline_depth": 1}
+    engine = SpecEngine(
+        case.verifier, DRAFTERS[drafter](case), EngineConfig(**{**config, **changes}, cache=CacheConfig(memory_bytes=2**22))
+    )
+    if capture:
+        engine.runner.graphs = StepGraphs(Recorder(), engine.slots, engine.runner.step_table)
+        engine.runner.prefill_graphs = PrefillGraphs(
+            Recorder(), engine.slots, engine.runner.prefill_step, dtype=case.verifier.dtype, most_rows=64
+        )
+    return engine
+
+
+def warm(engine: SpecEngine, sampling: SamplingParams | None = None) -> None:
+    for shape in warm_up_shapes(engine, sampling):
+        shape.run()
+
+
+def captured(engine: SpecEngine) -> set[Any]:
+    runner = engine.runner
+    assert runner.graphs and runner.prefill_graphs
+    return {*runner.graphs.graphs, *runner.prefill_graphs.graphs}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("drafter", "changes"),
+    [("plain", {}), ("ngram", {}), ("dflash", {"max_num_seqs": 3}), ("ngram", {"num_draft_tokens": "auto"}), ("dflash", {"max_num_seqs": 1})],
+)
+def test_nothing_is_captured_afterwards(case: Case, drafter: str, changes: dict[str, Any]) -> None:
+    """And the outputs are those of an engine that was never warmed up."""
+    engine = new_engine(case, drafter, capture=True, **changes)
+    warm(engine)
+    before = captured(engine)
+    requests = run(engine, list(case.outputs))
+    assert captured(engine) == before
+    assert [r.output_token_ids for r in requests] == beginnings(case, requests)
+    cold = new_engine(case, drafter, capture=True, **changes)
+    run(cold, list(case.outputs))
+    assert 0 < len(captured(cold)) and captured(cold) <= before
+
+
+@pytest.mark.slow
+def test_sampling_is_part_of_a_shape(case: Case) -> None:
+    """Warmed up as requests will be decoded, nothing is captured; otherwise it would be."""
+    engine = new_engine(case, "ngram", capture=True)
+    warm(engine, SAMPLED)
+    before = captured(engine)
+    for prompt in case.outputs:
+        engine.add_request(list(prompt), SAMPLED)
+    while engine.has_work:
+        engine.step()
+    assert captured(engine) == before
+    engine.add_request([3, 4, 5])
+    engine.step()
+    assert len(captured(engine)) == len(before) + 1
+
+
+@pytest.mark.parametrize("drafter", ["plain", "dflash"])
+def test_eager_steps_of_every_size(case: Case, drafter: str) -> None:
+    """Batch, k and length of every step of a run have been launched before, up to the bucket that they fall in."""
+
+    def steps(engine: SpecEngine) -> set[tuple[int, int, int]]:
+        found, launch = set(), engine.runner.step
+
+        def noted(batch: DecodeBatch) -> Any:
+            found.add((batch_bucket(batch.num_reqs), batch.k, length_bucket(batch.max_seq_len, engine.slots.longest)))
+            return launch(batch)
+
+        engine.runner.step = noted  # type: ignore[method-assign]
+        return found
+
+    engine = new_engine(case, drafter, capture=False)
+    warmed = steps(engine)
+    warm(engine)
+    ran = steps(engine)
+    requests = run(engine, list(case.outputs))
+    assert ran and ran <= warmed
+    assert [r.output_token_ids for r in requests] == beginnings(case, requests)
+    if drafter == "dflash":
+        assert {k for _, k, _ in ran} > {engine.num_draft_tokens}, "last steps have fewer"
+
+
+def test_long_sequences_are_warmed_up_every_16k(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """AITER compiles a kernel for each further 16,384 keys where steps are eager; a captured step has the bucket's."""
+    monkeypatch.setattr("specdec.engine.warmup.KEYS_PER_KERNEL", 20)
+
+    def bounds(engine: SpecEngine) -> set[str]:
+        return {shape.title.split("up to ")[1] for shape in warm_up_shapes(engine) if shape.title.startswith("decode")}
+
+    longest = new_engine(case, "plain", capture=False).slots.longest
+    assert bounds(new_engine(case, "plain", capture=True)) == {f"{n} tokens" for n in (16, 32, 64, longest)}
+    assert bounds(new_engine(case, "plain", capture=False)) == {f"{n} tokens" for n in (16, 20, 32, 40, 60, 64, 80, longest, 100)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", [RocmAiterFaBackend, RocmAiterFaShuffleBackend])
+def test_aiter_compiles_nothing_afterwards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, backend: Any) -> None:
+    """On the emulation, which knows what is compiled when."""
+    monkeypatch.setattr(specdec.device, "rocm_architecture", lambda device: "gfx942")
+    monkeypatch.setattr(rocm_aiter_fa, "DTYPES", (*rocm_aiter_fa.DTYPES, *_FLOAT32))
+    machine = install(monkeypatch, tmp_path, Machine(allow_float32=True))
+    verifier = paged_verifier(plain_model("llama", head_dim=64), block_size=16, backend=backend)
+    drafter = random_dflash(verifier, head_dim=16, seed=1)
+    config = EngineConfig(max_num_seqs=3, max_prefill_tokens=24, max_model_len=96, cache=CacheConfig(memory_bytes=2**22))
+
+    def engine() -> SpecEngine:
+        return SpecEngine(verifier, drafter, config)
+
+    warmed = engine()
+    warm(warmed)
+    compiled, called = set(machine.compiled), machine.names()
+    machine.compiled.clear()
+    machine.calls.clear()
+    for prompt in random_prompts(6):
+        warmed.add_request(prompt, SamplingParams(max_tokens=14))
+    while warmed.has_work:
+        warmed.step()
+    assert machine.compiled and machine.compiled <= compiled
+    assert machine.names() <= called
