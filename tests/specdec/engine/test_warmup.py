@@ -83,7 +83,7 @@ def test_nothing_is_captured_afterwards(case: Case, drafter: str, changes: dict[
 @pytest.mark.slow
 def test_sampling_is_part_of_a_shape(case: Case) -> None:
     """Warmed up as requests will be decoded, nothing is captured; otherwise it would be."""
-    engine = new_engine(case, "ngram", capture=True)
+    engine = new_engine(case, "ngram", capture=True, max_num_seqs=2)
     warm(engine, SAMPLED)
     before = captured(engine)
     for prompt in case.outputs:
@@ -92,7 +92,8 @@ def test_sampling_is_part_of_a_shape(case: Case) -> None:
         engine.step()
     assert captured(engine) == before
     engine.add_request([3, 4, 5])
-    engine.step()
+    for _ in range(2):
+        engine.step()
     assert len(captured(engine)) == len(before) + 1
 
 
@@ -130,7 +131,7 @@ def test_long_sequences_are_warmed_up_every_16k(case: Case, monkeypatch: pytest.
 
     longest = new_engine(case, "plain", capture=False).slots.longest
     assert bounds(new_engine(case, "plain", capture=True)) == {f"{n} tokens" for n in (16, 32, 64, longest)}
-    assert bounds(new_engine(case, "plain", capture=False)) == {f"{n} tokens" for n in (16, 20, 32, 40, 60, 64, 80, longest, 100)}
+    assert bounds(new_engine(case, "plain", capture=False)) == {f"{n} tokens" for n in (16, 20, 32, 40, 60, 64, longest)}
 
 
 @pytest.mark.slow
@@ -142,7 +143,7 @@ def test_aiter_compiles_nothing_afterwards(monkeypatch: pytest.MonkeyPatch, tmp_
     machine = install(monkeypatch, tmp_path, Machine(allow_float32=True))
     verifier = paged_verifier(plain_model("llama", head_dim=64), block_size=16, backend=backend)
     drafter = random_dflash(verifier, head_dim=16, seed=1)
-    config = EngineConfig(max_num_seqs=3, max_prefill_tokens=24, max_model_len=96, cache=CacheConfig(memory_bytes=2**22))
+    config = EngineConfig(max_num_seqs=5, max_prefill_tokens=24, max_model_len=72, cache=CacheConfig(memory_bytes=2**22))
 
     def engine() -> SpecEngine:
         return SpecEngine(verifier, drafter, config)
@@ -152,7 +153,7 @@ def test_aiter_compiles_nothing_afterwards(monkeypatch: pytest.MonkeyPatch, tmp_
     compiled, called = set(machine.compiled), machine.names()
     machine.compiled.clear()
     machine.calls.clear()
-    for prompt in random_prompts(6):
+    for prompt in random_prompts(8):
         warmed.add_request(prompt, SamplingParams(max_tokens=14))
     while warmed.has_work:
         warmed.step()
