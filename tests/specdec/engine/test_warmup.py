@@ -143,18 +143,16 @@ def test_aiter_compiles_nothing_afterwards(monkeypatch: pytest.MonkeyPatch, tmp_
     machine = install(monkeypatch, tmp_path, Machine(allow_float32=True))
     verifier = paged_verifier(plain_model("llama", head_dim=64), block_size=16, backend=backend)
     drafter = random_dflash(verifier, head_dim=16, seed=1)
-    config = EngineConfig(max_num_seqs=5, max_prefill_tokens=24, max_model_len=72, cache=CacheConfig(memory_bytes=2**22))
-
-    def engine() -> SpecEngine:
-        return SpecEngine(verifier, drafter, config)
-
-    warmed = engine()
+    config = EngineConfig(
+        max_num_seqs=5, max_prefill_tokens=24, max_model_len=72, num_draft_tokens=None, cache=CacheConfig(memory_bytes=2**22)
+    )
+    warmed = SpecEngine(verifier, drafter, config)
     warm(warmed)
     compiled, called = set(machine.compiled), machine.names()
     machine.compiled.clear()
     machine.calls.clear()
-    for prompt in random_prompts(8):
-        warmed.add_request(prompt, SamplingParams(max_tokens=14))
+    for index, prompt in enumerate(random_prompts(8)):
+        warmed.add_request(prompt, SamplingParams(max_tokens=8 + 2 * index))  # so that batches of every size occur
     while warmed.has_work:
         warmed.step()
     assert machine.compiled and machine.compiled <= compiled
