@@ -25,8 +25,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from evals.accuracy.journal import Journal
 from evals.accuracy.scoring import score
-from specdec.cli.progress import ProgressBar
 from evals.runner import answers
+from specdec.cli.progress import ProgressBar
 from specdec.config import EngineConfig, SamplingParams
 from specdec.decoder import SpecDecoder
 from specdec.errors import InvalidInputError, SpecDecError

@@ -1,4 +1,4 @@
-"""Everything that a run can launch, launched once beforehand, so that no request waits while a kernel compiles or a step is captured.
+"""Everything that a run can launch, launched once beforehand, so that no request waits for a compiler or a capture.
 
 Requests are made up in the slots of an engine that has none. All of their blocks are the null block, so a context of any length
 takes no memory. What is compiled or captured depends on what the host knows: the size of a batch, and bounds on its lengths.
@@ -24,7 +24,7 @@ KEYS_PER_KERNEL = 16384
 """Of AITER's paged kernels, which are compiled anew for each further so many keys."""
 
 UNPADDED = 16
-"""Requests up to which each number is a batch of its own where steps are eager: how AITER's draft kernel splits keys depends on it."""
+"""Eager batches of up to so many requests are launched in every size, on which the splits of AITER's draft kernel depend."""
 
 _ids = count(-1, -1)  # apart from those of real requests, and never twice: a batch is known by its requests
 

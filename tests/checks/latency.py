@@ -1,7 +1,7 @@
-"""Time to first token and time of a decode step of a target, alone: `python -m tests.checks.latency --shape NAME [options]`.
+"""Time to the first token and time of a decode step: `python -m tests.checks.latency --shape NAME [options]`.
 
-A shape is a few layers with random weights and the heads of a published model, since attention is what is compared: 8-bit prefill on
-and off (`--prefill-dtype`), the cache's layouts and backends (`--attention`, `--kv-dtype`). Without a shape, the target is `--model`.
+A shape is a few layers with random weights and the heads of a published model, since attention is what is compared: prompts in 8
+bits or in 16 (`--prefill-dtype`), layouts of the cache and backends (`--attention`). Without a shape, the target is `--model`.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from specdec.cli.options import load_decoder, model_options
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.engine.engine import SpecEngine
 from tests.checks.step import step_time, wait
-from tests.helpers.tiny_models import LATENT_CONFIGS, tiny_tokenizer
+from tests.helpers.tiny_models import tiny_tokenizer
 
 _COMMON = {"vocab_size": 32000, "num_hidden_layers": 4, "max_position_embeddings": 163840, "hidden_size": 4096}
 _LATENT = {
@@ -42,30 +42,40 @@ _LATENT = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
 }
+_TINY = {
+    "vocab_size": 100,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 512,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": 32,
+}
+"""The heads stay as they are: kernels have no others."""
 SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(
         **_COMMON, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, head_dim=128, tie_word_embeddings=False
     ),
     "deepseek": lambda: DeepseekV3Config(**_LATENT),
     "deepseek-sparse": lambda: DeepseekV32Config(**_LATENT, index_n_heads=64, index_head_dim=128, index_topk=2048),
-    "tiny": LATENT_CONFIGS["deepseek_v3"],
-    "tiny-sparse": LATENT_CONFIGS["deepseek_v32"],
+    "tiny": lambda: DeepseekV3Config(**_LATENT | _TINY),
+    "tiny-sparse": lambda: DeepseekV32Config(**_LATENT | _TINY, index_n_heads=32, index_head_dim=128, index_topk=16),
 }
 
 
 def save_random(name: str, folder: Path) -> str:
     """A checkpoint in bfloat16 with random weights of that shape."""
     torch.manual_seed(0)
-    config = SHAPES[name]()
-    if name == "tiny-sparse":
-        config.index_head_dim = 16
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(SHAPES[name](), dtype=torch.bfloat16).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return str(folder)
 
 
 def first_token_time(engine: SpecEngine, length: int, repeats: int) -> float:
-    """Median milliseconds from a prompt of `length` tokens to its first token; the first prompt, for which kernels compile, aside."""
+    """Median milliseconds from a prompt of `length` tokens to its first token, but for the first one, which may compile."""
     generator, times = torch.Generator().manual_seed(0), []
     for _ in range(repeats + 1):
         prompt = torch.randint(3, engine.verifier.vocab_size, (length,), generator=generator).tolist()
@@ -81,7 +91,9 @@ def first_token_time(engine: SpecEngine, length: int, repeats: int) -> float:
 
 def main() -> int:
     """Runs the command."""
-    parser = argparse.ArgumentParser(prog="python -m tests.checks.latency", description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.checks.latency", description=__doc__.splitlines()[0] if __doc__ else None
+    )
     model_options(parser)
     add = parser.add_argument
     add("--shape", choices=list(SHAPES), help="random weights in place of --model")
@@ -102,7 +114,9 @@ def main() -> int:
             args.model = save_random(args.shape, Path(stack.enter_context(TemporaryDirectory())))
         # The cache of this decoder is made as small as can be; each measurement has an engine of its own.
         verifier: Any = load_decoder(args, None, EngineConfig(max_num_seqs=1, max_model_len=2)).verifier
-        print(f"{args.shape or args.model}, {verifier.attention.name}, {verifier.dtype}, {verifier.device}, torch {torch.__version__}")
+        print(
+            f"{args.shape or args.model}, {verifier.attention.name}, {verifier.dtype}, {verifier.device}, torch {torch.__version__}"
+        )
         for line in verifier.attention.describe(verifier.attention.spec):
             print(f"  {line}")
         for length in args.prompts:

@@ -1,4 +1,4 @@
-"""A target on one attention backend, plain and with drafts, alone and eight at once: `python -m tests.checks.lossless --attention NAME`.
+"""A target on one attention backend, plain and with drafts, alone and eight at once: `python -m tests.checks.lossless`.
 
 Every output token has to be the choice of the same model on torch_ref in float32, or a near-tie in its logits, which are printed.
 """
@@ -22,7 +22,9 @@ from verifiers.load import load_verifier
 
 def main() -> int:
     """Runs the command; 1 when a token is wrong."""
-    parser = argparse.ArgumentParser(prog="python -m tests.checks.lossless", description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.checks.lossless", description=__doc__.splitlines()[0] if __doc__ else None
+    )
     model_options(parser)
     add = parser.add_argument
     add("--batches", type=int, nargs="+", default=[1, 8])

@@ -69,13 +69,19 @@ def check_step(name: str, attention: str, device: torch.device) -> dict[str, flo
     tiny = name == "tiny"
     shape = TINY if tiny else SHAPES[name]
     spec = AttentionSpec(
-        device, torch.bfloat16, shape["num_attention_heads"], shape["num_key_value_heads"], shape["head_dim"], BLOCK, non_causal=True
+        device,
+        torch.bfloat16,
+        shape["num_attention_heads"],
+        shape["num_key_value_heads"],
+        shape["head_dim"],
+        BLOCK,
+        non_causal=True,
     )
     verifier = random_verifier(shape, select_backend(attention, spec))
     found: dict[str, float] = {}
     for drafts in (0, 15) if tiny else (0, 1, 3, 7, 15):
         first = 0.0
-        for num_reqs, context in ((1, 32), (2, 32)) if tiny else ((1, 1024), (32, 1024), (1, 32768)):
+        for num_reqs, context in ((2, 32),) if tiny else ((1, 1024), (32, 1024), (1, 32768)):
             if context > 1024 and drafts in (1, 3, 7):
                 continue
             drafter = random_drafter(shape, verifier) if drafts else None

@@ -40,7 +40,9 @@ def test_an_amd_gpu_without_a_rocm_build_stops() -> None:
 
 def test_a_rocm_build_that_is_too_old_stops() -> None:
     """pip would take a newer one, for CUDA."""
-    with pytest.raises(InvalidInputError, match=r"torch 2.9.1\+rocm6.4 in /opt/venv is older than 2.11: install a newer ROCm build"):
+    with pytest.raises(
+        InvalidInputError, match=r"torch 2.9.1\+rocm6.4 in /opt/venv is older than 2.11: install a newer ROCm build"
+    ):
         chosen(TorchBuild("2.9.1+rocm6.4", "6.4", Path("/opt/venv")), "gfx942")
 
 

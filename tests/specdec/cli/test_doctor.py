@@ -1,14 +1,20 @@
 """`specdec doctor`: the choice it reports is the one that is made, every reason is said, and the wrong package is named."""
 
+import tomllib
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import specdec.device
+from specdec.attention import selector
 from specdec.cli.main import main
 from specdec.kernels import aiter
 from tests.helpers.aiter_emulation import Machine, install
+
+ROOT = Path(__file__).parents[3]
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *options: str, status: int = 0) -> str:
@@ -46,6 +52,64 @@ def test_rocm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     assert "  rocm_aiter_fa_shuffle  no: the shuffled layout needs amd-aiter 0.1.16" in out
     assert "  torch_ref              works with --attention torch_ref" in out
     assert "no: head size 40" in doctor(capsys, "--head-dim", "40")
+
+
+def test_environment(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What AITER reads while it compiles and tunes, as the user has set it: AITER sets some of it itself when it is imported."""
+    mine = ("AITER_JIT_DIR", "AITER_CONFIG_FMOE", "PYTORCH_ROCM_ARCH", "MAX_JOBS", "MHA_HIP_CLANG_PATH", "HSA_OVERRIDE_GFX_VERSION")
+    for name in mine:
+        monkeypatch.setenv(name, "/mine")
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("AITER_ASM_DIR", raising=False)
+    asked = selector.refusals
+
+    def importing(*args: Any, **kwargs: Any) -> Any:
+        monkeypatch.setenv("AITER_ASM_DIR", "aiter's own")
+        return asked(*args, **kwargs)
+
+    monkeypatch.setattr(selector, "refusals", importing)
+    out = doctor(capsys)
+    for name in mine:
+        assert f"\n  {name}=/mine\n" in out
+    assert "\n  HIP_VISIBLE_DEVICES=\n" in out and "AITER_ASM_DIR" not in out
+
+
+@pytest.mark.parametrize("name", ["triton", "pytorch-triton-rocm", "triton-rocm"])
+def test_triton_under_any_name(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """ROCm builds of torch bring it as another distribution."""
+    known = metadata.version
+
+    def version(distribution: str) -> str:
+        if "triton" in distribution and distribution != name:
+            raise metadata.PackageNotFoundError(distribution)
+        return "3.5.1" if distribution == name else known(distribution)
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert f"triton        3.5.1{'' if name == 'triton' else f' ({name})'}\n" in doctor(capsys)
+
+
+def test_an_aiter_newer_than_what_was_checked(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A note, and nothing else: it may well work."""
+    newest = aiter.dotted(aiter.CHECKED_VERSION)
+    monkeypatch.setattr(aiter, "installed_version", lambda: f"{newest}.post1")
+    assert "warning" not in doctor(capsys)
+    monkeypatch.setattr(aiter, "installed_version", lambda: f"{newest}.1")
+    assert f"warning       amd-aiter {newest}.1 is newer than {newest}, the newest that was checked; compare" in doctor(capsys)
+
+
+def test_the_extra_installs_an_aiter_that_can_work() -> None:
+    """Not what the registry had first, which is older than any version the backends take."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["optional-dependencies"]["rocm"] == [f"amd-aiter>={aiter.dotted(aiter.MINIMUM_VERSION)}"]
+
+
+def test_a_gpu_that_torch_does_not_see(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said where the device is left open; who asks for the CPU gets it without a word."""
+    monkeypatch.setattr(specdec.device, "unseen_gpu", lambda: "an AMD GPU is here (gfx942), but hidden")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["doctor", "--dtype", "bfloat16"]) == 0
+    assert "no GPU        an AMD GPU is here (gfx942), but hidden\n" in capsys.readouterr().out
+    assert "no GPU" not in doctor(capsys)
 
 
 def test_wrong_package(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -5,11 +5,14 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import pytest
+import torch
 
 from drafters.training.config import TrainConfig, build_config
+from specdec import device
+from specdec.cli import doctor
 from specdec.cli.fields import add_options, byte_size, from_options
 from specdec.cli.main import Parser, main
-from specdec.cli.options import engine_config, sampling_params
+from specdec.cli.options import engine_config, load_decoder, sampling_params, say_gpu
 from specdec.config import CacheConfig, EngineConfig, LoadConfig, SamplingParams
 from specdec.decoder import SpecDecoder
 from specdec.errors import InvalidInputError
@@ -189,3 +192,28 @@ def test_a_config_file_may_write_sizes_too(tmp_path: Any) -> None:
     file.write_text('out = "run"\nkv-memory = "much"\n')
     with pytest.raises(InvalidInputError, match=r"run.toml: kv_memory: 'much' is not a size"):
         build_config({}, str(file))
+
+
+def test_which_gpu_or_why_none(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line on standard error with every command that decodes; none where a CPU is all there is, or what was asked for."""
+
+    def said(name: str, *, seen: bool, reason: str | None = None) -> str:
+        monkeypatch.setattr(device, "resolve_device", lambda name: torch.device("cuda" if seen else "cpu"))
+        monkeypatch.setattr(device, "unseen_gpu", lambda: reason)
+        say_gpu(name)
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        return captured.err
+
+    monkeypatch.setattr(doctor, "describe_device", lambda device: f"{device}, AMD Instinct MI300X, ROCm gfx942")
+    assert said("auto", seen=True) == "specdec: on cuda, AMD Instinct MI300X, ROCm gfx942\n"
+    assert said("auto", seen=False, reason="an AMD GPU is here, but") == "specdec: no GPU is used: an AMD GPU is here, but\n"
+    assert said("cpu", seen=False, reason="an AMD GPU is here, but") == said("auto", seen=False) == ""
+
+
+def test_loading_says_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "unseen_gpu", lambda: "hidden")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(SpecDecoder, "from_pretrained", lambda *args, **options: None)
+    load_decoder(argparse.Namespace(model="embedded", device="auto"), None, EngineConfig())
+    assert capsys.readouterr().err == "specdec: no GPU is used: hidden\n"

@@ -69,4 +69,12 @@ def test_options_are_those_of_generate(capsys: Capture) -> None:
         assert main([verb, "--help"]) == 0
         return {word for word in capsys.readouterr().out.replace(",", " ").split() if word.startswith("--")}
 
-    assert options("generate") - options("warmup") == {"--file", "--system", "--raw", "--stream", "--json", "--compare", "--repeats"}
+    assert options("generate") - options("warmup") == {
+        "--file",
+        "--system",
+        "--raw",
+        "--stream",
+        "--json",
+        "--compare",
+        "--repeats",
+    }

@@ -65,7 +65,13 @@ def captured(engine: SpecEngine) -> set[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("drafter", "changes"),
-    [("plain", {}), ("ngram", {}), ("dflash", {"max_num_seqs": 3}), ("ngram", {"num_draft_tokens": "auto"}), ("dflash", {"max_num_seqs": 1})],
+    [
+        ("plain", {}),
+        ("ngram", {}),
+        ("dflash", {"max_num_seqs": 3}),
+        ("ngram", {"num_draft_tokens": "auto"}),
+        ("dflash", {"max_num_seqs": 1}),
+    ],
 )
 def test_nothing_is_captured_afterwards(case: Case, drafter: str, changes: dict[str, Any]) -> None:
     """And the outputs are those of an engine that was never warmed up."""
@@ -77,7 +83,7 @@ def test_nothing_is_captured_afterwards(case: Case, drafter: str, changes: dict[
     assert [r.output_token_ids for r in requests] == beginnings(case, requests)
     cold = new_engine(case, drafter, capture=True, **changes)
     run(cold, list(case.outputs))
-    assert 0 < len(captured(cold)) and captured(cold) <= before
+    assert len(captured(cold)) > 0 and captured(cold) <= before
 
 
 @pytest.mark.slow

@@ -1,0 +1,81 @@
+"""What is known so far: one JSON for the machine and every step, and a page made from it."""
+
+import json
+import platform
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdec import amd_gpus
+from specdec.cli.doctor import describe_device
+from specdec.device import resolve_device, torch_build
+from specdec.provenance import commit, versions
+
+SCHEMA = "specdec amd_first_day 1"
+LINES = 40
+"""Of an output that the page shows, the last ones; the JSON has all."""
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on beside the commands."""
+    packages = {}
+    for name in ("amd-aiter", "triton", "pytorch-triton-rocm", "triton-rocm"):
+        try:
+            packages[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "device": describe_device(resolve_device()),
+        "GPUs": ", ".join(amd_gpus.architectures()) or "none that the driver shows",
+        "torch for": torch_build(),
+        "versions": ", ".join(f"{name} {version}" for name, version in (versions() | packages).items()),
+        "commit": commit() or "none",
+        "kernel": platform.release(),
+        "driver": _first_line(Path("/sys/module/amdgpu/version")),
+        "ROCm": _first_line(Path("/opt/rocm/.info/version")),
+        "memory": f"{torch.cuda.mem_get_info()[1] / 2**30:.0f} GiB" if torch.cuda.is_available() else "no GPU",
+    }
+
+
+def _first_line(path: Path) -> str:
+    try:
+        return path.read_text().partition("\n")[0]
+    except OSError:
+        return "not told"
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Steps of an earlier run, by name; none where there was none."""
+    if not path.exists():
+        return {}
+    content = json.loads(path.read_text())
+    if content.get("schema") != SCHEMA:
+        raise SystemExit(f"{path} is not a record of this version; move it away, or choose another folder with --out")
+    steps: dict[str, Any] = content["steps"]
+    return steps
+
+
+def write(folder: Path, about: Mapping[str, Any], steps: Mapping[str, Any]) -> None:
+    """Writes `result.json` and `page.md`, each in one go, so that an interruption leaves the last ones."""
+    content = {"schema": SCHEMA, "machine": dict(about), "steps": dict(steps)}
+    for name, text in (("result.json", json.dumps(content, indent=1)), ("page.md", page(about, steps))):
+        half = folder / f"{name}.part"
+        half.write_text(text)
+        half.replace(folder / name)
+
+
+def page(about: Mapping[str, Any], steps: Mapping[str, Any]) -> str:
+    """Markdown: the machine, a table of the steps, and the end of every output."""
+    passed = sum(step["verdict"] == "passed" for step in steps.values())
+    lines = [f"# specdec on {about['device']}", "", f"{passed} of {len(steps)} steps passed.", ""]
+    lines += ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in about.items()), ""]
+    lines += ["| step | what it shows | verdict | seconds |", "|---|---|---|---|"]
+    lines += [f"| {name} | {step['title']} | {step['verdict']} | {step['seconds']} |" for name, step in steps.items()]
+    for name, step in steps.items():
+        output = [line.rstrip()[:200] for line in step["output"].replace("\r", "\n").splitlines() if line.strip()][-LINES:]
+        lines += ["", f"<details><summary>{name}: {step['verdict']}</summary>", "", f"`{step['command']}`", ""]
+        lines += ["```text", *output, "```", "", "</details>"]
+    return "\n".join([*lines, ""])

@@ -1,0 +1,139 @@
+"""The first day on an AMD GPU, rehearsed: every step is run, recorded and resumed, and none keeps the others from running."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec.config import LoadConfig
+from specdec.registry import ATTENTION_BACKENDS
+from tests.checks.amd_first_day import __main__ as first_day
+from tests.checks.amd_first_day import run
+from tests.checks.amd_first_day.run import run_step
+from tests.checks.amd_first_day.steps import BACKENDS, Step, all_steps
+
+Capture = pytest.CaptureFixture[str]
+HANG = "import time; print('so far', flush=True); time.sleep(600)"
+STEPS = [
+    Step("works", "a command that works", ("json.tool", "--help"), 1),
+    Step("fails", "a command that fails", ("json.tool", "nowhere.json"), 1),
+    Step("hangs", "a command without an end", ("timeit", "-n", "1", "-r", "1", HANG), 0.03),
+    Step("figures", "a command that leaves figures", ("json.tool", "FOLDER/in.json", "FOLDER/out.json"), 1),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the steps above leave what they find, in place of the real ones."""
+    (tmp_path / "in.json").write_text('{"milliseconds": 4.2}')
+    own = [replace(step, arguments=tuple(word.replace("FOLDER", str(tmp_path)) for word in step.arguments)) for step in STEPS]
+    own[3] = replace(own[3], figures=tmp_path / "out.json")
+    monkeypatch.setattr(first_day, "all_steps", lambda folder, **options: own)
+    return tmp_path
+
+
+def record(folder: Path) -> dict[str, Any]:
+    steps: dict[str, Any] = json.loads((folder / "result.json").read_text())["steps"]
+    return steps
+
+
+def test_each_step_has_its_verdict(folder: Path, capsys: Capture) -> None:
+    """And its output, its figures and its command, in the JSON and on the page."""
+    assert first_day.main(["--out", str(folder)]) == 1
+    steps = record(folder)
+    assert {name: step["verdict"] for name, step in steps.items()} == {
+        "works": "passed",
+        "fails": "failed (2)",
+        "hangs": "no end after 0.03 minutes",
+        "figures": "passed",
+    }
+    assert "nowhere.json" in steps["fails"]["output"] and "so far" in steps["hangs"]["output"]
+    assert steps["figures"]["figures"] == {"milliseconds": 4.2} and steps["works"]["figures"] is None
+    page = (folder / "page.md").read_text()
+    assert "2 of 4 steps passed." in page and "| hangs | a command without an end | no end after 0.03 minutes |" in page
+    assert "`python -m json.tool nowhere.json`" in page and "usage: python -m json.tool" in page
+    assert "2 of 4 steps passed. Please open an issue" in capsys.readouterr().out
+
+
+def test_what_is_finished_is_not_run_again(folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it is named, has failed and is to be repeated, or was another command."""
+    ran: list[str] = []
+
+    def noted(step: Step, folder: Path, launch: Any) -> dict[str, Any]:
+        ran.append(step.name)
+        return run_step(replace(step, minutes=0.01) if step.name == "hangs" else step, folder, launch)
+
+    monkeypatch.setattr(first_day, "run_step", noted)
+    first_day.main(["--out", str(folder), "--only", "works", "fails"])
+    first_day.main(["--out", str(folder)])
+    assert (
+        ran == ["works", "fails", "hangs", "figures"] and "works: a command that works ... passed before" in capsys.readouterr().out
+    )
+    first_day.main(["--out", str(folder), "--again", "works"])
+    assert ran[4:] == ["works"]
+    first_day.main(["--out", str(folder), "--again", "failed"])
+    assert ran[5:] == ["fails", "hangs"]
+    changed = [replace(STEPS[0], arguments=("json.tool", "-h"))]
+    monkeypatch.setattr(first_day, "all_steps", lambda folder, **options: changed)
+    first_day.main(["--out", str(folder)])
+    assert ran[7:] == ["works"] and set(record(folder)) == {step.name for step in STEPS}
+
+
+def test_interrupted(folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was finished stays, the step that runs is ended, and the same command goes on with it."""
+    launch = run.launch
+
+    def interrupted(step: Step, log: Path) -> int | None:
+        if step.name == "fails":
+            raise KeyboardInterrupt
+        return launch(step, log)
+
+    monkeypatch.setattr(first_day, "launch", interrupted)
+    assert first_day.main(["--out", str(folder)]) == 130
+    assert set(record(folder)) == {"works"} and "the same command goes on from here" in capsys.readouterr().out
+    monkeypatch.setattr(first_day, "launch", launch)
+    assert first_day.main(["--out", str(folder), "--only", "works", "fails"]) == 1
+    assert set(record(folder)) == {"works", "fails"}
+
+
+def test_unknown_steps_are_refused(folder: Path, capsys: Capture) -> None:
+    with pytest.raises(SystemExit):
+        first_day.main(["--out", str(folder), "--only", "bench"])
+    assert "no step is called 'bench' (known: failed, works, fails, hangs, figures)" in capsys.readouterr().err
+
+
+def test_every_backend_has_its_steps(tmp_path: Path) -> None:
+    """One that is new must not be forgotten; names are told apart."""
+    steps = all_steps(tmp_path, tiny=tmp_path, data=None, limit=1)
+    names = [step.name for step in steps]
+    assert len(set(names)) == len(names) and set(BACKENDS) == set(ATTENTION_BACKENDS)
+    assert {f"lossless-{name}" for name in BACKENDS} <= set(names)
+    assert {f"bench-{count}" for count in (1, 8, 32, 256)} <= set(names)
+
+
+@pytest.mark.slow
+def test_rehearsal(tmp_path: Path, capsys: Capture) -> None:
+    """Every step that can run on the emulation does, and passes; one that needs a GPU says so, and the rest goes on.
+
+    lm-eval is left to its own tests: importing it takes as long as all the rest.
+    """
+    fails = {"triton-fused"}
+    if "prefill_dtype" not in LoadConfig.__dataclass_fields__:
+        fails.add("prefill-16-bit")
+    steps = [step.name for step in all_steps(tmp_path, tiny=tmp_path, data=None, limit=1) if step.small is not None]
+    first_day.main(["--rehearse", "--out", str(tmp_path), "--only", *(name for name in steps if name != "gsm8k")])
+    entries = record(tmp_path)
+    verdicts = {name: entry["verdict"] for name, entry in entries.items()}
+    assert set(verdicts) == set(steps) - {"gsm8k"} and len(verdicts) >= 15
+    failed = {name for name, verdict in verdicts.items() if verdict != "passed"} - {"self-check"}
+    assert failed == fails, "\n".join(f"{name}: {entries[name]['output'][-1500:]}" for name in failed - fails)
+    assert "no CUDA or ROCm device here" in entries["triton-fused"]["output"]
+    assert "rocm_aiter_fa          chosen by --attention auto" in entries["doctor"]["output"]
+    assert {case["verdict"] for case in entries["kernels"]["figures"]} == {"right"}
+    assert all("apart" in case for case in entries["tiers"]["figures"])
+    for name in ("steps-rocm_aiter_fa", "prefill-8-bit", "sparse", "bench-8"):
+        assert entries[name]["figures"], name
+    assert "prompts in 8 bits" in entries["prefill-8-bit"]["output"]
+    assert (tmp_path / "page.md").stat().st_size < 60_000, "an issue takes no more"
