@@ -6,6 +6,7 @@ Every output token has to be the choice of the same model on torch_ref in float3
 import argparse
 import itertools
 import sys
+from typing import Any
 
 import torch
 
@@ -38,7 +39,7 @@ def main() -> int:
     def load(attention: str, dtype: torch.dtype) -> Verifier:
         return load_verifier(args.model, device=device, dtype=dtype, attention=attention)[0]
 
-    options = {"drafter": None, "device": str(device), "dtype": "float32", "attention": "torch_ref"}
+    options: dict[str, Any] = {"drafter": None, "device": str(device), "dtype": "float32", "attention": "torch_ref"}
     decoder = SpecDecoder.from_pretrained(args.model, **options, engine=EngineConfig(max_num_seqs=1, max_model_len=256))
     texts = [[{"role": "user", "content": text}] for text in PROMPTS[: args.prompts]]
     prompts = [decoder.tokenize(text) for text in texts]

@@ -47,7 +47,7 @@ def random_drafter(shape: dict[str, Any], verifier: Verifier) -> DFlashDrafter:
         return DFlashDrafter(DFlashModel(config), verifier)
 
 
-TINY = {
+TINY: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 128,
     "intermediate_size": 256,
