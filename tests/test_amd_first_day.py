@@ -17,19 +17,31 @@ from tests.checks.amd_first_day.steps import BACKENDS, Step, all_steps
 Capture = pytest.CaptureFixture[str]
 HANG = "import time; print('so far', flush=True); time.sleep(600)"
 STEPS = [
-    Step("works", "a command that works", ("json.tool", "--help"), 1),
-    Step("fails", "a command that fails", ("json.tool", "nowhere.json"), 1),
+    Step("works", "a command that works", ("json.tool", "--help")),
+    Step("fails", "a command that fails", ("json.tool", "nowhere.json")),
     Step("hangs", "a command without an end", ("timeit", "-n", "1", "-r", "1", HANG), 0.03),
-    Step("figures", "a command that leaves figures", ("json.tool", "FOLDER/in.json", "FOLDER/out.json"), 1),
+    Step(
+        "figures", "a command that leaves figures", ("leaves_figures", "--out", "FOLDER/out.json"), environ={"PYTHONPATH": "FOLDER"}
+    ),
 ]
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the steps above leave what they find, in place of the real ones."""
-    (tmp_path / "in.json").write_text('{"milliseconds": 4.2}')
-    own = [replace(step, arguments=tuple(word.replace("FOLDER", str(tmp_path)) for word in step.arguments)) for step in STEPS]
-    own[3] = replace(own[3], figures=tmp_path / "out.json")
+    (tmp_path / "leaves_figures.py").write_text("import sys; open(sys.argv[2], 'w').write('{\"milliseconds\": 4.2}')")
+
+    def here(text: str) -> str:
+        return text.replace("FOLDER", str(tmp_path))
+
+    own = [
+        replace(
+            step,
+            arguments=tuple(map(here, step.arguments)),
+            environ={name: here(value) for name, value in step.environ.items()},
+        )
+        for step in STEPS
+    ]
     monkeypatch.setattr(first_day, "all_steps", lambda folder, **options: own)
     return tmp_path
 

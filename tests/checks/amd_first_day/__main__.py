@@ -19,20 +19,22 @@ def main(argv: list[str] | None = None) -> int:
     add("--out", type=Path, default=Path("amd_first_day"), metavar="FOLDER", help="for results (default %(default)s)")
     add("--only", nargs="+", default=[], metavar="NAME", help="these steps alone")
     add("--again", nargs="+", default=[], metavar="NAME", help="run these again; 'failed' means all that have not passed")
-    add("--data", metavar="PATH", help="GSM8K, a JSONL file or a folder with one per split, in place of the hub's")
+    add("--data", metavar="FILE", help="GSM8K's questions, in place of the hub's: a JSONL file")
     add("--limit", type=int, default=200, metavar="N", help="questions of GSM8K (default %(default)s)")
     add("--list", action="store_true", help="show the steps and their commands")
     add("--rehearse", action="store_true", help="on a CPU, at tiny sizes, with an emulation of AITER; the figures mean nothing")
     args = parser.parse_args(argv)
     folder = args.out.resolve()
-    steps, start = all_steps(folder, tiny=folder / "tiny", data=args.data, limit=args.limit), launch
+    data = None if args.rehearse else args.data
+    steps, start = all_steps(folder, tiny=folder / "tiny", data=data, limit=args.limit), launch
     if args.rehearse:
         from tests.checks.amd_first_day import rehearsal
 
         steps, start = rehearsal.smaller(steps), rehearsal.launch
     _check_names([*args.only, *args.again], steps, parser)
     if args.list:
-        print("\n".join(f"{step.name:<24}{step.minutes:>4g} min  {command_of(step)}" for step in steps))
+        width = max(len(step.name) for step in steps)
+        print("\n".join(f"{step.name:<{width}}{step.minutes:>4g} min  {command_of(step)}" for step in steps))
         return 0
     folder.mkdir(parents=True, exist_ok=True)
     if args.rehearse:

@@ -1,11 +1,17 @@
 """What is run, in which order, and how long it may take."""
 
-from collections.abc import Mapping
+import shlex
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 AITER = ("rocm_aiter_fa", "rocm_aiter_fa_shuffle")
 BACKENDS = (*AITER, "triton_fa", "torch_ref")
+
+_CPU = "--device cpu --dtype bfloat16"
+_TARGET = "--model TINY --device cpu --dtype float32"
+_DRAFTS = f"{_TARGET} --drafter ngram -k 2 --max-tokens 8"
+_LATENCY = f"{_CPU} --prompts 24 --contexts 24 --requests 2 --repeats 1"
 
 
 @dataclass(frozen=True)
@@ -19,16 +25,22 @@ class Step:
         minutes: after which it is ended.
         small: arguments that follow the others in a rehearsal; None where it cannot be rehearsed.
         environ: variables beside those of this process.
-        figures: the JSON file that it leaves.
     """
 
     name: str
     title: str
     arguments: tuple[str, ...]
-    minutes: float
+    minutes: float = 60
     small: tuple[str, ...] | None = None
     environ: Mapping[str, str] = field(default_factory=dict)
-    figures: Path | None = None
+
+    @property
+    def figures(self) -> Path | None:
+        """The JSON file that it leaves: what `--out` names, or the report in the folder that it names."""
+        if "--out" not in self.arguments:
+            return None
+        path = Path(self.arguments[self.arguments.index("--out") + 1])
+        return path if path.suffix else path / "report.json"
 
 
 def all_steps(folder: Path, *, tiny: Path, data: str | None, limit: int) -> list[Step]:
@@ -37,100 +49,75 @@ def all_steps(folder: Path, *, tiny: Path, data: str | None, limit: int) -> list
     Args:
         folder: where commands leave their figures.
         tiny: the checkpoint of a rehearsal.
-        data: where GSM8K lies, as `specdec eval --data` takes it; None fetches it.
-        limit: its questions.
+        data: GSM8K's questions, a JSONL file; None fetches them where they are needed.
+        limit: how many of them.
     """
-    return [*_first_start(tiny), *_kernels(folder), *_models(folder, tiny, data, limit), *_latencies(folder)]
+
+    def words(command: str) -> tuple[str, ...]:
+        return tuple(word.replace("OUT/", f"{folder}/").replace("TINY", str(tiny)) for word in shlex.split(command))
+
+    def made(name: str, title: str, command: str, small: str | None = None, minutes: float = 60, **environ: str) -> Step:
+        return Step(name, title, words(command), minutes, None if small is None else words(small), environ)
+
+    questions = f"--data {shlex.quote(f'gsm8k={data}')}" if data else ""
+    steps = [made(*row) for row in (*_first_start(), *_kernels(), *_models(questions, limit), *_latencies())]
+    triton = "tests.checks.attention --attention rocm_aiter_fa --against OUT/outputs.pt --out OUT/tiers.json"
+    tiers = made("tiers", "AITER's Triton kernels alone, beside its others", triton, f"{_CPU} --every 13", AITER_TRITON_ONLY="1")
+    place = next(index for index, step in enumerate(steps) if step.name == "kernels") + 1
+    return [*steps[:place], tiers, *steps[place:]]
 
 
-def _first_start(tiny: Path) -> list[Step]:
-    cpu = ("--device", "cpu", "--dtype", "bfloat16")
-    warm = ("--model", str(tiny), *cpu, "--max-model-len", "64", "--max-num-seqs", "2", "-k", "1")
-    return [
-        Step("doctor", "what this machine is", ("specdec", "doctor"), 10, cpu),
-        Step("doctor-latent", "backends of latent attention", ("specdec", "doctor", "--mla"), 10, cpu),
-        Step("self-check", "every kind of kernel once", ("specdec", "doctor", "--run"), 60, cpu),
-        *(
-            Step(f"warmup-{name}", f"what {name} compiles, and how long that takes", ("specdec", "warmup", "--attention", name,
-                 "--max-num-seqs", "32", "--max-model-len", "4096"), 120, warm if name in AITER else None)
-            for name in (*AITER, "triton_fa")
+Row = tuple[str, str, str] | tuple[str, str, str, str | None]
+"""Name, title, command, and what follows it in a rehearsal."""
+
+
+def _first_start() -> Iterator[Row]:
+    yield "doctor", "what this machine is", "specdec doctor", _CPU
+    yield "doctor-latent", "backends of latent attention", "specdec doctor --mla", _CPU
+    yield "self-check", "every kind of kernel once", "specdec doctor --run", _CPU
+    for name in BACKENDS[:3]:
+        command = f"specdec warmup --attention {name} --max-num-seqs 32 --max-model-len 4096"
+        small = f"--model TINY {_CPU} --max-model-len 64 --max-num-seqs 2 -k 1" if name in AITER else None
+        yield f"warmup-{name}", f"what {name} compiles, and how long that takes", command, small
+
+
+def _kernels() -> Iterator[Row]:
+    command = "tests.checks.attention --save OUT/outputs.pt --out OUT/kernels.json"
+    yield "kernels", "attention against float64", command, f"{_CPU} --every 13 --attention {' '.join(AITER)}"
+    yield "triton-attention", "our Triton attention at real sizes", "tests.checks.triton --part attention"
+    yield "triton-fused", "our fused layers at real sizes", "tests.checks.triton --part fused", ""
+    yield "tests", "the tests that need a GPU", "pytest -q -m 'gpu or rocm' tests"
+
+
+def _models(questions: str, limit: int) -> Iterator[Row]:
+    for name in BACKENDS:
+        small = f"{_TARGET} --prompts 2 --tokens 4 --batches 2" if name in AITER else None
+        yield f"lossless-{name}", f"every token of the embedded model on {name}", f"tests.checks.lossless --attention {name}", small
+    for name in BACKENDS[:3]:
+        command = f"tests.checks.step --attention {name} --out OUT/steps-{name}.json"
+        small = "--device cpu --shapes tiny" if name == AITER[0] else None
+        yield f"steps-{name}", f"whole steps of four shapes on {name}", command, small
+    for count in (1, 8, 32, 256):
+        command = f"specdec bench --max-num-seqs {count} --drafter smollm2-dflash ngram -k 7 auto --out OUT/bench-{count}.json"
+        command += f" --sets gsm8k {questions} --limit {max(64, 2 * count)}" if questions else ""
+        small = f"{_DRAFTS} --sets bundled --limit 2 --repeats 1 --warmup 0" if count == 8 else None
+        yield f"bench-{count}", f"speed with and without DFlash drafts, {count} at once", command, small
+    command = f"specdec eval --tasks gsm8k {questions} --limit {limit} --max-num-seqs 32 --out OUT/gsm8k"
+    yield "gsm8k", "accuracy with and without drafts", command, f"{_DRAFTS} --tasks bundled --limit 1"
+
+
+def _latencies() -> Iterator[Row]:
+    command, short = "tests.checks.latency --out OUT/NAME.json --shape", "--prompts 2048 --contexts 2048 16384"
+    for name, title, options, tiny in (
+        ("layout-plain", "latency on the plain layout", f"llama --attention {AITER[0]} {short}", None),
+        ("layout-shuffled", "latency on the shuffled layout", f"llama --attention {AITER[1]} {short}", None),
+        (
+            "prefill-8-bit",
+            "time to the first token, in 8 bits where gfx950 has them",
+            "deepseek --attention rocm_aiter_mla",
+            "tiny",
         ),
-    ]  # fmt: skip
-
-
-def _kernels(folder: Path) -> list[Step]:
-    check, outputs = "tests.checks.attention", str(folder / "outputs.pt")
-    small = ("--device", "cpu", "--every", "13")
-    return [
-        Step("kernels", "attention against float64", (check, "--save", outputs, "--out", str(folder / "kernels.json")), 60,
-             (*small, "--attention", *AITER), figures=folder / "kernels.json"),
-        Step("tiers", "AITER's Triton kernels alone, against float64 and its other kernels", (check, "--attention",
-             "rocm_aiter_fa", "--against", outputs, "--out", str(folder / "tiers.json")), 60, small,
-             {"AITER_TRITON_ONLY": "1"}, folder / "tiers.json"),
-        Step("triton-attention", "our Triton attention at real sizes", ("tests.checks.triton", "--part", "attention"), 60),
-        Step("triton-fused", "our fused layers at real sizes", ("tests.checks.triton", "--part", "fused"), 60, ()),
-        Step("tests", "the tests that need a GPU", ("pytest", "-q", "-m", "gpu or rocm", "tests"), 60),
-    ]  # fmt: skip
-
-
-def _models(folder: Path, tiny: Path, data: str | None, limit: int) -> list[Step]:
-    target = ("--model", str(tiny), "--device", "cpu", "--dtype", "float32")
-    few = (*target, "--drafter", "ngram", "-k", "2", "--max-tokens", "8", "--limit", "2")
-    steps = [
-        Step(f"lossless-{name}", f"every token of the embedded model on {name}", ("tests.checks.lossless", "--attention", name), 60,
-             (*target, "--prompts", "2", "--tokens", "4", "--batches", "2") if name in AITER else None)
-        for name in BACKENDS
-    ]  # fmt: skip
-    steps += [
-        Step(f"steps-{name}", f"whole steps of four shapes on {name}", ("tests.checks.step", "--attention", name, "--out",
-             str(folder / f"steps-{name}.json")), 60, ("--device", "cpu", "--shapes", "tiny") if name == AITER[0] else None,
-             figures=folder / f"steps-{name}.json")
-        for name in BACKENDS[:3]
-    ]  # fmt: skip
-    steps += [
-        Step(f"bench-{count}", f"speed with and without DFlash drafts, {count} at once", ("specdec", "bench", "--max-num-seqs",
-             str(count), "--drafter", "smollm2-dflash", "ngram", "-k", "7", "auto", "--out", str(folder / f"bench-{count}.json")),
-             60, (*few, "--repeats", "1", "--warmup", "0") if count == 8 else None, figures=folder / f"bench-{count}.json")
-        for count in (1, 8, 32, 256)
-    ]  # fmt: skip
-    own = ("--data", f"gsm8k={data}") if data else ()
-    gsm8k = ("specdec", "eval", "--tasks", "gsm8k", *own, "--limit", str(limit), "--max-num-seqs", "32", "--out")
-    report = folder / "gsm8k"
-    steps.append(
-        Step("gsm8k", "accuracy with and without drafts", (*gsm8k, str(report)), 120, (*few, "--tasks", "bundled", "--limit", "1"),
-             figures=report / "report.json")
-    )  # fmt: skip
-    return steps
-
-
-def _latencies(folder: Path) -> list[Step]:
-    def step(name: str, title: str, shape: str, *options: str) -> Step:
-        out = folder / f"{name}.json"
-        tiny = {"deepseek": "tiny", "deepseek-sparse": "tiny-sparse"}.get(shape)
-        small = (
-            "--device",
-            "cpu",
-            "--dtype",
-            "bfloat16",
-            "--prompts",
-            "24",
-            "--contexts",
-            "24",
-            "--requests",
-            "2",
-            "--repeats",
-            "1",
-        )
-        arguments = ("tests.checks.latency", "--shape", shape, *options, "--out", str(out))
-        return Step(name, title, arguments, 60, (*small, "--shape", tiny) if tiny else None, figures=out)
-
-    short = ("--prompts", "2048", "--contexts", "2048", "16384")
-    mla, sparse = ("--attention", "rocm_aiter_mla"), ("--attention", "rocm_aiter_mla_sparse")
-    return [
-        step("layout-plain", "latency on the plain layout", "llama", "--attention", AITER[0], *short),
-        step("layout-shuffled", "latency on the shuffled layout", "llama", "--attention", AITER[1], *short),
-        step("prefill-8-bit", "time to the first token, prompts in 8 bits where gfx950 has them", "deepseek", *mla),
-        step("prefill-16-bit", "the same in 16 bits", "deepseek", *mla, "--prefill-dtype", "model"),
-        step("sparse", "decode latency of sparse attention", "deepseek-sparse", *sparse),
-        step("dense", "the same over every position", "deepseek", *mla, "--prompts", "2048"),
-    ]
+        ("prefill-16-bit", "the same in 16 bits", "deepseek --attention rocm_aiter_mla --prefill-dtype model", "tiny"),
+        ("sparse", "latency of sparse attention", "deepseek-sparse --attention rocm_aiter_mla_sparse", "tiny-sparse"),
+    ):
+        yield name, title, f"{command} {options}".replace("NAME", name), f"{_LATENCY} --shape {tiny}" if tiny else None
