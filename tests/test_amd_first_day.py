@@ -11,6 +11,7 @@ from specdec.config import LoadConfig
 from specdec.registry import ATTENTION_BACKENDS
 from tests.checks.amd_first_day import __main__ as first_day
 from tests.checks.amd_first_day import run
+from tests.checks.amd_first_day.record import MOST, page
 from tests.checks.amd_first_day.run import run_step
 from tests.checks.amd_first_day.steps import BACKENDS, Step, all_steps
 
@@ -125,6 +126,17 @@ def test_every_backend_has_its_steps(tmp_path: Path) -> None:
     assert {f"bench-{count}" for count in (1, 8, 32, 256)} <= set(names)
 
 
+@pytest.mark.parametrize(("num_lines", "shown"), [(30, 30), (300, 10), (0, 0)])
+def test_a_page_fits_an_issue(num_lines: int, shown: int) -> None:
+    """With as many last lines of each output as leave it short enough."""
+    output = "\n".join(f"{number:<150}." for number in range(num_lines))
+    entry = {"title": "a step", "command": "python -m x", "verdict": "passed", "seconds": 1.0, "output": output}
+    text = page({"device": "a device"}, {f"step {index}": entry for index in range(28 if shown < 30 else 5)})
+    assert len(text) <= MOST
+    assert text.count(f"\n{num_lines - shown:<150}.\n") == bool(shown) * (28 if shown < 30 else 5)
+    assert f"\n{num_lines - shown - 1:<150}.\n" not in text
+
+
 @pytest.mark.slow
 def test_rehearsal(tmp_path: Path, capsys: Capture) -> None:
     """Every step that can run on the emulation does, and passes; one that needs a GPU says so, and the rest goes on.
@@ -148,4 +160,3 @@ def test_rehearsal(tmp_path: Path, capsys: Capture) -> None:
     for name in ("steps-rocm_aiter_fa", "prefill-8-bit", "sparse", "bench-8"):
         assert entries[name]["figures"], name
     assert "prompts in 8 bits" in entries["prefill-8-bit"]["output"]
-    assert (tmp_path / "page.md").stat().st_size < 60_000, "an issue takes no more"

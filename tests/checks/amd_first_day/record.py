@@ -15,8 +15,10 @@ from specdec.device import resolve_device, torch_build
 from specdec.provenance import commit, versions
 
 SCHEMA = "specdec amd_first_day 1"
-LINES = 40
-"""Of an output that the page shows, the last ones; the JSON has all."""
+LINES = (40, 20, 10, 5)
+"""Of an output that the page shows, the last ones: as many as leave it within `MOST`. The JSON has all."""
+MOST = 60_000
+"""Characters of a page; an issue takes little more."""
 
 
 def machine() -> dict[str, Any]:
@@ -69,13 +71,19 @@ def write(folder: Path, about: Mapping[str, Any], steps: Mapping[str, Any]) -> N
 
 def page(about: Mapping[str, Any], steps: Mapping[str, Any]) -> str:
     """Markdown: the machine, a table of the steps, and the end of every output."""
+    pages = (_page(about, steps, lines) for lines in LINES)
+    return next((text for text in pages if len(text) <= MOST), _page(about, steps, 0))
+
+
+def _page(about: Mapping[str, Any], steps: Mapping[str, Any], most_lines: int) -> str:
     passed = sum(step["verdict"] == "passed" for step in steps.values())
     lines = [f"# specdec on {about['device']}", "", f"{passed} of {len(steps)} steps passed.", ""]
     lines += ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in about.items()), ""]
     lines += ["| step | what it shows | verdict | seconds |", "|---|---|---|---|"]
     lines += [f"| {name} | {step['title']} | {step['verdict']} | {step['seconds']} |" for name, step in steps.items()]
     for name, step in steps.items():
-        output = [line.rstrip()[:200] for line in step["output"].replace("\r", "\n").splitlines() if line.strip()][-LINES:]
+        output = [line.rstrip()[:200] for line in step["output"].replace("\r", "\n").splitlines() if line.strip()]
+        output = output[len(output) - most_lines if most_lines < len(output) else 0 :]
         lines += ["", f"<details><summary>{name}: {step['verdict']}</summary>", "", f"`{step['command']}`", ""]
         lines += ["```text", *output, "```", "", "</details>"]
     return "\n".join([*lines, ""])
