@@ -1,9 +1,11 @@
 """`specdec train`: answers, training and the check against the engine, from one config file or flags."""
 
 import argparse
+import os
 import sys
 
 from drafters.training.config import TrainConfig, add_flags, build_config
+from specdec.cli.options import say_gpu
 from specdec.errors import InvalidInputError
 
 STAGES = ("answers", "train", "finish")
@@ -44,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidInputError(f"unknown stage {unknown[0]!r} (known: {', '.join(STAGES)})")
     from drafters.training.stages import run_stages
 
+    if os.environ.get("RANK", "0") == "0":  # once, of all processes
+        say_gpu(config.device)
     try:
         return 0 if run_stages(tuple(stage for stage in STAGES if stage in stages), config) else 1
     except KeyboardInterrupt:

@@ -322,3 +322,16 @@ def test_a_config_file_says_the_same_as_flags(tmp_path: Path, capsys: pytest.Cap
         assert message in capsys.readouterr().err
     assert main(["train", "tarin", "--out", "x"]) == 2
     assert "unknown stage 'tarin'" in capsys.readouterr().err
+
+
+def test_which_gpu_trains_is_said_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """By the first of the processes, before any work."""
+    monkeypatch.setattr("specdec.device.unseen_gpu", lambda: "an AMD GPU is here, but hidden")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("drafters.training.stages.run_stages", lambda stages, config: True)
+    said = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert main(["train", "train", "--out", str(tmp_path)]) == 0
+        said.append(capsys.readouterr().err)
+    assert said == ["specdec: no GPU is used: an AMD GPU is here, but hidden\n", ""]
