@@ -42,6 +42,13 @@ class ProgressBar(tqdm):
         self.set_postfix_str(note, refresh=False)
         self.update(done - self.n)
 
+    def say(self, line: str) -> None:
+        """A line of its own, above the bar where there is one."""
+        if self._live:
+            self.write(line, file=sys.stderr)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
     def finish(self, done: int, note: str) -> None:
         """Draws the last state and leaves it there."""
         self.show(done, note)

@@ -51,11 +51,11 @@ def run(args: argparse.Namespace) -> int:
             raise
         except Exception as error:  # whatever a compiler or a kernel raises: the others may work
             num_failed += 1
-            bar.write(f"  failed: {shape.title}: {' '.join(str(error).split())[:300] or type(error).__name__}", file=sys.stderr)
+            bar.say(f"  failed: {shape.title}: {' '.join(str(error).split())[:300] or type(error).__name__}")
             continue
         seconds = time.perf_counter() - before
         if seconds >= SLOW:
-            bar.write(f"  {seconds:6.1f} s  {shape.title}", file=sys.stderr)
+            bar.say(f"  {seconds:6.1f} s  {shape.title}")
     bar.finish(len(shapes), "")
     warm = len(shapes) - num_failed
     print(f"{warm} of {len(shapes)} shapes are warm, after {time.perf_counter() - started:.1f} s")
