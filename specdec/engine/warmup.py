@@ -115,14 +115,14 @@ def _prefill(engine: SpecEngine, spans: Sequence[tuple[int, int]], sampling: Sam
 
 @torch.inference_mode()
 def _decode(engine: SpecEngine, num_reqs: int, k: int, bound: int, sampling: SamplingParams) -> None:
-    """A step of requests that may be as long as `bound`, and are empty."""
+    """A step of requests whose tokens, with those that it writes, are `bound`."""
     runner, slots = engine.runner, engine.slots
-    written = slots.max_seq_len([_request(0, 1, sampling)], k)
+    known = max(0, bound - slots.max_seq_len([_request(0, 1, sampling)], k))
 
     def launch() -> None:
-        requests = [_request(slot, 1, sampling, num_kv_tokens=max(0, bound - written)) for slot in range(num_reqs)]
+        requests = [_request(slot, 1, sampling, num_kv_tokens=known) for slot in range(num_reqs)]
         slots.begin(requests)
-        slots.seq_lens.index_fill_(0, slots.slot_indices(requests), 0)
+        slots.seq_lens.index_fill_(0, slots.slot_indices(requests), known)
         if runner.drafter:
             for request in requests:
                 runner.drafter.begin(request.slot, request.token_ids)
