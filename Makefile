@@ -11,6 +11,7 @@ BIN := $(VENV)/bin
 # Twice quiet: no notes about unused indexes, but errors.
 PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet
 PINS := --constraint $(VENV)/constraints.txt
+NAMED := $(if $(TORCH_INDEX)$(TORCH),--named)
 
 .PHONY: help demo test check check-fast lint format clean
 .DELETE_ON_ERROR:
@@ -48,14 +49,15 @@ clean: ## remove the environment and everything made
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "specdec needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; name another: make PYTHON=python3.12 ...")'
 	@$(PYTHON) -m venv $(VENV)
-	@$(if $(TORCH_INDEX)$(TORCH),,$(PYTHON) -m specdec.cli.choose_torch --link $(VENV))
+	@$(if $(NAMED),,$(PYTHON) -m specdec.cli.choose_torch --link $(VENV))
 	@touch $@
 
 $(VENV)/.package: $(VENV)/.python pyproject.toml constraints.txt
 	@echo "Setting up $(VENV): once, a few minutes."
-	@$(BIN)/python -m specdec.cli.choose_torch $(if $(TORCH_INDEX)$(TORCH),--named) > $(VENV)/constraints.txt
 	@echo "  1 of 3: PyTorch, the largest download"
-	@$(PIP_INSTALL) $(PINS) $(if $(TORCH_INDEX),--index-url '$(TORCH_INDEX)') $(patsubst %,'%',$(or $(TORCH),torch))
+	@$(if $(NAMED),$(PIP_INSTALL) $(if $(TORCH_INDEX),--index-url '$(TORCH_INDEX)') $(patsubst %,'%',$(or $(TORCH),torch)))
+	@$(BIN)/python -m specdec.cli.choose_torch $(NAMED) > $(VENV)/constraints.txt
+	@$(PIP_INSTALL) $(PINS) torch
 	@echo "  2 of 3: Transformers, tokenizers and this package"
 	@$(PIP_INSTALL) $(PINS) --editable .
 	@echo "  3 of 3: the model of the demo, SmolLM2-135M-Instruct (about 100 MB)"

@@ -1,7 +1,7 @@
 """Which build of torch an environment gets; run by the Makefile before anything is installed, so on the standard library alone.
 
     PYTHON -m specdec.cli.choose_torch --link .venv    lets a new environment use the ROCm build that PYTHON has
-    .venv/bin/python -m specdec.cli.choose_torch       prints the versions to install, such as keep the build that is there
+    .venv/bin/python -m specdec.cli.choose_torch       prints the versions to install, which keep the build that is there
 
 pip's own choice is a build for CUDA, and a later installation would put it, or its Triton, over one for ROCm.
 """
@@ -62,30 +62,28 @@ def pins(constraints: str, build: TorchBuild | None, *, named: bool, needed: str
     Args:
         constraints: those that tests run with.
         build: torch in the environment.
-        named: the user says which torch to install.
+        named: the user has said which one to install.
         needed: lowest version of torch.
         gpus: see `amd_gpus.wanting_rocm`.
 
     Raises:
-        InvalidInputError: the ROCm build that is there is too old, or an AMD GPU would get a build for CUDA.
+        InvalidInputError: the build that is to stay is too old, or an AMD GPU would get one for CUDA.
     """
-    others = "".join(line for line in constraints.splitlines(keepends=True) if not line.startswith(_OF_TORCH))
-    if named:
-        return others
-    if build is not None and build.hip:
-        if _numbers(build.version) < _numbers(needed):
-            raise InvalidInputError(
-                f"torch {build.version} in {build.folder} is older than {needed}: install a newer ROCm build there, or name an"
-                " index of one: make demo TORCH_INDEX=..."
-            )
-        return f"{others}torch=={build.version}\n"
-    if gpus and build is None:
+    if build is None and gpus:
         raise InvalidInputError(
             f"an AMD GPU is here ({', '.join(sorted(set(gpus)))}), and pip's own torch is built for CUDA; name the index that"
             " PyTorch's install page gives for ROCm: make demo TORCH_INDEX=...; or a Python that has a ROCm build: make demo"
             " PYTHON=...; or leave the GPU alone: make demo TORCH=torch (docs/rocm.md)"
         )
-    return constraints
+    if build is None or not (build.hip or named):
+        return constraints
+    if _numbers(build.version) < _numbers(needed):
+        raise InvalidInputError(
+            f"torch {build.version} in {build.folder} is older than {needed}, the oldest that works: install a newer build there,"
+            " or name one: make demo TORCH_INDEX=... (docs/rocm.md)"
+        )
+    others = "".join(line for line in constraints.splitlines(keepends=True) if not line.startswith(_OF_TORCH))
+    return f"{others}torch=={build.version}\n"
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -96,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command; 1 with a line on standard error when there is nothing to install."""
     parser = argparse.ArgumentParser(prog="python -m specdec.cli.choose_torch")
     parser.add_argument("--link", type=Path, metavar="FOLDER", help="the environment that this Python has made")
-    parser.add_argument("--named", action="store_true", help="the torch to install is named by hand")
+    parser.add_argument("--named", action="store_true", help="the torch that is there was named by hand")
     args = parser.parse_args(argv)
     build = installed_torch()
     if args.link:

@@ -11,6 +11,7 @@ from specdec import amd_gpus
 from specdec.amd_gpus import UNKNOWN, architectures, wanting_rocm, why_unseen
 from specdec.attention.aiter.fa import CDNA, RDNA
 from specdec.device import unseen_gpu
+from tests.conftest import pytest_report_header
 
 
 def machine(root: Path, *versions: int, kfd: bool = True, render: bool = True) -> Path:
@@ -107,3 +108,12 @@ def test_a_gpu_that_torch_sees_is_not_missing(monkeypatch: pytest.MonkeyPatch) -
     assert unseen_gpu() == f"torch {torch.__version__}, built for ROCm 7.1.2, True"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert unseen_gpu() is None
+
+
+def test_the_tests_say_where_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make test` on a machine whose GPU torch does not see must not look like a run on it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("specdec.device.unseen_gpu", lambda: None)
+    assert pytest_report_header().startswith("device: cpu, ") and "GPU" not in pytest_report_header()
+    monkeypatch.setattr("specdec.device.unseen_gpu", lambda: "an AMD GPU is here, but hidden")
+    assert pytest_report_header().endswith("; no GPU is used: an AMD GPU is here, but hidden")
