@@ -47,9 +47,9 @@ ENVIRONMENT = (
     "HF_HOME",
     "HF_HUB_OFFLINE",
     "OMP_NUM_THREADS",
+    "SPECDEC_*",
 )
-"""Variables that change what runs; * stands for anything. specdec itself reads AITER_TRITON_ONLY alone; the libraries under it read
-the others."""
+"""Variables that change what runs, of specdec and of the libraries under it; * stands for anything."""
 
 _PACKAGES = ("torch", "triton", "transformers", "amd-aiter")
 _TRITON = ("triton", "pytorch-triton-rocm", "triton-rocm")
