@@ -93,6 +93,11 @@ def _models(questions: str, limit: int) -> Iterator[Row]:
     for name in BACKENDS:
         small = f"{_TARGET} --prompts 2 --tokens 4 --batches 2" if name in AITER else None
         yield f"lossless-{name}", f"every token of the embedded model on {name}", f"tests.checks.lossless --attention {name}", small
+    yield (
+        "lossless-eager",
+        f"the same on {AITER[0]}, launched operation by operation",
+        (f"tests.checks.lossless --attention {AITER[0]} --no-graphs"),
+    )
     for name in BACKENDS[:3]:
         command = f"tests.checks.step --attention {name} --out OUT/steps-{name}.json"
         small = "--device cpu --shapes tiny" if name == AITER[0] else None
