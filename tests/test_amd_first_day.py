@@ -1,6 +1,7 @@
 """The first day on an AMD GPU, rehearsed: every step is run, recorded and resumed, and none keeps the others from running."""
 
 import json
+import os
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +18,7 @@ from tests.checks.amd_first_day.run import run_step
 from tests.checks.amd_first_day.steps import BACKENDS, Step, all_steps
 
 Capture = pytest.CaptureFixture[str]
-HANG = "import time; print('so far', flush=True); time.sleep(600)"
+HANG = "import os, time; print('so far', os.getpid(), flush=True); time.sleep(600)"
 STEPS = [
     Step("works", "a command that works", ("json.tool", "--help")),
     Step("fails", "a command that fails", ("json.tool", "nowhere.json")),
@@ -64,6 +65,8 @@ def test_each_step_has_its_verdict(folder: Path, capsys: Capture) -> None:
         "figures": "passed",
     }
     assert "nowhere.json" in steps["fails"]["output"] and "so far" in steps["hangs"]["output"]
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(steps["hangs"]["output"].split()[2]), 0)
     assert steps["figures"]["figures"] == {"milliseconds": 4.2} and steps["works"]["figures"] is None
     page = (folder / "page.md").read_text()
     assert "2 of 4 steps passed." in page and "| hangs | a command without an end | no end after 0.03 minutes |" in page
