@@ -16,7 +16,7 @@ from specdec.config import EngineConfig
 from specdec.core import Verifier
 from specdec.decoder import SpecDecoder
 from specdec.device import resolve_device, resolve_dtype
-from tests.checks.aiter_triton import PROMPTS, Make, compare, generate
+from tests.checks.aiter_triton_models import PROMPTS, Make, compare, generate
 from tests.helpers.scripted import ScriptedDrafter
 from verifiers.load import load_verifier
 
