@@ -74,7 +74,7 @@ def _prefills(engine: SpecEngine, sampling: SamplingParams) -> Iterator[WarmUpSh
 
 def _steps(engine: SpecEngine, sampling: SamplingParams) -> Iterator[WarmUpShape]:
     """Decode steps, by bound, batch and k."""
-    eager, most = not engine.runner.graphs, engine.config.max_num_seqs
+    eager, most, steady_len = not engine.runner.graphs, engine.config.max_num_seqs, engine.verifier.attention.steady_len
     sizes, drafts = batches(most), ladder(engine.num_draft_tokens)
     if eager and not engine.draft_length:
         drafts = tuple(range(engine.num_draft_tokens + 1))  # the last steps of an output offer as many as there is room for
@@ -83,6 +83,8 @@ def _steps(engine: SpecEngine, sampling: SamplingParams) -> Iterator[WarmUpShape
             for k in drafts if num_reqs in sizes else drafts[-1:]:
                 title = f"decode {num_reqs} x {k + 1} rows, up to {bound:,} tokens"
                 yield WarmUpShape(title, partial(_decode, engine, num_reqs, k, bound, sampling))
+                if steady_len:
+                    yield WarmUpShape(f"{title}, one short", partial(_decode, engine, num_reqs, k, bound, sampling, steady_len - 1))
 
 
 def _bounds(engine: SpecEngine, *, finer: bool) -> list[int]:
@@ -114,15 +116,17 @@ def _prefill(engine: SpecEngine, spans: Sequence[tuple[int, int]], sampling: Sam
 
 
 @torch.inference_mode()
-def _decode(engine: SpecEngine, num_reqs: int, k: int, bound: int, sampling: SamplingParams) -> None:
-    """A step of requests whose tokens, with those that it writes, are `bound`."""
+def _decode(engine: SpecEngine, num_reqs: int, k: int, bound: int, sampling: SamplingParams, shortest: int | None = None) -> None:
+    """A step of requests whose tokens, with those that it writes, are `bound`; the last has at most `shortest` before it."""
     runner, slots = engine.runner, engine.slots
-    known = max(0, bound - slots.max_seq_len([_request(0, 1, sampling)], k))
+    known = [max(0, bound - slots.max_seq_len([_request(0, 1, sampling)], k))] * num_reqs
+    if shortest is not None:
+        known[-1] = min(known[-1], shortest)
 
     def launch() -> None:
-        requests = [_request(slot, 1, sampling, num_kv_tokens=known) for slot in range(num_reqs)]
+        requests = [_request(slot, 1, sampling, num_kv_tokens=length) for slot, length in enumerate(known)]
         slots.begin(requests)
-        slots.seq_lens.index_fill_(0, slots.slot_indices(requests), known)
+        slots.seq_lens.index_copy_(0, slots.slot_indices(requests), slots.tensor(known))
         if runner.drafter:
             for request in requests:
                 runner.drafter.begin(request.slot, request.token_ids)

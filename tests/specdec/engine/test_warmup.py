@@ -44,7 +44,8 @@ def new_engine(case: Case, drafter: str, *, capture: bool, **changes: Any) -> Sp
         case.verifier, DRAFTERS[drafter](case), EngineConfig(**{**config, **changes}, cache=CacheConfig(memory_bytes=2**22))
     )
     if capture:
-        engine.runner.graphs = StepGraphs(Recorder(), engine.slots, engine.runner.step_table)
+        steady_len = case.verifier.attention.steady_len
+        engine.runner.graphs = StepGraphs(Recorder(), engine.slots, engine.runner.step_table, steady_len=steady_len)
         engine.runner.prefill_graphs = PrefillGraphs(
             Recorder(), engine.slots, engine.runner.prefill_step, dtype=case.verifier.dtype, most_rows=64
         )
@@ -84,6 +85,20 @@ def test_nothing_is_captured_afterwards(case: Case, drafter: str, changes: dict[
     cold = new_engine(case, drafter, capture=True, **changes)
     run(cold, list(case.outputs))
     assert len(captured(cold)) > 0 and captured(cold) <= before
+
+
+@pytest.mark.slow
+def test_steady_steps_are_captured_apart(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of requests that are all long enough, and those of others, at every bound where both occur."""
+    monkeypatch.setattr(case.verifier.attention, "steady_len", 21)
+    engine = new_engine(case, "plain", capture=True, max_num_seqs=3)
+    warm(engine)
+    before = captured(engine)
+    run(engine, list(case.outputs))
+    assert captured(engine) == before
+    ran = new_engine(case, "plain", capture=True, max_num_seqs=3)
+    run(ran, list(case.outputs))
+    assert ran.runner.graphs and {shape.min_seq_len for shape in ran.runner.graphs.graphs} == {0, 21}
 
 
 @pytest.mark.slow
