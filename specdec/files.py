@@ -13,6 +13,11 @@ from specdec.errors import CapacityError, InvalidInputError
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
+def cache_folder() -> Path:
+    """Where what can be made again is kept: `$SPECDEC_CACHE`, or `~/.cache/specdec`."""
+    return Path(os.environ.get("SPECDEC_CACHE") or "~/.cache/specdec").expanduser()
+
+
 def read_lines(path: Path, *, what: str, way_out: str) -> list[tuple[str, str]]:
     """The lines of a UTF-8 file that are not blank, each with its place, such as "test.jsonl:7".
 

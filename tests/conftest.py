@@ -1,8 +1,13 @@
 """What pytest is told about all tests."""
 
+import itertools
+
 import pytest
 
+from specdec import self_check
 from specdec.cli.doctor import describe_device
+
+_folders = itertools.count()
 
 
 def pytest_report_header() -> str:
@@ -16,3 +21,12 @@ def pytest_report_header() -> str:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Starts with the slow ones, so that no worker is left alone with them in the end."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+@pytest.fixture(autouse=True)
+def first_start(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """No test reads another's verdicts of self-checks, and none writes to the user's cache."""
+    folder = tmp_path_factory.getbasetemp() / f"verdicts{next(_folders)}"
+    monkeypatch.setattr(self_check, "cache_folder", lambda: folder)
+    monkeypatch.setattr(self_check, "_known", {})
+    monkeypatch.delenv(self_check.VARIABLE, raising=False)

@@ -22,6 +22,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"errors", "sizes", "metrics"},
         {"amd_gpus", "config", "registry", "files", "packages"},
         {"device", "kv_cache"},
+        {"self_check"},
         {"kernels"},
         {"attention"},
         {"layers"},

@@ -101,7 +101,7 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> OperationCounter:
         made.on = on
         return indices, finite
 
-    monkeypatch.setattr(argmax, "_on_triton", lambda device: True)
+    monkeypatch.setattr(argmax, "on_triton", lambda device: True)
     monkeypatch.setattr(triton_argmax, "argmax", filled)
     monkeypatch.setattr(JITFunction, "run", lambda self, *args, **options: made.count(self.fn.__name__))
     monkeypatch.setattr(triton_fa, "unavailable_reasons", lambda device: [])

@@ -7,7 +7,6 @@ ordinary Transformers folder below the user's cache; later calls only look at th
 import errno
 import hashlib
 import json
-import os
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock
 
 from specdec.errors import CapacityError, CheckpointError, InvalidInputError
+from specdec.files import cache_folder
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -51,7 +51,7 @@ def embedded_model_path(cache_dir: Path | None = None) -> Path:
         CapacityError: the disk, or a limit on file sizes, has no room for the model.
         InvalidInputError: the cache folder cannot be written.
     """
-    root = cache_dir if cache_dir is not None else _default_cache_dir()
+    root = cache_dir if cache_dir is not None else cache_folder()
     folder = root / f"smollm2-135m-instruct-{PAYLOAD_SHA256[:8]}-v{FORMAT_VERSION}"
     if _is_complete(folder):
         return folder
@@ -66,10 +66,6 @@ def embedded_model_path(cache_dir: Path | None = None) -> Path:
             f"cannot write the model cache {root}: {error.strerror or error}; set SPECDEC_CACHE to a folder that can be written"
         ) from error
     return folder
-
-
-def _default_cache_dir() -> Path:
-    return Path(os.environ.get("SPECDEC_CACHE") or "~/.cache/specdec").expanduser()
 
 
 def _is_complete(folder: Path) -> bool:

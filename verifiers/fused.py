@@ -16,10 +16,10 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig
 
 from specdec.attention.backend import AttentionBackend
-from specdec.attention.triton.fa import TritonFaBackend
 from specdec.core import ForwardInput, VerifyOutput
 from specdec.kernels.linear import FourBitWeight, Linear
 from specdec.kv_cache import LayerCache
+from specdec.layers.fused import fuses_layers
 from specdec.layers.rotary import STATIC_ROPE_TYPES, half_angles
 from verifiers.shape import kv_layer_spec, layer_windows, max_model_len
 
@@ -118,7 +118,7 @@ class FusedVerifier:
         self._embedding, self._head, self._rotary = embedding.detach(), head, rotary
         self._layers = [_fused_layer(layer) for layer in layers]
         self._norm = RMSNorm(norm)
-        self._triton = self._triton_decoder(backend) if isinstance(backend, TritonFaBackend) else None
+        self._triton = self._triton_decoder(backend) if fuses_layers(backend) else None
 
     @classmethod
     def from_model(
@@ -181,7 +181,7 @@ class FusedVerifier:
     def _triton_forward(
         self, decoder: "TritonDecoder", rows: ForwardInput, caches: Sequence[LayerCache], taps: Sequence[int]
     ) -> VerifyOutput:
-        """`forward` in few launches, where attention runs on Triton."""
+        """`forward` in few launches, where `fuses_layers` says so."""
         embeddings = self.embed(rows.token_ids)
         cos, sin = self._angles(embeddings, rows.position_ids)
         plans = [self.attention.plan(rows.metadata)] * self.num_layers
@@ -189,7 +189,7 @@ class FusedVerifier:
         selected = normed if rows.logit_rows is None else normed.index_select(0, rows.logit_rows)
         return VerifyOutput(logits=self.head(selected), aux_hidden=torch.cat(tapped, dim=-1) if tapped else None)
 
-    def _triton_decoder(self, backend: TritonFaBackend) -> "TritonDecoder":
+    def _triton_decoder(self, backend: AttentionBackend) -> "TritonDecoder":
         """The layers for Triton kernels; they share the weights."""
         from specdec.layers.triton_decoder import DecoderLayer, TritonDecoder
 

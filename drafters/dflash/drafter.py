@@ -18,12 +18,12 @@ from drafters.dflash.checkpoint import read_checkpoint, target_ids
 from drafters.dflash.config import DFlashConfig
 from drafters.dflash.model import DFlashModel
 from specdec.attention.backend import AttentionBackend, AttentionSpec
-from specdec.attention.triton.fa import TritonFaBackend
 from specdec.config import DraftSampling
 from specdec.core import AcceptOutput, DecodeBatch, DraftOutput, PrefillBatch, Verifier, VerifyOutput
 from specdec.errors import BackendError, InvalidInputError
 from specdec.kv_cache import KVLayerSpec, LayerCache
 from specdec.layers.argmax import argmax
+from specdec.layers.fused import fuses_layers
 from specdec.sampling.sampler import Purpose, processed_probs, sample_from, uniform
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class DFlashDrafter:
         self.attention = _attention(config, verifier)
         self.model = model.requires_grad_(False).eval().to(verifier.device, verifier.dtype)
         self.model.prepare_inference()
-        self.on_triton = _on_triton(self.model, self.attention) if isinstance(self.attention, TritonFaBackend) else None
+        self.on_triton = _on_triton(self.model, self.attention) if fuses_layers(self.attention) else None
         self.max_draft_tokens = config.max_draft_tokens
         self.first_row = 0 if config.sample_from_anchor else 1
         # A row sees those after it, so a block shorter than in training drafts worse: whatever k is, the whole block runs.
@@ -211,7 +211,7 @@ def _attention(config: DFlashConfig, verifier: Verifier) -> AttentionBackend:
     return backend(spec)
 
 
-def _on_triton(model: DFlashModel, attention: TritonFaBackend) -> Callable[[], "TritonDFlash"]:
+def _on_triton(model: DFlashModel, attention: AttentionBackend) -> Callable[[], "TritonDFlash"]:
     """What makes the forward of a run; the joined weights are made here, once."""
     from drafters.dflash.triton import TritonDFlash, join_layers  # it imports Triton
 

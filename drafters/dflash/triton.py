@@ -1,20 +1,19 @@
-"""The DFlash drafter's forward around Triton kernels, for devices whose attention is `triton_fa`; see `drafters.dflash.drafter`."""
+"""The DFlash drafter's forward around Triton kernels, where `fuses_layers` says so; see `drafters.dflash.drafter`."""
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from drafters.dflash.model import DFlashLayer, DFlashModel, Keep
-from specdec.attention.backend import AttentionMetadata
-from specdec.attention.triton.fa import TritonFaBackend
+from specdec.attention.backend import AttentionBackend
 from specdec.kernels.linear import Linear
-from specdec.kernels.triton_embedding import embed
-from specdec.kernels.triton_fused import rms_norm, rope_store
+from specdec.kernels.triton_fused import rms_norm
 from specdec.kv_cache import LayerCache
 from specdec.layers.rotary import half_angles
 from specdec.layers.triton_decoder import DecoderLayer, TritonDecoder
+from specdec.layers.triton_rotary import write_rotated
 
 
 class TritonDFlash:
@@ -26,7 +25,7 @@ class TritonDFlash:
         attention: of the draft layers.
     """
 
-    def __init__(self, model: DFlashModel, layers: Sequence[DecoderLayer], attention: TritonFaBackend) -> None:
+    def __init__(self, model: DFlashModel, layers: Sequence[DecoderLayer], attention: AttentionBackend) -> None:
         self._model, self._attention = model, attention
         self._decoder = TritonDecoder(layers, model.norm.weight, epsilon=model.config.rms_norm_eps, attention=attention)
         self._project, norms = model.context_projection()
@@ -37,14 +36,14 @@ class TritonDFlash:
     def embed(self, token_ids: Tensor) -> Tensor:
         """Rows [..., H] of the drafter's own embedding table, which it has."""
         assert self._model.embed_tokens is not None
-        return embed(token_ids, self._model.embed_tokens.weight)
+        return self._decoder.embed(token_ids, self._model.embed_tokens.weight)
 
     def block_forward(
         self,
         embeddings: Tensor,
         position_ids: Tensor,
         caches: Sequence[LayerCache],
-        plans: Sequence[AttentionMetadata],
+        plans: Sequence[Any],
         keep: Keep,
     ) -> Tensor:
         """Final hidden states [rows to keep, H], normed, of block rows `embeddings` [T, H]; one cache and one plan per layer."""
@@ -61,8 +60,8 @@ class TritonDFlash:
         cos, sin = self._angles(position_ids, rows.dtype)
         self._known = None  # nothing outlives a step, for its memory may be a graph's
         for layer, cache in enumerate(caches):
-            rope_store(
-                None,
+            write_rotated(
+                self._attention,
                 rows[:, layer, 0],
                 rows[:, layer, 1],
                 cache,

@@ -138,6 +138,8 @@ class AttentionBackend(ABC):
     """Whether a prefill whose lengths only the device knows costs no more than one that states them."""
     steady_len: int = 0
     """Tokens in the cache from which on a plan of decoding depends on no length any more; 0 where there is no such number."""
+    fits_fused_layers: bool = False
+    """Whether our Triton kernels may compute what surrounds it; beside the reference all is plain torch."""
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec

@@ -14,9 +14,14 @@ logger = logging.getLogger(__name__)
 def refusals(spec: AttentionSpec | MlaSpec, *, auto: bool = False) -> dict[str, list[str]]:
     """For every backend of the spec's kind, all reasons why it cannot serve `spec`; an empty list means it can.
 
-    With `auto`, also why "auto" passes over those that would serve it by name.
+    With `auto`, also why "auto" passes over those that would serve it by name, as far as the first that it does not pass over.
     """
-    return {name: _reasons(_resolve(name, spec), spec, auto) for name in _table(spec)}
+    found: dict[str, list[str]] = {}
+    for name in _table(spec):
+        found[name] = _reasons(_resolve(name, spec), spec, auto)
+        if auto and not found[name]:
+            break
+    return found
 
 
 def describe(name: str, spec: AttentionSpec | MlaSpec) -> list[str]:

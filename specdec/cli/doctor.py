@@ -65,6 +65,7 @@ _INDEXER = {"index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `specdec doctor`."""
     parser.usage = "%(prog)s [options]"
+    parser.add_argument("--run", action="store_true", help="run every kind of kernel once at tiny size; print its error and time")
     add = parser.add_argument_group("a model to ask the backends about").add_argument
     add("--device", default="auto", metavar="NAME", help="auto (default), cpu, cuda or cuda:N")
     add("--dtype", default="auto", metavar="NAME", help="auto (default), float32, bfloat16 or float16")
@@ -110,7 +111,12 @@ def run(args: argparse.Namespace) -> int:
     print("\n".join(backend_lines(spec, refused)))
     print("\nenvironment")
     print("\n".join(environment or ["  none of the variables that change what runs is set"]))
-    return int(all(refused.values()))
+    status = int(all(refused.values()))
+    if args.run:
+        from specdec.cli.doctor_run import run_checks
+
+        status |= run_checks(device, spec.dtype, spec.cache_dtype)
+    return status
 
 
 def spec_of(args: argparse.Namespace) -> AttentionSpec | MlaSpec:
@@ -204,7 +210,8 @@ def backend_lines(spec: AttentionSpec | MlaSpec, refused: dict[str, list[str]]) 
     from specdec.attention.backend import AttentionSpec
     from specdec.attention.selector import describe, refusals
 
-    chosen = next((name for name, reasons in refusals(spec, auto=True).items() if not reasons), None)
+    passed_over = refusals(spec, auto=True)
+    chosen = next((name for name, reasons in passed_over.items() if not reasons), None)
     blocks = refusals(replace(spec, non_causal=True)) if isinstance(spec, AttentionSpec) else {}
     width = max(map(len, refused))
     lines = []
@@ -214,6 +221,7 @@ def backend_lines(spec: AttentionSpec | MlaSpec, refused: dict[str, list[str]]) 
             continue
         taken = "chosen by --attention auto" if name == chosen else f"works with --attention {name}"
         lines.append(f"  {name:<{width}}  {taken}")
+        lines += [f"  {'':<{width}}  auto passes over it: {reason}" for reason in passed_over.get(name, [])]
         lines += [f"  {'':<{width}}  {remark}" for remark in describe(name, spec)]
         if against := blocks.get(name):
             lines.append(f"  {'':<{width}}  but not for DFlash drafters: {'; '.join(against)}")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 from specdec.config import EngineConfig
 from specdec.core import Drafter, Verifier
 from specdec.engine.buckets import BATCH_SIZES, batch_bucket
 from specdec.engine.draft_length import checked_draft_tokens
-from specdec.engine.graphs import CudaCapture, StepGraphs, captures_graphs
+from specdec.engine.graph_check import check_captured_step
+from specdec.engine.graphs import Capture, CudaCapture, StepGraphs, captures_graphs
 from specdec.engine.memory import plan_cache
 from specdec.engine.prefill_graphs import PrefillGraphs, most_prefill_rows
 from specdec.engine.scheduler import Scheduler
@@ -16,6 +18,7 @@ from specdec.engine.slots import SlotState
 from specdec.engine.step import StepRunner
 from specdec.engine.timing import StepTimer
 from specdec.kv_cache import BlockPool, PagedKVCache, blocks_for
+from specdec.layers import argmax
 
 
 class EngineParts(NamedTuple):
@@ -59,7 +62,8 @@ def build_engine(verifier: Verifier, drafter: Drafter | None, config: EngineConf
     overshoot = pipeline_depth * (num_draft_tokens + 1) + max(num_draft_tokens + 1, num_lookahead_tokens)
     max_blocks = blocks_for(max_model_len + overshoot, block_size)
 
-    captures = captures_graphs(device, config.graphs)
+    argmax.on_triton(device)  # a self-check, if there is one, belongs before the first step
+    captures = captures_graphs(device, config.graphs, partial(check_captured_step, verifier), verifier.attention.name)
     graph_rows = min(batch_bucket(config.max_num_seqs), BATCH_SIZES[-1]) * (num_draft_tokens + 1) if captures else 0
     prefill_rows = most_prefill_rows(verifier, config.max_num_seqs) if captures and verifier.attention.captures_prefill else 0
     target_specs, drafter_specs = verifier.kv_specs, drafter.kv_specs if drafter else []
@@ -111,11 +115,15 @@ def build_engine(verifier: Verifier, drafter: Drafter | None, config: EngineConf
     timer = StepTimer(device, enabled=config.timing)
     runner = StepRunner(verifier, bound, target_caches, drafter.aux_layer_ids if drafter else (), slots, timer)
     if captures:
-        capture, required = CudaCapture(device), bool(config.graphs)
-        steady_len = verifier.attention.steady_len
-        runner.graphs = StepGraphs(capture, slots, runner.step_table, steady_len=steady_len, required=required)
-        if prefill_rows:
-            runner.prefill_graphs = PrefillGraphs(
-                capture, slots, runner.prefill_step, dtype=verifier.dtype, most_rows=prefill_rows, required=required
-            )
+        capture_steps(runner, slots, CudaCapture(device), prefill_rows, required=bool(config.graphs))
     return EngineParts(num_draft_tokens, max_model_len, pipeline_depth, overshoot, timer, kv_cache, pool, scheduler, slots, runner)
+
+
+def capture_steps(runner: StepRunner, slots: SlotState, capture: Capture, prefill_rows: int, *, required: bool) -> None:
+    """Has the steps of `runner` captured from now on, and prefills of up to so many rows."""
+    steady_len = runner.verifier.attention.steady_len
+    runner.graphs = StepGraphs(capture, slots, runner.step_table, steady_len=steady_len, required=required)
+    if prefill_rows:
+        runner.prefill_graphs = PrefillGraphs(
+            capture, slots, runner.prefill_step, dtype=runner.verifier.dtype, most_rows=prefill_rows, required=required
+        )

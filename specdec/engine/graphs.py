@@ -21,6 +21,7 @@ from specdec.engine.results import num_columns
 from specdec.engine.slots import Selection, SlotState, min_seq_len
 from specdec.errors import BackendError
 from specdec.sampling.tensors import SamplingPlan
+from specdec.self_check import Check, passes
 
 logger = logging.getLogger(__name__)
 
@@ -68,10 +69,11 @@ class CudaCapture:
         cause: Exception | None = None
         try:
             with torch.cuda.stream(self._stream):
-                if kind not in self._kinds:
+                if kind not in self._kinds or torch.version.hip:
                     launch()  # libraries take workspaces and make sure of themselves at first use
                 # Not torch.cuda.graph, which gives all cached memory back first and makes the next steps fetch it anew. Relaxed,
-                # for a kernel that is new for its sizes alone is loaded meanwhile.
+                # for a kernel that is new for its sizes alone is loaded meanwhile; whether HIP lets that pass is not known, so
+                # there every capture comes second.
                 graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
                 try:
                     launch()
@@ -93,9 +95,21 @@ def _replay(graph: torch.cuda.CUDAGraph, launch: Callable[[], None]) -> None:
     graph.replay()
 
 
-def captures_graphs(device: torch.device, wanted: bool | None) -> bool:
-    """Whether steps on `device` are to be captured; None leaves it to what has been run: CUDA."""
-    return device.type == "cuda" and (torch.version.hip is None if wanted is None else wanted)
+def captures_graphs(device: torch.device, wanted: bool | None, check: Check, attention: str) -> bool:
+    """Whether steps on `device` are captured: where there are graphs, if `wanted`, or when left open where a captured step passes.
+
+    Args:
+        device: of the target.
+        wanted: None leaves it open.
+        check: compares a captured step with an eager one; see `specdec.self_check`.
+        attention: name of the target's backend, whose kernels would be captured.
+    """
+    return has_graphs(device) and (passes("captured_step", device, check, attention) if wanted is None else wanted)
+
+
+def has_graphs(device: torch.device) -> bool:
+    """Whether torch has graphs of work on `device`."""
+    return device.type == "cuda"
 
 
 class ShapeGraphs(Generic[Shape, Graph]):

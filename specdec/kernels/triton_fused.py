@@ -121,7 +121,7 @@ def _rope_store_kernel(
     rotated: tl.tensor,  # like query, contiguous
     key_cache: tl.tensor,  # [num_slots, NUM_KV_HEADS, HEAD_DIM]
     value_cache: tl.tensor,  # the same
-    slot_mapping: tl.tensor,  # int64 [num_tokens]
+    slot_mapping: tl.tensor,  # int64 [num_tokens], or None: rows in their order
     cos: tl.tensor,  # [num_tokens, HEAD_DIM / 2] or None
     sin: tl.tensor,  # the same
     query_norm: tl.tensor,  # [HEAD_DIM] or None
@@ -155,7 +155,7 @@ def _rope_store_kernel(
             rows, kept = query + token * query_stride, rotated + token * (NUM_HEADS * HEAD_DIM)
             _move_heads(rows, kept, query_norm, cos, sin, epsilon, limit, NUM_HEADS, HEAD_DIM)
     else:
-        place = tl.load(slot_mapping + token) * (NUM_KV_HEADS * HEAD_DIM)
+        place = (token if slot_mapping is None else tl.load(slot_mapping + token)) * (NUM_KV_HEADS * HEAD_DIM)
         if part == 0:
             keys = key + token * key_stride
             _move_heads(keys, key_cache + place, key_norm, cos, sin, epsilon, limit, NUM_KV_HEADS, HEAD_DIM)
@@ -234,7 +234,7 @@ def rope_store(
     key: Tensor,
     value: Tensor,
     cache: LayerCache,
-    slot_mapping: Tensor,
+    slot_mapping: Tensor | None,
     *,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
@@ -249,7 +249,7 @@ def rope_store(
         query: [num_tokens, num_heads, head_dim]; None has nothing to rotate. Heads are adjacent, as in a joined product.
         key, value: [num_tokens, num_kv_heads, head_dim], likewise.
         cache: contiguous, in the model's type or 8-bit floats.
-        slot_mapping: int64 [num_tokens].
+        slot_mapping: int64 [num_tokens]; None writes the rows in their order.
         cos, sin: [num_tokens, head_dim / 2] with equal strides; None does not rotate.
         query_norm, key_norm: [head_dim], weights of a norm before the rotation, or None.
         epsilon: of those norms.

@@ -9,7 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import specdec.device
+
 HOPPER_SHARED_MEMORY = 227 * 1024
+AMD_SHARED_MEMORY = {"gfx950": 160 * 1024}
+"""Of architectures that have more than the others' 64 KiB."""
 
 
 def unavailable_reasons(device: torch.device) -> list[str]:
@@ -37,8 +41,8 @@ def shared_memory(device: torch.device) -> int:
     """Bytes of a processor's fast memory that one program can have; an interpreter has no such limit."""
     if device.type != "cuda":
         return HOPPER_SHARED_MEMORY
-    if torch.version.hip is not None:
-        return 64 * 1024
+    if architecture := specdec.device.rocm_architecture(device):
+        return AMD_SHARED_MEMORY.get(architecture, 64 * 1024)
     return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor - 1024
 
 

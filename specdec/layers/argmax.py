@@ -1,11 +1,13 @@
-"""The token with the highest logit of every row: by torch, or on CUDA devices by our own kernel."""
+"""The token with the highest logit of every row: by torch, or by our own kernel."""
 
-from functools import lru_cache
+import math
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
 from specdec.kernels.triton_launch import unavailable_reasons
+from specdec.self_check import Deviation, mismatches, passes, worst
 
 
 def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -14,7 +16,7 @@ def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         int64 [...], of equal logits the first, a NaN above all; bool [...], False for a row that has a NaN or +inf, or only -inf.
     """
-    if not _on_triton(logits.device):
+    if not on_triton(logits.device):
         best = logits.max(dim=-1)  # on a CPU faster than argmax
         return best.indices, best.values.abs() < torch.inf  # what isfinite gives, in two operations instead of four
     from specdec.kernels import triton_argmax  # it imports Triton
@@ -23,6 +25,24 @@ def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @lru_cache(maxsize=16)
-def _on_triton(device: torch.device) -> bool:
-    """Whether the kernel runs on `device`; it has not been run on an AMD GPU yet."""
-    return torch.version.hip is None and not unavailable_reasons(device)
+def on_triton(device: torch.device) -> bool:
+    """Whether the kernel runs on `device`."""
+    return not unavailable_reasons(device) and passes("argmax", device, partial(check_argmax, device))
+
+
+def check_argmax(device: torch.device) -> Deviation:
+    """Rows of several slices: random ones, equal logits, and what is not finite; in every type."""
+    from specdec.kernels import triton_argmax
+
+    logits = torch.randn(8, 3 * triton_argmax.SLICE - 5, generator=torch.Generator().manual_seed(0))
+    logits[4, [77, 5000]] = 9.0
+    logits[5, 5000] = math.nan
+    logits[6, 5000] = math.inf
+    logits[7] = -math.inf
+
+    def off(dtype: torch.dtype) -> Deviation:
+        expected = logits.to(dtype).max(dim=-1)
+        indices, finite = triton_argmax.argmax(logits.to(device, dtype))
+        return worst([mismatches(indices, expected.indices), mismatches(finite, expected.values.isfinite())])
+
+    return worst(map(off, triton_argmax.DTYPES))

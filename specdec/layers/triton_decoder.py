@@ -9,18 +9,20 @@ one asks for the weight that it will read. Nothing here reads a value on the hos
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.nn import functional as F
 
-from specdec.attention.backend import AttentionMetadata
-from specdec.attention.triton.fa import TritonFaBackend
+from specdec.attention.backend import AttentionBackend
 from specdec.kernels.linear import Linear
 from specdec.kernels.triton_embedding import embed
-from specdec.kernels.triton_fused import add_rms_norm, rms_norm, rope_store, silu_mul
+from specdec.kernels.triton_fused import add_rms_norm, rms_norm, silu_mul
 from specdec.kernels.triton_linear import MOST_ROWS, few_rows
 from specdec.kernels.triton_prefetch import prefetchable_weight
 from specdec.kv_cache import LayerCache
+from specdec.layers.fused import embeds, multiplies_few_rows
+from specdec.layers.triton_rotary import attend_rotated
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +58,17 @@ class TritonDecoder:
         attention: the backend, whose spec gives the shape of the heads.
     """
 
-    def __init__(self, layers: Sequence[DecoderLayer], final_norm: Tensor, *, epsilon: float, attention: TritonFaBackend) -> None:
+    def __init__(self, layers: Sequence[DecoderLayer], final_norm: Tensor, *, epsilon: float, attention: AttentionBackend) -> None:
         self._layers, self._epsilon, self._attention = list(layers), epsilon, attention
+        device = attention.spec.device
+        self._embeds, self._multiplies_few_rows = embeds(device), multiplies_few_rows(device, attention.spec.dtype)
         # The norm after a layer is the one that the next layer, or the head, begins with.
         self._next_norms = [layer.input_norm for layer in self._layers[1:]] + [final_norm]
         self._hints = [*map(_hints, self._layers), Hints()]
 
-    @staticmethod
-    def embed(token_ids: Tensor, table: Tensor) -> Tensor:
+    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
         """See `specdec.kernels.triton_embedding.embed`."""
-        return embed(token_ids, table)
+        return embed(token_ids, table) if self._embeds else F.embedding(token_ids, table)
 
     def __call__(
         self,
@@ -73,7 +76,7 @@ class TritonDecoder:
         cos: Tensor,
         sin: Tensor,
         caches: Sequence[LayerCache],
-        plans: Sequence[AttentionMetadata],
+        plans: Sequence[Any],
         windows: Sequence[int | None],
         taps: Sequence[int] = (),
         keep: Callable[[Tensor], Tensor] | None = None,
@@ -99,9 +102,9 @@ class TritonDecoder:
             attended = self._attend(layer, normed, cos, sin, caches[index], plans[index], windows[index], ahead.output)
             if keep is not None and layer is self._layers[-1]:
                 attended, residual = keep(attended), keep(residual)
-            product = _product(layer.output, attended, may_split=True)
+            product = self._product(layer.output, attended, may_split=True)
             normed, residual = add_rms_norm(product, residual, layer.mlp_norm, self._epsilon, ahead=ahead.gate_up)
-            product = _product(layer.down, _gated(layer.gate_up, normed, ahead.down), may_split=True)
+            product = self._product(layer.down, self._gated(layer.gate_up, normed, ahead.down), may_split=True)
             normed, residual = add_rms_norm(product, residual, next_norm, self._epsilon, ahead=next_qkv)
             if index in taps:
                 tapped[index] = residual
@@ -114,43 +117,39 @@ class TritonDecoder:
         cos: Tensor,
         sin: Tensor,
         cache: LayerCache,
-        plan: AttentionMetadata,
+        plan: Any,
         window: int | None,
         ahead: Tensor | None,
     ) -> Tensor:
         """[T, num_heads * head_dim]; meanwhile hints about `ahead` are sent."""
         spec = self._attention.spec
-        qkv = _product(layer.qkv, normed).view(len(normed), -1, spec.head_dim)
-        query, key, value = qkv.split_with_sizes([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
-        rotated = rope_store(
-            query,
-            key,
-            value,
+        qkv = self._product(layer.qkv, normed).view(len(normed), -1, spec.head_dim)
+        return attend_rotated(
+            self._attention,
+            *qkv.split_with_sizes([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1),
             cache,
-            plan.slot_mapping,
+            plan,
+            window=window,
             cos=cos,
             sin=sin,
             query_norm=layer.query_norm,
             key_norm=layer.key_norm,
             epsilon=self._epsilon,
             ahead=ahead,
-        )
-        return self._attention.attend(rotated, cache, plan, scale=spec.head_dim**-0.5, window=window).flatten(1)
+        ).flatten(1)
+
+    def _product(self, linear: Linear, x: Tensor, *, may_split: bool = False) -> Tensor:
+        """[rows, out], or with `may_split` perhaps float32 [parts, rows, out]."""
+        product = few_rows(x, linear, may_split=may_split) if self._multiplies_few_rows else None
+        return linear(x) if product is None else product
+
+    def _gated(self, linear: Linear, x: Tensor, ahead: Tensor | None) -> Tensor:
+        """SwiGLU [rows, out / 2] of a joined product; meanwhile hints about `ahead` are sent."""
+        product = few_rows(x, linear, gated=True, ahead=ahead) if self._multiplies_few_rows else None
+        return silu_mul(linear(x)) if product is None else product
 
 
 def _hints(layer: DecoderLayer) -> Hints:
     qkv, output, gate_up, down = map(prefetchable_weight, (layer.qkv, layer.output, layer.gate_up, layer.down))
     # Down is asked for while the product before it runs, which leaves the memory idle only if its own weight was asked for.
     return Hints(qkv, output, gate_up, down if gate_up is not None else None)
-
-
-def _product(linear: Linear, x: Tensor, *, may_split: bool = False) -> Tensor:
-    """[rows, out], or with `may_split` perhaps float32 [parts, rows, out]."""
-    product = few_rows(x, linear, may_split=may_split)
-    return linear(x) if product is None else product
-
-
-def _gated(linear: Linear, x: Tensor, ahead: Tensor | None) -> Tensor:
-    """SwiGLU [rows, out / 2] of a joined product; meanwhile hints about `ahead` are sent."""
-    product = few_rows(x, linear, gated=True, ahead=ahead)
-    return silu_mul(linear(x)) if product is None else product

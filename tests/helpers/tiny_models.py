@@ -191,13 +191,14 @@ def random_dflash(
     causal: tuple[bool, bool, bool] = (False, True, False),
     head_dim: int = 8,
     seed: int = 0,
+    taps: tuple[int, ...] = (0, 2, 3),
 ) -> DFlashDrafter:
     """A DFlash drafter with random weights, one full layer and two sliding ones."""
     torch.manual_seed(seed)
     config = DFlashConfig(
         block_size=block_size,
         mask_token_id=0,
-        target_layer_ids=(0, 2, 3),
+        target_layer_ids=taps,
         windows=(None, WINDOW, WINDOW),
         causal=causal,
         hidden_size=verifier.hidden_size,

@@ -24,7 +24,8 @@ from specdec.attention.aiter.layout import Layout
 from specdec.attention.aiter.routes import Kernel, Route, choose
 from specdec.attention.aiter.scratch import Scratch
 from specdec.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
-from specdec.kernels import aiter, aiter_triton_only
+from specdec.attention.check import reasons_against_kernels
+from specdec.kernels import aiter, aiter_triton_only, triton_launch
 from specdec.kernels.aiter import AiterFa
 from specdec.kv_cache import LayerCache
 from specdec.sizes import power_of_two
@@ -76,10 +77,14 @@ class RocmAiterFaBackend(AttentionBackend):
 
     @classmethod
     def reasons_against_auto(cls, spec: AttentionSpec) -> list[str]:
-        """On NVIDIA these kernels run so that they can be checked, not because they are the ones to use there."""
-        if tier_of(spec.device) == "triton" and specdec.device.rocm_architecture(spec.device) is None:
+        """On NVIDIA these kernels run so that they can be checked, not because they are the ones to use there.
+
+        On CDNA they are left out when their self-check fails.
+        """
+        architecture = specdec.device.rocm_architecture(spec.device)
+        if tier_of(spec.device) == "triton" and architecture is None:
             return ["AITER's kernels are AMD's; on NVIDIA they run only when asked for by name"]
-        return []
+        return reasons_against_kernels(cls, spec) if architecture in CDNA else []
 
     @classmethod
     def describe(cls, spec: AttentionSpec) -> list[str]:
@@ -88,6 +93,7 @@ class RocmAiterFaBackend(AttentionBackend):
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
+        self.fits_fused_layers = not triton_launch.unavailable_reasons(spec.device)
         self.tier, scratch = tier_of(spec.device), Scratch(spec.device)
         self._setup: Setup[Any]
         self._routes: Sequence[Route]
@@ -139,6 +145,11 @@ class RocmAiterFaShuffleBackend(RocmAiterFaBackend):
 
     name = "rocm_aiter_fa_shuffle"
     layout = "shuffle"
+
+    @classmethod
+    def reasons_against_auto(cls, spec: AttentionSpec) -> list[str]:
+        """Always: which layout is faster depends on the model."""
+        return ["it is taken by name alone"]
 
 
 def tier_of(device: torch.device) -> Tier | None:

@@ -1,4 +1,4 @@
-"""Multi-head attention on CUDA devices, and on ROCm devices without AITER, with our own Triton kernels.
+"""Multi-head attention on CUDA devices, and on CDNA devices without AITER, with our own Triton kernels.
 
 Kernel: `specdec.kernels.triton_attention` for every phase; prefill reads the cache too, so a chunk needs no second path.
 Layout: plain. Cache: the model's type or 8-bit floats. Host: never waits for the device, and launches depend on nothing but the
@@ -14,6 +14,7 @@ from torch import Tensor
 
 import specdec.device
 from specdec.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
+from specdec.attention.check import reasons_against_kernels
 from specdec.kernels.triton_launch import num_processors, shared_memory, unavailable_reasons
 from specdec.kv_cache import LayerCache
 
@@ -37,6 +38,7 @@ class TritonFaBackend(AttentionBackend):
 
     name = "triton_fa"
     captures_prefill = True
+    fits_fused_layers = True
 
     @classmethod
     def unsupported_reasons(cls, spec: AttentionSpec) -> list[str]:
@@ -59,9 +61,9 @@ class TritonFaBackend(AttentionBackend):
         """See `AttentionBackend.reasons_against_auto`."""
         if unavailable_reasons(spec.device):
             return []
-        if spec.device.type == "cpu":
+        if spec.device.type == "cpu" and specdec.device.rocm_architecture(spec.device) is None:
             return ["kernels are interpreted on a CPU, for tests only"]
-        return ["it has not been run on an AMD GPU yet; choose it by name to try it"] if torch.version.hip else []
+        return reasons_against_kernels(cls, spec)
 
     def __init__(self, spec: AttentionSpec) -> None:
         from specdec.kernels import triton_attention, triton_fused  # Triton itself is imported only where it is used

@@ -95,7 +95,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> set[tuple[str, 
         indices, finite = kernels(logits)
         return indices.zero_(), finite.fill_(True)  # tokens, at least, and the requests do not end
 
-    monkeypatch.setattr(argmax, "_on_triton", lambda device: True)
+    monkeypatch.setattr(argmax, "on_triton", lambda device: True)
     monkeypatch.setattr(triton_argmax, "argmax", filled)
     monkeypatch.setattr(triton_fa, "unavailable_reasons", lambda device: [])
     monkeypatch.setattr(linear, "can_pack", lambda weight: False)  # a layout for CPUs

@@ -1,0 +1,135 @@
+"""Which of our Triton kernels compute a model's layers, and the self-checks of those around attention."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specdec.attention.backend import AttentionBackend
+from specdec.kernels.linear import Linear
+from specdec.kv_cache import KVLayerSpec
+from specdec.self_check import Deviation, deviation, mismatches, passes, worst
+
+EPSILON = 1e-5
+
+
+def fuses_layers(attention: AttentionBackend) -> bool:
+    """Whether norms, RoPE and SwiGLU around `attention` run as fused kernels."""
+    device, dtype = attention.spec.device, attention.spec.dtype
+    check = partial(check_fused_layers, device, dtype)
+    return attention.fits_fused_layers and passes("fused_layers", device, check, dtype)
+
+
+def multiplies_few_rows(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether fused layers multiply few rows with our own kernel, which is for half precision."""
+    return dtype.itemsize == 2 and passes("few_rows", device, partial(check_few_rows, device, dtype), dtype)
+
+
+def embeds(device: torch.device) -> bool:
+    """Whether fused layers look up embeddings with our own kernel."""
+    return passes("embedding", device, partial(check_embedding, device))
+
+
+def check_fused_layers(device: torch.device, dtype: torch.dtype) -> Deviation:
+    """Norms of one and of many warps, partial sums, SwiGLU, and RoPE with and without the cache write."""
+    return worst([*_norm_deviations(device, dtype), _swiglu_deviation(device, dtype), *_rope_deviations(device, dtype)])
+
+
+def check_few_rows(device: torch.device, dtype: torch.dtype) -> Deviation:
+    """Products whose inputs are split among programs, that are gated, and plain ones, of one row and of several."""
+    from specdec.kernels.triton_linear import few_rows  # it imports Triton
+
+    def off(rows: int, width: int, gated: bool, may_split: bool) -> Deviation:
+        x, weight = _normal(rows, 576).to(dtype), (_normal(width * (1 + gated), 576) / 24).to(dtype)
+        got = few_rows(x.to(device), Linear(weight.to(device)), gated=gated, may_split=may_split)
+        assert got is not None, "the kernel takes this shape"
+        exact = x.double() @ weight.double().T
+        exact = _swiglu(exact) if gated else exact
+        return deviation((got.sum(0) if got.ndim == 3 else got).to(dtype), exact.to(dtype), exact)
+
+    cases = ((1, 64, False, True), (5, 64, False, False), (33, 960, True, False))
+    return worst(off(*case) for case in cases)
+
+
+def check_embedding(device: torch.device) -> Deviation:
+    """Rows of more columns than a program takes."""
+    from specdec.kernels.triton_embedding import embed
+
+    table, ids = _normal(9, 1500).half(), torch.tensor([[8, 0, 3], [3, 5, 8]])
+    return mismatches(embed(ids.to(device), table.to(device)), F.embedding(ids, table))
+
+
+def _norm_deviations(device: torch.device, dtype: torch.dtype) -> Iterator[Deviation]:
+    from specdec.kernels.triton_fused import add_rms_norm, rms_norm
+
+    for width in (576, 4096):
+        x, residual, weight = (_normal(*shape).to(dtype) for shape in ((5, width), (5, width), (width,)))
+        there = [tensor.to(device) for tensor in (x, residual, weight)]
+        yield _deviation(rms_norm(there[0], there[2], EPSILON), _norm, x, weight)
+        normed, added = add_rms_norm(*there, EPSILON)
+        yield mismatches(added, x + residual)
+        yield _deviation(normed, _norm, x + residual, weight)
+    parts = _normal(3, 5, width)
+    normed, added = add_rms_norm(parts.to(device), *there[1:], EPSILON)
+    yield deviation(added, parts.sum(0).to(dtype) + residual, parts.double().sum(0) + residual.double())
+    yield _deviation(normed, _norm, added.cpu(), weight)
+
+
+def _swiglu_deviation(device: torch.device, dtype: torch.dtype) -> Deviation:
+    from specdec.kernels.triton_fused import silu_mul
+
+    joined = (3 * _normal(5, 2 * 1536)).to(dtype)
+    return _deviation(silu_mul(joined.to(device)), _swiglu, joined)
+
+
+def _rope_deviations(device: torch.device, dtype: torch.dtype) -> Iterator[Deviation]:
+    from specdec.kernels.triton_fused import rope_store
+    from specdec.layers.triton_rotary import rotate
+
+    heads, kv_heads, dim = 6, 2, 128
+    rows, angles, norm = _normal(5, heads + 2 * kv_heads, dim).to(dtype), _normal(5, dim // 2), _normal(dim).to(dtype)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    slots = torch.tensor([20, 25, 21, 31, 23])
+    cache = KVLayerSpec(kv_heads, dim).allocate(2, 16, dtype, device)
+    query, key, value = rows.to(device).split([heads, kv_heads, kv_heads], dim=1)
+    names = ("cos", "sin", "query_norm", "key_norm")
+    options = {name: tensor.to(device) for name, tensor in zip(names, (cos, sin, norm, norm), strict=True)}
+    stored = rope_store(query, key, value, cache, slots.to(device), epsilon=EPSILON, **options)
+    rotated, new_key, new_value = rotate(query, key, value, epsilon=EPSILON, **options)
+    keys, values = (side.cpu().flatten(0, 1)[slots] for side in cache)
+    expected_query, expected_key, expected_value = rows.split([heads, kv_heads, kv_heads], dim=1)
+    for got in (stored, rotated):
+        yield _deviation(got, _rotated, expected_query, cos, sin, norm)
+    for got in (keys, new_key):
+        yield _deviation(got, _rotated, expected_key, cos, sin, norm)
+    for got in (values, new_value):
+        yield mismatches(got, expected_value)
+
+
+def _deviation(actual: Tensor, formula: Callable[..., Tensor], *inputs: Tensor) -> Deviation:
+    """How far a kernel is from a formula of plain torch in the type of these inputs."""
+    return deviation(actual, formula(*inputs), formula(*(tensor.double() for tensor in inputs)))
+
+
+def _norm(x: Tensor, weight: Tensor) -> Tensor:
+    """Computed in float32 at least, rounded, then weighted, as transformers does."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return weight * (wide * (wide.square().mean(-1, keepdim=True) + EPSILON).rsqrt()).to(x.dtype)
+
+
+def _swiglu(joined: Tensor) -> Tensor:
+    gate, up = joined.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _rotated(rows: Tensor, cos: Tensor, sin: Tensor, norm: Tensor) -> Tensor:
+    low, high = _norm(rows, norm).chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+
+
+def _normal(*shape: int) -> Tensor:
+    """Always the same random numbers for a shape, on the CPU."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))

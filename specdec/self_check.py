@@ -1,0 +1,292 @@
+"""Self-checks: what has never been run on a card is used there once it has agreed with plain torch on that very card.
+
+A check runs one kind of kernel at tiny size and measures how far it is off. Its verdict is kept in the user's cache for this card,
+its driver and these versions, so that the next start reads it and runs nothing. NVIDIA's GPUs, where the tests run, need none; on
+AMD's other than those in `ARCHITECTURES` kernels are taken by name alone, for some of them spill registers there.
+
+The variable `SPECDEC_KERNELS` overrules all that: "argmax,-fused_layers" takes the one and leaves out the other, unchecked.
+"""
+
+import json
+import logging
+import math
+import os
+import platform
+import re
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from importlib import metadata
+from pathlib import Path
+from threading import RLock
+from typing import Any, NamedTuple
+
+import torch
+from filelock import FileLock, Timeout
+from torch import Tensor
+
+import specdec.device
+from specdec import __version__
+from specdec.errors import InvalidInputError, SpecDecError
+from specdec.files import cache_folder, write_text
+
+logger = logging.getLogger(__name__)
+
+NAMES = ("rocm_aiter_fa", "triton_fa", "argmax", "embedding", "few_rows", "fused_layers", "captured_step")
+"""What has a check."""
+
+ARCHITECTURES = ("gfx942", "gfx950")
+"""AMD architectures on which a check decides."""
+
+VARIABLE = "SPECDEC_KERNELS"
+
+PATIENCE = 900.0
+"""Seconds to wait for another process that is in the midst of the same check; a first one compiles its kernels."""
+
+STARTED = {"started": True}
+"""What a file holds while the check runs, and for ever if the process ends in the midst of it."""
+
+_PACKAGES = ("triton", "pytorch-triton-rocm", "triton-rocm", "amd-aiter")
+
+
+class Deviation(NamedTuple):
+    """How far a kernel is off, and how far it may be."""
+
+    error: float
+    bound: float
+
+
+Check = Callable[[], Deviation]
+"""Runs a kind of kernel. What it raises counts as a failure."""
+
+Variant = str | torch.dtype
+"""What tells one verdict from another under the same name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a check found.
+
+    Attributes:
+        failure: what is wrong, in one line; None when nothing is.
+        error, bound: see `Deviation`; None when it came to nothing.
+        milliseconds: that it took, compiling included.
+    """
+
+    failure: str | None
+    error: float | None = None
+    bound: float | None = None
+    milliseconds: float | None = None
+
+
+def passes(name: str, device: torch.device, check: Check, *variant: Variant) -> bool:
+    """Whether `auto` may use what is called `name` on `device`; see `reasons_against`."""
+    return not reasons_against(name, device, check, *variant)
+
+
+def reasons_against(name: str, device: torch.device, check: Check, *variant: Variant) -> list[str]:
+    """Why `auto` should not use what is called `name` on `device`; empty when it may.
+
+    Args:
+        name: one of `NAMES`.
+        device: where.
+        check: decides on AMD's `ARCHITECTURES`; it runs once per machine, and what it raises counts as a failure.
+        variant: what else the verdict depends on.
+
+    Raises:
+        InvalidInputError: `SPECDEC_KERNELS` holds what is no name.
+    """
+    assert name in NAMES
+    wanted = _asked_for().get(name)
+    architecture = specdec.device.rocm_architecture(device)
+    if wanted is not None:
+        return [] if wanted else [f"{VARIABLE} leaves it out"]
+    if architecture is None:
+        return []
+    if architecture not in ARCHITECTURES:
+        return [f"on {architecture} it is taken by name alone ({VARIABLE}={name})"]
+    verdict = verdict_of(name, device, check, *variant)
+    return [f"its self-check failed: {verdict.failure}"] if verdict.failure else []
+
+
+_known: dict[Path, Verdict] = {}
+"""Verdicts that this process has asked for, so that each failure is told once."""
+_one_at_a_time = RLock()  # a check may ask for another
+
+
+def verdict_of(name: str, device: torch.device, check: Check, *variant: Variant, again: bool = False) -> Verdict:
+    """The verdict that is kept, or else that of `check`, run now; `again` runs it anyway. A failure is logged once per process."""
+    path = _folder(device) / f"{title(name, *variant)}.json"
+    with _one_at_a_time:
+        if again or path not in _known:
+            _known[path] = verdict = _kept_or_run(path, check, again)
+            if verdict.failure and not again:
+                logger.warning(
+                    "%s is left out on %s: %s (%s=%s takes it all the same, specdec doctor --run checks it again)",
+                    title(name, *variant),
+                    _card(device),
+                    verdict.failure,
+                    VARIABLE,
+                    name,
+                )
+        return _known[path]
+
+
+def title(name: str, *variant: Variant) -> str:
+    """What a verdict is called.
+
+    >>> title("few_rows", torch.bfloat16)
+    'few_rows-bfloat16'
+    """
+    return "-".join(str(part).removeprefix("torch.") for part in (name, *variant))
+
+
+def run(check: Check) -> Verdict:
+    """Runs a check, whose errors are its verdict."""
+    start = time.perf_counter()
+    try:
+        with torch.inference_mode():
+            error, bound = check()
+    except (MemoryError, torch.OutOfMemoryError):
+        raise  # nothing is wrong with the kernels
+    except Exception as problem:
+        reason = " ".join(str(problem).split())[:300]
+        return Verdict(f"{type(problem).__name__}{': ' if reason else ''}{reason}")
+    spent = round((time.perf_counter() - start) * 1e3, 1)
+    right = error <= bound  # false for NaN, too
+    return Verdict(None if right else f"its error is {error:.2g}, where {bound:.2g} is allowed", error, bound, spent)
+
+
+def deviation(actual: Tensor, plain: Tensor, exact: Tensor) -> Deviation:
+    """Root mean square error of `actual`, which may be twice that of `plain` and one unit in the last place.
+
+    Args:
+        actual: what is checked, on any device.
+        plain: the same from plain torch, in the same type.
+        exact: the same in float64, from the very numbers that both were given.
+    """
+    assert actual.shape == plain.shape == exact.shape and actual.dtype == plain.dtype and exact.dtype == torch.float64
+    error, usual, size = (_size(x.cpu().double() - e) for x, e in ((actual, exact), (plain, exact), (exact, 0)))
+    return Deviation(error, 2 * usual + torch.finfo(actual.dtype).eps * size)
+
+
+def worst(deviations: Iterable[Deviation]) -> Deviation:
+    """The one that is nearest to its bound, or farthest beyond it."""
+
+    def excess(found: Deviation) -> float:
+        share = found.error / found.bound if found.bound else math.inf if found.error else 0.0
+        return math.inf if math.isnan(share) else share
+
+    return max(deviations, key=excess)
+
+
+def mismatches(actual: Tensor, expected: Tensor) -> Deviation:
+    """How many numbers differ, of which none may."""
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype
+    return Deviation(float((actual.cpu() != expected.cpu()).sum()), 0.0)
+
+
+def machine(device: torch.device) -> dict[str, str]:
+    """What a verdict holds for: the card, its driver, and the versions of what takes part."""
+    versions = {}
+    for package in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return {
+        "card": _card(device),
+        "architecture": specdec.device.rocm_architecture(device) or "",
+        "driver": _driver(),
+        "hip": torch.version.hip or "",
+        "torch": torch.__version__,
+        "specdec": __version__,
+        "AITER_TRITON_ONLY": os.environ.get("AITER_TRITON_ONLY", ""),  # leaves other kernels of AITER
+        **versions,
+    }
+
+
+def _card(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+
+
+def _driver() -> str:
+    """The version of AMD's driver; the one that comes with the kernel has the kernel's."""
+    try:
+        return Path("/sys/module/amdgpu/version").read_text().strip()
+    except OSError:
+        return platform.release()
+
+
+def _size(numbers: Tensor) -> float:
+    return float(numbers.square().mean().sqrt())
+
+
+def _asked_for() -> dict[str, bool]:
+    """What `SPECDEC_KERNELS` takes and leaves out."""
+    words = re.split(r"[\s,]+", os.environ.get(VARIABLE, "").strip(" ,"))
+    asked = {word.removeprefix("-"): not word.startswith("-") for word in words if word}
+    for name in asked:
+        if name not in NAMES:
+            known = ", ".join(NAMES)
+            raise InvalidInputError(f"{VARIABLE} names {name!r}; known are {known}, and a - before a name leaves it out")
+    return asked
+
+
+def _folder(device: torch.device) -> Path:
+    """Where the verdicts of this machine are kept."""
+    digest = sha256(json.dumps(machine(device), sort_keys=True).encode()).hexdigest()
+    return cache_folder() / "self-check" / digest[:16]
+
+
+def _kept_or_run(path: Path, check: Check, again: bool) -> Verdict:
+    """The verdict in a file, made if there is none. Where none can be kept, the check runs all the same."""
+    kept = None if again else _read(path)
+    if isinstance(kept, Verdict):
+        return kept
+    lock = FileLock(path.with_suffix(".lock"))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=PATIENCE)
+    except Timeout:
+        return Verdict(f"another process has been in the midst of it for {PATIENCE:.0f} s")
+    except (OSError, NotImplementedError):
+        return run(check)
+    try:
+        return _decided(path, check, again)
+    finally:
+        lock.release()
+
+
+def _decided(path: Path, check: Check, again: bool) -> Verdict:
+    """The same under the lock: nobody else is in the midst of this check, so one that was begun ended with its process."""
+    kept = None if again else _read(path)
+    if isinstance(kept, Verdict):
+        return kept
+    if kept == "started":
+        verdict = Verdict("a process ended in the midst of it, as after a fault of the GPU")
+    else:
+        _write(path, STARTED)
+        logger.info("%s: checked once on this machine, which compiles its kernels", path.stem)
+        try:
+            verdict = run(check)
+        except BaseException:  # stopped from outside, which says nothing about the kernels
+            path.unlink(missing_ok=True)
+            raise
+    _write(path, asdict(verdict))
+    return verdict
+
+
+def _read(path: Path) -> Verdict | str | None:
+    """What a file holds: a verdict, "started" of a check that has not come to an end, or nothing that can be read."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return "started" if content == STARTED else Verdict(**content)
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    """Keeps something, if there is room for it."""
+    with suppress(SpecDecError):
+        write_text(path, json.dumps(content) + "\n")

@@ -1,0 +1,360 @@
+"""A pretended AMD machine: torch reports HIP, the emulation stands for AITER, kernels are interpreted, graphs are launched again.
+
+What `auto` takes there, and what it leaves out when a self-check fails; each time the tokens are those of plain torch.
+"""
+
+import logging
+from collections.abc import Callable, Hashable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import specdec.device
+from specdec import self_check
+from specdec.attention import check
+from specdec.attention.aiter import fa as rocm_aiter_fa
+from specdec.attention.selector import select_backend
+from specdec.attention.triton.fa import TritonFaBackend
+from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.engine import build, graph_check, graphs
+from specdec.engine.engine import SpecEngine
+from specdec.errors import BackendError
+from specdec.layers import argmax, fused
+from specdec.self_check import Deviation
+from tests.helpers.aiter_emulation import Machine, install
+from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash
+from tests.helpers.triton_interpreter import require_triton
+
+DEVICE = require_triton()
+if DEVICE.type != "cpu":
+    pytest.skip("this machine's own GPU is no AMD GPU; test_triton_interpreted.py runs this file", allow_module_level=True)
+
+from specdec.kernels import triton_argmax, triton_attention, triton_embedding, triton_fused, triton_linear  # noqa: E402
+from specdec.layers import triton_decoder  # noqa: E402 (only where Triton can run)
+
+MODEL: dict[str, Any] = {"num_hidden_layers": 2}
+LIMITS: dict[str, Any] = {"max_num_seqs": 2, "cache": CacheConfig(memory_bytes=2**21)}
+
+
+class Repeat:
+    """In the place of CUDA graphs."""
+
+    replays = 0
+
+    def __init__(self, device: torch.device) -> None:
+        Repeat.replays = 0
+
+    def capture(self, launch: Callable[[], None], kind: Hashable) -> Callable[[], None]:
+        launch()
+
+        def replay() -> None:
+            Repeat.replays += 1
+            launch()
+
+        return replay
+
+
+class Stale(Repeat):
+    """Graphs that do nothing when they are replayed."""
+
+    def capture(self, launch: Callable[[], None], kind: Hashable) -> Callable[[], None]:
+        launch()
+        return lambda: None
+
+
+class Refusing(Repeat):
+    """A device that captures nothing."""
+
+    def capture(self, launch: Callable[[], None], kind: Hashable) -> Callable[[], None]:
+        raise BackendError("cuda:0 cannot capture this model's step: operation not permitted; turn graphs off")
+
+
+class Amd:
+    """Pretends an AMD GPU, with AITER of that version or without."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.patch, self._folder = patch, folder
+        patch.setattr(graphs, "has_graphs", lambda device: True)
+        for module in (graphs, build):
+            patch.setattr(module, "CudaCapture", Repeat)
+        patch.setattr(rocm_aiter_fa, "DTYPES", (torch.float32, *rocm_aiter_fa.DTYPES))
+        # The interpreter takes its time: fewer requests, and no prefill padded to 128 rows.
+        patch.setattr(check, "PHASES", (check.Phase([21, 9], [3, 3]), check.Phase([21, 9], [3, 3], causal=False)))
+        patch.setattr(graph_check, "PROMPTS", (3,))
+        patch.setattr(graph_check, "MAX_TOKENS", 5)
+        patch.setattr(TritonFaBackend, "captures_prefill", False)
+        argmax.on_triton.cache_clear()
+
+    def __call__(self, architecture: str = "gfx942", aiter: str | None = "0.1.20") -> Machine:
+        self.patch.setattr(specdec.device, "rocm_architecture", lambda device: architecture)
+        machine = Machine(version=aiter or "0.1.20", architecture=architecture, allow_float32=True, num_compute_units=8)
+        return install(self.patch, self._folder, machine) if aiter else machine
+
+
+@pytest.fixture
+def amd(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """See `Amd`."""
+    yield Amd(monkeypatch, tmp_path)
+    argmax.on_triton.cache_clear()
+
+
+class Run:
+    """A start.
+
+    Attributes:
+        takes: attention, and whether it takes fused layers, captured steps and the kernel of argmax.
+        tokens: of a generation.
+        warnings: that were logged.
+    """
+
+    def __init__(self, caplog: pytest.LogCaptureFixture, attention: str = "auto", *, drafts: bool = False, **config: Any) -> None:
+        caplog.clear()
+        self_check._known.clear()
+        argmax.on_triton.cache_clear()
+        with caplog.at_level(logging.INFO):
+            verifier: Any = paged_verifier(plain_model("llama", **MODEL), 16, backend=partial(select_backend, attention))
+            drafter = random_dflash(verifier, head_dim=16, block_size=3, taps=(0, 1)) if drafts else None
+            engine = SpecEngine(verifier, drafter, EngineConfig(num_draft_tokens=2 if drafts else 0, **LIMITS, **config))
+            Repeat.replays = 0
+            self.tokens = generate(engine)
+        fused = [verifier._triton is not None, *([drafter.on_triton is not None] if drafter else [])]
+        assert len(set(fused)) == 1, "target and drafter take the same"
+        self.captured = engine.runner.graphs is not None
+        assert self.captured == (Repeat.replays > 0)
+        self.takes = verifier.attention.name, fused[0], self.captured, argmax.on_triton(DEVICE)
+        self.warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def generate(engine: SpecEngine) -> list[list[int]]:
+    """Tokens of two requests."""
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    requests = [engine.add_request(prompt, params) for prompt in ([5, 8, 3, 40], [7])]
+    while engine.has_work:
+        engine.step()
+    return [request.output_token_ids for request in requests]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    """Tokens of plain torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(argmax, "on_triton", lambda device: False)
+        return generate(SpecEngine(paged_verifier(plain_model("llama", **MODEL), 16), None, EngineConfig(**LIMITS)))
+
+
+def verdicts() -> set[str]:
+    """Names of what has been checked."""
+    return {path.stem for path in self_check.cache_folder().rglob("*.json")}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "aiter", "attention"), [("gfx942", "0.1.20", "rocm_aiter_fa"), ("gfx950", None, "triton_fa")]
+)
+def test_auto_takes_everything_that_passes(
+    amd: Amd,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    expected: list[list[int]],
+    architecture: str,
+    aiter: str | None,
+    attention: str,
+) -> None:
+    """The first start checks and warns of nothing; the second runs no check; tokens are those of plain torch."""
+    amd(architecture, aiter)
+    first = Run(caplog, drafts=True)
+    assert first.takes == (attention, True, True, True)
+    assert first.tokens == expected and first.warnings == []
+    checked = {f"{attention}-float32", "argmax", "embedding", "fused_layers-float32", f"captured_step-{attention}"}
+    assert verdicts() == checked  # float32 has no product of few rows; what comes behind the choice is not asked
+    monkeypatch.setattr(self_check, "run", lambda check: pytest.fail("a second start checks nothing"))
+    second = Run(caplog)
+    assert (second.takes, second.tokens, second.warnings) == (first.takes, expected, [])
+
+
+def broken(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel that the compiler refuses."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("LLVM ERROR: cannot select")
+
+    return call
+
+
+def wrong(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel whose first tensor is a little off."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        result = function(*args, **options)
+        first = result if isinstance(result, Tensor) else result[0]
+        first += 1 if first.dtype == torch.int64 else 0.01
+        return result
+
+    return call
+
+
+def spoil(amd: Amd, name: str, how: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Breaks a kernel wherever it has been imported."""
+    homes: dict[str, list[tuple[Any, str]]] = {
+        "argmax": [(triton_argmax, "argmax")],
+        "embedding": [(triton_embedding, "embed"), (triton_decoder, "embed")],
+        "few_rows": [(triton_linear, "few_rows"), (triton_decoder, "few_rows")],
+        "fused_layers": [(triton_fused, "silu_mul"), (triton_decoder, "silu_mul")],
+        "triton_fa": [(triton_attention, "paged_attention")],
+    }
+    for module, attribute in homes[name]:
+        amd.patch.setattr(module, attribute, how(getattr(module, attribute)))
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "takes"),
+    [
+        ("argmax", wrong, ("triton_fa", True, False, False)),
+        ("embedding", broken, ("triton_fa", True, False, True)),
+        ("fused_layers", wrong, ("triton_fa", False, False, True)),
+        ("triton_fa", broken, ("torch_ref", False, False, True)),
+        ("triton_fa", wrong, ("torch_ref", False, False, True)),
+    ],
+)
+def test_a_kernel_that_fails_is_left_out(
+    amd: Amd,
+    caplog: pytest.LogCaptureFixture,
+    expected: list[list[int]],
+    name: str,
+    how: Callable[[Callable[..., Any]], Callable[..., Any]],
+    takes: Any,
+) -> None:
+    """One line says so, and plain torch, or the next backend, takes its place."""
+    amd(aiter=None)
+    amd.patch.setenv("SPECDEC_KERNELS", "-captured_step")
+    spoil(amd, name, how)
+    start = Run(caplog)
+    assert start.takes == takes and start.tokens == expected
+    (line,) = start.warnings
+    assert line.startswith(f"{name}") and f"SPECDEC_KERNELS={name} takes it all the same" in line
+    assert ("RuntimeError: LLVM ERROR: cannot select" if how is broken else "its error is") in line
+
+
+def test_few_rows_that_fail_are_left_out(amd: Amd, caplog: pytest.LogCaptureFixture) -> None:
+    """In half precision; torch multiplies."""
+    amd(aiter=None)
+    assert fused.multiplies_few_rows(DEVICE, torch.float16) and not caplog.records
+    self_check._known.clear()
+    assert fused.multiplies_few_rows(DEVICE, torch.float16)
+    spoil(amd, "few_rows", wrong)
+    assert fused.multiplies_few_rows(DEVICE, torch.float16)  # as it was when it was checked
+    self_check.verdict_of("few_rows", DEVICE, partial(fused.check_few_rows, DEVICE, torch.float16), torch.float16, again=True)
+    self_check._known.clear()
+    assert not fused.multiplies_few_rows(DEVICE, torch.float16)
+    assert [record.getMessage().split()[0] for record in caplog.records] == ["few_rows-float16"]
+
+
+def test_aiter_that_fails_makes_room_for_triton(amd: Amd, caplog: pytest.LogCaptureFixture, expected: list[list[int]]) -> None:
+    """Its kernels are there, and one of them is wrong."""
+    amd()
+    import aiter.ops.triton.attention.unified_attention as home
+
+    def doubled(**options: Any) -> Any:
+        kernel(**options | {"softmax_scale": 2 * options["softmax_scale"]})
+
+    kernel = home.unified_attention
+    doubled.__signature__ = kernel.__signature__  # type: ignore[attr-defined]
+    amd.patch.setattr(home, "unified_attention", doubled)
+    amd.patch.setenv("SPECDEC_KERNELS", "-captured_step,-fused_layers")
+    start = Run(caplog)
+    assert start.takes == ("triton_fa", False, False, True) and start.tokens == expected
+    (line,) = start.warnings
+    assert line.startswith("rocm_aiter_fa-float32 is left out") and "SPECDEC_KERNELS=rocm_aiter_fa takes it" in line
+
+
+@pytest.mark.parametrize(
+    ("capture", "reason"),
+    [(Stale, "gives other tokens than the same step"), (Refusing, "cannot capture this model's step: operation not permitted")],
+)
+def test_captured_steps_that_fail_are_left_out(
+    amd: Amd, caplog: pytest.LogCaptureFixture, expected: list[list[int]], capture: type[Repeat], reason: str
+) -> None:
+    """Steps are launched one by one then."""
+    amd(aiter=None)
+    for module in (graphs, build):
+        amd.patch.setattr(module, "CudaCapture", capture)
+    amd.patch.setenv("SPECDEC_KERNELS", "-fused_layers")
+    start = Run(caplog)
+    assert start.takes == ("triton_fa", False, False, True) and start.tokens == expected
+    (line,) = start.warnings
+    assert line.startswith("captured_step-triton_fa is left out") and reason in line
+
+
+def test_a_process_that_died_in_a_check_is_remembered(amd: Amd, caplog: pytest.LogCaptureFixture) -> None:
+    """The kernel that took it down is not run again."""
+    amd(aiter=None)
+    folder = self_check._folder(DEVICE)
+    folder.mkdir(parents=True)
+    (folder / "fused_layers-float32.json").write_text('{"started": true}\n')
+    amd.patch.setenv("SPECDEC_KERNELS", "-captured_step")
+    start = Run(caplog)
+    assert start.takes == ("triton_fa", False, False, True)
+    (line,) = start.warnings
+    assert line.startswith("fused_layers-float32") and "a process ended in the midst of it" in line
+
+
+def test_graphs_by_name(amd: Amd, caplog: pytest.LogCaptureFixture, expected: list[list[int]]) -> None:
+    """On without a check, off without one."""
+    amd(aiter=None)
+    amd.patch.setenv("SPECDEC_KERNELS", "-fused_layers,-argmax")
+    on = Run(caplog, graphs=True)
+    off = Run(caplog, graphs=False)
+    assert (on.captured, off.captured) == (True, False) and on.tokens == off.tokens == expected
+    assert verdicts() == {"triton_fa-float32"}
+
+
+def test_rdna_is_by_name(amd: Amd, caplog: pytest.LogCaptureFixture, expected: list[list[int]]) -> None:
+    """Nothing is checked there, and nothing is taken that is not named."""
+    amd("gfx1100", None)
+    assert Run(caplog).takes == ("torch_ref", False, False, False)
+    assert Run(caplog, "triton_fa", graphs=True).takes == ("triton_fa", False, True, False)
+    amd.patch.setenv("SPECDEC_KERNELS", "triton_fa,fused_layers,argmax,captured_step,embedding")
+    start = Run(caplog)
+    assert start.takes == ("triton_fa", True, True, True) and start.tokens == expected
+    assert not verdicts() and start.warnings == []
+
+
+def test_rdna_keeps_aiter(amd: Amd, caplog: pytest.LogCaptureFixture) -> None:
+    """Its Triton kernels are made for these cards; ours are beside them by name."""
+    amd("gfx1201")
+    assert Run(caplog).takes == ("rocm_aiter_fa", False, False, False)
+    assert not verdicts()
+
+
+@pytest.mark.parametrize("attention", ["rocm_aiter_fa", "rocm_aiter_fa_shuffle"])
+def test_fused_layers_beside_aiter(amd: Amd, caplog: pytest.LogCaptureFixture, expected: list[list[int]], attention: str) -> None:
+    """AITER writes the cache in either layout, from rows that our kernel has rotated; a drafter's context as well."""
+    machine = amd()
+    amd.patch.setenv("SPECDEC_KERNELS", "fused_layers,embedding,-captured_step,-argmax")
+    start = Run(caplog, attention, drafts=True)
+    assert start.takes == (attention, True, False, False) and start.tokens == expected
+    assert machine.names() >= {"flash_attn_varlen_func", "unified_attention", "flash_attn_with_kvcache"}
+
+
+def test_checks_notice_what_is_wrong(amd: Amd) -> None:
+    """Every kernel in turn: off by little is beyond what is allowed, and as it is it passes."""
+    checks: dict[str, tuple[Callable[[], Deviation], list[tuple[Any, str]]]] = {
+        "argmax": (partial(argmax.check_argmax, DEVICE), [(triton_argmax, "argmax")]),
+        "embedding": (partial(fused.check_embedding, DEVICE), [(triton_embedding, "embed")]),
+        "few_rows": (partial(fused.check_few_rows, DEVICE, torch.float16), [(triton_linear, "few_rows")]),
+        "fused_layers": (
+            partial(fused.check_fused_layers, DEVICE, torch.float16),
+            [(triton_fused, name) for name in ("rms_norm", "add_rms_norm", "silu_mul", "rope_store")],
+        ),
+    }
+    for measure, homes in checks.values():
+        right = measure()
+        assert right.error <= right.bound
+        for module, attribute in homes:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(module, attribute, wrong(getattr(module, attribute)))
+                off = measure()
+                assert off.error > off.bound, attribute
