@@ -1,7 +1,7 @@
 """`specdec doctor`: the choice it reports is the one that is made, every reason is said, and the wrong package is named."""
 
 import tomllib
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import specdec.device
-from specdec.attention import selector
+from specdec import self_check
+from specdec.attention import check, selector
 from specdec.cli.main import main
 from specdec.kernels import aiter
 from tests.helpers.aiter_emulation import Machine, install
@@ -186,6 +187,58 @@ def test_indexers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
     assert "rocm_aiter_mla         no: an indexer chooses what rows attend to (use rocm_aiter_mla_sparse)" in out
     assert "prompts in 8 bits: no: with an indexer" in out
     assert "rocm_aiter_mla_sparse  no: 24 index heads" in doctor(capsys, "--index-n-heads", "24")
+
+
+def line_of(out: str, name: str) -> list[str]:
+    """The words of a kernel's line behind its name."""
+    (line,) = (line for line in out.partition("self-checks\n")[2].splitlines() if line.split()[:1] == [name])
+    return line.split()[1:]
+
+
+def test_run_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    """What can run, with error, bound and time; why the others cannot; nothing is kept."""
+    out = doctor(capsys, "--run")
+    error, bound, milliseconds = map(float, line_of(out, "torch_ref-bfloat16"))
+    assert 0 < error < bound < 1 and milliseconds > 0
+    for name in ("triton_fa-bfloat16", "argmax", "embedding", "few_rows-bfloat16", "fused_layers-bfloat16"):
+        assert line_of(out, name) == "not here: cpu is not a CUDA or ROCm device".split()
+    assert line_of(out, "captured_step") == "not here: cpu has no graphs".split()
+    assert line_of(out, "rocm_aiter_fa-bfloat16") == "not here: cpu is not a ROCm device".split()
+    assert not self_check.cache_folder().exists()
+    assert "self-checks" not in doctor(capsys)
+
+
+def test_run_checks_again(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On an AMD GPU it mends what an earlier start has kept, on which the choice of auto depends; a failure is status 1."""
+    monkeypatch.setattr(specdec.device, "rocm_architecture", lambda device: "gfx942")
+    install(monkeypatch, tmp_path, Machine())
+    home: Any = import_module("aiter.ops.triton.attention.unified_attention")
+    with monkeypatch.context() as patch:
+
+        def broken(**options: Any) -> None:
+            raise RuntimeError("no\ncompiler")
+
+        broken.__signature__ = home.unified_attention.__signature__  # type: ignore[attr-defined]
+        patch.setattr(home, "unified_attention", broken)
+        out = doctor(capsys, "--run", status=1)
+        assert line_of(out, "rocm_aiter_fa-bfloat16") == "failed: RuntimeError: no compiler".split()
+    reason = "its self-check failed: RuntimeError: no compiler"
+    out = doctor(capsys)
+    assert (
+        f"works with --attention rocm_aiter_fa\n{'':<25}auto passes over it: {reason}" in out
+        and "torch_ref              chosen" in out
+    )
+    out = doctor(capsys, "--run")
+    error, bound, _ = map(float, line_of(out, "rocm_aiter_fa-bfloat16"))
+    assert error <= bound and "rocm_aiter_fa          chosen by --attention auto" in doctor(capsys)
+
+
+def test_run_shows_what_is_off(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its figures; in the types that were asked about."""
+    monkeypatch.setattr(check, "deviation", lambda *args: self_check.Deviation(0.25, 0.125))
+    out = doctor(capsys, "--run", "--dtype", "float32", status=1)
+    assert line_of(out, "torch_ref-float32")[:2] == ["2.5e-01", "1.2e-01"] and line_of(out, "torch_ref-float32")[-1] == "failed"
+    assert line_of(out, "few_rows-float16") and line_of(out, "fused_layers-float32")
 
 
 @pytest.mark.parametrize(

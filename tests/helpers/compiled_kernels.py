@@ -1,0 +1,200 @@
+"""Our Triton kernels as they are launched, compiled for machines that need not be here, and what each takes of a machine."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from specdec.kernels import triton_argmax, triton_attention, triton_embedding, triton_fused, triton_linear
+from specdec.kernels.triton_launch import AMD_SHARED_MEMORY
+from tests.helpers.triton_interpreter import compile_for
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Target:
+    """A machine.
+
+    Attributes:
+        compiler: what Triton calls it: library, architecture, and threads of a warp.
+        shared_memory: bytes that one program can have.
+        eight_bits: Triton's name of the 8-bit float it computes with; None when there is none.
+        is_cdna: AMD's for computing, which `auto` serves.
+    """
+
+    compiler: tuple[str, int | str, int]
+    shared_memory: int
+    eight_bits: str | None = "fp8e4nv"
+    is_cdna: bool = False
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether kernels wait for the one before them, see `specdec.kernels.triton_overlap`."""
+        return self.compiler[1] == 90
+
+    @property
+    def assembly(self) -> str:
+        """What Triton calls its assembly."""
+        return "amdgcn" if self.compiler[0] == "hip" else "ptx"
+
+
+def _amd(name: str, threads: int, **options: Any) -> Target:
+    return Target(("hip", name, threads), AMD_SHARED_MEMORY.get(name, 64 * 1024), **options)
+
+
+TARGETS = {
+    "sm_90": Target(("cuda", 90, 32), 227 * 1024),
+    "sm_89": Target(("cuda", 89, 32), 99 * 1024),
+    "gfx942": _amd("gfx942", 64, eight_bits="fp8e4b8", is_cdna=True),
+    "gfx950": _amd("gfx950", 64, is_cdna=True),
+    "gfx1100": _amd("gfx1100", 32, eight_bits=None),
+    "gfx1201": _amd("gfx1201", 32),
+}
+
+
+class Use(NamedTuple):
+    """What a kernel takes of an AMD machine: vector registers of a thread, spilled ones, and bytes of shared memory."""
+
+    registers: int
+    spilled: int
+    shared: int
+
+
+def use_of(kernel: Any) -> Use:
+    """Read from the metadata of the assembly."""
+    counts = {name: int(number) for name, number in re.findall(r"\.(vgpr_\w*count):\s+(\d+)", kernel.asm["amdgcn"])}
+    return Use(counts["vgpr_count"], counts["vgpr_spill_count"], kernel.metadata.shared)
+
+
+def kernels(target: Target, *, every_shape: bool = True) -> Iterator[tuple[str, Any]]:
+    """Name and compiled form of every kernel, in shapes of an 8 B model and of the embedded one, or in few of them."""
+    yield from attention_kernels(target, every_shape=every_shape)
+    yield from other_kernels(target)
+    yield from argmax_kernels(target)
+
+
+def attention_kernels(target: Target, *, every_shape: bool) -> Iterator[tuple[str, Any]]:
+    """Verification by an 8 B model, on an 8-bit cache too; a windowed draft block of a small one; float32."""
+    wide: dict[str, Any] = {"head_dim": 128, "group": 4, "width": 16, "splits": 8}
+    small = {"head_dim": 64, "group": 3, "width": 1, "splits": 1, "CAUSAL": False, "WINDOW": 128, "SOFTCAP": True}
+    yield "attention, heads of 128", attention(target, "bf16", **wide)
+    if target.eight_bits and (every_shape or target.is_cdna):
+        yield "attention, 8-bit cache", attention(target, "bf16", cache=target.eight_bits, **wide)
+    if every_shape or target.assembly == "ptx":
+        yield "attention, heads of 64, window", attention(target, "bf16", **small)
+    if every_shape or target.overlaps:
+        yield "attention, float32", attention(target, "fp32", head_dim=64, group=3, width=5, splits=1)
+    yield (
+        "merge of a split context",
+        compile_for(
+            triton_attention._merge_kernel,
+            target.compiler,
+            pointers={"parts": "fp32", "log_sums": "fp32", "output": "bf16"},
+            constants={"HEAD_DIM": 128, "SPLITS": 2, "ROWS": 8, "BLOCK_D": 128, "OVERLAP": target.overlaps},
+        ),
+    )
+
+
+def attention(
+    target: Target, dtype: str, *, head_dim: int, group: int, width: int, splits: int, cache: str | None = None, **constants: Any
+) -> Any:
+    """The attention kernel, with the tile it would be launched with."""
+    tile = triton_attention.tile_for(group, width, head_dim, DTYPES[dtype], target.shared_memory)
+    values: dict[str, Any] = {
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "BLOCK_SIZE": 16,
+        "SPLITS": splits,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_D": triton_attention.padded(head_dim),
+        "CAUSAL": True,
+        "WINDOW": None,
+        "SOFTCAP": False,
+        "OVERLAP": target.overlaps,
+        "sinks": None,
+    }
+    types = {"query": dtype, "key_cache": cache or dtype, "value_cache": cache or dtype, "sinks": dtype}
+    types |= {"output": "fp32" if splits > 1 else dtype, "log_sums": "fp32"}
+    return compile_for(
+        triton_attention._attention_kernel,
+        target.compiler,
+        pointers=types | dict.fromkeys(("block_table", "seq_lens", "query_start_loc"), "i32"),
+        floats=("score_scale", "softcap"),
+        constants=values | constants,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+def other_kernels(target: Target) -> Iterator[tuple[str, Any]]:
+    """What surrounds attention in a layer."""
+    overlap, silent = {"OVERLAP": target.overlaps}, {"ahead": None, "AHEAD": None}
+    compiled = partial(compile_for, target=target.compiler)
+    lookup = {"table": "bf16", "token_ids": "i64", "output": "bf16"}
+    yield "embedding", compiled(triton_embedding._embed_kernel, pointers=lookup, constants={"BLOCK": 1024} | overlap)
+    rows = {"x": "bf16", "residual": "bf16", "weight": "bf16", "normed": "bf16", "added": "bf16"}
+    for width, parts, kind, warps in ((576, 1, "bf16", 8), (576, 4, "fp32", 8), (4096, 1, "bf16", 16)):
+        constants = {"WIDTH": width, "PARTS": parts, "BLOCK": 1024 if width == 576 else 4096} | overlap | silent
+        kernel = compiled(
+            triton_fused._rms_norm_kernel,
+            pointers=rows | {"x": kind},
+            floats=("epsilon",),
+            constants=constants,
+            num_warps=warps,
+        )
+        yield f"norm of {width:,}" + (" over partial sums" if parts > 1 else ""), kernel
+    activation = {"gate_up": "bf16", "output": "bf16"}
+    yield "SwiGLU", compiled(triton_fused._silu_mul_kernel, pointers=activation, constants={"BLOCK": 1024} | overlap)
+    for gated, splits, count in ((False, 2, 64), (True, 1, 16)):
+        yield f"product of {count} rows" + (" with SwiGLU" if gated else ""), few_rows(target, gated, splits, count)
+    heads = dict.fromkeys(("query", "key", "value", "rotated", "key_cache", "value_cache", "cos", "sin"), "bf16")
+    heads |= {"query_norm": "bf16", "key_norm": "bf16", "slot_mapping": "i64"}
+    rope = partial(compiled, triton_fused._rope_store_kernel, floats=("epsilon", "limit"))
+    shape = {"NUM_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": 64} | overlap | silent
+    yield "RoPE and cache write", rope(pointers=heads, constants=shape)
+    yield "RoPE alone", rope(pointers=heads, constants=shape | {"slot_mapping": None})
+    absent = dict.fromkeys(("query", "cos", "sin", "query_norm", "key_norm")) | {"NUM_HEADS": 0}
+    if target.eight_bits:
+        eight = dict.fromkeys(("key_cache", "value_cache"), target.eight_bits)
+        yield "8-bit cache write", rope(pointers=heads | eight, constants=shape | absent)
+
+
+def few_rows(target: Target, gated: bool, splits: int, count: int) -> Any:
+    """The product of few rows with the weights of an 8 B model, as it would be divided on Hopper."""
+    width = 12288 if gated else 4096
+    plan = triton_linear.divide(width, 4096, gated=gated, may_split=not gated, processors=132)
+    assert plan is not None and plan.splits == splits
+    sizes = {"WIDTH": width, "INPUTS": 4096, "GATED": gated, "ROWS": count, "SPLITS": splits}
+    tile = {"COLUMNS": plan.columns, "DEPTH": plan.depth, "OVERLAP": target.overlaps, "ahead": None, "AHEAD": None}
+    stages = 1 if target.assembly == "amdgcn" else triton_linear.stages_of(plan, count, gated=gated, memory=target.shared_memory)
+    return compile_for(
+        triton_linear._few_rows_kernel,
+        target.compiler,
+        pointers={"x": "bf16", "weight": "bf16", "output": "fp32" if splits > 1 else "bf16"},
+        constants=sizes | tile,
+        num_stages=stages,
+    )
+
+
+def argmax_kernels(target: Target) -> Iterator[tuple[str, Any]]:
+    """Slices of logits of every type, and what chooses among them."""
+    sizes = {"SLICE": triton_argmax.SLICE, "vocab_size": 49152, "group_stride": 16 * 49152, "row_stride": 49152}
+    for dtype in DTYPES:
+        kernel = compile_for(
+            triton_argmax._slice_max_kernel,
+            target.compiler,
+            pointers={"logits": dtype, "best": "i64"},
+            constants=sizes | {"OVERLAP": target.overlaps},
+        )
+        yield f"arg max of a slice, {dtype}", kernel
+    pointers = {"best": "i64", "indices": "i64", "finite": "i1"}
+    constants = {"SLICES": 38, "OVERLAP": target.overlaps}
+    yield (
+        "arg max of slices",
+        compile_for(triton_argmax._row_max_kernel, target.compiler, pointers=pointers, constants=constants, num_warps=1),
+    )
