@@ -164,12 +164,18 @@ def deviation(actual: Tensor, plain: Tensor, exact: Tensor) -> Deviation:
 
     Args:
         actual: what is checked, on any device.
-        plain: the same from plain torch, in the same type.
+        plain: the same from plain torch, in the same type, on any device.
         exact: the same in float64, from the very numbers that both were given.
+
+    Raises:
+        ArithmeticError: `plain` has less than half of its digits right, and so proves nothing.
     """
     assert actual.shape == plain.shape == exact.shape and actual.dtype == plain.dtype and exact.dtype == torch.float64
+    unit = torch.finfo(actual.dtype).eps
     error, usual, size = (_size(x.cpu().double() - e) for x, e in ((actual, exact), (plain, exact), (exact, 0)))
-    return Deviation(error, 2 * usual + torch.finfo(actual.dtype).eps * size)
+    if not usual <= unit**0.5 * size:
+        raise ArithmeticError(f"plain torch is off by {usual:.1e} at numbers of about {size:.2g}")
+    return Deviation(error, 2 * usual + unit * size)
 
 
 def worst(deviations: Iterable[Deviation]) -> Deviation:

@@ -41,10 +41,10 @@ def run_checks(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtyp
     Returns:
         1 when something fails, else 0.
     """
-    print(f"\nself-checks\n  {'':<36}{'error':>10}{'allowed':>10}{'ms':>12}")
+    print(f"\nself-checks\n  {'':<46}{'error':>10}{'allowed':>10}{'ms':>12}")
     failed = False
     for kind in kinds(device, dtype, cache_dtype):
-        print(f"  {title(kind.name, *kind.variant):<36}", end="", flush=True)
+        print(f"  {title(kind.name, *kind.variant):<46}", end="", flush=True)
         if kind.reasons or kind.check is None:
             print(f"  not here: {'; '.join(kind.reasons)}")
             continue

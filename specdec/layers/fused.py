@@ -66,13 +66,13 @@ def _norm_deviations(device: torch.device, dtype: torch.dtype) -> Iterator[Devia
 
     for width in (576, 4096):
         x, residual, weight = (_normal(*shape).to(dtype) for shape in ((5, width), (5, width), (width,)))
-        there = [tensor.to(device) for tensor in (x, residual, weight)]
-        yield _deviation(rms_norm(there[0], there[2], EPSILON), _norm, x, weight)
-        normed, added = add_rms_norm(*there, EPSILON)
+        gain, stream = weight.to(device), residual.to(device)
+        yield _deviation(rms_norm(x.to(device), gain, EPSILON), _norm, x, weight)
+        normed, added = add_rms_norm(x.to(device), stream, gain, EPSILON)
         yield mismatches(added, x + residual)
         yield _deviation(normed, _norm, x + residual, weight)
     parts = _normal(3, 5, width)
-    normed, added = add_rms_norm(parts.to(device), *there[1:], EPSILON)
+    normed, added = add_rms_norm(parts.to(device), stream, gain, EPSILON)
     yield deviation(added, parts.sum(0).to(dtype) + residual, parts.double().sum(0) + residual.double())
     yield _deviation(normed, _norm, added.cpu(), weight)
 

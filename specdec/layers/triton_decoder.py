@@ -124,9 +124,12 @@ class TritonDecoder:
         """[T, num_heads * head_dim]; meanwhile hints about `ahead` are sent."""
         spec = self._attention.spec
         qkv = self._product(layer.qkv, normed).view(len(normed), -1, spec.head_dim)
+        query, key, value = qkv.split_with_sizes([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
         return attend_rotated(
             self._attention,
-            *qkv.split_with_sizes([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1),
+            query,
+            key,
+            value,
             cache,
             plan,
             window=window,

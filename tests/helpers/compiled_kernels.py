@@ -80,7 +80,7 @@ def kernels(target: Target, *, every_shape: bool = True) -> Iterator[tuple[str, 
 def attention_kernels(target: Target, *, every_shape: bool) -> Iterator[tuple[str, Any]]:
     """Verification by an 8 B model, on an 8-bit cache too; a windowed draft block of a small one; float32."""
     wide: dict[str, Any] = {"head_dim": 128, "group": 4, "width": 16, "splits": 8}
-    small = {"head_dim": 64, "group": 3, "width": 1, "splits": 1, "CAUSAL": False, "WINDOW": 128, "SOFTCAP": True}
+    small: dict[str, Any] = {"head_dim": 64, "group": 3, "width": 1, "splits": 1, "CAUSAL": False, "WINDOW": 128, "SOFTCAP": True}
     yield "attention, heads of 128", attention(target, "bf16", **wide)
     if target.eight_bits and (every_shape or target.is_cdna):
         yield "attention, 8-bit cache", attention(target, "bf16", cache=target.eight_bits, **wide)

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 import pytest
@@ -123,7 +124,7 @@ def test_a_full_disk_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert passes("argmax", CPU, check) and check.runs == 1 and not kept().exists()
 
 
-def in_another_process(target: Callable[..., None], *args: object) -> multiprocessing.Process:
+def in_another_process(target: Callable[..., object], *args: object) -> ForkProcess:
     """A copy of this process that runs `target`."""
     process = multiprocessing.get_context("fork").Process(target=target, args=args)
     process.start()
@@ -272,5 +273,7 @@ def test_deviations() -> None:
     lost = deviation(plain.clone().fill_(math.nan), plain, exact)
     assert worst([near, far, lost]) is lost and worst([far, near]) is far
     assert worst([Deviation(0.0, 0.0), near]) is near and worst([near, Deviation(1.0, 0.0)]) == (1.0, 0.0)
+    with pytest.raises(ArithmeticError, match=r"^plain torch is off by 4\.\de-01 at numbers of about 1\.5$"):
+        deviation(plain, (exact * 1.3).bfloat16(), exact)
     one, other = torch.tensor([1, 2, 3]), torch.tensor([1, 5, 3])
     assert mismatches(one, one) == (0.0, 0.0) and mismatches(one, other) == (1.0, 0.0)

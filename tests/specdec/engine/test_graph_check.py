@@ -42,7 +42,7 @@ def test_what_repeats_a_step_passes(use: Any, name: str, capture: type[Any]) -> 
 
 def test_prefills_are_captured_too(use: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where an attention backend has them captured."""
-    kinds = []
+    kinds: list[Any] = []
 
     class Noted(Recorder):
         def capture(self, launch: Callable[[], None], kind: Hashable) -> Callable[[], None]:
@@ -69,7 +69,11 @@ class Twice(LaunchAgain):
     """Repeats too much."""
 
     def capture(self, launch: Callable[[], None], kind: Hashable) -> Callable[[], None]:
-        return lambda: (launch(), launch())[0]
+        def replay() -> None:
+            launch()
+            launch()
+
+        return replay
 
 
 @pytest.mark.parametrize("capture", [Frozen, Twice])
