@@ -11,7 +11,11 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("kernels are interpreted in this process", allow_module_level=True)
 
+import torch
+
+import specdec.device
 from specdec.kernels import triton_fused
+from specdec.kernels.triton_launch import shared_memory
 from tests.checks import compile as compile_check
 from tests.helpers.compiled_kernels import TARGETS, Target, Use, argmax_kernels, kernels, use_of
 from tests.helpers.triton_interpreter import compile_for
@@ -69,6 +73,16 @@ def test_argmax(name: str) -> None:
         before, _, after = kernel.asm["ptx"].partition("griddepcontrol.wait")
         assert bool(after) == target.overlaps and (after or before).count("ld.global.v4") == loads
         assert not after or "ld.global" not in before
+
+
+@pytest.mark.parametrize("name", [name for name, target in TARGETS.items() if target.assembly == "amdgcn"])
+def test_what_is_compiled_for_is_what_is_launched_on(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A launch reckons with as much shared memory as the compiler was told of."""
+    monkeypatch.setattr(specdec.device, "rocm_architecture", lambda device: name)
+    shared_memory.cache_clear()
+    assert shared_memory(torch.device("cuda", 0)) == TARGETS[name].shared_memory
+    assert TARGETS[name].shared_memory == (160 if name == "gfx950" else 64) * 1024
+    shared_memory.cache_clear()
 
 
 def test_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
