@@ -20,6 +20,7 @@ from specdec.attention.aiter import fa as rocm_aiter_fa
 from specdec.attention.selector import select_backend
 from specdec.attention.triton.fa import TritonFaBackend
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.core import DecodeBatch, DraftOutput
 from specdec.engine import build, graph_check, graphs
 from specdec.engine.engine import SpecEngine
 from specdec.errors import BackendError
@@ -108,6 +109,7 @@ class Run:
     Attributes:
         takes: attention, and whether it takes fused layers, captured steps and the kernel of argmax.
         tokens: of a generation.
+        drafts: of every step of it.
         warnings: that were logged.
     """
 
@@ -119,14 +121,31 @@ class Run:
             verifier: Any = paged_verifier(plain_model("llama", **MODEL), 16, backend=partial(select_backend, attention))
             drafter = random_dflash(verifier, head_dim=16, block_size=3, taps=(0, 1)) if drafts else None
             engine = SpecEngine(verifier, drafter, EngineConfig(num_draft_tokens=2 if drafts else 0, **LIMITS, **config))
-            Repeat.replays = 0
+            self.drafts = recorded(engine)
+            Repeat.replays, checked = 0, verdicts()
             self.tokens = generate(engine)
+        assert verdicts() == checked, "no request waits for a check"
         fused = [verifier._triton is not None, *([drafter.on_triton is not None] if drafter else [])]
         assert len(set(fused)) == 1, "target and drafter take the same"
         self.captured = engine.runner.graphs is not None
         assert self.captured == (Repeat.replays > 0)
         self.takes = verifier.attention.name, fused[0], self.captured, argmax.on_triton(DEVICE)
         self.warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def recorded(engine: SpecEngine) -> list[list[list[int]]]:
+    """A list that every proposal of drafts will be added to."""
+    drafts: list[list[list[int]]] = []
+    bound: Any = engine.runner.drafter
+    if bound is not None:
+        propose = bound.propose
+
+        def noted(batch: DecodeBatch) -> DraftOutput:
+            drafts.append((output := propose(batch)).token_ids.tolist())
+            return output
+
+        bound.propose = noted
+    return drafts
 
 
 def generate(engine: SpecEngine) -> list[list[int]]:
@@ -333,9 +352,12 @@ def test_rdna_keeps_aiter(amd: Amd, caplog: pytest.LogCaptureFixture) -> None:
 def test_fused_layers_beside_aiter(amd: Amd, caplog: pytest.LogCaptureFixture, expected: list[list[int]], attention: str) -> None:
     """AITER writes the cache in either layout, from rows that our kernel has rotated; a drafter's context as well."""
     machine = amd()
+    amd.patch.setenv("SPECDEC_KERNELS", "-fused_layers,-captured_step,-argmax")
+    plain = Run(caplog, attention, drafts=True)
     amd.patch.setenv("SPECDEC_KERNELS", "fused_layers,embedding,-captured_step,-argmax")
     start = Run(caplog, attention, drafts=True)
-    assert start.takes == (attention, True, False, False) and start.tokens == expected
+    assert start.takes == (attention, True, False, False) and start.tokens == plain.tokens == expected
+    assert start.drafts == plain.drafts != []
     assert machine.names() >= {"flash_attn_varlen_func", "unified_attention", "flash_attn_with_kvcache"}
 
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from drafters.dflash.rotary import rotate
+from specdec.attention.backend import AttentionSpec
 from specdec.attention.selector import select_backend
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import DecodeBatch, DraftOutput, Verifier
@@ -34,6 +35,7 @@ from specdec.kernels.triton_fused import add_rms_norm, rms_norm, rope_store, sil
 from specdec.kernels.triton_launch import num_processors, overlap_options  # noqa: E402
 from specdec.kernels.triton_linear import divide, few_rows  # noqa: E402
 from specdec.kernels.triton_prefetch import hint_options, prefetchable_weight, surplus  # noqa: E402
+from specdec.layers.triton_rotary import write_rotated  # noqa: E402
 
 
 def transformers_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -158,6 +160,12 @@ def test_products_that_are_torchs() -> None:
     assert few_rows(half[:2], Linear(half[:8])) is None
 
 
+def normed_and_rotated(rows: Tensor, cos: Tensor, sin: Tensor, norm: Tensor | None) -> Tensor:
+    """What rows become before attention."""
+    rows = rows if norm is None else transformers_norm(rows, norm, 1e-5)
+    return rotate(rows, torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1))
+
+
 @pytest.mark.parametrize("head_dim", [8, 64, 80])
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("with_query", [True, False])
@@ -183,20 +191,32 @@ def test_rope_with_cache_write(head_dim: int, normed: bool, with_query: bool) ->
         key_norm=key_norm,
         epsilon=1e-5,
     )
-
-    def formula(rows: Tensor, cos: Tensor, sin: Tensor, norm: Tensor | None) -> Tensor:
-        rows = rows if norm is None else transformers_norm(rows, norm, 1e-5)
-        return rotate(rows, torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1))
-
     if with_query:
-        check(rotated, formula, query, cos, sin, query_norm)
+        check(rotated, normed_and_rotated, query, cos, sin, query_norm)
     else:
         assert rotated.numel() == 0
     keys, values = (tensor.flatten(0, 1) for tensor in cache)
-    check(keys[slots], formula, key, cos, sin, key_norm)
+    check(keys[slots], normed_and_rotated, key, cos, sin, key_norm)
     assert values[slots].equal(value)
     others = [slot for slot in range(16) if slot not in slots.tolist()]
     assert not keys[others].any() and not values[others].any()
+
+
+@pytest.mark.parametrize("backend", ["triton_fa", "torch_ref"])
+def test_rope_before_a_write(backend: str) -> None:
+    """With the write in it where the cache is ours; another backend writes its cache itself, from rotated rows."""
+    torch.manual_seed(0)
+    spec = AttentionSpec(DEVICE, torch.float32, 2, 2, 16, block_size=4)
+    key, value = random(5, 4, 16).split(2, dim=1)
+    angles, norm = random(5, 1, 8), random(16)
+    cos, sin = angles.cos(), angles.sin()
+    cache = KVLayerSpec(2, 16).allocate(4, 4, torch.float32, DEVICE)
+    slots = torch.tensor([4, 9, 5, 15, 7], device=DEVICE)
+    options: dict[str, Any] = {"cos": cos[:, 0], "sin": sin[:, 0], "key_norm": norm, "epsilon": 1e-5}
+    write_rotated(select_backend(backend, spec), key, value, cache, slots, **options)
+    keys, values = (tensor.flatten(0, 1)[slots] for tensor in cache)
+    check(keys, normed_and_rotated, key, cos, sin, norm)
+    assert values.equal(value)
 
 
 def verifier_on(backend: str, model: PreTrainedModel) -> Verifier:
