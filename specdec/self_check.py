@@ -266,8 +266,8 @@ def _kept_or_run(path: Path, check: Check, again: bool) -> Verdict:
 
 def _decided(path: Path, check: Check, again: bool) -> Verdict:
     """The same under the lock: nobody else is in the midst of this check, so one that was begun ended with its process."""
-    kept = None if again else _read(path)
-    if isinstance(kept, Verdict):
+    kept = _read(path)
+    if isinstance(kept, Verdict) and not again:
         return kept
     if kept == "started":
         verdict = Verdict("a process ended in the midst of it, as after a fault of the GPU")

@@ -152,6 +152,16 @@ def test_a_check_that_kills_the_process_is_not_run_again(caplog: pytest.LogCaptu
     assert passes("argmax", CPU, check) and check.runs == 1
 
 
+def test_checking_again_goes_past_a_check_that_has_just_killed_the_process() -> None:
+    """So that `doctor --run`, run once more, comes to what stands behind it; a third time tries it anew."""
+    process = in_another_process(lambda: verdict_of("argmax", CPU, lambda: os._exit(134), again=True))
+    process.join(60)
+    assert process.exitcode == 134
+    check = Counted()
+    assert "a process ended" in str(verdict_of("argmax", CPU, check, again=True).failure) and check.runs == 0
+    assert verdict_of("argmax", CPU, check, again=True).failure is None and check.runs == 1
+
+
 @pytest.mark.parametrize("stop", [KeyboardInterrupt(), SystemExit(), MemoryError(), torch.OutOfMemoryError("no room")])
 def test_what_stops_a_check_from_outside_is_no_verdict(stop: BaseException) -> None:
     """The kernels are not to blame: the next start checks."""
