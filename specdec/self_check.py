@@ -9,26 +9,25 @@ The variable `SPECDEC_KERNELS` overrules all that: "argmax,-fused_layers" takes 
 
 import json
 import logging
-import math
 import os
 import platform
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
 from threading import RLock
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
-from torch import Tensor
 
 import specdec.device
 from specdec import __version__
+from specdec.deviation import Deviation
 from specdec.errors import InvalidInputError, SpecDecError
 from specdec.files import cache_folder, write_text
 
@@ -49,13 +48,6 @@ STARTED = {"started": True}
 """What a file holds while the check runs, and for ever if the process ends in the midst of it."""
 
 _PACKAGES = ("triton", "pytorch-triton-rocm", "triton-rocm", "amd-aiter")
-
-
-class Deviation(NamedTuple):
-    """How far a kernel is off, and how far it may be."""
-
-    error: float
-    bound: float
 
 
 Check = Callable[[], Deviation]
@@ -159,41 +151,6 @@ def run(check: Check) -> Verdict:
     return Verdict(None if right else f"its error is {error:.2g}, where {bound:.2g} is allowed", error, bound, spent)
 
 
-def deviation(actual: Tensor, plain: Tensor, exact: Tensor) -> Deviation:
-    """Root mean square error of `actual`, which may be twice that of `plain` and one unit in the last place.
-
-    Args:
-        actual: what is checked, on any device.
-        plain: the same from plain torch, in the same type, on any device.
-        exact: the same in float64, from the very numbers that both were given.
-
-    Raises:
-        ArithmeticError: `plain` has less than half of its digits right, and so proves nothing.
-    """
-    assert actual.shape == plain.shape == exact.shape and actual.dtype == plain.dtype and exact.dtype == torch.float64
-    unit = torch.finfo(actual.dtype).eps
-    error, usual, size = (_size(x.cpu().double() - e) for x, e in ((actual, exact), (plain, exact), (exact, 0)))
-    if not usual <= unit**0.5 * size:
-        raise ArithmeticError(f"plain torch is off by {usual:.1e} at numbers of about {size:.2g}")
-    return Deviation(error, 2 * usual + unit * size)
-
-
-def worst(deviations: Iterable[Deviation]) -> Deviation:
-    """The one that is nearest to its bound, or farthest beyond it."""
-
-    def excess(found: Deviation) -> float:
-        share = found.error / found.bound if found.bound else math.inf if found.error else 0.0
-        return math.inf if math.isnan(share) else share
-
-    return max(deviations, key=excess)
-
-
-def mismatches(actual: Tensor, expected: Tensor) -> Deviation:
-    """How many numbers differ, of which none may."""
-    assert actual.shape == expected.shape and actual.dtype == expected.dtype
-    return Deviation(float((actual.cpu() != expected.cpu()).sum()), 0.0)
-
-
 def machine(device: torch.device) -> dict[str, str]:
     """What a verdict holds for: the card, its driver, and the versions of what takes part."""
     versions = {}
@@ -222,10 +179,6 @@ def _driver() -> str:
         return Path("/sys/module/amdgpu/version").read_text().strip()
     except OSError:
         return platform.release()
-
-
-def _size(numbers: Tensor) -> float:
-    return float(numbers.square().mean().sqrt())
 
 
 def _asked_for() -> dict[str, bool]:

@@ -19,7 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 FLOORS: dict[str, list[set[str]]] = {
     "specdec": [
-        {"errors", "sizes", "metrics"},
+        {"errors", "sizes", "metrics", "deviation"},
         {"amd_gpus", "config", "registry", "files", "packages"},
         {"device", "kv_cache"},
         {"self_check"},

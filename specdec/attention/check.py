@@ -10,8 +10,9 @@ from torch import Tensor
 
 from specdec.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
 from specdec.attention.torch_ref.fa import TorchRefBackend
+from specdec.deviation import Deviation, deviation, worst
 from specdec.kv_cache import KVLayerSpec, LayerCache, blocks_for
-from specdec.self_check import Deviation, deviation, reasons_against, worst
+from specdec.self_check import reasons_against
 
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 128
 """A shape that every backend takes, and the fastest of their kernels do."""

@@ -7,11 +7,11 @@ import torch
 
 from specdec.config import CacheConfig, DraftSampling, EngineConfig, SamplingParams
 from specdec.core import BoundDrafter, DecodeBatch, Drafter, DraftOutput, Verifier
+from specdec.deviation import Deviation, worst
 from specdec.engine import graphs
 from specdec.engine.prefill_graphs import LEAST_ROWS, most_prefill_rows
 from specdec.errors import BackendError
 from specdec.kv_cache import blocks_for
-from specdec.self_check import Deviation, worst
 
 NUM_DRAFTS = 3
 MAX_TOKENS = 7

@@ -6,8 +6,9 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
+from specdec.deviation import Deviation, mismatches, worst
 from specdec.kernels.triton_launch import unavailable_reasons
-from specdec.self_check import Deviation, mismatches, passes, worst
+from specdec.self_check import passes
 
 
 def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ import specdec.device
 from specdec import self_check
 from specdec.attention import check, selector
 from specdec.cli.main import main
+from specdec.deviation import Deviation
 from specdec.kernels import aiter
 from tests.helpers.aiter_emulation import Machine, install
 
@@ -235,7 +236,7 @@ def test_run_checks_again(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
 
 def test_run_shows_what_is_off(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """With its figures; in the types that were asked about."""
-    monkeypatch.setattr(check, "deviation", lambda *args: self_check.Deviation(0.25, 0.125))
+    monkeypatch.setattr(check, "deviation", lambda *args: Deviation(0.25, 0.125))
     out = doctor(capsys, "--run", "--dtype", "float32", status=1)
     assert line_of(out, "torch_ref-float32")[:2] == ["2.5e-01", "1.2e-01"] and line_of(out, "torch_ref-float32")[-1] == "failed"
     assert line_of(out, "few_rows-float16") and line_of(out, "fused_layers-float32")

@@ -9,12 +9,12 @@ import torch
 import specdec.device
 from specdec import self_check
 from specdec.attention.torch_ref.fa import TorchRefBackend
+from specdec.deviation import Deviation
 from specdec.engine import graph_check, graphs
 from specdec.engine.graph_check import LaunchAgain, check_captured_step
 from specdec.engine.graphs import captures_graphs
 from specdec.engine.prefill_graphs import PrefillShape
 from specdec.errors import BackendError
-from specdec.self_check import Deviation
 from tests.helpers.tiny_models import paged_verifier, plain_model
 from tests.specdec.engine.test_graphs import Recorder
 

@@ -21,11 +21,11 @@ from specdec.attention.selector import select_backend
 from specdec.attention.triton.fa import TritonFaBackend
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import DecodeBatch, DraftOutput
+from specdec.deviation import Deviation
 from specdec.engine import build, graph_check, graphs
 from specdec.engine.engine import SpecEngine
 from specdec.errors import BackendError
 from specdec.layers import argmax, fused
-from specdec.self_check import Deviation
 from tests.helpers.aiter_emulation import Machine, install
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash
 from tests.helpers.triton_interpreter import require_triton

@@ -1,0 +1,54 @@
+"""How far a kernel is from the right answer, and how far it may be: by what plain torch is off, on the same numbers."""
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Deviation(NamedTuple):
+    """How far a kernel is off, and how far it may be."""
+
+    error: float
+    bound: float
+
+
+def deviation(actual: Tensor, plain: Tensor, exact: Tensor) -> Deviation:
+    """Root mean square error of `actual`, which may be twice that of `plain` and one unit in the last place.
+
+    Args:
+        actual: what is checked, on any device.
+        plain: the same from plain torch, in the same type, on any device.
+        exact: the same in float64, from the very numbers that both were given.
+
+    Raises:
+        ArithmeticError: `plain` has less than half of its digits right, and so proves nothing.
+    """
+    assert actual.shape == plain.shape == exact.shape and actual.dtype == plain.dtype and exact.dtype == torch.float64
+    unit = torch.finfo(actual.dtype).eps
+    error, usual, size = (_size(x.cpu().double() - e) for x, e in ((actual, exact), (plain, exact), (exact, 0)))
+    if not usual <= unit**0.5 * size:
+        raise ArithmeticError(f"plain torch is off by {usual:.1e} at numbers of about {size:.2g}")
+    return Deviation(error, 2 * usual + unit * size)
+
+
+def worst(deviations: Iterable[Deviation]) -> Deviation:
+    """The one that is nearest to its bound, or farthest beyond it."""
+
+    def excess(found: Deviation) -> float:
+        share = found.error / found.bound if found.bound else math.inf if found.error else 0.0
+        return math.inf if math.isnan(share) else share
+
+    return max(deviations, key=excess)
+
+
+def mismatches(actual: Tensor, expected: Tensor) -> Deviation:
+    """How many numbers differ, of which none may."""
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype
+    return Deviation(float((actual.cpu() != expected.cpu()).sum()), 0.0)
+
+
+def _size(numbers: Tensor) -> float:
+    return float(numbers.square().mean().sqrt())
