@@ -24,7 +24,9 @@ from specdec.errors import BackendError, InvalidInputError
 from specdec.kv_cache import KVLayerSpec, LayerCache
 from specdec.layers.argmax import argmax
 from specdec.layers.fused import fuses_layers
-from specdec.sampling.sampler import Purpose, processed_probs, sample_from, uniform
+from specdec.sampling.filters import processed_probs
+from specdec.sampling.noise import Purpose, uniform
+from specdec.sampling.sampler import sample_from
 
 if TYPE_CHECKING:
     from drafters.dflash.triton import TritonDFlash

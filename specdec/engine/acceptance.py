@@ -13,7 +13,9 @@ from torch import Tensor
 
 from specdec.core import AcceptOutput, DraftOutput
 from specdec.layers.argmax import argmax
-from specdec.sampling.sampler import Purpose, penalized, processed_probs, sample_from, uniform
+from specdec.sampling.filters import processed_probs
+from specdec.sampling.noise import Purpose, uniform
+from specdec.sampling.sampler import penalized, sample, sample_from
 from specdec.sampling.tensors import SamplingTensors
 
 
@@ -40,16 +42,13 @@ def accept(tokens: Tensor, logits: Tensor, draft: DraftOutput | None, sampling: 
     num_drafts = None if draft is None else draft.num_drafts
 
     scores = logits if sampling.seen is None else penalized(logits, sampling, tokens)
-    token_ids, finite = argmax(scores)
-    if sampling.plan.all_greedy:
+    if sampling.plan.all_greedy or draft is None or draft.probs is None or k == 0:
+        token_ids, finite = argmax(scores) if sampling.plan.all_greedy else sample(scores, sampling, positions + 1)
         num_accepted = _prefix_length(token_ids[:, :k] == drafts, num_drafts)
     else:
+        _, finite = argmax(scores)
         probs = processed_probs(scores, sampling)
-        if draft is None or draft.probs is None or k == 0:
-            token_ids = sample_from(probs, uniform(sampling.seeds, positions + 1, Purpose.SAMPLE))
-            num_accepted = _prefix_length(token_ids[:, :k] == drafts, num_drafts)
-        else:
-            token_ids, num_accepted = _rejection_sampling(drafts, num_drafts, probs, draft, sampling.seeds, positions + 1)
+        token_ids, num_accepted = _rejection_sampling(drafts, num_drafts, probs, draft, sampling.seeds, positions + 1)
 
     return AcceptOutput(
         token_ids=token_ids,

@@ -21,6 +21,21 @@ _LEAST = tl.constexpr(-(2**63))
 
 
 @triton.jit
+def ordered(x: tl.tensor) -> tl.tensor:
+    """float32 as int32 that ascends as the numbers do; both zeros are equal, and a NaN is above all, as for torch."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    order = tl.where(bits < 0, -magnitude, magnitude)
+    return tl.where(magnitude > _INFINITY, _NAN, order)
+
+
+@triton.jit
+def token_key(x: tl.tensor, token: tl.tensor) -> tl.tensor:
+    """int64 that ascends as float32 `x` does, and of equal numbers descends with the token: the first is highest."""
+    return (ordered(x).to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
+
+
+@triton.jit
 def _slice_max_kernel(
     logits: tl.tensor,  # [groups, width, vocab_size]
     best: tl.tensor,  # int64 [groups * width, slices]
@@ -36,12 +51,8 @@ def _slice_max_kernel(
     exists = column < vocab_size
     place = logits + (row // width) * group_stride + (row % width) * row_stride
     await_previous(OVERLAP)
-    bits = tl.load(place + column, mask=exists, other=0.0).to(tl.float32).to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    order = tl.where(bits < 0, -magnitude, magnitude)  # ascends as the logits do; both zeros are equal
-    order = tl.where(magnitude > _INFINITY, _NAN, order)  # for torch, too, a NaN is above all
-    key = (order.to(tl.int64) << 32) | (0x7FFFFFFF - column).to(tl.int64)  # of equal logits the first is highest
-    tl.store(best + row * tl.num_programs(1) + tl.program_id(1), tl.max(tl.where(exists, key, _LEAST), 0))
+    x = tl.load(place + column, mask=exists, other=0.0).to(tl.float32)
+    tl.store(best + row * tl.num_programs(1) + tl.program_id(1), tl.max(tl.where(exists, token_key(x, column), _LEAST), 0))
 
 
 @triton.jit
@@ -75,12 +86,18 @@ def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     rows = logits[(None,) * (3 - logits.ndim)]
     slices = triton.cdiv(vocab_size, SLICE)
     best = torch.empty(shape.numel(), slices, dtype=torch.int64, device=logits.device)
-    indices = torch.empty(shape, dtype=torch.int64, device=logits.device)
-    finite = torch.empty(shape, dtype=torch.bool, device=logits.device)
     options = overlap_options(logits.device)
     with on_device(logits):
         _slice_max_kernel[(shape.numel(), slices)](
             rows, best, rows.shape[1], vocab_size, *rows.stride()[:2], SLICE=SLICE, num_warps=4, **options
         )
-        _row_max_kernel[(shape.numel(),)](best, indices, finite, SLICES=slices, num_warps=1, **options)
+        return choose_slice(best, shape)
+
+
+def choose_slice(keys: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
+    """Where rows are highest, from the keys of their slices, int64 [rows, slices]; results as of `argmax`, of `shape`."""
+    indices = torch.empty(shape, dtype=torch.int64, device=keys.device)
+    finite = torch.empty(shape, dtype=torch.bool, device=keys.device)
+    options = overlap_options(keys.device)
+    _row_max_kernel[(len(keys),)](keys, indices, finite, SLICES=keys.shape[1], num_warps=1, **options)
     return indices, finite

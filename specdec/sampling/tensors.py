@@ -34,6 +34,11 @@ class SamplingPlan(NamedTuple):
     any_min_p: bool
     logprobs: bool
 
+    @property
+    def filtered(self) -> bool:
+        """Whether a request drops tokens before drawing."""
+        return self.max_top_k > 0 or self.any_top_p or self.any_min_p
+
     @classmethod
     def of(cls, params: Sequence[SamplingParams]) -> SamplingPlan:
         """The facts of these requests."""

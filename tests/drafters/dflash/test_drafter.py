@@ -17,7 +17,7 @@ from drafters.dflash.model import DFlashModel
 from specdec.attention.backend import AttentionSpec
 from specdec.attention.torch_ref.fa import TorchRefBackend
 from specdec.errors import BackendError, CheckpointError, InvalidInputError
-from specdec.sampling.sampler import Purpose, uniform
+from specdec.sampling.noise import Purpose, uniform
 from tests.drafters.tiny import (
     HIDDEN,
     TINY,

@@ -21,7 +21,8 @@ from specdec.config import SamplingParams
 from specdec.core import AcceptOutput, DraftOutput
 from specdec.engine import acceptance
 from specdec.engine.acceptance import accept
-from specdec.sampling.sampler import Purpose, sample_from, uniform
+from specdec.sampling.noise import Purpose, uniform
+from specdec.sampling.sampler import sample, sample_from
 from specdec.sampling.tensors import SamplingTensors
 from tests.specdec.sampling.test_sampler import tensors, transformers_probs
 
@@ -347,9 +348,9 @@ def test_repetition_penalty_counts_the_drafts_at_each_position(temperature: floa
     expected = []
     for i in range(K + 1):
         probs = transformers_probs(params, history, TARGET[history[:, -1]])
-        expected.append(
-            sample_from(probs, uniform(sampling.seeds, torch.full((count, 1), START + i + 1), Purpose.SAMPLE).squeeze(1))
-        )
+        draw = sampling_for([SamplingParams(temperature=1.0)], count)  # what is drawn from these logits once they are processed
+        scores = probs.log()[:, None] if temperature else probs[:, None]
+        expected.append(sample(scores, draw if temperature else sampling, torch.full((count, 1), START + i + 1))[0].squeeze(1))
         history = torch.cat([history, expected[-1][:, None]], 1)
     truth = torch.stack(expected, 1)
     for wrong in range(K + 1):  # the draft at this index is wrong; at K none is

@@ -4,6 +4,7 @@ The statistical tests use fixed seeds and p-value thresholds of 1e-6 (five stand
 comparisons in all: a fresh choice of seeds would raise a false alarm in about one run of 25,000.
 """
 
+import math
 from itertools import product
 from typing import Any
 
@@ -21,9 +22,11 @@ from transformers import (
 )
 
 from specdec.config import SamplingParams
-from specdec.sampling import sampler as sampling_module
-from specdec.sampling.sampler import Purpose, penalized, processed_probs, sample_from, uniform
-from specdec.sampling.tensors import SamplingTensors
+from specdec.sampling import filters
+from specdec.sampling.filters import processed_probs
+from specdec.sampling.noise import Purpose, gumbel, stream, uniform
+from specdec.sampling.sampler import penalized, sample, sample_from
+from specdec.sampling.tensors import SamplingPlan, SamplingTensors
 
 MASK = 2**64 - 1
 GRID = [
@@ -117,7 +120,7 @@ def test_uniform_is_flat_and_uncorrelated(family: str) -> None:
 def test_every_combination_in_one_batch_equals_transformers(coarse: bool) -> None:
     """Catches a wrong order, a wrong threshold, ties counted differently, and settings leaking between requests.
 
-    Which of several equal logits falls to top-p is left open by Transformers' unstable sort, so with ties values are compared.
+    Of equal logits at the edge of top-p Transformers keeps some, as its sort has left them; here all of them stay.
     """
     vocab_size, prompt_len, width = 40, 5, 3
     logits = random_logits(len(GRID), width, vocab_size, coarse=coarse)
@@ -125,16 +128,17 @@ def test_every_combination_in_one_batch_equals_transformers(coarse: bool) -> Non
     seen = torch.zeros(len(GRID), vocab_size, dtype=torch.bool).scatter(1, history[:, :prompt_len], True)
     sampling = tensors(GRID, seen)
     untouched = logits.clone(), seen.clone()
-    probs = processed_probs(penalized(logits, sampling, history[:, prompt_len:]), sampling)
+    scores = penalized(logits, sampling, history[:, prompt_len:])
+    probs = processed_probs(scores, sampling)
     assert torch.equal(logits, untouched[0]) and torch.equal(seen, untouched[1])
     assert probs.dtype == torch.float32
     for i, params in enumerate(GRID):
         for j in range(width):
             expected = transformers_probs(params, history[i : i + 1, : prompt_len + j + 1], logits[i, j : j + 1])
-            actual = probs[i, j : j + 1]
-            if coarse:
-                actual, expected = actual.sort(dim=-1).values, expected.sort(dim=-1).values
-            assert (actual - expected).abs().max() < 1e-6, params
+            if coarse and params.temperature > 0:
+                least = scores[i, j][expected[0] > 0].min()
+                expected = (scores[i, j] / params.temperature).masked_fill(scores[i, j] < least, -torch.inf).softmax(-1)[None]
+            assert (probs[i, j : j + 1] - expected).abs().max() < 1e-6, params
 
 
 @pytest.mark.parametrize("params", [p for p in GRID if p.repetition_penalty == 1 and p.temperature in (0, 1)], ids=str)
@@ -166,36 +170,106 @@ def test_extreme_settings_leave_the_best_token() -> None:
     assert torch.equal(probs, torch.nn.functional.one_hot(logits.argmax(-1), 10).float())
 
 
-def test_ties_at_the_edge_of_top_p_fall_in_a_fixed_order() -> None:
-    """Catches an unstable sort, which lets the shape of the batch decide which of several equal tokens stay."""
-    probs = processed_probs(torch.zeros(1, 1, 4000), tensors([SamplingParams(temperature=1.0, top_p=0.5001)]))
-    kept = probs[0, 0] > 0
-    assert 1990 < kept.sum() < 2010
-    assert torch.equal(kept, kept.sort().values)
+def test_of_equal_scores_at_the_edge_of_top_p_all_stay() -> None:
+    """Catches a choice among equals, which the shape of the batch or the device could decide."""
+    logits = torch.tensor([0.0, 1.0] * 2000).expand(1, 1, -1)
+    for top_p, kept in ((0.5, 2000), (0.8, 4000)):
+        probs = processed_probs(logits, tensors([SamplingParams(temperature=1.0, top_p=top_p)]))
+        assert (probs > 0).sum() == kept
 
 
 @pytest.mark.parametrize("vocabulary", [2_000, 30_000], ids=["small", "large"])
 @pytest.mark.parametrize("coarse", [False, True], ids=["distinct", "ties"])
 @pytest.mark.parametrize("top_p", [1e-9, 0.3, 0.9, 0.999])
 def test_top_p_keeps_what_sorting_would_keep(top_p: float, coarse: bool, vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both searches, the large vocabulary with every digit, against the definition: sort, add up, drop the first."""
-    assert 2_000 <= sampling_module.SORTED_VOCABULARY < 30_000
+    """Both searches, the large vocabulary with every digit, against the definition: sort, add up, drop what is below the edge."""
+    assert 2_000 <= filters.SORTED_VOCABULARY < 30_000
     logits = random_logits(3, 2, vocabulary, coarse=coarse, seed=7).float()
     logits[0, 0] = 0.0
     logits[0, 0, ::2] = -0.0
     logits[0, 1, 100:] = -torch.inf
     logits[1, 0] *= 30  # a few tokens hold everything
     kept = processed_probs(logits, tensors([SamplingParams(temperature=1.0, top_p=top_p)] * 3)) > 0
-    ordered, token_ids = logits.sort(dim=-1, stable=True)
-    dropped = ordered.double().softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p
-    dropped[..., -1] = False
-    expected = ~dropped.scatter(-1, token_ids, dropped) & (logits.softmax(dim=-1) > 0)
+    ordered = logits.sort(dim=-1).values
+    cumulative = ordered.double().softmax(dim=-1).cumsum(dim=-1)
+    first = (cumulative <= 1 - top_p).sum(dim=-1, keepdim=True).clamp(max=vocabulary - 1)
+    expected = (logits >= ordered.gather(-1, first)) & (logits.softmax(dim=-1) > 0)
     # In float64 the definition itself is sharper than the float32 probabilities that are added up, so a token may differ.
-    assert (kept != expected).sum(dim=-1).max() <= 1
+    assert coarse or (kept != expected).sum(dim=-1).max() <= 1
     assert torch.equal(kept[1, 0], expected[1, 0])
-    monkeypatch.setattr(sampling_module, "SORTED_VOCABULARY", 10**9 if vocabulary > sampling_module.SORTED_VOCABULARY else 0)
+    monkeypatch.setattr(filters, "SORTED_VOCABULARY", 10**9 if vocabulary > filters.SORTED_VOCABULARY else 0)
     other = processed_probs(logits, tensors([SamplingParams(temperature=1.0, top_p=top_p)] * 3)) > 0
     assert torch.equal(other, kept)  # to the token, whichever search is taken
+
+
+def python_gumbel(bits: int, token: int) -> float:
+    """The definition in arithmetic without overflow; `bits` unsigned."""
+    x = (token * 0x9E3779B1 + bits) & 0xFFFFFFFF
+    x = ((x ^ x >> 16) * 0x7FEB352D & 0xFFFFFFFF) ^ bits >> 32
+    x = (x ^ x >> 15) * 0x846CA68B & 0xFFFFFFFF
+    return -math.log(-math.log1p(-(((x ^ x >> 16) >> 1) + 0.5) / 2**31))
+
+
+def test_noise_is_the_defined_hash_of_position_and_token() -> None:
+    """Catches a changed stream, and arithmetic shifts of negative numbers."""
+    bits = torch.tensor([0, 1, 2**63 - 1, -(2**63), -12345678901234567])
+    noise = gumbel(bits, 50_000)
+    tokens = [0, 1, 777, 32_767, 49_999]
+    expected = torch.tensor([[python_gumbel(b & MASK, token) for token in tokens] for b in bits.tolist()])
+    torch.testing.assert_close(noise[:, tokens], expected, rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("family", ["consecutive", "high bits", "largest"])
+def test_noise_is_gumbel_and_uncorrelated(family: str) -> None:
+    """Catches a weak hash: values that are not Gumbel's, and tokens, positions or seeds whose noise agrees."""
+    seeds = seed_families()[family][:100]
+    noise = gumbel(stream(seeds, torch.arange(20).expand(100, -1), Purpose.SAMPLE), 300)
+    assert noise.dtype == torch.float32 and noise.isfinite().all()
+    assert stats.kstest(noise.flatten()[::7].numpy(), "gumbel_r").pvalue > 1e-6
+    u = torch.exp(-torch.exp(-noise.double()))
+    pairs = {
+        "tokens": (u[..., 1:], u[..., :-1]),
+        "positions": (u[:, 1:], u[:, :-1]),
+        "seeds": (u[1:], u[:-1]),
+        "the next token at the next position": (u[:, 1:, 1:], u[:, :-1, :-1]),
+    }
+    for name, (a, b) in pairs.items():
+        x, y = a.flatten() - 0.5, b.flatten() - 0.5
+        assert abs((x * y).mean() * 12) < 5 / x.numel() ** 0.5, name
+
+
+def test_large_noise_is_not_cut_off() -> None:
+    """Catches a grid too coarse at the end where tokens win: of 4e7 values the largest is as large as it should be."""
+    largest = torch.stack(
+        [gumbel(stream(torch.tensor([s]), torch.zeros(1, 1).long(), Purpose.SAMPLE), 2_000_000).max() for s in range(20)]
+    )
+    assert stats.kstest((largest - math.log(2_000_000)).numpy(), "gumbel_r").pvalue > 1e-6
+    assert largest.max() > math.log(2_000_000) + 1
+
+
+@pytest.mark.parametrize("params", [SamplingParams(temperature=1.0), SamplingParams(temperature=2.0, top_k=6, top_p=0.95)], ids=str)
+def test_sample_draws_the_distribution(params: SamplingParams) -> None:
+    """Catches a biased draw, by a chi-square test of 100,000 tokens from a skewed row, over seeds and positions."""
+    logits = random_logits(8, seed=6)
+    sampling = tensors([params] * 1000)
+    token_ids, finite = sample(logits.expand(1000, 100, 8), sampling, torch.arange(100).expand(1000, -1))
+    probs = processed_probs(logits[None, None], tensors([params]))[0, 0]
+    observed = token_ids.flatten().bincount(minlength=8)
+    assert finite.all() and not observed[probs == 0].any()
+    expected = probs.double() / probs.double().sum() * observed.sum()
+    assert stats.chisquare(observed[probs > 0].numpy(), expected[probs > 0].numpy()).pvalue > 1e-6
+
+
+def test_a_sample_is_the_same_alone_and_in_a_crowd() -> None:
+    """Catches noise that depends on the row's place in the batch, and greedy requests that are drawn."""
+    logits, positions = random_logits(1, 2, 40, seed=8), torch.tensor([[11, 12]])
+    crowd, _ = sample(logits.expand(len(GRID), -1, -1), tensors(GRID), positions.expand(len(GRID), -1))
+    for i in range(0, len(GRID), 11):
+        numbers = tensors(GRID)
+        alone = SamplingTensors(SamplingPlan.of([GRID[i]]), numbers.floats[:, i : i + 1], numbers.ints[:, i : i + 1])
+        assert torch.equal(sample(logits, alone, positions)[0][0], crowd[i])
+    greedy = torch.tensor([params.temperature == 0 for params in GRID])
+    assert (crowd[greedy] == logits.argmax(-1)).all() and (crowd[~greedy] != logits.argmax(-1)).any()
 
 
 def test_sample_from_inverts_the_cumulative_distribution() -> None:

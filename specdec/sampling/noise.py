@@ -1,0 +1,109 @@
+"""Random numbers as functions of (request seed, position, purpose), and of the token where each token has its own.
+
+A request's output therefore does not depend on its neighbors, on preemption, or, where the target's choices are compared with the
+drafts, on whether drafts were used at all. The numbers of a position are used once per purpose: those behind a rejection have
+influenced nothing yet when the next step draws them again.
+"""
+
+from enum import IntEnum
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+
+class Purpose(IntEnum):
+    """Independent random streams of one position."""
+
+    SAMPLE = 0  # the target's own token
+    ACCEPT = 1  # the acceptance test of a draft
+    DRAFT = 2  # the drafter's token
+
+
+def _signed(bits: int, size: int = 64) -> int:
+    """The integer of `size` bits with these bits."""
+    return bits - 2**size if bits >= 2 ** (size - 1) else bits
+
+
+STEP = _signed(0x9E3779B97F4A7C15)
+FACTORS = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
+"""SplitMix64's increment and factors."""
+
+TOKEN_STEP = _signed(0x9E3779B1, 32)
+TOKEN_FACTORS = (0x7FEB352D, _signed(0x846CA68B, 32))
+"""The same for a token's 32 bits."""
+
+LARGEST = 1 - 2.0**-24
+"""Largest float32 below 1."""
+
+
+def _shift_right(bits: Tensor, count: int) -> Tensor:
+    # `>>` copies the sign bit; the hash wants zeros.
+    size = bits.element_size() * 8
+    return (bits >> count) & ((1 << (size - count)) - 1)
+
+
+def _mix(bits: Tensor) -> Tensor:
+    """Bijective 64-bit finalizer: flipping any input bit flips every output bit with probability near one half."""
+    bits = (bits ^ _shift_right(bits, 30)) * FACTORS[0]
+    bits = (bits ^ _shift_right(bits, 27)) * FACTORS[1]
+    return bits ^ _shift_right(bits, 31)
+
+
+def stream(seeds: Tensor, positions: Tensor, purpose: Purpose) -> Tensor:
+    """64 random bits for each position.
+
+    Each request walks its own SplitMix64 sequence (Steele, Lea and Flood, OOPSLA 2014), started at its hashed seed and
+    addressed directly instead of step by step. Products wrap around, as the generator wants.
+
+    Args:
+        seeds: int64 [num_reqs].
+        positions: int64 [num_reqs, n], positions of the tokens that the bits decide.
+        purpose: what they decide.
+
+    Returns:
+        int64 [num_reqs, n].
+    """
+    counter = positions * len(Purpose) + (int(purpose) + 1)
+    return _mix(_mix(seeds)[:, None] + counter * STEP)
+
+
+def uniform(seeds: Tensor, positions: Tensor, purpose: Purpose) -> Tensor:
+    """One random number for each position; arguments as in `stream`.
+
+    Returns:
+        float64 [num_reqs, n] in [0, 1), multiples of 2**-53.
+    """
+    return _shift_right(stream(seeds, positions, purpose), 11).double() * 2.0**-53
+
+
+def gumbel(bits: Tensor, vocab_size: int) -> Tensor:
+    """A Gumbel variable for each token: the token with the largest sum of log-probability and noise is a sample.
+
+    A token's own 31 bits come from a 32-bit finalizer with the lower half of its position's bits added before, and the upper half
+    in the middle. They make the exponential variable E = -log(1 - v), whose small values, the winners, are then finely spaced.
+
+    Args:
+        bits: int64 [...], of `stream`.
+        vocab_size: V.
+
+    Returns:
+        float32 [..., V], -log(E), between -2.9 and 22.2.
+    """
+    x = _token_bits(vocab_size, bits.device) + bits.int()[..., None]
+    shifted = torch.empty_like(x)  # every operation in place: on a CPU fetching memory takes longer than computing
+
+    def fold(count: int) -> Tensor:
+        torch.bitwise_right_shift(x, count, out=shifted)
+        return x.bitwise_xor_(shifted.bitwise_and_((1 << (32 - count)) - 1))
+
+    fold(16).mul_(TOKEN_FACTORS[0]).bitwise_xor_((bits >> 32).int()[..., None])
+    fold(15).mul_(TOKEN_FACTORS[1])
+    fold(16).bitwise_right_shift_(1).bitwise_and_(2**31 - 1)
+    v = torch.add(x, 0.5, out=shifted.view(torch.float32)).mul_(-(2.0**-31)).clamp_(min=-LARGEST)
+    return v.log1p_().neg_().log_().neg_()
+
+
+@lru_cache(maxsize=16)
+def _token_bits(vocab_size: int, device: torch.device) -> Tensor:
+    return torch.arange(vocab_size, dtype=torch.int32, device=device) * TOKEN_STEP
