@@ -28,8 +28,9 @@ from specdec.attention.triton.fa import TritonFaBackend
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.engine.engine import SpecEngine
 from specdec.engine.graphs import StepGraphs
-from specdec.kernels import linear, triton_argmax, triton_linear
+from specdec.kernels import linear, triton_argmax, triton_linear, triton_sampler
 from specdec.layers import argmax, triton_decoder
+from specdec.sampling import sampler
 from tests.helpers.tiny_models import CONFIGS, random_dflash
 from verifiers.hf import verifier_for
 from verifiers.hf_attention import ATTENTION_NAME
@@ -91,10 +92,10 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> OperationCounter:
         return outputs
 
     monkeypatch.setattr(triton_decoder.TritonDecoder, "__call__", uncounted)
-    kernels = triton_argmax.argmax
+    kernel = triton_argmax.choose_slice
 
-    def filled(logits: Tensor) -> tuple[Tensor, Tensor]:
-        indices, finite = kernels(logits)
+    def filled(keys: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
+        indices, finite = kernel(keys, shape)
         on, made.on = made.on, False
         indices.zero_()  # a token, at least
         finite.fill_(True)  # or the request would end
@@ -102,7 +103,9 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> OperationCounter:
         return indices, finite
 
     monkeypatch.setattr(argmax, "on_triton", lambda device: True)
-    monkeypatch.setattr(triton_argmax, "argmax", filled)
+    monkeypatch.setattr(sampler, "draws_on_triton", lambda device: True)
+    for user in (triton_argmax, triton_sampler):
+        monkeypatch.setattr(user, "choose_slice", filled)
     monkeypatch.setattr(JITFunction, "run", lambda self, *args, **options: made.count(self.fn.__name__))
     monkeypatch.setattr(triton_fa, "unavailable_reasons", lambda device: [])
     monkeypatch.setattr(linear, "can_pack", lambda weight: False)  # a layout for CPUs
@@ -117,7 +120,9 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> OperationCounter:
         (15, {}, 47),
         (3, {}, 58),  # positions of the block, and of fewer verified rows
         (0, {}, 30),
-        (15, {"temperature": 0.8}, 97),
+        (15, {"temperature": 0.8}, 50),
+        (15, {"temperature": 0.8, "top_k": 20, "top_p": 0.95}, 51),
+        (0, {"temperature": 0.8}, 33),
         (15, {"repetition_penalty": 1.3}, 66),
     ],
 )

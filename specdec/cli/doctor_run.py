@@ -17,6 +17,7 @@ from specdec.kernels.triton_launch import unavailable_reasons
 from specdec.layers.argmax import check_argmax
 from specdec.layers.fused import check_embedding, check_few_rows, check_fused_layers
 from specdec.registry import ATTENTION_BACKENDS, VERIFIERS, resolve
+from specdec.sampling.sampler import check_sampler
 from specdec.self_check import Check, Verdict, run, title, verdict_of
 
 
@@ -66,6 +67,7 @@ def kinds(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype | N
     half = dtype if dtype.itemsize == 2 else torch.float16
     missing = unavailable_reasons(device)
     yield Kind("argmax", (), missing, partial(check_argmax, device))
+    yield Kind("sampler", (), missing, partial(check_sampler, device))
     yield Kind("embedding", (), missing, partial(check_embedding, device))
     yield Kind("few_rows", (half,), missing, partial(check_few_rows, device, half))
     yield Kind("fused_layers", (dtype,), missing, partial(check_fused_layers, device, dtype))

@@ -19,6 +19,7 @@ from specdec.engine.step import StepRunner
 from specdec.engine.timing import StepTimer
 from specdec.kv_cache import BlockPool, PagedKVCache, blocks_for
 from specdec.layers import argmax
+from specdec.sampling import sampler
 
 
 class EngineParts(NamedTuple):
@@ -62,7 +63,8 @@ def build_engine(verifier: Verifier, drafter: Drafter | None, config: EngineConf
     overshoot = pipeline_depth * (num_draft_tokens + 1) + max(num_draft_tokens + 1, num_lookahead_tokens)
     max_blocks = blocks_for(max_model_len + overshoot, block_size)
 
-    argmax.on_triton(device)  # a self-check, if there is one, belongs before the first step
+    for runs in (argmax.on_triton, sampler.draws_on_triton):
+        runs(device)  # a self-check, if there is one, belongs before the first step
     captures = captures_graphs(device, config.graphs, partial(check_captured_step, verifier), verifier.attention.name)
     graph_rows = min(batch_bucket(config.max_num_seqs), BATCH_SIZES[-1]) * (num_draft_tokens + 1) if captures else 0
     prefill_rows = most_prefill_rows(verifier, config.max_num_seqs) if captures and verifier.attention.captures_prefill else 0

@@ -4,13 +4,20 @@ A token is drawn by adding a Gumbel variable of its own to every token's score a
 1411.0030): no sum over the vocabulary, and whoever guesses the token can know the noise beforehand.
 """
 
+import math
+from functools import lru_cache, partial
+
 import torch
 from torch import Tensor
 
-from specdec.layers.argmax import argmax, on_triton
+from specdec.config import SamplingParams
+from specdec.deviation import Deviation
+from specdec.kernels.triton_launch import unavailable_reasons
+from specdec.layers.argmax import argmax
 from specdec.sampling.filters import filtered_scores
 from specdec.sampling.noise import Purpose, gumbel, stream
 from specdec.sampling.tensors import SamplingTensors
+from specdec.self_check import passes
 
 CACHED_NUMBERS = 2**16
 """How many numbers a CPU draws from at once: those of more rows would leave its cache between two operations."""
@@ -51,10 +58,15 @@ def sample(logits: Tensor, sampling: SamplingTensors, positions: Tensor) -> tupl
     Returns:
         int64 [num_reqs, n], and bool [num_reqs, n]: whether the row has a finite maximum; without one its token has no meaning.
     """
-    if on_triton(logits.device):
+    if draws_on_triton(logits.device):
         from specdec.kernels import triton_sampler  # it imports Triton
 
         return triton_sampler.sample(logits, sampling.floats, sampling.ints, positions, filtered=sampling.plan.filtered)
+    return _sample(logits, sampling, positions)
+
+
+def _sample(logits: Tensor, sampling: SamplingTensors, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """The same in plain torch."""
     best, finite = argmax(logits)
     rows = filtered_scores(logits, sampling).flatten(0, 1)
     bits = stream(sampling.seeds, positions, Purpose.SAMPLE).flatten()
@@ -62,6 +74,33 @@ def sample(logits: Tensor, sampling: SamplingTensors, positions: Tensor) -> tupl
     parts = zip(rows.split(most), bits.split(most), strict=True)
     drawn = torch.cat([argmax(gumbel(part, rows.shape[-1]).add_(scores))[0] for scores, part in parts])
     return torch.where(sampling.temperature[:, None] == 0, best, drawn.view_as(best)), finite
+
+
+@lru_cache(maxsize=16)
+def draws_on_triton(device: torch.device) -> bool:
+    """Whether our kernels draw on `device`."""
+    return not unavailable_reasons(device) and passes("sampler", device, partial(check_sampler, device))
+
+
+def check_sampler(device: torch.device) -> Deviation:
+    """Rows of several slices with every filter, and greedy ones: how far below the best the drawn tokens' noisy scores are.
+
+    Between the two ways of computing them scores of one token differ by the rounding of their logarithms.
+    """
+    from specdec.kernels import triton_argmax, triton_sampler
+
+    filters = [(0, 1.0, 0.0), (20, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.1), (5, 0.7, 0.05)]
+    params = [SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m) for t in (0.0, 0.7, 1.5) for k, p, m in filters]
+    sampling = SamplingTensors.of(params, range(len(params)))
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(len(params), 3, triton_argmax.SLICE + 5, generator=generator).bfloat16()
+    positions = torch.arange(3).expand(len(params), 3) + 2**33
+    moved = [tensor.to(device) for tensor in (logits, sampling.floats, sampling.ints, positions)]
+    token_ids, finite = triton_sampler.sample(*moved, filtered=True)
+    noise = gumbel(stream(sampling.seeds, positions, Purpose.SAMPLE), logits.shape[-1])
+    scores = torch.where(sampling.temperature[:, None, None] == 0, logits.float(), filtered_scores(logits, sampling) + noise)
+    missing = scores.amax(-1) - scores.gather(-1, token_ids.cpu()[..., None]).squeeze(-1)
+    return Deviation(float(missing.max()) if finite.all() else math.inf, 64 * torch.finfo(torch.float32).eps * float(scores.amax()))
 
 
 def sample_from(probs: Tensor, u: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from specdec.kernels import triton_argmax, triton_attention, triton_embedding, triton_fused, triton_linear
+from specdec.kernels import triton_argmax, triton_attention, triton_embedding, triton_fused, triton_linear, triton_sampler
 from specdec.kernels.triton_launch import AMD_SHARED_MEMORY
 from tests.helpers.triton_interpreter import compile_for
 
@@ -75,6 +75,7 @@ def kernels(target: Target, *, every_shape: bool = True) -> Iterator[tuple[str, 
     yield from attention_kernels(target, every_shape=every_shape)
     yield from other_kernels(target)
     yield from argmax_kernels(target)
+    yield from sampler_kernels(target)
 
 
 def attention_kernels(target: Target, *, every_shape: bool) -> Iterator[tuple[str, Any]]:
@@ -197,4 +198,28 @@ def argmax_kernels(target: Target) -> Iterator[tuple[str, Any]]:
     yield (
         "arg max of slices",
         compile_for(triton_argmax._row_max_kernel, target.compiler, pointers=pointers, constants=constants, num_warps=1),
+    )
+
+
+def sampler_kernels(target: Target) -> Iterator[tuple[str, Any]]:
+    """What filters and what draws, from logits in bfloat16."""
+    numbers = {"logits": "bf16", "floats": "fp32", "ints": "i64", "least": "fp32"}
+    yield (
+        "least logit that filters keep",
+        compile_for(
+            triton_sampler._least_kept_kernel,
+            target.compiler,
+            pointers=numbers,
+            constants={"BITS": 16, "TILE": triton_sampler.TILE, "OVERLAP": target.overlaps},
+            num_warps=16,
+        ),
+    )
+    yield (
+        "draw from a slice",
+        compile_for(
+            triton_sampler._draw_kernel,
+            target.compiler,
+            pointers=numbers | {"positions": "i64", "keys": "i64"},
+            constants={"FILTERED": True, "SLICE": triton_argmax.SLICE, "OVERLAP": target.overlaps},
+        ),
     )

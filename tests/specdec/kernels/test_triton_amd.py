@@ -26,6 +26,7 @@ from specdec.engine import build, graph_check, graphs
 from specdec.engine.engine import SpecEngine
 from specdec.errors import BackendError
 from specdec.layers import argmax, fused
+from specdec.sampling import sampler
 from tests.helpers.aiter_emulation import Machine, install
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash
 from tests.helpers.triton_interpreter import require_triton
@@ -34,7 +35,7 @@ DEVICE = require_triton()
 if DEVICE.type != "cpu":
     pytest.skip("this machine's own GPU is no AMD GPU; test_triton_interpreted.py runs this file", allow_module_level=True)
 
-from specdec.kernels import triton_argmax, triton_attention, triton_embedding, triton_fused, triton_linear  # noqa: E402
+from specdec.kernels import triton_argmax, triton_attention, triton_embedding, triton_fused, triton_linear, triton_sampler  # noqa: E402
 from specdec.layers import triton_decoder  # noqa: E402 (only where Triton can run)
 
 MODEL: dict[str, Any] = {"num_hidden_layers": 2}
@@ -89,6 +90,7 @@ class Amd:
         patch.setattr(graph_check, "MAX_TOKENS", 3)
         patch.setattr(TritonFaBackend, "captures_prefill", False)
         argmax.on_triton.cache_clear()
+        sampler.draws_on_triton.cache_clear()
 
     def __call__(self, architecture: str = "gfx942", aiter: str | None = "0.1.20") -> Machine:
         self.patch.setattr(specdec.device, "rocm_architecture", lambda device: architecture)
@@ -101,6 +103,7 @@ def amd(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """See `Amd`."""
     yield Amd(monkeypatch, tmp_path)
     argmax.on_triton.cache_clear()
+    sampler.draws_on_triton.cache_clear()
 
 
 class Run:
@@ -117,6 +120,7 @@ class Run:
         caplog.clear()
         self_check._known.clear()
         argmax.on_triton.cache_clear()
+        sampler.draws_on_triton.cache_clear()
         with caplog.at_level(logging.INFO):
             verifier: Any = paged_verifier(plain_model("llama", **MODEL), 16, backend=partial(select_backend, attention))
             drafter = random_dflash(verifier, head_dim=16, block_size=3, taps=(0, 1)) if drafts else None
@@ -187,7 +191,7 @@ def test_auto_takes_everything_that_passes(
     first = Run(caplog, drafts=True)
     assert first.takes == (attention, True, True, True)
     assert first.tokens == expected and first.warnings == []
-    checked = {f"{attention}-float32", "argmax", "embedding", "fused_layers-float32", f"captured_step-{attention}"}
+    checked = {f"{attention}-float32", "argmax", "sampler", "embedding", "fused_layers-float32", f"captured_step-{attention}"}
     assert verdicts() == checked  # float32 has no product of few rows; what comes behind the choice is not asked
     monkeypatch.setattr(self_check, "run", lambda check: pytest.fail("a second start checks nothing"))
     second = Run(caplog)
@@ -219,6 +223,7 @@ def spoil(amd: Amd, name: str, how: Callable[[Callable[..., Any]], Callable[...,
     """Breaks a kernel wherever it has been imported."""
     homes: dict[str, list[tuple[Any, str]]] = {
         "argmax": [(triton_argmax, "argmax")],
+        "sampler": [(triton_sampler, "sample")],
         "embedding": [(triton_embedding, "embed"), (triton_decoder, "embed")],
         "few_rows": [(triton_linear, "few_rows"), (triton_decoder, "few_rows")],
         "fused_layers": [(triton_fused, "silu_mul"), (triton_decoder, "silu_mul")],
@@ -323,7 +328,7 @@ def test_a_process_that_died_in_a_check_is_remembered(amd: Amd, caplog: pytest.L
 def test_graphs_by_name(amd: Amd, caplog: pytest.LogCaptureFixture, expected: list[list[int]]) -> None:
     """On without a check, off without one."""
     amd(aiter=None)
-    amd.patch.setenv("SPECDEC_KERNELS", "-fused_layers,-argmax")
+    amd.patch.setenv("SPECDEC_KERNELS", "-fused_layers,-argmax,-sampler")
     on = Run(caplog, graphs=True)
     off = Run(caplog, graphs=False)
     assert (on.captured, off.captured) == (True, False) and on.tokens == off.tokens == expected
@@ -352,9 +357,9 @@ def test_rdna_keeps_aiter(amd: Amd, caplog: pytest.LogCaptureFixture) -> None:
 def test_fused_layers_beside_aiter(amd: Amd, caplog: pytest.LogCaptureFixture, expected: list[list[int]], attention: str) -> None:
     """AITER writes the cache in either layout, from rows that our kernel has rotated; a drafter's context as well."""
     machine = amd()
-    amd.patch.setenv("SPECDEC_KERNELS", "-fused_layers,-captured_step,-argmax")
+    amd.patch.setenv("SPECDEC_KERNELS", "-fused_layers,-captured_step,-argmax,-sampler")
     plain = Run(caplog, attention, drafts=True)
-    amd.patch.setenv("SPECDEC_KERNELS", "fused_layers,embedding,-captured_step,-argmax")
+    amd.patch.setenv("SPECDEC_KERNELS", "fused_layers,embedding,-captured_step,-argmax,-sampler")
     start = Run(caplog, attention, drafts=True)
     assert start.takes == (attention, True, False, False) and start.tokens == plain.tokens == expected
     assert start.drafts == plain.drafts != []
@@ -365,6 +370,7 @@ def test_checks_notice_what_is_wrong(amd: Amd) -> None:
     """Every kernel in turn: off by little is beyond what is allowed, and as it is it passes."""
     checks: dict[str, tuple[Callable[[], Deviation], list[tuple[Any, str]]]] = {
         "argmax": (partial(argmax.check_argmax, DEVICE), [(triton_argmax, "argmax")]),
+        "sampler": (partial(sampler.check_sampler, DEVICE), [(triton_sampler, "sample"), (triton_sampler, "least_kept")]),
         "embedding": (partial(fused.check_embedding, DEVICE), [(triton_embedding, "embed")]),
         "few_rows": (partial(fused.check_few_rows, DEVICE, torch.float16), [(triton_linear, "few_rows")]),
         "fused_layers": (
