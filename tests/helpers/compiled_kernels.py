@@ -209,8 +209,8 @@ def sampler_kernels(target: Target) -> Iterator[tuple[str, Any]]:
         compile_for(
             triton_sampler._least_kept_kernel,
             target.compiler,
-            pointers=numbers,
-            constants={"BITS": 16, "TILE": triton_sampler.TILE, "OVERLAP": target.overlaps},
+            pointers=numbers | {"likely": "bf16"},
+            constants={"BITS": 16, "TILE": triton_sampler.TILE, "LIKELY": triton_sampler.LIKELY, "OVERLAP": target.overlaps},
             num_warps=16,
         ),
     )

@@ -62,7 +62,15 @@ def test_every_filter_draws_what_plain_torch_draws(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [1, SLICE + 1, TILE + SLICE + 5])
-@pytest.mark.parametrize("params", [SamplingParams(temperature=1.0), SamplingParams(temperature=0.8, top_k=50, top_p=0.9)], ids=str)
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=0.8, top_k=50, top_p=0.9),
+        SamplingParams(temperature=100.0, top_p=0.9),  # more stay than are set apart
+    ],
+    ids=str,
+)
 def test_any_vocabulary(vocab_size: int, params: SamplingParams) -> None:
     """Also with more logits than a slice or a tile has, and fewer than top-k asks for."""
     logits = 3 * torch.randn(2, 1, vocab_size, generator=torch.Generator().manual_seed(1)).bfloat16()
