@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from huggingface_hub import try_to_load_from_cache
 
+from specdec.attention.mla import MlaBackend
 from specdec.decoder import SpecDecoder
 from specdec.provenance import dtype_name, origin_of_run, sha256_of
 
@@ -20,11 +21,12 @@ def provenance(decoder: SpecDecoder, drafters: Sequence[str]) -> dict[str, Any]:
         decoder: gives the target, its device and its type.
         drafters: their names, see `specdec.registry.drafter_name`.
     """
-    verifier = decoder.verifier
+    verifier, attention = decoder.verifier, decoder.verifier.attention
     return origin_of_run(verifier) | {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "num_threads": torch.get_num_threads(),
-        "kv_dtype": dtype_name(verifier.attention.spec.kv_dtype),
+        "kv_dtype": dtype_name(attention.spec.kv_dtype),
+        "prefill_dtype": dtype_name(attention.prefill_dtype if isinstance(attention, MlaBackend) else attention.spec.dtype),
         "target": checkpoint(verifier.name),
         "drafters": {name: _drafter_checkpoint(name) for name in drafters if name not in ("none", "ngram")},
     }

@@ -122,6 +122,11 @@ class MlaBackend(ABC):
         return []
 
     @property
+    def prefill_dtype(self) -> torch.dtype:
+        """The type that prompts are computed in."""
+        return self.spec.dtype
+
+    @property
     @abstractmethod
     def mha_backend(self) -> type[AttentionBackend]:
         """Backend for layers with ordinary heads beside this one, such as those of a drafter."""

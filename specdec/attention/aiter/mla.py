@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+import specdec.device
 from specdec.attention.aiter import latents, mla_prefill_fp8
 from specdec.attention.aiter.fa import RocmAiterFaBackend
 from specdec.attention.aiter.groups import AiterPlan, Group, plan_groups
@@ -94,6 +95,11 @@ class RocmAiterMlaBackend(MlaBackend):
         """Why prompts are not computed in 8 bits; empty when they are."""
         self._fp8_prefill = None if self.fp8_prefill_reasons else Fp8Prefill(spec, self._kernels.ops, scratch)
         self._num_plans = 0
+
+    @property
+    def prefill_dtype(self) -> torch.dtype:
+        """See `MlaBackend.prefill_dtype`."""
+        return self.spec.dtype if self.fp8_prefill_reasons else specdec.device.float8_dtype(self.spec.device)
 
     @property
     def mha_backend(self) -> type[RocmAiterFaBackend]:

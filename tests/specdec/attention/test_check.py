@@ -86,7 +86,7 @@ def broken(**changes: Callable[[Any], Any]) -> type[TorchRefBackend]:
         {"slot_mapping": lambda slots: slots.roll(1)},
         {"value": lambda value: value * 1.01},
     ],
-    ids=str,
+    ids=["causal", "not causal", "no window", "a narrower window", "scale", "blocks", "slots", "values"],
 )
 def test_what_is_wrong_does_not(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]) -> None:
     """One mistake at a time. The reference itself must not share it."""

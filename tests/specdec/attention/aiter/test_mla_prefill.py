@@ -254,6 +254,7 @@ def test_c7_turned_off(rocm: Install) -> None:
     case = prompts(asked, 40, 9)
     assert_as_exact(case.attend(RocmAiterMlaBackend(asked)), case.plain(), case.want())
     assert "mla_prefill_ps_asm_fwd" not in machine.names()
+    assert [RocmAiterMlaBackend(spec).prefill_dtype for spec in (asked, narrow())] == [torch.bfloat16, torch.float8_e4m3fn]
     assert RocmAiterMlaBackend.describe(asked) == ["prompts in 8 bits: no: prompts are asked for in the model's own type"]
     assert RocmAiterMlaBackend.describe(narrow()) == ["prompts in 8 bits: yes, those without a context"]
 
