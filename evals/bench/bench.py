@@ -44,6 +44,7 @@ class BenchConfig:
         drafters: names or checkpoints, as `SpecDecoder.from_pretrained` takes them.
         num_draft_tokens: values of k, see `DraftCount`.
         temperatures: 0 is greedy.
+        top_k, top_p: of sampled decoding, see `SamplingParams`.
         concurrencies: conversations decoded at once.
         max_tokens: most output tokens per turn.
         repeats: timed passes of every side, taken in turn.
@@ -59,6 +60,8 @@ class BenchConfig:
     drafters: tuple[str, ...] = ("auto",)
     num_draft_tokens: tuple[DraftCount, ...] = (None,)
     temperatures: tuple[float, ...] = (0.0,)
+    top_k: int = 0
+    top_p: float = 1.0
     concurrencies: tuple[int, ...] = (1,)
     max_tokens: int = 256
     repeats: int = 3
@@ -95,7 +98,7 @@ class BenchConfig:
 
     def sampling(self, temperature: float) -> SamplingParams:
         """How to decode at a temperature."""
-        return SamplingParams(max_tokens=self.max_tokens, temperature=temperature, seed=self.seed)
+        return SamplingParams(self.max_tokens, temperature, top_k=self.top_k, top_p=self.top_p, seed=self.seed)
 
 
 @dataclass(slots=True)
@@ -174,6 +177,8 @@ class Bench:
             provenance,
             {
                 "max_tokens": config.max_tokens,
+                "top_k": config.top_k,
+                "top_p": config.top_p,
                 "repeats": config.repeats,
                 "warmup": config.warmup,
                 "seed": config.seed,

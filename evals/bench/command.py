@@ -53,7 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         defaults={"max_num_seqs": 1},
         old={"max_num_seqs": "--concurrency"},
     )
-    sampling_options(parser, ("max_tokens", "temperature", "seed"), several=("temperature",), defaults={"seed": 0})
+    sampling_options(
+        parser, ("max_tokens", "temperature", "top_k", "top_p", "seed"), several=("temperature",), defaults={"seed": 0}
+    )
 
     add = parser.add_argument_group("measurement").add_argument
     add("--repeats", type=whole_number, default=3, metavar="N", help="timed passes of every side (default %(default)s)")
@@ -135,6 +137,8 @@ def bench_config(args: argparse.Namespace) -> BenchConfig:
         drafters=tuple(args.drafter),
         num_draft_tokens=tuple(args.num_draft_tokens),
         temperatures=tuple(args.temperature),
+        top_k=args.top_k,
+        top_p=args.top_p,
         concurrencies=tuple(args.max_num_seqs),
         max_tokens=args.max_tokens,
         repeats=args.repeats,

@@ -21,6 +21,7 @@ from specdec.cli.main import main
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
 from specdec.engine.draft_length import DraftLength
+from specdec.engine.engine import SpecEngine
 from specdec.errors import InvalidInputError
 from tests.evals.tiny import PROMPTS, PROVENANCE, tiny_decoder, tiny_report
 from tests.helpers.tiny_models import random_dflash
@@ -220,6 +221,23 @@ def test_phases_are_timed_over_few_tokens(monkeypatch: Patch) -> None:
     monkeypatch.setattr("evals.bench.bench.SPLIT_TOKENS", 3)
     list(Bench(tiny_decoder(), BenchConfig(sets=(PROMPTS,), repeats=1, warmup=0, max_tokens=6)).run(PROVENANCE))
     assert passes == [(False, 6)] * 2 + [(True, 3)] * 2
+
+
+@pytest.mark.usefixtures("loads_tiny")
+def test_filters_reach_the_requests(tmp_path: Path, monkeypatch: Patch) -> None:
+    """Catches an option that is written into the report and not decoded with."""
+    asked: set[tuple[float, int, float]] = set()
+    add = SpecEngine.new_request
+
+    def watched(self: SpecEngine, prompt: Any, sampling: SamplingParams, **options: Any) -> Any:
+        asked.add((sampling.temperature, sampling.top_k, sampling.top_p))
+        return add(self, prompt, sampling, **options)
+
+    monkeypatch.setattr(SpecEngine, "new_request", watched)
+    assert main(measure(tmp_path, "--limit", "1", "--temperature", "0.7", "--top-k", "5", "--top-p", "0.9")) == 0
+    assert asked == {(0.7, 5, 0.9)}
+    settings = read_report(tmp_path / "report.json")["settings"]
+    assert (settings["top_k"], settings["top_p"]) == (5, 0.9)
 
 
 @pytest.mark.slow
