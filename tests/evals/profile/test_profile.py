@@ -50,6 +50,7 @@ def test_steps_are_decode_steps_of_the_whole_batch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [247, 249])
+@pytest.mark.slow
 def test_no_step_is_captured_while_measuring(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences outgrow their graph's bound among the timed or the profiled steps; a capture runs the step several times more."""
     base = tiny_decoder()

@@ -148,6 +148,7 @@ def shrunk_uniform(seeds: Tensor, positions: Tensor, purpose: Purpose) -> Tensor
 
 @pytest.mark.parametrize("form", ["dense", "top-k supported"])
 @pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.slow
 def test_a_bias_of_two_percent_would_be_found(form: str, biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control of the method: the true rule passes with 400,000 requests, and accepting 2 % too readily does not."""
     if biased:

@@ -110,6 +110,7 @@ LIMITS = list(itertools.product([16, 64, 80, 96, 128, 256], [1, 4], [None, 1, 9]
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize(("architecture", "dtype"), [("gfx942", torch.bfloat16), ("gfx950", torch.float16)])
 @pytest.mark.parametrize("layout", BACKENDS)
+@pytest.mark.slow
 def test_e3_no_combination_reaches_a_kernel_that_lacks_it(
     rocm: Install, layout: str, architecture: str, dtype: torch.dtype, fp8: bool
 ) -> None:
