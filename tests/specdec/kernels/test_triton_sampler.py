@@ -100,6 +100,15 @@ def test_the_least_logit_kept(dtype: torch.dtype) -> None:
     torch.testing.assert_close(least.flatten().cpu(), torch.tensor([value for _, value in expected]), rtol=1e-6, atol=1e-5)
 
 
+def test_top_p_is_of_what_top_k_keeps() -> None:
+    """Two of the highest share a lane, so that more are set apart than top-k keeps: their mass must not count."""
+    logits = torch.full((1, 1, 2 * TILE), -10.0)
+    for column, value in ((0, 4.0), (TILE, 3.75), (1, 3.5), (TILE + 1, 3.25)):
+        logits[..., column] = value
+    sampling = SamplingTensors.of([SamplingParams(temperature=1e30, top_k=2, top_p=0.5)], [0])
+    assert least_kept(logits.bfloat16().to(DEVICE), sampling.floats.to(DEVICE), sampling.ints.to(DEVICE)).item() == 4.0
+
+
 def test_rows_do_not_depend_on_their_neighbors() -> None:
     """Alone, in a crowd, and beside rows with other filters: the same token."""
     params = FILTERS[-1:0:-5]
