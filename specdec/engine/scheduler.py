@@ -161,10 +161,9 @@ class Scheduler:
         """Appends the next chunk of `request` and returns the budget left."""
         start, total = request.num_prefilled, len(prefill_tokens(request))
         end = min(total, start + budget)
-        if start < len(request.prompt_token_ids) < end:
-            end = len(
-                request.prompt_token_ids
-            )  # what was generated before a preemption comes by itself: backends round prompts only
+        prompt_end = len(request.prompt_token_ids)
+        if start < prompt_end < end:
+            end = prompt_end  # what was generated before a preemption comes by itself: backends round prompts only
         if end > start:
             chunks.append(Chunk(request, start, end, admitted=admitted, last=end == total))
         return budget - (end - start)

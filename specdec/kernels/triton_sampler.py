@@ -23,7 +23,8 @@ LIKELY = 2048
 SIGNIFICANT_BITS = {torch.bfloat16: 16, torch.float16: 19, torch.float32: 32}
 """Leading bits of a float32 in which numbers of a type can differ."""
 
-_COLDEST = tl.constexpr(1e-20)  # as in specdec.sampling.filters
+# As in specdec.sampling, which lies above; the tests compare the two.
+_COLDEST = tl.constexpr(1e-20)
 _NUM_PURPOSES = tl.constexpr(3)
 _LEAST = tl.constexpr(-(2**31))
 
@@ -226,7 +227,7 @@ def _draw_kernel(
     x = tl.load(place + column, mask=exists, other=0.0).to(tl.float32)
     temperature = tl.load(floats + group)
     if temperature > 0:
-        counter = tl.load(positions + row) * _NUM_PURPOSES + 1
+        counter = tl.load(positions + row) * _NUM_PURPOSES + 1  # Purpose.SAMPLE
         bits = _mix(_mix(tl.load(ints + groups + group)) + counter * -0x61C8864680B583EB)
         if FILTERED:
             x = tl.where(x < tl.load(least + row), -float("inf"), x)
@@ -245,7 +246,7 @@ def sample(logits: Tensor, floats: Tensor, ints: Tensor, positions: Tensor, *, f
     """
     assert logits.stride(-1) == 1 and logits.dtype in DTYPES and positions.shape == logits.shape[:2]
     assert floats.is_contiguous() and ints.is_contiguous()
-    least = least_kept(logits, floats, ints) if filtered else floats
+    least = least_kept(logits, floats, ints) if filtered else floats  # which is not read then
     vocab_size, positions = logits.shape[-1], positions.contiguous()
     slices = triton.cdiv(vocab_size, SLICE)
     keys = torch.empty(positions.numel(), slices, dtype=torch.int64, device=logits.device)

@@ -25,16 +25,12 @@ def _signed(bits: int, size: int = 64) -> int:
     return bits - 2**size if bits >= 2 ** (size - 1) else bits
 
 
-STEP = _signed(0x9E3779B97F4A7C15)
-FACTORS = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
-"""SplitMix64's increment and factors."""
-
-TOKEN_STEP = _signed(0x9E3779B1, 32)
-TOKEN_FACTORS = (0x7FEB352D, _signed(0x846CA68B, 32))
-"""The same for a token's 32 bits."""
-
-LARGEST = 1 - 2.0**-24
-"""Largest float32 below 1."""
+# SplitMix64's increment and factors; then a token's, of 32 bits.
+_STEP = _signed(0x9E3779B97F4A7C15)
+_FACTORS = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
+_TOKEN_STEP = _signed(0x9E3779B1, 32)
+_TOKEN_FACTORS = (0x7FEB352D, _signed(0x846CA68B, 32))
+_LARGEST = 1 - 2.0**-24  # float32 below 1
 
 
 def _shift_right(bits: Tensor, count: int) -> Tensor:
@@ -45,8 +41,8 @@ def _shift_right(bits: Tensor, count: int) -> Tensor:
 
 def _mix(bits: Tensor) -> Tensor:
     """Bijective 64-bit finalizer: flipping any input bit flips every output bit with probability near one half."""
-    bits = (bits ^ _shift_right(bits, 30)) * FACTORS[0]
-    bits = (bits ^ _shift_right(bits, 27)) * FACTORS[1]
+    bits = (bits ^ _shift_right(bits, 30)) * _FACTORS[0]
+    bits = (bits ^ _shift_right(bits, 27)) * _FACTORS[1]
     return bits ^ _shift_right(bits, 31)
 
 
@@ -65,7 +61,7 @@ def stream(seeds: Tensor, positions: Tensor, purpose: Purpose) -> Tensor:
         int64 [num_reqs, n].
     """
     counter = positions * len(Purpose) + (int(purpose) + 1)
-    return _mix(_mix(seeds)[:, None] + counter * STEP)
+    return _mix(_mix(seeds)[:, None] + counter * _STEP)
 
 
 def uniform(seeds: Tensor, positions: Tensor, purpose: Purpose) -> Tensor:
@@ -97,13 +93,13 @@ def gumbel(bits: Tensor, vocab_size: int) -> Tensor:
         torch.bitwise_right_shift(x, count, out=shifted)
         return x.bitwise_xor_(shifted.bitwise_and_((1 << (32 - count)) - 1))
 
-    fold(16).mul_(TOKEN_FACTORS[0]).bitwise_xor_((bits >> 32).int()[..., None])
-    fold(15).mul_(TOKEN_FACTORS[1])
+    fold(16).mul_(_TOKEN_FACTORS[0]).bitwise_xor_((bits >> 32).int()[..., None])
+    fold(15).mul_(_TOKEN_FACTORS[1])
     fold(16).bitwise_right_shift_(1).bitwise_and_(2**31 - 1)
-    v = torch.add(x, 0.5, out=shifted.view(torch.float32)).mul_(-(2.0**-31)).clamp_(min=-LARGEST)
+    v = torch.add(x, 0.5, out=shifted.view(torch.float32)).mul_(-(2.0**-31)).clamp_(min=-_LARGEST)
     return v.log1p_().neg_().log_().neg_()
 
 
 @lru_cache(maxsize=16)
 def _token_bits(vocab_size: int, device: torch.device) -> Tensor:
-    return torch.arange(vocab_size, dtype=torch.int32, device=device) * TOKEN_STEP
+    return torch.arange(vocab_size, dtype=torch.int32, device=device) * _TOKEN_STEP

@@ -62,11 +62,6 @@ def sample(logits: Tensor, sampling: SamplingTensors, positions: Tensor) -> tupl
         from specdec.kernels import triton_sampler  # it imports Triton
 
         return triton_sampler.sample(logits, sampling.floats, sampling.ints, positions, filtered=sampling.plan.filtered)
-    return _sample(logits, sampling, positions)
-
-
-def _sample(logits: Tensor, sampling: SamplingTensors, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """The same in plain torch."""
     best, finite = argmax(logits)
     rows = filtered_scores(logits, sampling).flatten(0, 1)
     bits = stream(sampling.seeds, positions, Purpose.SAMPLE).flatten()
