@@ -1,0 +1,36 @@
+"""Gated activations within a kernel against plain torch; see `tests.helpers.triton_interpreter`."""
+
+import pytest
+import torch
+
+from specdec.layers.activation import ACTIVATIONS, gated
+from tests.helpers.bounds import assert_as_exact
+from tests.helpers.triton_interpreter import require_triton
+
+DEVICE = require_triton()
+
+import triton  # noqa: E402 (only where it can run)
+import triton.language as tl  # noqa: E402
+
+from specdec.kernels.triton_activation import activate  # noqa: E402
+
+
+@triton.jit
+def _activate_kernel(gate: tl.tensor, up: tl.tensor, output: tl.tensor, KIND: tl.constexpr, SIZE: tl.constexpr) -> None:
+    place = tl.arange(0, SIZE)
+    tl.store(output + place, activate(tl.load(gate + place), tl.load(up + place), KIND))
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_activation(kind: str) -> None:
+    """As exact as plain torch, far from zero too; what is not a number stays so."""
+    torch.manual_seed(0)
+    gate, up = (4 * torch.randn(2, 4096)).to(DEVICE)
+    gate[:4] = torch.tensor([-80.0, 80.0, 0.0, torch.nan])
+    up[4] = torch.nan
+    output = torch.empty_like(gate)
+    _activate_kernel[(1,)](gate, up, output, KIND=kind, SIZE=4096)
+    plain = gated(gate, up, kind)
+    assert output.isnan().equal(plain.isnan()) and output.isnan().sum() == 2
+    numbers = ~plain.isnan()
+    assert_as_exact(output[numbers], plain[numbers], gated(gate[numbers].double(), up[numbers].double(), kind))
