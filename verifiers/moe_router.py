@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 import specdec.device
 from specdec.kernels import aiter
-from specdec.layers.router import Routing, aiter_reasons, route, route_with_aiter
+from specdec.kernels.experts import Routing
+from specdec.layers.router import aiter_reasons, route, route_with_aiter
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ def routing_of(source: Any) -> Routing:
         top_k=source.top_k,
         num_groups=source.num_group if grouped else 1,
         topk_groups=source.topk_group if grouped else 1,
+        scores="sigmoid" if biased else "softmax",
         biased=biased,
         renormalized=biased and source.norm_topk_prob,  # DeepSeek-V2's is not, whatever its config says
         scaling=source.routed_scaling_factor,

@@ -1,12 +1,12 @@
-"""Choosing a token's experts: grouped top-k of router logits, in plain torch and with AITER's kernels.
+"""Choosing a token's experts: top-k of router logits, in plain torch and with AITER's kernels.
 
-    DeepSeek-V2 (arXiv 2405.04434)        softmax scores; a group counts as its best expert
+    Mixtral (arXiv 2401.04088), Qwen      softmax scores, mostly renormalized
+    gpt-oss, Granite                      the same: softmax over the logits of the chosen
+    DeepSeek-V2 (arXiv 2405.04434)        softmax scores, not renormalized; a group counts as its best expert
     DeepSeek-V3 (arXiv 2412.19437), GLM   sigmoid scores; a bias joins the choice, not the weights; a group counts as its best two
 
-Both take logits and bias in one type and compute in float32. The order of a token's experts means nothing.
+All compute in float32. `specdec.kernels.triton_router` is the same in a kernel.
 """
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,35 +14,13 @@ from torch import Tensor
 import specdec.device
 from specdec.kernels import aiter
 from specdec.kernels.aiter import AiterRouter
+from specdec.kernels.experts import Routing
 
 ARCHITECTURES = ("gfx942", "gfx950")
 """AMD architectures that AITER's kernels of this kind are built for."""
 
 AITER_GROUPS = (1, 2, 4, 8)
 """Numbers of expert groups that AITER's kernels are built for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Routing:
-    """How experts are chosen.
-
-    Attributes:
-        num_experts: experts to choose from.
-        top_k: experts per token.
-        num_groups: groups of neighboring experts, equally large.
-        topk_groups: groups per token whose experts may be chosen.
-        biased: sigmoid scores and a bias; otherwise softmax scores.
-        renormalized: weights of a token sum to `scaling`.
-        scaling: factor of the weights.
-    """
-
-    num_experts: int
-    top_k: int
-    num_groups: int = 1
-    topk_groups: int = 1
-    biased: bool = True
-    renormalized: bool = True
-    scaling: float = 1.0
 
 
 def aiter_reasons(routing: Routing, device: torch.device) -> list[str]:
@@ -56,6 +34,8 @@ def aiter_reasons(routing: Routing, device: torch.device) -> list[str]:
     reasons += aiter.unavailable_reasons(AiterRouter)
     if routing.num_groups not in AITER_GROUPS:
         reasons.append(f"{routing.num_groups} groups of experts (the kernels take {', '.join(map(str, AITER_GROUPS))})")
+    if routing.biased != (routing.scores == "sigmoid"):
+        reasons.append(f"{routing.scores} scores {'with a' if routing.biased else 'without a'} bias")
     if routing.biased and not routing.renormalized:
         reasons.append("weights that are not normalized (the kernel for many tokens always does that)")
     return reasons
@@ -67,24 +47,39 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
     Args:
         logits: [num_tokens, num_experts].
         routing: how.
-        bias: [num_experts], when `routing.biased`.
+        bias: [num_experts], if and only if `routing.biased`.
 
     Returns:
-        weights float32 [num_tokens, top_k], and expert ids int64 of the same shape.
+        weights float32 [num_tokens, top_k], and expert ids int64 of the same shape, from the highest score to the lowest.
+
+    >>> weights, ids = route(torch.tensor([[0.0, 3.0, 3.0, 1.0]]), Routing(4, 2))
+    >>> weights, ids
+    (tensor([[0.5000, 0.5000]]), tensor([[1, 2]]))
     """
+    assert routing.biased == (bias is not None), "a bias belongs to what is biased"
     logits = logits.float()
-    scores = logits.sigmoid() if routing.biased else logits.softmax(dim=-1)
-    choice = scores if bias is None else scores + bias.float()
-    if routing.topk_groups < routing.num_groups:
+    scores = logits.sigmoid() if routing.scores == "sigmoid" else logits.softmax(dim=-1)
+    if bias is not None:
+        choice = scores + bias.float()
+    else:  # logits also tell apart what a softmax rounds to the same number
+        choice = logits if routing.scores == "softmax" else scores
+    if routing.grouped:
         groups = choice.unflatten(-1, (routing.num_groups, -1))
-        strength = groups.topk(2, dim=-1).values.sum(-1) if routing.biased else groups.amax(-1)
-        kept = torch.zeros_like(strength, dtype=torch.bool).scatter_(-1, strength.topk(routing.topk_groups, dim=-1).indices, True)
+        strength = groups.topk(2, dim=-1).values.sum(-1) if routing.scores == "sigmoid" else groups.amax(-1)
+        kept = torch.zeros_like(strength, dtype=torch.bool).scatter_(-1, _highest(strength, routing.topk_groups), True)
         choice = groups.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
-    ids = choice.topk(routing.top_k, dim=-1).indices
+    ids = _highest(choice, routing.top_k)
+    if routing.scores == "softmax" and routing.renormalized:
+        return logits.gather(-1, ids).softmax(dim=-1) * routing.scaling, ids
     weights = scores.gather(-1, ids)
     if routing.renormalized:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return weights * routing.scaling, ids
+
+
+def _highest(numbers: Tensor, count: int) -> Tensor:
+    """Places of the highest numbers of each row, in order; of equal ones the first comes first, which `topk` does not promise."""
+    return numbers.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
 def route_with_aiter(ops: AiterRouter, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:

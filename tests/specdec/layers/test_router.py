@@ -1,6 +1,8 @@
 """Choosing experts: our formulas and AITER's kernels choose what transformers' routers choose."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import DeepseekV2Config, DeepseekV3Config, Glm4MoeConfig
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
@@ -20,8 +23,10 @@ from transformers.models.glm_moe_dsa.configuration_glm_moe_dsa import GlmMoeDsaC
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaTopkRouter
 
 import specdec.device
+from specdec.errors import InvalidInputError
+from specdec.kernels.experts import Routing
 from specdec.layers import router as ops_router
-from specdec.layers.router import Routing, aiter_reasons, route
+from specdec.layers.router import aiter_reasons, route
 from tests.helpers.aiter_emulation import Machine, install
 from tests.helpers.bounds import Float64, assert_as_exact, in_float64
 from tests.helpers.guards import no_host_sync
@@ -92,6 +97,123 @@ def test_formulas_equal_transformers(kind: str) -> None:
     router, hidden = hf_router(kind), torch.randn(200, HIDDEN)
     logits = hidden @ router.weight.t()
     check_equal(router, hidden, (logits, *route(logits, routing_of(router), getattr(router, "e_score_correction_bias", None))))
+
+
+_SIZES: dict[str, Any] = {"hidden_size": HIDDEN, "num_experts_per_tok": 6}
+_LOCAL: dict[str, Any] = {**_SIZES, "num_local_experts": EXPERTS}
+FAMILIES: dict[str, tuple[str, str, dict[str, Any], Routing]] = {
+    "qwen3_moe": (
+        "Qwen3MoeTopKRouter",
+        "Qwen3MoeConfig",
+        {**_SIZES, "num_experts": EXPERTS, "norm_topk_prob": True},
+        Routing(EXPERTS, 6),
+    ),
+    "qwen2_moe": (
+        "Qwen2MoeTopKRouter",
+        "Qwen2MoeConfig",
+        {**_SIZES, "num_experts": EXPERTS, "norm_topk_prob": False},
+        Routing(EXPERTS, 6, renormalized=False),
+    ),
+    "mixtral": ("MixtralTopKRouter", "MixtralConfig", _LOCAL, Routing(EXPERTS, 6)),
+    "gpt_oss": ("GptOssTopKRouter", "GptOssConfig", _LOCAL, Routing(EXPERTS, 6)),
+    "granitemoe": ("GraniteMoeTopKRouter", "GraniteMoeConfig", _LOCAL, Routing(EXPERTS, 6)),
+    "hunyuan_v1_moe": (
+        "HunYuanMoEV1Gate",
+        "HunYuanMoEV1Config",
+        {"hidden_size": HIDDEN, "moe_topk": 6, "num_experts": EXPERTS},
+        Routing(EXPERTS, 6),
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeTopKRouter",
+        "Ernie4_5_MoeConfig",
+        {"hidden_size": HIDDEN, "moe_k": 6, "moe_num_experts": EXPERTS},
+        Routing(EXPERTS, 6, biased=True),
+    ),
+    "minimax_m2": ("MiniMaxM2TopKRouter", "MiniMaxM2Config", _LOCAL, Routing(EXPERTS, 6, scores="sigmoid", biased=True)),
+    "dots1": (
+        "Dots1TopkRouter",
+        "Dots1Config",
+        {**_SIGMOID, "norm_topk_prob": True},
+        Routing(EXPERTS, 6, scores="sigmoid", biased=True, num_groups=4, topk_groups=2, scaling=2.5),
+    ),
+}
+"""Folder, router and config of transformers, numbers of the config, and our description."""
+
+
+def router_of(family: str) -> Any:
+    """A router of transformers; skips where this version has none of that name."""
+    name, config_name, numbers, _ = FAMILIES[family]
+    home = f"transformers.models.{family}"
+    config = getattr(import_module(f"{home}.configuration_{family}"), config_name)(**numbers)
+    router = getattr(import_module(f"{home}.modeling_{family}"), name, None)
+    if router is None:
+        pytest.skip(f"this transformers has no {name}")
+    return router(config, 0) if family == "hunyuan_v1_moe" else router(config)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_description_covers_every_family(family: str) -> None:
+    """The same experts as transformers' module, with weights as exact; a bias of the gate joins the logits."""
+    torch.manual_seed(0)
+    router, routing, hidden = router_of(family), FAMILIES[family][-1], torch.randn(200, HIDDEN)
+    for parameter in router.parameters():
+        parameter.data = torch.randn_like(parameter)
+    shift = torch.randn(EXPERTS) * (0.02 if family == "ernie4_5_moe" else 0.2) if routing.biased else None
+    others: tuple[Tensor, ...] = ()
+    if family == "minimax_m2":
+        others = (shift,)  # type: ignore[assignment]
+    elif family == "ernie4_5_moe":
+        router.moe_statics.e_score_correction_bias.data = shift[None]  # type: ignore[index]
+    elif shift is not None:
+        router.e_score_correction_bias = shift
+    logits = F.linear(hidden, (router.wg if family == "hunyuan_v1_moe" else router).weight, getattr(router, "bias", None))
+    runs = route(logits, routing, shift), router(hidden, *others)[1:]
+    exact = in_float64(router, hidden.double(), *(x.double() for x in others))[1:]
+    (ids, weights), (plain_ids, plain), (exact_ids, right) = (in_order(ids, weights) for weights, ids in (*runs, exact))
+    assert ids.equal(plain_ids) and ids.equal(exact_ids)
+    assert_as_exact(weights, plain, right)
+
+
+@pytest.mark.parametrize(
+    "routing",
+    [
+        Routing(EXPERTS, 6),
+        Routing(EXPERTS, 6, scores="sigmoid", biased=True),
+        Routing(EXPERTS, 6, num_groups=4, topk_groups=2),
+        Routing(EXPERTS, 6, scores="sigmoid", biased=True, num_groups=4, topk_groups=2),
+    ],
+)
+def test_the_lower_of_equal_experts(routing: Routing) -> None:
+    """Few different logits, so most choices and groups tie; highest first."""
+    torch.manual_seed(0)
+    logits = torch.randint(3, (300, EXPERTS)).float()
+    weights, ids = route(logits, routing, torch.zeros(EXPERTS) if routing.biased else None)
+    chosen = logits.gather(-1, ids)
+    assert (chosen.diff(dim=-1) <= 0).all() and (weights.diff(dim=-1) <= 0).all()
+    assert (ids.diff(dim=-1)[chosen.diff(dim=-1) == 0] > 0).all(), "equal ones in their order"
+    for row, few in zip(logits, ids, strict=True):
+        if routing.grouped:
+            best = row.unflatten(0, (4, -1)).topk(2 if routing.biased else 1).values.sum(-1).tolist()
+            groups = sorted(range(4), key=lambda group: (-best[group], group))[:2]
+        else:
+            groups = list(range(4))
+        allowed = [expert for expert in range(EXPERTS) if expert // 8 in groups]
+        assert few.tolist() == sorted(allowed, key=lambda expert: (-row[expert].item(), expert))[:6]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({"num_groups": 5}, "32 experts do not divide into 5 groups"),
+        ({"num_groups": 4, "topk_groups": 5}, "5 of 4 groups of experts cannot be chosen; take 1 to 4"),
+        ({"num_groups": 8, "topk_groups": 1}, "6 experts per token, of 4 that may be chosen; take 1 to 4"),
+        ({"num_groups": 32, "topk_groups": 8, "scores": "sigmoid"}, "take at most 16 groups"),
+    ],
+)
+def test_numbers_that_do_not_go_together(numbers: dict[str, Any], message: str) -> None:
+    """One line, with the way out."""
+    with pytest.raises(InvalidInputError, match=message):
+        Routing(EXPERTS, 6, **numbers)
 
 
 @pytest.mark.parametrize("version", ["0.1.15", "0.1.20"])
@@ -177,9 +299,12 @@ def test_reasons(rocm: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch) 
     device = torch.device("cpu")
     assert aiter_reasons(Routing(32, 4), device) == ["cpu is not a ROCm device"]
     rocm()
-    assert aiter_reasons(Routing(32, 4), device) == []
-    assert "not normalized" in aiter_reasons(Routing(32, 4, renormalized=False), device)[0]
-    assert aiter_reasons(Routing(32, 4, biased=False, renormalized=False), device) == []
+    biased = Routing(32, 4, scores="sigmoid", biased=True)
+    assert aiter_reasons(Routing(32, 4), device) == aiter_reasons(biased, device) == []
+    assert "not normalized" in aiter_reasons(replace(biased, renormalized=False), device)[0]
+    assert aiter_reasons(Routing(32, 4, renormalized=False), device) == []
+    assert aiter_reasons(Routing(32, 4, biased=True), device) == ["softmax scores with a bias"]
+    assert aiter_reasons(Routing(32, 4, scores="sigmoid"), device) == ["sigmoid scores without a bias"]
     monkeypatch.setattr(specdec.device, "rocm_architecture", lambda device: "gfx1100")
     monkeypatch.setattr(ops_router.aiter, "unavailable_reasons", lambda family: ["missing"])
     assert aiter_reasons(Routing(32, 4), device)[0].startswith("architecture gfx1100") and "missing" in aiter_reasons(
@@ -191,5 +316,5 @@ def test_class_names_are_known() -> None:
     """A router whose class is renamed would silently stay behind."""
     assert {type(hf_router(kind)).__name__ for kind in ROUTER_KINDS} == ROUTERS
     assert routing_of(SimpleNamespace(num_experts=8, top_k=2, topk_method="greedy", routed_scaling_factor=3.0)) == Routing(
-        8, 2, biased=False, renormalized=False, scaling=3.0
+        8, 2, renormalized=False, scaling=3.0
     )

@@ -1,0 +1,90 @@
+"""Mixtures of experts as data: how a token's experts are chosen, and what the experts of a layer are made of."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from specdec.errors import InvalidInputError
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How experts are chosen: the highest scores win, and of equal ones the lower expert.
+
+    Softmax over the logits of the chosen alone, as gpt-oss and Granite have it, is what `renormalized` makes of softmax scores.
+
+    Attributes:
+        num_experts: experts to choose from.
+        top_k: experts per token.
+        scores: what logits become; a softmax goes over all experts.
+        biased: a bias per expert joins the choice, not the weights.
+        num_groups: groups of neighboring experts, equally large.
+        topk_groups: groups per token whose experts may be chosen; a group counts as its best expert, with sigmoid as its best two.
+        renormalized: weights of a token sum to `scaling`.
+        scaling: factor of the weights.
+
+    Raises:
+        InvalidInputError: the numbers do not go together.
+    """
+
+    num_experts: int
+    top_k: int
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    biased: bool = False
+    num_groups: int = 1
+    topk_groups: int = 1
+    renormalized: bool = True
+    scaling: float = 1.0
+
+    def __post_init__(self) -> None:
+        groups, size = self.num_groups, self.num_experts // max(self.num_groups, 1)
+        if groups < 1 or self.num_experts % groups:
+            raise InvalidInputError(f"{self.num_experts} experts do not divide into {groups} groups")
+        if not 1 <= self.topk_groups <= groups:
+            raise InvalidInputError(f"{self.topk_groups} of {groups} groups of experts cannot be chosen; take 1 to {groups}")
+        if not 1 <= self.top_k <= size * self.topk_groups:
+            allowed = size * self.topk_groups
+            raise InvalidInputError(f"{self.top_k} experts per token, of {allowed} that may be chosen; take 1 to {allowed}")
+        if self.grouped and self.scores == "sigmoid" and size < 2:
+            raise InvalidInputError(f"{groups} groups of one expert have no best two; take at most {self.num_experts // 2} groups")
+
+    @property
+    def grouped(self) -> bool:
+        """Whether some groups are left out."""
+        return self.topk_groups < self.num_groups
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A layer's routed experts: each a gated MLP, `down(activation(gate(x), up(x)))`.
+
+    Attributes:
+        gate_up: [E, 2 * I, H], of each expert the rows of gate, then those of up; contiguous, like all of these.
+        down: [E, H, I].
+        activation: one of `specdec.layers.activation.ACTIVATIONS`.
+        gate_up_bias: [E, 2 * I] or None.
+        down_bias: [E, H] or None.
+    """
+
+    gate_up: Tensor
+    down: Tensor
+    activation: str
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return len(self.down)
+
+    @property
+    def width(self) -> int:
+        """I, numbers between the two products."""
+        return self.down.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all experts together."""
+        parts = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
+        return sum(part.nbytes for part in parts if part is not None)
