@@ -28,8 +28,8 @@ from specdec.attention.triton.fa import TritonFaBackend
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.engine.engine import SpecEngine
 from specdec.engine.graphs import StepGraphs
-from specdec.kernels import linear, triton_argmax, triton_linear, triton_sampler
-from specdec.layers import argmax, triton_decoder
+from specdec.kernels import triton_argmax, triton_linear, triton_sampler
+from specdec.layers import argmax, decoder, linear
 from specdec.sampling import sampler
 from tests.helpers.tiny_models import CONFIGS, random_dflash
 from verifiers.hf import verifier_for
@@ -83,7 +83,7 @@ class OperationCounter(TorchDispatchMode):
 def counter(monkeypatch: pytest.MonkeyPatch) -> OperationCounter:
     """Counts Triton's kernels along with torch's operations, and leaves out decoder layers."""
     made = OperationCounter()
-    layers = triton_decoder.TritonDecoder.__call__
+    layers = decoder.Decoder.__call__
 
     def uncounted(*args: Any, **kwargs: Any) -> Any:
         on, made.on = made.on, False
@@ -91,7 +91,7 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> OperationCounter:
         made.on = on
         return outputs
 
-    monkeypatch.setattr(triton_decoder.TritonDecoder, "__call__", uncounted)
+    monkeypatch.setattr(decoder.Decoder, "__call__", uncounted)
     kernel = triton_argmax.choose_slice
 
     def filled(keys: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
@@ -108,7 +108,7 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> OperationCounter:
         monkeypatch.setattr(user, "choose_slice", filled)
     monkeypatch.setattr(JITFunction, "run", lambda self, *args, **options: made.count(self.fn.__name__))
     monkeypatch.setattr(triton_fa, "unavailable_reasons", lambda device: [])
-    monkeypatch.setattr(linear, "can_pack", lambda weight: False)  # a layout for CPUs
+    monkeypatch.setattr(linear, "can_block", lambda weight: False)  # a layout for CPUs
     for module in (triton_fa, triton_linear):
         monkeypatch.setattr(module, "num_processors", lambda device: 132)
     return made

@@ -206,7 +206,7 @@ def _weights(reader: "GGUFReader") -> "dict[str, Tensor]":
 
 
 def _four_bit_weights(reader: "GGUFReader") -> "dict[str, Tensor]":
-    """The projections as stored, for `specdec.kernels.linear.FourBitWeight`: its fields by Transformers' names, scales in float16.
+    """The projections as stored, for `specdec.layers.linear.FourBitWeight`: its fields by Transformers' names, scales in float16.
 
     A block of GGUF's Q4_1 is 20 bytes: scale, minimum, then 16 bytes with the codes of inputs 0..15 in their low halves and of
     inputs 16..31 in their high halves.

@@ -13,11 +13,14 @@ from specdec.attention.backend import AttentionBackend
 from specdec.attention.mla import MlaBackend
 from specdec.core import ForwardInput, Verifier, VerifyOutput
 from specdec.kv_cache import LayerSpec
-from verifiers.fused import FusedVerifier, can_fuse
+from verifiers.decoder import DecoderVerifier
+from verifiers.description import Description
+from verifiers.families import describe
 from verifiers.hf_attention import ATTENTION_NAME, PagedForward
 from verifiers.mla import latent_layer_specs, replace_attention
 from verifiers.moe_router import replace_routers
 from verifiers.shape import eos_token_ids, kv_layer_spec, layer_windows, max_model_len
+from verifiers.weights import Weights
 
 
 def load_model(path: str, config: PreTrainedConfig, dtype: torch.dtype) -> tuple[PreTrainedModel, list[str]]:
@@ -31,7 +34,7 @@ def load_model(path: str, config: PreTrainedConfig, dtype: torch.dtype) -> tuple
 def verifier_for(
     model: PreTrainedModel, *, name: str, backend: AttentionBackend | MlaBackend, eos: int | None = None, fuse: bool = True
 ) -> Verifier:
-    """The verifier that runs `model`: `FusedVerifier` for the Llama family, which takes its weights over, else `HFVerifier`.
+    """The verifier that runs `model`: `DecoderVerifier` for the families it knows, which takes the weights over, else `HFVerifier`.
 
     In place, the attention modules of a model with latent attention are replaced, and on ROCm the routers of its experts.
 
@@ -46,9 +49,15 @@ def verifier_for(
     ends = eos_token_ids(getattr(model.generation_config, "eos_token_id", None), model.config.eos_token_id, eos)
     if isinstance(backend, MlaBackend):
         replace_attention(decoder_layers(model), model.config)
-    elif fuse and can_fuse(model):
-        return FusedVerifier.from_model(model.eval(), decoder_layers(model), name=name, backend=backend, eos=ends)
+    elif fuse and (description := description_of(model)):
+        return DecoderVerifier(model.config, description, Weights.of_model(model), name=name, backend=backend, eos=ends)
     return HFVerifier(model.eval(), name=name, backend=backend, eos=ends)
+
+
+def description_of(model: PreTrainedModel) -> Description | None:
+    """The description of a model with ordinary, unquantized layers; None where there is none."""
+    projections = [module for name, module in model.named_modules() if name.endswith("_proj")]
+    return describe(model.config) if all(type(module) is nn.Linear for module in projections) else None
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

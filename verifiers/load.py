@@ -19,10 +19,12 @@ from specdec.attention.mla import MlaSpec
 from specdec.attention.selector import select_backend
 from specdec.core import Verifier
 from specdec.errors import CheckpointError, UnsupportedModelError
-from specdec.kernels.linear import can_pack_four_bit
+from specdec.layers.linear import can_pack_four_bit
+from verifiers.decoder import DecoderVerifier
 from verifiers.embedded import FOUR_BIT, embedded_model_path
-from verifiers.fused import FusedVerifier
+from verifiers.families import describe
 from verifiers.shape import backend_spec, eos_token_ids
+from verifiers.weights import Weights
 
 EMBEDDED = "embedded"
 """Name of the model that comes with the package."""
@@ -54,7 +56,7 @@ def load_verifier(
         block_size: tokens per cache block.
         cache_dtype: type of the cache when it is not `dtype`.
         fp8_prefill: prompts may be computed in 8-bit floats, which latent attention on gfx950 does.
-        fuse: run models of the Llama family as `FusedVerifier`; otherwise every model runs through its own modules.
+        fuse: run models of known families as `DecoderVerifier`; otherwise every model runs through its own modules.
 
     Raises:
         UnsupportedModelError: the architecture cannot run yet; said from its config, before weights are read.
@@ -94,8 +96,9 @@ def load_verifier(
         if can_pack_four_bit(tensors["model.embed_tokens.weight"]):
             tensors |= _read(name, "four-bit weights", partial(load_file, Path(path) / FOUR_BIT))
         eos = eos_token_ids(GenerationConfig.from_pretrained(path).eos_token_id, tokenizer.eos_token_id)
-        assert isinstance(backend, AttentionBackend)
-        return FusedVerifier.from_tensors(config, tensors, name=name, backend=backend, eos=eos), tokenizer
+        description = describe(config)
+        assert isinstance(backend, AttentionBackend) and description is not None
+        return DecoderVerifier(config, description, Weights(tensors), name=name, backend=backend, eos=eos), tokenizer
 
     from verifiers.hf import load_model, verifier_for
 

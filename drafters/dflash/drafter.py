@@ -4,11 +4,9 @@ The target's tapped features of every context position are projected once and be
 drafter's paged cache. The block `[anchor, mask, mask, ...]` then runs through the layers as queries over that context.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,19 +15,17 @@ from drafters.checkpoint import check_target
 from drafters.dflash.checkpoint import read_checkpoint, target_ids
 from drafters.dflash.config import DFlashConfig
 from drafters.dflash.model import DFlashModel
+from drafters.dflash.network import DFlashNetwork
 from specdec.attention.backend import AttentionBackend, AttentionSpec
 from specdec.config import DraftSampling
 from specdec.core import AcceptOutput, DecodeBatch, DraftOutput, PrefillBatch, Verifier, VerifyOutput
 from specdec.errors import BackendError, InvalidInputError
 from specdec.kv_cache import KVLayerSpec, LayerCache
 from specdec.layers.argmax import argmax
-from specdec.layers.fused import fuses_layers
+from specdec.layers.rotary import Angles, Rope
 from specdec.sampling.filters import processed_probs
 from specdec.sampling.noise import Purpose, uniform
 from specdec.sampling.sampler import sample_from
-
-if TYPE_CHECKING:
-    from drafters.dflash.triton import TritonDFlash
 
 
 class DFlashDrafter:
@@ -60,8 +56,7 @@ class DFlashDrafter:
         self.config, self.verifier = config, verifier
         self.attention = _attention(config, verifier)
         self.model = model.requires_grad_(False).eval().to(verifier.device, verifier.dtype)
-        self.model.prepare_inference()
-        self.on_triton = _on_triton(self.model, self.attention) if fuses_layers(self.attention) else None
+        self.network = DFlashNetwork(self.model, self.attention)
         self.max_draft_tokens = config.max_draft_tokens
         self.first_row = 0 if config.sample_from_anchor else 1
         # A row sees those after it, so a block shorter than in training drafts worse: whatever k is, the whole block runs.
@@ -111,7 +106,7 @@ class BoundDFlash:
 
     def __init__(self, drafter: DFlashDrafter, caches: Sequence[LayerCache], draft_sampling: DraftSampling) -> None:
         self.drafter, self.caches, self.draft_sampling = drafter, list(caches), draft_sampling
-        self._triton = drafter.on_triton() if drafter.on_triton else None
+        self._block: tuple[Tensor, dict[Rope, Angles]] | None = None  # position ids of the block, and their angles
 
     def begin(self, slot: int, token_ids: Sequence[int]) -> None:
         """Nothing: the context lies in the cache, and prefill writes it."""
@@ -149,25 +144,19 @@ class BoundDFlash:
         metadata = batch.metadata(width, causal=False)
         plans = {causal: drafter.attention.plan(replace(metadata, causal=causal)) for causal in set(config.causal)}
         position_ids = batch.position_ids(width)
-
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            plan, window = plans[config.causal[layer]], config.windows[layer]
-            return drafter.attention.run(query, key, value, self.caches[layer], plan, scale=config.head_dim**-0.5, window=window)
+        angles = drafter.network.angles(position_ids)
+        self._block = position_ids, angles
 
         def predicting(rows: Tensor) -> Tensor:
             first = drafter.first_row
             return rows.view(batch.num_reqs, width, -1)[:, first : first + batch.k].flatten(0, 1).contiguous()
 
-        if self._triton is not None:
-            layer_plans = [plans[causal] for causal in config.causal]
-            hidden = self._triton.block_forward(embeddings, position_ids, self.caches, layer_plans, predicting)
-        else:
-            hidden = drafter.model.block_forward(embeddings, position_ids, attend, predicting)
+        hidden = drafter.network.block_forward(embeddings, angles, self.caches, plans, predicting)
         return hidden.view(batch.num_reqs, batch.k, -1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V or draft_vocab_size] of hidden states [..., H]."""
-        drafter, head = self.drafter, self.drafter.model.lm_head
+        drafter, head = self.drafter, self.drafter.network.head
         rows = hidden.reshape(-1, hidden.shape[-1])  # torch multiplies a slice of three axes an order of magnitude slower
         logits = drafter.verifier.head(rows) if head is None else head(rows)
         logits = logits.view(*hidden.shape[:-1], -1)
@@ -176,21 +165,19 @@ class BoundDFlash:
         return logits if drafter.softcap is None else drafter.softcap * torch.tanh(logits / drafter.softcap)
 
     def _embed(self, token_ids: Tensor) -> Tensor:
-        table = self.drafter.model.embed_tokens
-        if table is None:
-            return self.drafter.verifier.embed(token_ids)
-        return table(token_ids) if self._triton is None else self._triton.embed(token_ids)
+        own = self.drafter.model.embed_tokens is not None
+        return self.drafter.network.embed(token_ids) if own else self.drafter.verifier.embed(token_ids)
 
     def _to_target(self, draft_ids: Tensor) -> Tensor:
         return draft_ids if self.drafter.target_ids is None else self.drafter.target_ids[draft_ids]
 
     def _write_context(self, verify: VerifyOutput, position_ids: Tensor, slot_mapping: Tensor) -> None:
         assert verify.aux_hidden is not None, "the engine taps aux_layer_ids"
-        if self._triton is not None:
-            return self._triton.write_context(verify.aux_hidden, position_ids, self.caches, slot_mapping)
-        keys, values = self.drafter.model.context_kv(verify.aux_hidden, position_ids)
-        for cache, key, value in zip(self.caches, keys.unbind(1), values.unbind(1), strict=True):
-            self.drafter.attention.write(cache, key, value, slot_mapping)
+        network = self.drafter.network
+        block, self._block = self._block, None  # nothing outlives a step, for its memory may be a graph's
+        # The context of a step lies where its block was, when both have as many rows.
+        angles = block[1] if block is not None and block[0] is position_ids else network.angles(position_ids)
+        network.write_context(verify.aux_hidden, angles, self.caches, slot_mapping)
 
 
 def _attention(config: DFlashConfig, verifier: Verifier) -> AttentionBackend:
@@ -211,13 +198,6 @@ def _attention(config: DFlashConfig, verifier: Verifier) -> AttentionBackend:
     if reasons := backend.unsupported_reasons(spec):
         raise BackendError(f"attention backend {backend.name!r} cannot serve this drafter: {'; '.join(reasons)}; choose another")
     return backend(spec)
-
-
-def _on_triton(model: DFlashModel, attention: AttentionBackend) -> Callable[[], "TritonDFlash"]:
-    """What makes the forward of a run; the joined weights are made here, once."""
-    from drafters.dflash.triton import TritonDFlash, join_layers  # it imports Triton
-
-    return partial(TritonDFlash, model, join_layers(model), attention)
 
 
 def load_dflash(path: str | Path | None, *, verifier: Verifier) -> DFlashDrafter:

@@ -1,4 +1,4 @@
-"""The network of a DFlash drafter (arXiv 2602.06036), for training and for drafting: all shapes may carry batch axes."""
+"""The network of a DFlash drafter (arXiv 2602.06036) as a module: its state dict is the checkpoint, and it can be trained."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drafters.dflash.config import DFlashConfig
-from drafters.dflash.rotary import Rotary, rotate
-from specdec.kernels.linear import Linear
+from specdec.layers.rotary import Angles, Rope, rotate
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """`(layer, query [..., heads, D], key [..., kv_heads, D], value [..., kv_heads, D]) -> [..., heads, D]`, context included."""
@@ -82,7 +81,7 @@ class DFlashLayer(nn.Module):
 
 
 class DFlashModel(nn.Module):
-    """The network. Its state dict is the checkpoint, and it serves training as well as drafting: all shapes may carry batch axes.
+    """The network; `drafters.dflash.network` runs it. All shapes may carry batch axes.
 
     Args:
         config: the drafter.
@@ -104,8 +103,9 @@ class DFlashModel(nn.Module):
         self.lm_head = nn.Linear(hidden, draft_vocab or config.vocab_size, bias=False) if own_head else None
         self.d2t: Tensor | None
         self.register_buffer("d2t", None if draft_vocab is None else torch.zeros(draft_vocab, dtype=torch.long))
-        self.rotary = Rotary(config)
-        self._fused: tuple[Linear, Tensor] | None = None
+        # mscale and mscale_all_dim describe the target's attention; drafters are trained with YaRN's plain 1 + 0.1 ln(factor).
+        rope = {name: value for name, value in config.rope_parameters.items() if not name.startswith("mscale")}
+        self.rope = Rope.of(rope, config.head_dim, config.max_position_embeddings)
 
     def context_kv(self, features: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values that context positions contribute to every layer; they depend on nothing but the target's features.
@@ -118,12 +118,12 @@ class DFlashModel(nn.Module):
             Two tensors [..., num_layers, num_kv_heads, head_dim]; keys are normed and rotated.
         """
         config = self.config
-        project, norm = self.context_projection()
+        weight, bias, norms = self.context_projection()
         context = self.hidden_norm(self.fc(features))
         shape = (config.num_hidden_layers, 2, config.num_key_value_heads, config.head_dim)
-        key, value = project(context).unflatten(-1, shape).unbind(-3)
-        key = F.rms_norm(key, (config.head_dim,), eps=config.rms_norm_eps) * norm
-        cos, sin = self.rotary(position_ids, key.dtype)
+        key, value = F.linear(context, weight, bias).unflatten(-1, shape).unbind(-3)
+        key = F.rms_norm(key, (config.head_dim,), eps=config.rms_norm_eps) * norms[:, None]
+        cos, sin = self._angles(position_ids, key.dtype)
         return rotate(key, cos[..., None, :, :], sin[..., None, :, :]), value
 
     def block_forward(self, embeddings: Tensor, position_ids: Tensor, attend: Attend, keep: Keep | None = None) -> Tensor:
@@ -136,26 +136,21 @@ class DFlashModel(nn.Module):
             keep: rows that are wanted, since nothing sees the others after the last attention; None for all.
         """
         hidden = embeddings
-        cos, sin = self.rotary(position_ids, hidden.dtype)
+        cos, sin = self._angles(position_ids, hidden.dtype)
         for i, layer in enumerate(self.layers):
             hidden = layer(hidden, cos, sin, partial(attend, i), keep if i == len(self.layers) - 1 else None)
         return self.norm(hidden)
 
-    def prepare_inference(self) -> None:
-        """Joins the context projections of all layers and lays weights out for the device's kernels; gradients end here."""
-        self._fused = self._join_context_projections(pack=True)
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                module.forward = Linear(module.weight, module.bias)  # type: ignore[assignment]
-
-    def context_projection(self) -> tuple[Linear, Tensor]:
-        """Key and value projections of all layers as one, and the key norms [num_layers, 1, head_dim]."""
-        return self._fused or self._join_context_projections(pack=False)
-
-    def _join_context_projections(self, *, pack: bool) -> tuple[Linear, Tensor]:
+    def context_projection(self) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Key and value projections of all layers as one weight and bias, and the key norms [num_layers, head_dim]."""
         attentions = [cast(DFlashLayer, layer).self_attn for layer in self.layers]
         projections = [projection for attention in attentions for projection in (attention.k_proj, attention.v_proj)]
         weight = torch.cat([projection.weight for projection in projections])
         bias = torch.cat([projection.bias for projection in projections]) if self.config.attention_bias else None
         norms: list[Tensor] = [attention.k_norm.weight for attention in attentions]
-        return Linear(weight, bias, pack=pack), torch.stack(norms)[:, None]
+        return weight, bias, torch.stack(norms)
+
+    def _angles(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        if self.rope.frequencies.device != position_ids.device:
+            self.rope = self.rope.to(position_ids.device)
+        return Angles.of(position_ids, self.rope, dtype).doubled

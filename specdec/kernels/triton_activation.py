@@ -1,7 +1,15 @@
-"""Gated activations in Triton, for kernels to call; `specdec.layers.activation` names and defines them."""
+"""Gated activations in Triton: a function for kernels to call, and one of a joined product in a kernel of its own.
 
+`specdec.layers.activation` names and defines them.
+"""
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from specdec.kernels.triton_launch import on_device, overlap_options
+from specdec.kernels.triton_overlap import await_previous
 
 # As in specdec.layers.activation, which lies above; the tests compare the two.
 _LIMIT = tl.constexpr(7.0)
@@ -28,3 +36,34 @@ def activate(gate: tl.tensor, up: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
         gate = gate * tl.sigmoid(gate * _SLOPE)
         up = tl.where(up > _LIMIT, _LIMIT, tl.where(up < -_LIMIT, -_LIMIT, up)) + 1
     return gate * up
+
+
+@triton.jit
+def _activation_kernel(
+    gate_up: tl.tensor,
+    output: tl.tensor,
+    row_stride: tl.tensor,
+    width: tl.tensor,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    exists = column < width
+    await_previous(OVERLAP)
+    gate = tl.load(gate_up + row * row_stride + column, mask=exists, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * row_stride + width + column, mask=exists, other=0.0).to(tl.float32)
+    tl.store(output + row * width + column, activate(gate, up, KIND).to(output.dtype.element_ty), mask=exists)
+
+
+def gated(gate_up: Tensor, activation: str) -> Tensor:
+    """The gated activation [rows, I] of a joined product [rows, 2 * I]; see `specdec.layers.activation`."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    output = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
+    block = min(triton.next_power_of_2(width), 1024)
+    with on_device(gate_up):
+        _activation_kernel[(rows, triton.cdiv(width, block))](
+            gate_up, output, gate_up.stride(0), width, KIND=activation, BLOCK=block, num_warps=4, **overlap_options(gate_up.device)
+        )
+    return output

@@ -16,6 +16,8 @@ def _embed_kernel(
     output: tl.tensor,  # [rows, width]
     table_stride: tl.tensor,
     width: tl.tensor,
+    scale: tl.tensor,
+    SCALED: tl.constexpr,  # whether the factor is not 1
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
@@ -24,11 +26,13 @@ def _embed_kernel(
     exists = column < width
     await_previous(OVERLAP)
     rows = tl.load(table + tl.load(token_ids + row) * table_stride + column, mask=exists)
+    if SCALED:
+        rows = (rows.to(tl.float32) * scale).to(output.dtype.element_ty)
     tl.store(output + row * width + column, rows, mask=exists)
 
 
-def embed(token_ids: Tensor, table: Tensor) -> Tensor:
-    """Rows [..., H] of `table` [V, H] by int64 ids [...], each below V: none is checked."""
+def embed(token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
+    """Rows [..., H] of `table` [V, H] times `scale` by int64 ids [...], each below V: none is checked."""
     width = table.shape[1]
     assert token_ids.dtype == torch.int64 and table.stride(1) == 1
     output = torch.empty(*token_ids.shape, width, dtype=table.dtype, device=table.device)
@@ -40,6 +44,8 @@ def embed(token_ids: Tensor, table: Tensor) -> Tensor:
             output,
             table.stride(0),
             width,
+            scale,
+            SCALED=scale != 1,
             BLOCK=block,
             num_warps=4,
             **overlap_options(table.device),

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.kernels.linear import Linear
+from specdec.kernels.triton_activation import activate
 from specdec.kernels.triton_launch import num_processors, num_stages, on_device, overlap_options, shared_memory
 from specdec.kernels.triton_overlap import await_previous
 from specdec.kernels.triton_prefetch import MOST_BYTES, hint_options, hint_program, send_hints, surplus
@@ -34,14 +34,15 @@ class Division(NamedTuple):
 @triton.jit
 def _few_rows_kernel(
     x: tl.tensor,  # [num_rows, INPUTS]
-    weight: tl.tensor,  # [WIDTH, INPUTS], or twice that with GATED: gate, then up
+    weight: tl.tensor,  # [WIDTH, INPUTS], or twice that with an activation: gate, then up
+    bias: tl.tensor,  # as many numbers as the weight has rows, or None
     output: tl.tensor,  # [num_rows, WIDTH], or float32 [SPLITS, num_rows, WIDTH]
     num_rows: tl.tensor,
     x_stride: tl.tensor,
     ahead: tl.tensor,  # weight to send hints about, or None
     WIDTH: tl.constexpr,
     INPUTS: tl.constexpr,
-    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # a name, or None
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -68,14 +69,17 @@ def _few_rows_kernel(
     for _ in range(0, SHARE, DEPTH):
         tile = tl.load(inputs, mask=real, other=0.0)
         total = tl.dot(tl.load(weights), tile, total)
-        if GATED:
+        if ACTIVATION is not None:
             up_total = tl.dot(tl.load(weights + WIDTH * INPUTS), tile, up_total)
         weights += DEPTH
         inputs += DEPTH
     dtype = output.dtype.element_ty
-    if GATED:  # rounded where the product and the activation would be two kernels
-        gate = total.to(dtype).to(tl.float32)
-        total = gate * tl.sigmoid(gate) * up_total.to(dtype).to(tl.float32)
+    if bias is not None:  # of the sum of all splits, so one of them adds it
+        total += tl.where(split == 0, tl.load(bias + column).to(tl.float32), 0.0)[:, None]
+    if ACTIVATION is not None:  # rounded where the product and the activation would be two kernels
+        if bias is not None:
+            up_total += tl.load(bias + WIDTH + column).to(tl.float32)[:, None]
+        total = activate(total.to(dtype).to(tl.float32), up_total.to(dtype).to(tl.float32), ACTIVATION)
     place = (split * num_rows + row[None, :]) * WIDTH + column[:, None]
     tl.store(output + place, total.to(dtype), mask=real)
 
@@ -117,30 +121,32 @@ def stages_of(plan: Division, rows: int, *, gated: bool, memory: int) -> int:
 
 
 def few_rows(
-    x: Tensor, linear: Linear, *, gated: bool = False, may_split: bool = False, ahead: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    may_split: bool = False,
+    ahead: Tensor | None = None,
 ) -> Tensor | None:
-    """`x W^T`, or with `gated` `silu(x G^T) * x U^T` of a weight that joins G and U.
+    """`x W^T + b`, or the gated activation of its two halves.
 
     Args:
         x: [rows, in], in half precision.
-        linear: without a bias.
-        gated: the activation is part of the product.
+        weight: [out, in].
+        bias: [out], or None.
+        activation: see `specdec.layers.activation`; the weight then joins gate and up, and the activation is part of the product.
         may_split: the caller can add up partial sums.
         ahead: a weight to send hints about.
 
     Returns:
-        [rows, out] in the type of `x`, or with `may_split` perhaps float32 [splits, rows, out], whose sum it is, not yet rounded;
-        None for a product that is not this kernel's.
+        [rows, out], or with an activation half as wide, in the type of `x`; with `may_split` perhaps float32 [splits, rows, out],
+        whose sum it is, not yet rounded; None for a product that is not this kernel's.
     """
     rows, inputs = x.shape
-    width = linear.out_features // 2 if gated else linear.out_features
-    if (
-        rows > MOST_ROWS
-        or linear.packed
-        or linear.bias is not None
-        or x.dtype not in (torch.bfloat16, torch.float16)
-        or not linear.weight.is_contiguous()
-    ):
+    gated = activation is not None
+    width = len(weight) // 2 if gated else len(weight)
+    if rows > MOST_ROWS or x.dtype not in (torch.bfloat16, torch.float16) or not weight.is_contiguous():
         return None
     plan = divide(width, inputs, gated=gated, may_split=may_split, processors=num_processors(x.device))
     if plan is None:
@@ -153,13 +159,14 @@ def few_rows(
     with on_device(x):
         _few_rows_kernel[(width // plan.columns + surplus(ahead, 4), plan.splits)](
             x,
-            linear.weight,
+            weight,
+            bias,
             output,
             rows,
             x.stride(0),
             WIDTH=width,
             INPUTS=inputs,
-            GATED=gated,
+            ACTIVATION=activation,
             ROWS=padded,
             COLUMNS=plan.columns,
             DEPTH=plan.depth,

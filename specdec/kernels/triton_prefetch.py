@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.kernels.linear import Linear
 from specdec.kernels.triton_launch import overlap_options
 
 MOST_BYTES = 8 * 2**20
@@ -43,11 +42,10 @@ def send_hints(ahead: tl.tensor, program: tl.tensor, NUM_BYTES: tl.constexpr) ->
     )
 
 
-def prefetchable_weight(linear: Linear) -> Tensor | None:
-    """The weight of a product, if it pays to prefetch it and the device has hints."""
-    weight = linear.weight
+def worth_prefetching(weight: Tensor) -> bool:
+    """Whether it pays to ask for the weight of a product, and the device has hints."""
     fits = weight.is_contiguous() and weight.nbytes <= MOST_BYTES and weight.nbytes % 16 == weight.data_ptr() % 16 == 0
-    return weight if fits and overlap_options(weight.device)["OVERLAP"] else None
+    return fits and bool(overlap_options(weight.device)["OVERLAP"])
 
 
 def hint_options(ahead: Tensor | None) -> dict[str, Any]:

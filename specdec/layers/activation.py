@@ -26,7 +26,7 @@ def _swiglu_oai(gate: Tensor, up: Tensor) -> Tensor:
 
 
 _FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "silu": lambda gate, up: F.silu(gate) * up,
+    "silu": lambda gate, up: F.silu(gate).mul_(up),
     "gelu": lambda gate, up: F.gelu(gate) * up,
     "gelu_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
     "relu": lambda gate, up: F.relu(gate) * up,

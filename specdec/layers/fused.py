@@ -9,7 +9,6 @@ from torch.nn import functional as F
 
 from specdec.attention.backend import AttentionBackend
 from specdec.deviation import Deviation, deviation, mismatches, worst
-from specdec.kernels.linear import Linear
 from specdec.kv_cache import KVLayerSpec
 from specdec.self_check import passes
 
@@ -17,7 +16,7 @@ EPSILON = 1e-5
 
 
 def fuses_layers(attention: AttentionBackend) -> bool:
-    """Whether norms, RoPE and SwiGLU around `attention` run as fused kernels."""
+    """Whether norms, RoPE and activations around `attention` run as fused kernels."""
     device, dtype = attention.spec.device, attention.spec.dtype
     check = partial(check_fused_layers, device, dtype)
     return attention.fits_fused_layers and passes("fused_layers", device, check, dtype)
@@ -44,7 +43,8 @@ def check_few_rows(device: torch.device, dtype: torch.dtype) -> Deviation:
 
     def off(rows: int, width: int, gated: bool, may_split: bool) -> Deviation:
         x, weight = _normal(rows, 576).to(dtype), (_normal(width * (1 + gated), 576) / 24).to(dtype)
-        got = few_rows(x.to(device), Linear(weight.to(device)), gated=gated, may_split=may_split)
+        activation = "silu" if gated else None
+        got = few_rows(x.to(device), weight.to(device), activation=activation, may_split=may_split)
         assert got is not None, "the kernel takes this shape"
         exact = x.double() @ weight.double().T
         exact = _swiglu(exact) if gated else exact
@@ -63,7 +63,7 @@ def check_embedding(device: torch.device) -> Deviation:
 
 
 def _norm_deviations(device: torch.device, dtype: torch.dtype) -> Iterator[Deviation]:
-    from specdec.kernels.triton_fused import add_rms_norm, rms_norm
+    from specdec.kernels.triton_norm import add_rms_norm, rms_norm
 
     for width in (576, 4096):
         x, residual, weight = (_normal(*shape).to(dtype) for shape in ((5, width), (5, width), (width,)))
@@ -79,15 +79,15 @@ def _norm_deviations(device: torch.device, dtype: torch.dtype) -> Iterator[Devia
 
 
 def _swiglu_deviation(device: torch.device, dtype: torch.dtype) -> Deviation:
-    from specdec.kernels.triton_fused import silu_mul
+    from specdec.kernels.triton_activation import gated
 
     joined = (3 * _normal(5, 2 * 1536)).to(dtype)
-    return _deviation(silu_mul(joined.to(device)), _swiglu, joined)
+    return _deviation(gated(joined.to(device), "silu"), _swiglu, joined)
 
 
 def _rope_deviations(device: torch.device, dtype: torch.dtype) -> Iterator[Deviation]:
-    from specdec.kernels.triton_fused import rope_store
-    from specdec.layers.triton_rotary import rotate
+    from specdec.kernels.triton_rope import rope_store
+    from specdec.layers.triton_ops import rotated_rows
 
     heads, kv_heads, dim = 6, 2, 128
     rows, angles, norm = _normal(5, heads + 2 * kv_heads, dim).to(dtype), _normal(5, dim // 2), _normal(dim).to(dtype)
@@ -98,7 +98,7 @@ def _rope_deviations(device: torch.device, dtype: torch.dtype) -> Iterator[Devia
     names = ("cos", "sin", "query_norm", "key_norm")
     options = {name: tensor.to(device) for name, tensor in zip(names, (cos, sin, norm, norm), strict=True)}
     stored = rope_store(query, key, value, cache, slots.to(device), epsilon=EPSILON, **options)
-    rotated, new_key, new_value = rotate(query, key, value, epsilon=EPSILON, **options)
+    rotated, new_key, new_value = rotated_rows(query, key, value, epsilon=EPSILON, **options)
     keys, values = (side.cpu().flatten(0, 1)[slots] for side in cache)
     expected_query, expected_key, expected_value = rows.split([heads, kv_heads, kv_heads], dim=1)
     for got in (stored, rotated):

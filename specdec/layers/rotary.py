@@ -1,15 +1,91 @@
-"""Angles of rotary position embeddings (RoFormer, arXiv 2104.09864) in few operations."""
+"""Rotary position embeddings (RoFormer, arXiv 2104.09864): frequencies from a config, angles of positions in few operations."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+
+from specdec.errors import CheckpointError
 
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """RoPE types, as Transformers names them, whose frequencies stay what they are, however long a sequence grows."""
 
 
-def half_angles(position_ids: Tensor, frequencies: Tensor, dtype: torch.dtype, *, amplitude: float = 1.0) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True, eq=False)
+class Rope:
+    """How heads are rotated: number `i` of a head against number `i + head_dim / 2`.
+
+    Attributes:
+        frequencies: float32 [head_dim / 2]; 0 for numbers that are not rotated.
+        amplitude: factor of the cosines and sines, a number or one per frequency.
+        rotated: numbers of a head that are rotated; None means all.
+    """
+
+    frequencies: Tensor
+    amplitude: float | Tensor = 1.0
+    rotated: int | None = None
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, Any], head_dim: int, max_position_embeddings: int) -> "Rope":
+        """From RoPE parameters as Transformers writes them to a config; on the CPU.
+
+        Args:
+            parameters: `rope_type`, one of `STATIC_ROPE_TYPES`, `rope_theta`, `partial_rotary_factor`, and what the type needs.
+            head_dim: numbers of a head, an even one.
+            max_position_embeddings: longest sequence, which YaRN looks at.
+
+        Raises:
+            CheckpointError: the RoPE type needs a value that is not there.
+        """
+        rotated = int(head_dim * (parameters.get("partial_rotary_factor") or 1.0))
+        with torch.device("cpu"):
+            frequencies, factor = _frequencies(parameters, rotated, max_position_embeddings)
+            still = (head_dim - rotated) // 2
+            amplitude: float | Tensor = factor
+            if still and factor != 1:
+                amplitude = F.pad(torch.full_like(frequencies, factor), (0, still), value=1.0)
+            return cls(F.pad(frequencies, (0, still)), amplitude, rotated)
+
+    def to(self, device: torch.device) -> "Rope":
+        """The same on another device."""
+        amplitude = self.amplitude.to(device) if isinstance(self.amplitude, Tensor) else self.amplitude
+        return replace(self, frequencies=self.frequencies.to(device), amplitude=amplitude)
+
+
+class Angles:
+    """Cosine and sine of the rotation of some rows.
+
+    Attributes:
+        cos, sin: [..., head_dim / 2], with equal strides.
+    """
+
+    def __init__(self, cos: Tensor, sin: Tensor) -> None:
+        self.cos, self.sin = cos, sin
+
+    @classmethod
+    def of(cls, position_ids: Tensor, rope: Rope, dtype: torch.dtype) -> "Angles":
+        """Those of positions int64 [...], computed in float32, in type `dtype`."""
+        return cls(*half_angles(position_ids, rope.frequencies, dtype, amplitude=rope.amplitude))
+
+    @cached_property
+    def doubled(self) -> tuple[Tensor, Tensor]:
+        """For `rotate`: two tensors [..., 1, head_dim], the axis of 1 being that of the heads."""
+        doubled = torch.cat([self.cos, self.cos], dim=-1), torch.cat([-self.sin, self.sin], dim=-1)
+        return doubled[0].unsqueeze(-2), doubled[1].unsqueeze(-2)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates the halves of the last axis of `x` [..., heads, head_dim] against each other, by `Angles.doubled`."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
+
+
+def half_angles(
+    position_ids: Tensor, frequencies: Tensor, dtype: torch.dtype, *, amplitude: float | Tensor = 1.0
+) -> tuple[Tensor, Tensor]:
     """Cosine and sine of every pair of numbers, once each, computed in float32.
 
     Args:
@@ -26,6 +102,35 @@ def half_angles(position_ids: Tensor, frequencies: Tensor, dtype: torch.dtype, *
     def rounded(turn: Callable[..., Tensor]) -> Tensor:
         # Written in the wanted type at once, since a conversion would be one more kernel.
         out = torch.empty_like(angles, dtype=dtype)
-        return turn(angles, out=out) if amplitude == 1 else torch.mul(turn(angles), amplitude, out=out)
+        return (
+            turn(angles, out=out)
+            if isinstance(amplitude, float) and amplitude == 1
+            else torch.mul(turn(angles), amplitude, out=out)
+        )
 
     return rounded(torch.cos), rounded(torch.sin)
+
+
+def _frequencies(parameters: Mapping[str, Any], rotated: int, max_position_embeddings: int) -> tuple[Tensor, float]:
+    """Inverse frequencies float32 [rotated / 2] and the amplitude."""
+    if parameters["rope_type"] == "default":
+        exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
+        return 1.0 / parameters["rope_theta"] ** exponents, 1.0
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    try:
+        # A head of its own width, all of which is rotated.
+        config = LlamaConfig(
+            hidden_size=rotated,
+            num_attention_heads=1,
+            head_dim=rotated,
+            max_position_embeddings=max_position_embeddings,
+            rope_parameters={name: value for name, value in parameters.items() if name != "partial_rotary_factor"},
+        )
+        frequencies, amplitude = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, device="cpu")
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"RoPE parameters {dict(parameters)} are not complete and valid ({error}); correct them in config.json"
+        ) from error
+    return frequencies.float(), float(amplitude)

@@ -8,6 +8,8 @@
 All compute in float32. `specdec.kernels.triton_router` is the same in a kernel.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -15,12 +17,37 @@ import specdec.device
 from specdec.kernels import aiter
 from specdec.kernels.aiter import AiterRouter
 from specdec.kernels.experts import Routing
+from specdec.layers.linear import Linear
 
 ARCHITECTURES = ("gfx942", "gfx950")
 """AMD architectures that AITER's kernels of this kind are built for."""
 
 AITER_GROUPS = (1, 2, 4, 8)
 """Numbers of expert groups that AITER's kernels are built for."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Router:
+    """What chooses the experts of a layer.
+
+    Attributes:
+        gate: to one logit per expert. A gate in float32 has its logits computed in float32 from hidden states of any type.
+        routing: how experts are chosen from logits.
+        bias: [num_experts], if and only if `routing.biased`.
+        aiter: AITER's kernels where they choose; None where we do.
+    """
+
+    gate: Linear
+    routing: Routing
+    bias: Tensor | None = None
+    aiter: AiterRouter | None = None
+
+    def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights float32 [T, top_k] and expert ids of the same shape for `hidden` [T, H], by AITER or in plain torch."""
+        logits = self.gate(hidden.to(self.gate.dtype))
+        if self.aiter is not None:
+            return route_with_aiter(self.aiter, logits, self.routing, self.bias)
+        return route(logits, self.routing, self.bias)
 
 
 def aiter_reasons(routing: Routing, device: torch.device) -> list[str]:
@@ -59,10 +86,9 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
     assert routing.biased == (bias is not None), "a bias belongs to what is biased"
     logits = logits.float()
     scores = logits.sigmoid() if routing.scores == "sigmoid" else logits.softmax(dim=-1)
-    if bias is not None:
-        choice = scores + bias.float()
-    else:  # logits also tell apart what a softmax rounds to the same number
-        choice = logits if routing.scores == "softmax" else scores
+    # Logits also tell apart what a softmax rounds to the same number.
+    unbiased = logits if routing.scores == "softmax" else scores
+    choice = unbiased if bias is None else scores + bias.float()
     if routing.grouped:
         groups = choice.unflatten(-1, (routing.num_groups, -1))
         strength = groups.topk(2, dim=-1).values.sum(-1) if routing.scores == "sigmoid" else groups.amax(-1)

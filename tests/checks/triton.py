@@ -22,9 +22,10 @@ from specdec.attention.backend import AttentionMetadata, AttentionSpec
 from specdec.attention.torch_ref.fa import TorchRefBackend
 from specdec.attention.triton.fa import TritonFaBackend
 from specdec.core import ForwardInput
-from specdec.kernels.linear import Linear
 from specdec.kv_cache import KVLayerSpec, LayerCache, PagedKVCache, blocks_for
-from verifiers.fused import FusedVerifier
+from verifiers.decoder import DecoderVerifier
+from verifiers.families import describe
+from verifiers.weights import Weights
 
 DEVICE = torch.device("cuda")
 BLOCK = 16
@@ -168,7 +169,9 @@ def check_attention(name: str, case: dict[str, Any], bytes_per_us: float) -> Non
 
 def check_fused(rows: int, bytes_per_us: float) -> None:
     """Lines for the kernels around attention with the 8B shape, beside plain torch in a graph."""
-    from specdec.kernels.triton_fused import add_rms_norm, rope_store, silu_mul
+    from specdec.kernels.triton_activation import gated
+    from specdec.kernels.triton_norm import add_rms_norm
+    from specdec.kernels.triton_rope import rope_store
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, device=DEVICE).bfloat16()
@@ -195,7 +198,7 @@ def check_fused(rows: int, bytes_per_us: float) -> None:
             8 * x.numel(),
         ),
         "SwiGLU": (
-            lambda: silu_mul(joined),
+            lambda: gated(joined, "silu"),
             lambda: F.silu(joined[:, :12288].float()) * joined[:, 12288:].float(),
             3 * joined.numel(),
         ),
@@ -256,41 +259,40 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def random_verifier(shape: dict[str, Any], backend: Any) -> Any:
-    """A `FusedVerifier` with random weights of that shape, made on the backend's device."""
+    """A `DecoderVerifier` with random weights of that shape, made on the backend's device."""
     device = backend.spec.device
-    config: Any = SimpleNamespace(**shape, rms_norm_eps=1e-6, max_position_embeddings=40960, sliding_window=None)
+    tied = shape["model_type"] == "llama"
+    config: Any = SimpleNamespace(
+        **shape,
+        hidden_act="silu",
+        rms_norm_eps=1e-6,
+        max_position_embeddings=40960,
+        sliding_window=None,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    )
     hidden, dim, inner = config.hidden_size, config.head_dim, config.intermediate_size
     heads, kv_heads = config.num_attention_heads * dim, config.num_key_value_heads * dim
+    sizes = {f"self_attn.{name}_proj": (out, hidden) for name, out in (("q", heads), ("k", kv_heads), ("v", kv_heads))}
+    sizes |= {"self_attn.o_proj": (hidden, heads), "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden)}
+    sizes |= {"mlp.down_proj": (hidden, inner)}
+    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+    norms |= {} if tied else {"self_attn.q_norm": dim, "self_attn.k_norm": dim}
 
-    def matrix(out: int, inputs: int) -> Any:
-        weight = torch.empty(out, inputs, dtype=torch.bfloat16, device=device).normal_(std=inputs**-0.5)
-        return SimpleNamespace(weight=weight, bias=None)
+    def matrix(out: int, inputs: int) -> Tensor:
+        return torch.empty(out, inputs, dtype=torch.bfloat16, device=device).normal_(std=inputs**-0.5)
 
-    def norm(width: int) -> Any:
-        return SimpleNamespace(weight=torch.ones(width, dtype=torch.bfloat16, device=device), variance_epsilon=1e-6)
+    def ones(width: int) -> Tensor:
+        return torch.ones(width, dtype=torch.bfloat16, device=device)
 
-    def layer() -> Any:
-        head_norms = {"q_norm": norm(dim), "k_norm": norm(dim)} if config.model_type == "qwen3" else {}
-        attention = SimpleNamespace(
-            q_proj=matrix(heads, hidden),
-            k_proj=matrix(kv_heads, hidden),
-            v_proj=matrix(kv_heads, hidden),
-            o_proj=matrix(hidden, heads),
-            **head_norms,
-        )
-        mlp = SimpleNamespace(gate_proj=matrix(inner, hidden), up_proj=matrix(inner, hidden), down_proj=matrix(hidden, inner))
-        return SimpleNamespace(self_attn=attention, mlp=mlp, input_layernorm=norm(hidden), post_attention_layernorm=norm(hidden))
-
-    frequencies = 1e6 ** (-torch.arange(0, dim, 2, device=device).float() / dim)
-
-    def rotary(states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        angles = (position_ids[..., None].float() * frequencies).repeat(1, 1, 2)
-        return angles.cos().to(states.dtype), angles.sin().to(states.dtype)
-
-    embedding = matrix(config.vocab_size, hidden).weight
-    head = embedding if config.model_type == "llama" else matrix(config.vocab_size, hidden).weight  # the former is tied
-    layers = (layer() for _ in range(config.num_hidden_layers))  # one at a time, since joining copies
-    return FusedVerifier(config, layers, norm(hidden), embedding, Linear(head), rotary, name=config.model_type, backend=backend)
+    tensors = {"model.embed_tokens.weight": matrix(config.vocab_size, hidden), "model.norm.weight": ones(hidden)}
+    tensors |= {} if tied else {"lm_head.weight": matrix(config.vocab_size, hidden)}
+    for index in range(config.num_hidden_layers):
+        layer = f"model.layers.{index}."
+        tensors |= {f"{layer}{name}.weight": matrix(*size) for name, size in sizes.items()}
+        tensors |= {f"{layer}{name}.weight": ones(width) for name, width in norms.items()}
+    description = describe(config)
+    assert description is not None
+    return DecoderVerifier(config, description, Weights(tensors), name=config.model_type, backend=backend)
 
 
 def check_forward(name: str, bytes_per_us: float) -> None:

@@ -8,8 +8,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from specdec.kernels import triton_argmax, triton_attention, triton_embedding, triton_fused, triton_linear, triton_sampler
+from specdec.kernels import (
+    triton_activation,
+    triton_argmax,
+    triton_attention,
+    triton_embedding,
+    triton_linear,
+    triton_norm,
+    triton_rope,
+    triton_sampler,
+)
 from specdec.kernels.triton_launch import AMD_SHARED_MEMORY
+from specdec.layers.activation import ACTIVATIONS
 from tests.helpers.triton_interpreter import compile_for
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -137,25 +147,35 @@ def other_kernels(target: Target) -> Iterator[tuple[str, Any]]:
     overlap, silent = {"OVERLAP": target.overlaps}, {"ahead": None, "AHEAD": None}
     compiled = partial(compile_for, target=target.compiler)
     lookup = {"table": "bf16", "token_ids": "i64", "output": "bf16"}
-    yield "embedding", compiled(triton_embedding._embed_kernel, pointers=lookup, constants={"BLOCK": 1024} | overlap)
+    yield (
+        "embedding",
+        compiled(
+            triton_embedding._embed_kernel, pointers=lookup, floats=("scale",), constants={"BLOCK": 1024, "SCALED": True} | overlap
+        ),
+    )
     rows = {"x": "bf16", "residual": "bf16", "weight": "bf16", "normed": "bf16", "added": "bf16"}
-    for width, parts, kind, warps in ((576, 1, "bf16", 8), (576, 4, "fp32", 8), (4096, 1, "bf16", 16)):
-        constants = {"WIDTH": width, "PARTS": parts, "BLOCK": 1024 if width == 576 else 4096} | overlap | silent
+    for width, parts, kind, warps, around in ((576, 1, "bf16", 8, False), (576, 4, "fp32", 8, False), (4096, 1, "bf16", 16, True)):
+        constants: dict[str, Any] = (
+            {"WIDTH": width, "PARTS": parts, "SCALED": around, "BLOCK": 1024 if width == 576 else 4096} | overlap | silent
+        )
+        constants |= {} if around else {"after": None}
         kernel = compiled(
-            triton_fused._rms_norm_kernel,
-            pointers=rows | {"x": kind},
-            floats=("epsilon",),
+            triton_norm._rms_norm_kernel,
+            pointers=rows | {"x": kind} | ({"after": "fp32"} if around else {}),
+            floats=("epsilon", "scale"),
             constants=constants,
             num_warps=warps,
         )
-        yield f"norm of {width:,}" + (" over partial sums" if parts > 1 else ""), kernel
+        yield f"norm of {width:,}" + (" over partial sums" if parts > 1 else " twice" if around else ""), kernel
     activation = {"gate_up": "bf16", "output": "bf16"}
-    yield "SwiGLU", compiled(triton_fused._silu_mul_kernel, pointers=activation, constants={"BLOCK": 1024} | overlap)
+    for name in ACTIVATIONS:
+        of_kind: dict[str, Any] = {"BLOCK": 1024, "KIND": name, **overlap}
+        yield f"activation {name}", compiled(triton_activation._activation_kernel, pointers=activation, constants=of_kind)
     for gated, splits, count in ((False, 2, 64), (True, 1, 16)):
         yield f"product of {count} rows" + (" with SwiGLU" if gated else ""), few_rows(target, gated, splits, count)
     heads = dict.fromkeys(("query", "key", "value", "rotated", "key_cache", "value_cache", "cos", "sin"), "bf16")
     heads |= {"query_norm": "bf16", "key_norm": "bf16", "slot_mapping": "i64"}
-    rope = partial(compiled, triton_fused._rope_store_kernel, floats=("epsilon", "limit"))
+    rope = partial(compiled, triton_rope._rope_store_kernel, floats=("epsilon", "limit"))
     shape = {"NUM_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": 64} | overlap | silent
     yield "RoPE and cache write", rope(pointers=heads, constants=shape)
     yield "RoPE alone", rope(pointers=heads, constants=shape | {"slot_mapping": None})
@@ -170,13 +190,13 @@ def few_rows(target: Target, gated: bool, splits: int, count: int) -> Any:
     width = 12288 if gated else 4096
     plan = triton_linear.divide(width, 4096, gated=gated, may_split=not gated, processors=132)
     assert plan is not None and plan.splits == splits
-    sizes = {"WIDTH": width, "INPUTS": 4096, "GATED": gated, "ROWS": count, "SPLITS": splits}
+    sizes = {"WIDTH": width, "INPUTS": 4096, "ACTIVATION": "silu" if gated else None, "ROWS": count, "SPLITS": splits}
     tile = {"COLUMNS": plan.columns, "DEPTH": plan.depth, "OVERLAP": target.overlaps, "ahead": None, "AHEAD": None}
     stages = 1 if target.assembly == "amdgcn" else triton_linear.stages_of(plan, count, gated=gated, memory=target.shared_memory)
     return compile_for(
         triton_linear._few_rows_kernel,
         target.compiler,
-        pointers={"x": "bf16", "weight": "bf16", "output": "fp32" if splits > 1 else "bf16"},
+        pointers={"x": "bf16", "weight": "bf16", "bias": "bf16", "output": "fp32" if splits > 1 else "bf16"},
         constants=sizes | tile,
         num_stages=stages,
     )

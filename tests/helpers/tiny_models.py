@@ -14,17 +14,27 @@ from transformers import (
     DeepseekV32Config,
     Gemma2Config,
     Gemma3TextConfig,
+    GemmaConfig,
+    Glm4Config,
+    Glm4MoeConfig,
     Glm4MoeLiteConfig,
     GlmMoeDsaConfig,
     GptOssConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
     YoutuConfig,
 )
 
@@ -55,6 +65,7 @@ _COMMON: dict[str, Any] = {
     "initializer_range": 0.3,
 }
 _WINDOWED = ["sliding_attention", "full_attention"] * 2
+_PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**_COMMON),
@@ -73,8 +84,39 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "gpt_oss": lambda: GptOssConfig(
         **_COMMON, sliding_window=WINDOW, num_local_experts=4, num_experts_per_tok=2, layer_types=_WINDOWED
     ),
+    "gemma": lambda: GemmaConfig(**_COMMON),
+    "glm4": lambda: Glm4Config(**_COMMON, attention_bias=True, rope_parameters=_PARTIAL),
+    "granite": lambda: GraniteConfig(
+        **_COMMON, attention_multiplier=0.2, embedding_multiplier=3.0, residual_multiplier=0.7, logits_scaling=2.5
+    ),
+    "olmo2": lambda: Olmo2Config(**_COMMON),
+    "olmo3": lambda: Olmo3Config(**_COMMON, sliding_window=WINDOW, layer_types=_WINDOWED),
+    "phi3": lambda: Phi3Config(**_COMMON, rope_parameters=_PARTIAL),
+    "glm4_moe": lambda: Glm4MoeConfig(
+        **_COMMON,
+        moe_intermediate_size=24,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        use_qk_norm=True,
+        attention_bias=True,
+        rope_parameters=_PARTIAL,
+    ),
+    "mixtral": lambda: MixtralConfig(**_COMMON, num_local_experts=4, num_experts_per_tok=2),
+    "qwen2_moe": lambda: Qwen2MoeConfig(
+        **_without("head_dim"),
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=20,
+        num_experts=4,
+        num_experts_per_tok=2,
+        mlp_only_layers=[2],
+    ),
+    "smollm3": lambda: SmolLM3Config(**_COMMON, no_rope_layers=[1, 0, 1, 0]),
 }
-"""One factory per architecture and feature: grouped heads, windows, sinks, softcaps, experts, embedding scale, tied heads."""
+"""One factory per architecture and feature: grouped heads, windows, sinks, softcaps, experts, multipliers, tied heads, joined
+projections, norms after sublayers, layers and numbers that RoPE leaves alone."""
 
 TOPK = 8
 

@@ -10,19 +10,20 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from specdec.attention.backend import AttentionMetadata
-from specdec.attention.selector import select_backend
 from specdec.core import ForwardInput, Verifier
-from specdec.kernels.linear import Linear, can_pack
 from specdec.kv_cache import PagedKVCache, blocks_for
+from specdec.layers.linear import BlockedLinear, DenseLinear, can_block, linear
+from specdec.layers.rotary import Angles, Rope
 from tests.helpers.bounds import assert_as_exact, in_float64
 from tests.helpers.tiny_models import CONFIGS, WINDOW, paged_verifier, plain_model, random_prompts
-from verifiers.fused import FusedVerifier, can_fuse
-from verifiers.hf import HFVerifier, verifier_for
+from verifiers.decoder import DecoderVerifier
+from verifiers.families import describe
+from verifiers.hf import HFVerifier, description_of
 from verifiers.hf_attention import ATTENTION_NAME
-from verifiers.shape import attention_spec, layer_windows
+from verifiers.shape import layer_windows
 
 BLOCK = 4
-FUSED = ("llama", "llama_tied", "qwen2", "qwen2_window", "qwen3", "mistral")
+DESCRIBED = [name for name in CONFIGS if describe(CONFIGS[name]())]
 
 
 class PackedRun:
@@ -72,14 +73,16 @@ def check_logits(got: Tensor, model: nn.Module, sequence: list[int]) -> None:
     assert_as_exact(got, plain, in_float64(model, tokens).logits[0])
 
 
-@pytest.mark.parametrize(("name", "fuse"), [*((name, False) for name in CONFIGS), *((name, True) for name in FUSED)])
+@pytest.mark.parametrize(("name", "fuse"), [*((name, False) for name in CONFIGS), *((name, True) for name in DESCRIBED)])
 def test_logits_equal_transformers(name: str, fuse: bool) -> None:
     """Packed prefill, a chunked extension, a multi-token verify and single tokens, past the window, on scattered blocks."""
     model = plain_model(name)
+    verifier = paged_verifier(model, BLOCK, fuse=fuse)
+    assert isinstance(verifier, DecoderVerifier if fuse else HFVerifier)
     sequences = [s[:1] * 3 + s for s in random_prompts(3, seed=2, longest=30)] + [random_prompts(1, seed=3)[0] * 30]
     sequences[-1] = sequences[-1][: 4 * WINDOW]
     sequences = [[*s, 7, 11, 13, 17, 19, 23, 29] for s in sequences]
-    run = PackedRun(paged_verifier(model, BLOCK, fuse=fuse), sequences)
+    run = PackedRun(verifier, sequences)
     lengths = [len(s) for s in sequences]
     got = [
         run.forward([(i, 0, n // 2) for i, n in enumerate(lengths)]),
@@ -121,24 +124,25 @@ def test_features_are_raw_layer_outputs(fuse: bool) -> None:
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 64,
         },
-        {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 128},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "partial_rotary_factor": 0.5},
     ],
-    ids=lambda rope: rope["rope_type"],
+    ids=lambda rope: rope["rope_type"] + "_partial" * ("partial_rotary_factor" in rope),
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_angles_are_those_of_transformers(rope: dict[str, Any], dtype: torch.dtype) -> None:
     """To the bit: a frequency, an amplitude or a rounding of our own would shift every key."""
-    model: Any = plain_model("llama")
-    config = copy.deepcopy(model.config)
+    partial = "partial_rotary_factor" in rope
+    config = copy.deepcopy(CONFIGS["glm4" if partial else "llama"]())
     config.rope_parameters = {"rope_theta": 1e4, **rope}
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=dtype)
+    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=dtype)
     position_ids, hidden = torch.tensor([0, 1, 17, 90, 511]), torch.zeros(5, 32, dtype=dtype)
     expected = model.model.rotary_emb(hidden[None], position_ids[None])
-    spec = attention_spec(config, device=torch.device("cpu"), dtype=dtype, block_size=BLOCK)
-    verifier = verifier_for(model, name="llama", backend=select_backend("torch_ref", spec))
-    assert isinstance(verifier, FusedVerifier)
-    for ours, theirs in zip(verifier._angles(hidden, position_ids), expected, strict=True):
-        assert torch.cat([ours, ours], dim=-1).equal(theirs[0])
+    head_dim = config.head_dim
+    angles = Angles.of(position_ids, Rope.of(config.rope_parameters, head_dim, config.max_position_embeddings), dtype)
+    for ours, theirs, still in zip((angles.cos, angles.sin), expected, (1, 0), strict=True):
+        rotated = theirs.shape[-1] // 2
+        assert ours[:, :rotated].equal(theirs[0, :, :rotated]) and (ours[:, rotated:] == still).all()
+        assert ours.shape[-1] == head_dim // 2 and (rotated < head_dim // 2) == partial
 
 
 def test_windows_come_from_the_config() -> None:
@@ -151,21 +155,32 @@ def test_windows_come_from_the_config() -> None:
 
 def test_model_called_without_its_cache_says_so() -> None:
     """The registered attention never runs without a cache: it would have no mask at all."""
-    verifier = paged_verifier(plain_model("gemma2"))
+    verifier = paged_verifier(plain_model("gemma2"), fuse=False)
     assert isinstance(verifier, HFVerifier)
     with pytest.raises(RuntimeError, match=r"HFVerifier\.forward"):
         verifier.model(torch.tensor([[1, 2, 3]]))
 
 
-def test_the_family_is_fused_and_others_are_not() -> None:
-    """What the tests above say of fused models is said of the Llama family, biases and head norms included."""
-    assert [name for name in CONFIGS if can_fuse(plain_model(name))] == list(FUSED)
+def test_layers_of_another_kind_stay_as_they_are() -> None:
+    """A projection that is no plain one, as in a quantized model, leaves the whole model to transformers' modules."""
     model = plain_model("llama")
+    assert description_of(model) is not None
     model.model.layers[1].mlp.up_proj = torch.nn.Sequential(model.model.layers[1].mlp.up_proj)
-    assert not can_fuse(model)
+    assert description_of(model) is None
 
 
-@pytest.mark.skipif(not can_pack(torch.ones(1, dtype=torch.bfloat16)), reason="this CPU has no blocked bfloat16 layout")
+@pytest.mark.parametrize(
+    "change", [{"hidden_act": "tanh"}, {"model_type": "other"}, {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}]
+)
+def test_what_the_stack_lacks_is_not_described(change: dict[str, Any]) -> None:
+    """An activation, a family or a RoPE type that it does not have."""
+    config: Any = CONFIGS["llama"]()
+    for name, value in change.items():
+        setattr(config, name, value)
+    assert describe(config) is None
+
+
+@pytest.mark.skipif(not can_block(torch.ones(1, dtype=torch.bfloat16)), reason="this CPU has no blocked bfloat16 layout")
 @pytest.mark.parametrize("num_rows", [1, 9, 70])
 @pytest.mark.parametrize("bias", [False, True])
 def test_packed_weights_give_the_same_bits(num_rows: int, bias: bool) -> None:
@@ -177,13 +192,13 @@ def test_packed_weights_give_the_same_bits(num_rows: int, bias: bool) -> None:
     x, weight, added, residual = (
         torch.randn(*shape, generator=generator).bfloat16() for shape in ((num_rows, 96), (160, 96), (160,), (num_rows, 160))
     )
-    linear = Linear(weight, added if bias else None)
-    assert linear.packed
+    layer = linear(weight, added if bias else None)
+    assert isinstance(layer, BlockedLinear)
     plain = F.linear(x, weight, added if bias else None)
-    assert torch.equal(linear(x), plain)
+    assert torch.equal(layer(x), plain)
     exact = x.double() @ weight.double().t() + (added.double() if bias else 0) + residual.double()
-    assert (linear(x, residual) != exact.bfloat16()).float().mean() < 0.01
-    unpacked = Linear(weight.float(), added.float() if bias else None)
-    assert not unpacked.packed
+    assert (layer(x, residual) != exact.bfloat16()).float().mean() < 0.01
+    unpacked = linear(weight.float(), added.float() if bias else None)
+    assert isinstance(unpacked, DenseLinear)
     plain = F.linear(x.float(), weight.float(), added.float() if bias else None) + residual.float()
     assert_as_exact(unpacked(x.float(), residual.float()), plain, exact)

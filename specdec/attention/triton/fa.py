@@ -66,10 +66,10 @@ class TritonFaBackend(AttentionBackend):
         return reasons_against_kernels(cls, spec)
 
     def __init__(self, spec: AttentionSpec) -> None:
-        from specdec.kernels import triton_attention, triton_fused  # Triton itself is imported only where it is used
+        from specdec.kernels import triton_attention, triton_rope  # Triton itself is imported only where it is used
 
         super().__init__(spec)
-        self._kernels, self._rope_store = triton_attention, triton_fused.rope_store
+        self._kernels, self._rope_store = triton_attention, triton_rope.rope_store
         self._group = spec.num_heads // spec.num_kv_heads
         self.num_processors = num_processors(spec.device)
 

@@ -142,9 +142,14 @@ def test_the_last_layer_goes_on_with_the_drafted_rows_alone() -> None:
     """Nothing sees the other rows after its attention, and they would be most of its work when few drafts of many are verified."""
     drafter, _, rig = bound(replace(TINY, block_size=16))
     rows: list[int] = []
-    for name, module in drafter.drafter.model.named_modules():
-        if name.endswith(".mlp"):
-            module.register_forward_pre_hook(lambda _, inputs: rows.append(inputs[0].numel() // inputs[0].shape[-1]))
+    ops: Any = drafter.drafter.network._ops
+    gated = ops.gated
+
+    def counted(linear: Any, x: torch.Tensor, *others: Any) -> torch.Tensor:
+        rows.append(len(x))
+        return gated(linear, x, *others)
+
+    ops.gated = counted
     drafter.draft_hidden(rig.batch([3, 5], [9, 14], 3))
     assert rows == [2 * 16, 2 * 16, 2 * 3]
 
@@ -313,7 +318,7 @@ def test_weights_take_the_targets_type() -> None:
     verifier = verifier_of(torch.bfloat16)
     drafter, _, rig = bound(TINY, verifier)
     assert {parameter.dtype for parameter in drafter.drafter.model.parameters()} == {torch.bfloat16}
-    assert drafter.drafter.model.rotary.inv_freq.dtype == torch.float32
+    assert drafter.drafter.network._rope.frequencies.dtype == torch.float32
     assert drafter.draft_hidden(rig.batch([3, 5], [9, 14], 4)).dtype == torch.bfloat16
 
 
@@ -323,8 +328,9 @@ def test_runs_share_the_weights() -> None:
     drafter = tiny_drafter(verifier)
 
     def weights() -> list[object]:
-        linears = [module.forward for module in drafter.model.modules() if isinstance(module, torch.nn.Linear)]
-        return [drafter.model.context_projection()[0], *linears]
+        network = drafter.network
+        linears = [linear for layer in network._decoder.layers for linear in (*layer.attention.linears, layer.output)]
+        return [network._context_kv, network._features, *linears]
 
     before = weights()
     one, two = (Rig(drafter, verifier).bound for _ in range(2))
@@ -341,18 +347,11 @@ def test_another_targets_object_is_refused() -> None:
         Rig(drafter, FakeVerifier())
 
 
-def test_preparing_for_inference(tmp_path: Path) -> None:
-    """Joined and packed weights change neither the context nor the state dict, and the result can still be written."""
+def test_a_drafter_can_still_be_written(tmp_path: Path) -> None:
+    """Joined and packed weights leave the state dict as it was."""
     config = replace(TINY, attention_bias=True)
-    model = tiny_model(config).requires_grad_(False)
-    features, positions = torch.randn(5, config.feature_size), torch.arange(5)
-    before = model.context_kv(features, positions)
-    with Float64():
-        exact = tiny_model(config).double().context_kv(features.double(), positions)
-    model.prepare_inference()
-    for runs in zip(model.context_kv(features, positions), before, exact, strict=True):
-        assert_as_exact(*runs)
-    write_checkpoint(tmp_path / "d", config, model.state_dict())
+    drafter = tiny_drafter(verifier_of(torch.float32), config)
+    write_checkpoint(tmp_path / "d", config, drafter.model.state_dict())
     for name, tensor in tiny_tensors(config).items():
         assert torch.equal(read_checkpoint(tmp_path / "d")[1][name], tensor), name
 

@@ -11,8 +11,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from drafters.dflash.config import DFlashConfig
 from drafters.dflash.layout import config_json, parse_config
-from drafters.dflash.rotary import Rotary, rope_frequencies, rotate
+from drafters.dflash.model import DFlashModel
 from specdec.errors import CheckpointError
+from specdec.layers.rotary import Angles, Rope, rotate
 from tests.drafters.tiny import TINY
 
 F, S = "full_attention", "sliding_attention"
@@ -287,6 +288,11 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 
 
+def rope_of(config: DFlashConfig) -> Rope:
+    """How a drafter rotates."""
+    return DFlashModel(config).rope
+
+
 @pytest.mark.parametrize("name", ROPES)
 def test_rope_forms(name: str) -> None:
     """Both forms of the RoPE keys give the angles that Transformers gives for them."""
@@ -299,7 +305,7 @@ def test_rope_forms(name: str) -> None:
     theirs = LlamaRotaryEmbedding(LlamaConfig(head_dim=16, max_position_embeddings=512, **new))
     positions = torch.tensor([0, 1, 77, 400])
     cos, sin = theirs(torch.zeros(1), positions[None])
-    our_cos, our_sin = Rotary(configs[0])(positions, torch.float32)
+    our_cos, our_sin = Angles.of(positions, rope_of(configs[0]), torch.float32).doubled
     torch.testing.assert_close(our_cos[:, 0], cos[0])
     torch.testing.assert_close(our_sin[:, 0, 8:], sin[0, :, 8:])
     torch.testing.assert_close(our_sin[:, 0, :8], -sin[0, :, :8])
@@ -309,16 +315,16 @@ def test_yarn_amplitude_ignores_mscale() -> None:
     """With mscale and mscale_all_dim of 1 the ratio of the target would be 1; the drafter was trained with the plain amplitude."""
     values = {"rope_type": "yarn", "rope_theta": 5e4, "factor": 64.0, "original_max_position_embeddings": 4096}
     config = replace(TINY, rope_parameters=values | {"mscale": 1.0, "mscale_all_dim": 1.0})
-    frequencies, amplitude = rope_frequencies(config)
-    assert amplitude == pytest.approx(1 + 0.1 * math.log(64))
-    torch.testing.assert_close(frequencies, rope_frequencies(replace(TINY, rope_parameters=values))[0])
+    rope = rope_of(config)
+    assert rope.amplitude == pytest.approx(1 + 0.1 * math.log(64))
+    torch.testing.assert_close(rope.frequencies, rope_of(replace(TINY, rope_parameters=values)).frequencies)
 
 
 def test_rope_without_its_values() -> None:
     """A RoPE type that lacks a value names it."""
     config = replace(TINY, rope_parameters={"rope_type": "llama3", "rope_theta": 1e4})
     with pytest.raises(CheckpointError, match=r"'llama3'.* are not complete and valid .*factor"):
-        rope_frequencies(config)
+        rope_of(config)
 
 
 def test_rotation_of_halves() -> None:

@@ -35,8 +35,17 @@ DEVICE = require_triton()
 if DEVICE.type != "cpu":
     pytest.skip("this machine's own GPU is no AMD GPU; test_triton_interpreted.py runs this file", allow_module_level=True)
 
-from specdec.kernels import triton_argmax, triton_attention, triton_embedding, triton_fused, triton_linear, triton_sampler  # noqa: E402
-from specdec.layers import triton_decoder  # noqa: E402 (only where Triton can run)
+from specdec.kernels import (  # noqa: E402
+    triton_activation,
+    triton_argmax,
+    triton_attention,
+    triton_embedding,
+    triton_linear,
+    triton_norm,
+    triton_rope,
+    triton_sampler,
+)
+from specdec.layers import triton_ops  # noqa: E402 (only where Triton can run)
 
 MODEL: dict[str, Any] = {"num_hidden_layers": 2}
 LIMITS: dict[str, Any] = {"max_num_seqs": 2, "cache": CacheConfig(memory_bytes=2**21)}
@@ -129,7 +138,8 @@ class Run:
             Repeat.replays, checked = 0, verdicts()
             self.tokens = generate(engine)
         assert verdicts() == checked, "no request waits for a check"
-        fused = [verifier._triton is not None, *([drafter.on_triton is not None] if drafter else [])]
+        users = [verifier, *([drafter.network] if drafter else [])]
+        fused = [isinstance(user._ops, triton_ops.TritonOps) for user in users]
         assert len(set(fused)) == 1, "target and drafter take the same"
         self.captured = engine.runner.graphs is not None
         assert self.captured == (Repeat.replays > 0)
@@ -224,9 +234,9 @@ def spoil(amd: Amd, name: str, how: Callable[[Callable[..., Any]], Callable[...,
     homes: dict[str, list[tuple[Any, str]]] = {
         "argmax": [(triton_argmax, "argmax")],
         "sampler": [(triton_sampler, "sample")],
-        "embedding": [(triton_embedding, "embed"), (triton_decoder, "embed")],
-        "few_rows": [(triton_linear, "few_rows"), (triton_decoder, "few_rows")],
-        "fused_layers": [(triton_fused, "silu_mul"), (triton_decoder, "silu_mul")],
+        "embedding": [(triton_embedding, "embed"), (triton_ops, "embed")],
+        "few_rows": [(triton_linear, "few_rows")],
+        "fused_layers": [(triton_activation, "gated"), (triton_ops, "gated")],
         "triton_fa": [(triton_attention, "paged_attention")],
     }
     for module, attribute in homes[name]:
@@ -375,7 +385,13 @@ def test_checks_notice_what_is_wrong(amd: Amd) -> None:
         "few_rows": (partial(fused.check_few_rows, DEVICE, torch.float16), [(triton_linear, "few_rows")]),
         "fused_layers": (
             partial(fused.check_fused_layers, DEVICE, torch.float16),
-            [(triton_fused, name) for name in ("rms_norm", "add_rms_norm", "silu_mul", "rope_store")],
+            [
+                (triton_norm, "rms_norm"),
+                (triton_norm, "add_rms_norm"),
+                (triton_activation, "gated"),
+                (triton_rope, "rope_store"),
+                (triton_ops, "rope_store"),
+            ],
         ),
     }
     for measure, homes in checks.values():

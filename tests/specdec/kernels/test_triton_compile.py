@@ -14,7 +14,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 import torch
 
 import specdec.device
-from specdec.kernels import triton_fused
+from specdec.kernels import triton_norm
 from specdec.kernels.triton_launch import shared_memory
 from tests.checks import compile as compile_check
 from tests.helpers.compiled_kernels import TARGETS, Target, Use, argmax_kernels, kernels, use_of
@@ -48,13 +48,13 @@ def test_every_kernel(name: str) -> None:
 def test_hints() -> None:
     """Surplus programs send them before anything waits, one piece per thread; without a weight nothing is left of them."""
     rows = {"x": "bf16", "residual": "bf16", "weight": "bf16", "normed": "bf16", "added": "bf16", "ahead": "bf16"}
-    constants: dict[str, Any] = {"WIDTH": 4096, "PARTS": 1, "BLOCK": 4096, "OVERLAP": True}
+    constants: dict[str, Any] = {"WIDTH": 4096, "PARTS": 1, "SCALED": False, "BLOCK": 4096, "OVERLAP": True, "after": None}
     for hints in ({"AHEAD": 3 * 2**20 + 16}, {"AHEAD": None, "ahead": None}):
         norm = compile_for(
-            triton_fused._rms_norm_kernel,
+            triton_norm._rms_norm_kernel,
             TARGETS["sm_90"].compiler,
             pointers=rows,
-            floats=("epsilon",),
+            floats=("epsilon", "scale"),
             constants=constants | hints,
             num_warps=8,
         )

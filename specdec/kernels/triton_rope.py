@@ -1,9 +1,6 @@
-"""What surrounds attention in a decoder layer, in one Triton kernel each: norm with residual, RoPE with cache write, SwiGLU.
+"""Rotary position embedding in Triton, in one launch with the norms of heads before it and the cache write after it.
 
-Between the matrix products of a verify forward a plain torch layer launches some twenty small kernels, each of which costs more to
-start than to run. Inputs may be views of a joined product. All arithmetic is float32; norms round to the model's type before
-their weight, as transformers does. Kernels between a product and the next may send hints about the latter's weight, see
-`specdec.kernels.triton_prefetch`.
+Inputs may be views of a joined product. All arithmetic is float32.
 """
 
 import torch
@@ -12,65 +9,10 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.kernels.triton_launch import on_device, overlap_options
+from specdec.kernels.triton_norm import weighted
 from specdec.kernels.triton_overlap import await_previous
 from specdec.kernels.triton_prefetch import hint_options, hint_program, send_hints, surplus
 from specdec.kv_cache import LayerCache
-
-
-@triton.jit
-def _rms_norm_kernel(
-    x: tl.tensor,  # [rows, WIDTH], or float32 [PARTS, rows, WIDTH] whose sum counts
-    residual: tl.tensor,  # [rows, WIDTH] or None
-    weight: tl.tensor,  # [WIDTH]
-    normed: tl.tensor,  # [rows, WIDTH]
-    added: tl.tensor,  # [rows, WIDTH] or None, x + residual
-    x_stride: tl.tensor,
-    epsilon: tl.tensor,
-    part_stride: tl.tensor,
-    ahead: tl.tensor,  # weight to send hints about, or None
-    WIDTH: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    AHEAD: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
-    if ahead is not None:
-        program = hint_program(AHEAD)
-        if program >= 0:
-            send_hints(ahead, program, AHEAD)
-            return
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    exists = column < WIDTH
-    dtype = normed.dtype.element_ty
-    gain = tl.load(weight + column, mask=exists, other=0.0).to(tl.float32)  # depends on no kernel
-    await_previous(OVERLAP)
-    rows = tl.load(x + row * x_stride + column, mask=exists, other=0.0).to(tl.float32)
-    if PARTS > 1:
-        for part in tl.static_range(1, PARTS):
-            rows += tl.load(x + part * part_stride + row * x_stride + column, mask=exists, other=0.0)
-        rows = rows.to(dtype).to(tl.float32)  # as a whole product would be
-    if residual is not None:
-        rows += tl.load(residual + row * WIDTH + column, mask=exists, other=0.0).to(tl.float32)
-        stored = rows.to(added.dtype.element_ty)
-        tl.store(added + row * WIDTH + column, stored, mask=exists)
-        rows = stored.to(tl.float32)
-    scaled = rows * tl.rsqrt(tl.sum(rows * rows, 0) / WIDTH + epsilon)
-    tl.store(normed + row * WIDTH + column, (scaled.to(dtype).to(tl.float32) * gain).to(dtype), mask=exists)
-
-
-@triton.jit
-def _silu_mul_kernel(
-    gate_up: tl.tensor, output: tl.tensor, row_stride: tl.tensor, width: tl.tensor, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
-) -> None:
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    exists = column < width
-    await_previous(OVERLAP)
-    gate = tl.load(gate_up + row * row_stride + column, mask=exists, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * row_stride + width + column, mask=exists, other=0.0).to(tl.float32)
-    product = gate * tl.sigmoid(gate) * up
-    tl.store(output + row * width + column, product.to(output.dtype.element_ty), mask=exists)
 
 
 @triton.jit
@@ -100,8 +42,9 @@ def _move_heads(
         root = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / HEAD_DIM + epsilon)[:, None]
         low_gain = tl.load(norm + half, mask=in_half, other=0.0).to(tl.float32)
         high_gain = tl.load(norm + HALF + half, mask=in_half, other=0.0).to(tl.float32)
-        low = ((low * root).to(source_type).to(tl.float32) * low_gain).to(source_type).to(tl.float32)
-        high = ((high * root).to(source_type).to(tl.float32) * high_gain).to(source_type).to(tl.float32)
+        LATE: tl.constexpr = norm.dtype.element_ty == tl.float32
+        low = weighted(low * root, low_gain, source_type, LATE).to(tl.float32)
+        high = weighted(high * root, high_gain, source_type, LATE).to(tl.float32)
     if cos is not None:
         c = tl.load(cos + half, mask=in_half, other=0.0).to(tl.float32)
         s = tl.load(sin + half, mask=in_half, other=0.0).to(tl.float32)
@@ -162,71 +105,6 @@ def _rope_store_kernel(
         else:
             values = value + token * value_stride
             _move_heads(values, value_cache + place, None, None, None, epsilon, limit, NUM_KV_HEADS, HEAD_DIM)
-
-
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float, *, ahead: Tensor | None = None) -> Tensor:
-    """Root mean square norm of rows [rows, H]; meanwhile hints about `ahead` are sent."""
-    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch_norm(x, None, weight, normed, None, epsilon, ahead)
-    return normed
-
-
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, *, ahead: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """The norm of `x + residual`, both [rows, H], and the sum itself, rounded once.
-
-    `x` may also be float32 [parts, rows, H]: its sum over the parts counts, rounded to the type of `residual`.
-    Meanwhile hints about `ahead` are sent.
-    """
-    normed, added = torch.empty_like(residual), torch.empty_like(residual)
-    _launch_norm(x, residual, weight, normed, added, epsilon, ahead)
-    return normed, added
-
-
-def _launch_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    normed: Tensor,
-    added: Tensor | None,
-    epsilon: float,
-    ahead: Tensor | None,
-) -> None:
-    rows, width = x.shape[-2:]
-    parts = len(x) if x.ndim == 3 else 1
-    assert x.stride(-1) == 1 and (residual is None or residual.is_contiguous())
-    block = triton.next_power_of_2(width)
-    num_warps = 16 if block > 2048 else 8
-    with on_device(x):
-        _rms_norm_kernel[(rows + surplus(ahead, num_warps),)](
-            x,
-            residual,
-            weight,
-            normed,
-            added,
-            x.stride(-2),
-            epsilon,
-            x.stride(0),
-            WIDTH=width,
-            PARTS=parts,
-            BLOCK=block,
-            num_warps=num_warps,
-            **hint_options(ahead),
-            **overlap_options(x.device),
-        )
-
-
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up` [rows, I] of a joined product [rows, 2 * I]."""
-    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    output = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
-    block = min(triton.next_power_of_2(width), 1024)
-    with on_device(gate_up):
-        _silu_mul_kernel[(rows, triton.cdiv(width, block))](
-            gate_up, output, gate_up.stride(0), width, BLOCK=block, num_warps=4, **overlap_options(gate_up.device)
-        )
-    return output
 
 
 def rope_store(

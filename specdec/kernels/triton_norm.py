@@ -1,0 +1,148 @@
+"""Root mean square norms in Triton, with what surrounds them in a decoder layer: partial sums before, a residual, hints.
+
+Between the matrix products of a verify forward a plain torch layer launches some twenty small kernels, each of which costs more to
+start than to run. All arithmetic is float32; a norm rounds to the model's type before its weight, as transformers does, unless
+that weight is in float32: then their product is what is rounded.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec.kernels.triton_launch import on_device, overlap_options
+from specdec.kernels.triton_overlap import await_previous
+from specdec.kernels.triton_prefetch import hint_options, hint_program, send_hints, surplus
+
+
+@triton.jit
+def weighted(scaled: tl.tensor, gain: tl.tensor, dtype: tl.constexpr, LATE: tl.constexpr) -> tl.tensor:
+    """Float32 numbers times a norm's weight, rounded to `dtype` before it too unless LATE."""
+    if not LATE:
+        scaled = scaled.to(dtype).to(tl.float32)
+    return (scaled * gain).to(dtype)
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x: tl.tensor,  # [rows, WIDTH], or float32 [PARTS, rows, WIDTH] whose sum counts
+    residual: tl.tensor,  # [rows, WIDTH] or None
+    after: tl.tensor,  # [WIDTH] or None: weight of a norm of x before the sum
+    weight: tl.tensor,  # [WIDTH] or None: weight of the norm of the sum
+    normed: tl.tensor,  # [rows, WIDTH]
+    added: tl.tensor,  # [rows, WIDTH] or None, x + residual
+    x_stride: tl.tensor,
+    epsilon: tl.tensor,
+    scale: tl.tensor,  # factor of x in the sum
+    part_stride: tl.tensor,
+    ahead: tl.tensor,  # weight to send hints about, or None
+    WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    SCALED: tl.constexpr,  # whether the factor is not 1
+    BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    if ahead is not None:
+        program = hint_program(AHEAD)
+        if program >= 0:
+            send_hints(ahead, program, AHEAD)
+            return
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    exists = column < WIDTH
+    dtype = normed.dtype.element_ty
+    if weight is not None:  # depends on no kernel
+        gain = tl.load(weight + column, mask=exists, other=0.0).to(tl.float32)
+    await_previous(OVERLAP)
+    rows = tl.load(x + row * x_stride + column, mask=exists, other=0.0).to(tl.float32)
+    if PARTS > 1:
+        for part in tl.static_range(1, PARTS):
+            rows += tl.load(x + part * part_stride + row * x_stride + column, mask=exists, other=0.0)
+        rows = rows.to(dtype).to(tl.float32)  # as a whole product would be
+    if after is not None:
+        after_gain = tl.load(after + column, mask=exists, other=0.0).to(tl.float32)
+        scaled = rows * tl.rsqrt(tl.sum(rows * rows, 0) / WIDTH + epsilon)
+        rows = weighted(scaled, after_gain, dtype, after.dtype.element_ty == tl.float32).to(tl.float32)
+    if SCALED:
+        rows = (rows * scale).to(dtype).to(tl.float32)
+    if residual is not None:
+        rows += tl.load(residual + row * WIDTH + column, mask=exists, other=0.0).to(tl.float32)
+        stored = rows.to(added.dtype.element_ty)
+        tl.store(added + row * WIDTH + column, stored, mask=exists)
+        rows = stored.to(tl.float32)
+    if weight is not None:
+        scaled = rows * tl.rsqrt(tl.sum(rows * rows, 0) / WIDTH + epsilon)
+        tl.store(normed + row * WIDTH + column, weighted(scaled, gain, dtype, weight.dtype.element_ty == tl.float32), mask=exists)
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float, *, ahead: Tensor | None = None) -> Tensor:
+    """Root mean square norm of rows [rows, H] (arXiv 1910.07467); meanwhile hints about `ahead` are sent."""
+    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch_norm(x, None, None, weight, normed, None, epsilon, 1.0, ahead)
+    return normed
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    epsilon: float,
+    *,
+    after: Tensor | None = None,
+    scale: float = 1.0,
+    ahead: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The norm of `scale * x + residual`, and the sum itself, rounded once.
+
+    Args:
+        x: [rows, H], or float32 [parts, rows, H]: its sum over the parts counts, rounded to the type of `residual`.
+        residual: [rows, H].
+        weight: [H], of the norm; None gives the sum in its place.
+        epsilon: of both norms.
+        after: [H], weight of a norm of `x` before the sum, or None.
+        scale: factor of `x` in the sum.
+        ahead: a weight to send hints about meanwhile.
+    """
+    added = torch.empty_like(residual)
+    normed = added if weight is None else torch.empty_like(residual)
+    _launch_norm(x, residual, after, weight, normed, added, epsilon, scale, ahead)
+    return normed, added
+
+
+def _launch_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    after: Tensor | None,
+    weight: Tensor | None,
+    normed: Tensor,
+    added: Tensor | None,
+    epsilon: float,
+    scale: float,
+    ahead: Tensor | None,
+) -> None:
+    rows, width = x.shape[-2:]
+    parts = len(x) if x.ndim == 3 else 1
+    assert x.stride(-1) == 1 and (residual is None or residual.is_contiguous())
+    block = triton.next_power_of_2(width)
+    num_warps = 16 if block > 2048 else 8
+    with on_device(x):
+        _rms_norm_kernel[(rows + surplus(ahead, num_warps),)](
+            x,
+            residual,
+            after,
+            weight,
+            normed,
+            added,
+            x.stride(-2),
+            epsilon,
+            scale,
+            x.stride(0),
+            WIDTH=width,
+            PARTS=parts,
+            SCALED=scale != 1,
+            BLOCK=block,
+            num_warps=num_warps,
+            **hint_options(ahead),
+            **overlap_options(x.device),
+        )

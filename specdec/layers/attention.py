@@ -1,0 +1,75 @@
+"""Attention of one decoder layer: what a layer asks of its attention, and the kind with heads of their own keys and values."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from specdec.attention.backend import AttentionBackend
+from specdec.attention.mla import MlaBackend
+from specdec.layers.linear import Linear
+from specdec.layers.norm import Norm
+from specdec.layers.ops import Heads, Ops
+from specdec.layers.rotary import Angles, Rope
+
+
+class Rows(NamedTuple):
+    """What the attention of a layer is told of the rows of a forward beside their hidden states."""
+
+    backend: AttentionBackend | MlaBackend
+    cache: Any
+    plan: Any
+    angles: Mapping[Rope, Angles]
+
+
+class Attention(Protocol):
+    """Attention of one layer, without its output projection."""
+
+    @property
+    def rope(self) -> Rope | None:
+        """How queries and keys are rotated; None where nothing is."""
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """Its weights, the first product's first."""
+
+    def __call__(self, ops: Ops, hidden: Tensor, rows: Rows, ahead: Linear) -> Tensor:
+        """[T, inputs of the output projection `ahead`] from `hidden` [T, H]."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadAttention:
+    """Attention with groups of query heads that share a key head (GQA, arXiv 2305.13245).
+
+    Attributes:
+        qkv: to [num_heads + 2 * num_kv_heads] heads.
+        heads: norms of single heads, scale, window, softcap and sinks.
+        rope: rotation of queries and keys.
+        wide_norms: norms of all query heads together and of all key heads together, as in OLMo 2 (arXiv 2501.00656).
+    """
+
+    qkv: Linear
+    heads: Heads
+    rope: Rope | None
+    wide_norms: tuple[Norm, Norm] | None = None
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """See `Attention.linears`."""
+        return (self.qkv,)
+
+    def __call__(self, ops: Ops, hidden: Tensor, rows: Rows, ahead: Linear) -> Tensor:
+        """See `Attention.__call__`."""
+        backend = rows.backend
+        assert isinstance(backend, AttentionBackend)
+        qkv = ops.project(self.qkv, hidden)
+        if self.wide_norms is not None:
+            spec = backend.spec
+            widths = [spec.num_heads * spec.head_dim, *[spec.num_kv_heads * spec.head_dim] * 2]
+            query, key, value = qkv.split_with_sizes(widths, dim=1)
+            qkv = torch.cat([ops.norm(query, self.wide_norms[0]), ops.norm(key, self.wide_norms[1]), value], dim=1)
+        angles = None if self.rope is None else rows.angles[self.rope]
+        heads = qkv.view(len(hidden), -1, backend.spec.head_dim)
+        return ops.attend(backend, heads, self.heads, angles, rows.cache, rows.plan, ahead)

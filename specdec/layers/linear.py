@@ -1,0 +1,220 @@
+"""Linear layers: one interface, behind which weights differ in how they are stored and by which kernel they are read."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specdec.device import uses_avx512
+
+GROUP = 32
+"""Inputs of a row that share a scale and a minimum in a four-bit weight."""
+
+FEW_ROWS = 16
+"""Most rows that read the four-bit weight: a token with its 15 drafts. It is a quarter of the bytes, but each row pays for turning
+codes into numbers, so from 9 rows on the other form would be faster; but then a token scored among many drafts and the same token
+decoded alone would see weights that were rounded differently."""
+
+LONE_ROW_INPUTS = 1024
+"""oneDNN adds up more inputs than this in another order for one row than for several. One row is then run as two, so that a token
+decoded alone has the same bits as the same token verified among drafts. Of fewer inputs only some CPUs round it alike; there
+a second row would cost more than it is worth."""
+
+
+class Linear(ABC):
+    """`x W^T + b`, and optionally a residual added in the same pass.
+
+    Attributes:
+        in_features, out_features: widths of a row before and after.
+        bias: [out], or None.
+        dtype: of rows before and after.
+    """
+
+    in_features: int
+    out_features: int
+    bias: Tensor | None
+    dtype: torch.dtype
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of the weight that a product with few rows reads."""
+
+    @abstractmethod
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """[..., out] from `x` [..., in] and, when there is one, `residual` [..., out]."""
+
+    @property
+    def prefetchable(self) -> Tensor | None:
+        """What a kernel before this product may ask the memory for; see `specdec.kernels.triton_prefetch`."""
+        return None
+
+    def few_rows(
+        self, x: Tensor, *, activation: str | None = None, may_split: bool = False, ahead: Tensor | None = None
+    ) -> Tensor | None:
+        """The product of few rows by our own kernel, see `specdec.kernels.triton_linear.few_rows`; None where there is none."""
+        return None
+
+
+class DenseLinear(Linear):
+    """A weight as it is.
+
+    Args:
+        weight: [out, in].
+        bias: [out], or None.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.weight, self.bias, self.dtype = weight, bias, weight.dtype
+        self.out_features, self.in_features = weight.shape
+
+    @property
+    def nbytes(self) -> int:
+        """See `Linear.nbytes`."""
+        return self.weight.nbytes
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """See `Linear.__call__`."""
+        if residual is None or x.ndim != 2:
+            out = F.linear(x, self.weight, self.bias)
+            return out if residual is None else out + residual
+        out = torch.addmm(residual, x, self.weight.t())
+        return out if self.bias is None else out.add_(self.bias)
+
+    @cached_property
+    def prefetchable(self) -> Tensor | None:
+        """See `Linear.prefetchable`."""
+        from specdec.kernels.triton_prefetch import worth_prefetching  # it imports Triton
+
+        return self.weight if worth_prefetching(self.weight) else None
+
+    def few_rows(
+        self, x: Tensor, *, activation: str | None = None, may_split: bool = False, ahead: Tensor | None = None
+    ) -> Tensor | None:
+        """See `Linear.few_rows`."""
+        from specdec.kernels.triton_linear import few_rows  # it imports Triton
+
+        return few_rows(x, self.weight, self.bias, activation=activation, may_split=may_split, ahead=ahead)
+
+
+class BlockedLinear(Linear):
+    """A bfloat16 weight on a CPU, in oneDNN's blocked layout.
+
+    Otherwise every call would rearrange it, which for a few rows costs more than the product. The result is the same to the bit.
+
+    Args:
+        weight: [out, in]; it may be released once the object exists.
+        bias: [out], or None.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.bias, self.dtype = bias, weight.dtype
+        self._blocks = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), 16)
+
+    @property
+    def nbytes(self) -> int:
+        """See `Linear.nbytes`."""
+        return self._blocks.numel() * self._blocks.element_size()
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """See `Linear.__call__`."""
+        if x.ndim == 2 and x.shape[0] == 1 and self.in_features > LONE_ROW_INPUTS:
+            return self._multiply(_twice(x), None if residual is None else _twice(residual))[:1]
+        return self._multiply(x, residual)
+
+    def _multiply(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        if residual is None:
+            return torch.ops.mkldnn._linear_pointwise.default(x, self._blocks, self.bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._blocks, self.bias, "add")
+
+
+@dataclass(frozen=True, slots=True)
+class FourBitWeight:
+    """A weight as its checkpoint stores it: `scale * code + minimum`, in groups of 32 inputs, which is GGUF's Q4_1.
+
+    Attributes:
+        codes: uint8 [out, in / 2]; byte `j` holds the code of input `2j` in its low half, of input `2j + 1` in its high half.
+        scale, minimum: [out, in / 32].
+    """
+
+    codes: Tensor
+    scale: Tensor
+    minimum: Tensor
+
+
+class FourBitLinear(BlockedLinear):
+    """Up to `FEW_ROWS` rows read the four-bit form of the weight, which is a quarter of the bytes, and more rows the blocked one.
+
+    Its scale and the value of its middle code are rounded to bfloat16, which is about as near to the checkpoint as a bfloat16
+    weight; products and sums are in float32, rounded once, and a row gives the same bits whatever rows are beside it.
+
+    Args:
+        weight: [out, in], made from `four_bit`.
+        bias: [out], or None.
+        four_bit: the weight as the checkpoint stores it.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, four_bit: FourBitWeight) -> None:
+        super().__init__(weight, bias)
+        self._codes, self._scales = _pack_four_bit(four_bit)
+
+    @property
+    def nbytes(self) -> int:
+        """See `Linear.nbytes`."""
+        return self._codes.nbytes + self._scales.nbytes
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """See `Linear.__call__`."""
+        if x.ndim != 2 or x.shape[0] > FEW_ROWS:
+            return super().__call__(x, residual)
+        out = torch._weight_int4pack_mm_for_cpu(x, self._codes, GROUP, self._scales)
+        out = out if self.bias is None else out.add_(self.bias)
+        return out if residual is None else out.add_(residual)
+
+
+def linear(weight: Tensor, bias: Tensor | None = None, *, four_bit: FourBitWeight | None = None) -> Linear:
+    """The layer that this machine runs fastest.
+
+    Args:
+        weight: [out, in]; on a CPU in bfloat16 it may be released once the layer exists. It gets no gradient.
+        bias: [out], or None.
+        four_bit: what `weight` was made from, if anything.
+    """
+    if not can_block(weight):
+        return DenseLinear(weight, bias)
+    if four_bit is not None and can_pack_four_bit(weight):
+        return FourBitLinear(weight, bias, four_bit)
+    return BlockedLinear(weight, bias)
+
+
+def can_block(weight: Tensor) -> bool:
+    """Whether this machine has a blocked layout for `weight`: bfloat16 on a CPU that multiplies it, with oneDNN in the build."""
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype == torch.bfloat16
+        and torch.backends.mkldnn.is_available()
+        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    )
+
+
+def can_pack_four_bit(weight: Tensor) -> bool:
+    """Whether the four-bit form of `weight` is of use here: its kernel is written for AVX-512, and elsewhere it is slow."""
+    return can_block(weight) and uses_avx512()
+
+
+def _twice(row: Tensor) -> Tensor:
+    return torch.cat([row, row])
+
+
+def _pack_four_bit(weight: FourBitWeight) -> tuple[Tensor, Tensor]:
+    """Codes in the layout of torch's product, and bfloat16 [in / 32, out, 2]: scale, and value of code 8, of each group."""
+    codes = torch.stack([weight.codes & 15, weight.codes >> 4], dim=-1).flatten(1)
+    scale = weight.scale.float()
+    middle = weight.minimum.float() + 8 * scale
+    scales = torch.stack([scale.t(), middle.t()], dim=-1).to(torch.bfloat16).contiguous()
+    return torch._convert_weight_to_int4pack_for_cpu(codes.int(), 1), scales

@@ -1,0 +1,216 @@
+"""What a decoder computes between its matrix products: one interface, in plain torch here, in Triton in `triton_ops`.
+
+Every operation is written down here first. Plain torch is the oracle of the kernels and the way on a CPU, where a forward of a few
+tokens would otherwise spend more time between matrix products than in them: so residuals are added by the products.
+"""
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specdec.attention.backend import AttentionBackend
+from specdec.kernels.experts import Experts
+from specdec.kv_cache import LayerCache
+from specdec.layers.activation import gated
+from specdec.layers.experts import apply_experts
+from specdec.layers.linear import Linear
+from specdec.layers.norm import Norm, rms_norm
+from specdec.layers.rotary import Angles, rotate
+from specdec.layers.router import Router
+
+
+class Join(NamedTuple):
+    """How the output of a sublayer joins the residual stream, and what the next one is given.
+
+    The stream becomes `residual + scale * after(output)`; the next sublayer is given `norm` of it.
+    """
+
+    norm: Norm | None  # None gives the stream itself
+    after: Norm | None = None
+    scale: float = 1.0
+
+
+class Heads(NamedTuple):
+    """What one layer's attention does to its queries and keys before they meet, and how they meet."""
+
+    scale: float  # of the scores
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None  # [num_heads]
+    query_norm: Norm | None = None  # of each head
+    key_norm: Norm | None = None
+
+    @property
+    def meeting(self) -> dict[str, Any]:
+        """What `AttentionBackend.run` is told of this layer."""
+        return {"scale": self.scale, "window": self.window, "softcap": self.softcap, "sinks": self.sinks}
+
+
+class Ops(Protocol):
+    """Rows are packed: [T, ...]. A weight called `ahead` is that of a product soon to come, which a kernel may prefetch."""
+
+    def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
+        """Rows [..., H] of a table [V, H] times `scale`, for int64 ids [...]."""
+
+    def norm(self, x: Tensor, norm: Norm, ahead: Linear | None = None) -> Tensor:
+        """`x` [T, H], normed."""
+
+    def project(self, linear: Linear, x: Tensor) -> Tensor:
+        """The product of `x` [T, in] with a weight: [T, out]."""
+
+    def gated(self, linear: Linear, x: Tensor, activation: str, ahead: Linear) -> Tensor:
+        """The gated activation [T, out / 2] of a product that joins gate and up."""
+
+    def add(self, x: Tensor, residual: Tensor, join: Join, ahead: Linear | None = None) -> tuple[Tensor, Tensor]:
+        """What comes after a sublayer with output `x` [T, H], or [parts, T, H] whose sum it is: see `Join`.
+
+        Returns:
+            What the next sublayer is given, and the residual stream, [T, H] each.
+        """
+
+    def project_add(
+        self, linear: Linear, x: Tensor, residual: Tensor, join: Join, ahead: Linear | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`add` of the product of `x` [T, in] with a weight."""
+
+    def route(self, router: Router, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights float32 [T, top_k] and ids of the experts that rows `hidden` [T, H] choose."""
+
+    def experts(self, experts: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """The weighted sum [T, H] of each row's experts for `x` [T, H], or float32 [parts, T, H] whose sum it is."""
+
+    def attend(
+        self,
+        backend: AttentionBackend,
+        qkv: Tensor,
+        heads: Heads,
+        angles: Angles | None,
+        cache: LayerCache,
+        plan: Any,
+        ahead: Linear,
+    ) -> Tensor:
+        """Norms and rotates queries and keys, writes keys and values to the cache, and attends to it.
+
+        Args:
+            backend: attention.
+            qkv: [T, num_heads + 2 * num_kv_heads, head_dim].
+            heads: of this layer.
+            angles: of the rows; None rotates nothing.
+            cache, plan: of this layer.
+            ahead: the output projection.
+
+        Returns:
+            [T, num_heads * head_dim].
+        """
+
+    def write(
+        self,
+        backend: AttentionBackend,
+        key: Tensor,
+        value: Tensor,
+        key_norm: Norm | None,
+        angles: Angles,
+        cache: LayerCache,
+        slot_mapping: Tensor,
+    ) -> None:
+        """Norms and rotates keys [T, num_kv_heads, head_dim], and writes them and values like them to the cache."""
+
+
+class TorchOps:
+    """`Ops` in plain torch."""
+
+    def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
+        """See `Ops.embed`."""
+        rows = F.embedding(token_ids, table)
+        return rows if scale == 1 else rows * scale
+
+    def norm(self, x: Tensor, norm: Norm, ahead: Linear | None = None) -> Tensor:
+        """See `Ops.norm`."""
+        return rms_norm(x, norm)
+
+    def project(self, linear: Linear, x: Tensor) -> Tensor:
+        """See `Ops.project`."""
+        return linear(x)
+
+    def gated(self, linear: Linear, x: Tensor, activation: str, ahead: Linear) -> Tensor:
+        """See `Ops.gated`."""
+        gate, up = linear(x).chunk(2, dim=-1)
+        return gated(gate, up, activation)
+
+    def add(self, x: Tensor, residual: Tensor, join: Join, ahead: Linear | None = None) -> tuple[Tensor, Tensor]:
+        """See `Ops.add`."""
+        if x.ndim == 3:
+            x = x.sum(0)
+        x = x.to(residual.dtype)
+        if join.after is not None:
+            x = rms_norm(x, join.after)
+        if join.scale != 1:
+            x = x * join.scale
+        return self._next(residual + x, join)
+
+    def project_add(
+        self, linear: Linear, x: Tensor, residual: Tensor, join: Join, ahead: Linear | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """See `Ops.project_add`."""
+        if join.after is None and join.scale == 1:
+            return self._next(linear(x, residual), join)
+        return self.add(linear(x), residual, join)
+
+    def route(self, router: Router, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Ops.route`."""
+        return router(hidden)
+
+    def experts(self, experts: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """See `Ops.experts`."""
+        return apply_experts(x, weights, ids, experts)
+
+    def attend(
+        self,
+        backend: AttentionBackend,
+        qkv: Tensor,
+        heads: Heads,
+        angles: Angles | None,
+        cache: LayerCache,
+        plan: Any,
+        ahead: Linear,
+    ) -> Tensor:
+        """See `Ops.attend`."""
+        num_heads, num_kv_heads = backend.spec.num_heads, backend.spec.num_kv_heads
+        rotated, value = qkv.split_with_sizes([num_heads + num_kv_heads, num_kv_heads], dim=1)
+        if heads.query_norm is not None and heads.key_norm is not None:
+            query, key = rotated.split_with_sizes([num_heads, num_kv_heads], dim=1)
+            rotated = torch.cat([rms_norm(query, heads.query_norm), rms_norm(key, heads.key_norm)], dim=1)
+        if angles is not None:
+            rotated = rotate(rotated, *angles.doubled)
+        query, key = rotated.split_with_sizes([num_heads, num_kv_heads], dim=1)
+        return backend.run(query, key, value, cache, plan, **heads.meeting).flatten(1)
+
+    def write(
+        self,
+        backend: AttentionBackend,
+        key: Tensor,
+        value: Tensor,
+        key_norm: Norm | None,
+        angles: Angles,
+        cache: LayerCache,
+        slot_mapping: Tensor,
+    ) -> None:
+        """See `Ops.write`."""
+        key = key if key_norm is None else rms_norm(key, key_norm)
+        backend.write(cache, rotate(key, *angles.doubled), value, slot_mapping)
+
+    def _next(self, residual: Tensor, join: Join) -> tuple[Tensor, Tensor]:
+        return residual if join.norm is None else rms_norm(residual, join.norm), residual
+
+
+def ops_for(backend: AttentionBackend) -> Ops:
+    """What computes the layers around `backend`: our kernels where it and the device suit them."""
+    from specdec.layers.fused import fuses_layers
+
+    if not fuses_layers(backend):
+        return TorchOps()
+    from specdec.layers.triton_ops import TritonOps  # it imports Triton
+
+    return TritonOps(backend.spec.device, backend.spec.dtype)

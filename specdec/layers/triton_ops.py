@@ -1,0 +1,147 @@
+"""`specdec.layers.ops.Ops` around Triton kernels: for a layer the matrix products, and five small launches between them.
+
+    norm+residual | qkv product | norm+RoPE+cache write | attention (, merge) | output product
+    norm+residual | gate and up product | activation | down product
+
+For few rows the products are our own: the activation is part of one then, the norm after one adds up its partial sums, and
+a kernel before one asks for the weight that it will read. Nothing here reads a value on the host, so a forward can be captured in
+a graph.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specdec.attention.backend import AttentionBackend
+from specdec.attention.triton.fa import TritonFaBackend
+from specdec.kernels.experts import Experts
+from specdec.kernels.triton_activation import gated
+from specdec.kernels.triton_embedding import embed
+from specdec.kernels.triton_linear import MOST_ROWS
+from specdec.kernels.triton_norm import add_rms_norm, rms_norm
+from specdec.kernels.triton_rope import rope_store
+from specdec.kv_cache import LayerCache
+from specdec.layers.experts import apply_experts
+from specdec.layers.fused import embeds, multiplies_few_rows
+from specdec.layers.linear import Linear
+from specdec.layers.norm import Norm
+from specdec.layers.ops import Heads, Join
+from specdec.layers.rotary import Angles
+from specdec.layers.router import Router
+
+
+class TritonOps:
+    """`Ops` in Triton.
+
+    Args:
+        device: where.
+        dtype: of the rows.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._embeds, self._multiplies_few_rows = embeds(device), multiplies_few_rows(device, dtype)
+
+    def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
+        """See `Ops.embed`."""
+        if self._embeds:
+            return embed(token_ids, table, scale)
+        rows = F.embedding(token_ids, table)
+        return rows if scale == 1 else rows * scale
+
+    def norm(self, x: Tensor, norm: Norm, ahead: Linear | None = None) -> Tensor:
+        """See `Ops.norm`."""
+        return rms_norm(x, norm.weight, norm.epsilon, ahead=_hint(ahead, x))
+
+    def project(self, linear: Linear, x: Tensor) -> Tensor:
+        """See `Ops.project`."""
+        product = linear.few_rows(x) if self._multiplies_few_rows else None
+        return linear(x) if product is None else product
+
+    def gated(self, linear: Linear, x: Tensor, activation: str, ahead: Linear) -> Tensor:
+        """See `Ops.gated`."""
+        # The next weight is asked for while this product runs, which leaves the memory idle only if its own was asked for.
+        hint = None if linear.prefetchable is None else _hint(ahead, x)
+        product = linear.few_rows(x, activation=activation, ahead=hint) if self._multiplies_few_rows else None
+        return gated(linear(x), activation) if product is None else product
+
+    def add(self, x: Tensor, residual: Tensor, join: Join, ahead: Linear | None = None) -> tuple[Tensor, Tensor]:
+        """See `Ops.add`."""
+        norm, after = join.norm, join.after
+        assert norm is None or after is None or norm.epsilon == after.epsilon, "the kernel takes one epsilon"
+        epsilon = norm.epsilon if norm is not None else after.epsilon if after is not None else 0.0
+        weight, after_weight = (None if one is None else one.weight for one in (norm, after))
+        hint = _hint(ahead, residual)
+        return add_rms_norm(x, residual, weight, epsilon, after=after_weight, scale=join.scale, ahead=hint)
+
+    def project_add(
+        self, linear: Linear, x: Tensor, residual: Tensor, join: Join, ahead: Linear | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """See `Ops.project_add`."""
+        product = linear.few_rows(x, may_split=True) if self._multiplies_few_rows else None
+        return self.add(linear(x) if product is None else product, residual, join, ahead)
+
+    def route(self, router: Router, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Ops.route`."""
+        return router(hidden)
+
+    def experts(self, experts: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """See `Ops.experts`."""
+        return apply_experts(x, weights, ids, experts)
+
+    def attend(
+        self,
+        backend: AttentionBackend,
+        qkv: Tensor,
+        heads: Heads,
+        angles: Angles | None,
+        cache: LayerCache,
+        plan: Any,
+        ahead: Linear,
+    ) -> Tensor:
+        """See `Ops.attend`."""
+        spec = backend.spec
+        query, key, value = qkv.split_with_sizes([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+        rotation = _rotation(angles, heads.query_norm, heads.key_norm) | {"ahead": _hint(ahead, qkv)}
+        if isinstance(backend, TritonFaBackend):  # whose cache is ours to write
+            rotated = rope_store(query, key, value, cache, plan.slot_mapping, **rotation)
+            return backend.attend(rotated, cache, plan, **heads.meeting).flatten(1)
+        return backend.run(*rotated_rows(query, key, value, **rotation), cache, plan, **heads.meeting).flatten(1)
+
+    def write(
+        self,
+        backend: AttentionBackend,
+        key: Tensor,
+        value: Tensor,
+        key_norm: Norm | None,
+        angles: Angles,
+        cache: LayerCache,
+        slot_mapping: Tensor,
+    ) -> None:
+        """See `Ops.write`."""
+        rotation = _rotation(angles, None, key_norm)
+        if isinstance(backend, TritonFaBackend):
+            rope_store(None, key, value, cache, slot_mapping, **rotation)
+        else:
+            backend.write(cache, *rotated_rows(None, key, value, **rotation)[1:], slot_mapping)
+
+
+def rotated_rows(query: Tensor | None, key: Tensor, value: Tensor, **rotation: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """What `rope_store` would write, and the query, each as contiguous rows of their own, in the model's type."""
+    rows = LayerCache(*(torch.empty(key.shape, dtype=key.dtype, device=key.device) for _ in "kv"))
+    return rope_store(query, key, value, rows, None, **rotation), rows.key, rows.value
+
+
+def _rotation(angles: Angles | None, query_norm: Norm | None, key_norm: Norm | None) -> dict[str, Any]:
+    """Options of `rope_store`."""
+    options: dict[str, Any] = {} if angles is None else {"cos": angles.cos, "sin": angles.sin}
+    if key_norm is not None:
+        query_weight = None if query_norm is None else query_norm.weight
+        options |= {"query_norm": query_weight, "key_norm": key_norm.weight, "epsilon": key_norm.epsilon}
+    return options
+
+
+def _hint(ahead: Linear | None, rows: Tensor) -> Tensor | None:
+    """The weight to ask for; none before a product of many rows, which has time enough."""
+    return ahead.prefetchable if ahead is not None and len(rows) <= MOST_ROWS else None

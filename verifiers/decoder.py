@@ -1,0 +1,193 @@
+"""A model on our own decoder stack as the target: the same weights and maths as transformers' modules, in fewer operations."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from specdec.attention.backend import AttentionBackend
+from specdec.core import ForwardInput, VerifyOutput
+from specdec.kv_cache import LayerCache
+from specdec.layers.attention import HeadAttention
+from specdec.layers.decoder import Decoder, DecoderLayer
+from specdec.layers.linear import Linear, linear
+from specdec.layers.mlp import FeedForward
+from specdec.layers.norm import Norm
+from specdec.layers.ops import Heads, ops_for
+from specdec.layers.rotary import Rope
+from verifiers.description import Description
+from verifiers.mixture import gated_mlp, mixture
+from verifiers.shape import kv_layer_spec, layer_windows, max_model_len
+from verifiers.weights import Reorder, Weights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+class DecoderVerifier:
+    """A decoder seen through the `Verifier` protocol.
+
+    Args:
+        config: the model's.
+        description: of its family.
+        weights: its tensors, which are taken over.
+        name: how to call it in messages.
+        backend: attention over the cache.
+        eos: end-of-sequence ids.
+
+    Raises:
+        CheckpointError: a tensor is missing.
+    """
+
+    def __init__(
+        self,
+        config: "PreTrainedConfig",
+        description: Description,
+        weights: Weights,
+        *,
+        name: str,
+        backend: AttentionBackend,
+        eos: tuple[int, ...] = (),
+    ) -> None:
+        self.name, self.attention, self.eos_token_ids = name, backend, eos
+        self.config, self._description = config, description
+        self._embedding = weights.tensor("model.embed_tokens.weight")
+        self.device, self.dtype = self._embedding.device, self._embedding.dtype
+        head = weights.optional("lm_head.weight")
+        self._head = linear(self._embedding if head is None else head, weights.optional("lm_head.bias"))
+        self.hidden_size, self.num_layers = config.hidden_size, config.num_hidden_layers
+        self.max_model_len = max_model_len(config)
+        self.vocab_size = self._head.out_features
+        self.kv_specs = [kv_layer_spec(config)] * config.num_hidden_layers
+        self.embedding_scale = description.embedding_scale
+        if description.rounds_embedding_scale:
+            self.embedding_scale = torch.tensor(description.embedding_scale, dtype=self.dtype).item()
+        self.final_softcap = description.final_softcap
+        self._ops = ops_for(backend)
+        builder = LayerBuilder(config, description, backend)
+        layers = [builder.layer(index, weights.under(f"model.layers.{index}.")) for index in range(self.num_layers)]
+        final_norm = builder.norm(weights, "model.norm")
+        assert final_norm is not None
+        self._decoder = Decoder(layers, final_norm, backend=backend, ops=self._ops, residual_scale=description.residual_scale)
+
+    @property
+    def weight_bytes(self) -> int:
+        """See `Verifier.weight_bytes`."""
+        return self._decoder.nbytes + self._head.nbytes
+
+    @torch.inference_mode()
+    def forward(self, rows: ForwardInput, caches: Sequence[LayerCache], aux_layer_ids: Sequence[int] = ()) -> VerifyOutput:
+        """Scores packed rows; see `Verifier.forward`."""
+        embeddings = self._ops.embed(rows.token_ids, self._embedding, self.embedding_scale)
+        angles = self._decoder.angles(rows.position_ids, self.dtype)
+        plans = [self.attention.plan(rows.metadata)] * self.num_layers
+        normed, tapped = self._decoder(embeddings, angles, caches, plans, aux_layer_ids)
+        logits = self.head(normed if rows.logit_rows is None else normed.index_select(0, rows.logit_rows))
+        if self._description.logits_scale != 1:
+            logits = logits * self._description.logits_scale
+        if self.final_softcap is not None:
+            logits = torch.tanh(logits / self.final_softcap) * self.final_softcap
+        return VerifyOutput(logits=logits, aux_hidden=torch.cat(tapped, dim=-1) if tapped else None)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """See `Verifier.embed`."""
+        return self._ops.embed(token_ids, self._embedding)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """See `Verifier.head`."""
+        return self._head(hidden)
+
+
+class LayerBuilder:
+    """Builds decoder layers from tensors.
+
+    Args:
+        config: the model's.
+        description: of its family.
+        backend: attention over the cache.
+    """
+
+    def __init__(self, config: Any, description: Description, backend: AttentionBackend) -> None:
+        self._config, self._description, self._spec = config, description, backend.spec
+        self._windows = layer_windows(config)
+        self._ropes: dict[str, Rope] = {}  # one object for equal parameters
+
+    def layer(self, index: int, weights: Weights) -> DecoderLayer:
+        """Decoder layer `index` from the tensors in `weights`."""
+        names = self._description.norms
+        return DecoderLayer(
+            input_norm=self.norm(weights, names.input),
+            attention=self._attention(index, weights.under("self_attn.")),
+            output=weights.linear("self_attn.o_proj"),
+            mlp_norm=self.norm(weights, names.mlp),
+            mlp=self._feed_forward(weights.under("mlp.")),
+            attention_norm=self.norm(weights, names.attention),
+            output_norm=self.norm(weights, names.output),
+        )
+
+    def norm(self, weights: Weights, name: str | None, reorder: Reorder | None = None) -> Norm | None:
+        """The norm of that name; None without one."""
+        if name is None:
+            return None
+        weight, kind = weights.tensor(f"{name}.weight"), self._description.norm_kind
+        if kind != "early":
+            weight = weight.to(torch.promote_types(weight.dtype, torch.float32)) + (kind == "zero_centered")
+        return Norm(weight if reorder is None else reorder(weight), self._config.rms_norm_eps)
+
+    def _attention(self, index: int, weights: Weights) -> HeadAttention:
+        spec, description = self._spec, self._description
+        parameters = description.ropes[index]
+        rope = None if parameters is None else self._rope(parameters)
+        rotated = spec.head_dim if rope is None or rope.rotated is None else rope.rotated
+        order = rotation_order(spec.head_dim, rotated, interleaved=description.interleaved and rope is not None)
+        reorder = None if order is None else lambda rows: rows.unflatten(0, (-1, spec.head_dim))[:, order].flatten(0, 1)
+        kind = description.norms_of_queries
+        query_norm, key_norm = (self.norm(weights, name if kind else None, reorder) for name in ("q_norm", "k_norm"))
+        wide = (query_norm, key_norm) if kind == "all heads" and query_norm and key_norm else None
+        heads = Heads(
+            scale=spec.head_dim**-0.5 if description.scale is None else description.scale,
+            window=self._windows[index],
+            softcap=spec.softcap,
+            sinks=weights.tensor("sinks") if spec.sinks else None,
+            query_norm=None if wide else query_norm,
+            key_norm=None if wide else key_norm,
+        )
+        qkv = self._qkv(weights, reorder)
+        return HeadAttention(qkv, heads, rope, wide)
+
+    def _qkv(self, weights: Weights, reorder: Reorder | None) -> Linear:
+        if not weights.has("qkv_proj.weight"):
+            return weights.linear("q_proj", "k_proj", "v_proj", reorder=(reorder, reorder, None))
+        rotated = (self._spec.num_heads + self._spec.num_kv_heads) * self._spec.head_dim
+        whole = None if reorder is None else lambda rows: torch.cat([reorder(rows[:rotated]), rows[rotated:]])
+        return weights.linear("qkv_proj", reorder=(whole,))
+
+    def _rope(self, parameters: Any) -> Rope:
+        key = repr(sorted(parameters.items()))
+        if key not in self._ropes:
+            self._ropes[key] = Rope.of(parameters, self._spec.head_dim, max_model_len(self._config)).to(self._spec.device)
+        return self._ropes[key]
+
+    def _feed_forward(self, weights: Weights) -> FeedForward:
+        if weights.has("experts.down_proj"):
+            return mixture(weights, self._description)
+        return gated_mlp(weights, self._description.activation)
+
+
+def rotation_order(head_dim: int, rotated: int, *, interleaved: bool) -> Tensor | None:
+    """Order of a head's numbers in which RoPE turns number `i` against number `i + head_dim / 2`, whatever the model pairs.
+
+    Queries and keys are put into it alike, so their products stay what they are. The numbers that are not rotated come last in
+    both halves. None where the order is that already.
+
+    >>> rotation_order(8, 4, interleaved=False), rotation_order(8, 4, interleaved=True), rotation_order(8, 8, interleaved=False)
+    (tensor([0, 1, 4, 5, 2, 3, 6, 7]), tensor([0, 2, 4, 5, 1, 3, 6, 7]), None)
+    """
+    if rotated == head_dim and not interleaved:
+        return None
+    numbers = torch.arange(head_dim)
+    pairs = numbers[:rotated].view(-1, 2) if interleaved else numbers[:rotated].view(2, -1).t()
+    first, second = pairs.unbind(-1)
+    rest = numbers[rotated:].view(2, -1)
+    return torch.cat([first, rest[0], second, rest[1]])

@@ -1,0 +1,154 @@
+"""The families that run on our own decoder stack, each described from its config."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from specdec.kernels.experts import Routing
+from specdec.layers.activation import LIMIT, SLOPE
+from specdec.layers.rotary import STATIC_ROPE_TYPES
+from verifiers.description import AFTER, AROUND, Description, NormNames
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+"""From transformers' names to those of `specdec.layers.activation`."""
+
+
+def describe(config: Any) -> Description | None:
+    """The description of a model; None when it is not one of `FAMILIES`, or has a part that the decoder stack lacks."""
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        return None
+    activation = ACTIVATIONS.get(getattr(config, "hidden_activation", None) or config.hidden_act)
+    ropes = _ropes(config)
+    static = all(rope is None or rope["rope_type"] in STATIC_ROPE_TYPES for rope in ropes)
+    return family(config, {"ropes": ropes, "activation": activation}) if activation and static else None
+
+
+def _llama(config: Any, common: Mapping[str, Any]) -> Description:
+    return Description(**common)
+
+
+def _qwen3(config: Any, common: Mapping[str, Any]) -> Description:
+    return Description(**common, norms_of_queries="each head")
+
+
+def _mixtral(config: Any, common: Mapping[str, Any]) -> Description:
+    return Description(**common, routing=Routing(config.num_local_experts, config.num_experts_per_tok))
+
+
+def _qwen2_moe(config: Any, common: Mapping[str, Any]) -> Description:
+    return Description(**common, routing=_qwen_routing(config))
+
+
+def _qwen3_moe(config: Any, common: Mapping[str, Any]) -> Description:
+    return Description(**common, norms_of_queries="each head", routing=_qwen_routing(config))
+
+
+def _qwen_routing(config: Any) -> Routing:
+    return Routing(config.num_experts, config.num_experts_per_tok, renormalized=config.norm_topk_prob)
+
+
+def _gpt_oss(config: Any, common: Mapping[str, Any]) -> Description | None:
+    if (getattr(config, "swiglu_alpha", SLOPE), getattr(config, "swiglu_limit", LIMIT)) != (SLOPE, LIMIT):
+        return None
+    routing = Routing(config.num_local_experts, config.num_experts_per_tok)
+    common = {**common, "activation": "swiglu_oai"}
+    return Description(**common, norm_kind="late", routing=routing, interleaved_experts=True)
+
+
+def _glm4_moe(config: Any, common: Mapping[str, Any]) -> Description:
+    return Description(
+        **common,
+        norms_of_queries="each head" if getattr(config, "use_qk_norm", True) else None,
+        routing=_sigmoid_routing(config),
+        wide_router=True,
+    )
+
+
+def _sigmoid_routing(config: Any) -> Routing:
+    """As in DeepSeek-V3 (arXiv 2412.19437)."""
+    return Routing(
+        config.n_routed_experts,
+        config.num_experts_per_tok,
+        scores="sigmoid",
+        biased=True,
+        num_groups=config.n_group,
+        topk_groups=config.topk_group,
+        renormalized=config.norm_topk_prob,
+        scaling=config.routed_scaling_factor,
+    )
+
+
+def _gemma(config: Any, common: Mapping[str, Any]) -> Description:
+    scale = config.hidden_size**0.5
+    return Description(**common, norm_kind="zero_centered", embedding_scale=scale, rounds_embedding_scale=True)
+
+
+def _gemma2(config: Any, common: Mapping[str, Any]) -> Description:
+    return Description(
+        **common,
+        norms=AROUND,
+        norm_kind="zero_centered",
+        norms_of_queries="each head" if config.model_type == "gemma3_text" else None,
+        scale=config.query_pre_attn_scalar**-0.5,
+        embedding_scale=config.hidden_size**0.5,
+        rounds_embedding_scale=True,
+        final_softcap=config.final_logit_softcapping,
+    )
+
+
+def _olmo2(config: Any, common: Mapping[str, Any]) -> Description:
+    return Description(**common, norms=AFTER, norm_kind="late", norms_of_queries="all heads")
+
+
+def _glm4(config: Any, common: Mapping[str, Any]) -> Description:
+    norms = NormNames("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+    return Description(**common, norms=norms, interleaved=True)
+
+
+def _granite(config: Any, common: Mapping[str, Any]) -> Description:
+    return Description(
+        **common,
+        scale=config.attention_multiplier,
+        embedding_scale=config.embedding_multiplier,
+        residual_scale=config.residual_multiplier,
+        logits_scale=1 / config.logits_scaling,
+    )
+
+
+FAMILIES: dict[str, Callable[[Any, Mapping[str, Any]], Description | None]] = {
+    "gemma": _gemma,
+    "gemma2": _gemma2,
+    "gemma3_text": _gemma2,
+    "dots1": _glm4_moe,
+    "glm4": _glm4,
+    "glm4_moe": _glm4_moe,
+    "gpt_oss": _gpt_oss,
+    "granite": _granite,
+    "llama": _llama,
+    "mistral": _llama,
+    "mixtral": _mixtral,
+    "olmo2": _olmo2,
+    "olmo3": _olmo2,
+    "phi3": _llama,
+    "qwen2": _llama,
+    "qwen3": _qwen3,
+    "qwen2_moe": _qwen2_moe,
+    "qwen3_moe": _qwen3_moe,
+    "smollm3": _llama,
+}
+"""Model types, as transformers names them."""
+
+
+def _ropes(config: Any) -> Sequence[Mapping[str, Any] | None]:
+    """RoPE parameters of each layer."""
+    kinds = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
+    rotated = getattr(config, "no_rope_layers", None) or [True] * config.num_hidden_layers  # 0 where a layer has no RoPE
+    parameters: dict[Any, Any] = config.rope_parameters
+    by_kind = all(isinstance(value, dict) for value in parameters.values())
+    return [(parameters[kind] if by_kind else parameters) if on else None for kind, on in zip(kinds, rotated, strict=True)]

@@ -1,0 +1,56 @@
+"""Building mixtures of experts from the tensors of their families."""
+
+import logging
+
+import torch
+from torch import Tensor
+
+import specdec.device
+from specdec.kernels import aiter
+from specdec.kernels.aiter import AiterRouter
+from specdec.kernels.experts import Experts
+from specdec.layers.linear import DenseLinear
+from specdec.layers.mlp import GatedMLP, MixtureOfExperts
+from specdec.layers.router import Router, aiter_reasons
+from verifiers.description import Description
+from verifiers.weights import Weights
+
+logger = logging.getLogger(__name__)
+
+
+def mixture(weights: Weights, description: Description) -> MixtureOfExperts:
+    """The mixture of experts whose tensors these are."""
+    experts = weights.under("experts.")
+    gate_up, down = experts.tensor("gate_up_proj"), experts.tensor("down_proj")
+    gate_up_bias = experts.optional("gate_up_proj_bias")
+    if description.interleaved_experts:  # [E, H, 2 * I] with gate and up in turns, and [E, I, H]
+        gate_up = torch.cat([gate_up[..., ::2], gate_up[..., 1::2]], dim=-1).transpose(1, 2).contiguous()
+        down = down.transpose(1, 2).contiguous()
+        gate_up_bias = None if gate_up_bias is None else torch.cat([gate_up_bias[:, ::2], gate_up_bias[:, 1::2]], dim=-1)
+    routed = Experts(gate_up, down, description.activation, gate_up_bias, experts.optional("down_proj_bias"))
+    shared_name = next((name for name in ("shared_experts.", "shared_expert.") if weights.has(f"{name}down_proj.weight")), None)
+    shared = None if shared_name is None else gated_mlp(weights.under(shared_name), description.activation)
+    shared_gate = weights.linear("shared_expert_gate") if weights.has("shared_expert_gate.weight") else None
+    return MixtureOfExperts(_router(weights, description), routed, shared, shared_gate)
+
+
+def gated_mlp(weights: Weights, activation: str) -> GatedMLP:
+    """The gated MLP whose tensors these are."""
+    names = ("gate_up_proj",) if weights.has("gate_up_proj.weight") else ("gate_proj", "up_proj")
+    return GatedMLP(weights.linear(*names), weights.linear("down_proj"), activation)
+
+
+def _router(weights: Weights, description: Description) -> Router:
+    routing = description.routing
+    assert routing is not None, "a family with experts says how they are chosen"
+    scope = weights.under("router." if weights.has("router.weight") else "gate.")
+    weight, gate_bias, bias = scope.tensor("weight"), scope.optional("bias"), scope.optional("e_score_correction_bias")
+    if specdec.device.rocm_architecture(weight.device) is not None:
+        reasons = aiter_reasons(routing, weight.device)
+        if not reasons:  # its kernels read the bias in the type of the logits
+            cast: Tensor | None = None if bias is None else bias.to(weight.dtype)
+            return Router(DenseLinear(weight, gate_bias), routing, cast, aiter.load(AiterRouter))
+        logger.info("experts are not chosen by AITER: %s", "; ".join(reasons))
+    if description.wide_router:
+        weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    return Router(DenseLinear(weight, gate_bias), routing, bias)
