@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from specdec.attention.backend import AttentionBackend
+from specdec.attention.backend import AttentionBackend, AttentionSpec
+from specdec.attention.mla import MlaBackend, MlaSpec
 from specdec.core import ForwardInput, VerifyOutput
-from specdec.kv_cache import LayerCache
-from specdec.layers.attention import HeadAttention
+from specdec.layers.attention import Attention, HeadAttention
 from specdec.layers.decoder import Decoder, DecoderLayer
 from specdec.layers.linear import Linear, linear
 from specdec.layers.mlp import FeedForward
@@ -17,8 +17,9 @@ from specdec.layers.norm import Norm
 from specdec.layers.ops import Heads, ops_for
 from specdec.layers.rotary import Rope
 from verifiers.description import Description
+from verifiers.latent import latent_attention
 from verifiers.mixture import gated_mlp, mixture
-from verifiers.shape import kv_layer_spec, layer_windows, max_model_len
+from verifiers.shape import layer_specs, layer_windows, max_model_len
 from verifiers.weights import Reorder, Weights
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class DecoderVerifier:
         weights: Weights,
         *,
         name: str,
-        backend: AttentionBackend,
+        backend: AttentionBackend | MlaBackend,
         eos: tuple[int, ...] = (),
     ) -> None:
         self.name, self.attention, self.eos_token_ids = name, backend, eos
@@ -59,10 +60,8 @@ class DecoderVerifier:
         self.hidden_size, self.num_layers = config.hidden_size, config.num_hidden_layers
         self.max_model_len = max_model_len(config)
         self.vocab_size = self._head.out_features
-        self.kv_specs = [kv_layer_spec(config)] * config.num_hidden_layers
-        self.embedding_scale = description.embedding_scale
-        if description.rounds_embedding_scale:
-            self.embedding_scale = torch.tensor(description.embedding_scale, dtype=self.dtype).item()
+        self.kv_specs = layer_specs(config, backend)
+        self.embedding_scale = description.embedding_scale_in(self.dtype)
         self.final_softcap = description.final_softcap
         self._ops = ops_for(backend)
         builder = LayerBuilder(config, description, backend)
@@ -77,18 +76,26 @@ class DecoderVerifier:
         return self._decoder.nbytes + self._head.nbytes
 
     @torch.inference_mode()
-    def forward(self, rows: ForwardInput, caches: Sequence[LayerCache], aux_layer_ids: Sequence[int] = ()) -> VerifyOutput:
+    def forward(self, rows: ForwardInput, caches: Sequence[Any], aux_layer_ids: Sequence[int] = ()) -> VerifyOutput:
         """Scores packed rows; see `Verifier.forward`."""
-        embeddings = self._ops.embed(rows.token_ids, self._embedding, self.embedding_scale)
-        angles = self._decoder.angles(rows.position_ids, self.dtype)
-        plans = [self.attention.plan(rows.metadata)] * self.num_layers
-        normed, tapped = self._decoder(embeddings, angles, caches, plans, aux_layer_ids)
+        normed, tapped = self.hidden(rows, caches, aux_layer_ids)
         logits = self.head(normed if rows.logit_rows is None else normed.index_select(0, rows.logit_rows))
         if self._description.logits_scale != 1:
             logits = logits * self._description.logits_scale
         if self.final_softcap is not None:
             logits = torch.tanh(logits / self.final_softcap) * self.final_softcap
         return VerifyOutput(logits=logits, aux_hidden=torch.cat(tapped, dim=-1) if tapped else None)
+
+    def hidden(self, rows: ForwardInput, caches: Sequence[Any], taps: Sequence[int] = ()) -> tuple[Tensor, list[Tensor]]:
+        """Hidden states [T, H] after the final norm, and the raw outputs [T, H] of the layers in `taps`."""
+        embeddings = self._ops.embed(rows.token_ids, self._embedding, self.embedding_scale)
+        angles = self._decoder.angles(rows.position_ids, self.dtype)
+        plans = [self.attention.plan(rows.metadata)] * self.num_layers
+        return self._decoder(embeddings, angles, caches, plans, taps)
+
+    def keep_layers(self, count: int) -> None:
+        """Drops the layers from `count` on, for who wants the outputs of those before alone."""
+        self._decoder.keep_layers(count)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """See `Verifier.embed`."""
@@ -108,7 +115,7 @@ class LayerBuilder:
         backend: attention over the cache.
     """
 
-    def __init__(self, config: Any, description: Description, backend: AttentionBackend) -> None:
+    def __init__(self, config: Any, description: Description, backend: AttentionBackend | MlaBackend) -> None:
         self._config, self._description, self._spec = config, description, backend.spec
         self._windows = layer_windows(config)
         self._ropes: dict[str, Rope] = {}  # one object for equal parameters
@@ -123,7 +130,8 @@ class LayerBuilder:
             mlp_norm=self.norm(weights, names.mlp),
             mlp=self._feed_forward(weights.under("mlp.")),
             attention_norm=self.norm(weights, names.attention),
-            output_norm=self.norm(weights, names.output),
+            # Which some families have in layers with experts alone.
+            output_norm=self.norm(weights, names.output) if weights.has(f"{names.output}.weight") else None,
         )
 
     def norm(self, weights: Weights, name: str | None, reorder: Reorder | None = None) -> Norm | None:
@@ -135,10 +143,18 @@ class LayerBuilder:
             weight = weight.to(torch.promote_types(weight.dtype, torch.float32)) + (kind == "zero_centered")
         return Norm(weight if reorder is None else reorder(weight), self._config.rms_norm_eps)
 
-    def _attention(self, index: int, weights: Weights) -> HeadAttention:
+    def _attention(self, index: int, weights: Weights) -> Attention:
         spec, description = self._spec, self._description
         parameters = description.ropes[index]
-        rope = None if parameters is None else self._rope(parameters)
+        if isinstance(spec, MlaSpec):
+            assert parameters is not None, "a part of every head is rotated"
+            rope = self._rope(parameters, spec.qk_rope_head_dim)
+            return latent_attention(weights, self._config, spec, rope, interleaved=description.interleaved)
+        return self._head_attention(index, weights, spec)
+
+    def _head_attention(self, index: int, weights: Weights, spec: AttentionSpec) -> HeadAttention:
+        description, parameters = self._description, self._description.ropes[index]
+        rope = None if parameters is None else self._rope(parameters, spec.head_dim)
         rotated = spec.head_dim if rope is None or rope.rotated is None else rope.rotated
         order = rotation_order(spec.head_dim, rotated, interleaved=description.interleaved and rope is not None)
         reorder = None if order is None else lambda rows: rows.unflatten(0, (-1, spec.head_dim))[:, order].flatten(0, 1)
@@ -153,26 +169,29 @@ class LayerBuilder:
             query_norm=None if wide else query_norm,
             key_norm=None if wide else key_norm,
         )
-        qkv = self._qkv(weights, reorder)
+        qkv = _qkv(weights, spec, reorder)
         return HeadAttention(qkv, heads, rope, wide)
 
-    def _qkv(self, weights: Weights, reorder: Reorder | None) -> Linear:
-        if not weights.has("qkv_proj.weight"):
-            return weights.linear("q_proj", "k_proj", "v_proj", reorder=(reorder, reorder, None))
-        rotated = (self._spec.num_heads + self._spec.num_kv_heads) * self._spec.head_dim
-        whole = None if reorder is None else lambda rows: torch.cat([reorder(rows[:rotated]), rows[rotated:]])
-        return weights.linear("qkv_proj", reorder=(whole,))
-
-    def _rope(self, parameters: Any) -> Rope:
+    def _rope(self, parameters: Any, head_dim: int) -> Rope:
         key = repr(sorted(parameters.items()))
         if key not in self._ropes:
-            self._ropes[key] = Rope.of(parameters, self._spec.head_dim, max_model_len(self._config)).to(self._spec.device)
+            self._ropes[key] = Rope.of(parameters, head_dim, max_model_len(self._config)).to(self._spec.device)
         return self._ropes[key]
 
     def _feed_forward(self, weights: Weights) -> FeedForward:
         if weights.has("experts.down_proj"):
             return mixture(weights, self._description)
         return gated_mlp(weights, self._description.activation)
+
+
+def _qkv(weights: Weights, spec: AttentionSpec, reorder: Reorder | None) -> Linear:
+    """The projections to heads; `reorder` is for the rows of queries and keys."""
+    if not weights.has("qkv_proj.weight"):
+        return weights.linear("q_proj", "k_proj", "v_proj", reorder=(reorder, reorder, None))
+    if reorder is None:
+        return weights.linear("qkv_proj")
+    rotated = (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+    return weights.linear("qkv_proj", reorder=(lambda rows: torch.cat([reorder(rows[:rotated]), rows[rotated:]]),))
 
 
 def rotation_order(head_dim: int, rotated: int, *, interleaved: bool) -> Tensor | None:

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import torch
+
 from specdec.kernels.experts import Routing
 
 
@@ -58,3 +60,7 @@ class Description:
     routing: Routing | None = None
     wide_router: bool = False
     interleaved_experts: bool = False
+
+    def embedding_scale_in(self, dtype: torch.dtype) -> float:
+        """Factor of the input embeddings of a model in this type."""
+        return torch.tensor(self.embedding_scale, dtype=dtype).item() if self.rounds_embedding_scale else self.embedding_scale

@@ -6,7 +6,7 @@ from typing import Any
 from specdec.kernels.experts import Routing
 from specdec.layers.activation import LIMIT, SLOPE
 from specdec.layers.rotary import STATIC_ROPE_TYPES
-from verifiers.description import AFTER, AROUND, Description, NormNames
+from verifiers.description import AFTER, AROUND, BEFORE, Description, NormNames
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -111,6 +111,27 @@ def _glm4(config: Any, common: Mapping[str, Any]) -> Description:
     return Description(**common, norms=norms, interleaved=True)
 
 
+def _deepseek_v2(config: Any, common: Mapping[str, Any]) -> Description:
+    grouped = config.topk_method == "group_limited_greedy"
+    routing = Routing(
+        config.n_routed_experts,
+        config.num_experts_per_tok,
+        num_groups=config.n_group if grouped else 1,
+        topk_groups=config.topk_group if grouped else 1,
+        renormalized=False,  # whatever the config says
+        scaling=config.routed_scaling_factor,
+    )
+    return Description(**common, interleaved=True, routing=routing, wide_router=True)
+
+
+def _deepseek_v3(config: Any, common: Mapping[str, Any]) -> Description:
+    # One of them has no experts, and one a norm after them.
+    routing = _sigmoid_routing(config) if getattr(config, "n_routed_experts", None) else None
+    norms = BEFORE._replace(output="mlp.post_mlp_layernorm") if config.model_type == "axk1" else BEFORE
+    interleaved = bool(getattr(config, "rope_interleave", True))
+    return Description(**common, norms=norms, interleaved=interleaved, routing=routing, wide_router=True)
+
+
 def _granite(config: Any, common: Mapping[str, Any]) -> Description:
     return Description(
         **common,
@@ -125,9 +146,15 @@ FAMILIES: dict[str, Callable[[Any, Mapping[str, Any]], Description | None]] = {
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3_text": _gemma2,
+    "axk1": _deepseek_v3,
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
+    "deepseek_v32": _deepseek_v3,
     "dots1": _glm4_moe,
     "glm4": _glm4,
     "glm4_moe": _glm4_moe,
+    "glm4_moe_lite": _deepseek_v3,
+    "glm_moe_dsa": _deepseek_v3,
     "gpt_oss": _gpt_oss,
     "granite": _granite,
     "llama": _llama,
@@ -141,6 +168,7 @@ FAMILIES: dict[str, Callable[[Any, Mapping[str, Any]], Description | None]] = {
     "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qwen3_moe,
     "smollm3": _llama,
+    "youtu": _deepseek_v3,
 }
 """Model types, as transformers names them."""
 

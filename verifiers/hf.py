@@ -12,14 +12,11 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from specdec.attention.backend import AttentionBackend
 from specdec.attention.mla import MlaBackend
 from specdec.core import ForwardInput, Verifier, VerifyOutput
-from specdec.kv_cache import LayerSpec
 from verifiers.decoder import DecoderVerifier
 from verifiers.description import Description
 from verifiers.families import describe
 from verifiers.hf_attention import ATTENTION_NAME, PagedForward
-from verifiers.mla import latent_layer_specs, replace_attention
-from verifiers.moe_router import replace_routers
-from verifiers.shape import eos_token_ids, kv_layer_spec, layer_windows, max_model_len
+from verifiers.shape import eos_token_ids, layer_specs, layer_windows, max_model_len
 from verifiers.weights import Weights
 
 
@@ -36,21 +33,18 @@ def verifier_for(
 ) -> Verifier:
     """The verifier that runs `model`: `DecoderVerifier` for the families it knows, which takes the weights over, else `HFVerifier`.
 
-    In place, the attention modules of a model with latent attention are replaced, and on ROCm the routers of its experts.
-
     Args:
         model: a causal language model loaded with `attn_implementation=ATTENTION_NAME`, on its device.
         name: how to call it in messages.
         backend: attention over the cache.
         eos: end-of-sequence id when the model's generation config names none.
-        fuse: False runs every model through its own modules.
+        fuse: False runs every model through its own modules, but for latent attention, which they do not have on our cache.
     """
-    replace_routers(model)
     ends = eos_token_ids(getattr(model.generation_config, "eos_token_id", None), model.config.eos_token_id, eos)
-    if isinstance(backend, MlaBackend):
-        replace_attention(decoder_layers(model), model.config)
-    elif fuse and (description := description_of(model)):
+    description = description_of(model)
+    if description is not None and (fuse or isinstance(backend, MlaBackend)):
         return DecoderVerifier(model.config, description, Weights.of_model(model), name=name, backend=backend, eos=ends)
+    assert isinstance(backend, AttentionBackend), "`verifiers.support` refuses such a model"
     return HFVerifier(model.eval(), name=name, backend=backend, eos=ends)
 
 
@@ -76,8 +70,7 @@ class HFVerifier:
     """A transformers model seen through the `Verifier` protocol.
 
     Args:
-        model: a causal language model loaded with `attn_implementation=ATTENTION_NAME`, in eval mode on its device; one with latent
-            attention after `replace_attention`.
+        model: a causal language model loaded with `attn_implementation=ATTENTION_NAME`, in eval mode on its device.
         name: how to call it in messages.
         backend: attention over the cache.
         eos: end-of-sequence ids.
@@ -86,9 +79,7 @@ class HFVerifier:
         layers: the decoder layers, as the model holds them.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, *, name: str, backend: AttentionBackend | MlaBackend, eos: tuple[int, ...] = ()
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, *, name: str, backend: AttentionBackend, eos: tuple[int, ...] = ()) -> None:
         config = model.config
         self.model, self.config = model, config
         self.name = name
@@ -96,12 +87,9 @@ class HFVerifier:
         self.device, self.dtype = model.device, model.dtype
         self.hidden_size, self.num_layers = config.hidden_size, config.num_hidden_layers
         self.max_model_len = max_model_len(config)
-        self.kv_specs: Sequence[LayerSpec] = (
-            latent_layer_specs(config, backend.cache_spec)
-            if isinstance(backend, MlaBackend)
-            else [kv_layer_spec(config)] * config.num_hidden_layers
-        )
-        self.embedding_scale = config.hidden_size**0.5 if config.model_type.startswith("gemma") else 1.0
+        self.kv_specs = layer_specs(config, backend)
+        description = describe(config)
+        self.embedding_scale = 1.0 if description is None else description.embedding_scale_in(self.dtype)
         self.final_softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self.eos_token_ids = eos
         self._embedding = model.get_input_embeddings().weight
@@ -134,6 +122,10 @@ class HFVerifier:
         aux = torch.cat([self._tapped[layer] for layer in aux_layer_ids], dim=-1)[0] if aux_layer_ids else None
         self._tapped.clear()
         return VerifyOutput(logits=output.logits[0], aux_hidden=aux)
+
+    def keep_layers(self, count: int) -> None:
+        """Drops the layers from `count` on, for who wants the outputs of those before alone."""
+        del self.layers[count:]
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Raw rows of the input embedding table, [..., H]."""

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from specdec.attention.backend import AttentionBackend
-from specdec.attention.mla import MlaBackend
 
 ATTENTION_NAME = "specdec_paged"
 """Value of `attn_implementation`. No mask function is registered under it, so transformers builds no masks: causality and
@@ -19,7 +18,7 @@ windows are the backend's business."""
 class PagedForward:
     """What every attention layer of one forward needs; travels as the keyword argument `paged` of the model call."""
 
-    backend: AttentionBackend | MlaBackend
+    backend: AttentionBackend
     plan: Any
     caches: Sequence[Any]
     windows: Sequence[int | None]
@@ -48,7 +47,6 @@ def paged_attention(
     """
     if paged is None:
         raise RuntimeError(f"{type(module).__name__} got no paged cache; call the model through HFVerifier.forward")
-    assert isinstance(paged.backend, AttentionBackend)
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     out = paged.backend.run(
         query[0].transpose(0, 1),

@@ -1,6 +1,7 @@
 """Building mixtures of experts from the tensors of their families."""
 
 import logging
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ def mixture(weights: Weights, description: Description) -> MixtureOfExperts:
     shared_name = next((name for name in ("shared_experts.", "shared_expert.") if weights.has(f"{name}down_proj.weight")), None)
     shared = None if shared_name is None else gated_mlp(weights.under(shared_name), description.activation)
     shared_gate = weights.linear("shared_expert_gate") if weights.has("shared_expert_gate.weight") else None
-    return MixtureOfExperts(_router(weights, description), routed, shared, shared_gate)
+    return MixtureOfExperts(router(weights, description), routed, shared, shared_gate)
 
 
 def gated_mlp(weights: Weights, activation: str) -> GatedMLP:
@@ -40,7 +41,8 @@ def gated_mlp(weights: Weights, activation: str) -> GatedMLP:
     return GatedMLP(weights.linear(*names), weights.linear("down_proj"), activation)
 
 
-def _router(weights: Weights, description: Description) -> Router:
+def router(weights: Weights, description: Description) -> Router:
+    """What chooses among those experts; AITER's kernels on AMD GPUs that they are built for."""
     routing = description.routing
     assert routing is not None, "a family with experts says how they are chosen"
     scope = weights.under("router." if weights.has("router.weight") else "gate.")
@@ -50,7 +52,13 @@ def _router(weights: Weights, description: Description) -> Router:
         if not reasons:  # its kernels read the bias in the type of the logits
             cast: Tensor | None = None if bias is None else bias.to(weight.dtype)
             return Router(DenseLinear(weight, gate_bias), routing, cast, aiter.load(AiterRouter))
-        logger.info("experts are not chosen by AITER: %s", "; ".join(reasons))
+        _say_once(f"experts are not chosen by AITER: {'; '.join(reasons)}")
     if description.wide_router:
         weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
     return Router(DenseLinear(weight, gate_bias), routing, bias)
+
+
+@lru_cache(maxsize=16)
+def _say_once(message: str) -> None:
+    """Logs what is the same for all layers."""
+    logger.info("%s", message)

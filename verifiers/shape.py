@@ -1,17 +1,19 @@
 """What a model's config says of its attention and its cache."""
 
+from dataclasses import replace
+
 import torch
 from transformers import PreTrainedConfig
 
-from specdec.attention.backend import AttentionSpec
-from specdec.attention.mla import IndexerSpec, MlaSpec
-from specdec.kv_cache import KVLayerSpec
+from specdec.attention.backend import AttentionBackend, AttentionSpec
+from specdec.attention.mla import IndexerSpec, MlaBackend, MlaSpec
+from specdec.kv_cache import KVLayerSpec, LayerSpec
 
 INDEXED_MODELS = frozenset({"deepseek_v32", "glm_moe_dsa"})
 """Model types with latent attention to the positions that an indexer selects."""
 
 LATENT_MODELS = INDEXED_MODELS | {"axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"}
-"""Model types with latent attention as `verifiers.mla` runs it."""
+"""Model types with latent attention as `verifiers.latent` builds it."""
 
 
 def layer_windows(config: PreTrainedConfig) -> list[int | None]:
@@ -69,6 +71,15 @@ def backend_spec(config: PreTrainedConfig, *, device: torch.device, dtype: torch
     """What the model asks of a backend of its kind."""
     make = mla_spec if config.model_type in LATENT_MODELS else attention_spec
     return make(config, device=device, dtype=dtype, block_size=block_size)
+
+
+def layer_specs(config: PreTrainedConfig, backend: AttentionBackend | MlaBackend) -> list[LayerSpec]:
+    """What each decoder layer caches per token; of latent attention no index keys where a layer uses another's selection."""
+    if isinstance(backend, AttentionBackend):
+        return [kv_layer_spec(config)] * config.num_hidden_layers
+    spec = backend.cache_spec
+    kinds = getattr(config, "indexer_types", None) or ["full"] * config.num_hidden_layers
+    return [replace(spec, index_bytes=0) if kind == "shared" else spec for kind in kinds]
 
 
 def max_model_len(config: PreTrainedConfig) -> int:

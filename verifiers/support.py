@@ -1,7 +1,7 @@
 """Which Hugging Face models can be targets, told from the config alone: an unfit one is refused before its weights are read.
 
 A target has to be a decoder whose every layer attends exactly once, through transformers' attention interface, to keys and values
-of one shape, or with latent attention that `verifiers.mla` can stand in for. Its rows must not depend on each other in any other
+of one shape, or with latent attention as `verifiers.latent` builds it. Its rows must not depend on each other in any other
 way, because requests share a forward.
 """
 
@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from specdec.errors import UnsupportedModelError
+from verifiers.families import describe
 from verifiers.shape import INDEXED_MODELS, LATENT_MODELS
 
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -125,6 +126,8 @@ def _latent_reasons(config: PreTrainedConfig) -> Iterator[str]:
     if quantization := _value(config, "quantization_config"):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
         yield f"its weights are quantized ({method}), but latent attention splits one of them and needs plain numbers"
+    if describe(config) is None:
+        yield "our layers, which alone have latent attention, lack its activation function or its RoPE"
 
 
 def _position_reasons(config: PreTrainedConfig) -> Iterator[str]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from drafters.training.blocks import SequenceBatch
 from drafters.training.target_forward import PackedForward, PlainForward
@@ -16,7 +16,7 @@ class Target:
     """A loaded target in training.
 
     It takes the model over: layers above the deepest tap are dropped unless the target's distribution is needed, and attention is
-    no longer paged, except where it is latent, whose modules run on the paged cache only.
+    no longer paged, except where it is latent, which the decoder stack alone has.
 
     Args:
         verifier: as `specdec.registry.VERIFIERS` loads it.
@@ -36,14 +36,12 @@ class Target:
             )
         self.verifier = verifier
         self.device, self.dtype = verifier.device, verifier.dtype
-        model = verifier.model.requires_grad_(False)
-        layers: nn.ModuleList = verifier.layers
-        if not distribution:
-            del layers[max(layer_ids) + 1 :]
+        count = verifier.num_layers if distribution else max(layer_ids) + 1
+        verifier.keep_layers(count)
         self._forward = (
-            PackedForward(verifier, len(layers), layer_ids)
+            PackedForward(verifier, count, layer_ids)
             if isinstance(verifier.attention, MlaBackend)
-            else PlainForward(model, list(layers), layer_ids, compile=compile)
+            else PlainForward(verifier.model.requires_grad_(False), list(verifier.layers), layer_ids, compile=compile)
         )
 
     @torch.no_grad()

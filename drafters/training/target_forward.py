@@ -81,10 +81,10 @@ class PlainForward:
 
 
 class PackedForward:
-    """Runs the verifier's own forward, for models whose attention modules need the paged cache; padding is left out.
+    """Runs the verifier's own forward, for models on the decoder stack, which needs the paged cache; padding is left out.
 
     Args:
-        verifier: as `specdec.registry.VERIFIERS` loads it.
+        verifier: a `DecoderVerifier`.
         num_layers: decoder layers that are run.
         layer_ids: layers to tap.
     """
@@ -93,8 +93,6 @@ class PackedForward:
         self._verifier = verifier
         self._specs = verifier.kv_specs[:num_layers]
         self._layer_ids = tuple(layer_ids)
-        self._final: list[Tensor] = []
-        verifier.model.base_model.register_forward_hook(self._keep)
 
     def __call__(self, batch: SequenceBatch) -> tuple[Tensor, Tensor]:
         """See `Target.features`; zeros stand at padding."""
@@ -115,14 +113,9 @@ class PackedForward:
         slots = sequences * (blocks * spec.block_size) + positions
         metadata = AttentionMetadata.packed(batch.lengths_host, batch.lengths_host, table, slots)
         places = sequences * width + positions
-        no_logits = places.new_empty(0)
-        rows = ForwardInput(batch.token_ids.flatten()[places], positions, metadata, no_logits)
-        features: Tensor | None = self._verifier.forward(rows, cache.layers, self._layer_ids).aux_hidden
-        assert features is not None
-        return _unpack(features, places, num_seqs, width), _unpack(self._final.pop()[0], places, num_seqs, width)
-
-    def _keep(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self._final.append(output.last_hidden_state)
+        rows = ForwardInput(batch.token_ids.flatten()[places], positions, metadata)
+        final, tapped = self._verifier.hidden(rows, cache.layers, self._layer_ids)
+        return _unpack(torch.cat(tapped, dim=-1), places, num_seqs, width), _unpack(final, places, num_seqs, width)
 
 
 def _unpack(packed: Tensor, places: Tensor, num_seqs: int, width: int) -> Tensor:

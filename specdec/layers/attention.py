@@ -22,6 +22,7 @@ class Rows(NamedTuple):
     cache: Any
     plan: Any
     angles: Mapping[Rope, Angles]
+    shared: dict[str, Tensor]  # what a layer leaves for those after it
 
 
 class Attention(Protocol):

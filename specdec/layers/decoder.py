@@ -75,6 +75,10 @@ class Decoder:
         experts = (layer.mlp.experts for layer in self.layers if isinstance(layer.mlp, MixtureOfExperts))
         return sum(one.nbytes for one in linears) + sum(one.nbytes for one in experts)
 
+    def keep_layers(self, count: int) -> None:
+        """Drops the layers from `count` on; what comes after the norm means nothing any more."""
+        del self.layers[count:]
+
     def angles(self, position_ids: Tensor, dtype: torch.dtype) -> dict[Rope, Angles]:
         """Of positions int64 [T], once for every kind of rotation."""
         return {rope: Angles.of(position_ids, rope, dtype) for rope in self._ropes}
@@ -100,11 +104,11 @@ class Decoder:
         Returns:
             [T or rows kept, H] after the final norm, and the raw outputs [T, H] of the layers in `taps`.
         """
-        ops, tapped, residual = self.ops, dict[int, Tensor](), hidden
+        ops, tapped, shared, residual = self.ops, dict[int, Tensor](), dict[str, Tensor](), hidden
         first = self.layers[0]
         normed = hidden if first.input_norm is None else ops.norm(hidden, first.input_norm, first.attention.linears[0])
         for index, layer in enumerate(self.layers):
-            rows = Rows(self._backend, caches[index], plans[index], angles)
+            rows = Rows(self._backend, caches[index], plans[index], angles, shared)
             attended = layer.attention(ops, normed, rows, layer.output)
             following = self.layers[index + 1].attention.linears[0] if index + 1 < len(self.layers) else None
             if keep is not None and following is None:

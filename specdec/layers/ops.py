@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdec.attention.backend import AttentionBackend
+from specdec.attention.mla import MlaBackend
 from specdec.kernels.experts import Experts
 from specdec.kv_cache import LayerCache
 from specdec.layers.activation import gated
@@ -205,11 +206,11 @@ class TorchOps:
         return residual if join.norm is None else rms_norm(residual, join.norm), residual
 
 
-def ops_for(backend: AttentionBackend) -> Ops:
-    """What computes the layers around `backend`: our kernels where it and the device suit them."""
+def ops_for(backend: AttentionBackend | MlaBackend) -> Ops:
+    """What computes the layers around `backend`: our kernels where it and the device suit them; not yet around latent attention."""
     from specdec.layers.fused import fuses_layers
 
-    if not fuses_layers(backend):
+    if isinstance(backend, MlaBackend) or not fuses_layers(backend):
         return TorchOps()
     from specdec.layers.triton_ops import TritonOps  # it imports Triton
 

@@ -1,7 +1,6 @@
 """Targets with latent attention against plain transformers: same logits, same features, for every architecture and variant."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,9 +12,8 @@ from specdec.kv_cache import LatentCache, LatentLayerSpec, PagedKVCache
 from tests.helpers.bounds import assert_as_exact, in_float64
 from tests.helpers.tiny_models import LATENT_CONFIGS, TOPK, paged_verifier, plain_model, random_prompts, tiny_tokenizer
 from tests.verifiers.test_hf import BLOCK, PackedRun, check_logits
-from verifiers.hf import HFVerifier
+from verifiers.decoder import DecoderVerifier
 from verifiers.load import load_verifier
-from verifiers.mla import LatentAttention
 from verifiers.shape import INDEXED_MODELS, LATENT_MODELS
 
 _TOKENS = [token for prompt in random_prompts(8, seed=2) for token in prompt]
@@ -73,22 +71,6 @@ def test_features_are_raw_layer_outputs(name: str) -> None:
         assert_as_exact(got, plain[layers][0], exact[layers][0])
 
 
-@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v32", "glm_moe_dsa"])
-def test_transformers_builds_no_masks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mask would cost memory quadratic in the packed rows, and a wait for the device."""
-    masks: list[Any] = []
-    forward = LatentAttention.forward
-
-    def watched(self: LatentAttention, *args: Any, **kwargs: Any) -> Any:
-        masks.append(kwargs["attention_mask"])
-        return forward(self, *args, **kwargs)
-
-    monkeypatch.setattr(LatentAttention, "forward", watched)
-    verifier = paged_verifier(plain_model(name), BLOCK)
-    PackedRun(verifier, [SEQUENCES[0]]).forward([(0, 0, 12)])
-    assert masks == [None] * verifier.num_layers
-
-
 def test_every_model_type_is_tried() -> None:
     """What `verifiers.support` lets through is what the tests above run."""
     assert {make().model_type for make in LATENT_CONFIGS.values()} == LATENT_MODELS
@@ -96,7 +78,7 @@ def test_every_model_type_is_tried() -> None:
 
 
 def test_cached_bytes() -> None:
-    """One latent per token; index keys only where a layer has an indexer; the projection out of the latent is held once."""
+    """One latent per token; index keys only where a layer has an indexer."""
     verifier = paged_verifier(plain_model("glm_moe_dsa"), BLOCK)
     full, shared = LatentLayerSpec(width=16 + 8, index_bytes=12 * 4), LatentLayerSpec(width=16 + 8)
     assert list(verifier.kv_specs) == [full, shared, full, shared]
@@ -106,16 +88,6 @@ def test_cached_bytes() -> None:
     cache.scrub([0, 1, 2])
     assert isinstance(cache.layers[1], LatentCache)
     assert not cache.layers[0].latent.any()
-    assert isinstance(verifier, HFVerifier)
-    assert not any(key.endswith("kv_b_proj.weight") for key in verifier.model.state_dict())
-
-
-def test_model_called_without_its_cache_says_so() -> None:
-    """Latent attention never runs without a cache: it would have no mask at all."""
-    verifier = paged_verifier(plain_model("deepseek_v3"), BLOCK)
-    assert isinstance(verifier, HFVerifier)
-    with pytest.raises(RuntimeError, match=r"HFVerifier\.forward"):
-        verifier.model(torch.tensor([[1, 2, 3]]))
 
 
 @pytest.mark.parametrize(("asked", "fp8_prefill"), [("auto", True), ("model", False)])
@@ -137,8 +109,7 @@ def test_loading_from_a_folder(name: str, dtype: torch.dtype, tmp_path: Path) ->
     verifier, _ = load_verifier(str(tmp_path), device=torch.device("cpu"), dtype=dtype, block_size=BLOCK)
     assert verifier.attention.name == "torch_ref"
     assert isinstance(verifier.attention, TorchRefMlaBackend)
-    assert isinstance(verifier, HFVerifier)
-    assert verifier.model.config._experts_implementation == "grouped_mm"  # the one that neither loops nor waits for the device
+    assert isinstance(verifier, DecoderVerifier)
     run = PackedRun(verifier, [SEQUENCES[0]])
     run.cache = PagedKVCache(verifier.kv_specs, num_blocks=20, block_size=BLOCK, dtype=dtype, device=torch.device("cpu"))
     (logits,) = run.forward([(0, 0, len(SEQUENCES[0]))])

@@ -4,12 +4,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import DeepseekV2Config, DeepseekV3Config, Glm4MoeConfig
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
@@ -26,27 +25,30 @@ import specdec.device
 from specdec.errors import InvalidInputError
 from specdec.kernels.experts import Routing
 from specdec.layers import router as ops_router
-from specdec.layers.router import aiter_reasons, route
+from specdec.layers.router import Router, aiter_reasons, route
 from tests.helpers.aiter_emulation import Machine, install
 from tests.helpers.bounds import Float64, assert_as_exact, in_float64
 from tests.helpers.guards import no_host_sync
-from verifiers.moe_router import ROUTERS, MoeRouter, replace_routers, routing_of
+from verifiers import mixture
+from verifiers.description import Description
+from verifiers.families import describe
+from verifiers.weights import Weights
 
 HIDDEN, EXPERTS = 12, 32
 _COMMON: dict[str, Any] = {"hidden_size": HIDDEN, "num_experts_per_tok": 6, "routed_scaling_factor": 2.5}
 _SIGMOID: dict[str, Any] = {**_COMMON, "n_routed_experts": EXPERTS, "n_group": 4, "topk_group": 2}
 
-ROUTER_KINDS: dict[str, Callable[[], Any]] = {
-    "v2_greedy": lambda: DeepseekV2TopkRouter(_v2(topk_method="greedy")),
-    "v2_groups": lambda: DeepseekV2TopkRouter(_v2(topk_method="group_limited_greedy", n_group=8, topk_group=3)),
-    "v3": lambda: DeepseekV3TopkRouter(DeepseekV3Config(**_SIGMOID)),
-    "v3_ungrouped": lambda: DeepseekV3TopkRouter(DeepseekV3Config(**{**_SIGMOID, "n_group": 1, "topk_group": 1})),
-    "v32": lambda: DeepseekV32TopkRouter(DeepseekV32Config(**_SIGMOID)),
-    "glm4": lambda: Glm4MoeTopkRouter(Glm4MoeConfig(**_SIGMOID)),
-    "glm4_lite": lambda: Glm4MoeLiteTopkRouter(Glm4MoeLiteConfig(**_SIGMOID)),
-    "glm_dsa": lambda: GlmMoeDsaTopkRouter(GlmMoeDsaConfig(**_SIGMOID)),
-    "v3_not_normalized": lambda: DeepseekV3TopkRouter(DeepseekV3Config(**_SIGMOID, norm_topk_prob=False)),
-    "v3_16_groups": lambda: DeepseekV3TopkRouter(DeepseekV3Config(**{**_SIGMOID, "n_group": 16, "topk_group": 5})),
+ROUTER_KINDS: dict[str, tuple[Any, Callable[[], Any]]] = {
+    "v2_greedy": (DeepseekV2TopkRouter, lambda: _v2(topk_method="greedy")),
+    "v2_groups": (DeepseekV2TopkRouter, lambda: _v2(topk_method="group_limited_greedy", n_group=8, topk_group=3)),
+    "v3": (DeepseekV3TopkRouter, lambda: DeepseekV3Config(**_SIGMOID)),
+    "v3_ungrouped": (DeepseekV3TopkRouter, lambda: DeepseekV3Config(**{**_SIGMOID, "n_group": 1, "topk_group": 1})),
+    "v32": (DeepseekV32TopkRouter, lambda: DeepseekV32Config(**_SIGMOID)),
+    "glm4": (Glm4MoeTopkRouter, lambda: Glm4MoeConfig(**_SIGMOID)),
+    "glm4_lite": (Glm4MoeLiteTopkRouter, lambda: Glm4MoeLiteConfig(**_SIGMOID)),
+    "glm_dsa": (GlmMoeDsaTopkRouter, lambda: GlmMoeDsaConfig(**_SIGMOID)),
+    "v3_not_normalized": (DeepseekV3TopkRouter, lambda: DeepseekV3Config(**_SIGMOID, norm_topk_prob=False)),
+    "v3_16_groups": (DeepseekV3TopkRouter, lambda: DeepseekV3Config(**{**_SIGMOID, "n_group": 16, "topk_group": 5})),
 }
 PLAIN = ("v3_not_normalized", "v3_16_groups")
 """What AITER's kernels do not have."""
@@ -59,11 +61,26 @@ def _v2(**changes: Any) -> DeepseekV2Config:
 def hf_router(kind: str, dtype: torch.dtype = torch.float32) -> Any:
     """A router of transformers with random weights and a bias that matters."""
     torch.manual_seed(0)
-    router = ROUTER_KINDS[kind]()
+    make, config = ROUTER_KINDS[kind]
+    router = make(config())
     router.weight.data = torch.randn(EXPERTS, HIDDEN).to(dtype)
     if hasattr(router, "e_score_correction_bias"):
         router.e_score_correction_bias = torch.randn(EXPERTS) * 0.2 - 1.5  # all choices negative: masking with 0 would show
     return router
+
+
+def description_of(kind: str) -> Description:
+    """Our description of the family that a router is of."""
+    description = describe(ROUTER_KINDS[kind][1]())
+    assert description is not None
+    return description
+
+
+def our_router(kind: str, source: Any) -> Router:
+    """What the decoder stack makes of a router of transformers."""
+    names = ("weight", "e_score_correction_bias")
+    tensors = {f"gate.{name}": getattr(source, name).detach().clone() for name in names if hasattr(source, name)}
+    return mixture.router(Weights(tensors), description_of(kind))
 
 
 def in_order(ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,10 +89,10 @@ def in_order(ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     return ids.gather(-1, order), weights.gather(-1, order)
 
 
-def check_equal(router: Any, hidden: Tensor, got: tuple[Tensor, Tensor, Tensor]) -> None:
+def check_equal(router: Any, hidden: Tensor, got: tuple[Tensor, Tensor]) -> None:
     """The same sets of experts as transformers, with weights as exact."""
-    runs = got, router(hidden), in_float64(router, hidden.double())
-    (ids, weights), (plain_ids, plain), (_, exact) = (in_order(ids, weights) for _, weights, ids in runs)
+    runs = got, router(hidden)[1:], in_float64(router, hidden.double())[1:]
+    (ids, weights), (plain_ids, plain), (_, exact) = (in_order(ids, weights) for weights, ids in runs)
     assert ids.dtype == torch.int64 and ids.equal(plain_ids)
     assert_as_exact(weights, plain, exact)
 
@@ -96,7 +113,9 @@ def test_formulas_equal_transformers(kind: str) -> None:
     """Group strength, masking, bias in the choice but not in the weights, normalization, scaling."""
     router, hidden = hf_router(kind), torch.randn(200, HIDDEN)
     logits = hidden @ router.weight.t()
-    check_equal(router, hidden, (logits, *route(logits, routing_of(router), getattr(router, "e_score_correction_bias", None))))
+    routing = description_of(kind).routing
+    assert routing is not None
+    check_equal(router, hidden, route(logits, routing, getattr(router, "e_score_correction_bias", None)))
 
 
 _SIZES: dict[str, Any] = {"hidden_size": HIDDEN, "num_experts_per_tok": 6}
@@ -219,10 +238,10 @@ def test_numbers_that_do_not_go_together(numbers: dict[str, Any], message: str) 
 @pytest.mark.parametrize("version", ["0.1.15", "0.1.20"])
 @pytest.mark.parametrize("kind", ROUTER_KINDS)
 def test_aiter_equals_transformers(rocm: Callable[..., Machine], kind: str, version: str) -> None:
-    """AITER's kernels, where they have the case; otherwise plain torch behind the same module; nothing waits either way."""
+    """AITER's kernels, where they have the case; otherwise plain torch; nothing waits either way."""
     machine = rocm(version=version, allow_float32=True)
-    router, hidden = hf_router(kind), torch.randn(3, 60, HIDDEN)
-    ours = MoeRouter(router)
+    router, hidden = hf_router(kind), torch.randn(180, HIDDEN)
+    ours = our_router(kind, router)
     with no_host_sync():
         got = ours(hidden)
     check_equal(router, hidden, got)
@@ -231,22 +250,23 @@ def test_aiter_equals_transformers(rocm: Callable[..., Machine], kind: str, vers
 
 
 @pytest.mark.parametrize("kind", ["v2_groups", "v32"])
-def test_d1_logits_and_bias_have_the_type_of_the_gate(rocm: Callable[..., Machine], kind: str) -> None:
+def test_d1_logits_and_bias_have_the_type_of_the_gate(
+    rocm: Callable[..., Machine], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """bfloat16 all the way into the kernel, the bias cast once and not per call: a second cast would make a new tensor."""
     machine = rocm()
-    router = hf_router(kind, torch.bfloat16)
-    ours = MoeRouter(router)
+    ours = our_router(kind, hf_router(kind, torch.bfloat16))
     seen: list[tuple[Tensor, Tensor | None]] = []
-    inner = ours._route
+    inner = ops_router.route_with_aiter
 
-    def spied(logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    def spied(ops: Any, logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         seen.append((logits, bias))
-        return inner(logits, routing, bias)
+        return inner(ops, logits, routing, bias)
 
-    ours._route = spied
+    monkeypatch.setattr(ops_router, "route_with_aiter", spied)
     for _ in range(2):
-        logits, weights, _ = ours(torch.randn(5, HIDDEN, dtype=torch.bfloat16))
-        assert logits.dtype == torch.bfloat16 and weights.dtype == torch.float32
+        weights, _ = ours(torch.randn(5, HIDDEN, dtype=torch.bfloat16))
+        assert weights.dtype == torch.float32
     assert all(logits.dtype == torch.bfloat16 for logits, _ in seen)
     assert seen[0][1] is seen[1][1]
     if kind == "v32":
@@ -258,8 +278,9 @@ def test_d1_logits_and_bias_have_the_type_of_the_gate(rocm: Callable[..., Machin
 def test_bfloat16_kernels_equal_the_formulas(rocm: Callable[..., Machine], kind: str) -> None:
     """On the same bfloat16 logits and bias both choose the same, so only the type of the logits tells them apart."""
     rocm()
-    ours = MoeRouter(hf_router(kind, torch.bfloat16))
-    logits, weights, ids = ours(torch.randn(200, HIDDEN, dtype=torch.bfloat16))
+    ours = our_router(kind, hf_router(kind, torch.bfloat16))
+    hidden = torch.randn(200, HIDDEN, dtype=torch.bfloat16)
+    logits, (weights, ids) = ours.gate(hidden), ours(hidden)
     plain, plain_ids = route(logits, ours.routing, ours.bias)
     with Float64():
         exact, exact_ids = route(logits, ours.routing, ours.bias)
@@ -271,26 +292,14 @@ def test_bfloat16_kernels_equal_the_formulas(rocm: Callable[..., Machine], kind:
     assert_as_exact(weights[distinct], plain[distinct], exact[distinct])
 
 
-def _layers(*kinds: str) -> Any:
-    model: Any = nn.Module()
-    model.layers = nn.ModuleList([nn.Module() for _ in kinds])
-    for layer, kind in zip(model.layers, kinds, strict=True):
-        layer.gate = hf_router(kind)
-    return model
-
-
-def test_replacement(rocm: Callable[..., Machine], caplog: pytest.LogCaptureFixture) -> None:
-    """Routers are replaced on AMD GPUs only, others' gates never; what AITER cannot do is said once for all layers."""
-    model = _layers("v3", "v3_16_groups", "v3_16_groups")
-    replace_routers(model)
-    assert type(model.layers[0].gate).__name__ in ROUTERS
-    rocm()
+def test_what_aiter_lacks_is_said_once(rocm: Callable[..., Machine], caplog: pytest.LogCaptureFixture) -> None:
+    """On AMD GPUs only, and not for every layer."""
+    mixture._say_once.cache_clear()
     caplog.set_level("INFO")
-    model.layers[0].other = nn.Module()
-    model.layers[0].other.gate = nn.Linear(2, 2)
-    replace_routers(model)
-    assert all(isinstance(layer.gate, MoeRouter) for layer in model.layers)
-    assert isinstance(model.layers[0].other.gate, nn.Linear)
+    assert our_router("v3", hf_router("v3")).aiter is None
+    rocm()
+    assert our_router("v3", hf_router("v3")).aiter is not None and not caplog.records
+    assert all(our_router("v3_16_groups", hf_router("v3_16_groups")).aiter is None for _ in range(2))
     assert len(caplog.records) == 1 and "16 groups of experts (the kernels take 1, 2, 4, 8)" in caplog.text
 
 
@@ -309,12 +318,4 @@ def test_reasons(rocm: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(ops_router.aiter, "unavailable_reasons", lambda family: ["missing"])
     assert aiter_reasons(Routing(32, 4), device)[0].startswith("architecture gfx1100") and "missing" in aiter_reasons(
         Routing(32, 4), device
-    )
-
-
-def test_class_names_are_known() -> None:
-    """A router whose class is renamed would silently stay behind."""
-    assert {type(hf_router(kind)).__name__ for kind in ROUTER_KINDS} == ROUTERS
-    assert routing_of(SimpleNamespace(num_experts=8, top_k=2, topk_method="greedy", routed_scaling_factor=3.0)) == Routing(
-        8, 2, renormalized=False, scaling=3.0
     )

@@ -1,0 +1,86 @@
+"""Building latent attention from the tensors of its families."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.attention.mla import MlaSpec
+from specdec.layers.latent_attention import Indexer, LatentAttention, split_up
+from specdec.layers.norm import Norm
+from specdec.layers.rotary import Rope
+from verifiers.weights import Reorder, Weights
+
+INTERLEAVED_INDEXERS = frozenset({"glm_moe_dsa"})
+"""Model types whose indexer pairs neighbors in its RoPE; the others pair halves there, whatever their attention does."""
+
+EPSILON = 1e-6
+"""Of the norms within latent attention, which no config states."""
+
+
+def latent_attention(weights: Weights, config: Any, spec: MlaSpec, rope: Rope, *, interleaved: bool) -> LatentAttention:
+    """The attention whose tensors these are.
+
+    Args:
+        weights: of one layer's attention.
+        config: the model's.
+        spec: of the backend.
+        rope: of the rotated parts.
+        interleaved: the model's RoPE turns neighboring numbers; they are stored in the order of halves here.
+    """
+    size, head = spec.qk_rope_head_dim, spec.qk_nope_head_dim + spec.qk_rope_head_dim
+    latent_order = _halves(spec.latent_dim, spec.kv_lora_rank, size) if interleaved else None
+    query_order = _halves(head, spec.qk_nope_head_dim, size) if interleaved else None
+    compresses = weights.has("q_a_proj.weight")
+    if compresses:
+        down = weights.linear("q_a_proj", "kv_a_proj_with_mqa", reorder=(None, latent_order))
+        query = _norm(weights, "q_a_layernorm"), weights.linear("q_b_proj", reorder=(query_order,))
+    else:
+        down, query = weights.linear("q_proj", "kv_a_proj_with_mqa", reorder=(query_order, latent_order)), None
+    return LatentAttention(
+        down=down,
+        query=query,
+        latent_norm=_norm(weights, "kv_a_layernorm"),
+        up=split_up(weights.tensor("kv_b_proj.weight"), spec),
+        rope=rope,
+        scale=_scale(config, head),
+        indexer=_indexer(weights.under("indexer."), config, size) if weights.has("indexer.wk.weight") else None,
+    )
+
+
+def _indexer(weights: Weights, config: Any, rope_dim: int) -> Indexer:
+    turned = config.model_type in INTERLEAVED_INDEXERS
+    order = _halves(config.index_head_dim, 0, rope_dim) if turned else None
+    gain, bias = weights.tensor("k_norm.weight"), weights.tensor("k_norm.bias")
+    return Indexer(
+        query=weights.linear("wq_b", reorder=(order,)),
+        key=weights.linear("wk", reorder=(order,)),
+        key_norm=(gain, bias, EPSILON) if order is None else (order(gain), order(bias), EPSILON),
+        weights=weights.linear("weights_proj"),
+        rope_dim=rope_dim,
+    )
+
+
+def _norm(weights: Weights, name: str) -> Norm:
+    return Norm(weights.tensor(f"{name}.weight"), EPSILON)
+
+
+def _scale(config: Any, head_dim: int) -> float:
+    """Factor of the scores, with the square of YaRN's amplitude where the config states `mscale_all_dim`."""
+    rope = config.rope_parameters
+    mscale = rope.get("mscale_all_dim") if rope.get("rope_type", "default") != "default" else None
+    amplitude = 1 + 0.1 * mscale * math.log(rope["factor"]) if mscale and rope["factor"] > 1 else 1.0
+    return float(head_dim**-0.5 * amplitude**2)
+
+
+def _halves(width: int, start: int, size: int) -> Reorder:
+    """In blocks of `width` rows, puts every second of the `size` from `start` on before the others between them."""
+    numbers = torch.arange(width)
+    turned = numbers[start : start + size].view(-1, 2).t().flatten()
+    order = torch.cat([numbers[:start], turned, numbers[start + size :]])
+
+    def reorder(rows: Tensor) -> Tensor:
+        return rows.unflatten(0, (-1, width))[:, order.to(rows.device)].flatten(0, 1)
+
+    return reorder
