@@ -1,7 +1,8 @@
 """How fast decoding could be if nothing but reading memory took time.
 
-A step reads the weights of target and drafter once and the cached keys and values of every request; at the bandwidth that the
-device shows, this takes a time that no kernel beats (the roofline model: Williams et al. 2009, doi 10.1145/1498765.1498785).
+A step reads the weights of target and drafter once, of a mixture of experts those that its rows meet, and the cached keys and
+values of every request; at the bandwidth that the device shows, this takes a time that no kernel beats (the roofline model:
+Williams et al. 2009, doi 10.1145/1498765.1498785).
 """
 
 from __future__ import annotations
@@ -35,16 +36,18 @@ def measured_bandwidth(device: torch.device, *, repeats: int = 5) -> float:
 
 
 def step_bytes(engine: SpecEngine, *, k: int, num_reqs: int, context: float) -> int:
-    """Bytes that one step has to read.
+    """Bytes that one step has to read. Of routed experts this is an expectation, see `RoutedExperts.expected`.
 
     Args:
         engine: target, drafter and cache.
-        k: drafts per step; with 0 the drafter only takes notes.
+        k: drafts per step, so that a request has k + 1 rows; with 0 the drafter only takes notes.
         num_reqs: requests in the batch.
         context: cached tokens per request, on average.
     """
     specs = list(engine.verifier.kv_specs)
-    weights = engine.verifier.weight_bytes
+    weights, experts = engine.verifier.weight_bytes, engine.verifier.routed_experts
+    if experts:
+        weights += experts.bytes_read(num_reqs * (k + 1)) - experts.weight_bytes
     if engine.drafter and k:
         specs += engine.drafter.kv_specs
         weights += engine.drafter.weight_bytes

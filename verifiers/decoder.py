@@ -8,11 +8,11 @@ from torch import Tensor
 
 from specdec.attention.backend import AttentionBackend, AttentionSpec
 from specdec.attention.mla import MlaBackend, MlaSpec
-from specdec.core import ForwardInput, VerifyOutput
+from specdec.core import ForwardInput, RoutedExperts, VerifyOutput
 from specdec.layers.attention import Attention, HeadAttention
 from specdec.layers.decoder import Decoder, DecoderLayer
 from specdec.layers.linear import Linear, linear
-from specdec.layers.mlp import FeedForward
+from specdec.layers.mlp import FeedForward, MixtureOfExperts
 from specdec.layers.norm import Norm
 from specdec.layers.ops import Heads, ops_for
 from specdec.layers.rotary import Rope
@@ -74,6 +74,15 @@ class DecoderVerifier:
     def weight_bytes(self) -> int:
         """See `Verifier.weight_bytes`."""
         return self._decoder.nbytes + self._head.nbytes
+
+    @property
+    def routed_experts(self) -> RoutedExperts | None:
+        """See `Verifier.routed_experts`."""
+        mixtures = [layer.mlp for layer in self._decoder.layers if isinstance(layer.mlp, MixtureOfExperts)]
+        if not mixtures:
+            return None
+        routing = mixtures[0].router.routing
+        return RoutedExperts(routing.num_experts, routing.top_k, sum(one.experts.nbytes for one in mixtures))
 
     @torch.inference_mode()
     def forward(self, rows: ForwardInput, caches: Sequence[Any], aux_layer_ids: Sequence[int] = ()) -> VerifyOutput:

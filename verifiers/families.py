@@ -77,8 +77,8 @@ def _sigmoid_routing(config: Any) -> Routing:
         config.num_experts_per_tok,
         scores="sigmoid",
         biased=True,
-        num_groups=config.n_group,
-        topk_groups=config.topk_group,
+        num_groups=config.n_group or 1,
+        topk_groups=config.topk_group or 1,
         renormalized=config.norm_topk_prob,
         scaling=config.routed_scaling_factor,
     )

@@ -11,12 +11,12 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from specdec.attention.backend import AttentionBackend
 from specdec.attention.mla import MlaBackend
-from specdec.core import ForwardInput, Verifier, VerifyOutput
+from specdec.core import ForwardInput, RoutedExperts, Verifier, VerifyOutput
 from verifiers.decoder import DecoderVerifier
 from verifiers.description import Description
 from verifiers.families import describe
 from verifiers.hf_attention import ATTENTION_NAME, PagedForward
-from verifiers.shape import eos_token_ids, layer_specs, layer_windows, max_model_len
+from verifiers.shape import eos_token_ids, expert_counts, layer_specs, layer_windows, max_model_len
 from verifiers.weights import Weights
 
 
@@ -106,6 +106,13 @@ class HFVerifier:
         tied = self._head.weight is self._embedding
         total = sum(parameter.nbytes for parameter in self.model.parameters()) + sum(b.nbytes for b in self.model.buffers())
         return total if tied else total - self._embedding.nbytes
+
+    @property
+    def routed_experts(self) -> RoutedExperts | None:
+        """See `Verifier.routed_experts`."""
+        counts = expert_counts(self.config)
+        weights = sum(parameter.nbytes for name, parameter in self.model.named_parameters() if ".experts." in name)
+        return RoutedExperts(*counts, weights) if counts else None
 
     @torch.inference_mode()
     def forward(self, rows: ForwardInput, caches: Sequence[Any], aux_layer_ids: Sequence[int] = ()) -> VerifyOutput:

@@ -82,6 +82,13 @@ def layer_specs(config: PreTrainedConfig, backend: AttentionBackend | MlaBackend
     return [replace(spec, index_bytes=0) if kind == "shared" else spec for kind in kinds]
 
 
+def expert_counts(config: PreTrainedConfig) -> tuple[int, int] | None:
+    """Routed experts of a layer, and how many of them a row is sent to; None for a model without."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
+    return None if experts is None else (experts, config.num_experts_per_tok)
+
+
 def max_model_len(config: PreTrainedConfig) -> int:
     """Most tokens of a sequence."""
     return getattr(config, "max_position_embeddings", None) or 8192

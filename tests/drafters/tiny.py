@@ -115,7 +115,7 @@ class FakeVerifier:
         self.vocab_size, self.hidden_size, self.num_layers = config.vocab_size, config.hidden_size, config.num_hidden_layers
         self.max_model_len = 512
         self.eos_token_ids: tuple[int, ...] = ()
-        self.weight_bytes = 0
+        self.weight_bytes, self.routed_experts = 0, None
         self.kv_specs: list[Any] = []
         self.embedding_scale = 1.0
         self.final_softcap: float | None = None

@@ -1,0 +1,104 @@
+"""Targets with random weights, made from a config alone."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec.config import EngineConfig, SamplingParams
+from specdec.engine.engine import SpecEngine
+from specdec.errors import CheckpointError, InvalidInputError, UnsupportedModelError
+from tests.helpers.tiny_models import CONFIGS, LATENT_CONFIGS, random_prompts
+from verifiers.dummy import dummy_verifier, random_model, read_config
+
+CPU = torch.device("cpu")
+ALL = CONFIGS | LATENT_CONFIGS
+
+
+def decode(verifier: Any, prompts: list[list[int]], count: int = 3) -> list[list[int]]:
+    """Output tokens of every prompt."""
+    engine = SpecEngine(verifier, None, EngineConfig(num_draft_tokens=None, max_num_seqs=len(prompts), max_model_len=64))
+    requests = [engine.add_request(prompt, SamplingParams(max_tokens=count, ignore_eos=True)) for prompt in prompts]
+    while engine.has_work:
+        engine.step()
+    assert all(request.error is None for request in requests)  # NaN in the logits would be one
+    return [request.output_token_ids for request in requests]
+
+
+def tiny(name: str, seed: int = 0) -> Any:
+    """A verifier of a tiny shape."""
+    return dummy_verifier(ALL[name](), name=name, device=CPU, dtype=torch.float32, block_size=4, seed=seed)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_supported_family_decodes_with_random_weights(name: str) -> None:
+    """Catches NaN, and a family whose modules are not found."""
+    outputs = decode(tiny(name), random_prompts(2, longest=20))
+    assert [len(tokens) for tokens in outputs] == [3, 3]
+
+
+def test_the_seed_makes_the_weights() -> None:
+    prompts = random_prompts(2)
+    outputs = [decode(tiny("llama", seed), prompts, 8) for seed in (0, 0, 1)]
+    assert outputs[0] == outputs[1] != outputs[2]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_weights_have_a_sensible_scale_and_their_own_type(name: str) -> None:
+    """Catches a tensor that no initialization reaches, and inverse frequencies or a router's bias rounded to bfloat16."""
+    config = ALL[name]()
+    model = random_model(config, CPU, torch.bfloat16)
+    for key, tensor in model.state_dict().items():
+        if key.endswith("e_score_correction_bias"):
+            continue
+        assert tensor.dtype == torch.bfloat16, key
+        assert tensor.isfinite().all(), key
+        if tensor.ndim > 1 and "bias" not in key:
+            assert 0.7 < float(tensor.float().std()) / config.initializer_range < 2.5, key  # one family's embeddings have twice
+    for key, tensor in model.named_buffers():
+        if key.endswith(("inv_freq", "e_score_correction_bias")):
+            assert tensor.dtype == torch.float32, key
+        if key.endswith("inv_freq"):
+            assert 0 < float(tensor.min()) <= float(tensor.max()) <= 1, key
+    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    assert tied == config.tie_word_embeddings
+
+
+def test_making_one_leaves_the_random_numbers_of_the_process_alone() -> None:
+    state = torch.get_rng_state()
+    random_model(CONFIGS["llama"](), CPU, torch.float32)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_config_is_read_from_a_file_or_its_folder(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    CONFIGS["gemma3"]().to_json_file(file)
+    for path in (file, tmp_path):
+        config = read_config(path)
+        assert (config.model_type, config.hidden_size, config.layer_types) == ("gemma3_text", 32, CONFIGS["gemma3"]().layer_types)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "fragments"),
+    [
+        ({"quantization_config": {"quant_method": "mxfp4"}}, InvalidInputError, ["quantized", "remove quantization_config"]),
+        ({"model_type": "mamba"}, UnsupportedModelError, ["'mamba'", "recurrent state"]),
+        ({"model_type": "no-such-model"}, CheckpointError, ["no-such-model", "config.json"]),
+        ({"hidden_size": "wide"}, CheckpointError, ["cannot read", "hidden_size"]),
+    ],
+)
+def test_a_config_that_makes_no_target_is_refused(changes: dict[str, Any], error: type[Exception], fragments: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(CONFIGS["llama"]().to_dict() | changes))
+    with pytest.raises(error) as raised:
+        read_config(tmp_path)
+    message = str(raised.value)
+    assert "\n" not in message
+    assert all(fragment in message for fragment in fragments), message
+
+
+def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="give a config.json"):
+        read_config(tmp_path / "none.json")
