@@ -8,6 +8,7 @@ from itertools import chain
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from specdec.attention.mla import MlaSpec
@@ -42,36 +43,6 @@ def read_config(path: Path) -> PreTrainedConfig:
     return config
 
 
-def dummy_verifier(
-    config: PreTrainedConfig,
-    *,
-    name: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    attention: str = "auto",
-    block_size: int = 16,
-    cache_dtype: torch.dtype | None = None,
-    fp8_prefill: bool = True,
-    fuse: bool = True,
-    seed: int = 0,
-) -> Verifier:
-    """A target with random weights; `load_verifier` says what the arguments mean.
-
-    Args:
-        config: the shape, see `read_config`.
-        name: how to call it in messages and reports.
-        seed: of the weights.
-
-    Raises:
-        BackendError: no backend, or not the named one, can serve the model.
-    """
-    spec = replace(backend_spec(config, device=device, dtype=dtype, block_size=block_size), cache_dtype=cache_dtype)
-    if isinstance(spec, MlaSpec):
-        spec = replace(spec, fp8_prefill=fp8_prefill)
-    backend = select_backend(attention, spec)
-    return verifier_for(random_model(config, device, dtype, seed=seed), name=name, backend=backend, fuse=fuse)
-
-
 def random_model(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, *, seed: int = 0) -> PreTrainedModel:
     """A model with the random weights that its training would start from, on its device.
 
@@ -89,3 +60,52 @@ def random_model(config: PreTrainedConfig, device: torch.device, dtype: torch.dt
         if any(part in name for part in wide):
             tensor.data = tensor.data.float()
     return model.eval()
+
+
+def dummy_verifier(
+    model: PreTrainedModel,
+    *,
+    name: str,
+    attention: str = "auto",
+    block_size: int = 16,
+    cache_dtype: torch.dtype | None = None,
+    fp8_prefill: bool = True,
+    fuse: bool = True,
+) -> Verifier:
+    """What `random_model` made as a target; `load_verifier` says what the arguments mean.
+
+    Raises:
+        BackendError: no backend, or not the named one, can serve the model.
+    """
+    spec = backend_spec(model.config, device=model.device, dtype=model.dtype, block_size=block_size)
+    spec = replace(spec, cache_dtype=cache_dtype)
+    if isinstance(spec, MlaSpec):
+        spec = replace(spec, fp8_prefill=fp8_prefill)
+    return verifier_for(model, name=name, backend=select_backend(attention, spec), fuse=fuse)
+
+
+@torch.inference_mode()
+def experts_met(model: PreTrainedModel, rows: int, *, context: int = 8) -> float | None:
+    """Different experts that `rows` rows meet in a layer, on average over the layers with experts; None in a model without.
+
+    The rows are the last ones of as many prompts of `context` random tokens, which transformers alone runs, so this belongs before
+    `dummy_verifier`. `RoutedExperts.expected` is what rows that choose evenly and independently would meet.
+    """
+    chosen: list[int] = []
+
+    def count(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        chosen.append(inputs[1].view(rows, context, -1)[:, -1].unique().numel())  # of hidden states, indices and weights
+
+    layers = [module for name, module in model.named_modules() if name.endswith(".experts")]
+    hooks = [layer.register_forward_pre_hook(count) for layer in layers]
+    generator = torch.Generator(model.device).manual_seed(0)
+    token_ids = torch.randint(model.config.vocab_size, (rows, context), device=model.device, generator=generator)
+    try:
+        if layers:
+            model.set_attn_implementation("eager")
+            model(token_ids, use_cache=False, logits_to_keep=1)
+    finally:
+        model.set_attn_implementation(ATTENTION_NAME)
+        for hook in hooks:
+            hook.remove()
+    return sum(chosen) / len(chosen) if chosen else None

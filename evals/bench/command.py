@@ -25,6 +25,7 @@ examples:
   specdec bench --sets bundled gsm8k --data gsm8k=test.jsonl --limit 40 --drafter smollm2-dflash ngram -k 4 8
   specdec bench --max-num-seqs 1 8 32 --temperature 0 1 --out report.json --html report.html
   specdec bench --peer transformers transformers-lookup llama.cpp
+  specdec bench --dummy-weights qwen3-8b --max-num-seqs 1 32 --prompt-tokens 1024 16384 --max-tokens 64 --peer vllm
   specdec bench compare before.json after.json
   specdec bench show report.json --html report.html
 
@@ -63,6 +64,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--peer", nargs="+", default=[], metavar="NAME", help="other systems in the same run: transformers, transformers-lookup, "
         "llama.cpp[:FILE], vllm[:DRAFTER]")  # fmt: skip
 
+    add = parser.add_argument_group(
+        "a shape without weights",
+        "Times prefill and steps of a model with random weights, on prompts of random tokens; --max-tokens is the number of timed"
+        " steps, and no prompt set, drafter or sampling takes part.",
+    ).add_argument
+    add("--dummy-weights", metavar="CONFIG", help="a config.json, a folder with one, or a shape that comes with the package: "
+        "gemma3-4b, gpt-oss-20b, qwen3-30b-a3b, qwen3-8b")  # fmt: skip
+    add("--prompt-tokens", nargs="+", type=whole_number, default=[1024], metavar="N", help="length of the prompts; further "
+        "lengths are measured with one request (default 1024)")  # fmt: skip
+    add("--verify-rows", type=whole_number, default=8, metavar="N", help="rows per request of a step that verifies N - 1 drafts "
+        "which cost nothing; 1 leaves it out (default %(default)s)")  # fmt: skip
+
     add = parser.add_argument_group("output").add_argument
     add("--out", metavar="FILE", help="write the report as JSON, after every part of the sweep")
     add("--html", metavar="FILE", help="write a page with plots that opens without a network")
@@ -81,6 +94,10 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidInputError(f"unknown action {action!r} (known: compare, show; none to measure)")
     if len(files) != counts[action]:
         raise InvalidInputError(f"{action} takes {counts[action]} report files, not {len(files)}; see specdec bench --help")
+    if action == "measure" and args.dummy_weights is not None:
+        from evals.bench.dummy_command import measure_dummy
+
+        return measure_dummy(args)
     if action == "measure":
         return _measure(args)
     from evals.report.html import check_plotting

@@ -30,6 +30,19 @@ _alive: WeakSet[VllmPeer] = WeakSet()
 """At most one: two engines in a process tear each other's communication down, and a start is no part of a timed pass."""
 
 
+def import_vllm(peer: str) -> Any:
+    """The library, with the parts that peers use.
+
+    Raises:
+        InvalidInputError: not installed.
+    """
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output is for the report
+    library = require("vllm", "vllm", peer)
+    for part in ("inputs", "sampling_params"):
+        import_module(f"vllm.{part}")
+    return library
+
+
 class VllmPeer:
     """vLLM's offline engine.
 
@@ -43,10 +56,7 @@ class VllmPeer:
 
     def __init__(self, name: str, verifier: Verifier, drafter: str | None) -> None:
         self.name = name
-        os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output is for the report
-        self._library: Any = require("vllm", "vllm", name)
-        for part in ("inputs", "sampling_params"):
-            import_module(f"vllm.{part}")
+        self._library: Any = import_vllm(name)
         self.version: str = self._library.__version__
         self._verifier = verifier
         self._options: dict[str, Any] = {}

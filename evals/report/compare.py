@@ -17,8 +17,10 @@ def compare_reports(one: Report, other: Report) -> str:
         other: the newer one; ratios are `other` to `one`.
 
     Raises:
-        InvalidInputError: the reports have nothing in common.
+        InvalidInputError: the reports have nothing in common, or are of a kind that is not compared.
     """
+    if one["schema"] == "specdec-dummy-bench":
+        raise InvalidInputError("reports of --dummy-weights hold both sides themselves; print each with specdec bench show")
     bench = one["schema"] == "specdec-bench"
     parts, others = (_bench_parts(one), _bench_parts(other)) if bench else (_eval_parts(one), _eval_parts(other))
     common = [key for key in parts if key in others]

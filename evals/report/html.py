@@ -41,7 +41,13 @@ def check_plotting() -> None:
 
 
 def html_report(report: Report) -> str:
-    """The page of a report, the same whether the report was just measured or read from a file."""
+    """The page of a report, the same whether the report was just measured or read from a file.
+
+    Raises:
+        InvalidInputError: a report that has no plots.
+    """
+    if report["schema"] == "specdec-dummy-bench":
+        raise InvalidInputError("a report of --dummy-weights has no plots; leave out --html")
     bench = report["schema"] == "specdec-bench"
     title = "specdec bench" if bench else "specdec eval"
     parts = [

@@ -11,10 +11,11 @@ from typing import Any
 from specdec.errors import InvalidInputError
 from specdec.files import reason_of, write_text
 
-SCHEMA_VERSIONS = {"specdec-bench": 2, "specdec-eval": 1}
+SCHEMA_VERSIONS = {"specdec-bench": 2, "specdec-dummy-bench": 1, "specdec-eval": 1}
 
 _FIELDS = {
     "specdec-bench": ("provenance", "settings", "complete", "rows"),
+    "specdec-dummy-bench": ("provenance", "settings", "complete", "rows"),
     "specdec-eval": ("provenance", "settings", "complete", "tasks"),
 }
 

@@ -11,7 +11,8 @@ PLAIN = "none"
 def format_report(report: Report) -> str:
     """The report as text."""
     head = _head(report)
-    body = bench_table(report) if report["schema"] == "specdec-bench" else eval_table(report)
+    tables = {"specdec-bench": bench_table, "specdec-dummy-bench": dummy_table, "specdec-eval": eval_table}
+    body = tables[report["schema"]](report)
     note = [] if report["complete"] else ["", "incomplete: the run ended before everything was measured"]
     return "\n".join([*head, "", *body, *note])
 
@@ -47,6 +48,56 @@ def bench_table(report: Report) -> list[str]:
         f"of bound: to what reading weights and cache alone would allow, at {report['bandwidth'] / 1e9:.0f} GB/s measured here.",
         "tau: tokens output per verify step, pooled over all steps; mean: the mean of the answers' own tau.",
     ]
+
+
+def dummy_table(report: Report) -> list[str]:
+    """One line per kind of work of every part of the sweep: ours, the peer's, the ratio."""
+    peer = report["peer"]
+    rows = [("prompts", "work", "ours", "range", *(("vLLM", "range", "ratio") if peer else ()), "", "of bound")]
+    for row in report["rows"]:
+        other, limit, ratio = row["theirs"], row["roofline"], row["ratio"]
+        beside = (*(_figure(other) if other else ("", "")), "" if ratio is None else f"{ratio:.3f}") if peer else ()
+        share = "" if limit is None else f"{100 * limit['share']:.0f}%"
+        rows.append(
+            (f"{row['num_reqs']} x {row['prompt_tokens']:,}", row["work"], *_figure(row["ours"]), *beside, row["unit"], share)
+        )
+    settings = report["settings"]
+    return [
+        *align(rows, left=(0, 1, len(rows[0]) - 2)),
+        "",
+        f"random weights, {report['weight_bytes'] / 1e9:.1f} GB of them; medians of {settings['repeats']} passes of"
+        f" {settings['steps']} steps, prefill apart; of bound: to reading weights and cache at"
+        f" {report['bandwidth'] / 1e9:,.0f} GB/s, as measured here.",
+        *(
+            [f"ratio: ours to vLLM {peer}'s, below 1 faster for a step and above 1 for prefill; same prompts, in turn."]
+            if peer
+            else []
+        ),
+        *_experts_met(report["experts"]),
+    ]
+
+
+def _figure(side: dict[str, Any]) -> tuple[str, str]:
+    """Median and range; times with three digits behind the point, prompt tokens per second without."""
+    digits = 0 if side["median"] >= 1000 else 3
+    return f"{side['median']:,.{digits}f}", f"{side['min']:,.{digits}f}-{side['max']:,.{digits}f}"
+
+
+def _experts_met(experts: dict[str, Any] | None) -> list[str]:
+    """How rows were sent to experts."""
+    if experts is None:
+        return []
+    counts, routing = experts["met"], experts["peer_routing"]
+    lines = [f"experts: {experts['num_experts']} a layer, {experts['top_k']} a row; ours by the router's random weights"]
+    if routing:
+        lines[0] += f", vLLM's by its simulator ({routing}: each drawn anew, so a row may have one twice)"
+    for one in counts:
+        measured = "" if one["measured"] is None else f", {one['measured']:.1f} met by as many random prompts"
+        peer = "" if one["peer_expected"] is None else f"; vLLM {one['peer_expected']:.1f} expected"
+        lines.append(
+            f"  {one['rows']:>5} {'row: ' if one['rows'] == 1 else 'rows:'} {one['expected']:.1f} expected{measured}{peer}"
+        )
+    return lines
 
 
 def eval_table(report: Report) -> list[str]:

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from drafters.ngram import NGramDrafter
 from evals import roofline
 from evals.roofline import bound, measured_bandwidth, step_bytes
 from specdec.config import CacheConfig, EngineConfig
+from specdec.core import RoutedExperts
 from specdec.engine.engine import SpecEngine
 from tests.helpers.tiny_models import CONFIGS, paged_verifier, plain_model, random_dflash
 
@@ -38,6 +40,44 @@ def test_a_step_reads_weights_once_and_the_cache_per_request() -> None:
     assert drafter.weight_bytes == own + verifier.vocab_size * verifier.hidden_size * 4
     limit = bound(engine, bandwidth=2.0 * drafting, tau=1.5, num_reqs=3, context=10)
     assert limit == {"bytes_per_step": drafting, "tokens_per_second": 1.5 * 3 * 2.0}
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3", "glm4_moe_lite", "llama", "youtu"])
+def test_routed_experts_are_told_apart(name: str) -> None:
+    """Catches shared experts, routers or dense layers that count as routed experts, and biases that do not."""
+    model = plain_model(name)
+    experts = paged_verifier(model).routed_experts
+    weights = [p.nbytes for n, p in model.named_parameters() if "experts." in n and "shared" not in n]
+    if not weights:
+        assert experts is None
+        return
+    assert experts is not None
+    config = model.config
+    each = getattr(config, "num_local_experts", None) or getattr(config, "n_routed_experts", None) or config.num_experts
+    assert (experts.num_experts, experts.top_k, experts.weight_bytes) == (each, config.num_experts_per_tok, sum(weights))
+
+
+def test_experts_met_are_counted_by_drawing() -> None:
+    """The formula against rows that choose evenly; a single row reads just its own."""
+    experts, generator = RoutedExperts(16, 4, 1600), torch.Generator().manual_seed(0)
+    for rows in (1, 2, 7, 40):
+        drawn = [torch.rand(rows, 16, generator=generator).topk(4).indices.unique().numel() for _ in range(2000)]
+        assert experts.expected(rows) == pytest.approx(sum(drawn) / len(drawn), rel=0.01)
+        assert experts.bytes_read(rows) == pytest.approx(100 * experts.expected(rows), abs=1)
+    assert experts.bytes_read(1) == 400
+    assert experts.bytes_read(10**6) == 1600
+
+
+def test_a_step_reads_the_experts_that_its_rows_meet() -> None:
+    """Catches drafts that are no rows, and a step of a few rows that counts every expert."""
+    verifier = paged_verifier(plain_model("qwen3_moe"))
+    engine = SpecEngine(verifier, NGramDrafter(), SMALL)
+    experts = verifier.routed_experts
+    assert experts is not None
+    dense = verifier.weight_bytes - experts.weight_bytes
+    assert step_bytes(engine, k=0, num_reqs=1, context=0) == dense + experts.weight_bytes // 2
+    for k, num_reqs in ((0, 2), (4, 2)):
+        assert step_bytes(engine, k=k, num_reqs=num_reqs, context=0) == dense + experts.bytes_read(num_reqs * (k + 1))
 
 
 def test_the_bandwidth_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

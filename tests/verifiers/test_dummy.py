@@ -11,7 +11,8 @@ from specdec.config import EngineConfig, SamplingParams
 from specdec.engine.engine import SpecEngine
 from specdec.errors import CheckpointError, InvalidInputError, UnsupportedModelError
 from tests.helpers.tiny_models import CONFIGS, LATENT_CONFIGS, random_prompts
-from verifiers.dummy import dummy_verifier, random_model, read_config
+from verifiers.dummy import dummy_verifier, experts_met, random_model, read_config
+from verifiers.shape import expert_counts
 
 CPU = torch.device("cpu")
 ALL = CONFIGS | LATENT_CONFIGS
@@ -29,7 +30,7 @@ def decode(verifier: Any, prompts: list[list[int]], count: int = 3) -> list[list
 
 def tiny(name: str, seed: int = 0) -> Any:
     """A verifier of a tiny shape."""
-    return dummy_verifier(ALL[name](), name=name, device=CPU, dtype=torch.float32, block_size=4, seed=seed)
+    return dummy_verifier(random_model(ALL[name](), CPU, torch.float32, seed=seed), name=name, block_size=4)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -66,6 +67,26 @@ def test_weights_have_a_sensible_scale_and_their_own_type(name: str) -> None:
     assert tied == config.tie_word_embeddings
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_experts_met_are_counted_per_layer(name: str) -> None:
+    """Catches rows of the context that are counted, a layer without experts that counts, and hooks that stay."""
+    config = ALL[name]()
+    experts, top_k = expert_counts(config) or (0, 0)
+    model = random_model(config, CPU, torch.float32)
+    assert experts_met(model, 1) == top_k
+    met = experts_met(model, 2, context=3)
+    assert met is not None
+    assert top_k <= met <= min(experts, 2 * top_k)
+    assert decode(dummy_verifier(model, name=name, block_size=4), random_prompts(1)) == decode(tiny(name), random_prompts(1))
+    level = random_model(config, CPU, torch.float32)
+    with torch.no_grad():
+        for key, tensor in level.named_parameters():
+            if key.endswith(("gate.weight", "router.weight")):
+                tensor.zero_()
+    assert experts_met(level, 4) == top_k  # all rows take the same
+    assert experts_met(random_model(CONFIGS["llama"](), CPU, torch.float32), 2) is None
+
+
 def test_making_one_leaves_the_random_numbers_of_the_process_alone() -> None:
     state = torch.get_rng_state()
     random_model(CONFIGS["llama"](), CPU, torch.float32)
@@ -89,7 +110,9 @@ def test_a_config_is_read_from_a_file_or_its_folder(tmp_path: Path) -> None:
         ({"hidden_size": "wide"}, CheckpointError, ["cannot read", "hidden_size"]),
     ],
 )
-def test_a_config_that_makes_no_target_is_refused(changes: dict[str, Any], error: type[Exception], fragments: list[str], tmp_path: Path) -> None:
+def test_a_config_that_makes_no_target_is_refused(
+    changes: dict[str, Any], error: type[Exception], fragments: list[str], tmp_path: Path
+) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(CONFIGS["llama"]().to_dict() | changes))
     with pytest.raises(error) as raised:
@@ -100,5 +123,5 @@ def test_a_config_that_makes_no_target_is_refused(changes: dict[str, Any], error
 
 
 def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="give a config.json"):
+    with pytest.raises(CheckpointError, match="; give a config"):
         read_config(tmp_path / "none.json")

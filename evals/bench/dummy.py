@@ -1,0 +1,244 @@
+"""`specdec bench --dummy-weights`: how long prefill and steps of a shape take with random weights, beside vLLM at that shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+
+from evals.bench.dummy_engine import WARM_STEPS, OwnSteps, Room
+from evals.peers.vllm_steps import ROUTING, VllmSteps, check_device
+from evals.report.report import new_report
+from evals.roofline import measured_bandwidth, step_bytes
+from specdec.core import RoutedExperts, Verifier
+from specdec.errors import InvalidInputError
+
+Work = Callable[[Sequence[list[int]]], float]
+"""Seconds that a side takes for one pass over some prompts."""
+
+Progress = Callable[[str], None]
+"""Called with what is about to be measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class DummyConfig:
+    """What is measured.
+
+    Attributes:
+        prompt_tokens: lengths of prompts. The first is measured with every number of requests, further ones with one request.
+        concurrencies: requests at once.
+        verify_rows: rows per request of a step that verifies drafts; 1 leaves such steps out.
+        steps: timed steps of a pass.
+        repeats: timed passes of every side, taken in turn.
+        warmup: untimed passes before them.
+        seed: of weights and prompts.
+        peers: only "vllm" knows dummy weights.
+        graphs: what to capture, see `EngineConfig`.
+    """
+
+    prompt_tokens: tuple[int, ...] = (1024,)
+    concurrencies: tuple[int, ...] = (1,)
+    verify_rows: int = 8
+    steps: int = 64
+    repeats: int = 3
+    warmup: int = 1
+    seed: int = 0
+    peers: tuple[str, ...] = ()
+    graphs: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_tokens", "concurrencies"):
+            if not getattr(self, name) or min(getattr(self, name)) < 1:
+                raise InvalidInputError(f"{name} is {getattr(self, name)}; give one or more numbers of at least 1")
+        for name, least in (("verify_rows", 1), ("steps", 1), ("repeats", 1), ("warmup", 0)):
+            if getattr(self, name) < least:
+                raise InvalidInputError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        if others := [name for name in self.peers if name != VllmSteps.name]:
+            raise InvalidInputError(f"peer {others[0]!r} has no dummy weights; with --dummy-weights only vllm can be a peer")
+
+    @property
+    def cells(self) -> list[tuple[int, int]]:
+        """Length of the prompts and number of requests of every part of the sweep."""
+        first, *longer = self.prompt_tokens
+        return [*((first, count) for count in self.concurrencies), *((length, 1) for length in longer)]
+
+    @property
+    def step_rows(self) -> list[int]:
+        """Rows of all steps of the sweep."""
+        return sorted({count * rows for _, count in self.cells for rows in (1, self.verify_rows)})
+
+
+class DummyBench:
+    """A sweep over lengths of prompts and numbers of requests.
+
+    Args:
+        verifier: the target, see `verifiers.dummy`.
+        entries: of its config.json.
+        config: what is measured.
+        met: different experts that so many rows met, by number of rows; see `verifiers.dummy.experts_met`.
+        progress: told what is measured.
+
+    Raises:
+        CapacityError: the prompts do not fit the model.
+        InvalidInputError: a peer is asked for and is not installed, or the target is on a CPU.
+    """
+
+    def __init__(
+        self,
+        verifier: Verifier,
+        entries: dict[str, Any],
+        config: DummyConfig,
+        *,
+        met: Mapping[int, float | None] | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self._verifier, self._entries, self._config, self._met = verifier, entries, config, met or {}
+        self._progress = progress or (lambda title: None)
+        self._rooms = {(length, count): Room.of(verifier, count, length, config.steps) for length, count in config.cells}
+        if config.peers:
+            check_device(verifier.device)
+
+    def run(self, provenance: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Measures part by part; yields the report after each, which is complete when the iterator ends."""
+        config, verifier = self._config, self._verifier
+        self._bandwidth = measured_bandwidth(verifier.device)
+        self._progress("vLLM starts" if config.peers else "measuring")
+        peer = self._start_peer() if config.peers else None
+        report = new_report(
+            "specdec-dummy-bench",
+            provenance,
+            {"steps": config.steps, "warm_steps": WARM_STEPS, "repeats": config.repeats, "warmup": config.warmup}
+            | {"seed": config.seed, "graphs": config.graphs, "config": self._entries},
+        )
+        report |= {
+            "weight_bytes": verifier.weight_bytes,
+            "bandwidth": self._bandwidth,
+            "peer": peer.version if peer else None,
+            "experts": self._experts(peer is not None),
+            "rows": [],
+        }
+        try:
+            for number, cell in enumerate(config.cells, start=1):
+                report["rows"] += self._measure(*cell, peer)
+                report["complete"] = number == len(config.cells)
+                yield report
+        finally:
+            if peer:
+                peer.close()
+
+    def _measure(self, length: int, count: int, peer: VllmSteps | None) -> list[dict[str, Any]]:
+        """Rows of one part: prefill, a plain step, and a step that verifies drafts."""
+        config, rows = self._config, self._config.verify_rows
+        own = OwnSteps(self._verifier, self._rooms[length, count], graphs=config.graphs)
+        steps = config.steps
+        key = {"prompt_tokens": length, "num_reqs": count}
+        title = f"{count} x {length:,}"
+        prefill = self._sides(f"{title} prefill", key, own.prefill, peer.prefill if peer else None)
+        plain = self._sides(
+            f"{title} plain step",
+            key,
+            partial(own.steps, count=steps),
+            partial(peer.steps, count=steps, warm=WARM_STEPS) if peer else None,
+        )
+        found = [
+            key | {"work": "prefill"} | _row(prefill, "tokens/s", lambda seconds: length * count / seconds),
+            key | {"work": "plain step"} | self._step(plain, own, length, count),
+        ]
+        own.close()
+        if rows > 1:
+            own = OwnSteps(self._verifier, self._rooms[length, count], rows=rows, graphs=config.graphs)
+            verify = self._sides(f"{title} verify {rows}", key, partial(own.steps, count=steps), None)
+            found.append(key | {"work": f"verify {rows}"} | self._step(verify, own, length, count))
+            own.close()
+        return found
+
+    def _sides(self, title: str, key: dict[str, int], own: Work, peer: Work | None) -> tuple[list[float], list[float]]:
+        """Seconds of our passes and of the peer's, taken in turn, each turn with prompts of its own that both are given."""
+        ours: list[float] = []
+        theirs: list[float] = []
+        for repeat in range(-self._config.warmup, self._config.repeats):
+            self._progress(f"{title} " + ("warm-up" if repeat < 0 else f"{repeat + 1}/{self._config.repeats}"))
+            prompts = self._prompts(**key, repeat=repeat)
+            for work, seconds in ((own, ours), (peer, theirs)):
+                if work:
+                    spent = work(prompts)
+                    if repeat >= 0:
+                        seconds.append(spent)
+        return ours, theirs
+
+    def _prompts(self, prompt_tokens: int, num_reqs: int, repeat: int) -> list[list[int]]:
+        generator = torch.Generator().manual_seed(self._config.seed + repeat + self._config.warmup)
+        shape = num_reqs, prompt_tokens
+        prompts: list[list[int]] = torch.randint(self._verifier.vocab_size, shape, generator=generator).tolist()
+        return prompts
+
+    def _step(self, seconds: tuple[list[float], list[float]], own: OwnSteps, length: int, count: int) -> dict[str, Any]:
+        """A row about steps, with what reading memory alone would take."""
+        config, engine = self._config, own.engine
+        row = _row(seconds, "ms", lambda spent: spent / config.steps * 1e3)
+        moved = step_bytes(engine, k=engine.num_draft_tokens, num_reqs=count, context=length + WARM_STEPS + config.steps / 2)
+        milliseconds = moved / self._bandwidth * 1e3
+        share = milliseconds / row["ours"]["median"]
+        return row | {"roofline": {"bytes": moved, "ms": milliseconds, "share": share}, "distinct_tokens": own.distinct}
+
+    def _start_peer(self) -> VllmSteps:
+        verifier, rooms = self._verifier, self._rooms.values()
+        dtype = verifier.attention.spec.kv_dtype
+        per_token = sum(spec.bytes_per_token(dtype) for spec in verifier.kv_specs)
+        cache = max(room.num_reqs * room.max_model_len for room in rooms) * per_token
+        return VllmSteps(
+            self._entries,
+            verifier.dtype,
+            max_num_seqs=max(room.num_reqs for room in rooms),
+            max_model_len=max(room.max_model_len for room in rooms),
+            spare=2 * cache + SPARE,
+        )
+
+    def _experts(self, peer: bool) -> dict[str, Any] | None:
+        """How the rows of both sides are sent to experts, and how many they meet; None in a model without."""
+        experts = self._verifier.routed_experts
+        if experts is None:
+            return None
+        return {
+            "num_experts": experts.num_experts,
+            "top_k": experts.top_k,
+            "peer_routing": ROUTING if peer else None,
+            "met": [
+                {
+                    "rows": rows,
+                    "expected": experts.expected(rows),
+                    "measured": self._met.get(rows),
+                    "peer_expected": with_repeats(experts, rows) if peer else None,
+                }
+                for rows in self._config.step_rows
+            ],
+        }
+
+
+SPARE = 6 * 2**30
+"""Bytes of the accelerator for what our engine takes beside weights and cache: prefill, logits and captured steps."""
+
+
+def with_repeats(experts: RoutedExperts, rows: int) -> float:
+    """Experts that rows meet when each of a row's `top_k` is drawn anew and may be one that it has, as vLLM's simulator draws.
+
+    >>> round(with_repeats(RoutedExperts(32, 4, 0), 1), 2)
+    3.82
+    """
+    return experts.num_experts * (1 - (1 - 1 / experts.num_experts) ** (experts.top_k * rows))
+
+
+def _row(seconds: tuple[list[float], list[float]], unit: str, figure: Callable[[float], float]) -> dict[str, Any]:
+    """Figures of both sides; the ratio is ours to the peer's."""
+    ours, theirs = (_spread([figure(one) for one in side]) if side else None for side in seconds)
+    assert ours is not None, "there is at least one timed pass"
+    ratio = ours["median"] / theirs["median"] if theirs else None
+    return {"unit": unit, "ours": ours, "theirs": theirs, "ratio": ratio, "roofline": None, "distinct_tokens": None}
+
+
+def _spread(values: list[float]) -> dict[str, Any]:
+    return {"values": values, "median": median(values), "min": min(values), "max": max(values)}

@@ -1,0 +1,78 @@
+"""`specdec bench --dummy-weights CONFIG`: from options to a report."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from specdec.cli.options import say_gpu
+from specdec.device import cache_dtype, resolve_device, resolve_dtype
+from specdec.errors import InvalidInputError
+from specdec.files import check_writable
+
+
+def measure_dummy(args: argparse.Namespace) -> int:
+    """Measures and prints; see `evals.bench.dummy`.
+
+    Raises:
+        SpecDecError: an option, the config or the device is wrong.
+    """
+    from evals.bench.dummy import DummyBench, DummyConfig
+    from evals.bench.shapes import config_file, entries
+    from evals.report.report import write_report
+    from evals.report.table import format_report
+    from specdec.provenance import dtype_name, origin_of_run, sha256_of
+    from verifiers.dummy import dummy_verifier, experts_met, random_model, read_config
+    from verifiers.shape import expert_counts
+
+    if args.html:
+        raise InvalidInputError("a report of --dummy-weights has no plots; leave out --html")
+    check_writable(args.out)
+    config = DummyConfig(
+        prompt_tokens=tuple(args.prompt_tokens),
+        concurrencies=tuple(args.max_num_seqs),
+        verify_rows=args.verify_rows,
+        steps=args.max_tokens,
+        repeats=args.repeats,
+        warmup=args.warmup,
+        seed=args.seed,
+        peers=tuple(args.peer),
+        graphs=args.graphs,
+    )
+    file = config_file(args.dummy_weights)
+    shape, device = read_config(file), resolve_device(args.device)
+    say_gpu(args.device)
+    model = random_model(shape, device, resolve_dtype(args.dtype, device), seed=config.seed)
+    met = {rows: experts_met(model, rows) for rows in config.step_rows} if expert_counts(shape) else {}
+    verifier = dummy_verifier(
+        model,
+        name=args.dummy_weights,
+        attention=args.attention,
+        block_size=args.block_size,
+        cache_dtype=cache_dtype(args.kv_dtype, device),
+        fp8_prefill=args.prefill_dtype == "auto",
+    )
+    del model  # the verifier may have taken its weights over
+    provenance: dict[str, Any] = origin_of_run(verifier) | {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "kv_dtype": dtype_name(verifier.attention.spec.kv_dtype),
+        "target": {"name": args.dummy_weights, "revision": None, "sha256": {file.name: sha256_of(file)}},
+        "drafters": {},
+    }
+    report: dict[str, Any] | None = None
+    try:
+        for report in DummyBench(verifier, entries(file), config, met=met, progress=_say).run(provenance):
+            if args.out:
+                write_report(report, Path(args.out))
+    finally:
+        if report is not None:
+            print(format_report(report))
+    return 0
+
+
+def _say(title: str) -> None:
+    """One line on standard error."""
+    print(f"specdec: {title}", file=sys.stderr, flush=True)

@@ -1,0 +1,160 @@
+"""The time that our engine takes for a prefill and for a step, apart from each other, at a shape whose output means nothing."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.config import CacheConfig, DraftSampling, EngineConfig, SamplingParams
+from specdec.core import BoundDrafter, DecodeBatch, Drafter, DraftOutput, Verifier
+from specdec.engine.buckets import batch_bucket
+from specdec.engine.engine import SpecEngine
+from specdec.engine.request import Request, Status
+from specdec.errors import CapacityError
+
+WARM_STEPS = 8
+"""Steps of every request before the clock starts."""
+
+ROOM = 2**62
+"""Cache budget in bytes: whatever the requests need, refused where the device has less."""
+
+
+class FreeDrafter(Drafter):
+    """Random drafts, the same in every step, that take no time to make: what is left of a step is the target's.
+
+    Args:
+        k: drafts per step.
+    """
+
+    def __init__(self, k: int) -> None:
+        self.max_draft_tokens = k
+
+    def bind(
+        self, verifier: Verifier, caches: Sequence[Any], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling
+    ) -> BoundDrafter:
+        """See `Drafter.bind`."""
+        generator = torch.Generator().manual_seed(1)
+        shape = batch_bucket(max_num_seqs), self.max_draft_tokens
+        return _FreeDrafts(torch.randint(verifier.vocab_size, shape, generator=generator).to(verifier.device))
+
+
+class _FreeDrafts(BoundDrafter):
+    def __init__(self, token_ids: Tensor) -> None:
+        self._token_ids = token_ids  # [most requests, k]
+
+    def propose(self, batch: DecodeBatch) -> DraftOutput:
+        """See `BoundDrafter.propose`."""
+        return DraftOutput(self._token_ids[: batch.num_reqs, : batch.k])
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a sweep needs of an engine.
+
+    Attributes:
+        num_reqs: most requests at once.
+        max_model_len: most tokens of prompt and output together.
+    """
+
+    num_reqs: int
+    max_model_len: int
+
+    @classmethod
+    def of(cls, verifier: Verifier, num_reqs: int, prompt_tokens: int, steps: int) -> Room:
+        """Room for so many prompts and the steps behind them; some requests begin to decode while others are prefilled.
+
+        Raises:
+            CapacityError: the model has no such length.
+        """
+        early = num_reqs * -(-prompt_tokens // 512)
+        most = prompt_tokens + 2 * (WARM_STEPS + steps + early)
+        if most > verifier.max_model_len:
+            raise CapacityError(
+                f"prompts of {prompt_tokens:,} tokens and {steps} steps need {most:,} positions and {verifier.name} has"
+                f" {verifier.max_model_len:,}; shorten the prompts, or raise max_position_embeddings in the config"
+            )
+        return cls(num_reqs, most)
+
+
+class OwnSteps:
+    """Our engine, plain or with `FreeDrafter`.
+
+    Args:
+        verifier: the target.
+        room: sizes the cache, and no larger.
+        rows: of each request in a step: 1 is plain decoding, more verifies `rows - 1` drafts.
+        graphs: see `EngineConfig`.
+
+    Attributes:
+        distinct: different tokens among those that the requests decoded last.
+    """
+
+    name = "specdec"
+
+    def __init__(self, verifier: Verifier, room: Room, *, rows: int = 1, graphs: bool | None = None) -> None:
+        self.engine = SpecEngine(
+            verifier,
+            FreeDrafter(rows - 1) if rows > 1 else None,
+            EngineConfig(
+                max_num_seqs=room.num_reqs,
+                max_model_len=room.max_model_len,
+                num_draft_tokens=None,
+                graphs=graphs,
+                cache=CacheConfig(memory_bytes=ROOM, prefix_caching=False),
+            ),
+        )
+        self.distinct = 0
+
+    def prefill(self, prompts: Sequence[list[int]]) -> float:
+        """Seconds from the first request to the last one's first token."""
+        self._wait()
+        started = time.perf_counter()
+        self._submit(prompts, 1)
+        self._drain()
+        return time.perf_counter() - started
+
+    def steps(self, prompts: Sequence[list[int]], count: int) -> float:
+        """Seconds of `count` steps in which every prompt decodes, all of them prefilled before; results come a step late."""
+        requests = self._submit(prompts, self.engine.max_model_len - len(prompts[0]))
+        while any(request.status is not Status.RUNNING for request in requests):
+            self.engine.step()
+        for _ in range(WARM_STEPS):
+            self.engine.step()
+        self._wait()
+        started = time.perf_counter()
+        for _ in range(count):
+            self.engine.step()
+        self._wait()
+        seconds = time.perf_counter() - started
+        assert all(request.status is Status.RUNNING for request in requests), "a request ended while steps were timed"
+        self.distinct = len({request.output_token_ids[-1] for request in requests})
+        for request in requests:
+            self.engine.abort(request)
+        self._drain()
+        return seconds
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        del self.engine
+        gc.collect()  # captured steps and their engine refer to each other
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _submit(self, prompts: Sequence[list[int]], max_tokens: int) -> list[Request]:
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        return [self.engine.add_request(prompt, sampling) for prompt in prompts]
+
+    def _drain(self) -> None:
+        while self.engine.has_work:
+            self.engine.step()
+        self._wait()
+
+    def _wait(self) -> None:
+        if self.engine.verifier.device.type == "cuda":
+            torch.cuda.synchronize(self.engine.verifier.device)

@@ -1,0 +1,38 @@
+"""Where the config of a shape is: a file or folder of the user's, or a shape that comes with the package."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from specdec.errors import InvalidInputError
+
+FOLDER = Path(__file__).parent / "shapes"
+
+
+def names() -> list[str]:
+    """Shapes that come with the package."""
+    return sorted(path.stem for path in FOLDER.glob("*.json"))
+
+
+def config_file(name: str) -> Path:
+    """The config.json that `name` stands for.
+
+    Raises:
+        InvalidInputError: there is none.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        path /= "config.json"
+    if path.is_file():
+        return path
+    if name in names():
+        return FOLDER / f"{name}.json"
+    raise InvalidInputError(f"no config {name!r}; give a config.json, a folder with one, or one of: {', '.join(names())}")
+
+
+def entries(path: Path) -> dict[str, Any]:
+    """What the file says."""
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found

@@ -1,0 +1,107 @@
+"""vLLM at a shape without weights: the time of a prefill and of a plain step, as `evals.bench.dummy_engine` takes our engine's."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from evals.peers.vllm import import_vllm
+from specdec.errors import InvalidInputError
+
+ROUTING = "uniform_random"
+"""Strategy of vLLM's routing simulator. Its own dummy weights are so small that a router's bias decides, for all rows alike."""
+
+HEADROOM = 2 * 2**30
+"""Bytes of the accelerator that neither side plans with."""
+
+
+def check_device(device: torch.device) -> None:
+    """Refuses a CPU.
+
+    Raises:
+        InvalidInputError: it is one.
+    """
+    if device.type != "cuda":
+        raise InvalidInputError(f"peer 'vllm' runs on a GPU and the target is on {device}; leave it out")
+
+
+class VllmSteps:
+    """vLLM's offline engine with its dummy weights, started when it is made.
+
+    Args:
+        config: the entries of a config.json.
+        dtype: type of weights and activations.
+        max_num_seqs: requests at once.
+        max_model_len: most tokens of prompt and output together.
+        spare: bytes of the accelerator to leave free beside what is taken already.
+
+    Raises:
+        InvalidInputError: vLLM is not installed.
+    """
+
+    name = "vllm"
+
+    def __init__(self, config: dict[str, Any], dtype: torch.dtype, *, max_num_seqs: int, max_model_len: int, spare: int) -> None:
+        os.environ["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"] = ROUTING  # before its own process starts, which inherits it
+        self._library: Any = import_vllm(self.name)
+        self.version: str = self._library.__version__
+        self._folder = TemporaryDirectory(prefix="specdec-vllm-")
+        Path(self._folder.name, "config.json").write_text(json.dumps(config), encoding="utf-8")
+        free, total = torch.cuda.mem_get_info()
+        self._engine: Any = self._library.LLM(
+            model=self._folder.name,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype=str(dtype).removeprefix("torch."),
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            enable_prefix_caching=False,
+            gpu_memory_utilization=(free - spare - HEADROOM) / total,
+        ).llm_engine
+        self._request_ids = count()
+
+    def prefill(self, prompts: Sequence[list[int]]) -> float:
+        """Seconds from the first request to the last one's first token."""
+        return self._times(prompts, 1)[0]
+
+    def steps(self, prompts: Sequence[list[int]], count: int, warm: int) -> float:
+        """Seconds of `count` steps of the request that began last, behind `warm` of its steps; the others decode as well."""
+        ends = self._times(prompts, 1 + warm + count)
+        return ends[warm + count] - ends[warm]
+
+    def close(self) -> None:
+        """Ends the engine and its process."""
+        self._engine.engine_core.shutdown()
+        self._folder.cleanup()
+
+    def _times(self, prompts: Sequence[list[int]], most: int) -> list[float]:
+        """Seconds from the first request until every request has 1, 2, ... `most` tokens."""
+        # Those that began first go on until the last one has its tokens, so that all steps have all rows.
+        spare = 0 if most == 1 else len(prompts)
+        params = self._library.SamplingParams(
+            temperature=0.0,
+            max_tokens=most + spare,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=self._library.sampling_params.RequestOutputKind.CUMULATIVE,
+        )
+        lengths: dict[str, int] = {}
+        ends: list[float] = []
+        started = time.perf_counter()
+        for prompt in prompts:
+            request_id = str(next(self._request_ids))
+            self._engine.add_request(request_id, self._library.inputs.tokens_input(prompt), params)
+            lengths[request_id] = 0
+        while self._engine.has_unfinished_requests():
+            for output in self._engine.step():
+                lengths[output.request_id] = len(output.outputs[0].token_ids)
+            ends += [time.perf_counter() - started] * (min(lengths.values()) - len(ends))
+        return ends

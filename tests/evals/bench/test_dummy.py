@@ -1,0 +1,338 @@
+"""`specdec bench --dummy-weights`: what is timed on both sides, what the report says, and the shapes that come with the package."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from evals.bench import dummy, dummy_engine
+from evals.bench.dummy import DummyBench, DummyConfig, with_repeats
+from evals.bench.dummy_engine import WARM_STEPS, FreeDrafter, OwnSteps, Room
+from evals.bench.shapes import config_file, names
+from evals.peers import vllm_steps
+from evals.peers.vllm_steps import VllmSteps
+from evals.report.compare import compare_reports
+from evals.report.report import read_report
+from evals.report.table import format_report
+from specdec.cli.main import main
+from specdec.core import RoutedExperts
+from specdec.errors import CapacityError, InvalidInputError
+from tests.evals.tiny import PROVENANCE
+from tests.helpers.tiny_models import CONFIGS
+from verifiers.dummy import dummy_verifier, random_model, read_config
+
+Capture = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
+
+PARAMETERS = {
+    "gemma3-4b": 3_880_263_168,
+    "gpt-oss-20b": 20_914_757_184,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-8b": 8_190_735_360,
+}
+"""As the model cards count them; of Gemma the text model alone."""
+
+
+class Clock:
+    """Stands in for the module `time`: every reading is written down, and nothing passes by itself."""
+
+    def __init__(self, log: list[Any]) -> None:
+        self.now, self.log = 0.0, log
+
+    def perf_counter(self) -> float:
+        self.log.append("clock")
+        return self.now
+
+
+class FakeVllm:
+    """The library as far as it is used: each step prefills one prompt in 100 s, or decodes all in 1 s.
+
+    Attributes:
+        started: options of the engine.
+        prompts: of every request.
+        open: engines not shut down.
+    """
+
+    def __init__(self, monkeypatch: Patch) -> None:
+        self.clock = Clock([])
+        self.started: dict[str, Any] = {}
+        self.prompts: list[list[int]] = []
+        self.waiting: list[str] = []
+        self.running: dict[str, int] = {}
+        self.most: dict[str, int] = {}
+        self.open = 0
+        library = ModuleType("vllm")
+        library.__version__, library.LLM, library.SamplingParams = "0.0", self.start, lambda **options: options  # type: ignore[attr-defined]
+        library.inputs, library.sampling_params = ModuleType("vllm.inputs"), ModuleType("vllm.sampling_params")  # type: ignore[attr-defined]
+        library.inputs.tokens_input = list
+        library.sampling_params.RequestOutputKind = SimpleNamespace(CUMULATIVE="cumulative")
+        for module in (library, library.inputs, library.sampling_params):
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setattr(vllm_steps, "time", self.clock)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100 * 2**30, 140 * 2**30))
+        monkeypatch.delenv("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", raising=False)
+        monkeypatch.setenv("VLLM_LOGGING_STREAM", "")
+
+    def start(self, **options: Any) -> SimpleNamespace:
+        self.started = options | {"config": json.loads(Path(options["model"], "config.json").read_text())}
+        self.open += 1
+        return SimpleNamespace(llm_engine=self)
+
+    @property
+    def engine_core(self) -> Any:
+        return self
+
+    def shutdown(self) -> None:
+        self.open -= 1
+
+    def add_request(self, request_id: str, prompt: list[int], params: dict[str, Any]) -> None:
+        assert params["output_kind"] == "cumulative"
+        assert params["ignore_eos"]
+        self.prompts.append(prompt)
+        self.waiting.append(request_id)
+        self.most[request_id] = params["max_tokens"]
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def step(self) -> list[Any]:
+        """A prefill decodes nobody else here, as it may in the library; so the first requests are ahead of the last."""
+        decoding = dict(self.running)
+        if self.waiting:
+            self.clock.now += 100
+            self.running[self.waiting.pop(0)] = 1
+        else:
+            self.clock.now += len(decoding)  # an ended request would make the step shorter
+        self.running |= {name: count + 1 for name, count in decoding.items()}
+        outputs = [
+            SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=[0] * count)])
+            for name, count in self.running.items()
+        ]
+        self.running = {name: count for name, count in self.running.items() if count < self.most[name]}
+        return outputs
+
+
+@pytest.fixture
+def vllm(monkeypatch: Patch) -> FakeVllm:
+    return FakeVllm(monkeypatch)
+
+
+def tiny_target(name: str = "qwen3_moe", **changes: Any) -> Any:
+    """A target with random weights of a tiny shape."""
+    config = CONFIGS[name]()
+    for key, value in changes.items():
+        setattr(config, key, value)
+    return dummy_verifier(random_model(config, torch.device("cpu"), torch.float32), name=name, block_size=4)
+
+
+def prompts_of(count: int, length: int = 12) -> list[list[int]]:
+    return torch.randint(3, 90, (count, length), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+@pytest.mark.parametrize("name", names())
+def test_shapes_are_those_of_the_models_they_are_called_after(name: str) -> None:
+    """Catches a width or a count that was mistyped."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(read_config(config_file(name)))
+    assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_timed_steps_of_ours_have_all_rows_and_nothing_else(rows: int, monkeypatch: Patch) -> None:
+    """Catches prefill, warm-up or a shrinking batch between two readings of the clock, and drafts that are not verified."""
+    log: list[Any] = []
+    monkeypatch.setattr(dummy_engine, "time", Clock(log))
+    verifier = tiny_target()
+    own = OwnSteps(verifier, Room.of(verifier, 3, 12, 5), rows=rows)
+    runner = own.engine.runner
+    prefill, decode = runner.prefill, runner.decode
+
+    def noted_prefill(chunks: Any) -> Any:
+        log.append("prefill")
+        return prefill(chunks)
+
+    def noted_decode(requests: Any, k: int, *rest: Any) -> Any:
+        log.append((len(requests), k + 1))
+        return decode(requests, k, *rest)
+
+    monkeypatch.setattr(runner, "prefill", noted_prefill)
+    monkeypatch.setattr(runner, "decode", noted_decode)
+    for _ in range(2):  # the second pass finds the engine empty
+        log.clear()
+        own.steps(prompts_of(3), 5)
+        before, timed, after = parts(log)
+        assert timed == [(3, rows)] * 5
+        assert "prefill" in before
+        assert before[-WARM_STEPS:] == [(3, rows)] * WARM_STEPS
+        assert after == []
+        assert own.distinct == 3
+        assert not own.engine.has_work
+    log.clear()
+    own.prefill(prompts_of(3))
+    before, timed, after = parts(log)
+    assert before == after == []
+    assert set(timed) == {"prefill"}
+    own.close()
+
+
+def parts(log: list[Any]) -> Iterator[list[Any]]:
+    """What was launched before, between and after two readings of the clock."""
+    first, second = (index for index, entry in enumerate(log) if entry == "clock")
+    return iter((log[:first], log[first + 1 : second], log[second + 1 :]))
+
+
+def test_free_drafts_leave_the_output_alone() -> None:
+    """Catches drafts that are taken over without being verified."""
+    verifier = tiny_target()
+    outputs = []
+    for rows in (1, 5):
+        own = OwnSteps(verifier, Room.of(verifier, 2, 12, 8), rows=rows)
+        requests = own._submit(prompts_of(2), 12)
+        own._drain()
+        outputs.append([request.output_token_ids for request in requests])
+    assert outputs[0] == outputs[1]
+    assert FreeDrafter(4).max_draft_tokens == 4
+
+
+def test_timed_steps_of_vllm_have_all_rows_and_nothing_else(vllm: FakeVllm) -> None:
+    """Catches prefill in a step's time, and requests that end before the last one has all its steps."""
+    side = VllmSteps({"vocab_size": 9}, torch.bfloat16, max_num_seqs=3, max_model_len=64, spare=28 * 2**30)
+    assert vllm.started["load_format"] == "dummy"
+    assert (vllm.started["dtype"], vllm.started["max_num_seqs"], vllm.started["max_model_len"]) == ("bfloat16", 3, 64)
+    assert vllm.started["config"] == {"vocab_size": 9}
+    assert vllm.started["gpu_memory_utilization"] == pytest.approx(0.5)  # 100 GiB free, 28 to spare and 2 for neither, of 140
+    prompts = prompts_of(3)
+    assert side.steps(prompts, 5, 2) == 5 * 3
+    assert side.prefill(prompts) == 300
+    assert vllm.prompts == prompts * 2
+    assert not vllm.has_unfinished_requests()
+    side.close()
+    assert vllm.open == 0
+    assert not Path(vllm.started["model"]).exists()
+
+
+def test_both_sides_are_given_the_same_prompts_in_turn(vllm: FakeVllm, monkeypatch: Patch) -> None:
+    """Catches a ratio the wrong way around, prompts of one side alone, and an engine that outlives the sweep."""
+    monkeypatch.setattr(dummy, "check_device", lambda device: None)
+    monkeypatch.setattr(dummy, "measured_bandwidth", lambda device: 1e9)
+    asked: list[list[int]] = []
+    submit = OwnSteps._submit
+
+    def noted_submit(self: OwnSteps, prompts: Any, max_tokens: int) -> Any:
+        asked.extend(prompts)
+        return submit(self, prompts, max_tokens)
+
+    monkeypatch.setattr(OwnSteps, "_submit", noted_submit)
+    config = DummyConfig(prompt_tokens=(10, 20), concurrencies=(1, 2), verify_rows=3, steps=4, repeats=2, peers=("vllm",))
+    titles: list[str] = []
+    *_, report = DummyBench(tiny_target(), {}, config, progress=titles.append).run(PROVENANCE)
+    assert report["complete"]
+    assert vllm.open == 0
+    verifying = [row for row in report["rows"] if row["work"] == "verify 3"]
+    assert [(row["prompt_tokens"], row["num_reqs"]) for row in verifying] == [(10, 1), (10, 2), (20, 1)]
+    assert [row["theirs"] for row in verifying] == [None] * 3
+    plain = [row for row in report["rows"] if row["work"] == "plain step"]
+    assert [row["theirs"]["values"] for row in plain] == [[1000.0] * 2, [2000.0] * 2, [1000.0] * 2]  # ms
+    for row in plain:
+        assert row["ratio"] == pytest.approx(row["ours"]["median"] / row["theirs"]["median"])
+        assert row["roofline"]["ms"] == pytest.approx(row["roofline"]["bytes"] / 1e9 * 1e3)
+        assert row["roofline"]["share"] == pytest.approx(row["roofline"]["ms"] / row["ours"]["median"])
+    prefill = [row for row in report["rows"] if row["work"] == "prefill"]
+    assert [row["theirs"]["median"] for row in prefill] == pytest.approx([0.1, 0.1, 0.2])  # prompt tokens per second
+    remaining = list(asked)
+    for prompt in vllm.prompts:
+        remaining.remove(prompt)  # what is left over are the verifying steps, which the peer does not take
+    assert {len(prompt) for prompt in vllm.prompts} == {10, 20}
+    assert sum(title.endswith("warm-up") for title in titles) == 3 * 3
+    experts = report["experts"]
+    assert [one["rows"] for one in experts["met"]] == [1, 2, 3, 6]
+    assert experts["peer_routing"] == "uniform_random"
+    assert f"{experts['met'][1]['peer_expected']:.1f} expected" in format_report(report)
+
+
+def test_from_a_config_to_a_report(tmp_path: Path, capsys: Capture) -> None:
+    """Catches an option that does not arrive, and a stored report that shows something else."""
+    CONFIGS["gpt_oss"]().to_json_file(tmp_path / "config.json")
+    file = tmp_path / "report.json"
+    options = [
+        "--max-num-seqs",
+        "1",
+        "2",
+        "--prompt-tokens",
+        "9",
+        "30",
+        "--verify-rows",
+        "4",
+        "--max-tokens",
+        "3",
+        "--repeats",
+        "2",
+    ]
+    measure = ["bench", "--dummy-weights", str(tmp_path), *options, "--device", "cpu", "--dtype", "float32"]
+    assert main([*measure, "--out", str(file)]) == 0
+    printed = capsys.readouterr().out
+    report = read_report(file, "specdec-dummy-bench")
+    cells = [(1, 9), (2, 9), (1, 30)]
+    assert [(row["num_reqs"], row["prompt_tokens"], row["work"]) for row in report["rows"]] == [
+        (*cell, work) for cell in cells for work in ("prefill", "plain step", "verify 4")
+    ]
+    assert [len(row["ours"]["values"]) for row in report["rows"]] == [2] * 9
+    assert report["peer"] is None
+    assert report["settings"]["steps"] == 3
+    assert report["settings"]["config"]["model_type"] == "gpt_oss"
+    assert [one["rows"] for one in report["experts"]["met"]] == [1, 2, 4, 8]
+    assert report["experts"]["met"][0]["measured"] == 2
+    assert format_report(report) in printed
+    assert main(["bench", "show", str(file)]) == 0
+    assert capsys.readouterr().out == printed
+    with pytest.raises(InvalidInputError, match="print each with specdec bench show"):
+        compare_reports(report, report)
+    assert main(["bench", "show", str(file), "--html", str(tmp_path / "page.html")]) == 2
+    assert "no plots" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragments"),
+    [
+        (["qwen3-9b"], ["no config 'qwen3-9b'", "qwen3-8b"]),
+        (["qwen3-8b", "--peer", "transformers"], ["'transformers'", "only vllm"]),
+        (["qwen3-8b", "--verify-rows", "0"], ["verify_rows is 0"]),
+        (["qwen3-8b", "--prompt-tokens", "0"], ["prompt_tokens is (0,)"]),
+        (["qwen3-8b", "--max-num-seqs", "0"], ["concurrencies is (0,)"]),
+        (["qwen3-8b", "--html", "page.html"], ["no plots"]),
+    ],
+)
+def test_mistakes_are_one_line_before_any_weight_is_made(
+    arguments: list[str], fragments: list[str], monkeypatch: Patch, capsys: Capture
+) -> None:
+    def refuse(*args: Any, **options: Any) -> None:
+        raise AssertionError("weights were made")
+
+    monkeypatch.setattr("verifiers.dummy.random_model", refuse)
+    assert main(["bench", "--dummy-weights", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1, error
+    assert all(fragment in error for fragment in fragments), error
+
+
+def test_what_does_not_fit_is_said_before_measuring() -> None:
+    verifier = tiny_target("llama")
+    with pytest.raises(CapacityError, match="prompts of 500 tokens and 64 steps need"):
+        DummyBench(verifier, {}, DummyConfig(prompt_tokens=(500,)))
+    with pytest.raises(InvalidInputError, match="runs on a GPU and the target is on cpu"):
+        DummyBench(verifier, {}, DummyConfig(prompt_tokens=(50,), peers=("vllm",)))
+
+
+def test_repeated_draws_meet_fewer_experts() -> None:
+    """The two ways of routing, counted by drawing."""
+    experts, generator = RoutedExperts(16, 4, 0), torch.Generator().manual_seed(0)
+    for rows in (1, 3, 9):
+        drawn = [torch.randint(16, (4 * rows,), generator=generator).unique().numel() for _ in range(4000)]
+        assert with_repeats(experts, rows) == pytest.approx(sum(drawn) / len(drawn), rel=0.01)
+        assert with_repeats(experts, rows) < experts.expected(rows)
