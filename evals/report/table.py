@@ -73,7 +73,7 @@ def dummy_table(report: Report) -> list[str]:
             if peer
             else []
         ),
-        *_experts_met(report["experts"]),
+        *_experts_met(report["experts"], report["rows"]),
     ]
 
 
@@ -83,8 +83,8 @@ def _figure(side: dict[str, Any]) -> tuple[str, str]:
     return f"{side['median']:,.{digits}f}", f"{side['min']:,.{digits}f}-{side['max']:,.{digits}f}"
 
 
-def _experts_met(experts: dict[str, Any] | None) -> list[str]:
-    """How rows were sent to experts."""
+def _experts_met(experts: dict[str, Any] | None, rows: Sequence[dict[str, Any]]) -> list[str]:
+    """How rows were sent to experts, and how many rows had a token of their own: equal ones may choose the same experts."""
     if experts is None:
         return []
     counts, routing = experts["met"], experts["peer_routing"]
@@ -97,6 +97,9 @@ def _experts_met(experts: dict[str, Any] | None) -> list[str]:
         lines.append(
             f"  {one['rows']:>5} {'row: ' if one['rows'] == 1 else 'rows:'} {one['expected']:.1f} expected{measured}{peer}"
         )
+    for row in rows:
+        if row["work"] == "plain step" and row["num_reqs"] > 1:
+            lines.append(f"  {row['num_reqs']} requests last decoded {row['distinct_tokens']} different tokens")
     return lines
 
 

@@ -88,6 +88,7 @@ def test_experts_met_are_counted_per_layer(name: str) -> None:
 
 
 def test_making_one_leaves_the_random_numbers_of_the_process_alone() -> None:
+    torch.manual_seed(12345)
     state = torch.get_rng_state()
     random_model(CONFIGS["llama"](), CPU, torch.float32)
     assert torch.equal(torch.get_rng_state(), state)

@@ -149,7 +149,7 @@ def test_timed_steps_of_ours_have_all_rows_and_nothing_else(rows: int, monkeypat
     log: list[Any] = []
     monkeypatch.setattr(dummy_engine, "time", Clock(log))
     verifier = tiny_target()
-    own = OwnSteps(verifier, Room.of(verifier, 3, 12, 5), rows=rows)
+    own = OwnSteps(verifier, Room.of(verifier, 3, 300, 5), rows=rows)  # more tokens than one step prefills
     runner = own.engine.runner
     prefill, decode = runner.prefill, runner.decode
 
@@ -165,16 +165,18 @@ def test_timed_steps_of_ours_have_all_rows_and_nothing_else(rows: int, monkeypat
     monkeypatch.setattr(runner, "decode", noted_decode)
     for _ in range(2):  # the second pass finds the engine empty
         log.clear()
-        own.steps(prompts_of(3), 5)
+        own.steps(prompts_of(3, 300), 5)
         before, timed, after = parts(log)
         assert timed == [(3, rows)] * 5
         assert "prefill" in before
         assert before[-WARM_STEPS:] == [(3, rows)] * WARM_STEPS
         assert after == []
-        assert own.distinct == 3
+        assert own.distinct > 1
         assert not own.engine.has_work
+    own.steps(prompts_of(1) * 3, 2)
+    assert own.distinct == 1
     log.clear()
-    own.prefill(prompts_of(3))
+    own.prefill(prompts_of(3, 300))
     before, timed, after = parts(log)
     assert before == after == []
     assert set(timed) == {"prefill"}
@@ -253,7 +255,9 @@ def test_both_sides_are_given_the_same_prompts_in_turn(vllm: FakeVllm, monkeypat
     experts = report["experts"]
     assert [one["rows"] for one in experts["met"]] == [1, 2, 3, 6]
     assert experts["peer_routing"] == "uniform_random"
-    assert f"{experts['met'][1]['peer_expected']:.1f} expected" in format_report(report)
+    text = format_report(report)
+    assert f"{experts['met'][1]['peer_expected']:.1f} expected" in text
+    assert f"2 requests last decoded {plain[1]['distinct_tokens']} different token" in text
 
 
 def test_from_a_config_to_a_report(tmp_path: Path, capsys: Capture) -> None:
