@@ -42,11 +42,12 @@ def test_a_step_reads_weights_once_and_the_cache_per_request() -> None:
     assert limit == {"bytes_per_step": drafting, "tokens_per_second": 1.5 * 3 * 2.0}
 
 
+@pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3", "glm4_moe_lite", "llama", "youtu"])
-def test_routed_experts_are_told_apart(name: str) -> None:
+def test_routed_experts_are_told_apart(name: str, fuse: bool) -> None:
     """Catches shared experts, routers or dense layers that count as routed experts, and biases that do not."""
     model = plain_model(name)
-    experts = paged_verifier(model).routed_experts
+    experts = paged_verifier(model, fuse=fuse).routed_experts
     weights = [p.nbytes for n, p in model.named_parameters() if "experts." in n and "shared" not in n]
     if not weights:
         assert experts is None
