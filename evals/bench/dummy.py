@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from evals.bench.dummy_engine import WARM_STEPS, OwnSteps, Room
-from evals.peers.vllm_steps import ROUTING, VllmSteps, check_device
+from evals.peers.vllm_steps import ROUTING, VllmSteps
 from evals.report.report import new_report
 from evals.roofline import measured_bandwidth, step_bytes
 from specdec.core import RoutedExperts, Verifier
@@ -84,7 +84,6 @@ class DummyBench:
 
     Raises:
         CapacityError: the prompts do not fit the model.
-        InvalidInputError: a peer is asked for and is not installed, or the target is on a CPU.
     """
 
     def __init__(
@@ -99,11 +98,13 @@ class DummyBench:
         self._verifier, self._entries, self._config, self._met = verifier, entries, config, met or {}
         self._progress = progress or (lambda title: None)
         self._rooms = {(length, count): Room.of(verifier, count, length, config.steps) for length, count in config.cells}
-        if config.peers:
-            check_device(verifier.device)
 
     def run(self, provenance: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Measures part by part; yields the report after each, which is complete when the iterator ends."""
+        """Measures part by part; yields the report after each, which is complete when the iterator ends.
+
+        Raises:
+            InvalidInputError: the peer is not installed, or the target is on a CPU.
+        """
         config, verifier = self._config, self._verifier
         self._bandwidth = measured_bandwidth(verifier.device)
         self._progress("vLLM starts" if config.peers else "measuring")
@@ -192,6 +193,7 @@ class DummyBench:
         cache = max(room.num_reqs * room.max_model_len for room in rooms) * per_token
         return VllmSteps(
             self._entries,
+            verifier.device,
             verifier.dtype,
             max_num_seqs=max(room.num_reqs for room in rooms),
             max_model_len=max(room.max_model_len for room in rooms),

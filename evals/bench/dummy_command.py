@@ -22,6 +22,7 @@ def measure_dummy(args: argparse.Namespace) -> int:
     """
     from evals.bench.dummy import DummyBench, DummyConfig
     from evals.bench.shapes import config_file, entries
+    from evals.peers.vllm_steps import library_for
     from evals.report.report import write_report
     from evals.report.table import format_report
     from specdec.provenance import dtype_name, origin_of_run, sha256_of
@@ -44,6 +45,8 @@ def measure_dummy(args: argparse.Namespace) -> int:
     )
     file = config_file(args.dummy_weights)
     shape, device = read_config(file), resolve_device(args.device)
+    if config.peers:
+        library_for(device)
     say_gpu(args.device)
     model = random_model(shape, device, resolve_dtype(args.dtype, device), seed=config.seed)
     met = {rows: experts_met(model, rows) for rows in config.step_rows} if expert_counts(shape) else {}

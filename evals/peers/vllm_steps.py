@@ -23,14 +23,16 @@ HEADROOM = 2 * 2**30
 """Bytes of the accelerator that neither side plans with."""
 
 
-def check_device(device: torch.device) -> None:
-    """Refuses a CPU.
+def library_for(device: torch.device) -> Any:
+    """vLLM, told to send rows to experts by `ROUTING`.
 
     Raises:
-        InvalidInputError: it is one.
+        InvalidInputError: not installed, or the device is a CPU.
     """
     if device.type != "cuda":
         raise InvalidInputError(f"peer 'vllm' runs on a GPU and the target is on {device}; leave it out")
+    os.environ["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"] = ROUTING  # read when its own process starts, which inherits it
+    return import_vllm("vllm")
 
 
 class VllmSteps:
@@ -38,24 +40,26 @@ class VllmSteps:
 
     Args:
         config: the entries of a config.json.
+        device: a GPU.
         dtype: type of weights and activations.
         max_num_seqs: requests at once.
         max_model_len: most tokens of prompt and output together.
         spare: bytes of the accelerator to leave free beside what is taken already.
 
     Raises:
-        InvalidInputError: vLLM is not installed.
+        InvalidInputError: see `library_for`.
     """
 
     name = "vllm"
 
-    def __init__(self, config: dict[str, Any], dtype: torch.dtype, *, max_num_seqs: int, max_model_len: int, spare: int) -> None:
-        os.environ["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"] = ROUTING  # before its own process starts, which inherits it
-        self._library: Any = import_vllm(self.name)
+    def __init__(
+        self, config: dict[str, Any], device: torch.device, dtype: torch.dtype, *, max_num_seqs: int, max_model_len: int, spare: int
+    ) -> None:
+        self._library = library_for(device)
         self.version: str = self._library.__version__
         self._folder = TemporaryDirectory(prefix="specdec-vllm-")
         Path(self._folder.name, "config.json").write_text(json.dumps(config), encoding="utf-8")
-        free, total = torch.cuda.mem_get_info()
+        free, total = torch.cuda.mem_get_info(device)
         self._engine: Any = self._library.LLM(
             model=self._folder.name,
             load_format="dummy",

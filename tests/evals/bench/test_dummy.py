@@ -1,6 +1,7 @@
 """`specdec bench --dummy-weights`: what is timed on both sides, what the report says, and the shapes that come with the package."""
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from evals import roofline
 from evals.bench import dummy, dummy_engine
 from evals.bench.dummy import DummyBench, DummyConfig, with_repeats
 from evals.bench.dummy_engine import WARM_STEPS, FreeDrafter, OwnSteps, Room
@@ -29,6 +31,7 @@ from verifiers.dummy import dummy_verifier, random_model, read_config
 
 Capture = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
+GPU = torch.device("cuda")
 
 PARAMETERS = {
     "gemma3-4b": 3_880_263_168,
@@ -75,8 +78,8 @@ class FakeVllm:
         for module in (library, library.inputs, library.sampling_params):
             monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setattr(vllm_steps, "time", self.clock)
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100 * 2**30, 140 * 2**30))
-        monkeypatch.delenv("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", raising=False)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 * 2**30, 140 * 2**30))
+        monkeypatch.setenv("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "")
         monkeypatch.setenv("VLLM_LOGGING_STREAM", "")
 
     def start(self, **options: Any) -> SimpleNamespace:
@@ -204,10 +207,11 @@ def test_free_drafts_leave_the_output_alone() -> None:
 
 def test_timed_steps_of_vllm_have_all_rows_and_nothing_else(vllm: FakeVllm) -> None:
     """Catches prefill in a step's time, and requests that end before the last one has all its steps."""
-    side = VllmSteps({"vocab_size": 9}, torch.bfloat16, max_num_seqs=3, max_model_len=64, spare=28 * 2**30)
+    side = VllmSteps({"vocab_size": 9}, GPU, torch.bfloat16, max_num_seqs=3, max_model_len=64, spare=28 * 2**30)
     assert vllm.started["load_format"] == "dummy"
     assert (vllm.started["dtype"], vllm.started["max_num_seqs"], vllm.started["max_model_len"]) == ("bfloat16", 3, 64)
     assert vllm.started["config"] == {"vocab_size": 9}
+    assert os.environ["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"] == "uniform_random"
     assert vllm.started["gpu_memory_utilization"] == pytest.approx(0.5)  # 100 GiB free, 28 to spare and 2 for neither, of 140
     prompts = prompts_of(3)
     assert side.steps(prompts, 5, 2) == 5 * 3
@@ -221,7 +225,9 @@ def test_timed_steps_of_vllm_have_all_rows_and_nothing_else(vllm: FakeVllm) -> N
 
 def test_both_sides_are_given_the_same_prompts_in_turn(vllm: FakeVllm, monkeypatch: Patch) -> None:
     """Catches a ratio the wrong way around, prompts of one side alone, and an engine that outlives the sweep."""
-    monkeypatch.setattr(dummy, "check_device", lambda device: None)
+    config = DummyConfig(prompt_tokens=(10, 20), concurrencies=(1, 2), verify_rows=3, steps=4, repeats=2, peers=("vllm",))
+    start = dummy.VllmSteps
+    monkeypatch.setattr(dummy, "VllmSteps", lambda entries, device, *rest, **options: start(entries, GPU, *rest, **options))
     monkeypatch.setattr(dummy, "measured_bandwidth", lambda device: 1e9)
     asked: list[list[int]] = []
     submit = OwnSteps._submit
@@ -231,7 +237,6 @@ def test_both_sides_are_given_the_same_prompts_in_turn(vllm: FakeVllm, monkeypat
         return submit(self, prompts, max_tokens)
 
     monkeypatch.setattr(OwnSteps, "_submit", noted_submit)
-    config = DummyConfig(prompt_tokens=(10, 20), concurrencies=(1, 2), verify_rows=3, steps=4, repeats=2, peers=("vllm",))
     titles: list[str] = []
     *_, report = DummyBench(tiny_target(), {}, config, progress=titles.append).run(PROVENANCE)
     assert report["complete"]
@@ -260,8 +265,9 @@ def test_both_sides_are_given_the_same_prompts_in_turn(vllm: FakeVllm, monkeypat
     assert f"2 requests last decoded {plain[1]['distinct_tokens']} different token" in text
 
 
-def test_from_a_config_to_a_report(tmp_path: Path, capsys: Capture) -> None:
+def test_from_a_config_to_a_report(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     """Catches an option that does not arrive, and a stored report that shows something else."""
+    monkeypatch.setitem(roofline.MEASURED_BYTES, "cpu", 2**22)
     CONFIGS["gpt_oss"]().to_json_file(tmp_path / "config.json")
     file = tmp_path / "report.json"
     options = [
@@ -310,6 +316,7 @@ def test_from_a_config_to_a_report(tmp_path: Path, capsys: Capture) -> None:
         (["qwen3-8b", "--prompt-tokens", "0"], ["prompt_tokens is (0,)"]),
         (["qwen3-8b", "--max-num-seqs", "0"], ["concurrencies is (0,)"]),
         (["qwen3-8b", "--html", "page.html"], ["no plots"]),
+        (["qwen3-8b", "--peer", "vllm", "--device", "cpu"], ["runs on a GPU and the target is on cpu"]),
     ],
 )
 def test_mistakes_are_one_line_before_any_weight_is_made(
@@ -329,8 +336,6 @@ def test_what_does_not_fit_is_said_before_measuring() -> None:
     verifier = tiny_target("llama")
     with pytest.raises(CapacityError, match="prompts of 500 tokens and 64 steps need"):
         DummyBench(verifier, {}, DummyConfig(prompt_tokens=(500,)))
-    with pytest.raises(InvalidInputError, match="runs on a GPU and the target is on cpu"):
-        DummyBench(verifier, {}, DummyConfig(prompt_tokens=(50,), peers=("vllm",)))
 
 
 def test_repeated_draws_meet_fewer_experts() -> None:
