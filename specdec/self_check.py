@@ -33,7 +33,7 @@ from specdec.files import cache_folder, write_text
 
 logger = logging.getLogger(__name__)
 
-NAMES = ("rocm_aiter_fa", "triton_fa", "argmax", "sampler", "embedding", "few_rows", "fused_layers", "captured_step")
+NAMES = ("rocm_aiter_fa", "triton_fa", "argmax", "sampler", "embedding", "few_rows", "experts", "fused_layers", "captured_step")
 """What has a check."""
 
 ARCHITECTURES = ("gfx942", "gfx950")

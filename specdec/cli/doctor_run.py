@@ -15,6 +15,7 @@ from specdec.engine.graphs import has_graphs
 from specdec.errors import SpecDecError
 from specdec.kernels.triton_launch import unavailable_reasons
 from specdec.layers.argmax import check_argmax
+from specdec.layers.experts import check_experts
 from specdec.layers.fused import check_embedding, check_few_rows, check_fused_layers
 from specdec.registry import ATTENTION_BACKENDS, VERIFIERS, resolve
 from specdec.sampling.sampler import check_sampler
@@ -70,6 +71,7 @@ def kinds(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype | N
     yield Kind("sampler", (), missing, partial(check_sampler, device))
     yield Kind("embedding", (), missing, partial(check_embedding, device))
     yield Kind("few_rows", (half,), missing, partial(check_few_rows, device, half))
+    yield Kind("experts", (dtype,), missing, partial(check_experts, device, dtype))
     yield Kind("fused_layers", (dtype,), missing, partial(check_fused_layers, device, dtype))
     yield _captured_step(spec)
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from specdec.errors import InvalidInputError
@@ -88,3 +89,12 @@ class Experts:
         """Bytes of all experts together."""
         parts = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
         return sum(part.nbytes for part in parts if part is not None)
+
+    def to(self, target: torch.device | torch.dtype) -> "Experts":
+        """The same on that device, or in that type."""
+
+        def moved(bias: Tensor | None) -> Tensor | None:
+            return None if bias is None else bias.to(target)
+
+        biases = moved(self.gate_up_bias), moved(self.down_bias)
+        return Experts(self.gate_up.to(target), self.down.to(target), self.activation, *biases)

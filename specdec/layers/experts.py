@@ -1,14 +1,25 @@
 """Routed experts in plain torch: every expert's rows at once, and the sum over a token's experts in the token's own order.
 
-`specdec.kernels.triton_experts` is the same in kernels.
+`specdec.kernels.triton_experts` is the same in kernels; here is also when they are used.
 """
+
+from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec.kernels.experts import Experts
+from specdec.deviation import Deviation, deviation, mismatches, worst
+from specdec.kernels.experts import Experts, Routing
 from specdec.layers.activation import gated
+from specdec.layers.router import route
+from specdec.self_check import passes
+
+
+def experts_on_triton(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether our own kernels choose experts and multiply with them."""
+    return passes("experts", device, partial(check_experts, device, dtype), dtype)
 
 
 def expected_experts(num_experts: int, top_k: int, rows: int) -> float:
@@ -61,3 +72,46 @@ def _product(rows: Tensor, weight: Tensor, bias: Tensor | None, expert_of: Tenso
         pieces = rows.tensor_split(ends.tolist()[:-1])
         out = torch.cat([F.linear(piece, expert) for piece, expert in zip(pieces, weight, strict=True)])
     return out if bias is None else out + bias[expert_of]
+
+
+def check_experts(device: torch.device, dtype: torch.dtype) -> Deviation:
+    """Both kinds of scores, and experts of one row, of a few that share some, and of many that are sorted."""
+    return worst([*_routing_deviations(device), *_expert_deviations(device, dtype)])
+
+
+def _routing_deviations(device: torch.device) -> Iterator[Deviation]:
+    from specdec.kernels import triton_router  # it imports Triton
+
+    for routing in (Routing(60, 4), Routing(64, 6, "sigmoid", biased=True, num_groups=4, topk_groups=2)):
+        numbers = _normal(10, routing.num_experts)
+        logits, bias = numbers[:9], numbers[9] / 8 if routing.biased else None
+        weights, ids = triton_router.route(logits.to(device), routing, None if bias is None else bias.to(device))
+        plain, plain_ids = route(logits, routing, bias)
+        scores = logits.double().gather(-1, plain_ids)
+        exact = scores.sigmoid() / scores.sigmoid().sum(-1, keepdim=True) if routing.biased else scores.softmax(-1)
+        yield mismatches(ids.long(), plain_ids)
+        yield deviation(weights, plain, exact)
+
+
+def _expert_deviations(device: torch.device, dtype: torch.dtype) -> Iterator[Deviation]:
+    from specdec.kernels import triton_experts  # it imports Triton
+
+    layer = Experts(
+        _normal(6, 320, 128).to(dtype) / 8,
+        _normal(6, 128, 160).to(dtype) / 8,
+        "silu",
+        _normal(6, 320).to(dtype),
+        _normal(6, 128).to(dtype),
+    )
+    there = layer.to(device)
+    for rows in (1, 5, triton_experts.FEW_ROWS + 6):
+        x, (weights, ids) = _normal(rows, 128).to(dtype), route(_normal(rows, 6), Routing(6, 2))
+        got = triton_experts.experts(x.to(device), weights.to(device), ids.int().to(device), there)
+        got = got.sum(0).to(dtype) if got.ndim == 3 else got
+        exact = apply_experts(x.double(), weights, ids, layer.to(torch.float64))
+        yield deviation(got, apply_experts(x, weights, ids, layer), exact)
+
+
+def _normal(*shape: int) -> Tensor:
+    """Always the same random numbers for a shape, on the CPU."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))

@@ -19,11 +19,14 @@ from specdec.attention.triton.fa import TritonFaBackend
 from specdec.kernels.experts import Experts
 from specdec.kernels.triton_activation import gated
 from specdec.kernels.triton_embedding import embed
+from specdec.kernels.triton_experts import experts as mix
+from specdec.kernels.triton_experts import unsupported_reasons
 from specdec.kernels.triton_linear import MOST_ROWS
 from specdec.kernels.triton_norm import add_rms_norm, rms_norm
 from specdec.kernels.triton_rope import rope_store
+from specdec.kernels.triton_router import route
 from specdec.kv_cache import LayerCache
-from specdec.layers.experts import apply_experts
+from specdec.layers.experts import apply_experts, experts_on_triton
 from specdec.layers.fused import embeds, multiplies_few_rows
 from specdec.layers.linear import Linear
 from specdec.layers.norm import Norm
@@ -42,6 +45,7 @@ class TritonOps:
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._embeds, self._multiplies_few_rows = embeds(device), multiplies_few_rows(device, dtype)
+        self._mixes = experts_on_triton(device, dtype)
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
         """See `Ops.embed`."""
@@ -84,11 +88,17 @@ class TritonOps:
 
     def route(self, router: Router, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """See `Ops.route`."""
-        return router(hidden)
+        if router.aiter is not None or not self._mixes:
+            return router(hidden)
+        gate, rows = router.gate, hidden.to(router.gate.dtype)
+        logits = gate.few_rows(rows, may_split=True) if self._multiplies_few_rows else None
+        return route(gate(rows) if logits is None else logits, router.routing, router.bias)
 
     def experts(self, experts: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """See `Ops.experts`."""
-        return apply_experts(x, weights, ids, experts)
+        if self._mixes and not unsupported_reasons(experts, ids.shape[1]):
+            return mix(x, weights, ids.int(), experts)
+        return apply_experts(x, weights, ids.long(), experts)
 
     def attend(
         self,

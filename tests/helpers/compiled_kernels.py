@@ -20,6 +20,7 @@ from specdec.kernels import (
 )
 from specdec.kernels.triton_launch import AMD_SHARED_MEMORY
 from specdec.layers.activation import ACTIVATIONS
+from tests.helpers.compiled_experts import expert_kernels
 from tests.helpers.triton_interpreter import compile_for
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -86,6 +87,7 @@ def kernels(target: Target, *, every_shape: bool = True) -> Iterator[tuple[str, 
     yield from other_kernels(target)
     yield from argmax_kernels(target)
     yield from sampler_kernels(target)
+    yield from expert_kernels(target)
 
 
 def attention_kernels(target: Target, *, every_shape: bool) -> Iterator[tuple[str, Any]]:

@@ -25,7 +25,7 @@ from specdec.deviation import Deviation
 from specdec.engine import build, graph_check, graphs
 from specdec.engine.engine import SpecEngine
 from specdec.errors import BackendError
-from specdec.layers import argmax, fused
+from specdec.layers import argmax, experts, fused
 from specdec.sampling import sampler
 from tests.helpers.aiter_emulation import Machine, install
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash
@@ -40,9 +40,11 @@ from specdec.kernels import (  # noqa: E402
     triton_argmax,
     triton_attention,
     triton_embedding,
+    triton_experts,
     triton_linear,
     triton_norm,
     triton_rope,
+    triton_router,
     triton_sampler,
 )
 from specdec.layers import triton_ops  # noqa: E402 (only where Triton can run)
@@ -383,6 +385,10 @@ def test_checks_notice_what_is_wrong(amd: Amd) -> None:
         "sampler": (partial(sampler.check_sampler, DEVICE), [(triton_sampler, "sample"), (triton_sampler, "least_kept")]),
         "embedding": (partial(fused.check_embedding, DEVICE), [(triton_embedding, "embed")]),
         "few_rows": (partial(fused.check_few_rows, DEVICE, torch.float16), [(triton_linear, "few_rows")]),
+        "experts": (
+            partial(experts.check_experts, DEVICE, torch.float16),
+            [(triton_experts, "experts"), (triton_router, "route")],
+        ),
         "fused_layers": (
             partial(fused.check_fused_layers, DEVICE, torch.float16),
             [

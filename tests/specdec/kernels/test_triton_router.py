@@ -64,7 +64,9 @@ def test_equal_scores(kind: str, dtype: torch.dtype) -> None:
     """Of few different logits, signed zeros among them, the lower experts and groups are taken, in their order."""
     torch.manual_seed(0)
     routing = KINDS[kind]
-    logits = (torch.randint(-1, 2, (12, routing.num_experts)) * torch.tensor([1.0, -1.0]).repeat(12, routing.num_experts // 2)).to(dtype)
+    logits = (torch.randint(-1, 2, (12, routing.num_experts)) * torch.tensor([1.0, -1.0]).repeat(12, routing.num_experts // 2)).to(
+        dtype
+    )
     bias = torch.zeros(routing.num_experts) if routing.biased else None
     _, ids = route(logits.to(DEVICE), routing, on_device(bias))
     assert ids.cpu().long().equal(router.route(logits, routing, bias)[1])

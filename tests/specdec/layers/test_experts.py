@@ -85,8 +85,8 @@ def test_half_precision_sums_in_float32() -> None:
     """A token's experts are added up before they are rounded."""
     torch.manual_seed(0)
     layer = ours(module_of("qwen3_moe"), "qwen3_moe")
-    half = Experts(layer.gate_up.bfloat16(), layer.down.bfloat16(), "silu")
-    wide = Experts(half.gate_up.float(), half.down.float(), "silu")
+    half = layer.to(torch.bfloat16)
+    wide = half.to(torch.float32)
     x, (weights, ids) = torch.randn(30, HIDDEN).bfloat16(), routed(30)
     got = apply_experts(x, weights, ids, half)
     parts = torch.stack([apply_experts(x, torch.ones(30, 1), ids[:, [k]], half).float() for k in range(TOP_K)], 1)

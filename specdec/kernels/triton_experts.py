@@ -1,0 +1,211 @@
+"""A layer's routed experts in Triton; see `specdec.layers.experts`.
+
+Two products: gate, up and activation, and down with the weights of the routing; then the sum over a row's experts, in its own
+order. Few rows read every weight once, which is their whole cost; there the sum is left to the norm that follows. For many rows
+arithmetic is the cost, so tiles are wide. How a product is divided depends on the number of rows and on shapes alone.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from specdec.kernels import triton_launch
+from specdec.kernels.experts import Experts
+from specdec.kernels.triton_argmax import DTYPES
+from specdec.kernels.triton_expert_groups import Groups, group_by_expert
+from specdec.kernels.triton_expert_products import combine_kernel, few_rows_kernel, grouped_kernel
+from specdec.kernels.triton_launch import num_processors, num_stages, on_device, overlap_options, shared_memory
+
+FEW_ROWS = 64
+"""Most rows that find those who share an expert themselves, and whose experts the next kernel adds up."""
+
+
+class Tile(NamedTuple):
+    """What a program multiplies."""
+
+    rows: int
+    columns: int  # of the output
+    depth: int  # inputs per iteration
+    num_warps: int
+    num_stages: int  # iterations under way at once
+    beside: int = 1  # blocks of rows that take all columns before the next ones do
+
+
+def unsupported_reasons(layer: Experts, top_k: int) -> list[str]:
+    """All reasons why these kernels cannot compute `layer`; empty when they can."""
+    reasons = triton_launch.unavailable_reasons(layer.down.device)
+    tensors = [x for x in (layer.gate_up, layer.down, layer.gate_up_bias, layer.down_bias) if x is not None]
+    kinds = {tensor.dtype for tensor in tensors}
+    if len(kinds) > 1 or not kinds <= set(DTYPES):
+        names = " and ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
+        reasons.append(f"experts in {names} (the kernels take bfloat16, float16 or float32)")
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        reasons.append("experts that are not contiguous")
+    if top_k > MOST_EXPERTS:
+        reasons.append(f"{top_k} experts per token (the kernels take up to {MOST_EXPERTS})")
+    return reasons
+
+
+MOST_EXPERTS = 32
+"""Experts of a row that a program looks at together with those of all others."""
+
+
+@lru_cache(maxsize=64)
+def few_rows_tile(
+    width: int, inputs: int, top_k: int, rows: int, itemsize: int, *, gated: bool, processors: int, memory: int
+) -> Tile:
+    """The tile for at most `FEW_ROWS` rows: narrow enough that the experts of one row keep all processors busy.
+
+    Columns and depth are the same for all numbers of rows, and so is a row's result.
+
+    >>> few_rows_tile(768, 2048, 8, 1, 2, gated=True, processors=132, memory=227 * 1024)
+    Tile(rows=16, columns=32, depth=128, num_warps=4, num_stages=4, beside=1)
+    >>> few_rows_tile(2880, 2880, 4, 32, 2, gated=False, processors=132, memory=227 * 1024)
+    Tile(rows=32, columns=64, depth=64, num_warps=4, num_stages=5, beside=1)
+    """
+    padded = max(16, triton.next_power_of_2(rows))
+    if itemsize == 4:
+        return Tile(padded, 32, 32, 4, 1 if torch.version.hip else 2)
+    columns = next((n for n in (64, 32) if 4 * top_k * triton.cdiv(width, n) >= 3 * processors), 16)
+    depth = 128 if inputs % 128 == 0 else 64
+    loaded = ((1 + gated) * columns + padded) * depth * itemsize
+    most = 1 if torch.version.hip else 4 if gated else 5
+    return Tile(padded, columns, depth, 4, num_stages(loaded, memory, most=most))
+
+
+@lru_cache(maxsize=64)
+def many_rows_tile(num_pairs: int, num_experts: int, itemsize: int, *, gated: bool, memory: int) -> Tile:
+    """The tile for more rows: as many of them as an expert has on average, and wide columns where that is many.
+
+    >>> many_rows_tile(1024, 128, 2, gated=True, memory=227 * 1024)
+    Tile(rows=16, columns=64, depth=64, num_warps=4, num_stages=4, beside=8)
+    >>> many_rows_tile(262144, 128, 2, gated=True, memory=227 * 1024)
+    Tile(rows=128, columns=128, depth=64, num_warps=8, num_stages=4, beside=8)
+    """
+    rows = min(max(16, triton.next_power_of_2(triton.cdiv(num_pairs, num_experts))), 128)
+    if itemsize == 4:
+        return Tile(min(rows, 32), 32, 32, 4, 1 if torch.version.hip else 2, beside=8)
+    wide = rows >= 128
+    columns = (128 if gated else 256) if wide else 64 if gated else 128
+    depth = 64
+    loaded = ((1 + gated) * columns + rows) * depth * itemsize
+    most = 1 if torch.version.hip else 4
+    return Tile(rows, columns, depth, 8 if wide else 4, num_stages(loaded, memory, most=most), beside=8)
+
+
+def experts(x: Tensor, weights: Tensor, ids: Tensor, layer: Experts) -> Tensor:
+    """The weighted sum of each row's experts, or for up to `FEW_ROWS` rows what is to be added up.
+
+    Args:
+        x: [T, H] in the type of the layer; rows may be strided.
+        weights: float32 [T, top_k], contiguous.
+        ids: int32 [T, top_k], contiguous, different ones in each row.
+        layer: one that `unsupported_reasons` has none against.
+
+    Returns:
+        float32 [top_k, T, H], whose sum over the first axis counts, of up to `FEW_ROWS` rows; of more [T, H] in the type of `x`.
+    """
+    assert x.dtype == layer.down.dtype and x.stride(-1) == 1 and ids.dtype == torch.int32 and weights.dtype == torch.float32
+    assert ids.is_contiguous() and weights.is_contiguous() and ids.shape == weights.shape and len(ids) == len(x)
+    with on_device(x):
+        return _few_rows(x, weights, ids, layer) if len(x) <= FEW_ROWS else _many_rows(x, weights, ids, layer)
+
+
+def _few_rows(x: Tensor, weights: Tensor, ids: Tensor, layer: Experts) -> Tensor:
+    (rows, hidden), top_k = x.shape, ids.shape[1]
+    pairs = ids.numel()
+    middle = x.new_empty(pairs, layer.width)
+    parts = x.new_empty(top_k, rows, hidden, dtype=torch.float32)
+    chip = {"processors": num_processors(x.device), "memory": shared_memory(x.device)}
+    first = few_rows_tile(layer.width, hidden, top_k, rows, x.itemsize, gated=True, **chip)
+    second = few_rows_tile(hidden, layer.width, top_k, rows, x.itemsize, gated=False, **chip)
+    for source, weight, bias, factors, output, tile in (
+        (x, layer.gate_up, layer.gate_up_bias, None, middle, first),
+        (middle, layer.down, layer.down_bias, weights, parts, second),
+    ):
+        few_rows_kernel[(min(pairs, layer.num_experts), triton.cdiv(output.shape[-1], tile.columns))](
+            source,
+            weight,
+            bias,
+            factors,
+            output,
+            ids,
+            rows,
+            source.stride(0),
+            WIDTH=output.shape[-1],
+            INPUTS=source.shape[1],
+            TOP_K=top_k,
+            ACTIVATION=layer.activation if factors is None else None,
+            BY_RANK=factors is not None,
+            BY_EXPERT=pairs > layer.num_experts,
+            ALONE=rows == 1,
+            ROWS=tile.rows,
+            **_options(tile, x),
+        )
+    return parts
+
+
+def _many_rows(x: Tensor, weights: Tensor, ids: Tensor, layer: Experts) -> Tensor:
+    (rows, hidden), top_k = x.shape, ids.shape[1]
+    pairs = ids.numel()
+    middle, parts = x.new_empty(pairs, layer.width), x.new_empty(pairs, hidden)
+    memory = shared_memory(x.device)
+    first = many_rows_tile(pairs, layer.num_experts, x.itemsize, gated=True, memory=memory)
+    second = many_rows_tile(pairs, layer.num_experts, x.itemsize, gated=False, memory=memory)
+    groups = group_by_expert(ids, layer.num_experts, first.rows)
+    multiply_groups(x, layer.gate_up, layer.gate_up_bias, None, middle, groups, top_k, first, layer.activation)
+    multiply_groups(middle, layer.down, layer.down_bias, weights, parts, groups, top_k, second, None)
+    output, block = torch.empty_like(x, memory_format=torch.contiguous_format), min(triton.next_power_of_2(hidden), 2048)
+    combine_kernel[(rows, triton.cdiv(hidden, block))](
+        parts, output, WIDTH=hidden, TOP_K=top_k, BLOCK=block, num_warps=4, **overlap_options(x.device)
+    )
+    return output
+
+
+def multiply_groups(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    factors: Tensor | None,
+    output: Tensor,
+    groups: Groups,
+    top_k: int,
+    tile: Tile,
+    activation: str | None,
+) -> None:
+    """One product of sorted pairs; see `specdec.kernels.triton_expert_products`."""
+    num_blocks, width = len(groups.experts), output.shape[1]
+    grouped_kernel[(num_blocks * triton.cdiv(width, tile.columns),)](
+        x,
+        weight,
+        bias,
+        factors,
+        output,
+        groups.pairs,
+        groups.experts,
+        len(output),
+        num_blocks,
+        x.stride(0),
+        WIDTH=width,
+        INPUTS=x.shape[1],
+        TOP_K=top_k,
+        ACTIVATION=activation,
+        ROWS=tile.rows,
+        BESIDE=tile.beside,
+        **_options(tile, x),
+    )
+
+
+def _options(tile: Tile, x: Tensor) -> dict[str, object]:
+    """Options that both products' kernels have."""
+    return {
+        "COLUMNS": tile.columns,
+        "DEPTH": tile.depth,
+        "PRECISION": "ieee" if x.itemsize == 4 else None,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+        **overlap_options(x.device),
+    }
