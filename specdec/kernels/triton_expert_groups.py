@@ -33,7 +33,7 @@ class Groups(NamedTuple):
     experts: Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _count_kernel(
     ids: tl.tensor,  # int32 [num_pairs]
     counts: tl.tensor,  # int32 [chunks, BINS]
@@ -53,7 +53,7 @@ def _count_kernel(
     tl.store(counts + chunk * BINS + tl.arange(0, BINS), total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
 def _place_kernel(
     ids: tl.tensor,  # int32 [num_pairs]
     counts: tl.tensor,  # int32 [CHUNKS, BINS]

@@ -89,7 +89,7 @@ def _multiply(
     tl.store(place, total.to(output.dtype.element_ty), mask=present & inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def few_rows_kernel(
     x: tl.tensor,
     weight: tl.tensor,
@@ -119,16 +119,17 @@ def few_rows_kernel(
     slot = tl.program_id(0)
     row = tl.arange(0, ROWS)
     rank = tl.arange(0, triton.next_power_of_2(TOP_K))
-    # The second product's ids were written before the kernel in front of it, which has ended.
+    # The second product's ids were written before the kernel in front of it, whose programs have all waited for them and ended;
+    # they are read past the L1 cache, which may hold what was there before.
     if ACTIVATION is not None:
         await_previous(OVERLAP)
-    expert = slot if BY_EXPERT else tl.load(ids + slot)
+    expert = slot if BY_EXPERT else tl.load(ids + slot, cache_modifier=".cg")
     pair = slot + row  # of an only row
     count = 1
     if not ALONE:
         pairs = row[:, None] * TOP_K + rank[None, :]
         own = (row < num_rows)[:, None] & (rank < TOP_K)[None, :]
-        own = own & (tl.load(ids + pairs, mask=own, other=-1) == expert)
+        own = own & (tl.load(ids + pairs, mask=own, other=-1, cache_modifier=".cg") == expert)
         chosen = tl.max(tl.where(own, pairs, -1), 1)  # the pair of each row that has the expert; -1 without one
         has = chosen >= 0
         count = tl.sum(has.to(tl.int32), 0)
@@ -163,7 +164,7 @@ def few_rows_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
 def grouped_kernel(
     x: tl.tensor,
     weight: tl.tensor,

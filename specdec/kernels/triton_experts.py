@@ -122,29 +122,8 @@ def _few_rows(x: Tensor, weights: Tensor, ids: Tensor, layer: Experts) -> Tensor
     chip = {"processors": num_processors(x.device), "memory": shared_memory(x.device)}
     first = few_rows_tile(layer.width, hidden, top_k, rows, x.itemsize, gated=True, **chip)
     second = few_rows_tile(hidden, layer.width, top_k, rows, x.itemsize, gated=False, **chip)
-    for source, weight, bias, factors, output, tile in (
-        (x, layer.gate_up, layer.gate_up_bias, None, middle, first),
-        (middle, layer.down, layer.down_bias, weights, parts, second),
-    ):
-        few_rows_kernel[(min(pairs, layer.num_experts), triton.cdiv(output.shape[-1], tile.columns))](
-            source,
-            weight,
-            bias,
-            factors,
-            output,
-            ids,
-            rows,
-            source.stride(0),
-            WIDTH=output.shape[-1],
-            INPUTS=source.shape[1],
-            TOP_K=top_k,
-            ACTIVATION=layer.activation if factors is None else None,
-            BY_RANK=factors is not None,
-            BY_EXPERT=pairs > layer.num_experts,
-            ALONE=rows == 1,
-            ROWS=tile.rows,
-            **_options(tile, x),
-        )
+    multiply_few(x, layer.gate_up, layer.gate_up_bias, None, middle, ids, first, layer.activation)
+    multiply_few(middle, layer.down, layer.down_bias, weights, parts, ids, second, None)
     return parts
 
 
@@ -163,6 +142,39 @@ def _many_rows(x: Tensor, weights: Tensor, ids: Tensor, layer: Experts) -> Tenso
         parts, output, WIDTH=hidden, TOP_K=top_k, BLOCK=block, num_warps=4, **overlap_options(x.device)
     )
     return output
+
+
+def multiply_few(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    factors: Tensor | None,
+    output: Tensor,
+    ids: Tensor,
+    tile: Tile,
+    activation: str | None,
+) -> None:
+    """One product of few rows; see `specdec.kernels.triton_expert_products`."""
+    (rows, top_k), num_experts, width = ids.shape, len(weight), output.shape[-1]
+    few_rows_kernel[(min(rows * top_k, num_experts), triton.cdiv(width, tile.columns))](
+        x,
+        weight,
+        bias,
+        factors,
+        output,
+        ids,
+        rows,
+        x.stride(0),
+        WIDTH=width,
+        INPUTS=x.shape[1],
+        TOP_K=top_k,
+        ACTIVATION=activation,
+        BY_RANK=activation is None,
+        BY_EXPERT=rows * top_k > num_experts,
+        ALONE=rows == 1,
+        ROWS=tile.rows,
+        **_options(tile, x),
+    )
 
 
 def multiply_groups(
