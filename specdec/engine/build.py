@@ -21,6 +21,11 @@ from specdec.kv_cache import BlockPool, PagedKVCache, blocks_for
 from specdec.layers import argmax
 from specdec.sampling import sampler
 
+PREFILL_TOKENS = 8192
+"""Prompt tokens of a step on an accelerator. Every chunk reads all weights, all experts among them, so few large ones are fastest."""
+PREFILL_TOKENS_BESIDE = 2048
+"""The same beside requests that decode: they wait for the chunk, about ten of their steps with a model of 8 B on an H200."""
+
 
 class EngineParts(NamedTuple):
     """The parts of one engine.
@@ -91,7 +96,8 @@ def build_engine(verifier: Verifier, drafter: Drafter | None, config: EngineConf
         pool,
         block_size=block_size,
         max_num_seqs=config.max_num_seqs,
-        max_prefill_tokens=config.max_prefill_tokens or (512 if device.type == "cpu" else 2048),
+        max_prefill_tokens=config.max_prefill_tokens or (512 if device.type == "cpu" else PREFILL_TOKENS),
+        max_tokens_beside=config.max_prefill_tokens or PREFILL_TOKENS_BESIDE,
         prefix_caching=config.cache.prefix_caching,
         num_draft_tokens=num_draft_tokens,
         num_lookahead_tokens=num_lookahead_tokens,

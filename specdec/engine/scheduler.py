@@ -43,6 +43,7 @@ class Scheduler:
         block_size: tokens per block.
         max_num_seqs: slots for requests in work.
         max_prefill_tokens: tokens of all prefill chunks of a step together.
+        max_tokens_beside: the same in a step in which requests decode; None for no difference.
         prefix_caching: reuse published blocks.
         num_draft_tokens: most drafts per step.
         num_lookahead_tokens: see `specdec.core.Drafter.num_lookahead_tokens`.
@@ -55,6 +56,7 @@ class Scheduler:
         block_size: int,
         max_num_seqs: int,
         max_prefill_tokens: int,
+        max_tokens_beside: int | None = None,
         prefix_caching: bool,
         num_draft_tokens: int = 0,
         num_lookahead_tokens: int = 0,
@@ -63,6 +65,7 @@ class Scheduler:
         self.num_draft_tokens, self.num_lookahead_tokens = num_draft_tokens, num_lookahead_tokens
         self.block_size = block_size
         self.max_prefill_tokens = max_prefill_tokens
+        self.max_tokens_beside = min(max_tokens_beside or max_prefill_tokens, max_prefill_tokens)
         self.prefix_caching = prefix_caching
         self.max_num_seqs = max_num_seqs
         self.waiting: list[Request] = []  # in order of arrival
@@ -114,7 +117,8 @@ class Scheduler:
         if decode is None:
             return None
         admit = self.num_preemptions == preemptions  # else the victim would take back what was just freed
-        return Schedule(prefill=self._prefill_chunks(admit=admit), decode=decode)
+        budget = self.max_tokens_beside if decode else self.max_prefill_tokens
+        return Schedule(prefill=self._prefill_chunks(budget, admit=admit), decode=decode)
 
     def prefilled(self, chunk: Chunk) -> None:
         """Notes a launched chunk; blocks it has filled are offered for reuse from the next step on."""
@@ -144,9 +148,8 @@ class Scheduler:
                 self._preempt(self.working[-1])
         return [request for request in decoding if request.status is Status.RUNNING]
 
-    def _prefill_chunks(self, *, admit: bool) -> list[Chunk]:
+    def _prefill_chunks(self, budget: int, *, admit: bool) -> list[Chunk]:
         """Prefills under way first, then newcomers, as far as tokens, slots and blocks go."""
-        budget = self.max_prefill_tokens
         chunks: list[Chunk] = []
         for request in [r for r in self.working if r.status is Status.PREFILLING]:
             budget = self._take(chunks, request, budget, admitted=False)

@@ -292,6 +292,24 @@ def test_results_are_read_before_anyone_is_preempted() -> None:
     assert scheduler.waiting == requests[1:]
 
 
+def test_chunks_are_smaller_beside_requests_that_decode() -> None:
+    """Those wait for the chunk; while nobody does, a chunk is as large as it may be."""
+    limits = {"block_size": BLOCK, "max_num_seqs": 2, "max_prefill_tokens": 20, "prefix_caching": False}
+    scheduler = Scheduler(BlockPool(60), max_tokens_beside=6, **limits)
+    requests = [Request(i, [5] * 30, SamplingParams(), seed=0, max_total_len=40) for i in range(2)]
+    spans = []
+    for request in requests:
+        scheduler.add(request)
+        while request.status is not Status.RUNNING:
+            work = scheduler.schedule(scheduler.decoding, 0)
+            assert work is not None
+            spans.append([(chunk.start, chunk.end) for chunk in work.prefill])
+            for chunk in work.prefill:
+                scheduler.prefilled(chunk)
+    assert spans == [[(0, 20)], [(20, 30)], *([(start, start + 6)] for start in range(0, 30, 6))]
+    assert Scheduler(BlockPool(60), **limits).max_tokens_beside == 20
+
+
 def test_generated_tokens_are_prefilled_by_themselves() -> None:
     """After a preemption: a backend may round prompts, and must not round what decoding has computed unrounded."""
     pool = BlockPool(60)

@@ -286,7 +286,9 @@ def generate(
     return [request.output_token_ids for request in requests], drafts
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma2", "gemma3", "granite", "olmo3", "smollm3"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "mistral", "gemma2", "gemma3", "granite", "olmo3", "smollm3", "qwen2_moe", "gpt_oss", "glm4_moe"]
+)
 def test_whole_model_with_drafter_equals_torch_ref(name: str) -> None:
     """Tokens and drafts: norms everywhere, windows, softcaps, multipliers, layers without RoPE, tapped features, the drafter's own
     windows and causality, chunked prefill."""
