@@ -44,16 +44,17 @@ def step_bytes(engine: SpecEngine, *, k: int, num_reqs: int, context: float) -> 
         num_reqs: requests in the batch.
         context: cached tokens per request, on average.
     """
-    specs = list(engine.verifier.kv_specs)
-    weights, experts = engine.verifier.weight_bytes, engine.verifier.routed_experts
+    verifier, drafter = engine.verifier, engine.drafter if k else None
+    dtype, weights, experts = verifier.attention.spec.kv_dtype, verifier.weight_bytes, verifier.routed_experts
     if experts:
         weights += experts.bytes_read(num_reqs * (k + 1)) - experts.weight_bytes
-    if engine.drafter and k:
-        specs += engine.drafter.kv_specs
-        weights += engine.drafter.weight_bytes
-    dtype = engine.verifier.attention.spec.kv_dtype
-    per_token = sum(spec.bytes_per_token(dtype) for spec in specs)
-    return weights + round(num_reqs * context * per_token)
+    cached = 0.0
+    for spec, window in zip(verifier.kv_specs, verifier.windows, strict=True):
+        cached += spec.bytes_per_token(dtype) * (context if window is None else min(context, window))
+    if drafter:
+        weights += drafter.weight_bytes
+        cached += sum(spec.bytes_per_token(dtype) for spec in drafter.kv_specs) * context
+    return weights + round(num_reqs * cached)
 
 
 def bound(engine: SpecEngine, *, bandwidth: float, tau: float, num_reqs: int, context: float) -> dict[str, Any]:

@@ -238,6 +238,10 @@ class Verifier(Protocol):
         """Cache layers needed."""
 
     @property
+    def windows(self) -> Sequence[int | None]:
+        """Of each of those layers the sliding window in tokens, None for full attention."""
+
+    @property
     def attention(self) -> AttentionBackend | MlaBackend:
         """Attention over those layers."""
 

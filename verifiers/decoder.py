@@ -61,6 +61,7 @@ class DecoderVerifier:
         self.max_model_len = max_model_len(config)
         self.vocab_size = self._head.out_features
         self.kv_specs = layer_specs(config, backend)
+        self.windows = layer_windows(config)
         self.embedding_scale = description.embedding_scale_in(self.dtype)
         self.final_softcap = description.final_softcap
         self._ops = ops_for(backend)

@@ -95,7 +95,7 @@ class HFVerifier:
         self._embedding = model.get_input_embeddings().weight
         self._head: nn.Module = model.get_output_embeddings()
         self.vocab_size = self._head.weight.shape[0]
-        self._windows = layer_windows(config)
+        self.windows = layer_windows(config)
         self.layers = decoder_layers(model)
         self._hooked: set[int] = set()
         self._tapped: dict[int, Tensor] = {}
@@ -118,7 +118,7 @@ class HFVerifier:
     def forward(self, rows: ForwardInput, caches: Sequence[Any], aux_layer_ids: Sequence[int] = ()) -> VerifyOutput:
         """Scores packed rows; see `Verifier.forward`."""
         self._tap(aux_layer_ids)
-        paged = PagedForward(self.attention, self.attention.plan(rows.metadata), caches, self._windows)
+        paged = PagedForward(self.attention, self.attention.plan(rows.metadata), caches, self.windows)
         output = self.model(
             input_ids=rows.token_ids[None],
             position_ids=rows.position_ids[None],

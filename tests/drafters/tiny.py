@@ -117,6 +117,7 @@ class FakeVerifier:
         self.eos_token_ids: tuple[int, ...] = ()
         self.weight_bytes, self.routed_experts = 0, None
         self.kv_specs: list[Any] = []
+        self.windows: list[int | None] = []
         self.embedding_scale = 1.0
         self.final_softcap: float | None = None
         spec = AttentionSpec(self.device, self.dtype, num_heads=4, num_kv_heads=2, head_dim=8, block_size=BLOCK)

@@ -9,7 +9,7 @@ from evals.roofline import bound, measured_bandwidth, step_bytes
 from specdec.config import CacheConfig, EngineConfig
 from specdec.core import RoutedExperts
 from specdec.engine.engine import SpecEngine
-from tests.helpers.tiny_models import CONFIGS, paged_verifier, plain_model, random_dflash
+from tests.helpers.tiny_models import CONFIGS, WINDOW, paged_verifier, plain_model, random_dflash
 
 SMALL = EngineConfig(num_draft_tokens=None, max_num_seqs=2, max_model_len=64, cache=CacheConfig(memory_bytes=2**22))
 
@@ -40,6 +40,17 @@ def test_a_step_reads_weights_once_and_the_cache_per_request() -> None:
     assert drafter.weight_bytes == own + verifier.vocab_size * verifier.hidden_size * 4
     limit = bound(engine, bandwidth=2.0 * drafting, tau=1.5, num_reqs=3, context=10)
     assert limit == {"bytes_per_step": drafting, "tokens_per_second": 1.5 * 3 * 2.0}
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_a_layer_with_a_window_reads_no_more_than_it(fuse: bool) -> None:
+    """Catches long contexts that count in full for every layer of Gemma or gpt-oss."""
+    verifier = paged_verifier(plain_model("gemma3"), fuse=fuse)
+    engine = SpecEngine(verifier, None, SMALL)
+    layer_token = 2 * 2 * 16 * 4  # key and value, heads, head size, float32
+    for context, windowed in ((5, 5), (40, WINDOW)):
+        cached = step_bytes(engine, k=0, num_reqs=3, context=context) - verifier.weight_bytes
+        assert cached == 3 * layer_token * (2 * context + 2 * windowed)  # every other of 4 layers
 
 
 @pytest.mark.parametrize("fuse", [True, False])
