@@ -22,7 +22,7 @@ from specdec.layers import argmax
 from specdec.sampling import sampler
 
 PREFILL_TOKENS = 8192
-"""Prompt tokens of a step on an accelerator. Every chunk reads all weights, all experts among them, so few large ones are fastest."""
+"""Prompt tokens of a step on an accelerator. Every chunk reads all weights, those of all experts too, so large ones are fastest."""
 PREFILL_TOKENS_BESIDE = 2048
 """The same beside requests that decode: they wait for the chunk, about ten of their steps with a model of 8 B on an H200."""
 
