@@ -1,13 +1,15 @@
 """Multi-head attention on CUDA devices, and on CDNA devices without AITER, with our own Triton kernels.
 
-Kernel: `specdec.kernels.triton_attention` for every phase; prefill reads the cache too, so a chunk needs no second path.
+Kernels: `specdec.kernels.triton_prefill` for prompts, `specdec.kernels.triton_attention` for few rows and for blocks whose rows see
+each other; both read the cache, so a chunk needs no second path. A library takes part in long contexts, if there is a faster one
+(`specdec.attention.triton.libraries`).
 Layout: plain. Cache: the model's type or 8-bit floats. Host: never waits for the device, and launches depend on nothing but the
 host's counts and bounds, so a captured graph serves any lengths below its bound. Float32 is computed as such, not in the matrix
 units' short form.
 Known gaps: query heads in groups above 128; head sizes above 256.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +17,9 @@ from torch import Tensor
 import specdec.device
 from specdec.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
 from specdec.attention.check import reasons_against_kernels
+from specdec.attention.triton import context
+from specdec.attention.triton.context import PrefillPlan, plan_rectangles
+from specdec.attention.triton.libraries import library
 from specdec.kernels.triton_launch import num_processors, shared_memory, unavailable_reasons
 from specdec.kv_cache import LayerCache
 
@@ -24,6 +29,8 @@ if TYPE_CHECKING:
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 256
 MAX_GROUP = 128
+PREFILL_ROWS = 128
+"""Rows of a request from which on they are a prompt's; no block of drafts has as many."""
 MIN_SPLIT_KEYS = 128
 """Fewest keys that pay for a program of their own."""
 MAX_SPLITS = 64
@@ -66,16 +73,18 @@ class TritonFaBackend(AttentionBackend):
         return reasons_against_kernels(cls, spec)
 
     def __init__(self, spec: AttentionSpec) -> None:
-        from specdec.kernels import triton_attention, triton_rope  # Triton itself is imported only where it is used
+        # Triton itself is imported only where it is used.
+        from specdec.kernels import triton_attention, triton_prefill, triton_rope
 
         super().__init__(spec)
-        self._kernels, self._rope_store = triton_attention, triton_rope.rope_store
+        self._kernels, self._prefill, self._rope_store = triton_attention, triton_prefill, triton_rope.rope_store
         self._group = spec.num_heads // spec.num_kv_heads
         self.num_processors = num_processors(spec.device)
+        self.rectangle = library(spec)
 
     def plan(self, metadata: AttentionMetadata) -> AttentionMetadata:
-        """The metadata itself; programs find their own work in it."""
-        return metadata
+        """The metadata itself, in which programs find their own work, and what of long contexts a library takes."""
+        return plan_rectangles(metadata, self.spec.block_size) if self.rectangle else metadata
 
     def run(
         self,
@@ -106,27 +115,44 @@ class TritonFaBackend(AttentionBackend):
         sinks: Tensor | None = None,
     ) -> Tensor:
         """`run` for rows whose keys and values the cache holds already."""
-        tile = self.tile(plan)
-        return self._kernels.paged_attention(
-            query if query.stride(-1) == 1 else query.contiguous(),
+        query = query if query.stride(-1) == 1 else query.contiguous()
+        options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+        if self.rectangle is None or not isinstance(plan, PrefillPlan) or window is not None or softcap is not None:
+            return self._attend(query, cache, plan, **options)
+        return context.attend(
+            query,
             cache,
-            block_table=plan.block_table,
-            seq_lens=plan.seq_lens,
-            query_start_loc=plan.query_start_loc,
-            max_query_len=plan.max_query_len,
+            plan,
+            self.rectangle,
             scale=scale,
-            causal=plan.causal,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
-            splits=self.num_splits(plan, window, tile),
-            tile=tile,
+            go_on=lambda rows, rest, **how: self._prefill.prefill_attention(rows, cache, **_places(rest), **options, **how),
+            plain=lambda rows, rest: self._attend(rows, cache, rest, **options),
+        )
+
+    def _attend(
+        self, query: Tensor, cache: LayerCache, metadata: AttentionMetadata, *, window: int | None, **options: Any
+    ) -> Tensor:
+        """Attention through our own kernels alone."""
+        if self.is_prefill(metadata, window):
+            return self._prefill.prefill_attention(query, cache, **_places(metadata), window=window, **options)
+        tile = self.tile(metadata)
+        splits = self.num_splits(metadata, window, tile)
+        return self._kernels.paged_attention(
+            query, cache, **_places(metadata), causal=metadata.causal, window=window, splits=splits, tile=tile, **options
         )
 
     def write(self, cache: LayerCache, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         """See `AttentionBackend.write`."""
         key, value = (rows if rows.stride()[1:] == (rows.shape[2], 1) else rows.contiguous() for rows in (key, value))
         self._rope_store(None, key, value, cache, slot_mapping)
+
+    def is_prefill(self, metadata: AttentionMetadata, window: int | None) -> bool:
+        """Whether the kernel for prompts is taken, which does not divide keys: so many rows fill the device, or see few keys."""
+        if not metadata.causal or metadata.max_query_len < PREFILL_ROWS:
+            return False
+        spec = self.spec
+        tile = self._prefill.prefill_tile(self._group, spec.head_dim, spec.dtype, shared_memory(spec.device))
+        return self.num_splits(metadata, window, tile) == 1
 
     def tile(self, metadata: AttentionMetadata) -> "Tile":
         """Shape of a program: the smallest for few rows over a short context, else what reads keys the fewest times.
@@ -157,6 +183,16 @@ class TritonFaBackend(AttentionBackend):
     def _num_tiles(self, metadata: AttentionMetadata, tile: "Tile") -> int:
         """Programs for the rows of one request and one key head."""
         return -(-metadata.max_query_len // (tile.block_m // self._group))
+
+
+def _places(metadata: AttentionMetadata) -> dict[str, Any]:
+    """What kernels are told of the rows."""
+    return {
+        "block_table": metadata.block_table,
+        "seq_lens": metadata.seq_lens,
+        "query_start_loc": metadata.query_start_loc,
+        "max_query_len": metadata.max_query_len,
+    }
 
 
 def _cache_reasons(spec: AttentionSpec) -> list[str]:

@@ -1,0 +1,151 @@
+"""Long contexts of prompts through a library: rows and keys that form rectangles, which no mask cuts.
+
+Rows of a request are cut into pieces of `PIECE`, and each whole piece takes a rectangle of keys from its context, a multiple of
+`PIECE` as well. A kernel that knows neither pages nor masks computes rectangles, in few shapes, and the kernel for prompts goes on
+from there (`specdec.kernels.triton_prefill.Earlier`) with the keys that are left, and with sinks:
+
+    piece 0    o            #  the library
+    piece 1    ##o          o  the kernel for prompts
+    piece 2    ####o
+    the rest   oooooo
+
+The keys of rectangles are gathered from the cache, once per layer and request.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec.attention.backend import AttentionMetadata
+from specdec.attention.triton.libraries import Rectangle
+from specdec.kv_cache import LayerCache
+
+PIECE = 2048
+"""Tokens; as many as a step prefills at most, by default."""
+
+
+class Run(NamedTuple):
+    """Rows of one launch: a whole piece, or consecutive ones of any requests.
+
+    Attributes:
+        metadata: tells the kernel for prompts which they are, counted from the first of `rows`.
+        rows: packed rows.
+        num_keys: length of the rectangle; 0 where there is none.
+        request: whose rectangle it is.
+    """
+
+    metadata: AttentionMetadata
+    rows: slice
+    num_keys: int
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPlan(AttentionMetadata):
+    """Metadata of prompts, some of which have rectangles.
+
+    Attributes:
+        runs: all rows, once each; the rectangles of a request by their length.
+    """
+
+    runs: tuple[Run, ...] = ()
+
+
+class _Part(NamedTuple):
+    """Consecutive rows of one request."""
+
+    request: int
+    num_rows: int
+    end: int  # position after the last row
+    num_keys: int  # see `Run`
+
+
+def plan_rectangles(metadata: AttentionMetadata, block_size: int) -> AttentionMetadata:
+    """A `PrefillPlan` if there is a rectangle, else `metadata`. The host does not wait."""
+    if not metadata.causal or metadata.query_lens is None or metadata.seq_lens_host is None or PIECE % block_size:
+        return metadata
+    lengths = enumerate(zip(metadata.query_lens, metadata.seq_lens_host, strict=True))
+    parts = [part for request, (num_rows, end) in lengths for part in _parts(request, num_rows, end)]
+    if not any(part.num_keys for part in parts):
+        return metadata
+    cuts = [i for i in range(1, len(parts)) if parts[i].num_keys or parts[i - 1].num_keys]
+    groups = [parts[first:last] for first, last in zip([0, *cuts], [*cuts, len(parts)], strict=True)]
+    counts = [[0, *accumulate(part.num_rows for part in group)] for group in groups]
+    of_parts = [part.end for part in parts] + [part.request for part in parts]
+    values = torch.tensor(sum(counts, of_parts), dtype=torch.int32, pin_memory=metadata.seq_lens.is_cuda)
+    ends, requests, starts = values.to(metadata.seq_lens.device, non_blocking=True).tensor_split([len(parts), 2 * len(parts)])
+    table = metadata.block_table.index_select(0, requests)
+    runs, first_row, first_part = [], 0, 0
+    for group, count in zip(groups, counts, strict=True):
+        chosen = slice(first_part, first_part + len(group))
+        of_rows = AttentionMetadata(
+            query_start_loc=starts[: len(count)],
+            seq_lens=ends[chosen],
+            block_table=table[chosen],
+            slot_mapping=metadata.slot_mapping[first_row : first_row + count[-1]],
+            num_reqs=len(group),
+            num_tokens=count[-1],
+            max_query_len=max(part.num_rows for part in group),
+            max_seq_len=max(part.end for part in group),
+        )
+        runs.append(Run(of_rows, slice(first_row, first_row + count[-1]), group[0].num_keys, group[0].request))
+        first_row, first_part, starts = first_row + count[-1], chosen.stop, starts[len(count) :]
+    return PrefillPlan(**{field.name: getattr(metadata, field.name) for field in fields(metadata)}, runs=tuple(runs))
+
+
+def attend(
+    query: Tensor,
+    cache: LayerCache,
+    plan: PrefillPlan,
+    rectangle: Rectangle,
+    *,
+    scale: float,
+    go_on: Callable[..., Any],
+    plain: Callable[[Tensor, AttentionMetadata], Tensor],
+) -> Tensor:
+    """Attention of all rows, whose keys and values the cache holds already.
+
+    Args:
+        query: [num_tokens, num_heads, head_dim].
+        cache: in the type of `query`.
+        plan: of the forward.
+        rectangle: the library's kernel.
+        scale: factor of the scores.
+        go_on: the kernel for prompts, given rows, their metadata, `earlier` and `output`.
+        plain: attention of other rows, given their metadata.
+
+    Returns:
+        [num_tokens, num_heads, head_dim], contiguous.
+    """
+    from specdec.kernels.triton_prefill import Earlier  # Triton itself is imported only where it is used
+
+    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    gathered_of, key, value = -1, cache.key, cache.value
+    for run in reversed(plan.runs):  # a request's longest rectangle first
+        rows = query[run.rows]
+        if not run.num_keys:
+            output[run.rows] = plain(rows, run.metadata)
+            continue
+        if run.request != gathered_of:
+            blocks = run.metadata.block_table[0, : run.num_keys // cache.key.shape[1]]
+            gathered_of, (key, value) = run.request, (side.index_select(0, blocks).flatten(0, 1) for side in cache)
+        out, log_sums = rectangle(rows, key[: run.num_keys], value[: run.num_keys], scale)
+        go_on(rows, run.metadata, earlier=Earlier(out, log_sums, run.num_keys), output=output[run.rows])
+    return output
+
+
+def _parts(request: int, num_rows: int, end: int) -> list[_Part]:
+    """Pieces of a request's rows, in order; where none has a rectangle, all rows together."""
+    start = end - num_rows
+    first = start if start >= PIECE else start + PIECE  # the first piece without a context has no rectangle
+    firsts = range(first, end - PIECE + 1, PIECE)
+    if not firsts:
+        return [_Part(request, num_rows, end, 0)]
+    parts = [_Part(request, PIECE, piece + PIECE, piece // PIECE * PIECE) for piece in firsts]
+    ends = [(start, firsts[0]), (firsts[-1] + PIECE, end)]
+    before, after = ([_Part(request, b - a, b, 0)] if b > a else [] for a, b in ends)
+    return [*before, *parts, *after]
