@@ -181,7 +181,7 @@ def prefill_tile(group: int, head_dim: int, dtype: torch.dtype, memory: int = HO
     """
     block_d = padded(head_dim)
     is_large = block_d > 128 and memory >= LARGE_MEMORY
-    block_m, block_n = (128, 64) if is_large else (64, 64 if block_d <= 128 else 32)
+    block_m, block_n = (128, 64) if is_large else (64, 64 if block_d <= 128 else 16)
     if dtype == torch.float32:
         block_m, block_n = 16, max(KEY_TILE_BYTES // (4 * block_d), 16)
     block_m = max(block_m, padded(group))

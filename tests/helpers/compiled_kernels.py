@@ -15,6 +15,7 @@ from specdec.kernels import (
     triton_embedding,
     triton_linear,
     triton_norm,
+    triton_prefill,
     triton_rope,
     triton_sampler,
 )
@@ -99,6 +100,7 @@ def attention_kernels(target: Target, *, every_shape: bool) -> Iterator[tuple[st
         yield "attention, 8-bit cache", attention(target, "bf16", cache=target.eight_bits, **wide)
     if every_shape or target.assembly == "ptx":
         yield "attention, heads of 64, window", attention(target, "bf16", **small)
+    yield from prefill_kernels(target, every_shape=every_shape)
     if every_shape or target.overlaps:
         yield "attention, float32", attention(target, "fp32", head_dim=64, group=3, width=5, splits=1)
     yield (
@@ -109,6 +111,45 @@ def attention_kernels(target: Target, *, every_shape: bool) -> Iterator[tuple[st
             pointers={"parts": "fp32", "log_sums": "fp32", "output": "bf16"},
             constants={"HEAD_DIM": 128, "SPLITS": 2, "ROWS": 8, "BLOCK_D": 128, "OVERLAP": target.overlaps},
         ),
+    )
+
+
+def prefill_kernels(target: Target, *, every_shape: bool) -> Iterator[tuple[str, Any]]:
+    """Prompts of an 8 B model, behind what a library has computed where there is one; wide heads with a window; sinks."""
+    earlier: dict[str, Any] = {} if target.overlaps else {"earlier": None, "earlier_log_sums": None}
+    yield "attention of prompts, heads of 128", prefill(target, head_dim=128, group=4, sinks=None, **earlier)
+    absent = {"earlier": None, "earlier_log_sums": None}
+    yield "attention of prompts, heads of 256, window", prefill(target, head_dim=256, group=2, WINDOW=1024, sinks=None, **absent)
+    if every_shape or target.overlaps:
+        yield "attention of prompts, heads of 64, sinks", prefill(target, head_dim=64, group=8, **absent)
+    if target.eight_bits and every_shape:
+        eight = {"cache": target.eight_bits, "sinks": None, **absent}
+        yield "attention of prompts, 8-bit cache", prefill(target, head_dim=128, group=4, **eight)
+
+
+def prefill(target: Target, *, head_dim: int, group: int, cache: str = "bf16", **constants: Any) -> Any:
+    """The kernel for prompts, with the tile it would be launched with."""
+    tile = triton_prefill.prefill_tile(group, head_dim, torch.bfloat16, target.shared_memory)
+    values: dict[str, Any] = {
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "BLOCK_SIZE": 16,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_D": triton_attention.padded(head_dim),
+        "WINDOW": None,
+        "SOFTCAP": False,
+        "OVERLAP": target.overlaps,
+    }
+    types = {"query": "bf16", "key_cache": cache, "value_cache": cache, "output": "bf16", "sinks": "bf16", "earlier": "bf16"}
+    return compile_for(
+        triton_prefill._prefill_kernel,
+        target.compiler,
+        pointers=types | {"earlier_log_sums": "fp32"} | dict.fromkeys(("block_table", "seq_lens", "query_start_loc"), "i32"),
+        floats=("score_scale", "softcap"),
+        constants=values | constants,
+        num_warps=tile.num_warps,
+        num_stages=1 if target.assembly == "amdgcn" else tile.num_stages,
     )
 
 
