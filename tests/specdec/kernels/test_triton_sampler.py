@@ -16,7 +16,8 @@ from tests.helpers.triton_interpreter import require_triton
 DEVICE = require_triton()
 
 from specdec.kernels.triton_argmax import DTYPES, SLICE  # noqa: E402 (only where Triton can run)
-from specdec.kernels.triton_sampler import TILE, least_kept, sample  # noqa: E402
+from specdec.kernels.triton_filters import TILE, least_kept  # noqa: E402
+from specdec.kernels.triton_sampler import sample  # noqa: E402
 
 FILTERS = [
     SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m)
