@@ -2,32 +2,35 @@
 
     speed(k) = E[tokens](k) / t(k)        E[tokens](k) = 1 + sum over j <= k of P(the first j drafts are accepted)
 
-Plain decoding is k = 0, so drafts that do not pay are given up. The acceptance of every position and the time of a step are
-measured, and both estimates grow old, so that a k that was bad is tried again now and then. A time that has not been measured
-lies between those of steps that must be shorter and steps that must be longer, so a batch of a new size begins with what others
-have shown. What is output does not depend on the choice, except that probabilistic drafts draw other random tokens of the same
-distribution.
+Plain decoding is k = 0, and the first that is measured, so drafts that do not pay are given up. What is measured, by the step's
+number of requests and whether any of them samples, are the times, several steps in a row each, and the acceptance of every
+position. A time that has not been measured lies between those of steps that must be shorter and steps that must be longer, so a
+batch of a new size begins with what others have shown. What is slower is tried again now and then, within a share of the time. What
+is output does not depend on the choice, except that probabilistic drafts draw other random tokens of the same distribution.
 """
 
-from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from specdec.core import Drafter
 from specdec.engine.buckets import batch_bucket
+from specdec.engine.draft_acceptance import AcceptanceEstimate
+from specdec.engine.step_times import ENOUGH, StepSize, StepTimes
 from specdec.errors import InvalidInputError
 
-MEMORY = 64
-"""Steps after which what they taught about acceptance weighs 1/e, and their times are forgotten once there is a new one."""
-PROBING = 0.004
-"""Share of the time that may go into measuring one k again that is not the best."""
+PROBING = 0.006
+"""Share of the time that may go into measuring k again that are not the best."""
 
 _RUNGS = (0, 1, 3, 7, 15, 31, 63)
-_FIRST_GUESS = 0.9  # acceptance of the first position before anything is known; high, so that drafting is tried
-_GUESS_WEIGHT = 0.5  # in observations; what retrying drafts that never pay costs grows with it
-_SAMPLES = 8  # times kept per k and batch size
-_SHORTEST_AGE = 16  # steps before a time is measured again, however little that costs
-_NEW = 15  # steps that a kind of step costs once: a graph to capture, kernels to choose
+_FIRST = 3  # drafts tried first: many that are wrong cost much, and few tell little
+_FIRST_REQUESTS = 16  # of which so many are then looked at, over as many steps as that takes
+_PATIENCE = 8  # steps that a k is kept for longer when too few of its times are known yet
+_STEADY = 4  # steps before the choice is looked at again
+_CLEARLY = 1.03  # how many times as fast another k must seem to replace the one at work: less may be chance
+_NEW = 15  # steps that a kind of step costs once, until a capture has shown what it takes
+_WRITE_OFF = 200  # steps among which that is divided when kinds are compared: a batch may not last longer
+_LEAST_COST = 0.02  # of a step, for measuring one that seems to cost nothing
 
 
 def checked_draft_tokens(asked: int | Literal["auto"] | None, drafter: Drafter | None) -> int:
@@ -54,106 +57,31 @@ def ladder(most: int) -> tuple[int, ...]:
     return (*(k for k in _RUNGS if k < most), most)
 
 
-class AcceptanceEstimate:
-    """P(a draft is accepted | those before it are), by position, over all requests of late steps.
+class Situation(NamedTuple):
+    """What the best k depends on, beside the texts.
 
-    A position without evidence of its own is taken to be like the one before it.
-
-    Args:
-        most: positions.
+    Attributes:
+        sampled: a request has a temperature: its steps take longer and accept less.
+        num_reqs: of the batch, as `batch_bucket` counts them.
     """
 
-    def __init__(self, most: int) -> None:
-        self._reached = [0.0] * most
-        self._accepted = [0.0] * most
-
-    def observe(self, k: int, num_accepted: Sequence[int]) -> None:
-        """Takes over one step of `k` drafts, with what each request accepted of them."""
-        keep = 1 - 1 / MEMORY
-        # Also positions that this step did not try: what is not tried for long becomes a guess again, and is tried.
-        self._reached = [keep * count for count in self._reached]
-        self._accepted = [keep * count for count in self._accepted]
-        for accepted, times in Counter(num_accepted).items():
-            for position in range(min(accepted + 1, k)):
-                self._reached[position] += times
-                self._accepted[position] += times * (position < accepted)
-
-    def expected_tokens(self, k: int) -> float:
-        """Tokens that a request gets from a step of `k` drafts, on average."""
-        rate, alive, tokens = _FIRST_GUESS, 1.0, 1.0
-        for reached, accepted in zip(self._reached[:k], self._accepted, strict=False):
-            rate = (accepted + _GUESS_WEIGHT * rate) / (reached + _GUESS_WEIGHT)
-            alive *= rate
-            tokens += alive
-        return tokens
-
-
-class StepTimes:
-    """Seconds of a step by k, at one batch size.
-
-    Args:
-        rungs: values of k, from 0.
-    """
-
-    def __init__(self, rungs: Sequence[int]) -> None:
-        self._samples: dict[int, deque[float]] = {k: deque(maxlen=_SAMPLES) for k in rungs}
-        self._measured_at = dict.fromkeys(rungs, 0)
-        self._cold = set(rungs)
-        self._num_steps = 0
-
-    def observe(self, k: int, seconds: float) -> None:
-        """Takes over the time of a step. The first of its kind is left out: it pays for memory and for choosing kernels."""
-        self._num_steps += 1
-        if k in self._cold:
-            self._cold.discard(k)
-        else:
-            if self._num_steps - self._measured_at[k] > MEMORY:
-                self._samples[k].clear()  # they may be of longer contexts or of a busier machine
-            self._samples[k].append(seconds)
-            self._measured_at[k] = self._num_steps
-
-    def measured(self) -> dict[int, float]:
-        """Seconds by k: the lower quartile of the last times, since disturbances only lengthen a step; not above a larger k's."""
-        least: dict[int, float] = {}
-        bound = float("inf")
-        for k, samples in reversed(self._samples.items()):
-            if samples:
-                bound = least[k] = min(bound, _lower_quartile(samples))
-        return least
-
-    def is_due(self, k: int, cost: float) -> bool:
-        """Whether to measure `k` again, or at last, given what that would cost, in steps of the best k."""
-        age = self._num_steps - self._measured_at[k]
-        if not self._samples[k]:
-            cost += _NEW
-        return age > max(_SHORTEST_AGE, cost / PROBING)
-
-
-class StepSize(NamedTuple):
-    """What the time of a step depends on."""
-
+    sampled: bool
     num_reqs: int
+
+
+@dataclass(slots=True)
+class Run:
+    """Steps of one k in a row.
+
+    Attributes:
+        here: where it began; it ends when the situation is another one.
+        k: their drafts.
+        steps: how many are left until the choice is looked at again; less than 0 while times of this `k` are waited for.
+    """
+
+    here: Situation
     k: int
-
-    @property
-    def rows(self) -> int:
-        """Rows to verify."""
-        return self.num_reqs * (self.k + 1)
-
-    def exceeds(self, other: "StepSize") -> bool:
-        """Whether it takes no less time: it has no fewer requests, rows or forwards."""
-        return self.num_reqs >= other.num_reqs and self.rows >= other.rows and (self.k > 0 or other.k == 0)
-
-    def estimate(self, known: Mapping["StepSize", float]) -> float | None:
-        """Seconds by rows between the longest known step below and the shortest above; without one of them what the other took.
-
-        Plain decoding is hoped to take no longer than what is below, lest it be given up unmeasured when it would be the fastest.
-        """
-        below = max(((took, step.rows) for step, took in known.items() if self.exceeds(step)), default=None)
-        above = min(((took, step.rows) for step, took in known.items() if step.exceeds(self)), default=None)
-        if below is None or above is None or below[1] == above[1] or self.k == 0:
-            return (below or above or (None,))[0]
-        return below[0] + (above[0] - below[0]) * (self.rows - below[1]) / (above[1] - below[1])
+    steps: int
 
 
 class DraftLength:
@@ -168,23 +96,34 @@ class DraftLength:
 
     def __init__(self, most: int) -> None:
         self.rungs = ladder(most)
-        self.acceptance = AcceptanceEstimate(most)
-        self._times: dict[int, StepTimes] = {}
-        self._estimates: dict[int, dict[int, float]] = {}  # by batch size and k, until something new is measured
+        self._acceptance = {sampled: AcceptanceEstimate(most) for sampled in (False, True)}
+        self._times: dict[Situation, StepTimes] = {}
+        self._at_work: dict[Situation, int] = {}  # k that was found best
+        self._estimates: dict[Situation, dict[int, float]] = {}  # by k, until something new is measured
+        self._run: Run | None = None
+        self._spare = 0.0  # seconds that may go into probing
+        self._capture: float | None = None  # seconds that one takes
 
-    def choose(self, num_reqs: int) -> int:
-        """k of the next step of `num_reqs` requests."""
-        seconds = self._seconds(batch_bucket(num_reqs))
-        if not seconds:
-            return 0  # what all others are compared with
-        tokens = {k: self.acceptance.expected_tokens(k) for k in seconds}
-        best = max(seconds, key=lambda k: tokens[k] / seconds[k])
-        # A step of k, less the steps of the best that its tokens would have taken.
-        costs = {k: seconds[k] / seconds[best] - tokens[k] / tokens[best] for k in seconds}
-        times = self._times_of(num_reqs)
-        return next((k for k in seconds if times.is_due(k, costs[k])), best)
+    def choose(self, num_reqs: int, *, sampled: bool = False, is_new: Callable[[int], bool] | None = None) -> int:
+        """k of the next step.
 
-    def observe(self, num_reqs: int, k: int, num_accepted: Sequence[int], seconds: float | None) -> None:
+        Args:
+            num_reqs: requests in its batch.
+            sampled: any of them samples.
+            is_new: whether a step of so many drafts would have to be captured first; left out, the first of its kind is new.
+        """
+        here = Situation(sampled, batch_bucket(num_reqs))
+        times, run = self._times_of(here), self._run
+        if run is not None and run.here == here:
+            run.steps -= 1
+            if run.steps > 0 or (run.k not in times.measured() and run.steps > -_PATIENCE):
+                return run.k
+        self._run = self._next_run(here, is_new or times.is_cold)
+        return self._run.k
+
+    def observe(
+        self, num_reqs: int, k: int, num_accepted: Sequence[int], seconds: float | None, *, sampled: bool = False
+    ) -> None:
         """Takes over the outcome of a step.
 
         Args:
@@ -192,29 +131,81 @@ class DraftLength:
             k: its drafts per request, one of `rungs`.
             num_accepted: drafts accepted, one entry per request whose text goes on.
             seconds: how long it took; None when it did work that other steps do not.
+            sampled: a request in the batch samples.
         """
-        self.acceptance.observe(k, num_accepted)
+        self._acceptance[sampled].observe(k, num_accepted)
         if seconds is not None:
-            times = self._times_of(num_reqs)
+            self._spare += PROBING * seconds
+            times = self._times_of(Situation(sampled, batch_bucket(num_reqs)))
             known = len(times.measured())
             times.observe(k, seconds)
             if len(times.measured()) != known:
                 self._estimates.clear()
 
-    def _seconds(self, num_reqs: int) -> dict[int, float]:
+    def observe_capture(self, seconds: float) -> None:
+        """Takes over how long a capture held up a step."""
+        self._capture = seconds if self._capture is None else (self._capture + seconds) / 2
+
+    def _next_run(self, here: Situation, is_new: Callable[[int], bool]) -> "Run":
+        times, acceptance = self._times_of(here), self._acceptance[here.sampled]
+        seconds = self._seconds(here)
+        if not seconds:
+            return Run(here, 0, ENOUGH)  # what all others are compared with
+        if not acceptance.has_evidence and len(self.rungs) > 1 and times.measured():
+            return Run(here, min(_FIRST, self.rungs[-1]), max(ENOUGH, _FIRST_REQUESTS // here.num_reqs))
+        tokens = {k: acceptance.expected_tokens(k) for k in seconds}
+        at_work = self._at_work[here] = self._best(seconds, tokens, is_new, self._at_work.get(here))
+        costs = self._costs(times, seconds, tokens, is_new, at_work)
+        probe = max(costs, key=lambda k: times.age(k) / costs[k], default=at_work)
+        if probe == at_work or self._spare < costs[probe] or at_work not in times.measured():
+            return Run(here, at_work, _STEADY)
+        self._spare = 0.0
+        return Run(here, probe, ENOUGH)
+
+    def _best(
+        self, seconds: dict[int, float], tokens: dict[int, float], is_new: Callable[[int], bool], at_work: int | None
+    ) -> int:
+        """The fastest k, or the one at work where that is about as fast."""
+        new = self._new(seconds) / _WRITE_OFF
+        speeds = {k: tokens[k] / (took + new * is_new(k)) for k, took in seconds.items()}
+        best = max(speeds, key=speeds.__getitem__)
+        return best if at_work not in speeds or speeds[best] > _CLEARLY * speeds[at_work] else at_work
+
+    def _costs(
+        self,
+        times: StepTimes,
+        seconds: dict[int, float],
+        tokens: dict[int, float],
+        is_new: Callable[[int], bool],
+        at_work: int,
+    ) -> dict[int, float]:
+        """Seconds that measuring every other k would cost: its steps, less those at work that its tokens would have taken."""
+        pace = seconds[at_work] / tokens[at_work]
+        least = _LEAST_COST * seconds[at_work]
+        costs = {}
+        for k in seconds.keys() - {at_work}:
+            steps = ENOUGH + times.is_cold(k)
+            costs[k] = steps * max(seconds[k] - tokens[k] * pace, least) + self._new(seconds) * is_new(k)
+        return costs
+
+    def _new(self, seconds: dict[int, float]) -> float:
+        """Seconds that a step takes longer when it has to be captured."""
+        return _NEW * min(seconds.values()) if self._capture is None else self._capture
+
+    def _seconds(self, here: Situation) -> dict[int, float]:
         """Time of a step by k, as far as there is anything to tell it from."""
-        times = self._times_of(num_reqs)
-        estimated = self._estimates.get(num_reqs)
+        times = self._times_of(here)
+        estimated = self._estimates.get(here)
         if estimated is None:
-            known = {StepSize(size, k): took for size, one in self._times.items() for k, took in one.measured().items()}
-            steps = {k: StepSize(num_reqs, k).estimate(known) for k in self.rungs}
-            estimated = self._estimates[num_reqs] = {k: took for k, took in steps.items() if took is not None}
+            known = {
+                StepSize(there.num_reqs, k): took
+                for there, one in self._times.items()
+                if there.sampled == here.sampled
+                for k, took in one.measured().items()
+            }
+            steps = {k: StepSize(here.num_reqs, k).estimate(known) for k in self.rungs}
+            estimated = self._estimates[here] = {k: took for k, took in steps.items() if took is not None}
         return {k: max(took, 1e-9) for k, took in sorted((estimated | times.measured()).items())}
 
-    def _times_of(self, num_reqs: int) -> StepTimes:
-        return self._times.setdefault(batch_bucket(num_reqs), StepTimes(self.rungs))
-
-
-def _lower_quartile(values: Iterable[float]) -> float:
-    ordered = sorted(values)
-    return ordered[len(ordered) // 4]
+    def _times_of(self, here: Situation) -> StepTimes:
+        return self._times.setdefault(here, StepTimes(self.rungs))

@@ -12,7 +12,8 @@ from specdec.cli import generate as generate_command
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import DecodeBatch, Drafter, DraftOutput, ForwardInput, Verifier, VerifyOutput
 from specdec.engine.buckets import BATCH_SIZES
-from specdec.engine.draft_length import DraftLength, StepSize, StepTimes, ladder
+from specdec.engine.draft_length import DraftLength, ladder
+from specdec.engine.step_times import StepSize, StepTimes
 from specdec.engine.engine import SpecEngine
 from specdec.engine.graphs import StepGraphs
 from specdec.engine.request import Request

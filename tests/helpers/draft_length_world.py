@@ -1,0 +1,115 @@
+"""Decoding without a model or a clock: made-up times and acceptance, on which ways of choosing k are compared."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from specdec.engine.buckets import batch_bucket
+
+CAPTURE = 15
+"""Plain steps that the first step of a kind takes longer."""
+
+
+class Chooser(Protocol):
+    """What chooses k; see `specdec.engine.draft_length.DraftLength`."""
+
+    rungs: tuple[int, ...]
+
+    def choose(self, num_reqs: int) -> int: ...
+
+    def observe(self, num_reqs: int, k: int, num_accepted: Sequence[int], seconds: float | None) -> None: ...
+
+
+@dataclass(frozen=True)
+class World:
+    """What decoding would be like.
+
+    Attributes:
+        time: undisturbed time of a step, by requests and k.
+        rate: P(a draft is accepted | those before it are), by its position from 0 and the step.
+        num_reqs: of a step.
+        spread: relative standard deviation of a step's time; one in 30 is disturbed and takes up to five times as long.
+        moods: by how much the acceptance of each request is off at most, for a hundred steps at a time.
+    """
+
+    time: Callable[[int, int], float]
+    rate: Callable[[int, int], float]
+    num_reqs: Callable[[int], int] = lambda step: 1
+    spread: float = 0.05
+    moods: float = 0.1
+
+    def tokens(self, k: int, step: int) -> float:
+        """Expected tokens of each request."""
+        alive, tokens = 1.0, 1.0
+        for position in range(k):
+            alive *= self.rate(position, step)
+            tokens += alive
+        return tokens
+
+    def pace(self, k: int, step: int) -> float:
+        """Time per token of each request with fixed `k`, undisturbed."""
+        return self.time(self.num_reqs(step), k) / self.tokens(k, step)
+
+
+@dataclass
+class Outcome:
+    """What choosing k came to.
+
+    Attributes:
+        chosen: k of every step.
+        loss: share of the time that the best fixed k of every step's texts and batch size would have saved, captures included.
+    """
+
+    chosen: list[int]
+    loss: float
+
+
+def decode(world: World, choice: Chooser, *, steps: int, seed: int, known: set[tuple[int, int]] | None = None) -> Outcome:
+    """Steps in a world. Results are read while the next step runs, as on an accelerator.
+
+    Args:
+        world: where.
+        choice: chooses k, and is taught.
+        steps: how many.
+        seed: of the disturbances and the acceptance.
+        known: kinds of steps that are captured already, as (`batch_bucket`, k); new ones are added.
+    """
+    rng = random.Random(seed)
+    known = set() if known is None else known
+    chosen: list[int] = []
+    unread: tuple[int, int, list[int], float] | None = None
+    took = least = 0.0
+    moods: list[float] = []
+    for step in range(steps):
+        num_reqs = world.num_reqs(step)
+        if step % 100 == 0 or len(moods) < num_reqs:
+            moods = [world.moods * (2 * rng.random() - 1) for _ in range(num_reqs)]
+        k = choice.choose(num_reqs)
+        if unread:
+            choice.observe(*unread)
+        accepted = [_accepted(world, k, step, moods[i], rng) for i in range(num_reqs)]
+        undisturbed = world.time(num_reqs, k)
+        seconds = undisturbed * max(0.5, rng.gauss(1, world.spread))
+        if rng.random() < 1 / 30:
+            seconds *= 1 + 4 * rng.random()
+        unread = num_reqs, k, accepted, seconds
+        best = min(world.pace(other, step) for other in choice.rungs)
+        took += undisturbed  # neither a disturbance nor luck with the drafts is the choice's doing
+        least += best * world.tokens(k, step)
+        kind = batch_bucket(num_reqs), k
+        if kind not in known:
+            known.add(kind)
+            took += CAPTURE * world.time(num_reqs, 0)
+            if all(size != kind[0] for size, _ in known - {kind}):
+                least += CAPTURE * world.time(num_reqs, 0)  # any fixed k has one capture for each size
+        chosen.append(k)
+    return Outcome(chosen, 1 - least / took)
+
+
+def _accepted(world: World, k: int, step: int, mood: float, rng: random.Random) -> int:
+    for position in range(k):
+        rate = world.rate(position, step)
+        if rng.random() >= min(1.0, max(0.0, rate + mood * min(rate, 1 - rate))):
+            return position
+    return k
