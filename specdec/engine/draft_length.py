@@ -10,7 +10,7 @@ is output does not depend on the choice, except that probabilistic drafts draw o
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from specdec.core import Drafter
@@ -19,17 +19,18 @@ from specdec.engine.draft_acceptance import AcceptanceEstimate
 from specdec.engine.step_times import ENOUGH, StepSize, StepTimes
 from specdec.errors import InvalidInputError
 
-PROBING = 0.006
-"""Share of the time that may go into measuring k again that are not the best."""
+PROBING = {False: 0.006, True: 0.002}
+"""Shares of the time that may go into measuring k that are not the best, by whether a step has to be captured for that: the few
+that are dear must not keep the others waiting."""
 
 _RUNGS = (0, 1, 3, 7, 15, 31, 63)
 _FIRST = 3  # drafts tried first: many that are wrong cost much, and few tell little
 _FIRST_REQUESTS = 16  # of which so many are then looked at, over as many steps as that takes
-_PATIENCE = 8  # steps that a k is kept for longer when too few of its times are known yet
+_PATIENCE = 12  # steps that a k is kept for longer when too few of its times are known yet, or it does better than expected
 _STEADY = 4  # steps before the choice is looked at again
 _CLEARLY = 1.03  # how many times as fast another k must seem to replace the one at work: less may be chance
 _NEW = 15  # steps that a kind of step costs once, until a capture has shown what it takes
-_WRITE_OFF = 200  # steps among which that is divided when kinds are compared: a batch may not last longer
+_WRITE_OFF = 100  # steps among which that is divided when kinds are compared
 _LEAST_COST = 0.02  # of a step, for measuring one that seems to cost nothing
 
 
@@ -69,6 +70,37 @@ class Situation(NamedTuple):
     num_reqs: int
 
 
+@dataclass(frozen=True, slots=True)
+class Prospects:
+    """What steps are expected to take and to give, by k.
+
+    Attributes:
+        seconds: of a step.
+        tokens: of each request.
+        is_new: whether a step of so many drafts would have to be captured first.
+        new_seconds: what that takes, if it is known.
+    """
+
+    seconds: dict[int, float]
+    tokens: dict[int, float]
+    is_new: Callable[[int], bool]
+    new_seconds: float | None
+
+    def capture(self, k: int) -> float:
+        """Seconds that a step of `k` drafts takes longer now."""
+        if not self.is_new(k):
+            return 0.0
+        return _NEW * min(self.seconds.values()) if self.new_seconds is None else self.new_seconds
+
+    def pace(self, k: int, *, among: float = float("inf")) -> float:
+        """Seconds per token; a capture is divided among so many steps."""
+        return (self.seconds[k] + self.capture(k) / among) / self.tokens[k]
+
+    def lost(self, k: int, other: int) -> float:
+        """Seconds that a step of `k` takes longer than its tokens would take with `other`."""
+        return self.seconds[k] - self.tokens[k] * self.pace(other)
+
+
 @dataclass(slots=True)
 class Run:
     """Steps of one k in a row.
@@ -76,12 +108,14 @@ class Run:
     Attributes:
         here: where it began; it ends when the situation is another one.
         k: their drafts.
-        steps: how many are left until the choice is looked at again; less than 0 while times of this `k` are waited for.
+        steps: how many are left until the choice is looked at again; less than 0 while more is to be learned.
+        tokens: of a request, by step.
     """
 
     here: Situation
     k: int
     steps: int
+    tokens: list[float] = field(default_factory=list)
 
 
 class DraftLength:
@@ -99,31 +133,37 @@ class DraftLength:
         self._acceptance = {sampled: AcceptanceEstimate(most) for sampled in (False, True)}
         self._times: dict[Situation, StepTimes] = {}
         self._at_work: dict[Situation, int] = {}  # k that was found best
+        self._missed: dict[Situation, float] = {}  # seconds, for want of a capture
         self._estimates: dict[Situation, dict[int, float]] = {}  # by k, until something new is measured
         self._run: Run | None = None
-        self._spare = 0.0  # seconds that may go into probing
-        self._capture: float | None = None  # seconds that one takes
+        self._spare = dict.fromkeys(PROBING, 0.0)  # seconds that may go into probing
 
-    def choose(self, num_reqs: int, *, sampled: bool = False, is_new: Callable[[int], bool] | None = None) -> int:
+    def choose(
+        self,
+        num_reqs: int,
+        *,
+        sampled: bool = False,
+        is_new: Callable[[int], bool] | None = None,
+        new_seconds: float | None = None,
+    ) -> int:
         """k of the next step.
 
         Args:
             num_reqs: requests in its batch.
             sampled: any of them samples.
             is_new: whether a step of so many drafts would have to be captured first; left out, the first of its kind is new.
+            new_seconds: what that takes, once it is known.
         """
         here = Situation(sampled, batch_bucket(num_reqs))
         times, run = self._times_of(here), self._run
         if run is not None and run.here == here:
             run.steps -= 1
-            if run.steps > 0 or (run.k not in times.measured() and run.steps > -_PATIENCE):
+            if run.steps > 0 or (run.steps > -_PATIENCE and (run.k not in times.measured() or self._promises(run))):
                 return run.k
-        self._run = self._next_run(here, is_new or times.is_cold)
+        self._run = self._next_run(here, is_new or times.is_cold, new_seconds)
         return self._run.k
 
-    def observe(
-        self, num_reqs: int, k: int, num_accepted: Sequence[int], seconds: float | None, *, sampled: bool = False
-    ) -> None:
+    def observe(self, num_reqs: int, k: int, num_accepted: Sequence[int], seconds: float | None, *, sampled: bool = False) -> None:
         """Takes over the outcome of a step.
 
         Args:
@@ -134,19 +174,27 @@ class DraftLength:
             sampled: a request in the batch samples.
         """
         self._acceptance[sampled].observe(k, num_accepted)
+        if self._run is not None and self._run.k == k and num_accepted:
+            self._run.tokens.append(1 + sum(num_accepted) / len(num_accepted))
         if seconds is not None:
-            self._spare += PROBING * seconds
+            for is_new, share in PROBING.items():
+                self._spare[is_new] += share * seconds
             times = self._times_of(Situation(sampled, batch_bucket(num_reqs)))
             known = len(times.measured())
             times.observe(k, seconds)
             if len(times.measured()) != known:
                 self._estimates.clear()
 
-    def observe_capture(self, seconds: float) -> None:
-        """Takes over how long a capture held up a step."""
-        self._capture = seconds if self._capture is None else (self._capture + seconds) / 2
+    def _promises(self, run: Run) -> bool:
+        """Whether steps of a k that seemed slower have been faster: few requests need more of them to show that it is no chance."""
+        at_work = self._at_work.get(run.here, run.k)
+        seconds = self._seconds(run.here)
+        if run.k == at_work or not run.tokens or at_work not in seconds:
+            return False
+        speed = self._acceptance[run.here.sampled].expected_tokens(at_work) / seconds[at_work]
+        return sum(run.tokens) / len(run.tokens) > _CLEARLY * speed * seconds[run.k]
 
-    def _next_run(self, here: Situation, is_new: Callable[[int], bool]) -> "Run":
+    def _next_run(self, here: Situation, is_new: Callable[[int], bool], new_seconds: float | None) -> Run:
         times, acceptance = self._times_of(here), self._acceptance[here.sampled]
         seconds = self._seconds(here)
         if not seconds:
@@ -154,43 +202,36 @@ class DraftLength:
         if not acceptance.has_evidence and len(self.rungs) > 1 and times.measured():
             return Run(here, min(_FIRST, self.rungs[-1]), max(ENOUGH, _FIRST_REQUESTS // here.num_reqs))
         tokens = {k: acceptance.expected_tokens(k) for k in seconds}
-        at_work = self._at_work[here] = self._best(seconds, tokens, is_new, self._at_work.get(here))
-        costs = self._costs(times, seconds, tokens, is_new, at_work)
-        probe = max(costs, key=lambda k: times.age(k) / costs[k], default=at_work)
-        if probe == at_work or self._spare < costs[probe] or at_work not in times.measured():
-            return Run(here, at_work, _STEADY)
-        self._spare = 0.0
-        return Run(here, probe, ENOUGH)
+        prospects = Prospects(seconds, tokens, is_new, new_seconds)
+        at_work = self._at_work[here] = self._best(here, prospects)
+        if at_work in times.measured():
+            for new, spare in self._spare.items():
+                # What measuring each of the others would cost.
+                costs = {
+                    k: (ENOUGH + times.is_cold(k)) * max(prospects.lost(k, at_work), _LEAST_COST * seconds[at_work])
+                    + prospects.capture(k)
+                    for k in seconds
+                    if k != at_work and is_new(k) == new
+                }
+                probe = max(costs, key=lambda k: times.age(k) / costs[k], default=at_work)
+                if probe != at_work and spare >= costs[probe]:
+                    self._spare[new] = 0.0
+                    return Run(here, probe, ENOUGH)
+        return Run(here, at_work, _STEADY)
 
-    def _best(
-        self, seconds: dict[int, float], tokens: dict[int, float], is_new: Callable[[int], bool], at_work: int | None
-    ) -> int:
-        """The fastest k, or the one at work where that is about as fast."""
-        new = self._new(seconds) / _WRITE_OFF
-        speeds = {k: tokens[k] / (took + new * is_new(k)) for k, took in seconds.items()}
-        best = max(speeds, key=speeds.__getitem__)
-        return best if at_work not in speeds or speeds[best] > _CLEARLY * speeds[at_work] else at_work
-
-    def _costs(
-        self,
-        times: StepTimes,
-        seconds: dict[int, float],
-        tokens: dict[int, float],
-        is_new: Callable[[int], bool],
-        at_work: int,
-    ) -> dict[int, float]:
-        """Seconds that measuring every other k would cost: its steps, less those at work that its tokens would have taken."""
-        pace = seconds[at_work] / tokens[at_work]
-        least = _LEAST_COST * seconds[at_work]
-        costs = {}
-        for k in seconds.keys() - {at_work}:
-            steps = ENOUGH + times.is_cold(k)
-            costs[k] = steps * max(seconds[k] - tokens[k] * pace, least) + self._new(seconds) * is_new(k)
-        return costs
-
-    def _new(self, seconds: dict[int, float]) -> float:
-        """Seconds that a step takes longer when it has to be captured."""
-        return _NEW * min(seconds.values()) if self._capture is None else self._capture
+    def _best(self, here: Situation, prospects: Prospects) -> int:
+        """The k to work with: the fastest, or the one at work where it is about as fast or a capture does not pay yet."""
+        soon = min(prospects.seconds, key=lambda k: prospects.pace(k, among=_WRITE_OFF))
+        at_work = self._at_work.get(here, soon)
+        if at_work not in prospects.seconds or prospects.pace(at_work) > _CLEARLY * prospects.pace(soon, among=_WRITE_OFF):
+            at_work = soon
+        late = min(prospects.seconds, key=prospects.pace)
+        if prospects.pace(at_work) <= _CLEARLY * prospects.pace(late) or not prospects.is_new(late):
+            self._missed[here] = 0.0
+            return at_work
+        # A batch may end any time; so what would pay in the long run is captured once as much has been missed as it costs.
+        self._missed[here] = self._missed.get(here, 0.0) + _STEADY * prospects.lost(at_work, late)
+        return at_work if self._missed[here] < prospects.capture(late) else late
 
     def _seconds(self, here: Situation) -> dict[int, float]:
         """Time of a step by k, as far as there is anything to tell it from."""

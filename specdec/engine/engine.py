@@ -15,6 +15,7 @@ read while the next step runs.
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -187,7 +188,15 @@ class SpecEngine:
 
     def _num_drafts(self, requests: Sequence[Request]) -> int:
         """k for a step of these requests: fixed or what pays most, less when none of them has room for as many."""
-        k = self.num_draft_tokens if self.draft_length is None else self.draft_length.choose(len(requests))
+        k = self.num_draft_tokens
+        if self.draft_length and requests:
+            graphs = self.runner.graphs
+            k = self.draft_length.choose(
+                len(requests),
+                sampled=_any_sampled(requests),
+                is_new=partial(self.runner.is_new, requests),
+                new_seconds=graphs.capture_seconds if graphs else None,
+            )
         if not any(request.num_left >= k for request in requests):  # the first one has, nearly always
             k = max((request.num_left for request in requests), default=0)
         if self.draft_length or self.runner.graphs:  # few values, so that each is measured and captured
@@ -219,7 +228,8 @@ class SpecEngine:
         for step in self.results.receive(leave):
             num_accepted = self._take_over(step)
             if self.draft_length and step.k is not None:
-                self.draft_length.observe(len(step.requests), step.k, num_accepted, step.seconds)
+                sampled = _any_sampled(step.requests)
+                self.draft_length.observe(len(step.requests), step.k, num_accepted, step.seconds, sampled=sampled)
 
     def _take_over(self, step: FinishedStep) -> list[int]:
         """Adds a step's tokens to its requests; returns the drafts accepted by each that had not ended before."""
@@ -256,3 +266,7 @@ class SpecEngine:
             # Its keys and values may be NaN, and a masked NaN is still NaN to the next owner of the block.
             self.pool.discard(blocks)
             self.kv_cache.scrub(freed)
+
+
+def _any_sampled(requests: Sequence[Request]) -> bool:
+    return any(request.sampling.temperature > 0 for request in requests)

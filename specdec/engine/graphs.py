@@ -7,9 +7,12 @@ alone.
 """
 
 import logging
+import time
+from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -206,6 +209,7 @@ class StepGraphs(ShapeGraphs[StepShape, StepGraph]):
         self._capture, self._state, self._step, self._steady_len = capture, state, step, steady_len
         self._slots = torch.full((BATCH_SIZES[-1],), state.padding_slot, dtype=torch.int64, device=state.device)
         self._selection: Selection | None = None  # whose slots the static ones are
+        self._seconds: deque[float] = deque(maxlen=9)  # of late captures
 
     def prepare(self, selection: Selection, k: int) -> StepGraph | None:
         """The captured step for a batch, ready to be replayed; captures it when its shape is new.
@@ -216,20 +220,32 @@ class StepGraphs(ShapeGraphs[StepShape, StepGraph]):
         Raises:
             BackendError: graphs are required and the device refuses to capture the step.
         """
-        requests = selection.requests
-        if len(requests) > BATCH_SIZES[-1]:
+        if len(selection.requests) > BATCH_SIZES[-1]:
             return None
-        bound = length_bucket(self._state.max_seq_len(requests, k), self._state.longest)
-        steady = self._steady_len if min_seq_len(requests) >= self._steady_len else 0
-        graph = self.obtain(StepShape(batch_bucket(len(requests)), k, bound, selection.plan, steady), self._captured)
+        graph = self.obtain(self._shape(selection, k), self._captured)
         if graph is not None and selection is not self._selection:
-            self._slots.copy_(self._state.slot_indices(requests, len(self._slots)), non_blocking=True)
+            self._slots.copy_(self._state.slot_indices(selection.requests, len(self._slots)), non_blocking=True)
             self._selection = selection
         return graph
 
+    def is_new(self, selection: Selection, k: int) -> bool:
+        """Whether `prepare` would capture this step."""
+        return not self._closed and len(selection.requests) <= BATCH_SIZES[-1] and self._shape(selection, k) not in self.graphs
+
+    @property
+    def capture_seconds(self) -> float | None:
+        """How long a capture holds up a step; None before the first."""
+        return median(self._seconds) if self._seconds else None
+
+    def _shape(self, selection: Selection, k: int) -> StepShape:
+        requests = selection.requests
+        bound = length_bucket(self._state.max_seq_len(requests, k), self._state.longest)
+        steady = self._steady_len if min_seq_len(requests) >= self._steady_len else 0
+        return StepShape(batch_bucket(len(requests)), k, bound, selection.plan, steady)
+
     def _captured(self, shape: StepShape) -> StepGraph:
         """Captures a step of padding, so that no request's state moves."""
-        state, plan = self._state, shape.plan
+        state, plan, start = self._state, shape.plan, time.perf_counter()
         self._selection = None
         self._slots.fill_(state.padding_slot)
         slots = self._slots[: shape.num_reqs]
@@ -244,4 +260,5 @@ class StepGraphs(ShapeGraphs[StepShape, StepGraph]):
 
         # What a steady step finds planned was planned outside any capture, once for its number of rows.
         replay = self._capture.capture(launch, (shape.k > 0, plan, (shape.num_reqs, shape.k) if shape.min_seq_len else None))
+        self._seconds.append(time.perf_counter() - start)
         return StepGraph(replay, table)

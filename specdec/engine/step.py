@@ -85,6 +85,10 @@ class StepRunner:
         draft, accepted = self.step(batch)
         return result_table(batch.k, accepted, draft, out)
 
+    def is_new(self, requests: Sequence[Request], k: int) -> bool:
+        """Whether a step of `k` drafts would have to be captured first."""
+        return self.graphs is not None and not self._timer.enabled and self.graphs.is_new(self._slots.select(requests), k)
+
     def decode(self, requests: Sequence[Request], k: int, clock: StepClock, since: Any = None) -> tuple[Tensor, Any]:
         """Launches a step of `k` drafts.
 

@@ -1,15 +1,15 @@
 """How long steps take, by requests and drafts: measured, and estimated where they are not."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from statistics import median
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 ENOUGH = 3
-"""Times that tell how long a step takes: their median is not disturbed by one of them."""
+"""Times that tell how long a step takes, even where two of them are disturbed."""
 
 _SAMPLES = 15  # times kept per k
-_FRESH = 64  # steps after which times may be of shorter contexts or of a busier machine
+_FRESH = 64  # steps after which times may be of shorter contexts or of a busier machine, and give way to new ones
+_CHANGE = 1.5  # how many times as long or short a step must take for all old times to be forgotten
 
 
 class StepTimes:
@@ -22,6 +22,7 @@ class StepTimes:
     def __init__(self, rungs: Sequence[int]) -> None:
         self._samples: dict[int, deque[float]] = {k: deque(maxlen=_SAMPLES) for k in rungs}
         self._measured_at = dict.fromkeys(rungs, 0)
+        self._before: dict[int, float] = {}  # what was forgotten, until there is something new to compare it with
         self._cold = set(rungs)
         self._num_steps = 0
 
@@ -32,19 +33,28 @@ class StepTimes:
             self._cold.discard(k)
             return
         samples = self._samples[k]
-        if self.age(k) > _FRESH:
-            while len(samples) >= ENOUGH:
-                samples.popleft()  # so few are left that as many new ones as are taken at once outweigh them
+        if self.age(k) > _FRESH and samples:
+            self._before[k] = _lower_quartile(samples)
+            samples.clear()
         samples.append(seconds)
         self._measured_at[k] = self._num_steps
+        if len(samples) == ENOUGH and k in self._before:
+            before = self._before.pop(k)
+            if max(before, _lower_quartile(samples)) > _CHANGE * min(before, _lower_quartile(samples)):
+                self._forget_old()
+
+    def _forget_old(self) -> None:
+        for k, samples in self._samples.items():
+            if self.age(k) > _FRESH:
+                samples.clear()
 
     def measured(self) -> dict[int, float]:
-        """Seconds by k: the median of the last times, where there are enough; not above a larger k's."""
+        """Seconds by k, where there are enough: their lower quartile, as disturbances only lengthen; not above a larger k's."""
         times: dict[int, float] = {}
         bound = float("inf")
         for k, samples in reversed(self._samples.items()):
             if len(samples) >= ENOUGH:
-                bound = times[k] = min(bound, median(samples))
+                bound = times[k] = min(bound, _lower_quartile(samples))
         return times
 
     def is_cold(self, k: int) -> bool:
@@ -74,8 +84,8 @@ class StepSize(NamedTuple):
     def estimate(self, known: Mapping["StepSize", float]) -> float | None:
         """Seconds by rows between the longest known step below and the shortest above; without one of them what the other took.
 
-        Without one above it grows on, half as fast as between fewer drafts. Plain decoding is hoped to take no longer than what is
-        below, lest it be given up unmeasured when it would be the fastest.
+        Without one above it grows on, a quarter as fast as between fewer drafts. Plain decoding is hoped to take no longer than
+        what is below, lest it be given up unmeasured when it would be the fastest.
         """
         below = max(((took, step.rows) for step, took in known.items() if self.exceeds(step)), default=None)
         above = min(((took, step.rows) for step, took in known.items() if step.exceeds(self)), default=None)
@@ -86,9 +96,14 @@ class StepSize(NamedTuple):
         return below[0] + (above[0] - below[0]) * (self.rows - below[1]) / (above[1] - below[1])
 
     def _grown(self, known: Mapping["StepSize", float]) -> float:
-        """Seconds by those of the two largest numbers of drafts of as many requests, if the next ones cost half as much each."""
+        """Seconds if each draft more costs a quarter of those before, by the two largest numbers of them; 0 when nothing tells."""
         fewer = sorted(step for step in known if step.num_reqs == self.num_reqs and step.k < self.k)[-2:]
         if len(fewer) < 2:
             return 0.0
         less, more = fewer
-        return known[more] + (known[more] - known[less]) / (more.k - less.k) * (self.k - more.k) / 2
+        return known[more] + (known[more] - known[less]) / (more.k - less.k) * (self.k - more.k) / 4
+
+
+def _lower_quartile(values: Iterable[float]) -> float:
+    ordered = sorted(values)
+    return ordered[len(ordered) // 4]

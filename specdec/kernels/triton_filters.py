@@ -27,9 +27,6 @@ HELD = 2048
 TILE = 4096
 """Logits of a row that a program looks at together, where there are more."""
 
-MARKS = 4
-"""Places that one look at the logits compares them with: of so many more parts, one is left."""
-
 WARPS = 8
 
 SIGNIFICANT_BITS = {torch.bfloat16: 16, torch.float16: 19, torch.float32: 32}
@@ -72,7 +69,7 @@ def _group_max_kernel(
     number = tl.program_id(1) * (SLICE // GROUP) + tl.arange(0, SLICE // GROUP)
     column = number[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     await_previous(OVERLAP)
-    temperature, top_p, min_p, top_k, filtered = _settings(floats, ints, groups, row // width)
+    temperature, top_p, _, top_k, filtered = _settings(floats, ints, groups, row // width)
     if filtered:
         x = tl.load(place + column, mask=column < vocab_size, other=-float("inf")).to(tl.float32)
         of_groups = tl.max(x, 1)
@@ -87,41 +84,27 @@ def _group_max_kernel(
 
 
 @triton.jit
-def _sums(order: tl.tensor, weights: tl.tensor, marks: tl.tensor) -> tl.tensor:
-    """Of each mark, the weights of what is in order at least that."""
-    return tl.sum(tl.where(order[:, None] >= marks[None, :], weights[:, None], 0.0), 0)
-
-
-@triton.jit
-def _marks(low: tl.tensor, high: tl.tensor, UNIT: tl.constexpr, MARKS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Places in order that divide what lies from `low` to `high`, int32 [MARKS], and how far they are apart."""
-    step = ((high - low) // UNIT // (MARKS + 1) + 1) * UNIT
-    return tl.minimum(low + step * (1 + tl.arange(0, MARKS)), _HIGHEST).to(tl.int32), step
-
-
-@triton.jit
-def _narrowed(
-    low: tl.tensor, high: tl.tensor, step: tl.tensor, sums: tl.tensor, wanted: tl.tensor, UNIT: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """The part between two marks in which the sums fall below `wanted`."""
-    low += step * tl.sum((sums >= wanted).to(tl.int64), 0)
-    return low, tl.minimum(high, low + step - UNIT)
-
-
-@triton.jit
 def _highest(
-    order: tl.tensor, weights: tl.tensor, wanted: tl.tensor, low: tl.tensor, high: tl.tensor, UNIT: tl.constexpr, MARKS: tl.constexpr
+    order: tl.tensor, weights: tl.tensor, wanted: tl.tensor, low: tl.tensor, high: tl.tensor, UNIT: tl.constexpr
 ) -> tl.tensor:
     """The highest place in order, int64 from `low` to `high`, from which on the weights are `wanted`; `low` if there is none."""
     while low < high:
-        marks, step = _marks(low, high, UNIT, MARKS)
-        low, high = _narrowed(low, high, step, _sums(order, weights, marks), wanted, UNIT)
+        step = ((high - low) // UNIT // 2 + 1) * UNIT
+        enough = tl.sum(tl.where(order >= (low + step).to(tl.int32), weights, 0.0), 0) >= wanted
+        high = tl.where(enough, high, low + step - UNIT)
+        low = tl.where(enough, low + step, low)
     return low
 
 
 @triton.jit
 def _listed(
-    place: tl.tensor, listed: tl.tensor, count: tl.tensor, start: tl.tensor, vocab_size: tl.tensor, GROUP: tl.constexpr, TILE: tl.constexpr
+    place: tl.tensor,
+    listed: tl.tensor,
+    count: tl.tensor,
+    start: tl.tensor,
+    vocab_size: tl.tensor,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
 ) -> tl.tensor:
     """The logits of `count` listed groups from the one at `start` on; -inf after the last."""
     index = start + tl.arange(0, TILE)
@@ -145,16 +128,19 @@ def _highest_listed(
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
     UNIT: tl.constexpr,
-    MARKS: tl.constexpr,
 ) -> tl.tensor:
     """The same for logits that are read each time; each weighs 1, or with WEIGHTED exp((x - best) / temperature)."""
     while low < high:
-        # Each lane adds up its own, and the lanes are added up once. Of three marks, for that needs no room beside the registers.
+        # Reading takes longest, so one look compares with three places. Lanes add up their own, and are added up once.
         step = ((high - low) // UNIT // 4 + 1) * UNIT
         first = tl.minimum(low + step, _HIGHEST).to(tl.int32)
         second = tl.minimum(low + 2 * step, _HIGHEST).to(tl.int32)
         third = tl.minimum(low + 3 * step, _HIGHEST).to(tl.int32)
-        from_first, from_second, from_third = tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32)
+        from_first, from_second, from_third = (
+            tl.zeros([TILE], tl.float32),
+            tl.zeros([TILE], tl.float32),
+            tl.zeros([TILE], tl.float32),
+        )
         for start in range(0, count * GROUP, TILE):
             x = _listed(place, listed, count, start, vocab_size, GROUP, TILE)
             order, weights = ordered(x), tl.exp((x - best) / temperature) if WEIGHTED else tl.full([TILE], 1.0, tl.float32)
@@ -209,7 +195,6 @@ def _least_kept_kernel(
     HELD: tl.constexpr,
     TILE: tl.constexpr,
     UNIT: tl.constexpr,
-    MARKS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -227,13 +212,13 @@ def _least_kept_kernel(
             low = tl.full([], _LEAST, tl.int64)
             mass = tl.full([], 0.0, tl.float32)
             if top_k > 0:
-                low = _highest(order, (number < num_groups).to(tl.float32), top_k.to(tl.float32), low, high, UNIT, MARKS)
+                low = _highest(order, (number < num_groups).to(tl.float32), top_k.to(tl.float32), low, high, UNIT)
             else:
                 part = tl.arange(0, SLICES)
                 of_slices = tl.load(parts + (row * slices + part) * 2, mask=part < slices, other=-float("inf"))
                 totals = tl.load(parts + (row * slices + part) * 2 + 1, mask=part < slices, other=0.0)
                 mass = tl.sum(tl.exp((of_slices - best) / temperature) * totals, 0)
-                low = _highest(order, tl.exp((x - best) / temperature), top_p * mass, low, high, UNIT, MARKS)
+                low = _highest(order, tl.exp((x - best) / temperature), top_p * mass, low, high, UNIT)
             reaches = (order >= low) & (number < num_groups)
             until = tl.cumsum(reaches.to(tl.int32), 0)
             tl.store(listed + until - 1, number, mask=reaches)
@@ -243,21 +228,21 @@ def _least_kept_kernel(
                 held = _listed(place, listed, count, 0, vocab_size, GROUP, HELD)
                 among, weights = ordered(held), tl.exp((held - best) / temperature)
                 if top_k > 0:
-                    low = _highest(among, tl.full([HELD], 1.0, tl.float32), top_k.to(tl.float32), low, high, UNIT, MARKS)
+                    low = _highest(among, tl.full([HELD], 1.0, tl.float32), top_k.to(tl.float32), low, high, UNIT)
                     mass = tl.sum(tl.where(among >= low, weights, 0.0), 0)
                 if top_p < 1:
-                    low = _highest(among, weights, top_p * mass, low, high, UNIT, MARKS)
+                    low = _highest(among, weights, top_p * mass, low, high, UNIT)
             else:
                 if top_k > 0:
                     wanted = top_k.to(tl.float32)
                     low = _highest_listed(
-                        place, listed, count, wanted, low, high, best, temperature, vocab_size, False, GROUP, TILE, UNIT, MARKS
+                        place, listed, count, wanted, low, high, best, temperature, vocab_size, False, GROUP, TILE, UNIT
                     )
                     mass = _mass_listed(place, listed, count, low, best, temperature, vocab_size, GROUP, TILE)
                 if top_p < 1:
                     wanted = top_p * mass
                     low = _highest_listed(
-                        place, listed, count, wanted, low, high, best, temperature, vocab_size, True, GROUP, TILE, UNIT, MARKS
+                        place, listed, count, wanted, low, high, best, temperature, vocab_size, True, GROUP, TILE, UNIT
                     )
             # Back from the order to the number that has it.
             floor = low.to(tl.int32)
@@ -303,7 +288,6 @@ def least_kept(logits: Tensor, floats: Tensor, ints: Tensor) -> Tensor:
             HELD=max(HELD, group),
             TILE=max(TILE, group),
             UNIT=2 ** (32 - SIGNIFICANT_BITS[logits.dtype]),
-            MARKS=MARKS,
             num_warps=WARPS,
             **options,
         )

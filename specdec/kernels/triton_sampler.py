@@ -1,8 +1,6 @@
-"""Drawing tokens in Triton: one program per row finds the least logit that the filters keep, then slices of rows draw.
+"""Drawing tokens in Triton: slices of rows draw among the logits that the filters keep, see `specdec.kernels.triton_filters`.
 
-The noise is that of `specdec.sampling.noise`, made where it is used. The least logit is built up bit by bit from the leading one,
-with one look for each at the logits that can be it, mostly few, so nothing is sorted. How a row is divided and added up does not
-depend on its neighbors.
+The noise is that of `specdec.sampling.noise`, made where it is used. How a row is divided does not depend on its neighbors.
 """
 
 import torch
@@ -10,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.kernels.triton_argmax import DTYPES, SLICE, choose_slice, ordered, token_key
+from specdec.kernels.triton_argmax import DTYPES, SLICE, choose_slice, token_key
 from specdec.kernels.triton_filters import COLDEST, least_kept
 from specdec.kernels.triton_launch import on_device, overlap_options
 from specdec.kernels.triton_overlap import await_previous

@@ -13,6 +13,7 @@ from specdec.kernels import (
     triton_argmax,
     triton_attention,
     triton_embedding,
+    triton_filters,
     triton_linear,
     triton_norm,
     triton_prefill,
@@ -267,14 +268,26 @@ def argmax_kernels(target: Target) -> Iterator[tuple[str, Any]]:
 def sampler_kernels(target: Target) -> Iterator[tuple[str, Any]]:
     """What filters and what draws, from logits in bfloat16."""
     numbers = {"logits": "bf16", "floats": "fp32", "ints": "i64", "least": "fp32"}
+    found, group = {"highest": "bf16", "parts": "fp32", "listed": "i32"}, triton_filters.SMALLEST_GROUP
+    sizes = {"GROUP": group, "OVERLAP": target.overlaps}
+    yield (
+        "highest logits of groups",
+        compile_for(
+            triton_filters._group_max_kernel,
+            target.compiler,
+            pointers=numbers | found,
+            constants=sizes | {"SLICE": triton_argmax.SLICE},
+        ),
+    )
+    search = {"HELD": triton_filters.HELD, "TILE": triton_filters.TILE, "UNIT": 2**16}
     yield (
         "least logit that filters keep",
         compile_for(
-            triton_sampler._least_kept_kernel,
+            triton_filters._least_kept_kernel,
             target.compiler,
-            pointers=numbers | {"likely": "bf16"},
-            constants={"BITS": 16, "TILE": triton_sampler.TILE, "LIKELY": triton_sampler.LIKELY, "OVERLAP": target.overlaps},
-            num_warps=16,
+            pointers=numbers | found,
+            constants=sizes | search | {"GROUPS": triton_filters.MOST_GROUPS, "SLICES": 16},
+            num_warps=triton_filters.WARPS,
         ),
     )
     yield (

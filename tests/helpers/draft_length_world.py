@@ -11,6 +11,10 @@ CAPTURE = 15
 """Plain steps that the first step of a kind takes longer."""
 
 
+Time = Callable[[int, int], float]
+"""Of a step, by requests and k."""
+
+
 class Chooser(Protocol):
     """What chooses k; see `specdec.engine.draft_length.DraftLength`."""
 
@@ -33,7 +37,7 @@ class World:
         moods: by how much the acceptance of each request is off at most, for a hundred steps at a time.
     """
 
-    time: Callable[[int, int], float]
+    time: Time
     rate: Callable[[int, int], float]
     num_reqs: Callable[[int], int] = lambda step: 1
     spread: float = 0.05

@@ -16,7 +16,7 @@ from tests.helpers.triton_interpreter import require_triton
 DEVICE = require_triton()
 
 from specdec.kernels.triton_argmax import DTYPES, SLICE  # noqa: E402 (only where Triton can run)
-from specdec.kernels.triton_filters import TILE, least_kept  # noqa: E402
+from specdec.kernels.triton_filters import HELD, MOST_GROUPS, SMALLEST_GROUP, TILE, least_kept  # noqa: E402
 from specdec.kernels.triton_sampler import sample  # noqa: E402
 
 FILTERS = [
@@ -102,12 +102,32 @@ def test_the_least_logit_kept(dtype: torch.dtype) -> None:
 
 
 def test_top_p_is_of_what_top_k_keeps() -> None:
-    """Two of the highest share a lane, so that more are set apart than top-k keeps: their mass must not count."""
+    """The highest share a group with lower ones, so that more are looked at than top-k keeps: their mass must not count."""
     logits = torch.full((1, 1, 2 * TILE), -10.0)
     for column, value in ((0, 4.0), (TILE, 3.75), (1, 3.5), (TILE + 1, 3.25)):
         logits[..., column] = value
     sampling = SamplingTensors.of([SamplingParams(temperature=1e30, top_k=2, top_p=0.5)], [0])
     assert least_kept(logits.bfloat16().to(DEVICE), sampling.floats.to(DEVICE), sampling.ints.to(DEVICE)).item() == 4.0
+
+
+@pytest.mark.parametrize("vocab_size", [300, 3 * HELD, MOST_GROUPS * SMALLEST_GROUP + 5])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_least_kept_is_one_of_the_logits(dtype: torch.dtype, vocab_size: int) -> None:
+    """Exactly the k-th highest, or the one at which the probability reaches top-p, where few groups hold it and where many do."""
+    params = [SamplingParams(temperature=0.7, top_k=k, top_p=p) for k, p in product((0, 20, 400), (1.0, 0.95, 0.5)) if k or p < 1]
+    logits = (2 * torch.randn(len(params), 1, vocab_size, generator=torch.Generator().manual_seed(5))).to(dtype)
+    sampling = SamplingTensors.of(params, range(len(params)))
+    found = least_kept(logits.to(DEVICE), sampling.floats.to(DEVICE), sampling.ints.to(DEVICE)).flatten().cpu()
+    for row, request, least in zip(logits[:, 0].double(), params, found.double(), strict=True):
+        highest = row.sort(descending=True).values
+        kept = highest[highest >= highest[request.top_k - 1]] if 0 < request.top_k <= vocab_size else highest
+        probs = ((kept - kept[0]) / request.temperature).softmax(0)
+        if request.top_p == 1:
+            assert least == (kept[-1] if request.top_k <= vocab_size else -torch.inf)
+        else:
+            assert (row == least).any()
+            rounding = vocab_size * torch.finfo(torch.float32).eps
+            assert probs[kept >= least].sum() > request.top_p - rounding and probs[kept > least].sum() < request.top_p + rounding
 
 
 def test_rows_do_not_depend_on_their_neighbors() -> None:
