@@ -53,7 +53,7 @@ MOST_EXPERTS = 32
 """Experts of a row that a program looks at together with those of all others."""
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def few_rows_tile(
     width: int, inputs: int, top_k: int, rows: int, itemsize: int, *, gated: bool, processors: int, memory: int
 ) -> Tile:
@@ -76,7 +76,7 @@ def few_rows_tile(
     return Tile(padded, columns, depth, 4, num_stages(loaded, memory, most=most))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def many_rows_tile(num_pairs: int, num_experts: int, itemsize: int, *, gated: bool, memory: int) -> Tile:
     """The tile for more rows: as many of them as an expert has on average, and wide columns where that is many.
 
