@@ -15,8 +15,10 @@ from torch import Tensor
 from specdec.kernels.triton_launch import on_device, overlap_options
 from specdec.kernels.triton_overlap import await_previous
 
-MOST_CHUNKS = 16
-"""Parts in which pairs are counted; every program reads all counts."""
+MOST_CHUNKS = 64
+"""Parts in which pairs are counted; every program that sorts reads all counts."""
+MOST_SHARES = 16
+"""Parts in which an expert's pairs are looked for."""
 TILE = 1024
 """Pairs that a program looks at together."""
 
@@ -48,8 +50,9 @@ def _count_kernel(
     await_previous(OVERLAP)
     for start in range(0, CHUNK, TILE):
         pair = chunk * CHUNK + start + tl.arange(0, TILE)
-        # What is behind the last pair falls into the last bin, which is no expert's.
-        total += tl.histogram(tl.load(ids + pair, mask=pair < num_pairs, other=BINS - 1), BINS)
+        total += tl.histogram(tl.load(ids + pair, mask=pair < num_pairs, other=0), BINS)
+    missing = tl.maximum((chunk + 1) * CHUNK - num_pairs, 0)  # which were counted as the first expert's
+    total -= tl.where(tl.arange(0, BINS) == 0, missing, 0)
     tl.store(counts + chunk * BINS + tl.arange(0, BINS), total)
 
 
@@ -65,12 +68,13 @@ def _place_kernel(
     BINS: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
+    TOGETHER: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     expert = tl.program_id(0)
-    chunk = tl.program_id(1)
+    chunk = tl.program_id(1) * TOGETHER
     lane = tl.arange(0, TILE)
     part = tl.arange(0, triton.next_power_of_2(CHUNKS))[:, None]
     other = tl.arange(0, BINS)[None, :]
@@ -83,7 +87,7 @@ def _place_kernel(
     first = tl.sum(tl.sum(tl.where(other < expert, blocks, 0), 1), 0)
     last = first + tl.cdiv(total, ROWS)
     place = pairs + first * ROWS + before
-    for start in range(0, CHUNK, TILE):
+    for start in range(0, TOGETHER * CHUNK, TILE):
         pair = chunk * CHUNK + start + lane
         mine = (tl.load(ids + pair, mask=pair < num_pairs, other=-1) == expert).to(tl.int32)
         tl.store(place + tl.cumsum(mine, 0) - 1, pair, mask=mine > 0)
@@ -114,13 +118,23 @@ def group_by_expert(ids: Tensor, num_experts: int, block_rows: int) -> Groups:
     num_blocks = most_blocks(num_pairs, num_experts, block_rows)
     chunk = max(TILE, triton.next_power_of_2(triton.cdiv(num_pairs, MOST_CHUNKS)))
     chunks = triton.cdiv(num_pairs, chunk)
-    bins = triton.next_power_of_2(num_experts + 1)
+    together = triton.cdiv(chunks, MOST_SHARES)
+    bins = triton.next_power_of_2(num_experts)
     counts = torch.empty(chunks, bins, dtype=torch.int32, device=ids.device)
     groups = Groups(counts.new_empty(num_blocks, block_rows), counts.new_empty(num_blocks))
     sizes = {"BINS": bins, "CHUNK": chunk, "TILE": TILE, "num_warps": 4, **overlap_options(ids.device)}
     with on_device(ids):
         _count_kernel[(chunks,)](ids, counts, num_pairs, **sizes)
-        _place_kernel[(num_experts, chunks)](
-            ids, counts, *groups, num_pairs, num_blocks, EXPERTS=num_experts, CHUNKS=chunks, ROWS=block_rows, **sizes
+        _place_kernel[(num_experts, triton.cdiv(chunks, together))](
+            ids,
+            counts,
+            *groups,
+            num_pairs,
+            num_blocks,
+            EXPERTS=num_experts,
+            CHUNKS=chunks,
+            TOGETHER=together,
+            ROWS=block_rows,
+            **sizes,
         )
     return groups

@@ -28,9 +28,18 @@ def _load(place: tl.tensor, mask: tl.tensor, depth_mask: tl.tensor, MASKED: tl.c
 
 
 @triton.jit
+def _dot(side: tl.tensor, values: tl.tensor, total: tl.tensor, PRECISION: tl.constexpr, ROWS_FIRST: tl.constexpr) -> tl.tensor:
+    """`total` and the product of columns [COLUMNS, DEPTH] and rows [DEPTH, ROWS], in either order."""
+    if ROWS_FIRST:
+        return tl.dot(values.T, side.T, total, input_precision=PRECISION)
+    else:
+        return tl.dot(side, values, total, input_precision=PRECISION)
+
+
+@triton.jit
 def _multiply(
     x: tl.tensor,  # [rows, INPUTS], or with ACTIVATION None [pairs, INPUTS]
-    weight: tl.tensor,  # [experts, WIDTH, INPUTS], or twice that width with an activation: gate, then up
+    weight: tl.tensor,  # [experts, WIDTH, INPUTS], or twice that width with an activation: gate, then up; or a descriptor of it
     bias: tl.tensor,  # [experts, WIDTH] or as wide as the weight, or None
     factors: tl.tensor,  # float32 [pairs], of the outputs, or None
     output: tl.tensor,  # [pairs, WIDTH], or with BY_RANK [TOP_K, pairs / TOP_K, WIDTH]
@@ -48,10 +57,16 @@ def _multiply(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
+    DESCRIBED: tl.constexpr,
 ) -> None:
-    """The product of pairs that share an expert with a tile of its columns."""
+    """The product of pairs that share an expert with a tile of its columns.
+
+    With DESCRIBED tiles of the weight come by descriptor (TMA), which takes no registers for addresses.
+    """
     GATED: tl.constexpr = ACTIVATION is not None
+    ROWS_FIRST: tl.constexpr = DESCRIBED and not GATED  # in the matrix instructions; which is faster was measured
     SIDES: tl.constexpr = 2 if GATED else 1
+    ROWS: tl.constexpr = pair.shape[0]
     CUT: tl.constexpr = WIDTH % COLUMNS != 0
     UNEVEN: tl.constexpr = INPUTS % DEPTH != 0
     column = tile * COLUMNS + tl.arange(0, COLUMNS)
@@ -60,19 +75,29 @@ def _multiply(
     present = real[None, :]
     row = (pair // TOP_K if GATED else pair).to(tl.int64)
     first = expert.to(tl.int64) * SIDES * WIDTH
-    weights = weight + (first + column)[:, None] * INPUTS + depth[None, :]
+    corner = (first + tile * COLUMNS).to(tl.int32)
+    weights = weight if DESCRIBED else weight + (first + column)[:, None] * INPUTS + depth[None, :]
     inputs = x + row[None, :] * x_stride + depth[:, None]
-    total = tl.zeros([COLUMNS, pair.shape[0]], tl.float32)
-    up = tl.zeros([COLUMNS, pair.shape[0]], tl.float32)
+    total = tl.zeros([ROWS, COLUMNS] if ROWS_FIRST else [COLUMNS, ROWS], tl.float32)
+    up = tl.zeros([ROWS, COLUMNS] if ROWS_FIRST else [COLUMNS, ROWS], tl.float32)
     for start in range(0, INPUTS, DEPTH):
         remaining = depth < INPUTS - start
         values = _load(inputs, present, remaining[:, None], True, UNEVEN)
-        total = tl.dot(_load(weights, inside, remaining[None, :], CUT, UNEVEN), values, total, input_precision=PRECISION)
+        # A descriptor's tile may hold rows of the next expert, whose columns are not stored.
+        side = weights.load([corner, start]) if DESCRIBED else _load(weights, inside, remaining[None, :], CUT, UNEVEN)
+        total = _dot(side, values, total, PRECISION, ROWS_FIRST)
         if GATED:
-            side = _load(weights + WIDTH * INPUTS, inside, remaining[None, :], CUT, UNEVEN)
-            up = tl.dot(side, values, up, input_precision=PRECISION)
-        weights += DEPTH
+            if DESCRIBED:
+                side = weights.load([corner + WIDTH, start])
+            else:
+                side = _load(weights + WIDTH * INPUTS, inside, remaining[None, :], CUT, UNEVEN)
+            up = _dot(side, values, up, PRECISION, ROWS_FIRST)
+        if not DESCRIBED:
+            weights += DEPTH
         inputs += DEPTH
+    if ROWS_FIRST:
+        total = total.T
+        up = up.T
     if bias is not None:
         shift = bias + first + column
         total += tl.load(shift, mask=column < WIDTH, other=0.0).to(tl.float32)[:, None]
@@ -161,6 +186,7 @@ def few_rows_kernel(
         COLUMNS,
         DEPTH,
         PRECISION,
+        False,
     )
 
 
@@ -185,6 +211,7 @@ def grouped_kernel(
     DEPTH: tl.constexpr,
     BESIDE: tl.constexpr,
     PRECISION: tl.constexpr,
+    DESCRIBED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     """A program per block and tile of columns; BESIDE blocks take all tiles before the next ones do, for the L2 cache.
@@ -222,6 +249,7 @@ def grouped_kernel(
         COLUMNS,
         DEPTH,
         PRECISION,
+        DESCRIBED,
     )
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from specdec.kernels import triton_launch
 from specdec.kernels.experts import Experts
@@ -54,46 +55,49 @@ MOST_EXPERTS = 32
 
 
 @lru_cache(maxsize=1024)
-def few_rows_tile(
-    width: int, inputs: int, top_k: int, rows: int, itemsize: int, *, gated: bool, processors: int, memory: int
-) -> Tile:
-    """The tile for at most `FEW_ROWS` rows: narrow enough that the experts of one row keep all processors busy.
+def few_rows_tile(width: int, top_k: int, rows: int, itemsize: int, *, gated: bool, processors: int, memory: int) -> Tile:
+    """The tile for at most `FEW_ROWS` rows: half a processor's memory is for what it loads ahead, so that it has two programs.
 
     Columns and depth are the same for all numbers of rows, and so is a row's result.
 
-    >>> few_rows_tile(768, 2048, 8, 1, 2, gated=True, processors=132, memory=227 * 1024)
-    Tile(rows=16, columns=32, depth=128, num_warps=4, num_stages=4, beside=1)
-    >>> few_rows_tile(2880, 2880, 4, 32, 2, gated=False, processors=132, memory=227 * 1024)
-    Tile(rows=32, columns=64, depth=64, num_warps=4, num_stages=5, beside=1)
+    >>> few_rows_tile(768, 8, 1, 2, gated=True, processors=132, memory=227 * 1024)
+    Tile(rows=16, columns=64, depth=64, num_warps=4, num_stages=5, beside=1)
+    >>> few_rows_tile(2880, 4, 64, 2, gated=True, processors=132, memory=227 * 1024)
+    Tile(rows=64, columns=64, depth=64, num_warps=4, num_stages=4, beside=1)
     """
     padded = max(16, triton.next_power_of_2(rows))
     if itemsize == 4:
         return Tile(padded, 32, 32, 4, 1 if torch.version.hip else 2)
-    columns = next((n for n in (64, 32) if 4 * top_k * triton.cdiv(width, n) >= 3 * processors), 16)
-    depth = 128 if inputs % 128 == 0 else 64
-    loaded = ((1 + gated) * columns + padded) * depth * itemsize
-    most = 1 if torch.version.hip else 4 if gated else 5
-    return Tile(padded, columns, depth, 4, num_stages(loaded, memory, most=most))
+    # Two fifths of a chip's processors read at the speed of its memory.
+    columns = 64 if 5 * top_k * triton.cdiv(width, 64) >= 2 * processors else 32
+    loaded = ((1 + gated) * columns + padded) * 64 * itemsize
+    return Tile(padded, columns, 64, 4, num_stages(loaded, memory // 2, most=1 if torch.version.hip else 5))
 
 
 @lru_cache(maxsize=1024)
 def many_rows_tile(num_pairs: int, num_experts: int, itemsize: int, *, gated: bool, memory: int) -> Tile:
-    """The tile for more rows: as many of them as an expert has on average, and wide columns where that is many.
+    """The tile for more rows: room for half as many again as an expert has on average, and wide columns where that is many.
 
-    >>> many_rows_tile(1024, 128, 2, gated=True, memory=227 * 1024)
-    Tile(rows=16, columns=64, depth=64, num_warps=4, num_stages=4, beside=8)
-    >>> many_rows_tile(262144, 128, 2, gated=True, memory=227 * 1024)
-    Tile(rows=128, columns=128, depth=64, num_warps=8, num_stages=4, beside=8)
+    >>> many_rows_tile(2048, 128, 2, gated=True, memory=227 * 1024)
+    Tile(rows=32, columns=64, depth=64, num_warps=4, num_stages=4, beside=8)
+    >>> many_rows_tile(262144, 128, 2, gated=False, memory=227 * 1024)
+    Tile(rows=128, columns=256, depth=64, num_warps=8, num_stages=3, beside=8)
     """
-    rows = min(max(16, triton.next_power_of_2(triton.cdiv(num_pairs, num_experts))), 128)
+    rows = min(max(16, triton.next_power_of_2(triton.cdiv(3 * num_pairs, 2 * num_experts))), 128)
     if itemsize == 4:
         return Tile(min(rows, 32), 32, 32, 4, 1 if torch.version.hip else 2, beside=8)
-    wide = rows >= 128
-    columns = (128 if gated else 256) if wide else 64 if gated else 128
-    depth = 64
-    loaded = ((1 + gated) * columns + rows) * depth * itemsize
-    most = 1 if torch.version.hip else 4
-    return Tile(rows, columns, depth, 8 if wide else 4, num_stages(loaded, memory, most=most), beside=8)
+    wide = rows == 128
+    columns = (64 if gated else 128) * (2 if wide and memory >= 128 * 1024 else 1)
+    loaded = ((1 + gated) * columns + rows) * 64 * itemsize
+    most = 1 if torch.version.hip else 3 if wide else 4
+    stages = num_stages(loaded, memory, most=most)
+    return Tile(rows, columns, 64, 8 if wide else 4, stages, beside=8)
+
+
+def describable(weight: Tensor, tile: Tile) -> bool:
+    """Whether tiles of `weight` [experts, out, in] come by descriptor: wide ones on NVIDIA's Hopper and later, of aligned rows."""
+    aligned = weight.data_ptr() % 16 == 0 and weight.stride(1) * weight.itemsize % 16 == 0
+    return tile.num_warps == 8 and aligned and bool(overlap_options(weight.device)["OVERLAP"])
 
 
 def experts(x: Tensor, weights: Tensor, ids: Tensor, layer: Experts) -> Tensor:
@@ -120,8 +124,8 @@ def _few_rows(x: Tensor, weights: Tensor, ids: Tensor, layer: Experts) -> Tensor
     middle = x.new_empty(pairs, layer.width)
     parts = x.new_empty(top_k, rows, hidden, dtype=torch.float32)
     chip = {"processors": num_processors(x.device), "memory": shared_memory(x.device)}
-    first = few_rows_tile(layer.width, hidden, top_k, rows, x.itemsize, gated=True, **chip)
-    second = few_rows_tile(hidden, layer.width, top_k, rows, x.itemsize, gated=False, **chip)
+    first = few_rows_tile(layer.width, top_k, rows, x.itemsize, gated=True, **chip)
+    second = few_rows_tile(hidden, top_k, rows, x.itemsize, gated=False, **chip)
     multiply_few(x, layer.gate_up, layer.gate_up_bias, None, middle, ids, first, layer.activation)
     multiply_few(middle, layer.down, layer.down_bias, weights, parts, ids, second, None)
     return parts
@@ -189,10 +193,11 @@ def multiply_groups(
     activation: str | None,
 ) -> None:
     """One product of sorted pairs; see `specdec.kernels.triton_expert_products`."""
-    num_blocks, width = len(groups.experts), output.shape[1]
+    num_blocks, width, described = len(groups.experts), output.shape[1], describable(weight, tile)
+    shape = [tile.columns, tile.depth]
     grouped_kernel[(num_blocks * triton.cdiv(width, tile.columns),)](
         x,
-        weight,
+        TensorDescriptor.from_tensor(weight.flatten(0, 1), shape) if described else weight,
         bias,
         factors,
         output,
@@ -207,6 +212,7 @@ def multiply_groups(
         ACTIVATION=activation,
         ROWS=tile.rows,
         BESIDE=tile.beside,
+        DESCRIBED=described,
         **_options(tile, x),
     )
 

@@ -18,10 +18,10 @@ def expert_kernels(target: "Target") -> Iterator[tuple[str, Any]]:
     for title, routing, parts in (("softmax", softmax, 4), ("softmax in groups", groups, 1), ("sigmoid in groups", sigmoid, 1)):
         yield f"router, {title}", router(target, routing, parts)
     pointers = dict.fromkeys(("ids", "counts", "pairs", "experts"), "i32")
-    sizes = {"BINS": 256, "CHUNK": 16384, "TILE": triton_expert_groups.TILE, "OVERLAP": target.overlaps}
+    sizes = {"BINS": 128, "CHUNK": 4096, "TILE": triton_expert_groups.TILE, "OVERLAP": target.overlaps}
     for title, kernel, more in (
         ("counted", triton_expert_groups._count_kernel, {}),
-        ("sorted", triton_expert_groups._place_kernel, {"EXPERTS": 128, "CHUNKS": 16, "ROWS": 128}),
+        ("sorted", triton_expert_groups._place_kernel, {"EXPERTS": 128, "CHUNKS": 64, "TOGETHER": 4, "ROWS": 128}),
     ):
         yield f"pairs {title} by expert", compile_for(kernel, target.compiler, pointers=pointers, constants=sizes | more)
     for rows in (1, 8, 64, 4096):
@@ -77,13 +77,14 @@ def expert_product(
     width, inputs = (middle, hidden) if gated else (hidden, middle)
     itemsize, memory = {"bf16": 2, "fp32": 4}[dtype], target.shared_memory
     more: dict[str, Any]
-    few = rows <= triton_experts.FEW_ROWS
+    described, few = False, rows <= triton_experts.FEW_ROWS
     if few:
-        tile = triton_experts.few_rows_tile(width, inputs, top_k, rows, itemsize, gated=gated, processors=132, memory=memory)
+        tile = triton_experts.few_rows_tile(width, top_k, rows, itemsize, gated=gated, processors=132, memory=memory)
         more = {"BY_RANK": not gated, "BY_EXPERT": rows * top_k > num_experts, "ALONE": rows == 1}
     else:
         tile = triton_experts.many_rows_tile(rows * top_k, num_experts, itemsize, gated=gated, memory=memory)
-        more = {"BESIDE": tile.beside}
+        described = target.overlaps and tile.num_warps == 8
+        more = {"BESIDE": tile.beside, "DESCRIBED": described}
     types = dict.fromkeys(("x", "weight", "bias"), dtype) | {"output": dtype if gated or not few else "fp32", "factors": "fp32"}
     constants = {"WIDTH": width, "INPUTS": inputs, "x_stride": inputs, "TOP_K": top_k, "ACTIVATION": kind if gated else None}
     constants |= {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "OVERLAP": target.overlaps}
@@ -95,6 +96,7 @@ def expert_product(
         target.compiler,
         pointers=types | dict.fromkeys(("ids", "pairs", "experts"), "i32"),
         constants=constants,
+        descriptors={"weight": f"{dtype}[{tile.columns},{tile.depth}]"} if described else None,
         num_warps=tile.num_warps,
         num_stages=1 if target.assembly == "amdgcn" else tile.num_stages,
     )

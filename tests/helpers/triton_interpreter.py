@@ -33,15 +33,22 @@ def compile_for(
     pointers: dict[str, str],
     floats: tuple[str, ...] = (),
     constants: dict[str, Any],
+    descriptors: dict[str, str] | None = None,
     **options: int,
 ) -> Any:
-    """Compiles `kernel` for a machine that need not be here; arguments that are nothing else are 32-bit integers."""
+    """Compiles `kernel` for a machine that need not be here; arguments that are nothing else are 32-bit integers.
+
+    Descriptors are given as type and shape of their tiles, as in "bf16[128, 64]".
+    """
     compiler, backends = import_module("triton.compiler"), import_module("triton.backends.compiler")
     types = {name: f"*{kind}" for name, kind in pointers.items()} | dict.fromkeys(floats, "fp32")
+    types |= {name: f"tensordesc<{tile}>" for name, tile in (descriptors or {}).items()}
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     aligned = {
-        (i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in pointers and name not in constants
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(kernel.arg_names)
+        if types.get(name, "").startswith("*") and name not in constants
     }
     source = compiler.ASTSource(kernel, signature, constexprs=places, attrs=aligned)
     return compiler.compile(source, target=backends.GPUTarget(*target), options=options)

@@ -14,9 +14,10 @@ from tests.helpers.triton_interpreter import require_triton
 
 DEVICE = require_triton()
 
-from specdec.kernels import triton_expert_groups  # noqa: E402 (only where Triton can run)
+from specdec.kernels import triton_expert_groups, triton_experts  # noqa: E402 (only where Triton can run)
 from specdec.kernels.triton_expert_groups import group_by_expert, most_blocks  # noqa: E402
 from specdec.kernels.triton_experts import FEW_ROWS, experts, few_rows_tile, many_rows_tile, unsupported_reasons  # noqa: E402
+from specdec.kernels.triton_launch import overlap_options  # noqa: E402
 
 
 class Case(NamedTuple):
@@ -116,6 +117,20 @@ def test_many_rows_are_independent() -> None:
     assert experts(*others, layer)[3].equal(expected)
 
 
+@pytest.mark.parametrize("described", [True, False])
+@pytest.mark.parametrize("width", [320, 40])
+def test_wide_tiles(monkeypatch: pytest.MonkeyPatch, described: bool, width: int) -> None:
+    """Many rows per expert, weights by descriptor and by address, whose tiles reach beyond an expert's columns and inputs."""
+    if described and DEVICE.type != "cpu" and not overlap_options(DEVICE)["OVERLAP"]:
+        pytest.skip("this GPU has no descriptors")
+    monkeypatch.setattr(triton_experts, "describable", lambda weight, tile: described)
+    case = Case(3, 2, 72, width, "swiglu_oai", torch.float16, True)
+    layer, (x, weights, ids) = layer_of(case), rows_of(case, 120)
+    assert many_rows_tile(240, 3, 2, gated=False, memory=227 * 1024)[:4] == (128, 256, 64, 8)
+    exact = apply_experts(x.double(), weights, ids, layer.to(torch.float64))
+    assert_as_exact(experts(x, weights, ids, layer), apply_experts(x, weights, ids, layer), exact)
+
+
 def test_rows_of_a_wider_tensor() -> None:
     """Rows need not be adjacent."""
     case = CASES["half"]
@@ -190,15 +205,27 @@ def test_most_blocks_is_enough_and_no_more() -> None:
 def test_how_a_row_is_added_up_depends_on_no_other() -> None:
     """Columns and depth of a tile are those of the shape."""
     chip: dict[str, Any] = {"processors": 132, "memory": 227 * 1024}
-    for width, inputs, top_k in ((768, 2048, 8), (2880, 2880, 4), (2048, 512, 8), (7168, 2048, 8), (24, 40, 2)):
+    for width, top_k in ((768, 8), (2880, 4), (7168, 8), (24, 2)):
         for gated in (True, False):
-            tiles = [few_rows_tile(width, inputs, top_k, rows, 2, gated=gated, **chip) for rows in range(1, FEW_ROWS + 1)]
+            tiles = [few_rows_tile(width, top_k, rows, 2, gated=gated, **chip) for rows in range(1, FEW_ROWS + 1)]
             assert len({(tile.columns, tile.depth) for tile in tiles}) == 1
             assert all(tile.rows >= rows for rows, tile in enumerate(tiles, start=1))
     for itemsize in (2, 4):
         for pairs in (520, 4096, 262144):
             tiles = [many_rows_tile(pairs, 128, itemsize, gated=gated, memory=227 * 1024) for gated in (True, False)]
             assert tiles[0].rows == tiles[1].rows, "both products go by the same blocks"
+
+
+def test_who_has_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wide tiles on chips that have them, of weights whose rows are aligned."""
+    wide, narrow = (many_rows_tile(pairs, 8, 2, gated=True, memory=227 * 1024) for pairs in (4096, 64))
+    monkeypatch.setattr(triton_experts, "overlap_options", lambda device: {"OVERLAP": True})
+    weight = torch.zeros(8, 16, 64, dtype=torch.float16, device=DEVICE)
+    assert triton_experts.describable(weight, wide) and not triton_experts.describable(weight, narrow)
+    assert not triton_experts.describable(weight[..., :63].contiguous(), wide)
+    assert not triton_experts.describable(weight.flatten()[1:-63].view(-1, 1, 64), wide)
+    monkeypatch.setattr(triton_experts, "overlap_options", lambda device: {"OVERLAP": False})
+    assert not triton_experts.describable(weight, wide)
 
 
 def test_reasons() -> None:
