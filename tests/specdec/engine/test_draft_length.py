@@ -289,7 +289,7 @@ def test_plain_steps_keep_the_drafters_context(case: Case, drafter: str) -> None
         engine = case.engine(DRAFTERS[drafter](case), num_draft_tokens="auto")
         with recorded(engine) as found:
             assert engine.draft_length is not None
-            engine.draft_length.choose = lambda num_reqs, **_: choose(num_reqs)  # type: ignore[assignment, method-assign]
+            engine.draft_length.choose = lambda num_reqs, **_: choose(num_reqs)  # type: ignore[method-assign]
             case.run(engine)
         return found
 
