@@ -2,6 +2,7 @@
 
 import pytest
 
+from specdec.engine.draft_acceptance import AcceptanceEstimate
 from specdec.engine.draft_length import DraftLength
 from tests.helpers.draft_length_world import Time, World, decode
 
@@ -100,3 +101,19 @@ def test_what_has_to_be_captured_must_pay_for_it() -> None:
     cheap, dear = first_use(1.0), first_use(100.0)
     assert cheap < 20 < dear < STEPS / 2
     assert first_use(1e6) == STEPS
+
+
+def test_acceptance_that_changes_is_told_from_chance() -> None:
+    """Late steps that the longer past cannot explain count alone; positions behind them are guessed from them again."""
+
+    def tokens(before: int, after: int) -> float:
+        """Expected of 3 drafts after many steps with `before` of 8 requests accepting all, and a few with `after`."""
+        estimate = AcceptanceEstimate(3)
+        for accepting, steps in ((before, 200), (after, 6)):
+            for _ in range(steps):
+                estimate.observe(3, [3] * accepting + [0] * (8 - accepting))
+        return estimate.expected_tokens(3)
+
+    assert tokens(1, 8) > 2.3 and tokens(7, 1) < 2.8, "the memory alone would give 1.6 and 3.4"
+    assert tokens(4, 4) == pytest.approx(2.5, rel=0.02)
+    assert abs(tokens(4, 5) - 2.5) < 0.15, "one more of eight is chance"

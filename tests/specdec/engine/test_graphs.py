@@ -5,7 +5,7 @@ replays exactly those into exactly the same tensors; no Python of the step runs 
 """
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -197,6 +197,29 @@ def test_adaptive_k_is_captured(case: Case) -> None:
     assert engine.runner.graphs is not None
     assert {shape.k for shape in engine.runner.graphs.graphs} <= {0, 1, 3, 4}
     assert {shape.k for shape in engine.runner.graphs.graphs} == set(engine.timer.steps_by_k)
+
+
+def test_what_is_new_is_what_would_be_captured(case: Case) -> None:
+    """Before a step of its shape and not after; nothing is new where nothing is captured."""
+    engine = case.engine("right", 3, capture=True, num_draft_tokens=3)
+    runner, captured = engine.runner, engine.runner.graphs
+    assert captured is not None and captured.capture_seconds is None
+    told: list[tuple[bool, bool]] = []
+    decode = runner.decode
+
+    def listening(requests: Sequence[Request], k: int, *args: Any) -> Any:
+        new, count = runner.is_new(requests, k), captured.num_captured
+        result = decode(requests, k, *args)
+        told.append((new, captured.num_captured > count))
+        assert not runner.is_new(requests, k)
+        return result
+
+    runner.decode = listening  # type: ignore[method-assign]
+    requests = run(engine, list(case.outputs))
+    assert [new for new, _ in told] == [grew for _, grew in told] and len(set(told)) == 2
+    assert captured.capture_seconds is not None and captured.capture_seconds > 0
+    runner.graphs = None
+    assert not runner.is_new(requests, 1)
 
 
 def test_the_bound_of_a_shape_covers_what_drafting_writes(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
