@@ -214,7 +214,7 @@ def test_what_is_new_is_what_would_be_captured(case: Case) -> None:
         assert not runner.is_new(requests, k)
         return result
 
-    runner.decode = listening  # type: ignore[method-assign]
+    runner.decode = listening  # type: ignore[method-assign, assignment]
     requests = run(engine, list(case.outputs))
     assert [new for new, _ in told] == [grew for _, grew in told] and len(set(told)) == 2
     assert captured.capture_seconds is not None and captured.capture_seconds > 0
