@@ -197,11 +197,15 @@ def tile_for(group: int, query_len: int, head_dim: int, dtype: torch.dtype, memo
     most = 16 if dtype == torch.float32 else min(MAX_TILE_ROWS, 16384 // block_d)  # what the registers hold
     block_m = max(min(padded(group * query_len), most), padded(group))
     block_n = min(max(KEY_TILE_BYTES // (block_d * dtype.itemsize), 16), 128)
-    if block_d > 64 and block_m <= 64:  # few rows of wide heads: shorter iterations, more of them under way
-        block_n = min(block_n, 32)
+    most_stages, num_warps = 3, 8 if block_m > 64 else 4
+    if block_m == 16 and block_d == 128 and dtype.itemsize == 2:  # two warps with as much under way as the memory holds
+        most_stages, num_warps = 5, 2
+    elif block_d > 64 and block_m <= 64:  # few rows of wide heads: shorter iterations, more of them or of programs under way
+        block_n, most_stages = min(block_n, 32), 2 if block_m == 16 and block_d == 256 else 5
+    elif block_n <= 32:
+        most_stages = 5
     queries, loaded = block_m * block_d * dtype.itemsize, 2 * block_n * block_d * dtype.itemsize
-    stages = num_stages(loaded, memory - queries, most=5 if block_n <= 32 else 3)
-    return Tile(block_m, block_n, num_warps=8 if block_m > 64 else 4, num_stages=stages)
+    return Tile(block_m, block_n, num_warps, num_stages(loaded, memory - queries, most=most_stages))
 
 
 def padded(size: int) -> int:

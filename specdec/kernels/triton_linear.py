@@ -91,7 +91,9 @@ def divide(width: int, inputs: int, *, gated: bool, may_split: bool, processors:
     >>> divide(4096, 4096, gated=False, may_split=True, processors=132)
     Division(columns=64, depth=128, splits=2)
     >>> divide(6144, 4096, gated=False, may_split=False, processors=132)
-    Division(columns=32, depth=128, splits=1)
+    Division(columns=64, depth=128, splits=1)
+    >>> divide(12288, 4096, gated=True, may_split=False, processors=132)
+    Division(columns=64, depth=64, splits=1)
     >>> divide(960, 576, gated=False, may_split=False, processors=132)
     Division(columns=64, depth=64, splits=1)
     """
@@ -101,9 +103,12 @@ def divide(width: int, inputs: int, *, gated: bool, may_split: bool, processors:
     tiles = [columns for columns in (64, 32, 16) if width % columns == 0]
     # A small weight comes from the L2 cache, see `triton_prefetch`, where wide tiles are best; a large one takes all processors.
     small = (1 + gated) * width * inputs * 2 <= MOST_BYTES
-    columns = tiles[0] if small else next((n for n in tiles if 4 * width // n * possible[-1] >= 3 * processors), tiles[-1])
+    columns = tiles[0] if small else next((n for n in tiles if 5 * width // n * possible[-1] >= 3 * processors), tiles[-1])
     splits = next((n for n in possible if 4 * width // columns * n >= 3 * processors), possible[-1])
-    depth = 128 if not small and inputs % (128 * splits) == 0 else 64
+    # Where a processor has one program, that one has to ask for more at a time; where it has several, they must fit side by side.
+    deep = (256, 128) if columns <= 32 else (128,)
+    alone = not small and width // columns * splits <= processors
+    depth = next((n for n in deep if alone and inputs % (n * splits) == 0), 64)
     return Division(columns, depth, splits)
 
 

@@ -172,7 +172,7 @@ class TritonFaBackend(AttentionBackend):
 
         It follows from host counts alone, so it is the same whenever the same graph is captured.
         """
-        resident = 4 if tile.block_m <= SMALL_TILE else 2
+        resident = 4 if tile.block_m <= SMALL_TILE and tile.num_warps > 2 else 2  # two warps' keys fill the memory
         wanted = resident * self.num_processors // (metadata.num_reqs * self._num_tiles(metadata, tile) * self.spec.num_kv_heads)
         keys = metadata.max_seq_len
         if window is not None:

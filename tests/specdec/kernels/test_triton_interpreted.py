@@ -12,7 +12,9 @@ triton = pytest.importorskip("triton")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [["layers", "activation", "argmax", "sampler"], ["fa", "prefill"], ["amd"], ["router", "experts"]])
+@pytest.mark.parametrize(
+    "names", [["layers", "activation", "argmax", "sampler"], ["fa", "prefill"], ["amd"], ["router", "experts"]]
+)
 def test_kernels_in_the_interpreter(names: list[str]) -> None:
     """Kernels are right on CPU tensors, whatever this machine has."""
     if triton.__version__ < "3.7" and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
