@@ -94,7 +94,6 @@ def _prefill_kernel(
     # Keys that some row sees, and among them whole blocks that every row sees.
     first = seq_len - query_len + tile_row
     last = tl.minimum(first + TILE_ROWS, seq_len) - 1
-    begin = first_key
     open_begin = first_key
     open_end = (first + 1) // BLOCK_N * BLOCK_N
     if WINDOW is not None:

@@ -182,7 +182,7 @@ def test_long_contexts_through_a_library(monkeypatch: pytest.MonkeyPatch, extra:
     metadata, cache = scenario(requests, wanted, host_lengths=True)
     rows = tuple(torch.randn(metadata.num_tokens, heads, 16, device=DEVICE, dtype=wanted.dtype) for heads in (4, 2, 2))
     options: dict[str, Any] = {
-        "sinks": torch.randn(4).to(DEVICE) if extra == "sinks" else None,
+        "sinks": 4 * torch.randn(4).to(DEVICE) + 4 if extra == "sinks" else None,  # above and below what the keys add up to
         "window": 50 if extra == "window" else None,
         "softcap": 0.7 if extra == "softcap" else None,
     }
