@@ -25,7 +25,7 @@ from specdec.attention.triton.libraries import Rectangle
 from specdec.kv_cache import LayerCache
 
 PIECE = 2048
-"""Tokens; as many as a step prefills at most, by default."""
+"""Tokens; as many as a step prefills by default while others decode."""
 
 
 class Run(NamedTuple):
