@@ -119,12 +119,12 @@ def prefill_kernels(target: Target, *, every_shape: bool) -> Iterator[tuple[str,
     """Prompts of an 8 B model, behind what a library has computed where there is one; wide heads with a window; sinks."""
     earlier: dict[str, Any] = {} if target.overlaps else {"earlier": None, "earlier_log_sums": None}
     yield "attention of prompts, heads of 128", prefill(target, head_dim=128, group=4, sinks=None, **earlier)
-    absent = {"earlier": None, "earlier_log_sums": None}
+    absent: dict[str, Any] = {"earlier": None, "earlier_log_sums": None}
     yield "attention of prompts, heads of 256, window", prefill(target, head_dim=256, group=2, WINDOW=1024, sinks=None, **absent)
     if every_shape or target.overlaps:
         yield "attention of prompts, heads of 64, sinks", prefill(target, head_dim=64, group=8, **absent)
     if target.eight_bits and every_shape:
-        eight = {"cache": target.eight_bits, "sinks": None, **absent}
+        eight: dict[str, Any] = {"cache": target.eight_bits, "sinks": None, **absent}
         yield "attention of prompts, 8-bit cache", prefill(target, head_dim=128, group=4, **eight)
 
 

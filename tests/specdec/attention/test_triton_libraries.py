@@ -79,20 +79,17 @@ def test_flash_attention_3_goes_before_cudnn(
 ) -> None:
     """Where the package can be imported and is right; its releases differ in how denominators are asked for."""
 
-    def compute(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    def old(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool) -> tuple[Tensor, Tensor]:
         assert not causal
         output, log_sums = through_torch(q[0], k[0], v[0], softmax_scale)
         return output[None], log_sums[None]
 
-    def new(*sides: Tensor, softmax_scale: float, causal: bool, return_attn_probs: bool = False) -> Any:
-        results = compute(*sides, softmax_scale, causal)
+    def new(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool, return_attn_probs: bool = False) -> Any:
+        results = old(q, k, v, softmax_scale, causal)
         return results if return_attn_probs else results[0]
 
-    def old(*sides: Tensor, softmax_scale: float, causal: bool) -> Any:
-        return compute(*sides, softmax_scale, causal)
-
     module = SimpleNamespace(flash_attn_func=new if returns_on_request else old, __spec__=SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
     assert library(spec()) is libraries.through_flash_attention_3
     library.cache_clear()
 
