@@ -14,6 +14,9 @@ from specdec.kernels.triton_launch import on_device, overlap_options
 from specdec.kernels.triton_overlap import await_previous
 from specdec.kernels.triton_prefetch import hint_options, hint_program, send_hints, surplus
 
+MANY_ROWS = 512
+"""Rows from which on they fill a device several times over."""
+
 
 @triton.jit
 def weighted(scaled: tl.tensor, gain: tl.tensor, dtype: tl.constexpr, LATE: tl.constexpr) -> tl.tensor:
@@ -125,7 +128,8 @@ def _launch_norm(
     parts = len(x) if x.ndim == 3 else 1
     assert x.stride(-1) == 1 and (residual is None or residual.is_contiguous())
     block = triton.next_power_of_2(width)
-    num_warps = 16 if block > 2048 else 8
+    # A few rows are over sooner with more warps each, many with more rows at a time.
+    num_warps = max(4, block // 1024) if rows >= MANY_ROWS else 16 if block > 2048 else 8
     with on_device(x):
         _rms_norm_kernel[(rows + surplus(ahead, num_warps),)](
             x,

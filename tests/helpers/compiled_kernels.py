@@ -15,6 +15,7 @@ from specdec.kernels import (
     triton_embedding,
     triton_filters,
     triton_linear,
+    triton_merge,
     triton_norm,
     triton_prefill,
     triton_rope,
@@ -197,6 +198,9 @@ def other_kernels(target: Target) -> Iterator[tuple[str, Any]]:
             triton_embedding._embed_kernel, pointers=lookup, floats=("scale",), constants={"BLOCK": 1024, "SCALED": True} | overlap
         ),
     )
+    merged = dict.fromkeys(("first", "second", "sinks", "output"), "bf16") | dict.fromkeys(("first_sums", "second_sums"), "fp32")
+    of_heads: dict[str, Any] = {"HEAD_DIM": 128, "BLOCK_D": 128, "ROWS": triton_merge.ROWS, **overlap}
+    yield "merge of two sets of keys", compiled(triton_merge._merge_two_kernel, pointers=merged, constants=of_heads)
     rows = {"x": "bf16", "residual": "bf16", "weight": "bf16", "normed": "bf16", "added": "bf16"}
     for width, parts, kind, warps, around in ((576, 1, "bf16", 8, False), (576, 4, "fp32", 8, False), (4096, 1, "bf16", 16, True)):
         constants: dict[str, Any] = (

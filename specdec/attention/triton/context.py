@@ -1,15 +1,15 @@
-"""Long contexts of prompts through a library: rows and keys that form rectangles, which no mask cuts.
+"""Long prompts through a library, whose kernels know no pages: rows and keys that form squares and rectangles, in few shapes.
 
-Rows of a request are cut into pieces of `PIECE`, and each whole piece takes a rectangle of keys from its context, a multiple of
-`PIECE` as well. A kernel that knows neither pages nor masks computes rectangles, in few shapes, and the kernel for prompts goes on
-from there (`specdec.kernels.triton_prefill.Earlier`) with the keys that are left, and with sinks:
+Rows of a request are cut into pieces of `SQUARES`. A piece takes its own keys as a causal square, and those of its context as a
+rectangle; the two are merged, with sinks. What is left over goes to the kernel for prompts:
 
-    piece 0    o            #  the library
-    piece 1    ##o          o  the kernel for prompts
-    piece 2    ####o
-    the rest   oooooo
+    piece 0    s           #  rectangles of the library
+    piece 1    #s          s  its squares
+    piece 2    ##s         o  the kernel for prompts
+    the rest   oooo
 
-The keys of rectangles are gathered from the cache, once per layer and request.
+Where a context is no multiple of `PIECE`, pieces of that size take rectangles alone, and the kernel for prompts goes on from there
+(`specdec.kernels.triton_prefill.Earlier`). Keys are gathered from the cache, once per layer and request.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,9 @@ from specdec.attention.backend import AttentionMetadata
 from specdec.attention.triton.libraries import Rectangle
 from specdec.kv_cache import LayerCache
 
-PIECE = 2048
+SQUARES = (8192, 4096, 2048)
+"""Rows of a piece; the largest that fits is taken."""
+PIECE = SQUARES[-1]
 """Tokens; as many as a step prefills by default while others decode."""
 
 
@@ -35,13 +37,20 @@ class Run(NamedTuple):
         metadata: tells the kernel for prompts which they are, counted from the first of `rows`.
         rows: packed rows.
         num_keys: length of the rectangle; 0 where there is none.
-        request: whose rectangle it is.
+        square: the library takes the rest of the keys, too.
+        request: whose piece it is.
     """
 
     metadata: AttentionMetadata
     rows: slice
     num_keys: int
+    square: bool
     request: int
+
+    @property
+    def num_gathered(self) -> int:
+        """Keys that the library is given, from the first of the request."""
+        return self.metadata.max_seq_len if self.square else self.num_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +58,7 @@ class PrefillPlan(AttentionMetadata):
     """Metadata of prompts, some of which have rectangles.
 
     Attributes:
-        runs: all rows, once each; the rectangles of a request by their length.
+        runs: all rows, once each; the pieces of a request in order.
     """
 
     runs: tuple[Run, ...] = ()
@@ -62,17 +71,22 @@ class _Part(NamedTuple):
     num_rows: int
     end: int  # position after the last row
     num_keys: int  # see `Run`
+    square: bool = False
+
+    @property
+    def is_piece(self) -> bool:
+        return self.square or self.num_keys > 0
 
 
 def plan_rectangles(metadata: AttentionMetadata, block_size: int) -> AttentionMetadata:
-    """A `PrefillPlan` if there is a rectangle, else `metadata`. The host does not wait."""
+    """A `PrefillPlan` if there is a piece, else `metadata`. The host does not wait."""
     if not metadata.causal or metadata.query_lens is None or metadata.seq_lens_host is None or PIECE % block_size:
         return metadata
     lengths = enumerate(zip(metadata.query_lens, metadata.seq_lens_host, strict=True))
     parts = [part for request, (num_rows, end) in lengths for part in _parts(request, num_rows, end)]
-    if not any(part.num_keys for part in parts):
+    if not any(part.is_piece for part in parts):
         return metadata
-    cuts = [i for i in range(1, len(parts)) if parts[i].num_keys or parts[i - 1].num_keys]
+    cuts = [i for i in range(1, len(parts)) if parts[i].is_piece or parts[i - 1].is_piece]
     groups = [parts[first:last] for first, last in zip([0, *cuts], [*cuts, len(parts)], strict=True)]
     counts = [[0, *accumulate(part.num_rows for part in group)] for group in groups]
     of_parts = [part.end for part in parts] + [part.request for part in parts]
@@ -92,7 +106,8 @@ def plan_rectangles(metadata: AttentionMetadata, block_size: int) -> AttentionMe
             max_query_len=max(part.num_rows for part in group),
             max_seq_len=max(part.end for part in group),
         )
-        runs.append(Run(of_rows, slice(first_row, first_row + count[-1]), group[0].num_keys, group[0].request))
+        rows = slice(first_row, first_row + count[-1])
+        runs.append(Run(of_rows, rows, group[0].num_keys, group[0].square, group[0].request))
         first_row, first_part, starts = first_row + count[-1], chosen.stop, starts[len(count) :]
     return PrefillPlan(**{field.name: getattr(metadata, field.name) for field in fields(metadata)}, runs=tuple(runs))
 
@@ -104,6 +119,7 @@ def attend(
     rectangle: Rectangle,
     *,
     scale: float,
+    sinks: Tensor | None,
     go_on: Callable[..., Any],
     plain: Callable[[Tensor, AttentionMetadata], Tensor],
 ) -> Tensor:
@@ -115,32 +131,41 @@ def attend(
         plan: of the forward.
         rectangle: the library's kernel.
         scale: factor of the scores.
+        sinks: [num_heads], logits that join the softmax, or None.
         go_on: the kernel for prompts, given rows, their metadata, `earlier` and `output`.
         plain: attention of other rows, given their metadata.
 
     Returns:
         [num_tokens, num_heads, head_dim], contiguous.
     """
-    from specdec.kernels.triton_prefill import Earlier  # Triton itself is imported only where it is used
+    # Triton itself is imported only where it is used.
+    from specdec.kernels.triton_merge import merge_two
+    from specdec.kernels.triton_prefill import Earlier
 
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     gathered_of, key, value = -1, cache.key, cache.value
-    for run in reversed(plan.runs):  # a request's longest rectangle first
-        rows = query[run.rows]
-        if not run.num_keys:
+    for run in reversed(plan.runs):  # the piece of a request that is given the most keys first
+        rows, before = query[run.rows], slice(0, run.num_keys)
+        if not run.num_gathered:
             output[run.rows] = plain(rows, run.metadata)
             continue
         if run.request != gathered_of:
-            blocks = run.metadata.block_table[0, : run.num_keys // cache.key.shape[1]]
+            blocks = run.metadata.block_table[0, : run.num_gathered // cache.key.shape[1]]
             gathered_of, (key, value) = run.request, (side.index_select(0, blocks).flatten(0, 1) for side in cache)
-        out, log_sums = rectangle(rows, key[: run.num_keys], value[: run.num_keys], scale)
-        go_on(rows, run.metadata, earlier=Earlier(out, log_sums, run.num_keys), output=output[run.rows])
+        earlier = rectangle(rows, key[before], value[before], scale, False) if run.num_keys else None
+        if run.square:
+            own = slice(run.num_keys, run.num_gathered)
+            merge_two(earlier, rectangle(rows, key[own], value[own], scale, True), sinks, output[run.rows])
+        elif earlier is not None:
+            go_on(rows, run.metadata, earlier=Earlier(*earlier, run.num_keys), output=output[run.rows])
     return output
 
 
 def _parts(request: int, num_rows: int, end: int) -> list[_Part]:
-    """Pieces of a request's rows, in order; where none has a rectangle, all rows together."""
+    """Pieces of a request's rows, in order; where there is none, all rows together."""
     start = end - num_rows
+    if start % PIECE == 0:
+        return _squares(request, start, end)
     first = start if start >= PIECE else start + PIECE  # the first piece without a context has no rectangle
     firsts = range(first, end - PIECE + 1, PIECE)
     if not firsts:
@@ -149,3 +174,13 @@ def _parts(request: int, num_rows: int, end: int) -> list[_Part]:
     ends = [(start, firsts[0]), (firsts[-1] + PIECE, end)]
     before, after = ([_Part(request, b - a, b, 0)] if b > a else [] for a, b in ends)
     return [*before, *parts, *after]
+
+
+def _squares(request: int, start: int, end: int) -> list[_Part]:
+    """The same behind a context of whole pieces."""
+    parts = []
+    for size in SQUARES:
+        while end - start >= size:
+            parts.append(_Part(request, size, start + size, start, square=True))
+            start += size
+    return [*parts, _Part(request, end - start, end, 0)] if end > start else parts

@@ -125,6 +125,7 @@ class TritonFaBackend(AttentionBackend):
             plan,
             self.rectangle,
             scale=scale,
+            sinks=sinks,
             go_on=lambda rows, rest, **how: self._prefill.prefill_attention(rows, cache, **_places(rest), **options, **how),
             plain=lambda rows, rest: self._attend(rows, cache, rest, **options),
         )

@@ -49,24 +49,26 @@ def test_torch_passes_its_check(dtype: torch.dtype) -> None:
     assert error <= bound
 
 
-def spoiled(part: int, factor: float) -> Rectangle:
-    """Torch's kernel with an output, or with denominators, that are off."""
+def spoiled(part: int, factor: float, only_causal: bool) -> Rectangle:
+    """Torch's kernel with an output, or with denominators, that are off, in rectangles or in squares."""
 
-    def rectangle(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        results = list(through_torch(query, key, value, scale))
-        results[part] = results[part] * factor
+    def rectangle(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+        results = list(through_torch(query, key, value, scale, causal))
+        if causal == only_causal:
+            results[part] = results[part] * factor
         return results[0], results[1]
 
     return rectangle
 
 
 @pytest.mark.parametrize("part", [0, 1])
+@pytest.mark.parametrize("causal", [False, True])
 def test_a_library_that_is_off_is_left_out_with_a_line(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, part: int
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, part: int, causal: bool
 ) -> None:
     """By 2 % in what it returns, whichever part it is."""
     assert library(spec()) is through_torch
-    monkeypatch.setattr(libraries, "LIBRARIES", {"cuDNN": spoiled(part, 1.02)})
+    monkeypatch.setattr(libraries, "LIBRARIES", {"cuDNN": spoiled(part, 1.02, causal)})
     library.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert library(spec()) is None
@@ -80,8 +82,7 @@ def test_flash_attention_3_goes_before_cudnn(
     """Where the package can be imported and is right; its releases differ in how denominators are asked for."""
 
     def old(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-        assert not causal
-        output, log_sums = through_torch(q[0], k[0], v[0], softmax_scale)
+        output, log_sums = through_torch(q[0], k[0], v[0], softmax_scale, causal)
         return output[None], log_sums[None]
 
     def new(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool, return_attn_probs: bool = False) -> Any:
@@ -127,19 +128,21 @@ def metadata(requests: list[tuple[int, int]]) -> AttentionMetadata:
 
 
 def test_rows_are_cut_once_each() -> None:
-    """Whole pieces have rectangles as far as their contexts go; the others stay together."""
+    """Whole pieces go to the library, as large as they may be where their context is whole; the others stay together."""
     requests = [(700, 700), (3 * PIECE + 5, 3 * PIECE + 5), (PIECE, PIECE), (9, PIECE), (2 * PIECE, 3 * PIECE + 100), (4, 9)]
     plan = plan_rectangles(metadata(requests), BLOCK)
     assert isinstance(plan, PrefillPlan)
-    summary = [(run.num_keys // PIECE, run.metadata.num_reqs, run.rows.stop - run.rows.start) for run in plan.runs]
+    summary = [(run.num_keys // PIECE, run.square, run.metadata.num_reqs, run.rows.stop - run.rows.start) for run in plan.runs]
     assert summary == [
-        (0, 2, 700 + PIECE),
-        (1, 1, PIECE),
-        (2, 1, PIECE),
-        (0, 3, 5 + PIECE + 9),
-        (1, 1, PIECE),
-        (2, 1, PIECE),
-        (0, 1, 4),
+        (0, False, 1, 700),
+        (0, True, 1, 2 * PIECE),
+        (2, True, 1, PIECE),
+        (0, False, 1, 5),
+        (0, True, 1, PIECE),
+        (0, False, 1, 9),
+        (1, False, 1, PIECE),
+        (2, False, 1, PIECE),
+        (0, False, 1, 4),
     ]
     positions = [torch.arange(end - count, end) + 10**6 * request for request, (count, end) in enumerate(requests)]
     found, last = [], 0
@@ -154,13 +157,14 @@ def test_rows_are_cut_once_each() -> None:
         )
         for count, end, table in zip(counts, ends, run.metadata.block_table.tolist(), strict=True):
             found.append(torch.arange(end - count, end) + 10**6 * (table[0] // 10_000))
-        assert not run.num_keys or (run.request == table[0] // 10_000 and run.num_keys <= end - count)
+        assert not run.num_gathered or (run.request == table[0] // 10_000 and run.num_keys <= end - count)
+        assert not run.square or (run.num_keys, run.num_gathered) == (end - count, end)
     assert torch.cat(found).equal(torch.cat(positions))
 
 
-def test_metadata_without_a_rectangle_stay_as_they_are() -> None:
-    """Short rows, rows without a context, lengths that only the device knows, and blocks that do not divide a piece."""
-    for requests in ([(PIECE - 1, 9 * PIECE)], [(PIECE, PIECE)], [(PIECE, 2 * PIECE - 1)]):
+def test_metadata_without_a_piece_stay_as_they_are() -> None:
+    """Short rows, rows of which none has a whole context, lengths that only the device knows, and blocks that divide no piece."""
+    for requests in ([(PIECE - 1, 9 * PIECE)], [(PIECE - 1, PIECE - 1)], [(PIECE, 2 * PIECE - 1)]):
         plan = metadata(requests)
         assert plan_rectangles(plan, BLOCK) is plan
     whole = metadata([(PIECE, 2 * PIECE)])

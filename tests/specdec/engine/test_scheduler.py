@@ -1,6 +1,7 @@
 """Continuous batching under pressure: arrivals, cancellations, preemption, shared prefixes, late results."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -294,7 +295,7 @@ def test_results_are_read_before_anyone_is_preempted() -> None:
 
 def test_chunks_are_smaller_beside_requests_that_decode() -> None:
     """Those wait for the chunk; while nobody does, a chunk is as large as it may be."""
-    limits = {"block_size": BLOCK, "max_num_seqs": 2, "max_prefill_tokens": 20, "prefix_caching": False}
+    limits: dict[str, Any] = {"block_size": BLOCK, "max_num_seqs": 2, "max_prefill_tokens": 20, "prefix_caching": False}
     scheduler = Scheduler(BlockPool(60), max_tokens_beside=6, **limits)
     requests = [Request(i, [5] * 30, SamplingParams(), seed=0, max_total_len=40) for i in range(2)]
     spans = []

@@ -164,18 +164,19 @@ def test_few_programs_over_many_keys_are_left_to_the_kernel_that_divides_them() 
 
 @pytest.mark.parametrize("extra", ["plain", "sinks", "window", "softcap"])
 def test_long_contexts_through_a_library(monkeypatch: pytest.MonkeyPatch, extra: str) -> None:
-    """Rectangles begin where pieces do, chunks where they like; windows and softcaps are not the library's."""
+    """Pieces begin where their context is whole, chunks where they like; windows and softcaps are not the library's."""
     monkeypatch.setattr(context, "PIECE", 32)
+    monkeypatch.setattr(context, "SQUARES", (64, 32))
     monkeypatch.setattr(triton_fa, "PREFILL_ROWS", 16)
     monkeypatch.setattr(triton_prefill, "prefill_tile", lambda *args: SMALL)
     torch.manual_seed(0)
     wanted = spec(head_dim=16, dtype=torch.float16 if DEVICE.type == "cuda" else torch.float32)  # cuDNN has no float32
     backend = TritonFaBackend(wanted)
-    shapes: list[tuple[int, int]] = []
+    shapes: list[tuple[int, int, bool]] = []
 
-    def rectangle(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        shapes.append((len(query), len(key)))
-        return libraries.through_torch(query, key, value, scale)
+    def rectangle(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+        shapes.append((len(query), len(key), causal))
+        return libraries.through_torch(query, key, value, scale, causal)
 
     backend.rectangle = rectangle
     requests = [(20, 20), (150, 150), (107, 70), (75, 3), (64, 32)]
@@ -187,5 +188,6 @@ def test_long_contexts_through_a_library(monkeypatch: pytest.MonkeyPatch, extra:
         "softcap": 0.7 if extra == "softcap" else None,
     }
     compare(backend, rows, cache, metadata, **options)
-    wanted_shapes = [(32, 32), (32, 64), (32, 32), (32, 96), (32, 64), (32, 32)]
-    assert shapes == ([] if extra in ("window", "softcap") else wanted_shapes)
+    behind_pieces, behind_others = [(32, 32, False), (32, 32, True)], [(32, 64, False), (32, 32, False)]
+    whole_prompt = [(64, 64, False), (64, 64, True), (64, 64, True)]
+    assert shapes == ([] if extra in ("window", "softcap") else behind_pieces + behind_others + whole_prompt)
