@@ -46,6 +46,7 @@ class TritonOps:
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._embeds, self._multiplies_few_rows = embeds(device), multiplies_few_rows(device, dtype)
         self._mixes = experts_on_triton(device, dtype)
+        self._suited: dict[int, bool] = {}  # whether the kernels have these experts, by the object that they are
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
         """See `Ops.embed`."""
@@ -96,7 +97,9 @@ class TritonOps:
 
     def experts(self, experts: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """See `Ops.experts`."""
-        if self._mixes and not unsupported_reasons(experts, ids.shape[1]):
+        if id(experts) not in self._suited:
+            self._suited[id(experts)] = self._mixes and not unsupported_reasons(experts, ids.shape[1])
+        if self._suited[id(experts)]:
             return mix(x, weights, ids.int(), experts)
         return apply_experts(x, weights, ids.long(), experts)
 
