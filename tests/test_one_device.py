@@ -59,7 +59,7 @@ def test_a_step_stays_on_its_device(name: str, fuse: bool) -> None:
         engine.slots.sampling.seen = torch.zeros(5, verifier.vocab_size, dtype=torch.bool, device=META)
         slots = torch.empty(3, dtype=torch.int64, device=META)
         if drafter is drafters[-1]:
-            drafter.model.rotary(slots, torch.float32)  # type: ignore[union-attr]  # a prefill has brought its frequencies over
+            drafter.network.angles(slots)  # type: ignore[union-attr]  # a prefill has brought its frequencies over
         for plan in PLANS.values():
             with torch.inference_mode(), OneDevice():
                 sampling = engine.slots.sampling.select(slots, plan)

@@ -121,7 +121,7 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> OperationCounter:
         (3, {}, 58),  # positions of the block, and of fewer verified rows
         (0, {}, 30),
         (15, {"temperature": 0.8}, 50),
-        (15, {"temperature": 0.8, "top_k": 20, "top_p": 0.95}, 51),
+        (15, {"temperature": 0.8, "top_k": 20, "top_p": 0.95}, 52),
         (0, {"temperature": 0.8}, 33),
         (15, {"repetition_penalty": 1.3}, 66),
     ],

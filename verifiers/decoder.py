@@ -38,7 +38,7 @@ class DecoderVerifier:
         eos: end-of-sequence ids.
 
     Raises:
-        CheckpointError: a tensor is missing.
+        CheckpointError: a tensor is missing, or one is left that our layers know nothing of.
     """
 
     def __init__(
@@ -64,11 +64,12 @@ class DecoderVerifier:
         self.windows = layer_windows(config)
         self.embedding_scale = description.embedding_scale_in(self.dtype)
         self.final_softcap = description.final_softcap
-        self._ops = ops_for(backend)
+        self._ops = ops_for(backend, mixes=description.routing is not None)
         builder = LayerBuilder(config, description, backend)
         layers = [builder.layer(index, weights.under(f"model.layers.{index}.")) for index in range(self.num_layers)]
         final_norm = builder.norm(weights, "model.norm")
         assert final_norm is not None
+        weights.check_all_taken()
         self._decoder = Decoder(layers, final_norm, backend=backend, ops=self._ops, residual_scale=description.residual_scale)
 
     @property

@@ -113,7 +113,7 @@ def _glm4(config: Any, common: Mapping[str, Any]) -> Description:
 
 def _deepseek_v2(config: Any, common: Mapping[str, Any]) -> Description:
     grouped = config.topk_method == "group_limited_greedy"
-    routing = Routing(
+    routing = config.num_experts_per_tok and Routing(  # a config may say nothing of experts
         config.n_routed_experts,
         config.num_experts_per_tok,
         num_groups=config.n_group if grouped else 1,
@@ -121,7 +121,7 @@ def _deepseek_v2(config: Any, common: Mapping[str, Any]) -> Description:
         renormalized=False,  # whatever the config says
         scaling=config.routed_scaling_factor,
     )
-    return Description(**common, interleaved=True, routing=routing, wide_router=True)
+    return Description(**common, interleaved=True, routing=routing or None, wide_router=True)
 
 
 def _deepseek_v3(config: Any, common: Mapping[str, Any]) -> Description:

@@ -13,6 +13,10 @@ Reorder = Callable[[Tensor], Tensor]
 """Puts the rows of a tensor [out, ...] into another order."""
 
 
+COMPUTED = ("inv_freq", "embed_scale")
+"""How buffers of transformers' modules end that no checkpoint holds."""
+
+
 @dataclass(frozen=True, slots=True)
 class Weights:
     """Tensors by the names that transformers gives them, on their device and in their type.
@@ -48,6 +52,19 @@ class Weights:
         taken = tensor.detach()
         tensor.data = taken.new_empty(0)  # whoever else holds the parameter does not keep its memory
         return taken
+
+    def check_all_taken(self) -> None:
+        """Whether anything is left beside what transformers computes from the config.
+
+        Raises:
+            CheckpointError: a tensor that nobody took, such as a bias, would be missing from what the model computes.
+        """
+        left = sorted(name for name in self.tensors if not name.endswith(COMPUTED))
+        if left:
+            raise CheckpointError(
+                f"our layers have no use for {len(left)} tensors of the target, the first being {left[0]!r};"
+                " load it with fuse=False, which runs it through transformers' modules"
+            )
 
     def tensor(self, name: str) -> Tensor:
         """A tensor.

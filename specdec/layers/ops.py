@@ -206,12 +206,17 @@ class TorchOps:
         return residual if join.norm is None else rms_norm(residual, join.norm), residual
 
 
-def ops_for(backend: AttentionBackend | MlaBackend) -> Ops:
-    """What computes the layers around `backend`: our kernels where it and the device suit them; not yet around latent attention."""
+def ops_for(backend: AttentionBackend | MlaBackend, *, mixes: bool = False) -> Ops:
+    """What computes the layers around `backend`: our kernels where it and the device suit them; not yet around latent attention.
+
+    Args:
+        backend: attention.
+        mixes: the layers have experts.
+    """
     from specdec.layers.fused import fuses_layers
 
     if isinstance(backend, MlaBackend) or not fuses_layers(backend):
         return TorchOps()
     from specdec.layers.triton_ops import TritonOps  # it imports Triton
 
-    return TritonOps(backend.spec.device, backend.spec.dtype)
+    return TritonOps(backend.spec.device, backend.spec.dtype, mixes=mixes)

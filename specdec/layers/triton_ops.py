@@ -41,11 +41,12 @@ class TritonOps:
     Args:
         device: where.
         dtype: of the rows.
+        mixes: there will be experts, which are then chosen and multiplied with by our kernels, if those pass their check.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, *, mixes: bool = False) -> None:
         self._embeds, self._multiplies_few_rows = embeds(device), multiplies_few_rows(device, dtype)
-        self._mixes = experts_on_triton(device, dtype)
+        self._mixes = mixes and experts_on_triton(device, dtype)
         self._suited: dict[int, bool] = {}  # whether the kernels have these experts, by the object that they are
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:

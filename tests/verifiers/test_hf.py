@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from specdec.attention.backend import AttentionMetadata
 from specdec.core import ForwardInput, Verifier
+from specdec.errors import CheckpointError
 from specdec.kv_cache import PagedKVCache, blocks_for
 from specdec.layers.linear import BlockedLinear, DenseLinear, can_block, linear
 from specdec.layers.rotary import Angles, Rope
@@ -18,7 +19,7 @@ from tests.helpers.bounds import assert_as_exact, in_float64
 from tests.helpers.tiny_models import CONFIGS, WINDOW, paged_verifier, plain_model, random_prompts
 from verifiers.decoder import DecoderVerifier
 from verifiers.families import describe
-from verifiers.hf import HFVerifier, description_of
+from verifiers.hf import HFVerifier, description_of, verifier_for
 from verifiers.hf_attention import ATTENTION_NAME
 from verifiers.shape import layer_windows
 
@@ -167,6 +168,14 @@ def test_layers_of_another_kind_stay_as_they_are() -> None:
     assert description_of(model) is not None
     model.model.layers[1].mlp.up_proj = torch.nn.Sequential(model.model.layers[1].mlp.up_proj)
     assert description_of(model) is None
+
+
+def test_no_tensor_is_left_unused() -> None:
+    """A bias that our layers know nothing of would be missing from every logit."""
+    model = plain_model("llama")
+    model.model.norm.bias = torch.nn.Parameter(torch.ones(32))
+    with pytest.raises(CheckpointError, match=r"no use for 1 tensors .*'model.norm.bias'; load it with fuse=False"):
+        verifier_for(model, name="llama", backend=paged_verifier(plain_model("llama")).attention)
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_logits_that_are_not_finite_are_told(use: Any, monkeypatch: pytest.Monke
     """By the engine's own message."""
     use(LaunchAgain)
     verifier: Any = paged_verifier(plain_model("llama"))
-    verifier._norm.weight.fill_(float("nan"))
+    verifier._head.weight.fill_(float("nan"))
     with pytest.raises(BackendError, match="the target's logits are NaN or infinite"):
         check_captured_step(verifier)
 

@@ -317,12 +317,9 @@ def model_of(name: str, head_dim: int = 64) -> PreTrainedModel:
     return model
 
 
-def on(verifier: Verifier, backend: type[AttentionBackend], model: PreTrainedModel, **changes: Any) -> Verifier:
+def on(backend: type[AttentionBackend], model: PreTrainedModel, **changes: Any) -> Verifier:
     """The same target on another backend."""
-    other: Any = paged_verifier(model, block_size=16)
-    asked: Any = verifier.attention.spec
-    other.attention = backend(replace(asked, **changes))
-    return other
+    return paged_verifier(model, 16, backend=lambda spec: backend(replace(spec, **changes)))
 
 
 @pytest.mark.parametrize(
@@ -345,7 +342,7 @@ def test_whole_generations_equal_torch_ref(rocm: Install, name: str, layout: str
     reference = paged_verifier(model, block_size=16)
     want = generate(reference, None)
     for make in (lambda v: None, lambda v: NGramDrafter(max_draft_tokens=4), wide_dflash):
-        verifier = on(reference, BACKENDS[layout], model)
+        verifier = on(BACKENDS[layout], model)
         assert generate(verifier, make(verifier), guard=True) == want
     assert "flash_attn_with_kvcache" in machine.names()
 

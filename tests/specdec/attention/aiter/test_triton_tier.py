@@ -85,7 +85,7 @@ def test_whole_generations_equal_torch_ref(rdna: Install, name: str) -> None:
     reference = paged_verifier(model, block_size=16)
     want = generate(reference, None)
     for make in (lambda v: None, wide_dflash):
-        verifier = on(reference, RocmAiterFaBackend, model)
+        verifier = on(RocmAiterFaBackend, model)
         assert generate(verifier, make(verifier), guard=True) == want
     assert machine.names() == TRITON_ONLY
 
