@@ -67,6 +67,9 @@ class Decoder:
         self._mlp_joins = [
             Join(norm, layer.output_norm, residual_scale) for layer, norm in zip(self.layers, next_norms, strict=True)
         ]
+        # Weights that a kernel may ask for ahead: of a layer's attention, and of its feed-forward sublayer.
+        self._attention_weights = [layer.attention.linears[0] for layer in self.layers] + [None]
+        self._mlp_weights = [layer.mlp.linears[0] for layer in self.layers]
 
     @property
     def nbytes(self) -> int:
@@ -106,15 +109,15 @@ class Decoder:
         """
         ops, tapped, shared, residual = self.ops, dict[int, Tensor](), dict[str, Tensor](), hidden
         first = self.layers[0]
-        normed = hidden if first.input_norm is None else ops.norm(hidden, first.input_norm, first.attention.linears[0])
+        normed = hidden if first.input_norm is None else ops.norm(hidden, first.input_norm, self._attention_weights[0])
         for index, layer in enumerate(self.layers):
             rows = Rows(self._backend, caches[index], plans[index], angles, shared)
             attended = layer.attention(ops, normed, rows, layer.output)
-            following = self.layers[index + 1].attention.linears[0] if index + 1 < len(self.layers) else None
+            following = self._attention_weights[index + 1]
             if keep is not None and following is None:
                 attended, residual = keep(attended), keep(residual)
             join = self._attention_joins[index]
-            normed, residual = ops.project_add(layer.output, attended, residual, join, layer.mlp.linears[0])
+            normed, residual = ops.project_add(layer.output, attended, residual, join, self._mlp_weights[index])
             normed, residual = layer.mlp(ops, normed, residual, self._mlp_joins[index], following)
             if index in taps:
                 tapped[index] = residual

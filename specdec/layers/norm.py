@@ -20,9 +20,9 @@ class Norm(NamedTuple):
 
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
     """`x` [..., H], normed, in its type."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
-    scale = torch.addcmul(_constant(norm.epsilon, wide, x.device), length, length, value=1 / x.shape[-1]).rsqrt_()
+    epsilon = _constant(norm.epsilon, x.dtype, x.device)
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=epsilon.dtype)
+    scale = torch.addcmul(epsilon, length, length, value=1 / x.shape[-1]).rsqrt_()
     if norm.weight.dtype != x.dtype:
         return (x * scale * norm.weight).to(x.dtype)
     return torch.mul(x, scale, out=torch.empty_like(x)).mul_(norm.weight)
@@ -30,6 +30,6 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A number on the device, put there once."""
+    """A number on the device, put there once, in the type that norms of `dtype` are computed in."""
     with torch.inference_mode(False):
-        return torch.full((), value, dtype=dtype, device=device)
+        return torch.full((), value, dtype=torch.promote_types(dtype, torch.float32), device=device)
