@@ -26,7 +26,7 @@ MOST_ROWS = 8192
 MOST_CHUNK_ROWS = 2048
 """The same of one chunk."""
 MOST_ROW_BYTES = 2**43
-"""Rows times bytes of weights beyond which the device takes longer than the host, some 10 ms on an H200."""
+"""Rows times bytes of the weights that each reads beyond which the device takes longer than the host, some 10 ms on an H200."""
 
 
 class PrefillShape(NamedTuple):
@@ -168,4 +168,7 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
 
 def most_prefill_rows(verifier: Verifier, max_num_seqs: int) -> int:
     """Rows up to which a prefill of at most so many chunks is captured."""
-    return min(MOST_ROWS, MOST_ROW_BYTES // verifier.weight_bytes, max_num_seqs * MOST_CHUNK_ROWS)
+    row_bytes, experts = verifier.weight_bytes, verifier.routed_experts
+    if experts is not None:
+        row_bytes += experts.bytes_read(1) - experts.weight_bytes
+    return min(MOST_ROWS, MOST_ROW_BYTES // row_bytes, max_num_seqs * MOST_CHUNK_ROWS)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from specdec.config import SamplingParams
+from specdec.core import RoutedExperts
 from specdec.engine import graphs, prefill_graphs
 from specdec.engine.engine import SpecEngine
 from specdec.engine.prefill_graphs import PrefillGraphs, PrefillShape, most_prefill_rows
@@ -153,15 +154,16 @@ def test_inputs_of_a_replay(case: Case, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_how_many_rows_pay(case: Case) -> None:
-    """The more weights, the fewer rows keep a device as long as their launches keep the host."""
+    """The more weights a row reads, the fewer rows keep a device as long as their launches keep the host."""
 
-    def most(weight_bytes: int, max_num_seqs: int) -> int:
-        verifier: Any = SimpleNamespace(weight_bytes=weight_bytes)
+    def most(weight_bytes: int, max_num_seqs: int, experts: RoutedExperts | None = None) -> int:
+        verifier: Any = SimpleNamespace(weight_bytes=weight_bytes, routed_experts=experts)
         return most_prefill_rows(verifier, max_num_seqs)
 
     assert [most(3 * 10**8, count) for count in (1, 3, 100)] == [2048, 6144, 8192]
     assert [most(16 * 10**9, count) for count in (1, 100)] == [549, 549]
     assert most(10**13, 1) == 0
+    assert most(41 * 10**9, 1, RoutedExperts(32, 4, 38 * 10**9)) == 2**43 // (3 * 10**9 + 38 * 10**9 // 8)
 
 
 def test_a_mixed_step_has_logits_of_those_that_end(case: Case) -> None:
