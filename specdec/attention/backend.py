@@ -136,6 +136,9 @@ class AttentionBackend(ABC):
     name: ClassVar[str]
     captures_prefill: ClassVar[bool] = False
     """Whether a prefill whose lengths only the device knows costs no more than one that states them."""
+    prefill_tokens: ClassVar[int] = 8192
+    """Prompt tokens of a step on an accelerator, unless the user says how many. Every chunk reads all weights, those of all experts
+    too, so large ones are fastest, as far as memory goes."""
     steady_len: int = 0
     """Tokens in the cache from which on a plan of decoding depends on no length any more; 0 where there is no such number."""
     fits_fused_layers: bool = False

@@ -105,6 +105,8 @@ class MlaBackend(ABC):
     name: ClassVar[str]
     captures_prefill: ClassVar[bool] = False
     """See `specdec.attention.backend.AttentionBackend.captures_prefill`."""
+    prefill_tokens: ClassVar[int] = 2048
+    """See `specdec.attention.backend.AttentionBackend.prefill_tokens`; keys and values of all heads are large."""
     steady_len: int = 0
     """See `specdec.attention.backend.AttentionBackend.steady_len`."""
 

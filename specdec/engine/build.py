@@ -21,10 +21,9 @@ from specdec.kv_cache import BlockPool, PagedKVCache, blocks_for
 from specdec.layers import argmax
 from specdec.sampling import sampler
 
-PREFILL_TOKENS = 8192
-"""Prompt tokens of a step on an accelerator. Every chunk reads all weights, those of all experts too, so large ones are fastest."""
 PREFILL_TOKENS_BESIDE = 2048
-"""The same beside requests that decode: they wait for the chunk, about ten of their steps with a model of 8 B on an H200."""
+"""Prompt tokens of a step beside requests that decode: they wait for the chunk, about ten of their steps with a model of 8 B on an
+H200."""
 
 
 class EngineParts(NamedTuple):
@@ -96,7 +95,7 @@ def build_engine(verifier: Verifier, drafter: Drafter | None, config: EngineConf
         pool,
         block_size=block_size,
         max_num_seqs=config.max_num_seqs,
-        max_prefill_tokens=config.max_prefill_tokens or (512 if device.type == "cpu" else PREFILL_TOKENS),
+        max_prefill_tokens=config.max_prefill_tokens or (512 if device.type == "cpu" else verifier.attention.prefill_tokens),
         max_tokens_beside=config.max_prefill_tokens or PREFILL_TOKENS_BESIDE,
         prefix_caching=config.cache.prefix_caching,
         num_draft_tokens=num_draft_tokens,

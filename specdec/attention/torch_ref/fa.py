@@ -72,6 +72,7 @@ class TorchRefBackend(AttentionBackend):
     """Plain torch on any device."""
 
     name = "torch_ref"
+    prefill_tokens = 2048  # its masks have a number for every row and key
 
     @classmethod
     def unsupported_reasons(cls, spec: AttentionSpec) -> list[str]:
