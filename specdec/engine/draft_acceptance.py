@@ -9,7 +9,6 @@ MEMORY = 64
 _LATE = 8  # the same, of what tells whether acceptance has changed
 _FIRST_GUESS = 0.9  # of the first position before anything is known; high, so that drafting is tried
 _GUESS_WEIGHT = 0.5  # in observations
-_DOUBT = 0.0
 _CHANGE = 2.5  # standard deviations by which late acceptance must differ to be another one
 
 
@@ -41,10 +40,9 @@ class _Position:
         variance = 1 + self._late_reached * rate * (1 - rate) * (1 + self._late_reached / reached)
         return (self._late_accepted - rate * self._late_reached) ** 2 > _CHANGE**2 * variance
 
-    def doubt(self) -> None:
-        """Leaves little of what is known: the position before has changed."""
-        self.reached, self.accepted = _DOUBT * self.reached, _DOUBT * self.accepted
-        self._late_reached, self._late_accepted = _DOUBT * self._late_reached, _DOUBT * self._late_accepted
+    def forget(self) -> None:
+        """Begins anew: the position before has changed."""
+        self.reached = self.accepted = self._late_reached = self._late_accepted = 0.0
 
 
 class AcceptanceEstimate:
@@ -75,7 +73,7 @@ class AcceptanceEstimate:
             accepted = reached - counts[position]
             if estimate.observe(reached, accepted):
                 for later in self._positions[position + 1 :]:
-                    later.doubt()
+                    later.forget()
             reached = accepted
 
     def expected_tokens(self, k: int) -> float:
