@@ -5,6 +5,7 @@ its driver and these versions, so that the next start reads it and runs nothing.
 AMD's other than those in `ARCHITECTURES` kernels are taken by name alone, for some of them spill registers there.
 
 The variable `SPECDEC_KERNELS` overrules all that: "argmax,-fused_layers" takes the one and leaves out the other, unchecked.
+What is in `BY_NAME` is checked nevertheless.
 """
 
 import json
@@ -33,8 +34,22 @@ from specdec.files import cache_folder, write_text
 
 logger = logging.getLogger(__name__)
 
-NAMES = ("rocm_aiter_fa", "triton_fa", "argmax", "sampler", "embedding", "few_rows", "experts", "fused_layers", "captured_step")
+NAMES = (
+    "rocm_aiter_fa",
+    "triton_fa",
+    "argmax",
+    "sampler",
+    "embedding",
+    "few_rows",
+    "experts",
+    "fused_layers",
+    "aiter_layers",
+    "captured_step",
+)
 """What has a check."""
+
+BY_NAME = ("aiter_layers",)
+"""What is used only if `SPECDEC_KERNELS` names it, and after its check all the same: nobody has measured yet whether it pays."""
 
 ARCHITECTURES = ("gfx942", "gfx950")
 """AMD architectures on which a check decides."""
@@ -93,14 +108,23 @@ def reasons_against(name: str, device: torch.device, check: Check, *variant: Var
     assert name in NAMES
     wanted = _asked_for().get(name)
     architecture = specdec.device.rocm_architecture(device)
-    if wanted is not None:
-        return [] if wanted else [f"{VARIABLE} leaves it out"]
-    if architecture is None:
-        return []
-    if architecture not in ARCHITECTURES:
-        return [f"on {architecture} it is taken by name alone ({VARIABLE}={name})"]
+    if wanted is False:
+        return [f"{VARIABLE} leaves it out"]
+    if name in BY_NAME and not wanted:
+        return [f"it is taken by name alone ({VARIABLE}={name})"]
+    if name not in BY_NAME:
+        if wanted or architecture is None:
+            return []
+        if architecture not in ARCHITECTURES:
+            return [f"on {architecture} it is taken by name alone ({VARIABLE}={name})"]
     verdict = verdict_of(name, device, check, *variant)
     return [f"its self-check failed: {verdict.failure}"] if verdict.failure else []
+
+
+def named(name: str) -> bool:
+    """Whether `SPECDEC_KERNELS` takes what is called `name`."""
+    assert name in NAMES
+    return _asked_for().get(name, False)
 
 
 _known: dict[Path, Verdict] = {}
@@ -115,13 +139,13 @@ def verdict_of(name: str, device: torch.device, check: Check, *variant: Variant,
         if again or path not in _known:
             _known[path] = verdict = _kept_or_run(path, check, again)
             if verdict.failure and not again:
+                insist = "" if name in BY_NAME else f"{VARIABLE}={name} takes it all the same, "
                 logger.warning(
-                    "%s is left out on %s: %s (%s=%s takes it all the same, specdec doctor --run checks it again)",
+                    "%s is left out on %s: %s (%sspecdec doctor --run checks it again)",
                     title(name, *variant),
                     _card(device),
                     verdict.failure,
-                    VARIABLE,
-                    name,
+                    insist,
                 )
         return _known[path]
 

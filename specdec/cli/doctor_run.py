@@ -14,6 +14,7 @@ from specdec.engine.graph_check import check_captured_step
 from specdec.engine.graphs import has_graphs
 from specdec.errors import SpecDecError
 from specdec.kernels.triton_launch import unavailable_reasons
+from specdec.layers.aiter_layers import check_aiter_layers, unsupported_reasons
 from specdec.layers.argmax import check_argmax
 from specdec.layers.experts import check_experts
 from specdec.layers.fused import check_embedding, check_few_rows, check_fused_layers
@@ -73,6 +74,7 @@ def kinds(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype | N
     yield Kind("few_rows", (half,), missing, partial(check_few_rows, device, half))
     yield Kind("experts", (dtype,), missing, partial(check_experts, device, dtype))
     yield Kind("fused_layers", (dtype,), missing, partial(check_fused_layers, device, dtype))
+    yield Kind("aiter_layers", (dtype,), unsupported_reasons(device, dtype), partial(check_aiter_layers, device, dtype))
     yield _captured_step(spec)
 
 

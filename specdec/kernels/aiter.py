@@ -111,7 +111,7 @@ class AiterMla:
     @cached_property
     def reduce_options(self) -> dict[str, int]:
         """`num_kv_splits`, where `mla_reduce_v1` demands it; 0 lets it choose."""
-        return {"num_kv_splits": 0} if _takes(self, "mla_reduce_v1", "num_kv_splits", since=(0, 1, 16)) else {}
+        return {"num_kv_splits": 0} if takes(self, "mla_reduce_v1", "num_kv_splits", since=(0, 1, 16)) else {}
 
     @property
     def missing(self) -> list[str]:
@@ -141,7 +141,7 @@ class AiterIndexer:
     def top_k_options(self) -> dict[str, bool]:
         """`stable`, where the two can be told to prefer the lower of two positions with equal scores."""
         kernels = ("top_k_per_row_prefill", "top_k_per_row_decode")
-        return {"stable": True} if all(_takes(self, name, "stable", since=(0, 1, 20)) for name in kernels) else {}
+        return {"stable": True} if all(takes(self, name, "stable", since=(0, 1, 20)) for name in kernels) else {}
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class AiterRouter:
     topk_softmax: Annotated[Function, "aiter", "topk_weights topk_indices token_expert_indices gating_output need_renorm"]
 
 
-Family = TypeVar("Family", AiterTriton, AiterFa, AiterMla, AiterIndexer, AiterRouter)
+Family = TypeVar("Family")
 
 
 def installed_version() -> str | None:
@@ -243,7 +243,8 @@ def load(family: type[Family]) -> Family:
         Exception: of any kind, from AITER's own import, such as a RuntimeError where it finds no ROCm.
     """
     functions: dict[str, Any] = {name: _function(name, declared) for name, declared in _declared(family).items()}
-    return family(version_numbers(installed_version() or ""), **functions)
+    build: Callable[..., Family] = family
+    return build(version_numbers(installed_version() or ""), **functions)
 
 
 def dotted(version: tuple[int, ...]) -> str:
@@ -274,7 +275,7 @@ def _function(name: str, declared: Any) -> Function | None:
     return function
 
 
-def _takes(family: AiterMla | AiterIndexer, name: str, keyword: str, *, since: tuple[int, ...]) -> bool:
+def takes(family: Any, name: str, keyword: str, *, since: tuple[int, ...]) -> bool:
     """Whether a function has a keyword, by its version only when nothing else tells."""
     names = _parameters(name, getattr(family, name))
     return family.version >= since if names is None else keyword in names

@@ -20,6 +20,7 @@ from specdec.layers.linear import Linear
 from specdec.layers.norm import Norm, rms_norm
 from specdec.layers.rotary import Angles, rotate
 from specdec.layers.router import Router
+from specdec.self_check import named
 
 
 class Join(NamedTuple):
@@ -209,14 +210,25 @@ class TorchOps:
 def ops_for(backend: AttentionBackend | MlaBackend, *, mixes: bool = False) -> Ops:
     """What computes the layers around `backend`: our kernels where it and the device suit them; not yet around latent attention.
 
+    AITER's take the place of some of ours where they are asked for by name.
+
     Args:
         backend: attention.
         mixes: the layers have experts.
     """
     from specdec.layers.fused import fuses_layers
 
-    if isinstance(backend, MlaBackend) or not fuses_layers(backend):
-        return TorchOps()
-    from specdec.layers.triton_ops import TritonOps  # it imports Triton
+    device, dtype = backend.spec.device, backend.spec.dtype
+    fused = not isinstance(backend, MlaBackend) and fuses_layers(backend)
+    if named("aiter_layers"):
+        from specdec.layers.aiter_layers import takes_aiter_layers
 
-    return TritonOps(backend.spec.device, backend.spec.dtype, mixes=mixes)
+        if takes_aiter_layers(backend, fused=fused):
+            from specdec.layers.aiter_ops import AiterOps  # it imports Triton
+
+            return AiterOps(device, dtype, mixes=mixes)
+    if not fused:
+        return TorchOps()
+    from specdec.layers.triton_ops import TritonOps
+
+    return TritonOps(device, dtype, mixes=mixes)

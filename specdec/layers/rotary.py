@@ -77,6 +77,11 @@ class Angles:
         doubled = torch.cat([self.cos, self.cos], dim=-1), torch.cat([-self.sin, self.sin], dim=-1)
         return doubled[0].unsqueeze(-2), doubled[1].unsqueeze(-2)
 
+    @cached_property
+    def row_index(self) -> Tensor:
+        """0, 1, ... int64 [T]: for a kernel that looks angles up in a table by position, where this is the table."""
+        return torch.arange(len(self.cos), device=self.cos.device)
+
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates the halves of the last axis of `x` [..., heads, head_dim] against each other, by `Angles.doubled`."""

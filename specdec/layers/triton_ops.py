@@ -70,7 +70,11 @@ class TritonOps:
         # The next weight is asked for while this product runs, which leaves the memory idle only if its own was asked for.
         hint = None if linear.prefetchable is None else _hint(ahead, x)
         product = linear.few_rows(x, activation=activation, ahead=hint) if self._multiplies_few_rows else None
-        return gated(linear(x), activation) if product is None else product
+        return self.activate(linear(x), activation) if product is None else product
+
+    def activate(self, joined: Tensor, activation: str) -> Tensor:
+        """The gated activation [T, width] of a product [T, 2 * width] that has been computed."""
+        return gated(joined, activation)
 
     def add(self, x: Tensor, residual: Tensor, join: Join, ahead: Linear | None = None) -> tuple[Tensor, Tensor]:
         """See `Ops.add`."""

@@ -2,14 +2,15 @@
 
 Attention on the plain layout goes through `rocm_aiter_fa`. The shuffled layout has no backend where AITER's compiled kernels are
 missing, so there rows are stored in plain torch and our call of the kernel is made by itself. `fp8_mqa_logits` scores the rows of a
-prefill for the indexer.
+prefill for the indexer; `fused_qk_rope_reshape_and_cache` rotates rows and writes a cache in either layout.
 """
 
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -18,10 +19,12 @@ from specdec.attention.aiter import fa_triton
 from specdec.attention.aiter.fa import CDNA, RocmAiterFaBackend, RocmAiterFaShuffleBackend
 from specdec.attention.aiter.fa_triton import Layer, Rows, Setup
 from specdec.attention.aiter.groups import plan_packed
-from specdec.attention.aiter.layout import shuffled
+from specdec.attention.aiter.layout import Layout, read_rows, shuffled
 from specdec.attention.aiter.scratch import Scratch
 from specdec.kernels import aiter, aiter_triton_only
+from specdec.kernels.aiter_layers import AiterLayers
 from specdec.kv_cache import KVLayerSpec, LayerCache, PagedKVCache, blocks_for
+from specdec.layers.rotary import Angles, rotate
 from tests.helpers.attention_case import Case, attention, spec
 
 LENGTHS = [37, 5, 64]
@@ -36,6 +39,7 @@ SPLITS_FLOAT16 = (0, 1, 17)
 """Before it, `unified_attention` refuses float16 where it splits the keys."""
 
 UNIFIED, KVCACHE, LOGITS = "unified_attention", "flash_attn_with_kvcache", "fp8_mqa_logits"
+ROPE = "fused_qk_rope_reshape_and_cache"
 
 
 class Outcome(NamedTuple):
@@ -117,6 +121,7 @@ def calls(setting: Setting) -> Iterator[Call]:
         for shuffle, rows in ((False, 1), (False, 4), (True, 4)):
             yield _attention(device, half, 64, rows, None, split=True, shuffle=shuffle)
     yield _attention(device, half, 64, 4, None, causal=False, split=True)
+    yield from (_rope(device, layout, many) for layout, many in itertools.product(get_args(Layout), (False, True)))
     if setting.scores:
         yield from (_logits(device, keys) for keys in (40, 300))
 
@@ -233,6 +238,53 @@ def _logits(device: torch.device, num_keys: int) -> Call:
         return Outcome(got[seen], plain, exact)
 
     return Call(LOGITS, "prefill", dim, f"{num_rows} rows, {num_keys} keys", torch.float32, run)
+
+
+def _rope(device: torch.device, layout: Layout, many: bool) -> Call:
+    """Rotated queries and keys, and what the cache holds of keys and values; as `many` rows have it, several heads at a time."""
+    num_rows, heads, kv_heads, dim, size = 5, 8, 2, 64, 16
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16  # of which the interpreter multiplies the bits
+
+    def run() -> Outcome:
+        home: Any = import_module("aiter.ops.triton.fusions.fused_kv_cache")
+        compiled = dict.fromkeys(("rmsnorm2d_fwd", "rmsnorm2d_fwd_with_add", "silu_and_mul", "gelu_tanh_and_mul"), _not_here)
+        functions: dict[str, Any] = {**compiled, ROPE: getattr(home, ROPE)}
+        kernels = AiterLayers(aiter.version_numbers(aiter.installed_version() or ""), **functions)
+        torch.default_generator.manual_seed(0)
+        rows, turns = torch.randn(num_rows, heads + 2 * kv_heads, dim).to(dtype), torch.randn(num_rows, dim // 2)
+        angles, num_blocks = Angles(turns.cos().to(dtype), turns.sin().to(dtype)), blocks_for(num_rows, size) + 2
+        slots = torch.randperm(num_blocks * size)[:num_rows]
+        cache = KVLayerSpec(kv_heads, dim).allocate(num_blocks, size, dtype, device)
+        there, wide = (Angles(angles.cos.to(kind), angles.sin.to(kind)) for kind in (device, torch.float64))
+        query, key, value = rows.to(device).split([heads, kv_heads, kv_heads], dim=1)
+        # It takes this type, too: float32 is for the interpreter alone. And what it counts as many rows; old ones count none.
+        changes: dict[str, Any] = {"e4m3_dtype": dtype, "_BLOCK_H_MIN_TOKENS": 1 if many else 128}
+        with mock.patch.multiple(home, create=True, **changes):
+            query, key = kernels.rotate_and_store(
+                query,
+                key,
+                value,
+                shuffled(cache) if layout == "shuffle" else cache,
+                slots.to(device),
+                there.row_index,
+                there.cos,
+                there.sin,
+            )
+        stored = read_rows(cache, slots.to(device), layout, dtype)
+        got = torch.cat([part.cpu() for part in (query, key, *stored)], dim=1)
+        given = rows.split([heads + kv_heads, kv_heads], dim=1)
+
+        def wanted(numbers: tuple[Tensor, ...], turned: Angles) -> Tensor:
+            rotated = rotate(numbers[0], *turned.doubled)
+            return torch.cat([rotated, rotated[:, heads:], numbers[1]], dim=1)
+
+        return Outcome(got, wanted(given, angles), wanted(tuple(part.double() for part in given), wide))
+
+    return Call(ROPE, layout, dim, f"{'many' if many else 'few'} rows", dtype, run)
+
+
+def _not_here(**arguments: Any) -> None:
+    raise NotImplementedError("AITER's compiled kernels are not here")
 
 
 def _scores(query: Tensor, keys: Tensor, scales: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:

@@ -271,3 +271,22 @@ def test_run_measures() -> None:
     verdict = run(check)
     assert verdict == Verdict(None, 1.0, 2.0, verdict.milliseconds) and verdict.milliseconds is not None
     assert 15 < verdict.milliseconds < 2000
+
+
+@pytest.mark.parametrize("architecture", [None, "gfx942", "gfx1100"])
+def test_by_name_and_checked(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, architecture: str | None) -> None:
+    """Off unless it is named; then its check decides, anywhere, and no advice is given to insist."""
+    monkeypatch.setattr(specdec.device, "rocm_architecture", lambda device: architecture)
+    check = Counted(Deviation(1.0, 0.0))
+    assert reasons_against("aiter_layers", CPU, check) == ["it is taken by name alone (SPECDEC_KERNELS=aiter_layers)"]
+    monkeypatch.setenv("SPECDEC_KERNELS", "-aiter_layers")
+    assert reasons_against("aiter_layers", CPU, check) == ["SPECDEC_KERNELS leaves it out"] and check.runs == 0
+    assert not self_check.named("aiter_layers")
+    monkeypatch.setenv("SPECDEC_KERNELS", "aiter_layers")
+    assert self_check.named("aiter_layers") and not self_check.named("argmax")
+    (reason,) = reasons_against("aiter_layers", CPU, check)
+    assert "its self-check failed" in reason and check.runs == 1
+    (line,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert line.startswith("aiter_layers is left out") and line.endswith("(specdec doctor --run checks it again)")
+    self_check._known.clear()
+    assert passes("aiter_layers", CPU, Counted(), "other")

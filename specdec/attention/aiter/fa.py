@@ -123,8 +123,27 @@ class RocmAiterFaBackend(AttentionBackend):
         sinks: Tensor | None = None,
     ) -> Tensor:
         """See `AttentionBackend.run`."""
-        rows, layer = Rows(query.contiguous(), key.contiguous(), value.contiguous()), Layer(cache, scale, window, softcap, sinks)
-        self.write(cache, rows.key, rows.value, plan.slot_mapping)
+        key, value = key.contiguous(), value.contiguous()
+        self.write(cache, key, value, plan.slot_mapping)
+        return self.attend(query, key, value, cache, plan, scale=scale, window=window, softcap=softcap, sinks=sinks)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cache: LayerCache,
+        plan: AiterPlan,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """The same for keys and values that are in the cache already."""
+        rows, layer = Rows(query.contiguous(), key, value), Layer(cache, scale, window, softcap, sinks)
+        if any(group.phase != "decode" for group in plan.groups):  # which read rows, where decoding reads the cache alone
+            rows = Rows(rows.query, key.contiguous(), value.contiguous())
 
         def attend(group: Group, rows: Rows) -> Tensor:
             return self.kernel(group, layer)(self._setup, group, layer, rows)

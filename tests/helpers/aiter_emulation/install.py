@@ -11,11 +11,19 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tests.helpers.aiter_emulation import cache, indexer, mha, mla, mla_plan, mla_reduce, paged, prefill_ps, routing
+from tests.helpers.aiter_emulation import cache, indexer, layers, mha, mla, mla_plan, mla_reduce, paged, prefill_ps, routing
 from tests.helpers.aiter_emulation.machine import Machine
 from tests.helpers.aiter_emulation.signatures import SOURCES, signatures, version_key
 
-_TOP_LEVEL = ("ops/mha.py", "ops/attention.py", "ops/cache.py", "ops/topk.py", "ops/moe_op.py")
+_TOP_LEVEL = (
+    "ops/mha.py",
+    "ops/attention.py",
+    "ops/cache.py",
+    "ops/topk.py",
+    "ops/moe_op.py",
+    "ops/rmsnorm.py",
+    "ops/activation.py",
+)
 """Modules whose functions AITER exports as `aiter.<name>`."""
 
 COMPILED: dict[str, str | None] = {
@@ -32,12 +40,19 @@ COMPILED: dict[str, str | None] = {
     "top_k_per_row_decode": "0.1.17",
     "grouped_topk": None,
     "topk_softmax": "0.1.19",
+    "silu_and_mul": None,
+    "gelu_tanh_and_mul": None,
 }
 """Functions that stand behind a wrapper without a signature, and the version from which they have one, if any."""
+
+GUARDED = {"rmsnorm2d_fwd": "0.1.18", "rmsnorm2d_fwd_with_add": "0.1.18"}
+"""The reverse: from which version on."""
 
 
 def hides_signature(name: str, version: str) -> bool:
     """Whether the Python function shows its arguments as `*args, **kwargs`."""
+    if name in GUARDED:
+        return version_key(version) >= version_key(GUARDED[name])
     until = COMPILED.get(name)
     return name in COMPILED and (until is None or version_key(version) < version_key(until))
 
@@ -95,7 +110,7 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path, machine: Machine | No
                 setattr(module(parent), child, modules[name])
         return modules[name]
 
-    families = (mha, paged, cache, mla, mla_plan, mla_reduce, prefill_ps, indexer, routing)
+    families = (mha, paged, cache, mla, mla_plan, mla_reduce, prefill_ps, indexer, routing, layers)
     implementations = {name: function for family in families for name, function in vars(family).items()}
     operators = types.SimpleNamespace()
     for name, signature in signatures(machine.version):

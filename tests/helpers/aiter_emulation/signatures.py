@@ -141,6 +141,19 @@ SIGNATURES: dict[str, dict[str, str]] = {
         "0.1.15": """topk_weights, topk_indices, token_expert_indices, gating_output, need_renorm, num_shared_experts=0,
             shared_expert_scoring_func=''""",
     },
+    "rmsnorm2d_fwd": {"0.1.15": "input, weight, epsilon, use_model_sensitive_rmsnorm=0"},
+    "rmsnorm2d_fwd_with_add": {
+        "0.1.15": "out, input, residual_in, residual_out, weight, epsilon, use_model_sensitive_rmsnorm=0",
+        "0.1.17": "out, input, residual_in, residual_out, weight, epsilon, gemma_norm=False, use_model_sensitive_rmsnorm=0",
+    },
+    "silu_and_mul": {"0.1.15": "out, input, limit=0.0"},
+    "gelu_tanh_and_mul": {"0.1.15": "out, input"},
+    "fused_qk_rope_reshape_and_cache": {
+        "0.1.15": """q, k, v, key_cache, value_cache, slot_mapping, pos, cos, sin, k_scale, v_scale, is_neox, flash_layout,
+            apply_scale=True, offs=None, q_out=None, k_out=None, output_zeros=True, zeros_out=None""",
+        "0.1.15.post1": """q, k, v, key_cache, value_cache, slot_mapping, pos, cos, sin, k_scale, v_scale, is_neox, flash_layout,
+            apply_scale=True, offs=None, q_out=None, k_out=None, output_zeros=True, zeros_out=None, upcast_operand=False""",
+    },
 }
 
 SOURCES: dict[str, str] = {
@@ -170,6 +183,11 @@ SOURCES: dict[str, str] = {
     "biased_grouped_topk": "ops/topk.py",
     "grouped_topk": "ops/topk.py",
     "topk_softmax": "ops/moe_op.py",
+    "rmsnorm2d_fwd": "ops/rmsnorm.py",
+    "rmsnorm2d_fwd_with_add": "ops/rmsnorm.py",
+    "silu_and_mul": "ops/activation.py",
+    "gelu_tanh_and_mul": "ops/activation.py",
+    "fused_qk_rope_reshape_and_cache": "ops/triton/fusions/fused_kv_cache.py",
 }
 """Where AITER defines each function, inside its package."""
 

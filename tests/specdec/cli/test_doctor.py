@@ -204,6 +204,7 @@ def test_run_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("triton_fa-bfloat16", "argmax", "embedding", "few_rows-bfloat16", "experts-bfloat16", "fused_layers-bfloat16"):
         assert line_of(out, name) == ["not", "here:", "cpu", "is", "not", "a", "CUDA", "or", "ROCm", "device"]
     assert line_of(out, "captured_step") == ["not", "here:", "cpu", "has", "no", "graphs"]
+    assert " ".join(line_of(out, "aiter_layers-bfloat16")).startswith("not here: cpu (AITER's compiled kernels are for gfx942")
     assert line_of(out, "rocm_aiter_fa-bfloat16") == ["not", "here:", "cpu", "is", "not", "a", "ROCm", "device"]
     assert not self_check.cache_folder().exists()
     assert "self-checks" not in doctor(capsys)
@@ -230,6 +231,8 @@ def test_run_checks_again(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
         and "torch_ref              chosen" in out
     )
     out = doctor(capsys, "--run")
+    error, bound, _ = map(float, line_of(out, "aiter_layers-bfloat16"))
+    assert 0 < error <= bound
     error, bound, _ = map(float, line_of(out, "rocm_aiter_fa-bfloat16"))
     assert error <= bound and "rocm_aiter_fa          chosen by --attention auto" in doctor(capsys)
 

@@ -14,11 +14,12 @@ from specdec.attention.selector import refusals, select_backend
 from specdec.cli.main import main
 from specdec.kernels import aiter
 from specdec.kernels.aiter import AiterFa, AiterIndexer, AiterMla, AiterRouter, AiterTriton
+from specdec.kernels.aiter_layers import AiterLayers
 from tests.helpers.aiter_emulation import Machine, install
 from tests.helpers.aiter_emulation.signatures import VERSIONS, version_key
 from tests.helpers.attention_case import spec
 
-FAMILIES: list[Any] = [AiterTriton, AiterFa, AiterMla, AiterIndexer, AiterRouter]
+FAMILIES: list[Any] = [AiterTriton, AiterFa, AiterMla, AiterIndexer, AiterRouter, AiterLayers]
 Install = Callable[..., Machine]
 
 
@@ -41,6 +42,7 @@ def test_functions_that_hide_their_arguments(emulated: Install, version: str, si
     number = version_key(version)
     assert aiter.load(AiterMla).reduce_options == ({"num_kv_splits": 0} if number >= (0, 1, 16) else {})
     assert aiter.load(AiterIndexer).top_k_options == ({"stable": True} if number >= (0, 1, 20) else {})
+    assert aiter.load(AiterLayers).rope_options == ({"upcast_operand": True} if number > (0, 1, 15) else {})
 
 
 @pytest.mark.parametrize(("signatures", "stable"), [("schemas", {}), ("hidden", {"stable": True})])

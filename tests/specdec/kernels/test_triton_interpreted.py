@@ -13,7 +13,7 @@ triton = pytest.importorskip("triton")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "names", [["layers", "activation", "argmax", "sampler"], ["fa", "prefill"], ["amd"], ["router", "experts"]]
+    "names", [["layers", "activation", "argmax", "sampler"], ["fa", "prefill"], ["amd"], ["aiter_layers"], ["router", "experts"]]
 )
 def test_kernels_in_the_interpreter(names: list[str]) -> None:
     """Kernels are right on CPU tensors, whatever this machine has."""
