@@ -70,7 +70,7 @@ class DecoderVerifier:
         final_norm = builder.norm(weights, "model.norm")
         assert final_norm is not None
         weights.check_all_taken()
-        self._decoder = Decoder(layers, final_norm, backend=backend, ops=self._ops, residual_scale=description.residual_scale)
+        self._decoder = Decoder(layers, final_norm, ops=self._ops, residual_scale=description.residual_scale)
 
     @property
     def weight_bytes(self) -> int:
@@ -102,7 +102,7 @@ class DecoderVerifier:
         embeddings = self._ops.embed(rows.token_ids, self._embedding, self.embedding_scale)
         angles = self._decoder.angles(rows.position_ids, self.dtype)
         plans = [self.attention.plan(rows.metadata)] * self.num_layers
-        return self._decoder(embeddings, angles, caches, plans, taps)
+        return self._decoder(embeddings, angles, self.attention, caches, plans, taps)
 
     def keep_layers(self, count: int) -> None:
         """Drops the layers from `count` on, for who wants the outputs of those before alone."""

@@ -34,7 +34,7 @@ class DFlashNetwork:
         device, epsilon = attention.spec.device, model.config.rms_norm_eps
         self._rope = model.rope.to(device)
         layers = [self._layer(cast(DFlashLayer, layer), index) for index, layer in enumerate(model.layers)]
-        self._decoder = Decoder(layers, Norm(model.norm.weight, epsilon), backend=attention, ops=self._ops)
+        self._decoder = Decoder(layers, Norm(model.norm.weight, epsilon), ops=self._ops)
         self._features = linear(model.fc.weight)
         self._context_norm = Norm(model.hidden_norm.weight, epsilon)
         weight, bias, key_norms = model.context_projection()
@@ -65,7 +65,7 @@ class DFlashNetwork:
         One cache per layer, and a plan for causal layers and for others as far as there are any.
         """
         layer_plans = [plans[causal] for causal in self._config.causal]
-        return self._decoder(embeddings, angles, caches, layer_plans, keep=keep)[0]
+        return self._decoder(embeddings, angles, self._attention, caches, layer_plans, keep=keep)[0]
 
     def write_context(
         self, features: Tensor, angles: dict[Rope, Angles], caches: Sequence[LayerCache], slot_mapping: Tensor

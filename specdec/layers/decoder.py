@@ -42,7 +42,6 @@ class Decoder:
     Args:
         layers: in order.
         final_norm: the norm after the last layer.
-        backend: attention over the cache.
         ops: what computes between the products.
         residual_scale: factor of what a sublayer adds to the stream.
 
@@ -55,11 +54,10 @@ class Decoder:
         layers: Sequence[DecoderLayer],
         final_norm: Norm,
         *,
-        backend: AttentionBackend | MlaBackend,
         ops: Ops,
         residual_scale: float = 1.0,
     ) -> None:
-        self.layers, self._backend, self.ops = list(layers), backend, ops
+        self.layers, self.ops = list(layers), ops
         self._ropes = {layer.attention.rope for layer in self.layers if layer.attention.rope is not None}
         self._attention_joins = [Join(layer.mlp_norm, layer.attention_norm, residual_scale) for layer in self.layers]
         # The norm after a layer is the one that the next layer, or the head, begins with.
@@ -90,6 +88,7 @@ class Decoder:
         self,
         hidden: Tensor,
         angles: dict[Rope, Angles],
+        backend: AttentionBackend | MlaBackend,
         caches: Sequence[Any],
         plans: Sequence[Any],
         taps: Sequence[int] = (),
@@ -100,7 +99,8 @@ class Decoder:
         Args:
             hidden: [T, H], embeddings.
             angles: of the rows.
-            caches, plans: one per layer.
+            backend: attention over the caches.
+            caches, plans: one per layer, the plans of `backend`.
             taps: layers whose raw outputs are wanted.
             keep: rows of [T, ...] that go on after the last attention, since nothing sees the others any more; None for all.
 
@@ -111,7 +111,7 @@ class Decoder:
         first = self.layers[0]
         normed = hidden if first.input_norm is None else ops.norm(hidden, first.input_norm, self._attention_weights[0])
         for index, layer in enumerate(self.layers):
-            rows = Rows(self._backend, caches[index], plans[index], angles, shared)
+            rows = Rows(backend, caches[index], plans[index], angles, shared)
             attended = layer.attention(ops, normed, rows, layer.output)
             following = self._attention_weights[index + 1]
             if keep is not None and following is None:
