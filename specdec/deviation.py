@@ -50,5 +50,10 @@ def mismatches(actual: Tensor, expected: Tensor) -> Deviation:
     return Deviation(float((actual.cpu() != expected.cpu()).sum()), 0.0)
 
 
+def normal(*shape: int) -> Tensor:
+    """Standard normal numbers in float32 on the CPU, always the same for a shape: what a kernel's check computes from."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
 def _size(numbers: Tensor) -> float:
     return float(numbers.square().mean().sqrt())

@@ -15,7 +15,7 @@ from specdec.attention.aiter import fa
 from specdec.attention.aiter.layout import Layout, read_rows, shuffled
 from specdec.attention.backend import AttentionBackend
 from specdec.attention.mla import MlaBackend
-from specdec.deviation import Deviation, deviation, mismatches, worst
+from specdec.deviation import Deviation, deviation, mismatches, normal, worst
 from specdec.kernels import aiter
 from specdec.kernels.aiter_layers import AiterLayers
 from specdec.kv_cache import KVLayerSpec
@@ -84,8 +84,8 @@ def check_aiter_layers(device: torch.device, dtype: torch.dtype) -> Deviation:
 
 def _norm_deviations(kernels: AiterLayers, device: torch.device, dtype: torch.dtype) -> Iterator[Deviation]:
     for width in (576, 4096):
-        x, residual, weight = (_normal(*shape).to(dtype) for shape in ((5, width), (6, width), (width,)))
-        residual = residual[:5]
+        x, residual, weight = (normal(*shape).to(dtype) for shape in ((5, width), (6, width), (width,)))
+        residual = residual[:5]  # of another shape, so that it is not x again
         norm, wide = Norm(weight, EPSILON), Norm(weight.double(), EPSILON)
         normed = kernels.norm(x.to(device), weight.to(device), EPSILON)
         yield deviation(normed, rms_norm(x, norm), rms_norm(x.double(), wide))
@@ -96,7 +96,7 @@ def _norm_deviations(kernels: AiterLayers, device: torch.device, dtype: torch.dt
 
 
 def _gated_deviations(kernels: AiterLayers, device: torch.device, dtype: torch.dtype) -> Iterator[Deviation]:
-    joined = (3 * _normal(5, 2 * 1536)).to(dtype)
+    joined = (3 * normal(5, 2 * 1536)).to(dtype)
     for activation in ("silu", "gelu_tanh"):
         (gate, up), (wide_gate, wide_up) = (numbers.chunk(2, dim=-1) for numbers in (joined, joined.double()))
         plain, exact = gated(gate, up, activation), gated(wide_gate, wide_up, activation)
@@ -105,7 +105,7 @@ def _gated_deviations(kernels: AiterLayers, device: torch.device, dtype: torch.d
 
 def _rope_deviations(kernels: AiterLayers, layout: Layout, device: torch.device, dtype: torch.dtype) -> Iterator[Deviation]:
     heads, kv_heads, dim = 6, 2, 128
-    rows, turns = _normal(5, heads + 2 * kv_heads, dim).to(dtype), _normal(5, dim // 2)
+    rows, turns = normal(5, heads + 2 * kv_heads, dim).to(dtype), normal(5, dim // 2)
     angles, slots = Angles(turns.cos().to(dtype), turns.sin().to(dtype)), torch.tensor([20, 25, 21, 31, 23])
     there, wide = (Angles(*(part.to(kind) for part in (angles.cos, angles.sin))) for kind in (device, torch.float64))
     cache = KVLayerSpec(kv_heads, dim).allocate(2, 16, dtype, device)
@@ -117,8 +117,3 @@ def _rope_deviations(kernels: AiterLayers, layout: Layout, device: torch.device,
     for got, given in ((query, given_query), (key, given_key), (keys, given_key)):
         yield deviation(got, rotate(given, *angles.doubled), rotate(given.double(), *wide.doubled))
     yield mismatches(values, given_value)
-
-
-def _normal(*shape: int) -> torch.Tensor:
-    """Always the same random numbers for a shape, on the CPU."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))

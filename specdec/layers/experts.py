@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec.deviation import Deviation, deviation, mismatches, worst
+from specdec.deviation import Deviation, deviation, mismatches, normal, worst
 from specdec.kernels.experts import Experts, Routing
 from specdec.layers.activation import gated
 from specdec.layers.router import route
@@ -83,7 +83,7 @@ def _routing_deviations(device: torch.device) -> Iterator[Deviation]:
     from specdec.kernels import triton_router  # it imports Triton
 
     for routing in (Routing(60, 4), Routing(64, 6, "sigmoid", biased=True, num_groups=4, topk_groups=2)):
-        numbers = _normal(10, routing.num_experts)
+        numbers = normal(10, routing.num_experts)
         logits, bias = numbers[:9], numbers[9] / 8 if routing.biased else None
         weights, ids = triton_router.route(logits.to(device), routing, None if bias is None else bias.to(device))
         plain, plain_ids = route(logits, routing, bias)
@@ -97,21 +97,16 @@ def _expert_deviations(device: torch.device, dtype: torch.dtype) -> Iterator[Dev
     from specdec.kernels import triton_experts  # it imports Triton
 
     layer = Experts(
-        _normal(6, 320, 128).to(dtype) / 8,
-        _normal(6, 128, 160).to(dtype) / 8,
+        normal(6, 320, 128).to(dtype) / 8,
+        normal(6, 128, 160).to(dtype) / 8,
         "silu",
-        _normal(6, 320).to(dtype),
-        _normal(6, 128).to(dtype),
+        normal(6, 320).to(dtype),
+        normal(6, 128).to(dtype),
     )
     there = layer.to(device)
     for rows in (1, 5, triton_experts.FEW_ROWS + 6):
-        x, (weights, ids) = _normal(rows, 128).to(dtype), route(_normal(rows, 6), Routing(6, 2))
+        x, (weights, ids) = normal(rows, 128).to(dtype), route(normal(rows, 6), Routing(6, 2))
         got = triton_experts.experts(x.to(device), weights.to(device), ids.int().to(device), there)
         got = got.sum(0).to(dtype) if got.ndim == 3 else got
         exact = apply_experts(x.double(), weights, ids, layer.to(torch.float64))
         yield deviation(got, apply_experts(x, weights, ids, layer), exact)
-
-
-def _normal(*shape: int) -> Tensor:
-    """Always the same random numbers for a shape, on the CPU."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))

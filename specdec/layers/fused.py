@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdec.attention.backend import AttentionBackend
-from specdec.deviation import Deviation, deviation, mismatches, worst
+from specdec.deviation import Deviation, deviation, mismatches, normal, worst
 from specdec.kv_cache import KVLayerSpec
 from specdec.self_check import passes
 
@@ -42,7 +42,7 @@ def check_few_rows(device: torch.device, dtype: torch.dtype) -> Deviation:
     from specdec.kernels.triton_linear import few_rows  # it imports Triton
 
     def off(rows: int, width: int, gated: bool, may_split: bool) -> Deviation:
-        x, weight = _normal(rows, 576).to(dtype), (_normal(width * (1 + gated), 576) / 24).to(dtype)
+        x, weight = normal(rows, 576).to(dtype), (normal(width * (1 + gated), 576) / 24).to(dtype)
         activation = "silu" if gated else None
         got = few_rows(x.to(device), weight.to(device), activation=activation, may_split=may_split)
         assert got is not None, "the kernel takes this shape"
@@ -58,7 +58,7 @@ def check_embedding(device: torch.device) -> Deviation:
     """Rows of more columns than a program takes."""
     from specdec.kernels.triton_embedding import embed
 
-    table, ids = _normal(9, 1500).half(), torch.tensor([[8, 0, 3], [3, 5, 8]])
+    table, ids = normal(9, 1500).half(), torch.tensor([[8, 0, 3], [3, 5, 8]])
     return mismatches(embed(ids.to(device), table.to(device)), F.embedding(ids, table))
 
 
@@ -66,13 +66,14 @@ def _norm_deviations(device: torch.device, dtype: torch.dtype) -> Iterator[Devia
     from specdec.kernels.triton_norm import add_rms_norm, rms_norm
 
     for width in (576, 4096):
-        x, residual, weight = (_normal(*shape).to(dtype) for shape in ((5, width), (5, width), (width,)))
+        x, residual, weight = (normal(*shape).to(dtype) for shape in ((5, width), (6, width), (width,)))
+        residual = residual[:5]  # of another shape, so that it is not x again
         gain, stream = weight.to(device), residual.to(device)
         yield _deviation(rms_norm(x.to(device), gain, EPSILON), _norm, x, weight)
         normed, added = add_rms_norm(x.to(device), stream, gain, EPSILON)
         yield mismatches(added, x + residual)
         yield _deviation(normed, _norm, x + residual, weight)
-    parts = _normal(3, 5, width)
+    parts = normal(3, 5, width)
     normed, added = add_rms_norm(parts.to(device), stream, gain, EPSILON)
     yield deviation(added, parts.sum(0).to(dtype) + residual, parts.double().sum(0) + residual.double())
     yield _deviation(normed, _norm, added.cpu(), weight)
@@ -81,7 +82,7 @@ def _norm_deviations(device: torch.device, dtype: torch.dtype) -> Iterator[Devia
 def _swiglu_deviation(device: torch.device, dtype: torch.dtype) -> Deviation:
     from specdec.kernels.triton_activation import gated
 
-    joined = (3 * _normal(5, 2 * 1536)).to(dtype)
+    joined = (3 * normal(5, 2 * 1536)).to(dtype)
     return _deviation(gated(joined.to(device), "silu"), _swiglu, joined)
 
 
@@ -90,7 +91,7 @@ def _rope_deviations(device: torch.device, dtype: torch.dtype) -> Iterator[Devia
     from specdec.layers.triton_ops import rotated_rows
 
     heads, kv_heads, dim = 6, 2, 128
-    rows, angles, norm = _normal(5, heads + 2 * kv_heads, dim).to(dtype), _normal(5, dim // 2), _normal(dim).to(dtype)
+    rows, angles, norm = normal(5, heads + 2 * kv_heads, dim).to(dtype), normal(5, dim // 2), normal(dim).to(dtype)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     slots = torch.tensor([20, 25, 21, 31, 23])
     cache = KVLayerSpec(kv_heads, dim).allocate(2, 16, dtype, device)
@@ -129,8 +130,3 @@ def _rotated(rows: Tensor, cos: Tensor, sin: Tensor, norm: Tensor) -> Tensor:
     low, high = _norm(rows, norm).chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
-
-
-def _normal(*shape: int) -> Tensor:
-    """Always the same random numbers for a shape, on the CPU."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
