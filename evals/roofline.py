@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from specdec.engine.engine import SpecEngine
+from specdec.kv_cache import StateLayerSpec
 
 MEASURED_BYTES = {"cpu": 2**28, "cuda": 2**31}
 """Read at once when the bandwidth is measured: far more than the caches hold."""
@@ -36,7 +37,9 @@ def measured_bandwidth(device: torch.device, *, repeats: int = 5) -> float:
 
 
 def step_bytes(engine: SpecEngine, *, k: int, num_reqs: int, context: float) -> int:
-    """Bytes that one step has to read. Of routed experts this is an expectation, see `RoutedExperts.expected`.
+    """Bytes that one step has to move: weights and what is cached are read, states written, too.
+
+    Of routed experts this is an expectation, see `RoutedExperts.expected`.
 
     Args:
         engine: target, drafter and cache.
@@ -51,6 +54,8 @@ def step_bytes(engine: SpecEngine, *, k: int, num_reqs: int, context: float) -> 
     cached = 0.0
     for spec, window in zip(verifier.kv_specs, verifier.windows, strict=True):
         cached += spec.bytes_per_token(dtype) * (context if window is None else min(context, window))
+        if isinstance(spec, StateLayerSpec):
+            cached += 2 * spec.state_bytes
     if drafter:
         weights += drafter.weight_bytes
         cached += sum(spec.bytes_per_token(dtype) for spec in drafter.kv_specs) * context

@@ -28,12 +28,23 @@ class ForwardInput:
         position_ids: int64 [num_tokens].
         metadata: attention metadata of these rows.
         logit_rows: int64 [n], rows whose logits are wanted; None for all rows.
+
+    What follows is for layers that keep a state per request, see `specdec.kv_cache.StateCache`:
+
+        slots: int64 [num_reqs], where the states lie; None serves models without such layers.
+        row_counts: int64 [num_reqs], rows of each request that do not pad, the first ones; None for all.
+        final: no row will be rejected.
+        max_pending: host bound on accepted rows of the step before that the states have not taken in.
     """
 
     token_ids: Tensor
     position_ids: Tensor
     metadata: AttentionMetadata
     logit_rows: Tensor | None = None
+    slots: Tensor | None = None
+    row_counts: Tensor | None = None
+    final: bool = True
+    max_pending: int = 0
 
 
 @dataclass(slots=True)

@@ -147,10 +147,12 @@ class SpecDecoder:
         """Token ids of one prompt; chat messages go through the tokenizer's chat template.
 
         Raises:
-            InvalidInputError: the prompt is empty or no Unicode text, holds what is no token id, or is a chat that the tokenizer
-                has no template for.
+            InvalidInputError: the prompt is empty or no Unicode text, holds what is no token id or stands for an image or a sound,
+                or is a chat that the tokenizer has no template for.
         """
-        prompt = _listed(prompt)
+        return self._of_text_alone(self._tokenize(_listed(prompt)))
+
+    def _tokenize(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             return self._ids_of(prompt) if prompt else token_ids([])
         if prompt and isinstance(prompt[0], dict):
@@ -171,6 +173,17 @@ class SpecDecoder:
                 f"the prompt is not Unicode text: character {error.start + 1} is half of a surrogate pair; remove it"
             ) from error
         ids: list[int] = self.tokenizer(text, **options)["input_ids"]
+        return ids
+
+    def _of_text_alone(self, ids: list[int]) -> list[int]:
+        """The same ids; of a multimodal target only the text part is there, which must not meet what stands for an image."""
+        media = getattr(self.verifier, "media_token_ids", {})
+        found = next((token for token in ids if token in media), None) if media else None
+        if found is not None:
+            raise InvalidInputError(
+                f"the prompt holds token {found}, which stands for {media[found]}; {self.verifier.name!r} runs as a text model,"
+                " so give text alone"
+            )
         return ids
 
     def next_token_logits(self, prompt: Prompt) -> Tensor:

@@ -41,6 +41,8 @@ VERIFIERS = {
 
 PARTS = {
     "compare": "evals.bench.compare:run",  # generate --compare
+    "needs": "verifiers.needs:read_needs",  # doctor --model
+    "fit": "drafters.fit:read_fit",  # doctor --drafter
 }
 """What the command line takes from a package that the core does not import."""
 

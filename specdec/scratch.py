@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain
 
 import torch
@@ -37,6 +37,7 @@ class ScratchCache:
             block_size=self._block_size,
             dtype=attention.kv_dtype,
             device=verifier.device,
+            num_slots=len(lengths),
         ).layers
 
     def rows(self, pieces: Sequence[tuple[int, int, Sequence[int]]]) -> ForwardInput:
@@ -59,9 +60,10 @@ class ScratchCache:
             self._tensor(chain.from_iterable(slots)),
         )
         tokens = chain.from_iterable(tokens for _, _, tokens in pieces)
-        return ForwardInput(self._tensor(tokens), self._tensor(chain.from_iterable(positions)), metadata)
+        owners = self._tensor(sequence for sequence, _, _ in pieces)
+        return ForwardInput(self._tensor(tokens), self._tensor(chain.from_iterable(positions)), metadata, slots=owners)
 
-    def _tensor(self, values: chain[int]) -> Tensor:
+    def _tensor(self, values: Iterable[int]) -> Tensor:
         return torch.tensor(list(values), device=self._device)
 
 

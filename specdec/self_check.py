@@ -42,6 +42,7 @@ NAMES = (
     "embedding",
     "few_rows",
     "experts",
+    "recurrence",
     "fused_layers",
     "aiter_layers",
     "captured_step",

@@ -20,7 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 FLOORS: dict[str, list[set[str]]] = {
     "specdec": [
         {"errors", "sizes", "metrics", "deviation"},
-        {"amd_gpus", "config", "registry", "files", "packages"},
+        {"amd_gpus", "config", "registry", "files", "hub", "packages"},
         {"device", "kv_cache"},
         {"self_check"},
         {"kernels"},
@@ -38,6 +38,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"algorithms", "checkpoint"},
         {"dflash", "ngram"},
         {"load", "shipped"},
+        {"fit"},
         {"training"},
         {"__init__"},
     ],

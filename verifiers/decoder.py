@@ -9,16 +9,19 @@ from torch import Tensor
 from specdec.attention.backend import AttentionBackend, AttentionSpec
 from specdec.attention.mla import MlaBackend, MlaSpec
 from specdec.core import ForwardInput, RoutedExperts, VerifyOutput
+from specdec.kv_cache import StateCache, StateLayerSpec
 from specdec.layers.attention import Attention, HeadAttention
 from specdec.layers.decoder import Decoder, DecoderLayer
 from specdec.layers.linear import Linear, linear
 from specdec.layers.mlp import FeedForward, MixtureOfExperts
 from specdec.layers.norm import Norm
 from specdec.layers.ops import Heads, ops_for
+from specdec.layers.recurrence import RecurrentRows
 from specdec.layers.rotary import Rope
 from verifiers.description import Description
 from verifiers.latent import latent_attention
 from verifiers.mixture import gated_mlp, mixture
+from verifiers.recurrent import delta_net, is_recurrent
 from verifiers.shape import layer_specs, layer_windows, max_model_len
 from verifiers.weights import Reorder, Weights
 
@@ -64,7 +67,8 @@ class DecoderVerifier:
         self.windows = layer_windows(config)
         self.embedding_scale = description.embedding_scale_in(self.dtype)
         self.final_softcap = description.final_softcap
-        self._ops = ops_for(backend, mixes=description.routing is not None)
+        self._states = next((index for index, spec in enumerate(self.kv_specs) if isinstance(spec, StateLayerSpec)), None)
+        self._ops = ops_for(backend, mixes=description.routing is not None, recurs=self._states is not None)
         builder = LayerBuilder(config, description, backend)
         layers = [builder.layer(index, weights.under(f"model.layers.{index}.")) for index in range(self.num_layers)]
         final_norm = builder.norm(weights, "model.norm")
@@ -101,8 +105,13 @@ class DecoderVerifier:
         """Hidden states [T, H] after the final norm, and the raw outputs [T, H] of the layers in `taps`."""
         embeddings = self._ops.embed(rows.token_ids, self._embedding, self.embedding_scale)
         angles = self._decoder.angles(rows.position_ids, self.dtype)
-        plans = [self.attention.plan(rows.metadata)] * self.num_layers
-        return self._decoder(embeddings, angles, self.attention, caches, plans, taps)
+        plan = self.attention.plan(rows.metadata)
+        recurrent = None if self._states is None else recurrent_rows(rows)
+        plans = [recurrent if isinstance(cache, StateCache) else plan for cache in caches]
+        result = self._decoder(embeddings, angles, self.attention, caches, plans, taps)
+        if recurrent is not None and self._states is not None:
+            recurrent.finish(caches[self._states].lengths)
+        return result
 
     def keep_layers(self, count: int) -> None:
         """Drops the layers from `count` on, for who wants the outputs of those before alone."""
@@ -115,6 +124,12 @@ class DecoderVerifier:
     def head(self, hidden: Tensor) -> Tensor:
         """See `Verifier.head`."""
         return self._head(hidden)
+
+
+def recurrent_rows(rows: ForwardInput) -> RecurrentRows:
+    """The same rows as recurrent layers see them."""
+    assert rows.slots is not None, "a state lies in a slot"
+    return RecurrentRows.of(rows.slots, rows.metadata, max_pending=rows.max_pending, final=rows.final, counts=rows.row_counts)
 
 
 class LayerBuilder:
@@ -133,11 +148,12 @@ class LayerBuilder:
 
     def layer(self, index: int, weights: Weights) -> DecoderLayer:
         """Decoder layer `index` from the tensors in `weights`."""
-        names = self._description.norms
+        names, recurrent = self._description.norms, is_recurrent(self._config, index)
+        attention = delta_net(weights.under("linear_attn."), self._config) if recurrent else None
         return DecoderLayer(
             input_norm=self.norm(weights, names.input),
-            attention=self._attention(index, weights.under("self_attn.")),
-            output=weights.linear("self_attn.o_proj"),
+            attention=attention or self._attention(index, weights.under("self_attn.")),
+            output=weights.linear("linear_attn.out_proj" if recurrent else "self_attn.o_proj"),
             mlp_norm=self.norm(weights, names.mlp),
             mlp=self._feed_forward(weights.under("mlp.")),
             attention_norm=self.norm(weights, names.attention),
@@ -180,8 +196,11 @@ class LayerBuilder:
             query_norm=None if wide else query_norm,
             key_norm=None if wide else key_norm,
         )
-        qkv = _qkv(weights, spec, reorder)
-        return HeadAttention(qkv, heads, rope, wide)
+        if description.gated_attention:  # each head has its query, then its gate
+            query, gate = torch.arange(2 * spec.num_heads * spec.head_dim).view(-1, 2, spec.head_dim).unbind(1)
+            weights.split("q_proj", {"q_proj": query.reshape(-1), "gate_proj": gate.reshape(-1)})
+        qkv = _qkv(weights, spec, reorder, gated=description.gated_attention)
+        return HeadAttention(qkv, heads, rope, wide, description.gated_attention)
 
     def _rope(self, parameters: Any, head_dim: int) -> Rope:
         key = repr(sorted(parameters.items()))
@@ -195,8 +214,10 @@ class LayerBuilder:
         return gated_mlp(weights, self._description.activation)
 
 
-def _qkv(weights: Weights, spec: AttentionSpec, reorder: Reorder | None) -> Linear:
-    """The projections to heads; `reorder` is for the rows of queries and keys."""
+def _qkv(weights: Weights, spec: AttentionSpec, reorder: Reorder | None, *, gated: bool) -> Linear:
+    """The projections to heads, and to gates; `reorder` is for the rows of queries and keys."""
+    if gated:
+        return weights.linear("q_proj", "k_proj", "v_proj", "gate_proj", reorder=(reorder, reorder, None, None))
     if not weights.has("qkv_proj.weight"):
         return weights.linear("q_proj", "k_proj", "v_proj", reorder=(reorder, reorder, None))
     if reorder is None:

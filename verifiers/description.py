@@ -42,6 +42,7 @@ class Description:
         final_softcap: bound of the logits, or None.
         routing: how experts are chosen, where layers have them.
         wide_router: the logits of experts are computed in float32.
+        gated_attention: queries come with gates of what attention puts out.
         interleaved_experts: expert weights are stored transposed, with gate and up in turns.
     """
 
@@ -60,6 +61,7 @@ class Description:
     routing: Routing | None = None
     wide_router: bool = False
     interleaved_experts: bool = False
+    gated_attention: bool = False
 
     def embedding_scale_in(self, dtype: torch.dtype) -> float:
         """Factor of the input embeddings of a model in this type."""

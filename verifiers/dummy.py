@@ -20,6 +20,7 @@ from verifiers.hf_attention import ATTENTION_NAME
 from verifiers.load import NO_FOREIGN_CODE
 from verifiers.shape import backend_spec
 from verifiers.support import check_supported
+from verifiers.wrappers import text_config
 
 
 def read_config(path: Path) -> PreTrainedConfig:
@@ -31,7 +32,7 @@ def read_config(path: Path) -> PreTrainedConfig:
         UnsupportedModelError: the model cannot be a target.
     """
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(path, **NO_FOREIGN_CODE)
+        config = text_config(AutoConfig.from_pretrained(path, **NO_FOREIGN_CODE))
     except Exception as error:  # a damaged file ends in any kind of error
         reason = " ".join(str(error).split()) or type(error).__name__
         raise CheckpointError(f"cannot read a model's config from {str(path)!r}: {reason[:300]}; give a config.json") from error

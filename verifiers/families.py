@@ -37,6 +37,15 @@ def _qwen3(config: Any, common: Mapping[str, Any]) -> Description:
     return Description(**common, norms_of_queries="each head")
 
 
+def _qwen3_5(config: Any, common: Mapping[str, Any]) -> Description:
+    routing = None
+    if getattr(config, "num_experts", None):
+        # The newer family has no choice.
+        renormalized = config.norm_topk_prob if config.model_type == "qwen3_next" else True
+        routing = Routing(config.num_experts, config.num_experts_per_tok, renormalized=renormalized)
+    return Description(**common, norm_kind="zero_centered", norms_of_queries="each head", gated_attention=True, routing=routing)
+
+
 def _mixtral(config: Any, common: Mapping[str, Any]) -> Description:
     return Description(**common, routing=Routing(config.num_local_experts, config.num_experts_per_tok))
 
@@ -166,7 +175,10 @@ FAMILIES: dict[str, Callable[[Any, Mapping[str, Any]], Description | None]] = {
     "qwen2": _llama,
     "qwen3": _qwen3,
     "qwen2_moe": _qwen2_moe,
+    "qwen3_5_moe_text": _qwen3_5,
+    "qwen3_5_text": _qwen3_5,
     "qwen3_moe": _qwen3_moe,
+    "qwen3_next": _qwen3_5,
     "smollm3": _llama,
     "youtu": _deepseek_v3,
 }

@@ -12,16 +12,24 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from specdec.attention.backend import AttentionBackend
 from specdec.attention.mla import MlaBackend
 from specdec.core import ForwardInput, RoutedExperts, Verifier, VerifyOutput
+from specdec.errors import UnsupportedModelError
 from verifiers.decoder import DecoderVerifier
 from verifiers.description import Description
 from verifiers.families import describe
 from verifiers.hf_attention import ATTENTION_NAME, PagedForward
+from verifiers.recurrent import is_recurrent
 from verifiers.shape import eos_token_ids, expert_counts, layer_specs, layer_windows, max_model_len
 from verifiers.weights import Weights
+from verifiers.wrappers import is_composite, load_text
 
 
 def load_model(path: str, config: PreTrainedConfig, dtype: torch.dtype) -> tuple[PreTrainedModel, list[str]]:
-    """A model whose attention is ours, on the CPU, and the names of tensors that the checkpoint lacks."""
+    """A model whose attention is ours, on the CPU, and the names of tensors that the checkpoint lacks.
+
+    Of a composite it is the text part.
+    """
+    if is_composite(config):
+        return load_text(path, config, dtype, ATTENTION_NAME)
     model, report = AutoModelForCausalLM.from_pretrained(
         path, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME, output_loading_info=True, trust_remote_code=False
     )
@@ -38,12 +46,23 @@ def verifier_for(
         name: how to call it in messages.
         backend: attention over the cache.
         eos: end-of-sequence id when the model's generation config names none.
-        fuse: False runs every model through its own modules, but for latent attention, which they do not have on our cache.
+        fuse: False runs every model through its own modules, but for latent attention and recurrent layers, which they do not
+            have on our cache.
+
+    Raises:
+        UnsupportedModelError: only our own layers could run it, and its projections are no plain ones.
     """
     ends = eos_token_ids(getattr(model.generation_config, "eos_token_id", None), model.config.eos_token_id, eos)
     description = description_of(model)
-    if description is not None and (fuse or isinstance(backend, MlaBackend)):
+    config = model.config
+    recurrent = any(is_recurrent(config, layer) for layer in range(config.num_hidden_layers))
+    if description is not None and (fuse or recurrent or isinstance(backend, MlaBackend)):
         return DecoderVerifier(model.config, description, Weights.of_model(model), name=name, backend=backend, eos=ends)
+    if recurrent:
+        raise UnsupportedModelError(
+            f"target {name!r} has recurrent layers, which our own layers alone can run, and projections in a form that these do not"
+            " take; use a checkpoint in plain numbers"
+        )
     assert isinstance(backend, AttentionBackend), "`verifiers.support` refuses such a model"
     return HFVerifier(model.eval(), name=name, backend=backend, eos=ends)
 

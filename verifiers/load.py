@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from specdec.attention.backend import AttentionBackend
 from specdec.attention.mla import MlaSpec
@@ -71,14 +71,16 @@ def load_verifier(
         raise CheckpointError(f"target {name!r} is not a folder; give a folder with config.json, a hub name, or {EMBEDDED!r}")
     path = os.path.expanduser(path)
     direct = name == EMBEDDED and fuse
-    config = _read(
-        name, "config", partial(_read_config, path) if direct else partial(AutoConfig.from_pretrained, path, **NO_FOREIGN_CODE)
-    )
-    if not direct:
+    if direct:
+        whole = config = _read(name, "config", partial(_read_config, path))
+    else:
         from verifiers.support import check_supported
+        from verifiers.wrappers import media_token_ids, read_config, text_config
 
+        whole = _read(name, "config", partial(read_config, path))
+        config = text_config(whole)
         _check_sizes(name, config)
-        check_supported(name, config)
+        check_supported(name, whole)
     spec = replace(backend_spec(config, device=device, dtype=dtype, block_size=block_size), cache_dtype=cache_dtype)
     if isinstance(spec, MlaSpec):
         spec = replace(spec, fp8_prefill=fp8_prefill)
@@ -98,16 +100,18 @@ def load_verifier(
         eos = eos_token_ids(GenerationConfig.from_pretrained(path).eos_token_id, tokenizer.eos_token_id)
         description = describe(config)
         assert isinstance(backend, AttentionBackend) and description is not None
-        return DecoderVerifier(config, description, Weights(tensors), name=name, backend=backend, eos=eos), tokenizer
+        return DecoderVerifier(config, description, Weights(dict(tensors)), name=name, backend=backend, eos=eos), tokenizer
 
     from verifiers.hf import load_model, verifier_for
 
-    model, missing = _read(name, "weights", partial(load_model, path, config, dtype))
+    model, missing = _read(name, "weights", partial(load_model, path, whole, dtype))
     if missing:
         raise CheckpointError(
             f"target {name!r} lacks {len(missing)} tensors, the first being {missing[0]!r}; fetch the whole checkpoint again"
         )
-    return verifier_for(model.to(device), name=name, backend=backend, eos=tokenizer.eos_token_id, fuse=fuse), tokenizer
+    verifier = verifier_for(model.to(device), name=name, backend=backend, eos=tokenizer.eos_token_id, fuse=fuse)
+    verifier.media_token_ids = media_token_ids(whole)  # type: ignore[attr-defined]
+    return verifier, tokenizer
 
 
 def _read_config(path: str) -> Any:

@@ -10,6 +10,7 @@ import specdec.device
 from specdec.kernels import aiter
 from specdec.kernels.aiter import AiterRouter
 from specdec.kernels.experts import Experts
+from specdec.kernels.packed import PackedWeight
 from specdec.layers.linear import DenseLinear
 from specdec.layers.mlp import GatedMLP, MixtureOfExperts
 from specdec.layers.router import Router, aiter_reasons
@@ -22,17 +23,23 @@ logger = logging.getLogger(__name__)
 def mixture(weights: Weights, description: Description) -> MixtureOfExperts:
     """The mixture of experts whose tensors these are."""
     experts = weights.under("experts.")
-    gate_up, down = experts.tensor("gate_up_proj"), experts.tensor("down_proj")
+    transposed = description.interleaved_experts  # [E, H, 2 * I] with gate and up in turns, and [E, I, H]
+    gate_up, down = (_as_run(experts.experts(name, transposed=transposed)) for name in ("gate_up_proj", "down_proj"))
     gate_up_bias = experts.optional("gate_up_proj_bias")
-    if description.interleaved_experts:  # [E, H, 2 * I] with gate and up in turns, and [E, I, H]
-        gate_up = torch.cat([gate_up[..., ::2], gate_up[..., 1::2]], dim=-1).transpose(1, 2).contiguous()
-        down = down.transpose(1, 2).contiguous()
+    if description.interleaved_experts:
+        order = torch.arange(gate_up.shape[1], device=gate_up.device).view(-1, 2).t().flatten()
+        gate_up = gate_up.select(order) if isinstance(gate_up, PackedWeight) else gate_up.index_select(1, order)
         gate_up_bias = None if gate_up_bias is None else torch.cat([gate_up_bias[:, ::2], gate_up_bias[:, 1::2]], dim=-1)
     routed = Experts(gate_up, down, description.activation, gate_up_bias, experts.optional("down_proj_bias"))
     shared_name = next((name for name in ("shared_experts.", "shared_expert.") if weights.has(f"{name}down_proj.weight")), None)
     shared = None if shared_name is None else gated_mlp(weights.under(shared_name), description.activation)
     shared_gate = weights.linear("shared_expert_gate") if weights.has("shared_expert_gate.weight") else None
     return MixtureOfExperts(router(weights, description), routed, shared, shared_gate)
+
+
+def _as_run(weight: Tensor | PackedWeight) -> Tensor | PackedWeight:
+    """On a CPU plain numbers, as `specdec.layers.linear.linear` has them."""
+    return weight.dequantized() if isinstance(weight, PackedWeight) and weight.device.type == "cpu" else weight
 
 
 def gated_mlp(weights: Weights, activation: str) -> GatedMLP:

@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 from specdec.attention.backend import AttentionBackend, AttentionSpec
 from specdec.attention.mla import IndexerSpec, MlaBackend, MlaSpec
 from specdec.kv_cache import KVLayerSpec, LayerSpec
+from verifiers.recurrent import is_recurrent, state_layer_spec
 
 INDEXED_MODELS = frozenset({"deepseek_v32", "glm_moe_dsa"})
 """Model types with latent attention to the positions that an indexer selects."""
@@ -74,9 +75,11 @@ def backend_spec(config: PreTrainedConfig, *, device: torch.device, dtype: torch
 
 
 def layer_specs(config: PreTrainedConfig, backend: AttentionBackend | MlaBackend) -> list[LayerSpec]:
-    """What each decoder layer caches per token; of latent attention no index keys where a layer uses another's selection."""
+    """What each decoder layer caches; of latent attention no index keys where a layer uses another's selection."""
     if isinstance(backend, AttentionBackend):
-        return [kv_layer_spec(config)] * config.num_hidden_layers
+        layers = range(config.num_hidden_layers)
+        dtype = backend.spec.dtype
+        return [state_layer_spec(config, dtype) if is_recurrent(config, layer) else kv_layer_spec(config) for layer in layers]
     spec = backend.cache_spec
     kinds = getattr(config, "indexer_types", None) or ["full"] * config.num_hidden_layers
     return [replace(spec, index_bytes=0) if kind == "shared" else spec for kind in kinds]

@@ -1,19 +1,21 @@
 """Which Hugging Face models can be targets, told from the config alone: an unfit one is refused before its weights are read.
 
 A target has to be a decoder whose every layer attends exactly once, through transformers' attention interface, to keys and values
-of one shape, or with latent attention as `verifiers.latent` builds it. Its rows must not depend on each other in any other
-way, because requests share a forward.
+of one shape, or one of a family that our own layers build (`verifiers.families`). Its rows must not depend on each other in any
+other way, because requests share a forward. Of a multimodal model the text part is judged.
 """
 
 from collections.abc import Iterator
 from typing import Any
 
 from transformers import PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from specdec.errors import UnsupportedModelError
+from specdec.errors import CheckpointError, UnsupportedModelError
 from verifiers.families import describe
+from verifiers.formats.method import format_of, method_of
 from verifiers.shape import INDEXED_MODELS, LATENT_MODELS
+from verifiers.wrappers import WRAPPERS, bare_class, is_composite, text_class, text_config
 
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 INDEXED_LAYER_TYPES = frozenset({"indexed_attention", "deepseek_sparse_attention"})  # one thing, in two releases of transformers
@@ -36,6 +38,15 @@ OTHER_LATENT = {
 }
 """What sets the latent attention of other model types apart."""
 
+LATENT_READS_QUANTIZED = False
+"""Whether quantized weights become plain numbers before latent attention splits them."""
+
+GATED = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
+"""Model types whose attention is gated whatever the file says."""
+
+STATES = frozenset({"linear_attention"})
+"""Kinds of layers that keep a state, which described families may have."""
+
 
 def check_supported(name: str, config: PreTrainedConfig) -> None:
     """Refuses a model that cannot be a target.
@@ -57,36 +68,49 @@ def check_supported(name: str, config: PreTrainedConfig) -> None:
 
 def unsupported_reasons(config: PreTrainedConfig) -> list[str]:
     """All reasons why a model of this config cannot be a target; empty when it can."""
-    return [*_model_reasons(config), *_attention_reasons(config), *_cache_reasons(config), *_position_reasons(config)]
+    text = text_config(config)
+    model_class = text_class(text)
+    if model_class is None and is_composite(config):
+        model_class = bare_class(text)
+    described = describe(text) is not None
+    stateful = bool(getattr(model_class, "_is_stateful", False))
+    return [
+        *_whole_reasons(config),
+        *_model_reasons(text, model_class, described),
+        *_attention_reasons(text, STATES if described and stateful else frozenset()),
+        *_cache_reasons(text),
+        *_position_reasons(text),
+        *_weight_reasons(text),
+    ]
 
 
-def _model_reasons(config: PreTrainedConfig) -> Iterator[str]:
+def _whole_reasons(config: PreTrainedConfig) -> Iterator[str]:
     if config.is_encoder_decoder:
         yield "it is an encoder-decoder model"
-    if config.sub_configs:
+    if config.sub_configs and config.model_type not in WRAPPERS:
         parts = ", ".join(sorted(config.sub_configs))
         multimodal = any(sense in parts for sense in ("vision", "audio"))
-        yield f"it is {'multimodal' if multimodal else 'composed of nested configs'} ({parts})"
+        known = " and its text part is not known to run alone" if is_composite(config) else ""
+        yield f"it is {'multimodal' if multimodal else 'composed of nested configs'} ({parts}){known}"
+
+
+def _model_reasons(config: PreTrainedConfig, model_class: Any, described: bool) -> Iterator[str]:
     if config.model_type in PECULIAR:
         yield PECULIAR[config.model_type]
-    model_class = _model_class(config)
     if model_class is None:
         remote = " and code from its repository is never run" if getattr(config, "auto_map", None) else ""
         yield f"this transformers version has no causal language model of that type{remote}"
         return
+    if described:
+        return  # our own layers run it, which need nothing of transformers' attention
     if getattr(model_class, "_is_stateful", False):
         yield "it keeps a recurrent state (state-space model or linear attention), which cannot be rolled back"
     if not getattr(model_class, "_supports_attention_backend", False):
         yield f"{model_class.__name__} does not go through transformers' attention interface"
 
 
-def _model_class(config: PreTrainedConfig) -> type | None:
-    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    return found[0] if isinstance(found, tuple) else found
-
-
-def _attention_reasons(config: PreTrainedConfig) -> Iterator[str]:
-    kinds = set(_value(config, "layer_types") or ())
+def _attention_reasons(config: PreTrainedConfig, states: frozenset[str]) -> Iterator[str]:
+    kinds = set(_value(config, "layer_types") or ()) - states
     if config.model_type in INDEXED_MODELS:
         kinds -= INDEXED_LAYER_TYPES
     if kinds - LAYER_TYPES:
@@ -99,6 +123,17 @@ def _attention_reasons(config: PreTrainedConfig) -> Iterator[str]:
     non_causal = _value(config, "use_bidirectional_attention") in (True, "all") or _value(config, "is_causal") is False
     if encoder or non_causal:
         yield "its attention is bidirectional"
+    if config.model_type in GATED:
+        yield from _gate_reasons(config)
+
+
+def _gate_reasons(config: PreTrainedConfig) -> Iterator[str]:
+    """Entries that transformers' classes of these types do not look at."""
+    if getattr(config, "attn_output_gate", True) is False:
+        yield "its attention has no output gate (attn_output_gate false), and the layers of its type have one"
+    gate = getattr(config, "output_gate_type", None)
+    if gate not in (None, "silu", "swish"):
+        yield f"its linear attention is gated by {gate} (output_gate_type), and the layers of its type by silu"
 
 
 def _cache_reasons(config: PreTrainedConfig) -> Iterator[str]:
@@ -123,11 +158,30 @@ def _cache_reasons(config: PreTrainedConfig) -> Iterator[str]:
 def _latent_reasons(config: PreTrainedConfig) -> Iterator[str]:
     if (_value(config, "indexer_types") or ["full"])[0] == "shared":
         yield "its first layer has no indexer and no layer before it to share one with"
-    if quantization := _value(config, "quantization_config"):
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+    if (quantization := quantization_of(config)) and not LATENT_READS_QUANTIZED:
+        method = method_of(quantization)
         yield f"its weights are quantized ({method}), but latent attention splits one of them and needs plain numbers"
     if describe(config) is None:
         yield "our layers, which alone have latent attention, lack its activation function or its RoPE"
+
+
+def quantization_of(config: PreTrainedConfig) -> dict[str, Any] | None:
+    """How the weights are quantized, as config.json says it; None for plain numbers."""
+    stated = _value(config, "quantization_config")
+    if not stated:
+        return None
+    entries: dict[str, Any] = dict(stated) if isinstance(stated, dict) else stated.to_dict()
+    return entries
+
+
+def _weight_reasons(config: PreTrainedConfig) -> Iterator[str]:
+    quantization = quantization_of(config)
+    if quantization is None:
+        return
+    try:
+        format_of(quantization)
+    except CheckpointError as error:
+        yield str(error).partition(";")[0]
 
 
 def _position_reasons(config: PreTrainedConfig) -> Iterator[str]:

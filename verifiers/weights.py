@@ -1,13 +1,17 @@
 """Where a decoder's tensors come from, and joining them into the layers that it runs."""
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from specdec.errors import CheckpointError
+from specdec.kernels.packed import PackedWeight
 from specdec.layers.linear import FourBitWeight, Linear, linear
+
+logger = logging.getLogger(__name__)
 
 Reorder = Callable[[Tensor], Tensor]
 """Puts the rows of a tensor [out, ...] into another order."""
@@ -24,17 +28,18 @@ class Weights:
     Each is taken once and given up, so that nothing is stored twice once it is joined or laid out anew.
 
     Attributes:
-        tensors: which are left; each is popped, and emptied where it is a model's parameter.
+        tensors: which are left; each is popped, and emptied where it is a model's parameter. Weights of linear layers and of
+            experts may be packed, as the checkpoint stores them.
         prefix: before every name.
     """
 
-    tensors: dict[str, Tensor]
+    tensors: dict[str, Tensor | PackedWeight]
     prefix: str = ""
 
     @classmethod
     def of_model(cls, model: nn.Module) -> "Weights":
         """Those of a transformers model, whose parameters are left empty as they are taken."""
-        return cls(dict(model.named_parameters()) | dict(model.named_buffers()))
+        return cls({**dict(model.named_parameters()), **dict(model.named_buffers())})
 
     def under(self, scope: str) -> "Weights":
         """Those whose names begin with this."""
@@ -45,10 +50,12 @@ class Weights:
         return self.prefix + name in self.tensors
 
     def optional(self, name: str) -> Tensor | None:
-        """A tensor, or None where there is none."""
+        """A tensor, of a packed weight its numbers [..., out, in], or None where there is none."""
         tensor = self.tensors.pop(self.prefix + name, None)
         if tensor is None:
             return None
+        if isinstance(tensor, PackedWeight):
+            return tensor.dequantized()
         taken = tensor.detach()
         tensor.data = taken.new_empty(0)  # whoever else holds the parameter does not keep its memory
         return taken
@@ -67,7 +74,7 @@ class Weights:
             )
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor.
+        """A tensor, of a packed weight its numbers [..., out, in].
 
         Raises:
             CheckpointError: there is none of that name.
@@ -77,21 +84,80 @@ class Weights:
             raise CheckpointError(f"the target has no tensor {self.prefix + name!r}; fetch the whole checkpoint again")
         return found
 
+    def split(self, name: str, parts: Mapping[str, Tensor]) -> None:
+        """Replaces a projection by several, each of which has the rows int64 [n] of it that are named beside it."""
+        for field in ("weight", "bias"):
+            stored = self.tensors.get(f"{self.prefix}{name}.{field}")
+            if isinstance(stored, PackedWeight):
+                del self.tensors[f"{self.prefix}{name}.{field}"]
+                device = stored.device
+                self.tensors.update(
+                    {f"{self.prefix}{part}.{field}": stored.select(rows.to(device)) for part, rows in parts.items()}
+                )
+            elif (whole := self.optional(f"{name}.{field}")) is not None:
+                self.tensors.update({f"{self.prefix}{part}.{field}": whole[rows] for part, rows in parts.items()})
+
+    def experts(self, name: str, *, transposed: bool) -> Tensor | PackedWeight:
+        """The weights [E, out, in] of all experts, packed if the checkpoint is.
+
+        Args:
+            name: of them.
+            transposed: transformers has them as [E, in, out]; packed ones never are.
+
+        Raises:
+            CheckpointError: there is none of that name.
+        """
+        stored = self.tensors.get(self.prefix + name)
+        if isinstance(stored, PackedWeight):
+            del self.tensors[self.prefix + name]
+            return stored
+        weight = self.tensor(name)
+        return weight.transpose(1, 2).contiguous() if transposed else weight
+
     def linear(self, *names: str, reorder: tuple[Reorder | None, ...] = ()) -> Linear:
-        """Projections as one, with what they have of biases and four-bit forms.
+        """Projections as one, with what they have of biases, packed and four-bit forms.
 
         Args:
             names: of the projections; the first may be one that the checkpoint joined already, followed by none.
             reorder: one per projection, None where its rows stay; nothing leaves all as they are.
+
+        Raises:
+            CheckpointError: a weight is missing.
         """
         orders = reorder or (None,) * len(names)
-        parts = {field: self._parts(names, field, orders) for field in ("weight", "bias", "codes", "scale", "minimum")}
-        weight = parts["weight"]
+        bias = self._bias(names, orders)
+        packed = self._packed(names, orders)
+        if packed is not None:
+            return linear(packed, bias)
+        weight = self._parts(names, "weight", orders)
         assert weight is not None
-        four_bit = [part for field in ("codes", "scale", "minimum") if (part := parts[field]) is not None]
-        return linear(weight, parts["bias"], four_bit=FourBitWeight(*four_bit) if four_bit else None)
+        four_bit = [part for field in ("codes", "scale", "minimum") if (part := self._parts(names, field, orders)) is not None]
+        return linear(weight, bias, four_bit=FourBitWeight(*four_bit) if four_bit else None)
 
-    def _parts(self, names: tuple[str, ...], field: str, orders: tuple[Reorder | None, ...]) -> Tensor | None:
+    def _packed(self, names: Sequence[str], orders: Sequence[Reorder | None]) -> PackedWeight | None:
+        """All projections as one packed weight; None, and all left where they are, unless all are packed in one way."""
+        scoped = [f"{self.prefix}{name}.weight" for name in names]
+        found = [weight for name in scoped if isinstance(weight := self.tensors.get(name), PackedWeight)]
+        if len(found) < len(names) or not PackedWeight.alike(found):
+            if found:
+                logger.warning("%s are stored in several ways and become plain numbers", ", ".join(scoped))
+            return None
+        for name in scoped:
+            del self.tensors[name]
+        parts = [part if order is None else _reordered(part, order) for part, order in zip(found, orders, strict=True)]
+        return parts[0] if len(parts) == 1 else PackedWeight.joined(parts)
+
+    def _bias(self, names: Sequence[str], orders: Sequence[Reorder | None]) -> Tensor | None:
+        """The biases of all projections, while their weights are here; zeros for one without, and None if all are."""
+        if not any(self.has(f"{name}.bias") for name in names):
+            return None
+        for name in names:
+            weight = self.tensors.get(f"{self.prefix}{name}.weight")
+            if not self.has(f"{name}.bias") and weight is not None:
+                self.tensors[f"{self.prefix}{name}.bias"] = torch.zeros(weight.shape[0], dtype=weight.dtype, device=weight.device)
+        return self._parts(names, "bias", orders)
+
+    def _parts(self, names: Sequence[str], field: str, orders: Sequence[Reorder | None]) -> Tensor | None:
         """One field of all projections; None where they have none."""
         get = self.tensor if field == "weight" else self.optional
         found = [get(f"{name}.{field}") for name in names]
@@ -99,3 +165,8 @@ class Weights:
             return None
         parts = [part if order is None else order(part) for part, order in zip(found, orders, strict=True) if part is not None]
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
+
+
+def _reordered(weight: PackedWeight, order: Reorder) -> PackedWeight:
+    """The outputs of a packed weight in another order."""
+    return weight.select(order(torch.arange(weight.out_features, device=weight.device)))

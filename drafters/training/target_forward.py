@@ -105,6 +105,7 @@ class PackedForward:
             block_size=spec.block_size,
             dtype=spec.kv_dtype,
             device=batch.token_ids.device,
+            num_slots=num_seqs,
         )
         sequences = torch.repeat_interleave(batch.lengths, output_size=sum(batch.lengths_host))  # of every row
         ends = batch.lengths.cumsum(0)
@@ -113,7 +114,8 @@ class PackedForward:
         slots = sequences * (blocks * spec.block_size) + positions
         metadata = AttentionMetadata.packed(batch.lengths_host, batch.lengths_host, table, slots)
         places = sequences * width + positions
-        rows = ForwardInput(batch.token_ids.flatten()[places], positions, metadata)
+        owners = torch.arange(num_seqs, device=ends.device)
+        rows = ForwardInput(batch.token_ids.flatten()[places], positions, metadata, slots=owners)
         final, tapped = self._verifier.hidden(rows, cache.layers, self._layer_ids)
         return _unpack(torch.cat(tapped, dim=-1), places, num_seqs, width), _unpack(final, places, num_seqs, width)
 

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from evals.bench.dummy_engine import WARM_STEPS, OwnSteps, Room
-from evals.peers.vllm_steps import ROUTING, VllmSteps
+from evals.peers.vllm_steps import VllmSteps, simulated_routing
 from evals.report.report import new_report
 from evals.roofline import measured_bandwidth, step_bytes
 from specdec.core import RoutedExperts, Verifier
 from specdec.errors import InvalidInputError
+from specdec.kv_cache import bytes_per_slot
 
 Work = Callable[[Sequence[list[int]]], float]
 """Seconds that a side takes for one pass over some prompts."""
@@ -190,7 +191,9 @@ class DummyBench:
         verifier, rooms = self._verifier, self._rooms.values()
         dtype = verifier.attention.spec.kv_dtype
         per_token = sum(spec.bytes_per_token(dtype) for spec in verifier.kv_specs)
-        cache = max(room.num_reqs * room.max_model_len for room in rooms) * per_token
+        most_rows = max(1, self._config.verify_rows)
+        per_request = bytes_per_slot(verifier.kv_specs, most_rows)
+        cache = max(room.num_reqs * (room.max_model_len * per_token + per_request) for room in rooms)
         return VllmSteps(
             self._entries,
             verifier.device,
@@ -205,16 +208,17 @@ class DummyBench:
         experts = self._verifier.routed_experts
         if experts is None:
             return None
+        routing = simulated_routing(self._entries) if peer else None
         return {
             "num_experts": experts.num_experts,
             "top_k": experts.top_k,
-            "peer_routing": ROUTING if peer else None,
+            "peer_routing": routing,
             "met": [
                 {
                     "rows": rows,
                     "expected": experts.expected(rows),
                     "measured": self._met.get(rows),
-                    "peer_expected": with_repeats(experts, rows) if peer else None,
+                    "peer_expected": with_repeats(experts, rows) if routing else None,
                 }
                 for rows in self._config.step_rows
             ],

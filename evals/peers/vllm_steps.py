@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,22 +18,29 @@ from evals.peers.vllm import import_vllm
 from specdec.errors import InvalidInputError
 
 ROUTING = "uniform_random"
-"""Strategy of vLLM's routing simulator. Its own dummy weights are so small that a router's bias decides, for all rows alike."""
+"""Strategy of vLLM's routing simulator."""
+
+BIASED_ROUTERS = ("gpt_oss",)
+"""Model types whose rows vLLM's dummy weights, which are small, would all send to the experts that a bias prefers."""
 
 HEADROOM = 2 * 2**30
 """Bytes of the accelerator that neither side plans with."""
 
 
 def library_for(device: torch.device) -> Any:
-    """vLLM, told to send rows to experts by `ROUTING`.
+    """vLLM.
 
     Raises:
         InvalidInputError: not installed, or the device is a CPU.
     """
     if device.type != "cuda":
         raise InvalidInputError(f"peer 'vllm' runs on a GPU and the target is on {device}; leave it out")
-    os.environ["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"] = ROUTING  # read when its own process starts, which inherits it
     return import_vllm("vllm")
+
+
+def simulated_routing(config: dict[str, Any]) -> str | None:
+    """How vLLM sends the rows of a model with that config to experts where its own random router would not do."""
+    return ROUTING if config.get("model_type") in BIASED_ROUTERS else None
 
 
 class VllmSteps:
@@ -55,6 +63,8 @@ class VllmSteps:
     def __init__(
         self, config: dict[str, Any], device: torch.device, dtype: torch.dtype, *, max_num_seqs: int, max_model_len: int, spare: int
     ) -> None:
+        # Read when its own process starts, which inherits it.
+        os.environ["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"] = simulated_routing(config) or ""
         self._library = library_for(device)
         self.version: str = self._library.__version__
         self._folder = TemporaryDirectory(prefix="specdec-vllm-")
@@ -69,6 +79,7 @@ class VllmSteps:
             max_model_len=max_model_len,
             enable_prefix_caching=False,
             gpu_memory_utilization=(free - spare - HEADROOM) / total,
+            **_options(config),
         ).llm_engine
         self._request_ids = count()
 
@@ -109,3 +120,13 @@ class VllmSteps:
                 lengths[output.request_id] = len(output.outputs[0].token_ids)
             ends += [time.perf_counter() - started] * (min(lengths.values()) - len(ends))
         return ends
+
+
+def _options(config: dict[str, Any]) -> dict[str, Any]:
+    """What vLLM has to be told for such a model."""
+    options: dict[str, Any] = {}
+    if "text_config" in config:
+        options["limit_mm_per_prompt"] = {"image": 0, "video": 0}  # text alone, without a tower
+    if find_spec("flashinfer") is None:  # which it takes for Gated DeltaNet on Hopper without looking
+        options["additional_config"] = {"gdn_prefill_backend": "triton"}
+    return options

@@ -89,7 +89,7 @@ def _experts_met(experts: dict[str, Any] | None, rows: Sequence[dict[str, Any]])
         return []
     counts, routing = experts["met"], experts["peer_routing"]
     lines = [f"experts: {experts['num_experts']} a layer, {experts['top_k']} a row; ours by the router's random weights"]
-    if routing:
+    if routing:  # else it has random weights as well
         lines[0] += f", vLLM's by its simulator ({routing}: each drawn anew, so a row may have one twice)"
     for one in counts:
         measured = "" if one["measured"] is None else f", {one['measured']:.1f} met by as many random prompts"

@@ -1,4 +1,7 @@
-"""`specdec doctor`: what this machine is, what is installed, and which attention backend would serve a model, with reasons."""
+"""`specdec doctor`: what this machine is, what is installed, and which attention backend would serve a model, with reasons.
+
+With `--model` it says instead whether that one would run here (`specdec.cli.doctor_model`).
+"""
 
 from __future__ import annotations
 
@@ -66,6 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `specdec doctor`."""
     parser.usage = "%(prog)s [options]"
     parser.add_argument("--run", action="store_true", help="run every kind of kernel once at tiny size; print its error and time")
+    add = parser.add_argument_group(
+        "a checkpoint: would it run, and what does it take? Its config files alone are read"
+    ).add_argument
+    add("--model", metavar="NAME", help="the target: embedded, a folder, or a hub name")
+    add("--drafter", default="auto", metavar="NAME", help="beside it: auto (default), none, ngram, a folder, or a hub name")
+    add("--gpu-memory", type=float, metavar="GB", help="memory of one GPU (default: what this device has)")
     add = parser.add_argument_group("a model to ask the backends about").add_argument
     add("--device", default="auto", metavar="NAME", help="auto (default), cpu, cuda or cuda:N")
     add("--dtype", default="auto", metavar="NAME", help="auto (default), float32, bfloat16 or float16")
@@ -94,6 +103,13 @@ def run(args: argparse.Namespace) -> int:
     from specdec.attention.selector import refusals
     from specdec.device import torch_build, unseen_gpu
 
+    if args.model is not None:
+        from specdec.cli.doctor_model import run_model
+
+        _refuse_beside_a_model(args)
+        return run_model(args)
+    if args.drafter != "auto" or args.gpu_memory is not None:
+        raise InvalidInputError(f"{'--gpu-memory' if args.drafter == 'auto' else '--drafter'} goes with --model; name the target")
     spec = spec_of(args)
     device = spec.device
     environment = environment_lines()  # before AITER is imported, which sets some itself
@@ -117,6 +133,16 @@ def run(args: argparse.Namespace) -> int:
 
         status |= run_checks(device, spec.dtype, spec.cache_dtype)
     return status
+
+
+def _refuse_beside_a_model(args: argparse.Namespace) -> None:
+    """Options that describe a model say nothing beside one that has a config."""
+    described = ("run", "mla", "indexer", "kv_heads", "head_dim", "window", "sinks", *_LATENT, *_INDEXER)
+    given = [name for name in described if getattr(args, name) not in (None, False)]
+    if given:
+        raise InvalidInputError(
+            f"{_option(given[0])} does not go with --model, whose config says what it is; leave one of them out"
+        )
 
 
 def spec_of(args: argparse.Namespace) -> AttentionSpec | MlaSpec:

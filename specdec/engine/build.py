@@ -17,13 +17,17 @@ from specdec.engine.scheduler import Scheduler
 from specdec.engine.slots import SlotState
 from specdec.engine.step import StepRunner
 from specdec.engine.timing import StepTimer
-from specdec.kv_cache import BlockPool, PagedKVCache, blocks_for
+from specdec.kv_cache import BlockPool, PagedKVCache, blocks_for, bytes_per_slot
 from specdec.layers import argmax
 from specdec.sampling import sampler
 
 PREFILL_TOKENS_BESIDE = 2048
 """Prompt tokens of a step beside requests that decode: they wait for the chunk, about ten of their steps with a model of 8 B on an
 H200."""
+
+
+SNAPSHOT_TOKENS = 256
+"""Prompt tokens for which a snapshot of recurrent states is worth the step that ends a prompt at a block's end."""
 
 
 class EngineParts(NamedTuple):
@@ -73,11 +77,17 @@ def build_engine(verifier: Verifier, drafter: Drafter | None, config: EngineConf
     graph_rows = min(batch_bucket(config.max_num_seqs), BATCH_SIZES[-1]) * (num_draft_tokens + 1) if captures else 0
     prefill_rows = most_prefill_rows(verifier, config.max_num_seqs) if captures and verifier.attention.captures_prefill else 0
     target_specs, drafter_specs = verifier.kv_specs, drafter.kv_specs if drafter else []
+    recurrent = bytes_per_slot(target_specs, 1) > 0
+    # The slot after the last pads batches; as many snapshots as there may be requests come behind it.
+    num_snapshots = config.max_num_seqs if recurrent and config.cache.prefix_caching else 0
+    snapshots = range(config.max_num_seqs + 1, config.max_num_seqs + 1 + num_snapshots)
+    states = {"num_slots": snapshots.stop, "most_rows": num_draft_tokens + 1}
     num_blocks = plan_cache(
         verifier,
         [*target_specs, *drafter_specs],
         config.cache,
         most_tokens=config.max_num_seqs * max_blocks * block_size,
+        **states,
         graph_rows=graph_rows,
         prefill_rows=prefill_rows,
     )
@@ -87,10 +97,11 @@ def build_engine(verifier: Verifier, drafter: Drafter | None, config: EngineConf
         block_size=block_size,
         dtype=verifier.attention.spec.kv_dtype,
         device=device,
+        **states,
     )
     target_caches, drafter_caches = kv_cache.layers[: len(target_specs)], kv_cache.layers[len(target_specs) :]
 
-    pool = BlockPool(num_blocks)
+    pool = BlockPool(num_blocks, snapshots if recurrent else None)
     scheduler = Scheduler(
         pool,
         block_size=block_size,
@@ -100,6 +111,7 @@ def build_engine(verifier: Verifier, drafter: Drafter | None, config: EngineConf
         prefix_caching=config.cache.prefix_caching,
         num_draft_tokens=num_draft_tokens,
         num_lookahead_tokens=num_lookahead_tokens,
+        snapshot_tokens=SNAPSHOT_TOKENS if recurrent else None,
     )
     slots = SlotState(
         max_num_seqs=config.max_num_seqs,
@@ -120,7 +132,8 @@ def build_engine(verifier: Verifier, drafter: Drafter | None, config: EngineConf
             draft_sampling=config.draft_sampling,
         )
     timer = StepTimer(device, enabled=config.timing)
-    runner = StepRunner(verifier, bound, target_caches, drafter.aux_layer_ids if drafter else (), slots, timer)
+    taps = drafter.aux_layer_ids if drafter else ()
+    runner = StepRunner(verifier, bound, target_caches, taps, slots, timer, most_rows=num_draft_tokens + 1)
     if captures:
         capture_steps(runner, slots, CudaCapture(device), prefill_rows, required=bool(config.graphs))
     return EngineParts(num_draft_tokens, max_model_len, pipeline_depth, overshoot, timer, kv_cache, pool, scheduler, slots, runner)

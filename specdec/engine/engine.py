@@ -207,8 +207,8 @@ class SpecEngine:
         """Launches the prefill of prompt chunks, and the first token of every prompt that ends among them."""
         table = self.runner.prefill(chunks)
         newly_started = [chunk.request for chunk in chunks if samples_first_token(chunk)]
-        for chunk in chunks:
-            self.scheduler.prefilled(chunk)
+        rows = [(chunk.request.slot, self.scheduler.prefilled(chunk)) for chunk in chunks]
+        self.runner.copy_states([(slot, row) for slot, row in rows if row is not None])
         if table is not None:
             for request in newly_started:
                 request.first_token_unread = True

@@ -10,7 +10,7 @@ from specdec.config import CacheConfig
 from specdec.core import Verifier
 from specdec.device import default_cache_bytes
 from specdec.errors import CapacityError
-from specdec.kv_cache import LatentLayerSpec, LayerSpec, num_blocks_in_budget
+from specdec.kv_cache import LatentLayerSpec, LayerSpec, bytes_per_slot, num_blocks_in_budget
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +24,8 @@ def plan_cache(
     config: CacheConfig,
     *,
     most_tokens: int,
+    num_slots: int = 0,
+    most_rows: int = 1,
     graph_rows: int = 0,
     prefill_rows: int = 0,
 ) -> int:
@@ -36,6 +38,7 @@ def plan_cache(
         specs: layers of the target and of the drafter.
         config: the budget.
         most_tokens: tokens that can be in the cache at once.
+        num_slots, most_rows: see `PagedKVCache`.
         graph_rows, prefill_rows: most rows of a captured step and of a captured prefill; 0 when none is captured.
 
     Raises:
@@ -52,6 +55,8 @@ def plan_cache(
         most_tokens=most_tokens,
         block_size=block_size,
         dtype=dtype,
+        num_slots=num_slots,
+        most_rows=most_rows,
     )
     reach = min((spec.max_tokens for spec in specs if isinstance(spec, LatentLayerSpec) and spec.max_tokens), default=None)
     if reach is not None and num_blocks * block_size > reach:
@@ -62,7 +67,8 @@ def plan_cache(
         num_blocks = reach // block_size
     if device.type == "cuda":
         cache_bytes = num_blocks * block_size * sum(spec.bytes_per_token(dtype) for spec in specs)
-        _check(device, cache_bytes, graph_bytes(verifier, graph_rows, prefill_rows))
+        state_bytes = num_slots * bytes_per_slot(specs, most_rows)
+        _check(device, cache_bytes, state_bytes, graph_bytes(verifier, graph_rows, prefill_rows))
     return num_blocks
 
 
@@ -76,11 +82,12 @@ def graph_bytes(verifier: Verifier, num_rows: int, prefill_rows: int = 0) -> int
     return max(step, prefill_rows * WIDTHS_PER_ROW * verifier.hidden_size * verifier.dtype.itemsize)
 
 
-def _check(device: torch.device, cache_bytes: int, for_graphs: int) -> None:
+def _check(device: torch.device, cache_bytes: int, state_bytes: int, for_graphs: int) -> None:
     """Logs the demand, or refuses it."""
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    demand = f"the KV cache takes {_gib(cache_bytes)} and captured steps about {_gib(for_graphs)}"
-    if cache_bytes + for_graphs > free:
+    states = f", states of requests {_gib(state_bytes)}" if state_bytes else ""
+    demand = f"the KV cache takes {_gib(cache_bytes)}{states} and captured steps about {_gib(for_graphs)}"
+    if cache_bytes + state_bytes + for_graphs > free:
         raise CapacityError(
             f"{demand}, and {device} has {_gib(free)} free;"
             " give the cache less memory, decode fewer requests at once, or turn graphs off"

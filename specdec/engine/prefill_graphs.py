@@ -42,8 +42,8 @@ class PrefillGraph(NamedTuple):
 
     Attributes:
         replay: launches it.
-        inputs: int64 [3 * num_reqs * num_rows + 3 * num_reqs]: token, position and cache slot of each row; then of each request
-            the slot, the row whose logits are wanted, and the position after its last row.
+        inputs: int64 [3 * num_reqs * num_rows + 4 * num_reqs]: token, position and cache slot of each row; then of each request
+            the slot, the row whose logits are wanted, the position after its last row, and how many of its rows do not pad.
         logits: [num_reqs, V], its result, the same tensor every time.
     """
 
@@ -145,6 +145,7 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
             *([chunk.request.slot for chunk in chunks] + [state.padding_slot] * missing),
             *([index * width + chunk.end - chunk.start - 1 for index, chunk in enumerate(chunks)] + [rows] * missing),
             *([chunk.start + width for chunk in chunks] + [width] * missing),
+            *([chunk.end - chunk.start for chunk in chunks] + [0] * missing),
         ]
         return state.host_tensor(values)
 
@@ -157,10 +158,11 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
 
         def launch() -> None:
             token_ids, position_ids, slot_mapping = inputs[: 3 * count].view(3, count)
-            slots, logit_rows, seq_lens = inputs[3 * count :].view(3, num_reqs)
+            slots, logit_rows, seq_lens, row_counts = inputs[3 * count :].view(4, num_reqs)
             block_table = state.block_table.index_select(0, slots)
             metadata = AttentionMetadata.uniform(width, seq_lens.int(), block_table, slot_mapping, max_seq_len=max_seq_len)
-            logits.copy_(self._forward(PrefillBatch(ForwardInput(token_ids, position_ids, metadata, logit_rows), slots)))
+            rows = ForwardInput(token_ids, position_ids, metadata, logit_rows, slots, row_counts)
+            logits.copy_(self._forward(PrefillBatch(rows, slots)))
 
         replay = self._capture.capture(launch, PrefillShape)
         return PrefillGraph(replay, inputs, logits)

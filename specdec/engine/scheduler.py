@@ -47,6 +47,8 @@ class Scheduler:
         prefix_caching: reuse published blocks.
         num_draft_tokens: most drafts per step.
         num_lookahead_tokens: see `specdec.core.Drafter.num_lookahead_tokens`.
+        snapshot_tokens: tokens to prefill for which a snapshot of recurrent states is worth a step of its own at the end of a
+            prompt; None where no layer is recurrent.
     """
 
     def __init__(
@@ -60,8 +62,10 @@ class Scheduler:
         prefix_caching: bool,
         num_draft_tokens: int = 0,
         num_lookahead_tokens: int = 0,
+        snapshot_tokens: int | None = None,
     ) -> None:
         self.pool = pool
+        self._snapshot_tokens = snapshot_tokens if prefix_caching else None
         self.num_draft_tokens, self.num_lookahead_tokens = num_draft_tokens, num_lookahead_tokens
         self.block_size = block_size
         self.max_prefill_tokens = max_prefill_tokens
@@ -120,17 +124,24 @@ class Scheduler:
         budget = self.max_tokens_beside if decode else self.max_prefill_tokens
         return Schedule(prefill=self._prefill_chunks(budget, admit=admit), decode=decode)
 
-    def prefilled(self, chunk: Chunk) -> None:
-        """Notes a launched chunk; blocks it has filled are offered for reuse from the next step on."""
-        request = chunk.request
+    def prefilled(self, chunk: Chunk) -> int | None:
+        """Notes a launched chunk; blocks it has filled are offered for reuse from the next step on.
+
+        Returns:
+            The row that is to keep its recurrent states as they are now; None for no snapshot.
+        """
+        request, row = chunk.request, None
         if self.prefix_caching:
             digests = self._digests[request.request_id]
             for index in range(chunk.start // self.block_size, chunk.end // self.block_size):
                 self.pool.publish(request.block_ids[index], digests[index])
+            if self._snapshot_tokens is not None and chunk.end % self.block_size == 0:
+                row = self.pool.keep_snapshot(request.block_ids[chunk.end // self.block_size - 1])
         request.num_prefilled = chunk.end
         if chunk.last:
             request.status = Status.RUNNING
             request.num_kv_tokens = chunk.end
+        return row
 
     def _grow(self, decoding: Sequence[Request], k: int) -> list[Request] | None:
         """Requests that decode in this step, each with blocks for all rows of a step from the largest possible L on."""
@@ -167,9 +178,18 @@ class Scheduler:
         prompt_end = len(request.prompt_token_ids)
         if start < prompt_end < end:
             end = prompt_end  # what was generated before a preemption comes by itself: backends round prompts only
+        end = self._snapshot_end(start, end, total)
         if end > start:
             chunks.append(Chunk(request, start, end, admitted=admitted, last=end == total))
         return budget - (end - start)
+
+    def _snapshot_end(self, start: int, end: int, total: int) -> int:
+        """Where a chunk ends that may go as far as `end`: at a block's end where states are kept, if that is not too near."""
+        if self._snapshot_tokens is None:
+            return end
+        least = self._snapshot_tokens if end == total else 1
+        boundary = (end - (end == total)) // self.block_size * self.block_size  # the last token is computed after it
+        return boundary if boundary - start >= least else end
 
     def _admit(self, request: Request) -> bool:
         """Gives a waiting request a slot and the blocks of its prefill and first step, if those in work can still grow."""
@@ -183,6 +203,7 @@ class Scheduler:
             return False
         request.block_ids = cached + self.pool.allocate(missing)
         request.num_prefilled = len(cached) * self.block_size
+        request.state_row = self.pool.snapshot_at(cached[-1]) if cached and self._snapshot_tokens is not None else None
         request.slot = self._free_slots.pop()
         request.status = Status.PREFILLING
         self._digests[request.request_id] = digests

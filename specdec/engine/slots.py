@@ -138,7 +138,8 @@ class SlotState:
             self.block_table.index_select(0, slot_rows),
             self.tensor(slots),
         )
-        rows = ForwardInput(self.tensor(tokens), self.tensor(positions), metadata, logit_rows=self.tensor(logit_rows))
+        wanted = self.tensor(logit_rows)
+        rows = ForwardInput(self.tensor(tokens), self.tensor(positions), metadata, logit_rows=wanted, slots=slot_rows)
         return PrefillBatch(forward=rows, slots=slot_rows)
 
     def select(self, requests: Sequence[Request]) -> Selection:

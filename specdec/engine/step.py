@@ -17,6 +17,7 @@ from specdec.engine.results import result_table
 from specdec.engine.scheduler import Chunk
 from specdec.engine.slots import SlotState, samples_first_token
 from specdec.engine.timing import StepClock, StepTimer
+from specdec.kv_cache import copy_states
 from specdec.sampling.tensors import SamplingPlan
 
 
@@ -30,6 +31,7 @@ class StepRunner:
         aux_layer_ids: decoder layers of the target that the drafter taps.
         slots: state of the requests.
         timer: told when a phase begins and ends.
+        most_rows: of a request in a step.
 
     Attributes:
         graphs: the captured steps; None where steps are launched operation by operation.
@@ -44,8 +46,10 @@ class StepRunner:
         aux_layer_ids: tuple[int, ...],
         slots: SlotState,
         timer: StepTimer,
+        most_rows: int = 1,
     ) -> None:
         self.verifier, self.drafter = verifier, drafter
+        self._max_pending = most_rows if drafter else 0
         self.graphs: StepGraphs | None = None
         self.prefill_graphs: PrefillGraphs | None = None
         self._caches, self._aux_layer_ids = caches, aux_layer_ids
@@ -60,7 +64,14 @@ class StepRunner:
                 draft = self.drafter.propose(batch)
                 token_ids = torch.cat([token_ids, draft.token_ids], dim=1)  # [num_reqs, k+1]
         with self._timer.phase("verify"):
-            rows = ForwardInput(token_ids.reshape(-1), batch.position_ids(width), batch.metadata(width, causal=True))
+            rows = ForwardInput(
+                token_ids.reshape(-1),
+                batch.position_ids(width),
+                batch.metadata(width, causal=True),
+                slots=batch.slots,
+                final=batch.k == 0,
+                max_pending=self._max_pending,
+            )
             verify = self.verifier.forward(rows, self._caches, self._aux_layer_ids)
         with self._timer.phase("accept"):
             logits = verify.logits.view(batch.num_reqs, width, -1)
@@ -125,6 +136,7 @@ class StepRunner:
         with self._timer.phase("schedule"):
             newcomers = [chunk.request for chunk in chunks if chunk.admitted]
             self._slots.begin(newcomers)
+            self.copy_states([(request.state_row, request.slot) for request in newcomers if request.state_row is not None])
             if self.drafter:
                 for request in newcomers:
                     self.drafter.begin(request.slot, request.token_ids)
@@ -139,6 +151,11 @@ class StepRunner:
         with self._timer.phase("accept"):
             self._slots.end_prefill(chunks)
             return self._first_tokens([chunk.request for chunk in chunks if samples_first_token(chunk)], logits)
+
+    def copy_states(self, rows: Sequence[tuple[int, int]]) -> None:
+        """Copies recurrent states, of all layers, from the first row of each pair to the second."""
+        if rows:
+            copy_states(self._caches, *self._slots.tensor(list(zip(*rows, strict=True))))
 
     def _first_tokens(self, requests: Sequence[Request], logits: Tensor) -> Tensor | None:
         """The step's acceptance with the last prompt token as anchor and no drafts."""

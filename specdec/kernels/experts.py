@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from specdec.errors import InvalidInputError
+from specdec.kernels.packed import PackedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,23 +62,30 @@ class Experts:
     """A layer's routed experts: each a gated MLP, `down(activation(gate(x), up(x)))`.
 
     Attributes:
-        gate_up: [E, 2 * I, H], of each expert the rows of gate, then those of up; contiguous, like all of these.
-        down: [E, H, I].
+        gate_up: [E, 2 * I, H], of each expert the rows of gate, then those of up; contiguous, like all of these. A packed one may
+            be released once the object exists, which keeps another arrangement of it.
+        down: [E, H, I], likewise.
         activation: one of `specdec.layers.activation.ACTIVATIONS`.
         gate_up_bias: [E, 2 * I] or None.
         down_bias: [E, H] or None.
     """
 
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Tensor | PackedWeight
+    down: Tensor | PackedWeight
     activation: str
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("gate_up", "down"):
+            weight = getattr(self, name)
+            if isinstance(weight, PackedWeight):
+                object.__setattr__(self, name, weight.arranged())
+
     @property
     def num_experts(self) -> int:
         """E."""
-        return len(self.down)
+        return self.down.shape[0]
 
     @property
     def width(self) -> int:

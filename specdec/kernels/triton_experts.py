@@ -6,7 +6,7 @@ arithmetic is the cost, so tiles are wide. How a product is divided depends on t
 """
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,10 +15,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from specdec.kernels import triton_launch
 from specdec.kernels.experts import Experts
+from specdec.kernels.packed import PackedWeight
 from specdec.kernels.triton_argmax import DTYPES
 from specdec.kernels.triton_expert_groups import Groups, group_by_expert
 from specdec.kernels.triton_expert_products import combine_kernel, few_rows_kernel, grouped_kernel
 from specdec.kernels.triton_launch import num_processors, num_stages, on_device, overlap_options, shared_memory
+from specdec.kernels.triton_packed import expert_codes, suits
 
 FEW_ROWS = 64
 """Most rows that find those who share an expert themselves, and whose experts the next kernel adds up."""
@@ -43,8 +45,10 @@ def unsupported_reasons(layer: Experts, top_k: int) -> list[str]:
     if len(kinds) > 1 or not kinds <= set(DTYPES):
         names = " and ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
         reasons.append(f"experts in {names} (the kernels take bfloat16, float16 or float32)")
-    if not all(tensor.is_contiguous() for tensor in tensors):
+    if not all(tensor.is_contiguous() for tensor in tensors if isinstance(tensor, Tensor)):
         reasons.append("experts that are not contiguous")
+    if not all(suits(weight) for weight in (layer.gate_up, layer.down) if isinstance(weight, PackedWeight)):
+        reasons.append("packed experts in float32, or in groups that 16 does not divide")
     if top_k > MOST_EXPERTS:
         reasons.append(f"{top_k} experts per token (the kernels take up to {MOST_EXPERTS})")
     return reasons
@@ -94,6 +98,23 @@ def many_rows_tile(num_pairs: int, num_experts: int, itemsize: int, *, gated: bo
     return Tile(rows, columns, 64, 8 if wide else 4, stages, beside=8)
 
 
+@lru_cache(maxsize=1024)
+def packed_tile(bits: int, rows: int, *, few: bool, gated: bool, memory: int) -> Tile:
+    """The tile for weights of few bits. Few rows have a lane of the inputs per warp, see `triton_packed`; many have warps for all.
+
+    >>> packed_tile(4, 5, few=True, gated=True, memory=227 * 1024)
+    Tile(rows=16, columns=16, depth=128, num_warps=4, num_stages=4, beside=1)
+    >>> packed_tile(4, 64, few=False, gated=True, memory=227 * 1024)
+    Tile(rows=64, columns=64, depth=128, num_warps=4, num_stages=3, beside=8)
+    """
+    columns, lanes = (16, 4) if few else (64, 1)
+    padded = max(16, triton.next_power_of_2(rows))
+    loaded = lanes * 128 * ((1 + gated) * columns * bits // 8 + padded * 2)
+    most = 1 if torch.version.hip else 4 if few else 3
+    stages = num_stages(loaded, memory if padded == 64 else memory // 2, most=most)
+    return Tile(padded, columns, 128, 4, stages, beside=1 if few else 8)
+
+
 def describable(weight: Tensor, tile: Tile) -> bool:
     """Whether tiles of `weight` [experts, out, in] come by descriptor: wide ones on NVIDIA's Hopper and later, of aligned rows."""
     aligned = weight.data_ptr() % 16 == 0 and weight.stride(1) * weight.itemsize % 16 == 0
@@ -123,9 +144,7 @@ def _few_rows(x: Tensor, weights: Tensor, ids: Tensor, layer: Experts) -> Tensor
     pairs = ids.numel()
     middle = x.new_empty(pairs, layer.width)
     parts = x.new_empty(top_k, rows, hidden, dtype=torch.float32)
-    chip = {"processors": num_processors(x.device), "memory": shared_memory(x.device)}
-    first = few_rows_tile(layer.width, top_k, rows, x.itemsize, gated=True, **chip)
-    second = few_rows_tile(hidden, top_k, rows, x.itemsize, gated=False, **chip)
+    first, second = (_few_rows_tile(x, weight, top_k, gated) for weight, gated in ((layer.gate_up, True), (layer.down, False)))
     multiply_few(x, layer.gate_up, layer.gate_up_bias, None, middle, ids, first, layer.activation)
     multiply_few(middle, layer.down, layer.down_bias, weights, parts, ids, second, None)
     return parts
@@ -135,9 +154,8 @@ def _many_rows(x: Tensor, weights: Tensor, ids: Tensor, layer: Experts) -> Tenso
     (rows, hidden), top_k = x.shape, ids.shape[1]
     pairs = ids.numel()
     middle, parts = x.new_empty(pairs, layer.width), x.new_empty(pairs, hidden)
-    memory = shared_memory(x.device)
-    first = many_rows_tile(pairs, layer.num_experts, x.itemsize, gated=True, memory=memory)
-    second = many_rows_tile(pairs, layer.num_experts, x.itemsize, gated=False, memory=memory)
+    first, second = (_many_rows_tile(x, weight, pairs, gated) for weight, gated in ((layer.gate_up, True), (layer.down, False)))
+    first, second = (tile._replace(rows=min(first.rows, second.rows)) for tile in (first, second))  # which share their blocks
     groups = group_by_expert(ids, layer.num_experts, first.rows)
     multiply_groups(x, layer.gate_up, layer.gate_up_bias, None, middle, groups, top_k, first, layer.activation)
     multiply_groups(middle, layer.down, layer.down_bias, weights, parts, groups, top_k, second, None)
@@ -148,9 +166,25 @@ def _many_rows(x: Tensor, weights: Tensor, ids: Tensor, layer: Experts) -> Tenso
     return output
 
 
+def _few_rows_tile(x: Tensor, weight: Tensor | PackedWeight, top_k: int, gated: bool) -> Tile:
+    memory = shared_memory(x.device)
+    if isinstance(weight, PackedWeight):
+        return packed_tile(4 if weight.halves else 8, len(x), few=True, gated=gated, memory=memory)
+    width, processors = weight.shape[1] // (1 + gated), num_processors(x.device)
+    return few_rows_tile(width, top_k, len(x), x.itemsize, gated=gated, processors=processors, memory=memory)
+
+
+def _many_rows_tile(x: Tensor, weight: Tensor | PackedWeight, pairs: int, gated: bool) -> Tile:
+    memory = shared_memory(x.device)
+    tile = many_rows_tile(pairs, weight.shape[0], x.itemsize, gated=gated, memory=memory)
+    if isinstance(weight, PackedWeight):  # whose sums of groups take registers too
+        return packed_tile(4 if weight.halves else 8, min(tile.rows, 64), few=False, gated=gated, memory=memory)
+    return tile
+
+
 def multiply_few(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | PackedWeight,
     bias: Tensor | None,
     factors: Tensor | None,
     output: Tensor,
@@ -159,10 +193,10 @@ def multiply_few(
     activation: str | None,
 ) -> None:
     """One product of few rows; see `specdec.kernels.triton_expert_products`."""
-    (rows, top_k), num_experts, width = ids.shape, len(weight), output.shape[-1]
+    (rows, top_k), num_experts, width = ids.shape, weight.shape[0], output.shape[-1]
     few_rows_kernel[(min(rows * top_k, num_experts), triton.cdiv(width, tile.columns))](
         x,
-        weight,
+        *_tensors(weight),
         bias,
         factors,
         output,
@@ -177,13 +211,14 @@ def multiply_few(
         BY_EXPERT=rows * top_k > num_experts,
         ALONE=rows == 1,
         ROWS=tile.rows,
+        PACKED=expert_codes(weight, tile.num_warps, x.device) if isinstance(weight, PackedWeight) else None,
         **_options(tile, x),
     )
 
 
 def multiply_groups(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | PackedWeight,
     bias: Tensor | None,
     factors: Tensor | None,
     output: Tensor,
@@ -193,11 +228,14 @@ def multiply_groups(
     activation: str | None,
 ) -> None:
     """One product of sorted pairs; see `specdec.kernels.triton_expert_products`."""
-    num_blocks, width, described = len(groups.experts), output.shape[1], describable(weight, tile)
-    shape = [tile.columns, tile.depth]
+    num_blocks, width = len(groups.experts), output.shape[1]
+    described = isinstance(weight, Tensor) and describable(weight, tile)
+    weights = _tensors(weight)
+    if isinstance(weight, Tensor) and described:
+        weights = TensorDescriptor.from_tensor(weight.flatten(0, 1), [tile.columns, tile.depth]), None, None
     grouped_kernel[(num_blocks * triton.cdiv(width, tile.columns),)](
         x,
-        TensorDescriptor.from_tensor(weight.flatten(0, 1), shape) if described else weight,
+        *weights,
         bias,
         factors,
         output,
@@ -213,8 +251,16 @@ def multiply_groups(
         ROWS=tile.rows,
         BESIDE=tile.beside,
         DESCRIBED=described,
+        PACKED=expert_codes(weight, 1, x.device) if isinstance(weight, PackedWeight) else None,
         **_options(tile, x),
     )
+
+
+def _tensors(weight: Tensor | PackedWeight) -> tuple[Any, ...]:
+    """What kernels read of a weight: itself, or words, scales and perhaps zeros."""
+    if isinstance(weight, PackedWeight):
+        return weight.codes.view(torch.uint16), weight.scale, weight.zero
+    return weight, None, None
 
 
 def _options(tile: Tile, x: Tensor) -> dict[str, object]:

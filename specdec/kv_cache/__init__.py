@@ -1,4 +1,4 @@
-"""Paged KV cache: blocks, their owners, and the tensors behind them."""
+"""What layers keep of requests: paged keys and values, whose blocks have owners, and states with a slot each."""
 
 from specdec.kv_cache.block_pool import NULL_BLOCK, BlockPool, blocks_for, prefix_hashes
 from specdec.kv_cache.cache import (
@@ -8,8 +8,10 @@ from specdec.kv_cache.cache import (
     LayerCache,
     LayerSpec,
     PagedKVCache,
+    bytes_per_slot,
     num_blocks_in_budget,
 )
+from specdec.kv_cache.state import StateCache, StateLayerSpec, copy_states
 
 __all__ = [
     "NULL_BLOCK",
@@ -20,7 +22,11 @@ __all__ = [
     "LayerCache",
     "LayerSpec",
     "PagedKVCache",
+    "StateCache",
+    "StateLayerSpec",
     "blocks_for",
+    "bytes_per_slot",
+    "copy_states",
     "num_blocks_in_budget",
     "prefix_hashes",
 ]

@@ -41,14 +41,19 @@ class BlockPool:
     A block is *used* while its reference count is above 0. A free block keeps its content, and its digest if it was published,
     until `allocate` gives it to someone else; the least recently freed goes first.
 
+    Recurrent layers can go on behind a block only where their states at its end were kept, as a *snapshot*; there are few of
+    those, and the least recently used goes first.
+
     Args:
         num_blocks: blocks in the cache, the null block included; at least 2.
+        snapshots: rows of the state caches that snapshots may take; None where no layer is recurrent.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, snapshots: Sequence[int] | None = None) -> None:
         if num_blocks < 2:
             raise ValueError(f"a pool needs a null block and at least one more, not {num_blocks}")
         self.num_blocks = num_blocks
+        self._snapshots = snapshots
         self.reset()
 
     def reset(self) -> None:
@@ -58,6 +63,8 @@ class BlockPool:
         self._free: OrderedDict[int, None] = OrderedDict((block, None) for block in range(1, num_blocks))
         self._digest_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
+        self._free_rows = list(self._snapshots or ())
+        self._row_of: OrderedDict[int, int] = OrderedDict()  # by block, the least recently used first
 
     @property
     def num_free(self) -> int:
@@ -102,16 +109,35 @@ class BlockPool:
             self._block_of[digest] = block
 
     def match(self, digests: Sequence[bytes]) -> list[int]:
-        """Takes a reference on the blocks that hold the longest published prefix of `digests`, and returns them in order."""
+        """Takes a reference on the blocks that hold the longest published prefix of `digests`, and returns them in order.
+
+        With recurrent layers, the longest that ends in a snapshot.
+        """
         found: list[int] = []
         for digest in digests:
             block = self._block_of.get(digest)
             if block is None:
                 break
+            found.append(block)
+        while self._snapshots is not None and found and found[-1] not in self._row_of:
+            found.pop()
+        for block in found:
             self._free.pop(block, None)
             self._ref_counts[block] += 1
-            found.append(block)
         return found
+
+    def snapshot_at(self, block: int) -> int:
+        """The row that keeps the states at the end of a block that `match` has found to end in a snapshot."""
+        self._row_of.move_to_end(block)
+        return self._row_of[block]
+
+    def keep_snapshot(self, block: int) -> int | None:
+        """A row for the states at the end of a block; None where it is not offered for reuse, or has its snapshot."""
+        if not self._snapshots or block not in self._digest_of or block in self._row_of:
+            return None
+        row = self._free_rows.pop() if self._free_rows else self._row_of.popitem(last=False)[1]
+        self._row_of[block] = row
+        return row
 
     def discard(self, blocks: Sequence[int]) -> None:
         """Withdraws blocks from reuse by content, for example after their request produced non-finite values."""
@@ -122,3 +148,5 @@ class BlockPool:
         digest = self._digest_of.pop(block, None)
         if digest is not None:
             del self._block_of[digest]
+        if block in self._row_of:
+            self._free_rows.append(self._row_of.pop(block))

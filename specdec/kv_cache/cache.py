@@ -11,9 +11,10 @@ from torch import Tensor
 
 from specdec.errors import CapacityError
 from specdec.kv_cache.block_pool import blocks_for
+from specdec.kv_cache.state import StateCache, StateLayerSpec
 
 
-class LayerSpec(Protocol):
+class PagedLayerSpec(Protocol):
     """What one attention layer stores per token."""
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
@@ -21,6 +22,10 @@ class LayerSpec(Protocol):
 
     def allocate(self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> Any:
         """The layer's cache, zeroed: a named tuple of tensors `[num_blocks, block_size, ...]`."""
+
+
+LayerSpec = PagedLayerSpec | StateLayerSpec
+"""What one layer of a model stores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +44,7 @@ class KVLayerSpec:
         return 2 * self.num_kv_heads * self.head_dim * dtype.itemsize
 
     def allocate(self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> "LayerCache":
-        """See `LayerSpec.allocate`."""
+        """See `PagedLayerSpec.allocate`."""
         shape = (num_blocks, block_size, self.num_kv_heads, self.head_dim)
         return LayerCache(key=_zeros(shape, dtype, device), value=_zeros(shape, dtype, device))
 
@@ -67,7 +72,7 @@ class LatentLayerSpec:
         return self.width * dtype.itemsize + self.index_bytes
 
     def allocate(self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> "LatentCache":
-        """See `LayerSpec.allocate`."""
+        """See `PagedLayerSpec.allocate`."""
         return LatentCache(
             latent=_zeros((num_blocks, block_size, self.width), dtype, device),
             index_key=_zeros((num_blocks, block_size, self.index_bytes), torch.uint8, device),
@@ -92,14 +97,16 @@ class PagedKVCache:
     """The caches of the layers of the target, then of the drafter.
 
     A block id means the same tokens in every layer, so one block table per request serves all of them, and a block shared
-    between requests carries the drafter's context along with the target's.
+    between requests carries the drafter's context along with the target's. Recurrent layers have no blocks; a slot is theirs.
 
     Args:
         specs: one per layer.
         num_blocks: blocks per layer, the null block included.
         block_size: tokens per block.
-        dtype: element type.
+        dtype: element type of what is paged.
         device: where the tensors live.
+        num_slots: requests whose states are kept, the one that pads batches included.
+        most_rows: of a request in a step whose rows may be rejected.
     """
 
     def __init__(
@@ -110,10 +117,18 @@ class PagedKVCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        num_slots: int = 0,
+        most_rows: int = 1,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.layers = [spec.allocate(num_blocks, block_size, dtype, device) for spec in specs]
+        lengths = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.layers: list[Any] = [
+            spec.allocate_slots(most_rows, lengths)
+            if isinstance(spec, StateLayerSpec)
+            else spec.allocate(num_blocks, block_size, dtype, device)
+            for spec in specs
+        ]
 
     def scrub(self, blocks: Sequence[int]) -> None:
         """Zeroes blocks whose content is not finite, before anyone else reads them."""
@@ -121,7 +136,8 @@ class PagedKVCache:
             return
         index = torch.tensor(blocks, device=self.layers[0][0].device)
         for layer in self.layers:
-            for tensor in layer:
+            # A state is never read by another request: every sequence begins with nothing.
+            for tensor in () if isinstance(layer, StateCache) else layer:
                 tensor.view(torch.uint8).index_fill_(0, index, 0)  # as bytes, since 8-bit floats have no index_fill_
 
 
@@ -137,9 +153,17 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def num_blocks_in_budget(
-    specs: Sequence[LayerSpec], *, memory_bytes: int, most_tokens: int, block_size: int, dtype: torch.dtype
+    specs: Sequence[LayerSpec],
+    *,
+    memory_bytes: int,
+    most_tokens: int,
+    block_size: int,
+    dtype: torch.dtype,
+    num_slots: int = 0,
+    most_rows: int = 1,
 ) -> int:
-    """Blocks that `memory_bytes` pays for, never more than `most_tokens` can fill, the null block included.
+    """Blocks that `memory_bytes` pays for beside the states of requests, never more than `most_tokens` can fill, the null block
+    included.
 
     Raises:
         CapacityError: the budget does not pay for two blocks.
@@ -149,10 +173,18 @@ def num_blocks_in_budget(
     2
     """
     block_bytes = block_size * sum(spec.bytes_per_token(dtype) for spec in specs)
-    affordable = memory_bytes // block_bytes
+    state_bytes = num_slots * bytes_per_slot(specs, most_rows)
+    affordable = max(memory_bytes - state_bytes, 0) // max(block_bytes, 1)
     if affordable < 2:
+        beside = f" beside {num_slots} states of {bytes_per_slot(specs, most_rows):,} bytes" if state_bytes else ""
+        fewer = " or decode fewer requests at once" if state_bytes else ""
         raise CapacityError(
-            f"the KV cache budget of {memory_bytes:,} bytes pays for {affordable} blocks of {block_bytes:,} bytes;"
-            f" give it at least {2 * block_bytes:,} bytes"
+            f"the KV cache budget of {memory_bytes:,} bytes pays for {affordable} blocks of {block_bytes:,} bytes{beside};"
+            f" give it at least {2 * block_bytes + state_bytes:,} bytes{fewer}"
         )
     return min(affordable, blocks_for(most_tokens, block_size) + 1)
+
+
+def bytes_per_slot(specs: Sequence[LayerSpec], most_rows: int) -> int:
+    """Bytes that recurrent layers among `specs` keep of one request, whose steps have at most so many rows."""
+    return sum(spec.bytes_per_slot(most_rows) for spec in specs if isinstance(spec, StateLayerSpec))

@@ -36,8 +36,8 @@ class AiterOps(TritonOps):
         device, dtype, mixes: see `TritonOps`.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, *, mixes: bool = False) -> None:
-        super().__init__(device, dtype, mixes=mixes)
+    def __init__(self, device: torch.device, dtype: torch.dtype, *, mixes: bool = False, recurs: bool = False) -> None:
+        super().__init__(device, dtype, mixes=mixes, recurs=recurs)
         self._aiter = aiter.load(AiterLayers)
 
     def norm(self, x: Tensor, norm: Norm, ahead: Linear | None = None) -> Tensor:

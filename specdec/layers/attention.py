@@ -49,12 +49,15 @@ class HeadAttention:
         heads: norms of single heads, scale, window, softcap and sinks.
         rope: rotation of queries and keys.
         wide_norms: norms of all query heads together and of all key heads together, as in OLMo 2 (arXiv 2501.00656).
+        gated: behind keys and values `qkv` has as many heads again as there are for queries, whose sigmoid scales the output
+            (arXiv 2505.06708).
     """
 
     qkv: Linear
     heads: Heads
     rope: Rope | None
     wide_norms: tuple[Norm, Norm] | None = None
+    gated: bool = False
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -65,12 +68,16 @@ class HeadAttention:
         """See `Attention.__call__`."""
         backend = rows.backend
         assert isinstance(backend, AttentionBackend)
-        qkv = ops.project(self.qkv, hidden)
+        spec = backend.spec
+        qkv, gate = ops.project(self.qkv, hidden), None
+        if self.gated:
+            width = spec.num_heads * spec.head_dim
+            qkv, gate = qkv[:, :-width], qkv[:, -width:]
         if self.wide_norms is not None:
-            spec = backend.spec
             widths = [spec.num_heads * spec.head_dim, *[spec.num_kv_heads * spec.head_dim] * 2]
             query, key, value = qkv.split_with_sizes(widths, dim=1)
             qkv = torch.cat([ops.norm(query, self.wide_norms[0]), ops.norm(key, self.wide_norms[1]), value], dim=1)
         angles = None if self.rope is None else rows.angles[self.rope]
-        heads = qkv.view(len(hidden), -1, backend.spec.head_dim)
-        return ops.attend(backend, heads, self.heads, angles, rows.cache, rows.plan, ahead)
+        heads = qkv.view(len(hidden), -1, spec.head_dim)
+        out = ops.attend(backend, heads, self.heads, angles, rows.cache, rows.plan, ahead)
+        return out if gate is None else ops.gate(out, gate)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from specdec.deviation import Deviation, deviation, mismatches, normal, worst
 from specdec.kernels.experts import Experts, Routing
+from specdec.kernels.packed import PackedWeight
 from specdec.layers.activation import gated
 from specdec.layers.router import route
 from specdec.self_check import passes
@@ -60,17 +61,22 @@ def apply_experts(x: Tensor, weights: Tensor, ids: Tensor, layer: Experts) -> Te
     return total.to(x.dtype)
 
 
-def _product(rows: Tensor, weight: Tensor, bias: Tensor | None, expert_of: Tensor, ends: Tensor) -> Tensor:
+def _product(rows: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None, expert_of: Tensor, ends: Tensor) -> Tensor:
     """[n, out] from rows [n, in] in the order of their experts, of which expert `e` has those before `ends[e]`.
 
-    torch's grouped product wants rows of multiples of 16 bytes and no wider types than float32; other shapes make the host wait.
+    torch's grouped product wants rows of multiples of 16 bytes and no wider types than float32; other shapes make the host wait,
+    and so do packed weights, which become numbers an expert at a time.
     """
+    if isinstance(weight, PackedWeight):
+        pieces = enumerate(rows.tensor_split(ends.tolist()[:-1]))
+        out = torch.cat([F.linear(piece, weight.expert(number).dequantized(rows.dtype)) for number, piece in pieces if len(piece)])
+        return out if bias is None else out + bias[expert_of]
     grouped = rows.element_size() <= 4 and not any(size * rows.element_size() % 16 for size in weight.shape[1:])
     if grouped:
         out = F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
     else:
-        pieces = rows.tensor_split(ends.tolist()[:-1])
-        out = torch.cat([F.linear(piece, expert) for piece, expert in zip(pieces, weight, strict=True)])
+        slices = rows.tensor_split(ends.tolist()[:-1])
+        out = torch.cat([F.linear(piece, expert) for piece, expert in zip(slices, weight, strict=True)])
     return out if bias is None else out + bias[expert_of]
 
 

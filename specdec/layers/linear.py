@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdec.device import uses_avx512
+from specdec.kernels.packed import PackedWeight
 
 GROUP = 32
 """Inputs of a row that share a scale and a minimum in a four-bit weight."""
@@ -176,14 +177,21 @@ class FourBitLinear(BlockedLinear):
         return out if residual is None else out.add_(residual)
 
 
-def linear(weight: Tensor, bias: Tensor | None = None, *, four_bit: FourBitWeight | None = None) -> Linear:
+def linear(weight: Tensor | PackedWeight, bias: Tensor | None = None, *, four_bit: FourBitWeight | None = None) -> Linear:
     """The layer that this machine runs fastest.
 
     Args:
-        weight: [out, in]; on a CPU in bfloat16 it may be released once the layer exists. It gets no gradient.
+        weight: [out, in]; packed, or on a CPU in bfloat16, it may be released once the layer exists. It gets no gradient. A packed
+            one stays so on accelerators; on a CPU, where codes cost more than the bytes they save, it becomes numbers here.
         bias: [out], or None.
         four_bit: what `weight` was made from, if anything.
     """
+    if isinstance(weight, PackedWeight):
+        if weight.device.type != "cpu":
+            from specdec.layers.packed import PackedLinear  # it is a `Linear`
+
+            return PackedLinear(weight, bias)
+        weight = weight.dequantized()
     if not can_block(weight):
         return DenseLinear(weight, bias)
     if four_bit is not None and can_pack_four_bit(weight):

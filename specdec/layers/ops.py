@@ -13,11 +13,12 @@ from torch.nn import functional as F
 from specdec.attention.backend import AttentionBackend
 from specdec.attention.mla import MlaBackend
 from specdec.kernels.experts import Experts
-from specdec.kv_cache import LayerCache
+from specdec.kv_cache import LayerCache, StateCache
 from specdec.layers.activation import gated
 from specdec.layers.experts import apply_experts
 from specdec.layers.linear import Linear
 from specdec.layers.norm import Norm, rms_norm
+from specdec.layers.recurrence import Recurrence, RecurrentRows, recur
 from specdec.layers.rotary import Angles, rotate
 from specdec.layers.router import Router
 from specdec.self_check import named
@@ -119,6 +120,15 @@ class Ops(Protocol):
     ) -> None:
         """Norms and rotates keys [T, num_kv_heads, head_dim], and writes them and values like them to the cache."""
 
+    def gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """`x` [T, width] times the sigmoid of `gate` like it."""
+
+    def recur(self, x: Tensor, recurrence: Recurrence, cache: StateCache, rows: RecurrentRows) -> Tensor:
+        """See `specdec.layers.recurrence.recur`."""
+
+    def gated_norm(self, x: Tensor, gate: Tensor, norm: Norm) -> Tensor:
+        """`x` [T, heads * V], each head normed and then times the SiLU of `gate` like it."""
+
 
 class TorchOps:
     """`Ops` in plain torch."""
@@ -203,18 +213,33 @@ class TorchOps:
         key = key if key_norm is None else rms_norm(key, key_norm)
         backend.write(cache, rotate(key, *angles.doubled), value, slot_mapping)
 
+    def gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """See `Ops.gate`."""
+        return x * gate.sigmoid()
+
+    def recur(self, x: Tensor, recurrence: Recurrence, cache: StateCache, rows: RecurrentRows) -> Tensor:
+        """See `Ops.recur`."""
+        return recur(x, recurrence, cache, rows)
+
+    def gated_norm(self, x: Tensor, gate: Tensor, norm: Norm) -> Tensor:
+        """See `Ops.gated_norm`."""
+        heads = (len(x), -1, len(norm.weight))
+        normed = rms_norm(x.view(heads), norm)
+        return (normed * F.silu(gate.unflatten(1, heads[1:]).float())).to(x.dtype).flatten(1)
+
     def _next(self, residual: Tensor, join: Join) -> tuple[Tensor, Tensor]:
         return residual if join.norm is None else rms_norm(residual, join.norm), residual
 
 
-def ops_for(backend: AttentionBackend | MlaBackend, *, mixes: bool = False) -> Ops:
+def ops_for(backend: AttentionBackend | MlaBackend, *, mixes: bool = False, recurs: bool = False) -> Ops:
     """What computes the layers around `backend`: our kernels where it and the device suit them; not yet around latent attention.
 
     AITER's take the place of some of ours where they are asked for by name.
 
     Args:
         backend: attention.
-        mixes: the layers have experts.
+        mixes: layers have experts.
+        recurs: layers are recurrent.
     """
     from specdec.layers.fused import fuses_layers
 
@@ -226,9 +251,9 @@ def ops_for(backend: AttentionBackend | MlaBackend, *, mixes: bool = False) -> O
         if takes_aiter_layers(backend, fused=fused):
             from specdec.layers.aiter_ops import AiterOps  # it imports Triton
 
-            return AiterOps(device, dtype, mixes=mixes)
+            return AiterOps(device, dtype, mixes=mixes, recurs=recurs)
     if not fused:
         return TorchOps()
     from specdec.layers.triton_ops import TritonOps
 
-    return TritonOps(device, dtype, mixes=mixes)
+    return TritonOps(device, dtype, mixes=mixes, recurs=recurs)

@@ -21,16 +21,21 @@ from specdec.kernels.triton_activation import gated
 from specdec.kernels.triton_embedding import embed
 from specdec.kernels.triton_experts import experts as mix
 from specdec.kernels.triton_experts import unsupported_reasons
+from specdec.kernels.triton_gated_norm import gated_norm, sigmoid_gate
 from specdec.kernels.triton_linear import MOST_ROWS
 from specdec.kernels.triton_norm import add_rms_norm, rms_norm
+from specdec.kernels.triton_recurrence import recur
 from specdec.kernels.triton_rope import rope_store
 from specdec.kernels.triton_router import route
-from specdec.kv_cache import LayerCache
+from specdec.kv_cache import LayerCache, StateCache
 from specdec.layers.experts import apply_experts, experts_on_triton
 from specdec.layers.fused import embeds, multiplies_few_rows
 from specdec.layers.linear import Linear
 from specdec.layers.norm import Norm
 from specdec.layers.ops import Heads, Join
+from specdec.layers.recurrence import Recurrence, RecurrentRows
+from specdec.layers.recurrence import recur as plainly
+from specdec.layers.recurrence_check import recurs_on_triton
 from specdec.layers.rotary import Angles
 from specdec.layers.router import Router
 
@@ -42,11 +47,13 @@ class TritonOps:
         device: where.
         dtype: of the rows.
         mixes: there will be experts, which are then chosen and multiplied with by our kernels, if those pass their check.
+        recurs: the same of recurrent layers.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, *, mixes: bool = False) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, *, mixes: bool = False, recurs: bool = False) -> None:
         self._embeds, self._multiplies_few_rows = embeds(device), multiplies_few_rows(device, dtype)
         self._mixes = mixes and experts_on_triton(device, dtype)
+        self._recurs = recurs and recurs_on_triton(device, dtype)
         self._suited: dict[int, bool] = {}  # whether the kernels have these experts, by the object that they are
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
@@ -143,6 +150,18 @@ class TritonOps:
             rope_store(None, key, value, cache, slot_mapping, **rotation)
         else:
             backend.write(cache, *rotated_rows(None, key, value, **rotation)[1:], slot_mapping)
+
+    def gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """See `Ops.gate`."""
+        return sigmoid_gate(x, gate)
+
+    def recur(self, x: Tensor, recurrence: Recurrence, cache: StateCache, rows: RecurrentRows) -> Tensor:
+        """See `Ops.recur`."""
+        return (recur if self._recurs else plainly)(x, recurrence, cache, rows)
+
+    def gated_norm(self, x: Tensor, gate: Tensor, norm: Norm) -> Tensor:
+        """See `Ops.gated_norm`."""
+        return gated_norm(x, gate, norm.weight, norm.epsilon)
 
 
 def rotated_rows(query: Tensor | None, key: Tensor, value: Tensor, **rotation: Any) -> tuple[Tensor, Tensor, Tensor]:

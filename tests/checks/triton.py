@@ -292,7 +292,7 @@ def random_verifier(shape: dict[str, Any], backend: Any) -> Any:
         tensors |= {f"{layer}{name}.weight": ones(width) for name, width in norms.items()}
     description = describe(config)
     assert description is not None
-    return DecoderVerifier(config, description, Weights(tensors), name=config.model_type, backend=backend)
+    return DecoderVerifier(config, description, Weights(dict(tensors)), name=config.model_type, backend=backend)
 
 
 def check_forward(name: str, bytes_per_us: float) -> None:

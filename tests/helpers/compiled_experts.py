@@ -88,7 +88,7 @@ def expert_product(
     types = dict.fromkeys(("x", "weight", "bias"), dtype) | {"output": dtype if gated or not few else "fp32", "factors": "fp32"}
     constants = {"WIDTH": width, "INPUTS": inputs, "x_stride": inputs, "TOP_K": top_k, "ACTIVATION": kind if gated else None}
     constants |= {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "OVERLAP": target.overlaps}
-    constants |= {"PRECISION": "ieee" if itemsize == 4 else None, **more}
+    constants |= {"PRECISION": "ieee" if itemsize == 4 else None, "PACKED": None, "scale": None, "zero": None, **more}
     constants |= {"factors": None} if gated else {}
     constants |= {} if kind == "swiglu_oai" else {"bias": None}
     return compile_for(

@@ -24,6 +24,8 @@ from specdec.kernels import (
 from specdec.kernels.triton_launch import AMD_SHARED_MEMORY
 from specdec.layers.activation import ACTIVATIONS
 from tests.helpers.compiled_experts import expert_kernels
+from tests.helpers.compiled_packed import packed_kernels
+from tests.helpers.compiled_recurrence import recurrence_kernels
 from tests.helpers.triton_interpreter import compile_for
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -91,6 +93,8 @@ def kernels(target: Target, *, every_shape: bool = True) -> Iterator[tuple[str, 
     yield from argmax_kernels(target)
     yield from sampler_kernels(target)
     yield from expert_kernels(target)
+    yield from packed_kernels(target)
+    yield from recurrence_kernels(target)
 
 
 def attention_kernels(target: Target, *, every_shape: bool) -> Iterator[tuple[str, Any]]:

@@ -32,8 +32,11 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SmolLM3Config,
     YoutuConfig,
 )
@@ -66,6 +69,25 @@ _COMMON: dict[str, Any] = {
 }
 _WINDOWED = ["sliding_attention", "full_attention"] * 2
 _PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+
+# Values of another width than keys, and two of their heads to a key, so that no state is right transposed or shared wrongly.
+_HYBRID: dict[str, Any] = {
+    **_COMMON,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+}
+_HYBRID_EXPERTS: dict[str, Any] = {
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
 
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**_COMMON),
@@ -113,6 +135,9 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         num_experts_per_tok=2,
         mlp_only_layers=[2],
     ),
+    "qwen3_5": lambda: Qwen3_5TextConfig(**_HYBRID),
+    "qwen3_5_moe": lambda: Qwen3_5MoeTextConfig(**_HYBRID, **_HYBRID_EXPERTS),
+    "qwen3_next": lambda: Qwen3NextConfig(**_HYBRID, **_HYBRID_EXPERTS),
     "smollm3": lambda: SmolLM3Config(**_COMMON, no_rope_layers=[1, 0, 1, 0]),
 }
 """One factory per architecture and feature: grouped heads, windows, sinks, softcaps, experts, multipliers, tied heads, joined
@@ -186,6 +211,10 @@ def plain_model(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("sinks") or "norm" in parameter_name:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
+            if parameter_name.endswith("A_log"):  # by default a state forgets all within a token or two
+                parameter.uniform_(-2, 0)
+            if parameter_name.endswith("dt_bias"):
+                parameter.normal_()
         if name in LATENT_CONFIGS:
             # transformers makes the padding token's row zero, for which all positions score the same in the first indexer.
             model.get_input_embeddings().weight[config.pad_token_id].normal_(std=config.initializer_range)

@@ -25,6 +25,8 @@ from verifiers.shape import layer_windows
 
 BLOCK = 4
 DESCRIBED = [name for name in CONFIGS if describe(CONFIGS[name]())]
+HYBRID = [name for name in CONFIGS if "linear_attention" in (getattr(CONFIGS[name](), "layer_types", None) or ())]
+"""Which our own layers alone can run."""
 
 
 class PackedRun:
@@ -36,7 +38,12 @@ class PackedRun:
         order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)) + 1
         self.tables = list(torch.split(order, counts))
         self.cache = PagedKVCache(
-            verifier.kv_specs, num_blocks=sum(counts) + 1, block_size=BLOCK, dtype=torch.float32, device=torch.device("cpu")
+            verifier.kv_specs,
+            num_blocks=sum(counts) + 1,
+            block_size=BLOCK,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            num_slots=len(sequences),
         )
 
     def forward(self, spans: list[tuple[int, int, int]], aux: tuple[int, ...] = (), *, host_lengths: bool = True) -> list[Tensor]:
@@ -60,7 +67,8 @@ class PackedRun:
             query_lens=widths if host_lengths else None,
             seq_lens_host=ends if host_lengths else None,
         )
-        output = self.verifier.forward(ForwardInput(tokens, positions, metadata), self.cache.layers, aux)
+        owners = torch.tensor([i for i, _, _ in spans])
+        output = self.verifier.forward(ForwardInput(tokens, positions, metadata, slots=owners), self.cache.layers, aux)
         rows = output.aux_hidden if aux else output.logits
         assert rows is not None
         return list(torch.split(rows, widths))
@@ -71,10 +79,12 @@ def check_logits(got: Tensor, model: nn.Module, sequence: list[int]) -> None:
     tokens = torch.tensor([sequence])
     with torch.inference_mode():
         plain = model(tokens).logits[0]
-    assert_as_exact(got, plain, in_float64(model, tokens).logits[0])
+    # A state is summed up in another order than in transformers, row by row and not in chunks, so more is left to chance.
+    factor = {"factor": 4} if "linear_attention" in (getattr(model.config, "layer_types", None) or ()) else {}
+    assert_as_exact(got, plain, in_float64(model, tokens).logits[0], **factor)
 
 
-@pytest.mark.parametrize(("name", "fuse"), [*((name, False) for name in CONFIGS), *((name, True) for name in DESCRIBED)])
+@pytest.mark.parametrize(("name", "fuse"), [*((name, False) for name in CONFIGS if name not in HYBRID), *((name, True) for name in DESCRIBED)])
 def test_logits_equal_transformers(name: str, fuse: bool) -> None:
     """Packed prefill, a chunked extension, a multi-token verify and single tokens, past the window, on scattered blocks."""
     model = plain_model(name)

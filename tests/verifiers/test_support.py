@@ -16,6 +16,8 @@ from transformers import (
     MistralConfig,
     Phi3Config,
     PreTrainedConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     RobertaConfig,
 )
@@ -33,11 +35,16 @@ BLOCK = 4
 WINDOW = 5
 
 ACCEPTED = [
+    "afmoe",
     "arcee",
+    "beam",
     "cohere",
     "cohere2",
+    "cohere2_moe",
     "ernie4_5",
+    "ernie4_5_moe",
     "exaone4",
+    "exaone_moe",
     "gemma",
     "gemma2",
     "gemma3_text",
@@ -49,7 +56,13 @@ ACCEPTED = [
     "granite",
     "granite_swa",
     "granitemoe",
+    "hy_v3",
+    "internlm3",
     "llama",
+    "mellum",
+    "minimax_m2",
+    "ministral",
+    "ministral3",
     "mistral",
     "mixtral",
     "modernbert-decoder",
@@ -66,6 +79,7 @@ ACCEPTED = [
     "qwen3_moe",
     "seed_oss",
     "smollm3",
+    "solar_open",
     "starcoder2",
     "vaultgemma",
 ]
@@ -82,14 +96,12 @@ REFUSED = {
     "doge": "mask depends on the values",
     "falcon": "attention interface",
     "falcon_h1": "layers of type hybrid",
-    "gemma3": "multimodal (text_config, vision_config)",
     "gemma3n_text": "15 of its layers use the keys and values of another layer",
     "gemma4_text": "layers differ in head_dim",
     "gptj": "attention interface",
     "jamba": "recurrent state",
     "jetmoe": "several times",
     "kimi_linear": "latent attention (kv_lora_rank 512) that is not that of DeepSeek or GLM",
-    "llama4": "multimodal",
     "longcat_flash": "runs twice in each layer",
     "llama4_text": "chunks of 8192 tokens",
     "mamba": "recurrent state",
@@ -99,8 +111,6 @@ REFUSED = {
     "minimax": "layers of type linear_attention",
     "mpt": "attention interface",
     "nemotron": "do not pass the paged cache on",
-    "qwen3_5": "multimodal",
-    "qwen3_next": "layers of type linear_attention",
     "recurrent_gemma": "recurrent state",
     "roberta": "bidirectional",
     "rwkv": "recurrent state",
@@ -152,6 +162,12 @@ VARIANTS_REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
         Qwen3Config(num_hidden_layers=1, layer_types=GlmMoeDsaConfig(num_hidden_layers=1).layer_types),
         "it has layers of type",
     ),
+    "another quantization": (
+        LlamaConfig(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
+        "weights quantized with 'bitsandbytes' are not read",
+    ),
+    "no output gate": (Qwen3_5TextConfig(attn_output_gate=False), "has no output gate (attn_output_gate false)"),
+    "another output gate": (Qwen3_5MoeTextConfig(output_gate_type="sigmoid"), "gated by sigmoid (output_gate_type)"),
     "remote code": (UnknownConfig(), "code from its repository is never run"),
 }
 
@@ -159,6 +175,8 @@ VARIANTS_ACCEPTED: dict[str, PreTrainedConfig] = {
     "yarn": LlamaConfig(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}),
     "linear rope": LlamaConfig(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}),
     "no window": MistralConfig(sliding_window=None),
+    "swish is silu": Qwen3_5TextConfig(attn_output_gate=True, output_gate_type="swish"),
+    "quantized": LlamaConfig(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}),
     "native class beside auto_map": LlamaConfig(auto_map={"AutoModelForCausalLM": "modeling.Model"}),
 }
 
@@ -187,13 +205,35 @@ def test_variant_accepted(name: str) -> None:
     assert unsupported_reasons(VARIANTS_ACCEPTED[name]) == []
 
 
+@pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe"])
+def test_hybrids_are_accepted_where_our_own_layers_run_them(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a described family has in its layers needs nothing of transformers; without a description it all counts."""
+    config = AutoConfig.for_model(model_type)
+    assert unsupported_reasons(config) == []
+    monkeypatch.setattr("verifiers.support.describe", lambda config: None)
+    reasons = "; ".join(unsupported_reasons(config))
+    assert "recurrent state" in reasons and "attention interface" in reasons and "layers of type linear_attention" in reasons
+
+
+def test_a_state_in_a_family_without_one_is_refused() -> None:
+    """A description says nothing of layers that its family does not have."""
+    config = Qwen3Config(num_hidden_layers=2, layer_types=["full_attention", "linear_attention"])
+    assert unsupported_reasons(config) == ["it has layers of type linear_attention"]
+
+
+def test_quantized_latent_attention_is_accepted_once_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, _ = VARIANTS_REFUSED["quantized latent attention"]
+    monkeypatch.setattr("verifiers.support.LATENT_READS_QUANTIZED", True)
+    assert unsupported_reasons(config) == []
+
+
 def test_the_error_names_the_model_its_type_and_every_reason() -> None:
-    config = AutoConfig.for_model("qwen3_next", kv_lora_rank=64)
+    config = AutoConfig.for_model("jamba", kv_lora_rank=64)
     assert len(unsupported_reasons(config)) == 4
     with pytest.raises(UnsupportedModelError) as caught:
         check_supported("some/model", config)
     message = str(caught.value)
-    assert message.startswith("model 'some/model' of type 'qwen3_next' is not supported: ")
+    assert message.startswith("model 'some/model' of type 'jamba' is not supported: ")
     assert all(reason in message for reason in unsupported_reasons(config))
     assert "\n" not in message
 

@@ -38,8 +38,10 @@ PARAMETERS = {
     "gpt-oss-20b": 20_914_757_184,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-8b": 8_190_735_360,
+    "qwen3.5-35b-a3b": 34_660_610_688,
+    "qwen3.5-9b": 8_953_803_264,
 }
-"""As the model cards count them; of Gemma the text model alone."""
+"""As the model cards count them; of Gemma and Qwen3.5 the text model alone."""
 
 
 class Clock:
@@ -211,7 +213,8 @@ def test_timed_steps_of_vllm_have_all_rows_and_nothing_else(vllm: FakeVllm) -> N
     assert vllm.started["load_format"] == "dummy"
     assert (vllm.started["dtype"], vllm.started["max_num_seqs"], vllm.started["max_model_len"]) == ("bfloat16", 3, 64)
     assert vllm.started["config"] == {"vocab_size": 9}
-    assert os.environ["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"] == "uniform_random"
+    assert os.environ["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"] == ""
+    assert "limit_mm_per_prompt" not in vllm.started
     assert vllm.started["gpu_memory_utilization"] == pytest.approx(0.5)  # 100 GiB free, 28 to spare and 2 for neither, of 140
     prompts = prompts_of(3)
     assert side.steps(prompts, 5, 2) == 5 * 3
@@ -221,6 +224,20 @@ def test_timed_steps_of_vllm_have_all_rows_and_nothing_else(vllm: FakeVllm) -> N
     side.close()
     assert vllm.open == 0
     assert not Path(vllm.started["model"]).exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "routing", "told"),
+    [
+        ({"model_type": "gpt_oss"}, "uniform_random", None),
+        ({"model_type": "qwen3_5_moe", "text_config": {}}, "", {"image": 0, "video": 0}),
+    ],
+)
+def test_what_vllm_is_told_of_a_model(vllm: FakeVllm, config: dict[str, Any], routing: str, told: Any) -> None:
+    """Catches rows that all choose the experts that a bias prefers, and a tower that takes memory."""
+    VllmSteps(config, GPU, torch.bfloat16, max_num_seqs=3, max_model_len=64, spare=28 * 2**30)
+    assert os.environ["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"] == routing
+    assert vllm.started.get("limit_mm_per_prompt") == told
 
 
 def test_both_sides_are_given_the_same_prompts_in_turn(vllm: FakeVllm, monkeypatch: Patch) -> None:
@@ -238,7 +255,7 @@ def test_both_sides_are_given_the_same_prompts_in_turn(vllm: FakeVllm, monkeypat
 
     monkeypatch.setattr(OwnSteps, "_submit", noted_submit)
     titles: list[str] = []
-    *_, report = DummyBench(tiny_target(), {}, config, progress=titles.append).run(PROVENANCE)
+    *_, report = DummyBench(tiny_target(), {"model_type": "gpt_oss"}, config, progress=titles.append).run(PROVENANCE)
     assert report["complete"]
     assert vllm.open == 0
     verifying = [row for row in report["rows"] if row["work"] == "verify 3"]

@@ -25,7 +25,7 @@ from specdec.deviation import Deviation
 from specdec.engine import build, graph_check, graphs
 from specdec.engine.engine import SpecEngine
 from specdec.errors import BackendError
-from specdec.layers import argmax, experts, fused
+from specdec.layers import argmax, experts, fused, recurrence_check
 from specdec.sampling import sampler
 from tests.helpers.aiter_emulation import Machine, install
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash
@@ -41,8 +41,10 @@ from specdec.kernels import (  # noqa: E402
     triton_attention,
     triton_embedding,
     triton_experts,
+    triton_gated_norm,
     triton_linear,
     triton_norm,
+    triton_recurrence,
     triton_rope,
     triton_router,
     triton_sampler,
@@ -388,6 +390,14 @@ def test_checks_notice_what_is_wrong(amd: Amd) -> None:
         "experts": (
             partial(experts.check_experts, DEVICE, torch.float16),
             [(triton_experts, "experts"), (triton_router, "route")],
+        ),
+        "recurrence": (
+            partial(recurrence_check.check_recurrence, DEVICE, torch.float16),
+            [
+                (triton_recurrence, "recur"),
+                (triton_gated_norm, "gated_norm"),
+                (triton_gated_norm, "sigmoid_gate"),
+            ],
         ),
         "fused_layers": (
             partial(fused.check_fused_layers, DEVICE, torch.float16),

@@ -231,6 +231,7 @@ def test_who_has_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_reasons() -> None:
     """Types, strides, and too many experts per token."""
     layer = layer_of(CASES["half"])
+    assert isinstance(layer.gate_up, Tensor) and isinstance(layer.down, Tensor)
     assert unsupported_reasons(layer, 4) == []
     assert unsupported_reasons(layer.to(torch.float64), 4) == ["experts in float64 (the kernels take bfloat16, float16 or float32)"]
     assert "experts in float16 and float32" in unsupported_reasons(Experts(layer.gate_up.float(), layer.down, "silu"), 4)[0]

@@ -13,7 +13,15 @@ triton = pytest.importorskip("triton")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "names", [["layers", "activation", "argmax", "sampler"], ["fa", "prefill"], ["amd"], ["aiter_layers"], ["router", "experts"]]
+    "names",
+    [
+        ["layers", "activation", "argmax", "sampler"],
+        ["fa", "prefill"],
+        ["amd"],
+        ["aiter_layers"],
+        ["router", "experts"],
+        ["packed", "packed_experts"],
+    ],
 )
 def test_kernels_in_the_interpreter(names: list[str]) -> None:
     """Kernels are right on CPU tensors, whatever this machine has."""

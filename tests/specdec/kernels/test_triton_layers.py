@@ -259,7 +259,7 @@ def generate(
     """Output tokens of two requests, and every draft of a random DFlash drafter."""
     verifier = verifier_on(backend, model, fuse=fuse)
     drafts: list[Tensor] = []
-    cache = CacheConfig(memory_bytes=2**20)
+    cache = CacheConfig(memory_bytes=2**22)
     config = EngineConfig(max_num_seqs=2, max_prefill_tokens=6, num_draft_tokens=3, cache=cache)
     engine = SpecEngine(verifier, random_dflash(verifier, block_size=4), config)
     bound = engine.runner.drafter
@@ -287,7 +287,21 @@ def generate(
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3", "mistral", "gemma2", "gemma3", "granite", "olmo3", "smollm3", "qwen2_moe", "gpt_oss", "glm4_moe"]
+    "name",
+    [
+        "qwen3",
+        "mistral",
+        "gemma2",
+        "gemma3",
+        "granite",
+        "olmo3",
+        "smollm3",
+        "qwen2_moe",
+        "gpt_oss",
+        "glm4_moe",
+        "qwen3_5",
+        "qwen3_next",
+    ],
 )
 def test_whole_model_with_drafter_equals_torch_ref(name: str) -> None:
     """Tokens and drafts: norms everywhere, windows, softcaps, multipliers, layers without RoPE, tapped features, the drafter's own

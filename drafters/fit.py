@@ -1,0 +1,103 @@
+"""Whether a drafter would fit a target, told from its config.json alone."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Protocol, cast
+
+from drafters.algorithms import algorithm_of, unsupported
+from drafters.checkpoint import CONFIG, check_target
+from drafters.dflash.checkpoint import tensor_shapes
+from drafters.dflash.layout import parse_config
+from drafters.shipped import shipped_drafter_path
+from specdec.core import Verifier
+from specdec.errors import CheckpointError
+from specdec.hub import json_file
+from specdec.registry import DRAFTERS
+
+_WITHOUT_WEIGHTS = ("none", "ngram")
+
+
+class TargetShape(Protocol):
+    """What a drafter has to fit."""
+
+    @property
+    def name(self) -> str:
+        """Of the target."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of its layers."""
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of its vocabulary."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What a drafter's config says.
+
+    Attributes:
+        algorithm: how it drafts.
+        drafts: most of a step; 0 where its config does not say.
+        taps: layers of the target whose outputs it reads, 0-based.
+        numbers: that its tensors hold, those that it borrows from the target left out.
+        problems: everything in the way; empty when it fits.
+    """
+
+    algorithm: str
+    drafts: int = 0
+    taps: tuple[int, ...] = ()
+    numbers: int = 0
+    problems: tuple[str, ...] = ()
+
+
+def read_fit(name: str, target: TargetShape) -> Fit:
+    """How the drafter of that name fits `target`.
+
+    Args:
+        name: "none", a name in the registry, a folder, or a name on the hub.
+        target: what it has to fit.
+
+    Raises:
+        CheckpointError: its config cannot be read.
+    """
+    if name in _WITHOUT_WEIGHTS:
+        return Fit(name)
+    where = str(shipped_drafter_path()) if name == "smollm2-dflash" else name
+    raw = json_file(where, CONFIG, what="drafter")
+    if raw is None:
+        raise CheckpointError(f"drafter {name!r} has no config.json; give the folder that holds it, or owner/name")
+    return fit_of(raw, target)
+
+
+def fit_of(raw: Mapping[str, Any], target: TargetShape) -> Fit:
+    """How a drafter fits `target`, from the content of its config.json."""
+    try:
+        algorithm = algorithm_of(raw)
+    except CheckpointError as error:
+        return Fit("unknown", problems=(str(error),))
+    if algorithm not in DRAFTERS:
+        return Fit(algorithm, problems=(unsupported(algorithm).partition(";")[0],))
+    if algorithm != "dflash":
+        return Fit(algorithm)  # one that was registered: what its config has to say, its loader knows
+    try:
+        config = parse_config(raw)
+        check_target(
+            cast(Verifier, target),  # of which it looks at the shape alone
+            taps=config.target_layer_ids,
+            tap_width=config.tap_width,
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+            num_layers=config.num_target_layers,
+            made_for=config.verifier_name,
+        )
+    except CheckpointError as error:
+        return Fit(algorithm, problems=(str(error).partition("; choose one made for it")[0],))
+    numbers = sum(prod(shape) for shape in tensor_shapes(config).values())
+    return Fit(algorithm, config.max_draft_tokens, config.target_layer_ids, numbers)

@@ -1,0 +1,106 @@
+"""`specdec doctor --model`: whether a target, with a drafter, would run here, and what it takes, from config files alone."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import textwrap
+from typing import TYPE_CHECKING, Any
+
+from specdec.errors import InvalidInputError
+from specdec.registry import PARTS, drafter_name, resolve
+
+if TYPE_CHECKING:
+    import torch
+
+_WIDTH = 132
+
+
+def run_model(args: argparse.Namespace) -> int:
+    """Prints what the target that the options name needs.
+
+    Returns:
+        0 when it would run, else 1.
+
+    Raises:
+        SpecDecError: a config cannot be read, or the device or type does not exist here.
+    """
+    from specdec.cli.doctor import describe_device
+    from specdec.config import LoadConfig
+    from specdec.device import cache_dtype, resolve_device, resolve_dtype
+    from specdec.packages import require_ours
+
+    if args.gpu_memory is not None and not 0 < args.gpu_memory < 1e6:
+        raise InvalidInputError(f"--gpu-memory is {args.gpu_memory:g}; give the memory of one GPU in GB, such as 192")
+    device = resolve_device(args.device)
+    dtype = resolve_dtype(args.dtype, device)
+    memory = _memory(device) if args.gpu_memory is None else int(args.gpu_memory * 1e9)
+    kept = cache_dtype(LoadConfig(kv_dtype=args.kv_dtype).kv_dtype, device)
+    require_ours("drafters", "verifiers")
+    needs = resolve(PARTS, "needs", "part")(args.model, device=device, dtype=dtype, gpu_bytes=memory, cache_dtype=kept)
+    _say("model", args.model)
+    of = "" if needs.text_type in ("", needs.model_type) else f", its text part {needs.text_type}"
+    _say("type", f"{needs.model_type}{of}")
+    if needs.runs_on:
+        _say("runs on", needs.runs_on)
+        _say("device", f"{describe_device(device)}; {str(dtype).removeprefix('torch.')}")
+        _say("attention", needs.attention or "none")
+    if needs.caches:
+        _say("cache", "; ".join(needs.caches))
+        _say("", _cache_sizes(needs, args.kv_dtype))
+        longest = needs.max_len * needs.token_bytes + needs.request_bytes
+        _say("context", f"{needs.max_len:,} tokens, whose cache takes {_gigabytes(longest)}")
+    if needs.weights:
+        _say("weights", f"{_gigabytes(needs.weights)}, stored as {needs.stored}")
+        place = "GPU" if args.gpu_memory is not None or device.type == "cuda" else "machine"
+        _say("memory", f"{needs.gpus} {place}{'s' if needs.gpus > 1 else ''} of {_gigabytes(memory)}")
+    missing = list(needs.missing)
+    missing += _drafter(args, needs)
+    for index, reason in enumerate(missing):
+        _say("missing" if index == 0 else "", reason)
+    _say("would run", "no" if missing else "yes")
+    return int(bool(missing))
+
+
+def _drafter(args: argparse.Namespace, needs: Any) -> list[str]:
+    """Says what drafts, and returns what is in its way."""
+    if not needs.hidden_size:
+        return []  # nothing to fit
+    name = drafter_name(args.drafter, args.model)
+    fit = resolve(PARTS, "fit", "part")(name, needs)
+    if fit.problems:
+        _say("drafter", f"{name}: {fit.algorithm}")
+        return list(fit.problems)
+    words = [fit.algorithm] if fit.algorithm != name else []
+    words += [f"{fit.drafts} drafts"] if fit.drafts else []
+    words += [f"taps layers {', '.join(map(str, fit.taps))} of {needs.num_layers}"] if fit.taps else []
+    words += [f"{fit.numbers / 1e6:,.0f} M parameters"] if fit.numbers else []
+    words += ["fits"] if fit.taps else []
+    _say("drafter", f"{name}: {', '.join(words)}" if words else name)
+    return []
+
+
+def _cache_sizes(needs: Any, kv_dtype: str) -> str:
+    parts = [f"{needs.token_bytes / 1024:,.1f} KiB per token"] if needs.token_bytes else []
+    parts += [f"{needs.request_bytes / 2**20:,.1f} MiB per request"] if needs.request_bytes else []
+    return ", ".join(parts) + (" in 8 bits" if kv_dtype == "fp8" else "")
+
+
+def _memory(device: torch.device) -> int:
+    """Bytes of the device's memory."""
+    import torch
+
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:,.1f} GB" if size < 1e11 else f"{size / 1e9:,.0f} GB"
+
+
+def _say(name: str, text: str) -> None:
+    lines = textwrap.wrap(text, _WIDTH - 14, break_long_words=False, break_on_hyphens=False) or [""]
+    print(f"{name:<13} {lines[0]}")
+    for line in lines[1:]:
+        print(f"{'':<13} {line}")

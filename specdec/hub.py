@@ -1,0 +1,60 @@
+"""Small files of a checkpoint, from a folder or the hub; never its weights."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
+
+from specdec.errors import CheckpointError
+
+_LOCAL = (".", "/", "~")
+"""How names begin that can be nothing but paths."""
+
+
+def json_file(name: str, file: str, *, what: str) -> dict[str, Any] | None:
+    """The object in a JSON file of a checkpoint; None where the checkpoint has no such file.
+
+    Args:
+        name: a folder, or a name on the hub.
+        file: its name in there.
+        what: the checkpoint is, for messages: "target", "drafter".
+
+    Raises:
+        CheckpointError: there is no such checkpoint, it cannot be reached, or the file holds no JSON object.
+    """
+    path = _find(name, file, what)
+    if path is None:
+        return None
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} of {what} {name!r} is not valid JSON ({error}); fetch or write it again") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} of {what} {name!r} holds no JSON object; fetch or write it again")
+    return content
+
+
+def _find(name: str, file: str, what: str) -> Path | None:
+    folder = Path(os.path.expanduser(name))
+    if folder.is_dir():
+        path = folder / file
+        return path if path.is_file() else None
+    if name.startswith(_LOCAL) or name.count("/") != 1:
+        raise CheckpointError(f"{what} {name!r} is no folder and no name on the hub; give a folder with config.json, or owner/name")
+    try:
+        return Path(hf_hub_download(name, file))
+    except LocalEntryNotFoundError as error:  # before the one below, which it is too
+        raise CheckpointError(
+            f"cannot fetch {file} of {what} {name!r}: the hub is out of reach and the file is not in its cache;"
+            " go online, or give a local folder"
+        ) from error
+    except EntryNotFoundError:
+        return None
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"cannot fetch {file} of {what} {name!r} from the hub: {reason[:160]}; check the name, or give a local folder"
+        ) from error

@@ -1,0 +1,275 @@
+"""What a recurrent layer computes before its state takes rows in, in Triton: convolution, SiLU, L2 norms, gates.
+
+Rows of a request that its state has not taken in yet come first. Their inputs lie in the ring of the cache, by position, and from
+the same inputs come the same bits as in the step that wrote them. So nothing that a step computes here is kept for the next one.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec.kernels.triton_launch import on_device, overlap_options
+from specdec.kernels.triton_overlap import await_previous
+from specdec.kernels.triton_recurrence_convolution import convolve, input_at
+from specdec.kernels.triton_recurrence_rows import Layer, Prepared, Rows, pending_rows
+from specdec.kv_cache.state import StateCache
+
+CHANNELS_PER_PROGRAM = 1024
+"""That a program convolves, as whole heads."""
+FEW_ROWS = 64
+"""Most rows of a request of which each has programs of its own."""
+ROWS_PER_PROGRAM = 16
+"""Where there are more."""
+
+
+@triton.jit
+def _softplus(x: tl.tensor) -> tl.tensor:
+    """log(1 + exp(x)) to the last digits also where it is small, which the logarithm of a rounded sum is not."""
+    small = tl.exp(-tl.abs(x))
+    # log(1 + e) = 2 artanh(e / (2 + e)), whose argument is a third at most.
+    ratio = small / (2.0 + small)
+    square = ratio * ratio
+    series = 1 / 13 + square * (1 / 15 + square * (1 / 17))
+    series = 1 / 7 + square * (1 / 9 + square * (1 / 11 + square * series))
+    series = 1.0 + square * (1 / 3 + square * (1 / 5 + square * series))
+    return tl.maximum(x, 0.0) + 2.0 * ratio * series
+
+
+@triton.jit(do_not_specialize=["columns", "max_pending"])
+def _inputs_kernel(
+    x: tl.tensor,  # [T, at least WIDTH]
+    ring: tl.tensor,  # [num_slots, columns, WIDTH]
+    kernel: tl.tensor,  # [CHANNELS, TAPS]
+    bias: tl.tensor,  # [CHANNELS] or None
+    rate: tl.tensor,  # [VALUE_HEADS]
+    time_bias: tl.tensor,  # [VALUE_HEADS]
+    slots: tl.tensor,  # int64 [num_reqs]
+    starts: tl.tensor,  # int64 [num_reqs]
+    counts: tl.tensor,  # int64 [num_reqs]
+    first_rows: tl.tensor,  # int32 [num_reqs + 1]
+    lengths: tl.tensor,  # int64 [num_slots]
+    convolved: tl.tensor,  # see Prepared
+    factors: tl.tensor,
+    gates: tl.tensor,
+    x_stride: tl.tensor,
+    columns: tl.tensor,
+    max_pending: tl.tensor,
+    query_scale: tl.tensor,
+    beta_scale: tl.tensor,
+    least_step: tl.tensor,
+    most_step: tl.tensor,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    TAPS: tl.constexpr,
+    DELTA: tl.constexpr,
+    KEEPS: tl.constexpr,  # whether new rows' inputs can go into the ring here
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,  # heads of queries or keys per program
+    VALUES: tl.constexpr,  # heads of values per program
+    OVERLAP: tl.constexpr,
+) -> None:
+    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    WIDTH: tl.constexpr = CHANNELS + VALUE_HEADS * (1 + DELTA)
+    KEY_PARTS: tl.constexpr = (2 * KEY_HEADS + KEYS - 1) // KEYS
+    VALUE_PARTS: tl.constexpr = (VALUE_HEADS + VALUES - 1) // VALUES
+    part = tl.program_id(1)
+    request = tl.program_id(2)
+    await_previous(OVERLAP)
+    slot, start = tl.load(slots + request), tl.load(starts + request)
+    pending = pending_rows(lengths, slot, start, max_pending)
+    first_row = tl.load(first_rows + request).to(tl.int64)
+    x += first_row * x_stride
+    ring += slot * columns * WIDTH
+    out_row = first_row + request * max_pending
+    begin = tl.program_id(0) * ROWS
+    end = tl.minimum(begin + ROWS, pending + tl.load(counts + request).to(tl.int32))
+    if part < KEY_PARTS:
+        convolve(
+            x,
+            ring,
+            kernel,
+            bias,
+            convolved,
+            factors,
+            part * KEYS,
+            begin,
+            end,
+            pending,
+            start,
+            out_row,
+            x_stride,
+            columns,
+            query_scale,
+            0,
+            2 * KEY_HEADS,
+            KEY_DIM,
+            KEYS,
+            CHANNELS,
+            WIDTH,
+            TAPS,
+            DELTA,
+            KEEPS,
+        )
+    elif part < KEY_PARTS + VALUE_PARTS:
+        convolve(
+            x,
+            ring,
+            kernel,
+            bias,
+            convolved,
+            factors,
+            (part - KEY_PARTS) * VALUES,
+            begin,
+            end,
+            pending,
+            start,
+            out_row,
+            x_stride,
+            columns,
+            query_scale,
+            2 * KEY_HEADS * KEY_DIM,
+            VALUE_HEADS,
+            VALUE_DIM,
+            VALUES,
+            CHANNELS,
+            WIDTH,
+            TAPS,
+            False,
+            KEEPS,
+        )
+    else:
+        head = tl.arange(0, triton.next_power_of_2(VALUE_HEADS))
+        exists = head < VALUE_HEADS
+        offset = tl.load(time_bias + head, mask=exists, other=0.0).to(tl.float32)
+        speed = tl.load(rate + head, mask=exists, other=0.0).to(tl.float32)
+        channel = CHANNELS + VALUE_HEADS * DELTA + head
+        for row in range(begin, end):
+            position = start - pending + row
+            kept = ring + (position % columns) * WIDTH
+            a = input_at(x, ring, position, start, channel, exists, x_stride, columns, WIDTH)
+            if KEEPS:
+                tl.store(kept + channel, a, mask=exists & (row >= pending))
+            step = _softplus(a.to(tl.float32) + offset)
+            beta = step
+            if DELTA:
+                b = input_at(x, ring, position, start, CHANNELS + head, exists, x_stride, columns, WIDTH)
+                if KEEPS:
+                    tl.store(kept + CHANNELS + head, b, mask=exists & (row >= pending))
+                beta = tl.sigmoid(b.to(tl.float32)).to(b.dtype).to(tl.float32) * beta_scale
+            else:
+                step = tl.minimum(tl.maximum(step, least_step), most_step)
+                beta = step
+            place = gates + (out_row + row) * (2 * VALUE_HEADS) + head
+            tl.store(place, -speed * step, mask=exists)
+            tl.store(place + VALUE_HEADS, beta, mask=exists)
+
+
+@triton.jit(do_not_specialize=["columns"])
+def _keep_kernel(
+    x: tl.tensor,
+    ring: tl.tensor,
+    slots: tl.tensor,
+    starts: tl.tensor,
+    counts: tl.tensor,
+    first_rows: tl.tensor,
+    x_stride: tl.tensor,
+    columns: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Puts one of the last rows of a request into the ring."""
+    back = tl.program_id(0) + 1
+    request = tl.program_id(2)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    await_previous(OVERLAP)
+    count = tl.load(counts + request)
+    position = tl.load(starts + request) + count - back
+    exists = (channel < WIDTH) & (back <= count)
+    row = tl.load(first_rows + request).to(tl.int64) + count - back
+    values = tl.load(x + row * x_stride + channel, mask=exists)
+    place = tl.load(slots + request) * columns + position % columns
+    tl.store(ring + place * WIDTH + channel, values, mask=exists)
+
+
+def prepare(x: Tensor, layer: Layer, cache: StateCache, rows: Rows) -> Prepared:
+    """Convolution, activation, norms and gates of all rows and of those before them; puts the rows' inputs into the ring.
+
+    Args:
+        x: [T, at least width], inputs of the rows.
+        layer: what it computes.
+        cache: of the layer.
+        rows: of the forward.
+    """
+    columns, num_reqs = cache.inputs.shape[1], len(rows.slots)
+    assert x.stride(1) == 1 and all(part.is_contiguous() for part in cache) and cache.inputs.dtype == x.dtype
+    assert layer.kernel.is_contiguous() and cache.inputs.shape[2] == layer.width
+    count, total = rows.max_pending + rows.max_rows, len(x) + num_reqs * rows.max_pending
+    prepared = Prepared(
+        torch.empty(total, layer.channels, dtype=x.dtype, device=x.device),
+        torch.empty(total, 2 * layer.num_key_heads, dtype=torch.float32, device=x.device),
+        torch.empty(total, 2 * layer.num_value_heads, dtype=torch.float32, device=x.device),
+    )
+    # Where a ring holds all positions that the forward looks at, no program overwrites what another one reads.
+    keeps = layer.taps - 1 + count <= columns
+    together = 1 if count <= FEW_ROWS else ROWS_PER_PROGRAM
+    keys, values = (max(1, CHANNELS_PER_PROGRAM // triton.next_power_of_2(dim)) for dim in (layer.key_dim, layer.value_dim))
+    keys, values = (
+        min(keys, triton.next_power_of_2(2 * layer.num_key_heads)),
+        min(values, triton.next_power_of_2(layer.num_value_heads)),
+    )
+    parts = triton.cdiv(2 * layer.num_key_heads, keys) + triton.cdiv(layer.num_value_heads, values) + 1
+    with on_device(x):
+        _inputs_kernel[(triton.cdiv(count, together), parts, num_reqs)](
+            x,
+            cache.inputs,
+            layer.kernel,
+            layer.kernel_bias,
+            layer.rate,
+            layer.time_bias,
+            rows.slots,
+            rows.starts,
+            rows.counts,
+            rows.first_rows,
+            cache.lengths,
+            *prepared,
+            x.stride(0),
+            columns,
+            rows.max_pending,
+            layer.key_dim**-0.5,
+            layer.beta_scale,
+            *layer.time_limits,
+            KEY_HEADS=layer.num_key_heads,
+            VALUE_HEADS=layer.num_value_heads,
+            KEY_DIM=layer.key_dim,
+            VALUE_DIM=layer.value_dim,
+            TAPS=layer.taps,
+            DELTA=layer.rule == "delta",
+            KEEPS=keeps,
+            ROWS=together,
+            KEYS=keys,
+            VALUES=values,
+            num_warps=4,
+            **overlap_options(x.device),
+        )
+        if not keeps:
+            # After a final step nothing but a convolution looks back.
+            kept, block = min(rows.max_rows, layer.taps - 1 if rows.final else columns - layer.taps + 1), 1024
+            _keep_kernel[(kept, triton.cdiv(layer.width, block), num_reqs)](
+                x,
+                cache.inputs,
+                rows.slots,
+                rows.starts,
+                rows.counts,
+                rows.first_rows,
+                x.stride(0),
+                columns,
+                WIDTH=layer.width,
+                BLOCK=block,
+                num_warps=4,
+                **overlap_options(x.device),
+            )
+    return prepared

@@ -1,0 +1,206 @@
+"""Makes `docs/targets.md`: which model types run, on what, and what they keep of a request.
+
+    python -m tests.checks.targets_table            prints the page
+    python -m tests.checks.targets_table --write    writes it
+
+Every type is judged by the config that transformers has of it by default. Bytes are those of a model of a size that people know, in
+bfloat16.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from textwrap import wrap
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tests.checks.public_targets import data
+from verifiers.families import FAMILIES, describe
+from verifiers.needs import Needs, needs_of
+from verifiers.support import unsupported_reasons
+from verifiers.wrappers import READ_AS, WRAPPERS, text_config
+
+PAGE = Path(__file__).parents[2] / "docs" / "targets.md"
+
+_SIZES: dict[str, tuple[str, dict[str, Any]]] = {
+    "axk1": ("A.X-K1", {}),
+    "deepseek_v2": ("DeepSeek-V2", {"num_hidden_layers": 60}),
+    "deepseek_v3": ("DeepSeek-V3", {}),
+    "deepseek_v32": ("DeepSeek-V3.2", {}),
+    "dots1": ("dots.llm1", {"n_routed_experts": 128, "num_experts_per_tok": 6}),
+    "gemma": ("Gemma 7B", {}),
+    "gemma2": ("Gemma 2 9B", {"num_hidden_layers": 42, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256}),
+    "gemma3_text": (
+        "Gemma 3 27B",
+        {"num_hidden_layers": 62, "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128, "sliding_window": 1024},
+    ),
+    "glm4": ("GLM-4 9B", {"num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128}),
+    "glm4_moe_lite": ("GLM-4.7-Flash", {}),
+    "glm_moe_dsa": ("GLM-5", {}),
+    "granite": ("Granite 3.3 8B", {"num_hidden_layers": 40, "hidden_size": 4096, "num_key_value_heads": 8}),
+    "mistral": ("Mistral 7B", {}),
+    "mixtral": ("Mixtral 8x7B", {}),
+    "olmo2": ("OLMo 2 7B", {}),
+    "olmo3": ("OLMo 3 7B", {}),
+    "phi3": ("Phi-3 mini", {}),
+    "qwen2": (
+        "Qwen2.5 7B",
+        {"num_hidden_layers": 28, "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4},
+    ),
+    "qwen2_moe": (
+        "Qwen2 57B-A14B",
+        {"num_hidden_layers": 28, "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4},
+    ),
+    "smollm3": ("SmolLM3 3B", {}),
+    "youtu": ("Youtu-LLM", {}),
+}
+"""Sizes that the public drafters' targets do not show: a name, and what is not the default of the type."""
+
+_PUBLIC = {
+    "glm4_moe": "GLM-4.5",
+    "gemma4_text": "gemma-4-31B-it",
+    "gpt_oss": "gpt-oss-120b",
+    "llama": "Llama-3.1-8B-Instruct",
+    "qwen3": "Qwen3-8B",
+    "qwen3_5_moe_text": "Qwen3.5-35B-A3B",
+    "qwen3_5_text": "Qwen3.5-27B",
+    "qwen3_moe": "Qwen3-30B-A3B",
+    "qwen3_next": "Qwen3-Next-80B-A3B",
+}
+"""From model types to names in `tests/verifiers/public_targets.json`."""
+
+_USUAL: dict[str, dict[str, Any]] = {
+    "laguna": {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "num_attention_heads_per_layer": [48, 64]},
+    "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+}
+"""What public models of a type have and its defaults have not."""
+
+_STATE = "it keeps a recurrent state (state-space model or linear attention), which cannot be rolled back"
+
+_ENCODERS = ("its attention is bidirectional", "it is an encoder-decoder model")
+
+
+def page() -> str:
+    """The whole page."""
+    own, theirs, refused = _sorted_types()
+    lines = [
+        "# Targets",
+        "",
+        "Which model types run, told from their configs. `specdec doctor --model NAME` says it of one checkpoint, with its size",
+        "and a drafter, before a weight is fetched. This page is made by `python -m tests.checks.targets_table --write`",
+        f"with Transformers {transformers.__version__}.",
+        "",
+        "## On our own layers",
+        "",
+        "| model type | size | kept of a request | per token | per request |",
+        "|---|---|---|---|---|",
+        *_size_lines(own),
+        "",
+        "In bfloat16. States are float32; with them come the inputs of the rows of a step, 8 here.",
+        "",
+        "## Through Transformers' modules",
+        "",
+        *wrap("The same tokens, slower: " + ", ".join(f"`{name}`" for name in theirs) + ".", 132),
+        "",
+        "## The text part of multimodal models",
+        "",
+        "The tower is left out, and prompts with tokens that stand for pictures or sound are refused.",
+        "",
+        "| model type | text part | runs on |",
+        "|---|---|---|",
+        *_wrapper_lines(),
+        "",
+        "".join(f"`{name}` is read as `{other}`." for name, other in READ_AS.items()),
+        "",
+        "## Refused",
+        "",
+        "Encoders, encoder-decoders, multimodal and other composed models that are not named above, and:",
+        "",
+        "| why | model types |",
+        "|---|---|",
+        *_refusal_lines(refused),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _sorted_types() -> tuple[list[str], list[str], dict[str, list[str]]]:
+    """Types of text models on our own layers, through transformers' modules, and refused, with reasons."""
+    own, theirs, refused = [], [], {}
+    for name in sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *FAMILIES}):
+        try:
+            config = AutoConfig.for_model(name, **(_USUAL.get(name) or _SIZES.get(name, ("", {}))[1]))
+        except Exception:  # some have no config by default
+            continue
+        if name in WRAPPERS or config.sub_configs:
+            continue
+        if reasons := unsupported_reasons(config):
+            if not any(reason in _ENCODERS for reason in reasons):
+                refused[name] = reasons
+        elif describe(text_config(config)) is not None:
+            own.append(name)
+        else:
+            theirs.append(name)
+    return own, theirs, refused
+
+
+def _refusal_lines(refused: dict[str, list[str]]) -> Iterator[str]:
+    """Types with the same reasons on one line."""
+    alike: dict[str, list[str]] = {}
+    for name, reasons in refused.items():
+        words = [re.sub(r"^\w+ does not go", "its class does not go", reason) for reason in reasons]
+        if words[0] == _STATE:
+            words = [word for word in words if "does not go" not in word and word != "it has layers of type linear_attention"]
+        alike.setdefault("; ".join(words), []).append(f"`{name}`")
+    for why, names in sorted(alike.items(), key=lambda item: (-len(item[1]), item[0])):
+        yield f"| {why} | {', '.join(names)} |"
+
+
+def _size_lines(types: Sequence[str]) -> Iterator[str]:
+    for model_type in types:
+        name, needs = _example(model_type)
+        state = f"{needs.request_bytes / 2**20:,.1f} MiB" if needs.request_bytes else ""
+        yield f"| `{model_type}` | {name} | {'; '.join(needs.caches)} | {needs.token_bytes / 1024:,.1f} KiB | {state} |"
+
+
+def _example(model_type: str) -> tuple[str, Needs]:
+    """A model of that type by name, and what it needs."""
+    if model_type in _PUBLIC:
+        name = _PUBLIC[model_type]
+        entries: dict[str, Any] = data()["targets"][name]["config"]
+    else:
+        name, changes = _SIZES.get(model_type, ("default", {}))
+        entries = {"model_type": model_type, **changes}
+    device, dtype = torch.device("cpu"), torch.bfloat16
+    return name, needs_of(entries, name=name, device=device, dtype=dtype, gpu_bytes=10**12, total_size=1)
+
+
+def _wrapper_lines() -> Iterator[str]:
+    for name in sorted(WRAPPERS):
+        config = AutoConfig.for_model(name)
+        text, reasons = text_config(config), unsupported_reasons(config)
+        runs = "our own layers" if describe(text) is not None else "Transformers' modules"
+        yield f"| `{name}` | `{text.model_type}` | {'refused: ' + '; '.join(reasons) if reasons else runs} |"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints or writes the page; 0."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
+    args = parser.parse_args(argv)
+    if args.write:
+        PAGE.write_text(page())
+    else:
+        print(page(), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

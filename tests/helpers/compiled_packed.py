@@ -1,0 +1,110 @@
+"""The kernels of weights of few bits, compiled for machines that need not be here; see `tests.helpers.compiled_kernels`."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from specdec.kernels import triton_expert_products, triton_experts, triton_packed, triton_packed_products
+from specdec.kernels.packed import Code, PackedWeight, run_of
+from tests.helpers.triton_interpreter import compile_for
+
+if TYPE_CHECKING:
+    from tests.helpers.compiled_kernels import Target
+
+
+def packed_kernels(target: "Target") -> Iterator[tuple[str, Any]]:
+    """Products of an 8 B model, few rows and many, with each code; experts of gpt-oss and of Qwen3-30B-A3B; numbers in memory."""
+    cases: tuple[tuple[Code, int, bool, bool], ...]
+    cases = ("e4m3", 128, True, False), ("int8", 4096, False, False), ("int4", 128, True, True)
+    for code, group, gated, zeros in cases:
+        for rows in (8, 64, 256):
+            if rows <= 64 or not gated:
+                yield f"product of {rows} rows in {code}", product(target, code, group, rows, gated=gated, zeros=zeros)
+    yield "product of 64 rows in e2m1", product(target, "e2m1", 32, 64, gated=True)
+    yield "product of 256 rows in int4", product(target, "int4", 128, 256)
+    yield "product of 8 rows in e4m3, float16", product(target, "e4m3", 128, 8, dtype="fp16")
+    for rows in (1, 64, 4096):
+        sizes = (2880, 2880, 4, 32)
+        yield f"product of {rows:,} rows with experts in e2m1", experts(target, "e2m1", 32, rows, sizes, "swiglu_oai")
+        yield f"product of {rows:,} rows with experts in e4m3", experts(target, "e4m3", 128, rows, (2048, 768, 8, 128), "silu")
+    weight = shell("int4", 128, 4096, 4096, True)
+    constants = codes_of(weight, target, zeros=True)
+    del constants["ASSEMBLY"]
+    yield (
+        "numbers of int4",
+        compile_for(
+            triton_packed._dequantize_kernel,
+            target.compiler,
+            pointers={"words": "u16", "scale": "bf16", "zero": "bf16", "output": "bf16"},
+            constants=constants | {"OUTS": 16, "OVERLAP": target.overlaps},
+        ),
+    )
+
+
+def shell(code: Code, group: int, outputs: int, inputs: int, zeros: bool = False) -> PackedWeight:
+    """An arranged weight of that shape without numbers."""
+    halves = code in ("int4", "e2m1")
+    run = run_of(group, inputs, halves)
+    assert run is not None
+    padded = -(-inputs // (run * (4 if halves else 2))) * run * (4 if halves else 2)
+    kind = torch.uint8 if halves else torch.int8 if code == "int8" else torch.float8_e4m3fn
+    codes = torch.empty(outputs, padded // (1 + halves), dtype=kind, device="meta")
+    scale = torch.empty(outputs, -(-inputs // group), dtype=torch.bfloat16, device="meta")
+    middle = 8 if code == "int4" and not zeros else 0
+    return PackedWeight(codes, scale, scale if zeros else None, group, code, torch.bfloat16, run, padded - inputs, middle)
+
+
+def codes_of(weight: PackedWeight, target: "Target", *, zeros: bool) -> dict[str, Any]:
+    """What a launch on the target says of a weight."""
+    constants = triton_packed.codes_of(weight, weight.device) | {"ASSEMBLY": target.assembly == "ptx"}
+    return constants if zeros else constants | {"zero": None}
+
+
+def product(
+    target: "Target", code: Code, group: int, rows: int, *, gated: bool = False, zeros: bool = False, dtype: str = "bf16"
+) -> Any:
+    """A product with a weight of an 8 B model, as it would be divided on this target."""
+    weight = shell(code, group, 24576 if gated else 4096, 4096, zeros)
+    tile = triton_packed.MANY_ROWS
+    if rows <= triton_packed.MOST_ROWS:
+        tile = triton_packed.tile_for(code, weight.out_features, may_split=not gated)
+    launch = triton_packed.launch_of(weight, tile, rows, target.shared_memory, gated=gated)
+    launch["ROWS"] = max(launch["ROWS"], 16 if target.assembly == "amdgcn" else 8)
+    warps, stages = launch.pop("num_warps"), launch.pop("num_stages")
+    constants = launch | codes_of(weight, target, zeros=zeros) | {"ahead": None, "AHEAD": None, "bias": None, "x_stride": 4096}
+    constants |= {"ACTIVATION": "silu" if gated else None, "OVERLAP": target.overlaps}
+    return compile_for(
+        triton_packed_products.packed_kernel,
+        target.compiler,
+        pointers={"x": dtype, "words": "u16", "scale": "bf16", "zero": "bf16", "output": "fp32" if tile.splits > 1 else dtype},
+        constants=constants,
+        num_warps=warps,
+        num_stages=1 if target.assembly == "amdgcn" else stages,
+    )
+
+
+def experts(target: "Target", code: Code, group: int, rows: int, sizes: tuple[int, int, int, int], kind: str) -> Any:
+    """The first product of experts, as it would be divided on this target; gpt-oss's with a bias."""
+    hidden, width, top_k, num_experts = sizes
+    weight, few = shell(code, group, 2 * width, hidden), rows <= triton_experts.FEW_ROWS
+    bits, memory = 4 if weight.halves else 8, target.shared_memory
+    tile = triton_experts.packed_tile(bits, min(rows, 64), few=few, gated=True, memory=memory)
+    *codes, lanes, _ = triton_packed.expert_codes(weight, tile.num_warps if few else 1, weight.device)
+    constants: dict[str, Any] = {"WIDTH": width, "INPUTS": hidden, "x_stride": hidden, "TOP_K": top_k, "ACTIVATION": kind}
+    constants |= {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "OVERLAP": target.overlaps, "PRECISION": None}
+    constants |= {"PACKED": (*codes, lanes, target.assembly == "ptx"), "zero": None, "factors": None}
+    constants |= {} if kind == "swiglu_oai" else {"bias": None}
+    if few:
+        constants |= {"BY_RANK": False, "BY_EXPERT": rows * top_k > num_experts, "ALONE": rows == 1}
+    else:
+        constants |= {"BESIDE": tile.beside, "DESCRIBED": False}
+    types = {"x": "bf16", "weight": "u16", "scale": "bf16", "bias": "bf16", "output": "bf16"}
+    return compile_for(
+        triton_expert_products.few_rows_kernel if few else triton_expert_products.grouped_kernel,
+        target.compiler,
+        pointers=types | dict.fromkeys(("ids", "pairs", "experts"), "i32"),
+        constants=constants,
+        num_warps=tile.num_warps,
+        num_stages=1 if target.assembly == "amdgcn" else tile.num_stages,
+    )

@@ -1,0 +1,115 @@
+"""The kernels of recurrent layers, compiled for machines that need not be here; see `tests.helpers.compiled_kernels`."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from specdec.kernels import triton_gated_norm, triton_recurrence, triton_recurrence_inputs
+from specdec.kernels import triton_recurrence_chunks as chunks
+from specdec.kernels import triton_recurrence_systems as systems
+from tests.helpers.triton_interpreter import compile_for
+
+if TYPE_CHECKING:
+    from tests.helpers.compiled_kernels import Target
+
+DELTA = {"KEY_HEADS": 16, "VALUE_HEADS": 32, "KEY_DIM": 128, "VALUE_DIM": 128, "DELTA": True}
+PLAIN = {"KEY_HEADS": 8, "VALUE_HEADS": 128, "KEY_DIM": 128, "VALUE_DIM": 64, "DELTA": False}
+INTEGERS = dict.fromkeys(("slots", "starts", "counts", "lengths"), "i64") | {"first_rows": "i32"}
+FLOATS = {"factors": "fp32", "gates": "fp32", "state": "fp32", "skip": "fp32", "rate": "fp32"}
+
+
+def recurrence_kernels(target: "Target") -> Iterator[tuple[str, Any]]:
+    """A layer of Qwen3.5-9B and one of a Mamba-2 hybrid: steps, prompts, and what gates their output."""
+    for title, sizes in (("delta rule", DELTA), ("Mamba-2", PLAIN)):
+        yield f"inputs of a recurrence, {title}", inputs(target, sizes)
+        for final in (False, True):
+            yield f"recurrence, {title}" + (", final" if final else ""), serial(target, sizes, FINAL=final)
+    yield "inputs of a recurrence, prompts", inputs(target, DELTA, ROWS=triton_recurrence_inputs.ROWS_PER_PROGRAM, KEEPS=False)
+    yield "recurrence, float32", serial(target, DELTA, "fp32", FINAL=False)
+    yield (
+        "last inputs of prompts",
+        compile_for(
+            triton_recurrence_inputs._keep_kernel,
+            target.compiler,
+            pointers=INTEGERS | {"x": "bf16", "ring": "bf16"},
+            constants={"WIDTH": 8256, "BLOCK": 1024, "OVERLAP": target.overlaps},
+        ),
+    )
+    gates = dict.fromkeys(("x", "gate", "weight", "output"), "bf16")
+    for width, groups, first in ((128, 32, False), (1024, 8, True)):
+        sizes = {"GROUPS": groups, "WIDTH": width, "SHARED": not first, "GATE_FIRST": first, "TOGETHER": 1024 // width}
+        norm = compile_for(
+            triton_gated_norm._gated_norm_kernel,
+            target.compiler,
+            pointers=gates,
+            floats=("epsilon",),
+            constants=sizes | {"OVERLAP": target.overlaps},
+        )
+        yield "norm with a gate" + (" before it" if first else ""), norm
+    constants = {"BLOCK": triton_gated_norm.BLOCK, "OVERLAP": target.overlaps}
+    yield from chunk_kernels(target)
+    yield "sigmoid gate", compile_for(triton_gated_norm._sigmoid_gate_kernel, target.compiler, pointers=gates, constants=constants)
+
+
+def inputs(target: "Target", sizes: dict[str, Any], **constants: Any) -> Any:
+    """Convolution, norms and gates."""
+    values = {"TAPS": 4, "KEEPS": True, "ROWS": 1, "KEYS": 8, "VALUES": 1024 // sizes["VALUE_DIM"], "OVERLAP": target.overlaps}
+    return compile_for(
+        triton_recurrence_inputs._inputs_kernel,
+        target.compiler,
+        pointers=INTEGERS | FLOATS | dict.fromkeys(("x", "ring", "kernel", "bias", "time_bias", "convolved"), "bf16"),
+        floats=("query_scale", "beta_scale", "least_step", "most_step"),
+        constants=sizes | values | ({"bias": None} if sizes["DELTA"] else {}) | constants,
+    )
+
+
+def serial(target: "Target", sizes: dict[str, Any], dtype: str = "bf16", **constants: Any) -> Any:
+    """Row after row."""
+    tile = triton_recurrence.tile_for(sizes["KEY_DIM"], sizes["VALUE_DIM"])
+    more = {"COLUMNS": tile.columns, "OVERLAP": target.overlaps} | ({"skip": None} if sizes["DELTA"] else {})
+    return compile_for(
+        triton_recurrence._serial_kernel,
+        target.compiler,
+        pointers=INTEGERS | FLOATS | {"channels": dtype, "output": dtype},
+        constants=sizes | more | constants,
+        num_warps=tile.num_warps,
+    )
+
+
+def chunk_kernels(target: "Target") -> Iterator[tuple[str, Any]]:
+    """Those of prompts."""
+    for title, sizes, dtype in (("delta rule", DELTA, "bf16"), ("Mamba-2", PLAIN, "bf16"), ("float32", DELTA, "fp32")):
+        if dtype == "fp32" and not (target.overlaps or target.is_cdna):
+            continue  # it takes a compiler long
+        types = INTEGERS | FLOATS | {"channels": dtype, "output": dtype, "meetings": dtype, "systems": "fp32", "inverses": "fp32"}
+        constants = sizes | {"KEYS": 128, "OVERLAP": target.overlaps}
+        yield (
+            f"chunks of a recurrence, {title}",
+            compile_for(
+                systems._within_kernel,
+                target.compiler,
+                pointers=types,
+                constants=constants | ({} if sizes["DELTA"] else {"systems": None, "factors": None}),
+            ),
+        )
+        walk = constants | ({"skip": None} if sizes["DELTA"] else {"inverses": None})
+        yield (
+            f"walk over chunks, {title}",
+            compile_for(
+                chunks._walk_kernel,
+                target.compiler,
+                pointers=types,
+                constants=walk | {"COLUMNS": chunks.TILE.columns, "SPLIT": chunks.TILE.split and dtype == "bf16"},
+                num_warps=chunks.TILE.num_warps,
+                num_stages=chunks.stages_for(target.shared_memory),
+            ),
+        )
+    yield (
+        "inverses of a recurrence's chunks",
+        compile_for(
+            systems._invert_kernel,
+            target.compiler,
+            pointers=INTEGERS | {"systems": "fp32"},
+            constants={"VALUE_HEADS": 32, "OVERLAP": target.overlaps},
+            num_warps=1,
+        ),
+    )

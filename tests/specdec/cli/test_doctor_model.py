@@ -1,0 +1,219 @@
+"""`specdec doctor --model`: what a target needs, and what a drafter needs of it, from config files alone."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+from specdec import hub
+from specdec.cli.main import main
+from specdec.errors import CheckpointError
+from verifiers import needs
+
+GB = 10**9
+
+QWEN3_8B: dict[str, Any] = {
+    "model_type": "qwen3",
+    "dtype": "bfloat16",
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+}
+DRAFTER: dict[str, Any] = {
+    "architectures": ["DFlashDraftModel"],
+    "block_size": 16,
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1e6,
+    "num_target_layers": 36,
+    "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
+}
+
+
+def folder(path: Path, config: dict[str, Any], total_size: int | None = None, **changes: Any) -> str:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config | changes))
+    if total_size is not None:
+        index = {"metadata": {"total_size": total_size}, "weight_map": {}}
+        (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    return str(path)
+
+
+def doctor(capsys: pytest.CaptureFixture[str], model: str, *options: str, status: int = 0) -> dict[str, str]:
+    """What it prints, by the word at the beginning of a line; further lines belong to the word above."""
+    assert main(["doctor", "--device", "cpu", "--dtype", "bfloat16", "--gpu-memory", "192", "--model", model, *options]) == status
+    out = capsys.readouterr().out
+    said: dict[str, str] = {}
+    for line in out.splitlines():
+        assert len(line) <= 132, line
+        name = line[:14].strip()
+        if name:
+            said[name] = line[14:]
+        else:
+            last = next(reversed(said))
+            said[last] += "\n" + line.strip()
+    assert len(out.splitlines()) <= 20
+    return said
+
+
+def test_a_target_that_would_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """All figures from the config: 36 layers of 8 heads of 128 for keys and for values, and 8.19 billion weights."""
+    said = doctor(capsys, folder(tmp_path / "target", QWEN3_8B), "--drafter", folder(tmp_path / "drafter", DRAFTER))
+    assert said["type"] == "qwen3"
+    assert said["runs on"] == "our own layers"
+    assert said["attention"] == "torch_ref"
+    assert said["cache"] == "keys and values of 36 layers\n144.0 KiB per token"
+    assert said["context"] == "40,960 tokens, whose cache takes 6.0 GB"
+    assert said["weights"] == "16.4 GB, stored as bfloat16"
+    assert said["memory"] == "1 GPU of 192 GB"
+    drafter = said["drafter"].replace("\n", " ")
+    assert drafter.endswith("dflash, 15 drafts, taps layers 1, 9, 17, 25, 33 of 36, 1,049 M parameters, fits")
+    assert said["would run"] == "yes" and "missing" not in said
+
+
+def test_the_embedded_model_and_its_drafter(capsys: pytest.CaptureFixture[str]) -> None:
+    said = doctor(capsys, "embedded")
+    assert said["cache"].endswith("22.5 KiB per token") and said["weights"].startswith("0.3 GB")
+    assert said["drafter"].startswith("smollm2-dflash: dflash, ") and said["drafter"].endswith("fits")
+    assert doctor(capsys, "embedded", "--drafter", "none")["drafter"] == "none"
+
+
+def test_an_eight_bit_cache_takes_half(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    said = doctor(capsys, folder(tmp_path / "target", QWEN3_8B), "--kv-dtype", "fp8")
+    assert said["cache"].endswith("72.0 KiB per token in 8 bits")
+
+
+def test_what_a_hybrid_keeps(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A composite whose text part has states: 24 layers of 2 MiB each, and the inputs of a few rows."""
+    text = {"model_type": "qwen3_5_text", "num_hidden_layers": 32, "hidden_size": 4096}
+    config = {"model_type": "qwen3_5", "dtype": "bfloat16", "text_config": text, "vision_config": {}}
+    said = doctor(capsys, folder(tmp_path / "target", config, total_size=19 * GB))
+    assert said["type"] == "qwen3_5, its text part qwen3_5_text"
+    words, sizes = said["cache"].splitlines()
+    assert words == "keys and values of 8 layers; states of 24 layers" and sizes.startswith("32.0 KiB per token, ")
+    assert 48 < float(sizes.split()[4]) < 60
+    assert said["weights"] == "19.0 GB, stored as bfloat16"
+
+
+def test_windows_and_latents_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    oss = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
+    said = doctor(capsys, folder(tmp_path / "oss", oss, total_size=14 * GB))
+    assert said["cache"].startswith("keys and values of 36 layers, 18 of them with a window of 128")
+    assert said["weights"] == "14.0 GB, stored as mxfp4"
+    said = doctor(capsys, folder(tmp_path / "glm", {"model_type": "glm_moe_dsa"}, total_size=100 * GB))
+    assert said["cache"].startswith("latents and index keys of ")
+
+
+def test_too_large(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A tenth of a GPU is left for what is no weight: 172.8 of 192 GB."""
+    fits = folder(tmp_path / "fits", QWEN3_8B, total_size=172 * GB)
+    assert doctor(capsys, fits)["memory"] == "1 GPU of 192 GB"
+    said = doctor(capsys, folder(tmp_path / "large", QWEN3_8B, total_size=173 * GB), status=1)
+    assert said["memory"] == "2 GPUs of 192 GB"
+    assert said["missing"] == "its weights need 2 GPUs of 192 GB, and a target runs on one" and said["would run"] == "no"
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"model_type": "bamba"}, "it keeps a recurrent state"),
+        ({"model_type": "never_heard_of"}, "has no model of type 'never_heard_of'"),
+        ({**QWEN3_8B, "quantization_config": {"quant_method": "bitsandbytes"}}, "'bitsandbytes' are not read"),
+        ({**QWEN3_8B, "num_attention_heads": 30}, "torch_ref: 30 query heads do not share 8 key heads evenly"),
+    ],
+    ids=["recurrent", "unknown", "quantized", "no backend"],
+)
+def test_what_is_missing_is_named(config: dict[str, Any], reason: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    said = doctor(capsys, folder(tmp_path / "target", config), status=1)
+    assert reason in said["missing"].replace("\n", " ") and said["would run"] == "no"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"hidden_size": 2048}, "takes 10240 features, not 5 taps of 4096"),
+        ({"vocab_size": 152000}, "its vocabulary has 152000 tokens, the target's 151936"),
+        (
+            {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [1, 36]}},
+            "it taps layer 36 of a target whose last layer is 35",
+        ),
+        ({"architectures": ["LlamaForCausalLMEagle3"], "dflash_config": None}, "EAGLE-3"),
+        ({"block_size": None}, "config.json lacks block_size"),
+    ],
+    ids=["hidden size", "vocabulary", "taps", "algorithm", "config"],
+)
+def test_a_drafter_that_does_not_fit(
+    changes: dict[str, Any], reason: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    target, drafter = folder(tmp_path / "target", QWEN3_8B), folder(tmp_path / "drafter", DRAFTER, **changes)
+    said = doctor(capsys, target, "--drafter", drafter, status=1)
+    assert reason in said["missing"].replace("\n", " ") and said["would run"] == "no"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model", "embedded", "--heads", "8", "--mla"], "--mla does not go with --model"),
+        (["--drafter", "ngram"], "--drafter goes with --model"),
+        (["--gpu-memory", "80"], "--gpu-memory goes with --model"),
+        (["--model", "embedded", "--gpu-memory", "0"], "--gpu-memory is 0; give the memory of one GPU in GB"),
+        (["--model", "./nowhere"], "target './nowhere' is no folder and no name on the hub"),
+        (["--model", "no name"], "is no folder and no name on the hub"),
+    ],
+)
+def test_mistakes(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_without_a_config(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["doctor", "--model", str(tmp_path)]) == 2
+    assert "has no config.json" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("[1]")
+    assert main(["doctor", "--model", str(tmp_path)]) == 2
+    assert "holds no JSON object" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("{")
+    assert main(["doctor", "--model", str(tmp_path)]) == 2
+    assert "is not valid JSON" in capsys.readouterr().err
+
+
+def test_offline_is_one_clear_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(name: str, file: str) -> str:
+        raise LocalEntryNotFoundError("offline")
+
+    monkeypatch.setattr(hub, "hf_hub_download", unreachable)
+    assert main(["doctor", "--model", "some/model"]) == 2
+    error = capsys.readouterr().err
+    assert "the hub is out of reach and the file is not in its cache; go online, or give a local folder" in error
+    assert error.count("\n") == 1
+
+
+def test_only_config_files_are_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """From the hub, file by file, and never a weight."""
+    source, asked = Path(folder(tmp_path / "target", QWEN3_8B, total_size=16 * GB)), []
+
+    def download(name: str, file: str) -> str:
+        asked.append(file)
+        return str(source / file)
+
+    monkeypatch.setattr(hub, "hf_hub_download", download)
+    found = needs.read_needs("some/model", device=torch.device("cpu"), dtype=torch.bfloat16, gpu_bytes=192 * GB)
+    assert found.weights == 16 * GB and found.would_run
+    assert set(asked) <= {"config.json", "generation_config.json", "model.safetensors.index.json"}
+    with pytest.raises(CheckpointError, match="give a folder with config"):
+        hub.json_file("/nowhere", "config.json", what="target")

@@ -1,0 +1,180 @@
+"""Products with weights of few bits against plain torch; see `tests.helpers.triton_interpreter`."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specdec.kernels.packed import Code, PackedWeight
+from specdec.layers.packed import PackedLinear
+from tests.helpers.bounds import assert_as_exact
+from tests.helpers.guards import no_host_sync
+from tests.helpers.packed_weights import in_order, packed
+from tests.helpers.ptx import run
+from tests.helpers.triton_interpreter import require_triton
+
+DEVICE = require_triton()
+
+from specdec.kernels import triton_packed, triton_packed_codes  # noqa: E402 (only where Triton can run)
+from specdec.kernels.triton_packed import MANY_ROWS, Tile, dequantized, few_rows, multiply  # noqa: E402
+
+
+class Case(NamedTuple):
+    """A weight."""
+
+    code: Code
+    group: int
+    outputs: int
+    inputs: int
+    zero: str = "none"  # or "one" for all, or "many"
+    biased: bool = False
+
+
+CASES = {
+    "e4m3": Case("e4m3", 128, 96, 1024),
+    "e4m3, a scale per row": Case("e4m3", 600, 72, 600, biased=True),
+    "int8, ragged": Case("int8", 32, 72, 616, biased=True),
+    "int8, a scale and a zero per row": Case("int8", 512, 64, 512, "many"),
+    "int4": Case("int4", 128, 96, 1024, "one", True),
+    "int4, zeros": Case("int4", 64, 72, 600, "many"),
+    "int4, a scale per row": Case("int4", 320, 64, 320, "one"),
+    "int4, small groups": Case("int4", 48, 64, 288, "many", True),
+    "e2m1": Case("e2m1", 32, 96, 1024),
+    "e2m1, groups of 16": Case("e2m1", 16, 72, 360, biased=True),
+}
+
+
+def weight_of(case: Case) -> tuple[PackedWeight, Tensor | None]:
+    """The weight of a case as its checkpoint has it, and its bias."""
+    torch.manual_seed(0)
+    groups = -(-case.inputs // case.group)
+    zero = {"none": None, "one": 8.0, "many": torch.randint(5, 11, (case.outputs, groups)).float()}[case.zero]
+    bias = torch.randn(case.outputs).to(DEVICE, torch.float16) if case.biased else None
+    return packed(case.code, (case.outputs, case.inputs), case.group, zero=zero, device=DEVICE), bias
+
+
+def rows_of(case: Case, count: int) -> Tensor:
+    """Random rows."""
+    return torch.randn(count, case.inputs).to(DEVICE, torch.float16)
+
+
+def check(got: Tensor, x: Tensor, weight: PackedWeight, bias: Tensor | None, *, gated: bool = False) -> None:
+    """As exact as half-precision rounding of the product with the unrounded weight."""
+    exact = x.double() @ weight.dequantized(torch.float64).T + (0 if bias is None else bias.double())
+    if gated:
+        gate, up = exact.chunk(2, dim=-1)
+        exact = F.silu(gate) * up
+    whole = (got.sum(0) if got.ndim == 3 else got).half()
+    assert_as_exact(whole, exact.half(), exact)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 40])
+@pytest.mark.parametrize("how", ["plain", "gated", "split"])
+@pytest.mark.parametrize("name", CASES)
+def test_few_rows(monkeypatch: pytest.MonkeyPatch, name: str, how: str, rows: int) -> None:
+    """Every code, groups and widths that nothing divides, rows of a wider tensor; sums of splits have one bias; nothing waits."""
+    case, gated = CASES[name], how == "gated"
+    monkeypatch.setattr(triton_packed, "TILES", dict.fromkeys((4, 8), ((0, Tile(16, 4, 128, splits=2)),)))
+    triton_packed.tile_for.cache_clear()
+    weight, bias = weight_of(case)
+    linear = PackedLinear(weight, bias)
+    x = torch.cat([rows_of(case, rows)] * 2, dim=1)[:, : case.inputs]
+    with no_host_sync():
+        got = linear.few_rows(x, activation="silu" if gated else None, may_split=how == "split")
+    triton_packed.tile_for.cache_clear()
+    assert got is not None and got.dtype == (torch.float32 if how == "split" else torch.float16)
+    assert got.shape == (*((2,) if how == "split" else ()), rows, case.outputs // (1 + gated))
+    check(got, x, weight, bias, gated=gated)
+
+
+@pytest.mark.parametrize("tile", [Tile(32, 2, 64), Tile(16, 8, 256, splits=3), Tile(64, 1, 128, splits=2), MANY_ROWS])
+@pytest.mark.parametrize("name", ["e4m3", "int4, zeros", "e2m1, groups of 16"])
+def test_every_division(name: str, tile: Tile) -> None:
+    """Lanes and splits that have nothing to add, and one lane for all."""
+    case = CASES[name]
+    weight, bias = weight_of(case)
+    x = rows_of(case, 3)
+    check(multiply(x, weight.arranged(), bias, tile), x, weight, bias)
+
+
+@pytest.mark.parametrize("how", ["plain", "gated", "split"])
+@pytest.mark.parametrize("name", ["int8, ragged", "int4, zeros"])
+def test_a_row_has_the_same_bits_whatever_is_beside_it(monkeypatch: pytest.MonkeyPatch, name: str, how: str) -> None:
+    """Alone, and first or last of up to 64."""
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr("triton.runtime.interpreter.np.matmul", in_order)
+    case = CASES[name]
+    weight, bias = weight_of(case)
+    ours, many = weight.arranged(), rows_of(case, 64)
+    options: dict[str, Any] = {"activation": "silu" if how == "gated" else None, "may_split": how == "split"}
+    whole = few_rows(many, ours, bias, **options)
+    assert whole is not None
+    for count in (1, 7, 9, 16, 33) if DEVICE.type == "cpu" else range(1, 65):
+        for rows in (slice(0, count), slice(64 - count, 64)):
+            got = few_rows(many[rows], ours, bias, **options)
+            assert got is not None and got.equal(whole[..., rows, :]), count
+
+
+@pytest.mark.parametrize("rows", [64, 65, 257])
+@pytest.mark.parametrize("name", CASES)
+def test_any_number_of_rows(monkeypatch: pytest.MonkeyPatch, name: str, rows: int) -> None:
+    """Tiles of rows, and slices of the weight as numbers, which have to be rounded; with a residual, and leading dimensions."""
+    case = CASES[name]
+    weight, bias = weight_of(case)
+    monkeypatch.setattr(triton_packed, "SLICE_BYTES", 64 * case.inputs * 2)
+    linear, x = PackedLinear(weight, bias), rows_of(case, rows)
+    residual = torch.randn(1, rows, case.outputs).to(DEVICE, torch.float16)
+    got = linear(x[None], residual)
+    numbers = weight.dequantized(torch.float64)
+    exact = x.double() @ numbers.T + (0 if bias is None else bias.double()) + residual.double()
+    plain = F.linear(x, numbers.half(), bias) + residual
+    assert_as_exact(got, plain, exact)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_numbers_in_memory(name: str) -> None:
+    """Of some outputs too, to the bit but where a zero is taken."""
+    weight = weight_of(CASES[name])[0]
+    ours = weight.arranged()
+    for start, end in ((0, weight.out_features), (8, 41)):
+        expected = weight.rows(start, end).dequantized(torch.float16)
+        assert dequantized(ours.rows(start, end), torch.float16).equal(expected)
+
+
+def test_products_that_are_torchs() -> None:
+    """Float32, more rows, and groups that no run divides, which the layer multiplies with all the same."""
+    weight = packed("int4", (32, 240), 20, zero=8.0, device=DEVICE)
+    x = torch.randn(3, 240).to(DEVICE, torch.float16)
+    linear = PackedLinear(weight)
+    assert linear.few_rows(x) is None and linear.prefetchable is None
+    torch.testing.assert_close(linear(x), F.linear(x, weight.dequantized()))
+    whole = PackedLinear(packed("int4", (32, 256), 32, device=DEVICE))
+    assert whole.few_rows(torch.randn(65, 256).to(DEVICE, torch.float16)) is None
+    assert whole.few_rows(torch.randn(3, 256).to(DEVICE)) is None
+    assert PackedLinear(packed("e4m3", (32, 256), 32, dtype=torch.float32, device=DEVICE)).few_rows(torch.randn(3, 256)) is None
+
+
+@pytest.mark.parametrize("brain", [True, False])
+@pytest.mark.parametrize("code", ["e4m3", "int8", "int4", "e2m1"])
+def test_assembly(code: Code, brain: bool) -> None:
+    """What NVIDIA's chips are told to do makes of every word what its codes say."""
+    dtype = torch.bfloat16 if brain else torch.float16
+    words = torch.arange(2**16, dtype=torch.int32)
+    pairs = words | words.flip(0) << 16  # two words in a register
+    middle = 8 if code == "int4" else 0
+    count = 4 if code in ("int4", "e2m1") else 2
+    outputs = run(triton_packed_codes._assembly(code, brain, middle), pairs, count, dtype)
+    bits = 16 // count
+    for i, output in enumerate(outputs):
+        for half, word in enumerate((words, words.flip(0))):
+            number = (word >> i * bits) & (2**bits - 1)
+            if code in ("e4m3", "int8"):
+                codes = number.to(torch.uint8)[:, None].view(torch.float8_e4m3fn if code == "e4m3" else torch.int8)
+            else:
+                codes = number.to(torch.uint8)[:, None]
+            weight = PackedWeight(codes, torch.ones(2**16, 1), None, 2, code, dtype, middle=middle)
+            expected = weight.dequantized()[:, 0]
+            known = expected.isfinite()
+            assert output[:, half][known].equal(expected[known]) and known.float().mean() > 0.99

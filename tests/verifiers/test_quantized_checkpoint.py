@@ -1,0 +1,268 @@
+"""Whole quantized checkpoints, written by hand from tiny models, against the numbers that they stand for."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from specdec.errors import CheckpointError
+from specdec.kernels.packed import PackedWeight
+from tests.helpers import quantized
+from tests.helpers.quantized import Written, quantize_files
+from tests.helpers.tiny_models import plain_model
+from tests.verifiers.test_checkpoint import logits, read, verifier_of
+from verifiers.formats.lists import matches, part_of_name
+
+PLAIN = ("lm_head", "embed_tokens", "mlp.gate", "router", "shared_expert_gate", "weights_proj")
+"""What checkpoints leave as it is."""
+
+
+class Case(NamedTuple):
+    """A way to quantize."""
+
+    config: dict[str, Any]  # `quantization_config`
+    write: Callable[[Tensor], Written]
+    plain: str  # under which name the config lists `PLAIN`
+    stored: bool = True  # packed as it is
+
+
+def _group(**weights: Any) -> dict[str, Any]:
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
+
+
+BLOCK = (16, 24)
+_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [*BLOCK]}
+CASES = {
+    "fp8": Case(_FP8, lambda w: quantized.float8(w, BLOCK), "modules_to_not_convert"),
+    "fp8_bfloat16": Case(_FP8, lambda w: quantized.float8(w, BLOCK, torch.bfloat16), "modules_to_not_convert"),
+    "fp8_exponents": Case(_FP8, lambda w: quantized.float8(w, BLOCK, torch.float8_e8m0fnu), "modules_to_not_convert"),
+    "fp8_tensor": Case({"quant_method": "fp8"}, lambda w: quantized.float8(w, (w.shape[0], w.shape[1])), "modules_to_not_convert"),
+    "channel": Case(
+        _group(num_bits=8, type="float", strategy="channel"),
+        lambda w: quantized.float8(w, (1, w.shape[1]), torch.bfloat16, name="weight_scale"),
+        "ignore",
+    ),
+    "int4": Case(
+        _group(num_bits=4, type="int", strategy="group", group_size=16), lambda w: quantized.packed_integers(w, 4, 16), "ignore"
+    ),
+    "int4_zeros": Case(
+        _group(num_bits=4, type="int", strategy="group", group_size=16, symmetric=False),
+        lambda w: quantized.packed_integers(w, 4, 16, zeros=True),
+        "ignore",
+    ),
+    "awq": Case({"quant_method": "awq", "bits": 4, "group_size": 8}, lambda w: quantized.awq(w, 8), "modules_to_not_convert"),
+    "gptq": Case({"quant_method": "gptq", "bits": 4, "group_size": 8}, lambda w: quantized.gptq(w, 4, 8), ""),
+    "gptq_scattered": Case(
+        {"quant_method": "gptq", "bits": 8, "group_size": 8, "desc_act": True},
+        lambda w: quantized.gptq(w, 8, 8, scattered=True),
+        "",
+        stored=False,
+    ),
+    "nvfp4": Case(
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"}, lambda w: quantized.nvfp4(w, divides=False), "exclude_modules"
+    ),
+}
+MODELS = ("llama", "mixtral", "qwen3_moe", "deepseek_v3", "qwen3_5_moe")
+RUNS = [(case, "qwen3_moe") for case in CASES] + [("fp8", name) for name in MODELS if name != "qwen3_moe"]
+
+
+def fits(case: str, weight: Tensor) -> bool:
+    """Whether a format can say such a shape; each model has shapes that are no multiples of its groups."""
+    return {"awq": weight.shape[0] % 8 == 0, "gptq": weight.shape[0] % 8 == 0, "nvfp4": weight.shape[1] % 16 == 0}.get(
+        case.removesuffix("_scattered"), True
+    )
+
+
+@pytest.fixture
+def written(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path, Any]:
+    """A quantized checkpoint in two files, one with the same numbers unquantized, and the model's config."""
+    case_name, model_name = request.param
+    case, model = CASES[case_name], plain_model(model_name)
+    plain, target, twin = tmp_path / "plain", tmp_path / "quantized", tmp_path / "twin"
+    model.save_pretrained(plain)
+    listed: set[str] = set()
+
+    def write(module: str, weight: Tensor) -> Written | None:
+        if matches(module, PLAIN, part_of_name) or not fits(case_name, weight):
+            listed.add(module)
+            return None
+        return case.write(weight)
+
+    numbers = quantize_files(plain, target, case.config, write)
+    twin.mkdir()
+    save_file({name: tensor.float() for name, tensor in numbers.items()}, twin / "model.safetensors")
+    config = json.loads((target / "config.json").read_text())
+    if case.plain:
+        config["quantization_config"][case.plain] = sorted(listed)
+    (target / "config.json").write_text(json.dumps(config))
+    return target, twin, model.config
+
+
+@pytest.mark.parametrize("written", RUNS, indirect=True, ids=lambda run: "-".join(run))
+@pytest.mark.parametrize("as_stored", [False, True])
+def test_numbers_are_those_that_were_written(written: tuple[Path, Path, Any], as_stored: bool, request: Any) -> None:
+    """With experts joined; packed where a packed form says the same, and only where it was asked for."""
+    target, twin, config = written
+    case = CASES[request.node.callspec.params["written"][0]]
+    found, expected = read(target, config, as_stored=as_stored), read(twin, config)
+    assert found.keys() == expected.keys()
+    packed = 0
+    for name, weight in found.items():
+        numbers = expected[name]
+        assert isinstance(numbers, Tensor)
+        if isinstance(weight, PackedWeight):
+            packed += 1
+            weight = weight.dequantized()
+        if case.stored:
+            assert weight.equal(numbers), name
+        else:
+            torch.testing.assert_close(weight, numbers, rtol=1e-6, atol=0)
+    assert (packed > 8) == (as_stored and case.stored)
+
+
+LOGITS = [("fp8", "llama"), ("fp8", "mixtral"), ("fp8", "qwen3_moe"), ("fp8", "deepseek_v3"), ("int4", "qwen3_moe")]
+
+
+@pytest.mark.parametrize("written", LOGITS, indirect=True, ids=lambda run: "-".join(run))
+@pytest.mark.parametrize("as_stored", [False, True])
+def test_logits_are_those_of_the_numbers(written: tuple[Path, Path, Any], as_stored: bool) -> None:
+    """Dequantized at load or by the layers, which on a CPU have plain numbers, the model computes the same to the bit."""
+    target, twin, config = written
+    found = read(target, config, as_stored=as_stored)
+    assert logits(verifier_of(found, config)).equal(logits(verifier_of(read(twin, config), config)))
+
+
+@pytest.mark.parametrize("as_stored", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_of_gpt_oss(as_stored: bool, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Blocks of 32 among tensors that stay as they are: packed one way round, in numbers as transformers has them."""
+    model = plain_model("gpt_oss", hidden_size=32, intermediate_size=64)
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors, expected = load_file(path), {}
+    for name in [name for name in tensors if name.endswith((".gate_up_proj", ".down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        file = quantized.mxfp4((experts, outputs, inputs))
+        tensors |= {f"{name}_{part}": value for part, value in file.parts.items()}
+        expected[name] = file.numbers
+    save_file(tensors, path)
+    model.config.quantization_config = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    found = read(tmp_path, model.config, dtype, as_stored=as_stored)
+    for name, numbers in expected.items():
+        weight = found[name]
+        if as_stored:
+            assert isinstance(weight, PackedWeight) and weight.dequantized().equal(numbers.to(dtype))
+        else:
+            assert isinstance(weight, Tensor) and weight.equal(numbers.transpose(1, 2).to(dtype)) and weight.is_contiguous()
+    assert found.keys() == dict(model.named_parameters()).keys()
+    if dtype == torch.float32:
+        own = model.state_dict() | {name: numbers.transpose(1, 2).float() for name, numbers in expected.items()}
+        model.load_state_dict(own)
+        whole = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+        assert logits(verifier_of(found, model.config)).equal(logits(verifier_of(dict(whole), model.config)))
+
+
+def fp8_files(tmp_path: Path, name: str = "llama", prefix: str = "", **changes: Any) -> tuple[Path, Any]:
+    """An FP8 checkpoint of a tiny model, and the model's config with its `quantization_config`."""
+    model = plain_model(name)
+    model.save_pretrained(tmp_path / "plain")
+    quantization = {**_FP8, "modules_to_not_convert": ["lm_head"], **changes}
+
+    def write(module: str, weight: Tensor) -> Written | None:
+        return None if matches(module, PLAIN, part_of_name) else quantized.float8(weight, BLOCK)
+
+    quantize_files(tmp_path / "plain", tmp_path / "fp8", quantization, write, prefix=prefix, shards=1)
+    model.config.quantization_config = quantization
+    return tmp_path / "fp8", model.config
+
+
+def test_merged_experts_of_8_bit_floats(tmp_path: Path) -> None:
+    """As transformers saves them: one tensor for all experts of a layer, and one for their scales."""
+    folder, config = fp8_files(tmp_path, "qwen3_moe")
+    expected = read(folder, config)
+    path = folder / "model-0.safetensors"
+    tensors = load_file(path)
+    for layer in range(4):
+        scope = f"model.layers.{layer}.mlp.experts"
+        for part, merged in (("weight", "down_proj"), ("weight_scale_inv", "down_proj_scale_inv")):
+            tensors[f"{scope}.{merged}"] = torch.stack([tensors.pop(f"{scope}.{expert}.down_proj.{part}") for expert in range(4)])
+    save_file(tensors, path)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(tensors, path.name)}))
+    found = read(folder, config)
+    assert found.keys() == expected.keys()
+    for layer in range(4):
+        weight, want = (weights[f"model.layers.{layer}.mlp.experts.down_proj"] for weights in (found, expected))
+        assert isinstance(weight, PackedWeight) and isinstance(want, PackedWeight)
+        assert weight.dequantized().equal(want.dequantized())
+
+
+def test_lists_with_the_prefix_of_a_composite(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The names of the text model and of the whole are one; what is quantized though listed is used, and said."""
+    listed = ["lm_head", "model.language_model.layers.0.mlp.gate_proj", "model.layers.1.mlp.up_proj"]
+    for prefix in ("", "language_model."):
+        folder, config = fp8_files(tmp_path / (prefix or "none"), prefix=prefix, modules_to_not_convert=listed)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            found = read(folder, config)
+        assert isinstance(found["model.layers.0.mlp.gate_proj.weight"], PackedWeight)
+        (message,) = [record.message for record in caplog.records if record.name == "verifiers.checkpoint"]
+        first = f"{prefix}model.layers.0.mlp.gate_proj"
+        assert (
+            message
+            == f"2 modules are quantized though the config lists them as plain, the first being {first}; their scales are used"
+        )
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ("weight_scale_inv", "holds 8-bit floats without a scale; fetch the whole checkpoint again"),
+        ("weight", "has weight_scale_inv but no weight; fetch the whole checkpoint again"),
+    ],
+)
+def test_a_missing_part_is_named(part: str, message: str, tmp_path: Path) -> None:
+    folder, config = fp8_files(tmp_path)
+    path = folder / "model-0.safetensors"
+    lost = f"model.layers.2.mlp.up_proj.{part}"
+    tensors = {name: tensor for name, tensor in load_file(path).items() if name != lost}
+    save_file(tensors, path)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(tensors, path.name)}))
+    with pytest.raises(CheckpointError, match=rf"'model\.layers\.2\.mlp\.up_proj' {message}"):
+        read(folder, config)
+
+
+def test_8_bit_floats_without_a_config_are_refused(tmp_path: Path) -> None:
+    folder, config = fp8_files(tmp_path)
+    del config.quantization_config
+    entries = json.loads((folder / "config.json").read_text())
+    del entries["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(entries))
+    with pytest.raises(CheckpointError, match="8-bit floats without a scale"):
+        read(folder, config)
+
+
+def test_experts_of_several_kinds_become_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One expert of a layer that was left out of the quantization, and the log says so."""
+    model = plain_model("mixtral")
+    model.save_pretrained(tmp_path / "plain")
+
+    def write(module: str, weight: Tensor) -> Written | None:
+        out = matches(module, (*PLAIN, "layers.1.block_sparse_moe.experts.2"), part_of_name)
+        return None if out else quantized.float8(weight, BLOCK)
+
+    numbers = quantize_files(tmp_path / "plain", tmp_path / "fp8", _FP8, write)
+    with caplog.at_level(logging.WARNING):
+        found = read(tmp_path / "fp8", model.config)
+    weight = found["model.layers.1.mlp.experts.down_proj"]
+    scope = "model.layers.1.block_sparse_moe.experts"
+    assert isinstance(weight, Tensor)
+    assert weight.equal(torch.stack([numbers[f"{scope}.{expert}.w2.weight"].float() for expert in range(4)]))
+    assert isinstance(found["model.layers.0.mlp.experts.down_proj"], PackedWeight)
+    said = [record.message for record in caplog.records if record.name == "verifiers.checkpoint"]
+    assert len(said) == 2 and all("layers.1.mlp.experts.0." in line and "stored in several ways" in line for line in said)

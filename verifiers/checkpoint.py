@@ -1,0 +1,253 @@
+"""Weights of a local checkpoint, quantized or not, read tensor by tensor without transformers' modules."""
+
+import json
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.errors import CheckpointError
+from specdec.kernels.packed import PackedWeight
+from verifiers.formats.float8 import plain_float8
+from verifiers.formats.format import Format, Stored
+from verifiers.formats.gguf import gguf_file, read_gguf
+from verifiers.formats.method import format_of, missing_module
+from verifiers.names import EXPERT, name_of, place_of
+from verifiers.shape import expert_counts
+from verifiers.tensor_files import TensorFiles
+
+logger = logging.getLogger(__name__)
+
+PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""What joined experts are made of, outputs of one after the other."""
+
+TRANSPOSED = frozenset({"gpt_oss"})
+"""Model types whose joined experts transformers keeps as [E, in, out]."""
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def read_weights(path: str | Path, config: Any, *, device: torch.device, dtype: torch.dtype, as_stored: bool) -> dict[str, Stored]:
+    """All weights of a target.
+
+    Args:
+        path: a local folder with safetensors files or one GGUF file, or a GGUF file.
+        config: of the model; of a composite that of its text part.
+        device: where they go, one by one.
+        dtype: of the model. Parameters that its class keeps in float32 stay so.
+        as_stored: quantized weights stay packed where a packed form says the same; otherwise all become numbers of `dtype`.
+
+    Returns:
+        Tensors by the names that transformers gives the parameters of the causal language model, for
+        `verifiers.weights.Weights`. Packed experts are [E, out, in] whichever way round transformers has them. A head that is tied
+        to the embeddings is left out.
+
+    Raises:
+        CheckpointError: files or tensors are missing or damaged, or the weights are quantized in a way that is not read.
+    """
+    path = Path(path).expanduser()
+    if (gguf := gguf_file(path)) is not None:
+        weights = read_gguf(gguf, config, device=device, dtype=dtype)
+    else:
+        quantization = quantization_of(path, config)
+        form = format_of(quantization) if quantization else None
+        weights = _Reader(TensorFiles(path), config, form, device, dtype, as_stored).read_all()
+    _settle_head(weights, config)
+    return weights
+
+
+def quantization_of(path: Path, config: Any) -> Mapping[str, Any] | None:
+    """The `quantization_config` of a checkpoint, from `config` or from its files; None for plain numbers."""
+    stated = getattr(config, "quantization_config", None)
+    if stated:
+        return stated if isinstance(stated, Mapping) else stated.to_dict()
+    whole = _json(path / "config.json")
+    for entries in (whole, whole.get("text_config") or {}):
+        if entries.get("quantization_config"):
+            return dict(entries["quantization_config"])
+    return _json(path / "hf_quant_config.json").get("quantization")
+
+
+def missing_packages(config: Any) -> list[str]:
+    """Modules that the weights of this config need and that are not installed: for what is read here none."""
+    stated = getattr(config, "quantization_config", None)
+    if not stated:
+        return []
+    module = missing_module(stated if isinstance(stated, Mapping) else stated.to_dict())
+    return [] if module is None else [module]
+
+
+class _Reader:
+    """Reads a checkpoint.
+
+    Args:
+        files: its tensors.
+        config: of the text model.
+        form: of quantized weights; None where there are none.
+        device, dtype, as_stored: see `read_weights`.
+    """
+
+    def __init__(
+        self, files: TensorFiles, config: Any, form: Format | None, device: torch.device, dtype: torch.dtype, as_stored: bool
+    ) -> None:
+        self._files, self._format, self._device, self._dtype, self._as_stored = files, form, device, dtype, as_stored
+        self._transposed = config.model_type in TRANSPOSED
+        self._num_experts = (expert_counts(config) or (0, 0))[0]
+        kept, ignored = class_facts(config, dtype)
+        self._wide = re.compile("|".join(name.replace("*", ".*") for name in kept)) if kept else None
+        self._parts: dict[str, dict[str, str]] = {}  # names in the files, by module and part
+        self._plain: dict[str, str] = {}
+        for source in files.names:
+            name = name_of(source, config, ignored)
+            if name is None:
+                continue
+            module, part = place_of(name)
+            if part is None or (form is None and part != "weight"):
+                self._plain[name] = source
+            else:
+                self._parts.setdefault(module, {})[part] = source
+        self._listed: list[str] = []
+
+    def read_all(self) -> dict[str, Stored]:
+        """Every tensor of the model, experts joined."""
+        weights: dict[str, Stored] = {name: self._number(name, self._files.read(source)) for name, source in self._plain.items()}
+        experts = self._experts()
+        lone = {module for layer in experts.values() for modules in layer for module in modules}
+        for module in self._parts:
+            if module not in lone:
+                joined = module.endswith((".experts.gate_up_proj", ".experts.down_proj"))
+                weights[module if joined else f"{module}.weight"] = self._finished(self._stored(module))
+        for name, layer in experts.items():
+            weights[name] = self._finished(self._joined(layer))
+        if self._listed:
+            logger.warning(
+                "%d modules are quantized though the config lists them as plain, the first being %s; their scales are used",
+                len(self._listed),
+                self._listed[0],
+            )
+        return weights
+
+    def _experts(self) -> dict[str, list[list[str]]]:
+        """Modules of experts that lie one by one, by the name of what they are joined to: a list of projections for each expert."""
+        found: dict[tuple[str, str], dict[int, str]] = {}
+        for module in self._parts:
+            if expert := EXPERT.match(module):
+                found.setdefault((expert[1], expert[3]), {})[int(expert[2])] = module
+        experts = {}
+        for scope in dict.fromkeys(scope for scope, _ in found):
+            for joined, projections in PROJECTIONS.items():
+                if not any((scope, projection) in found for projection in projections):
+                    continue  # joined in the file
+                numbers = range(self._num_experts)
+                last = max(number for projection in projections for number in found.get((scope, projection), {}))
+                if last >= self._num_experts:
+                    raise CheckpointError(
+                        f"{scope} has an expert {last}, but the config says {self._num_experts}; fetch the whole checkpoint again"
+                    )
+                for number in numbers:
+                    for projection in projections:
+                        if number not in found.get((scope, projection), {}):
+                            raise CheckpointError(f"there is no {scope}.{number}.{projection}; fetch the whole checkpoint again")
+                experts[f"{scope}.{joined}"] = [
+                    [found[scope, projection][number] for projection in projections] for number in numbers
+                ]
+        return experts
+
+    def _joined(self, experts: Sequence[Sequence[str]]) -> Stored:
+        """[E, out, in] from the modules of each expert."""
+        outputs = [self._side_by_side([self._kept(self._stored(module)) for module in modules]) for modules in experts]
+        packed = [output for output in outputs if isinstance(output, PackedWeight)]
+        if len(packed) == len(outputs) and PackedWeight.alike(packed):
+            return PackedWeight.stacked(packed)
+        if self._as_stored and any(set(self._parts[module]) != {"weight"} for modules in experts for module in modules):
+            logger.warning("experts of %s are stored in several ways and become plain numbers", experts[0][0])
+        return torch.stack([self._dense(output) for output in outputs])
+
+    def _side_by_side(self, parts: Sequence[Stored]) -> Stored:
+        """[out, in] of one expert from its projections."""
+        packed = [part for part in parts if isinstance(part, PackedWeight)]
+        if len(packed) == len(parts) and PackedWeight.alike(packed):
+            return PackedWeight.joined(packed)
+        return torch.cat([self._dense(part) for part in parts])
+
+    def _stored(self, module: str) -> Stored:
+        """The weight of one linear layer or of joined experts, on the device."""
+        sources = self._parts[module]
+        parts = {part: self._files.read(source).to(self._device) for part, source in sources.items()}
+        if set(parts) == {"weight"}:
+            return self._number(module, plain_float8(module, parts["weight"]))
+        assert self._format is not None
+        source = next(iter(sources.values())).rpartition(".")[0]
+        self._format.check(module, parts)
+        if self._format.lists_as_plain(source):
+            self._listed.append(source)
+        return self._format.read(source, parts, self._dtype)
+
+    def _number(self, name: str, tensor: Tensor) -> Tensor:
+        """A tensor that is not quantized, on the device and in its type."""
+        if not tensor.is_floating_point():
+            return tensor.to(self._device)
+        wide = self._wide is not None and self._wide.search(name)
+        return tensor.to(self._device, torch.float32 if wide else self._dtype)
+
+    def _kept(self, weight: Stored) -> Stored:
+        return weight if self._as_stored else self._dense(weight)
+
+    def _dense(self, weight: Stored) -> Tensor:
+        """In plain numbers, of experts one by one: on the way they take several times their room."""
+        if not isinstance(weight, PackedWeight):
+            return weight.to(self._dtype)
+        if weight.codes.ndim == 2:
+            return weight.dequantized(self._dtype)
+        numbers = torch.empty(*weight.codes.shape[:-1], weight.in_features, dtype=self._dtype, device=weight.device)
+        for expert, target in enumerate(numbers):
+            target.copy_(weight.expert(expert).dequantized(self._dtype))
+        return numbers
+
+    def _finished(self, weight: Stored) -> Stored:
+        """As `read_weights` returns it."""
+        if not isinstance(weight, PackedWeight) or self._as_stored:
+            return weight
+        dense = self._dense(weight)
+        return dense.transpose(1, 2).contiguous() if self._transposed and dense.ndim == 3 else dense
+
+
+def class_facts(config: Any, dtype: torch.dtype) -> tuple[list[str], list[str]]:
+    """What transformers' class of a model says of its tensors: expressions for those in float32, and for those to be left out."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    found = found[0] if isinstance(found, tuple) else found
+    kept: set[str] = set()
+    if dtype in (torch.float16, torch.bfloat16):
+        kept |= set(getattr(found, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        kept |= set(getattr(found, "_keep_in_fp32_modules", None) or ())
+    return sorted(kept), list(getattr(found, "_keys_to_ignore_on_load_unexpected", None) or ())
+
+
+def _settle_head(weights: dict[str, Stored], config: Any) -> None:
+    """Leaves out a head that is tied, and makes sure of one that is not."""
+    embedding, head = weights.get(EMBEDDING), weights.get(HEAD)
+    tied = getattr(config, "tie_word_embeddings", False)
+    if tied and embedding is None and head is not None:
+        weights[EMBEDDING] = weights.pop(HEAD)
+    elif tied and isinstance(embedding, Tensor) and isinstance(head, Tensor) and torch.equal(embedding, head):
+        del weights[HEAD]
+    elif not tied and head is None:
+        raise CheckpointError(f"there is no {HEAD!r} and it is not tied to the embeddings; fetch the whole checkpoint again")
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """What a JSON file holds; nothing where there is none."""
+    if not path.is_file():
+        return {}
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{str(path)!r} is not JSON ({' '.join(str(error).split())}); fetch it again") from error
+    return entries if isinstance(entries, dict) else {}

@@ -1,0 +1,58 @@
+"""4-bit floats: MXFP4, whose groups of 32 share a power of two, and NVFP4, whose groups of 16 share an 8-bit float."""
+
+import torch
+from torch import Tensor
+
+from specdec.errors import CheckpointError
+from specdec.kernels.packed import PackedWeight
+from verifiers.formats.format import Format, Parts, as_number, per_output
+
+MX_GROUP = 32
+"""Inputs that share a power of two in OCP's microscaling formats."""
+
+NV_GROUP = 16
+"""Inputs that share an 8-bit float in NVFP4."""
+
+
+class Mxfp4(Format):
+    """`quant_method: mxfp4`, experts of gpt-oss: `_blocks` uint8 [E, out, in / 32, 16] and `_scales` uint8 [E, out, in / 32]."""
+
+    required = (("weight_blocks",), ("weight_scales",))
+
+    def read(self, module: str, parts: Parts, dtype: torch.dtype) -> PackedWeight:
+        """See `Format.read`."""
+        return float4(module, parts["weight_blocks"].flatten(-2), parts["weight_scales"], MX_GROUP, dtype)
+
+
+def float4(module: str, codes: Tensor, scale: Tensor, group: int, dtype: torch.dtype) -> PackedWeight:
+    """A weight of 4-bit floats.
+
+    Args:
+        module: it belongs to, for messages.
+        codes: uint8 [..., out, in / 2], the low half first.
+        scale: [..., out, in / group], powers of two in bytes, or float32.
+        group: inputs that share a scale.
+        dtype: of the model.
+
+    Raises:
+        CheckpointError: another type, or scales that do not fit.
+    """
+    if codes.dtype != torch.uint8:
+        raise CheckpointError(
+            f"{module!r} holds 4-bit floats as {str(codes.dtype)[6:]}; pairs in uint8 are read, so take another checkpoint"
+        )
+    shape = [*codes.shape[:-1], codes.shape[-1] * 2]
+    return PackedWeight(codes.contiguous(), per_output(as_number(scale), module, shape, (1, group)), None, group, "e2m1", dtype)
+
+
+def nvfp4(module: str, codes: Tensor, scale: Tensor, factor: Tensor, dtype: torch.dtype) -> PackedWeight:
+    """A weight of 4-bit floats with two scales, whose product is taken in float32.
+
+    Args:
+        module: it belongs to, for messages.
+        codes: uint8 [out, in / 2], the low half first.
+        scale: float8_e4m3fn [out, in / 16].
+        factor: of all scales, float32, one number.
+        dtype: of the model.
+    """
+    return float4(module, codes, scale.float() * factor.float().reshape(()), NV_GROUP, dtype)

@@ -1,0 +1,96 @@
+"""What a format of quantized checkpoints does: it turns the tensors of one linear layer into its weight."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from specdec.errors import CheckpointError
+from specdec.kernels.packed import PackedWeight
+
+Stored = Tensor | PackedWeight
+"""A weight [..., out, in] in plain numbers or as the checkpoint stores it."""
+
+Parts = Mapping[str, Tensor]
+"""Tensors of one linear layer by what follows its name, such as "weight" and "weight_scale"."""
+
+
+class Format(ABC):
+    """One way to store weights.
+
+    Attributes:
+        required: of each tuple one part has to be there.
+    """
+
+    required: Sequence[tuple[str, ...]]
+
+    @abstractmethod
+    def read(self, module: str, parts: Parts, dtype: torch.dtype) -> Stored:
+        """The weight of a linear layer, or of all experts of a layer.
+
+        Args:
+            module: its name in the checkpoint.
+            parts: its tensors, those of `required` among them.
+            dtype: of the model.
+
+        Returns:
+            [..., out, in]: packed, or float32 where our packed form cannot say it.
+
+        Raises:
+            CheckpointError: shapes, types or settings that do not go together.
+        """
+
+    def lists_as_plain(self, module: str) -> bool:
+        """Whether the checkpoint's config says that this module is not quantized."""
+        return False
+
+    def check(self, module: str, parts: Parts) -> None:
+        """Whether the tensors are there that this format has.
+
+        Raises:
+            CheckpointError: one is missing.
+        """
+        for names in self.required:
+            if not any(name in parts for name in names):
+                raise CheckpointError(
+                    f"{module!r} has {', '.join(sorted(parts))} but no {' or '.join(names)}; fetch the whole checkpoint again"
+                )
+
+
+def per_output(scale: Tensor, module: str, shape: Sequence[int], block: tuple[int, int]) -> Tensor:
+    """One scale for each output and group of inputs, from one for each block of outputs and inputs.
+
+    Args:
+        scale: [..., ceil(out / outputs), ceil(in / inputs)], or as many numbers in fewer dimensions.
+        module: it belongs to, for messages.
+        shape: [..., out, in] of the weight.
+        block: outputs and inputs of a block; the last ones of a weight may be smaller.
+
+    Returns:
+        [..., out, ceil(in / inputs)].
+
+    Raises:
+        CheckpointError: there are more or fewer scales than blocks.
+    """
+    *leading, out_features, in_features = shape
+    outputs, inputs = block
+    grid = [*leading, -(-out_features // outputs), -(-in_features // inputs)]
+    if scale.numel() != torch.Size(grid).numel() or (scale.ndim >= len(grid) and list(scale.shape) != grid):
+        raise CheckpointError(
+            f"scales of {module!r} are {list(scale.shape)}, but its weight {list(shape)} has {grid} blocks of {outputs} x {inputs};"
+            " check quantization_config, or fetch the checkpoint again"
+        )
+    scale = scale.reshape(grid)
+    return scale if outputs == 1 else scale.repeat_interleave(outputs, dim=-2)[..., :out_features, :].contiguous()
+
+
+def as_number(scale: Tensor) -> Tensor:
+    """Scales as float32 or bfloat16, exactly; bytes are powers of two, as in OCP's microscaling formats.
+
+    >>> as_number(torch.tensor([0, 126, 129], dtype=torch.uint8)).tolist()
+    [5.877471754111438e-39, 0.5, 4.0]
+    """
+    if scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
+        return scale.view(torch.float8_e8m0fnu).to(torch.bfloat16)
+    return scale if scale.dtype == torch.bfloat16 else scale.float()

@@ -1,0 +1,72 @@
+"""Which format a checkpoint has, told from its config before any weight is read."""
+
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from typing import Any
+
+from specdec.errors import CheckpointError
+from verifiers.formats.awq import Awq
+from verifiers.formats.compressed_tensors import CompressedTensors
+from verifiers.formats.float4 import Mxfp4
+from verifiers.formats.float8 import Float8
+from verifiers.formats.format import Format
+from verifiers.formats.gptq import Gptq
+from verifiers.formats.modelopt import ModelOpt
+
+FORMATS: dict[str, Callable[[Mapping[str, Any]], Format]] = {
+    "awq": Awq,
+    "compressed-tensors": CompressedTensors,
+    "fp8": Float8,
+    "gptq": Gptq,
+    "modelopt": ModelOpt,
+    "mxfp4": lambda quantization: Mxfp4(),
+}
+"""What is read, by `quant_method`."""
+
+PACKAGES = {
+    "aqlm": "aqlm",
+    "bitsandbytes": "bitsandbytes",
+    "eetq": "eetq",
+    "hqq": "hqq",
+    "quanto": "optimum.quanto",
+    "quark": "quark",
+    "torchao": "torchao",
+    "vptq": "vptq",
+}
+"""Modules through which transformers reads other methods."""
+
+
+def method_of(quantization: Mapping[str, Any]) -> str:
+    """The name of the method; the files of ModelOpt do not always state it."""
+    stated = quantization.get("quant_method") or ("modelopt" if "quant_algo" in quantization else None)
+    return str(getattr(stated, "value", stated)).lower().replace("_", "-")
+
+
+def format_of(quantization: Mapping[str, Any]) -> Format:
+    """The format of a quantized checkpoint.
+
+    Args:
+        quantization: the config's `quantization_config`.
+
+    Raises:
+        CheckpointError: it is none of those that are read, or has settings that are not.
+    """
+    method = method_of(quantization)
+    if method not in FORMATS:
+        raise CheckpointError(
+            f"weights quantized with {method!r} are not read, but {', '.join(sorted(FORMATS))} and GGUF are;"
+            " take such a checkpoint of the model or an unquantized one"
+        )
+    return FORMATS[method](quantization)
+
+
+def missing_module(quantization: Mapping[str, Any]) -> str | None:
+    """The module that transformers would need for a method that is not read here and that is not installed, or None."""
+    module = PACKAGES.get(method_of(quantization))
+    if module is None:
+        return None
+    try:
+        found = find_spec(module)
+    except ModuleNotFoundError:  # the package around it
+        found = None
+    return module if found is None else None

@@ -1,0 +1,82 @@
+"""Names of tensors: from those that the files of published checkpoints have to those that transformers gives its parameters."""
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+DROPPED = re.compile(
+    r"^(model\.)?(visual|vision_\w+|audio_\w+|embed_vision|embed_audio|multi_modal_projector|multimodal_projector|mm_projector"
+    r"|mtp)\.|^(talker|code2wav|token2wav)\.|rotary_emb\.inv_freq$"
+)
+"""Towers of composites, layers that draft, and what is computed from the config."""
+
+UNUSED = re.compile(
+    r"\.(input_scale|input_global_scale|input_zero_point|activation_scale|[qkv]_scale|prob_scale|output_scale|output_zero_point)$"
+)
+"""Scales of activations and of the cache, which keep their own type here."""
+
+RENAMED = (
+    (re.compile(r"^(model\.)?language_model\.(model\.)?(?!lm_head)"), "model."),  # of composites, old and new
+    (re.compile(r"^(model\.)?language_model\.lm_head"), "lm_head"),
+    (re.compile(r"^thinker\.(?=model\.|lm_head)"), ""),
+    (re.compile(r"^(?=(embed_tokens|layers|norm)\.)"), "model."),  # saved without a head
+    (re.compile(r"\.block_sparse_moe\."), ".mlp."),
+    (re.compile(r"(?<=\.experts\.)(\d+)\.w1\."), r"\1.gate_proj."),
+    (re.compile(r"(?<=\.experts\.)(\d+)\.w3\."), r"\1.up_proj."),
+    (re.compile(r"(?<=\.experts\.)(\d+)\.w2\."), r"\1.down_proj."),
+)
+"""In this order."""
+
+RENAMED_IN = {"axk1": ((re.compile(r"(?<=\d\.)post_mlp_layernorm"), "mlp.post_mlp_layernorm"),)}
+"""The same for single model types."""
+
+LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)$")
+MERGED = re.compile(r"^(.*\.experts\.(?:gate_up_proj|down_proj))(?:_(blocks|scales|scale_inv|scale|packed|scale_2|global_scale))?$")
+
+PARTS = (
+    *("weight", "weight_scale_inv", "weight_scale", "weight_scale_2", "weight_global_scale", "weight_packed", "weight_shape"),
+    *("weight_zero_point", "weight_g_idx", "qweight", "qzeros", "scales", "g_idx"),
+)
+"""What follows the name of a linear layer."""
+
+
+class Place(NamedTuple):
+    """What a tensor is."""
+
+    module: str  # the linear layer, or the joined experts, that it is a part of
+    part: str | None  # one of `PARTS`, those of joined experts with "weight_" before them; None for a tensor of its own
+
+
+def name_of(name: str, config: Any, ignored: Sequence[str] = ()) -> str | None:
+    """What transformers calls a tensor of a file; None for one that the text model lacks.
+
+    Args:
+        name: in the file.
+        config: of the text model.
+        ignored: expressions for further names that it lacks, beyond its last layer.
+    """
+    if DROPPED.search(name) or UNUSED.search(name):
+        return None
+    for expression, replacement in (*RENAMED, *RENAMED_IN.get(config.model_type, ())):
+        name = expression.sub(replacement, name, count=1)
+    layer = LAYER.match(name)
+    if layer and (beyond := int(layer[1]) - config.num_hidden_layers) >= 0:
+        drafting = beyond < (getattr(config, "num_nextn_predict_layers", None) or 0)
+        if drafting or any(re.search(expression, name) for expression in ignored):
+            return None
+    return name
+
+
+def place_of(name: str) -> Place:
+    """The layer that a tensor belongs to, and as what.
+
+    >>> place_of("mlp.experts.3.up_proj.weight_scale_inv")
+    Place(module='mlp.experts.3.up_proj', part='weight_scale_inv')
+    >>> place_of("mlp.experts.down_proj_blocks"), place_of("self_attn.sinks")
+    (Place(module='mlp.experts.down_proj', part='weight_blocks'), Place(module='self_attn.sinks', part=None))
+    """
+    if merged := MERGED.match(name):
+        return Place(merged[1], f"weight_{merged[2]}" if merged[2] else "weight")
+    module, _, part = name.rpartition(".")
+    return Place(module, part) if part in PARTS else Place(name, None)

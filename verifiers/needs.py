@@ -1,0 +1,204 @@
+"""Whether a target would run, on what, and what it would take: told from its config files, before any weight is fetched."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+from transformers import __version__ as transformers_version
+
+from specdec.attention.backend import AttentionSpec
+from specdec.attention.mla import MlaSpec
+from specdec.attention.selector import refusals, select_backend
+from specdec.config import DEFAULT_BLOCK_SIZE
+from specdec.errors import CheckpointError
+from specdec.hub import json_file
+from specdec.kv_cache import StateLayerSpec, bytes_per_slot
+from verifiers.embedded import embedded_model_path
+from verifiers.families import describe
+from verifiers.formats.method import method_of
+from verifiers.load import EMBEDDED
+from verifiers.shape import INDEXED_MODELS, LATENT_MODELS, backend_spec, layer_specs, layer_windows, max_model_len
+from verifiers.sizes import weight_bytes
+from verifiers.support import quantization_of, unsupported_reasons
+from verifiers.wrappers import config_of, text_config
+
+ROOM = 0.9
+"""Part of a GPU's memory that weights may take; the cache, a drafter and activations need the rest."""
+
+OWN, THEIRS = "our own layers", "transformers' modules"
+
+_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What running a target takes.
+
+    Attributes:
+        name: of the target.
+        model_type: in its config.json.
+        text_type: of the text part that would run; the same for a text model.
+        runs_on: whose layers would run it; "" for none.
+        attention: backend that `auto` takes; "" where none can.
+        caches: what is kept of requests, in words.
+        token_bytes: of the paged cache per token.
+        request_bytes: of states per request, with `most_rows` rows in a step.
+        stored: what the weights are in the file: a quantization method, or a type of numbers.
+        weights: bytes in memory.
+        gpu_bytes: memory of one GPU.
+        gpus: needed for the weights.
+        hidden_size, num_layers, vocab_size: what a drafter has to fit.
+        max_len: most tokens of a request.
+        missing: everything in the way; empty when it would run.
+    """
+
+    name: str
+    model_type: str
+    text_type: str = ""
+    runs_on: str = ""
+    attention: str = ""
+    caches: tuple[str, ...] = ()
+    token_bytes: int = 0
+    request_bytes: int = 0
+    stored: str = ""
+    weights: int = 0
+    gpu_bytes: int = 0
+    gpus: int = 0
+    hidden_size: int = 0
+    num_layers: int = 0
+    vocab_size: int = 0
+    max_len: int = 0
+    missing: tuple[str, ...] = ()
+
+    @property
+    def would_run(self) -> bool:
+        """Whether nothing is in the way."""
+        return not self.missing
+
+
+def read_needs(name: str, *, device: torch.device, dtype: torch.dtype, gpu_bytes: int, **options: Any) -> Needs:
+    """What the target in a folder, or on the hub, needs; the arguments are those of `needs_of`.
+
+    Raises:
+        CheckpointError: its config cannot be read.
+    """
+    where = str(embedded_model_path()) if name == EMBEDDED else name
+    entries = json_file(where, "config.json", what="target")
+    if entries is None:
+        raise CheckpointError(f"target {name!r} has no config.json; give a checkpoint in the layout of transformers")
+    size = ((json_file(where, _INDEX, what="target") or {}).get("metadata") or {}).get("total_size")
+    total = int(size) if isinstance(size, int | float) else None
+    return needs_of(entries, name=name, device=device, dtype=dtype, gpu_bytes=gpu_bytes, total_size=total, **options)
+
+
+def needs_of(
+    entries: Mapping[str, Any],
+    *,
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    gpu_bytes: int,
+    total_size: int | None = None,
+    cache_dtype: torch.dtype | None = None,
+    most_rows: int = 8,
+) -> Needs:
+    """What a target needs.
+
+    Args:
+        entries: of its config.json.
+        name: how to call it.
+        device: where it would run, which decides the attention backend.
+        dtype: of its weights and activations.
+        gpu_bytes: memory of one GPU.
+        total_size: bytes of its weights' files; None to add them up from the config.
+        cache_dtype: type of the cache when it is not `dtype`.
+        most_rows: rows of a step, k + 1.
+
+    Raises:
+        CheckpointError: the entries make no config.
+    """
+    model_type = str(entries.get("model_type", ""))
+    try:
+        config = config_of(dict(entries))
+    except ValueError as error:
+        if not str(error).startswith("Unrecognized model identifier"):
+            raise CheckpointError(f"config.json of target {name!r} makes no config: {str(error)[:200]}") from error
+        unknown = f"transformers {transformers_version} has no model of type {model_type!r}"
+        gpus = _gpus(total_size or 0, gpu_bytes)
+        return Needs(name=name, model_type=model_type, gpus=gpus, missing=(unknown, *_too_large(gpus, gpu_bytes)))
+    text = text_config(config)
+    reasons = unsupported_reasons(config)
+    quantization = quantization_of(text)
+    common = {
+        "name": name,
+        "model_type": config.model_type,
+        "text_type": text.model_type,
+        "stored": _stored(text, quantization, dtype),
+        "gpu_bytes": gpu_bytes,
+    }
+    if reasons:
+        gpus = _gpus(total_size or 0, gpu_bytes)
+        return Needs(**common, weights=total_size or 0, gpus=gpus, missing=(*reasons, *_too_large(gpus, gpu_bytes)))
+    own = describe(text) is not None
+    weights = weight_bytes(text, quantization, dtype, total_size=total_size, packed=own)
+    gpus = _gpus(weights, gpu_bytes)
+    spec = backend_spec(text, device=device, dtype=dtype, block_size=DEFAULT_BLOCK_SIZE)
+    chosen = next((backend for backend, against in refusals(spec, auto=True).items() if not against), "")
+    missing = [] if chosen else [f"{backend}: {'; '.join(against)}" for backend, against in refusals(spec).items()]
+    caches, token_bytes, request_bytes = _caches(text, spec, chosen, cache_dtype or dtype, most_rows) if chosen else ((), 0, 0)
+    return Needs(
+        **common,
+        runs_on=OWN if own else THEIRS,
+        attention=chosen,
+        caches=caches,
+        token_bytes=token_bytes,
+        request_bytes=request_bytes,
+        weights=weights,
+        gpus=gpus,
+        hidden_size=text.hidden_size,
+        num_layers=text.num_hidden_layers,
+        vocab_size=text.vocab_size,
+        max_len=max_model_len(text),
+        missing=(*missing, *_too_large(gpus, gpu_bytes)),
+    )
+
+
+def _gpus(weights: int, gpu_bytes: int) -> int:
+    return math.ceil(weights / (ROOM * gpu_bytes))
+
+
+def _too_large(gpus: int, gpu_bytes: int) -> list[str]:
+    if gpus <= 1:
+        return []
+    return [f"its weights need {gpus} GPUs of {gpu_bytes / 1e9:.0f} GB, and a target runs on one"]
+
+
+def _stored(config: PreTrainedConfig, quantization: Mapping[str, Any] | None, dtype: torch.dtype) -> str:
+    if quantization is not None:
+        return method_of(quantization)
+    stated = getattr(config, "dtype", None) or dtype
+    return str(stated).removeprefix("torch.")
+
+
+def _caches(
+    config: PreTrainedConfig, spec: AttentionSpec | MlaSpec, backend: str, dtype: torch.dtype, most_rows: int
+) -> tuple[tuple[str, ...], int, int]:
+    """Kinds of caches in words, bytes per token and bytes per request."""
+    specs = layer_specs(config, select_backend(backend, spec))
+    states = sum(isinstance(one, StateLayerSpec) for one in specs)
+    paged = len(specs) - states
+    words = []
+    if config.model_type in LATENT_MODELS:
+        indexed = " and index keys" if config.model_type in INDEXED_MODELS else ""
+        words.append(f"latents{indexed} of {paged} layers")
+    elif paged:
+        windows = [window for window in layer_windows(config) if window is not None]
+        seen = f", {len(windows)} of them with a window of {windows[0]:,}" if windows else ""
+        words.append(f"keys and values of {paged} layers{seen}")
+    if states:
+        words.append(f"states of {states} layers")
+    token_bytes = sum(one.bytes_per_token(dtype) for one in specs)
+    return tuple(words), token_bytes, bytes_per_slot(specs, most_rows)

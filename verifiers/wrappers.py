@@ -1,0 +1,207 @@
+"""The text part of a multimodal checkpoint, as a target of its own: its config, its class and its tensors, without the tower."""
+
+import copy
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+from transformers.utils import logging as transformers_logging
+
+logger = logging.getLogger(__name__)
+
+WRAPPERS = frozenset(
+    {
+        "gemma3",
+        "gemma4",
+        "gemma4_unified",
+        "glm46v",
+        "glm4v",
+        "glm4v_moe",
+        "internvl",
+        "kimi_k25",
+        "llama4",
+        "llava",
+        "mistral3",
+        "muse_glimmer",
+        "qwen2_5_vl",
+        "qwen2_vl",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_vl",
+        "qwen3_vl_moe",
+    }
+)
+"""Model types of composites whose text part is a decoder by itself: rows of text alone meet nothing of the tower."""
+
+TEXT_KEYS = {
+    r"^(model\.)?language_model\.(model\.)?(?!lm_head)": "model.",
+    r"^language_model\.lm_head": "lm_head",
+}
+"""From names of the text part in files of composites, old and new, to those of its own class."""
+
+READ_AS = {"kimi_k2": "deepseek_v3"}
+"""Model types that transformers does not know and whose layers are those of another one."""
+
+_SENSES = {"image": "an image", "video": "a video", "audio": "a sound"}
+
+
+def read_config(path: str) -> PreTrainedConfig:
+    """The config of a checkpoint, of the composite if it is one."""
+    entries, _ = PreTrainedConfig.get_config_dict(path)
+    if entries.get("model_type") in READ_AS:
+        return config_of(entries)
+    config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    return config
+
+
+def config_of(entries: dict[str, Any]) -> PreTrainedConfig:
+    """The config that the entries of a config.json make; the code of a repository is left alone.
+
+    Raises:
+        ValueError: transformers knows no such model type.
+    """
+    kept = {name: value for name, value in entries.items() if name not in ("model_type", "auto_map")}
+    model_type = entries.get("model_type", "")
+    config: PreTrainedConfig = AutoConfig.for_model(READ_AS.get(model_type, model_type), **kept)
+    return config
+
+
+def is_composite(config: PreTrainedConfig) -> bool:
+    """Whether the config nests that of a text model."""
+    return bool(config.sub_configs) and getattr(config, "text_config", None) is not None
+
+
+def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config of the text part, with what stands in the outer one alone; of a text model the config itself."""
+    if not is_composite(config):
+        return config
+    text: PreTrainedConfig = copy.deepcopy(config.get_text_config(decoder=True))
+    # The composite ties by its own entry, whatever the nested one says.
+    for name in ("tie_word_embeddings", "quantization_config", "eos_token_id", "dtype"):
+        stated = getattr(config, name, None)
+        if stated is not None:
+            setattr(text, name, stated)
+    return text
+
+
+def media_token_ids(config: PreTrainedConfig) -> dict[int, str]:
+    """Token ids that stand for what a tower would have seen or heard, with what that is in words; empty for a text model."""
+    if not is_composite(config):
+        return {}
+    found = {}
+    for sense, words in _SENSES.items():
+        for name in (f"{sense}_token_id", f"{sense}_token_index"):
+            if isinstance(number := getattr(config, name, None), int):
+                found[number] = words
+    return found
+
+
+def text_class(config: PreTrainedConfig) -> Any:
+    """The causal language model of a text config; None where transformers has the bare text model alone, or nothing."""
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return found[0] if isinstance(found, tuple) else found
+
+
+def bare_class(config: PreTrainedConfig) -> Any:
+    """The model of a text config without a head; None where there is none."""
+    found: Any = MODEL_MAPPING.get(type(config), None)
+    return found[0] if isinstance(found, tuple) else found
+
+
+def load_text(path: str, config: PreTrainedConfig, dtype: torch.dtype, attention: str) -> tuple[Any, list[str]]:
+    """The text part of a composite on the CPU, and the names of tensors of it that the checkpoint lacks.
+
+    Args:
+        path: folder or hub name.
+        config: the composite's.
+        dtype: of the weights.
+        attention: value of `attn_implementation`.
+    """
+    text = text_config(config)
+    parts = ", ".join(sorted(part.removesuffix("_config") for part in config.sub_configs if part != "text_config"))
+    logger.warning("%s is taken as a text model: text only, without its %s part", config.model_type, parts)
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention, "output_loading_info": True}
+    with _without_reports():
+        if (own := text_class(text)) is not None:
+            model, report = own.from_pretrained(path, config=text, key_mapping=TEXT_KEYS, **options)
+            return model, sorted(report["missing_keys"])
+        composite, report = AutoModelForImageTextToText.from_pretrained(path, config=config, trust_remote_code=False, **options)
+    missing = [name for name in report["missing_keys"] if re.search(r"(^|\.)(language_model|lm_head)\.", name)]
+    return TextPart(composite, text), sorted(missing)
+
+
+@contextmanager
+def _without_reports() -> Iterator[None]:
+    """Keeps transformers from listing the tensors of the tower, which are left out on purpose."""
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+
+
+class TextPart(nn.Module):
+    """The text model of a composite and its head, as much like a causal language model as verifiers need; the rest is given up.
+
+    Args:
+        composite: the whole model.
+        config: of its text part.
+    """
+
+    def __init__(self, composite: PreTrainedModel, config: PreTrainedConfig) -> None:
+        super().__init__()
+        kind = bare_class(config)
+        self.model: Any = next(module for module in composite.modules() if type(module) is kind)
+        self.lm_head: Any = composite.get_output_embeddings()
+        self.config, self.generation_config = self.model.config, composite.generation_config
+        for name in ("tie_word_embeddings", "quantization_config", "eos_token_id"):
+            if hasattr(config, name):
+                setattr(self.config, name, getattr(config, name))
+
+    @property
+    def base_model(self) -> Any:
+        """The text model without its head."""
+        return self.model
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        device: torch.device = self.model.embed_tokens.weight.device
+        return device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weights."""
+        dtype: torch.dtype = self.model.embed_tokens.weight.dtype
+        return dtype
+
+    def get_decoder(self) -> Any:
+        """The text model without its head."""
+        return self.model
+
+    def get_input_embeddings(self) -> Any:
+        """The embedding table."""
+        return self.model.embed_tokens
+
+    def get_output_embeddings(self) -> Any:
+        """The head."""
+        return self.lm_head
+
+    def forward(self, input_ids: Tensor, *, logits_to_keep: int | Tensor = 0, **options: Any) -> SimpleNamespace:
+        """Logits of all rows, or of the last ones or those that `logits_to_keep` names, as transformers' own classes do."""
+        hidden = self.model(input_ids=input_ids, **options).last_hidden_state
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(hidden[:, kept, :])
+        if (factor := getattr(self.config, "output_multiplier", None)) is not None:
+            logits = logits * factor
+        if (bound := getattr(self.config, "final_logit_softcapping", None)) is not None:
+            logits = torch.tanh(logits / bound) * bound
+        return SimpleNamespace(logits=logits)
