@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from specdec.engine.engine import SpecEngine
-from specdec.kv_cache import StateLayerSpec
+from specdec.kv_cache import SharedLayerSpec, StateLayerSpec
 
 MEASURED_BYTES = {"cpu": 2**28, "cuda": 2**31}
 """Read at once when the bandwidth is measured: far more than the caches hold."""
@@ -52,7 +52,10 @@ def step_bytes(engine: SpecEngine, *, k: int, num_reqs: int, context: float) -> 
     if experts:
         weights += experts.bytes_read(num_reqs * (k + 1)) - experts.weight_bytes
     cached = 0.0
-    for spec, window in zip(verifier.kv_specs, verifier.windows, strict=True):
+    specs = verifier.kv_specs
+    for spec, window in zip(specs, verifier.windows, strict=True):
+        if isinstance(spec, SharedLayerSpec):
+            spec = specs[spec.layer]  # read once more
         cached += spec.bytes_per_token(dtype) * (context if window is None else min(context, window))
         if isinstance(spec, StateLayerSpec):
             cached += 2 * spec.state_bytes

@@ -14,6 +14,7 @@ from specdec.errors import InvalidInputError
 DraftSampling = Literal["greedy", "probabilistic"]
 CacheDtype = Literal["auto", "fp8"]
 PrefillDtype = Literal["auto", "model"]
+WeightForm = Literal["as-stored", "bfloat16"]
 
 
 def _require(ok: bool, message: str) -> None:
@@ -148,6 +149,8 @@ class LoadConfig:
             exact, on backends that have them.
         prefill_dtype: "auto" computes prompts in 8-bit floats where a backend has a kernel for that: latent attention on gfx950;
             "model" in the model's own type everywhere.
+        weights: "as-stored" leaves quantized weights packed where a kernel multiplies with them, in half precision on an
+            accelerator; "bfloat16" makes plain numbers of them when they are read, as everywhere else.
     """
 
     device: str = "auto"
@@ -156,6 +159,7 @@ class LoadConfig:
     block_size: int = DEFAULT_BLOCK_SIZE
     kv_dtype: CacheDtype = "auto"
     prefill_dtype: PrefillDtype = "auto"
+    weights: WeightForm = "as-stored"
 
     def __post_init__(self) -> None:
         for name in ("device", "dtype", "attention"):
@@ -168,6 +172,10 @@ class LoadConfig:
         _require(self.kv_dtype in ("auto", "fp8"), f"kv_dtype is {self.kv_dtype!r}; choose 'auto' or 'fp8'")
         right = self.prefill_dtype in ("auto", "model")
         _require(right, f"prefill_dtype is {self.prefill_dtype!r}; choose 'auto' or 'model'")
+        right = self.weights in ("as-stored", "bfloat16")
+        _require(right, f"weights is {self.weights!r}; choose 'as-stored' or 'bfloat16'")
+        right = self.weights == "as-stored" or self.dtype in ("auto", "bfloat16")
+        _require(right, f"weights are asked for in {self.weights} and dtype is {self.dtype!r}; leave out one of the two")
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ Shapes use `num_reqs` requests of a batch, `k` drafts per request, `V` vocabular
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -68,6 +68,11 @@ class PrefillBatch:
     slots: Tensor  # int64 [num_reqs]
 
 
+Context = Literal["now", "later", "all"]
+"""Which context a drafter takes over after a step: "now" says that of the step; "later", after a step without drafts, lets it put
+that off, as long as such steps follow; and "all" has it take over what it has put off as well."""
+
+
 @dataclass(slots=True)
 class DecodeBatch:
     """The requests of one step, as tensors on the device. Row `i` of every tensor belongs to the request in `slots[i]`.
@@ -86,6 +91,7 @@ class DecodeBatch:
         max_model_len: position ids never reach this, so that learned position tables are safe.
         sampling: sampling state of the requests.
         min_seq_len: host bound, at most the smallest L; requests that only pad the batch may have less.
+        context: see `Context`.
 
     What the models of a step are fed beside tokens depends on the rows per request alone. It is computed once for each width.
     """
@@ -100,6 +106,7 @@ class DecodeBatch:
     max_model_len: int
     sampling: SamplingTensors
     min_seq_len: int = 0
+    context: Context = "now"
     _positions: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
     _position_ids: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
     _metadata: dict[int, AttentionMetadata] = field(default_factory=dict, init=False, repr=False)
@@ -235,6 +242,11 @@ class Verifier(Protocol):
     """Factor the model applies to its input embeddings (sqrt(H) for Gemma, else 1)."""
     final_softcap: float | None
     """Softcap the model applies to its logits, or None."""
+    media_token_ids: Mapping[int, str]
+    """Tokens that stand for what a part of the checkpoint that is not here would have seen or heard, with that in words."""
+
+    weight_codes: tuple[str, ...]
+    """How packed weights are read (`specdec.kernels.packed.Code`); empty where all are plain numbers."""
 
     @property
     def weight_bytes(self) -> int:
@@ -254,7 +266,7 @@ class Verifier(Protocol):
 
     @property
     def attention(self) -> AttentionBackend | MlaBackend:
-        """Attention over those layers."""
+        """Attention over those layers; where heads differ, over those like the first, see `AttentionBackend.each`."""
 
     def forward(self, rows: ForwardInput, caches: Sequence[Any], aux_layer_ids: Sequence[int] = ()) -> VerifyOutput:
         """Scores packed rows, writing their KV to `caches`, one per layer, and tapping decoder layers `aux_layer_ids` (0-based)."""
@@ -317,6 +329,9 @@ class BoundDrafter(Protocol):
     overwrite the state of a slot; there is no release. A subclass gives `propose`, and what else it needs.
     """
 
+    most_deferred: int = 0
+    """Steps without drafts whose context may be put off, see `Context`; 0 where none is."""
+
     def begin(self, slot: int, token_ids: Sequence[int]) -> None:
         """A request with all its known tokens starts in `slot`; runs between steps."""
         return
@@ -332,5 +347,6 @@ class BoundDrafter(Protocol):
         """Takes over the context of a step: `token_ids` int64 [num_reqs, k+1] are the verified rows, anchor and drafts.
 
         All k + 1 rows are handed over. Rows past `accept.num_accepted` lie at positions that the next step overwrites.
+        `batch.context` is "now" unless `most_deferred` is set.
         """
         return

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any, cast, overload
 from jinja2 import TemplateError
 from torch import Tensor
 
-from specdec.config import DEFAULT_BLOCK_SIZE, CacheDtype, EngineConfig, LoadConfig, PrefillDtype, SamplingParams
+from specdec.config import (
+    DEFAULT_BLOCK_SIZE,
+    CacheDtype,
+    EngineConfig,
+    LoadConfig,
+    PrefillDtype,
+    SamplingParams,
+    WeightForm,
+)
 from specdec.core import Drafter, Verifier
 from specdec.device import cache_dtype, resolve_device, resolve_dtype
 from specdec.engine.engine import SpecEngine
@@ -76,6 +84,7 @@ class SpecDecoder:
         block_size: int = DEFAULT_BLOCK_SIZE,
         kv_dtype: CacheDtype = "auto",
         prefill_dtype: PrefillDtype = "auto",
+        weights: WeightForm = "as-stored",
         engine: EngineConfig | None = None,
     ) -> SpecDecoder:
         """Loads a target and a drafter.
@@ -85,23 +94,24 @@ class SpecDecoder:
             drafter: "auto", "smollm2-dflash" (comes with the package, for the embedded model), "ngram", the folder or hub name of
                 a checkpoint, a drafter of your own (see `find_drafter`), or None. "auto" takes smollm2-dflash for the embedded
                 model and n-gram lookup for all others.
-            device, dtype, attention, block_size, kv_dtype, prefill_dtype: see `specdec.config.LoadConfig`.
+            device, dtype, attention, block_size, kv_dtype, prefill_dtype, weights: see `specdec.config.LoadConfig`.
             engine: limits and choices.
 
         Raises:
             SpecDecError: one line that names what is wrong with an argument, a checkpoint or their combination.
         """
-        load = LoadConfig(device, dtype, attention, block_size, kv_dtype, prefill_dtype)
+        load = LoadConfig(device, dtype, attention, block_size, kv_dtype, prefill_dtype, weights)
         where, make_drafter = resolve_device(load.device), find_drafter(drafter)
         load_verifier = resolve(VERIFIERS, "hf", "verifier")
         verifier, tokenizer = load_verifier(
             target,
             device=where,
-            dtype=resolve_dtype(load.dtype, where),
+            dtype=resolve_dtype(load.dtype if load.weights == "as-stored" else load.weights, where),
             attention=load.attention,
             block_size=load.block_size,
             cache_dtype=cache_dtype(load.kv_dtype, where),
             fp8_prefill=load.prefill_dtype == "auto",
+            as_stored=load.weights == "as-stored",
         )
         return cls(verifier, tokenizer, make_drafter(verifier), engine)
 
@@ -147,10 +157,10 @@ class SpecDecoder:
         """Token ids of one prompt; chat messages go through the tokenizer's chat template.
 
         Raises:
-            InvalidInputError: the prompt is empty or no Unicode text, holds what is no token id or stands for an image or a sound,
-                or is a chat that the tokenizer has no template for.
+            InvalidInputError: the prompt is empty or no Unicode text, holds what is no token id, or is a chat that the tokenizer
+                has no template for.
         """
-        return self._of_text_alone(self._tokenize(_listed(prompt)))
+        return self._tokenize(_listed(prompt))
 
     def _tokenize(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
@@ -175,27 +185,14 @@ class SpecDecoder:
         ids: list[int] = self.tokenizer(text, **options)["input_ids"]
         return ids
 
-    def _of_text_alone(self, ids: list[int]) -> list[int]:
-        """The same ids; of a multimodal target only the text part is there, which must not meet what stands for an image."""
-        media = getattr(self.verifier, "media_token_ids", {})
-        found = next((token for token in ids if token in media), None) if media else None
-        if found is not None:
-            raise InvalidInputError(
-                f"the prompt holds token {found}, which stands for {media[found]}; {self.verifier.name!r} runs as a text model,"
-                " so give text alone"
-            )
-        return ids
-
     def next_token_logits(self, prompt: Prompt) -> Tensor:
         """The target's unprocessed logits after a prompt, float32 [V], computed alone with a cache of their own.
 
         Raises:
-            InvalidInputError: there is no token, or one outside the vocabulary.
+            InvalidInputError: see `tokenize` and `SpecEngine.check_tokens`.
         """
         ids = self.tokenize(prompt)
-        outside = next((token for token in ids if not 0 <= token < self.verifier.vocab_size), None)
-        if outside is not None:
-            raise InvalidInputError(f"token id {outside} is none of the model's, which lie in [0, {self.verifier.vocab_size})")
+        self.engine.check_tokens(ids)
         return next_token_logits(self.verifier, ids)
 
     def _chunks(self, prompts: list[Prompt], single: bool, sampling: SamplingParams, *, incremental: bool) -> Iterator[StreamChunk]:

@@ -1,17 +1,21 @@
-"""Small files of a checkpoint, from a folder or the hub; never its weights."""
+"""Files of a checkpoint, from a folder or the hub: small ones one by one, or all that make a target."""
 
 import json
 import os
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import hf_hub_download
+from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
 
 from specdec.errors import CheckpointError
 
 _LOCAL = (".", "/", "~")
 """How names begin that can be nothing but paths."""
+
+_OF_A_TARGET = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.txt", "*.jinja")
+_NOT_OF_IT = ("*/*", "consolidated*", "training_args*")
+"""Other forms of the same weights lie in folders, or under the second name."""
 
 
 def json_file(name: str, file: str, *, what: str) -> dict[str, Any] | None:
@@ -35,6 +39,29 @@ def json_file(name: str, file: str, *, what: str) -> dict[str, Any] | None:
     if not isinstance(content, dict):
         raise CheckpointError(f"{file} of {what} {name!r} holds no JSON object; fetch or write it again")
     return content
+
+
+def target_folder(name: str) -> Path:
+    """The folder with a target's config, tokenizer and safetensors files, fetched from the hub if it is no local one.
+
+    Raises:
+        CheckpointError: it is not on the hub, or the hub cannot be reached and its files are not in the cache.
+    """
+    folder = Path(os.path.expanduser(name))
+    if folder.is_dir():
+        return folder
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(_OF_A_TARGET), ignore_patterns=list(_NOT_OF_IT)))
+    except LocalEntryNotFoundError as error:
+        raise CheckpointError(
+            f"cannot fetch target {name!r}: the hub is out of reach and its weights are not in the cache;"
+            " go online, or give a local folder"
+        ) from error
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"cannot fetch target {name!r} from the hub: {reason[:160]}; check the name, or give a local folder"
+        ) from error
 
 
 def _find(name: str, file: str, what: str) -> Path | None:

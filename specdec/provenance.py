@@ -27,6 +27,7 @@ def origin_of_run(verifier: Verifier) -> dict[str, Any]:
         "versions": versions(),
         "device": device_name(verifier.device),
         "dtype": dtype_name(verifier.dtype),
+        "weights": ", ".join(verifier.weight_codes) or dtype_name(verifier.dtype),
         "attention": verifier.attention.name,
     }
 

@@ -41,6 +41,7 @@ NAMES = (
     "sampler",
     "embedding",
     "few_rows",
+    "packed",
     "experts",
     "recurrence",
     "fused_layers",

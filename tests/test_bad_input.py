@@ -123,11 +123,11 @@ ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (truncate("model.safetensors"), ("cannot read the weights of target", "fetch it again")),
+        (truncate("model.safetensors"), ("cannot read the weights of target", "is damaged", "fetch the whole checkpoint again")),
         (truncate("config.json"), ("cannot read the config of target",)),
         (drop("model.layers.2.mlp.up_proj.weight"), ("lacks 1 tensors", "model.layers.2.mlp.up_proj.weight", "fetch")),
         (set_key(num_hidden_layers=5), ("lacks 9 tensors", "model.layers.4.input_layernorm.weight")),
-        (set_key(intermediate_size=50), ("cannot read the weights of target",)),
+        (set_key(intermediate_size=50), ("cannot read the weights of target", "[48, 32] and the config asks for [50, 32]")),
         (set_key(model_type="t5"), ("encoder-decoder",)),
         (set_key(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), ("RoPE of type dynamic",)),
         (remove("config.json"), ("cannot read the config of target",)),
@@ -150,12 +150,13 @@ def test_damaged_target(folders: Path, tmp_path: Path, capsys: Capture, damage: 
 
 
 def test_a_missing_package_is_named(folders: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Quantized weights are read through `accelerate`; catches the ImportError in the face of someone who lacks it."""
+    """Before anything is read of a GGUF file; no package is needed for what safetensors files hold."""
     shutil.copytree(folders / "target", tmp_path / "target")
-    set_key(quantization_config={"quant_method": "fp8", "weight_block_size": [16, 16]})(tmp_path / "target")
-    monkeypatch.setattr("transformers.quantizers.quantizer_finegrained_fp8.is_accelerate_available", lambda: False)
+    remove("model.safetensors")(tmp_path / "target")
+    (tmp_path / "target" / "model.gguf").write_bytes(b"GGUF")
+    monkeypatch.setattr("verifiers.formats.gguf.find_spec", lambda name: None)
     line = fails(capsys, "abc", "--raw", "--model", tmp_path / "target")
-    assert "need a package that is not installed" in line and "pip install accelerate" in line
+    assert "'model.gguf' needs package gguf, which is not installed; run: python -m pip install gguf" in line
 
 
 @pytest.mark.parametrize(

@@ -46,8 +46,8 @@ DRAFTERS: dict[str, Callable[[Outputs, Verifier], Drafter | None]] = {
 }
 
 
-QUICK = ("llama", "gemma2", "deepseek_v3")
-"""One architecture of each kind: fused, of transformers' own modules, latent."""
+QUICK = ("llama", "gemma2", "deepseek_v3", "nemotron_h")
+"""One architecture of each kind: fused, of transformers' own modules, latent, with states."""
 
 
 @pytest.fixture(

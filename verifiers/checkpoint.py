@@ -15,7 +15,7 @@ from specdec.kernels.packed import PackedWeight
 from verifiers.formats.float8 import plain_float8
 from verifiers.formats.format import Format, Stored
 from verifiers.formats.gguf import gguf_file, read_gguf
-from verifiers.formats.method import format_of, missing_module
+from verifiers.formats.method import format_of
 from verifiers.names import EXPERT, name_of, place_of
 from verifiers.shape import expert_counts
 from verifiers.tensor_files import TensorFiles
@@ -24,6 +24,18 @@ logger = logging.getLogger(__name__)
 
 PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """What joined experts are made of, outputs of one after the other."""
+
+WITHOUT_GATES = {"up_proj": ("up_proj",), "down_proj": ("down_proj",)}
+"""The same of experts without gates."""
+
+UNGATED = frozenset({"nemotron_h"})
+"""Model types with such experts."""
+
+WIDE = {"lfm2_moe": ("expert_bias",), "olmo_hybrid": ("A_log",)}
+"""What transformers has in float32 and its class does not name."""
+
+CONVOLUTIONS = re.compile(r"^(.*\.)q_conv1d\.weight$")
+"""Of queries; transformers has one convolution for queries, keys and values."""
 
 TRANSPOSED = frozenset({"gpt_oss"})
 """Model types whose joined experts transformers keeps as [E, in, out]."""
@@ -72,15 +84,6 @@ def quantization_of(path: Path, config: Any) -> Mapping[str, Any] | None:
     return _json(path / "hf_quant_config.json").get("quantization")
 
 
-def missing_packages(config: Any) -> list[str]:
-    """Modules that the weights of this config need and that are not installed: for what is read here none."""
-    stated = getattr(config, "quantization_config", None)
-    if not stated:
-        return []
-    module = missing_module(stated if isinstance(stated, Mapping) else stated.to_dict())
-    return [] if module is None else [module]
-
-
 class _Reader:
     """Reads a checkpoint.
 
@@ -96,6 +99,7 @@ class _Reader:
     ) -> None:
         self._files, self._format, self._device, self._dtype, self._as_stored = files, form, device, dtype, as_stored
         self._transposed = config.model_type in TRANSPOSED
+        self._projections = WITHOUT_GATES if config.model_type in UNGATED else PROJECTIONS
         self._num_experts = (expert_counts(config) or (0, 0))[0]
         kept, ignored = class_facts(config, dtype)
         self._wide = re.compile("|".join(name.replace("*", ".*") for name in kept)) if kept else None
@@ -123,6 +127,9 @@ class _Reader:
                 weights[module if joined else f"{module}.weight"] = self._finished(self._stored(module))
         for name, layer in experts.items():
             weights[name] = self._finished(self._joined(layer))
+        for scope in [found[1] for name in weights if (found := CONVOLUTIONS.match(name))]:
+            parts = [self._dense(weights.pop(f"{scope}{part}_conv1d.weight")) for part in "qkv"]
+            weights[f"{scope}conv1d.weight"] = torch.cat(parts)
         if self._listed:
             logger.warning(
                 "%d modules are quantized though the config lists them as plain, the first being %s; their scales are used",
@@ -139,7 +146,7 @@ class _Reader:
                 found.setdefault((expert[1], expert[3]), {})[int(expert[2])] = module
         experts = {}
         for scope in dict.fromkeys(scope for scope, _ in found):
-            for joined, projections in PROJECTIONS.items():
+            for joined, projections in self._projections.items():
                 if not any((scope, projection) in found for projection in projections):
                     continue  # joined in the file
                 numbers = range(self._num_experts)
@@ -222,7 +229,7 @@ def class_facts(config: Any, dtype: torch.dtype) -> tuple[list[str], list[str]]:
 
     found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     found = found[0] if isinstance(found, tuple) else found
-    kept: set[str] = set()
+    kept = set(WIDE.get(config.model_type, ()))
     if dtype in (torch.float16, torch.bfloat16):
         kept |= set(getattr(found, "_keep_in_fp32_modules_strict", None) or ())
     if dtype == torch.float16:

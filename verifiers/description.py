@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from specdec.kernels.experts import Routing
 
@@ -28,10 +29,15 @@ class Description:
     """A family, as far as it is not the Llama family; the defaults are that one.
 
     Attributes:
+        names: expressions, and what replaces them in the names of transformers' tensors, so that they become those of Llama or,
+            for recurrent layers, of Qwen3-Next.
+        factors: of tensors of every layer by name, where there are such; they are multiplied into them.
         ropes: RoPE parameters of each layer, as `specdec.layers.rotary.Rope.of` takes them; None where nothing is rotated.
         interleaved: RoPE turns neighboring numbers against each other instead of halves.
         activation: see `specdec.layers.activation`.
         norms: where a layer has norms.
+        norms_of_recurrent: the same of recurrent layers, where it differs.
+        one_sublayer: a layer has attention, a recurrence or a feed-forward sublayer alone.
         norm_kind: "early" rounds before the weight, "late" after it, "zero_centered" is late and its weight is short of 1.
         norms_of_queries: norms of queries and keys, of each head or of all together.
         scale: factor of the attention scores; None for `head_dim ** -0.5`.
@@ -43,13 +49,23 @@ class Description:
         routing: how experts are chosen, where layers have them.
         wide_router: the logits of experts are computed in float32.
         gated_attention: queries come with gates of what attention puts out.
+        softplus_gates: such gates have a projection of their own and go through a softplus.
         interleaved_experts: expert weights are stored transposed, with gate and up in turns.
+        experts_beside_mlp: layers have both, see `specdec.layers.mlp.MlpBesideExperts`.
+        keys_as_values: layers whose values are their keys, before these are normed and rotated.
+        norms_values: values are normed, without a weight.
+        scales_layers: a tensor of each layer is a factor of the stream after it.
+        layer_inputs: numbers that each layer is given of the token itself, see `specdec.layers.layer_inputs`; 0 for none.
     """
 
     ropes: Sequence[Mapping[str, Any] | None]
+    names: Sequence[tuple[str, str]] = ()
+    factors: Sequence[tuple[str, float | Tensor]] = ()
     interleaved: bool = False
     activation: str = "silu"
     norms: NormNames = BEFORE
+    norms_of_recurrent: NormNames | None = None
+    one_sublayer: bool = False
     norm_kind: Literal["early", "late", "zero_centered"] = "early"
     norms_of_queries: Literal["each head", "all heads"] | None = None
     scale: float | None = None
@@ -62,7 +78,33 @@ class Description:
     wide_router: bool = False
     interleaved_experts: bool = False
     gated_attention: bool = False
+    softplus_gates: bool = False
+    experts_beside_mlp: bool = False
+    keys_as_values: frozenset[int] = frozenset()
+    norms_values: bool = False
+    scales_layers: bool = False
+    layer_inputs: int = 0
 
     def embedding_scale_in(self, dtype: torch.dtype) -> float:
         """Factor of the input embeddings of a model in this type."""
         return torch.tensor(self.embedding_scale, dtype=dtype).item() if self.rounds_embedding_scale else self.embedding_scale
+
+
+def sigmoid_routing(config: Any) -> Routing:
+    """As in DeepSeek-V3 (arXiv 2412.19437)."""
+    return Routing(
+        config.n_routed_experts,
+        config.num_experts_per_tok,
+        scores="sigmoid",
+        biased=True,
+        num_groups=config.n_group or 1,
+        topk_groups=config.topk_group or 1,
+        renormalized=config.norm_topk_prob,
+        scaling=config.routed_scaling_factor,
+    )
+
+
+def norm_epsilon(config: Any) -> float:
+    """Of a model's norms."""
+    names = ("rms_norm_eps", "layer_norm_epsilon", "norm_eps")
+    return float(next(value for name in names if (value := getattr(config, name, None)) is not None))

@@ -3,6 +3,7 @@
 It says nothing, and takes as long as the real one: for measuring how fast a shape runs.
 """
 
+import re
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -15,12 +16,19 @@ from specdec.attention.mla import MlaSpec
 from specdec.attention.selector import select_backend
 from specdec.core import Verifier
 from specdec.errors import CheckpointError, InvalidInputError
-from verifiers.hf import verifier_for
+from specdec.kernels.packed import PackedWeight
+from verifiers.decoder import DecoderVerifier
+from verifiers.hf import description_of, verifier_for
 from verifiers.hf_attention import ATTENTION_NAME
 from verifiers.load import NO_FOREIGN_CODE
-from verifiers.shape import backend_spec
+from verifiers.quantize import WAYS
+from verifiers.shape import backend_spec, eos_token_ids
 from verifiers.support import check_supported
+from verifiers.weights import Weights
 from verifiers.wrappers import text_config
+
+_LEFT_PLAIN = re.compile(r"\.(in_proj_a|in_proj_b|shared_expert_gate|weights_proj)$")
+"""Linear layers of few outputs, which published checkpoints do not quantize."""
 
 
 def read_config(path: Path) -> PreTrainedConfig:
@@ -72,17 +80,74 @@ def dummy_verifier(
     cache_dtype: torch.dtype | None = None,
     fp8_prefill: bool = True,
     fuse: bool = True,
+    quantize: str | None = None,
 ) -> Verifier:
-    """What `random_model` made as a target; `load_verifier` says what the arguments mean.
+    """What `random_model` made as a target; `load_verifier` says what the other arguments mean.
+
+    Args:
+        model: gives its weights up.
+        quantize: one of `verifiers.quantize.WAYS`, for all linear layers and experts of the decoder layers; None for none.
 
     Raises:
         BackendError: no backend, or not the named one, can serve the model.
+        InvalidInputError: there is no such way, or our own layers, which alone take packed weights, do not run the model.
     """
+    check_way(quantize)
     spec = backend_spec(model.config, device=model.device, dtype=model.dtype, block_size=block_size)
     spec = replace(spec, cache_dtype=cache_dtype)
     if isinstance(spec, MlaSpec):
         spec = replace(spec, fp8_prefill=fp8_prefill)
-    return verifier_for(model, name=name, backend=select_backend(attention, spec), fuse=fuse)
+    backend = select_backend(attention, spec)
+    if quantize is None:
+        return verifier_for(model, name=name, backend=backend, fuse=fuse)
+    description = description_of(model)
+    if description is None:
+        raise InvalidInputError(
+            f"{name!r} of type {model.config.model_type!r} runs through transformers' modules, which take plain numbers;"
+            f" leave out weights {quantize!r}"
+        )
+    weights, eos = quantized_weights(model, quantize), eos_token_ids(model.config.eos_token_id)
+    return DecoderVerifier(model.config, description, weights, name=name, backend=backend, eos=eos)
+
+
+def check_way(quantize: str | None) -> None:
+    """Whether random weights can be quantized so.
+
+    Raises:
+        InvalidInputError: they cannot.
+    """
+    if quantize is not None and quantize not in WAYS:
+        raise InvalidInputError(f"random weights cannot be {quantize!r}; choose {', '.join(WAYS)}, or bfloat16 for plain numbers")
+
+
+@torch.no_grad()
+def quantized_weights(model: PreTrainedModel, quantize: str) -> Weights:
+    """The model's weights, of which it keeps none of those that are packed: all linear layers and experts of its layers.
+
+    Args:
+        model: whose family our own layers run.
+        quantize: one of `verifiers.quantize.WAYS`.
+    """
+    weights = Weights.of_model(model)
+    linear = {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name.startswith("model.layers.") and not _LEFT_PLAIN.search(name)
+    }
+    description = description_of(model)
+    for name, tensor in list(weights.tensors.items()):
+        experts = name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
+        if not experts and name not in linear:
+            continue
+        assert isinstance(tensor, Tensor) and description is not None
+        numbers = tensor.detach()
+        if experts:
+            numbers = numbers.mT if description.interleaved_experts else numbers
+            weights.tensors[name] = PackedWeight.stacked([WAYS[quantize](expert) for expert in numbers])
+        else:
+            weights.tensors[name] = WAYS[quantize](numbers)
+        tensor.data = numbers.new_empty(0)
+    return weights
 
 
 @torch.inference_mode()

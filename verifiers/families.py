@@ -6,7 +6,9 @@ from typing import Any
 from specdec.kernels.experts import Routing
 from specdec.layers.activation import LIMIT, SLOPE
 from specdec.layers.rotary import STATIC_ROPE_TYPES
-from verifiers.description import AFTER, AROUND, BEFORE, Description, NormNames
+from verifiers.description import AFTER, AROUND, BEFORE, Description, NormNames, sigmoid_routing
+from verifiers.hybrids import HYBRIDS
+from verifiers.shape import layer_windows
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -23,7 +25,7 @@ def describe(config: Any) -> Description | None:
     family = FAMILIES.get(config.model_type)
     if family is None:
         return None
-    activation = ACTIVATIONS.get(getattr(config, "hidden_activation", None) or config.hidden_act)
+    activation = ACTIVATIONS.get(str(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "silu")))
     ropes = _ropes(config)
     static = all(rope is None or rope["rope_type"] in STATIC_ROPE_TYPES for rope in ropes)
     return family(config, {"ropes": ropes, "activation": activation}) if activation and static else None
@@ -35,15 +37,6 @@ def _llama(config: Any, common: Mapping[str, Any]) -> Description:
 
 def _qwen3(config: Any, common: Mapping[str, Any]) -> Description:
     return Description(**common, norms_of_queries="each head")
-
-
-def _qwen3_5(config: Any, common: Mapping[str, Any]) -> Description:
-    routing = None
-    if getattr(config, "num_experts", None):
-        # The newer family has no choice.
-        renormalized = config.norm_topk_prob if config.model_type == "qwen3_next" else True
-        routing = Routing(config.num_experts, config.num_experts_per_tok, renormalized=renormalized)
-    return Description(**common, norm_kind="zero_centered", norms_of_queries="each head", gated_attention=True, routing=routing)
 
 
 def _mixtral(config: Any, common: Mapping[str, Any]) -> Description:
@@ -74,22 +67,8 @@ def _glm4_moe(config: Any, common: Mapping[str, Any]) -> Description:
     return Description(
         **common,
         norms_of_queries="each head" if getattr(config, "use_qk_norm", True) else None,
-        routing=_sigmoid_routing(config),
+        routing=sigmoid_routing(config),
         wide_router=True,
-    )
-
-
-def _sigmoid_routing(config: Any) -> Routing:
-    """As in DeepSeek-V3 (arXiv 2412.19437)."""
-    return Routing(
-        config.n_routed_experts,
-        config.num_experts_per_tok,
-        scores="sigmoid",
-        biased=True,
-        num_groups=config.n_group or 1,
-        topk_groups=config.topk_group or 1,
-        renormalized=config.norm_topk_prob,
-        scaling=config.routed_scaling_factor,
     )
 
 
@@ -109,6 +88,36 @@ def _gemma2(config: Any, common: Mapping[str, Any]) -> Description:
         rounds_embedding_scale=True,
         final_softcap=config.final_logit_softcapping,
     )
+
+
+def _gemma4(config: Any, common: Mapping[str, Any]) -> Description:
+    experts = getattr(config, "enable_moe_block", False)
+    windows = layer_windows(config)
+    same = getattr(config, "attention_k_eq_v", False)
+    return Description(
+        **common,
+        norms=AROUND,
+        norm_kind="late",
+        norms_of_queries="each head",
+        norms_values=True,
+        keys_as_values=frozenset(layer for layer, window in enumerate(windows) if same and window is None),
+        scale=1.0,
+        embedding_scale=config.hidden_size**0.5,
+        rounds_embedding_scale=True,
+        final_softcap=config.final_logit_softcapping,
+        routing=Routing(config.num_experts, config.top_k_experts) if experts else None,
+        experts_beside_mlp=experts,
+        scales_layers=True,
+        layer_inputs=getattr(config, "hidden_size_per_layer_input", None) or 0,
+    )
+
+
+def _laguna(config: Any, common: Mapping[str, Any]) -> Description | None:
+    if config.moe_router_logit_softcapping:
+        return None
+    scaling = config.moe_routed_scaling_factor
+    routing = Routing(config.num_experts, config.num_experts_per_tok, scores="sigmoid", biased=True, scaling=scaling)
+    return Description(**common, norms_of_queries="each head", softplus_gates=True, routing=routing)
 
 
 def _olmo2(config: Any, common: Mapping[str, Any]) -> Description:
@@ -135,7 +144,7 @@ def _deepseek_v2(config: Any, common: Mapping[str, Any]) -> Description:
 
 def _deepseek_v3(config: Any, common: Mapping[str, Any]) -> Description:
     # One of them has no experts, and one a norm after them.
-    routing = _sigmoid_routing(config) if getattr(config, "n_routed_experts", None) else None
+    routing = sigmoid_routing(config) if getattr(config, "n_routed_experts", None) else None
     norms = BEFORE._replace(output="mlp.post_mlp_layernorm") if config.model_type == "axk1" else BEFORE
     interleaved = bool(getattr(config, "rope_interleave", True))
     return Description(**common, norms=norms, interleaved=interleaved, routing=routing, wide_router=True)
@@ -152,9 +161,12 @@ def _granite(config: Any, common: Mapping[str, Any]) -> Description:
 
 
 FAMILIES: dict[str, Callable[[Any, Mapping[str, Any]], Description | None]] = {
+    **HYBRIDS,
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3_text": _gemma2,
+    "gemma4_text": _gemma4,
+    "gemma4_unified_text": _gemma4,
     "axk1": _deepseek_v3,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
@@ -166,6 +178,7 @@ FAMILIES: dict[str, Callable[[Any, Mapping[str, Any]], Description | None]] = {
     "glm_moe_dsa": _deepseek_v3,
     "gpt_oss": _gpt_oss,
     "granite": _granite,
+    "laguna": _laguna,
     "llama": _llama,
     "mistral": _llama,
     "mixtral": _mixtral,
@@ -175,10 +188,7 @@ FAMILIES: dict[str, Callable[[Any, Mapping[str, Any]], Description | None]] = {
     "qwen2": _llama,
     "qwen3": _qwen3,
     "qwen2_moe": _qwen2_moe,
-    "qwen3_5_moe_text": _qwen3_5,
-    "qwen3_5_text": _qwen3_5,
     "qwen3_moe": _qwen3_moe,
-    "qwen3_next": _qwen3_5,
     "smollm3": _llama,
     "youtu": _deepseek_v3,
 }
@@ -189,6 +199,8 @@ def _ropes(config: Any) -> Sequence[Mapping[str, Any] | None]:
     """RoPE parameters of each layer."""
     kinds = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
     rotated = getattr(config, "no_rope_layers", None) or [True] * config.num_hidden_layers  # 0 where a layer has no RoPE
-    parameters: dict[Any, Any] = config.rope_parameters
+    parameters: dict[Any, Any] = getattr(config, "rope_parameters", None) or {}
+    if not parameters or parameters.get("rope_theta", 0) is None:
+        return [None] * config.num_hidden_layers
     by_kind = all(isinstance(value, dict) for value in parameters.values())
     return [(parameters[kind] if by_kind else parameters) if on else None for kind, on in zip(kinds, rotated, strict=True)]

@@ -1,6 +1,7 @@
 """Any decoder-only Hugging Face model as the target: packed forwards on our paged cache, with tapped decoder layers."""
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,9 +19,9 @@ from verifiers.description import Description
 from verifiers.families import describe
 from verifiers.hf_attention import ATTENTION_NAME, PagedForward
 from verifiers.recurrent import is_recurrent
-from verifiers.shape import eos_token_ids, expert_counts, layer_specs, layer_windows, max_model_len
+from verifiers.shape import eos_token_ids, expert_counts, layer_kinds, layer_specs, layer_windows, max_model_len
 from verifiers.weights import Weights
-from verifiers.wrappers import is_composite, load_text
+from verifiers.wrappers import is_composite, load_text, text_class
 
 
 def load_model(path: str, config: PreTrainedConfig, dtype: torch.dtype) -> tuple[PreTrainedModel, list[str]]:
@@ -32,6 +33,32 @@ def load_model(path: str, config: PreTrainedConfig, dtype: torch.dtype) -> tuple
         return load_text(path, config, dtype, ATTENTION_NAME)
     model, report = AutoModelForCausalLM.from_pretrained(
         path, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME, output_loading_info=True, trust_remote_code=False
+    )
+    return model, sorted(report["missing_keys"])
+
+
+def model_of(config: PreTrainedConfig, weights: Mapping[str, Any], dtype: torch.dtype) -> tuple[PreTrainedModel, list[str]]:
+    """The same from weights that have been read, so that transformers need not know how the checkpoint stores them.
+
+    Args:
+        config: of the text model.
+        weights: in plain numbers, by transformers' names.
+        dtype: of the model.
+
+    Raises:
+        UnsupportedModelError: transformers has the text model without a head alone.
+    """
+    found = text_class(config)
+    if found is None:
+        raise UnsupportedModelError(
+            f"quantized weights of type {config.model_type!r} have no causal language model in transformers to go into;"
+            " use a checkpoint in plain numbers"
+        )
+    plain = copy.deepcopy(config)
+    if hasattr(plain, "quantization_config"):
+        del plain.quantization_config
+    model, report = found.from_pretrained(
+        None, config=plain, state_dict=dict(weights), dtype=dtype, attn_implementation=ATTENTION_NAME, output_loading_info=True
     )
     return model, sorted(report["missing_keys"])
 
@@ -70,7 +97,8 @@ def verifier_for(
 def description_of(model: PreTrainedModel) -> Description | None:
     """The description of a model with ordinary, unquantized layers; None where there is none."""
     projections = [module for name, module in model.named_modules() if name.endswith("_proj")]
-    return describe(model.config) if all(type(module) is nn.Linear for module in projections) else None
+    plain = all(type(module) in (nn.Linear, nn.Identity) for module in projections)
+    return describe(model.config) if plain else None
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -111,20 +139,22 @@ class HFVerifier:
         self.embedding_scale = 1.0 if description is None else description.embedding_scale_in(self.dtype)
         self.final_softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self.eos_token_ids = eos
+        self.media_token_ids: Mapping[int, str] = {}
+        self.weight_codes: tuple[str, ...] = ()
         self._embedding = model.get_input_embeddings().weight
         self._head: nn.Module = model.get_output_embeddings()
         self.vocab_size = self._head.weight.shape[0]
-        self.windows = layer_windows(config)
+        self.windows, self._kinds = layer_windows(config), layer_kinds(config, backend)
         self.layers = decoder_layers(model)
         self._hooked: set[int] = set()
         self._tapped: dict[int, Tensor] = {}
 
     @property
     def weight_bytes(self) -> int:
-        """See `Verifier.weight_bytes`. Of the input embeddings only a few rows are read, unless they are the head's, too."""
-        tied = self._head.weight is self._embedding
+        """See `Verifier.weight_bytes`. Of embeddings only a few rows are read, unless they are the head's, too."""
         total = sum(parameter.nbytes for parameter in self.model.parameters()) + sum(b.nbytes for b in self.model.buffers())
-        return total if tied else total - self._embedding.nbytes
+        tables = [module.weight for module in self.model.modules() if isinstance(module, nn.Embedding)]
+        return total - sum(table.nbytes for table in tables if table is not self._head.weight)
 
     @property
     def routed_experts(self) -> RoutedExperts | None:
@@ -137,7 +167,9 @@ class HFVerifier:
     def forward(self, rows: ForwardInput, caches: Sequence[Any], aux_layer_ids: Sequence[int] = ()) -> VerifyOutput:
         """Scores packed rows; see `Verifier.forward`."""
         self._tap(aux_layer_ids)
-        paged = PagedForward(self.attention, self.attention.plan(rows.metadata), caches, self.windows)
+        each = self.attention.each
+        plans = [backend.plan(rows.metadata) for backend in each]
+        paged = PagedForward([each[kind] for kind in self._kinds], [plans[kind] for kind in self._kinds], caches, self.windows)
         output = self.model(
             input_ids=rows.token_ids[None],
             position_ids=rows.position_ids[None],

@@ -16,10 +16,10 @@ windows are the backend's business."""
 
 @dataclass(frozen=True, slots=True)
 class PagedForward:
-    """What every attention layer of one forward needs; travels as the keyword argument `paged` of the model call."""
+    """What the attention layers of one forward need, each its own; travels as the keyword argument `paged` of the model call."""
 
-    backend: AttentionBackend
-    plan: Any
+    backends: Sequence[AttentionBackend]
+    plans: Sequence[Any]
     caches: Sequence[Any]
     windows: Sequence[int | None]
 
@@ -48,12 +48,12 @@ def paged_attention(
     if paged is None:
         raise RuntimeError(f"{type(module).__name__} got no paged cache; call the model through HFVerifier.forward")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    out = paged.backend.run(
+    out = paged.backends[layer].run(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
         paged.caches[layer],
-        paged.plan,
+        paged.plans[layer],
         scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
         window=paged.windows[layer],
         softcap=softcap,

@@ -1,30 +1,40 @@
-"""Finding and reading a target by name. The embedded model takes a way of its own, without transformers' model code, so that a
-start takes a second or two instead of five."""
+"""Finding and reading a target by name.
+
+What our own layers run is read without transformers' modules, and quantized weights always are. The embedded model takes a way of
+its own, without transformers' model code, so that a start takes a second or two instead of five.
+"""
 
 import json
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from specdec.attention.backend import AttentionBackend
-from specdec.attention.mla import MlaSpec
+from specdec.attention.mla import MlaBackend, MlaSpec
 from specdec.attention.selector import select_backend
 from specdec.core import Verifier
-from specdec.errors import CheckpointError, UnsupportedModelError
+from specdec.errors import CheckpointError, SpecDecError, UnsupportedModelError
+from specdec.hub import json_file, target_folder
 from specdec.layers.linear import can_pack_four_bit
+from specdec.layers.packed_check import keeps_packed
 from verifiers.decoder import DecoderVerifier
+from verifiers.description import Description
 from verifiers.embedded import FOUR_BIT, embedded_model_path
 from verifiers.families import describe
+from verifiers.recurrent import is_recurrent
 from verifiers.shape import backend_spec, eos_token_ids
 from verifiers.weights import Weights
+
+logger = logging.getLogger(__name__)
 
 EMBEDDED = "embedded"
 """Name of the model that comes with the package."""
@@ -45,6 +55,7 @@ def load_verifier(
     cache_dtype: torch.dtype | None = None,
     fp8_prefill: bool = True,
     fuse: bool = True,
+    as_stored: bool = True,
 ) -> tuple[Verifier, PreTrainedTokenizerBase]:
     """Loads a target and its tokenizer.
 
@@ -57,6 +68,8 @@ def load_verifier(
         cache_dtype: type of the cache when it is not `dtype`.
         fp8_prefill: prompts may be computed in 8-bit floats, which latent attention on gfx950 does.
         fuse: run models of known families as `DecoderVerifier`; otherwise every model runs through its own modules.
+        as_stored: quantized weights stay packed where `specdec.layers.packed_check.keeps_packed` says so; otherwise they become
+            numbers of `dtype` when they are read.
 
     Raises:
         UnsupportedModelError: the architecture cannot run yet; said from its config, before weights are read.
@@ -102,16 +115,102 @@ def load_verifier(
         assert isinstance(backend, AttentionBackend) and description is not None
         return DecoderVerifier(config, description, Weights(dict(tensors)), name=name, backend=backend, eos=eos), tokenizer
 
-    from verifiers.hf import load_model, verifier_for
+    packed = as_stored and keeps_packed(device, dtype)
+    reading = _Reading(name, target_folder(path), whole, backend, device, dtype, packed, tokenizer.eos_token_id)
+    verifier = _own(reading, fuse) or _theirs(reading, path, fuse)
+    verifier.media_token_ids = media_token_ids(whole)
+    return verifier, tokenizer
 
-    model, missing = _read(name, "weights", partial(load_model, path, whole, dtype))
+
+class _Reading(NamedTuple):
+    """What all ways of reading a target share."""
+
+    name: str
+    folder: Path
+    whole: Any  # the config, of a composite if it is one
+    backend: AttentionBackend | MlaBackend
+    device: torch.device
+    dtype: torch.dtype
+    as_stored: bool
+    eos: int | None  # as the tokenizer has it
+
+    @property
+    def config(self) -> Any:
+        """Of the text part."""
+        from verifiers.wrappers import text_config
+
+        return text_config(self.whole)
+
+    @property
+    def quantized(self) -> bool:
+        """Whether weights are."""
+        from verifiers.checkpoint import quantization_of
+
+        return quantization_of(self.folder, self.config) is not None
+
+
+def _own(reading: _Reading, fuse: bool) -> Verifier | None:
+    """A target on our own layers, which take its weights from the files; None where transformers' modules have to."""
+    from verifiers.wrappers import say_text_only
+
+    config = reading.config
+    description = describe(config)
+    recurrent = any(is_recurrent(config, layer) for layer in range(config.num_hidden_layers))
+    if description is None or not (fuse or recurrent or isinstance(reading.backend, MlaBackend)):
+        return None
+    if not _has_weights(reading.folder):
+        if reading.quantized:
+            raise CheckpointError(f"target {reading.name!r} is quantized and has no safetensors files; take a checkpoint with them")
+        logger.warning("%s has no safetensors files, so transformers reads its weights", reading.name)
+        return None
+    say_text_only(reading.whole)
+    return _read(reading.name, "weights", partial(_built, reading, config, description))
+
+
+def _built(reading: _Reading, config: Any, description: Description) -> Verifier:
+    from verifiers.checkpoint import read_weights
+    from verifiers.complete import complete
+
+    generation = json_file(str(reading.folder), "generation_config.json", what="target") or {}
+    read = read_weights(reading.folder, config, device=reading.device, dtype=reading.dtype, as_stored=reading.as_stored)
+    eos = eos_token_ids(generation.get("eos_token_id"), config.eos_token_id, reading.eos)
+    weights = Weights(complete(read, config))
+    return DecoderVerifier(config, description, weights, name=reading.name, backend=reading.backend, eos=eos)
+
+
+def _theirs(reading: _Reading, path: str, fuse: bool) -> Verifier:
+    """A target whose modules transformers makes; quantized weights become plain numbers before it sees them."""
+    from verifiers.hf import load_model, verifier_for
+    from verifiers.wrappers import say_text_only
+
+    say_text_only(reading.whole)
+    load = partial(_dequantized, reading) if reading.quantized else partial(load_model, path, reading.whole, reading.dtype)
+    model, missing = _read(reading.name, "weights", load)
     if missing:
         raise CheckpointError(
-            f"target {name!r} lacks {len(missing)} tensors, the first being {missing[0]!r}; fetch the whole checkpoint again"
+            f"target {reading.name!r} lacks {len(missing)} tensors, the first being {missing[0]!r};"
+            " fetch the whole checkpoint again"
         )
-    verifier = verifier_for(model.to(device), name=name, backend=backend, eos=tokenizer.eos_token_id, fuse=fuse)
-    verifier.media_token_ids = media_token_ids(whole)  # type: ignore[attr-defined]
-    return verifier, tokenizer
+    return verifier_for(model.to(reading.device), name=reading.name, backend=reading.backend, eos=reading.eos, fuse=fuse)
+
+
+def _dequantized(reading: _Reading) -> tuple[Any, list[str]]:
+    from verifiers.checkpoint import read_weights
+    from verifiers.hf import model_of
+
+    weights = read_weights(reading.folder, reading.config, device=torch.device("cpu"), dtype=reading.dtype, as_stored=False)
+    model, missing = model_of(reading.config, weights, reading.dtype)
+    if (reading.folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(reading.folder)
+    return model, missing
+
+
+def _has_weights(folder: Path) -> bool:
+    """Whether there are files that `verifiers.checkpoint` reads."""
+    from verifiers.formats.gguf import gguf_file
+    from verifiers.tensor_files import INDEX, SINGLE
+
+    return any((folder / file).is_file() for file in (SINGLE, INDEX)) or gguf_file(folder) is not None
 
 
 def _read_config(path: str) -> Any:
@@ -131,6 +230,10 @@ def _read(name: str, what: str, load: Callable[[], Read]) -> Read:
     """Calls `load`, turning what a bad path or damaged file raises into one line."""
     try:
         return load()
+    except CheckpointError as error:
+        raise CheckpointError(f"cannot read the {what} of target {name!r}: {error}") from error
+    except SpecDecError:
+        raise
     except ImportError as error:  # transformers reads some quantized weights through other packages
         reason = " ".join(str(error).split())
         raise CheckpointError(f"the {what} of target {name!r} need a package that is not installed: {reason[:300]}") from error

@@ -1,6 +1,7 @@
 """Building mixtures of experts from the tensors of their families."""
 
 import logging
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -9,10 +10,11 @@ from torch import Tensor
 import specdec.device
 from specdec.kernels import aiter
 from specdec.kernels.aiter import AiterRouter
-from specdec.kernels.experts import Experts
+from specdec.kernels.experts import PLAIN, Experts
 from specdec.kernels.packed import PackedWeight
 from specdec.layers.linear import DenseLinear
-from specdec.layers.mlp import GatedMLP, MixtureOfExperts
+from specdec.layers.mlp import GatedMLP, MixtureOfExperts, MlpBesideExperts
+from specdec.layers.norm import Norm
 from specdec.layers.router import Router, aiter_reasons
 from verifiers.description import Description
 from verifiers.weights import Weights
@@ -22,19 +24,46 @@ logger = logging.getLogger(__name__)
 
 def mixture(weights: Weights, description: Description) -> MixtureOfExperts:
     """The mixture of experts whose tensors these are."""
-    experts = weights.under("experts.")
+    routed = _experts(weights.under("experts."), description)
+    shared_name = next((name for name in ("shared_experts.", "shared_expert.") if weights.has(f"{name}down_proj.weight")), None)
+    shared = None if shared_name is None else gated_mlp(weights.under(shared_name), description.activation)
+    shared_gate = weights.linear("shared_expert_gate") if weights.has("shared_expert_gate.weight") else None
+    latent = None
+    if weights.has("fc1_latent_proj.weight"):
+        latent = weights.linear("fc1_latent_proj"), weights.linear("fc2_latent_proj")
+    return MixtureOfExperts(router(weights, description), routed, shared, shared_gate, latent)
+
+
+def mlp_beside_experts(weights: Weights, description: Description, norm: Callable[[str], Norm | None]) -> MlpBesideExperts:
+    """The feed-forward sublayer of a layer with both; `norm` makes the norms of that layer by their names."""
+    names = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
+    mlp_norm, experts_norm, output_norm = map(norm, names)
+    assert mlp_norm is not None and experts_norm is not None and output_norm is not None
+    scale = weights.tensor("router.scale")
+    scale = scale.to(torch.promote_types(scale.dtype, torch.float32)) * len(scale) ** -0.5
+    return MlpBesideExperts(
+        gated_mlp(weights.under("mlp."), description.activation),
+        mlp_norm,
+        Norm(scale, mlp_norm.epsilon),
+        router(weights, description),
+        weights.tensor("router.per_expert_scale"),
+        experts_norm,
+        _experts(weights.under("experts."), description),
+        output_norm,
+    )
+
+
+def _experts(experts: Weights, description: Description) -> Experts:
+    """The routed experts whose tensors these are."""
+    first = "up_proj" if description.activation in PLAIN else "gate_up_proj"
     transposed = description.interleaved_experts  # [E, H, 2 * I] with gate and up in turns, and [E, I, H]
-    gate_up, down = (_as_run(experts.experts(name, transposed=transposed)) for name in ("gate_up_proj", "down_proj"))
+    gate_up, down = (_as_run(experts.experts(name, transposed=transposed)) for name in (first, "down_proj"))
     gate_up_bias = experts.optional("gate_up_proj_bias")
     if description.interleaved_experts:
         order = torch.arange(gate_up.shape[1], device=gate_up.device).view(-1, 2).t().flatten()
         gate_up = gate_up.select(order) if isinstance(gate_up, PackedWeight) else gate_up.index_select(1, order)
         gate_up_bias = None if gate_up_bias is None else torch.cat([gate_up_bias[:, ::2], gate_up_bias[:, 1::2]], dim=-1)
-    routed = Experts(gate_up, down, description.activation, gate_up_bias, experts.optional("down_proj_bias"))
-    shared_name = next((name for name in ("shared_experts.", "shared_expert.") if weights.has(f"{name}down_proj.weight")), None)
-    shared = None if shared_name is None else gated_mlp(weights.under(shared_name), description.activation)
-    shared_gate = weights.linear("shared_expert_gate") if weights.has("shared_expert_gate.weight") else None
-    return MixtureOfExperts(router(weights, description), routed, shared, shared_gate)
+    return Experts(gate_up, down, description.activation, gate_up_bias, experts.optional("down_proj_bias"))
 
 
 def _as_run(weight: Tensor | PackedWeight) -> Tensor | PackedWeight:
@@ -43,8 +72,10 @@ def _as_run(weight: Tensor | PackedWeight) -> Tensor | PackedWeight:
 
 
 def gated_mlp(weights: Weights, activation: str) -> GatedMLP:
-    """The gated MLP whose tensors these are."""
-    names = ("gate_up_proj",) if weights.has("gate_up_proj.weight") else ("gate_proj", "up_proj")
+    """The gated MLP whose tensors these are, or the one without a gate."""
+    names: tuple[str, ...] = ("gate_up_proj",) if weights.has("gate_up_proj.weight") else ("gate_proj", "up_proj")
+    if activation in PLAIN:
+        names = ("up_proj",)
     return GatedMLP(weights.linear(*names), weights.linear("down_proj"), activation)
 
 
@@ -52,7 +83,7 @@ def router(weights: Weights, description: Description) -> Router:
     """What chooses among those experts; AITER's kernels on AMD GPUs that they are built for."""
     routing = description.routing
     assert routing is not None, "a family with experts says how they are chosen"
-    scope = weights.under("router." if weights.has("router.weight") else "gate.")
+    scope = next(weights.under(name) for name in ("router.", "router.proj.", "gate.") if weights.has(f"{name}weight"))
     weight, gate_bias, bias = scope.tensor("weight"), scope.optional("bias"), scope.optional("e_score_correction_bias")
     if specdec.device.rocm_architecture(weight.device) is not None:
         reasons = aiter_reasons(routing, weight.device)

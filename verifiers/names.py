@@ -27,7 +27,23 @@ RENAMED = (
 )
 """In this order."""
 
-RENAMED_IN = {"axk1": ((re.compile(r"(?<=\d\.)post_mlp_layernorm"), "mlp.post_mlp_layernorm"),)}
+RENAMED_IN = {
+    "axk1": ((re.compile(r"(?<=\d\.)post_mlp_layernorm"), "mlp.post_mlp_layernorm"),),
+    "granitemoehybrid": (
+        (re.compile(r"(?<=\d\.)mlp\.input_linear\.weight$"), "block_sparse_moe.experts.gate_up_proj"),
+        (re.compile(r"(?<=\d\.)mlp\.output_linear\.weight$"), "block_sparse_moe.experts.down_proj"),
+        (re.compile(r"(?<=\d\.)mlp\.router\.layer\."), "block_sparse_moe.router."),
+    ),
+    "laguna": (
+        (re.compile(r"\.experts\.(?=e_score_correction_bias)"), ".gate."),
+        (re.compile(r"\.shared_expert\."), ".shared_experts."),
+    ),
+    "nemotron_h": ((re.compile(r"^backbone\."), "model."),),
+    "olmo_hybrid": (
+        (re.compile(r"\.attention_layer_norm\."), ".input_layernorm."),
+        (re.compile(r"\.feedforward_layer_norm\."), ".post_attention_layernorm."),
+    ),
+}
 """The same for single model types."""
 
 LAYER = re.compile(r"^model\.layers\.(\d+)\.")

@@ -15,12 +15,13 @@ from specdec.attention.selector import refusals, select_backend
 from specdec.config import DEFAULT_BLOCK_SIZE
 from specdec.errors import CheckpointError
 from specdec.hub import json_file
-from specdec.kv_cache import StateLayerSpec, bytes_per_slot
+from specdec.kv_cache import KVLayerSpec, SharedLayerSpec, StateLayerSpec, bytes_per_slot
+from specdec.layers.packed_check import keeps_packed
 from verifiers.embedded import embedded_model_path
 from verifiers.families import describe
 from verifiers.formats.method import method_of
 from verifiers.load import EMBEDDED
-from verifiers.shape import INDEXED_MODELS, LATENT_MODELS, backend_spec, layer_specs, layer_windows, max_model_len
+from verifiers.shape import INDEXED_MODELS, LATENT_MODELS, backend_spec, layer_caches, layer_specs, layer_windows, max_model_len
 from verifiers.sizes import weight_bytes
 from verifiers.support import quantization_of, unsupported_reasons
 from verifiers.wrappers import config_of, text_config
@@ -48,6 +49,7 @@ class Needs:
         request_bytes: of states per request, with `most_rows` rows in a step.
         stored: what the weights are in the file: a quantization method, or a type of numbers.
         weights: bytes in memory.
+        unpacked: quantized weights become plain numbers there.
         gpu_bytes: memory of one GPU.
         gpus: needed for the weights.
         hidden_size, num_layers, vocab_size: what a drafter has to fit.
@@ -65,6 +67,7 @@ class Needs:
     request_bytes: int = 0
     stored: str = ""
     weights: int = 0
+    unpacked: bool = False
     gpu_bytes: int = 0
     gpus: int = 0
     hidden_size: int = 0
@@ -104,6 +107,7 @@ def needs_of(
     total_size: int | None = None,
     cache_dtype: torch.dtype | None = None,
     most_rows: int = 8,
+    packed: bool | None = None,
 ) -> Needs:
     """What a target needs.
 
@@ -116,6 +120,7 @@ def needs_of(
         total_size: bytes of its weights' files; None to add them up from the config.
         cache_dtype: type of the cache when it is not `dtype`.
         most_rows: rows of a step, k + 1.
+        packed: quantized weights stay packed on our own layers; None for what loading does on `device`.
 
     Raises:
         CheckpointError: the entries make no config.
@@ -143,7 +148,8 @@ def needs_of(
         gpus = _gpus(total_size or 0, gpu_bytes)
         return Needs(**common, weights=total_size or 0, gpus=gpus, missing=(*reasons, *_too_large(gpus, gpu_bytes)))
     own = describe(text) is not None
-    weights = weight_bytes(text, quantization, dtype, total_size=total_size, packed=own)
+    packed = own and (keeps_packed(device, dtype) if packed is None else packed)
+    weights = weight_bytes(text, quantization, dtype, total_size=total_size, packed=packed)
     gpus = _gpus(weights, gpu_bytes)
     spec = backend_spec(text, device=device, dtype=dtype, block_size=DEFAULT_BLOCK_SIZE)
     chosen = next((backend for backend, against in refusals(spec, auto=True).items() if not against), "")
@@ -157,6 +163,7 @@ def needs_of(
         token_bytes=token_bytes,
         request_bytes=request_bytes,
         weights=weights,
+        unpacked=quantization is not None and not packed,
         gpus=gpus,
         hidden_size=text.hidden_size,
         num_layers=text.num_hidden_layers,
@@ -189,15 +196,19 @@ def _caches(
     """Kinds of caches in words, bytes per token and bytes per request."""
     specs = layer_specs(config, select_backend(backend, spec))
     states = sum(isinstance(one, StateLayerSpec) for one in specs)
-    paged = len(specs) - states
+    shared = sum(isinstance(one, SharedLayerSpec) for one in specs)
+    paged = len(specs) - states - shared
     words = []
     if config.model_type in LATENT_MODELS:
         indexed = " and index keys" if config.model_type in INDEXED_MODELS else ""
         words.append(f"latents{indexed} of {paged} layers")
     elif paged:
-        windows = [window for window in layer_windows(config) if window is not None]
+        of_layers = zip(layer_caches(config), layer_windows(config), strict=True)
+        own = [window for places, window in of_layers if any(isinstance(specs[place], KVLayerSpec) for place in places)]
+        windows = [window for window in own if window is not None]
         seen = f", {len(windows)} of them with a window of {windows[0]:,}" if windows else ""
-        words.append(f"keys and values of {paged} layers{seen}")
+        readers = f", which {shared} more read" if shared else ""
+        words.append(f"keys and values of {paged} layers{seen}{readers}")
     if states:
         words.append(f"states of {states} layers")
     token_bytes = sum(one.bytes_per_token(dtype) for one in specs)

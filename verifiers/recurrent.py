@@ -1,60 +1,189 @@
-"""Building recurrent layers from the tensors of their families."""
+"""Building recurrent layers, and those that only convolve, from the tensors of their families."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from specdec.core import ForwardInput
 from specdec.kv_cache import StateLayerSpec
-from specdec.layers.linear_attention import LinearAttention
-from specdec.layers.norm import Norm
-from specdec.layers.recurrence import Recurrence
+from specdec.layers.attention import Attention
+from specdec.layers.linear import Linear, linear
+from specdec.layers.linear_attention import LinearAttention, ShortConvolution, SideBySide
+from specdec.layers.norm import GroupNorm
+from specdec.layers.recurrence import Recurrence, RecurrentRows
+from verifiers.description import norm_epsilon
 from verifiers.weights import Weights
 
-LINEAR = "linear_attention"
-"""What configs call such a layer."""
+STATES = frozenset({"linear_attention", "conv", "hybrid"})
+"""What configs call layers that keep something per request; a hybrid one attends, too."""
+
+MIXERS_ALONE = frozenset({"mlp", "moe"})
+"""What they call layers that are a feed-forward sublayer and nothing else."""
+
+OLMO_EPSILON = 1e-5
+"""Of the norms of value heads in OLMo hybrids, which no config states."""
+
+
+class _Sizes(NamedTuple):
+    """See `specdec.layers.recurrence.Recurrence`."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    gates: int  # of a value head
+
+    @property
+    def width(self) -> int:
+        return 2 * self.key_heads * self.key_dim + self.value_heads * (self.value_dim + self.gates)
 
 
 def is_recurrent(config: Any, layer: int) -> bool:
-    """Whether a decoder layer keeps a state per request in the place of keys and values."""
+    """Whether a decoder layer keeps a state per request in the place of keys and values, or beside them."""
+    return _kind(config, layer) in STATES
+
+
+def attends(config: Any, layer: int) -> bool:
+    """Whether a decoder layer has keys and values."""
+    return _kind(config, layer) not in (STATES - {"hybrid"}) | MIXERS_ALONE
+
+
+def recurrent_rows(rows: ForwardInput) -> RecurrentRows:
+    """The rows of a forward as recurrent layers see them."""
+    assert rows.slots is not None, "a state lies in a slot"
+    return RecurrentRows.of(rows.slots, rows.metadata, max_pending=rows.max_pending, final=rows.final, counts=rows.row_counts)
+
+
+def _kind(config: Any, layer: int) -> str | None:
     kinds = getattr(config, "layer_types", None)
-    return kinds is not None and kinds[layer] == LINEAR
+    return None if kinds is None else kinds[layer]
 
 
 def state_layer_spec(config: Any, dtype: torch.dtype) -> StateLayerSpec:
     """What one recurrent layer of the model stores per request."""
+    if hasattr(config, "conv_L_cache"):
+        return StateLayerSpec(config.hidden_size, config.conv_L_cache, 0, 0, 0, dtype)
+    sizes = _sizes(config)
+    return StateLayerSpec(sizes.width, sizes.taps, sizes.value_heads, sizes.key_dim, sizes.value_dim, dtype)
+
+
+def _sizes(config: Any) -> _Sizes:
+    if hasattr(config, "mamba_num_heads"):  # Nemotron-H
+        heads, dim = config.mamba_num_heads, config.mamba_head_dim
+        return _Sizes(config.n_groups, heads, config.ssm_state_size, dim, config.conv_kernel, 1)
+    if hasattr(config, "mamba_n_heads"):
+        heads, dim = config.mamba_n_heads, config.mamba_d_head
+        return _Sizes(config.mamba_n_groups, heads, config.mamba_d_state, dim, config.mamba_d_conv, 1)
     key_heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
     key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
-    width = 2 * key_heads * key_dim + value_heads * value_dim + 2 * value_heads
-    return StateLayerSpec(width, config.linear_conv_kernel_dim, value_heads, key_dim, value_dim, dtype)
+    return _Sizes(key_heads, value_heads, key_dim, value_dim, config.linear_conv_kernel_dim, 2)
+
+
+def mixer(weights: Weights, config: Any, layer: int, attention: Callable[[], Attention]) -> tuple[Attention | None, Linear | None]:
+    """What a decoder layer has to mix rows, if anything, and its output projection.
+
+    Args:
+        weights: of the decoder layer.
+        config: the model's.
+        layer: which.
+        attention: builds its attention, if it has any.
+    """
+    if not is_recurrent(config, layer):
+        return (attention(), weights.linear("self_attn.o_proj")) if attends(config, layer) else (None, None)
+    scope = weights.under("linear_attn.")
+    if hasattr(config, "conv_L_cache"):
+        return short_convolution(scope), scope.linear("out_proj")
+    linear_attention = mamba(scope, config) if _sizes(config).gates == 1 else delta_net(scope, config)
+    if not attends(config, layer):
+        return linear_attention, scope.linear("out_proj")
+    return SideBySide(attention(), linear_attention), _joined(weights, "self_attn.o_proj", "linear_attn.out_proj")
+
+
+def _joined(weights: Weights, *names: str) -> Linear:
+    """Projections as one of what they are given side by side; what they give is added up."""
+    biases = [bias for name in names if (bias := weights.optional(f"{name}.bias")) is not None]
+    weight = torch.cat([weights.tensor(f"{name}.weight") for name in names], dim=1)
+    return linear(weight, torch.stack(biases).sum(0) if biases else None)
 
 
 def delta_net(weights: Weights, config: Any) -> LinearAttention:
     """The Gated DeltaNet layer (arXiv 2412.06464) whose tensors these are."""
-    key_heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
-    key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
+    sizes = _sizes(config)
     if weights.has("in_proj_qkvz.weight"):  # the heads that share a key lie together, as Qwen3-Next has them
-        shared = value_heads // key_heads
-        query, key, value, gate = _places(key_heads, [key_dim, key_dim, shared * value_dim, shared * value_dim])
+        heads, shared = sizes.key_heads, sizes.value_heads // sizes.key_heads
+        query, key, value, gate = _places(heads, [sizes.key_dim, sizes.key_dim, shared * sizes.value_dim, shared * sizes.value_dim])
         weights.split("in_proj_qkvz", {"in_proj_qkv": torch.cat([query, key, value]), "in_proj_z": gate})
-        beta, step = _places(key_heads, [shared, shared])
+        beta, step = _places(heads, [shared, shared])
         weights.split("in_proj_ba", {"in_proj_b": beta, "in_proj_a": step})
-    rate = weights.tensor("A_log").float().exp()
+    apart = weights.has("q_proj.weight")  # as OLMo has them
+    names = ("q_proj", "k_proj", "v_proj") if apart else ("in_proj_qkv",)
+    norm = GroupNorm(weights.tensor("norm.weight"), OLMO_EPSILON if apart else norm_epsilon(config))
     recurrence = Recurrence(
-        key_heads,
-        value_heads,
-        key_dim,
-        value_dim,
+        *sizes[:4],
         kernel=weights.tensor("conv1d.weight").squeeze(1),
         kernel_bias=weights.optional("conv1d.bias"),
-        rate=rate,
+        rate=weights.tensor("A_log").float().exp(),
         time_bias=weights.tensor("dt_bias"),
+        beta_scale=2.0 if getattr(config, "linear_allow_neg_eigval", False) else 1.0,
     )
-    norm = Norm(weights.tensor("norm.weight"), config.rms_norm_eps)
-    return LinearAttention(weights.linear("in_proj_qkv", "in_proj_b", "in_proj_a", "in_proj_z"), recurrence, norm)
+    if weights.alike(*names, "in_proj_b", "in_proj_a", "in_proj_z"):
+        return LinearAttention(weights.linear(*names, "in_proj_b", "in_proj_a", "in_proj_z"), recurrence, norm)
+    # Quantized checkpoints leave the two of few outputs as they are.
+    return LinearAttention(weights.linear(*names, "in_proj_z"), recurrence, norm, weights.linear("in_proj_b", "in_proj_a"))
 
 
 def _places(heads: int, widths: list[int]) -> tuple[Tensor, ...]:
     """Rows of each part where every head has its own of all of them side by side."""
     rows = torch.arange(heads * sum(widths)).view(heads, -1)
     return tuple(part.reshape(-1) for part in rows.split(widths, dim=1))
+
+
+def mamba(weights: Weights, config: Any) -> LinearAttention:
+    """The Mamba-2 layer (arXiv 2405.21060) whose tensors these are."""
+    sizes = _sizes(config)
+    keys, values = sizes.key_heads * sizes.key_dim, sizes.value_heads * sizes.value_dim
+    widths = [values, values, keys, keys, sizes.value_heads]
+    gate, x, b, c, step = torch.arange(sum(widths)).split(widths)
+    channels = torch.cat([c, b, x]) - values
+    order = torch.cat([c, b, x, step, gate])
+    bias = weights.optional("conv1d.bias")
+    recurrence = Recurrence(
+        *sizes[:4],
+        kernel=weights.tensor("conv1d.weight").squeeze(1)[channels],
+        kernel_bias=None if bias is None else bias[channels],
+        rate=weights.tensor("A_log").float().exp(),
+        time_bias=weights.tensor("dt_bias"),
+        rule="plain",
+        time_limits=_time_limits(config),
+        skip=weights.tensor("D").float(),
+    )
+    norm = _mamba_norm(weights, config, values // sizes.key_heads)
+    return LinearAttention(weights.linear("in_proj", reorder=(lambda rows: rows[order],)), recurrence, norm)
+
+
+def _mamba_norm(weights: Weights, config: Any, width: int) -> GroupNorm | None:
+    """Of what Mamba-2 puts out, over groups of that width; None where it is only gated."""
+    weight = weights.optional("norm.weight")
+    if weight is None:
+        return None
+    if not hasattr(config, "mamba_norm_before_gate"):
+        return GroupNorm(weight, norm_epsilon(config), width, gate_first=True)
+    weight = weight.to(torch.promote_types(weight.dtype, torch.float32))  # Falcon-H1 rounds only once
+    return GroupNorm(weight, norm_epsilon(config), width, gate_first=not config.mamba_norm_before_gate)
+
+
+def _time_limits(config: Any) -> tuple[float, float]:
+    """Least and largest step; for Nemotron-H those that transformers computes prompts with."""
+    if hasattr(config, "mamba_num_heads"):
+        return float(config.time_step_min), float("inf")
+    least, largest = config.time_step_limit or (0.0, float("inf"))
+    return float(least), float(largest)
+
+
+def short_convolution(weights: Weights) -> ShortConvolution:
+    """The gated convolution of LFM2 whose tensors these are."""
+    kernel, bias = weights.tensor("conv1d.weight").squeeze(1), weights.optional("conv1d.bias")
+    return ShortConvolution(weights.linear("in_proj"), kernel, bias)

@@ -1,14 +1,16 @@
 """What a model's config says of its attention and its cache."""
 
 from dataclasses import replace
+from itertools import accumulate
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 
-from specdec.attention.backend import AttentionBackend, AttentionSpec
+from specdec.attention.backend import AttentionBackend, AttentionSpec, HeadShape
 from specdec.attention.mla import IndexerSpec, MlaBackend, MlaSpec
-from specdec.kv_cache import KVLayerSpec, LayerSpec
-from verifiers.recurrent import is_recurrent, state_layer_spec
+from specdec.kv_cache import KVLayerSpec, LayerSpec, SharedLayerSpec
+from verifiers.recurrent import attends, is_recurrent, state_layer_spec
 
 INDEXED_MODELS = frozenset({"deepseek_v32", "glm_moe_dsa"})
 """Model types with latent attention to the positions that an indexer selects."""
@@ -19,32 +21,59 @@ LATENT_MODELS = INDEXED_MODELS | {"axk1", "deepseek_v2", "deepseek_v3", "glm4_mo
 
 def layer_windows(config: PreTrainedConfig) -> list[int | None]:
     """Sliding window of each decoder layer in tokens, None for full attention: a row sees positions less than a window away."""
-    window = getattr(config, "sliding_window", None)
+    layers = range(config.num_hidden_layers)
+    windows = [getattr(_own(config, layer), "sliding_window", None) for layer in layers]
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
         active = getattr(config, "use_sliding_window", True)
-        return [window if active else None] * config.num_hidden_layers
-    return [window if kind == "sliding_attention" else None for kind in kinds]
+        return windows if active else [None] * len(windows)
+    return [window if kind == "sliding_attention" else None for window, kind in zip(windows, kinds, strict=True)]
 
 
-def kv_layer_spec(config: PreTrainedConfig) -> KVLayerSpec:
-    """What one decoder layer caches per token."""
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return KVLayerSpec(num_kv_heads=getattr(config, "num_key_value_heads", None) or heads, head_dim=head_dim)
+def _own(config: PreTrainedConfig, layer: int) -> Any:
+    """The entries of one decoder layer, where transformers lets layers differ in any."""
+    return config.per_layer_config[layer] if getattr(config, "per_layer_attributes", None) else config
+
+
+def head_shape(config: PreTrainedConfig, layer: int) -> HeadShape:
+    """Heads of one decoder layer."""
+    own = _own(config, layer)
+    per_layer = getattr(config, "num_attention_heads_per_layer", None)
+    heads = per_layer[layer] if per_layer else own.num_attention_heads
+    kv_heads = getattr(own, "num_key_value_heads", None) or heads
+    head_dim = getattr(own, "head_dim", None) or config.hidden_size // heads
+    # Releases of transformers without a config per layer have entries of other names for layers of full attention.
+    if own is config and layer_windows(config)[layer] is None:
+        head_dim = getattr(config, "global_head_dim", None) or head_dim
+        if getattr(config, "attention_k_eq_v", False):
+            kv_heads = getattr(config, "num_global_key_value_heads", None) or kv_heads
+    return HeadShape(heads, kv_heads, head_dim)
+
+
+def cache_layers(config: PreTrainedConfig) -> list[int]:
+    """For each decoder layer the one whose keys and values it reads: its own, or those of the last before that is of its kind."""
+    count = config.num_hidden_layers
+    own = count - (getattr(config, "num_kv_shared_layers", None) or 0)
+    if own == count:
+        return list(range(count))
+    last = {kind: layer for layer, kind in enumerate(config.layer_types[:own])}
+    return [*range(own), *(last[kind] for kind in config.layer_types[own:])]
 
 
 def attention_spec(config: PreTrainedConfig, *, device: torch.device, dtype: torch.dtype, block_size: int) -> AttentionSpec:
     """What the model asks of an attention backend."""
-    kv = kv_layer_spec(config)
+    windows: dict[HeadShape, set[int | None]] = {}
+    for layer, window in enumerate(layer_windows(config)):
+        windows.setdefault(head_shape(config, layer), set()).add(window)
+    (first, seen), *further = windows.items()
     return AttentionSpec(
         device=device,
         dtype=dtype,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=kv.num_kv_heads,
-        head_dim=kv.head_dim,
+        **first._asdict(),
         block_size=block_size,
-        windows=frozenset(layer_windows(config)),
+        windows=frozenset(seen),
+        further=tuple((shape, frozenset(others)) for shape, others in further),
+        reads_others=cache_layers(config)[-1] != config.num_hidden_layers - 1,
         sinks=config.model_type == "gpt_oss",
         softcap=getattr(config, "attn_logit_softcapping", None),
     )
@@ -75,21 +104,44 @@ def backend_spec(config: PreTrainedConfig, *, device: torch.device, dtype: torch
 
 
 def layer_specs(config: PreTrainedConfig, backend: AttentionBackend | MlaBackend) -> list[LayerSpec]:
-    """What each decoder layer caches; of latent attention no index keys where a layer uses another's selection."""
+    """What decoder layers cache, see `layer_caches`; of latent attention no index keys where a layer uses another's selection."""
     if isinstance(backend, AttentionBackend):
-        layers = range(config.num_hidden_layers)
         dtype = backend.spec.dtype
-        return [state_layer_spec(config, dtype) if is_recurrent(config, layer) else kv_layer_spec(config) for layer in layers]
+        return [spec for layer, read in enumerate(cache_layers(config)) for spec in _layer_specs(config, layer, read, dtype)]
     spec = backend.cache_spec
     kinds = getattr(config, "indexer_types", None) or ["full"] * config.num_hidden_layers
     return [replace(spec, index_bytes=0) if kind == "shared" else spec for kind in kinds]
+
+
+def _layer_specs(config: PreTrainedConfig, layer: int, read: int, dtype: torch.dtype) -> list[LayerSpec]:
+    """What one layer stores whose keys and values are those of layer `read`: nothing, one thing, or keys, values and a state."""
+    specs: list[LayerSpec] = []
+    if attends(config, layer):
+        shape = head_shape(config, layer)
+        specs.append(KVLayerSpec(shape.num_kv_heads, shape.head_dim) if read == layer else SharedLayerSpec(read))
+    return [*specs, state_layer_spec(config, dtype)] if is_recurrent(config, layer) else specs
+
+
+def layer_caches(config: PreTrainedConfig) -> list[list[int]]:
+    """Of each decoder layer which of the `layer_specs` are its own."""
+    counts = [attends(config, layer) + is_recurrent(config, layer) for layer in range(config.num_hidden_layers)]
+    return [list(range(end - count, end)) for count, end in zip(counts, accumulate(counts), strict=True)]
+
+
+def layer_kinds(config: PreTrainedConfig, backend: AttentionBackend | MlaBackend) -> list[int]:
+    """For each decoder layer which of `backend.each` serves it."""
+    if isinstance(backend, MlaBackend):
+        return [0] * config.num_hidden_layers
+    shapes = [spec.shape for spec in backend.spec.each]
+    return [shapes.index(head_shape(config, layer)) for layer in range(config.num_hidden_layers)]
 
 
 def expert_counts(config: PreTrainedConfig) -> tuple[int, int] | None:
     """Routed experts of a layer, and how many of them a row is sent to; None for a model without."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     experts = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
-    return None if experts is None else (experts, config.num_experts_per_tok)
+    chosen = next((getattr(config, name) for name in ("num_experts_per_tok", "top_k_experts") if getattr(config, name, None)), None)
+    return None if experts is None or chosen is None else (experts, chosen)
 
 
 def max_model_len(config: PreTrainedConfig) -> int:

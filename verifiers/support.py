@@ -1,7 +1,7 @@
 """Which Hugging Face models can be targets, told from the config alone: an unfit one is refused before its weights are read.
 
 A target has to be a decoder whose every layer attends exactly once, through transformers' attention interface, to keys and values
-of one shape, or one of a family that our own layers build (`verifiers.families`). Its rows must not depend on each other in any
+of its own, or one of a family that our own layers build (`verifiers.families`). Its rows must not depend on each other in any
 other way, because requests share a forward. Of a multimodal model the text part is judged.
 """
 
@@ -13,7 +13,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 
 from specdec.errors import CheckpointError, UnsupportedModelError
 from verifiers.families import describe
-from verifiers.formats.method import format_of, method_of
+from verifiers.formats.method import format_of
+from verifiers.hybrids import HYBRIDS
+from verifiers.recurrent import MIXERS_ALONE, STATES
 from verifiers.shape import INDEXED_MODELS, LATENT_MODELS
 from verifiers.wrappers import WRAPPERS, bare_class, is_composite, text_class, text_config
 
@@ -38,14 +40,11 @@ OTHER_LATENT = {
 }
 """What sets the latent attention of other model types apart."""
 
-LATENT_READS_QUANTIZED = False
-"""Whether quantized weights become plain numbers before latent attention splits them."""
-
 GATED = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
 """Model types whose attention is gated whatever the file says."""
 
-STATES = frozenset({"linear_attention"})
-"""Kinds of layers that keep a state, which described families may have."""
+HEADS = frozenset({"head_dim", "num_attention_heads", "num_key_value_heads"})
+"""Entries in which layers may differ."""
 
 
 def check_supported(name: str, config: PreTrainedConfig) -> None:
@@ -73,12 +72,11 @@ def unsupported_reasons(config: PreTrainedConfig) -> list[str]:
     if model_class is None and is_composite(config):
         model_class = bare_class(text)
     described = describe(text) is not None
-    stateful = bool(getattr(model_class, "_is_stateful", False))
     return [
         *_whole_reasons(config),
         *_model_reasons(text, model_class, described),
-        *_attention_reasons(text, STATES if described and stateful else frozenset()),
-        *_cache_reasons(text),
+        *_attention_reasons(text, STATES | MIXERS_ALONE if described and text.model_type in HYBRIDS else frozenset()),
+        *_cache_reasons(text, described),
         *_position_reasons(text),
         *_weight_reasons(text),
     ]
@@ -136,18 +134,17 @@ def _gate_reasons(config: PreTrainedConfig) -> Iterator[str]:
         yield f"its linear attention is gated by {gate} (output_gate_type), and the layers of its type by silu"
 
 
-def _cache_reasons(config: PreTrainedConfig) -> Iterator[str]:
+def _cache_reasons(config: PreTrainedConfig, described: bool) -> Iterator[str]:
     rank = _value(config, "kv_lora_rank")
     if rank and config.model_type not in LATENT_MODELS:
         apart = OTHER_LATENT.get(config.model_type, "is not that of DeepSeek or GLM")
         yield f"it has latent attention (kv_lora_rank {rank}) that {apart}, which is not available yet"
     elif rank:
         yield from _latent_reasons(config)
-    if shared := _value(config, "num_kv_shared_layers"):
+    shared = _value(config, "num_kv_shared_layers")
+    if shared and not described:
         yield f"{shared} of its layers use the keys and values of another layer"
-    differing = sorted(getattr(config, "per_layer_attributes", None) or ())
-    if len(set(_value(config, "num_attention_heads_per_layer") or ())) > 1:
-        differing.append("num_attention_heads")
+    differing = sorted(set(getattr(config, "per_layer_attributes", None) or ()) - HEADS)
     if differing:
         yield f"its layers differ in {', '.join(differing)}"
     value_dim, key_dim = _value(config, "v_head_dim"), _value(config, "head_dim")
@@ -158,9 +155,6 @@ def _cache_reasons(config: PreTrainedConfig) -> Iterator[str]:
 def _latent_reasons(config: PreTrainedConfig) -> Iterator[str]:
     if (_value(config, "indexer_types") or ["full"])[0] == "shared":
         yield "its first layer has no indexer and no layer before it to share one with"
-    if (quantization := quantization_of(config)) and not LATENT_READS_QUANTIZED:
-        method = method_of(quantization)
-        yield f"its weights are quantized ({method}), but latent attention splits one of them and needs plain numbers"
     if describe(config) is None:
         yield "our layers, which alone have latent attention, lack its activation function or its RoPE"
 

@@ -1,6 +1,7 @@
 """Where a decoder's tensors come from, and joining them into the layers that it runs."""
 
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ Reorder = Callable[[Tensor], Tensor]
 """Puts the rows of a tensor [out, ...] into another order."""
 
 
-COMPUTED = ("inv_freq", "embed_scale")
+COMPUTED = ("inv_freq", "embed_scale", "mup_vector")
 """How buffers of transformers' modules end that no checkpoint holds."""
 
 
@@ -73,6 +74,22 @@ class Weights:
                 " load it with fuse=False, which runs it through transformers' modules"
             )
 
+    def rename(self, pairs: Sequence[tuple[str, str]]) -> None:
+        """Replaces in all names what expressions match, in this order."""
+        for name in list(self.tensors) if pairs else ():
+            renamed = name
+            for expression, replacement in pairs:
+                renamed = re.sub(expression, replacement, renamed)
+            self.tensors[renamed] = self.tensors.pop(name)
+
+    def scale(self, factors: Sequence[tuple[str, float | Tensor]]) -> None:
+        """Multiplies those of these names that there are; packed ones become plain numbers, unless they are multiplied by 1."""
+        for name, factor in factors:
+            if self.has(name) and not (torch.as_tensor(factor) == 1).all():
+                tensor = self.tensor(name)
+                wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+                self.tensors[self.prefix + name] = (wide * torch.as_tensor(factor, device=wide.device)).to(tensor.dtype)
+
     def tensor(self, name: str) -> Tensor:
         """A tensor, of a packed weight its numbers [..., out, in].
 
@@ -113,6 +130,12 @@ class Weights:
             return stored
         weight = self.tensor(name)
         return weight.transpose(1, 2).contiguous() if transposed else weight
+
+    def alike(self, *names: str) -> bool:
+        """Whether projections can be joined as they are stored: packed in one way, or all of them in plain numbers."""
+        found = [self.tensors.get(f"{self.prefix}{name}.weight") for name in names]
+        packed = [weight for weight in found if isinstance(weight, PackedWeight)]
+        return not packed or (len(packed) == len(names) and PackedWeight.alike(packed))
 
     def linear(self, *names: str, reorder: tuple[Reorder | None, ...] = ()) -> Linear:
         """Projections as one, with what they have of biases, packed and four-bit forms.

@@ -115,6 +115,13 @@ def bare_class(config: PreTrainedConfig) -> Any:
     return found[0] if isinstance(found, tuple) else found
 
 
+def say_text_only(config: PreTrainedConfig) -> None:
+    """Logs which parts of a composite are left out; nothing of a text model."""
+    if is_composite(config):
+        parts = ", ".join(sorted(part.removesuffix("_config") for part in config.sub_configs if part != "text_config"))
+        logger.warning("%s is taken as a text model: text only, without its %s part", config.model_type, parts)
+
+
 def load_text(path: str, config: PreTrainedConfig, dtype: torch.dtype, attention: str) -> tuple[Any, list[str]]:
     """The text part of a composite on the CPU, and the names of tensors of it that the checkpoint lacks.
 
@@ -125,8 +132,6 @@ def load_text(path: str, config: PreTrainedConfig, dtype: torch.dtype, attention
         attention: value of `attn_implementation`.
     """
     text = text_config(config)
-    parts = ", ".join(sorted(part.removesuffix("_config") for part in config.sub_configs if part != "text_config"))
-    logger.warning("%s is taken as a text model: text only, without its %s part", config.model_type, parts)
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention, "output_loading_info": True}
     with _without_reports():
         if (own := text_class(text)) is not None:

@@ -20,12 +20,15 @@ from specdec.attention.backend import AttentionBackend, AttentionSpec
 from specdec.config import DraftSampling
 from specdec.core import AcceptOutput, DecodeBatch, DraftOutput, PrefillBatch, Verifier, VerifyOutput
 from specdec.errors import BackendError, InvalidInputError
-from specdec.kv_cache import KVLayerSpec, LayerCache
+from specdec.kv_cache import NULL_BLOCK, KVLayerSpec, LayerCache
 from specdec.layers.argmax import argmax
 from specdec.layers.rotary import Angles, Rope
 from specdec.sampling.filters import processed_probs
 from specdec.sampling.noise import Purpose, uniform
 from specdec.sampling.sampler import sample_from
+
+MOST_DEFERRED = 16
+"""Steps without drafts whose context is put off at most."""
 
 
 class DFlashDrafter:
@@ -92,27 +95,41 @@ class DFlashDrafter:
                 f"this drafter was made ready for {self.verifier.name!r} as loaded earlier, not for this {verifier.name!r};"
                 " load it again beside the target it serves"
             )
-        return BoundDFlash(self, caches, draft_sampling)
+        return BoundDFlash(self, caches, max_num_seqs, draft_sampling)
 
 
 class BoundDFlash:
     """A `DFlashDrafter` over the paged cache of one engine; see `specdec.core.BoundDrafter`.
 
+    Steps without drafts leave the target's features in a ring, since the context of a few positions takes no longer than that of
+    one. It is written once the ring is full, or drafts are wanted again.
+
     Args:
         drafter: the weights.
         caches: one per draft layer.
+        max_num_seqs: slots of requests.
         draft_sampling: how drafts are drawn.
     """
 
-    def __init__(self, drafter: DFlashDrafter, caches: Sequence[LayerCache], draft_sampling: DraftSampling) -> None:
+    most_deferred = MOST_DEFERRED
+
+    def __init__(
+        self, drafter: DFlashDrafter, caches: Sequence[LayerCache], max_num_seqs: int, draft_sampling: DraftSampling
+    ) -> None:
         self.drafter, self.caches, self.draft_sampling = drafter, list(caches), draft_sampling
         self._block: tuple[Tensor, dict[Rope, Angles]] | None = None  # position ids of the block, and their angles
+        target, device = drafter.verifier, drafter.verifier.device
+        width = len(drafter.aux_layer_ids) * target.hidden_size
+        # Features of position p lie in column p % MOST_DEFERRED; of the last `_deferred` positions nothing is written yet.
+        self._ring = torch.zeros(max_num_seqs, MOST_DEFERRED, width, dtype=target.dtype, device=device)
+        self._deferred = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
 
     def begin(self, slot: int, token_ids: Sequence[int]) -> None:
         """Nothing: the context lies in the cache, and prefill writes it."""
 
     def prefill(self, batch: PrefillBatch, verify: VerifyOutput) -> None:
         """Writes the context of a prompt chunk."""
+        self._deferred.index_fill_(0, batch.slots, 0)
         self._write_context(verify, batch.forward.position_ids, batch.forward.metadata.slot_mapping)
 
     def propose(self, batch: DecodeBatch) -> DraftOutput:
@@ -128,9 +145,31 @@ class BoundDFlash:
         return DraftOutput(token_ids=token_ids, probs=probs, candidate_ids=candidate_ids)
 
     def commit(self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput) -> None:
-        """Writes the context of all verified rows, over what the block left there."""
+        """Writes the context of all verified rows, over what the block left there, or puts that of the anchor off."""
         width = token_ids.shape[1]
-        self._write_context(verify, batch.position_ids(width), batch.slot_mapping(width))
+        if batch.context == "now":
+            self._write_context(verify, batch.position_ids(width), batch.slot_mapping(width))
+            return
+        assert verify.aux_hidden is not None and width == 1, "the engine taps aux_layer_ids, and drafts need their context"
+        cells = batch.slots * MOST_DEFERRED + batch.seq_lens % MOST_DEFERRED
+        self._ring.view(-1, self._ring.shape[-1]).index_copy_(0, cells, verify.aux_hidden)
+        if batch.context == "later":
+            self._deferred.index_add_(0, batch.slots, torch.ones_like(batch.slots))
+        else:
+            self._catch_up(batch)
+
+    def _catch_up(self, batch: DecodeBatch) -> None:
+        """Writes the context of the anchor and of what was put off before it."""
+        places = batch.seq_lens[:, None] - torch.arange(MOST_DEFERRED - 1, -1, -1, device=batch.slots.device)
+        due = places >= (batch.seq_lens - self._deferred.index_select(0, batch.slots))[:, None]
+        positions = places.clamp(0, batch.max_model_len - 1)
+        blocks = batch.block_table.gather(1, positions // batch.block_size).long()
+        slots = torch.where(due, blocks * batch.block_size + positions % batch.block_size, NULL_BLOCK * batch.block_size)
+        cells = batch.slots[:, None] * MOST_DEFERRED + positions % MOST_DEFERRED
+        features = self._ring.view(-1, self._ring.shape[-1]).index_select(0, cells.reshape(-1))
+        network = self.drafter.network
+        network.write_context(features, network.angles(positions.reshape(-1)), self.caches, slots.reshape(-1))
+        self._deferred.index_fill_(0, batch.slots, 0)
 
     def draft_hidden(self, batch: DecodeBatch) -> Tensor:
         """Final hidden states [num_reqs, k, H] of the first k predicting rows."""

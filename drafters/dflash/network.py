@@ -31,6 +31,7 @@ class DFlashNetwork:
 
     def __init__(self, model: DFlashModel, attention: AttentionBackend) -> None:
         self._config, self._attention, self._ops = model.config, attention, ops_for(attention)
+        self._backends = [attention] * len(model.layers)
         device, epsilon = attention.spec.device, model.config.rms_norm_eps
         self._rope = model.rope.to(device)
         layers = [self._layer(cast(DFlashLayer, layer), index) for index, layer in enumerate(model.layers)]
@@ -65,7 +66,7 @@ class DFlashNetwork:
         One cache per layer, and a plan for causal layers and for others as far as there are any.
         """
         layer_plans = [plans[causal] for causal in self._config.causal]
-        return self._decoder(embeddings, angles, self._attention, caches, layer_plans, keep=keep)[0]
+        return self._decoder(embeddings, angles, self._backends, caches, layer_plans, keep=keep)[0]
 
     def write_context(
         self, features: Tensor, angles: dict[Rope, Angles], caches: Sequence[LayerCache], slot_mapping: Tensor

@@ -39,7 +39,7 @@ class Target:
         count = verifier.num_layers if distribution else max(layer_ids) + 1
         verifier.keep_layers(count)
         self._forward = (
-            PackedForward(verifier, count, layer_ids)
+            PackedForward(verifier, layer_ids)
             if isinstance(verifier.attention, MlaBackend)
             else PlainForward(verifier.model.requires_grad_(False), list(verifier.layers), layer_ids, compile=compile)
         )

@@ -85,13 +85,12 @@ class PackedForward:
 
     Args:
         verifier: a `DecoderVerifier`.
-        num_layers: decoder layers that are run.
         layer_ids: layers to tap.
     """
 
-    def __init__(self, verifier: Any, num_layers: int, layer_ids: Sequence[int]) -> None:
+    def __init__(self, verifier: Any, layer_ids: Sequence[int]) -> None:
         self._verifier = verifier
-        self._specs = verifier.kv_specs[:num_layers]
+        self._specs = verifier.kv_specs
         self._layer_ids = tuple(layer_ids)
 
     def __call__(self, batch: SequenceBatch) -> tuple[Tensor, Tensor]:

@@ -48,7 +48,7 @@ class BenchConfig:
         concurrencies: conversations decoded at once.
         max_tokens: most output tokens per turn.
         repeats: timed passes of every side, taken in turn.
-        warmup: untimed passes before them.
+        warmup: untimed passes before them, and more while steps are still captured, up to `MOST_WARMUP`.
         seed: item `i` uses `seed + i`.
         raw: continue prompts as text, without the chat template.
         peers: other systems to measure beside, see `evals.peers.peer`.
@@ -125,8 +125,18 @@ class _Side:
         return f"{self.drafter} k={self.k}" if self.k else "plain"
 
     @property
+    def num_captured(self) -> int:
+        """Steps that its engine has captured."""
+        graphs = None if self.peer else self.decoder.engine.runner.graphs
+        return graphs.num_captured if graphs else 0
+
+    @property
     def speed(self) -> Speed:
         return Speed([one.num_tokens for one in self.passes], [one.seconds for one in self.passes])
+
+
+MOST_WARMUP = 10
+"""Untimed passes at most of a side that goes on capturing: where k is chosen step by step, one does not meet all that occurs."""
 
 
 class Bench:
@@ -203,13 +213,20 @@ class Bench:
         config, sides = self._config, self._sides(prompts, concurrency)
         sampling = config.sampling(temperature)
         where = f"{prompts.name} T={temperature:g} c={concurrency}"
-        for repeat in range(-config.warmup, config.repeats):
+
+        def run(side: _Side, title: str) -> Pass:
+            on_turn = self._on_turn(f"{where} {side.title} {title}")
+            return run_set(side.decoder, prompts, sampling, raw=config.raw, on_turn=on_turn, generate=side.generate)
+
+        for side in sides if config.warmup else ():
+            for number in range(max(config.warmup, MOST_WARMUP)):
+                captured = side.num_captured
+                run(side, "warm-up")
+                if number + 1 >= config.warmup and side.num_captured == captured:
+                    break
+        for repeat in range(config.repeats):
             for side in sides:
-                title = f"{where} {side.title} " + ("warm-up" if repeat < 0 else f"{repeat + 1}/{config.repeats}")
-                on_turn = self._on_turn(title)
-                one = run_set(side.decoder, prompts, sampling, raw=config.raw, on_turn=on_turn, generate=side.generate)
-                if repeat >= 0:
-                    side.passes.append(one)
+                side.passes.append(run(side, f"{repeat + 1}/{config.repeats}"))
         for side in sides:
             if side.peer:
                 continue

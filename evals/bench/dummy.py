@@ -39,6 +39,7 @@ class DummyConfig:
         seed: of weights and prompts.
         peers: only "vllm" knows dummy weights.
         graphs: what to capture, see `EngineConfig`.
+        quantize: how the weights are quantized, see `verifiers.quantize`; None for plain numbers.
     """
 
     prompt_tokens: tuple[int, ...] = (1024,)
@@ -50,6 +51,7 @@ class DummyConfig:
     seed: int = 0
     peers: tuple[str, ...] = ()
     graphs: bool | None = None
+    quantize: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("prompt_tokens", "concurrencies"):
@@ -60,6 +62,8 @@ class DummyConfig:
                 raise InvalidInputError(f"{name} is {getattr(self, name)}; it must be at least {least}")
         if others := [name for name in self.peers if name != VllmSteps.name]:
             raise InvalidInputError(f"peer {others[0]!r} has no dummy weights; with --dummy-weights only vllm can be a peer")
+        if self.quantize and self.peers:
+            raise InvalidInputError(f"a peer's dummy weights are plain numbers, not {self.quantize}; leave out --weights or --peer")
 
     @property
     def cells(self) -> list[tuple[int, int]]:
@@ -114,7 +118,7 @@ class DummyBench:
             "specdec-dummy-bench",
             provenance,
             {"steps": config.steps, "warm_steps": WARM_STEPS, "repeats": config.repeats, "warmup": config.warmup}
-            | {"seed": config.seed, "graphs": config.graphs, "config": self._entries},
+            | {"seed": config.seed, "graphs": config.graphs, "quantize": config.quantize, "config": self._entries},
         )
         report |= {
             "weight_bytes": verifier.weight_bytes,

@@ -26,12 +26,14 @@ def measure_dummy(args: argparse.Namespace) -> int:
     from evals.report.report import write_report
     from evals.report.table import format_report
     from specdec.provenance import dtype_name, origin_of_run, sha256_of
-    from verifiers.dummy import dummy_verifier, experts_met, random_model, read_config
+    from verifiers.dummy import check_way, dummy_verifier, experts_met, random_model, read_config
     from verifiers.shape import expert_counts
 
     if args.html:
         raise InvalidInputError("a report of --dummy-weights has no plots; leave out --html")
     check_writable(args.out)
+    quantize = None if args.weights in ("as-stored", "bfloat16") else args.weights
+    check_way(quantize)
     config = DummyConfig(
         prompt_tokens=tuple(args.prompt_tokens),
         concurrencies=tuple(args.max_num_seqs),
@@ -42,6 +44,7 @@ def measure_dummy(args: argparse.Namespace) -> int:
         seed=args.seed,
         peers=tuple(args.peer),
         graphs=args.graphs,
+        quantize=quantize,
     )
     file = config_file(args.dummy_weights)
     shape, device = read_config(file), resolve_device(args.device)
@@ -57,6 +60,7 @@ def measure_dummy(args: argparse.Namespace) -> int:
         block_size=args.block_size,
         cache_dtype=cache_dtype(args.kv_dtype, device),
         fp8_prefill=args.prefill_dtype == "auto",
+        quantize=quantize,
     )
     del model  # the verifier may have taken its weights over
     provenance: dict[str, Any] = origin_of_run(verifier) | {

@@ -54,7 +54,7 @@ def differences(one: Report, other: Report) -> list[str]:
     """One line for everything that differs between two reports beside their figures."""
     found = []
     ours, theirs = one["provenance"], other["provenance"]
-    for field in ("device", "dtype", "attention", "kv_dtype", "prefill_dtype", "num_threads", "commit"):
+    for field in ("device", "dtype", "weights", "attention", "kv_dtype", "prefill_dtype", "num_threads", "commit"):
         if ours.get(field) != theirs.get(field):
             found.append(f"{field} differs: {ours.get(field)} / {theirs.get(field)}")
     for package in sorted(ours["versions"].keys() | theirs["versions"].keys()):

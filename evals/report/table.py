@@ -65,7 +65,8 @@ def dummy_table(report: Report) -> list[str]:
     return [
         *align(rows, left=(0, 1, len(rows[0]) - 2)),
         "",
-        f"random weights, {report['weight_bytes'] / 1e9:.1f} GB of them; medians of {settings['repeats']} passes of"
+        f"random weights{_quantized(settings)}, {report['weight_bytes'] / 1e9:.1f} GB of them; medians of"
+        f" {settings['repeats']} passes of"
         f" {settings['steps']} steps, prefill apart; of bound: to reading weights and cache at"
         f" {report['bandwidth'] / 1e9:,.0f} GB/s, as measured here.",
         *(
@@ -81,6 +82,11 @@ def _figure(side: dict[str, Any]) -> tuple[str, str]:
     """Median and range; times with three digits behind the point, prompt tokens per second without."""
     digits = 0 if side["median"] >= 1000 else 3
     return f"{side['median']:,.{digits}f}", f"{side['min']:,.{digits}f}-{side['max']:,.{digits}f}"
+
+
+def _quantized(settings: dict[str, Any]) -> str:
+    way = settings.get("quantize")
+    return f", quantized to {way}" if way else ""
 
 
 def _experts_met(experts: dict[str, Any] | None, rows: Sequence[dict[str, Any]]) -> list[str]:

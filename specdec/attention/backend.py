@@ -2,9 +2,10 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,20 +13,33 @@ from torch import Tensor
 from specdec.kv_cache import LayerCache
 
 
+class HeadShape(NamedTuple):
+    """Heads of one layer; queries have a multiple of those of keys."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """What a model asks of its attention backend.
 
+    Layers may differ in their heads. What stands here is the first one's then, `further` has the others, and there is a backend
+    object for each shape.
+
     Attributes:
         device: where the tensors live.
         dtype: type of query, key and value.
-        num_heads, num_kv_heads, head_dim: shape of one layer; the first is a multiple of the second.
+        num_heads, num_kv_heads, head_dim: see `HeadShape`.
         block_size: tokens per cache block.
-        windows: every distinct window of the model's layers; None is full attention.
+        windows: every distinct window of the layers of this shape; None is full attention.
         sinks: layers carry a learned logit per head that joins the softmax and attends to nothing.
         softcap: bound `c` in `c * tanh(score / c)`, or None.
         non_causal: blocks whose rows see each other in both directions are needed (drafters).
         cache_dtype: type of the cache when it is not `dtype`: an 8-bit float.
+        reads_others: some layers attend to what an earlier layer has cached, and have no keys and values of their own.
+        further: shapes of other layers, each with its windows.
     """
 
     device: torch.device
@@ -39,6 +53,19 @@ class AttentionSpec:
     softcap: float | None = None
     non_causal: bool = False
     cache_dtype: torch.dtype | None = None
+    reads_others: bool = False
+    further: tuple[tuple[HeadShape, frozenset[int | None]], ...] = ()
+
+    @property
+    def shape(self) -> HeadShape:
+        """Heads of a layer."""
+        return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim)
+
+    @property
+    def each(self) -> "tuple[AttentionSpec, ...]":
+        """One for every shape of the model's layers, this one's first."""
+        others = (replace(self, **shape._asdict(), windows=windows, further=()) for shape, windows in self.further)
+        return (replace(self, further=()), *others)
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -129,8 +156,8 @@ class AttentionMetadata:
 class AttentionBackend(ABC):
     """Attention over the paged cache.
 
-    One object serves one model on one device. `plan` may look at every request of the batch; `run` should only launch kernels.
-    Neither may make the host wait for the device.
+    One object serves the layers of one shape of a model on one device. `plan` may look at every request of the batch; `run` should
+    only launch kernels. Neither may make the host wait for the device.
     """
 
     name: ClassVar[str]
@@ -146,6 +173,11 @@ class AttentionBackend(ABC):
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
+
+    @cached_property
+    def each(self) -> "tuple[AttentionBackend, ...]":
+        """Backends of this kind for every shape of the model's layers, this one first."""
+        return (self, *map(type(self), self.spec.each[1:]))
 
     @property
     def mha_backend(self) -> "type[AttentionBackend]":
@@ -190,6 +222,20 @@ class AttentionBackend(ABC):
         Returns:
             [num_tokens, num_heads, head_dim] in the dtype of `query`.
         """
+
+    def read(
+        self,
+        query: Tensor,  # [num_tokens, num_heads, head_dim]
+        cache: LayerCache,
+        plan: Any,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,  # [num_heads]
+    ) -> Tensor:
+        """`run` for rows whose keys and values the cache holds already, which a spec that `reads_others` asks for."""
+        raise NotImplementedError(f"{self.name} refuses layers that read the cache of others")
 
     @abstractmethod
     def write(self, cache: LayerCache, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:

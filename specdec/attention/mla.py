@@ -113,6 +113,11 @@ class MlaBackend(ABC):
     def __init__(self, spec: MlaSpec) -> None:
         self.spec = spec
 
+    @property
+    def each(self) -> "tuple[MlaBackend, ...]":
+        """See `specdec.attention.backend.AttentionBackend.each`: the layers have one shape."""
+        return (self,)
+
     @classmethod
     @abstractmethod
     def unsupported_reasons(cls, spec: MlaSpec) -> list[str]:

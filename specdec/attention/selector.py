@@ -1,6 +1,7 @@
 """Choosing the attention backend: by name, or the first that can serve the model; the choice is logged once, with its reason."""
 
 import logging
+from collections.abc import Callable
 from typing import Any, overload
 
 from specdec.attention.backend import AttentionBackend, AttentionSpec
@@ -26,8 +27,8 @@ def refusals(spec: AttentionSpec | MlaSpec, *, auto: bool = False) -> dict[str, 
 
 def describe(name: str, spec: AttentionSpec | MlaSpec) -> list[str]:
     """What the backend called `name` says of how it would serve `spec`."""
-    remarks: list[str] = _resolve(name, spec).describe(spec)
-    return remarks
+    backend = _resolve(name, spec)
+    return _of_each(backend.describe, spec)
 
 
 @overload
@@ -43,7 +44,7 @@ def select_backend(name: str, spec: AttentionSpec | MlaSpec) -> AttentionBackend
     """
     if name != "auto":
         backend = _resolve(name, spec)
-        reasons = backend.unsupported_reasons(spec)
+        reasons = _of_each(backend.unsupported_reasons, spec)
         if reasons:
             raise BackendError(f"attention backend {name!r} cannot serve this model: {'; '.join(reasons)}; try --attention auto")
         return backend(spec)
@@ -59,8 +60,14 @@ def select_backend(name: str, spec: AttentionSpec | MlaSpec) -> AttentionBackend
 
 
 def _reasons(backend: Any, spec: AttentionSpec | MlaSpec, auto: bool) -> list[str]:
-    against: list[str] = backend.reasons_against_auto(spec) if auto and issubclass(backend, AttentionBackend) else []
-    return against or backend.unsupported_reasons(spec)
+    against = _of_each(backend.reasons_against_auto, spec) if auto and issubclass(backend, AttentionBackend) else []
+    return against or _of_each(backend.unsupported_reasons, spec)
+
+
+def _of_each(ask: Callable[[Any], list[str]], spec: AttentionSpec | MlaSpec) -> list[str]:
+    """What is to be said about every shape of layers, and of what several share once."""
+    specs = spec.each if isinstance(spec, AttentionSpec) else (spec,)
+    return list(dict.fromkeys(line for one in specs for line in ask(one)))
 
 
 def _table(spec: AttentionSpec | MlaSpec) -> dict[str, str]:

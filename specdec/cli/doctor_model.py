@@ -37,7 +37,10 @@ def run_model(args: argparse.Namespace) -> int:
     memory = _memory(device) if args.gpu_memory is None else int(args.gpu_memory * 1e9)
     kept = cache_dtype(LoadConfig(kv_dtype=args.kv_dtype).kv_dtype, device)
     require_ours("drafters", "verifiers")
-    needs = resolve(PARTS, "needs", "part")(args.model, device=device, dtype=dtype, gpu_bytes=memory, cache_dtype=kept)
+    # The memory of a GPU is given where there is none: quantized weights would stay packed on it.
+    packed = True if args.gpu_memory is not None and device.type == "cpu" and dtype.itemsize == 2 else None
+    needs_of = resolve(PARTS, "needs", "part")
+    needs = needs_of(args.model, device=device, dtype=dtype, gpu_bytes=memory, cache_dtype=kept, packed=packed)
     _say("model", args.model)
     of = "" if needs.text_type in ("", needs.model_type) else f", its text part {needs.text_type}"
     _say("type", f"{needs.model_type}{of}")
@@ -51,7 +54,7 @@ def run_model(args: argparse.Namespace) -> int:
         longest = needs.max_len * needs.token_bytes + needs.request_bytes
         _say("context", f"{needs.max_len:,} tokens, whose cache takes {_gigabytes(longest)}")
     if needs.weights:
-        _say("weights", f"{_gigabytes(needs.weights)}, stored as {needs.stored}")
+        _say("weights", f"{_gigabytes(needs.weights)}, stored as {needs.stored}{' and plain here' if needs.unpacked else ''}")
         place = "GPU" if args.gpu_memory is not None or device.type == "cuda" else "machine"
         _say("memory", f"{needs.gpus} {place}{'s' if needs.gpus > 1 else ''} of {_gigabytes(memory)}")
     missing = list(needs.missing)

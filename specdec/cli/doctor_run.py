@@ -18,6 +18,7 @@ from specdec.layers.aiter_layers import check_aiter_layers, unsupported_reasons
 from specdec.layers.argmax import check_argmax
 from specdec.layers.experts import check_experts
 from specdec.layers.fused import check_embedding, check_few_rows, check_fused_layers
+from specdec.layers.packed_check import check_packed
 from specdec.layers.recurrence_check import check_recurrence
 from specdec.registry import ATTENTION_BACKENDS, VERIFIERS, resolve
 from specdec.sampling.sampler import check_sampler
@@ -73,6 +74,7 @@ def kinds(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype | N
     yield Kind("sampler", (), missing, partial(check_sampler, device))
     yield Kind("embedding", (), missing, partial(check_embedding, device))
     yield Kind("few_rows", (half,), missing, partial(check_few_rows, device, half))
+    yield Kind("packed", (half,), missing, partial(check_packed, device, half))
     yield Kind("experts", (dtype,), missing, partial(check_experts, device, dtype))
     yield Kind("recurrence", (dtype,), missing, partial(check_recurrence, device, dtype))
     yield Kind("fused_layers", (dtype,), missing, partial(check_fused_layers, device, dtype))

@@ -11,6 +11,7 @@ is output does not depend on the choice, except that probabilistic drafts draw o
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Literal, NamedTuple
 
 from specdec.core import Drafter
@@ -143,7 +144,7 @@ class DraftLength:
         num_reqs: int,
         *,
         sampled: bool = False,
-        is_new: Callable[[int], bool] | None = None,
+        news: Callable[[], Callable[[int], bool]] | None = None,
         new_seconds: float | None = None,
     ) -> int:
         """k of the next step.
@@ -151,7 +152,8 @@ class DraftLength:
         Args:
             num_reqs: requests in its batch.
             sampled: any of them samples.
-            is_new: whether a step of so many drafts would have to be captured first; left out, the first of its kind is new.
+            news: gives, when the choice is looked at again, what tells whether a step of so many drafts would have to be captured
+                first; left out, the first of its kind is new.
             new_seconds: what that takes, once it is known.
         """
         here = Situation(sampled, batch_bucket(num_reqs))
@@ -160,7 +162,7 @@ class DraftLength:
             run.steps -= 1
             if run.steps > 0 or (run.steps > -_PATIENCE and (run.k not in times.measured() or self._promises(run))):
                 return run.k
-        self._run = self._next_run(here, is_new or times.is_cold, new_seconds)
+        self._run = self._next_run(here, cache(news() if news else times.is_cold), new_seconds)
         return self._run.k
 
     def observe(self, num_reqs: int, k: int, num_accepted: Sequence[int], seconds: float | None, *, sampled: bool = False) -> None:

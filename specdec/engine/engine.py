@@ -103,7 +103,7 @@ class SpecEngine:
             on_tokens: see `Request.on_tokens`.
 
         Raises:
-            InvalidInputError: the prompt is empty or holds ids outside the vocabulary.
+            InvalidInputError: see `check_tokens`.
             CapacityError: it cannot fit the model or the cache, even alone.
         """
         sampling = sampling or SamplingParams()
@@ -118,8 +118,12 @@ class SpecEngine:
         """Raises what `new_request` would."""
         self._total_len(prompt_token_ids, sampling)
 
-    def _total_len(self, prompt: Sequence[int], sampling: SamplingParams) -> int:
-        """Most tokens of prompt and output together."""
+    def check_tokens(self, prompt: Sequence[int]) -> None:
+        """Whether the target can read a prompt, however long.
+
+        Raises:
+            InvalidInputError: it is empty, or holds ids outside the vocabulary or that stand for an image or a sound.
+        """
         if not prompt:
             raise InvalidInputError("the prompt is empty; give at least one token")
         if min(prompt) < 0 or max(prompt) >= self.verifier.vocab_size:
@@ -127,6 +131,17 @@ class SpecEngine:
                 f"the prompt holds token id {min(prompt) if min(prompt) < 0 else max(prompt)}; ids of this model lie in"
                 f" [0, {self.verifier.vocab_size}), so tokenize it with the target's own tokenizer"
             )
+        media = self.verifier.media_token_ids
+        found = next((token for token in prompt if token in media), None) if media else None
+        if found is not None:
+            raise InvalidInputError(
+                f"the prompt holds token {found}, which stands for {media[found]}; {self.verifier.name!r} runs as a text model,"
+                " so give text alone"
+            )
+
+    def _total_len(self, prompt: Sequence[int], sampling: SamplingParams) -> int:
+        """Most tokens of prompt and output together."""
+        self.check_tokens(prompt)
         if len(prompt) >= self.max_model_len:
             raise CapacityError(
                 f"the prompt has {len(prompt)} tokens and the limit is {self.max_model_len} for prompt and output together;"
@@ -194,7 +209,7 @@ class SpecEngine:
             k = self.draft_length.choose(
                 len(requests),
                 sampled=_any_sampled(requests),
-                is_new=partial(self.runner.is_new, requests),
+                news=partial(self.runner.news, requests),
                 new_seconds=graphs.capture_seconds if graphs else None,
             )
         if not any(request.num_left >= k for request in requests):  # the first one has, nearly always
@@ -216,7 +231,8 @@ class SpecEngine:
 
     def _decode(self, requests: list[Request], k: int) -> None:
         """Launches a decode step."""
-        table, start = self.runner.decode(requests, k, self.clock, self._previous_end)
+        k, context = self.runner.due(requests, k)
+        table, start = self.runner.decode(requests, k, self.clock, self._previous_end, context)
         for request in requests:
             request.in_flight.append(k)
         with self.timer.phase("collect"):

@@ -18,10 +18,10 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from specdec.core import DecodeBatch
+from specdec.core import Context, DecodeBatch
 from specdec.engine.buckets import BATCH_SIZES, batch_bucket, length_bucket
 from specdec.engine.results import num_columns
-from specdec.engine.slots import Selection, SlotState, min_seq_len
+from specdec.engine.slots import Selection, SlotState, longest, min_seq_len
 from specdec.errors import BackendError
 from specdec.sampling.tensors import SamplingPlan
 from specdec.self_check import Check, passes
@@ -170,6 +170,7 @@ class StepShape(NamedTuple):
     max_seq_len: int
     plan: SamplingPlan
     min_seq_len: int = 0  # of the requests, not of those that pad; see `AttentionBackend.steady_len`
+    context: Context = "now"
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +212,7 @@ class StepGraphs(ShapeGraphs[StepShape, StepGraph]):
         self._selection: Selection | None = None  # whose slots the static ones are
         self._seconds: deque[float] = deque(maxlen=9)  # of late captures
 
-    def prepare(self, selection: Selection, k: int) -> StepGraph | None:
+    def prepare(self, selection: Selection, k: int, context: Context = "now") -> StepGraph | None:
         """The captured step for a batch, ready to be replayed; captures it when its shape is new.
 
         Returns:
@@ -222,26 +223,35 @@ class StepGraphs(ShapeGraphs[StepShape, StepGraph]):
         """
         if len(selection.requests) > BATCH_SIZES[-1]:
             return None
-        graph = self.obtain(self._shape(selection, k), self._captured)
+        graph = self.obtain(self._shapes(selection)(k, context), self._captured)
         if graph is not None and selection is not self._selection:
             self._slots.copy_(self._state.slot_indices(selection.requests, len(self._slots)), non_blocking=True)
             self._selection = selection
         return graph
 
-    def is_new(self, selection: Selection, k: int) -> bool:
-        """Whether `prepare` would capture this step."""
-        return not self._closed and len(selection.requests) <= BATCH_SIZES[-1] and self._shape(selection, k) not in self.graphs
+    def news(self, selection: Selection) -> Callable[[int, Context], bool]:
+        """Tells of any step of a batch whether `prepare` would capture it; looks at the requests once for all."""
+        if self._closed or len(selection.requests) > BATCH_SIZES[-1]:
+            return lambda k, context: False
+        shapes = self._shapes(selection)
+        return lambda k, context: shapes(k, context) not in self.graphs
 
     @property
     def capture_seconds(self) -> float | None:
         """How long a capture holds up a step; None before the first."""
         return median(self._seconds) if self._seconds else None
 
-    def _shape(self, selection: Selection, k: int) -> StepShape:
-        requests = selection.requests
-        bound = length_bucket(self._state.max_seq_len(requests, k), self._state.longest)
+    def _shapes(self, selection: Selection) -> Callable[[int, Context], StepShape]:
+        """The shape of any step of a batch."""
+        requests, state = selection.requests, self._state
+        size, most = batch_bucket(len(requests)), longest(requests)
         steady = self._steady_len if min_seq_len(requests) >= self._steady_len else 0
-        return StepShape(batch_bucket(len(requests)), k, bound, selection.plan, steady)
+
+        def shape(k: int, context: Context) -> StepShape:
+            bound = length_bucket(most + state.step_rows(k), state.longest)
+            return StepShape(size, k, bound, selection.plan, steady, context)
+
+        return shape
 
     def _captured(self, shape: StepShape) -> StepGraph:
         """Captures a step of padding, so that no request's state moves."""
@@ -254,11 +264,13 @@ class StepGraphs(ShapeGraphs[StepShape, StepGraph]):
 
         def launch() -> None:
             bounds = {"max_seq_len": shape.max_seq_len, "min_seq_len": shape.min_seq_len}
-            batch = state.gather(slots, state.sampling.select(slots, plan), k=shape.k, **bounds)
+            sampling = state.sampling.select(slots, plan)
+            batch = state.gather(slots, sampling, k=shape.k, context=shape.context, **bounds)
             self._step(batch, table)
             state.rest_padding()
 
         # What a steady step finds planned was planned outside any capture, once for its number of rows.
-        replay = self._capture.capture(launch, (shape.k > 0, plan, (shape.num_reqs, shape.k) if shape.min_seq_len else None))
+        kind = (shape.k > 0, shape.context, plan, (shape.num_reqs, shape.k) if shape.min_seq_len else None)
+        replay = self._capture.capture(launch, kind)
         self._seconds.append(time.perf_counter() - start)
         return StepGraph(replay, table)

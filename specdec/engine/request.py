@@ -25,7 +25,7 @@ class Request:
     Set by the caller: `request_id`, `prompt_token_ids`, `sampling`, `seed`, `max_total_len` (prompt and output together).
     Set by the engine as results arrive: `output_token_ids`, `logprobs`, `finish_reason`, `error`, the step counts.
     Set by the scheduler and the engine between steps: `status`, `slot`, `block_ids`, `num_prefilled`, `state_row`,
-    `num_kv_tokens`, `in_flight`, `first_token_unread`.
+    `num_deferred`, `num_kv_tokens`, `in_flight`, `first_token_unread`.
     """
 
     request_id: int
@@ -49,6 +49,7 @@ class Request:
     block_ids: list[int] = field(default_factory=list)
     num_prefilled: int = 0  # tokens whose KV the prefill has written or found in the cache
     state_row: int | None = None  # of the state caches, the snapshot that its prefill goes on from
+    num_deferred: int = 0  # last steps whose context the drafter has put off
     num_kv_tokens: int = 0  # L, as far as results have been read
     in_flight: list[int] = field(default_factory=list)  # k of each launched step whose result is unread
     first_token_unread: bool = False  # the prefill has sampled the first anchor, and its result is unread

@@ -224,7 +224,7 @@ class Scheduler:
         self._digests.pop(request.request_id)
         self.working.remove(request)
         request.block_ids, request.slot = [], -1
-        request.num_prefilled = request.num_kv_tokens = 0
+        request.num_prefilled = request.num_kv_tokens = request.num_deferred = 0
         return freed
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention.backend import AttentionMetadata
-from specdec.core import AcceptOutput, DecodeBatch, ForwardInput, PrefillBatch
+from specdec.core import AcceptOutput, Context, DecodeBatch, ForwardInput, PrefillBatch
 from specdec.engine.request import Request
 from specdec.engine.scheduler import Chunk, prefill_tokens
 from specdec.kv_cache.block_pool import NULL_BLOCK
@@ -148,7 +148,7 @@ class SlotState:
             self._selection = Selection(requests)
         return self._selection
 
-    def decode_batch(self, selection: Selection, k: int) -> DecodeBatch:
+    def decode_batch(self, selection: Selection, k: int, context: Context = "now") -> DecodeBatch:
         """Gathers the rows of a batch for a step of `k` drafts."""
         if selection.tensors is None:
             slots = self.slot_indices(selection.requests)
@@ -157,13 +157,26 @@ class SlotState:
         if selection.plan.penalized and self.sampling.seen is not None:
             sampling.seen = self.sampling.seen.index_select(0, slots)  # the only numbers that a step changes
         bounds = {"max_seq_len": self.max_seq_len(selection.requests, k), "min_seq_len": min_seq_len(selection.requests)}
-        return self.gather(slots, sampling, k=k, **bounds)
+        return self.gather(slots, sampling, k=k, context=context, **bounds)
 
     def max_seq_len(self, requests: Sequence[Request], k: int) -> int:
         """Bound on the positions that a step of `k` drafts writes for any of `requests`, whatever those in flight accept."""
-        return max(request.kv_tokens_bound for request in requests) + max(k + 1, self.num_lookahead_tokens)
+        return longest(requests) + self.step_rows(k)
 
-    def gather(self, slots: Tensor, sampling: SamplingTensors, *, k: int, max_seq_len: int, min_seq_len: int = 0) -> DecodeBatch:
+    def step_rows(self, k: int) -> int:
+        """Positions that a step of `k` drafts writes at most."""
+        return max(k + 1, self.num_lookahead_tokens)
+
+    def gather(
+        self,
+        slots: Tensor,
+        sampling: SamplingTensors,
+        *,
+        k: int,
+        max_seq_len: int,
+        min_seq_len: int = 0,
+        context: Context = "now",
+    ) -> DecodeBatch:
         """The same for rows named by `slots` int64 [num_reqs]; only device operations."""
         seq_lens, anchors = self._progress.index_select(1, slots)
         return DecodeBatch(
@@ -177,6 +190,7 @@ class SlotState:
             block_size=self.block_size,
             max_model_len=self.max_model_len,
             sampling=sampling,
+            context=context,
         )
 
     def commit(self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput) -> None:
@@ -213,6 +227,11 @@ class SlotState:
     def host_tensor(self, values: Sequence[Any]) -> Tensor:
         """Integers, or rows of them, as int64 in pinned memory for an accelerator: the host would wait for any other copy."""
         return torch.tensor(values, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+
+
+def longest(requests: Sequence[Request]) -> int:
+    """Tokens that each of `requests` has in the cache at most, whatever those in flight accept."""
+    return max(request.kv_tokens_bound for request in requests)
 
 
 def min_seq_len(requests: Sequence[Request]) -> int:

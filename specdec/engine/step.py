@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from specdec.core import AcceptOutput, BoundDrafter, DecodeBatch, DraftOutput, ForwardInput, PrefillBatch, Verifier
+from specdec.core import AcceptOutput, BoundDrafter, Context, DecodeBatch, DraftOutput, ForwardInput, PrefillBatch, Verifier
 from specdec.engine.acceptance import accept
 from specdec.engine.graphs import StepGraphs
 from specdec.engine.prefill_graphs import PrefillGraphs
@@ -96,11 +96,33 @@ class StepRunner:
         draft, accepted = self.step(batch)
         return result_table(batch.k, accepted, draft, out)
 
-    def is_new(self, requests: Sequence[Request], k: int) -> bool:
-        """Whether a step of `k` drafts would have to be captured first."""
-        return self.graphs is not None and not self._timer.enabled and self.graphs.is_new(self._slots.select(requests), k)
+    def news(self, requests: Sequence[Request]) -> Callable[[int], bool]:
+        """Tells of any k whether a step of so many drafts would have to be captured first."""
+        if self.graphs is None or self._timer.enabled:
+            return lambda k: False
+        is_new = self.graphs.news(self._slots.select(requests))
+        plain: Context = "later" if self.most_deferred else "now"
+        return lambda k: is_new(k, "now" if k else plain)
 
-    def decode(self, requests: Sequence[Request], k: int, clock: StepClock, since: Any = None) -> tuple[Tensor, Any]:
+    @property
+    def most_deferred(self) -> int:
+        """See `BoundDrafter.most_deferred`."""
+        return self.drafter.most_deferred if self.drafter else 0
+
+    def due(self, requests: Sequence[Request], k: int) -> tuple[int, Context]:
+        """How many drafts a step may have that should have `k`, and which context its drafter takes over.
+
+        Before drafts can be made again, one step without any brings the context up to date.
+        """
+        most = self.most_deferred
+        deferred = max((request.num_deferred for request in requests), default=0) if most else 0
+        if not most or (k and not deferred):
+            return k, "now"
+        return 0, "all" if k or deferred + 1 >= most else "later"
+
+    def decode(
+        self, requests: Sequence[Request], k: int, clock: StepClock, since: Any = None, context: Context = "now"
+    ) -> tuple[Tensor, Any]:
         """Launches a step of `k` drafts.
 
         Args:
@@ -108,6 +130,7 @@ class StepRunner:
             k: drafts per request.
             clock: stamps the step's beginning.
             since: stamp of the end of the step before, if nothing came in between: the host's time then counts where it is longer.
+            context: see `due`.
 
         Returns:
             The step's table, and the stamp from which its time counts.
@@ -118,14 +141,16 @@ class StepRunner:
             selection = self._slots.select(requests)
             if self.graphs and not self._timer.enabled:  # phases cannot be told apart within a graph
                 num_captured = self.graphs.num_captured
-                graph = self.graphs.prepare(selection, k)
+                graph = self.graphs.prepare(selection, k, context)
                 if self.graphs.num_captured > num_captured:
                     since = None  # a capture is no part of a step's time
+        for request in requests:
+            request.num_deferred = request.num_deferred + 1 if context == "later" else 0
         start = clock.stamp() if since is None else since
         if graph:
             graph.replay()
             return graph.table, start
-        return self.step_table(self._slots.decode_batch(selection, k)), start
+        return self.step_table(self._slots.decode_batch(selection, k, context)), start
 
     def prefill(self, chunks: Sequence[Chunk]) -> Tensor | None:
         """Writes the KV of prompt chunks and chooses the first token of every prompt that ends among them.

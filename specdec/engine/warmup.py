@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from specdec.config import SamplingParams
+from specdec.core import Context
 from specdec.engine.buckets import batches, lengths
 from specdec.engine.draft_length import ladder
 from specdec.engine.engine import SpecEngine
@@ -82,9 +83,13 @@ def _steps(engine: SpecEngine, sampling: SamplingParams) -> Iterator[WarmUpShape
         for num_reqs in sorted({*sizes, *range(1, min(most, UNPADDED) + 1)}) if eager else sizes:
             for k in drafts if num_reqs in sizes else drafts[-1:]:
                 title = f"decode {num_reqs} x {k + 1} rows, up to {bound:,} tokens"
-                yield WarmUpShape(title, partial(_decode, engine, num_reqs, k, bound, sampling))
-                if steady_len:
-                    yield WarmUpShape(f"{title}, one short", partial(_decode, engine, num_reqs, k, bound, sampling, steady_len - 1))
+                contexts: tuple[Context, ...] = ("now",) if k or not engine.runner.most_deferred else ("later", "all")
+                for context in contexts:
+                    launch = partial(_decode, engine, num_reqs, k, bound, sampling, context)
+                    what = title if context in ("now", "later") else f"{title}, all context"
+                    yield WarmUpShape(what, launch)
+                    if steady_len:
+                        yield WarmUpShape(f"{what}, one short", partial(launch, shortest=steady_len - 1))
 
 
 def _bounds(engine: SpecEngine, *, finer: bool) -> list[int]:
@@ -116,7 +121,16 @@ def _prefill(engine: SpecEngine, spans: Sequence[tuple[int, int]], sampling: Sam
 
 
 @torch.inference_mode()
-def _decode(engine: SpecEngine, num_reqs: int, k: int, bound: int, sampling: SamplingParams, shortest: int | None = None) -> None:
+def _decode(
+    engine: SpecEngine,
+    num_reqs: int,
+    k: int,
+    bound: int,
+    sampling: SamplingParams,
+    context: Context,
+    *,
+    shortest: int | None = None,
+) -> None:
     """A step of requests whose tokens, with those that it writes, are `bound`; the last has at most `shortest` before it."""
     runner, slots = engine.runner, engine.slots
     known = [max(0, bound - slots.max_seq_len([_request(0, 1, sampling)], k))] * num_reqs
@@ -130,7 +144,7 @@ def _decode(engine: SpecEngine, num_reqs: int, k: int, bound: int, sampling: Sam
         if runner.drafter:
             for request in requests:
                 runner.drafter.begin(request.slot, request.token_ids)
-        runner.decode(requests, k, engine.clock)
+        runner.decode(requests, k, engine.clock, context=context)
 
     graphs, runner.graphs = runner.graphs, None
     try:

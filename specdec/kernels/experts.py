@@ -9,6 +9,9 @@ from torch import Tensor
 from specdec.errors import InvalidInputError
 from specdec.kernels.packed import PackedWeight
 
+PLAIN = frozenset({"relu2"})
+"""Activations without a gate; see `specdec.layers.activation`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Routing:
@@ -25,6 +28,7 @@ class Routing:
         topk_groups: groups per token whose experts may be chosen; a group counts as its best expert, with sigmoid as its best two.
         renormalized: weights of a token sum to `scaling`.
         scaling: factor of the weights.
+        epsilon: added to the sum by which sigmoid scores are divided.
 
     Raises:
         InvalidInputError: the numbers do not go together.
@@ -38,6 +42,7 @@ class Routing:
     topk_groups: int = 1
     renormalized: bool = True
     scaling: float = 1.0
+    epsilon: float = 1e-20
 
     def __post_init__(self) -> None:
         groups, size = self.num_groups, self.num_experts // max(self.num_groups, 1)
@@ -59,14 +64,14 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A layer's routed experts: each a gated MLP, `down(activation(gate(x), up(x)))`.
+    """A layer's routed experts: each a gated MLP, `down(activation(gate(x), up(x)))`, or without gates `down(activation(up(x)))`.
 
     Attributes:
-        gate_up: [E, 2 * I, H], of each expert the rows of gate, then those of up; contiguous, like all of these. A packed one may
-            be released once the object exists, which keeps another arrangement of it.
+        gate_up: [E, 2 * I, H], of each expert the rows of gate, then those of up; contiguous, like all of these. Without gates it
+            is [E, I, H]. A packed one may be released once the object exists, which keeps another arrangement of it.
         down: [E, H, I], likewise.
-        activation: one of `specdec.layers.activation.ACTIVATIONS`.
-        gate_up_bias: [E, 2 * I] or None.
+        activation: one of `specdec.layers.activation.ACTIVATIONS`, or of `PLAIN` without gates.
+        gate_up_bias: [E, 2 * I], or without gates [E, I], or None.
         down_bias: [E, H] or None.
     """
 
@@ -81,6 +86,11 @@ class Experts:
             weight = getattr(self, name)
             if isinstance(weight, PackedWeight):
                 object.__setattr__(self, name, weight.arranged())
+
+    @property
+    def gated(self) -> bool:
+        """Whether experts have gates."""
+        return self.activation not in PLAIN
 
     @property
     def num_experts(self) -> int:

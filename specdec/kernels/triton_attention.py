@@ -29,6 +29,8 @@ MAX_TILE_ROWS = 128
 """Most rows (heads of a group times query rows) of one program."""
 KEY_TILE_BYTES = 16384
 """Keys that one iteration loads; as many values come with them."""
+MOST_PER_WARPS = 64 * 256
+"""Numbers of an output that four warps hold."""
 MANY_ROWS = 1024
 """Rows of one head to merge from which on a program takes several."""
 
@@ -197,7 +199,7 @@ def tile_for(group: int, query_len: int, head_dim: int, dtype: torch.dtype, memo
     most = 16 if dtype == torch.float32 else min(MAX_TILE_ROWS, 16384 // block_d)  # what the registers hold
     block_m = max(min(padded(group * query_len), most), padded(group))
     block_n = min(max(KEY_TILE_BYTES // (block_d * dtype.itemsize), 16), 128)
-    most_stages, num_warps = 3, 8 if block_m > 64 else 4
+    most_stages, num_warps = 3, 8 if block_m > 64 or block_m * block_d > MOST_PER_WARPS else 4
     if block_m == 16 and block_d == 128 and dtype.itemsize == 2:  # two warps with as much under way as the memory holds
         most_stages, num_warps = 5, 2
     elif block_d > 64 and block_m <= 64:  # few rows of wide heads: shorter iterations, more of them or of programs under way
@@ -290,8 +292,9 @@ def paged_attention(
             **overlap_options(query.device),
         )
         if splits > 1:
-            rows = num_tokens * num_heads
+            rows, block_d = num_tokens * num_heads, padded(head_dim)
             together = max(1, min(8, 16 // splits)) if rows >= MANY_ROWS else 1
+            crowded = together > 1 or splits * max(block_d, 256) > 16 * 256
             _merge_kernel[(triton.cdiv(rows, together),)](
                 parts,
                 log_sums,
@@ -300,8 +303,8 @@ def paged_attention(
                 HEAD_DIM=head_dim,
                 SPLITS=splits,
                 ROWS=together,
-                BLOCK_D=padded(head_dim),
-                num_warps=4 if together > 1 or splits > 16 else 1,  # one warp adds up without a barrier, if its registers suffice
+                BLOCK_D=block_d,
+                num_warps=4 if crowded else 1,  # one warp adds up without a barrier, if its registers suffice
                 **overlap_options(query.device),
             )
     return output

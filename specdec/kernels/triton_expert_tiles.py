@@ -51,13 +51,14 @@ def _finish(
     BY_RANK: tl.constexpr,
 ) -> None:
     """What is done to sums before they are stored; arguments are those of `multiply`."""
+    GATED: tl.constexpr = ACTIVATION is not None and ACTIVATION != "relu2"
     if bias is not None:
-        shift = bias + expert.to(tl.int64) * (2 if ACTIVATION is not None else 1) * WIDTH + column
+        shift = bias + expert.to(tl.int64) * (2 if GATED else 1) * WIDTH + column
         total += tl.load(shift, mask=column < WIDTH, other=0.0).to(tl.float32)[:, None]
-        if ACTIVATION is not None:
+        if GATED:
             up += tl.load(shift + WIDTH, mask=column < WIDTH, other=0.0).to(tl.float32)[:, None]
     if ACTIVATION is not None:
-        total = activate(total, up, ACTIVATION)
+        total = activate(total, up if GATED else total, ACTIVATION)
     if factors is not None:
         total *= tl.load(factors + pair, mask=real, other=0.0)[None, :]
     target = pair.to(tl.int64)
@@ -70,7 +71,7 @@ def _finish(
 @triton.jit
 def multiply(
     x: tl.tensor,  # [rows, INPUTS], or with ACTIVATION None [pairs, INPUTS]
-    weight: tl.tensor,  # [experts, WIDTH, INPUTS], or twice that width with an activation: gate, then up; or a descriptor of it
+    weight: tl.tensor,  # [experts, WIDTH, INPUTS], or twice that width with gates: gate, then up; or a descriptor of it
     bias: tl.tensor,  # [experts, WIDTH] or as wide as the weight, or None
     factors: tl.tensor,  # float32 [pairs], of the outputs, or None
     output: tl.tensor,  # [pairs, WIDTH], or with BY_RANK [TOP_K, pairs / TOP_K, WIDTH]
@@ -94,7 +95,8 @@ def multiply(
 
     With DESCRIBED tiles of the weight come by descriptor (TMA), which takes no registers for addresses.
     """
-    GATED: tl.constexpr = ACTIVATION is not None
+    FIRST: tl.constexpr = ACTIVATION is not None  # of the two products
+    GATED: tl.constexpr = FIRST and ACTIVATION != "relu2"
     ROWS_FIRST: tl.constexpr = DESCRIBED and not GATED  # in the matrix instructions; which is faster was measured
     SIDES: tl.constexpr = 2 if GATED else 1
     ROWS: tl.constexpr = pair.shape[0]
@@ -104,7 +106,7 @@ def multiply(
     depth = tl.arange(0, DEPTH)
     inside = (column < WIDTH)[:, None]
     present = real[None, :]
-    row = (pair // TOP_K if GATED else pair).to(tl.int64)
+    row = (pair // TOP_K if FIRST else pair).to(tl.int64)
     first = expert.to(tl.int64) * SIDES * WIDTH
     corner = (first + tile * COLUMNS).to(tl.int32)
     weights = weight if DESCRIBED else weight + (first + column)[:, None] * INPUTS + depth[None, :]
@@ -164,10 +166,11 @@ def multiply_packed(
     ROW_WORDS: tl.constexpr = PACKED[4]
     LANES: tl.constexpr = PACKED[5]
     ASSEMBLY: tl.constexpr = PACKED[6]
-    GATED: tl.constexpr = ACTIVATION is not None
+    FIRST: tl.constexpr = ACTIVATION is not None
+    GATED: tl.constexpr = FIRST and ACTIVATION != "relu2"
     GROUPS: tl.constexpr = (INPUTS + GROUP - 1) // GROUP
     column = tile * COLUMNS + tl.arange(0, COLUMNS)
-    row = (pair // TOP_K if GATED else pair).to(tl.int64)
+    row = (pair // TOP_K if FIRST else pair).to(tl.int64)
     number = expert.to(tl.int64) * (2 if GATED else 1) * WIDTH + tl.minimum(column, WIDTH - 1)
     zeros = None if zero is None else zero + number * GROUPS
     total, up = packed_sums(

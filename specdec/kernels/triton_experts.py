@@ -144,7 +144,9 @@ def _few_rows(x: Tensor, weights: Tensor, ids: Tensor, layer: Experts) -> Tensor
     pairs = ids.numel()
     middle = x.new_empty(pairs, layer.width)
     parts = x.new_empty(top_k, rows, hidden, dtype=torch.float32)
-    first, second = (_few_rows_tile(x, weight, top_k, gated) for weight, gated in ((layer.gate_up, True), (layer.down, False)))
+    first, second = (
+        _few_rows_tile(x, weight, top_k, gated) for weight, gated in ((layer.gate_up, layer.gated), (layer.down, False))
+    )
     multiply_few(x, layer.gate_up, layer.gate_up_bias, None, middle, ids, first, layer.activation)
     multiply_few(middle, layer.down, layer.down_bias, weights, parts, ids, second, None)
     return parts
@@ -154,7 +156,9 @@ def _many_rows(x: Tensor, weights: Tensor, ids: Tensor, layer: Experts) -> Tenso
     (rows, hidden), top_k = x.shape, ids.shape[1]
     pairs = ids.numel()
     middle, parts = x.new_empty(pairs, layer.width), x.new_empty(pairs, hidden)
-    first, second = (_many_rows_tile(x, weight, pairs, gated) for weight, gated in ((layer.gate_up, True), (layer.down, False)))
+    first, second = (
+        _many_rows_tile(x, weight, pairs, gated) for weight, gated in ((layer.gate_up, layer.gated), (layer.down, False))
+    )
     first, second = (tile._replace(rows=min(first.rows, second.rows)) for tile in (first, second))  # which share their blocks
     groups = group_by_expert(ids, layer.num_experts, first.rows)
     multiply_groups(x, layer.gate_up, layer.gate_up_bias, None, middle, groups, top_k, first, layer.activation)

@@ -38,6 +38,7 @@ def _rms_norm_kernel(
     epsilon: tl.tensor,
     scale: tl.tensor,  # factor of x in the sum
     part_stride: tl.tensor,
+    factor: tl.tensor,  # [1], of the sum, or None
     ahead: tl.tensor,  # weight to send hints about, or None
     WIDTH: tl.constexpr,
     PARTS: tl.constexpr,
@@ -72,6 +73,8 @@ def _rms_norm_kernel(
     if residual is not None:
         rows += tl.load(residual + row * WIDTH + column, mask=exists, other=0.0).to(tl.float32)
         stored = rows.to(added.dtype.element_ty)
+        if factor is not None:
+            stored = (stored.to(tl.float32) * tl.load(factor).to(tl.float32)).to(added.dtype.element_ty)
         tl.store(added + row * WIDTH + column, stored, mask=exists)
         rows = stored.to(tl.float32)
     if weight is not None:
@@ -82,7 +85,7 @@ def _rms_norm_kernel(
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float, *, ahead: Tensor | None = None) -> Tensor:
     """Root mean square norm of rows [rows, H] (arXiv 1910.07467); meanwhile hints about `ahead` are sent."""
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch_norm(x, None, None, weight, normed, None, epsilon, 1.0, ahead)
+    _launch_norm(x, None, None, weight, normed, None, epsilon, 1.0, None, ahead)
     return normed
 
 
@@ -94,9 +97,10 @@ def add_rms_norm(
     *,
     after: Tensor | None = None,
     scale: float = 1.0,
+    factor: Tensor | None = None,
     ahead: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The norm of `scale * x + residual`, and the sum itself, rounded once.
+    """The norm of `factor * (scale * x + residual)`, and that stream itself; the sum is rounded once.
 
     Args:
         x: [rows, H], or float32 [parts, rows, H]: its sum over the parts counts, rounded to the type of `residual`.
@@ -105,11 +109,12 @@ def add_rms_norm(
         epsilon: of both norms.
         after: [H], weight of a norm of `x` before the sum, or None.
         scale: factor of `x` in the sum.
+        factor: [1], of the sum, or None.
         ahead: a weight to send hints about meanwhile.
     """
     added = torch.empty_like(residual)
     normed = added if weight is None else torch.empty_like(residual)
-    _launch_norm(x, residual, after, weight, normed, added, epsilon, scale, ahead)
+    _launch_norm(x, residual, after, weight, normed, added, epsilon, scale, factor, ahead)
     return normed, added
 
 
@@ -122,6 +127,7 @@ def _launch_norm(
     added: Tensor | None,
     epsilon: float,
     scale: float,
+    factor: Tensor | None,
     ahead: Tensor | None,
 ) -> None:
     rows, width = x.shape[-2:]
@@ -142,6 +148,7 @@ def _launch_norm(
             epsilon,
             scale,
             x.stride(0),
+            factor,
             WIDTH=width,
             PARTS=parts,
             SCALED=scale != 1,

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.kernels.triton_attention import KEY_TILE_BYTES, LOG2E, Tile, padded
+from specdec.kernels.triton_attention import KEY_TILE_BYTES, LOG2E, MOST_PER_WARPS, Tile, padded
 from specdec.kernels.triton_launch import HOPPER_SHARED_MEMORY, num_stages, on_device, overlap_options, shared_memory
 from specdec.kernels.triton_overlap import await_previous
 from specdec.kv_cache import LayerCache
@@ -181,12 +181,15 @@ def prefill_tile(group: int, head_dim: int, dtype: torch.dtype, memory: int = HO
     block_d = padded(head_dim)
     is_large = block_d > 128 and memory >= LARGE_MEMORY
     block_m, block_n = (128, 64) if is_large else (64, 64 if block_d <= 128 else 16)
+    if block_d > 256:
+        block_m, block_n = (64, 32) if is_large else (32, 16)
     if dtype == torch.float32:
         block_m, block_n = 16, max(KEY_TILE_BYTES // (4 * block_d), 16)
     block_m = max(block_m, padded(group))
     queries, loaded = block_m * block_d * dtype.itemsize, 2 * block_n * block_d * dtype.itemsize
     stages = max(num_stages(loaded, memory // 2 - queries, most=3), num_stages(loaded, memory - queries, most=2))
-    return Tile(block_m, block_n, num_warps=8 if block_m > 64 else 4, num_stages=1 if torch.version.hip else stages)
+    num_warps = 8 if block_m > 64 or block_m * block_d > MOST_PER_WARPS else 4
+    return Tile(block_m, block_n, num_warps=num_warps, num_stages=1 if torch.version.hip else stages)
 
 
 def prefill_attention(

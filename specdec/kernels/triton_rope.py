@@ -69,6 +69,7 @@ def _rope_store_kernel(
     sin: tl.tensor,  # the same
     query_norm: tl.tensor,  # [HEAD_DIM] or None
     key_norm: tl.tensor,  # [HEAD_DIM] or None
+    value_norm: tl.tensor,  # [HEAD_DIM] or None
     epsilon: tl.tensor,
     limit: tl.tensor,
     query_stride: tl.tensor,
@@ -104,7 +105,7 @@ def _rope_store_kernel(
             _move_heads(keys, key_cache + place, key_norm, cos, sin, epsilon, limit, NUM_KV_HEADS, HEAD_DIM)
         else:
             values = value + token * value_stride
-            _move_heads(values, value_cache + place, None, None, None, epsilon, limit, NUM_KV_HEADS, HEAD_DIM)
+            _move_heads(values, value_cache + place, value_norm, None, None, epsilon, limit, NUM_KV_HEADS, HEAD_DIM)
 
 
 def rope_store(
@@ -118,6 +119,7 @@ def rope_store(
     sin: Tensor | None = None,
     query_norm: Tensor | None = None,
     key_norm: Tensor | None = None,
+    value_norm: Tensor | None = None,
     epsilon: float = 0.0,
     ahead: Tensor | None = None,
 ) -> Tensor:
@@ -129,7 +131,7 @@ def rope_store(
         cache: contiguous, in the model's type or 8-bit floats.
         slot_mapping: int64 [num_tokens]; None writes the rows in their order.
         cos, sin: [num_tokens, head_dim / 2] with equal strides; None does not rotate.
-        query_norm, key_norm: [head_dim], weights of a norm before the rotation, or None.
+        query_norm, key_norm, value_norm: [head_dim], weights of a norm, of queries and keys before the rotation, or None.
         epsilon: of those norms.
         ahead: a weight to send hints about.
 
@@ -157,6 +159,7 @@ def rope_store(
             sin,
             query_norm,
             key_norm,
+            value_norm,
             epsilon,
             torch.finfo(cache.key.dtype).max,
             0 if query is None else query.stride(0),
@@ -169,5 +172,44 @@ def rope_store(
             num_warps=4,
             **hint_options(ahead),
             **overlap_options(key.device),
+        )
+    return rotated
+
+
+def rope(
+    query: Tensor, *, cos: Tensor | None = None, sin: Tensor | None = None, query_norm: Tensor | None = None, epsilon: float = 0.0
+) -> Tensor:
+    """What `rope_store` makes of a query alone."""
+    num_tokens, num_heads, head_dim = query.shape
+    assert query.stride(2) == 1 and (num_heads == 1 or query.stride(1) == head_dim), "heads are adjacent"
+    assert cos is None or (sin is not None and cos.stride() == sin.stride() and cos.stride(-1) == 1)
+    rotated = query.new_empty(query.shape)
+    with on_device(query):
+        # As if it were keys, for a cache in the order of the rows.
+        _rope_store_kernel[(num_tokens, 1)](
+            None,
+            query,
+            query,
+            rotated,
+            rotated,
+            rotated,
+            None,
+            cos,
+            sin,
+            None,
+            query_norm,
+            None,
+            epsilon,
+            torch.finfo(query.dtype).max,
+            0,
+            query.stride(0),
+            query.stride(0),
+            0 if cos is None else cos.stride(0),
+            NUM_HEADS=0,
+            NUM_KV_HEADS=num_heads,
+            HEAD_DIM=head_dim,
+            num_warps=4,
+            **hint_options(None),
+            **overlap_options(query.device),
         )
     return rotated

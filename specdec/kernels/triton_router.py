@@ -45,6 +45,7 @@ def _route_kernel(
     part_stride: tl.tensor,
     row_stride: tl.tensor,
     scaling: tl.tensor,
+    epsilon: tl.tensor,
     EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -94,7 +95,7 @@ def _route_kernel(
     if RENORMALIZED:
         if not SIGMOID:
             weight = tl.exp(weight - tl.max(weight, 0))
-        weight = weight / (tl.sum(weight, 0) + 1e-20)
+        weight = weight / (tl.sum(weight, 0) + epsilon)
     tl.store(weights + row * TOP_K + slot, weight * scaling, mask=slot < TOP_K)
     tl.store(ids + row * TOP_K + slot, chosen, mask=slot < TOP_K)
 
@@ -127,6 +128,7 @@ def route(
             logits.stride(0) if logits.ndim == 3 else 0,
             logits.stride(-2),
             routing.scaling,
+            routing.epsilon,
             EXPERTS=routing.num_experts,
             TOP_K=routing.top_k,
             GROUPS=routing.num_groups if routing.grouped else 1,

@@ -8,6 +8,7 @@ from specdec.kv_cache.cache import (
     LayerCache,
     LayerSpec,
     PagedKVCache,
+    SharedLayerSpec,
     bytes_per_slot,
     num_blocks_in_budget,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "LayerCache",
     "LayerSpec",
     "PagedKVCache",
+    "SharedLayerSpec",
     "StateCache",
     "StateLayerSpec",
     "blocks_for",

@@ -24,7 +24,22 @@ class PagedLayerSpec(Protocol):
         """The layer's cache, zeroed: a named tuple of tensors `[num_blocks, block_size, ...]`."""
 
 
-LayerSpec = PagedLayerSpec | StateLayerSpec
+@dataclass(frozen=True, slots=True)
+class SharedLayerSpec:
+    """A layer that stores nothing, since it reads what an earlier one has stored.
+
+    Attributes:
+        layer: which, counted from the first of the target.
+    """
+
+    layer: int
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        """See `PagedLayerSpec.bytes_per_token`."""
+        return 0
+
+
+LayerSpec = PagedLayerSpec | StateLayerSpec | SharedLayerSpec
 """What one layer of a model stores."""
 
 
@@ -97,7 +112,8 @@ class PagedKVCache:
     """The caches of the layers of the target, then of the drafter.
 
     A block id means the same tokens in every layer, so one block table per request serves all of them, and a block shared
-    between requests carries the drafter's context along with the target's. Recurrent layers have no blocks; a slot is theirs.
+    between requests carries the drafter's context along with the target's. Recurrent layers have no blocks; a slot is theirs. The
+    cache of a layer that reads another's is that very one.
 
     Args:
         specs: one per layer.
@@ -123,12 +139,14 @@ class PagedKVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         lengths = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self.layers: list[Any] = [
-            spec.allocate_slots(most_rows, lengths)
-            if isinstance(spec, StateLayerSpec)
-            else spec.allocate(num_blocks, block_size, dtype, device)
-            for spec in specs
-        ]
+        self.layers: list[Any] = []
+        for spec in specs:
+            if isinstance(spec, SharedLayerSpec):
+                self.layers.append(self.layers[spec.layer])
+            elif isinstance(spec, StateLayerSpec):
+                self.layers.append(spec.allocate_slots(most_rows, lengths))
+            else:
+                self.layers.append(spec.allocate(num_blocks, block_size, dtype, device))
 
     def scrub(self, blocks: Sequence[int]) -> None:
         """Zeroes blocks whose content is not finite, before anyone else reads them."""

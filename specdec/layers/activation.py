@@ -1,18 +1,21 @@
-"""Gated activations of feed-forward layers, by name, in plain torch; `specdec.kernels.triton_activation` is the same in a kernel.
+"""Activations of feed-forward layers, by name, in plain torch; `specdec.kernels.triton_activation` is the same in a kernel.
 
     silu         `silu(gate) * up`: Llama, Qwen and most others
     gelu         `gelu(gate) * up`, exact
     gelu_tanh    the same in its tanh approximation: Gemma
     relu         `relu(gate) * up`
     swiglu_oai   gpt-oss: both sides bounded by 7, a steeper sigmoid, and one added to `up`
+    relu2        `relu(up) ** 2`, without a gate (arXiv 2109.08668): Nemotron-H
 
-All but the last are among the GLU variants of arXiv 2002.05202.
+All but the last two are among the GLU variants of arXiv 2002.05202.
 """
 
 from collections.abc import Callable
 
 from torch import Tensor
 from torch.nn import functional as F
+
+from specdec.kernels.experts import PLAIN
 
 LIMIT = 7.0
 """Bound of swiglu_oai: of gate from above, of up from both sides."""
@@ -34,6 +37,27 @@ _FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 ACTIVATIONS = tuple(_FUNCTIONS)
+"""Those with a gate; `PLAIN` has the others."""
+
+
+def activate(product: Tensor, kind: str) -> Tensor:
+    """The activation of a product, in its type.
+
+    Args:
+        product: [..., 2 * I], gate and then up, or [..., I] where `kind` has no gate.
+        kind: one of `ACTIVATIONS` or `PLAIN`.
+
+    Returns:
+        [..., I].
+
+    >>> import torch
+    >>> activate(torch.tensor([-1.0, 3.0]), "relu2")
+    tensor([0., 9.])
+    """
+    if kind in PLAIN:
+        return F.relu(product).square_()
+    gate, up = product.chunk(2, dim=-1)
+    return gated(gate, up, kind)
 
 
 def gated(gate: Tensor, up: Tensor, kind: str) -> Tensor:

@@ -18,6 +18,7 @@ from specdec.attention.aiter.layout import shuffled
 from specdec.attention.backend import AttentionBackend
 from specdec.kernels import aiter
 from specdec.kernels.aiter_layers import VECTOR, WIDEST_NORM, AiterLayers
+from specdec.kernels.experts import PLAIN
 from specdec.kv_cache import LayerCache
 from specdec.layers import aiter_layers
 from specdec.layers.aiter_layers import keep_ours
@@ -56,7 +57,7 @@ class AiterOps(TritonOps):
 
     def activate(self, joined: Tensor, activation: str) -> Tensor:
         """See `TritonOps.activate`."""
-        width = joined.shape[1] // 2
+        width = joined.shape[1] // (1 if activation in PLAIN else 2)
         if not self._aiter.has_activation(activation) or width % VECTOR or not joined.is_contiguous():
             keep_ours(f"the activation {activation} of {width}", f"AITER has silu and gelu_tanh, of multiples of {VECTOR}")
             return super().activate(joined, activation)
@@ -100,8 +101,8 @@ def _against_add(x: Tensor, residual: Tensor, norm: Norm, join: Join) -> str | N
     """Why AITER's norm after a sum cannot take the output `x` of a sublayer; None when it can."""
     if x.ndim == 3:
         return "a product of few rows left partial sums"
-    if join.after is not None or join.scale != 1:
-        return "what is added is normed or scaled before"
+    if join.after is not None or join.scale != 1 or join.factor is not None:
+        return "what is added, or the sum, is normed or scaled before"
     if x.dtype != residual.dtype:
         return f"a sum of {x.dtype} and {residual.dtype}"
     return _against_norm(x, norm) or _against_norm(residual, norm)
@@ -111,8 +112,10 @@ def _against_rope(backend: AttentionBackend, qkv: Tensor, heads: Heads, cache: L
     """Why AITER's rotation cannot write the cache; None when it can."""
     if not isinstance(backend, RocmAiterFaBackend):
         return f"{backend.name} has a cache of our own"
-    if heads.query_norm is not None or heads.key_norm is not None:
+    if any(norm is not None for norm in (heads.query_norm, heads.key_norm, heads.value_norm)):
         return "AITER's RoPE norms no heads"
+    if qkv.shape[1] != backend.spec.num_heads + 2 * backend.spec.num_kv_heads:
+        return "values are those of another layer or the keys"
     if qkv.shape[2] != power_of_two(qkv.shape[2]):
         return f"heads of {qkv.shape[2]} (AITER's RoPE takes powers of two)"
     if cache.key.dtype != qkv.dtype or qkv.dtype not in aiter_layers.STORED_DTYPES:

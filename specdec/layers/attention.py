@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from specdec.attention.backend import AttentionBackend
 from specdec.attention.mla import MlaBackend
@@ -49,15 +50,15 @@ class HeadAttention:
         heads: norms of single heads, scale, window, softcap and sinks.
         rope: rotation of queries and keys.
         wide_norms: norms of all query heads together and of all key heads together, as in OLMo 2 (arXiv 2501.00656).
-        gated: behind keys and values `qkv` has as many heads again as there are for queries, whose sigmoid scales the output
-            (arXiv 2505.06708).
+        gate: behind keys and values `qkv` has gates, of each number that attention puts out (arXiv 2505.06708) or of each head,
+            and this function of them scales it; None where there are none.
     """
 
     qkv: Linear
     heads: Heads
     rope: Rope | None
     wide_norms: tuple[Norm, Norm] | None = None
-    gated: bool = False
+    gate: Literal["sigmoid", "softplus"] | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -70,9 +71,9 @@ class HeadAttention:
         assert isinstance(backend, AttentionBackend)
         spec = backend.spec
         qkv, gate = ops.project(self.qkv, hidden), None
-        if self.gated:
-            width = spec.num_heads * spec.head_dim
-            qkv, gate = qkv[:, :-width], qkv[:, -width:]
+        if self.gate is not None:
+            width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+            qkv, gate = qkv[:, :width], qkv[:, width:]
         if self.wide_norms is not None:
             widths = [spec.num_heads * spec.head_dim, *[spec.num_kv_heads * spec.head_dim] * 2]
             query, key, value = qkv.split_with_sizes(widths, dim=1)
@@ -80,4 +81,9 @@ class HeadAttention:
         angles = None if self.rope is None else rows.angles[self.rope]
         heads = qkv.view(len(hidden), -1, spec.head_dim)
         out = ops.attend(backend, heads, self.heads, angles, rows.cache, rows.plan, ahead)
-        return out if gate is None else ops.gate(out, gate)
+        if gate is None:
+            return out
+        if self.gate == "sigmoid":
+            return ops.gate(out, gate)
+        factors = F.softplus(gate.float()).to(out.dtype).unflatten(1, (spec.num_heads, -1))
+        return (out.view(len(out), spec.num_heads, -1) * factors).flatten(1)

@@ -10,8 +10,9 @@ from torch import Tensor
 from specdec.attention.backend import AttentionBackend
 from specdec.attention.mla import MlaBackend
 from specdec.layers.attention import Attention, Rows
+from specdec.layers.layer_inputs import InputGate
 from specdec.layers.linear import Linear
-from specdec.layers.mlp import FeedForward, MixtureOfExperts
+from specdec.layers.mlp import FeedForward, MixtureOfExperts, MlpBesideExperts
 from specdec.layers.norm import Norm
 from specdec.layers.ops import Join, Ops
 from specdec.layers.rotary import Angles, Rope
@@ -19,21 +20,38 @@ from specdec.layers.rotary import Angles, Rope
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderLayer:
-    """One layer: attention, then a feed-forward sublayer, each of which joins the residual stream.
+    """One layer: attention, then a feed-forward sublayer, each of which joins the residual stream. One of them may be missing.
 
     Attributes:
         input_norm, mlp_norm: before attention and before the feed-forward sublayer; None where there is none.
         attention_norm, output_norm: of what they put out, before it joins the stream; None where there is none.
         output: projection of what attention gives.
+        input_gate: a third sublayer, which adds what the layer has of the token itself; None where there is none.
+        factor: [1], of the stream after the layer; None is 1.
     """
 
     input_norm: Norm | None
-    attention: Attention
-    output: Linear
+    attention: Attention | None
+    output: Linear | None
     mlp_norm: Norm | None
-    mlp: FeedForward
+    mlp: FeedForward | None
     attention_norm: Norm | None = None
     output_norm: Norm | None = None
+    input_gate: InputGate | None = None
+    factor: Tensor | None = None
+
+    @property
+    def first_norm(self) -> Norm | None:
+        """Before its first sublayer."""
+        return self.mlp_norm if self.attention is None else self.input_norm
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """Its weights that every token reads, the first product's first."""
+        attention = () if self.attention is None else self.attention.linears
+        output = () if self.output is None else (self.output,)
+        mlp = () if self.mlp is None else self.mlp.linears
+        return (*attention, *output, *mlp, *(() if self.input_gate is None else self.input_gate.linears))
 
 
 class Decoder:
@@ -58,22 +76,30 @@ class Decoder:
         residual_scale: float = 1.0,
     ) -> None:
         self.layers, self.ops = list(layers), ops
-        self._ropes = {layer.attention.rope for layer in self.layers if layer.attention.rope is not None}
-        self._attention_joins = [Join(layer.mlp_norm, layer.attention_norm, residual_scale) for layer in self.layers]
+        attentions = [layer.attention for layer in self.layers if layer.attention is not None]
+        self._ropes = {attention.rope for attention in attentions if attention.rope is not None}
         # The norm after a layer is the one that the next layer, or the head, begins with.
-        next_norms = [*(layer.input_norm for layer in self.layers[1:]), final_norm]
-        self._mlp_joins = [
-            Join(norm, layer.output_norm, residual_scale) for layer, norm in zip(self.layers, next_norms, strict=True)
+        next_norms = [*(layer.first_norm for layer in self.layers[1:]), final_norm]
+        self._attention_joins, self._mlp_joins, self._gate_joins = list[Join](), list[Join](), list[Join]()
+        for layer, norm in zip(self.layers, next_norms, strict=True):
+            within = norm if layer.mlp is None else layer.mlp_norm
+            self._attention_joins.append(Join(within, layer.attention_norm, residual_scale))
+            after = None if layer.input_gate is None else layer.input_gate.norm
+            last = Join(norm, after or layer.output_norm, residual_scale, layer.factor)
+            self._mlp_joins.append(last if after is None else Join(None, layer.output_norm, residual_scale))
+            self._gate_joins.append(last)
+        # Weights that a kernel may ask for ahead: of a layer's first sublayer, and of what comes after its attention.
+        self._first_weights = [layer.linears[0] for layer in self.layers] + [None]
+        self._second_weights = [
+            after if layer.mlp is None else layer.mlp.linears[0]
+            for layer, after in zip(self.layers, self._first_weights[1:], strict=True)
         ]
-        # Weights that a kernel may ask for ahead: of a layer's attention, and of its feed-forward sublayer.
-        self._attention_weights = [layer.attention.linears[0] for layer in self.layers] + [None]
-        self._mlp_weights = [layer.mlp.linears[0] for layer in self.layers]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all weights, experts included."""
-        linears = (one for layer in self.layers for one in (*layer.attention.linears, layer.output, *layer.mlp.linears))
-        experts = (layer.mlp.experts for layer in self.layers if isinstance(layer.mlp, MixtureOfExperts))
+        linears = (one for layer in self.layers for one in layer.linears)
+        experts = (layer.mlp.experts for layer in self.layers if isinstance(layer.mlp, MixtureOfExperts | MlpBesideExperts))
         return sum(one.nbytes for one in linears) + sum(one.nbytes for one in experts)
 
     def keep_layers(self, count: int) -> None:
@@ -88,37 +114,43 @@ class Decoder:
         self,
         hidden: Tensor,
         angles: dict[Rope, Angles],
-        backend: AttentionBackend | MlaBackend,
+        backends: Sequence[AttentionBackend | MlaBackend],
         caches: Sequence[Any],
         plans: Sequence[Any],
         taps: Sequence[int] = (),
         keep: Callable[[Tensor], Tensor] | None = None,
+        inputs: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Runs packed rows through all layers.
 
         Args:
             hidden: [T, H], embeddings.
             angles: of the rows.
-            backend: attention over the caches.
-            caches, plans: one per layer, the plans of `backend`.
+            backends: attention over the caches, one per layer.
+            caches, plans: one per layer, the plans of its backend.
             taps: layers whose raw outputs are wanted.
             keep: rows of [T, ...] that go on after the last attention, since nothing sees the others any more; None for all.
+            inputs: [T, layers, P], for layers with an `input_gate`.
 
         Returns:
             [T or rows kept, H] after the final norm, and the raw outputs [T, H] of the layers in `taps`.
         """
         ops, tapped, shared, residual = self.ops, dict[int, Tensor](), dict[str, Tensor](), hidden
         first = self.layers[0]
-        normed = hidden if first.input_norm is None else ops.norm(hidden, first.input_norm, self._attention_weights[0])
+        normed = hidden if first.first_norm is None else ops.norm(hidden, first.first_norm, self._first_weights[0])
         for index, layer in enumerate(self.layers):
-            rows = Rows(backend, caches[index], plans[index], angles, shared)
-            attended = layer.attention(ops, normed, rows, layer.output)
-            following = self._attention_weights[index + 1]
-            if keep is not None and following is None:
-                attended, residual = keep(attended), keep(residual)
-            join = self._attention_joins[index]
-            normed, residual = ops.project_add(layer.output, attended, residual, join, self._mlp_weights[index])
-            normed, residual = layer.mlp(ops, normed, residual, self._mlp_joins[index], following)
+            following = self._first_weights[index + 1]
+            if layer.attention is not None and layer.output is not None:
+                rows = Rows(backends[index], caches[index], plans[index], angles, shared)
+                attended = layer.attention(ops, normed, rows, layer.output)
+                if keep is not None and following is None:
+                    attended, residual = keep(attended), keep(residual)
+                join = self._attention_joins[index]
+                normed, residual = ops.project_add(layer.output, attended, residual, join, self._second_weights[index])
+            if layer.mlp is not None:
+                normed, residual = layer.mlp(ops, normed, residual, self._mlp_joins[index], following)
+            if layer.input_gate is not None and inputs is not None:
+                normed, residual = layer.input_gate(ops, residual, inputs[:, index], self._gate_joins[index], following)
             if index in taps:
                 tapped[index] = residual
         return normed, [tapped[index] for index in taps]

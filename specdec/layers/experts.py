@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from specdec.deviation import Deviation, deviation, mismatches, normal, worst
 from specdec.kernels.experts import Experts, Routing
 from specdec.kernels.packed import PackedWeight
-from specdec.layers.activation import gated
+from specdec.layers.activation import activate
 from specdec.layers.router import route
 from specdec.self_check import passes
 
@@ -52,8 +52,7 @@ def apply_experts(x: Tensor, weights: Tensor, ids: Tensor, layer: Experts) -> Te
     counts = torch.zeros(layer.num_experts, dtype=torch.int32, device=x.device)
     ends = counts.index_add_(0, chosen, torch.ones_like(chosen, dtype=torch.int32)).cumsum(0, dtype=torch.int32)
     gate_up = _product(x[order // ids.shape[1]], layer.gate_up, layer.gate_up_bias, expert_of, ends)
-    gate, up = gate_up.chunk(2, dim=-1)
-    product = _product(gated(gate, up, layer.activation), layer.down, layer.down_bias, expert_of, ends)
+    product = _product(activate(gate_up, layer.activation), layer.down, layer.down_bias, expert_of, ends)
     outputs = torch.empty_like(product).index_copy_(0, order, product).view(*ids.shape, -1)
     total = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, weights.dtype))
     for output, weight in zip(outputs.unbind(1), weights.unbind(1), strict=True):

@@ -1,31 +1,73 @@
-"""Linear attention of one decoder layer: a recurrence in the place of keys and values."""
+"""What decoder layers have in the place of attention, or beside it: a recurrence or a convolution instead of keys and values."""
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from specdec.kv_cache import StateCache
-from specdec.layers.attention import Rows
+from specdec.layers.attention import Attention, Rows
 from specdec.layers.linear import Linear
-from specdec.layers.norm import Norm
+from specdec.layers.norm import GroupNorm
 from specdec.layers.ops import Ops
-from specdec.layers.recurrence import Recurrence, RecurrentRows
+from specdec.layers.recurrence import Recurrence, RecurrentRows, convolve
 from specdec.layers.rotary import Rope
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LinearAttention:
-    """Linear attention whose output is normed by head and gated, as in Qwen3-Next.
+    """Linear attention whose output is normed by group and gated, as in Qwen3-Next and Mamba-2.
 
     Attributes:
         inputs: to what the recurrence takes of a row, then the gates of the outputs [value heads * V].
         recurrence: of the layer.
-        norm: of each value head.
+        norm: of groups of outputs, such as value heads; None gates them alone.
+        row_gates: to the gates `b` and `a` of the recurrence, if their weights are stored in another way than the others; `inputs`
+            then lack them. None where `inputs` give all.
     """
 
     inputs: Linear
     recurrence: Recurrence
-    norm: Norm
+    norm: GroupNorm | None
+    row_gates: Linear | None = None
+
+    @property
+    def rope(self) -> Rope | None:
+        """See `Attention.rope`."""
+        return None
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """See `Attention.linears`."""
+        return (self.inputs,) if self.row_gates is None else (self.inputs, self.row_gates)
+
+    def __call__(self, ops: Ops, hidden: Tensor, rows: Rows, ahead: Linear) -> Tensor:
+        """See `Attention.__call__`."""
+        assert isinstance(rows.cache, StateCache) and isinstance(rows.plan, RecurrentRows)
+        joined, width = ops.project(self.inputs, hidden), self.recurrence.width
+        gate = joined[:, width:]
+        if self.row_gates is not None:
+            channels = self.recurrence.channels
+            gate = joined[:, channels:]
+            joined = torch.cat([joined[:, :channels], ops.project(self.row_gates, hidden)], dim=1)
+        out = ops.recur(joined, self.recurrence, rows.cache, rows.plan)
+        return out * F.silu(gate) if self.norm is None else ops.gated_norm(out, gate, self.norm)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShortConvolution:
+    """A convolution over few rows between two gates, as in LFM2 (arXiv 2511.23404): `after * convolution(before * value)`.
+
+    Attributes:
+        inputs: to [before, after, value], each as wide as the layer.
+        kernel: [H, taps], the last tap is the row itself.
+        bias: [H], or None.
+    """
+
+    inputs: Linear
+    kernel: Tensor
+    bias: Tensor | None = None
 
     @property
     def rope(self) -> Rope | None:
@@ -40,6 +82,31 @@ class LinearAttention:
     def __call__(self, ops: Ops, hidden: Tensor, rows: Rows, ahead: Linear) -> Tensor:
         """See `Attention.__call__`."""
         assert isinstance(rows.cache, StateCache) and isinstance(rows.plan, RecurrentRows)
-        joined = ops.project(self.inputs, hidden)
-        out = ops.recur(joined, self.recurrence, rows.cache, rows.plan)
-        return ops.gated_norm(out, joined[:, self.recurrence.width :], self.norm)
+        before, after, value = ops.project(self.inputs, hidden).chunk(3, dim=-1)
+        return after * convolve(before * value, self.kernel, self.bias, rows.cache, rows.plan)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SideBySide:
+    """Attention and linear attention of the same rows, as in Falcon-H1 (arXiv 2507.22448). One projection takes what both give.
+
+    Each has a cache and a plan, in this order.
+    """
+
+    attention: Attention
+    linear: LinearAttention
+
+    @property
+    def rope(self) -> Rope | None:
+        """See `Attention.rope`."""
+        return self.attention.rope
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """See `Attention.linears`."""
+        return (*self.attention.linears, *self.linear.linears)
+
+    def __call__(self, ops: Ops, hidden: Tensor, rows: Rows, ahead: Linear) -> Tensor:
+        """See `Attention.__call__`."""
+        first, second = (rows._replace(cache=cache, plan=plan) for cache, plan in zip(rows.cache, rows.plan, strict=True))
+        return torch.cat([self.attention(ops, hidden, first, ahead), self.linear(ops, hidden, second, ahead)], dim=1)

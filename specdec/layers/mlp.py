@@ -8,6 +8,7 @@ from torch import Tensor
 
 from specdec.kernels.experts import Experts
 from specdec.layers.linear import Linear
+from specdec.layers.norm import Norm
 from specdec.layers.ops import Join, Ops
 from specdec.layers.router import Router
 
@@ -25,10 +26,10 @@ class FeedForward(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GatedMLP:
-    """A gated activation between two products (arXiv 2002.05202).
+    """A gated activation between two products (arXiv 2002.05202), or one without a gate.
 
     Attributes:
-        gate_up: to gate, then up.
+        gate_up: to gate, then up; without a gate to up alone.
         down: back to H.
         activation: see `specdec.layers.activation`.
     """
@@ -56,26 +57,73 @@ class MixtureOfExperts:
         experts: to choose from.
         shared: of all tokens, or None.
         shared_gate: to one number, whose sigmoid weighs what is shared, or None.
+        latent: to what the experts are given, and from what they give back to H; None where both are H.
     """
 
     router: Router
     experts: Experts
     shared: GatedMLP | None = None
     shared_gate: Linear | None = None
+    latent: tuple[Linear, Linear] | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
         """See `FeedForward.linears`."""
         shared = () if self.shared is None else self.shared.linears
-        return self.router.gate, *shared, *(() if self.shared_gate is None else (self.shared_gate,))
+        return self.router.gate, *shared, *(() if self.shared_gate is None else (self.shared_gate,)), *(self.latent or ())
 
     def __call__(self, ops: Ops, hidden: Tensor, residual: Tensor, join: Join, ahead: Linear | None) -> tuple[Tensor, Tensor]:
         """See `FeedForward.__call__`."""
         weights, ids = ops.route(self.router, hidden)
-        output = ops.experts(self.experts, hidden, weights, ids)
+        if self.latent is None:
+            output = ops.experts(self.experts, hidden, weights, ids)
+        else:
+            output = ops.experts(self.experts, ops.project(self.latent[0], hidden), weights, ids)
+            output = ops.project(self.latent[1], output.sum(0).to(hidden.dtype) if output.ndim == 3 else output)
         if self.shared is not None:
             shared = ops.project(self.shared.down, ops.gated(self.shared.gate_up, hidden, self.shared.activation, self.shared.down))
             if self.shared_gate is not None:
                 shared = shared * ops.project(self.shared_gate, hidden).sigmoid()
             output = output + shared if output.ndim == 2 else torch.cat([output, shared[None].to(output.dtype)])
         return ops.add(output, residual, join, ahead)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MlpBesideExperts:
+    """A gated MLP and some experts for each token, both normed before they are added, as in Gemma 4.
+
+    Attributes:
+        mlp: of all tokens.
+        mlp_norm: of what it puts out.
+        router_norm: of what the router is given of the stream.
+        router: chooses.
+        expert_scale: [num_experts], factors of the weights.
+        experts_norm: of what the experts are given of the stream.
+        experts: to choose from.
+        output_norm: of what they put out.
+    """
+
+    mlp: GatedMLP
+    mlp_norm: Norm
+    router_norm: Norm
+    router: Router
+    expert_scale: Tensor
+    experts_norm: Norm
+    experts: Experts
+    output_norm: Norm
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """See `FeedForward.linears`."""
+        return *self.mlp.linears, self.router.gate
+
+    def __call__(self, ops: Ops, hidden: Tensor, residual: Tensor, join: Join, ahead: Linear | None) -> tuple[Tensor, Tensor]:
+        """See `FeedForward.__call__`."""
+        weights, ids = ops.route(self.router, ops.norm(residual, self.router_norm))
+        weights = weights * self.expert_scale[ids]
+        routed = ops.experts(self.experts, ops.norm(residual, self.experts_norm), weights, ids)
+        if routed.ndim == 3:
+            routed = routed.sum(0).to(hidden.dtype)
+        down = self.mlp.down
+        product = ops.project(down, ops.gated(self.mlp.gate_up, hidden, self.mlp.activation, down))
+        return ops.add(ops.norm(product, self.mlp_norm) + ops.norm(routed, self.output_norm), residual, join, ahead)

@@ -14,10 +14,10 @@ from specdec.attention.backend import AttentionBackend
 from specdec.attention.mla import MlaBackend
 from specdec.kernels.experts import Experts
 from specdec.kv_cache import LayerCache, StateCache
-from specdec.layers.activation import gated
+from specdec.layers.activation import activate
 from specdec.layers.experts import apply_experts
 from specdec.layers.linear import Linear
-from specdec.layers.norm import Norm, rms_norm
+from specdec.layers.norm import GroupNorm, Norm, gated_norm, rms_norm
 from specdec.layers.recurrence import Recurrence, RecurrentRows, recur
 from specdec.layers.rotary import Angles, rotate
 from specdec.layers.router import Router
@@ -27,16 +27,17 @@ from specdec.self_check import named
 class Join(NamedTuple):
     """How the output of a sublayer joins the residual stream, and what the next one is given.
 
-    The stream becomes `residual + scale * after(output)`; the next sublayer is given `norm` of it.
+    The stream becomes `factor * (residual + scale * after(output))`; the next sublayer is given `norm` of it.
     """
 
     norm: Norm | None  # None gives the stream itself
     after: Norm | None = None
     scale: float = 1.0
+    factor: Tensor | None = None  # [1]; None is 1
 
 
 class Heads(NamedTuple):
-    """What one layer's attention does to its queries and keys before they meet, and how they meet."""
+    """What one layer's attention does to its queries, keys and values before they meet, and how they meet."""
 
     scale: float  # of the scores
     window: int | None = None
@@ -44,6 +45,7 @@ class Heads(NamedTuple):
     sinks: Tensor | None = None  # [num_heads]
     query_norm: Norm | None = None  # of each head
     key_norm: Norm | None = None
+    value_norm: Norm | None = None
 
     @property
     def meeting(self) -> dict[str, Any]:
@@ -64,7 +66,7 @@ class Ops(Protocol):
         """The product of `x` [T, in] with a weight: [T, out]."""
 
     def gated(self, linear: Linear, x: Tensor, activation: str, ahead: Linear) -> Tensor:
-        """The gated activation [T, out / 2] of a product that joins gate and up."""
+        """The gated activation [T, out / 2] of a product that joins gate and up, or [T, out] of one without a gate."""
 
     def add(self, x: Tensor, residual: Tensor, join: Join, ahead: Linear | None = None) -> tuple[Tensor, Tensor]:
         """What comes after a sublayer with output `x` [T, H], or [parts, T, H] whose sum it is: see `Join`.
@@ -96,9 +98,12 @@ class Ops(Protocol):
     ) -> Tensor:
         """Norms and rotates queries and keys, writes keys and values to the cache, and attends to it.
 
+        Without values in `qkv` the keys before their norm and their rotation are values, too. Without keys the cache holds both
+        already.
+
         Args:
             backend: attention.
-            qkv: [T, num_heads + 2 * num_kv_heads, head_dim].
+            qkv: [T, heads, head_dim], of num_heads queries, num_kv_heads keys and as many values.
             heads: of this layer.
             angles: of the rows; None rotates nothing.
             cache, plan: of this layer.
@@ -126,8 +131,8 @@ class Ops(Protocol):
     def recur(self, x: Tensor, recurrence: Recurrence, cache: StateCache, rows: RecurrentRows) -> Tensor:
         """See `specdec.layers.recurrence.recur`."""
 
-    def gated_norm(self, x: Tensor, gate: Tensor, norm: Norm) -> Tensor:
-        """`x` [T, heads * V], each head normed and then times the SiLU of `gate` like it."""
+    def gated_norm(self, x: Tensor, gate: Tensor, norm: GroupNorm) -> Tensor:
+        """`x` [T, groups * V], each group normed and before or after that times the SiLU of `gate` like it."""
 
 
 class TorchOps:
@@ -148,8 +153,7 @@ class TorchOps:
 
     def gated(self, linear: Linear, x: Tensor, activation: str, ahead: Linear) -> Tensor:
         """See `Ops.gated`."""
-        gate, up = linear(x).chunk(2, dim=-1)
-        return gated(gate, up, activation)
+        return activate(linear(x), activation)
 
     def add(self, x: Tensor, residual: Tensor, join: Join, ahead: Linear | None = None) -> tuple[Tensor, Tensor]:
         """See `Ops.add`."""
@@ -160,13 +164,14 @@ class TorchOps:
             x = rms_norm(x, join.after)
         if join.scale != 1:
             x = x * join.scale
-        return self._next(residual + x, join)
+        stream = residual + x
+        return self._next(stream if join.factor is None else stream * join.factor, join)
 
     def project_add(
         self, linear: Linear, x: Tensor, residual: Tensor, join: Join, ahead: Linear | None = None
     ) -> tuple[Tensor, Tensor]:
         """See `Ops.project_add`."""
-        if join.after is None and join.scale == 1:
+        if join.after is None and join.scale == 1 and join.factor is None:
             return self._next(linear(x, residual), join)
         return self.add(linear(x), residual, join)
 
@@ -190,13 +195,20 @@ class TorchOps:
     ) -> Tensor:
         """See `Ops.attend`."""
         num_heads, num_kv_heads = backend.spec.num_heads, backend.spec.num_kv_heads
-        rotated, value = qkv.split_with_sizes([num_heads + num_kv_heads, num_kv_heads], dim=1)
+        stored = min(qkv.shape[1] - num_heads, num_kv_heads)
+        rotated, value = qkv[:, : num_heads + stored], qkv[:, -num_kv_heads:]
         if heads.query_norm is not None and heads.key_norm is not None:
-            query, key = rotated.split_with_sizes([num_heads, num_kv_heads], dim=1)
+            query, key = rotated.split_with_sizes([num_heads, stored], dim=1)
             rotated = torch.cat([rms_norm(query, heads.query_norm), rms_norm(key, heads.key_norm)], dim=1)
+        elif heads.query_norm is not None:
+            rotated = rms_norm(rotated, heads.query_norm)
         if angles is not None:
             rotated = rotate(rotated, *angles.doubled)
-        query, key = rotated.split_with_sizes([num_heads, num_kv_heads], dim=1)
+        if not stored:
+            return backend.read(rotated, cache, plan, **heads.meeting).flatten(1)
+        if heads.value_norm is not None:
+            value = rms_norm(value, heads.value_norm)
+        query, key = rotated.split_with_sizes([num_heads, stored], dim=1)
         return backend.run(query, key, value, cache, plan, **heads.meeting).flatten(1)
 
     def write(
@@ -221,11 +233,9 @@ class TorchOps:
         """See `Ops.recur`."""
         return recur(x, recurrence, cache, rows)
 
-    def gated_norm(self, x: Tensor, gate: Tensor, norm: Norm) -> Tensor:
+    def gated_norm(self, x: Tensor, gate: Tensor, norm: GroupNorm) -> Tensor:
         """See `Ops.gated_norm`."""
-        heads = (len(x), -1, len(norm.weight))
-        normed = rms_norm(x.view(heads), norm)
-        return (normed * F.silu(gate.unflatten(1, heads[1:]).float())).to(x.dtype).flatten(1)
+        return gated_norm(x, gate, norm)
 
     def _next(self, residual: Tensor, join: Join) -> tuple[Tensor, Tensor]:
         return residual if join.norm is None else rms_norm(residual, join.norm), residual

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec.kernels import triton_launch
 from specdec.kernels.packed import Code, PackedWeight
 from specdec.layers.linear import Linear
+from specdec.layers.packed_check import multiplies_packed
 
 __all__ = ["Code", "PackedLinear", "PackedWeight"]
 
@@ -70,8 +70,8 @@ class PackedLinear(Linear):
 
     @cached_property
     def _has_kernels(self) -> bool:
-        """Whether our kernels run here and take this weight."""
-        if triton_launch.unavailable_reasons(self.weight.device):
+        """Whether our kernels run here, are right, and take this weight."""
+        if not multiplies_packed(self.weight.device, self.dtype):
             return False
         from specdec.kernels.triton_packed import suits  # it imports Triton
 

@@ -153,10 +153,34 @@ def recur(x: Tensor, recurrence: Recurrence, cache: StateCache, rows: RecurrentR
         out = out + recurrence.skip[:, None] * taken.value
     cache.state.index_copy_(0, rows.slots, end if rows.final else before)
     _keep_inputs(x[:, : recurrence.width], cache.inputs, rows)
-    # Back from one line per request to packed rows.
-    owners = torch.repeat_interleave(rows.first_rows.diff().long(), output_size=len(x))
-    places = pending[owners] + torch.arange(len(x), device=x.device) - rows.first_rows.long()[owners]
-    return out[owners, places].to(x.dtype).flatten(1)
+    return _packed(out, rows, pending, len(x)).to(x.dtype).flatten(1)
+
+
+def convolve(x: Tensor, kernel: Tensor, bias: Tensor | None, cache: StateCache, rows: RecurrentRows) -> Tensor:
+    """Runs rows through the convolution of a layer that has no state beside it, whose cache is updated.
+
+    Args:
+        x: [T, channels].
+        kernel: [channels, taps], the last tap is the row itself.
+        bias: [channels], or None.
+        cache: of the layer.
+        rows: of the forward.
+
+    Returns:
+        [T, channels].
+    """
+    none = torch.zeros_like(rows.starts)
+    window = _window(x, kernel.shape[1], cache.inputs, rows._replace(max_pending=0), none)
+    out = _convolved(window, kernel, bias, rows.max_rows)
+    _keep_inputs(x, cache.inputs, rows)
+    return _packed(out, rows, none, len(x))
+
+
+def _packed(out: Tensor, rows: RecurrentRows, pending: Tensor, count: int) -> Tensor:
+    """From one line per request [num_reqs, rows, ...] back to packed rows, those that were pending left out."""
+    owners = torch.repeat_interleave(rows.first_rows.diff().long(), output_size=count)
+    places = pending[owners] + torch.arange(count, device=out.device) - rows.first_rows.long()[owners]
+    return out[owners, places]
 
 
 def _window(x: Tensor, taps: int, ring: Tensor, rows: RecurrentRows, pending: Tensor) -> Tensor:
@@ -170,15 +194,20 @@ def _window(x: Tensor, taps: int, ring: Tensor, rows: RecurrentRows, pending: Te
     return torch.where((places < 0)[..., None], 0, inputs)
 
 
+def _convolved(window: Tensor, kernel: Tensor, bias: Tensor | None, count: int) -> Tensor:
+    """[num_reqs, count, channels], tap by tap: a library's convolution may add up in an order that depends on the rows' number."""
+    wide = torch.promote_types(window.dtype, torch.float32)
+    mixed = window.new_zeros((), dtype=wide) if bias is None else bias.to(wide)
+    for tap, weight in enumerate(kernel.to(wide).unbind(1)):
+        mixed = mixed + window[:, tap : tap + count].to(wide) * weight
+    return mixed.to(window.dtype)
+
+
 def _inputs(window: Tensor, recurrence: Recurrence, live: Tensor) -> _Taken:
     """Convolution, activation, norms and gates; rows that are not `live` take in nothing."""
     one, taps = recurrence, recurrence.taps
-    # Tap by tap in float32: a library's convolution may add up in an order that depends on the number of rows.
-    count, wide = live.shape[1], torch.promote_types(window.dtype, torch.float32)
-    mixed = window.new_zeros((), dtype=wide) if one.kernel_bias is None else one.kernel_bias.to(wide)
-    for tap, weight in enumerate(one.kernel.to(wide).unbind(1)):
-        mixed = mixed + window[:, tap : tap + count, : one.channels].to(wide) * weight
-    convolved = torch.where(live[..., None], F.silu(mixed.to(window.dtype)), 0)
+    mixed = _convolved(window[..., : one.channels], one.kernel, one.kernel_bias, live.shape[1])
+    convolved = torch.where(live[..., None], F.silu(mixed), 0)
     widths = [one.num_key_heads * one.key_dim] * 2 + [one.num_value_heads * one.value_dim]
     query, key, value = (part.float() for part in convolved.split_with_sizes(widths, dim=-1))
     query, key = (part.unflatten(-1, (one.num_key_heads, one.key_dim)) for part in (query, key))

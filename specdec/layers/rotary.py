@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from specdec.errors import CheckpointError
 
-STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+STATIC_ROPE_TYPES = ("default", "linear", "llama3", "proportional", "yarn")
 """RoPE types, as Transformers names them, whose frequencies stay what they are, however long a sequence grows."""
 
 
@@ -43,6 +43,8 @@ class Rope:
         """
         rotated = int(head_dim * (parameters.get("partial_rotary_factor") or 1.0))
         with torch.device("cpu"):
+            if parameters["rope_type"] == "proportional":
+                return cls(_proportional(parameters, head_dim))
             frequencies, factor = _frequencies(parameters, rotated, max_position_embeddings)
             still = (head_dim - rotated) // 2
             amplitude: float | Tensor = factor
@@ -114,6 +116,14 @@ def half_angles(
         )
 
     return rounded(torch.cos), rounded(torch.sin)
+
+
+def _proportional(parameters: Mapping[str, Any], head_dim: int) -> Tensor:
+    """Frequencies as those of a whole head, of which the lowest are 0: its pairs lie as far apart as if all were rotated."""
+    rotated = int((parameters.get("partial_rotary_factor") or 1.0) * head_dim // 2)
+    exponents = torch.arange(0, 2 * rotated, 2, dtype=torch.float32) / head_dim
+    frequencies = 1.0 / parameters["rope_theta"] ** exponents / parameters.get("factor", 1.0)
+    return F.pad(frequencies, (0, head_dim // 2 - rotated))
 
 
 def _frequencies(parameters: Mapping[str, Any], rotated: int, max_position_embeddings: int) -> tuple[Tensor, float]:

@@ -99,7 +99,7 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
         return logits.gather(-1, ids).softmax(dim=-1) * routing.scaling, ids
     weights = scores.gather(-1, ids)
     if routing.renormalized:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        weights = weights / (weights.sum(-1, keepdim=True) + routing.epsilon)
     return weights * routing.scaling, ids
 
 

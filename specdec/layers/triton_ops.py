@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from specdec.attention.backend import AttentionBackend
 from specdec.attention.triton.fa import TritonFaBackend
-from specdec.kernels.experts import Experts
+from specdec.kernels.experts import PLAIN, Experts
 from specdec.kernels.triton_activation import gated
 from specdec.kernels.triton_embedding import embed
 from specdec.kernels.triton_experts import experts as mix
@@ -25,13 +25,13 @@ from specdec.kernels.triton_gated_norm import gated_norm, sigmoid_gate
 from specdec.kernels.triton_linear import MOST_ROWS
 from specdec.kernels.triton_norm import add_rms_norm, rms_norm
 from specdec.kernels.triton_recurrence import recur
-from specdec.kernels.triton_rope import rope_store
+from specdec.kernels.triton_rope import rope, rope_store
 from specdec.kernels.triton_router import route
 from specdec.kv_cache import LayerCache, StateCache
 from specdec.layers.experts import apply_experts, experts_on_triton
 from specdec.layers.fused import embeds, multiplies_few_rows
 from specdec.layers.linear import Linear
-from specdec.layers.norm import Norm
+from specdec.layers.norm import GroupNorm, Norm
 from specdec.layers.ops import Heads, Join
 from specdec.layers.recurrence import Recurrence, RecurrentRows
 from specdec.layers.recurrence import recur as plainly
@@ -76,11 +76,13 @@ class TritonOps:
         """See `Ops.gated`."""
         # The next weight is asked for while this product runs, which leaves the memory idle only if its own was asked for.
         hint = None if linear.prefetchable is None else _hint(ahead, x)
+        if activation in PLAIN:  # which is not part of a product
+            return self.activate(self.project(linear, x), activation)
         product = linear.few_rows(x, activation=activation, ahead=hint) if self._multiplies_few_rows else None
         return self.activate(linear(x), activation) if product is None else product
 
     def activate(self, joined: Tensor, activation: str) -> Tensor:
-        """The gated activation [T, width] of a product [T, 2 * width] that has been computed."""
+        """The activation [T, width] of a product [T, 2 * width], or without a gate [T, width], that has been computed."""
         return gated(joined, activation)
 
     def add(self, x: Tensor, residual: Tensor, join: Join, ahead: Linear | None = None) -> tuple[Tensor, Tensor]:
@@ -90,7 +92,7 @@ class TritonOps:
         epsilon = norm.epsilon if norm is not None else after.epsilon if after is not None else 0.0
         weight, after_weight = (None if one is None else one.weight for one in (norm, after))
         hint = _hint(ahead, residual)
-        return add_rms_norm(x, residual, weight, epsilon, after=after_weight, scale=join.scale, ahead=hint)
+        return add_rms_norm(x, residual, weight, epsilon, after=after_weight, scale=join.scale, factor=join.factor, ahead=hint)
 
     def project_add(
         self, linear: Linear, x: Tensor, residual: Tensor, join: Join, ahead: Linear | None = None
@@ -127,11 +129,17 @@ class TritonOps:
     ) -> Tensor:
         """See `Ops.attend`."""
         spec = backend.spec
-        query, key, value = qkv.split_with_sizes([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+        if qkv.shape[1] == spec.num_heads:  # the cache holds keys and values
+            rotated = rope(qkv, **_rotation(angles, heads.query_norm, None))
+            return backend.read(rotated, cache, plan, **heads.meeting).flatten(1)
+        query, key = qkv.split_with_sizes([spec.num_heads, qkv.shape[1] - spec.num_heads], dim=1)
+        key, value = key[:, : spec.num_kv_heads], key[:, -spec.num_kv_heads :]
         rotation = _rotation(angles, heads.query_norm, heads.key_norm) | {"ahead": _hint(ahead, qkv)}
+        if heads.value_norm is not None:
+            rotation["value_norm"] = heads.value_norm.weight
         if isinstance(backend, TritonFaBackend):  # whose cache is ours to write
             rotated = rope_store(query, key, value, cache, plan.slot_mapping, **rotation)
-            return backend.attend(rotated, cache, plan, **heads.meeting).flatten(1)
+            return backend.read(rotated, cache, plan, **heads.meeting).flatten(1)
         return backend.run(*rotated_rows(query, key, value, **rotation), cache, plan, **heads.meeting).flatten(1)
 
     def write(
@@ -159,9 +167,9 @@ class TritonOps:
         """See `Ops.recur`."""
         return (recur if self._recurs else plainly)(x, recurrence, cache, rows)
 
-    def gated_norm(self, x: Tensor, gate: Tensor, norm: Norm) -> Tensor:
+    def gated_norm(self, x: Tensor, gate: Tensor, norm: GroupNorm) -> Tensor:
         """See `Ops.gated_norm`."""
-        return gated_norm(x, gate, norm.weight, norm.epsilon)
+        return gated_norm(x, gate, norm.weight, norm.epsilon, width=norm.width, gate_first=norm.gate_first)
 
 
 def rotated_rows(query: Tensor | None, key: Tensor, value: Tensor, **rotation: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -173,9 +181,9 @@ def rotated_rows(query: Tensor | None, key: Tensor, value: Tensor, **rotation: A
 def _rotation(angles: Angles | None, query_norm: Norm | None, key_norm: Norm | None) -> dict[str, Any]:
     """Options of `rope_store`."""
     options: dict[str, Any] = {} if angles is None else {"cos": angles.cos, "sin": angles.sin}
-    if key_norm is not None:
-        query_weight = None if query_norm is None else query_norm.weight
-        options |= {"query_norm": query_weight, "key_norm": key_norm.weight, "epsilon": key_norm.epsilon}
+    for name, norm in (("query_norm", query_norm), ("key_norm", key_norm)):
+        if norm is not None:
+            options |= {name: norm.weight, "epsilon": norm.epsilon}
     return options
 
 

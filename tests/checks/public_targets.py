@@ -58,6 +58,7 @@ def target_needs(target: str, gpu_bytes: int) -> Needs:
         dtype=torch.bfloat16,
         gpu_bytes=gpu_bytes,
         total_size=int(entry["gigabytes"] * 1e9),
+        packed=True,
     )
 
 

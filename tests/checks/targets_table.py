@@ -30,10 +30,18 @@ PAGE = Path(__file__).parents[2] / "docs" / "targets.md"
 
 _SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "axk1": ("A.X-K1", {}),
+    "bamba": ("Bamba 9B", {"attn_layer_indices": [9, 18, 27], "mamba_d_state": 128}),
     "deepseek_v2": ("DeepSeek-V2", {"num_hidden_layers": 60}),
     "deepseek_v3": ("DeepSeek-V3", {}),
     "deepseek_v32": ("DeepSeek-V3.2", {}),
     "dots1": ("dots.llm1", {"n_routed_experts": 128, "num_experts_per_tok": 6}),
+    "falcon_h1": (
+        "Falcon-H1 34B",
+        {
+            **{"num_hidden_layers": 72, "hidden_size": 5120, "num_attention_heads": 20, "num_key_value_heads": 4, "head_dim": 128},
+            **{"mamba_d_ssm": 4096, "mamba_n_heads": 32, "mamba_n_groups": 2, "mamba_d_state": 256},
+        },
+    ),
     "gemma": ("Gemma 7B", {}),
     "gemma2": ("Gemma 2 9B", {"num_hidden_layers": 42, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256}),
     "gemma3_text": (
@@ -44,10 +52,40 @@ _SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe_lite": ("GLM-4.7-Flash", {}),
     "glm_moe_dsa": ("GLM-5", {}),
     "granite": ("Granite 3.3 8B", {"num_hidden_layers": 40, "hidden_size": 4096, "num_key_value_heads": 8}),
+    "granitemoehybrid": (
+        "Granite 4.0 H Small",
+        {
+            **{"num_hidden_layers": 40, "num_key_value_heads": 8, "mamba_d_state": 128, "num_local_experts": 72},
+            **{"num_experts_per_tok": 10, "layer_types": (["linear_attention"] * 9 + ["full_attention"]) * 4},
+        },
+    ),
+    "lfm2": (
+        "LFM2 1.2B",
+        {
+            **{"num_hidden_layers": 16, "hidden_size": 2048},
+            "layer_types": ["full_attention" if layer in (2, 5, 8, 10, 12, 14) else "conv" for layer in range(16)],
+        },
+    ),
+    "lfm2_moe": (
+        "LFM2 8B-A1B",
+        {
+            "num_hidden_layers": 24,
+            "layer_types": ["full_attention" if layer in (2, 6, 10, 14, 18, 21) else "conv" for layer in range(24)],
+        },
+    ),
     "mistral": ("Mistral 7B", {}),
     "mixtral": ("Mixtral 8x7B", {}),
+    "nemotron_h": (
+        "Nemotron 3 Nano 30B-A3B",
+        {
+            **{"hidden_size": 2688, "num_key_value_heads": 2, "mamba_num_heads": 64, "n_routed_experts": 128},
+            **{"num_experts_per_tok": 6, "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712},
+            "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+        },
+    ),
     "olmo2": ("OLMo 2 7B", {}),
     "olmo3": ("OLMo 3 7B", {}),
+    "olmo_hybrid": ("OLMo Hybrid 7B", {}),
     "phi3": ("Phi-3 mini", {}),
     "qwen2": (
         "Qwen2.5 7B",

@@ -112,6 +112,42 @@ CASES: dict[str, dict[str, Any]] = {
         "sinks": True,
     },
     "softcap, 16/8 heads of 256": {"lengths": [4096], "width": 8, "heads": 16, "kv_heads": 8, "head_dim": 256, "softcap": 50.0},
+    "decode, 32/4 heads of 512, 1 x 1,024": {"lengths": [1024], "width": 1, "heads": 32, "kv_heads": 4, "head_dim": 512},
+    "verify 8, 32/4 heads of 512, 1 x 32,768": {"lengths": [32768], "width": 8, "heads": 32, "kv_heads": 4, "head_dim": 512},
+    "verify 8, 16/1 heads of 512, 32 x 1,024": {"lengths": [1024] * 32, "width": 8, "heads": 16, "kv_heads": 1, "head_dim": 512},
+    "prefill 2,048, 32/4 heads of 512": {
+        "lengths": [2048],
+        "width": 2048,
+        "heads": 32,
+        "kv_heads": 4,
+        "head_dim": 512,
+        "prefill": True,
+    },
+    "float32, verify 8, 8/1 heads of 512, 2 x 1,000": {
+        "lengths": [1000] * 2,
+        "width": 8,
+        "heads": 8,
+        "kv_heads": 1,
+        "head_dim": 512,
+        "dtype": torch.float32,
+    },
+    "float32, prefill 300, 8/1 heads of 512": {
+        "lengths": [300],
+        "width": 300,
+        "heads": 8,
+        "kv_heads": 1,
+        "head_dim": 512,
+        "dtype": torch.float32,
+        "prefill": True,
+    },
+    "8-bit cache, verify 8, 32/4 heads of 512": {
+        "lengths": [4096] * 4,
+        "width": 8,
+        "heads": 32,
+        "kv_heads": 4,
+        "head_dim": 512,
+        "cache": torch.float8_e4m3fn,
+    },
     "8-bit cache, verify 16, 8B, 1 x 32,768": {"lengths": [32768], "width": 16, "cache": torch.float8_e4m3fn},
     "float16, verify 16, 8B, 8 x 1,000": {"lengths": [1000] * 8, "width": 16, "dtype": torch.float16},
     "float32, verify 16, 8B, 8 x 1,000": {"lengths": [1000] * 8, "width": 16, "dtype": torch.float32},
@@ -156,7 +192,7 @@ def check_attention(name: str, case: dict[str, Any], bytes_per_us: float) -> Non
     if not error < TOLERANCE[dtype]:
         failures.append(f"{name}: error {error:.1e}")
     splits = ours.num_splits(view, window, ours.tile(view))
-    spent = microseconds(lambda i: ours.attend(query, caches[i], view, **options), variants)
+    spent = microseconds(lambda i: ours.read(query, caches[i], view, **options), variants)
     reference = float("nan")
     if spec.kv_dtype == dtype:
         plan = oracle.plan(view)

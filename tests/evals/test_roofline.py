@@ -14,7 +14,7 @@ from tests.helpers.tiny_models import CONFIGS, WINDOW, paged_verifier, plain_mod
 SMALL = EngineConfig(num_draft_tokens=None, max_num_seqs=2, max_model_len=64, cache=CacheConfig(memory_bytes=2**22))
 
 
-@pytest.mark.parametrize("name", ["llama", "llama_tied", "qwen3_moe", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "qwen3_moe", "gemma2", "gemma4_moe", "gemma4_shared"])
 def test_every_weight_that_a_product_reads_counts_once(name: str) -> None:
     """Catches input embeddings counted beside a head of their own, and a tied head left out. Norms may count or not."""
     model = plain_model(name)
@@ -51,6 +51,15 @@ def test_a_layer_with_a_window_reads_no_more_than_it(fuse: bool) -> None:
     for context, windowed in ((5, 5), (40, WINDOW)):
         cached = step_bytes(engine, k=0, num_reqs=3, context=context) - verifier.weight_bytes
         assert cached == 3 * layer_token * (2 * context + 2 * windowed)  # every other of 4 layers
+
+
+def test_a_layer_counts_what_it_reads() -> None:
+    """Catches layers that all count like the first, and those left out that read what others have stored."""
+    verifier = paged_verifier(plain_model("gemma4_shared"))
+    engine = SpecEngine(verifier, None, SMALL)
+    sliding, full = 2 * 2 * 16 * 4, 2 * 2 * 24 * 4  # key and value, heads, head size, float32
+    cached = step_bytes(engine, k=0, num_reqs=3, context=40) - verifier.weight_bytes
+    assert cached == 3 * 3 * (sliding * WINDOW + full * 40)
 
 
 @pytest.mark.parametrize("fuse", [True, False])

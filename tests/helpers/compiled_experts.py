@@ -30,6 +30,7 @@ def expert_kernels(target: "Target") -> Iterator[tuple[str, Any]]:
             yield title, expert_product(target, rows, gated)
     yield "product of 8 rows with experts, float32", expert_product(target, 8, True, "fp32")
     yield "product of 8 rows with gpt-oss's experts", expert_product(target, 8, True, sizes=(2880, 2880, 4, 32), kind="swiglu_oai")
+    yield "product of 8 rows with experts without gates", expert_product(target, 8, True, kind="relu2")
     yield (
         "sum over experts",
         compile_for(
@@ -58,7 +59,7 @@ def router(target: "Target", routing: Routing, parts: int) -> Any:
         triton_router._route_kernel,
         target.compiler,
         pointers={"logits": "fp32", "bias": "fp32", "weights": "fp32", "ids": "i32"},
-        floats=("scaling",),
+        floats=("scaling", "epsilon"),
         constants=constants if routing.biased else constants | {"bias": None},
         num_warps=1,
     )

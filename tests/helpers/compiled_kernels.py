@@ -102,6 +102,8 @@ def attention_kernels(target: Target, *, every_shape: bool) -> Iterator[tuple[st
     wide: dict[str, Any] = {"head_dim": 128, "group": 4, "width": 16, "splits": 8}
     small: dict[str, Any] = {"head_dim": 64, "group": 3, "width": 1, "splits": 1, "CAUSAL": False, "WINDOW": 128, "SOFTCAP": True}
     yield "attention, heads of 128", attention(target, "bf16", **wide)
+    if every_shape or target.is_cdna:
+        yield "attention, heads of 512", attention(target, "bf16", head_dim=512, group=8, width=8, splits=8)
     if target.eight_bits and (every_shape or target.is_cdna):
         yield "attention, 8-bit cache", attention(target, "bf16", cache=target.eight_bits, **wide)
     if every_shape or target.assembly == "ptx":
@@ -126,6 +128,8 @@ def prefill_kernels(target: Target, *, every_shape: bool) -> Iterator[tuple[str,
     yield "attention of prompts, heads of 128", prefill(target, head_dim=128, group=4, sinks=None, **earlier)
     absent: dict[str, Any] = {"earlier": None, "earlier_log_sums": None}
     yield "attention of prompts, heads of 256, window", prefill(target, head_dim=256, group=2, WINDOW=1024, sinks=None, **absent)
+    if every_shape or target.is_cdna:
+        yield "attention of prompts, heads of 512", prefill(target, head_dim=512, group=8, sinks=None, **absent)
     if every_shape or target.overlaps:
         yield "attention of prompts, heads of 64, sinks", prefill(target, head_dim=64, group=8, **absent)
     if target.eight_bits and every_shape:
@@ -210,10 +214,10 @@ def other_kernels(target: Target) -> Iterator[tuple[str, Any]]:
         constants: dict[str, Any] = (
             {"WIDTH": width, "PARTS": parts, "SCALED": around, "BLOCK": 1024 if width == 576 else 4096} | overlap | silent
         )
-        constants |= {} if around else {"after": None}
+        constants |= {} if around else {"after": None, "factor": None}
         kernel = compiled(
             triton_norm._rms_norm_kernel,
-            pointers=rows | {"x": kind} | ({"after": "fp32"} if around else {}),
+            pointers=rows | {"x": kind} | ({"after": "fp32", "factor": "bf16"} if around else {}),
             floats=("epsilon", "scale"),
             constants=constants,
             num_warps=warps,
@@ -226,12 +230,12 @@ def other_kernels(target: Target) -> Iterator[tuple[str, Any]]:
     for gated, splits, count in ((False, 2, 64), (True, 1, 16)):
         yield f"product of {count} rows" + (" with SwiGLU" if gated else ""), few_rows(target, gated, splits, count)
     heads = dict.fromkeys(("query", "key", "value", "rotated", "key_cache", "value_cache", "cos", "sin"), "bf16")
-    heads |= {"query_norm": "bf16", "key_norm": "bf16", "slot_mapping": "i64"}
+    heads |= {"query_norm": "bf16", "key_norm": "bf16", "value_norm": "fp32", "slot_mapping": "i64"}
     rope = partial(compiled, triton_rope._rope_store_kernel, floats=("epsilon", "limit"))
     shape = {"NUM_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": 64} | overlap | silent
     yield "RoPE and cache write", rope(pointers=heads, constants=shape)
     yield "RoPE alone", rope(pointers=heads, constants=shape | {"slot_mapping": None})
-    absent = dict.fromkeys(("query", "cos", "sin", "query_norm", "key_norm")) | {"NUM_HEADS": 0}
+    absent = dict.fromkeys(("query", "cos", "sin", "query_norm", "key_norm", "value_norm")) | {"NUM_HEADS": 0}
     if target.eight_bits:
         eight = dict.fromkeys(("key_cache", "value_cache"), target.eight_bits)
         yield "8-bit cache write", rope(pointers=heads | eight, constants=shape | absent)

@@ -32,11 +32,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2MoeConfig,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
-    Qwen3NextConfig,
     SmolLM3Config,
     YoutuConfig,
 )
@@ -46,6 +43,8 @@ from drafters.dflash.drafter import DFlashDrafter
 from drafters.dflash.model import DFlashModel
 from specdec.attention.selector import select_backend
 from specdec.core import Verifier
+from tests.helpers.tiny_hybrids import hybrid_configs
+from tests.helpers.tiny_shapes import shape_configs
 from verifiers.hf import verifier_for
 from verifiers.hf_attention import ATTENTION_NAME
 from verifiers.shape import backend_spec
@@ -69,25 +68,6 @@ _COMMON: dict[str, Any] = {
 }
 _WINDOWED = ["sliding_attention", "full_attention"] * 2
 _PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
-
-# Values of another width than keys, and two of their heads to a key, so that no state is right transposed or shared wrongly.
-_HYBRID: dict[str, Any] = {
-    **_COMMON,
-    "head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 8,
-    "linear_conv_kernel_dim": 4,
-    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
-}
-_HYBRID_EXPERTS: dict[str, Any] = {
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 20,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-}
 
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**_COMMON),
@@ -135,10 +115,9 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         num_experts_per_tok=2,
         mlp_only_layers=[2],
     ),
-    "qwen3_5": lambda: Qwen3_5TextConfig(**_HYBRID),
-    "qwen3_5_moe": lambda: Qwen3_5MoeTextConfig(**_HYBRID, **_HYBRID_EXPERTS),
-    "qwen3_next": lambda: Qwen3NextConfig(**_HYBRID, **_HYBRID_EXPERTS),
     "smollm3": lambda: SmolLM3Config(**_COMMON, no_rope_layers=[1, 0, 1, 0]),
+    **hybrid_configs(_COMMON),
+    **shape_configs(_COMMON, WINDOW),
 }
 """One factory per architecture and feature: grouped heads, windows, sinks, softcaps, experts, multipliers, tied heads, joined
 projections, norms after sublayers, layers and numbers that RoPE leaves alone."""
@@ -211,10 +190,20 @@ def plain_model(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("sinks") or "norm" in parameter_name:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
+            if parameter_name.endswith(("router.scale", "per_expert_scale", "gate.e_score_correction_bias")):
+                parameter.add_(torch.randn_like(parameter) * 0.3)
             if parameter_name.endswith("A_log"):  # by default a state forgets all within a token or two
                 parameter.uniform_(-2, 0)
-            if parameter_name.endswith("dt_bias"):
+            if parameter_name.endswith(("dt_bias", ".D")):
                 parameter.normal_()
+            if name in hybrid_configs(_COMMON) and parameter_name.endswith(".bias"):
+                parameter.normal_(std=0.1)
+        for buffer_name, buffer in model.named_buffers():
+            if name in hybrid_configs(_COMMON) and buffer_name.endswith(("e_score_correction_bias", "expert_bias")):
+                buffer.normal_(std=0.2)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
         if name in LATENT_CONFIGS:
             # transformers makes the padding token's row zero, for which all positions score the same in the first indexer.
             model.get_input_embeddings().weight[config.pad_token_id].normal_(std=config.initializer_range)

@@ -10,8 +10,10 @@ import torch
 from specdec.config import EngineConfig, SamplingParams
 from specdec.engine.engine import SpecEngine
 from specdec.errors import CheckpointError, InvalidInputError, UnsupportedModelError
+from specdec.kernels.packed import PackedWeight
 from tests.helpers.tiny_models import CONFIGS, LATENT_CONFIGS, random_prompts
-from verifiers.dummy import dummy_verifier, experts_met, random_model, read_config
+from verifiers.dummy import dummy_verifier, experts_met, quantized_weights, random_model, read_config
+from verifiers.quantize import WAYS
 from verifiers.shape import expert_counts
 
 CPU = torch.device("cpu")
@@ -52,17 +54,20 @@ def test_weights_have_a_sensible_scale_and_their_own_type(name: str) -> None:
     config = ALL[name]()
     model = random_model(config, CPU, torch.bfloat16)
     for key, tensor in model.state_dict().items():
-        if key.endswith("e_score_correction_bias"):
+        if key.endswith(("e_score_correction_bias", "expert_bias")) or (name == "olmo_hybrid" and key.endswith("A_log")):
+            assert tensor.dtype == (torch.bfloat16 if name == "laguna" else torch.float32), key
             continue
         assert tensor.dtype == torch.bfloat16, key
         assert tensor.isfinite().all(), key
-        if tensor.ndim > 1 and "bias" not in key:
+        if tensor.ndim > 1 and "bias" not in key and not (name == "nemotron_h" and key.endswith("out_proj.weight")):
             assert 0.7 < float(tensor.float().std()) / config.initializer_range < 2.5, key  # one family's embeddings have twice
     for key, tensor in model.named_buffers():
         if key.endswith(("inv_freq", "e_score_correction_bias")):
             assert tensor.dtype == torch.float32, key
         if key.endswith("inv_freq"):
-            assert 0 < float(tensor.min()) <= float(tensor.max()) <= 1, key
+            proportional = name.startswith("gemma4") and key.endswith(("full_attention_inv_freq", "original_inv_freq"))
+            assert 0 < float(tensor[tensor != 0].min()) <= float(tensor.max()) <= 1, key
+            assert proportional or (tensor != 0).all(), key
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     assert tied == config.tie_word_embeddings
 
@@ -85,6 +90,51 @@ def test_experts_met_are_counted_per_layer(name: str) -> None:
                 tensor.zero_()
     assert experts_met(level, 4) == top_k  # all rows take the same
     assert experts_met(random_model(CONFIGS["llama"](), CPU, torch.float32), 2) is None
+
+
+@pytest.mark.parametrize(("way", "bits", "error"), [("fp8", 8, 0.04), ("int4", 4, 0.2)])
+def test_quantized_numbers_are_near(way: str, bits: int, error: float) -> None:
+    """The largest of each group is kept, and the last group may be shorter."""
+    weight = torch.randn(6, 300, generator=torch.Generator().manual_seed(0)).bfloat16() * torch.tensor([[1.0]] * 5 + [[0.0]])
+    packed = WAYS[way](weight)
+    assert packed.codes.numel() * packed.codes.itemsize == 6 * 300 * bits // 8 and packed.scale.shape == (6, 3)
+    numbers = packed.dequantized(torch.float32)
+    assert (numbers - weight).norm() < error * weight.norm() and numbers[5].eq(0).all()
+    for ours, given in zip(numbers.split(128, dim=1), weight.float().split(128, dim=1), strict=True):
+        torch.testing.assert_close(ours.abs().amax(1), given.abs().amax(1), rtol=0.04, atol=0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "qwen3_moe", "qwen3_5", "qwen3_next", "deepseek_v32"])
+def test_quantized_layers_are_those_of_their_numbers(name: str, way: str) -> None:
+    """Catches an expert that lies the wrong way round, weights that stay behind, and a head that is packed."""
+    model, twin = (random_model(ALL[name](), CPU, torch.float32) for _ in range(2))
+    weights = quantized_weights(model, way).tensors
+    packed = {key: weight for key, weight in weights.items() if isinstance(weight, PackedWeight)}
+    assert packed and all(key.startswith("model.layers.") for key in packed)
+    plain = [key for key, weight in weights.items() if isinstance(weight, torch.Tensor) and weight.ndim == 2 and "norm" not in key]
+    assert {key.split(".")[-2] for key in plain if key.startswith("model.layers.")} <= {
+        *("gate", "router", "shared_expert_gate", "in_proj_a", "in_proj_b", "weights_proj"),
+        *("experts", "self_attn"),  # biases and sinks
+    }
+    for key, parameter in twin.named_parameters():
+        if key in packed:
+            numbers = packed[key].dequantized()
+            parameter.data = numbers.mT.contiguous() if name == "gpt_oss" and parameter.ndim == 3 else numbers
+    assert all(parameter.numel() == 0 for key, parameter in model.named_parameters() if key in packed)
+    prompts = random_prompts(2)
+    found = dummy_verifier(random_model(ALL[name](), CPU, torch.float32), name=name, block_size=4, quantize=way)
+    outputs = [decode(one, prompts, 8) for one in (found, dummy_verifier(twin, name=name, block_size=4), tiny(name))]
+    assert outputs[0] == outputs[1] != outputs[2]
+
+
+def test_what_cannot_be_quantized_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model(CONFIGS["llama"](), CPU, torch.float32)
+    with pytest.raises(InvalidInputError, match="random weights cannot be 'fp4'; choose fp8, int4, or bfloat16 for plain numbers"):
+        dummy_verifier(model, name="llama", quantize="fp4")
+    monkeypatch.setattr("verifiers.dummy.description_of", lambda model: None)
+    with pytest.raises(InvalidInputError, match="runs through transformers' modules, which take plain numbers; leave out weights"):
+        dummy_verifier(model, name="llama", quantize="fp8")
 
 
 def test_making_one_leaves_the_random_numbers_of_the_process_alone() -> None:

@@ -21,11 +21,12 @@ from verifiers.decoder import DecoderVerifier
 from verifiers.families import describe
 from verifiers.hf import HFVerifier, description_of, verifier_for
 from verifiers.hf_attention import ATTENTION_NAME
+from verifiers.hybrids import HYBRIDS
 from verifiers.shape import layer_windows
 
 BLOCK = 4
 DESCRIBED = [name for name in CONFIGS if describe(CONFIGS[name]())]
-HYBRID = [name for name in CONFIGS if "linear_attention" in (getattr(CONFIGS[name](), "layer_types", None) or ())]
+HYBRID = [name for name in CONFIGS if CONFIGS[name]().model_type in HYBRIDS]
 """Which our own layers alone can run."""
 
 
@@ -80,11 +81,14 @@ def check_logits(got: Tensor, model: nn.Module, sequence: list[int]) -> None:
     with torch.inference_mode():
         plain = model(tokens).logits[0]
     # A state is summed up in another order than in transformers, row by row and not in chunks, so more is left to chance.
-    factor = {"factor": 4} if "linear_attention" in (getattr(model.config, "layer_types", None) or ()) else {}
+    config: Any = model.config
+    factor = {"factor": 4} if config.model_type in HYBRIDS else {}
     assert_as_exact(got, plain, in_float64(model, tokens).logits[0], **factor)
 
 
-@pytest.mark.parametrize(("name", "fuse"), [*((name, False) for name in CONFIGS if name not in HYBRID), *((name, True) for name in DESCRIBED)])
+@pytest.mark.parametrize(
+    ("name", "fuse"), [*((name, False) for name in CONFIGS if name not in HYBRID), *((name, True) for name in DESCRIBED)]
+)
 def test_logits_equal_transformers(name: str, fuse: bool) -> None:
     """Packed prefill, a chunked extension, a multi-token verify and single tokens, past the window, on scattered blocks."""
     model = plain_model(name)
@@ -154,6 +158,18 @@ def test_angles_are_those_of_transformers(rope: dict[str, Any], dtype: torch.dty
         rotated = theirs.shape[-1] // 2
         assert ours[:, :rotated].equal(theirs[0, :, :rotated]) and (ours[:, rotated:] == still).all()
         assert ours.shape[-1] == head_dim // 2 and (rotated < head_dim // 2) == partial
+
+
+def test_proportional_angles_are_those_of_transformers() -> None:
+    """To the bit, of whole heads, most of whose pairs stay as they are."""
+    config: Any = CONFIGS["gemma4"]()
+    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
+    positions = torch.tensor([0, 1, 17, 90, 511])
+    expected = model.model.rotary_emb(torch.zeros(1, 5, 32), positions[None], "full_attention")
+    angles = Angles.of(positions, Rope.of(config.rope_parameters["full_attention"], 24, 512), torch.float32)
+    for ours, theirs in zip((angles.cos, angles.sin), expected, strict=True):
+        assert ours.equal(theirs[0, :, :12])
+    assert (angles.sin[1:, :3] != 0).all() and (angles.sin[:, 3:] == 0).all()
 
 
 def test_windows_come_from_the_config() -> None:

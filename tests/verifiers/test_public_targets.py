@@ -38,7 +38,6 @@ REFUSED = {
     "DeepSeek-V4-Flash": "compressed_sparse_attention",
     "Kimi-K3": "no model of type 'kimi_k3'",
     "LFM2.5-8B-A1B": "layers of type conv",
-    "Laguna-XS.2": "layers differ in num_attention_heads",
     "Mistral-Small-4-119B": "scales a query by its position",
     "Nemotron-3.5-Lightning-30B-A3B": "recurrent state",
     "Qwen3.5-122B-A10B": "its weights need 2 GPUs of 192 GB",

@@ -9,11 +9,15 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     DeepseekV3Config,
+    FalconH1Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GlmMoeDsaConfig,
+    GraniteMoeHybridConfig,
     LagunaConfig,
     LlamaConfig,
     MistralConfig,
+    NemotronHConfig,
     Phi3Config,
     PreTrainedConfig,
     Qwen3_5MoeTextConfig,
@@ -28,6 +32,7 @@ from specdec.errors import UnsupportedModelError
 from specdec.kv_cache import PagedKVCache
 from tests.helpers.bounds import assert_as_exact, in_float64
 from tests.helpers.tiny_models import paged_verifier
+from verifiers.hybrids import HYBRIDS
 from verifiers.shape import LATENT_MODELS
 from verifiers.support import check_supported, unsupported_reasons
 
@@ -88,16 +93,13 @@ REFUSED = {
     "bart": "encoder-decoder",
     "bert": "bidirectional",
     "bert-generation": "bidirectional",
-    "bamba": "recurrent state",
     "bloom": "BloomForCausalLM does not go through transformers' attention interface",
     "dbrx": "nested configs (attn_config, ffn_config)",
     "axk2": "latent attention (kv_lora_rank 128) that gates what it returns, which is not available yet",
     "diffllama": "attends twice",
     "doge": "mask depends on the values",
     "falcon": "attention interface",
-    "falcon_h1": "layers of type hybrid",
     "gemma3n_text": "15 of its layers use the keys and values of another layer",
-    "gemma4_text": "layers differ in head_dim",
     "gptj": "attention interface",
     "jamba": "recurrent state",
     "jetmoe": "several times",
@@ -141,10 +143,11 @@ VARIANTS_REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
     "bidirectional": (Gemma3TextConfig(use_bidirectional_attention=True), "bidirectional"),
     "not causal": (LlamaConfig(is_causal=False), "bidirectional"),
     "encoder used as decoder": (RobertaConfig(is_decoder=True), "bidirectional"),
-    "heads differ": (
-        LagunaConfig(num_hidden_layers=2, layer_types=["full_attention"] * 2, num_attention_heads_per_layer=[48, 64]),
-        "layers differ in num_attention_heads",
+    "epsilons differ": (
+        Gemma4TextConfig(per_layer_config={0: {"rms_norm_eps": 1e-3, "head_dim": 64}}),
+        "its layers differ in rms_norm_eps",
     ),
+    "bidirectional Gemma 4": (Gemma4TextConfig(use_bidirectional_attention="all"), "bidirectional"),
     "no window": (Qwen3Config(num_hidden_layers=1, layer_types=["sliding_attention"]), "without a sliding_window"),
     "chunks": (
         Qwen3Config(num_hidden_layers=2, layer_types=["full_attention", "chunked_attention"]),
@@ -153,10 +156,6 @@ VARIANTS_REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
     "no indexer to share": (
         GlmMoeDsaConfig(num_hidden_layers=2, indexer_types=["shared", "full"]),
         "its first layer has no indexer",
-    ),
-    "quantized latent attention": (
-        DeepseekV3Config(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}),
-        "its weights are quantized (fp8)",
     ),
     "indexed attention elsewhere": (
         Qwen3Config(num_hidden_layers=1, layer_types=GlmMoeDsaConfig(num_hidden_layers=1).layer_types),
@@ -172,18 +171,37 @@ VARIANTS_REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
 }
 
 VARIANTS_ACCEPTED: dict[str, PreTrainedConfig] = {
+    "head sizes differ": Gemma4TextConfig(),
+    "keys and values of other layers": Gemma4TextConfig(num_hidden_layers=12, num_kv_shared_layers=6),
+    "heads differ": LagunaConfig(num_hidden_layers=2, layer_types=["full_attention"] * 2, num_attention_heads_per_layer=[48, 64]),
     "yarn": LlamaConfig(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}),
     "linear rope": LlamaConfig(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}),
     "no window": MistralConfig(sliding_window=None),
     "swish is silu": Qwen3_5TextConfig(attn_output_gate=True, output_gate_type="swish"),
     "quantized": LlamaConfig(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}),
+    "quantized latent attention": DeepseekV3Config(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}),
     "native class beside auto_map": LlamaConfig(auto_map={"AutoModelForCausalLM": "modeling.Model"}),
 }
 
 
-@pytest.mark.parametrize("model_type", [*ACCEPTED, *sorted(LATENT_MODELS)])
+@pytest.mark.parametrize("model_type", [*ACCEPTED, *sorted(LATENT_MODELS), *sorted(HYBRIDS)])
 def test_accepted(model_type: str) -> None:
     assert unsupported_reasons(AutoConfig.for_model(model_type)) == []
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        NemotronHConfig(mlp_hidden_act="gelu"),
+        NemotronHConfig(mamba_hidden_act="gelu"),
+        GraniteMoeHybridConfig(hidden_act="gelu"),
+        FalconH1Config(hidden_act="gelu"),
+    ],
+    ids=["nemotron", "nemotron_mamba", "granite", "falcon"],
+)
+def test_hybrids_with_other_activations_are_refused(config: PreTrainedConfig) -> None:
+    """Feed-forward sublayers without gates, and convolutions, have one each."""
+    assert unsupported_reasons(config)[0].startswith("it keeps a recurrent state")
 
 
 @pytest.mark.parametrize(("model_type", "phrase"), REFUSED.items())
@@ -219,12 +237,6 @@ def test_a_state_in_a_family_without_one_is_refused() -> None:
     """A description says nothing of layers that its family does not have."""
     config = Qwen3Config(num_hidden_layers=2, layer_types=["full_attention", "linear_attention"])
     assert unsupported_reasons(config) == ["it has layers of type linear_attention"]
-
-
-def test_quantized_latent_attention_is_accepted_once_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, _ = VARIANTS_REFUSED["quantized latent attention"]
-    monkeypatch.setattr("verifiers.support.LATENT_READS_QUANTIZED", True)
-    assert unsupported_reasons(config) == []
 
 
 def test_the_error_names_the_model_its_type_and_every_reason() -> None:

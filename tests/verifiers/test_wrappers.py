@@ -16,7 +16,7 @@ from specdec import SpecDecoder
 from specdec.core import Verifier
 from specdec.errors import CheckpointError, InvalidInputError, UnsupportedModelError
 from tests.helpers.tiny_composites import CONFIGS, IMAGE, VIDEO, change_tensors, composite, save
-from tests.helpers.tiny_models import plain_greedy, plain_model, random_prompts, tiny_tokenizer
+from tests.helpers.tiny_models import paged_verifier, plain_greedy, plain_model, random_prompts, tiny_tokenizer
 from tests.verifiers.test_hf import BLOCK, PackedRun, check_logits
 from verifiers.families import FAMILIES
 from verifiers.hf import HFVerifier, verifier_for
@@ -156,8 +156,9 @@ def test_what_stands_in_the_outer_config_alone_is_taken_over() -> None:
 
 
 def test_a_text_model_is_its_own_text_part() -> None:
-    config = plain_model("llama").config
-    assert text_config(config) is config and media_token_ids(config) == {}
+    model = plain_model("llama")
+    assert text_config(model.config) is model.config and media_token_ids(model.config) == {}
+    assert [paged_verifier(model, fuse=fuse).media_token_ids for fuse in (True, False)] == [{}, {}]
 
 
 def test_the_generation_config_names_the_end_first(tmp_path: Path) -> None:
@@ -184,8 +185,11 @@ def test_tokens_of_pictures_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match=rf"holds token {VIDEO}, which stands for a video; .* runs as a text model"):
         decoder.generate([3, VIDEO, 7])
     character = tiny_tokenizer().decode([IMAGE])
-    with pytest.raises(InvalidInputError, match=rf"token {IMAGE}, which stands for an image"):
-        decoder.tokenize(f"a{character}b")
+    for ask in (decoder.generate, decoder.next_token_logits):
+        with pytest.raises(InvalidInputError, match=rf"token {IMAGE}, which stands for an image"):
+            ask(f"a{character}b")
+    with pytest.raises(InvalidInputError, match=rf"token {IMAGE}, which stands for an image; .* so give text alone"):
+        decoder.session.submit([3, IMAGE])
     refused, served = decoder.generate([[3, IMAGE], [3, 5]], max_tokens=1)
     assert refused.finish_reason == "error" and served.finish_reason != "error"
 

@@ -1,7 +1,6 @@
 """Which format a checkpoint has, told from its config before any weight is read."""
 
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
 from typing import Any
 
 from specdec.errors import CheckpointError
@@ -22,18 +21,6 @@ FORMATS: dict[str, Callable[[Mapping[str, Any]], Format]] = {
     "mxfp4": lambda quantization: Mxfp4(),
 }
 """What is read, by `quant_method`."""
-
-PACKAGES = {
-    "aqlm": "aqlm",
-    "bitsandbytes": "bitsandbytes",
-    "eetq": "eetq",
-    "hqq": "hqq",
-    "quanto": "optimum.quanto",
-    "quark": "quark",
-    "torchao": "torchao",
-    "vptq": "vptq",
-}
-"""Modules through which transformers reads other methods."""
 
 
 def method_of(quantization: Mapping[str, Any]) -> str:
@@ -58,15 +45,3 @@ def format_of(quantization: Mapping[str, Any]) -> Format:
             " take such a checkpoint of the model or an unquantized one"
         )
     return FORMATS[method](quantization)
-
-
-def missing_module(quantization: Mapping[str, Any]) -> str | None:
-    """The module that transformers would need for a method that is not read here and that is not installed, or None."""
-    module = PACKAGES.get(method_of(quantization))
-    if module is None:
-        return None
-    try:
-        found = find_spec(module)
-    except ModuleNotFoundError:  # the package around it
-        found = None
-    return module if found is None else None

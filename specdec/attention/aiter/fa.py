@@ -200,6 +200,8 @@ def _shape_reasons(spec: AttentionSpec, architecture: str | None, layout: Layout
         )
     if spec.num_heads % spec.num_kv_heads:
         reasons.append(f"{spec.num_heads} query heads do not share {spec.num_kv_heads} key heads evenly")
+    if spec.reads_others:
+        reasons.append("layers that read the cache of other layers")
     if spec.non_causal and spec.sinks:
         reasons.append("non-causal blocks with sinks (no kernel has both)")
     if spec.non_causal and spec.softcap is not None:

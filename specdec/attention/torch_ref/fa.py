@@ -148,6 +148,20 @@ class TorchRefBackend(AttentionBackend):
     ) -> Tensor:
         """See `AttentionBackend.run`."""
         self.write(cache, key, value, plan.slot_mapping)
+        return self.read(query, cache, plan, scale=scale, window=window, softcap=softcap, sinks=sinks)
+
+    def read(
+        self,
+        query: Tensor,
+        cache: LayerCache,
+        plan: TorchRefPlan,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See `AttentionBackend.read`."""
         attend = partial(self._attend, scale=scale, window=window, softcap=softcap, sinks=sinks)
         if len(plan.segments) == 1 and plan.segments[0].rows == slice(None):
             return attend(query, cache, plan.segments[0])

@@ -6,7 +6,7 @@ each other; both read the cache, so a chunk needs no second path. A library take
 Layout: plain. Cache: the model's type or 8-bit floats. Host: never waits for the device, and launches depend on nothing but the
 host's counts and bounds, so a captured graph serves any lengths below its bound. Float32 is computed as such, not in the matrix
 units' short form.
-Known gaps: query heads in groups above 128; head sizes above 256.
+Known gaps: query heads in groups above 128; head sizes above 512.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from specdec.kernels.triton_attention import Tile
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 MAX_GROUP = 128
 PREFILL_ROWS = 128
 """Rows of a request from which on they are a prompt's; no block of drafts has as many."""
@@ -101,9 +101,9 @@ class TritonFaBackend(AttentionBackend):
     ) -> Tensor:
         """See `AttentionBackend.run`."""
         self.write(cache, key, value, plan.slot_mapping)
-        return self.attend(query, cache, plan, scale=scale, window=window, softcap=softcap, sinks=sinks)
+        return self.read(query, cache, plan, scale=scale, window=window, softcap=softcap, sinks=sinks)
 
-    def attend(
+    def read(
         self,
         query: Tensor,
         cache: LayerCache,
@@ -114,7 +114,7 @@ class TritonFaBackend(AttentionBackend):
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """`run` for rows whose keys and values the cache holds already."""
+        """See `AttentionBackend.read`."""
         query = query if query.stride(-1) == 1 else query.contiguous()
         options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
         if self.rectangle is None or not isinstance(plan, PrefillPlan) or window is not None or softcap is not None:

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 LEAST_WIDTH = 2048
 """Heads times their size from which on a rectangle takes the device longer than the host."""
+MAX_HEAD_DIM = 256
 DTYPES = (torch.bfloat16, torch.float16)
 
 Rectangle = Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
@@ -42,6 +43,8 @@ Rectangle = Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor
 def library(spec: AttentionSpec) -> Rectangle | None:
     """The first library that serves `spec` and agrees with float64 on this machine; what does not is left out with a line."""
     if spec.kv_dtype != spec.dtype or spec.softcap is not None or None not in spec.windows:
+        return None
+    if spec.head_dim > MAX_HEAD_DIM:
         return None
     if spec.dtype not in DTYPES or spec.num_heads * spec.head_dim < LEAST_WIDTH or spec.head_dim % 8 or not _is_hopper(spec.device):
         return None

@@ -329,7 +329,7 @@ def test_runs_share_the_weights() -> None:
 
     def weights() -> list[object]:
         network = drafter.network
-        linears = [linear for layer in network._decoder.layers for linear in (*layer.attention.linears, layer.output)]
+        linears = [linear for layer in network._decoder.layers for linear in layer.linears]
         return [network._context_kv, network._features, *linears]
 
     before = weights()

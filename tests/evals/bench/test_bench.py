@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from evals.bench import bench
 from evals.bench import command as bench_command
 from evals.bench.bench import Bench, BenchConfig
 from evals.prompt_sets import PromptSet
@@ -221,6 +222,22 @@ def test_phases_are_timed_over_few_tokens(monkeypatch: Patch) -> None:
     monkeypatch.setattr("evals.bench.bench.SPLIT_TOKENS", 3)
     list(Bench(tiny_decoder(), BenchConfig(sets=(PROMPTS,), repeats=1, warmup=0, max_tokens=6)).run(PROVENANCE))
     assert passes == [(False, 6)] * 2 + [(True, 3)] * 2
+
+
+@pytest.mark.parametrize(("captures", "passes"), [([1, 2, 2], 3), ([0, 0, 0], 2), (list(range(1, 40)), 10)])
+def test_a_side_warms_up_until_nothing_is_captured(captures: list[int], passes: int, monkeypatch: Patch) -> None:
+    """Catches captures in timed passes, and a warm-up that never ends; two passes are asked for."""
+    done: list[str] = []
+
+    def listen(decoder: SpecDecoder, prompts: PromptSet, sampling: SamplingParams, **options: Any) -> Pass:
+        done.append("pass")
+        return run_set(decoder, prompts, sampling, **options)
+
+    monkeypatch.setattr("evals.bench.bench.run_set", listen)
+    monkeypatch.setattr(bench._Side, "num_captured", property(lambda side: [0, *captures][len(done)]))
+    monkeypatch.setattr(Bench, "_sides", lambda self, *where: [bench._Side("plain", self._base)])
+    list(Bench(tiny_decoder(), BenchConfig(sets=(PROMPTS,), repeats=1, warmup=2, max_tokens=6)).run(PROVENANCE))
+    assert len(done) == passes + 2  # one is timed, one is for the phases
 
 
 @pytest.mark.usefixtures("loads_tiny")

@@ -324,6 +324,28 @@ def test_from_a_config_to_a_report(tmp_path: Path, monkeypatch: Patch, capsys: C
     assert "no plots" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("weights", ["bfloat16", "fp8"])
+def test_the_way_to_quantize_arrives(weights: str, tmp_path: Path, monkeypatch: Patch) -> None:
+    """At the target, and in the report."""
+    monkeypatch.setitem(roofline.MEASURED_BYTES, "cpu", 2**22)
+    made: list[str | None] = []
+
+    def noted(*args: Any, **options: Any) -> Any:
+        made.append(options["quantize"])
+        return dummy_verifier(*args, **options)
+
+    monkeypatch.setattr("verifiers.dummy.dummy_verifier", noted)
+    CONFIGS["llama"]().to_json_file(tmp_path / "config.json")
+    file = tmp_path / "report.json"
+    options = ["--prompt-tokens", "9", "--verify-rows", "1", "--max-tokens", "2", "--repeats", "1", "--warmup", "0"]
+    measure = ["bench", "--dummy-weights", str(tmp_path), *options, "--device", "cpu", "--dtype", "float32"]
+    assert main([*measure, "--weights", weights, "--out", str(file)]) == 0
+    report = read_report(file, "specdec-dummy-bench")
+    way = None if weights == "bfloat16" else weights
+    assert (made, report["settings"]["quantize"], report["provenance"]["weights"]) == ([way], way, "float32")
+    assert ("random weights, quantized to fp8, " in format_report(report)) == (way == "fp8")
+
+
 @pytest.mark.parametrize(
     ("arguments", "fragments"),
     [
@@ -333,6 +355,8 @@ def test_from_a_config_to_a_report(tmp_path: Path, monkeypatch: Patch, capsys: C
         (["qwen3-8b", "--prompt-tokens", "0"], ["prompt_tokens is (0,)"]),
         (["qwen3-8b", "--max-num-seqs", "0"], ["concurrencies is (0,)"]),
         (["qwen3-8b", "--html", "page.html"], ["no plots"]),
+        (["qwen3-8b", "--weights", "fp4"], ["'fp4'", "choose fp8, int4"]),
+        (["qwen3-8b", "--weights", "fp8", "--peer", "vllm"], ["plain numbers, not fp8", "leave out --weights or --peer"]),
         (["qwen3-8b", "--peer", "vllm", "--device", "cpu"], ["runs on a GPU and the target is on cpu"]),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.attention.backend import AttentionMetadata, AttentionSpec
+from specdec.attention.backend import AttentionMetadata, AttentionSpec, HeadShape
 from specdec.attention.selector import refusals, select_backend
 from specdec.attention.torch_ref import fa as torch_ref
 from specdec.attention.torch_ref.fa import TorchRefBackend
@@ -98,6 +98,22 @@ def test_backends_are_chosen_and_refused_by_reason() -> None:
     assert len(refusals(bad)["torch_ref"]) == 2
     for name in ("torch_ref", "auto"):
         with pytest.raises(BackendError, match=r"int8.*6 query heads do not share 4 key heads"):
+            select_backend(name, bad)
+
+
+def test_a_backend_suits_layers_of_every_shape() -> None:
+    """One object for each, by the same choice; what one of them lacks is said once, whether a backend is named or not."""
+    full = HeadShape(8, 1, 32)
+    wanted = spec(windows=frozenset({4}), further=((full, frozenset({None})),))
+    first, second = select_backend("auto", wanted).each
+    assert type(first) is type(second) and second.spec == spec(windows=frozenset({None}), **full._asdict())
+    assert first.spec.each == (spec(windows=frozenset({4})), second.spec) and len(second.each) == 1
+    bad = spec(dtype=torch.int8, further=((HeadShape(5, 2, 32), frozenset({None})), (HeadShape(6, 4, 1024), frozenset({None}))))
+    reasons = refusals(bad)
+    assert len(reasons["torch_ref"]) == 3  # the type once
+    assert any("head size 1024" in reason for reason in reasons["triton_fa"])
+    for name in ("torch_ref", "auto"):
+        with pytest.raises(BackendError, match=r"int8.*5 query heads.*6 query heads do not share 4 key heads"):
             select_backend(name, bad)
 
 

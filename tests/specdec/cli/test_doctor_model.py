@@ -119,6 +119,22 @@ def test_windows_and_latents_are_named(capsys: pytest.CaptureFixture[str], tmp_p
     assert said["cache"].startswith("latents and index keys of ")
 
 
+def test_quantized_weights_are_counted_as_they_would_be_in_memory(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packed on a GPU in half precision, in plain numbers on a CPU, in float32, and through transformers' modules."""
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    target = folder(tmp_path / "target", QWEN3_8B, total_size=9 * GB, quantization_config=fp8)
+    assert doctor(capsys, target)["weights"] == "9.0 GB, stored as fp8"
+    assert doctor(capsys, target, "--dtype", "float32")["weights"] == "32.8 GB, stored as fp8 and plain here"
+    for packed, weights in ((False, 16.38 * GB), (True, 9 * GB)):
+        monkeypatch.setattr(needs, "keeps_packed", lambda device, dtype, packed=packed: packed)
+        found = needs.read_needs(target, device=torch.device("cpu"), dtype=torch.bfloat16, gpu_bytes=192 * GB)
+        assert found.weights == pytest.approx(weights, rel=0.001) and found.unpacked != packed
+    monkeypatch.setattr(needs, "describe", lambda config: None)
+    assert doctor(capsys, target)["weights"] == "16.4 GB, stored as fp8 and plain here"
+
+
 def test_too_large(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A tenth of a GPU is left for what is no weight: 172.8 of 192 GB."""
     fits = folder(tmp_path / "fits", QWEN3_8B, total_size=172 * GB)
@@ -131,7 +147,7 @@ def test_too_large(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"model_type": "bamba"}, "it keeps a recurrent state"),
+        ({"model_type": "jamba"}, "it keeps a recurrent state"),
         ({"model_type": "never_heard_of"}, "has no model of type 'never_heard_of'"),
         ({**QWEN3_8B, "quantization_config": {"quant_method": "bitsandbytes"}}, "'bitsandbytes' are not read"),
         ({**QWEN3_8B, "num_attention_heads": 30}, "torch_ref: 30 query heads do not share 8 key heads evenly"),

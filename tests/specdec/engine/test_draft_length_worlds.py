@@ -90,8 +90,9 @@ def test_what_has_to_be_captured_must_pay_for_it() -> None:
     def first_use(seconds: float) -> int:
         choice = DraftLength(MOST)
         known = {(16, 0), (16, 3)}
+        is_new = lambda k: (16, k) not in known  # noqa: E731
         for step in range(STEPS):
-            k = choice.choose(16, is_new=lambda k: (16, k) not in known, new_seconds=seconds)
+            k = choice.choose(16, news=lambda: is_new, new_seconds=seconds)
             if (16, k) not in known:
                 return step
             accepted = [0] * 3 + [1] * 3 + [2] * 2 + [3] * 8 if k else [0] * 16  # four in five at each position

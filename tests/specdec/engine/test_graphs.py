@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from drafters.ngram import NGramDrafter
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
-from specdec.core import DecodeBatch, Drafter, DraftOutput
+from specdec.core import Context, DecodeBatch, Drafter, DraftOutput
 from specdec.engine import buckets, graphs
 from specdec.engine.engine import SpecEngine
 from specdec.engine.graphs import StepGraphs
@@ -208,10 +208,10 @@ def test_what_is_new_is_what_would_be_captured(case: Case) -> None:
     decode = runner.decode
 
     def listening(requests: Sequence[Request], k: int, *args: Any) -> Any:
-        new, count = runner.is_new(requests, k), captured.num_captured
+        new, count = runner.news(requests)(k), captured.num_captured
         result = decode(requests, k, *args)
         told.append((new, captured.num_captured > count))
-        assert not runner.is_new(requests, k)
+        assert not runner.news(requests)(k)
         return result
 
     runner.decode = listening  # type: ignore[method-assign, assignment]
@@ -219,7 +219,7 @@ def test_what_is_new_is_what_would_be_captured(case: Case) -> None:
     assert [new for new, _ in told] == [grew for _, grew in told] and len(set(told)) == 2
     assert captured.capture_seconds is not None and captured.capture_seconds > 0
     runner.graphs = None
-    assert not runner.is_new(requests, 1)
+    assert not runner.news(requests)(1)
 
 
 def test_the_bound_of_a_shape_covers_what_drafting_writes(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,13 +231,13 @@ def test_the_bound_of_a_shape_covers_what_drafting_writes(case: Case, monkeypatc
     assert captured is not None
     prepare = captured.prepare
 
-    def checked(selection: Selection, k: int) -> Any:
-        graph = prepare(selection, k)
+    def checked(selection: Selection, k: int, context: Context) -> Any:
+        graph = prepare(selection, k, context)
         (shape,) = (shape for shape, known in captured.graphs.items() if known is graph)
         assert shape.max_seq_len >= selection.requests[0].kv_tokens_bound + 16
         return graph
 
-    captured.prepare = checked  # type: ignore[method-assign]
+    captured.prepare = checked  # type: ignore[method-assign, assignment]
     requests = run(engine, list(case.outputs)[:1])
     assert [r.output_token_ids for r in requests] == beginnings(case, requests)
 
@@ -282,8 +282,8 @@ def test_replays_read_only_what_keeps_its_place(case: Case) -> None:
     assert engine.runner.graphs is not None
     prepare = engine.runner.graphs.prepare
 
-    def poisoned(selection: Selection, k: int) -> Any:
-        graph = prepare(selection, k)
+    def poisoned(selection: Selection, k: int, context: Context) -> Any:
+        graph = prepare(selection, k, context)
         assert graph is not None
         others = sorted(set(range(6)) - {request.slot for request in selection.requests})
 
@@ -301,7 +301,7 @@ def test_replays_read_only_what_keeps_its_place(case: Case) -> None:
 
         return SimpleNamespace(replay=replay, table=graph.table)
 
-    engine.runner.graphs.prepare = poisoned  # type: ignore[method-assign]
+    engine.runner.graphs.prepare = poisoned  # type: ignore[method-assign, assignment]
     requests = run(engine, list(case.outputs))
     assert [r.output_token_ids for r in requests] == beginnings(case, requests)
     assert recorder(engine).num_replays == engine.timer.num_steps

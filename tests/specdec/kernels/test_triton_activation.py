@@ -1,9 +1,11 @@
-"""Gated activations within a kernel against plain torch; see `tests.helpers.triton_interpreter`."""
+"""Activations within a kernel and in one of their own against plain torch; see `tests.helpers.triton_interpreter`."""
 
 import pytest
 import torch
 
+from specdec.kernels.experts import PLAIN
 from specdec.layers.activation import ACTIVATIONS, gated
+from specdec.layers.activation import activate as plainly
 from tests.helpers.bounds import assert_as_exact
 from tests.helpers.triton_interpreter import require_triton
 
@@ -12,6 +14,7 @@ DEVICE = require_triton()
 import triton  # noqa: E402 (only where it can run)
 import triton.language as tl  # noqa: E402
 
+from specdec.kernels import triton_activation  # noqa: E402
 from specdec.kernels.triton_activation import activate  # noqa: E402
 
 
@@ -34,3 +37,13 @@ def test_activation(kind: str) -> None:
     assert output.isnan().equal(plain.isnan()) and output.isnan().sum() == 2
     numbers = ~plain.isnan()
     assert_as_exact(output[numbers], plain[numbers], gated(gate[numbers].double(), up[numbers].double(), kind))
+
+
+@pytest.mark.parametrize("kind", [*PLAIN, "gelu"])
+def test_activation_of_a_product(kind: str) -> None:
+    """With a gate half as wide as the product, without one as wide; rows may be apart."""
+    torch.manual_seed(0)
+    product = torch.randn(3, 2100).to(DEVICE)[:, 30:2090]
+    got = triton_activation.gated(product, kind)
+    assert got.is_contiguous()
+    assert_as_exact(got, plainly(product, kind), plainly(product.double(), kind))

@@ -25,9 +25,10 @@ from specdec.deviation import Deviation
 from specdec.engine import build, graph_check, graphs
 from specdec.engine.engine import SpecEngine
 from specdec.errors import BackendError
-from specdec.layers import argmax, experts, fused, recurrence_check
+from specdec.layers import argmax, experts, fused, packed, packed_check, recurrence_check
 from specdec.sampling import sampler
 from tests.helpers.aiter_emulation import Machine, install
+from tests.helpers.packed_weights import packed as packed_weight
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash
 from tests.helpers.triton_interpreter import require_triton
 
@@ -44,6 +45,7 @@ from specdec.kernels import (  # noqa: E402
     triton_gated_norm,
     triton_linear,
     triton_norm,
+    triton_packed,
     triton_recurrence,
     triton_rope,
     triton_router,
@@ -290,6 +292,23 @@ def test_few_rows_that_fail_are_left_out(amd: Amd, caplog: pytest.LogCaptureFixt
     assert [record.getMessage().split()[0] for record in caplog.records] == ["few_rows-float16"]
 
 
+def test_packed_products_that_fail_are_left_out(amd: Amd, caplog: pytest.LogCaptureFixture) -> None:
+    """In half precision: such a layer makes numbers of its weight then, and checkpoints are read as plain numbers."""
+    amd(aiter=None)
+    weight, x = packed_weight("e4m3", (40, 64), 32), torch.randn(3, 64).half()
+    right = packed.PackedLinear(weight)
+    product = right(x)
+    assert right._has_kernels and packed_check.multiplies_packed(DEVICE, torch.float16) and not caplog.records
+    assert not packed_check.multiplies_packed(DEVICE, torch.float32)
+    amd.patch.setattr(triton_packed, "product", wrong(triton_packed.product))
+    self_check.verdict_of("packed", DEVICE, partial(packed_check.check_packed, DEVICE, torch.float16), torch.float16, again=True)
+    self_check._known.clear()
+    left = packed.PackedLinear(weight)
+    torch.testing.assert_close(left(x), product, rtol=1e-2, atol=1e-2)
+    assert not left._has_kernels and left.few_rows(x) is None and left.prefetchable is None
+    assert [record.getMessage().split()[0] for record in caplog.records] == ["packed-float16"]
+
+
 def test_aiter_that_fails_makes_room_for_triton(amd: Amd, caplog: pytest.LogCaptureFixture, expected: list[list[int]]) -> None:
     """Its kernels are there, and one of them is wrong."""
     amd()
@@ -387,6 +406,15 @@ def test_checks_notice_what_is_wrong(amd: Amd) -> None:
         "sampler": (partial(sampler.check_sampler, DEVICE), [(triton_sampler, "sample"), (triton_sampler, "least_kept")]),
         "embedding": (partial(fused.check_embedding, DEVICE), [(triton_embedding, "embed")]),
         "few_rows": (partial(fused.check_few_rows, DEVICE, torch.float16), [(triton_linear, "few_rows")]),
+        "packed": (
+            partial(packed_check.check_packed, DEVICE, torch.float16),
+            [
+                (triton_packed, "product"),
+                (triton_packed, "few_rows"),
+                (triton_packed, "dequantized"),
+                (triton_experts, "experts"),
+            ],
+        ),
         "experts": (
             partial(experts.check_experts, DEVICE, torch.float16),
             [(triton_experts, "experts"), (triton_router, "route")],

@@ -48,7 +48,8 @@ def test_every_kernel(name: str) -> None:
 def test_hints() -> None:
     """Surplus programs send them before anything waits, one piece per thread; without a weight nothing is left of them."""
     rows = {"x": "bf16", "residual": "bf16", "weight": "bf16", "normed": "bf16", "added": "bf16", "ahead": "bf16"}
-    constants: dict[str, Any] = {"WIDTH": 4096, "PARTS": 1, "SCALED": False, "BLOCK": 4096, "OVERLAP": True, "after": None}
+    constants: dict[str, Any] = {"WIDTH": 4096, "PARTS": 1, "SCALED": False, "BLOCK": 4096, "OVERLAP": True}
+    constants |= {"after": None, "factor": None}
     for hints in ({"AHEAD": 3 * 2**20 + 16}, {"AHEAD": None, "ahead": None}):
         norm = compile_for(
             triton_norm._rms_norm_kernel,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.kernels.experts import Experts
+from specdec.kernels.experts import PLAIN, Experts
 from specdec.layers.experts import apply_experts
 from tests.helpers.bounds import assert_as_exact
 from tests.helpers.guards import no_host_sync
@@ -38,6 +38,7 @@ CASES = {
     "nothing divides": Case(9, 2, 72, 40, "gelu_tanh", torch.float16, True),
     "float32": Case(7, 3, 64, 48, "silu", torch.float32),
     "float32, nothing divides": Case(12, 1, 40, 24, "gelu", torch.float32, True),
+    "without gates": Case(6, 2, 72, 40, "relu2", torch.float16, True),
 }
 
 
@@ -49,8 +50,9 @@ def layer_of(case: Case, dtype: torch.dtype | None = None) -> Experts:
         return (torch.randn(*shape) / shape[-1] ** 0.5).to(DEVICE, dtype or case.dtype)
 
     experts, hidden, width = case.num_experts, case.hidden, case.width
-    biases = (random(experts, 2 * width), random(experts, hidden)) if case.biased else (None, None)
-    return Experts(random(experts, 2 * width, hidden), random(experts, hidden, width), case.activation, *biases)
+    first = width if case.activation in PLAIN else 2 * width
+    biases = (random(experts, first), random(experts, hidden)) if case.biased else (None, None)
+    return Experts(random(experts, first, hidden), random(experts, hidden, width), case.activation, *biases)
 
 
 def rows_of(case: Case, count: int, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:

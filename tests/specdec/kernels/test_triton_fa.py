@@ -168,7 +168,7 @@ def test_an_only_key_head_with_any_stride() -> None:
     compare(TritonFaBackend(wanted), rows, cache, metadata)
 
 
-@pytest.mark.parametrize("head_dim", [8, 80, 128, 256])
+@pytest.mark.parametrize("head_dim", [8, 80, 128, 256, 512])
 def test_head_sizes(head_dim: int) -> None:
     """Sizes that matrix instructions do not take are padded."""
     check([(37, 4), (9, 4)], spec(head_dim=head_dim))
@@ -273,10 +273,11 @@ def test_tiles_and_splits_fill_the_device_and_need_no_device_value() -> None:
 def test_refusals() -> None:
     """Every reason at once, and none for odd sizes that are padded."""
     assert TritonFaBackend.unsupported_reasons(spec(head_dim=80, num_heads=9, num_kv_heads=3, non_causal=True, sinks=True)) == []
-    bad = TritonFaBackend.unsupported_reasons(spec(dtype=torch.float64, head_dim=512, num_heads=5))
+    assert TritonFaBackend.unsupported_reasons(spec(head_dim=512)) == []
+    bad = TritonFaBackend.unsupported_reasons(spec(dtype=torch.float64, head_dim=514, num_heads=5))
     assert [reason.split(" (")[0] for reason in bad] == [
         "dtype torch.float64",
-        "head size 512",
+        "head size 514",
         "5 query heads do not share 2 key heads evenly",
     ]
     assert "256 query heads per key head" in TritonFaBackend.unsupported_reasons(spec(num_heads=256, num_kv_heads=1))[0]

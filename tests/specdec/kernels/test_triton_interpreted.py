@@ -21,6 +21,8 @@ triton = pytest.importorskip("triton")
         ["aiter_layers"],
         ["router", "experts"],
         ["packed", "packed_experts"],
+        ["recurrence"],
+        ["recurrence_chunks", "gated_norm"],
     ],
 )
 def test_kernels_in_the_interpreter(names: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,15 +12,17 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from specdec.attention.backend import AttentionSpec
+from specdec.attention.backend import AttentionMetadata, AttentionSpec
 from specdec.attention.selector import select_backend
+from specdec.attention.torch_ref.fa import TorchRefBackend
+from specdec.attention.triton.fa import TritonFaBackend
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import DecodeBatch, DraftOutput, Verifier
 from specdec.engine.engine import SpecEngine
-from specdec.kv_cache import KVLayerSpec
+from specdec.kv_cache import KVLayerSpec, LayerCache
 from specdec.layers.linear import DenseLinear
 from specdec.layers.norm import Norm
-from specdec.layers.ops import Join, TorchOps
+from specdec.layers.ops import Heads, Join, TorchOps
 from specdec.layers.rotary import Angles, rotate
 from tests.helpers.bounds import assert_as_exact
 from tests.helpers.guards import no_host_sync
@@ -83,15 +86,17 @@ def test_norm_rounds_as_transformers() -> None:
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize(("normed", "scale"), [(True, 1.0), (False, 0.7)])
 def test_what_joins_the_residual_stream(late: bool, parts: int, normed: bool, scale: float) -> None:
-    """A norm of the sublayer's output, a factor, no norm of the sum, weights that round late: as plain torch has it."""
+    """A norm of the sublayer's output, factors of it and of the sum, no norm of the sum, weights that round late: as plain torch
+    has it."""
     torch.manual_seed(0)
     x = random(parts, 7, 96) if parts > 1 else random(7, 96, dtype=torch.float16)
     residual, gains = random(7, 96, dtype=torch.float16), random(2, 96, dtype=torch.float32 if late else torch.float16)
     norm, after = (Norm(gain, 1e-3) for gain in gains)
-    join = Join(norm if normed else None, after, scale)
+    factor = torch.tensor([0.8], dtype=torch.float16, device=DEVICE) if late else None
+    join = Join(norm if normed else None, after, scale, factor)
     ours, plain = TritonOps(DEVICE, torch.float16).add(x, residual, join), TorchOps().add(x, residual, join)
     wide_norm, wide_after = (Norm(gain.double(), 1e-3) for gain in gains)
-    wide = Join(wide_norm if normed else None, wide_after, scale)
+    wide = Join(wide_norm if normed else None, wide_after, scale, None if factor is None else factor.double())
     exact = TorchOps().add(x.double(), residual.double(), wide)
     for got, expected, true in zip(ours, plain, exact, strict=True):
         assert_as_exact(got, expected, true)
@@ -227,6 +232,31 @@ def test_rope_with_cache_write(head_dim: int, normed: bool, with_query: bool) ->
     assert not keys[others].any() and not values[others].any()
 
 
+@pytest.mark.parametrize(("stored", "width"), [(2, 16), (1, 16), (1, 20), (0, 20)])
+def test_attention_on_values_of_other_kinds(stored: int, width: int) -> None:
+    """Values that are normed, that are the keys, and that another layer has written: as plain torch has it."""
+    torch.manual_seed(0)
+    spec = AttentionSpec(DEVICE, torch.float32, 4, 2, width, block_size=4, reads_others=True)
+    qkv, gains, angles = random(3, 4 + 2 * stored, width), random(3, width), random(3, width // 2)
+    norms = [Norm(gain, 1e-5) for gain in gains]
+    heads = Heads(0.3, query_norm=norms[0], key_norm=norms[1] if stored else None, value_norm=norms[2] if stored else None)
+    table, slots = torch.tensor([[2, 1]], dtype=torch.int32, device=DEVICE), torch.tensor([11, 4, 5], device=DEVICE)
+    metadata = AttentionMetadata.packed([3], [6], table, slots)
+
+    def attend(ops: Any, backend: Any, dtype: torch.dtype) -> Tensor:
+        torch.manual_seed(1)
+        cache = LayerCache(*(torch.randn(3, 4, 2, width).to(DEVICE, dtype) for _ in "kv"))
+        own: dict[str, Any] = {
+            name: Norm(one.weight.to(dtype), 1e-5) for name, one in heads._asdict().items() if isinstance(one, Norm)
+        }
+        turned = Angles(angles.to(dtype).cos(), angles.to(dtype).sin())
+        out: Tensor = ops.attend(backend, qkv.to(dtype), heads._replace(**own), turned, cache, backend.plan(metadata), None)
+        return torch.cat([out.flatten(), *(tensor.flatten() for tensor in cache)])
+
+    plain, exact = (attend(TorchOps(), TorchRefBackend(replace(spec, dtype=kind)), kind) for kind in (torch.float32, torch.float64))
+    assert_as_exact(attend(TritonOps(DEVICE, torch.float32), TritonFaBackend(spec), torch.float32), plain, exact)
+
+
 @pytest.mark.parametrize("backend", ["triton_fa", "torch_ref"])
 def test_rope_before_a_write(backend: str) -> None:
     """With the write in it where the cache is ours; another backend writes its cache itself, from rotated rows."""
@@ -293,6 +323,8 @@ def generate(
         "mistral",
         "gemma2",
         "gemma3",
+        "gemma4_shared",
+        "gemma4_moe",
         "granite",
         "olmo3",
         "smollm3",
@@ -300,6 +332,7 @@ def generate(
         "gpt_oss",
         "glm4_moe",
         "qwen3_5",
+        "nemotron_h",
         "qwen3_next",
     ],
 )
@@ -345,7 +378,7 @@ def test_joined_draft_projections_share_memory() -> None:
     """The drafter's weights are stored once."""
     verifier = verifier_on("triton_fa", plain_model("llama"))
     drafter = random_dflash(verifier)
-    joined: Any = drafter.network._decoder.layers[0].attention.linears[0]
+    joined: Any = drafter.network._decoder.layers[0].linears[0]
     attention: Any = drafter.model.layers[0].self_attn
     assert attention.q_proj.weight.data_ptr() == joined.weight.data_ptr()
     assert torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]).equal(joined.weight)

@@ -77,7 +77,7 @@ def test_groups(heads: int, kv_heads: int) -> None:
     check(REQUESTS, spec(num_heads=heads, num_kv_heads=kv_heads, head_dim=16))
 
 
-@pytest.mark.parametrize(("head_dim", "block_size"), [(80, 16), (256, 32), (20, 12), (16, 1)])
+@pytest.mark.parametrize(("head_dim", "block_size"), [(80, 16), (256, 32), (512, 16), (20, 12), (16, 1)])
 def test_head_and_block_sizes(head_dim: int, block_size: int) -> None:
     """Sizes that are padded, and blocks of the cache that do not divide those of keys."""
     check([(75, 33), (21, 21)], spec(head_dim=head_dim, block_size=block_size))

@@ -25,6 +25,7 @@ KINDS = {
     "unbiased sigmoid": Routing(17, 1, scores="sigmoid", renormalized=False),
     "sigmoid in groups": Routing(256, 8, scores="sigmoid", biased=True, num_groups=8, topk_groups=4, scaling=2.5),
     "sigmoid in three groups": Routing(30, 5, scores="sigmoid", biased=True, num_groups=3, topk_groups=2),
+    "sigmoid with a large epsilon": Routing(32, 4, scores="sigmoid", epsilon=0.5),
     "all groups": Routing(32, 3, num_groups=4, topk_groups=4),
     "all experts": Routing(6, 6, renormalized=False),
 }

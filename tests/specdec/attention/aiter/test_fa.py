@@ -264,6 +264,7 @@ def test_e6_scratch_keeps_its_address(rocm: Install) -> None:
         ("0.1.20", "gfx942", "shuffle", {"head_dim": 40}, ["head size 40 (the kernels take multiples of 16"]),
         ("0.1.20", "gfx942", "shuffle", {"head_dim": 32}, []),
         ("0.1.20", "gfx942", "plain", {"head_dim": 80}, []),
+        ("0.1.20", "gfx942", "plain", {"reads_others": True}, ["layers that read the cache of other layers"]),
         ("0.1.15", "gfx942", "plain", {"dtype": torch.float16}, ["a float16 cache needs amd-aiter 0.1.17; bfloat16 does not"]),
         ("0.1.16", "gfx950", "shuffle", {"dtype": torch.float16}, ["a float16 cache needs amd-aiter 0.1.17"]),
         ("0.1.16", "gfx950", "plain", {"dtype": torch.float16, "cache_dtype": torch.float8_e4m3fn}, []),

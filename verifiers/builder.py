@@ -1,0 +1,176 @@
+"""Building decoder layers from the tensors of their families."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.attention.backend import AttentionBackend, AttentionSpec
+from specdec.attention.mla import MlaBackend, MlaSpec
+from specdec.layers.attention import Attention, HeadAttention
+from specdec.layers.decoder import DecoderLayer
+from specdec.layers.layer_inputs import InputGate, LayerInputs
+from specdec.layers.linear import Linear
+from specdec.layers.mlp import FeedForward
+from specdec.layers.norm import Norm
+from specdec.layers.ops import Heads
+from specdec.layers.rotary import Rope
+from verifiers.description import Description, norm_epsilon
+from verifiers.latent import latent_attention
+from verifiers.mixture import gated_mlp, mixture, mlp_beside_experts
+from verifiers.recurrent import is_recurrent, mixer
+from verifiers.shape import cache_layers, layer_kinds, layer_windows, max_model_len
+from verifiers.weights import Reorder, Weights
+
+
+class LayerBuilder:
+    """Builds decoder layers from tensors.
+
+    Args:
+        config: the model's.
+        description: of its family.
+        backend: attention over the cache.
+    """
+
+    def __init__(self, config: Any, description: Description, backend: AttentionBackend | MlaBackend) -> None:
+        self._config, self._description, self._device, self._dtype = config, description, backend.spec.device, backend.spec.dtype
+        self._specs = [backend.each[kind].spec for kind in layer_kinds(config, backend)]
+        self._windows, self._reads = layer_windows(config), cache_layers(config)
+        self._ropes: dict[str, Rope] = {}  # one object for equal parameters
+
+    def layer(self, index: int, weights: Weights) -> DecoderLayer:
+        """Decoder layer `index` from the tensors in `weights`."""
+        names = self._description.norms
+        if is_recurrent(self._config, index):
+            names = self._description.norms_of_recurrent or names
+        weights.scale(self._description.factors)
+        attention, output = mixer(weights, self._config, index, lambda: self._attention(index, weights.under("self_attn.")))
+        mlp = None if attention is not None and self._description.one_sublayer else self._feed_forward(weights)
+        return DecoderLayer(
+            input_norm=None if attention is None else self.norm(weights, names.input),
+            attention=attention,
+            output=output,
+            mlp_norm=None if mlp is None else self.norm(weights, names.mlp),
+            mlp=mlp,
+            attention_norm=self.norm(weights, names.attention),
+            # Which some families have in layers with experts alone.
+            output_norm=self.norm(weights, names.output) if weights.has(f"{names.output}.weight") else None,
+            input_gate=self._input_gate(weights) if self._description.layer_inputs else None,
+            factor=weights.tensor("layer_scalar") if self._description.scales_layers else None,
+        )
+
+    def inputs(self, weights: Weights) -> LayerInputs:
+        """What makes the inputs that every layer is given, from the tensors in `weights`."""
+        norm = self.norm(weights, "per_layer_projection_norm")
+        assert norm is not None
+        return LayerInputs(
+            table=weights.tensor("embed_tokens_per_layer.weight"),
+            scale=torch.tensor(self._description.layer_inputs**0.5, dtype=self._dtype).item(),
+            projection=weights.linear("per_layer_model_projection"),
+            projection_scale=self._config.hidden_size**-0.5,
+            norm=norm,
+        )
+
+    def _input_gate(self, weights: Weights) -> InputGate:
+        norm = self.norm(weights, "post_per_layer_input_norm")
+        assert norm is not None
+        gate, projection = weights.linear("per_layer_input_gate"), weights.linear("per_layer_projection")
+        return InputGate(gate, projection, norm, self._description.activation)
+
+    def norm(self, weights: Weights, name: str | None, reorder: Reorder | None = None) -> Norm | None:
+        """The norm of that name; None without one."""
+        if name is None:
+            return None
+        weight, kind = weights.tensor(f"{name}.weight"), self._description.norm_kind
+        if kind != "early":
+            weight = weight.to(torch.promote_types(weight.dtype, torch.float32)) + (kind == "zero_centered")
+        return Norm(weight if reorder is None else reorder(weight), norm_epsilon(self._config))
+
+    def _attention(self, index: int, weights: Weights) -> Attention:
+        spec, description = self._specs[index], self._description
+        parameters = description.ropes[index]
+        if isinstance(spec, MlaSpec):
+            assert parameters is not None, "a part of every head is rotated"
+            rope = self._rope(parameters, spec.qk_rope_head_dim)
+            return latent_attention(weights, self._config, spec, rope, interleaved=description.interleaved)
+        return self._head_attention(index, weights, spec)
+
+    def _head_attention(self, index: int, weights: Weights, spec: AttentionSpec) -> HeadAttention:
+        description, parameters = self._description, self._description.ropes[index]
+        rope = None if parameters is None else self._rope(parameters, spec.head_dim)
+        rotated = spec.head_dim if rope is None or rope.rotated is None else rope.rotated
+        order = rotation_order(spec.head_dim, rotated, interleaved=description.interleaved and rope is not None)
+        reorder = None if order is None else lambda rows: rows.unflatten(0, (-1, spec.head_dim))[:, order].flatten(0, 1)
+        kind, own = description.norms_of_queries, self._reads[index] == index
+        names = ("q_norm" if kind else None, "k_norm" if kind and own else None)
+        query_norm, key_norm = (self.norm(weights, name, reorder) for name in names)
+        wide = (query_norm, key_norm) if kind == "all heads" and query_norm and key_norm else None
+        heads = Heads(
+            scale=spec.head_dim**-0.5 if description.scale is None else description.scale,
+            window=self._windows[index],
+            softcap=spec.softcap,
+            sinks=weights.tensor("sinks") if spec.sinks else None,
+            query_norm=None if wide else query_norm,
+            key_norm=None if wide else key_norm,
+            value_norm=self._unweighted(spec.head_dim) if description.norms_values and own else None,
+        )
+        if description.gated_attention:  # each head has its query, then its gate
+            query, gate = torch.arange(2 * spec.num_heads * spec.head_dim).view(-1, 2, spec.head_dim).unbind(1)
+            weights.split("q_proj", {"q_proj": query.reshape(-1), "gate_proj": gate.reshape(-1)})
+        if not own:
+            qkv = weights.linear("q_proj", reorder=(reorder,))
+        elif index in description.keys_as_values:
+            assert reorder is None, "values stay in their order"
+            qkv = weights.linear("q_proj", "k_proj")
+        else:
+            gates = ("gate_proj",) if description.gated_attention else ("g_proj",) if description.softplus_gates else ()
+            qkv = _qkv(weights, spec, reorder, gates)
+        function: Any = "sigmoid" if description.gated_attention else "softplus" if description.softplus_gates else None
+        return HeadAttention(qkv, heads, rope, wide, function)
+
+    def _unweighted(self, width: int) -> Norm:
+        ones = torch.ones(width, dtype=torch.promote_types(self._dtype, torch.float32), device=self._device)
+        return Norm(ones, norm_epsilon(self._config))
+
+    def _rope(self, parameters: Any, head_dim: int) -> Rope:
+        key = repr((head_dim, *sorted(parameters.items())))
+        if key not in self._ropes:
+            self._ropes[key] = Rope.of(parameters, head_dim, max_model_len(self._config)).to(self._device)
+        return self._ropes[key]
+
+    def _feed_forward(self, weights: Weights) -> FeedForward:
+        if self._description.experts_beside_mlp:
+            return mlp_beside_experts(weights, self._description, partial(self.norm, weights))
+        weights = weights.under("mlp.")
+        if weights.has("experts.down_proj"):
+            return mixture(weights, self._description)
+        return gated_mlp(weights, self._description.activation)
+
+
+def _qkv(weights: Weights, spec: AttentionSpec, reorder: Reorder | None, gates: tuple[str, ...]) -> Linear:
+    """The projections to heads, and to gates; `reorder` is for the rows of queries and keys."""
+    if not weights.has("qkv_proj.weight"):
+        return weights.linear("q_proj", "k_proj", "v_proj", *gates, reorder=(reorder, reorder, None, *[None] * len(gates)))
+    if reorder is None:
+        return weights.linear("qkv_proj")
+    rotated = (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+    return weights.linear("qkv_proj", reorder=(lambda rows: torch.cat([reorder(rows[:rotated]), rows[rotated:]]),))
+
+
+def rotation_order(head_dim: int, rotated: int, *, interleaved: bool) -> Tensor | None:
+    """Order of a head's numbers in which RoPE turns number `i` against number `i + head_dim / 2`, whatever the model pairs.
+
+    Queries and keys are put into it alike, so their products stay what they are. The numbers that are not rotated come last in
+    both halves. None where the order is that already.
+
+    >>> rotation_order(8, 4, interleaved=False), rotation_order(8, 4, interleaved=True), rotation_order(8, 8, interleaved=False)
+    (tensor([0, 1, 4, 5, 2, 3, 6, 7]), tensor([0, 2, 4, 5, 1, 3, 6, 7]), None)
+    """
+    if rotated == head_dim and not interleaved:
+        return None
+    numbers = torch.arange(head_dim)
+    pairs = numbers[:rotated].view(-1, 2) if interleaved else numbers[:rotated].view(2, -1).t()
+    first, second = pairs.unbind(-1)
+    rest = numbers[rotated:].view(2, -1)
+    return torch.cat([first, rest[0], second, rest[1]])

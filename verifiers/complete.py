@@ -1,0 +1,57 @@
+"""Whether the tensors of a checkpoint are those that its config asks for."""
+
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from specdec.errors import CheckpointError
+from verifiers.checkpoint import EMBEDDING, HEAD
+from verifiers.formats.format import Stored
+from verifiers.wrappers import bare_class, text_class
+
+logger = logging.getLogger(__name__)
+
+
+def shapes_of(config: Any) -> dict[str, torch.Size]:
+    """Shapes of all tensors of a text model by transformers' names, made without memory from its config; a tied head is none."""
+    own = text_class(config)
+    found: Any = own or bare_class(config)
+    with torch.device("meta"):
+        model: nn.Module = found(config)
+    shapes = {name if own else f"model.{name}": tensor.shape for name, tensor in model.state_dict().items()}
+    if getattr(config, "tie_word_embeddings", False):
+        shapes.pop(HEAD, None)
+    elif own is None:
+        shapes[HEAD] = shapes[EMBEDDING]
+    return shapes
+
+
+def complete(weights: Mapping[str, Stored], config: Any) -> dict[str, Stored]:
+    """The weights that the model has a use for, of which none is missing.
+
+    Args:
+        weights: as `verifiers.checkpoint.read_weights` returns them.
+        config: of the text model.
+
+    Raises:
+        CheckpointError: one is missing, or has another shape.
+    """
+    shapes = shapes_of(config)
+    ignored = getattr(text_class(config), "_keys_to_ignore_on_load_missing", None) or ()
+    missing = [name for name in sorted(shapes.keys() - weights.keys()) if not any(re.search(one, name) for one in ignored)]
+    if missing:
+        raise CheckpointError(f"it lacks {len(missing)} tensors, the first being {missing[0]!r}; fetch the whole checkpoint again")
+    for name, shape in shapes.items():
+        # Packed experts are never transposed.
+        if name in weights and sorted(weights[name].shape) != sorted(shape):
+            raise CheckpointError(
+                f"{name!r} is {list(weights[name].shape)} and the config asks for {list(shape)}; fetch the whole checkpoint again"
+            )
+    left = sorted(weights.keys() - shapes.keys() - {HEAD})
+    if left:
+        logger.warning("%d tensors of the files are left out, the first being %s: the model has none such", len(left), left[0])
+    return {name: weight for name, weight in weights.items() if name in shapes or name == HEAD}
