@@ -47,8 +47,8 @@ TILES: dict[int, tuple[tuple[int, Tile], ...]] = {
     8: ((0, Tile(16, 4, 128)),),
     4: ((16384, Tile(32, 4, 128)), (0, Tile(16, 4, 128, wide=32))),
 }
-"""By bits of a code and least columns of the weight, gate and up counted both, the first that a weight has: what was fastest on an H200
-with 1, 8 and 16 rows of an 8 B model. Lanes, depth and splits are the order of a sum, and so are those of all numbers of rows;
+"""By bits of a code and least columns of the weight, gate and up counted both, the first that a weight has: what was fastest on an
+H200 with 1, 8 and 16 rows of an 8 B model. Lanes, depth and splits are the order of a sum, and so are those of all numbers of rows;
 columns are not."""
 
 MANY_ROWS = Tile(64, 1, 128, stages=3)
