@@ -16,6 +16,9 @@ from tests.helpers.bounds import Float64
 Recur = Callable[[Tensor, Recurrence, StateCache, RecurrentRows], Tensor]
 NAN = float("nan")
 
+EXPONENTIALS = 4
+"""Factor for `assert_as_exact`: a GPU's exponential is off by more than torch's, and a state decays by one in every row."""
+
 
 def layer(
     rule: str = "delta",

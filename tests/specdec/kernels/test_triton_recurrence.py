@@ -10,7 +10,7 @@ from specdec.layers.recurrence import Recurrence
 from specdec.layers.recurrence import recur as oracle
 from tests.helpers.bounds import assert_as_exact
 from tests.helpers.guards import no_host_sync
-from tests.helpers.recurrence_case import NAN, World, at_once, exactly, forward_rows, layer, spoiled_cache
+from tests.helpers.recurrence_case import EXPONENTIALS, NAN, World, at_once, exactly, forward_rows, layer, spoiled_cache
 from tests.helpers.triton_interpreter import require_triton
 
 DEVICE = require_triton()
@@ -39,9 +39,9 @@ def sequences(one: Recurrence, *lengths: int, dtype: torch.dtype = torch.float32
 def check(one: Recurrence, x: Tensor, out: Tensor, state: Tensor | None = None) -> None:
     """Outputs, and a state that has taken in all rows, are as exact as plain torch's."""
     plain, exact = at_once(one, x), exactly(one, x)
-    assert_as_exact(out, plain[0], exact[0])
+    assert_as_exact(out, plain[0], exact[0], factor=EXPONENTIALS)
     if state is not None:
-        assert_as_exact(state, plain[1], exact[1])
+        assert_as_exact(state, plain[1], exact[1], factor=EXPONENTIALS)
 
 
 @pytest.mark.parametrize(("name", "seed"), list(zip(LAYERS, range(4), strict=True)))
@@ -85,7 +85,7 @@ def test_states_and_rings(name: str) -> None:
             x, done = inputs[i], world.done[i]
             taken = before[i] if kept else done
             assert int(world.cache.lengths[slot]) == taken
-            assert_as_exact(world.cache.state[slot], at_once(one, x[:taken])[1], exactly(one, x[:taken])[1])
+            assert_as_exact(world.cache.state[slot], at_once(one, x[:taken])[1], exactly(one, x[:taken])[1], factor=EXPONENTIALS)
             columns = world.cache.inputs.shape[1]
             for position in range(max(0, taken - one.taps + 1), done):
                 assert world.cache.inputs[slot, position % columns].equal(x[position])
@@ -157,7 +157,7 @@ def test_request_without_rows_of_its_own() -> None:
         rows = forward_rows([world.slots[0]], [8], [0], DEVICE, max_pending=8, final=final, padding=2)
         out = recur(torch.full((2, one.width), NAN, device=DEVICE), one, world.cache, rows)
         assert not out.any()
-        assert_as_exact(world.cache.state[world.slots[0]], at_once(one, x[:8])[1], exactly(one, x[:8])[1])
+        assert_as_exact(world.cache.state[world.slots[0]], at_once(one, x[:8])[1], exactly(one, x[:8])[1], factor=EXPONENTIALS)
 
 
 def test_real_size() -> None:
