@@ -19,8 +19,8 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Starts with the slow ones, so that no worker is left alone with them in the end."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    """Starts with the slow ones, whole files in the interpreter first, so that no worker is left alone with them in the end."""
+    items.sort(key=lambda item: (item.get_closest_marker("slow") is None, "test_triton_interpreted" not in item.nodeid))
 
 
 @pytest.fixture(autouse=True)

@@ -331,7 +331,6 @@ def generate(
         "qwen2_moe",
         "gpt_oss",
         "glm4_moe",
-        "qwen3_5",
         "nemotron_h",
         "qwen3_next",
     ],
