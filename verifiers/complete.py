@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from specdec.errors import CheckpointError
+from specdec.kernels.packed import PackedWeight
 from verifiers.checkpoint import EMBEDDING, HEAD
 from verifiers.formats.format import Stored
 from verifiers.wrappers import bare_class, text_class
@@ -46,10 +47,13 @@ def complete(weights: Mapping[str, Stored], config: Any) -> dict[str, Stored]:
     if missing:
         raise CheckpointError(f"it lacks {len(missing)} tensors, the first being {missing[0]!r}; fetch the whole checkpoint again")
     for name, shape in shapes.items():
-        # Packed experts are never transposed.
-        if name in weights and sorted(weights[name].shape) != sorted(shape):
+        weight = weights.get(name)
+        if weight is None or tuple(weight.shape) == tuple(shape):
+            continue
+        packed_experts = isinstance(weight, PackedWeight) and len(shape) == 3  # which are never transposed
+        if not packed_experts or sorted(weight.shape) != sorted(shape):
             raise CheckpointError(
-                f"{name!r} is {list(weights[name].shape)} and the config asks for {list(shape)}; fetch the whole checkpoint again"
+                f"{name!r} is {list(weight.shape)} and the config asks for {list(shape)}; fetch the whole checkpoint again"
             )
     left = sorted(weights.keys() - shapes.keys() - {HEAD})
     if left:

@@ -144,7 +144,7 @@ class StepRunner:
                 graph = self.graphs.prepare(selection, k, context)
                 if self.graphs.num_captured > num_captured:
                     since = None  # a capture is no part of a step's time
-        for request in requests:
+        for request in requests if self.most_deferred else ():
             request.num_deferred = request.num_deferred + 1 if context == "later" else 0
         start = clock.stamp() if since is None else since
         if graph:

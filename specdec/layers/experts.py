@@ -23,17 +23,6 @@ def experts_on_triton(device: torch.device, dtype: torch.dtype) -> bool:
     return passes("experts", device, partial(check_experts, device, dtype), dtype)
 
 
-def expected_experts(num_experts: int, top_k: int, rows: int) -> float:
-    """How many different experts `rows` tokens choose, if each chooses on its own and all experts alike.
-
-    Neighboring tokens agree more than that, so weights read are at most this share of all, on average.
-
-    >>> [round(expected_experts(128, 8, rows), 1) for rows in (1, 8, 16, 1024)]
-    [8.0, 51.6, 82.4, 128.0]
-    """
-    return num_experts * (1 - (1 - top_k / num_experts) ** rows)
-
-
 def apply_experts(x: Tensor, weights: Tensor, ids: Tensor, layer: Experts) -> Tensor:
     """The weighted sum of each row's experts. The order of a sum does not depend on other rows.
 

@@ -6,11 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec.kernels.packed import Code, PackedWeight
+from specdec.kernels.packed import PackedWeight
 from specdec.layers.linear import Linear
 from specdec.layers.packed_check import multiplies_packed
-
-__all__ = ["Code", "PackedLinear", "PackedWeight"]
 
 SLICE_OUTPUTS = 4096
 """Outputs whose weights exist as numbers at a time, where there are no kernels."""

@@ -183,6 +183,10 @@ def test_what_the_model_has_no_use_for_is_left_out(tmp_path: Path, caplog: Log) 
     save_file({**tensors, "model.norm.weight": torch.ones(31)}, path)
     with pytest.raises(CheckpointError, match=r"'model\.norm\.weight' is \[31\] and the config asks for \[32\]; fetch"):
         load(tmp_path)
+    name = "model.layers.0.mlp.down_proj.weight"
+    save_file({**tensors, name: tensors[name].t().contiguous()}, path)
+    with pytest.raises(CheckpointError, match=r"down_proj\.weight' is \[48, 32\] and the config asks for \[32, 48\]"):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize(

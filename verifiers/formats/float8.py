@@ -67,22 +67,6 @@ def float8(module: str, weight: Tensor, scale: Tensor, block: tuple[int, int], d
     return PackedWeight(weight, scales, None, min(block[1], weight.shape[-1]), "e4m3", dtype)
 
 
-def as_fnuz(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """The same weight for matrix cores that read another 8-bit float, as those of gfx942 do.
-
-    There a byte stands for half of the number, and the byte of minus zero for no number.
-
-    Args:
-        codes: float8_e4m3fn, no NaN among them.
-        scale: factors.
-
-    Returns:
-        float8_e4m3fnuz like `codes`, and factors twice as large.
-    """
-    raw = codes.view(torch.uint8)
-    return torch.where(raw == 0x80, 0, raw).view(torch.float8_e4m3fnuz), scale * 2
-
-
 def plain_float8(module: str, weight: Tensor) -> Tensor:
     """The weight itself, which has no scale beside it.
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from specdec.core import RoutedExperts
 from specdec.kernels.experts import Experts
-from specdec.layers.experts import apply_experts, expected_experts
+from specdec.layers.experts import apply_experts
 from tests.helpers.bounds import assert_as_exact
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 24, 20, 9, 4
@@ -101,9 +102,9 @@ def test_expected_experts() -> None:
     """As counted in random choices; one row has exactly its own."""
     torch.manual_seed(0)
     counts = torch.tensor([len({*torch.rand(8, 32).topk(4).indices.flatten().tolist()}) for _ in range(400)]).float()
-    expected = expected_experts(32, 4, 8)
+    expected = RoutedExperts(32, 4, 0).expected(8)
     assert abs(float(counts.mean()) - expected) < 4 * float(counts.std()) / 400**0.5
-    assert expected_experts(32, 4, 1) == pytest.approx(4) and expected_experts(32, 32, 3) == 32
+    assert RoutedExperts(32, 4, 0).expected(1) == pytest.approx(4) and RoutedExperts(32, 32, 0).expected(3) == 32
 
 
 def test_sizes() -> None:

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.experts import Experts
-from specdec.kernels.packed import Code, run_of
+from specdec.kernels.packed import Code, PackedWeight, run_of
 from specdec.layers.experts import apply_experts
 from specdec.layers.linear import DenseLinear, can_block, linear
-from specdec.layers.packed import PackedLinear, PackedWeight
+from specdec.layers.packed import PackedLinear
 from tests.helpers.packed_weights import CODES, packed
 
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]

@@ -5,7 +5,7 @@ import torch
 
 from specdec.errors import CheckpointError
 from tests.helpers.quantized import float8 as written
-from verifiers.formats.float8 import Float8, as_fnuz
+from verifiers.formats.float8 import Float8
 
 DTYPE = torch.bfloat16
 
@@ -60,14 +60,3 @@ def test_scales_that_do_not_fit_are_refused() -> None:
             Float8({"weight_block_size": [128, 128]}).read("x", parts, DTYPE)
     with pytest.raises(CheckpointError, match="has a scale beside float8_e5m2"):
         Float8({}).read("x", {"weight": torch.zeros(2, 2).to(torch.float8_e5m2), "weight_scale": torch.ones(1)}, DTYPE)
-
-
-def test_every_byte_of_the_other_float() -> None:
-    """Half of the number by the same byte, so twice the scale; minus zero becomes zero, since its byte is no number there."""
-    raw = torch.arange(256, dtype=torch.uint8)
-    numbers = raw[(raw & 0x7F) != 0x7F]  # the two bytes that are no numbers
-    codes, scale = as_fnuz(numbers.view(torch.float8_e4m3fn), torch.tensor(3.0))
-    assert codes.dtype == torch.float8_e4m3fnuz
-    assert (codes.double() * scale).equal(numbers.view(torch.float8_e4m3fn).double() * 3)
-    changed = codes.view(torch.uint8) != numbers
-    assert numbers[changed].tolist() == [0x80] and codes.view(torch.uint8)[changed].tolist() == [0]
