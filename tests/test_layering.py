@@ -19,7 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 FLOORS: dict[str, list[set[str]]] = {
     "specdec": [
-        {"errors", "sizes", "metrics", "deviation"},
+        {"errors", "sizes", "metrics", "deviation", "blocks"},
         {"amd_gpus", "config", "registry", "files", "hub", "packages"},
         {"device", "kv_cache"},
         {"self_check"},

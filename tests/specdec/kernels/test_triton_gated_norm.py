@@ -3,8 +3,8 @@
 import pytest
 import torch
 from torch import Tensor
-from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
+from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from tests.helpers.bounds import Float64, assert_as_exact
 from tests.helpers.triton_interpreter import require_triton
@@ -27,7 +27,7 @@ def random(*shape: int, dtype: torch.dtype) -> Tensor:
 def norms(kind: str, x: Tensor, gate: Tensor, weight: Tensor, width: int) -> Tensor:
     """What Transformers' module gives."""
     if kind == "gate first":
-        module = MambaRMSNormGated(x.shape[1], width, eps=1e-3)
+        module = Zamba2RMSNormGated(x.shape[1], width, eps=1e-3)
         module.weight.data = weight
         return module(x, gate)
     head = Qwen3_5RMSNormGated(width, eps=1e-3)

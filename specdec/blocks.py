@@ -1,0 +1,71 @@
+"""The block that a step verifies of a request: its anchor, and drafts behind it that form a chain or a tree.
+
+Rows of a block: row 0 is the anchor, at position L; rows 1 to N are the drafts. In a chain row `i` continues row `i - 1`. In a tree
+it continues the row that `DraftTree.parents` names, which comes before it; its position is L + its depth, while its keys and values
+are written where row `i` of a chain would have them, at L + i.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+MOST_NODES = 64
+"""Drafts of a tree at most: each has a bit in a word of 64."""
+
+
+class BlockShape(NamedTuple):
+    """How many drafts a step has for each request, and how they may lie. Steps of one shape have the same operations.
+
+    Attributes:
+        drafts: N, rows beside the anchor; 0 decodes plainly.
+        tree_depth: most tokens of a path, at most N; None is a chain.
+
+    >>> BlockShape(15).depth, BlockShape(64, tree_depth=15).depth
+    (15, 15)
+    """
+
+    drafts: int
+    tree_depth: int | None = None
+
+    @property
+    def depth(self) -> int:
+        """Drafts that can be accepted at most."""
+        return self.drafts if self.tree_depth is None else self.tree_depth
+
+    @property
+    def rows(self) -> int:
+        """Rows to verify, the anchor's included."""
+        return self.drafts + 1
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether drafts may have siblings."""
+        return self.tree_depth is not None
+
+    def __str__(self) -> str:
+        """As reports name it.
+
+        >>> str(BlockShape(7)), str(BlockShape(16, 15))
+        ('7', 'tree 16')
+        """
+        return f"tree {self.drafts}" if self.is_tree else str(self.drafts)
+
+
+@dataclass(slots=True)
+class DraftTree:
+    """How the drafts of each request hang together. Parents come before their children, and siblings differ in their token.
+
+    Drafts of higher score come first, so the first n of them are the tree of n drafts.
+
+    Attributes:
+        parents: int64 [num_reqs, N], the row that a draft continues; 0 is the anchor.
+        depths: int64 [num_reqs, N], from 1.
+        ancestors: int64 [num_reqs, N], of row `i` the bit `i - 1` and those of the drafts above it. The anchor has no bit.
+        ranks: int64 [num_reqs, N], place of the draft among the candidates of its position, 0 for the likeliest.
+    """
+
+    parents: Tensor
+    depths: Tensor
+    ancestors: Tensor
+    ranks: Tensor
