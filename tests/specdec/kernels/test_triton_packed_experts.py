@@ -104,5 +104,5 @@ def test_tiles_and_reasons() -> None:
         tiles = [packed_tile(bits, rows, few=True, gated=True, memory=227 * 1024) for rows in range(1, FEW_ROWS + 1)]
         assert len({(tile.depth, tile.num_warps) for tile in tiles}) == 1
         assert all(tile.rows >= rows for rows, tile in enumerate(tiles, start=1))
-    wide = packed("int4", (3, 64, 100), 20), packed("int4", (3, 100, 32), 32)
+    wide = packed("int4", (3, 64, 100), 20, device=DEVICE), packed("int4", (3, 100, 32), 32, device=DEVICE)
     assert unsupported_reasons(Experts(*wide, "silu"), 2) == ["packed experts in float32, or in groups that 16 does not divide"]
