@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from specdec.attention.backend import AttentionBackend, AttentionMetadata
+from specdec.attention.backend import AttentionBackend, AttentionMetadata, Visibility
 from specdec.attention.mla import MlaBackend
 from specdec.config import DraftSampling
 from specdec.kv_cache import LayerSpec
@@ -136,9 +136,9 @@ class DecodeBatch:
 
     def slot_mapping(self, width: int) -> Tensor:
         """int64 [num_reqs * width]: cache slots of those positions."""
-        return self.metadata(width, causal=True).slot_mapping
+        return self.metadata(width, visibility="causal").slot_mapping
 
-    def metadata(self, width: int, *, causal: bool) -> AttentionMetadata:
+    def metadata(self, width: int, *, visibility: Visibility) -> AttentionMetadata:
         """Attention metadata of `width` new rows per request, starting at the anchor."""
         if width not in self._metadata:
             positions = self.positions(width)
@@ -154,7 +154,7 @@ class DecodeBatch:
                 max_seq_len=self.max_seq_len,
                 min_seq_len=self.min_seq_len + width,
             )
-        return replace(self._metadata[width], causal=causal)
+        return replace(self._metadata[width], visibility=visibility)
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from drafters.dflash.checkpoint import read_checkpoint, target_ids
 from drafters.dflash.config import DFlashConfig
 from drafters.dflash.model import DFlashModel
 from drafters.dflash.network import DFlashNetwork
-from specdec.attention.backend import AttentionBackend, AttentionSpec
+from specdec.attention.backend import AttentionBackend, AttentionSpec, Visibility
 from specdec.config import DraftSampling
 from specdec.core import AcceptOutput, DecodeBatch, DraftOutput, PrefillBatch, Verifier, VerifyOutput
 from specdec.errors import BackendError, InvalidInputError
@@ -180,8 +180,9 @@ class BoundDFlash:
         embeddings = self._embed(token_ids)
         if drafter.embedding_scale != 1:
             embeddings = embeddings * drafter.embedding_scale
-        metadata = batch.metadata(width, causal=False)
-        plans = {causal: drafter.attention.plan(replace(metadata, causal=causal)) for causal in set(config.causal)}
+        metadata = batch.metadata(width, visibility="full")
+        seen: dict[bool, Visibility] = {True: "causal", False: "full"}
+        plans = {causal: drafter.attention.plan(replace(metadata, visibility=seen[causal])) for causal in set(config.causal)}
         position_ids = batch.position_ids(width)
         angles = drafter.network.angles(position_ids)
         self._block = position_ids, angles

@@ -5,12 +5,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from specdec.kv_cache import LayerCache
+
+Visibility = Literal["causal", "full", "ancestors"]
+"""What of its own request a row sees; see `AttentionMetadata.visibility`."""
 
 
 class HeadShape(NamedTuple):
@@ -73,6 +76,13 @@ class AttentionSpec:
         return self.cache_dtype or self.dtype
 
 
+class TreeRows(NamedTuple):
+    """Where the rows of draft trees stand, see `specdec.blocks`. The first row of a request is its anchor, and has zeros."""
+
+    ancestors: Tensor  # int64 [num_tokens], of row `i` the bit `i - 1` and those of the drafts above it
+    depths: Tensor  # int64 [num_tokens], positions after the anchor
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
     """One forward's view of the paged cache, shared by all layers.
@@ -89,11 +99,14 @@ class AttentionMetadata:
         slot_mapping: int64 [num_tokens], `block_id * block_size + offset` of each row; padding rows name the null block.
         num_reqs, num_tokens, max_query_len: host counts.
         max_seq_len: host bound, at least the largest of `seq_lens`.
-        causal: a row sees positions up to its own; otherwise it sees all `seq_len` positions. A window of W always hides
-            positions W or more away, on both sides when not causal.
+        visibility: "causal": a row sees positions up to its own. "full": it sees all `seq_len` positions. "ancestors": it sees the
+            context, the anchor, itself and the drafts above it, its position being that of its depth; all requests have equally
+            many rows then, and their lengths only the device knows. A window of W always hides positions W or more away, on both
+            sides when "full".
         min_seq_len: host bound, at most the smallest of `seq_lens`; requests that only pad a batch may be shorter.
         query_lens, seq_lens_host: the lengths as host lists when the host knows them exactly (prefill), else None, and then
             every request has `max_query_len` rows.
+        tree: of "ancestors" alone.
     """
 
     query_start_loc: Tensor
@@ -104,10 +117,11 @@ class AttentionMetadata:
     num_tokens: int
     max_query_len: int
     max_seq_len: int
-    causal: bool = True
+    visibility: Visibility = "causal"
     query_lens: list[int] | None = None
     seq_lens_host: list[int] | None = None
     min_seq_len: int = 0
+    tree: TreeRows | None = None
 
     @classmethod
     def uniform(
@@ -188,6 +202,11 @@ class AttentionBackend(ABC):
     @abstractmethod
     def unsupported_reasons(cls, spec: AttentionSpec) -> list[str]:
         """All reasons why this backend cannot serve `spec`; empty when it can."""
+
+    @classmethod
+    def tree_reasons(cls, spec: AttentionSpec) -> list[str]:
+        """All reasons why this backend, which can serve `spec`, cannot verify draft trees with it; chains it can."""
+        return [f"{cls.name} has no masks for them"]
 
     @classmethod
     def reasons_against_auto(cls, spec: AttentionSpec) -> list[str]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
+from specdec.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec, Visibility
 from specdec.attention.torch_ref.fa import TorchRefBackend
 from specdec.deviation import Deviation, deviation, worst
 from specdec.kv_cache import KVLayerSpec, LayerCache, blocks_for
@@ -24,7 +24,7 @@ class Phase(NamedTuple):
     lengths: list[int]  # tokens in the cache, the rows' own among them
     widths: list[int]  # rows
     known: bool = False  # to the host
-    causal: bool = True
+    visibility: Visibility = "causal"
     window: int | None = None
 
 
@@ -35,7 +35,7 @@ PHASES = (
     Phase([300, 21, 64], [1, 1, 1]),  # decoding
     Phase([300, 21, 64], [1, 1, 1], window=30),
     Phase([300, 21, 64], [5, 5, 5]),  # verification
-    Phase([300, 21, 64], [5, 5, 5], causal=False),  # a draft block, last since not every backend has it
+    Phase([300, 21, 64], [5, 5, 5], visibility="full"),  # a draft block, last since not every backend has it
 )
 
 
@@ -61,7 +61,7 @@ def check_attention(backend: type[AttentionBackend], spec: AttentionSpec) -> Dev
     """The worst of all phases that `backend` has."""
     blocks = not backend.unsupported_reasons(replace(spec, non_causal=True))
     attention = backend(replace(spec, non_causal=blocks))
-    return worst(_deviation(attention, phase) for phase in PHASES if phase.causal or blocks)
+    return worst(_deviation(attention, phase) for phase in PHASES if phase.visibility == "causal" or blocks)
 
 
 def _deviation(attention: AttentionBackend, phase: Phase) -> Deviation:
@@ -122,4 +122,4 @@ class Requests:
             return AttentionMetadata.packed(phase.widths, phase.lengths, table, slot_mapping)
         lengths = torch.tensor(phase.lengths, dtype=torch.int32, device=device)
         metadata = AttentionMetadata.uniform(phase.widths[0], lengths, table, slot_mapping, max_seq_len=table.shape[1] * self.size)
-        return replace(metadata, causal=phase.causal)
+        return replace(metadata, visibility=phase.visibility)

@@ -124,6 +124,11 @@ class MlaBackend(ABC):
         """All reasons why this backend cannot serve `spec`; empty when it can."""
 
     @classmethod
+    def tree_reasons(cls, spec: MlaSpec) -> list[str]:
+        """See `specdec.attention.backend.AttentionBackend.tree_reasons`."""
+        return [f"{cls.name} has no masks for them"]
+
+    @classmethod
     def describe(cls, spec: MlaSpec) -> list[str]:
         """See `specdec.attention.backend.AttentionBackend.describe`."""
         return []

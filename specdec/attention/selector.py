@@ -59,6 +59,11 @@ def select_backend(name: str, spec: AttentionSpec | MlaSpec) -> AttentionBackend
     )
 
 
+def tree_reasons(backend: AttentionBackend | MlaBackend) -> list[str]:
+    """All reasons why `backend` cannot verify draft trees, whatever the layer; empty when it can."""
+    return _of_each(type(backend).tree_reasons, backend.spec)
+
+
 def _reasons(backend: Any, spec: AttentionSpec | MlaSpec, auto: bool) -> list[str]:
     against = _of_each(backend.reasons_against_auto, spec) if auto and issubclass(backend, AttentionBackend) else []
     return against or _of_each(backend.unsupported_reasons, spec)

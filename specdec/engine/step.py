@@ -67,7 +67,7 @@ class StepRunner:
             rows = ForwardInput(
                 token_ids.reshape(-1),
                 batch.position_ids(width),
-                batch.metadata(width, causal=True),
+                batch.metadata(width, visibility="causal"),
                 slots=batch.slots,
                 final=batch.k == 0,
                 max_pending=self._max_pending,

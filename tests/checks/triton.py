@@ -83,7 +83,7 @@ def metadata(lengths: list[int], widths: list[int], *, causal: bool, prefill: bo
         num_tokens=sum(widths),
         max_query_len=max(widths),
         max_seq_len=max(lengths),
-        causal=causal,
+        visibility="causal" if causal else "full",
         query_lens=widths if prefill else None,
         seq_lens_host=lengths if prefill else None,
     )

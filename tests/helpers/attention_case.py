@@ -64,7 +64,7 @@ def attention(
         if softcap is not None:
             scores = softcap * (scores / softcap).tanh()
         ahead = places - places[length - len(q) :, None]
-        hidden = (ahead > 0) & metadata.causal
+        hidden = (ahead > 0) & (metadata.visibility == "causal")
         if window is not None:
             hidden |= ahead.abs() >= window
         scores = scores.masked_fill(hidden, -torch.inf)
@@ -133,7 +133,7 @@ class Case:
             num_tokens=sum(widths),
             max_query_len=max(widths),
             max_seq_len=min(max(lengths) + 2, table.shape[1] * size),
-            causal=causal,
+            visibility="causal" if causal else "full",
             query_lens=None if uniform else widths,
             seq_lens_host=None if uniform else lengths,
         )

@@ -170,7 +170,7 @@ def plan_packed(metadata: AttentionMetadata, block_size: int) -> AiterPlan:
     """The same for Triton's kernels alone: causal rows stay together, bidirectional ones go by the number of rows per request."""
     if metadata.query_lens is None:
         return AiterPlan([_whole(metadata, "decode", block_size)], metadata.slot_mapping)
-    if metadata.causal:
+    if metadata.visibility == "causal":
         return AiterPlan([_whole(metadata, "packed", block_size)], metadata.slot_mapping)
     members: dict[int, list[int]] = {}
     for i, count in enumerate(metadata.query_lens):
@@ -183,7 +183,7 @@ def _whole(metadata: AttentionMetadata, phase: Phase, block_size: int) -> Group:
     return Group(
         phase=phase,
         rows=slice(None),
-        causal=metadata.causal,
+        causal=metadata.visibility == "causal",
         num_reqs=metadata.num_reqs,
         max_query_len=metadata.max_query_len,
         max_seq_len=metadata.max_seq_len,
@@ -213,7 +213,7 @@ def _group(metadata: AttentionMetadata, phase: Phase, members: list[int], block_
     return Group(
         phase=phase,
         rows=rows,
-        causal=metadata.causal,
+        causal=metadata.visibility == "causal",
         num_reqs=len(members),
         max_query_len=max(query_lens),
         max_seq_len=max(seq_lens_host),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
+from specdec.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec, Visibility
 from specdec.kv_cache import LayerCache, blocks_for
 
 KEYS_STEP = 64
@@ -30,7 +30,7 @@ class _Segment:
     num_keys: int  # keys gathered per request, at least the longest sequence; whole blocks
     seq_lens: Tensor  # [num_reqs, 1]
     blocks: Tensor  # int32 [num_reqs * blocks per request]
-    causal: bool
+    visibility: Visibility
     rows: slice | Tensor  # packed rows of the queries; a tensor int64 [num_reqs * width] names row 0 for padding
     kept: Tensor | None = None  # int64, places in `rows` that are not padding; None when none is
     masks: dict[int | None, Tensor] = field(default_factory=dict)
@@ -48,10 +48,10 @@ class _Segment:
             device = self.seq_lens.device
             keys = torch.arange(self.num_keys, device=device)
             queries = (self.seq_lens - self.widths + torch.arange(self.width, device=device))[:, :, None]
-            seen = keys <= queries if self.causal else keys < self.seq_lens[:, :, None]
+            seen = keys <= queries if self.visibility == "causal" else keys < self.seq_lens[:, :, None]
             if window is not None:
                 seen = seen & (queries - keys < window)
-                if not self.causal:
+                if self.visibility == "full":
                     seen = seen & (keys - queries < window)
                 if self.kept is not None:
                     seen = seen | (queries >= self.seq_lens[:, :, None])  # padding has to see something, or it yields NaN
@@ -107,7 +107,7 @@ class TorchRefBackend(AttentionBackend):
             num_keys=num_blocks * self.spec.block_size,
             seq_lens=metadata.seq_lens[requests][:, None],
             blocks=metadata.block_table[requests][:, :num_blocks].reshape(-1),
-            causal=metadata.causal,
+            visibility=metadata.visibility,
             rows=slice(None),
         )
 

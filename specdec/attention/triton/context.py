@@ -80,7 +80,7 @@ class _Part(NamedTuple):
 
 def plan_rectangles(metadata: AttentionMetadata, block_size: int) -> AttentionMetadata:
     """A `PrefillPlan` if there is a piece, else `metadata`. The host does not wait."""
-    if not metadata.causal or metadata.query_lens is None or metadata.seq_lens_host is None or PIECE % block_size:
+    if metadata.visibility != "causal" or metadata.query_lens is None or metadata.seq_lens_host is None or PIECE % block_size:
         return metadata
     lengths = enumerate(zip(metadata.query_lens, metadata.seq_lens_host, strict=True))
     parts = [part for request, (num_rows, end) in lengths for part in _parts(request, num_rows, end)]

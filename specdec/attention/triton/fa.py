@@ -139,7 +139,14 @@ class TritonFaBackend(AttentionBackend):
         tile = self.tile(metadata)
         splits = self.num_splits(metadata, window, tile)
         return self._kernels.paged_attention(
-            query, cache, **_places(metadata), causal=metadata.causal, window=window, splits=splits, tile=tile, **options
+            query,
+            cache,
+            **_places(metadata),
+            causal=metadata.visibility == "causal",
+            window=window,
+            splits=splits,
+            tile=tile,
+            **options,
         )
 
     def write(self, cache: LayerCache, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
@@ -149,7 +156,7 @@ class TritonFaBackend(AttentionBackend):
 
     def is_prefill(self, metadata: AttentionMetadata, window: int | None) -> bool:
         """Whether the kernel for prompts is taken, which does not divide keys: so many rows fill the device, or see few keys."""
-        if not metadata.causal or metadata.max_query_len < PREFILL_ROWS:
+        if metadata.visibility != "causal" or metadata.max_query_len < PREFILL_ROWS:
             return False
         spec = self.spec
         tile = self._prefill.prefill_tile(self._group, spec.head_dim, spec.dtype, shared_memory(spec.device))
@@ -177,7 +184,7 @@ class TritonFaBackend(AttentionBackend):
         wanted = resident * self.num_processors // (metadata.num_reqs * self._num_tiles(metadata, tile) * self.spec.num_kv_heads)
         keys = metadata.max_seq_len
         if window is not None:
-            keys = min(keys, metadata.max_query_len + (1 if metadata.causal else 2) * window)
+            keys = min(keys, metadata.max_query_len + (2 if metadata.visibility == "full" else 1) * window)
         most = max(1, min(wanted, keys // MIN_SPLIT_KEYS, MAX_SPLITS))
         return 1 << (most.bit_length() - 1)
 

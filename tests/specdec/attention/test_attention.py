@@ -73,7 +73,7 @@ def test_every_case_equals_the_definition(
         num_tokens=sum(widths),
         max_query_len=max(widths),
         max_seq_len=14 if uniform else max(lengths),
-        causal=causal,
+        visibility="causal" if causal else "full",
         query_lens=None if uniform else widths,
         seq_lens_host=None if uniform else lengths,
     )

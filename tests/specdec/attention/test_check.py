@@ -77,8 +77,8 @@ def broken(**changes: Callable[[Any], Any]) -> type[TorchRefBackend]:
 @pytest.mark.parametrize(
     "change",
     [
-        {"causal": lambda causal: True},
-        {"causal": lambda causal: False},
+        {"visibility": lambda visibility: "causal"},
+        {"visibility": lambda visibility: "full"},
         {"window": lambda window: None},
         {"window": lambda window: window and window - 1},
         {"scale": lambda scale: scale * 1.01},

@@ -69,7 +69,7 @@ class Case:
             num_tokens=sum(self.widths),
             max_query_len=max(self.widths),
             max_seq_len=16 if uniform else max(LENGTHS),
-            causal=causal,
+            visibility="causal" if causal else "full",
             query_lens=None if uniform else self.widths,
             seq_lens_host=None if uniform else LENGTHS,
         )

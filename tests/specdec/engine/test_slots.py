@@ -143,8 +143,8 @@ def test_rows_of_a_step(longest: int) -> None:
     for width in (4, 2, 4):
         positions = [[start + i for i in range(width)] for start in (longest, 3)]
         blocks = [[7, 8, 9, 10, 11, 12], [5, 4]]
-        metadata = batch.metadata(width, causal=width == 2)
-        assert metadata.causal == (width == 2)
+        metadata = batch.metadata(width, visibility="causal" if width == 2 else "full")
+        assert metadata.visibility == ("causal" if width == 2 else "full")
         assert batch.positions(width).tolist() == positions
         assert batch.position_ids(width).tolist() == [min(p, 21) for row in positions for p in row]
         assert metadata.seq_lens.tolist() == [longest + width, 3 + width] and metadata.seq_lens.dtype == torch.int32

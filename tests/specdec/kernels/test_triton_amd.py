@@ -100,7 +100,7 @@ class Amd:
             patch.setattr(module, "CudaCapture", Repeat)
         patch.setattr(rocm_aiter_fa, "DTYPES", (torch.float32, *rocm_aiter_fa.DTYPES))
         # The interpreter takes its time: fewer requests, and no prefill padded to 128 rows.
-        patch.setattr(check, "PHASES", (check.Phase([21, 9], [3, 3]), check.Phase([21, 9], [3, 3], causal=False)))
+        patch.setattr(check, "PHASES", (check.Phase([21, 9], [3, 3]), check.Phase([21, 9], [3, 3], visibility="full")))
         patch.setattr(graph_check, "PROMPTS", (3,))
         patch.setattr(graph_check, "MAX_TOKENS", 3)
         patch.setattr(TritonFaBackend, "captures_prefill", False)

@@ -65,7 +65,7 @@ def scenario(
         num_tokens=sum(widths),
         max_query_len=max(widths),
         max_seq_len=bound,
-        causal=causal,
+        visibility="causal" if causal else "full",
         query_lens=widths if host_lengths else None,
         seq_lens_host=lengths if host_lengths else None,
     )

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.attention.backend import AttentionMetadata, AttentionSpec
+from specdec.attention.backend import AttentionMetadata, AttentionSpec, Visibility
 from specdec.attention.triton import context, libraries
 from specdec.attention.triton import fa as triton_fa
 from specdec.attention.triton.fa import PREFILL_ROWS, TritonFaBackend
@@ -154,7 +154,8 @@ def test_few_programs_over_many_keys_are_left_to_the_kernel_that_divides_them() 
 
     def is_prefill(num_reqs: int, width: int, max_seq_len: int, window: int | None = None, *, causal: bool = True) -> bool:
         empty = torch.empty(0)
-        metadata = AttentionMetadata(empty, empty, empty, empty, num_reqs, num_reqs * width, width, max_seq_len, causal)
+        seen: Visibility = "causal" if causal else "full"
+        metadata = AttentionMetadata(empty, empty, empty, empty, num_reqs, num_reqs * width, width, max_seq_len, seen)
         return backend.is_prefill(metadata, window)
 
     assert is_prefill(1, 2048, 2**17) and is_prefill(1, 128, 128) and is_prefill(16, 128, 2**17)

@@ -114,7 +114,7 @@ class Case:
             num_tokens=num_rows,
             max_query_len=max(widths),
             max_seq_len=max(lengths) + 2,
-            causal=causal,
+            visibility="causal" if causal else "full",
             query_lens=None if uniform else widths,
             seq_lens_host=None if uniform else lengths,
         )
