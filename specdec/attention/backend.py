@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from specdec.kv_cache import LayerCache
 
@@ -81,6 +82,11 @@ class TreeRows(NamedTuple):
 
     ancestors: Tensor  # int64 [num_tokens], of row `i` the bit `i - 1` and those of the drafts above it
     depths: Tensor  # int64 [num_tokens], positions after the anchor
+
+    def seen(self, width: int) -> Tensor:
+        """bool [num_reqs, width, width]: which of the `width` rows of its request a row sees."""
+        bits = torch.arange(width - 1, device=self.ancestors.device)
+        return F.pad((self.ancestors.view(-1, width, 1) >> bits & 1).bool(), (1, 0), value=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,6 +95,10 @@ class IndexerRows(NamedTuple):
     weights: Tensor  # float32 [num_tokens, indexer.num_heads], every scale of the model included
 
 
+INDEXED = "an indexer chooses among positions, which drafts of a tree share"
+"""Why layers with an indexer do not verify trees."""
+
+
 class MlaBackend(ABC):
     """Latent attention over the paged cache.
 

@@ -1,6 +1,7 @@
 """Attention over a paged cache on made-up requests, and the right answer: what the tests of every backend compare."""
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from specdec.attention.backend import AttentionBackend, AttentionMetadata, Atten
 from specdec.attention.torch_ref.fa import TorchRefBackend
 from specdec.kv_cache import KVLayerSpec, LayerCache, PagedKVCache, blocks_for
 from tests.helpers.bounds import assert_as_exact
+from tests.helpers.trees import Parents, sight_of, with_trees
 
 
 def spec(**changes: Any) -> AttentionSpec:
@@ -46,8 +48,11 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    trees: Sequence[Parents] = (),
 ) -> Tensor:
     """The definition [num_tokens, num_heads, head_dim], in `dtype`, request by request; the rows' own keys are in the cache.
+
+    Of rows that see ancestors it is told the `trees`, and does not read the metadata's.
 
     In float64 the right answer. In float32 a plain one, whose products are added term by term, the order in which errors grow
     most: no sensible kernel exceeds them by much, and they hardly differ between machines.
@@ -65,6 +70,8 @@ def attention(
             scores = softcap * (scores / softcap).tanh()
         ahead = places - places[length - len(q) :, None]
         hidden = (ahead > 0) & (metadata.visibility == "causal")
+        if trees:
+            hidden, ahead = (side.to(query.device) for side in sight_of(trees[i], length))
         if window is not None:
             hidden |= ahead.abs() >= window
         scores = scores.masked_fill(hidden, -torch.inf)
@@ -90,6 +97,7 @@ class Case:
         lengths: tokens of each request, its rows included.
         widths: rows of each request; None of them known to the host when `uniform`.
         spare: columns of the block table behind the blocks of the longest request.
+        trees: parents of the drafts of each request, for rows that see their ancestors; see `tests.helpers.trees`.
         packed: cut the rows' queries, keys and values from one tensor, as a joined product yields them.
     """
 
@@ -103,9 +111,10 @@ class Case:
         causal: bool = True,
         spare: int = 2,
         packed: bool = False,
+        trees: Sequence[Parents] = (),
     ) -> None:
         torch.default_generator.manual_seed(0)  # the other devices' generators take their time
-        self.spec = spec
+        self.spec, self.trees = spec, trees
         device = spec.device
         counts = [blocks_for(n, spec.block_size) for n in lengths]
         tables = torch.split(torch.randperm(sum(counts)) + 1, counts)
@@ -137,6 +146,8 @@ class Case:
             query_lens=None if uniform else widths,
             seq_lens_host=None if uniform else lengths,
         )
+        if trees:
+            self.metadata = with_trees(self.metadata, trees)
 
     def cache(self) -> LayerCache:
         """An empty cache."""
@@ -164,7 +175,7 @@ class Case:
 
     def exact(self, **how: Any) -> Tensor:
         """The right answer, in float64."""
-        return attention(self.query, self.filled(), self.metadata, dtype=torch.float64, **how)
+        return attention(self.query, self.filled(), self.metadata, dtype=torch.float64, trees=self.trees, **how)
 
     def check(self, got: Tensor, *, added: float = 0.0, **how: Any) -> None:
         """`got`, from `attend`, is as exact as the definition computed in float32; of 16 bits, as the right answer rounded.
@@ -174,7 +185,7 @@ class Case:
         """
         cache, exact = self.filled(), self.exact(**how)
         if got.dtype == torch.float32:
-            plain = attention(self.query, cache, self.metadata, dtype=torch.float32, **how) * (1 - added)
+            plain = attention(self.query, cache, self.metadata, dtype=torch.float32, trees=self.trees, **how) * (1 - added)
         else:
             plain = exact.to(got.dtype)
         assert_as_exact(got, plain, exact)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec, Visibility
+from specdec.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec, TreeRows, Visibility
 from specdec.kv_cache import LayerCache, blocks_for
 
 KEYS_STEP = 64
@@ -32,6 +32,7 @@ class _Segment:
     blocks: Tensor  # int32 [num_reqs * blocks per request]
     visibility: Visibility
     rows: slice | Tensor  # packed rows of the queries; a tensor int64 [num_reqs * width] names row 0 for padding
+    tree: TreeRows | None = None
     kept: Tensor | None = None  # int64, places in `rows` that are not padding; None when none is
     masks: dict[int | None, Tensor] = field(default_factory=dict)
 
@@ -39,7 +40,7 @@ class _Segment:
         """Additive mask [num_reqs, 1, groups * width + spare, num_keys], 0 where a key is seen; made once per window.
 
         Spare rows see everything. Causal, and the same with a window of 3, for 2 rows on 4 tokens; a bidirectional block sees
-        all 4:
+        all 4, and a row of a tree what is above it:
 
             1 1 1 0      0 1 1 0
             1 1 1 1      0 1 1 1
@@ -49,6 +50,8 @@ class _Segment:
             keys = torch.arange(self.num_keys, device=device)
             queries = (self.seq_lens - self.widths + torch.arange(self.width, device=device))[:, :, None]
             seen = keys <= queries if self.visibility == "causal" else keys < self.seq_lens[:, :, None]
+            if self.tree is not None:
+                seen, keys, queries = self._of_tree(self.tree, keys)
             if window is not None:
                 seen = seen & (queries - keys < window)
                 if self.visibility == "full":
@@ -58,6 +61,16 @@ class _Segment:
             mask = torch.zeros(len(seen), self.width, self.num_keys, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
             self.masks[window] = F.pad(mask.repeat(1, groups, 1), (0, 0, 0, spare))[:, None]
         return self.masks[window]
+
+    def _of_tree(self, tree: TreeRows, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What rows see, bool [num_reqs, width, num_keys], and where `keys` [num_keys] and rows stand, which is by their depth."""
+        starts = self.seq_lens - self.widths
+        row = keys - starts  # [num_reqs, num_keys], of the request, below 0 in its context
+        place = row.clamp(0, self.width - 1)
+        depths = tree.depths.view(-1, self.width)
+        of_rows = tree.seen(self.width).gather(2, place[:, None].expand(-1, self.width, -1)) & (row < self.width)[:, None]
+        positions = torch.where(row < 0, keys, starts + depths.gather(1, place))
+        return (row < 0)[:, None] | of_rows, positions[:, None], (starts + depths)[:, :, None]
 
 
 @dataclass(slots=True)
@@ -86,11 +99,17 @@ class TorchRefBackend(AttentionBackend):
             reasons.append(f"{spec.num_heads} query heads do not share {spec.num_kv_heads} key heads evenly")
         return reasons
 
+    @classmethod
+    def tree_reasons(cls, spec: AttentionSpec) -> list[str]:
+        """None: masks are free."""
+        return []
+
     def plan(self, metadata: AttentionMetadata) -> TorchRefPlan:
         """One segment when all requests have equally many rows, else groups of requests of like size."""
         if metadata.query_lens is None or metadata.seq_lens_host is None:
             widths = torch.full_like(metadata.seq_lens, metadata.max_query_len)
             segments = [self._segment(metadata, slice(None), widths, metadata.max_query_len, metadata.max_seq_len)]
+            segments[0].tree = metadata.tree
         else:
             segments = self._groups(metadata, metadata.query_lens, metadata.seq_lens_host)
         return TorchRefPlan(segments=segments, slot_mapping=metadata.slot_mapping)

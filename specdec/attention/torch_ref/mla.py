@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention.backend import AttentionMetadata, AttentionSpec
-from specdec.attention.mla import IndexerRows, MlaRows, MlaSpec, SparseMlaBackend, UpProjection
+from specdec.attention.mla import INDEXED, IndexerRows, MlaRows, MlaSpec, SparseMlaBackend, UpProjection
 from specdec.attention.torch_ref.fa import TorchRefBackend, TorchRefPlan
 from specdec.kv_cache import LatentCache, LatentLayerSpec
 
@@ -30,6 +30,11 @@ class TorchRefMlaBackend(SparseMlaBackend):
     def unsupported_reasons(cls, spec: MlaSpec) -> list[str]:
         """All reasons why plain torch cannot serve `spec`; empty when it can."""
         return TorchRefBackend.unsupported_reasons(_absorbed(spec))
+
+    @classmethod
+    def tree_reasons(cls, spec: MlaSpec) -> list[str]:
+        """See `MlaBackend.tree_reasons`."""
+        return [INDEXED] if spec.indexer else []
 
     @property
     def mha_backend(self) -> type[TorchRefBackend]:

@@ -1,6 +1,7 @@
 """torch_ref for latent attention against its definition, keys and values built head by head, position by position."""
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from specdec.attention.backend import AttentionMetadata
 from specdec.attention.mla import IndexerRows, IndexerSpec, MlaRows, MlaSpec, UpProjection
-from specdec.attention.selector import select_backend
+from specdec.attention.selector import select_backend, tree_reasons
 from specdec.attention.torch_ref import fa as torch_ref
 from specdec.attention.torch_ref.fa import TorchRefBackend
 from specdec.attention.torch_ref.mla import TorchRefMlaBackend
@@ -16,6 +17,7 @@ from specdec.errors import BackendError, InvalidInputError
 from specdec.kv_cache import LatentCache, LatentLayerSpec, blocks_for
 from tests.helpers.bounds import assert_as_exact
 from tests.helpers.guards import no_host_sync
+from tests.helpers.trees import Parents, path_to, random_trees, with_trees
 
 BLOCK, HEADS, RANK, NOPE, ROPE, VALUE = 4, 3, 8, 6, 4, 5
 INDEX_HEADS, INDEX_DIM, TOPK = 6, 6, 5
@@ -42,11 +44,19 @@ def spec(**changes: object) -> MlaSpec:
 class Case:
     """Three sequences on scattered blocks of a cache full of what others left; their last rows are new."""
 
-    def __init__(self, kind: str, *, causal: bool, topk: int = TOPK, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        kind: str,
+        *,
+        causal: bool = True,
+        topk: int = TOPK,
+        dtype: torch.dtype = torch.float32,
+        trees: Sequence[Parents] = (),
+    ) -> None:
         torch.manual_seed(0)
         uniform = kind == "uniform"
-        self.causal = causal
-        self.widths = [3, 3, 3] if uniform else [7, 1, 4]
+        self.causal, self.trees = causal, trees
+        self.widths = [len(parents) + 1 for parents in trees] if trees else [3, 3, 3] if uniform else [7, 1, 4]
         indexer = IndexerSpec(num_heads=INDEX_HEADS, head_dim=INDEX_DIM, topk=topk)
         self.backend = TorchRefMlaBackend(spec(indexer=indexer, dtype=dtype))
         counts = [blocks_for(n, BLOCK) for n in LENGTHS]
@@ -73,6 +83,8 @@ class Case:
             query_lens=None if uniform else self.widths,
             seq_lens_host=None if uniform else LENGTHS,
         )
+        if trees:
+            self.metadata = with_trees(self.metadata, trees)
 
     def context(self, stored: Tensor, vectors: Tensor) -> list[Tensor]:
         """`vectors` [sum(LENGTHS), size] of every position by sequence, those of the context stored in the cache."""
@@ -90,7 +102,10 @@ class Case:
         return [(i, n - w + j) for i, (n, w) in enumerate(zip(LENGTHS, self.widths, strict=True)) for j in range(w)]
 
     def seen(self, sequence: int, position: int) -> list[int]:
-        """Positions a row may attend to."""
+        """Positions a row may attend to; the cache's, where drafts of a tree share one."""
+        if self.trees:
+            context = LENGTHS[sequence] - self.widths[sequence]
+            return [*range(context), *(context + row for row in path_to(self.trees[sequence], position - context))]
         return list(range(position + 1 if self.causal else LENGTHS[sequence]))
 
 
@@ -106,7 +121,20 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 @pytest.mark.parametrize("sparse", [True, False])
 def test_attention_equals_the_definition(kind: str, causal: bool, sparse: bool) -> None:
     """Extension of a context, causal and bidirectional blocks, all positions and chosen ones, rows with fewer than topk."""
-    case = Case(kind, causal=causal)
+    check_attention(Case(kind, causal=causal), sparse=sparse)
+
+
+def test_rows_of_a_tree_see_what_is_above_them() -> None:
+    """Behind contexts of several lengths, none too, without an indexer; with one, trees are refused."""
+    case = Case("uniform", trees=random_trees(3, 4))
+    assert LENGTHS[1] == 5
+    check_attention(case, sparse=False)
+    assert tree_reasons(TorchRefMlaBackend(spec(indexer=None))) == []
+    assert "indexer" in tree_reasons(case.backend)[0]
+
+
+def check_attention(case: Case, *, sparse: bool) -> None:
+    """Random rows on random latents, as exact as the definition."""
     latents = case.context(case.cache.latent, torch.randn(sum(LENGTHS), RANK + ROPE))
     latent = case.new(latents)
     num_rows = len(latent)
