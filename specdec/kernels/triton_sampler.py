@@ -26,7 +26,14 @@ def _mix(bits: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _gumbel(bits: tl.tensor, token: tl.tensor) -> tl.tensor:
+def noise_bits(seed: tl.tensor, position: tl.tensor) -> tl.tensor:
+    """The bits of the target's own token at a position, int64, given where seed and position are stored."""
+    counter = tl.load(position) * _NUM_PURPOSES + 1  # Purpose.SAMPLE
+    return _mix(_mix(tl.load(seed)) + counter * -0x61C8864680B583EB)
+
+
+@triton.jit
+def gumbel(bits: tl.tensor, token: tl.tensor) -> tl.tensor:
     """Noise of int32 tokens from the int64 of their position; see `specdec.sampling.noise.gumbel`."""
     x = token * -0x61C8864F + bits.to(tl.int32)
     x = ((x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D) ^ (bits >> 32).to(tl.int32)
@@ -64,11 +71,10 @@ def _draw_kernel(
     x = tl.load(place + column, mask=exists, other=0.0).to(tl.float32)
     temperature = tl.load(floats + group)
     if temperature > 0:
-        counter = tl.load(positions + row) * _NUM_PURPOSES + 1  # Purpose.SAMPLE
-        bits = _mix(_mix(tl.load(ints + groups + group)) + counter * -0x61C8864680B583EB)
+        bits = noise_bits(ints + groups + group, positions + row)
         if FILTERED:
             x = tl.where(x < tl.load(least + row), -float("inf"), x)
-        x = x / tl.maximum(temperature, COLDEST) + _gumbel(bits, column)
+        x = x / tl.maximum(temperature, COLDEST) + gumbel(bits, column)
     tl.store(keys + row * tl.num_programs(1) + tl.program_id(1), tl.max(tl.where(exists, token_key(x, column), -(2**63)), 0))
 
 

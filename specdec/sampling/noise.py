@@ -73,7 +73,7 @@ def uniform(seeds: Tensor, positions: Tensor, purpose: Purpose) -> Tensor:
     return _shift_right(stream(seeds, positions, purpose), 11).double() * 2.0**-53
 
 
-def gumbel(bits: Tensor, vocab_size: int) -> Tensor:
+def gumbel(bits: Tensor, tokens: int | Tensor) -> Tensor:
     """A Gumbel variable for each token: the token with the largest sum of log-probability and noise is a sample.
 
     A token's own 31 bits come from a 32-bit finalizer with the lower half of its position's bits added before, and the upper half
@@ -81,12 +81,13 @@ def gumbel(bits: Tensor, vocab_size: int) -> Tensor:
 
     Args:
         bits: int64 [...], of `stream`.
-        vocab_size: V.
+        tokens: V, for all those of a vocabulary, or which, int64 [V].
 
     Returns:
         float32 [..., V], -log(E), between -2.9 and 22.2.
     """
-    x = _token_bits(vocab_size, bits.device) + bits.int()[..., None]
+    of_tokens = _token_bits(tokens, bits.device) if isinstance(tokens, int) else tokens.int() * _TOKEN_STEP
+    x = of_tokens + bits.int()[..., None]
     shifted = torch.empty_like(x)  # every operation in place: on a CPU fetching memory takes longer than computing
 
     def fold(count: int) -> Tensor:

@@ -26,6 +26,7 @@ from specdec.layers.activation import ACTIVATIONS
 from tests.helpers.compiled_experts import expert_kernels
 from tests.helpers.compiled_packed import packed_kernels
 from tests.helpers.compiled_recurrence import recurrence_kernels
+from tests.helpers.compiled_trees import tree_kernels
 from tests.helpers.triton_interpreter import compile_for
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -95,6 +96,7 @@ def kernels(target: Target, *, every_shape: bool = True) -> Iterator[tuple[str, 
     yield from expert_kernels(target)
     yield from packed_kernels(target)
     yield from recurrence_kernels(target)
+    yield from tree_kernels(target)
 
 
 def attention_kernels(target: Target, *, every_shape: bool) -> Iterator[tuple[str, Any]]:

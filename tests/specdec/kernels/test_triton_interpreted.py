@@ -16,6 +16,7 @@ triton = pytest.importorskip("triton")
     "names",
     [
         ["layers", "activation", "argmax", "sampler"],
+        ["candidates", "trees", "cache_rows"],
         ["fa", "prefill"],
         ["amd"],
         ["aiter_layers"],

@@ -1,0 +1,179 @@
+"""The likeliest tokens of every row in Triton, with the noise that the target will draw with; see `specdec.sampling.candidates`.
+
+Programs first find the best tokens of their slice of a row, and what the slice adds to the row's normalizer, so that even one row
+keeps many processors busy; then one program per row merges them. As a score and its token are compared as one integer, how a row is
+divided changes no choice.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec.kernels.triton_argmax import DTYPES, SLICE, token_key
+from specdec.kernels.triton_filters import COLDEST, least_kept
+from specdec.kernels.triton_launch import on_device, overlap_options
+from specdec.kernels.triton_overlap import await_previous
+from specdec.kernels.triton_sampler import gumbel, noise_bits
+
+MOST_CANDIDATES = 64
+
+_LEAST = tl.constexpr(-(2**63))
+_LOW_BITS = tl.constexpr(0x7FFFFFFF)
+_LOWEST_FINITE = tl.constexpr(-3.4028234663852886e38)
+
+
+@triton.jit
+def number_of(order: tl.tensor) -> tl.tensor:
+    """The float32 that has this int32 in `specdec.kernels.triton_argmax.ordered`."""
+    return tl.where(order < 0, -((-order).to(tl.float32, bitcast=True)), order.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _slice_candidates_kernel(
+    logits: tl.tensor,  # [groups, width, vocab_size]
+    floats: tl.tensor,  # float32 [4, groups]: temperature, top-p, min-p, penalty
+    ints: tl.tensor,  # int64 [2, groups]: top-k, seed
+    positions: tl.tensor,  # int64 [groups * width]
+    least: tl.tensor,  # float32 [groups * width]
+    weights: tl.tensor,  # float32 [2, groups * width], of log-probability and noise, or None
+    target_ids: tl.tensor,  # int64 [vocab_size], or None
+    keys: tl.tensor,  # int64 [groups * width, slices, COUNT]
+    parts: tl.tensor,  # float32 [groups * width, slices, 2]: the best score, and the sum of exp(score - best)
+    groups: tl.tensor,
+    width: tl.tensor,
+    vocab_size: tl.tensor,
+    group_stride: tl.tensor,
+    row_stride: tl.tensor,
+    COUNT: tl.constexpr,
+    SAMPLED: tl.constexpr,
+    FILTERED: tl.constexpr,
+    SLICE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    group = row // width
+    column = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
+    exists = column < vocab_size
+    place = logits + group * group_stride + (row % width) * row_stride
+    await_previous(OVERLAP)
+    x = tl.load(place + column, mask=exists, other=-float("inf")).to(tl.float32)
+    if SAMPLED:
+        temperature = tl.load(floats + group)
+        if temperature > 0:
+            token = column
+            if target_ids is not None:
+                token = tl.load(target_ids + column, mask=exists, other=0).to(tl.int32)
+            noise = gumbel(noise_bits(ints + groups + group, positions + row), token)
+            kept = exists
+            if FILTERED:
+                kept = exists & (x >= tl.load(least + row))
+            x = x / tl.maximum(temperature, COLDEST)
+            if weights is not None:
+                x = tl.load(weights + row) * x
+                noise = tl.load(weights + groups * width + row) * noise
+            x = tl.where(kept, x + noise, -float("inf"))
+    best = tl.max(x, 0)
+    # A slice of -inf alone is nothing, not NaN.
+    total = tl.sum(tl.exp(x - tl.maximum(best, _LOWEST_FINITE)), 0)
+    slot = row * tl.num_programs(1) + tl.program_id(1)
+    tl.store(parts + slot * 2, best)
+    tl.store(parts + slot * 2 + 1, total)
+    key = tl.where(exists, token_key(x, column), _LEAST)
+    for number in range(COUNT):
+        highest = tl.max(key, 0)
+        tl.store(keys + slot * COUNT + number, highest)
+        key = tl.where(key == highest, _LEAST, key)
+
+
+@triton.jit
+def _merge_candidates_kernel(
+    keys: tl.tensor,  # int64 [rows, SLICES, COUNT]
+    parts: tl.tensor,  # float32 [rows, SLICES, 2]
+    target_ids: tl.tensor,  # int64 [vocab_size], or None
+    token_ids: tl.tensor,  # int64 [rows, COUNT]
+    scores: tl.tensor,  # float32 [rows, COUNT]
+    COUNT: tl.constexpr,
+    SLICES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    entry = tl.arange(0, triton.next_power_of_2(SLICES * COUNT))
+    part = tl.arange(0, triton.next_power_of_2(SLICES))
+    number = tl.arange(0, triton.next_power_of_2(COUNT))
+    await_previous(OVERLAP)
+    key = tl.load(keys + row * (SLICES * COUNT) + entry, mask=entry < SLICES * COUNT, other=_LEAST)
+    of_slices = tl.load(parts + (row * SLICES + part) * 2, mask=part < SLICES, other=-float("inf"))
+    totals = tl.load(parts + (row * SLICES + part) * 2 + 1, mask=part < SLICES, other=0.0)
+    best = tl.max(of_slices, 0)
+    total = tl.sum(tl.exp(of_slices - tl.maximum(best, _LOWEST_FINITE)) * totals, 0)
+    chosen = tl.full([triton.next_power_of_2(COUNT)], _LEAST, tl.int64)
+    for place in range(COUNT):
+        highest = tl.max(key, 0)
+        chosen = tl.where(number == place, highest, chosen)
+        key = tl.where(key == highest, _LEAST, key)
+    score = number_of((chosen >> 32).to(tl.int32)) - best - tl.log(total)
+    column = _LOW_BITS - (chosen & _LOW_BITS)
+    within = number < COUNT
+    if target_ids is not None:
+        column = tl.load(target_ids + column, mask=within, other=0)
+    tl.store(token_ids + row * COUNT + number, column, mask=within)
+    # What is not a number has no probability; and whatever rounds how, no child may be likelier than its parent.
+    score = tl.where(score == score, tl.minimum(score, 0.0), -float("inf"))
+    tl.store(scores + row * COUNT + number, score, mask=within)
+
+
+def candidates(
+    logits: Tensor,
+    floats: Tensor,
+    ints: Tensor,
+    positions: Tensor,
+    count: int,
+    weights: Tensor | None,
+    target_ids: Tensor | None,
+    *,
+    sampled: bool,
+    filtered: bool,
+) -> tuple[Tensor, Tensor]:
+    """See `specdec.sampling.candidates.candidates`.
+
+    Args:
+        logits: [num_reqs, n, V], bfloat16, float16 or float32; the last axis is contiguous.
+        floats, ints: as in `SamplingTensors`, contiguous; not read unless `sampled`.
+        positions: int64 [num_reqs, n].
+        count: C.
+        weights: float32 [2, num_reqs, n], or None.
+        target_ids: int64 [V], or None.
+        sampled: a request may sample.
+        filtered: a request may have top-k, top-p or min-p.
+    """
+    assert logits.stride(-1) == 1 and logits.dtype in DTYPES and positions.shape == logits.shape[:2]
+    assert floats.is_contiguous() and ints.is_contiguous() and 1 <= count <= min(MOST_CANDIDATES, logits.shape[-1])
+    least = least_kept(logits, floats, ints) if filtered else floats  # which is not read then
+    rows, slices, device = positions.numel(), triton.cdiv(logits.shape[-1], SLICE), logits.device
+    keys = torch.empty(rows, slices, count, dtype=torch.int64, device=device)
+    parts = torch.empty(rows, slices, 2, dtype=torch.float32, device=device)
+    token_ids = torch.empty(*positions.shape, count, dtype=torch.int64, device=device)
+    scores = torch.empty(token_ids.shape, dtype=torch.float32, device=device)
+    options = {"COUNT": count, **overlap_options(device)}
+    with on_device(logits):
+        _slice_candidates_kernel[(rows, slices)](
+            logits,
+            floats,
+            ints,
+            positions.contiguous(),
+            least,
+            weights,
+            target_ids,
+            keys,
+            parts,
+            *logits.shape,
+            *logits.stride()[:2],
+            SAMPLED=sampled,
+            FILTERED=filtered,
+            SLICE=SLICE,
+            num_warps=4,
+            **options,
+        )
+        _merge_candidates_kernel[(rows,)](keys, parts, target_ids, token_ids, scores, SLICES=slices, num_warps=4, **options)
+    return token_ids, scores

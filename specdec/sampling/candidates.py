@@ -1,0 +1,135 @@
+"""The likeliest tokens of every drafted position, given the noise that the target will draw its own token with there.
+
+The target takes y = argmax(log p + g). Whoever drafts knows g, too, and with a distribution q of its own believes that
+P(y = x | g) is softmax(a log q + b g): a = b = 1 trusts q as it is, b = 0 knows nothing of the noise, as for a greedy target (Gumbel
+coupling, Daliri, Musco and Suresh, arXiv 2408.07978; the weights a and b are ours). The noise decides which tokens are tried and never
+what is accepted, so what comes out is the target's own choice all the same.
+"""
+
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor
+
+from specdec.config import SamplingParams
+from specdec.deviation import Deviation, worst
+from specdec.kernels.triton_launch import unavailable_reasons
+from specdec.sampling.filters import filtered_scores
+from specdec.sampling.noise import Purpose, gumbel, stream
+from specdec.sampling.sampler import CACHED_NUMBERS
+from specdec.sampling.tensors import SamplingTensors
+from specdec.self_check import passes
+
+
+def candidates(
+    logits: Tensor,
+    sampling: SamplingTensors,
+    positions: Tensor,
+    count: int,
+    *,
+    weights: Tensor | None = None,
+    target_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The `count` best tokens of each row by a log q + b g, of equal ones the first; what the request's filters drop comes last.
+
+    Every row is computed from its own values only. With one candidate and no weights it is the token of `argmax` or `sample`.
+
+    Args:
+        logits: [num_reqs, n, V], the drafter's.
+        sampling: of the requests; of greedy ones a is 1, b is 0 and the temperature 1.
+        positions: int64 [num_reqs, n], of the tokens to draft.
+        count: C, at most 64.
+        weights: float32 [2, num_reqs, n], a > 0 and b; None are ones.
+        target_ids: int64 [V], the target's token of each column; None where they are the same.
+
+    Returns:
+        int64 [num_reqs, n, C], tokens of the target, and float32 [num_reqs, n, C], their log-probabilities in falling order, at most
+        0. A row that is not finite has tokens without meaning, and all or some of its log-probabilities are -inf.
+    """
+    sampled, filtered = not sampling.plan.all_greedy, sampling.plan.filtered
+    if finds_on_triton(logits.device):
+        from specdec.kernels import triton_candidates  # it imports Triton
+
+        floats, ints = sampling.floats, sampling.ints
+        return triton_candidates.candidates(
+            logits, floats, ints, positions, count, weights, target_ids, sampled=sampled, filtered=filtered
+        )
+    shape, vocab_size = logits.shape[:2], logits.shape[-1]
+    rows = logits.flatten(0, 1)
+    most = max(1, CACHED_NUMBERS // vocab_size) if rows.device.type == "cpu" else max(1, len(rows))
+    if not sampled:
+        found = [_best(part.float(), count) for part in rows.split(most)]
+    else:
+        greedy = (sampling.temperature == 0).repeat_interleave(shape[1])
+        scores = torch.where(greedy[:, None], rows.float(), filtered_scores(logits, sampling).flatten(0, 1))
+        a, b = (torch.ones_like(greedy, dtype=torch.float32),) * 2 if weights is None else weights.flatten(1)
+        a, b = torch.where(greedy, 1.0, a)[:, None], torch.where(greedy, 0.0, b)[:, None]
+        tokens, bits = vocab_size if target_ids is None else target_ids, stream(sampling.seeds, positions, Purpose.SAMPLE).flatten()
+        parts = zip(*(x.split(most) for x in (scores, a, b, bits)), strict=True)
+        found = [_best(a * scores + b * gumbel(bits, tokens), count) for scores, a, b, bits in parts]
+    columns, logprobs = (torch.cat(parts).view(*shape, count) for parts in zip(*found, strict=True))
+    return columns if target_ids is None else target_ids[columns], logprobs
+
+
+def _best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Columns int64 and log-probabilities float32 [rows, count] of the highest of float32 [rows, V]."""
+    bits = (scores + 0.0).view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # ascends as the scores do
+    keys = (order.long() << 32) | torch.arange(0x7FFFFFFF, 0x7FFFFFFF - scores.shape[-1], -1, device=scores.device)
+    columns = 0x7FFFFFFF - (keys.topk(count, dim=-1).values & 0x7FFFFFFF)
+    logprobs = scores.gather(-1, columns) - scores.logsumexp(dim=-1, keepdim=True)
+    return columns, torch.where(logprobs.isnan(), -torch.inf, logprobs.clamp(max=0.0))
+
+
+@lru_cache(maxsize=16)
+def finds_on_triton(device: torch.device) -> bool:
+    """Whether our kernels find candidates on `device`."""
+    return not unavailable_reasons(device) and passes("candidates", device, partial(check_candidates, device))
+
+
+def check_candidates(device: torch.device) -> Deviation:
+    """Rows of several slices, greedy and sampled, with filters and weights: how far the log-probabilities are off, in order and of
+    the very tokens.
+    """
+    from specdec.kernels import triton_candidates
+
+    filters = [(0, 1.0, 0.0), (20, 1.0, 0.0), (0, 0.9, 0.1)]
+    params = [SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m) for t in (0.0, 0.7, 1.5) for k, p, m in filters]
+    sampling = SamplingTensors.of(params, range(len(params)))
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(len(params), 2, triton_candidates.SLICE + 5, generator=generator).bfloat16()
+    weights = torch.rand(2, len(params), 2, generator=generator) + 0.5
+    positions, target_ids = torch.arange(2).expand(len(params), 2) + 2**33, torch.arange(logits.shape[-1]) * 3
+    moved = [tensor.to(device) for tensor in (logits, sampling.floats, sampling.ints, positions)]
+    found = triton_candidates.candidates(*moved, 16, weights.to(device), target_ids.to(device), sampled=True, filtered=True)
+    return off(logits, sampling, positions, weights, target_ids, *(tensor.cpu() for tensor in found))
+
+
+def off(
+    logits: Tensor,
+    sampling: SamplingTensors,
+    positions: Tensor,
+    weights: Tensor | None,
+    target_ids: Tensor | None,
+    token_ids: Tensor,
+    logprobs: Tensor,
+) -> Deviation:
+    """How far what was found is from the best log-probabilities, and from those of its own tokens, computed here in float64.
+
+    Between two ways of computing them scores differ by the rounding of their logarithms, so two that are equal to that may change
+    places.
+    """
+    noise = gumbel(stream(sampling.seeds, positions, Purpose.SAMPLE), logits.shape[-1] if target_ids is None else target_ids)
+    greedy = (sampling.temperature == 0)[:, None, None]
+    a, b = (1.0, 1.0) if weights is None else weights.double()[..., None]
+    scores = torch.where(greedy, logits.double(), a * filtered_scores(logits, sampling).double() + b * noise.double())
+    expected = scores.log_softmax(-1)
+    columns = token_ids if target_ids is None else torch.searchsorted(target_ids, token_ids)
+    assert all(len(row.unique()) == len(row) for row in columns.flatten(0, 1)), "a token was found twice"
+
+    def largest(wanted: Tensor) -> float:
+        return float(torch.where(wanted == logprobs, 0.0, wanted - logprobs).abs().max())
+
+    bound = 64 * torch.finfo(torch.float32).eps * float(scores.abs().where(scores > -torch.inf, 0.0).amax())
+    best = expected.topk(logprobs.shape[-1]).values
+    return worst(Deviation(largest(wanted), bound) for wanted in (best, expected.gather(-1, columns)))

@@ -1,0 +1,36 @@
+"""The kernels of draft trees, compiled for machines that need not be here; see `tests.helpers.compiled_kernels`."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from specdec.kernels import triton_candidates
+from specdec.kernels.triton_argmax import SLICE
+from tests.helpers.triton_interpreter import compile_for
+
+if TYPE_CHECKING:
+    from tests.helpers.compiled_kernels import Target
+
+
+def tree_kernels(target: "Target") -> Iterator[tuple[str, Any]]:
+    """Candidates of a vocabulary of 152 k."""
+    compiled, overlap = partial(compile_for, target=target.compiler), {"OVERLAP": target.overlaps}
+    numbers = {"logits": "bf16", "floats": "fp32", "ints": "i64", "positions": "i64", "least": "fp32", "weights": "fp32"}
+    parts = {"keys": "i64", "parts": "fp32"}
+    sizes = {"COUNT": 16, "target_ids": None} | overlap
+    yield (
+        "candidates of a slice",
+        compiled(
+            triton_candidates._slice_candidates_kernel,
+            pointers=numbers | parts,
+            constants=sizes | {"SAMPLED": True, "FILTERED": True, "SLICE": SLICE},
+        ),
+    )
+    yield (
+        "candidates of slices",
+        compiled(
+            triton_candidates._merge_candidates_kernel,
+            pointers=parts | {"token_ids": "i64", "scores": "fp32"},
+            constants=sizes | {"SLICES": 38},
+        ),
+    )
