@@ -19,19 +19,19 @@ class BlockShape(NamedTuple):
 
     Attributes:
         drafts: N, rows beside the anchor; 0 decodes plainly.
-        tree_depth: most tokens of a path, at most N; None is a chain.
+        tree_depth: most drafts of a path, at most N; 0 is a chain.
 
     >>> BlockShape(15).depth, BlockShape(64, tree_depth=15).depth
     (15, 15)
     """
 
     drafts: int
-    tree_depth: int | None = None
+    tree_depth: int = 0
 
     @property
     def depth(self) -> int:
         """Drafts that can be accepted at most."""
-        return self.drafts if self.tree_depth is None else self.tree_depth
+        return self.tree_depth or self.drafts
 
     @property
     def rows(self) -> int:
@@ -41,7 +41,7 @@ class BlockShape(NamedTuple):
     @property
     def is_tree(self) -> bool:
         """Whether drafts may have siblings."""
-        return self.tree_depth is not None
+        return self.tree_depth > 0
 
     def __str__(self) -> str:
         """As reports name it.

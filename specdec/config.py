@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Literal
 
+from specdec.blocks import MOST_NODES
 from specdec.errors import InvalidInputError
 
-DraftSampling = Literal["greedy", "probabilistic"]
+DraftSampling = Literal["coupled", "greedy", "probabilistic"]
 CacheDtype = Literal["auto", "fp8"]
 PrefillDtype = Literal["auto", "model"]
 WeightForm = Literal["as-stored", "bfloat16"]
@@ -216,8 +217,12 @@ class EngineConfig:
             step up to the drafter's own number, by the times and the acceptance measured so far (`specdec.engine.draft_length`).
             None takes the drafter's own number. With "auto", probabilistic drafts make sampled output depend on the speed of the
             machine, which a seed does not repeat.
-        draft_sampling: "greedy" drafts are a point mass, so sampled output equals plain decoding with the same seed token for
-            token; "probabilistic" draws drafts from the drafter's distribution, exact in distribution.
+        tree_nodes: drafts of a step that form a tree, up to 64; 0 makes chains alone. None leaves it to "auto", which chooses among
+            chains and trees where drafter and target serve trees; a number of draft tokens makes chains.
+        draft_sampling: "coupled" drafts of sampled requests are chosen with the noise that the target will choose by (Daliri, Musco
+            and Suresh, arXiv 2408.07978), "greedy" ones without it. Either is a point mass, so sampled output equals plain decoding
+            with the same seed token for token. "probabilistic" draws drafts from the drafter's distribution with numbers of their
+            own, in chains alone, exact in distribution.
         pipeline_depth: steps launched before the oldest result is read; None means 1 on an accelerator and 0 on a CPU.
         graphs: capture decode steps as CUDA or HIP graphs, one per shape when it first occurs (`specdec.engine.graphs`), and with
             triton_fa the prefill of short chunks as well (`specdec.engine.prefill_graphs`); without effect on a CPU. None captures
@@ -232,7 +237,8 @@ class EngineConfig:
     max_model_len: int | None = None
     max_prefill_tokens: int | None = None
     num_draft_tokens: int | Literal["auto"] | None = "auto"
-    draft_sampling: DraftSampling = "greedy"
+    tree_nodes: int | None = None
+    draft_sampling: DraftSampling = "coupled"
     pipeline_depth: int | None = None
     graphs: bool | None = None
     timing: bool = False
@@ -240,7 +246,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
 
     def __post_init__(self) -> None:
-        _integers(self, "max_num_seqs", "max_model_len", "max_prefill_tokens", "pipeline_depth", "seed")
+        _integers(self, "max_num_seqs", "max_model_len", "max_prefill_tokens", "pipeline_depth", "seed", "tree_nodes")
         _flags(self, "graphs", "timing")
         if self.num_draft_tokens is not None and not isinstance(self.num_draft_tokens, str):
             _integers(self, "num_draft_tokens")
@@ -262,8 +268,17 @@ class EngineConfig:
             f"num_draft_tokens is {self.num_draft_tokens!r}; it must be 'auto', 0 (plain decoding) or a positive count",
         )
         _require(
-            self.draft_sampling in ("greedy", "probabilistic"),
-            f"draft_sampling is {self.draft_sampling!r}; choose 'greedy' or 'probabilistic'",
+            self.tree_nodes is None or 0 <= self.tree_nodes <= MOST_NODES,
+            f"tree_nodes is {self.tree_nodes}; it must be 0 (chains) to {MOST_NODES}, or left out",
+        )
+        _require(
+            not self.tree_nodes or self.num_draft_tokens in ("auto", None),
+            f"tree_nodes is {self.tree_nodes} and num_draft_tokens {self.num_draft_tokens}; a block is a tree or a chain, so leave"
+            " out one of the two",
+        )
+        _require(
+            self.draft_sampling in ("coupled", "greedy", "probabilistic"),
+            f"draft_sampling is {self.draft_sampling!r}; choose 'coupled', 'greedy' or 'probabilistic'",
         )
         _require(
             self.pipeline_depth is None or self.pipeline_depth in (0, 1),

@@ -1,6 +1,7 @@
 """The nouns of a step: what crosses each of its borders, and the protocols of target and drafter.
 
-Shapes use `num_reqs` requests of a batch, `k` drafts per request, `V` vocabulary, `H` hidden width. Token ids are int64.
+Shapes use `num_reqs` requests of a batch, `k` drafts per request, `V` vocabulary, `H` hidden width. Token ids are int64. How drafts
+lie behind the anchor is told in `specdec.blocks`.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from specdec.attention.backend import AttentionBackend, AttentionMetadata, Visibility
+from specdec.attention.backend import AttentionBackend, AttentionMetadata, TreeRows, Visibility
 from specdec.attention.mla import MlaBackend
+from specdec.blocks import BlockShape, DraftTree
 from specdec.config import DraftSampling
 from specdec.kv_cache import LayerSpec
 from specdec.sampling.tensors import SamplingTensors
@@ -85,7 +88,7 @@ class DecodeBatch:
         anchors: int64 [num_reqs].
         seq_lens: int64 [num_reqs], L.
         block_table: int32 [num_reqs, max_blocks].
-        k: drafts per request in this step.
+        shape: of the block of each request.
         max_seq_len: host bound on `L + k + 1`, and on the end of what the drafter writes.
         block_size: tokens per cache block.
         max_model_len: position ids never reach this, so that learned position tables are safe.
@@ -100,7 +103,7 @@ class DecodeBatch:
     anchors: Tensor
     seq_lens: Tensor
     block_table: Tensor
-    k: int
+    shape: BlockShape
     max_seq_len: int
     block_size: int
     max_model_len: int
@@ -115,6 +118,11 @@ class DecodeBatch:
     def num_reqs(self) -> int:
         """Requests in the batch."""
         return self.slots.shape[0]
+
+    @property
+    def k(self) -> int:
+        """Drafts per request in this step."""
+        return self.shape.drafts
 
     def positions(self, width: int) -> Tensor:
         """int64 [num_reqs, width]: positions L, L+1, ... of each request, not clamped."""
@@ -156,10 +164,28 @@ class DecodeBatch:
             )
         return replace(self._metadata[width], visibility=visibility)
 
+    def row_positions(self, tree: DraftTree | None) -> Tensor:
+        """int64 [num_reqs, k + 1]: positions of the rows of the block, not clamped."""
+        return self.positions(self.shape.rows) if tree is None else self.seq_lens[:, None] + F.pad(tree.depths, (1, 0))
+
+    def verification(self, token_ids: Tensor, tree: DraftTree | None, *, max_pending: int) -> ForwardInput:
+        """The forward of the target over the rows of the block, `token_ids` int64 [num_reqs, k + 1]."""
+        width = self.shape.rows
+        if tree is None:
+            position_ids, metadata = self.position_ids(width), self.metadata(width, visibility="causal")
+        else:
+            position_ids = self.row_positions(tree).clamp(max=self.max_model_len - 1).flatten()
+            rows = TreeRows(*(F.pad(numbers, (1, 0)).flatten() for numbers in (tree.ancestors, tree.depths)))
+            metadata = replace(self.metadata(width, visibility="ancestors"), tree=rows)
+        final = width == 1
+        return ForwardInput(token_ids.flatten(), position_ids, metadata, slots=self.slots, final=final, max_pending=max_pending)
+
 
 @dataclass(slots=True)
 class DraftOutput:
-    """Drafts for positions L+1 .. L+k, and the distribution they were drawn from.
+    """The drafts of a block, and the distribution they were drawn from.
+
+    A chain has them for positions L+1 .. L+k. In a tree they are point masses, all of which count.
 
     Exactly one form of proposal:
         point mass: `probs` and `candidate_ids` are None; the draft has probability 1.
@@ -169,12 +195,14 @@ class DraftOutput:
     Attributes:
         token_ids: int64 [num_reqs, k]; every entry is a valid token id, also past `num_drafts`.
         num_drafts: int64 [num_reqs], drafts that count, the first ones; None means all k.
+        tree: how the drafts hang together, when the block is a tree; None is a chain.
     """
 
     token_ids: Tensor
     num_drafts: Tensor | None = None
     probs: Tensor | None = None
     candidate_ids: Tensor | None = None
+    tree: DraftTree | None = None
 
 
 @dataclass(slots=True)
@@ -182,12 +210,14 @@ class AcceptOutput:
     """What a step adds to each request: `num_accepted` drafts, then one token of the target's own.
 
     Attributes:
-        token_ids: int64 [num_reqs, k + 1], output tokens; the first `num_accepted + 1` count, and the last of those is the
-            recovered or bonus token.
-        num_accepted: int64 [num_reqs], in [0, k].
+        token_ids: int64 [num_reqs, depth + 1], output tokens; the first `num_accepted + 1` count, and the last of those is the
+            recovered or bonus token. The depth is that of the block, k in a chain.
+        num_accepted: int64 [num_reqs], in [0, depth].
         next_anchors: int64 [num_reqs], the recovered or bonus token.
         finite: bool [num_reqs], False when logits behind a counted token were NaN or infinite.
-        logprobs: float32 [num_reqs, k + 1] under the target's unprocessed logits, or None when nobody asked.
+        logprobs: float32 [num_reqs, depth + 1] under the target's unprocessed logits, or None when nobody asked.
+        path: int64 [num_reqs, depth + 1], rows of a tree that were accepted, that of the anchor first; entries past
+            `num_accepted` are rows that were not. None in a chain, whose rows follow each other.
     """
 
     token_ids: Tensor
@@ -195,6 +225,7 @@ class AcceptOutput:
     next_anchors: Tensor
     finite: Tensor
     logprobs: Tensor | None = None
+    path: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +321,8 @@ class Drafter(Protocol):
     """Cache positions from L on that drafting writes whatever k is; 0 where it writes none, or no more than k + 1."""
     aux_layer_ids: tuple[int, ...] = ()
     """Decoder layers (0-based) of the target whose raw outputs are needed."""
+    draws_trees: bool = False
+    """Whether drafts form a tree where the shape of the block asks for one. Its paths are up to `max_draft_tokens` long."""
 
     @property
     def weight_bytes(self) -> int:
@@ -344,9 +377,10 @@ class BoundDrafter(Protocol):
         """Drafts `batch.k` tokens per request."""
 
     def commit(self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput) -> None:
-        """Takes over the context of a step: `token_ids` int64 [num_reqs, k+1] are the verified rows, anchor and drafts.
+        """Takes over the context of a step: `token_ids` int64 [num_reqs, depth + 1] are the anchor and the drafts of a chain, or of
+        the path through a tree, and `verify` has the features of these rows.
 
-        All k + 1 rows are handed over. Rows past `accept.num_accepted` lie at positions that the next step overwrites.
+        All depth + 1 rows are handed over. Rows past `accept.num_accepted` lie at positions that the next step overwrites.
         `batch.context` is "now" unless `most_deferred` is set.
         """
         return

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, count
+from itertools import chain, count, zip_longest
 from typing import Any
 
 
@@ -15,9 +15,11 @@ class AcceptanceStats:
     short counts with what it kept.
 
     Attributes:
-        num_drafted: drafts offered, one entry per verify step.
+        num_drafted: positions for which drafts were offered, one entry per verify step.
         num_accepted: drafts accepted, one entry per verify step.
         num_emitted: tokens output, one entry per verify step: the accepted drafts and the recovered or bonus token.
+        num_verified: drafts verified, one entry per verify step; in a tree a position has several. Left out, they are chains.
+        num_by_rank: accepted drafts of trees by their place among the candidates of their position, the likeliest first.
 
     >>> stats = AcceptanceStats(num_drafted=[3, 3, 0, 3], num_accepted=[3, 1, 0, 2], num_emitted=[4, 2, 1, 2])
     >>> stats.num_steps, stats.tau, stats.mean_accepted
@@ -27,9 +29,13 @@ class AcceptanceStats:
     num_drafted: list[int] = field(default_factory=list)
     num_accepted: list[int] = field(default_factory=list)
     num_emitted: list[int] = field(default_factory=list)
+    num_verified: list[int] = field(default_factory=list)
+    num_by_rank: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        assert len(self.num_drafted) == len(self.num_accepted) == len(self.num_emitted)
+        if not self.num_verified:
+            object.__setattr__(self, "num_verified", self.num_drafted)
+        assert len(self.num_drafted) == len(self.num_accepted) == len(self.num_emitted) == len(self.num_verified)
 
     @property
     def num_steps(self) -> int:
@@ -82,18 +88,19 @@ class AcceptanceStats:
 
     @property
     def drafted_histogram(self) -> list[int]:
-        """Entry `n` counts the verify steps that offered `n` drafts: the k that was chosen, or fewer where the drafter had none.
+        """Entry `n` counts the verify steps of `n` drafts: as many as were chosen, or fewer where the drafter had none.
 
         >>> AcceptanceStats(num_drafted=[2, 0, 2], num_accepted=[2, 0, 0], num_emitted=[3, 1, 1]).drafted_histogram
         [1, 0, 2]
         """
-        return _histogram(self.num_drafted)
+        return _histogram(self.num_verified)
 
     def to_dict(self) -> dict[str, Any]:
         """Totals and figures for a JSON report."""
         return {
             "num_steps": self.num_steps,
             "num_drafted": sum(self.num_drafted),
+            "num_verified": sum(self.num_verified),
             "num_accepted": sum(self.num_accepted),
             "num_emitted": sum(self.num_emitted),
             "tau": self.tau,
@@ -102,6 +109,7 @@ class AcceptanceStats:
             "num_offered": self.num_offered,
             "histogram": self.histogram,
             "drafted_histogram": self.drafted_histogram,
+            "num_by_rank": self.num_by_rank,
         }
 
 
@@ -124,6 +132,8 @@ def pooled(stats: Iterable[AcceptanceStats]) -> AcceptanceStats:
         num_drafted=list(chain.from_iterable(one.num_drafted for one in every)),
         num_accepted=list(chain.from_iterable(one.num_accepted for one in every)),
         num_emitted=list(chain.from_iterable(one.num_emitted for one in every)),
+        num_verified=list(chain.from_iterable(one.num_verified for one in every)),
+        num_by_rank=[sum(counts) for counts in zip_longest(*(one.num_by_rank for one in every), fillvalue=0)],
     )
 
 

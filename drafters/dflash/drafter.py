@@ -23,12 +23,16 @@ from specdec.errors import BackendError, InvalidInputError
 from specdec.kv_cache import NULL_BLOCK, KVLayerSpec, LayerCache
 from specdec.layers.argmax import argmax
 from specdec.layers.rotary import Angles, Rope
+from specdec.sampling.candidates import candidates
 from specdec.sampling.filters import processed_probs
 from specdec.sampling.noise import Purpose, uniform
 from specdec.sampling.sampler import sample_from
+from specdec.sampling.trees import best_first
 
 MOST_DEFERRED = 16
 """Steps without drafts whose context is put off at most."""
+MOST_CANDIDATES = 16
+"""Tokens per position among which a tree chooses; of trees of up to 64 drafts more change nothing."""
 
 
 class DFlashDrafter:
@@ -43,6 +47,8 @@ class DFlashDrafter:
         CheckpointError: the model was trained for another target.
         BackendError: the target's attention backend cannot serve the draft layers.
     """
+
+    draws_trees = True
 
     def __init__(self, model: DFlashModel, verifier: Verifier) -> None:
         config = model.config
@@ -133,16 +139,29 @@ class BoundDFlash:
         self._write_context(verify, batch.forward.position_ids, batch.forward.metadata.slot_mapping)
 
     def propose(self, batch: DecodeBatch) -> DraftOutput:
-        """Drafts `batch.k` tokens per request in one forward."""
+        """Drafts a chain, or a tree of the likeliest paths, from one forward."""
         logits = self.logits(self.draft_hidden(batch))
+        positions = batch.positions(batch.shape.depth + 1)[:, 1:]
+        if batch.shape.is_tree:
+            return self._tree(batch, logits, positions)
         if self.draft_sampling == "greedy" or batch.sampling.plan.all_greedy:
             return DraftOutput(token_ids=self._to_target(argmax(logits)[0]))
+        if self.draft_sampling == "coupled":
+            token_ids, _ = candidates(logits, batch.sampling, positions, 1, target_ids=self.drafter.target_ids)
+            return DraftOutput(token_ids=token_ids.squeeze(-1))
         probs = processed_probs(logits, batch.sampling)
-        draws = uniform(batch.sampling.seeds, batch.positions(batch.k + 1)[:, 1:], Purpose.DRAFT)
+        draws = uniform(batch.sampling.seeds, positions, Purpose.DRAFT)
         token_ids = self._to_target(sample_from(probs, draws))
         target_ids = self.drafter.target_ids
         candidate_ids = None if target_ids is None else target_ids.expand(probs.shape)
         return DraftOutput(token_ids=token_ids, probs=probs, candidate_ids=candidate_ids)
+
+    def _tree(self, batch: DecodeBatch, logits: Tensor, positions: Tensor) -> DraftOutput:
+        """The tree of the likeliest paths, if every position's token did not depend on those before it."""
+        count = min(MOST_CANDIDATES, batch.k)
+        token_ids, scores = candidates(logits, batch.sampling, positions, count, target_ids=self.drafter.target_ids)
+        best = best_first(scores, batch.k)
+        return DraftOutput(token_ids=token_ids.flatten(1).gather(1, best.places), tree=best.tree)
 
     def commit(self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput) -> None:
         """Writes the context of all verified rows, over what the block left there, or puts that of the anchor off."""
@@ -172,9 +191,10 @@ class BoundDFlash:
         self._deferred.index_fill_(0, batch.slots, 0)
 
     def draft_hidden(self, batch: DecodeBatch) -> Tensor:
-        """Final hidden states [num_reqs, k, H] of the first k predicting rows."""
+        """Final hidden states [num_reqs, depth, H] of as many predicting rows."""
         drafter, config = self.drafter, self.drafter.config
-        width = drafter.num_lookahead_tokens or drafter.first_row + batch.k
+        depth = batch.shape.depth
+        width = drafter.num_lookahead_tokens or drafter.first_row + depth
         masks = drafter.masks[:, : width - 1].expand(batch.num_reqs, -1)
         token_ids = torch.cat([batch.anchors[:, None], masks], dim=1).reshape(-1)
         embeddings = self._embed(token_ids)
@@ -189,10 +209,10 @@ class BoundDFlash:
 
         def predicting(rows: Tensor) -> Tensor:
             first = drafter.first_row
-            return rows.view(batch.num_reqs, width, -1)[:, first : first + batch.k].flatten(0, 1).contiguous()
+            return rows.view(batch.num_reqs, width, -1)[:, first : first + depth].flatten(0, 1).contiguous()
 
         hidden = drafter.network.block_forward(embeddings, angles, self.caches, plans, predicting)
-        return hidden.view(batch.num_reqs, batch.k, -1)
+        return hidden.view(batch.num_reqs, depth, -1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V or draft_vocab_size] of hidden states [..., H]."""

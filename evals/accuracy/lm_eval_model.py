@@ -208,6 +208,8 @@ class SpecdecLM(TemplateLM):
                 "num_drafted": result.stats.num_drafted,
                 "num_accepted": result.stats.num_accepted,
                 "num_emitted": result.stats.num_emitted,
+                "num_verified": result.stats.num_verified,
+                "num_by_rank": result.stats.num_by_rank,
             }
             last = now
             self._journal.add(keys[index], record)
@@ -286,7 +288,13 @@ def _sample(request: Instance, sampling: SamplingParams, record: Mapping[str, An
         text=record["text"],
         greedy=sampling.temperature == 0,
         seconds=record["seconds"],
-        stats=AcceptanceStats(record["num_drafted"], record["num_accepted"], record["num_emitted"]),
+        stats=AcceptanceStats(
+            record["num_drafted"],
+            record["num_accepted"],
+            record["num_emitted"],
+            record.get("num_verified", []),  # journals of before trees
+            record.get("num_by_rank", []),
+        ),
     )
 
 

@@ -49,13 +49,13 @@ def format_timing(timer: StepTimer) -> str:
             *(row(name, timer.totals[name]) for name in sorted(timer.totals, key=PHASES.index)),
             row("total", total) + f"   {counted(timer.num_steps, 'step')}",
             row("engine's own", own) + f"   all but {', '.join(MODEL_PHASES)}",
-            *([f"  drafts offered: {_by_k(timer)}"] if timer.steps_by_k else []),
+            *([f"  drafts offered: {_by_shape(timer)}"] if timer.steps_by_shape else []),
         ]
     )
 
 
-def _by_k(timer: StepTimer) -> str:
-    return ", ".join(f"{k} in {counted(count, 'step')}" for k, count in sorted(timer.steps_by_k.items()))
+def _by_shape(timer: StepTimer) -> str:
+    return ", ".join(f"{shape} in {counted(count, 'step')}" for shape, count in sorted(timer.steps_by_shape.items()))
 
 
 def format_summary(by_index: dict[int, GenerationResult], seconds: float, drafts: str) -> str:

@@ -3,7 +3,8 @@
 Both rules leave the target's distribution exactly as it is:
 
 - A draft that is a point mass is compared with the token the target chooses at its position. The output is then the target's
-  own choices, token for token those of plain decoding.
+  own choices, token for token those of plain decoding. In a tree the walk goes on in the child that has this token; whatever the
+  tree was chosen by, the target has not seen it (DDTree, arXiv 2604.12989).
 - A draft drawn from a known distribution q is kept with probability min(1, p/q), and a rejected one is replaced from the
   residual max(p - q, 0) (Leviathan et al. 2022, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318).
 """
@@ -17,18 +18,19 @@ from specdec.sampling.filters import processed_probs
 from specdec.sampling.noise import Purpose, uniform
 from specdec.sampling.sampler import penalized, sample, sample_from
 from specdec.sampling.tensors import SamplingTensors
+from specdec.sampling.trees import walk
 
 
 def accept(tokens: Tensor, logits: Tensor, draft: DraftOutput | None, sampling: SamplingTensors, positions: Tensor) -> AcceptOutput:
     """Decides one step for every request; shapes are static and the host never waits.
 
-    Row `j` of a request was fed `tokens[:, j]` at `positions[:, j]`. It judges draft `j + 1`, or yields the request's last
-    token of the step, with the random numbers of position `positions[:, j] + 1`.
+    Row `j` of a request was fed `tokens[:, j]` at `positions[:, j]`. It judges the drafts that continue it, or yields the request's
+    last token of the step, with the random numbers of position `positions[:, j] + 1`.
 
     Args:
         tokens: int64 [num_reqs, k + 1], the anchor, then the drafts; k may be 0.
         logits: [num_reqs, k + 1, V], the target's, in its own dtype.
-        draft: where the drafts come from; None means a point mass, and all k count.
+        draft: where the drafts come from; None means a chain of point masses, and all k count.
         sampling: sampling state of the requests.
         positions: int64 [num_reqs, k + 1].
 
@@ -40,12 +42,16 @@ def accept(tokens: Tensor, logits: Tensor, draft: DraftOutput | None, sampling: 
     k = drafts.shape[1]
     assert logits.shape[:2] == tokens.shape == positions.shape
     num_drafts = None if draft is None else draft.num_drafts
+    tree = None if draft is None else draft.tree
 
-    scores = logits if sampling.seen is None else penalized(logits, sampling, tokens)
+    scores = logits if sampling.seen is None else penalized(logits, sampling, tokens, tree)
     if sampling.plan.all_greedy or draft is None or draft.probs is None or k == 0:
         token_ids, finite = argmax(scores) if sampling.plan.all_greedy else sample(scores, sampling, positions + 1)
+        if tree is not None:
+            return _along(*walk(drafts, tree, token_ids), token_ids, finite, logits if sampling.plan.logprobs else None)
         num_accepted = _prefix_length(token_ids[:, :k] == drafts, num_drafts)
     else:
+        assert tree is None, "what is rejected on another branch would have to leave the residual, too"
         _, finite = argmax(scores)
         probs = processed_probs(scores, sampling)
         token_ids, num_accepted = _rejection_sampling(drafts, num_drafts, probs, draft, sampling.seeds, positions + 1)
@@ -56,6 +62,19 @@ def accept(tokens: Tensor, logits: Tensor, draft: DraftOutput | None, sampling: 
         next_anchors=token_ids.gather(1, num_accepted[:, None]).squeeze(1),
         finite=_prefix_length(finite) > num_accepted,
         logprobs=_logprobs(logits, token_ids) if sampling.plan.logprobs else None,
+    )
+
+
+def _along(path: Tensor, num_accepted: Tensor, token_ids: Tensor, finite: Tensor, logits: Tensor | None) -> AcceptOutput:
+    """What the target chose along a path through a tree, for all rows of which there are choices [num_reqs, k + 1]."""
+    chosen = token_ids.gather(1, path)
+    return AcceptOutput(
+        token_ids=chosen,
+        num_accepted=num_accepted,
+        next_anchors=chosen.gather(1, num_accepted[:, None]).squeeze(1),
+        finite=_prefix_length(finite.gather(1, path)) > num_accepted,
+        logprobs=None if logits is None else _logprobs(logits, token_ids).gather(1, path),
+        path=path,
     )
 
 

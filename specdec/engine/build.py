@@ -5,10 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
+from specdec.attention import selector
+from specdec.blocks import BlockShape
 from specdec.config import EngineConfig
 from specdec.core import Drafter, Verifier
 from specdec.engine.buckets import BATCH_SIZES, batch_bucket
-from specdec.engine.draft_length import checked_draft_tokens
+from specdec.engine.draft_length import MOST_TREE_ROWS, checked_draft_tokens, shapes
 from specdec.engine.graph_check import check_captured_step
 from specdec.engine.graphs import Capture, CudaCapture, StepGraphs, captures_graphs
 from specdec.engine.memory import plan_cache
@@ -17,9 +19,10 @@ from specdec.engine.scheduler import Scheduler
 from specdec.engine.slots import SlotState
 from specdec.engine.step import StepRunner
 from specdec.engine.timing import StepTimer
+from specdec.errors import InvalidInputError
 from specdec.kv_cache import BlockPool, PagedKVCache, blocks_for, bytes_per_slot
 from specdec.layers import argmax
-from specdec.sampling import sampler
+from specdec.sampling import candidates, sampler
 
 PREFILL_TOKENS_BESIDE = 2048
 """Prompt tokens of a step beside requests that decode: they wait for the chunk, about ten of their steps with a model of 8 B on an
@@ -34,14 +37,15 @@ class EngineParts(NamedTuple):
     """The parts of one engine.
 
     Attributes:
-        num_draft_tokens: most drafts per step; 0 decodes plainly.
+        shapes: of the blocks that steps may have. There are several where they are chosen step by step; a chain may be shorter
+            where nothing is left to decode.
         max_model_len: most tokens of prompt and output together.
         pipeline_depth: steps launched before the oldest result is read.
         overshoot: most positions that launched steps can write past the last token a request may have.
         timer, kv_cache, pool, scheduler, slots, runner: see their classes.
     """
 
-    num_draft_tokens: int
+    shapes: tuple[BlockShape, ...]
     max_model_len: int
     pipeline_depth: int
     overshoot: int
@@ -62,26 +66,27 @@ def build_engine(verifier: Verifier, drafter: Drafter | None, config: EngineConf
         CapacityError: the cache budget does not pay for two blocks, or the device does not have it.
     """
     device, block_size = verifier.device, verifier.attention.spec.block_size
-    num_draft_tokens = checked_draft_tokens(config.num_draft_tokens, drafter)
-    if num_draft_tokens == 0:
+    blocks = _shapes(verifier, drafter, config)
+    most_drafts, depth = max(shape.drafts for shape in blocks), max(shape.depth for shape in blocks)
+    if most_drafts == 0:
         drafter = None
     num_lookahead_tokens = drafter.num_lookahead_tokens if drafter else 0
     pipeline_depth = config.pipeline_depth if config.pipeline_depth is not None else int(device.type == "cuda")
     max_model_len = min(config.max_model_len or verifier.max_model_len, verifier.max_model_len)
-    overshoot = pipeline_depth * (num_draft_tokens + 1) + max(num_draft_tokens + 1, num_lookahead_tokens)
+    overshoot = pipeline_depth * (depth + 1) + max(most_drafts + 1, num_lookahead_tokens)
     max_blocks = blocks_for(max_model_len + overshoot, block_size)
 
-    for runs in (argmax.on_triton, sampler.draws_on_triton):
+    for runs in (argmax.on_triton, sampler.draws_on_triton, candidates.finds_on_triton):
         runs(device)  # a self-check, if there is one, belongs before the first step
     captures = captures_graphs(device, config.graphs, partial(check_captured_step, verifier), verifier.attention.name)
-    graph_rows = min(batch_bucket(config.max_num_seqs), BATCH_SIZES[-1]) * (num_draft_tokens + 1) if captures else 0
+    graph_rows = max(_most_rows(shape, config, chosen=len(blocks) > 1) for shape in blocks) if captures else 0
     prefill_rows = most_prefill_rows(verifier, config.max_num_seqs) if captures and verifier.attention.captures_prefill else 0
     target_specs, drafter_specs = verifier.kv_specs, drafter.kv_specs if drafter else []
     recurrent = bytes_per_slot(target_specs, 1) > 0
     # The slot after the last pads batches; as many snapshots as there may be requests come behind it.
     num_snapshots = config.max_num_seqs if recurrent and config.cache.prefix_caching else 0
     snapshots = range(config.max_num_seqs + 1, config.max_num_seqs + 1 + num_snapshots)
-    states = {"num_slots": snapshots.stop, "most_rows": num_draft_tokens + 1}
+    states = {"num_slots": snapshots.stop, "most_rows": most_drafts + 1}
     num_blocks = plan_cache(
         verifier,
         [*target_specs, *drafter_specs],
@@ -109,7 +114,7 @@ def build_engine(verifier: Verifier, drafter: Drafter | None, config: EngineConf
         max_prefill_tokens=config.max_prefill_tokens or (512 if device.type == "cpu" else verifier.attention.prefill_tokens),
         max_tokens_beside=config.max_prefill_tokens or PREFILL_TOKENS_BESIDE,
         prefix_caching=config.cache.prefix_caching,
-        num_draft_tokens=num_draft_tokens,
+        num_draft_tokens=most_drafts,
         num_lookahead_tokens=num_lookahead_tokens,
         snapshot_tokens=SNAPSHOT_TOKENS if recurrent else None,
     )
@@ -133,10 +138,45 @@ def build_engine(verifier: Verifier, drafter: Drafter | None, config: EngineConf
         )
     timer = StepTimer(device, enabled=config.timing)
     taps = drafter.aux_layer_ids if drafter else ()
-    runner = StepRunner(verifier, bound, target_caches, taps, slots, timer, most_rows=num_draft_tokens + 1)
+    runner = StepRunner(verifier, bound, target_caches, taps, slots, timer, most_rows=most_drafts + 1)
     if captures:
         capture_steps(runner, slots, CudaCapture(device), prefill_rows, required=bool(config.graphs))
-    return EngineParts(num_draft_tokens, max_model_len, pipeline_depth, overshoot, timer, kv_cache, pool, scheduler, slots, runner)
+    return EngineParts(blocks, max_model_len, pipeline_depth, overshoot, timer, kv_cache, pool, scheduler, slots, runner)
+
+
+def _shapes(verifier: Verifier, drafter: Drafter | None, config: EngineConfig) -> tuple[BlockShape, ...]:
+    """What the configuration asks for.
+
+    Raises:
+        InvalidInputError: more drafts per step than the drafter can give, drafts without a drafter, or trees that are not served.
+    """
+    most = checked_draft_tokens(config.num_draft_tokens, drafter)
+    reasons = tree_reasons(verifier, drafter, config) if config.tree_nodes != 0 else []
+    if config.tree_nodes:
+        if reasons:
+            raise InvalidInputError(f"tree_nodes is {config.tree_nodes}, but {'; '.join(reasons)}; leave it out for chains")
+        return (BlockShape(config.tree_nodes, min(config.tree_nodes, most)),)
+    if config.num_draft_tokens == "auto" and most:
+        return shapes(most, trees=config.tree_nodes is None and not reasons)
+    return (BlockShape(most),)
+
+
+def tree_reasons(verifier: Verifier, drafter: Drafter | None, config: EngineConfig) -> list[str]:
+    """All reasons why drafts cannot form trees; empty when they can."""
+    if drafter is None:
+        return ["there is no drafter"]
+    reasons = [] if drafter.draws_trees else ["the drafter makes chains"]
+    if config.draft_sampling == "probabilistic":
+        reasons.append("probabilistic drafts form chains")
+    if bytes_per_slot(verifier.kv_specs, 1):
+        reasons.append(f"{verifier.name!r} has recurrent layers, whose states follow a chain")
+    return reasons + selector.tree_reasons(verifier.attention)
+
+
+def _most_rows(shape: BlockShape, config: EngineConfig, *, chosen: bool) -> int:
+    """Rows of a captured step; a tree that is `chosen` is not chosen for more than `MOST_TREE_ROWS`."""
+    rows = min(batch_bucket(config.max_num_seqs), BATCH_SIZES[-1]) * shape.rows
+    return min(rows, MOST_TREE_ROWS) if shape.is_tree and chosen else rows
 
 
 def capture_steps(runner: StepRunner, slots: SlotState, capture: Capture, prefill_rows: int, *, required: bool) -> None:

@@ -1,7 +1,10 @@
-"""How likely drafts are accepted, by position, estimated while decoding."""
+"""How many tokens steps give, by the shape of their blocks: how likely drafts are accepted, estimated while decoding."""
 
 from collections import Counter
 from collections.abc import Sequence
+from math import log2
+
+from specdec.blocks import BlockShape
 
 MEMORY = 64
 """Steps after which what they taught weighs 1/e; those that did not try a position teach nothing about it."""
@@ -9,6 +12,8 @@ MEMORY = 64
 _LATE = 8  # the same, of what tells whether acceptance has changed
 _FIRST_GUESS = 0.9  # of the first position before anything is known; high, so that drafting is tried
 _GUESS_WEIGHT = 0.5  # in observations
+_HOPE = 1.3  # times as many drafts are accepted of a tree as of a chain, until there has been one
+_HOPE_PER_DOUBLING = 1.1  # the same between a tree and one of twice as many drafts
 _CHANGE = 2.5  # standard deviations by which late acceptance must differ to be another one
 
 
@@ -84,3 +89,41 @@ class AcceptanceEstimate:
             alive *= rate
             tokens += alive
         return tokens
+
+
+class BlockAcceptance:
+    """What each shape of a block gives. Chains teach about all chains, by position, and a tree about all smaller ones.
+
+    Args:
+        rungs: shapes that steps may have.
+    """
+
+    def __init__(self, rungs: Sequence[BlockShape]) -> None:
+        self._chain = AcceptanceEstimate(max(shape.depth for shape in rungs if not shape.is_tree))
+        self._trees = {shape: AcceptanceEstimate(shape.depth) for shape in sorted(rungs) if shape.is_tree}
+
+    @property
+    def has_evidence(self) -> bool:
+        """Whether a chain has been verified."""
+        return self._chain.has_evidence
+
+    def observe(self, shape: BlockShape, num_accepted: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Takes over a step: the drafts that requests accepted, and of a tree their rows, for each request that accepted any."""
+        if not shape.is_tree:
+            self._chain.observe(shape.drafts, num_accepted)
+        for tree, estimate in self._trees.items() if shape.is_tree else ():
+            if tree.drafts <= shape.drafts:  # the first rows are the smaller tree
+                kept = [sum(row <= tree.drafts for row in path) for path in paths]
+                estimate.observe(tree.depth, kept + [0] * (len(num_accepted) - len(paths)))
+
+    def expected_tokens(self, shape: BlockShape) -> float:
+        """Tokens that a request gets from a step, on average."""
+        if not shape.is_tree:
+            return self._chain.expected_tokens(shape.drafts)
+        if self._trees[shape].has_evidence:
+            return self._trees[shape].expected_tokens(shape.depth)
+        known = [tree for tree, estimate in self._trees.items() if tree < shape and estimate.has_evidence]
+        if not known:
+            return 1 + _HOPE * (self._chain.expected_tokens(shape.depth) - 1)
+        hope: float = _HOPE_PER_DOUBLING ** log2(shape.rows / known[-1].rows)
+        return 1 + hope * (self.expected_tokens(known[-1]) - 1)

@@ -1,33 +1,38 @@
-"""How many drafts a step should have: the number that decodes fastest, estimated while decoding.
+"""How many drafts a step should have, in a chain or a tree: what decodes fastest, estimated while decoding.
 
-    speed(k) = E[tokens](k) / t(k)        E[tokens](k) = 1 + sum over j <= k of P(the first j drafts are accepted)
+    speed(shape) = E[tokens](shape) / t(shape)      E[tokens](shape) = 1 + sum over depths j of P(j drafts or more are accepted)
 
-Plain decoding is k = 0, and the first that is measured, so drafts that do not pay are given up. What is measured, by the step's
-number of requests and whether any of them samples, are the times, several steps in a row each, and the acceptance of every
-position. A time that has not been measured lies between those of steps that must be shorter and steps that must be longer, so a
-batch of a new size begins with what others have shown. What is slower is tried again now and then, within a share of the time. What
-is output does not depend on the choice, except that probabilistic drafts draw other random tokens of the same distribution.
+Plain decoding is the shape without drafts, and the first that is measured, so drafts that do not pay are given up. What is
+measured, by the step's number of requests and whether any of them samples, are the times, several steps in a row each, and the
+acceptance of every depth. A time that has not been measured lies between those of steps that must be shorter and steps that must be
+longer, so a batch of a new size begins with what others have shown. What is slower is tried again now and then, within a share of
+the time. What is output does not depend on the choice, except that probabilistic drafts draw other random tokens of the same distribution.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal, NamedTuple
 
+from specdec.blocks import MOST_NODES, BlockShape
 from specdec.core import Drafter
 from specdec.engine.buckets import batch_bucket
-from specdec.engine.draft_acceptance import AcceptanceEstimate
+from specdec.engine.draft_acceptance import BlockAcceptance
 from specdec.engine.step_times import ENOUGH, StepSize, StepTimes
 from specdec.errors import InvalidInputError
 
 PROBING = {False: 0.006, True: 0.002}
-"""Shares of the time that may go into measuring k that are not the best, by whether a step has to be captured for that: the few
-that are dear must not keep the others waiting."""
+"""Shares of the time that may go into measuring shapes that are not the best, by whether a step has to be captured for that: the
+few that are dear must not keep the others waiting."""
+
+MOST_TREE_ROWS = 1024
+"""Rows of all requests of a step up to which their drafts may form trees: more of them are scarce, and the likeliest few in a chain
+take least."""
 
 _RUNGS = (0, 1, 3, 7, 15, 31, 63)
 _FIRST = 3  # drafts tried first: many that are wrong cost much, and few tell little
 _FIRST_REQUESTS = 16  # of which so many are then looked at, over as many steps as that takes
-_PATIENCE = 12  # steps that a k is kept for longer when too few of its times are known yet, or it does better than expected
+_PATIENCE = 12  # steps that a shape is kept for longer when too few of its times are known yet, or it does better than expected
 _STEADY = 4  # steps before the choice is looked at again
 _CLEARLY = 1.03  # how many times as fast another k must seem to replace the one at work: less may be chance
 _NEW = 15  # steps that a kind of step costs once, until a capture has shown what it takes
@@ -59,8 +64,18 @@ def ladder(most: int) -> tuple[int, ...]:
     return (*(k for k in _RUNGS if k < most), most)
 
 
+def shapes(most: int, *, trees: bool) -> tuple[BlockShape, ...]:
+    """Shapes worth telling apart of drafts for up to `most` positions.
+
+    >>> [str(shape) for shape in shapes(3, trees=True)]
+    ['0', '1', '3', 'tree 3', 'tree 7', 'tree 15', 'tree 31', 'tree 63']
+    """
+    drafts = (n for n in _RUNGS if 1 < n <= MOST_NODES and trees and most)
+    return (*map(BlockShape, ladder(most)), *(BlockShape(n, min(n, most)) for n in drafts))
+
+
 class Situation(NamedTuple):
-    """What the best k depends on, beside the texts.
+    """What the best shape depends on, beside the texts.
 
     Attributes:
         sampled: a request has a temperature: its steps take longer and accept less.
@@ -73,69 +88,70 @@ class Situation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Prospects:
-    """What steps are expected to take and to give, by k.
+    """What steps are expected to take and to give, by the shape of their blocks.
 
     Attributes:
         seconds: of a step.
         tokens: of each request.
-        is_new: whether a step of so many drafts would have to be captured first.
+        is_new: whether a step of a shape would have to be captured first.
         new_seconds: what that takes, if it is known.
     """
 
-    seconds: dict[int, float]
-    tokens: dict[int, float]
-    is_new: Callable[[int], bool]
+    seconds: Mapping[BlockShape, float]
+    tokens: dict[BlockShape, float]
+    is_new: Callable[[BlockShape], bool]
     new_seconds: float | None
 
-    def capture(self, k: int) -> float:
-        """Seconds that a step of `k` drafts takes longer now."""
-        if not self.is_new(k):
+    def capture(self, shape: BlockShape) -> float:
+        """Seconds that a step takes longer now."""
+        if not self.is_new(shape):
             return 0.0
         return _NEW * min(self.seconds.values()) if self.new_seconds is None else self.new_seconds
 
-    def pace(self, k: int, *, among: float = float("inf")) -> float:
+    def pace(self, shape: BlockShape, *, among: float = float("inf")) -> float:
         """Seconds per token; a capture is divided among so many steps."""
-        return (self.seconds[k] + self.capture(k) / among) / self.tokens[k]
+        return (self.seconds[shape] + self.capture(shape) / among) / self.tokens[shape]
 
-    def lost(self, k: int, other: int) -> float:
-        """Seconds that a step of `k` takes longer than its tokens would take with `other`."""
-        return self.seconds[k] - self.tokens[k] * self.pace(other)
+    def lost(self, shape: BlockShape, other: BlockShape) -> float:
+        """Seconds that a step takes longer than its tokens would take in the shape `other`."""
+        return self.seconds[shape] - self.tokens[shape] * self.pace(other)
 
 
 @dataclass(slots=True)
 class Run:
-    """Steps of one k in a row.
+    """Steps of one shape in a row.
 
     Attributes:
         here: where it began; it ends when the situation is another one.
-        k: their drafts.
+        shape: of their blocks.
         steps: how many are left until the choice is looked at again; less than 0 while more is to be learned.
         tokens: of a request, by step.
     """
 
     here: Situation
-    k: int
+    shape: BlockShape
     steps: int
     tokens: list[float] = field(default_factory=list)
 
 
 class DraftLength:
-    """Chooses k for every step.
+    """Chooses the shape of every step's blocks.
 
     Args:
-        most: largest k.
+        rungs: what to choose from, as `shapes` gives them.
 
     Attributes:
-        rungs: the values it chooses from.
+        rungs: the same.
     """
 
-    def __init__(self, most: int) -> None:
-        self.rungs = ladder(most)
-        self._acceptance = {sampled: AcceptanceEstimate(most) for sampled in (False, True)}
+    def __init__(self, rungs: Sequence[BlockShape]) -> None:
+        self.rungs = tuple(rungs)
+        self._chains = [shape for shape in self.rungs if not shape.is_tree]
+        self._acceptance = {sampled: BlockAcceptance(self.rungs) for sampled in (False, True)}
         self._times: dict[Situation, StepTimes] = {}
-        self._at_work: dict[Situation, int] = {}  # k that was found best
+        self._at_work: dict[Situation, BlockShape] = {}  # what was found best
         self._missed: dict[Situation, float] = {}  # seconds, for want of a capture
-        self._estimates: dict[Situation, dict[int, float]] = {}  # by k, until something new is measured
+        self._estimates: dict[Situation, dict[BlockShape, float]] = {}  # until something new is measured
         self._run: Run | None = None
         self._spare = dict.fromkeys(PROBING, 0.0)  # seconds that may go into probing
 
@@ -144,86 +160,97 @@ class DraftLength:
         num_reqs: int,
         *,
         sampled: bool = False,
-        news: Callable[[], Callable[[int], bool]] | None = None,
+        news: Callable[[], Callable[[BlockShape], bool]] | None = None,
         new_seconds: float | None = None,
-    ) -> int:
-        """k of the next step.
+    ) -> BlockShape:
+        """The shape of the next step's blocks.
 
         Args:
             num_reqs: requests in its batch.
             sampled: any of them samples.
-            news: gives, when the choice is looked at again, what tells whether a step of so many drafts would have to be captured
-                first; left out, the first of its kind is new.
+            news: gives, when the choice is looked at again, what tells whether a step of a shape would have to be captured first;
+                left out, the first of its kind is new.
             new_seconds: what that takes, once it is known.
         """
         here = Situation(sampled, batch_bucket(num_reqs))
         times, run = self._times_of(here), self._run
         if run is not None and run.here == here:
             run.steps -= 1
-            if run.steps > 0 or (run.steps > -_PATIENCE and (run.k not in times.measured() or self._promises(run))):
-                return run.k
+            if run.steps > 0 or (run.steps > -_PATIENCE and (run.shape not in times.measured() or self._promises(run))):
+                return run.shape
         self._run = self._next_run(here, cache(news() if news else times.is_cold), new_seconds)
-        return self._run.k
+        return self._run.shape
 
-    def observe(self, num_reqs: int, k: int, num_accepted: Sequence[int], seconds: float | None, *, sampled: bool = False) -> None:
+    def observe(
+        self,
+        num_reqs: int,
+        shape: BlockShape,
+        num_accepted: Sequence[int],
+        seconds: float | None,
+        *,
+        sampled: bool = False,
+        paths: Sequence[Sequence[int]] = (),
+    ) -> None:
         """Takes over the outcome of a step.
 
         Args:
             num_reqs: requests in its batch.
-            k: its drafts per request, one of `rungs`.
+            shape: of its blocks, one of `rungs`.
             num_accepted: drafts accepted, one entry per request whose text goes on.
             seconds: how long it took; None when it did work that other steps do not.
             sampled: a request in the batch samples.
+            paths: of a tree, the rows of what was accepted, by each of these requests that accepted any.
         """
-        self._acceptance[sampled].observe(k, num_accepted)
-        if self._run is not None and self._run.k == k and num_accepted:
+        self._acceptance[sampled].observe(shape, num_accepted, paths)
+        if self._run is not None and self._run.shape == shape and num_accepted:
             self._run.tokens.append(1 + sum(num_accepted) / len(num_accepted))
         if seconds is not None:
             for is_new, share in PROBING.items():
                 self._spare[is_new] += share * seconds
             times = self._times_of(Situation(sampled, batch_bucket(num_reqs)))
             known = len(times.measured())
-            times.observe(k, seconds)
+            times.observe(shape, seconds)
             if len(times.measured()) != known:
                 self._estimates.clear()
 
     def _promises(self, run: Run) -> bool:
-        """Whether steps of a k that seemed slower have been faster: few requests need more of them to show that it is no chance."""
-        at_work = self._at_work.get(run.here, run.k)
+        """Whether steps of a shape that seemed slower were faster: few requests need more of them to show that it is no chance."""
+        at_work = self._at_work.get(run.here, run.shape)
         seconds = self._seconds(run.here)
-        if run.k == at_work or not run.tokens or at_work not in seconds:
+        if run.shape == at_work or not run.tokens or at_work not in seconds:
             return False
         speed = self._acceptance[run.here.sampled].expected_tokens(at_work) / seconds[at_work]
-        return sum(run.tokens) / len(run.tokens) > _CLEARLY * speed * seconds[run.k]
+        return sum(run.tokens) / len(run.tokens) > _CLEARLY * speed * seconds[run.shape]
 
-    def _next_run(self, here: Situation, is_new: Callable[[int], bool], new_seconds: float | None) -> Run:
+    def _next_run(self, here: Situation, is_new: Callable[[BlockShape], bool], new_seconds: float | None) -> Run:
         times, acceptance = self._times_of(here), self._acceptance[here.sampled]
         seconds = self._seconds(here)
         if not seconds:
-            return Run(here, 0, ENOUGH)  # what all others are compared with
+            return Run(here, BlockShape(0), ENOUGH)  # what all others are compared with
         if not acceptance.has_evidence and len(self.rungs) > 1 and times.measured():
-            return Run(here, min(_FIRST, self.rungs[-1]), max(ENOUGH, _FIRST_REQUESTS // here.num_reqs))
-        tokens = {k: acceptance.expected_tokens(k) for k in seconds}
+            first = min(BlockShape(_FIRST), self._chains[-1])
+            return Run(here, first, max(ENOUGH, _FIRST_REQUESTS // here.num_reqs))
+        tokens = {shape: acceptance.expected_tokens(shape) for shape in seconds}
         prospects = Prospects(seconds, tokens, is_new, new_seconds)
         at_work = self._at_work[here] = self._best(here, prospects)
         if at_work in times.measured():
             for new, spare in self._spare.items():
                 # What measuring each of the others would cost.
                 costs = {
-                    k: (ENOUGH + times.is_cold(k)) * max(prospects.lost(k, at_work), _LEAST_COST * seconds[at_work])
-                    + prospects.capture(k)
-                    for k in seconds
-                    if k != at_work and is_new(k) == new
+                    shape: (ENOUGH + times.is_cold(shape)) * max(prospects.lost(shape, at_work), _LEAST_COST * seconds[at_work])
+                    + prospects.capture(shape)
+                    for shape in seconds
+                    if shape != at_work and is_new(shape) == new
                 }
-                probe = max(costs, key=lambda k: times.age(k) / costs[k], default=at_work)
+                probe = max(costs, key=lambda shape: times.age(shape) / costs[shape], default=at_work)
                 if probe != at_work and spare >= costs[probe]:
                     self._spare[new] = 0.0
                     return Run(here, probe, ENOUGH)
         return Run(here, at_work, _STEADY)
 
-    def _best(self, here: Situation, prospects: Prospects) -> int:
-        """The k to work with: the fastest, or the one at work where it is about as fast or a capture does not pay yet."""
-        soon = min(prospects.seconds, key=lambda k: prospects.pace(k, among=_WRITE_OFF))
+    def _best(self, here: Situation, prospects: Prospects) -> BlockShape:
+        """The shape to work with: the fastest, or the one at work where it is about as fast or a capture does not pay yet."""
+        soon = min(prospects.seconds, key=lambda shape: prospects.pace(shape, among=_WRITE_OFF))
         at_work = self._at_work.get(here, soon)
         if at_work not in prospects.seconds or prospects.pace(at_work) > _CLEARLY * prospects.pace(soon, among=_WRITE_OFF):
             at_work = soon
@@ -235,20 +262,21 @@ class DraftLength:
         self._missed[here] = self._missed.get(here, 0.0) + _STEADY * prospects.lost(at_work, late)
         return at_work if self._missed[here] < prospects.capture(late) else late
 
-    def _seconds(self, here: Situation) -> dict[int, float]:
-        """Time of a step by k, as far as there is anything to tell it from."""
+    def _seconds(self, here: Situation) -> Mapping[BlockShape, float]:
+        """Time of a step by the shape of its blocks, as far as there is anything to tell it from."""
         times = self._times_of(here)
         estimated = self._estimates.get(here)
         if estimated is None:
             known = {
-                StepSize(there.num_reqs, k): took
+                StepSize(there.num_reqs, shape): took
                 for there, one in self._times.items()
                 if there.sampled == here.sampled
-                for k, took in one.measured().items()
+                for shape, took in one.measured().items()
             }
-            steps = {k: StepSize(here.num_reqs, k).estimate(known) for k in self.rungs}
-            estimated = self._estimates[here] = {k: took for k, took in steps.items() if took is not None}
-        return {k: max(took, 1e-9) for k, took in sorted((estimated | times.measured()).items())}
+            fits = (shape for shape in self.rungs if not shape.is_tree or here.num_reqs * shape.rows <= MOST_TREE_ROWS)
+            steps = {shape: StepSize(here.num_reqs, shape).estimate(known) for shape in fits}
+            estimated = self._estimates[here] = {shape: took for shape, took in steps.items() if took is not None}
+        return {shape: max(took, 1e-9) for shape, took in sorted((estimated | times.measured()).items())}
 
     def _times_of(self, here: Situation) -> StepTimes:
         return self._times.setdefault(here, StepTimes(self.rungs))

@@ -3,23 +3,24 @@
 Invariant: before a step, a request has L tokens whose KV is in the cache and one *anchor* token at position L whose KV is not.
 
     prefill  target scores the prompt in chunks   -> KV of L tokens, features for the drafter, the first anchor
-    draft    drafter proposes                     -> k tokens for positions L+1 .. L+k
-    verify   target scores anchor and drafts      -> logits of k+1 rows, features, KV at positions L .. L+k
-    accept   longest acceptable prefix, a drafts  -> then one recovered or bonus token, the next anchor
-    commit   L += a + 1                           -> rows of rejected drafts lie where the next step writes
+    draft    drafter proposes                     -> a block: k drafts in a chain or a tree, see `specdec.blocks`
+    verify   target scores anchor and drafts      -> logits of k+1 rows, features, KV at L .. L+k
+    accept   longest acceptable path, a drafts    -> then one recovered or bonus token, the next anchor
+    commit   the path's KV lie at L .. L+a        -> L += a + 1; rows of other drafts lie where the next step writes
 
-Plain decoding is k = 0. From draft to commit every value stays on the device and every shape is known beforehand, so the host never
-waits, and an accelerator can replay the step as one graph. One copy per step brings the results back; on an accelerator they are
-read while the next step runs.
+Plain decoding is a block without drafts. From draft to commit every value stays on the device and every shape is known beforehand,
+so the host never waits, and an accelerator can replay the step as one graph. One copy per step brings the results back; on an
+accelerator they are read while the next step runs.
 """
 
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
+from specdec.blocks import BlockShape
 from specdec.config import EngineConfig, SamplingParams
 from specdec.core import Drafter, Verifier
 from specdec.engine.build import build_engine
@@ -47,8 +48,8 @@ class SpecEngine:
         SpecDecError: see `specdec.engine.build.build_engine`.
 
     Attributes:
-        num_draft_tokens: most drafts per step.
-        draft_length: chooses k for every step; None when k is fixed.
+        shapes: of the blocks that steps may have.
+        draft_length: chooses the shape of every step; None when it is fixed.
         runner: launches the work of a step; holds what is captured.
     """
 
@@ -56,12 +57,12 @@ class SpecEngine:
         self.config = config = config or EngineConfig()
         parts = build_engine(verifier, drafter, config)
         self.verifier = verifier
-        self.num_draft_tokens = parts.num_draft_tokens
+        self.shapes = parts.shapes
         self.drafter = drafter if self.num_draft_tokens else None
         self.max_model_len, self.pipeline_depth = parts.max_model_len, parts.pipeline_depth
         self.timer, self.kv_cache, self.pool = parts.timer, parts.kv_cache, parts.pool
         self.scheduler, self.slots, self.runner = parts.scheduler, parts.slots, parts.runner
-        self.draft_length = DraftLength(self.num_draft_tokens) if config.num_draft_tokens == "auto" and self.drafter else None
+        self.draft_length = DraftLength(self.shapes) if len(self.shapes) > 1 else None
         self.clock = StepClock(verifier.device)
         self.results = ResultQueue(self.clock)
         self._overshoot = parts.overshoot
@@ -71,9 +72,16 @@ class SpecEngine:
         self._seeds = random.Random(config.seed)
 
     @property
-    def k(self) -> int | Literal["auto"]:
-        """Drafts per step, or "auto" where they are chosen step by step, up to `num_draft_tokens`."""
-        return "auto" if self.draft_length else self.num_draft_tokens
+    def num_draft_tokens(self) -> int:
+        """Most positions for which a step has drafts."""
+        return max(shape.depth for shape in self.shapes)
+
+    @property
+    def k(self) -> int | str:
+        """Drafts per step: a number of a chain, "tree N", or "auto" where their shape is chosen step by step."""
+        if self.draft_length:
+            return "auto"
+        return str(self.shapes[0]) if self.shapes[0].is_tree else self.num_draft_tokens
 
     @property
     def has_work(self) -> bool:
@@ -179,44 +187,47 @@ class SpecEngine:
             Requests that have new tokens or have finished since the last call.
         """
         with self.timer.phase("schedule"):
-            k, work = self._schedule()
+            shape, work = self._schedule()
         if work.prefill:
             self._prefill(work.prefill)
         if work.prefill or not work.decode:
             self._previous_end = None
         if work.decode:
-            self._decode(work.decode, k)
+            self._decode(work.decode, shape)
         with self.timer.phase("collect"):
             self._read_results(leave=self.pipeline_depth if work.prefill or work.decode else 0)
         touched, self._touched = self._touched, {}
         return list(touched.values())
 
-    def _schedule(self) -> tuple[int, Schedule]:
-        """k and the work of the next step."""
+    def _schedule(self) -> tuple[BlockShape, Schedule]:
+        """The shape of blocks and the work of the next step."""
         while True:
             decoding = self.scheduler.decoding
-            k = self._num_drafts(decoding)
-            work = self.scheduler.schedule(decoding, k)
+            shape = self._shape(decoding)
+            work = self.scheduler.schedule(decoding, shape.drafts)
             if work is not None:
-                return k, work
+                return shape, work
             self._read_results()
 
-    def _num_drafts(self, requests: Sequence[Request]) -> int:
-        """k for a step of these requests: fixed or what pays most, less when none of them has room for as many."""
-        k = self.num_draft_tokens
+    def _shape(self, requests: Sequence[Request]) -> BlockShape:
+        """Shape of blocks for a step of these requests: fixed or what pays most; a chain is shorter when none has room for it."""
+        shape = self.shapes[-1]
         if self.draft_length and requests:
             graphs = self.runner.graphs
-            k = self.draft_length.choose(
+            shape = self.draft_length.choose(
                 len(requests),
                 sampled=_any_sampled(requests),
                 news=partial(self.runner.news, requests),
                 new_seconds=graphs.capture_seconds if graphs else None,
             )
+        if shape.is_tree:
+            return shape  # what reaches too far is cut off
+        k = shape.drafts
         if not any(request.num_left >= k for request in requests):  # the first one has, nearly always
             k = max((request.num_left for request in requests), default=0)
         if self.draft_length or self.runner.graphs:  # few values, so that each is measured and captured
             k = next(rung for rung in ladder(self.num_draft_tokens) if rung >= k)
-        return k
+        return BlockShape(k)
 
     def _prefill(self, chunks: list[Chunk]) -> None:
         """Launches the prefill of prompt chunks, and the first token of every prompt that ends among them."""
@@ -229,33 +240,35 @@ class SpecEngine:
                 request.first_token_unread = True
             self.results.send(newly_started, None, table)
 
-    def _decode(self, requests: list[Request], k: int) -> None:
+    def _decode(self, requests: list[Request], shape: BlockShape) -> None:
         """Launches a decode step."""
-        k, context = self.runner.due(requests, k)
-        table, start = self.runner.decode(requests, k, self.clock, self._previous_end, context)
+        shape, context = self.runner.due(requests, shape)
+        table, start = self.runner.decode(requests, shape, self.clock, self._previous_end, context)
         for request in requests:
-            request.in_flight.append(k)
+            request.in_flight.append(shape.depth)
         with self.timer.phase("collect"):
-            self._previous_end = self.results.send(requests, k, table, start)
-        self.timer.count_step(k)
+            self._previous_end = self.results.send(requests, shape, table, start)
+        self.timer.count_step(shape)
 
     def _read_results(self, leave: int = 0) -> None:
         """Takes over results, oldest first, until only `leave` launched steps are unread."""
         for step in self.results.receive(leave):
-            num_accepted = self._take_over(step)
-            if self.draft_length and step.k is not None:
+            num_accepted, paths = self._take_over(step)
+            if self.draft_length and step.shape is not None:
                 sampled = _any_sampled(step.requests)
-                self.draft_length.observe(len(step.requests), step.k, num_accepted, step.seconds, sampled=sampled)
+                self.draft_length.observe(len(step.requests), step.shape, num_accepted, step.seconds, sampled=sampled, paths=paths)
 
-    def _take_over(self, step: FinishedStep) -> list[int]:
-        """Adds a step's tokens to its requests; returns the drafts accepted by each that had not ended before."""
-        num_accepted = []
+    def _take_over(self, step: FinishedStep) -> tuple[list[int], list[Sequence[int]]]:
+        """Adds a step's tokens to its requests; returns the drafts accepted by each that had not ended before, and their rows."""
+        num_accepted, paths = [], []
         touched, eos_token_ids = self._touched, self.verifier.eos_token_ids
         for request, result in step.results():
             if request.status is Status.FINISHED:
                 continue  # it ended while this step was in flight; what the step added is surplus
             num_accepted.append(result.num_accepted)
-            if result.k is None:
+            if result.rows:
+                paths.append(result.rows)
+            if result.shape is None:
                 request.first_token_unread = False
             else:
                 request.in_flight.pop(0)
@@ -271,7 +284,7 @@ class SpecEngine:
                 )
             if reason:
                 self._finish(request, reason)
-        return num_accepted
+        return num_accepted, paths
 
     def _finish(self, request: Request, reason: str) -> None:
         request.finish_reason = reason

@@ -1,9 +1,9 @@
 """Decode steps as graphs: captured once per shape, then replayed with one launch.
 
 A captured step reads its requests' state through `slots`, a tensor that keeps its place, so a replay serves whichever requests
-stand there. Everything the host would otherwise decide anew in each step is part of the shape: the padded size of the batch, k, a
-bound on the sequence lengths, and what the requests' sampling needs. A shape is captured when it first occurs, on the padding slot
-alone.
+stand there. Everything the host would otherwise decide anew in each step is part of the shape: the padded size of the batch, the
+shape of its blocks, a bound on the sequence lengths, and what the requests' sampling needs. A shape is captured when it first
+occurs, on the padding slot alone.
 """
 
 import logging
@@ -18,6 +18,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from specdec.blocks import BlockShape
 from specdec.core import Context, DecodeBatch
 from specdec.engine.buckets import BATCH_SIZES, batch_bucket, length_bucket
 from specdec.engine.results import num_columns
@@ -166,7 +167,7 @@ class StepShape(NamedTuple):
     """What a captured step depends on beside the tensors it reads."""
 
     num_reqs: int  # padding included
-    k: int
+    block: BlockShape
     max_seq_len: int
     plan: SamplingPlan
     min_seq_len: int = 0  # of the requests, not of those that pad; see `AttentionBackend.steady_len`
@@ -212,7 +213,7 @@ class StepGraphs(ShapeGraphs[StepShape, StepGraph]):
         self._selection: Selection | None = None  # whose slots the static ones are
         self._seconds: deque[float] = deque(maxlen=9)  # of late captures
 
-    def prepare(self, selection: Selection, k: int, context: Context = "now") -> StepGraph | None:
+    def prepare(self, selection: Selection, block: BlockShape, context: Context = "now") -> StepGraph | None:
         """The captured step for a batch, ready to be replayed; captures it when its shape is new.
 
         Returns:
@@ -223,33 +224,33 @@ class StepGraphs(ShapeGraphs[StepShape, StepGraph]):
         """
         if len(selection.requests) > BATCH_SIZES[-1]:
             return None
-        graph = self.obtain(self._shapes(selection)(k, context), self._captured)
+        graph = self.obtain(self._shapes(selection)(block, context), self._captured)
         if graph is not None and selection is not self._selection:
             self._slots.copy_(self._state.slot_indices(selection.requests, len(self._slots)), non_blocking=True)
             self._selection = selection
         return graph
 
-    def news(self, selection: Selection) -> Callable[[int, Context], bool]:
+    def news(self, selection: Selection) -> Callable[[BlockShape, Context], bool]:
         """Tells of any step of a batch whether `prepare` would capture it; looks at the requests once for all."""
         if self._closed or len(selection.requests) > BATCH_SIZES[-1]:
-            return lambda k, context: False
+            return lambda block, context: False
         shapes = self._shapes(selection)
-        return lambda k, context: shapes(k, context) not in self.graphs
+        return lambda block, context: shapes(block, context) not in self.graphs
 
     @property
     def capture_seconds(self) -> float | None:
         """How long a capture holds up a step; None before the first."""
         return median(self._seconds) if self._seconds else None
 
-    def _shapes(self, selection: Selection) -> Callable[[int, Context], StepShape]:
+    def _shapes(self, selection: Selection) -> Callable[[BlockShape, Context], StepShape]:
         """The shape of any step of a batch."""
         requests, state = selection.requests, self._state
         size, most = batch_bucket(len(requests)), longest(requests)
         steady = self._steady_len if min_seq_len(requests) >= self._steady_len else 0
 
-        def shape(k: int, context: Context) -> StepShape:
-            bound = length_bucket(most + state.step_rows(k), state.longest)
-            return StepShape(size, k, bound, selection.plan, steady, context)
+        def shape(block: BlockShape, context: Context) -> StepShape:
+            bound = length_bucket(most + state.step_rows(block.drafts), state.longest)
+            return StepShape(size, block, bound, selection.plan, steady, context)
 
         return shape
 
@@ -259,18 +260,19 @@ class StepGraphs(ShapeGraphs[StepShape, StepGraph]):
         self._selection = None
         self._slots.fill_(state.padding_slot)
         slots = self._slots[: shape.num_reqs]
-        columns = num_columns(shape.k, logprobs=plan.logprobs)
+        columns = num_columns(shape.block, logprobs=plan.logprobs)
         table = torch.zeros(shape.num_reqs, columns, dtype=torch.int64, device=state.device)
 
         def launch() -> None:
             bounds = {"max_seq_len": shape.max_seq_len, "min_seq_len": shape.min_seq_len}
             sampling = state.sampling.select(slots, plan)
-            batch = state.gather(slots, sampling, k=shape.k, context=shape.context, **bounds)
+            batch = state.gather(slots, sampling, shape=shape.block, context=shape.context, **bounds)
             self._step(batch, table)
             state.rest_padding()
 
         # What a steady step finds planned was planned outside any capture, once for its number of rows.
-        kind = (shape.k > 0, shape.context, plan, (shape.num_reqs, shape.k) if shape.min_seq_len else None)
+        block = shape.block
+        kind = (block.drafts > 0, block.is_tree, shape.context, plan, (shape.num_reqs, block) if shape.min_seq_len else None)
         replay = self._capture.capture(launch, kind)
         self._seconds.append(time.perf_counter() - start)
         return StepGraph(replay, table)

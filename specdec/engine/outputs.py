@@ -43,7 +43,13 @@ class GenerationResult:
             error=request.error,
             logprobs=request.logprobs if request.sampling.logprobs else None,
             seed=request.seed,
-            stats=AcceptanceStats(request.num_drafted, request.num_accepted, request.num_emitted),
+            stats=AcceptanceStats(
+                request.num_drafted,
+                request.num_accepted,
+                request.num_emitted,
+                request.num_verified,
+                [request.num_by_rank[rank] for rank in range(max(request.num_by_rank, default=-1) + 1)],
+            ),
         )
 
     @classmethod

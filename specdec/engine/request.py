@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -40,9 +41,11 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
     error: str | None = None
-    num_drafted: list[int] = field(default_factory=list)  # per verify step: drafts offered
+    num_drafted: list[int] = field(default_factory=list)  # per verify step: positions for which drafts were offered
     num_accepted: list[int] = field(default_factory=list)  # per verify step: drafts kept, after stop conditions
     num_emitted: list[int] = field(default_factory=list)  # per verify step: tokens output
+    num_verified: list[int] = field(default_factory=list)  # per verify step: rows behind the anchor, those of a tree all counted
+    num_by_rank: Counter[int] = field(default_factory=Counter)  # drafts of trees that were kept, by their rank
 
     status: Status = Status.WAITING
     slot: int = -1
@@ -51,7 +54,7 @@ class Request:
     state_row: int | None = None  # of the state caches, the snapshot that its prefill goes on from
     num_deferred: int = 0  # last steps whose context the drafter has put off
     num_kv_tokens: int = 0  # L, as far as results have been read
-    in_flight: list[int] = field(default_factory=list)  # k of each launched step whose result is unread
+    in_flight: list[int] = field(default_factory=list)  # most drafts that each launched step whose result is unread can keep
     first_token_unread: bool = False  # the prefill has sampled the first anchor, and its result is unread
 
     @property

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.blocks import BlockShape
 from specdec.core import AcceptOutput, DraftOutput
 from specdec.engine.request import Request
 from specdec.engine.timing import StepClock
@@ -20,20 +21,24 @@ class StepResult:
     """What one step gave one request.
 
     Attributes:
-        k: drafts verified; None for the first token, which comes from a prefill.
+        shape: of the block verified; None for the first token, which comes from a prefill.
         num_accepted: drafts kept.
-        num_drafts: drafts offered, of the k.
+        num_drafts: positions for which drafts were offered, at most the block's depth.
         finite: the logits behind the tokens were finite.
         token_ids: `num_accepted + 1` output tokens.
         logprobs: one per token, or empty when nobody in the batch asked.
+        rows: of a tree, the rows that were kept, from the anchor's child on.
+        ranks: of a tree, the places of these drafts among the candidates of their positions.
     """
 
-    k: int | None
+    shape: BlockShape | None
     num_accepted: int
     num_drafts: int
     finite: bool
     token_ids: list[int]
     logprobs: list[float]
+    rows: Sequence[int] = ()
+    ranks: Sequence[int] = ()
 
 
 @dataclass(slots=True)
@@ -41,13 +46,13 @@ class FinishedStep:
     """A step that the device is done with.
 
     Attributes:
-        k: drafts per request; None for first tokens, which come from a prefill.
+        shape: of its blocks; None for first tokens, which come from a prefill.
         requests: its batch.
         table: int64 [num_reqs, columns], on the host; see `result_table`.
         seconds: from the stamp that `send` was given to the arrival of the results; None without a stamp.
     """
 
-    k: int | None
+    shape: BlockShape | None
     requests: list[Request]
     table: Tensor
     seconds: float | None
@@ -58,44 +63,56 @@ class FinishedStep:
         One at a time, from lists for the whole batch: thousands of small objects alive at once would set off Python's garbage
         collector in every few steps, and that takes longer than all else that the host does.
         """
-        width = (self.k or 0) + 1
+        shape = self.shape or BlockShape(0)
+        depth, width = shape.depth, shape.depth + 1
         columns = self.table.shape[1]
         values = self.table.flatten().tolist()
-        logprobs = self.table[:, -width:].flatten().view(torch.float64).tolist() if columns > _COUNTS + width else []
+        has_logprobs = columns > num_columns(shape, logprobs=False)
+        logprobs = self.table[:, -width:].flatten().view(torch.float64).tolist() if has_logprobs else []
         for index, request in enumerate(self.requests):
             row = index * columns
             num_accepted, num_drafts, finite = values[row : row + _COUNTS]
             token_ids = values[row + _COUNTS : row + _COUNTS + num_accepted + 1]
             own = logprobs[index * width : (index + 1) * width]
-            yield request, StepResult(self.k, num_accepted, num_drafts, finite == 1, token_ids, own)
+            result = StepResult(self.shape, num_accepted, num_drafts, finite == 1, token_ids, own)
+            if shape.is_tree:
+                start = row + _COUNTS + width
+                result.rows = values[start : start + num_accepted]
+                result.ranks = values[start + depth : start + depth + num_accepted]
+            yield request, result
 
 
 @dataclass(slots=True)
 class _Launched:
     requests: list[Request]
-    k: int | None
+    shape: BlockShape | None
     table: Tensor  # int64 [num_reqs, columns], on the host once the device has come past `end`
     start: Any
     end: Any
 
 
-def result_table(k: int, accept: AcceptOutput, draft: DraftOutput | None = None, out: Tensor | None = None) -> Tensor:
-    """One tensor with all that the host wants to know about a step of `k` drafts.
+def result_table(shape: BlockShape, accept: AcceptOutput, draft: DraftOutput | None = None, out: Tensor | None = None) -> Tensor:
+    """One tensor with all that the host wants to know about a step of blocks of one shape.
 
     Returns:
-        int64 [num_reqs, num_columns(k, ...)]; `out` when it is given.
+        int64 [num_reqs, num_columns(shape, ...)]; `out` when it is given.
     """
-    num_drafts = draft.num_drafts if draft and draft.num_drafts is not None else torch.full_like(accept.num_accepted, k)
+    all_count = draft is None or draft.num_drafts is None
+    num_drafts = torch.full_like(accept.num_accepted, shape.depth) if all_count else draft.num_drafts
     counts = (accept.num_accepted, num_drafts, accept.finite.long())
     columns = [*(count[:, None] for count in counts), accept.token_ids]
+    if accept.path is not None:
+        assert draft is not None and draft.tree is not None
+        rows = accept.path[:, 1:]
+        columns += [rows, draft.tree.ranks.gather(1, rows - 1)]
     if accept.logprobs is not None:
         columns.append(accept.logprobs.double().view(torch.int64))  # the same 8 bytes, so that one tensor carries both
     return torch.cat(columns, dim=1, out=out)
 
 
-def num_columns(k: int, *, logprobs: bool) -> int:
-    """Width of the table of a step of `k` drafts."""
-    return _COUNTS + (k + 1) * (1 + logprobs)
+def num_columns(shape: BlockShape, *, logprobs: bool) -> int:
+    """Width of the table of a step of blocks of one shape."""
+    return _COUNTS + (shape.depth + 1) * (1 + logprobs) + 2 * shape.tree_depth
 
 
 class ResultQueue:
@@ -117,12 +134,12 @@ class ResultQueue:
         """Forgets what is unread."""
         self._launched.clear()
 
-    def send(self, requests: list[Request], k: int | None, table: Tensor, start: Any = None) -> Any:
+    def send(self, requests: list[Request], shape: BlockShape | None, table: Tensor, start: Any = None) -> Any:
         """Starts the copy of a step's results to the host, into pinned memory when they come from an accelerator.
 
         Args:
             requests: the batch.
-            k: drafts per request; None for first tokens.
+            shape: of the step's blocks; None for first tokens.
             table: from `result_table`, one row per request; further rows belong to nobody.
             start: stamp of the step's beginning, when its time is wanted.
 
@@ -136,7 +153,7 @@ class ResultQueue:
         else:
             table = table.clone()  # the next replay of a captured step writes to the same table
         end = self._clock.stamp()
-        self._launched.append(_Launched(requests, k, table, start, end))
+        self._launched.append(_Launched(requests, shape, table, start, end))
         return end
 
     def receive(self, leave: int = 0) -> Iterator[FinishedStep]:
@@ -145,7 +162,7 @@ class ResultQueue:
             step = self._launched.popleft()
             self._clock.wait(step.end)
             seconds = None if step.start is None else self._clock.seconds(step.start, step.end)
-            yield FinishedStep(step.k, step.requests, step.table, seconds)
+            yield FinishedStep(step.shape, step.requests, step.table, seconds)
 
 
 def append_tokens(request: Request, result: StepResult, eos_token_ids: Sequence[int]) -> str | None:
@@ -169,10 +186,14 @@ def append_tokens(request: Request, result: StepResult, eos_token_ids: Sequence[
     request.output_token_ids += tokens
     if params.logprobs:
         request.logprobs += result.logprobs[: len(tokens)]
-    if result.k is not None:
+    if result.shape is not None:
+        num_accepted = min(result.num_accepted, len(tokens))
         request.num_drafted.append(result.num_drafts)
-        request.num_accepted.append(min(result.num_accepted, len(tokens)))
+        request.num_accepted.append(num_accepted)
         request.num_emitted.append(len(tokens))
+        request.num_verified.append(result.shape.drafts if result.shape.is_tree else result.num_drafts)
+        for rank in result.ranks[:num_accepted]:
+            request.num_by_rank[rank] += 1
     return reason
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention.backend import AttentionMetadata
+from specdec.blocks import BlockShape
 from specdec.core import AcceptOutput, Context, DecodeBatch, ForwardInput, PrefillBatch
 from specdec.engine.request import Request
 from specdec.engine.scheduler import Chunk, prefill_tokens
@@ -148,16 +149,16 @@ class SlotState:
             self._selection = Selection(requests)
         return self._selection
 
-    def decode_batch(self, selection: Selection, k: int, context: Context = "now") -> DecodeBatch:
-        """Gathers the rows of a batch for a step of `k` drafts."""
+    def decode_batch(self, selection: Selection, shape: BlockShape, context: Context = "now") -> DecodeBatch:
+        """Gathers the rows of a batch for a step of blocks of one shape."""
         if selection.tensors is None:
             slots = self.slot_indices(selection.requests)
             selection.tensors = slots, self.sampling.select(slots, selection.plan)
         slots, sampling = selection.tensors
         if selection.plan.penalized and self.sampling.seen is not None:
             sampling.seen = self.sampling.seen.index_select(0, slots)  # the only numbers that a step changes
-        bounds = {"max_seq_len": self.max_seq_len(selection.requests, k), "min_seq_len": min_seq_len(selection.requests)}
-        return self.gather(slots, sampling, k=k, context=context, **bounds)
+        bounds = {"max_seq_len": self.max_seq_len(selection.requests, shape.drafts), "min_seq_len": min_seq_len(selection.requests)}
+        return self.gather(slots, sampling, shape=shape, context=context, **bounds)
 
     def max_seq_len(self, requests: Sequence[Request], k: int) -> int:
         """Bound on the positions that a step of `k` drafts writes for any of `requests`, whatever those in flight accept."""
@@ -172,7 +173,7 @@ class SlotState:
         slots: Tensor,
         sampling: SamplingTensors,
         *,
-        k: int,
+        shape: BlockShape,
         max_seq_len: int,
         min_seq_len: int = 0,
         context: Context = "now",
@@ -184,7 +185,7 @@ class SlotState:
             anchors=anchors,
             seq_lens=seq_lens,
             block_table=self.block_table.index_select(0, slots),
-            k=k,
+            shape=shape,
             max_seq_len=max_seq_len,
             min_seq_len=min_seq_len,
             block_size=self.block_size,
@@ -198,7 +199,7 @@ class SlotState:
 
         Args:
             batch: the step.
-            token_ids: int64 [num_reqs, k+1], anchor and drafts.
+            token_ids: int64 [num_reqs, depth + 1], the anchor and the drafts of the path.
             accept: what was accepted.
         """
         self.seq_lens.index_add_(0, batch.slots, accept.num_accepted + 1)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.core import AcceptOutput, BoundDrafter, Context, DecodeBatch, DraftOutput, ForwardInput, PrefillBatch, Verifier
+from specdec.blocks import BlockShape
+from specdec.core import AcceptOutput, BoundDrafter, Context, DecodeBatch, DraftOutput, PrefillBatch, Verifier, VerifyOutput
 from specdec.engine.acceptance import accept
 from specdec.engine.graphs import StepGraphs
 from specdec.engine.prefill_graphs import PrefillGraphs
@@ -57,30 +58,38 @@ class StepRunner:
 
     def step(self, batch: DecodeBatch) -> tuple[DraftOutput | None, AcceptOutput]:
         """Draft, verify, accept, commit. Nothing in here waits for the device."""
-        width = batch.k + 1
         draft, token_ids = None, batch.anchors[:, None]
         if self.drafter and batch.k:
             with self._timer.phase("draft"):
                 draft = self.drafter.propose(batch)
                 token_ids = torch.cat([token_ids, draft.token_ids], dim=1)  # [num_reqs, k+1]
+        tree = draft.tree if draft else None
         with self._timer.phase("verify"):
-            rows = ForwardInput(
-                token_ids.reshape(-1),
-                batch.position_ids(width),
-                batch.metadata(width, visibility="causal"),
-                slots=batch.slots,
-                final=batch.k == 0,
-                max_pending=self._max_pending,
-            )
+            rows = batch.verification(token_ids, tree, max_pending=self._max_pending)
             verify = self.verifier.forward(rows, self._caches, self._aux_layer_ids)
         with self._timer.phase("accept"):
-            logits = verify.logits.view(batch.num_reqs, width, -1)
-            accepted = accept(token_ids, logits, draft, batch.sampling, batch.positions(width))
+            logits = verify.logits.view(*token_ids.shape, -1)
+            accepted = accept(token_ids, logits, draft, batch.sampling, batch.row_positions(tree))
+            if accepted.path is not None:
+                token_ids, verify = self._follow(batch, accepted.path, token_ids, verify)
             self._slots.commit(batch, token_ids, accepted)
         if self.drafter:
             with self._timer.phase("context"):
                 self.drafter.commit(batch, token_ids, accepted, verify)
         return draft, accepted
+
+    def _follow(self, batch: DecodeBatch, path: Tensor, token_ids: Tensor, verify: VerifyOutput) -> tuple[Tensor, VerifyOutput]:
+        """Makes a chain of the path through a tree: cached rows move to where those of a chain lie, and others are left behind.
+
+        Returns:
+            Tokens [num_reqs, depth + 1] of the path, and what the target put out for them.
+        """
+        self._rows.move(path, batch.seq_lens, batch.block_table)
+        hidden = verify.aux_hidden
+        if hidden is not None:
+            first = torch.arange(0, token_ids.numel(), token_ids.shape[1], device=path.device)
+            hidden = hidden.index_select(0, (first[:, None] + path).flatten())
+        return token_ids.gather(1, path), VerifyOutput(verify.logits, hidden)
 
     def prefill_step(self, batch: PrefillBatch) -> Tensor:
         """Writes what the target and the drafter keep of prompt chunks; logits of the rows that the batch asks for."""
@@ -94,40 +103,40 @@ class StepRunner:
     def step_table(self, batch: DecodeBatch, out: Tensor | None = None) -> Tensor:
         """A step, and what the host wants to know about it; see `specdec.engine.results.result_table`."""
         draft, accepted = self.step(batch)
-        return result_table(batch.k, accepted, draft, out)
+        return result_table(batch.shape, accepted, draft, out)
 
-    def news(self, requests: Sequence[Request]) -> Callable[[int], bool]:
-        """Tells of any k whether a step of so many drafts would have to be captured first."""
+    def news(self, requests: Sequence[Request]) -> Callable[[BlockShape], bool]:
+        """Tells of any shape whether a step of it would have to be captured first."""
         if self.graphs is None or self._timer.enabled:
-            return lambda k: False
+            return lambda shape: False
         is_new = self.graphs.news(self._slots.select(requests))
         plain: Context = "later" if self.most_deferred else "now"
-        return lambda k: is_new(k, "now" if k else plain)
+        return lambda shape: is_new(shape, "now" if shape.drafts else plain)
 
     @property
     def most_deferred(self) -> int:
         """See `BoundDrafter.most_deferred`."""
         return self.drafter.most_deferred if self.drafter else 0
 
-    def due(self, requests: Sequence[Request], k: int) -> tuple[int, Context]:
-        """How many drafts a step may have that should have `k`, and which context its drafter takes over.
+    def due(self, requests: Sequence[Request], shape: BlockShape) -> tuple[BlockShape, Context]:
+        """The shape of the step that should have `shape`, and which context its drafter takes over.
 
         Before drafts can be made again, one step without any brings the context up to date.
         """
         most = self.most_deferred
         deferred = max((request.num_deferred for request in requests), default=0) if most else 0
-        if not most or (k and not deferred):
-            return k, "now"
-        return 0, "all" if k or deferred + 1 >= most else "later"
+        if not most or (shape.drafts and not deferred):
+            return shape, "now"
+        return BlockShape(0), "all" if shape.drafts or deferred + 1 >= most else "later"
 
     def decode(
-        self, requests: Sequence[Request], k: int, clock: StepClock, since: Any = None, context: Context = "now"
+        self, requests: Sequence[Request], shape: BlockShape, clock: StepClock, since: Any = None, context: Context = "now"
     ) -> tuple[Tensor, Any]:
-        """Launches a step of `k` drafts.
+        """Launches a step.
 
         Args:
             requests: the batch.
-            k: drafts per request.
+            shape: of the block of each request.
             clock: stamps the step's beginning.
             since: stamp of the end of the step before, if nothing came in between: the host's time then counts where it is longer.
             context: see `due`.
@@ -141,7 +150,7 @@ class StepRunner:
             selection = self._slots.select(requests)
             if self.graphs and not self._timer.enabled:  # phases cannot be told apart within a graph
                 num_captured = self.graphs.num_captured
-                graph = self.graphs.prepare(selection, k, context)
+                graph = self.graphs.prepare(selection, shape, context)
                 if self.graphs.num_captured > num_captured:
                     since = None  # a capture is no part of a step's time
         for request in requests if self.most_deferred else ():
@@ -150,7 +159,7 @@ class StepRunner:
         if graph:
             graph.replay()
             return graph.table, start
-        return self.step_table(self._slots.decode_batch(selection, k, context)), start
+        return self.step_table(self._slots.decode_batch(selection, shape, context)), start
 
     def prefill(self, chunks: Sequence[Chunk]) -> Tensor | None:
         """Writes the KV of prompt chunks and chooses the first token of every prompt that ends among them.
@@ -193,4 +202,4 @@ class StepRunner:
         last_positions = state.seq_lens.index_select(0, slots)[:, None] - 1
         accepted = accept(last_tokens, logits[:, None], None, sampling, last_positions)
         state.anchors.index_copy_(0, slots, accepted.next_anchors)
-        return result_table(0, accepted)
+        return result_table(BlockShape(0), accepted)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from specdec.blocks import BlockShape
+
 PHASES = ("schedule", "prefill", "draft", "verify", "accept", "context", "collect")
 """In the order of a step."""
 
@@ -25,29 +27,29 @@ class StepTimer:
     Attributes:
         totals: seconds by phase, in the order first seen.
         num_steps: decode steps, timed or not.
-        steps_by_k: how many of them had how many drafts per request.
+        steps_by_shape: how many of them had blocks of which shape.
     """
 
     def __init__(self, device: torch.device, *, enabled: bool) -> None:
         self.enabled = enabled
         self.totals: dict[str, float] = {}
         self.num_steps = 0
-        self.steps_by_k: Counter[int] = Counter()
+        self.steps_by_shape: Counter[BlockShape] = Counter()
         self._device = device
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Times the body of a `with` statement as phase `name`."""
         return self._timed(name) if self.enabled else nullcontext()
 
-    def count_step(self, k: int) -> None:
-        """Notes a decode step of `k` drafts per request."""
+    def count_step(self, shape: BlockShape) -> None:
+        """Notes a decode step of blocks of one shape."""
         self.num_steps += 1
-        self.steps_by_k[k] += 1
+        self.steps_by_shape[shape] += 1
 
     def reset(self) -> None:
         """Forgets everything measured."""
         self.totals.clear()
-        self.steps_by_k.clear()
+        self.steps_by_shape.clear()
         self.num_steps = 0
 
     @contextmanager

@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 import torch
 
+from specdec.blocks import BlockShape
 from specdec.config import SamplingParams
 from specdec.core import Context
 from specdec.engine.buckets import batches, lengths
-from specdec.engine.draft_length import ladder
+from specdec.engine.draft_length import MOST_TREE_ROWS, ladder
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request
 from specdec.engine.scheduler import Chunk
@@ -74,18 +75,20 @@ def _prefills(engine: SpecEngine, sampling: SamplingParams) -> Iterator[WarmUpSh
 
 
 def _steps(engine: SpecEngine, sampling: SamplingParams) -> Iterator[WarmUpShape]:
-    """Decode steps, by bound, batch and k."""
+    """Decode steps, by bound, batch and the shape of blocks."""
     eager, most, steady_len = not engine.runner.graphs, engine.config.max_num_seqs, engine.verifier.attention.steady_len
-    sizes, drafts = batches(most), ladder(engine.num_draft_tokens)
-    if eager and not engine.draft_length:
-        drafts = tuple(range(engine.num_draft_tokens + 1))  # the last steps of an output offer as many as there is room for
+    sizes, blocks = batches(most), engine.shapes
+    if not engine.draft_length and not blocks[0].is_tree:  # the last steps of an output offer as many as there is room for
+        blocks = tuple(map(BlockShape, range(engine.num_draft_tokens + 1) if eager else ladder(engine.num_draft_tokens)))
     for bound in _bounds(engine, finer=eager):
         for num_reqs in sorted({*sizes, *range(1, min(most, UNPADDED) + 1)}) if eager else sizes:
-            for k in drafts if num_reqs in sizes else drafts[-1:]:
-                title = f"decode {num_reqs} x {k + 1} rows, up to {bound:,} tokens"
-                contexts: tuple[Context, ...] = ("now",) if k or not engine.runner.most_deferred else ("later", "all")
+            for shape in blocks if num_reqs in sizes else blocks[-1:]:
+                if shape.is_tree and engine.draft_length and num_reqs * shape.rows > MOST_TREE_ROWS:
+                    continue
+                title = f"decode {num_reqs} x {shape.rows} rows{' of trees' * shape.is_tree}, up to {bound:,} tokens"
+                contexts: tuple[Context, ...] = ("now",) if shape.drafts or not engine.runner.most_deferred else ("later", "all")
                 for context in contexts:
-                    launch = partial(_decode, engine, num_reqs, k, bound, sampling, context)
+                    launch = partial(_decode, engine, num_reqs, shape, bound, sampling, context)
                     what = title if context in ("now", "later") else f"{title}, all context"
                     yield WarmUpShape(what, launch)
                     if steady_len:
@@ -124,7 +127,7 @@ def _prefill(engine: SpecEngine, spans: Sequence[tuple[int, int]], sampling: Sam
 def _decode(
     engine: SpecEngine,
     num_reqs: int,
-    k: int,
+    shape: BlockShape,
     bound: int,
     sampling: SamplingParams,
     context: Context,
@@ -133,7 +136,7 @@ def _decode(
 ) -> None:
     """A step of requests whose tokens, with those that it writes, are `bound`; the last has at most `shortest` before it."""
     runner, slots = engine.runner, engine.slots
-    known = [max(0, bound - slots.max_seq_len([_request(0, 1, sampling)], k))] * num_reqs
+    known = [max(0, bound - slots.max_seq_len([_request(0, 1, sampling)], shape.drafts))] * num_reqs
     if shortest is not None:
         known[-1] = min(known[-1], shortest)
 
@@ -144,7 +147,7 @@ def _decode(
         if runner.drafter:
             for request in requests:
                 runner.drafter.begin(request.slot, request.token_ids)
-        runner.decode(requests, k, engine.clock, context=context)
+        runner.decode(requests, shape, engine.clock, context=context)
 
     graphs, runner.graphs = runner.graphs, None
     try:

@@ -9,7 +9,9 @@ from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from specdec.blocks import DraftTree
 from specdec.config import SamplingParams
 from specdec.deviation import Deviation
 from specdec.kernels.triton_launch import unavailable_reasons
@@ -23,22 +25,27 @@ CACHED_NUMBERS = 2**16
 """How many numbers a CPU draws from at once: those of more rows would leave its cache between two operations."""
 
 
-def penalized(logits: Tensor, sampling: SamplingTensors, tokens: Tensor) -> Tensor:
-    """Applies the repetition penalty to rows that were fed `tokens`: a row counts the tokens up to its own.
+def penalized(logits: Tensor, sampling: SamplingTensors, tokens: Tensor, tree: DraftTree | None = None) -> Tensor:
+    """Applies the repetition penalty to rows that were fed `tokens`: a row counts the tokens up to its own, on its path of a tree.
 
     Args:
         logits: [num_reqs, n, V].
         sampling: `seen` must be there; requests with penalty 1 are left as they are.
         tokens: int64 [num_reqs, n], the anchor, then the drafts.
+        tree: how the drafts hang together; None is a chain.
 
     Returns:
         float32 [num_reqs, n, V].
     """
     assert sampling.seen is not None, "no request has a repetition penalty"
     width = tokens.shape[1]
-    causal = torch.ones(width, width, dtype=torch.bool, device=tokens.device).tril()
-    # Row j names its tokens 0..j; in place of later ones it names the anchor again, which every row has.
-    fed = torch.where(causal, tokens[:, None, :], tokens[:, :1, None])
+    if tree is None:
+        counted = torch.ones(width, width, dtype=torch.bool, device=tokens.device).tril()
+    else:
+        drafts = torch.arange(width - 1, device=tokens.device)
+        counted = F.pad((tree.ancestors[..., None] >> drafts) & 1, (1, 0, 1, 0)).bool()
+    # Row j names the tokens that it counts; in place of others it names the anchor again, which every row has.
+    fed = torch.where(counted, tokens[:, None, :], tokens[:, :1, None])
     seen = sampling.seen[:, None, :].repeat(1, width, 1).scatter_(-1, fed, True)
     scores = logits.float()
     penalty = sampling.repetition_penalty[:, None, None]

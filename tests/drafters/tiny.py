@@ -16,6 +16,7 @@ from drafters.dflash.layout import Layout
 from drafters.dflash.model import DFlashModel
 from specdec.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
 from specdec.attention.torch_ref.fa import TorchRefBackend
+from specdec.blocks import BlockShape
 from specdec.config import SamplingParams
 from specdec.core import AcceptOutput, DecodeBatch, Drafter, ForwardInput, PrefillBatch, VerifyOutput
 from specdec.kv_cache import PagedKVCache
@@ -195,7 +196,7 @@ class Rig:
             anchors=torch.tensor(list(anchors)),
             seq_lens=torch.tensor(list(seq_lens)),
             block_table=self.block_table,
-            k=k,
+            shape=BlockShape(k),
             max_seq_len=max(seq_lens) + max(k + 1, self.drafter.num_lookahead_tokens),
             block_size=BLOCK,
             max_model_len=self.max_len,

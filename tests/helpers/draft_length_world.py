@@ -3,9 +3,11 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+from specdec.blocks import BlockShape
 from specdec.engine.buckets import batch_bucket
+from specdec.engine.draft_length import DraftLength, shapes
 
 CAPTURE = 15
 """Plain steps that the first step of a kind takes longer."""
@@ -23,6 +25,23 @@ class Chooser(Protocol):
     def choose(self, num_reqs: int) -> int: ...
 
     def observe(self, num_reqs: int, k: int, num_accepted: Sequence[int], seconds: float | None) -> None: ...
+
+
+class ChainLength:
+    """A `DraftLength` that chooses among chains, each named by its number of drafts."""
+
+    def __init__(self, most: int) -> None:
+        self.choice = DraftLength(shapes(most, trees=False))
+        self.rungs = tuple(shape.drafts for shape in self.choice.rungs)
+
+    def choose(self, num_reqs: int, *, news: Callable[[], Callable[[int], bool]] | None = None, **options: Any) -> int:
+        if news is not None:
+            is_new = news()
+            options["news"] = lambda: lambda shape: is_new(shape.drafts)
+        return self.choice.choose(num_reqs, **options).drafts
+
+    def observe(self, num_reqs: int, k: int, num_accepted: Sequence[int], seconds: float | None) -> None:
+        self.choice.observe(num_reqs, BlockShape(k), num_accepted, seconds)
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,18 @@ from typing import Any
 import pytest
 
 from drafters.ngram import NGramDrafter
+from specdec.blocks import BlockShape
 from specdec.cli import generate as generate_command
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import DecodeBatch, Drafter, DraftOutput, ForwardInput, Verifier, VerifyOutput
 from specdec.engine.buckets import BATCH_SIZES
-from specdec.engine.draft_length import DraftLength, ladder
+from specdec.engine.draft_length import DraftLength, ladder, shapes
 from specdec.engine.engine import SpecEngine
 from specdec.engine.graphs import StepGraphs
 from specdec.engine.request import Request
 from specdec.engine.step_times import StepSize, StepTimes
 from specdec.metrics import AcceptanceStats, pooled
+from tests.helpers.draft_length_world import ChainLength
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import paged_verifier, plain_greedy, plain_model, random_dflash, random_prompts
 
@@ -41,7 +43,7 @@ COSTS: dict[str, Cost] = {
 
 
 def simulate(
-    choice: DraftLength, rate: Rate, cost: Cost, *, steps: int, batch: int = 1, seed: int = 0
+    choice: ChainLength, rate: Rate, cost: Cost, *, steps: int, batch: int = 1, seed: int = 0
 ) -> tuple[list[int], float, float]:
     """The k of every step, tokens per request, and seconds, disturbed by up to a tenth."""
     rng = random.Random(seed)
@@ -72,7 +74,7 @@ def speed(rate: Rate, cost: Cost, k: int) -> float:
 def test_converges_to_the_fastest_k(rate: str, cost: str, batch: int) -> None:
     """After 150 steps it decodes within 5 % of the best fixed k, whatever that is, with everything it tries on the way."""
     best = max(speed(RATES[rate], COSTS[cost], k) for k in ladder(MOST))
-    choice = DraftLength(MOST)
+    choice = ChainLength(MOST)
     simulate(choice, RATES[rate], COSTS[cost], steps=150, batch=batch)
     _, tokens, seconds = simulate(choice, RATES[rate], COSTS[cost], steps=600, batch=batch, seed=1)
     assert tokens / seconds > 0.95 * best
@@ -82,14 +84,14 @@ def test_converges_to_the_fastest_k(rate: str, cost: str, batch: int) -> None:
 def test_gives_up_drafts_that_cannot_pay(rate: str) -> None:
     """Drafts that are always wrong, or a verification as dear as so many plain steps: nearly every step is plain."""
     cost = COSTS["usual"] if rate == "wrong" else lambda k: 1.0 + k
-    chosen, tokens, seconds = simulate(DraftLength(MOST), RATES[rate], cost, steps=400)
+    chosen, tokens, seconds = simulate(ChainLength(MOST), RATES[rate], cost, steps=400)
     assert chosen[100:].count(0) > 0.85 * 300
     assert tokens / seconds > 0.93 * speed(RATES[rate], cost, 0)
 
 
 def test_follows_acceptance_up_and_down() -> None:
     """Drafts that become right are used within 50 steps of the change, and those that become wrong dropped within 250."""
-    choice, cost = DraftLength(MOST), COSTS["usual"]
+    choice, cost = ChainLength(MOST), COSTS["usual"]
     chosen, _, _ = simulate(choice, RATES["wrong"], cost, steps=400)
     assert chosen[-50:].count(0) > 40
     chosen, _, _ = simulate(choice, RATES["good"], cost, steps=300)
@@ -100,7 +102,7 @@ def test_follows_acceptance_up_and_down() -> None:
 
 def test_times_that_have_changed_are_noticed() -> None:
     """A verification that becomes dear is given up, and taken up once it is cheap again, although nobody used it meanwhile."""
-    choice = DraftLength(MOST)
+    choice = ChainLength(MOST)
     simulate(choice, RATES["fair"], COSTS["cheap"], steps=60)
     chosen, _, _ = simulate(choice, RATES["fair"], lambda k: 1.0 + 6 * (k > 0) + 0.1 * k, steps=200)
     assert chosen[-100:].count(0) > 90
@@ -110,17 +112,18 @@ def test_times_that_have_changed_are_noticed() -> None:
 
 def test_the_first_step_of_a_kind_does_not_count() -> None:
     """It pays for memory and for choosing kernels, which no later step does."""
-    times = StepTimes((0, 2, 4))
+    plain = BlockShape(0)
+    times = StepTimes((plain, BlockShape(2), BlockShape(4)))
     for seconds in (100.0, 1.0, 2.0):
-        times.observe(0, seconds)
+        times.observe(plain, seconds)
         assert times.measured() == {}
-    times.observe(0, 1.5)
-    assert times.measured() == {0: 1.0}, "disturbances only lengthen a step"
+    times.observe(plain, 1.5)
+    assert times.measured() == {plain: 1.0}, "disturbances only lengthen a step"
 
 
 def test_a_disturbed_measurement_does_not_last() -> None:
     """The machine is busy while plain decoding is measured first: drafts that never pay are given up all the same."""
-    choice = DraftLength(MOST)
+    choice = ChainLength(MOST)
     simulate(choice, RATES["wrong"], lambda k: 20.0, steps=5)
     chosen, _, _ = simulate(choice, RATES["wrong"], COSTS["usual"], steps=200)
     assert chosen[100:].count(0) > 85
@@ -128,7 +131,7 @@ def test_a_disturbed_measurement_does_not_last() -> None:
 
 def test_every_batch_size_has_its_own_times() -> None:
     """What is free for one request may be dear for many: the choices do not get mixed up."""
-    choice = DraftLength(MOST)
+    choice = ChainLength(MOST)
     for _ in range(30):
         alone, _, _ = simulate(choice, RATES["good"], COSTS["cheap"], steps=20)
         many, _, _ = simulate(choice, RATES["good"], lambda k: 1.0 + 2 * k, steps=20, batch=32)
@@ -138,23 +141,23 @@ def test_every_batch_size_has_its_own_times() -> None:
 
 def test_what_is_not_measured_is_estimated_from_what_is() -> None:
     """By rows, between steps that must be shorter and steps that must be longer; plain decoding at its lower bound."""
-    step = StepSize(2, 3)  # 8 rows
-    small, large = {StepSize(1, 3): 1.0}, {StepSize(4, 3): 2.0}  # 4 and 16 rows
+    step = StepSize(2, BlockShape(3))  # 8 rows
+    small, large = {StepSize(1, BlockShape(3)): 1.0}, {StepSize(4, BlockShape(3)): 2.0}  # 4 and 16 rows
     assert step.estimate(small | large) == pytest.approx(1 + 4 / 12)
     assert (step.estimate(small), step.estimate(large), step.estimate({})) == (1.0, 2.0, None)
-    assert step.estimate(small | {StepSize(1, 7): 1.5} | large) == pytest.approx(1.5), "the longest below"
-    assert step.estimate(small | {StepSize(3, 3): 1.6} | large) == pytest.approx(1 + 0.6 * 4 / 8), "the shortest above"
-    assert step.estimate({StepSize(64, 0): 9.0}) is None, "a plain step does not bound one with drafts"
-    assert step.estimate({StepSize(1, 15): 9.0}) is None, "more rows of fewer requests bound nothing"
-    plain = StepSize(2, 0)
-    assert plain.estimate({StepSize(1, 0): 1.0, StepSize(4, 0): 2.0}) == 1.0
-    assert plain.estimate({StepSize(4, 1): 2.0}) == 2.0
+    assert step.estimate(small | {StepSize(1, BlockShape(7)): 1.5} | large) == pytest.approx(1.5), "the longest below"
+    assert step.estimate(small | {StepSize(3, BlockShape(3)): 1.6} | large) == pytest.approx(1 + 0.6 * 4 / 8), "the shortest above"
+    assert step.estimate({StepSize(64, BlockShape(0)): 9.0}) is None, "a plain step does not bound one with drafts"
+    assert step.estimate({StepSize(1, BlockShape(15)): 9.0}) is None, "more rows of fewer requests bound nothing"
+    plain = StepSize(2, BlockShape(0))
+    assert plain.estimate({StepSize(1, BlockShape(0)): 1.0, StepSize(4, BlockShape(0)): 2.0}) == 1.0
+    assert plain.estimate({StepSize(4, BlockShape(1)): 2.0}) == 2.0
 
 
 def test_what_an_estimate_makes_look_bad_is_tried_in_the_end() -> None:
     """Between a dear k and a cheap one the time is a guess; a long run measures it, once that costs next to nothing."""
     costs = {0: 1.0, 1: 1.4, 3: 1.5, 7: 1.6, 15: 9.0}
-    choice = DraftLength(MOST)
+    choice = ChainLength(MOST)
     for k in (0, 15):
         for _ in range(4):
             choice.observe(1, k, [k], costs[k])
@@ -169,7 +172,7 @@ def test_what_an_estimate_makes_look_bad_is_tried_in_the_end() -> None:
 
 def test_a_new_batch_size_begins_with_what_others_have_shown() -> None:
     """A batch that drains meets 13 sizes; most of their 78 kinds of steps, each a graph to capture, need not be tried."""
-    choice, tried = DraftLength(MOST), set()
+    choice, tried = ChainLength(MOST), set()
     ratios = []
     for drain in range(3):
         took = least = 0.0
@@ -244,10 +247,10 @@ class AnySchedule(DraftLength):
     """Chooses at random."""
 
     def __init__(self, most: int, seed: int) -> None:
-        super().__init__(most)
+        super().__init__(shapes(most, trees=False))
         self.rng = random.Random(seed)
 
-    def choose(self, num_reqs: int, **_: Any) -> int:
+    def choose(self, num_reqs: int, **_: Any) -> BlockShape:
         return self.rng.choice(self.rungs)
 
 
@@ -261,7 +264,7 @@ def test_no_schedule_of_k_changes_an_output(case: Case, drafter: str, sampling: 
         engine = case.engine(DRAFTERS[drafter](case), num_draft_tokens="auto", pipeline_depth=depth)
         engine.draft_length = AnySchedule(4, seed)
         assert [request.output_token_ids for request in case.run(engine, **sampling)] == plain
-        assert set(engine.timer.steps_by_k) == {0, 1, 3, 4}
+        assert {shape.drafts for shape in engine.timer.steps_by_shape} == {0, 1, 3, 4}
 
 
 def test_surplus_steps_teach_nothing(case: Case) -> None:
@@ -271,7 +274,7 @@ def test_surplus_steps_teach_nothing(case: Case) -> None:
     num_rows = 0
 
     class Listening(AnySchedule):
-        def observe(self, num_reqs: int, k: int, num_accepted: Sequence[int], seconds: float | None, **_: Any) -> None:
+        def observe(self, num_reqs: int, shape: BlockShape, num_accepted: Sequence[int], seconds: float | None, **_: Any) -> None:
             nonlocal num_rows
             num_rows += num_reqs
             taught.extend(num_accepted)
@@ -289,7 +292,7 @@ def test_plain_steps_keep_the_drafters_context(case: Case, drafter: str) -> None
         engine = case.engine(DRAFTERS[drafter](case), num_draft_tokens="auto")
         with recorded(engine) as found:
             assert engine.draft_length is not None
-            engine.draft_length.choose = lambda num_reqs, **_: choose(num_reqs)  # type: ignore[method-assign]
+            engine.draft_length.choose = lambda num_reqs, **_: BlockShape(choose(num_reqs))  # type: ignore[method-assign]
             case.run(engine)
         return found
 
@@ -314,7 +317,7 @@ def test_a_smaller_k_only_cuts_the_drafts(case: Case) -> None:
 
     always, _ = proposals(num_draft_tokens=MOST)
     chosen, engine = proposals(num_draft_tokens="auto")
-    assert set(engine.timer.steps_by_k) == set(ladder(MOST))
+    assert set(engine.timer.steps_by_shape) == set(map(BlockShape, ladder(MOST)))
     for key in chosen.keys() & always.keys():
         both = min(len(chosen[key]), len(always[key]))
         assert chosen[key][:both] == always[key][:both]
@@ -360,8 +363,8 @@ def test_engine_adapts(
             assert request.output_token_ids[: len(whole)] == whole
     engine.timer.reset()
     requests = case.run(engine, case.prompts[:1])
-    assert engine.timer.steps_by_k.most_common(1)[0][0] == mostly
-    assert sum(engine.timer.steps_by_k.values()) == engine.timer.num_steps >= len(requests[0].num_drafted)
+    assert engine.timer.steps_by_shape.most_common(1)[0][0] == BlockShape(mostly)
+    assert sum(engine.timer.steps_by_shape.values()) == engine.timer.num_steps >= len(requests[0].num_drafted)
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -412,7 +415,7 @@ def test_the_choice_is_shown(case: Case) -> None:
     engine = case.engine(ScriptedDrafter(case.outputs, 4), num_draft_tokens="auto")
     engine.draft_length = AnySchedule(4, seed=0)
     requests = case.run(engine)
-    counts = ", ".join(f"{k} in {count:,} steps" for k, count in sorted(engine.timer.steps_by_k.items()))
+    counts = ", ".join(f"{shape} in {count:,} steps" for shape, count in sorted(engine.timer.steps_by_shape.items()))
     assert f"drafts offered: {counts}" in generate_command.format_timing(engine.timer)
     stats = pooled(AcceptanceStats(r.num_drafted, r.num_accepted, r.num_emitted) for r in requests)
     histogram = stats.to_dict()["drafted_histogram"]

@@ -3,8 +3,7 @@
 import pytest
 
 from specdec.engine.draft_acceptance import AcceptanceEstimate
-from specdec.engine.draft_length import DraftLength
-from tests.helpers.draft_length_world import Time, World, decode
+from tests.helpers.draft_length_world import ChainLength, Time, World, decode
 
 MOST = 15
 STEPS = 2000
@@ -50,9 +49,9 @@ TEXTS_CHANGE = {
 WORLDS = PLAIN_IS_BEST | DRAFTS_ARE_BEST | TEXTS_CHANGE
 
 
-def losses(world: World, seed: int, choice: DraftLength | None = None) -> tuple[float, float]:
+def losses(world: World, seed: int, choice: ChainLength | None = None) -> tuple[float, float]:
     """Of the first steps, in which everything is captured for the first time, and of as many after them."""
-    choice, known = choice or DraftLength(MOST), set[tuple[int, int]]()
+    choice, known = choice or ChainLength(MOST), set[tuple[int, int]]()
     first = decode(world, choice, steps=STEPS, seed=seed, known=known)
     return first.loss, decode(world, choice, steps=STEPS, seed=seed + 1000, known=known).loss
 
@@ -88,7 +87,7 @@ def test_what_has_to_be_captured_must_pay_for_it() -> None:
     """A k that is a little faster is captured once as much was missed for want of it, and not for one that is slower."""
 
     def first_use(seconds: float) -> int:
-        choice = DraftLength(MOST)
+        choice = ChainLength(MOST)
         known = {(16, 0), (16, 3)}
         is_new = lambda k: (16, k) not in known  # noqa: E731
         for step in range(STEPS):

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from drafters.ngram import NGramDrafter
+from specdec.blocks import BlockShape
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import Context, DecodeBatch, Drafter, DraftOutput
 from specdec.engine import buckets, graphs
@@ -195,8 +196,8 @@ def test_adaptive_k_is_captured(case: Case) -> None:
     engine = case.engine("right", 3, capture=True, num_draft_tokens="auto")
     run(engine, list(case.outputs))
     assert engine.runner.graphs is not None
-    assert {shape.k for shape in engine.runner.graphs.graphs} <= {0, 1, 3, 4}
-    assert {shape.k for shape in engine.runner.graphs.graphs} == set(engine.timer.steps_by_k)
+    assert {shape.block.drafts for shape in engine.runner.graphs.graphs} <= {0, 1, 3, 4}
+    assert {shape.block for shape in engine.runner.graphs.graphs} == set(engine.timer.steps_by_shape)
 
 
 def test_what_is_new_is_what_would_be_captured(case: Case) -> None:
@@ -271,7 +272,7 @@ def test_the_recorder_bakes_in_what_a_graph_bakes_in(case: Case) -> None:
 def _proposal(propose: Callable[[DecodeBatch], DraftOutput], engine: SpecEngine) -> Tensor:
     state = engine.slots
     slots = torch.zeros_like(state.seq_lens[:1])
-    batch = state.gather(slots, state.sampling.select(slots, SamplingPlan.of([])), k=2, max_seq_len=64)
+    batch = state.gather(slots, state.sampling.select(slots, SamplingPlan.of([])), shape=BlockShape(2), max_seq_len=64)
     return torch.cat([propose(batch).token_ids, slots[:, None]], dim=1)
 
 
@@ -357,7 +358,7 @@ def test_shapes_are_few(case: Case) -> None:
     assert engine.runner.graphs is not None
     assert {shape.num_reqs for shape in engine.runner.graphs.graphs} == {1, 2, 4, 8}
     assert {shape.max_seq_len for shape in engine.runner.graphs.graphs} == {512}
-    assert {shape.k for shape in engine.runner.graphs.graphs} <= {0, 1, 3, 4}
+    assert {shape.block.drafts for shape in engine.runner.graphs.graphs} <= {0, 1, 3, 4}
 
 
 def test_too_many_graphs_and_too_large_batches_run_without(

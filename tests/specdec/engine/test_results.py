@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from specdec.blocks import BlockShape
 from specdec.config import SamplingParams
 from specdec.core import AcceptOutput, DraftOutput
 from specdec.engine.request import Request
@@ -17,9 +18,9 @@ def requests(count: int) -> list[Request]:
     return [Request(i, [5], SamplingParams(), seed=0, max_total_len=9) for i in range(count)]
 
 
-def sent_and_received(batch: list[Request], k: int | None, table: Tensor) -> FinishedStep:
+def sent_and_received(batch: list[Request], shape: BlockShape | None, table: Tensor) -> FinishedStep:
     queue = ResultQueue(StepClock(torch.device("cpu")))
-    queue.send(batch, k, table)
+    queue.send(batch, shape, table)
     (step,) = queue.receive()
     return step
 
@@ -34,22 +35,25 @@ def test_every_request_gets_its_own_row() -> None:
         finite=torch.tensor([True, False, True]),
         logprobs=logprobs,
     )
-    table = result_table(2, accept, DraftOutput(torch.zeros(3, 2, dtype=torch.int64), num_drafts=torch.tensor([2, 1, 2])))
-    assert table.shape[1] == num_columns(2, logprobs=True)
+    table = result_table(
+        BlockShape(2), accept, DraftOutput(torch.zeros(3, 2, dtype=torch.int64), num_drafts=torch.tensor([2, 1, 2]))
+    )
+    assert table.shape[1] == num_columns(BlockShape(2), logprobs=True)
     batch = requests(2)
-    step = sent_and_received(batch, 2, table)
+    step = sent_and_received(batch, BlockShape(2), table)
     assert list(step.results()) == [
-        (batch[0], StepResult(2, 2, 2, True, [11, 12, 13], logprobs[0].tolist())),
-        (batch[1], StepResult(2, 0, 1, False, [21], logprobs[1].tolist())),
+        (batch[0], StepResult(BlockShape(2), 2, 2, True, [11, 12, 13], logprobs[0].tolist())),
+        (batch[1], StepResult(BlockShape(2), 0, 1, False, [21], logprobs[1].tolist())),
     ]
 
 
-@pytest.mark.parametrize("k", [None, 0])
-def test_a_single_token(k: int | None) -> None:
+@pytest.mark.parametrize("shape", [None, BlockShape(0)])
+def test_a_single_token(shape: BlockShape | None) -> None:
     """First tokens and plain decoding: one token each, no log-probabilities unless asked for."""
     accept = AcceptOutput(torch.tensor([[7]]), torch.tensor([0]), torch.tensor([7]), torch.tensor([True]))
     batch = requests(1)
-    assert list(sent_and_received(batch, k, result_table(0, accept)).results()) == [(batch[0], StepResult(k, 0, 0, True, [7], []))]
+    step = sent_and_received(batch, shape, result_table(BlockShape(0), accept))
+    assert list(step.results()) == [(batch[0], StepResult(shape, 0, 0, True, [7], []))]
 
 
 def test_a_large_batch_does_not_set_off_the_garbage_collector() -> None:
@@ -57,7 +61,7 @@ def test_a_large_batch_does_not_set_off_the_garbage_collector() -> None:
     count = 20_000
     zeros = torch.zeros(count, dtype=torch.int64)
     accept = AcceptOutput(zeros[:, None] + 7, zeros, zeros, torch.ones(count, dtype=torch.bool))
-    step = sent_and_received(requests(count), 0, result_table(0, accept))
+    step = sent_and_received(requests(count), BlockShape(0), result_table(BlockShape(0), accept))
     passes: list[str] = []
     note = lambda phase, info: passes.append(phase)  # noqa: E731
     gc.collect()

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from specdec.blocks import BlockShape
 from specdec.config import SamplingParams
 from specdec.engine.request import Request
 from specdec.engine.scheduler import Chunk
@@ -138,7 +139,7 @@ def test_rows_of_a_step(longest: int) -> None:
     state.extend_block_tables(requests)
     state.end_prefill([Chunk(each, 0, end, admitted=True, last=True) for each, end in zip(requests, (longest, 3), strict=True)])
     slots = state.slot_indices(requests)
-    batch = state.gather(slots, state.sampling.select(slots, plan_of(requests)), k=3, max_seq_len=longest + 4)
+    batch = state.gather(slots, state.sampling.select(slots, plan_of(requests)), shape=BlockShape(3), max_seq_len=longest + 4)
     assert batch.anchors.tolist() == [13, 11]
     for width in (4, 2, 4):
         positions = [[start + i for i in range(width)] for start in (longest, 3)]
