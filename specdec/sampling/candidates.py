@@ -54,10 +54,17 @@ def candidates(
         return triton_candidates.candidates(
             logits, floats, ints, positions, count, weights, target_ids, sampled=sampled, filtered=filtered
         )
+    return plain_candidates(logits, sampling, positions, count, weights, target_ids)
+
+
+def plain_candidates(
+    logits: Tensor, sampling: SamplingTensors, positions: Tensor, count: int, weights: Tensor | None, target_ids: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`candidates` in plain torch."""
     shape, vocab_size = logits.shape[:2], logits.shape[-1]
     rows = logits.flatten(0, 1)
     most = max(1, CACHED_NUMBERS // vocab_size) if rows.device.type == "cpu" else max(1, len(rows))
-    if not sampled:
+    if sampling.plan.all_greedy:
         found = [_best(part.float(), count) for part in rows.split(most)]
     else:
         greedy = (sampling.temperature == 0).repeat_interleave(shape[1])
