@@ -1,7 +1,7 @@
-"""Draft trees on the device: the most probable paths through the candidates of each position, and the walk that accepts one of them.
+"""Draft trees on the device: the most probable paths through the candidates of each position, and the walk that accepts one.
 
-A tree is the better the more probable its paths, for the tokens that a step yields are 1 and the sum of their probabilities (DDTree,
-Ringel and Shalev, arXiv 2604.12989). The walk then follows the target's own tokens, so a tree is exact however it was chosen.
+A tree is the better the more probable its paths, for the tokens that a step yields are 1 and the sum of their probabilities
+(DDTree, arXiv 2604.12989). The walk then follows the target's own tokens, so a tree is exact however it was chosen.
 """
 
 from functools import lru_cache, partial

@@ -1,4 +1,4 @@
-"""Draft trees in plain torch against DDTree's heap and dictionaries; `tests.specdec.kernels.test_triton_trees` runs them on kernels."""
+"""Draft trees in plain torch against DDTree's heap and dictionaries."""
 
 import pytest
 import torch
