@@ -1,9 +1,9 @@
 """The likeliest tokens of every drafted position, given the noise that the target will draw its own token with there.
 
 The target takes y = argmax(log p + g). Whoever drafts knows g, too, and with a distribution q of its own believes that
-P(y = x | g) is softmax(a log q + b g): a = b = 1 trusts q as it is, b = 0 knows nothing of the noise, as for a greedy target (Gumbel
-coupling, Daliri, Musco and Suresh, arXiv 2408.07978; the weights a and b are ours). The noise decides which tokens are tried and never
-what is accepted, so what comes out is the target's own choice all the same.
+P(y = x | g) is softmax(a log q + b g): a = b = 1 trusts q as it is, b = 0 knows nothing of the noise, as for a greedy target
+(Gumbel coupling, Daliri, Musco and Suresh, arXiv 2408.07978; the weights a and b are ours). The noise decides which tokens are
+tried and never what is accepted, so what comes out is the target's own choice all the same.
 """
 
 from functools import lru_cache, partial
@@ -43,8 +43,8 @@ def candidates(
         target_ids: int64 [V], the target's token of each column; None where they are the same.
 
     Returns:
-        int64 [num_reqs, n, C], tokens of the target, and float32 [num_reqs, n, C], their log-probabilities in falling order, at most
-        0. A row that is not finite has tokens without meaning, and all or some of its log-probabilities are -inf.
+        int64 [num_reqs, n, C], tokens of the target, and float32 [num_reqs, n, C], their log-probabilities in falling order, at
+        most 0. A row that is not finite has tokens without meaning, and all or some of its log-probabilities are -inf.
     """
     sampled, filtered = not sampling.plan.all_greedy, sampling.plan.filtered
     if finds_on_triton(logits.device):
@@ -54,10 +54,17 @@ def candidates(
         return triton_candidates.candidates(
             logits, floats, ints, positions, count, weights, target_ids, sampled=sampled, filtered=filtered
         )
+    return plain_candidates(logits, sampling, positions, count, weights, target_ids)
+
+
+def plain_candidates(
+    logits: Tensor, sampling: SamplingTensors, positions: Tensor, count: int, weights: Tensor | None, target_ids: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`candidates` in plain torch."""
     shape, vocab_size = logits.shape[:2], logits.shape[-1]
     rows = logits.flatten(0, 1)
     most = max(1, CACHED_NUMBERS // vocab_size) if rows.device.type == "cpu" else max(1, len(rows))
-    if not sampled:
+    if sampling.plan.all_greedy:
         found = [_best(part.float(), count) for part in rows.split(most)]
     else:
         greedy = (sampling.temperature == 0).repeat_interleave(shape[1])

@@ -1,0 +1,165 @@
+"""Draft trees in Triton, one program of one warp per request: what `specdec.sampling.trees` builds and walks.
+
+The builder keeps the best draft that is not yet chosen behind each one that is, and the best that remains of its siblings: the next
+of the tree is among them. A sum of scores is compared as one integer with the draft's depth, parent and candidate, which also tells
+who it is.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec.blocks import DraftTree
+from specdec.kernels.triton_argmax import token_key
+from specdec.kernels.triton_candidates import number_of
+from specdec.kernels.triton_launch import on_device, overlap_options
+from specdec.kernels.triton_overlap import await_previous
+
+_LEAST = tl.constexpr(-(2**63))
+
+
+@triton.jit
+def _children(row: tl.tensor, before: tl.tensor, depth: tl.tensor, parent: tl.tensor, COUNT: tl.constexpr) -> tl.tensor:
+    """Keys of the candidates behind a draft whose sum is `before`, which lies in row `parent`; their own depth is `depth`."""
+    child = tl.arange(0, triton.next_power_of_2(COUNT))
+    exists = child < COUNT
+    score = before + tl.load(row + child, mask=exists, other=0.0)
+    return tl.where(exists, token_key(score, (depth << 16) | (parent << 8) | child), _LEAST)
+
+
+@triton.jit
+def _best_first_kernel(
+    edges: tl.tensor,  # float32 [requests, DEPTH, COUNT, COUNT]
+    parents: tl.tensor,  # int64 [requests, NODES], as all below but the sums
+    depths: tl.tensor,
+    ancestors: tl.tensor,
+    ranks: tl.tensor,
+    places: tl.tensor,
+    totals: tl.tensor,  # float32 [requests, NODES]
+    request_stride: tl.tensor,
+    depth_stride: tl.tensor,
+    parent_stride: tl.tensor,
+    NODES: tl.constexpr,
+    DEPTH: tl.constexpr,
+    COUNT: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    request = tl.program_id(0).to(tl.int64)
+    node = tl.arange(0, triton.next_power_of_2(NODES))
+    edges += request * request_stride
+    chosen = tl.full([triton.next_power_of_2(NODES)], _LEAST, tl.int64)
+    above = tl.zeros([triton.next_power_of_2(NODES)], tl.int64)
+    await_previous(OVERLAP)
+    frontier = tl.where(node == 0, tl.max(_children(edges, 0.0, 1, 0, COUNT), 0), _LEAST)
+    for n in range(NODES):
+        best = tl.max(frontier, 0)
+        who = 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32)
+        depth, parent, rank = who >> 16, (who >> 8) & 255, who & 255
+        is_parent = node == parent - 1
+        of_parent = tl.max(tl.where(is_parent, chosen, _LEAST), 0)
+        parents_rank = (0x7FFFFFFF - (of_parent & 0x7FFFFFFF).to(tl.int32)) & 255
+        before = tl.where(parent > 0, number_of((of_parent >> 32).to(tl.int32)), 0.0)
+        siblings = edges + (depth - 1) * depth_stride + tl.where(parent > 0, parents_rank, 0) * parent_stride
+        sibling = _children(siblings, before, depth, parent, COUNT)
+        sibling = tl.max(tl.where(sibling < best, sibling, _LEAST), 0)
+        behind = edges + tl.minimum(depth, DEPTH - 1) * depth_stride + rank * parent_stride
+        child = tl.max(_children(behind, number_of((best >> 32).to(tl.int32)), depth + 1, n + 1, COUNT), 0)
+        child = tl.where(depth < DEPTH, child, _LEAST)
+        frontier = tl.where(frontier == best, sibling, frontier)
+        frontier = tl.where(node == n + 1, child, frontier)
+        chosen = tl.where(node == n, best, chosen)
+        bit = tl.full([], 1, tl.int64) << n
+        above = tl.where(node == n, tl.sum(tl.where(is_parent, above, 0), 0) | bit, above)
+    place = request * NODES + node
+    within = node < NODES
+    who = 0x7FFFFFFF - (chosen & 0x7FFFFFFF)
+    depth, rank = who >> 16, who & 255
+    tl.store(parents + place, (who >> 8) & 255, mask=within)
+    tl.store(depths + place, depth, mask=within)
+    tl.store(ancestors + place, above, mask=within)
+    tl.store(ranks + place, rank, mask=within)
+    tl.store(places + place, (depth - 1) * COUNT + rank, mask=within)
+    tl.store(totals + place, number_of((chosen >> 32).to(tl.int32)), mask=within)
+
+
+def best_first(edges: Tensor, num_nodes: int) -> tuple[Tensor, ...]:
+    """See `specdec.sampling.trees.best_first`.
+
+    Args:
+        edges: float32 [num_reqs, K, C, C], the last axis contiguous.
+        num_nodes: N.
+
+    Returns:
+        parents, depths, ancestors, ranks and places, int64 [num_reqs, N], and sums, float32 [num_reqs, N].
+    """
+    num_reqs, depth, _, count = edges.shape
+    assert edges.dtype == torch.float32 and edges.stride(-1) == 1 and depth < 2**15 and count <= 256
+    found = torch.empty(5, num_reqs, num_nodes, dtype=torch.int64, device=edges.device)
+    totals = torch.empty(num_reqs, num_nodes, dtype=torch.float32, device=edges.device)
+    options = {"num_warps": 1, **overlap_options(edges.device)}
+    with on_device(edges):
+        _best_first_kernel[(num_reqs,)](
+            edges, *found, totals, *edges.stride()[:3], NODES=num_nodes, DEPTH=depth, COUNT=count, **options
+        )
+    return *found, totals
+
+
+@triton.jit
+def _walk_kernel(
+    token_ids: tl.tensor,  # int64 [requests, NODES]
+    parents: tl.tensor,  # int64 [requests, NODES]
+    depths: tl.tensor,  # int64 [requests, NODES]
+    ancestors: tl.tensor,  # int64 [requests, NODES]
+    target_ids: tl.tensor,  # int64 [requests, NODES + 1]
+    num_drafts: tl.tensor,  # int64 [requests], or None
+    path: tl.tensor,  # int64 [requests, DEPTH + 1]
+    num_accepted: tl.tensor,  # int64 [requests]
+    NODES: tl.constexpr,
+    DEPTH: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    request = tl.program_id(0).to(tl.int64)
+    node = tl.arange(0, triton.next_power_of_2(NODES))
+    place = request * NODES + node
+    exists = node < NODES
+    step = tl.arange(0, triton.next_power_of_2(DEPTH + 1))
+    await_previous(OVERLAP)
+    parent = tl.load(parents + place, mask=exists, other=0)
+    wanted = tl.load(target_ids + request * (NODES + 1) + parent, mask=exists, other=0)
+    fits = exists & (tl.load(token_ids + place, mask=exists, other=0) == wanted)
+    if num_drafts is not None:
+        fits = fits & (node < tl.load(num_drafts + request))
+    fitting = tl.sum(tl.where(fits, tl.full([], 1, tl.int64) << node.to(tl.int64), 0), 0)
+    accepted = exists & ((tl.load(ancestors + place, mask=exists, other=0) & ~fitting) == 0)
+    depth = tl.load(depths + place, mask=exists, other=0)
+    count = tl.max(tl.where(accepted, depth, 0), 0)
+    tl.store(num_accepted + request, count)
+    path += request * (DEPTH + 1)
+    tl.store(path + step, step.to(tl.int64), mask=(step <= DEPTH) & ((step == 0) | (step > count)))
+    tl.store(path + depth, node.to(tl.int64) + 1, mask=accepted)
+
+
+def walk(token_ids: Tensor, tree: DraftTree, target_ids: Tensor, depth: int, num_drafts: Tensor | None) -> tuple[Tensor, Tensor]:
+    """See `specdec.sampling.trees.walk`; all are contiguous."""
+    num_reqs, num_nodes = token_ids.shape
+    assert token_ids.is_contiguous() and target_ids.is_contiguous() and target_ids.shape == (num_reqs, num_nodes + 1)
+    assert tree.parents.is_contiguous() and tree.depths.is_contiguous() and tree.ancestors.is_contiguous() and depth <= num_nodes
+    path = torch.empty(num_reqs, depth + 1, dtype=torch.int64, device=token_ids.device)
+    num_accepted = torch.empty(num_reqs, dtype=torch.int64, device=token_ids.device)
+    options = {"num_warps": 1, **overlap_options(token_ids.device)}
+    with on_device(token_ids):
+        _walk_kernel[(num_reqs,)](
+            token_ids,
+            tree.parents,
+            tree.depths,
+            tree.ancestors,
+            target_ids,
+            num_drafts,
+            path,
+            num_accepted,
+            NODES=num_nodes,
+            DEPTH=depth,
+            **options,
+        )
+    return path, num_accepted

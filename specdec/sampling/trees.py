@@ -1,0 +1,152 @@
+"""Draft trees on the device: the most probable paths through the candidates of each position, and the walk that accepts one.
+
+A tree is the better the more probable its paths, for the tokens that a step yields are 1 and the sum of their probabilities
+(DDTree, arXiv 2604.12989). The walk then follows the target's own tokens, so a tree is exact however it was chosen.
+"""
+
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specdec.blocks import MOST_NODES, DraftTree
+from specdec.deviation import Deviation, mismatches, worst
+from specdec.kernels.triton_launch import unavailable_reasons
+from specdec.self_check import passes
+
+
+class BestPaths(NamedTuple):
+    """The tree of the most probable paths.
+
+    Attributes:
+        tree: of the drafts.
+        places: int64 [num_reqs, N], where a draft lies in the table of candidates [K * C].
+        scores: float32 [num_reqs, N], of the paths, in falling order.
+    """
+
+    tree: DraftTree
+    places: Tensor
+    scores: Tensor
+
+
+def best_first(scores: Tensor, num_nodes: int) -> BestPaths:
+    """The `num_nodes` paths of the highest sums of scores, best first; every one of them is a draft behind those of its beginning.
+
+    Of equal sums the shorter path comes first, then the one whose parent does, then the first candidate.
+
+    Args:
+        scores: float32, at most 0, of C candidates at each of K positions: [num_reqs, K, C] whatever came before them, or
+            [num_reqs, K, C, C], where each of the C before gives its own to those that follow it; the first position reads row 0.
+        num_nodes: N, at most 64 and no more than there are paths.
+    """
+    edges = scores if scores.ndim == 4 else scores[:, :, None].expand(-1, -1, scores.shape[-1], -1)
+    depth, count = edges.shape[1], edges.shape[3]
+    assert 1 <= num_nodes <= min(MOST_NODES, sum(count ** min(d, 6) for d in range(1, depth + 1)))
+    if builds_on_triton(scores.device):
+        from specdec.kernels import triton_trees  # it imports Triton
+
+        parents, depths, ancestors, ranks, places, totals = triton_trees.best_first(edges, num_nodes)
+        return BestPaths(DraftTree(parents, depths, ancestors, ranks), places, totals)
+    return _level_beams(edges, num_nodes)
+
+
+def _level_beams(edges: Tensor, num_nodes: int) -> BestPaths:
+    """`best_first` in plain torch."""
+    num_reqs, depth, _, count = edges.shape
+    # No level has more than N of the best, and those continue ones of the level above that are among its best.
+    sums, places = edges.new_zeros(num_reqs, 1), torch.zeros(num_reqs, 1, dtype=torch.int64, device=edges.device)
+    levels, first = [], 0  # row of the level's first parent; the anchor is row 0
+    for position in range(depth):
+        table = edges[:, position].gather(1, (places % count)[..., None].expand(-1, -1, count))
+        paths = (sums[..., None] + table).flatten(1)
+        kept = paths.sort(dim=1, descending=True, stable=True).indices[:, :num_nodes]
+        first, above = first + sums.shape[1], first + kept // count
+        sums, places = paths.gather(1, kept), position * count + kept % count
+        levels.append((sums, places, above))
+    totals, places, above = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
+    best = totals.sort(dim=1, descending=True, stable=True).indices[:, :num_nodes]
+    rows = torch.arange(1, num_nodes + 1, device=best.device).expand(num_reqs, -1)
+    row_of = F.pad(torch.zeros_like(places), (1, 0)).scatter_(1, best + 1, rows)
+    parents, places = row_of.gather(1, above.gather(1, best)), places.gather(1, best)
+    tree = DraftTree(parents, places // count + 1, ancestors_of(parents, depth), places % count)
+    return BestPaths(tree, places, totals.gather(1, best))
+
+
+def ancestors_of(parents: Tensor, depth: int) -> Tensor:
+    """See `DraftTree.ancestors`; of drafts whose `parents` int64 [num_reqs, N] come before them, in paths of at most `depth`."""
+    above = torch.ones_like(parents) << torch.arange(parents.shape[1], device=parents.device)
+    for _ in range((depth - 1).bit_length()):  # each time it reaches twice as far
+        above = above | F.pad(above, (1, 0)).gather(1, parents)
+        parents = F.pad(parents, (1, 0)).gather(1, parents)
+    return above
+
+
+def walk(
+    token_ids: Tensor, tree: DraftTree, target_ids: Tensor, depth: int, num_drafts: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Follows the target's tokens from the anchor on, as far as the tree has them.
+
+    Args:
+        token_ids: int64 [num_reqs, N], the drafts.
+        tree: of the drafts.
+        target_ids: int64 [num_reqs, N + 1], the token that the target puts behind each row.
+        depth: D, most tokens of a path, at most N.
+        num_drafts: int64 [num_reqs], drafts that count, the first ones; None means all.
+
+    Returns:
+        int64 [num_reqs, D + 1], the row at each depth: 0, then the accepted drafts' in order, then the depth itself; and
+        int64 [num_reqs], how many are accepted. `target_ids` at these rows are the step's tokens, the one behind the last accepted
+        draft included.
+    """
+    if builds_on_triton(token_ids.device):
+        from specdec.kernels import triton_trees  # it imports Triton
+
+        return triton_trees.walk(token_ids, tree, target_ids, depth, num_drafts)
+    return _followed(token_ids, tree, target_ids, depth, num_drafts)
+
+
+def _followed(
+    token_ids: Tensor, tree: DraftTree, target_ids: Tensor, depth: int, num_drafts: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`walk` in plain torch."""
+    drafts = torch.arange(token_ids.shape[1], device=token_ids.device)
+    fits = token_ids == target_ids.gather(1, tree.parents)
+    if num_drafts is not None:
+        fits = fits & (drafts < num_drafts[:, None])
+    fitting = (fits.long() << drafts).sum(dim=1, keepdim=True)
+    accepted = (tree.ancestors & ~fitting) == 0
+    num_accepted = torch.where(accepted, tree.depths, 0).amax(dim=1)
+    depths = torch.arange(depth + 1, device=token_ids.device)
+    here = accepted[:, None, :] & (tree.depths[:, None, :] == depths[:, None])
+    rows = torch.where(here, drafts + 1, 0).amax(dim=2)
+    return torch.where(depths <= num_accepted[:, None], rows, depths), num_accepted
+
+
+@lru_cache(maxsize=16)
+def builds_on_triton(device: torch.device) -> bool:
+    """Whether our kernels build trees and walk along them on `device`."""
+    return not unavailable_reasons(device) and passes("trees", device, partial(check_trees, device))
+
+
+def check_trees(device: torch.device) -> Deviation:
+    """Trees with many equal scores, and conditional ones; drafts that the target mostly agrees with."""
+    from specdec.kernels import triton_trees
+
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for shape, num_nodes in (((2, 7, 8), 64), ((2, 5, 4, 4), 20)):
+        scores = -torch.randint(8, shape, generator=generator) / 4
+        edges = scores if scores.ndim == 4 else scores[:, :, None].expand(-1, -1, shape[-1], -1)
+        on_device = triton_trees.best_first(edges.to(device), num_nodes)
+        tree, places, totals = _level_beams(edges, num_nodes)
+        plain = (tree.parents, tree.depths, tree.ancestors, tree.ranks, places, totals)
+        found += [mismatches(ours, expected) for ours, expected in zip(on_device, plain, strict=True)]
+        target_ids = torch.randint(2, (shape[0], num_nodes + 1), generator=generator)
+        num_drafts = torch.randint(num_nodes + 1, shape[:1], generator=generator)
+        arguments = tree.ranks, tree, target_ids, shape[1], num_drafts
+        moved = DraftTree(*(tensor.to(device) for tensor in plain[:4]))
+        walked = triton_trees.walk(tree.ranks.to(device), moved, target_ids.to(device), shape[1], num_drafts.to(device))
+        found += [mismatches(ours, expected) for ours, expected in zip(walked, _followed(*arguments), strict=True)]
+    return worst(found)

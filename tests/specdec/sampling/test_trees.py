@@ -1,0 +1,46 @@
+"""Draft trees in plain torch against DDTree's heap and dictionaries."""
+
+import pytest
+import torch
+
+from specdec.sampling.trees import best_first, walk
+from tests.helpers.tree_case import SHAPES, Shape, assert_as_heap, assert_walked, choices, scores_of
+from tests.helpers.tree_oracle import heap_tree, walk_tree
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_as_ddtree(shape: Shape) -> None:
+    """The same nodes in the same order, also where sums are equal, and the same tokens accepted, step for step."""
+    scores, num_nodes = scores_of(shape)
+    best = best_first(scores, num_nodes)
+    nodes = assert_as_heap(best, scores, num_nodes)
+    accepted = 0
+    for seed in range(8):
+        token_ids, target_ids = choices(best, seed)
+        walked = walk(token_ids, best.tree, target_ids, min(shape[1], num_nodes))
+        accepted += assert_walked(*walked, nodes, token_ids, target_ids)
+    assert accepted >= shape[0] * 8  # at least a token a step
+
+
+def test_a_smaller_tree_is_the_beginning_of_a_larger_one() -> None:
+    """So drafts that do not count are the last."""
+    scores, _ = scores_of((4, *SHAPES[0][1:]))
+    large, small = best_first(scores, 64), best_first(scores, 24)
+    for name in ("parents", "depths", "ancestors", "ranks"):
+        assert torch.equal(getattr(large.tree, name)[:, :24], getattr(small.tree, name))
+    token_ids, target_ids = choices(large, 0)
+    num_drafts = torch.tensor([24, 0, 64, 1])
+    path, num_accepted = walk(token_ids, large.tree, target_ids, 15, num_drafts)
+    nodes = [heap_tree(table, 64)[:count] for table, count in zip(scores.tolist(), num_drafts.tolist(), strict=True)]
+    for i, request in enumerate(nodes):
+        rows = walk_tree(request, token_ids[i, : len(request)].tolist(), target_ids[i].tolist())
+        assert path[i].tolist() == [0, *rows, *range(len(rows) + 1, 16)] and num_accepted[i] == len(rows)
+
+
+def test_the_sum_of_probabilities_is_the_best_there_is() -> None:
+    """No other tree of as many drafts promises more: by enumeration."""
+    scores = (2 * torch.randn(1, 3, 3, generator=torch.Generator().manual_seed(1))).log_softmax(-1).sort(descending=True).values
+    first, second, third = scores[0].exp()
+    products = [first, first[:, None] * second, first[:, None, None] * second[:, None] * third]
+    every = torch.cat([product.flatten() for product in products]).sort(descending=True).values
+    torch.testing.assert_close(best_first(scores, 20).scores[0].exp(), every[:20])
