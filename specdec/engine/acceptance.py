@@ -21,7 +21,14 @@ from specdec.sampling.tensors import SamplingTensors
 from specdec.sampling.trees import walk
 
 
-def accept(tokens: Tensor, logits: Tensor, draft: DraftOutput | None, sampling: SamplingTensors, positions: Tensor) -> AcceptOutput:
+def accept(
+    tokens: Tensor,
+    logits: Tensor,
+    draft: DraftOutput | None,
+    sampling: SamplingTensors,
+    positions: Tensor,
+    depth: int | None = None,
+) -> AcceptOutput:
     """Decides one step for every request; shapes are static and the host never waits.
 
     Row `j` of a request was fed `tokens[:, j]` at `positions[:, j]`. It judges the drafts that continue it, or yields the request's
@@ -33,6 +40,7 @@ def accept(tokens: Tensor, logits: Tensor, draft: DraftOutput | None, sampling: 
         draft: where the drafts come from; None means a chain of point masses, and all k count.
         sampling: sampling state of the requests.
         positions: int64 [num_reqs, k + 1].
+        depth: most drafts of a path of a tree, see `specdec.blocks.BlockShape`.
 
     Returns:
         The outcome. A request whose logits are not finite says so in `finite`; its tokens are valid ids without meaning, and
@@ -47,8 +55,9 @@ def accept(tokens: Tensor, logits: Tensor, draft: DraftOutput | None, sampling: 
     scores = logits if sampling.seen is None else penalized(logits, sampling, tokens, tree)
     if sampling.plan.all_greedy or draft is None or draft.probs is None or k == 0:
         token_ids, finite = argmax(scores) if sampling.plan.all_greedy else sample(scores, sampling, positions + 1)
-        if tree is not None:
-            return _along(*walk(drafts, tree, token_ids), token_ids, finite, logits if sampling.plan.logprobs else None)
+        if draft is not None and tree is not None:
+            path, num_accepted = walk(draft.token_ids, tree, token_ids, depth or k, num_drafts)
+            return _along(path, num_accepted, token_ids, finite, logits if sampling.plan.logprobs else None)
         num_accepted = _prefix_length(token_ids[:, :k] == drafts, num_drafts)
     else:
         assert tree is None, "what is rejected on another branch would have to leave the residual, too"
@@ -66,7 +75,7 @@ def accept(tokens: Tensor, logits: Tensor, draft: DraftOutput | None, sampling: 
 
 
 def _along(path: Tensor, num_accepted: Tensor, token_ids: Tensor, finite: Tensor, logits: Tensor | None) -> AcceptOutput:
-    """What the target chose along a path through a tree, for all rows of which there are choices [num_reqs, k + 1]."""
+    """What the target chose along a path through a tree, from its choices `token_ids` [num_reqs, k + 1] behind all rows."""
     chosen = token_ids.gather(1, path)
     return AcceptOutput(
         token_ids=chosen,

@@ -22,7 +22,7 @@ from specdec.engine.timing import StepTimer
 from specdec.errors import InvalidInputError
 from specdec.kv_cache import BlockPool, PagedKVCache, blocks_for, bytes_per_slot
 from specdec.layers import argmax
-from specdec.sampling import candidates, sampler
+from specdec.sampling import candidates, sampler, trees
 
 PREFILL_TOKENS_BESIDE = 2048
 """Prompt tokens of a step beside requests that decode: they wait for the chunk, about ten of their steps with a model of 8 B on an
@@ -76,7 +76,7 @@ def build_engine(verifier: Verifier, drafter: Drafter | None, config: EngineConf
     overshoot = pipeline_depth * (depth + 1) + max(most_drafts + 1, num_lookahead_tokens)
     max_blocks = blocks_for(max_model_len + overshoot, block_size)
 
-    for runs in (argmax.on_triton, sampler.draws_on_triton, candidates.finds_on_triton):
+    for runs in (argmax.on_triton, sampler.draws_on_triton, candidates.finds_on_triton, trees.builds_on_triton):
         runs(device)  # a self-check, if there is one, belongs before the first step
     captures = captures_graphs(device, config.graphs, partial(check_captured_step, verifier), verifier.attention.name)
     graph_rows = max(_most_rows(shape, config, chosen=len(blocks) > 1) for shape in blocks) if captures else 0

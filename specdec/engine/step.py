@@ -69,7 +69,8 @@ class StepRunner:
             verify = self.verifier.forward(rows, self._caches, self._aux_layer_ids)
         with self._timer.phase("accept"):
             logits = verify.logits.view(*token_ids.shape, -1)
-            accepted = accept(token_ids, logits, draft, batch.sampling, batch.row_positions(tree))
+            positions = batch.row_positions(tree)
+            accepted = accept(token_ids, logits, draft, batch.sampling, positions, batch.shape.depth)
             if accepted.path is not None:
                 token_ids, verify = self._follow(batch, accepted.path, token_ids, verify)
             self._slots.commit(batch, token_ids, accepted)
