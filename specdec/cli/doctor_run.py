@@ -16,12 +16,15 @@ from specdec.errors import SpecDecError
 from specdec.kernels.triton_launch import unavailable_reasons
 from specdec.layers.aiter_layers import check_aiter_layers, unsupported_reasons
 from specdec.layers.argmax import check_argmax
+from specdec.layers.cache_rows import check_cache_rows
 from specdec.layers.experts import check_experts
 from specdec.layers.fused import check_embedding, check_few_rows, check_fused_layers
 from specdec.layers.packed_check import check_packed
 from specdec.layers.recurrence_check import check_recurrence
 from specdec.registry import ATTENTION_BACKENDS, VERIFIERS, resolve
+from specdec.sampling.candidates import check_candidates
 from specdec.sampling.sampler import check_sampler
+from specdec.sampling.trees import check_trees
 from specdec.self_check import Check, Verdict, run, title, verdict_of
 
 
@@ -72,6 +75,9 @@ def kinds(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype | N
     missing = unavailable_reasons(device)
     yield Kind("argmax", (), missing, partial(check_argmax, device))
     yield Kind("sampler", (), missing, partial(check_sampler, device))
+    yield Kind("candidates", (), missing, partial(check_candidates, device))
+    yield Kind("trees", (), missing, partial(check_trees, device))
+    yield Kind("cache_rows", (), missing, partial(check_cache_rows, device))
     yield Kind("embedding", (), missing, partial(check_embedding, device))
     yield Kind("few_rows", (half,), missing, partial(check_few_rows, device, half))
     yield Kind("packed", (half,), missing, partial(check_packed, device, half))

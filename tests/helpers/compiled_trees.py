@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from specdec.kernels import triton_candidates, triton_trees
+from specdec.kernels import triton_cache_rows, triton_candidates, triton_trees
 from specdec.kernels.triton_argmax import SLICE
 from tests.helpers.triton_interpreter import compile_for
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def tree_kernels(target: "Target") -> Iterator[tuple[str, Any]]:
-    """Candidates of a vocabulary of 152 k, and trees of 64 of them."""
+    """Candidates of a vocabulary of 152 k, trees of 64 of them, and the rows of their paths."""
     compiled, overlap = partial(compile_for, target=target.compiler), {"OVERLAP": target.overlaps}
     numbers = {"logits": "bf16", "floats": "fp32", "ints": "i64", "positions": "i64", "least": "fp32", "weights": "fp32"}
     parts = {"keys": "i64", "parts": "fp32"}
@@ -42,3 +42,11 @@ def tree_kernels(target: "Target") -> Iterator[tuple[str, Any]]:
         compiled(triton_trees._best_first_kernel, pointers=fields | paths, constants=shape | {"COUNT": 16}, num_warps=1),
     )
     yield "walk", compiled(triton_trees._walk_kernel, pointers=fields | paths, constants=shape, num_warps=1)
+    yield (
+        "rows of a path",
+        compiled(
+            triton_cache_rows._move_rows_kernel,
+            pointers=dict.fromkeys(("entries", "slots", "path"), "i64"),
+            constants={"WORD": 8, "ALIGNED": True, "BLOCK": triton_cache_rows.PIECE // 8} | overlap,
+        ),
+    )

@@ -26,7 +26,7 @@ from specdec.engine import build, graph_check, graphs
 from specdec.engine.engine import SpecEngine
 from specdec.errors import BackendError
 from specdec.layers import argmax, experts, fused, packed, packed_check, recurrence_check
-from specdec.sampling import sampler
+from specdec.sampling import candidates, sampler, trees
 from tests.helpers.aiter_emulation import Machine, install
 from tests.helpers.packed_weights import packed as packed_weight
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash
@@ -40,6 +40,7 @@ from specdec.kernels import (  # noqa: E402
     triton_activation,
     triton_argmax,
     triton_attention,
+    triton_candidates,
     triton_embedding,
     triton_experts,
     triton_gated_norm,
@@ -50,6 +51,7 @@ from specdec.kernels import (  # noqa: E402
     triton_rope,
     triton_router,
     triton_sampler,
+    triton_trees,
 )
 from specdec.layers import triton_ops  # noqa: E402 (only where Triton can run)
 
@@ -404,6 +406,8 @@ def test_checks_notice_what_is_wrong(amd: Amd) -> None:
     checks: dict[str, tuple[Callable[[], Deviation], list[tuple[Any, str]]]] = {
         "argmax": (partial(argmax.check_argmax, DEVICE), [(triton_argmax, "argmax")]),
         "sampler": (partial(sampler.check_sampler, DEVICE), [(triton_sampler, "sample"), (triton_sampler, "least_kept")]),
+        "candidates": (partial(candidates.check_candidates, DEVICE), [(triton_candidates, "candidates")]),
+        "trees": (partial(trees.check_trees, DEVICE), [(triton_trees, "best_first"), (triton_trees, "walk")]),
         "embedding": (partial(fused.check_embedding, DEVICE), [(triton_embedding, "embed")]),
         "few_rows": (partial(fused.check_few_rows, DEVICE, torch.float16), [(triton_linear, "few_rows")]),
         "packed": (

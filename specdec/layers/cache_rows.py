@@ -1,0 +1,60 @@
+"""Putting the accepted path of a tree where a chain's rows would lie, in the paged caches of all layers."""
+
+from collections.abc import Iterable
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor
+
+from specdec.deviation import Deviation, mismatches, worst
+from specdec.kernels.triton_launch import unavailable_reasons
+from specdec.kv_cache.rows import move_rows, rows_of
+from specdec.self_check import passes
+
+
+class CacheRows:
+    """The rows of an engine's caches. Made once, since the addresses of all tensors are copied to their device.
+
+    Args:
+        caches: of the layers whose rows move, see `specdec.kv_cache.rows.rows_of`.
+    """
+
+    def __init__(self, caches: Iterable[object]) -> None:
+        self._tensors = rows_of(caches)
+        self._table = None
+        if self._tensors and moves_on_triton(self._tensors[0].device):
+            from specdec.kernels import triton_cache_rows  # it imports Triton
+
+            self._table = triton_cache_rows.row_table(self._tensors)
+
+    def move(self, slots: Tensor, path: Tensor) -> None:
+        """See `specdec.kv_cache.rows.move_rows`; the host never waits."""
+        if self._table is None:
+            move_rows(self._tensors, slots, path)
+            return
+        from specdec.kernels import triton_cache_rows  # it imports Triton
+
+        triton_cache_rows.move_rows(self._table, slots, path)
+
+
+@lru_cache(maxsize=16)
+def moves_on_triton(device: torch.device) -> bool:
+    """Whether our kernel moves rows on `device`."""
+    return not unavailable_reasons(device) and passes("cache_rows", device, partial(check_cache_rows, device))
+
+
+def check_cache_rows(device: torch.device) -> Deviation:
+    """Rows of several lengths, whole words and odd bytes; of two requests one has nothing to move."""
+    from specdec.kernels import triton_cache_rows
+
+    generator = torch.Generator().manual_seed(0)
+    path = torch.tensor([[0, 2, 3, 5, 4], [0, 1, 2, 3, 4]])
+    slots = torch.randperm(40, generator=generator)[:14].view(2, 7)
+    found = []
+    for sizes in ([384, 4096 + 16], [24, 6], [7]):
+        tensors = [torch.randint(256, (40, size), dtype=torch.uint8, generator=generator) for size in sizes]
+        moved = [tensor.to(device, copy=True) for tensor in tensors]
+        triton_cache_rows.move_rows(triton_cache_rows.row_table(moved), slots.to(device), path.to(device))
+        move_rows(tensors, slots, path)
+        found += [mismatches(ours, expected) for ours, expected in zip(moved, tensors, strict=True)]
+    return worst(found)

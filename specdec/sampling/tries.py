@@ -1,0 +1,116 @@
+"""Draft trees out of paths that were found one by one: continuations of earlier occurrences, or what two drafters propose.
+
+Paths with the same tokens are one. Any union is exact, since the target's own tokens choose among its drafts.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec.blocks import MOST_NODES, DraftTree
+from specdec.sampling.trees import ancestors_of
+
+
+class ScoredDrafts(NamedTuple):
+    """A tree with its tokens.
+
+    Attributes:
+        tree: of the drafts.
+        token_ids: int64 [num_reqs, N].
+        scores: float32 [num_reqs, N], log-probabilities of the paths, in falling order.
+        num_drafts: int64 [num_reqs], drafts that count, the first ones: there may be fewer than N. The others are valid tokens
+            behind the anchor.
+    """
+
+    tree: DraftTree
+    token_ids: Tensor
+    scores: Tensor
+    num_drafts: Tensor
+
+
+def trie(continuations: Tensor, lengths: Tensor, weights: Tensor, num_nodes: int, *, keep: float = 1.0) -> ScoredDrafts:
+    """The tree of what followed earlier occurrences of a text's end: a path is as probable as the occurrences that begin so weigh.
+
+    The probability of a path is that of suffix decoding (snowflakedb/ArcticInference), the shares of its branches multiplied, times
+    `keep` for each token. Of equal paths the shorter comes first, then that of the first occurrence.
+
+    Args:
+        continuations: int64 [num_reqs, M, K], at least 0.
+        lengths: int64 [num_reqs, M], tokens of each that count; 0 where there is none.
+        weights: float32 [num_reqs, M], above 0, say ones or less for those further back.
+        num_nodes: N, at most 64.
+        keep: probability that the text goes on as before, per token.
+    """
+    length = continuations.shape[2]
+    depths = torch.arange(1, length + 1, device=continuations.device)[:, None, None]  # entries by depth, then occurrence
+    within = (depths > torch.arange(length, device=continuations.device)) & (depths <= lengths[:, None, :, None])
+    paths = torch.where(within, continuations[:, None], -1).flatten(1, 2)
+    same = _same(paths, paths)
+    agreeing = same.unflatten(2, (length, -1)).unflatten(1, (length, -1)).diagonal(dim1=1, dim2=3)  # [num_reqs, M, M, depth]
+    # Added up in one order for every depth, so that rounding makes no path likelier than its beginning.
+    own = torch.where(lengths > 0, weights, 0.0)
+    mass = torch.where(agreeing.permute(0, 3, 1, 2), own[:, None, None], 0.0).sum(dim=3)
+    share = mass / own.sum(dim=1)[:, None, None] * keep ** depths.squeeze(2)
+    drafts = _best(paths, same, share.flatten(1), num_nodes, length)
+    counts = torch.arange(num_nodes, device=paths.device) < drafts.num_drafts[:, None]
+    return drafts._replace(scores=torch.where(counts, drafts.scores, 0.0).log().cummin(dim=1).values)
+
+
+def merge_trees(one: ScoredDrafts, other: ScoredDrafts, num_nodes: int, depth: int) -> ScoredDrafts:
+    """The `num_nodes` most probable paths of two trees; one that is in both has the higher of its probabilities.
+
+    Args:
+        one, other: the trees; of equal paths the shorter comes first, then that of `one`.
+        num_nodes: N, at most 64.
+        depth: most tokens of a path.
+    """
+    paths = torch.cat([_paths(one, depth), _paths(other, depth)], dim=1)
+    same = _same(paths, paths)
+    scores = torch.cat([one.scores, other.scores], dim=1)
+    return _best(paths, same, torch.where(same, scores[:, None], -torch.inf).amax(dim=2), num_nodes, depth)
+
+
+def _paths(drafts: ScoredDrafts, depth: int) -> Tensor:
+    """The tokens from the anchor to each draft, int64 [num_reqs, N, depth], then -1; only that where a draft does not count."""
+    tree, nodes = drafts.tree, torch.arange(drafts.token_ids.shape[1], device=drafts.token_ids.device)
+    above = (tree.ancestors[:, :, None] >> nodes) & 1 == 1  # [num_reqs, draft, one on its path]
+    at = tree.depths[:, :, None] == torch.arange(1, depth + 1, device=nodes.device)  # [num_reqs, that one, its depth]
+    tokens = torch.where(above[..., None] & at[:, None], drafts.token_ids[:, None, :, None], -1).amax(dim=2)
+    return torch.where((nodes < drafts.num_drafts[:, None])[..., None], tokens, -1)
+
+
+def _same(paths: Tensor, others: Tensor) -> Tensor:
+    """bool [num_reqs, P, Q]: which of int64 [num_reqs, P, D] and [num_reqs, Q, D] are alike."""
+    return (paths[:, :, None] == others[:, None]).all(dim=3)
+
+
+def _best(paths: Tensor, same: Tensor, scores: Tensor, num_nodes: int, depth: int) -> ScoredDrafts:
+    """The best of the paths int64 [num_reqs, P, D], filled up with -1, among which is the beginning of each, likelier than it.
+
+    `same` and `scores` are of all of them; empty ones are no paths.
+    """
+    count = paths.shape[1]
+    assert num_nodes <= min(MOST_NODES, count)
+    entries = torch.arange(count, device=paths.device)
+    depths = (paths >= 0).sum(dim=2)
+    is_first = ~(same & (entries < entries[:, None])).any(dim=2)
+    scores = torch.where(is_first & (depths > 0), scores, -torch.inf)
+    by_depth = depths.sort(dim=1, stable=True).indices
+    best = by_depth.gather(1, scores.gather(1, by_depth).sort(dim=1, descending=True, stable=True).indices)[:, :num_nodes]
+    scores, depths = scores.gather(1, best), depths.gather(1, best)
+    paths = paths.gather(1, best[..., None].expand(-1, -1, paths.shape[2]))
+    counts = scores > -torch.inf
+    rows = torch.arange(1, num_nodes + 1, device=paths.device)
+    last = torch.where(counts, depths - 1, 0)[..., None]
+    beginnings = paths.scatter(2, last, -1)
+    parents = torch.where(_same(beginnings, paths) & counts[..., None] & counts[:, None], rows, 0).amax(dim=2)
+    siblings = parents[:, :, None] == parents[:, None]
+    tree = DraftTree(
+        parents=parents,
+        depths=torch.where(counts, depths, 1),
+        ancestors=ancestors_of(parents, depth),
+        ranks=(siblings & (rows < rows[:, None])).sum(dim=2),
+    )
+    token_ids = torch.where(counts, paths.gather(2, last).squeeze(2), 0)
+    return ScoredDrafts(tree, token_ids, scores, counts.sum(dim=1))
