@@ -16,7 +16,7 @@ triton = pytest.importorskip("triton")
     "names",
     [
         ["layers", "activation", "argmax", "sampler"],
-        ["fa", "prefill"],
+        ["fa", "trees", "prefill"],
         ["amd"],
         ["aiter_layers"],
         ["router", "experts"],
