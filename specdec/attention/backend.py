@@ -83,10 +83,21 @@ class TreeRows(NamedTuple):
     ancestors: Tensor  # int64 [num_tokens], of row `i` the bit `i - 1` and those of the drafts above it
     depths: Tensor  # int64 [num_tokens], positions after the anchor
 
-    def seen(self, width: int) -> Tensor:
+    def seen(self, width: int, window: int | None) -> Tensor:
         """bool [num_reqs, width, width]: which of the `width` rows of its request a row sees."""
         bits = torch.arange(width - 1, device=self.ancestors.device)
-        return F.pad((self.ancestors.view(-1, width, 1) >> bits & 1).bool(), (1, 0), value=True)
+        seen = F.pad((self.ancestors.view(-1, width, 1) >> bits & 1).bool(), (1, 0), value=True)
+        if window is not None:
+            depths = self.depths.view(-1, width)
+            seen = seen & (depths[:, :, None] - depths[:, None] < window)
+        return seen
+
+    def within(self, width: int, window: int | None) -> "TreeRows":
+        """The same, of the ancestors those that a window shows; of `width` rows per request."""
+        if window is None or window >= width:
+            return self
+        bits = torch.arange(width - 1, device=self.ancestors.device)
+        return self._replace(ancestors=(self.seen(width, window)[:, :, 1:] << bits).sum(-1).flatten())
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from specdec.engine.step import StepRunner
 from specdec.engine.timing import StepTimer
 from specdec.errors import InvalidInputError
 from specdec.kv_cache import BlockPool, PagedKVCache, blocks_for, bytes_per_slot
-from specdec.layers import argmax
+from specdec.layers import argmax, cache_rows
 from specdec.sampling import candidates, sampler, trees
 
 PREFILL_TOKENS_BESIDE = 2048
@@ -76,7 +76,8 @@ def build_engine(verifier: Verifier, drafter: Drafter | None, config: EngineConf
     overshoot = pipeline_depth * (depth + 1) + max(most_drafts + 1, num_lookahead_tokens)
     max_blocks = blocks_for(max_model_len + overshoot, block_size)
 
-    for runs in (argmax.on_triton, sampler.draws_on_triton, candidates.finds_on_triton, trees.builds_on_triton):
+    kernels = argmax.on_triton, sampler.draws_on_triton, candidates.finds_on_triton, trees.builds_on_triton
+    for runs in (*kernels, cache_rows.moves_on_triton):
         runs(device)  # a self-check, if there is one, belongs before the first step
     captures = captures_graphs(device, config.graphs, partial(check_captured_step, verifier), verifier.attention.name)
     graph_rows = max(_most_rows(shape, config, chosen=len(blocks) > 1) for shape in blocks) if captures else 0
@@ -138,7 +139,16 @@ def build_engine(verifier: Verifier, drafter: Drafter | None, config: EngineConf
         )
     timer = StepTimer(device, enabled=config.timing)
     taps = drafter.aux_layer_ids if drafter else ()
-    runner = StepRunner(verifier, bound, target_caches, taps, slots, timer, most_rows=most_drafts + 1)
+    runner = StepRunner(
+        verifier,
+        bound,
+        target_caches,
+        taps,
+        slots,
+        timer,
+        most_rows=most_drafts + 1,
+        trees=any(shape.is_tree for shape in blocks),
+    )
     if captures:
         capture_steps(runner, slots, CudaCapture(device), prefill_rows, required=bool(config.graphs))
     return EngineParts(blocks, max_model_len, pipeline_depth, overshoot, timer, kv_cache, pool, scheduler, slots, runner)

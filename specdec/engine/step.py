@@ -19,6 +19,7 @@ from specdec.engine.scheduler import Chunk
 from specdec.engine.slots import SlotState, samples_first_token
 from specdec.engine.timing import StepClock, StepTimer
 from specdec.kv_cache import copy_states
+from specdec.layers.cache_rows import CacheRows
 from specdec.sampling.tensors import SamplingPlan
 
 
@@ -33,6 +34,7 @@ class StepRunner:
         slots: state of the requests.
         timer: told when a phase begins and ends.
         most_rows: of a request in a step.
+        trees: blocks may be trees.
 
     Attributes:
         graphs: the captured steps; None where steps are launched operation by operation.
@@ -48,8 +50,11 @@ class StepRunner:
         slots: SlotState,
         timer: StepTimer,
         most_rows: int = 1,
+        *,
+        trees: bool = False,
     ) -> None:
         self.verifier, self.drafter = verifier, drafter
+        self._rows = CacheRows(caches) if trees else None
         self._max_pending = most_rows if drafter else 0
         self.graphs: StepGraphs | None = None
         self.prefill_graphs: PrefillGraphs | None = None
@@ -85,7 +90,8 @@ class StepRunner:
         Returns:
             Tokens [num_reqs, depth + 1] of the path, and what the target put out for them.
         """
-        self._rows.move(path, batch.seq_lens, batch.block_table)
+        assert self._rows is not None, "blocks are trees where the engine was built for trees"
+        self._rows.move(batch.slot_mapping(token_ids.shape[1]).view(token_ids.shape), path)
         hidden = verify.aux_hidden
         if hidden is not None:
             first = torch.arange(0, token_ids.numel(), token_ids.shape[1], device=path.device)

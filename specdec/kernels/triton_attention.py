@@ -9,6 +9,9 @@ With few programs and a long context the keys are divided among `splits` program
 logarithm of its softmax denominator (as in Flash-Decoding); a second kernel merges them. The division follows the lengths on the
 device, and the grid depends on host bounds alone, so a captured graph stays right for any lengths below its bound.
 
+A row of a draft tree has a word with a bit for each draft that it sees. As parents come before their children, it sees no key that
+its row would not see in a chain.
+
 The online softmax is FlashAttention's (arXiv 2205.14135), in base 2 with float32 accumulation. No instruction is tied to a vendor,
 but for a guarded one.
 """
@@ -55,6 +58,8 @@ def _attention_kernel(
     seq_lens: tl.tensor,  # int32 [num_reqs]
     query_start_loc: tl.tensor,  # int32 [num_reqs + 1]
     sinks: tl.tensor,  # [num_heads] or None
+    ancestors: tl.tensor,  # int64 [num_tokens] or None
+    depths: tl.tensor,  # the same
     score_scale: tl.tensor,
     softcap: tl.tensor,
     num_tiles: tl.tensor,
@@ -68,7 +73,7 @@ def _attention_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    CAUSAL: tl.constexpr,  # with `ancestors`, too
     WINDOW: tl.constexpr,  # tokens, or None
     SOFTCAP: tl.constexpr,  # whether there is one
     SPLITS: tl.constexpr,
@@ -95,6 +100,9 @@ def _attention_kernel(
     real = (lane < TILE_ROWS * GROUP) & (row < query_len)
     position = seq_len - query_len + row
     token = (request_start + row).to(tl.int64)
+    if ancestors is not None:
+        word = tl.load(ancestors + token, mask=real, other=0)
+        position = seq_len - query_len + tl.load(depths + token, mask=real, other=0).to(tl.int32)
     dim = tl.arange(0, BLOCK_D)
     in_head = dim < HEAD_DIM
     q = tl.load(
@@ -109,6 +117,8 @@ def _attention_kernel(
     begin = 0
     end = last + 1 if CAUSAL else seq_len
     if WINDOW is not None:
+        if ancestors is not None:
+            first = seq_len - query_len  # where no row stands before
         begin = tl.maximum(first - WINDOW + 1, 0)
         end = tl.minimum(last + WINDOW, end)
     per_split = (end - begin + SPLITS * BLOCK_N - 1) // (SPLITS * BLOCK_N) * BLOCK_N
@@ -133,9 +143,14 @@ def _attention_kernel(
             scores = (2.0 / (1.0 + tl.exp2(scores / softcap * (-2.0 * LOG2E))) - 1.0) * softcap
         scores = scores * LOG2E
         seen = exists[None, :]
-        if CAUSAL:
+        if ancestors is not None:
+            key_row = key_position - (seq_len - query_len)  # below 0 in the context
+            bit = tl.minimum(tl.maximum(key_row - 1, 0), 63).to(tl.int64)
+            seen = seen & ((key_row <= 0)[None, :] | ((word[:, None] >> bit[None, :]) & 1 != 0))
+        elif CAUSAL:
             seen = seen & (key_position[None, :] <= position[:, None])
         if WINDOW is not None:
+            # Of a tree's drafts the word has those within; their rows lie where their depth is, or nearer to the end.
             seen = seen & (position[:, None] - key_position[None, :] < WINDOW)
             if not CAUSAL:
                 seen = seen & (key_position[None, :] - position[:, None] < WINDOW)
@@ -228,6 +243,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    tree: tuple[Tensor, Tensor] | None = None,
     splits: int = 1,
     tile: Tile | None = None,
 ) -> Tensor:
@@ -241,6 +257,8 @@ def paged_attention(
         window: positions this far away, and farther, are hidden.
         softcap: bound of the scores, or None.
         sinks: [num_heads], logits that join the softmax, or None.
+        tree: ancestors and depths of causal rows that hang together otherwise than in a chain, see
+            `specdec.attention.backend.TreeRows`, of the ancestors those within the window; or None.
         splits: a power of two; programs among which the keys of a row are divided.
         tile: shape of a program; None chooses by `tile_for`.
 
@@ -253,6 +271,7 @@ def paged_attention(
     tile = tile or tile_for(group, max_query_len, head_dim, query.dtype, shared_memory(query.device))
     assert cache.key.stride() == cache.value.stride() and cache.key.stride(-1) == query.stride(-1) == 1
     assert splits & (splits - 1) == 0 and tile.block_m >= group
+    assert tree is None or causal
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     parts = log_sums = output
     if splits > 1:
@@ -270,6 +289,7 @@ def paged_attention(
             seq_lens,
             query_start_loc,
             sinks,
+            *(tree or (None, None)),
             scale,
             softcap or 1.0,
             num_tiles,

@@ -100,10 +100,14 @@ def kernels(target: Target, *, every_shape: bool = True) -> Iterator[tuple[str, 
 
 
 def attention_kernels(target: Target, *, every_shape: bool) -> Iterator[tuple[str, Any]]:
-    """Verification by an 8 B model, on an 8-bit cache too; a windowed draft block of a small one; float32."""
+    """Verification by an 8 B model, of a tree and on an 8-bit cache too; a windowed draft block of a small one; float32."""
     wide: dict[str, Any] = {"head_dim": 128, "group": 4, "width": 16, "splits": 8}
     small: dict[str, Any] = {"head_dim": 64, "group": 3, "width": 1, "splits": 1, "CAUSAL": False, "WINDOW": 128, "SOFTCAP": True}
     yield "attention, heads of 128", attention(target, "bf16", **wide)
+    tree: dict[str, Any] = {**wide, "tree": True}
+    yield "attention of a tree, window", attention(target, "bf16", WINDOW=1024, **tree)
+    if every_shape:
+        yield "attention of a tree", attention(target, "bf16", **tree)
     if every_shape or target.is_cdna:
         yield "attention, heads of 512", attention(target, "bf16", head_dim=512, group=8, width=8, splits=8)
     if target.eight_bits and (every_shape or target.is_cdna):
@@ -166,7 +170,16 @@ def prefill(target: Target, *, head_dim: int, group: int, cache: str = "bf16", *
 
 
 def attention(
-    target: Target, dtype: str, *, head_dim: int, group: int, width: int, splits: int, cache: str | None = None, **constants: Any
+    target: Target,
+    dtype: str,
+    *,
+    head_dim: int,
+    group: int,
+    width: int,
+    splits: int,
+    cache: str | None = None,
+    tree: bool = False,
+    **constants: Any,
 ) -> Any:
     """The attention kernel, with the tile it would be launched with."""
     tile = triton_attention.tile_for(group, width, head_dim, DTYPES[dtype], target.shared_memory)
@@ -183,9 +196,10 @@ def attention(
         "SOFTCAP": False,
         "OVERLAP": target.overlaps,
         "sinks": None,
+        **({} if tree else {"ancestors": None, "depths": None}),
     }
     types = {"query": dtype, "key_cache": cache or dtype, "value_cache": cache or dtype, "sinks": dtype}
-    types |= {"output": "fp32" if splits > 1 else dtype, "log_sums": "fp32"}
+    types |= {"output": "fp32" if splits > 1 else dtype, "log_sums": "fp32", "ancestors": "i64", "depths": "i64"}
     return compile_for(
         triton_attention._attention_kernel,
         target.compiler,

@@ -51,8 +51,8 @@ class _Segment:
             queries = (self.seq_lens - self.widths + torch.arange(self.width, device=device))[:, :, None]
             seen = keys <= queries if self.visibility == "causal" else keys < self.seq_lens[:, :, None]
             if self.tree is not None:
-                seen, keys, queries = self._of_tree(self.tree, keys)
-            if window is not None:
+                seen = self._of_tree(self.tree, keys, window)
+            elif window is not None:
                 seen = seen & (queries - keys < window)
                 if self.visibility == "full":
                     seen = seen & (keys - queries < window)
@@ -62,15 +62,13 @@ class _Segment:
             self.masks[window] = F.pad(mask.repeat(1, groups, 1), (0, 0, 0, spare))[:, None]
         return self.masks[window]
 
-    def _of_tree(self, tree: TreeRows, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What rows see, bool [num_reqs, width, num_keys], and where `keys` [num_keys] and rows stand, which is by their depth."""
-        starts = self.seq_lens - self.widths
-        row = keys - starts  # [num_reqs, num_keys], of the request, below 0 in its context
-        place = row.clamp(0, self.width - 1)
-        depths = tree.depths.view(-1, self.width)
-        of_rows = tree.seen(self.width).gather(2, place[:, None].expand(-1, self.width, -1)) & (row < self.width)[:, None]
-        positions = torch.where(row < 0, keys, starts + depths.gather(1, place))
-        return (row < 0)[:, None] | of_rows, positions[:, None], (starts + depths)[:, :, None]
+    def _of_tree(self, tree: TreeRows, keys: Tensor, window: int | None) -> Tensor:
+        """bool [num_reqs, width, num_keys]: what rows see, each from where its depth places it."""
+        row = (keys - (self.seq_lens - self.widths))[:, None]  # of the request, below 0 in its context
+        places = row.clamp(0, self.width - 1).expand(-1, self.width, -1)
+        of_rows = tree.seen(self.width, window).gather(2, places) & (row >= 0) & (row < self.width)
+        distance = tree.depths.view(-1, self.width, 1) - row
+        return of_rows | ((row < 0) & (distance < window) if window is not None else row < 0)
 
 
 @dataclass(slots=True)

@@ -64,6 +64,11 @@ class TritonFaBackend(AttentionBackend):
         return reasons
 
     @classmethod
+    def tree_reasons(cls, spec: AttentionSpec) -> list[str]:
+        """None: a row's ancestors are a word of its own."""
+        return []
+
+    @classmethod
     def reasons_against_auto(cls, spec: AttentionSpec) -> list[str]:
         """See `AttentionBackend.reasons_against_auto`."""
         if unavailable_reasons(spec.device):
@@ -142,7 +147,8 @@ class TritonFaBackend(AttentionBackend):
             query,
             cache,
             **_places(metadata),
-            causal=metadata.visibility == "causal",
+            causal=metadata.visibility != "full",
+            tree=metadata.tree and metadata.tree.within(metadata.max_query_len, window),
             window=window,
             splits=splits,
             tile=tile,

@@ -17,7 +17,7 @@ triton = pytest.importorskip("triton")
     [
         ["layers", "activation", "argmax", "sampler"],
         ["candidates", "trees", "cache_rows"],
-        ["fa", "prefill"],
+        ["fa", "tree_attention", "prefill"],
         ["amd"],
         ["aiter_layers"],
         ["router", "experts"],
