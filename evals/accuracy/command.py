@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model_options(parser)
     engine_options(
         parser,
-        ("num_draft_tokens", "max_num_seqs", "max_model_len", "graphs", "memory_bytes"),
+        ("num_draft_tokens", "tree_nodes", "max_num_seqs", "max_model_len", "graphs", "memory_bytes"),
         old={"max_num_seqs": "--batch-size", "max_model_len": "--max-length"},
     )
     sampling_options(

@@ -18,6 +18,7 @@ from evals.speed import Speed, time_split
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import Drafter
 from specdec.decoder import SpecDecoder, find_drafter
+from specdec.engine.build import tree_reasons
 from specdec.errors import InvalidInputError
 from specdec.metrics import AcceptanceStats, mean_tau, pooled
 from specdec.registry import drafter_name
@@ -43,6 +44,7 @@ class BenchConfig:
         sets: prompt sets.
         drafters: names or checkpoints, as `SpecDecoder.from_pretrained` takes them.
         num_draft_tokens: values of k, see `DraftCount`.
+        trees: numbers of drafts that form a tree, further sides beside those of k.
         temperatures: 0 is greedy.
         top_k, top_p: of sampled decoding, see `SamplingParams`.
         concurrencies: conversations decoded at once.
@@ -59,6 +61,7 @@ class BenchConfig:
     sets: tuple[PromptSet, ...]
     drafters: tuple[str, ...] = ("auto",)
     num_draft_tokens: tuple[DraftCount, ...] = (None,)
+    trees: tuple[int, ...] = ()
     temperatures: tuple[float, ...] = (0.0,)
     top_k: int = 0
     top_p: float = 1.0
@@ -89,8 +92,10 @@ class BenchConfig:
             raise InvalidInputError(
                 f"peers are compared in greedy decoding and the temperature is {max(self.temperatures):g}; use temperature 0"
             )
-        if PLAIN in self.drafters or 0 in self.num_draft_tokens:
-            raise InvalidInputError("plain decoding is always measured; leave out drafter none and k = 0")
+        if PLAIN in self.drafters or 0 in self.num_draft_tokens or 0 in self.trees:
+            raise InvalidInputError("plain decoding is always measured; leave out drafter none, k = 0 and trees of 0 drafts")
+        for nodes in self.trees:
+            EngineConfig(tree_nodes=nodes)
         for temperature in self.temperatures:
             self.sampling(temperature)
         for concurrency in self.concurrencies:
@@ -151,7 +156,7 @@ class Bench:
         drafters: those of the sweep by name; what "auto" stands for is under its own.
 
     Raises:
-        InvalidInputError: an unknown drafter, a k that one of the drafters cannot give, or a peer that is unknown, not installed,
+        InvalidInputError: an unknown drafter, a k or a tree that one of the drafters cannot give, or a peer that is unknown, not installed,
             or unable to serve so many conversations at once; said before anything is measured.
     """
 
@@ -167,6 +172,8 @@ class Bench:
                     raise InvalidInputError(
                         f"k is {k} and drafter {name!r} gives 1 to {drafter.max_draft_tokens}; choose within that"
                     )
+            if config.trees and (reasons := tree_reasons(base.verifier, drafter, EngineConfig())):
+                raise InvalidInputError(f"trees are asked for, but {'; '.join(reasons)}; leave out --tree")
         self._peers = [load_peer(name, base.verifier) for name in config.peers]
         for peer in self._peers:
             if peer.max_concurrency is not None and max(config.concurrencies) > peer.max_concurrency:
@@ -266,11 +273,12 @@ class Bench:
         config, verifier, tokenizer = self._config, self._base.verifier, self._base.tokenizer
         longest = most_tokens(self._base, prompts, config.max_tokens, raw=config.raw)
 
-        def decoder(drafter: Drafter | None, k: DraftCount) -> SpecDecoder:
+        def decoder(drafter: Drafter | None, k: DraftCount, tree: int | None = None) -> SpecDecoder:
             engine = EngineConfig(
                 max_num_seqs=concurrency,
                 max_model_len=min(longest, verifier.max_model_len),
                 num_draft_tokens=k,
+                tree_nodes=tree,
                 graphs=config.graphs,
                 # Without it every pass does the same work, prefill included.
                 cache=CacheConfig(memory_bytes=config.memory_bytes, prefix_caching=False),
@@ -280,6 +288,8 @@ class Bench:
         sides = [_Side(PLAIN, decoder(None, None))]
         for (name, drafter), k in product(self.drafters.items(), config.num_draft_tokens):
             sides.append(_Side(name, decoder(drafter, k)))
+        for (name, drafter), tree in product(self.drafters.items(), config.trees):
+            sides.append(_Side(name, decoder(drafter, None, tree)))
         for peer in self._peers:
             sides.append(_Side(peer.name, self._base, peer, partial(_ask, peer, concurrency)))
         return sides

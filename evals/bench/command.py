@@ -49,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model_options(parser, several=("drafter",))
     engine_options(
         parser,
-        ("num_draft_tokens", "max_num_seqs", "graphs", "memory_bytes"),
-        several=("num_draft_tokens", "max_num_seqs"),
+        ("num_draft_tokens", "tree_nodes", "max_num_seqs", "graphs", "memory_bytes"),
+        several=("num_draft_tokens", "tree_nodes", "max_num_seqs"),
         defaults={"max_num_seqs": 1},
         old={"max_num_seqs": "--concurrency"},
     )
@@ -153,6 +153,7 @@ def bench_config(args: argparse.Namespace) -> BenchConfig:
         sets=tuple(load_prompt_set(name, files=files, limit=args.limit) for name in args.sets),
         drafters=tuple(args.drafter),
         num_draft_tokens=tuple(args.num_draft_tokens),
+        trees=tuple(nodes for nodes in args.tree_nodes if nodes is not None),
         temperatures=tuple(args.temperature),
         top_k=args.top_k,
         top_p=args.top_p,

@@ -96,12 +96,12 @@ def profile_steps(
     on_device = decoder.verifier.device.type == "cuda"
     return StepProfile(
         num_reqs=len(prompts),
-        k=engine.num_draft_tokens,
+        k=engine.k,
         context=window.context,
         step_ms=window.step_ms,
         busy_ms=_busy_us(window.profiler.events()) / steps / 1e3 if on_device else None,
         bandwidth=measured_bandwidth(decoder.verifier.device),
-        step_bytes=step_bytes(engine, k=engine.num_draft_tokens, num_reqs=len(prompts), context=window.context),
+        step_bytes=step_bytes(engine, k=engine.shapes[-1].drafts, num_reqs=len(prompts), context=window.context),
         kernels=_kernels(window.profiler.key_averages(), steps, on_device=on_device),
     )
 

@@ -17,7 +17,7 @@ from specdec.errors import InvalidInputError
 
 Group = argparse.ArgumentParser | argparse._ArgumentGroup
 
-_FLAGS = {"num_draft_tokens": ("-k", "--num-draft-tokens"), "memory_bytes": ("--kv-memory",)}
+_FLAGS = {"num_draft_tokens": ("-k", "--num-draft-tokens"), "memory_bytes": ("--kv-memory",), "tree_nodes": ("--tree",)}
 """Of the fields whose options are not called as they are."""
 
 _SIZES = {"memory_bytes", "kv_memory"}
