@@ -237,13 +237,13 @@ class EngineConfig:
     max_model_len: int | None = None
     max_prefill_tokens: int | None = None
     num_draft_tokens: int | Literal["auto"] | None = "auto"
-    tree_nodes: int | None = None
     draft_sampling: DraftSampling = "coupled"
     pipeline_depth: int | None = None
     graphs: bool | None = None
     timing: bool = False
     seed: int | None = None
     cache: CacheConfig = field(default_factory=CacheConfig)
+    tree_nodes: int | None = None
 
     def __post_init__(self) -> None:
         _integers(self, "max_num_seqs", "max_model_len", "max_prefill_tokens", "pipeline_depth", "seed", "tree_nodes")

@@ -156,8 +156,8 @@ class Bench:
         drafters: those of the sweep by name; what "auto" stands for is under its own.
 
     Raises:
-        InvalidInputError: an unknown drafter, a k or a tree that one of the drafters cannot give, or a peer that is unknown, not installed,
-            or unable to serve so many conversations at once; said before anything is measured.
+        InvalidInputError: an unknown drafter, a k or a tree that one of the drafters cannot give, or a peer that is unknown, not
+            installed, or unable to serve so many conversations at once; said before anything is measured.
     """
 
     def __init__(self, base: SpecDecoder, config: BenchConfig, *, progress: Progress | None = None) -> None:

@@ -50,7 +50,7 @@ class StepProfile:
     """
 
     num_reqs: int
-    k: int
+    k: int | str
     context: int
     step_ms: list[float]
     busy_ms: float | None

@@ -97,8 +97,9 @@ def result_table(shape: BlockShape, accept: AcceptOutput, draft: DraftOutput | N
     Returns:
         int64 [num_reqs, num_columns(shape, ...)]; `out` when it is given.
     """
-    all_count = draft is None or draft.num_drafts is None
-    num_drafts = torch.full_like(accept.num_accepted, shape.depth) if all_count else draft.num_drafts
+    num_drafts = draft.num_drafts if draft else None
+    if num_drafts is None:
+        num_drafts = torch.full_like(accept.num_accepted, shape.depth)
     counts = (accept.num_accepted, num_drafts, accept.finite.long())
     columns = [*(count[:, None] for count in counts), accept.token_ids]
     if accept.path is not None:

@@ -22,6 +22,7 @@ from evals.peers.vllm_steps import VllmSteps
 from evals.report.compare import compare_reports
 from evals.report.report import read_report
 from evals.report.table import format_report
+from specdec.blocks import BlockShape
 from specdec.cli.main import main
 from specdec.core import RoutedExperts
 from specdec.errors import CapacityError, InvalidInputError
@@ -162,9 +163,9 @@ def test_timed_steps_of_ours_have_all_rows_and_nothing_else(rows: int, monkeypat
         log.append("prefill")
         return prefill(chunks)
 
-    def noted_decode(requests: Any, k: int, *rest: Any) -> Any:
-        log.append((len(requests), k + 1))
-        return decode(requests, k, *rest)
+    def noted_decode(requests: Any, shape: BlockShape, *rest: Any) -> Any:
+        log.append((len(requests), shape.rows))
+        return decode(requests, shape, *rest)
 
     monkeypatch.setattr(runner, "prefill", noted_prefill)
     monkeypatch.setattr(runner, "decode", noted_decode)

@@ -208,7 +208,7 @@ def test_what_is_new_is_what_would_be_captured(case: Case) -> None:
     told: list[tuple[bool, bool]] = []
     decode = runner.decode
 
-    def listening(requests: Sequence[Request], k: int, *args: Any) -> Any:
+    def listening(requests: Sequence[Request], k: BlockShape, *args: Any) -> Any:
         new, count = runner.news(requests)(k), captured.num_captured
         result = decode(requests, k, *args)
         told.append((new, captured.num_captured > count))
@@ -220,7 +220,7 @@ def test_what_is_new_is_what_would_be_captured(case: Case) -> None:
     assert [new for new, _ in told] == [grew for _, grew in told] and len(set(told)) == 2
     assert captured.capture_seconds is not None and captured.capture_seconds > 0
     runner.graphs = None
-    assert not runner.news(requests)(1)
+    assert not runner.news(requests)(BlockShape(1))
 
 
 def test_the_bound_of_a_shape_covers_what_drafting_writes(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +232,7 @@ def test_the_bound_of_a_shape_covers_what_drafting_writes(case: Case, monkeypatc
     assert captured is not None
     prepare = captured.prepare
 
-    def checked(selection: Selection, k: int, context: Context) -> Any:
+    def checked(selection: Selection, k: BlockShape, context: Context) -> Any:
         graph = prepare(selection, k, context)
         (shape,) = (shape for shape, known in captured.graphs.items() if known is graph)
         assert shape.max_seq_len >= selection.requests[0].kv_tokens_bound + 16
@@ -283,7 +283,7 @@ def test_replays_read_only_what_keeps_its_place(case: Case) -> None:
     assert engine.runner.graphs is not None
     prepare = engine.runner.graphs.prepare
 
-    def poisoned(selection: Selection, k: int, context: Context) -> Any:
+    def poisoned(selection: Selection, k: BlockShape, context: Context) -> Any:
         graph = prepare(selection, k, context)
         assert graph is not None
         others = sorted(set(range(6)) - {request.slot for request in selection.requests})
@@ -327,7 +327,9 @@ def test_capturing_moves_no_request(case: Case, drafter: str) -> None:
     before = snapshot()
     assert engine.runner.graphs is not None
     with torch.inference_mode():
-        for shape in [graphs.StepShape(n, k, 64, SamplingPlan.of([])) for n in (1, 2, 4) for k in {0, engine.num_draft_tokens}]:
+        for shape in [
+            graphs.StepShape(n, BlockShape(k), 64, SamplingPlan.of([])) for n in (1, 2, 4) for k in {0, engine.num_draft_tokens}
+        ]:
             engine.runner.graphs._captured(shape)
     assert all(torch.equal(a, b) for a, b in zip(before, snapshot(), strict=True))
     engine.runner.graphs._selection = None
@@ -386,11 +388,11 @@ def test_a_batch_without_a_graph_leaves_no_facts_behind(case: Case, monkeypatch:
     sampled = engine.add_request([3, 4, 5], SamplingParams(max_tokens=9, temperature=0.8))
     greedy = engine.add_request([3, 4], SamplingParams(max_tokens=9))
     engine.step()
-    both = graphs_of.prepare(engine.slots.select([sampled, greedy]), 0)
+    both = graphs_of.prepare(engine.slots.select([sampled, greedy]), BlockShape(0))
     assert both is not None
     monkeypatch.setattr(graphs, "MAX_GRAPHS", len(graphs_of.graphs))
-    assert graphs_of.prepare(engine.slots.select([greedy]), 0) is None
-    assert graphs_of.prepare(engine.slots.select([sampled, greedy]), 0) is both
+    assert graphs_of.prepare(engine.slots.select([greedy]), BlockShape(0)) is None
+    assert graphs_of.prepare(engine.slots.select([sampled, greedy]), BlockShape(0)) is both
 
 
 def test_timing_runs_without_graphs(case: Case) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from specdec.blocks import BlockShape
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import DecodeBatch, Drafter, DraftOutput, Verifier
 from specdec.engine.engine import SpecEngine
@@ -264,9 +265,9 @@ def test_no_step_drafts_more_than_anyone_has_left(verifier: Verifier) -> None:
     """Drafts past the end of every output would be paid for and thrown away; one request with room is enough to draft them all."""
     engine = SpecEngine(verifier, ScriptedDrafter({}, 8), cache_of(verifier, 50, num_draft_tokens=8))
     requests = [Request(i, [5, 6], SamplingParams(), seed=0, max_total_len=total) for i, total in enumerate((4, 5))]
-    assert engine._num_drafts(requests) == 3
-    assert engine._num_drafts(requests[:1]) == 2
-    assert engine._num_drafts([Request(9, [5, 6], SamplingParams(), seed=0, max_total_len=99), *requests]) == 8
+    assert engine._shape(requests) == BlockShape(3)
+    assert engine._shape(requests[:1]) == BlockShape(2)
+    assert engine._shape([Request(9, [5, 6], SamplingParams(), seed=0, max_total_len=99), *requests]) == BlockShape(8)
 
 
 def test_results_are_read_before_anyone_is_preempted() -> None:

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from drafters.ngram import NGramDrafter
 from specdec.attention.aiter.mla_sparse import RocmAiterMlaSparseBackend
+from specdec.blocks import BlockShape
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import Verifier
 from specdec.engine.engine import SpecEngine
@@ -84,12 +85,12 @@ def steps_of(engine: SpecEngine, machine: Machine) -> list[tuple[int, int, int]]
     def planned() -> int:
         return sum(call.name == "get_mla_metadata_v1" for call in machine.calls)
 
-    def watched(requests: list[Request], k: int, *args: Any) -> Any:
+    def watched(requests: list[Request], shape: BlockShape, *args: Any) -> Any:
         least, before = min(request.num_kv_tokens for request in requests), planned()
         captured = graphs.num_captured if graphs else 0
-        result = decode(requests, k, *args)
+        result = decode(requests, shape, *args)
         if graphs is None or graphs.num_captured == captured:  # a capture is launched besides
-            steps.append((len(requests) * (k + 1), least, planned() - before))
+            steps.append((len(requests) * shape.rows, least, planned() - before))
         return result
 
     if graphs is not None:
@@ -162,6 +163,6 @@ def test_shapes_tell_steady_steps_apart(rocm: Install, model: Any) -> None:
     with torch.inference_mode():
         for tokens, steady in ((0, 0), (TOPK - 2, 0), (TOPK - 1, TOPK - 1), (40, TOPK - 1)):
             request.num_kv_tokens = tokens
-            graphs.prepare(Selection([request]), 0)
+            graphs.prepare(Selection([request]), BlockShape(0))
             assert list(graphs.graphs)[-1].min_seq_len == steady
     assert graphs.num_captured == 2
