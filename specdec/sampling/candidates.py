@@ -107,9 +107,10 @@ def check_candidates(device: torch.device) -> Deviation:
     logits = 3 * torch.randn(len(params), 2, triton_candidates.SLICE + 5, generator=generator).bfloat16()
     weights = torch.rand(2, len(params), 2, generator=generator) + 0.5
     positions, target_ids = torch.arange(2).expand(len(params), 2) + 2**33, torch.arange(logits.shape[-1]) * 3
-    moved = [tensor.to(device) for tensor in (logits, sampling.floats, sampling.ints, positions)]
-    found = triton_candidates.candidates(*moved, 16, weights.to(device), target_ids.to(device), sampled=True, filtered=True)
-    return off(logits, sampling, positions, weights, target_ids, *(tensor.cpu() for tensor in found))
+    numbers = (logits, sampling.floats, sampling.ints, positions, weights, target_ids)
+    x, floats, ints, places, pairs, ids = (tensor.to(device) for tensor in numbers)
+    found = triton_candidates.candidates(x, floats, ints, places, 16, pairs, ids, sampled=True, filtered=True)
+    return off(logits, sampling, positions, weights, target_ids, found[0].cpu(), found[1].cpu())
 
 
 def off(
