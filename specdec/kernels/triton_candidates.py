@@ -148,7 +148,8 @@ def candidates(
         filtered: a request may have top-k, top-p or min-p.
     """
     assert logits.stride(-1) == 1 and logits.dtype in DTYPES and positions.shape == logits.shape[:2]
-    assert floats.is_contiguous() and ints.is_contiguous() and 1 <= count <= min(MOST_CANDIDATES, logits.shape[-1])
+    assert floats.is_contiguous() and ints.is_contiguous() and (weights is None or weights.is_contiguous())
+    assert 1 <= count <= min(MOST_CANDIDATES, logits.shape[-1])
     least = least_kept(logits, floats, ints) if filtered else floats  # which is not read then
     rows, slices, device = positions.numel(), triton.cdiv(logits.shape[-1], SLICE), logits.device
     keys = torch.empty(rows, slices, count, dtype=torch.int64, device=device)

@@ -4,6 +4,9 @@ The target takes y = argmax(log p + g). Whoever drafts knows g, too, and with a 
 P(y = x | g) is softmax(a log q + b g): a = b = 1 trusts q as it is, b = 0 knows nothing of the noise, as for a greedy target
 (Gumbel coupling, Daliri, Musco and Suresh, arXiv 2408.07978; the weights a and b are ours). The noise decides which tokens are
 tried and never what is accepted, so what comes out is the target's own choice all the same.
+
+The softmax is over the whole vocabulary, and weights have to be fitted so. Over the candidates alone it would promise too much:
+late positions often hold no right one.
 """
 
 from functools import lru_cache, partial
@@ -73,7 +76,7 @@ def plain_candidates(
         a, b = torch.where(greedy, 1.0, a)[:, None], torch.where(greedy, 0.0, b)[:, None]
         tokens, bits = vocab_size if target_ids is None else target_ids, stream(sampling.seeds, positions, Purpose.SAMPLE).flatten()
         parts = zip(*(x.split(most) for x in (scores, a, b, bits)), strict=True)
-        found = [_best(a * scores + b * gumbel(bits, tokens), count) for scores, a, b, bits in parts]
+        found = [_best(gumbel(bits, tokens).mul_(b).add_(a * scores), count) for scores, a, b, bits in parts]
     columns, logprobs = (torch.cat(parts).view(*shape, count) for parts in zip(*found, strict=True))
     return columns if target_ids is None else target_ids[columns], logprobs
 
@@ -107,9 +110,10 @@ def check_candidates(device: torch.device) -> Deviation:
     logits = 3 * torch.randn(len(params), 2, triton_candidates.SLICE + 5, generator=generator).bfloat16()
     weights = torch.rand(2, len(params), 2, generator=generator) + 0.5
     positions, target_ids = torch.arange(2).expand(len(params), 2) + 2**33, torch.arange(logits.shape[-1]) * 3
-    moved = [tensor.to(device) for tensor in (logits, sampling.floats, sampling.ints, positions)]
-    found = triton_candidates.candidates(*moved, 16, weights.to(device), target_ids.to(device), sampled=True, filtered=True)
-    return off(logits, sampling, positions, weights, target_ids, *(tensor.cpu() for tensor in found))
+    numbers = (logits, sampling.floats, sampling.ints, positions, weights, target_ids)
+    x, floats, ints, places, pairs, ids = (tensor.to(device) for tensor in numbers)
+    found = triton_candidates.candidates(x, floats, ints, places, 16, pairs, ids, sampled=True, filtered=True)
+    return off(logits, sampling, positions, weights, target_ids, found[0].cpu(), found[1].cpu())
 
 
 def off(

@@ -7,7 +7,7 @@ import torch
 from specdec.kv_cache import KVLayerSpec, LatentLayerSpec, LayerSpec, PagedKVCache, SharedLayerSpec
 from specdec.layers.cache_rows import CacheRows
 
-SPECS = [KVLayerSpec(2, 8), LatentLayerSpec(12, index_bytes=4), SharedLayerSpec(0), KVLayerSpec(3, 40)]
+SPECS: list[LayerSpec] = [KVLayerSpec(2, 8), LatentLayerSpec(12, index_bytes=4), SharedLayerSpec(0), KVLayerSpec(3, 40)]
 BLOCKS, BLOCK_SIZE = 8, 4
 
 
