@@ -5,10 +5,13 @@ it continues the row that `DraftTree.parents` names, which comes before it; its 
 are written where row `i` of a chain would have them, at L + i.
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from __future__ import annotations
 
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor  # the command line reads this file, too, and starts without torch
 
 MOST_NODES = 64
 """Drafts of a tree at most: each has a bit in a word of 64."""

@@ -41,7 +41,7 @@ class EngineParts(NamedTuple):
             where nothing is left to decode.
         max_model_len: most tokens of prompt and output together.
         pipeline_depth: steps launched before the oldest result is read.
-        overshoot: most positions that launched steps can write past the last token a request may have.
+        overshoot: positions past the last token a request may have for which there must be room, since launched steps write there.
         timer, kv_cache, pool, scheduler, slots, runner: see their classes.
     """
 
@@ -68,13 +68,16 @@ def build_engine(verifier: Verifier, drafter: Drafter | None, config: EngineConf
     device, block_size = verifier.device, verifier.attention.spec.block_size
     blocks = _shapes(verifier, drafter, config)
     most_drafts, depth = max(shape.drafts for shape in blocks), max(shape.depth for shape in blocks)
+    # Where shapes are chosen, trees take what is free.
+    reserved = max(shape.drafts for shape in blocks if len(blocks) == 1 or not shape.is_tree)
     if most_drafts == 0:
         drafter = None
     num_lookahead_tokens = drafter.num_lookahead_tokens if drafter else 0
     pipeline_depth = config.pipeline_depth if config.pipeline_depth is not None else int(device.type == "cuda")
     max_model_len = min(config.max_model_len or verifier.max_model_len, verifier.max_model_len)
-    overshoot = pipeline_depth * (depth + 1) + max(most_drafts + 1, num_lookahead_tokens)
-    max_blocks = blocks_for(max_model_len + overshoot, block_size)
+    in_flight = pipeline_depth * (depth + 1)
+    overshoot = in_flight + max(reserved + 1, num_lookahead_tokens)
+    max_blocks = blocks_for(max_model_len + in_flight + max(most_drafts + 1, num_lookahead_tokens), block_size)
 
     kernels = argmax.on_triton, sampler.draws_on_triton, candidates.finds_on_triton, trees.builds_on_triton
     for runs in (*kernels, cache_rows.moves_on_triton):
@@ -115,7 +118,7 @@ def build_engine(verifier: Verifier, drafter: Drafter | None, config: EngineConf
         max_prefill_tokens=config.max_prefill_tokens or (512 if device.type == "cpu" else verifier.attention.prefill_tokens),
         max_tokens_beside=config.max_prefill_tokens or PREFILL_TOKENS_BESIDE,
         prefix_caching=config.cache.prefix_caching,
-        num_draft_tokens=most_drafts,
+        num_draft_tokens=reserved,
         num_lookahead_tokens=num_lookahead_tokens,
         snapshot_tokens=SNAPSHOT_TOKENS if recurrent else None,
     )

@@ -220,9 +220,9 @@ class SpecEngine:
                 news=partial(self.runner.news, requests),
                 new_seconds=graphs.capture_seconds if graphs else None,
             )
-        if shape.is_tree:
+        if shape.is_tree and (not self.draft_length or self.scheduler.has_room(requests, shape.drafts)):
             return shape  # what reaches too far is cut off
-        k = shape.drafts
+        k = shape.depth
         if not any(request.num_left >= k for request in requests):  # the first one has, nearly always
             k = max((request.num_left for request in requests), default=0)
         if self.draft_length or self.runner.graphs:  # few values, so that each is measured and captured

@@ -45,7 +45,7 @@ class Scheduler:
         max_prefill_tokens: tokens of all prefill chunks of a step together.
         max_tokens_beside: the same in a step in which requests decode; None for no difference.
         prefix_caching: reuse published blocks.
-        num_draft_tokens: most drafts per step.
+        num_draft_tokens: drafts per step for which there must be room.
         num_lookahead_tokens: see `specdec.core.Drafter.num_lookahead_tokens`.
         snapshot_tokens: tokens to prefill for which a snapshot of recurrent states is worth a step of its own at the end of a
             prompt; None where no layer is recurrent.
@@ -123,6 +123,12 @@ class Scheduler:
         admit = self.num_preemptions == preemptions  # else the victim would take back what was just freed
         budget = self.max_tokens_beside if decode else self.max_prefill_tokens
         return Schedule(prefill=self._prefill_chunks(budget, admit=admit), decode=decode)
+
+    def has_room(self, decoding: Sequence[Request], k: int) -> bool:
+        """Whether a step of `k` drafts finds its blocks without anyone being preempted."""
+        num_rows = max(k + 1, self.num_lookahead_tokens)
+        bounds = (blocks_for(request.kv_tokens_bound + num_rows, self.block_size) - len(request.block_ids) for request in decoding)
+        return sum(max(missing, 0) for missing in bounds) <= self.pool.num_free
 
     def prefilled(self, chunk: Chunk) -> int | None:
         """Notes a launched chunk; blocks it has filled are offered for reuse from the next step on.

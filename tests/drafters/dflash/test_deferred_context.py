@@ -9,6 +9,7 @@ import torch
 
 from drafters.dflash import drafter as module
 from drafters.dflash.drafter import MOST_DEFERRED, BoundDFlash
+from specdec.blocks import BlockShape
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import DecodeBatch, DraftOutput
 from specdec.engine.engine import SpecEngine
@@ -30,7 +31,7 @@ def run(pattern: list[int], monkeypatch: pytest.MonkeyPatch, **changes: Any) -> 
     engine = SpecEngine(verifier, random_dflash(verifier, block_size=4), EngineConfig(**{**options, **changes}))
     assert engine.draft_length is not None and isinstance(engine.runner.drafter, BoundDFlash)
     ks: Iterator[int] = chain(pattern, repeat(3))
-    monkeypatch.setattr(engine.draft_length, "choose", lambda *args, **kinds: next(ks))
+    monkeypatch.setattr(engine.draft_length, "choose", lambda *args, **kinds: BlockShape(next(ks)))
     drafts: Drafts = {}
     contexts: list[str] = []
     propose, step = engine.runner.drafter.propose, engine.runner.step
@@ -87,7 +88,7 @@ def test_a_slot_begins_without_what_its_last_owner_put_off(monkeypatch: pytest.M
     config = EngineConfig(max_num_seqs=1, cache=CacheConfig(memory_bytes=2**22), num_draft_tokens="auto")
     engine = SpecEngine(verifier, drafter, config)
     assert engine.draft_length is not None and isinstance(engine.runner.drafter, BoundDFlash)
-    monkeypatch.setattr(engine.draft_length, "choose", lambda *args, **kinds: 0)
+    monkeypatch.setattr(engine.draft_length, "choose", lambda *args, **kinds: BlockShape(0))
     for first in random_prompts(2):
         engine.add_request(first, SamplingParams(max_tokens=6, ignore_eos=True))
         while engine.has_work:
