@@ -18,8 +18,8 @@ from evals.report.html import html_report
 from evals.report.report import read_report, write_report
 from evals.report.table import format_report
 from evals.runner import Pass, run_set
-from specdec.cli.main import main
 from specdec.blocks import BlockShape
+from specdec.cli.main import main
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
 from specdec.engine.draft_length import DraftLength
