@@ -11,7 +11,8 @@ from torch import Tensor
 
 from specdec.kernels.triton_launch import on_device, overlap_options
 from specdec.kernels.triton_overlap import await_previous
-from specdec.kernels.triton_recurrence_convolution import convolve, input_at
+from specdec.kernels.triton_recurrence_convolution import convolve
+from specdec.kernels.triton_recurrence_ring import input_at, keep_last
 from specdec.kernels.triton_recurrence_rows import Layer, Prepared, Rows, pending_rows
 from specdec.kv_cache.state import StateCache
 
@@ -167,34 +168,6 @@ def _inputs_kernel(
             tl.store(place + VALUE_HEADS, beta, mask=exists)
 
 
-@triton.jit(do_not_specialize=["columns"])
-def _keep_kernel(
-    x: tl.tensor,
-    ring: tl.tensor,
-    slots: tl.tensor,
-    starts: tl.tensor,
-    counts: tl.tensor,
-    first_rows: tl.tensor,
-    x_stride: tl.tensor,
-    columns: tl.tensor,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
-    """Puts one of the last rows of a request into the ring."""
-    back = tl.program_id(0) + 1
-    request = tl.program_id(2)
-    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    await_previous(OVERLAP)
-    count = tl.load(counts + request)
-    position = tl.load(starts + request) + count - back
-    exists = (channel < WIDTH) & (back <= count)
-    row = tl.load(first_rows + request).to(tl.int64) + count - back
-    values = tl.load(x + row * x_stride + channel, mask=exists)
-    place = tl.load(slots + request) * columns + position % columns
-    tl.store(ring + place * WIDTH + channel, values, mask=exists)
-
-
 def prepare(x: Tensor, layer: Layer, cache: StateCache, rows: Rows) -> Prepared:
     """Convolution, activation, norms and gates of all rows and of those before them; puts the rows' inputs into the ring.
 
@@ -255,21 +228,6 @@ def prepare(x: Tensor, layer: Layer, cache: StateCache, rows: Rows) -> Prepared:
             num_warps=4,
             **overlap_options(x.device),
         )
-        if not keeps:
-            # After a final step nothing but a convolution looks back.
-            kept, block = min(rows.max_rows, layer.taps - 1 if rows.final else columns - layer.taps + 1), 1024
-            _keep_kernel[(kept, triton.cdiv(layer.width, block), num_reqs)](
-                x,
-                cache.inputs,
-                rows.slots,
-                rows.starts,
-                rows.counts,
-                rows.first_rows,
-                x.stride(0),
-                columns,
-                WIDTH=layer.width,
-                BLOCK=block,
-                num_warps=4,
-                **overlap_options(x.device),
-            )
+    if not keeps:
+        keep_last(x, layer.taps, cache, rows)
     return prepared

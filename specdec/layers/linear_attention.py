@@ -11,7 +11,7 @@ from specdec.layers.attention import Attention, Rows
 from specdec.layers.linear import Linear
 from specdec.layers.norm import GroupNorm
 from specdec.layers.ops import Ops
-from specdec.layers.recurrence import Recurrence, RecurrentRows, convolve
+from specdec.layers.recurrence import Recurrence, RecurrentRows
 from specdec.layers.rotary import Rope
 
 
@@ -82,8 +82,7 @@ class ShortConvolution:
     def __call__(self, ops: Ops, hidden: Tensor, rows: Rows, ahead: Linear) -> Tensor:
         """See `Attention.__call__`."""
         assert isinstance(rows.cache, StateCache) and isinstance(rows.plan, RecurrentRows)
-        before, after, value = ops.project(self.inputs, hidden).chunk(3, dim=-1)
-        return after * convolve(before * value, self.kernel, self.bias, rows.cache, rows.plan)
+        return ops.convolve(ops.project(self.inputs, hidden), self.kernel, self.bias, rows.cache, rows.plan)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,6 +15,7 @@ from specdec.attention.mla import MlaBackend
 from specdec.kernels.experts import Experts
 from specdec.kv_cache import LayerCache, StateCache
 from specdec.layers.activation import activate
+from specdec.layers.convolution import convolve
 from specdec.layers.experts import apply_experts
 from specdec.layers.linear import Linear
 from specdec.layers.norm import GroupNorm, Norm, gated_norm, rms_norm
@@ -131,6 +132,9 @@ class Ops(Protocol):
     def recur(self, x: Tensor, recurrence: Recurrence, cache: StateCache, rows: RecurrentRows) -> Tensor:
         """See `specdec.layers.recurrence.recur`."""
 
+    def convolve(self, joined: Tensor, kernel: Tensor, bias: Tensor | None, cache: StateCache, rows: RecurrentRows) -> Tensor:
+        """See `specdec.layers.convolution.convolve`."""
+
     def gated_norm(self, x: Tensor, gate: Tensor, norm: GroupNorm) -> Tensor:
         """`x` [T, groups * V], each group normed and before or after that times the SiLU of `gate` like it."""
 
@@ -232,6 +236,10 @@ class TorchOps:
     def recur(self, x: Tensor, recurrence: Recurrence, cache: StateCache, rows: RecurrentRows) -> Tensor:
         """See `Ops.recur`."""
         return recur(x, recurrence, cache, rows)
+
+    def convolve(self, joined: Tensor, kernel: Tensor, bias: Tensor | None, cache: StateCache, rows: RecurrentRows) -> Tensor:
+        """See `Ops.convolve`."""
+        return convolve(joined, kernel, bias, cache, rows)
 
     def gated_norm(self, x: Tensor, gate: Tensor, norm: GroupNorm) -> Tensor:
         """See `Ops.gated_norm`."""

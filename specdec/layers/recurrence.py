@@ -139,7 +139,7 @@ def recur(x: Tensor, recurrence: Recurrence, cache: StateCache, rows: RecurrentR
     """
     pending = rows.pending(cache.lengths)
     count = rows.max_pending + rows.max_rows
-    window = _window(x[:, : recurrence.width], recurrence.taps, cache.inputs, rows, pending)
+    window = window_of(x[:, : recurrence.width], recurrence.taps, cache.inputs, rows, pending)
     live = torch.arange(count, device=x.device) < (pending + rows.counts)[:, None]
     taken = _inputs(window, recurrence, live)
     fresh = (rows.starts == 0)[:, None, None, None]
@@ -152,38 +152,18 @@ def recur(x: Tensor, recurrence: Recurrence, cache: StateCache, rows: RecurrentR
     if recurrence.skip is not None:
         out = out + recurrence.skip[:, None] * taken.value
     cache.state.index_copy_(0, rows.slots, end if rows.final else before)
-    _keep_inputs(x[:, : recurrence.width], cache.inputs, rows)
-    return _packed(out, rows, pending, len(x)).to(x.dtype).flatten(1)
+    keep_inputs(x[:, : recurrence.width], cache.inputs, rows)
+    return packed_rows(out, rows, pending, len(x)).to(x.dtype).flatten(1)
 
 
-def convolve(x: Tensor, kernel: Tensor, bias: Tensor | None, cache: StateCache, rows: RecurrentRows) -> Tensor:
-    """Runs rows through the convolution of a layer that has no state beside it, whose cache is updated.
-
-    Args:
-        x: [T, channels].
-        kernel: [channels, taps], the last tap is the row itself.
-        bias: [channels], or None.
-        cache: of the layer.
-        rows: of the forward.
-
-    Returns:
-        [T, channels].
-    """
-    none = torch.zeros_like(rows.starts)
-    window = _window(x, kernel.shape[1], cache.inputs, rows._replace(max_pending=0), none)
-    out = _convolved(window, kernel, bias, rows.max_rows)
-    _keep_inputs(x, cache.inputs, rows)
-    return _packed(out, rows, none, len(x))
-
-
-def _packed(out: Tensor, rows: RecurrentRows, pending: Tensor, count: int) -> Tensor:
+def packed_rows(out: Tensor, rows: RecurrentRows, pending: Tensor, count: int) -> Tensor:
     """From one line per request [num_reqs, rows, ...] back to packed rows, those that were pending left out."""
     owners = torch.repeat_interleave(rows.first_rows.diff().long(), output_size=count)
     places = pending[owners] + torch.arange(count, device=out.device) - rows.first_rows.long()[owners]
     return out[owners, places]
 
 
-def _window(x: Tensor, taps: int, ring: Tensor, rows: RecurrentRows, pending: Tensor) -> Tensor:
+def window_of(x: Tensor, taps: int, ring: Tensor, rows: RecurrentRows, pending: Tensor) -> Tensor:
     """[num_reqs, taps - 1 + max_pending + max_rows, width]: inputs from where the convolution of the first pending row begins."""
     columns, device = ring.shape[1], x.device
     places = torch.arange(1 - taps, rows.max_pending + rows.max_rows, device=device) + (rows.starts - pending)[:, None]
@@ -194,7 +174,7 @@ def _window(x: Tensor, taps: int, ring: Tensor, rows: RecurrentRows, pending: Te
     return torch.where((places < 0)[..., None], 0, inputs)
 
 
-def _convolved(window: Tensor, kernel: Tensor, bias: Tensor | None, count: int) -> Tensor:
+def convolved(window: Tensor, kernel: Tensor, bias: Tensor | None, count: int) -> Tensor:
     """[num_reqs, count, channels], tap by tap: a library's convolution may add up in an order that depends on the rows' number."""
     wide = torch.promote_types(window.dtype, torch.float32)
     mixed = window.new_zeros((), dtype=wide) if bias is None else bias.to(wide)
@@ -206,10 +186,10 @@ def _convolved(window: Tensor, kernel: Tensor, bias: Tensor | None, count: int) 
 def _inputs(window: Tensor, recurrence: Recurrence, live: Tensor) -> _Taken:
     """Convolution, activation, norms and gates; rows that are not `live` take in nothing."""
     one, taps = recurrence, recurrence.taps
-    mixed = _convolved(window[..., : one.channels], one.kernel, one.kernel_bias, live.shape[1])
-    convolved = torch.where(live[..., None], F.silu(mixed), 0)
+    mixed = convolved(window[..., : one.channels], one.kernel, one.kernel_bias, live.shape[1])
+    active = torch.where(live[..., None], F.silu(mixed), 0)
     widths = [one.num_key_heads * one.key_dim] * 2 + [one.num_value_heads * one.value_dim]
-    query, key, value = (part.float() for part in convolved.split_with_sizes(widths, dim=-1))
+    query, key, value = (part.float() for part in active.split_with_sizes(widths, dim=-1))
     query, key = (part.unflatten(-1, (one.num_key_heads, one.key_dim)) for part in (query, key))
     if one.rule == "delta":
         query, key = (part * (part.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for part in (query, key))
@@ -268,7 +248,7 @@ def _in_chunks(state: Tensor, taken: _Taken, rule: str) -> tuple[Tensor, Tensor]
     return torch.cat(outputs, dim=1), state
 
 
-def _keep_inputs(x: Tensor, ring: Tensor, rows: RecurrentRows) -> None:
+def keep_inputs(x: Tensor, ring: Tensor, rows: RecurrentRows) -> None:
     """Puts inputs where the next step looks for them: of a long piece the last rows."""
     columns = ring.shape[1]
     kept = min(rows.max_rows, columns)

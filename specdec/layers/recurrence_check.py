@@ -25,8 +25,14 @@ def recurs_on_triton(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def check_recurrence(device: torch.device, dtype: torch.dtype) -> Deviation:
-    """Prompts row by row and by chunks, steps with drafts and those after them, of both rules; norms with gates, sigmoid gates."""
-    return worst([*_recurrence_deviations(device, dtype), *_gate_deviations(device, dtype)])
+    """Prompts row by row and by chunks, steps with drafts and those after them, of both rules; short convolutions; gates."""
+    return worst(
+        [
+            *_recurrence_deviations(device, dtype),
+            *_convolution_deviations(device, dtype),
+            *_gate_deviations(device, dtype),
+        ]
+    )
 
 
 def _recurrence_deviations(device: torch.device, dtype: torch.dtype) -> Iterator[Deviation]:
@@ -130,6 +136,37 @@ def _serially(one: Recurrence, x: Tensor) -> tuple[Tensor, Tensor]:
     out = torch.stack(outputs)
     out = out if one.skip is None else out + one.skip[:, None] * value
     return out.flatten(1).to(x.dtype), state
+
+
+def _convolution_deviations(device: torch.device, dtype: torch.dtype) -> Iterator[Deviation]:
+    from specdec.kernels.triton_short_convolution import FEW_ROWS, convolve
+
+    width, taps = 1100, 3
+    kernel, bias = (normal(width, taps) / 2).to(dtype), normal(width, 1)[:, 0].to(dtype)
+    for prompt in (5, FEW_ROWS + 6):
+        inputs = [normal(prompt + 7 + i, 3 * width)[: prompt + 7].to(dtype) for i in range(2)]
+        ring = torch.full((3, taps - 1 + 2 * MOST_ROWS, width), float("nan"), dtype=dtype, device=device)
+        cache = StateCache(torch.empty(3, 0, device=device), ring, torch.zeros(3, dtype=torch.int64, device=device))
+        done = 0
+        for count, accepted in ((prompt, prompt), (MOST_ROWS, 2), (MOST_ROWS, 4), (1, 1)):
+            x = torch.cat([one[done : done + count] for one in inputs])
+            rows = _rows(device, done, count, final=count == prompt)
+            out = convolve(x.to(device), kernel.to(device), bias.to(device), cache, rows)
+            for i, one in enumerate(inputs):
+                plain, exact = (
+                    _gated_convolution(one.to(kind), kernel, bias)[done : done + count] for kind in (dtype, torch.float64)
+                )
+                yield deviation(out[i * count : (i + 1) * count], plain, exact)
+            done += accepted
+
+
+def _gated_convolution(x: Tensor, kernel: Tensor, bias: Tensor) -> Tensor:
+    """Of a whole sequence, in the type of `x`; sums in float32 at least."""
+    before, after, value = x.chunk(3, dim=1)
+    wide, taps = torch.promote_types(x.dtype, torch.float32), kernel.shape[1]
+    padded = F.pad((before * value).to(wide), (0, 0, taps - 1, 0))
+    mixed = sum(padded[tap : tap + len(x)] * kernel[:, tap].to(wide) for tap in range(taps)) + bias.to(wide)
+    return after * mixed.to(x.dtype)
 
 
 def _gate_deviations(device: torch.device, dtype: torch.dtype) -> Iterator[Deviation]:

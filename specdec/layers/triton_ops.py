@@ -27,7 +27,9 @@ from specdec.kernels.triton_norm import add_rms_norm, rms_norm
 from specdec.kernels.triton_recurrence import recur
 from specdec.kernels.triton_rope import rope, rope_store
 from specdec.kernels.triton_router import route
+from specdec.kernels.triton_short_convolution import convolve
 from specdec.kv_cache import LayerCache, StateCache
+from specdec.layers.convolution import convolve as plainly_convolve
 from specdec.layers.experts import apply_experts, experts_on_triton
 from specdec.layers.fused import embeds, multiplies_few_rows
 from specdec.layers.linear import Linear
@@ -166,6 +168,10 @@ class TritonOps:
     def recur(self, x: Tensor, recurrence: Recurrence, cache: StateCache, rows: RecurrentRows) -> Tensor:
         """See `Ops.recur`."""
         return (recur if self._recurs else plainly)(x, recurrence, cache, rows)
+
+    def convolve(self, joined: Tensor, kernel: Tensor, bias: Tensor | None, cache: StateCache, rows: RecurrentRows) -> Tensor:
+        """See `Ops.convolve`."""
+        return (convolve if self._recurs else plainly_convolve)(joined, kernel, bias, cache, rows)
 
     def gated_norm(self, x: Tensor, gate: Tensor, norm: GroupNorm) -> Tensor:
         """See `Ops.gated_norm`."""

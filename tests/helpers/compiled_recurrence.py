@@ -3,7 +3,13 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from specdec.kernels import triton_gated_norm, triton_recurrence, triton_recurrence_inputs
+from specdec.kernels import (
+    triton_gated_norm,
+    triton_recurrence,
+    triton_recurrence_inputs,
+    triton_recurrence_ring,
+    triton_short_convolution,
+)
 from specdec.kernels import triton_recurrence_chunks as chunks
 from specdec.kernels import triton_recurrence_systems as systems
 from tests.helpers.triton_interpreter import compile_for
@@ -28,12 +34,14 @@ def recurrence_kernels(target: "Target") -> Iterator[tuple[str, Any]]:
     yield (
         "last inputs of prompts",
         compile_for(
-            triton_recurrence_inputs._keep_kernel,
+            triton_recurrence_ring._keep_kernel,
             target.compiler,
             pointers=INTEGERS | {"x": "bf16", "ring": "bf16"},
-            constants={"WIDTH": 8256, "BLOCK": 1024, "OVERLAP": target.overlaps},
+            constants={"WIDTH": 8256, "BLOCK": triton_recurrence_ring.BLOCK, "OVERLAP": target.overlaps},
         ),
     )
+    yield "short convolution", short_convolution(target, ROWS=1, given=None)
+    yield "short convolution, prompts", short_convolution(target, ROWS=triton_short_convolution.ROWS_PER_PROGRAM)
     gates = dict.fromkeys(("x", "gate", "weight", "output"), "bf16")
     for width, groups, first in ((128, 32, False), (1024, 8, True)):
         sizes = {"GROUPS": groups, "WIDTH": width, "SHARED": not first, "GATE_FIRST": first, "TOGETHER": 1024 // width}
@@ -59,6 +67,17 @@ def inputs(target: "Target", sizes: dict[str, Any], **constants: Any) -> Any:
         pointers=INTEGERS | FLOATS | dict.fromkeys(("x", "ring", "kernel", "bias", "time_bias", "convolved"), "bf16"),
         floats=("query_scale", "beta_scale", "least_step", "most_step"),
         constants=sizes | values | ({"bias": None} if sizes["DELTA"] else {}) | constants,
+    )
+
+
+def short_convolution(target: "Target", **constants: Any) -> Any:
+    """A layer of LFM2 1.2B."""
+    sizes = {"WIDTH": 2048, "TAPS": 3, "BLOCK": triton_short_convolution.CHANNELS_PER_PROGRAM, "OVERLAP": target.overlaps}
+    return compile_for(
+        triton_short_convolution._convolution_kernel,
+        target.compiler,
+        pointers=INTEGERS | dict.fromkeys(("joined", "kernel", "bias", "ring", "output", "given"), "bf16"),
+        constants=sizes | {"bias": None} | constants,
     )
 
 

@@ -15,7 +15,7 @@ from tests.helpers.triton_interpreter import require_triton
 
 DEVICE = require_triton()
 
-from specdec.kernels import triton_recurrence_inputs  # noqa: E402 (only where Triton can run)
+from specdec.kernels import triton_recurrence_inputs, triton_recurrence_ring  # noqa: E402 (only where Triton can run)
 from specdec.kernels.triton_recurrence import MOST_SERIAL, recur, tile_for  # noqa: E402
 
 LAYERS: dict[str, dict[str, Any]] = {
@@ -199,8 +199,8 @@ def test_what_is_read_is_not_overwritten(count: int, monkeypatch: pytest.MonkeyP
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             return lambda *args, **options: kept.append(options.get("KEEPS"))
 
-    for name in ("_inputs_kernel", "_keep_kernel"):
-        monkeypatch.setattr(triton_recurrence_inputs, name, Recorder())
+    monkeypatch.setattr(triton_recurrence_inputs, "_inputs_kernel", Recorder())
+    monkeypatch.setattr(triton_recurrence_ring, "_keep_kernel", Recorder())
     one = made("delta")
     rows = forward_rows([0], [20], [count], DEVICE, max_pending=4, final=True)
     cache = spoiled_cache(one, 1, 6, torch.float32, DEVICE)

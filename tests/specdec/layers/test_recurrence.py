@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from specdec.kv_cache import StateCache, StateLayerSpec
 from specdec.layers import recurrence as module
-from specdec.layers.recurrence import Recurrence, RecurrentRows, convolve, recur
+from specdec.layers.recurrence import Recurrence, RecurrentRows, recur
 
 MOST_ROWS = 8
 # Widths that vectors divide, so that no number is computed by another code for its place in memory.
@@ -143,29 +143,3 @@ def test_rows_that_pad_change_nothing() -> None:
     columns = padded.inputs.shape[1]
     for place in (22, 23, 24):
         assert torch.equal(padded.inputs[0, place % columns], text[0, place])
-
-
-@pytest.mark.parametrize("biased", [True, False])
-def test_a_convolution_alone(biased: bool) -> None:
-    """Prompts in pieces and steps of which any number of rows is rejected, of two requests: as over the whole sequence at once."""
-    torch.manual_seed(0)
-    width, taps, length = 12, 3, 50
-    kernel, bias = torch.randn(width, taps), torch.randn(width) if biased else None
-    texts = torch.randn(2, length, width)
-    whole = F.conv1d(texts.mT, kernel[:, None], bias, padding=taps - 1, groups=width)[..., :length].mT
-    cache = StateLayerSpec(width, taps, 0, 0, 0, torch.float32).allocate_slots(MOST_ROWS, torch.full((3,), 7))
-    cache.inputs.fill_(float("nan"))
-    slots, done, chance = [2, 0], [0, 0], random.Random(0)
-    steps = [([9, 1], None), ([2, 20], None), *(([k, k], [chance.randint(1, k) for _ in slots]) for k in (4, 1, 8, 8, 2, 5))]
-    for counts, accepted in steps:
-        pieces = [text[start : start + count].clone() for text, start, count in zip(texts, done, counts, strict=True)]
-        kept = accepted or counts
-        for piece, some in zip(pieces, kept, strict=True):
-            piece[some:] = float("nan")  # rejected rows
-        rows = rows_of(slots, done, counts, final=accepted is None)
-        out = convolve(torch.cat(pieces), kernel, bias, cache, rows).split(counts)
-        rows.finish(cache.lengths)
-        for text, (got, start, some) in enumerate(zip(out, done, kept, strict=True)):
-            torch.testing.assert_close(got[:some], whole[text, start : start + some])
-        done = [start + some for start, some in zip(done, kept, strict=True)]
-    assert min(done) > taps - 1 + 2 * MOST_ROWS, "the ring has gone round"
