@@ -91,8 +91,7 @@ class LayerBuilder:
         spec, description = self._specs[index], self._description
         parameters = description.ropes[index]
         if isinstance(spec, MlaSpec):
-            assert parameters is not None, "a part of every head is rotated"
-            rope = self._rope(parameters, spec.qk_rope_head_dim)
+            rope = None if parameters is None else self._rope(parameters, spec.qk_rope_head_dim)
             return latent_attention(weights, self._config, spec, rope, interleaved=description.interleaved)
         return self._head_attention(index, weights, spec)
 

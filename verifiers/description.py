@@ -93,7 +93,7 @@ class Description:
 def sigmoid_routing(config: Any) -> Routing:
     """As in DeepSeek-V3 (arXiv 2412.19437)."""
     return Routing(
-        config.n_routed_experts,
+        getattr(config, "n_routed_experts", None) or config.num_local_experts,
         config.num_experts_per_tok,
         scores="sigmoid",
         biased=True,

@@ -10,7 +10,7 @@ from specdec.core import ForwardInput
 from specdec.kv_cache import StateLayerSpec
 from specdec.layers.attention import Attention
 from specdec.layers.linear import Linear, linear
-from specdec.layers.linear_attention import LinearAttention, ShortConvolution, SideBySide
+from specdec.layers.linear_attention import KeyDecayAttention, LinearAttention, ShortConvolution, SideBySide
 from specdec.layers.norm import GroupNorm
 from specdec.layers.recurrence import Recurrence, RecurrentRows
 from verifiers.description import norm_epsilon
@@ -77,6 +77,9 @@ def _sizes(config: Any) -> _Sizes:
     if hasattr(config, "mamba_n_heads"):
         heads, dim = config.mamba_n_heads, config.mamba_d_head
         return _Sizes(config.mamba_n_groups, heads, config.mamba_d_state, dim, config.mamba_d_conv, 1)
+    if hasattr(config, "linear_num_heads"):  # Kimi Linear
+        heads, dim = config.linear_num_heads, config.linear_head_dim
+        return _Sizes(heads, heads, dim, dim, config.linear_conv_kernel_dim, 1 + dim)
     key_heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
     key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
     return _Sizes(key_heads, value_heads, key_dim, value_dim, config.linear_conv_kernel_dim, 2)
@@ -96,6 +99,8 @@ def mixer(weights: Weights, config: Any, layer: int, attention: Callable[[], Att
     scope = weights.under("linear_attn.")
     if hasattr(config, "conv_L_cache"):
         return short_convolution(scope), scope.linear("out_proj")
+    if scope.has("a_proj.weight"):
+        return key_decay_attention(scope, config), scope.linear("out_proj")
     linear_attention = mamba(scope, config) if _sizes(config).gates == 1 else delta_net(scope, config)
     if not attends(config, layer):
         return linear_attention, scope.linear("out_proj")
@@ -139,6 +144,25 @@ def _places(heads: int, widths: list[int]) -> tuple[Tensor, ...]:
     """Rows of each part where every head has its own of all of them side by side."""
     rows = torch.arange(heads * sum(widths)).view(heads, -1)
     return tuple(part.reshape(-1) for part in rows.split(widths, dim=1))
+
+
+def key_decay_attention(weights: Weights, config: Any) -> KeyDecayAttention:
+    """The Kimi Delta Attention (arXiv 2510.26692) whose tensors these are."""
+    recurrence = Recurrence(
+        *_sizes(config)[:4],
+        kernel=weights.tensor("conv1d.weight").squeeze(1),
+        kernel_bias=None,
+        rate=weights.tensor("A_log").float().exp().flatten(),
+        time_bias=weights.tensor("dt_bias"),
+        decays_by_key=True,
+    )
+    return KeyDecayAttention(
+        weights.linear("q_proj", "k_proj", "v_proj", "in_proj_b", "in_proj_a", "in_proj_z"),
+        decays=weights.linear("a_proj"),
+        gates=weights.linear("z_proj"),
+        recurrence=recurrence,
+        norm=GroupNorm(weights.tensor("norm.weight"), norm_epsilon(config), sigmoid=True),
+    )
 
 
 def mamba(weights: Weights, config: Any) -> LinearAttention:

@@ -15,6 +15,9 @@ from specdec.kv_cache.state import StateCache
 CHUNK = 64
 """Rows of a prompt that are taken in at once."""
 
+KEY_CHUNK = 16
+"""The same where every key channel has a decay of its own, so that every pair of rows has a vector of them."""
+
 MOST_SERIAL = 32
 """Rows that are taken in one by one at most, so that a token has the same bits alone and among drafts."""
 
@@ -67,10 +70,11 @@ class Recurrence:
 
     Per row and value head, with the key head that it shares: `S *= exp(g)`, then `S += k u^T` with `u = beta (v - S^T k)` where
     the rule is "delta" (Gated DeltaNet, arXiv 2412.06464) and `u = beta v` where it is "plain" (Mamba-2, arXiv 2405.21060), and
-    the output is `S^T q`, with `skip * v` added where there is one.
+    the output is `S^T q`, with `skip * v` added where there is one. A decay is one number per value head, or one for each of its key
+    channels, and so for each row of S (Kimi Delta Attention, arXiv 2510.26692).
 
     Channels of a row are queries [key heads, K], keys like them and values [value heads, V]; then come its gates, `b` and `a` of
-    every value head, or `a` alone for "plain".
+    every value head, or `a` alone for "plain". Of a decay per key channel `a` is [value heads, K].
 
     Attributes:
         num_key_heads, num_value_heads: the second is a multiple of the first.
@@ -78,12 +82,13 @@ class Recurrence:
         kernel: [channels, taps], the last tap is the row itself.
         kernel_bias: [channels], or None.
         rate: float32 [value heads], `g = -rate * softplus(a + time_bias)`.
-        time_bias: [value heads].
+        time_bias: like `a`, flat.
         rule: see above. "delta" norms queries and keys (L2) and scales queries by `K ** -0.5`; `beta` is `beta_scale * sigmoid(b)`.
             "plain" has `beta = softplus(a + time_bias)`, clamped to `time_limits`.
         beta_scale: 2 where a state may be reflected.
         time_limits: least and largest step.
         skip: float32 [value heads], or None.
+        decays_by_key: each key channel has its own decay. The rule is "delta" then.
     """
 
     num_key_heads: int
@@ -98,6 +103,7 @@ class Recurrence:
     beta_scale: float = 1.0
     time_limits: tuple[float, float] = (0.0, float("inf"))
     skip: Tensor | None = None
+    decays_by_key: bool = False
 
     @property
     def channels(self) -> int:
@@ -107,7 +113,12 @@ class Recurrence:
     @property
     def width(self) -> int:
         """Numbers of a row that the ring keeps: channels and gates."""
-        return self.channels + self.num_value_heads * (2 if self.rule == "delta" else 1)
+        return self.channels + self.num_value_heads * (self.decays + (self.rule == "delta"))
+
+    @property
+    def decays(self) -> int:
+        """Of a row and value head."""
+        return self.key_dim if self.decays_by_key else 1
 
     @property
     def taps(self) -> int:
@@ -121,8 +132,8 @@ class _Taken(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
-    decay: Tensor  # [num_reqs, rows, value heads], the logarithm
-    beta: Tensor
+    decay: Tensor  # [num_reqs, rows, value heads, 1 or K], the logarithm
+    beta: Tensor  # [num_reqs, rows, value heads]
 
 
 def recur(x: Tensor, recurrence: Recurrence, cache: StateCache, rows: RecurrentRows) -> Tensor:
@@ -195,18 +206,19 @@ def _inputs(window: Tensor, recurrence: Recurrence, live: Tensor) -> _Taken:
         query, key = (part * (part.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for part in (query, key))
         query = query * one.key_dim**-0.5
     gates = window[:, taps - 1 :, one.channels :]
-    a = gates[..., -one.num_value_heads :].contiguous()  # else its place in memory decides by which code it is computed
+    a = gates[..., -one.num_value_heads * one.decays :].contiguous()  # else its place in memory decides by which code it is computed
     step = F.softplus(a.float() + one.time_bias)
     if one.rule == "delta":
         beta = gates[..., : one.num_value_heads].contiguous().sigmoid().float() * one.beta_scale
     else:
         step = beta = step.clamp(*one.time_limits)
+    decay = -one.rate[:, None] * step.unflatten(-1, (one.num_value_heads, one.decays))
     repeats = one.num_value_heads // one.num_key_heads
     return _Taken(
         query.repeat_interleave(repeats, dim=2),
         key.repeat_interleave(repeats, dim=2),
         value.unflatten(-1, (one.num_value_heads, one.value_dim)),
-        torch.where(live[..., None], -one.rate * step, 0.0),
+        torch.where(live[..., None, None], decay, 0.0),
         torch.where(live[..., None], beta, 0.0),
     )
 
@@ -217,7 +229,7 @@ def _serially(state: Tensor, taken: _Taken, live: Tensor, pending: Tensor, rule:
     for row in range(live.shape[1]):
         query, key, value, decay, beta = (part[:, row] for part in taken)
         before = torch.where((pending == row)[:, None, None, None], state, before)
-        decayed = state * decay.exp()[..., None, None]
+        decayed = state * decay.exp()[..., None]
         told = value - (decayed * key[..., None]).sum(-2) if rule == "delta" else value
         moved = decayed + key[..., None] * (told * beta[..., None])[..., None, :]
         outputs.append((moved * query[..., None]).sum(-2))
@@ -228,24 +240,31 @@ def _serially(state: Tensor, taken: _Taken, live: Tensor, pending: Tensor, rule:
 
 def _in_chunks(state: Tensor, taken: _Taken, rule: str) -> tuple[Tensor, Tensor]:
     """Outputs [num_reqs, rows, heads, V] and the state after all rows, some at once (WY form, arXiv 2412.06464, section 3.3)."""
-    outputs = []
-    for start in range(0, taken.key.shape[1], CHUNK):
-        query, key, value, decay, beta = (part[:, start : start + CHUNK].transpose(1, 2) for part in taken)
-        total = decay.cumsum(-1)  # [num_reqs, heads, rows], the logarithm from the chunk's beginning
-        later = torch.ones(key.shape[2], key.shape[2], dtype=torch.bool, device=key.device).triu(1)
-        between = (total[..., :, None] - total[..., None, :]).masked_fill(later, float("-inf")).exp()
+    outputs, size = [], CHUNK if taken.decay.shape[-1] == 1 else KEY_CHUNK
+    for start in range(0, taken.key.shape[1], size):
+        query, key, value, decay, beta = (part[:, start : start + size].transpose(1, 2) for part in taken)
+        total = decay.cumsum(-2)  # [num_reqs, heads, rows, 1 or K], the logarithm from the chunk's beginning
         told = value
         if rule == "delta":
-            told = value - (key * total.exp()[..., None]) @ state
+            told = value - (key * total.exp()) @ state
         told = told * beta[..., None]
         if rule == "delta":  # what a row tells the state depends on what the rows before it in the chunk have told
-            system = (key @ key.mT) * between * beta[..., None]
+            system = _meetings(key, key, total) * beta[..., None]
             told = torch.linalg.solve_triangular(system, told, upper=False, unitriangular=True)
-        out = (query * total.exp()[..., None]) @ state + ((query @ key.mT) * between) @ told
-        left = (total[..., -1:] - total).exp()[..., None]
-        state = state * total[..., -1].exp()[..., None, None] + (key * left).mT @ told
+        out = (query * total.exp()) @ state + _meetings(query, key, total) @ told
+        left = (total[..., -1:, :] - total).exp()
+        state = state * total[..., -1, :, None].exp() + (key * left).mT @ told
         outputs.append(out.transpose(1, 2))
     return torch.cat(outputs, dim=1), state
+
+
+def _meetings(readers: Tensor, key: Tensor, total: Tensor) -> Tensor:
+    """[num_reqs, heads, rows, rows]: what each of `readers` has of the keys before it and its own, given their decays since then."""
+    later = torch.ones(key.shape[2], key.shape[2], dtype=torch.bool, device=key.device).triu(1)
+    between = (total[..., :, None, :] - total[..., None, :, :]).masked_fill(later[..., None], float("-inf")).exp()
+    if between.shape[-1] == 1:
+        return (readers @ key.mT) * between[..., 0]
+    return (readers[..., :, None, :] * key[..., None, :, :] * between).sum(-1)
 
 
 def keep_inputs(x: Tensor, ring: Tensor, rows: RecurrentRows) -> None:

@@ -14,11 +14,13 @@ from specdec.layers import recurrence as module
 from specdec.layers.recurrence import Recurrence, RecurrentRows, recur
 
 MOST_ROWS = 8
+Kind = Literal["delta", "keys", "plain"]
 # Widths that vectors divide, so that no number is computed by another code for its place in memory.
 HEADS, KEY_DIM, VALUE_DIM = (8, 16), 16, 32
 
 
-def random_recurrence(rule: Literal["delta", "plain"], dtype: torch.dtype, *, seed: int = 0) -> Recurrence:
+def random_recurrence(kind: Kind, dtype: torch.dtype, *, seed: int = 0) -> Recurrence:
+    """"keys" is the delta rule with a decay for each key channel."""
     generator = torch.Generator().manual_seed(seed)
     key_heads, value_heads = HEADS
     channels = 2 * key_heads * KEY_DIM + value_heads * VALUE_DIM
@@ -26,17 +28,19 @@ def random_recurrence(rule: Literal["delta", "plain"], dtype: torch.dtype, *, se
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
+    by_key, plain = kind == "keys", kind == "plain"
     return Recurrence(
         key_heads,
         value_heads,
         KEY_DIM,
         VALUE_DIM,
         kernel=(normal(channels, 4) / 2).to(dtype),
-        kernel_bias=normal(channels).to(dtype) if rule == "plain" else None,
+        kernel_bias=normal(channels).to(dtype) if plain else None,
         rate=normal(value_heads).exp(),
-        time_bias=normal(value_heads).to(dtype),
-        rule=rule,
-        skip=normal(value_heads) if rule == "plain" else None,
+        time_bias=normal(value_heads * (KEY_DIM if by_key else 1)).to(dtype),
+        rule="plain" if plain else "delta",
+        skip=normal(value_heads) if plain else None,
+        decays_by_key=by_key,
     )
 
 
@@ -61,10 +65,10 @@ def run(x: Tensor, one: Recurrence, cache: StateCache, rows: RecurrentRows) -> T
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rule", ["delta", "plain"])
-def test_steps_equal_tokens_one_by_one_to_the_bit(rule: Any, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", ["delta", "keys", "plain"])
+def test_steps_equal_tokens_one_by_one_to_the_bit(kind: Kind, dtype: torch.dtype) -> None:
     """Outputs and states over steps of 0 to 7 drafts of two requests, of which any number is rejected."""
-    one, length, chance = random_recurrence(rule, dtype), 60, random.Random(1)
+    one, length, chance = random_recurrence(kind, dtype), 60, random.Random(1)
     texts = torch.randn(2, length, one.width + 3).to(dtype)
     alone = state_cache(one, dtype, 2)
     states: list[list[Tensor]] = [[], []]
@@ -95,17 +99,17 @@ def test_steps_equal_tokens_one_by_one_to_the_bit(rule: Any, dtype: torch.dtype)
         lengths = [start + kept + 1 for start, kept in zip(lengths, accepted, strict=True)]
 
 
-@pytest.mark.parametrize("rule", ["delta", "plain"])
-def test_prompts_in_pieces(rule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["delta", "keys", "plain"])
+def test_prompts_in_pieces(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole, and cut anywhere, beside each other, in chunks: as exact as one token after another in float32 is."""
     monkeypatch.setattr(module, "CHUNK", 16)
-    one, length = random_recurrence(rule, torch.float32), 150
+    one, length = random_recurrence(kind, torch.float32), 150
     text = torch.randn(length, one.width)
 
     def serial(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         state, taken = torch.zeros(1, HEADS[1], KEY_DIM, VALUE_DIM, dtype=dtype), inputs(dtype)
         live = torch.ones(1, length, dtype=torch.bool)
-        out, end, _ = module._serially(state, taken, live, torch.tensor([-1]), rule)
+        out, end, _ = module._serially(state, taken, live, torch.tensor([-1]), one.rule)
         return out + (0 if one.skip is None else one.skip[:, None] * taken.value), end
 
     def inputs(dtype: torch.dtype) -> Any:
