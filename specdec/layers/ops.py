@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from specdec.attention.backend import AttentionBackend
 from specdec.attention.mla import MlaBackend
 from specdec.kernels.experts import Experts
+from specdec.kernels.triton_launch import unavailable_reasons
 from specdec.kv_cache import LayerCache, StateCache
 from specdec.layers.activation import activate
 from specdec.layers.convolution import convolve
@@ -250,9 +251,9 @@ class TorchOps:
 
 
 def ops_for(backend: AttentionBackend | MlaBackend, *, mixes: bool = False, recurs: bool = False) -> Ops:
-    """What computes the layers around `backend`: our kernels where it and the device suit them; not yet around latent attention.
+    """What computes the layers around `backend`: our kernels where it and the device suit them.
 
-    AITER's take the place of some of ours where they are asked for by name.
+    Around latent attention they compute recurrent layers alone, not yet the others. AITER's take the place of some of ours where they are asked for by name.
 
     Args:
         backend: attention.
@@ -270,6 +271,13 @@ def ops_for(backend: AttentionBackend | MlaBackend, *, mixes: bool = False, recu
             from specdec.layers.aiter_ops import AiterOps  # it imports Triton
 
             return AiterOps(device, dtype, mixes=mixes, recurs=recurs)
+    if isinstance(backend, MlaBackend) and recurs and not unavailable_reasons(device):
+        from specdec.layers.recurrence_check import recurs_on_triton
+
+        if recurs_on_triton(device, dtype):
+            from specdec.layers.recurrent_ops import RecurrentOps  # it imports Triton
+
+            return RecurrentOps()
     if not fused:
         return TorchOps()
     from specdec.layers.triton_ops import TritonOps

@@ -175,7 +175,7 @@ class TritonOps:
 
     def gated_norm(self, x: Tensor, gate: Tensor, norm: GroupNorm) -> Tensor:
         """See `Ops.gated_norm`."""
-        return gated_norm(x, gate, norm.weight, norm.epsilon, width=norm.width, gate_first=norm.gate_first)
+        return gated_norm(x, gate, **norm._asdict())
 
 
 def rotated_rows(query: Tensor | None, key: Tensor, value: Tensor, **rotation: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -21,6 +21,7 @@ from specdec.kernels.triton_recurrence import MOST_SERIAL, recur, tile_for  # no
 LAYERS: dict[str, dict[str, Any]] = {
     "delta": {},
     "delta, odd sizes, reflecting": {"heads": (1, 3), "sizes": (12, 20), "taps": 2, "beta_scale": 2.0},
+    "decays by key": {"heads": (1, 2), "sizes": (12, 20), "decays_by_key": True},
     "plain": {"rule": "plain", "heads": (1, 2), "sizes": (16, 24)},
     "plain, two groups": {"rule": "plain", "heads": (2, 4), "sizes": (8, 4), "taps": 3},
 }
@@ -44,7 +45,7 @@ def check(one: Recurrence, x: Tensor, out: Tensor, state: Tensor | None = None) 
         assert_as_exact(state, plain[1], exact[1], factor=EXPONENTIALS)
 
 
-@pytest.mark.parametrize(("name", "seed"), list(zip(LAYERS, range(4), strict=True)))
+@pytest.mark.parametrize(("name", "seed"), list(zip(LAYERS, range(5), strict=True)))
 def test_drafts_leave_no_trace(name: str, seed: int) -> None:
     """Whatever was drafted and rejected, outputs are those of the accepted tokens; slots and rejected rows held no numbers."""
     torch.manual_seed(seed)
