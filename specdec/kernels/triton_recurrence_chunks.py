@@ -147,13 +147,12 @@ def _walk_kernel(
             inverse = tl.load(inverses + corner + square)
             if sums is None:
                 told -= _product(key, held, SPLIT) * (since * key_factor)[:, None]
-                reads *= query_factor
-                until *= key_factor
             else:
                 told -= _wide_product(key * since * key_factor[:, None], held, dtype, SPLIT)
-                reads *= query_factor[:, None]
-                until *= key_factor[:, None]
-            told = _wide_product(inverse, told * beta[:, None], dtype, SPLIT)
+            told *= beta[:, None]
+            told = _wide_product(inverse, told, dtype, SPLIT)
+            reads *= query_factor if sums is None else query_factor[:, None]
+            until *= key_factor if sums is None else key_factor[:, None]
         else:
             told *= beta[:, None]
         if sums is None:

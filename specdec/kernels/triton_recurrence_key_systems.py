@@ -85,7 +85,9 @@ def _within_kernel(
     key *= tl.load(factors + row * (2 * KEY_HEADS) + KEY_HEADS + key_head, mask=exists, other=0.0)[:, None]
     beta = tl.load(gates + row * GATES + VALUE_HEADS * KEY_DIM + head, mask=exists, other=0.0)
     since = tl.cumsum(log_decay, 0)
-    corner = ((first_chunk + chunk) * VALUE_HEADS + head) * (CHUNK * CHUNK) + (block * BLOCK + place)[:, None] * CHUNK + place[None, :]
+    corner = (
+        ((first_chunk + chunk) * VALUE_HEADS + head) * (CHUNK * CHUNK) + (block * BLOCK + place)[:, None] * CHUNK + place[None, :]
+    )
     # Pair by pair, one column of the diagonal block after the other.
     system, meeting = tl.zeros([BLOCK, BLOCK], tl.float32), tl.zeros([BLOCK, BLOCK], tl.float32)
     for column in tl.static_range(BLOCK):

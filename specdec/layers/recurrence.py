@@ -206,7 +206,9 @@ def _inputs(window: Tensor, recurrence: Recurrence, live: Tensor) -> _Taken:
         query, key = (part * (part.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for part in (query, key))
         query = query * one.key_dim**-0.5
     gates = window[:, taps - 1 :, one.channels :]
-    a = gates[..., -one.num_value_heads * one.decays :].contiguous()  # else its place in memory decides by which code it is computed
+    a = gates[
+        ..., -one.num_value_heads * one.decays :
+    ].contiguous()  # else its place in memory decides by which code it is computed
     step = F.softplus(a.float() + one.time_bias)
     if one.rule == "delta":
         beta = gates[..., : one.num_value_heads].contiguous().sigmoid().float() * one.beta_scale

@@ -94,7 +94,9 @@ def short_convolution(target: "Target", **constants: Any) -> Any:
 def serial(target: "Target", sizes: dict[str, Any], dtype: str = "bf16", **constants: Any) -> Any:
     """Row after row."""
     tile = triton_recurrence.tile_for(sizes["KEY_DIM"], sizes["VALUE_DIM"])
-    more = {"COLUMNS": tile.columns, "OVERLAP": target.overlaps, "DECAYS": decays(sizes)} | ({"skip": None} if sizes["DELTA"] else {})
+    more = {"COLUMNS": tile.columns, "OVERLAP": target.overlaps, "DECAYS": decays(sizes)} | (
+        {"skip": None} if sizes["DELTA"] else {}
+    )
     return compile_for(
         triton_recurrence._serial_kernel,
         target.compiler,

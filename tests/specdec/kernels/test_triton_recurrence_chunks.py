@@ -26,7 +26,12 @@ LAYERS: dict[str, dict[str, Any]] = {
     "delta, one head": {"heads": (1, 1), "sizes": (16, 24)},
     "plain, one head": {"rule": "plain", "heads": (1, 1), "sizes": (20, 8)},
 }
-LENGTHS = {"delta": (1, 63, 64, 65, 150), "delta, odd sizes, reflecting": (65, 150), "plain": (1, 65, 150), "decays by key": (64, 150)}
+LENGTHS = {
+    "delta": (1, 63, 64, 65, 150),
+    "delta, odd sizes, reflecting": (65, 150),
+    "plain": (1, 65, 150),
+    "decays by key": (64, 150),
+}
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ HEADS, KEY_DIM, VALUE_DIM = (8, 16), 16, 32
 
 
 def random_recurrence(kind: Kind, dtype: torch.dtype, *, seed: int = 0) -> Recurrence:
-    """"keys" is the delta rule with a decay for each key channel."""
+    """ "keys" is the delta rule with a decay for each key channel."""
     generator = torch.Generator().manual_seed(seed)
     key_heads, value_heads = HEADS
     channels = 2 * key_heads * KEY_DIM + value_heads * VALUE_DIM
