@@ -51,6 +51,11 @@ KIMI_NAMES = {
     "g_b_proj": "z_proj",
 }
 """Within a layer of linear attention."""
+ZAMBA_NAMES = (
+    (r"\.mamba_decoder\.(?=mamba\.|input_layernorm\.)", "."),
+    MAMBA,
+    (r"^model\.final_layernorm\.", "model.norm."),
+)
 OLMO_NAMES = (
     (r"\.linear_attn\.o_proj\.", ".linear_attn.out_proj."),
     (r"\.linear_attn\.o_norm\.", ".linear_attn.norm."),
@@ -162,6 +167,19 @@ def _kimi_linear(config: Any, common: Mapping[str, Any]) -> Description | None:
     return _convolved_by_silu(common, names=names, routing=sigmoid_routing(config), wide_router=True)
 
 
+def _zamba2(config: Any, common: Mapping[str, Any]) -> Description:
+    if not config.use_mem_rope:
+        common = _without_rope(config, common)
+    return Description(
+        **common,
+        names=ZAMBA_NAMES,
+        norms=NormNames("input_layernorm", None, None, None),
+        one_sublayer=True,
+        shared_blocks=config.num_mem_blocks,
+        scale=(config.attention_head_dim / 2) ** -0.5,
+    )
+
+
 def _convolved_by_silu(common: Mapping[str, Any], **options: Any) -> Description | None:
     """Of a family whose convolutions have the activation of its feed-forward sublayers, which for them is SiLU here."""
     return Description(**common, **options) if common["activation"] == "silu" else None
@@ -183,5 +201,6 @@ HYBRIDS: dict[str, Callable[[Any, Mapping[str, Any]], Description | None]] = {
     "qwen3_5_moe_text": _qwen3_5,
     "qwen3_5_text": _qwen3_5,
     "qwen3_next": _qwen3_5,
+    "zamba2": _zamba2,
 }
 """Model types, as transformers names them."""

@@ -26,6 +26,10 @@ OLMO_EPSILON = 1e-5
 """Of the norms of value heads in OLMo hybrids, which no config states."""
 
 
+ZAMBA_EPSILON = 1e-5
+"""The same of Mamba-2 in Zamba2."""
+
+
 class _Sizes(NamedTuple):
     """See `specdec.layers.recurrence.Recurrence`."""
 
@@ -74,6 +78,9 @@ def _sizes(config: Any) -> _Sizes:
     if hasattr(config, "mamba_num_heads"):  # Nemotron-H
         heads, dim = config.mamba_num_heads, config.mamba_head_dim
         return _Sizes(config.n_groups, heads, config.ssm_state_size, dim, config.conv_kernel, 1)
+    if hasattr(config, "n_mamba_heads"):  # Zamba2
+        heads, dim = config.n_mamba_heads, config.mamba_headdim
+        return _Sizes(config.mamba_ngroups, heads, config.mamba_d_state, dim, config.mamba_d_conv, 1)
     if hasattr(config, "mamba_n_heads"):
         heads, dim = config.mamba_n_heads, config.mamba_d_head
         return _Sizes(config.mamba_n_groups, heads, config.mamba_d_state, dim, config.mamba_d_conv, 1)
@@ -193,6 +200,8 @@ def _mamba_norm(weights: Weights, config: Any, width: int) -> GroupNorm | None:
     weight = weights.optional("norm.weight")
     if weight is None:
         return None
+    if hasattr(config, "n_mamba_heads"):
+        return GroupNorm(weight, ZAMBA_EPSILON, width, gate_first=True)
     if not hasattr(config, "mamba_norm_before_gate"):
         return GroupNorm(weight, norm_epsilon(config), width, gate_first=True)
     weight = weight.to(torch.promote_types(weight.dtype, torch.float32))  # Falcon-H1 rounds only once
@@ -200,8 +209,8 @@ def _mamba_norm(weights: Weights, config: Any, width: int) -> GroupNorm | None:
 
 
 def _time_limits(config: Any) -> tuple[float, float]:
-    """Least and largest step; for Nemotron-H those that transformers computes prompts with."""
-    if hasattr(config, "mamba_num_heads"):
+    """Least and largest step; for Nemotron-H and Zamba2 those that transformers computes prompts with."""
+    if hasattr(config, "mamba_num_heads") or hasattr(config, "n_mamba_heads"):
         return float(config.time_step_min), float("inf")
     least, largest = config.time_step_limit or (0.0, float("inf"))
     return float(least), float(largest)

@@ -76,7 +76,7 @@ def _walk_kernel(
     gates: tl.tensor,
     inverses: tl.tensor,  # float32 [chunks, VALUE_HEADS, CHUNK, CHUNK] or None
     meetings: tl.tensor,
-    sums: tl.tensor,  # float32 [rows, VALUE_HEADS * KEY_DIM], where each key channel has a decay; None where heads have, see `gates`
+    sums: tl.tensor,  # float32 [rows, VALUE_HEADS * KEY_DIM] where each key channel has a decay, or None: see `gates`
     state: tl.tensor,  # [num_slots, VALUE_HEADS, KEY_DIM, VALUE_DIM]
     skip: tl.tensor,  # [VALUE_HEADS] or None
     slots: tl.tensor,

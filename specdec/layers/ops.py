@@ -253,7 +253,8 @@ class TorchOps:
 def ops_for(backend: AttentionBackend | MlaBackend, *, mixes: bool = False, recurs: bool = False) -> Ops:
     """What computes the layers around `backend`: our kernels where it and the device suit them.
 
-    Around latent attention they compute recurrent layers alone, not yet the others. AITER's take the place of some of ours where they are asked for by name.
+    Around latent attention they compute recurrent layers alone, not yet the others. AITER's take the place of some of ours where
+    they are asked for by name.
 
     Args:
         backend: attention.

@@ -70,8 +70,8 @@ class Recurrence:
 
     Per row and value head, with the key head that it shares: `S *= exp(g)`, then `S += k u^T` with `u = beta (v - S^T k)` where
     the rule is "delta" (Gated DeltaNet, arXiv 2412.06464) and `u = beta v` where it is "plain" (Mamba-2, arXiv 2405.21060), and
-    the output is `S^T q`, with `skip * v` added where there is one. A decay is one number per value head, or one for each of its key
-    channels, and so for each row of S (Kimi Delta Attention, arXiv 2510.26692).
+    the output is `S^T q`, with `skip * v` added where there is one. A decay is one number per value head, or one for each of its
+    key channels, and so for each row of S (Kimi Delta Attention, arXiv 2510.26692).
 
     Channels of a row are queries [key heads, K], keys like them and values [value heads, V]; then come its gates, `b` and `a` of
     every value head, or `a` alone for "plain". Of a decay per key channel `a` is [value heads, K].
@@ -261,7 +261,7 @@ def _in_chunks(state: Tensor, taken: _Taken, rule: str) -> tuple[Tensor, Tensor]
 
 
 def _meetings(readers: Tensor, key: Tensor, total: Tensor) -> Tensor:
-    """[num_reqs, heads, rows, rows]: what each of `readers` has of the keys before it and its own, given their decays since then."""
+    """[num_reqs, heads, rows, rows]: what each of `readers` has of the keys before it and its own, decayed since then."""
     later = torch.ones(key.shape[2], key.shape[2], dtype=torch.bool, device=key.device).triu(1)
     between = (total[..., :, None, :] - total[..., None, :, :]).masked_fill(later[..., None], float("-inf")).exp()
     if between.shape[-1] == 1:

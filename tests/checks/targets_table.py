@@ -101,6 +101,7 @@ _SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "smollm3": ("SmolLM3 3B", {}),
     "youtu": ("Youtu-LLM", {}),
+    "zamba2": ("Zamba2 2.7B", {"n_mamba_heads": 80}),
 }
 """Sizes that the public drafters' targets do not show: a name, and what is not the default of the type."""
 

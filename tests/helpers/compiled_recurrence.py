@@ -110,10 +110,10 @@ def chunk_kernels(target: "Target") -> Iterator[tuple[str, Any]]:
     """Those of prompts."""
     cases = ("delta rule", DELTA, "bf16"), ("Mamba-2", PLAIN, "bf16"), ("decays by key", BY_KEY, "bf16"), ("float32", DELTA, "fp32")
     for title, sizes, dtype in cases:
-        if dtype == "fp32" and not (target.overlaps or target.is_cdna):
+        if (dtype == "fp32" or sizes is BY_KEY) and not (target.overlaps or target.is_cdna):
             continue  # it takes a compiler long
         types = INTEGERS | FLOATS | {"channels": dtype, "output": dtype, "meetings": dtype, "systems": "fp32", "inverses": "fp32"}
-        constants = sizes | {"KEYS": 128, "OVERLAP": target.overlaps}
+        constants: dict[str, Any] = sizes | {"KEYS": 128, "OVERLAP": target.overlaps}
         if sizes is BY_KEY:
             within = {name: value for name, value in constants.items() if name != "DELTA"}
             kernel = compile_for(

@@ -119,7 +119,7 @@ REFUSED = {
     "stablelm": "attention interface",
     "t5": "encoder-decoder",
     "whisper": "encoder-decoder",
-    "zamba2": "recurrent state",
+    "zamba": "recurrent state",
 }
 
 NESTED_ROPE = {

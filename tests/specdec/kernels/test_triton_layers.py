@@ -351,10 +351,12 @@ def test_whole_model_with_drafter_equals_torch_ref(name: str) -> None:
 def test_states_beside_latent_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens and drafts, where our kernels have the recurrent layers alone."""
     model = plain_model("kimi_linear")
-    assert isinstance(verifier_on("torch_ref", model)._ops, RecurrentOps)
+    verifier: Any = verifier_on("torch_ref", model)
+    assert isinstance(verifier._ops, RecurrentOps)
     tokens, drafts = generate("torch_ref", model)
     monkeypatch.setenv("SPECDEC_KERNELS", "-recurrence")
-    assert type(verifier_on("torch_ref", model)._ops) is TorchOps
+    verifier = verifier_on("torch_ref", model)
+    assert type(verifier._ops) is TorchOps
     expected_tokens, expected_drafts = generate("torch_ref", model)
     assert tokens == expected_tokens
     assert all(ours.equal(theirs) for ours, theirs in zip(drafts, expected_drafts, strict=True))

@@ -7,7 +7,6 @@ from typing import Any, Literal
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from specdec.kv_cache import StateCache, StateLayerSpec
 from specdec.layers import recurrence as module
