@@ -207,7 +207,8 @@ def plain_model(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
             if name in hybrid_configs(_COMMON) and parameter_name.endswith(".bias"):
                 parameter.normal_(std=0.1)
         for buffer_name, buffer in model.named_buffers():
-            if buffer_name.endswith(("e_score_correction_bias", "expert_bias")):
+            keeps_states = name in hybrid_configs(_COMMON) or name == "kimi_linear"
+            if keeps_states and buffer_name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(std=0.2)
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("layer_scalar"):

@@ -332,6 +332,7 @@ def generate(
         "qwen2_moe",
         "gpt_oss",
         "glm4_moe",
+        "lfm2",
         "nemotron_h",
         "qwen3_next",
     ],
