@@ -19,8 +19,9 @@ from specdec.layers.rotary import Rope
 from verifiers.description import Description, norm_epsilon
 from verifiers.latent import latent_attention
 from verifiers.mixture import gated_mlp, mixture, mlp_beside_experts
-from verifiers.recurrent import is_recurrent, mixer
+from verifiers.recurrent import attends, is_recurrent, mamba, mixer
 from verifiers.shape import cache_layers, layer_kinds, layer_windows, max_model_len
+from verifiers.shared_blocks import SharedBlocks
 from verifiers.weights import Reorder, Weights
 
 
@@ -38,6 +39,7 @@ class LayerBuilder:
         self._specs = [backend.each[kind].spec for kind in layer_kinds(config, backend)]
         self._windows, self._reads = layer_windows(config), cache_layers(config)
         self._ropes: dict[str, Rope] = {}  # one object for equal parameters
+        self._blocks: SharedBlocks | None = None
 
     def layer(self, index: int, weights: Weights) -> DecoderLayer:
         """Decoder layer `index` from the tensors in `weights`."""
@@ -45,6 +47,8 @@ class LayerBuilder:
         if is_recurrent(self._config, index):
             names = self._description.norms_of_recurrent or names
         weights.scale(self._description.factors)
+        if self._description.shared_blocks and is_recurrent(self._config, index) and attends(self._config, index):
+            return self._after_shared_block(index, weights)
         attention, output = mixer(weights, self._config, index, lambda: self._attention(index, weights.under("self_attn.")))
         mlp = None if attention is not None and self._description.one_sublayer else self._feed_forward(weights)
         return DecoderLayer(
@@ -59,6 +63,23 @@ class LayerBuilder:
             input_gate=self._input_gate(weights) if self._description.layer_inputs else None,
             factor=weights.tensor("layer_scalar") if self._description.scales_layers else None,
         )
+
+    def _after_shared_block(self, index: int, weights: Weights) -> DecoderLayer:
+        if self._blocks is None:
+            self._blocks = SharedBlocks(self._config, self._description.shared_blocks, weights.tensors)
+        linear_attention, output = mamba(weights.under("linear_attn."), self._config), weights.linear("linear_attn.out_proj")
+        norm, spec = self.norm(weights, self._description.norms.input), self._specs[index]
+        assert norm is not None and isinstance(spec, AttentionSpec)
+        attention = self._blocks.before(
+            index,
+            lambda scope: self._head_attention(index, scope, spec),
+            self.norm,
+            projection=weights.linear("linear"),
+            norm_after=norm,
+            linear=linear_attention,
+            activation=self._description.activation,
+        )
+        return DecoderLayer(input_norm=None, attention=attention, output=output, mlp_norm=None, mlp=None)
 
     def inputs(self, weights: Weights) -> LayerInputs:
         """What makes the inputs that every layer is given, from the tensors in `weights`."""
@@ -91,8 +112,7 @@ class LayerBuilder:
         spec, description = self._specs[index], self._description
         parameters = description.ropes[index]
         if isinstance(spec, MlaSpec):
-            assert parameters is not None, "a part of every head is rotated"
-            rope = self._rope(parameters, spec.qk_rope_head_dim)
+            rope = None if parameters is None else self._rope(parameters, spec.qk_rope_head_dim)
             return latent_attention(weights, self._config, spec, rope, interleaved=description.interleaved)
         return self._head_attention(index, weights, spec)
 

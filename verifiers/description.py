@@ -37,6 +37,8 @@ class Description:
         activation: see `specdec.layers.activation`.
         norms: where a layer has norms.
         norms_of_recurrent: the same of recurrent layers, where it differs.
+        shared_blocks: so many blocks of attention and a feed-forward sublayer stand before hybrid layers in turn, see
+            `specdec.layers.shared_block`; 0 for none.
         one_sublayer: a layer has attention, a recurrence or a feed-forward sublayer alone.
         norm_kind: "early" rounds before the weight, "late" after it, "zero_centered" is late and its weight is short of 1.
         norms_of_queries: norms of queries and keys, of each head or of all together.
@@ -65,6 +67,7 @@ class Description:
     activation: str = "silu"
     norms: NormNames = BEFORE
     norms_of_recurrent: NormNames | None = None
+    shared_blocks: int = 0
     one_sublayer: bool = False
     norm_kind: Literal["early", "late", "zero_centered"] = "early"
     norms_of_queries: Literal["each head", "all heads"] | None = None
@@ -93,7 +96,7 @@ class Description:
 def sigmoid_routing(config: Any) -> Routing:
     """As in DeepSeek-V3 (arXiv 2412.19437)."""
     return Routing(
-        config.n_routed_experts,
+        getattr(config, "n_routed_experts", None) or config.num_local_experts,
         config.num_experts_per_tok,
         scores="sigmoid",
         biased=True,

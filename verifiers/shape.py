@@ -15,7 +15,7 @@ from verifiers.recurrent import attends, is_recurrent, state_layer_spec
 INDEXED_MODELS = frozenset({"deepseek_v32", "glm_moe_dsa"})
 """Model types with latent attention to the positions that an indexer selects."""
 
-LATENT_MODELS = INDEXED_MODELS | {"axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"}
+LATENT_MODELS = INDEXED_MODELS | {"axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "youtu"}
 """Model types with latent attention as `verifiers.latent` builds it."""
 
 
@@ -108,9 +108,10 @@ def layer_specs(config: PreTrainedConfig, backend: AttentionBackend | MlaBackend
     if isinstance(backend, AttentionBackend):
         dtype = backend.spec.dtype
         return [spec for layer, read in enumerate(cache_layers(config)) for spec in _layer_specs(config, layer, read, dtype)]
-    spec = backend.cache_spec
+    spec, dtype = backend.cache_spec, backend.spec.dtype
     kinds = getattr(config, "indexer_types", None) or ["full"] * config.num_hidden_layers
-    return [replace(spec, index_bytes=0) if kind == "shared" else spec for kind in kinds]
+    own = [replace(spec, index_bytes=0) if kind == "shared" else spec for kind in kinds]
+    return [state_layer_spec(config, dtype) if is_recurrent(config, layer) else latent for layer, latent in enumerate(own)]
 
 
 def _layer_specs(config: PreTrainedConfig, layer: int, read: int, dtype: torch.dtype) -> list[LayerSpec]:

@@ -16,6 +16,7 @@ from specdec.layers.mlp import FeedForward, MixtureOfExperts, MlpBesideExperts
 from specdec.layers.norm import Norm
 from specdec.layers.ops import Join, Ops
 from specdec.layers.rotary import Angles, Rope
+from specdec.layers.shared_block import EMBEDDINGS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,7 +136,7 @@ class Decoder:
         Returns:
             [T or rows kept, H] after the final norm, and the raw outputs [T, H] of the layers in `taps`.
         """
-        ops, tapped, shared, residual = self.ops, dict[int, Tensor](), dict[str, Tensor](), hidden
+        ops, tapped, shared, residual = self.ops, dict[int, Tensor](), {EMBEDDINGS: hidden}, hidden
         first = self.layers[0]
         normed = hidden if first.first_norm is None else ops.norm(hidden, first.first_norm, self._first_weights[0])
         for index, layer in enumerate(self.layers):

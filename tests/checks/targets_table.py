@@ -59,6 +59,10 @@ _SIZES: dict[str, tuple[str, dict[str, Any]]] = {
             **{"num_experts_per_tok": 10, "layer_types": (["linear_attention"] * 9 + ["full_attention"]) * 4},
         },
     ),
+    "kimi_linear": (
+        "Kimi Linear 48B-A3B",
+        {"layer_types": ["full_attention" if layer % 4 == 3 or layer == 26 else "linear_attention" for layer in range(27)]},
+    ),
     "lfm2": (
         "LFM2 1.2B",
         {
@@ -97,6 +101,7 @@ _SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "smollm3": ("SmolLM3 3B", {}),
     "youtu": ("Youtu-LLM", {}),
+    "zamba2": ("Zamba2 2.7B", {"n_mamba_heads": 80}),
 }
 """Sizes that the public drafters' targets do not show: a name, and what is not the default of the type."""
 

@@ -21,6 +21,7 @@ from transformers import (
     GlmMoeDsaConfig,
     GptOssConfig,
     GraniteConfig,
+    KimiLinearConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -169,9 +170,16 @@ LATENT_CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "glm4_moe_lite": lambda: Glm4MoeLiteConfig(**_LATENT_MOE),
     "axk1": lambda: AXK1Config(**_LATENT_MOE),
     "youtu": lambda: YoutuConfig(**_LATENT),
+    "kimi_linear": lambda: KimiLinearConfig(
+        **{**{key: value for key, value in _LATENT_MOE.items() if key != "n_routed_experts"}, "q_lora_rank": None},
+        num_local_experts=8,
+        linear_num_heads=3,
+        linear_head_dim=8,
+        layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    ),
 }
 """The same for latent attention: with a compressed query and without, YaRN, both pairings of RoPE, indexers of every layer and
-shared ones that choose far fewer positions than there are, a dense layer before experts."""
+shared ones that choose far fewer positions than there are, a dense layer before experts, states beside latents."""
 
 
 def _without(*keys: str) -> dict[str, Any]:
@@ -199,7 +207,8 @@ def plain_model(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
             if name in hybrid_configs(_COMMON) and parameter_name.endswith(".bias"):
                 parameter.normal_(std=0.1)
         for buffer_name, buffer in model.named_buffers():
-            if name in hybrid_configs(_COMMON) and buffer_name.endswith(("e_score_correction_bias", "expert_bias")):
+            keeps_states = name in hybrid_configs(_COMMON) or name == "kimi_linear"
+            if keeps_states and buffer_name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(std=0.2)
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("layer_scalar"):

@@ -103,7 +103,7 @@ REFUSED = {
     "gptj": "attention interface",
     "jamba": "recurrent state",
     "jetmoe": "several times",
-    "kimi_linear": "latent attention (kv_lora_rank 512) that is not that of DeepSeek or GLM",
+    "bailing_hybrid": "latent attention (kv_lora_rank 512) that is not that of DeepSeek or GLM",
     "longcat_flash": "runs twice in each layer",
     "llama4_text": "chunks of 8192 tokens",
     "mamba": "recurrent state",
@@ -119,7 +119,7 @@ REFUSED = {
     "stablelm": "attention interface",
     "t5": "encoder-decoder",
     "whisper": "encoder-decoder",
-    "zamba2": "recurrent state",
+    "zamba": "recurrent state",
 }
 
 NESTED_ROPE = {
