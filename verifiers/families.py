@@ -5,7 +5,7 @@ from typing import Any
 
 from specdec.kernels.experts import Routing
 from specdec.layers.activation import LIMIT, SLOPE
-from specdec.layers.rotary import STATIC_ROPE_TYPES
+from specdec.layers.rotary import ROPE_TYPES
 from verifiers.description import AFTER, AROUND, BEFORE, Description, NormNames, sigmoid_routing
 from verifiers.hybrids import HYBRIDS
 from verifiers.shape import layer_windows
@@ -27,8 +27,8 @@ def describe(config: Any) -> Description | None:
         return None
     activation = ACTIVATIONS.get(str(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "silu")))
     ropes = _ropes(config)
-    static = all(rope is None or rope["rope_type"] in STATIC_ROPE_TYPES for rope in ropes)
-    return family(config, {"ropes": ropes, "activation": activation}) if activation and static else None
+    known = all(rope is None or rope["rope_type"] in ROPE_TYPES for rope in ropes)
+    return family(config, {"ropes": ropes, "activation": activation}) if activation and known else None
 
 
 def _llama(config: Any, common: Mapping[str, Any]) -> Description:

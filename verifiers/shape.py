@@ -149,6 +149,27 @@ def max_model_len(config: PreTrainedConfig) -> int:
     return getattr(config, "max_position_embeddings", None) or 8192
 
 
+def rope_kinds(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """RoPE parameters of all layers, each kind once."""
+    parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    if all(isinstance(entry, dict) for entry in parameters.values()):
+        return list(parameters.values())
+    return [parameters]
+
+
+def short_len(config: PreTrainedConfig) -> int | None:
+    """See `Verifier.short_len`: the length up to which LongRoPE has its first frequencies."""
+    lengths = [rope["original_max_position_embeddings"] for rope in rope_kinds(config) if rope.get("rope_type") == "longrope"]
+    return min(lengths, default=None)
+
+
+def peculiarity(config: PreTrainedConfig) -> str | None:
+    """What of a model our own layers alone can do on our cache, in words, beside latent attention; None for nothing."""
+    if any(is_recurrent(config, layer) for layer in range(config.num_hidden_layers)):
+        return "recurrent layers"
+    return None if short_len(config) is None else "RoPE that differs between requests"
+
+
 def eos_token_ids(*candidates: int | list[int] | tuple[int, ...] | None) -> tuple[int, ...]:
     """End-of-sequence ids from the first source that names any.
 

@@ -16,7 +16,7 @@ from verifiers.families import describe
 from verifiers.formats.method import format_of
 from verifiers.hybrids import HYBRIDS
 from verifiers.recurrent import MIXERS_ALONE, STATES
-from verifiers.shape import INDEXED_MODELS, LATENT_MODELS
+from verifiers.shape import INDEXED_MODELS, LATENT_MODELS, rope_kinds
 from verifiers.wrappers import WRAPPERS, bare_class, is_composite, text_class, text_config
 
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -77,7 +77,7 @@ def unsupported_reasons(config: PreTrainedConfig) -> list[str]:
         *_model_reasons(text, model_class, described),
         *_attention_reasons(text, STATES | MIXERS_ALONE if described and text.model_type in HYBRIDS else frozenset()),
         *_cache_reasons(text, described),
-        *_position_reasons(text),
+        *_position_reasons(text, described),
         *_weight_reasons(text),
     ]
 
@@ -178,14 +178,13 @@ def _weight_reasons(config: PreTrainedConfig) -> Iterator[str]:
         yield str(error).partition(";")[0]
 
 
-def _position_reasons(config: PreTrainedConfig) -> Iterator[str]:
-    """RoPE that looks at the longest sequence of the batch: a request's output would depend on its neighbors."""
-    parameters = _value(config, "rope_parameters") or {}
-    by_layer_type = parameters.values() if all(isinstance(entry, dict) for entry in parameters.values()) else [parameters]
-    kinds = {str(entry.get("rope_type", "default")) for entry in by_layer_type}
-    for kind in sorted(kinds):
-        if "dynamic" in kind or kind == "longrope":
-            yield f"its RoPE of type {kind} changes with the longest sequence of a batch"
+def _position_reasons(config: PreTrainedConfig, described: bool) -> Iterator[str]:
+    """LongRoPE looks at the longest sequence of a batch in transformers; our own layers look at each request alone."""
+    lengths = {rope["original_max_position_embeddings"] for rope in rope_kinds(config) if rope.get("rope_type") == "longrope"}
+    if lengths and not described:
+        yield "its RoPE of type longrope changes with the longest sequence of a batch"
+    elif len(lengths) > 1:
+        yield f"its layers have RoPE of type longrope that changes at several lengths ({', '.join(map(str, sorted(lengths)))})"
 
 
 def _value(config: PreTrainedConfig, name: str) -> Any:

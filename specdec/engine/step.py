@@ -68,6 +68,7 @@ class StepRunner:
                 token_ids.reshape(-1),
                 batch.position_ids(width),
                 batch.metadata(width, causal=True),
+                long=None if batch.long is None else batch.long.repeat_interleave(width),
                 slots=batch.slots,
                 final=batch.k == 0,
                 max_pending=self._max_pending,

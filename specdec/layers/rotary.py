@@ -14,6 +14,9 @@ from specdec.errors import CheckpointError
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "proportional", "yarn")
 """RoPE types, as Transformers names them, whose frequencies stay what they are, however long a sequence grows."""
 
+ROPE_TYPES = (*STATIC_ROPE_TYPES, "dynamic", "longrope")
+"""Those that targets may have. "dynamic" changes frequencies beyond `max_position_embeddings` alone, which no request exceeds."""
+
 
 @dataclass(frozen=True, eq=False)
 class Rope:
@@ -23,20 +26,22 @@ class Rope:
         frequencies: float32 [head_dim / 2]; 0 for numbers that are not rotated.
         amplitude: factor of the cosines and sines, a number or one per frequency.
         rotated: numbers of a head that are rotated; None means all.
+        long_frequencies: those of long requests, like `frequencies`, in LongRoPE (arXiv 2402.13753); None where all have the same.
     """
 
     frequencies: Tensor
     amplitude: float | Tensor = 1.0
     rotated: int | None = None
+    long_frequencies: Tensor | None = None
 
     @classmethod
     def of(cls, parameters: Mapping[str, Any], head_dim: int, max_position_embeddings: int) -> "Rope":
         """From RoPE parameters as Transformers writes them to a config; on the CPU.
 
         Args:
-            parameters: `rope_type`, one of `STATIC_ROPE_TYPES`, `rope_theta`, `partial_rotary_factor`, and what the type needs.
+            parameters: `rope_type`, one of `ROPE_TYPES`, `rope_theta`, `partial_rotary_factor`, and what the type needs.
             head_dim: numbers of a head, an even one.
-            max_position_embeddings: longest sequence, which YaRN looks at.
+            max_position_embeddings: longest sequence, which YaRN and LongRoPE look at.
 
         Raises:
             CheckpointError: the RoPE type needs a value that is not there.
@@ -50,12 +55,17 @@ class Rope:
             amplitude: float | Tensor = factor
             if still and factor != 1:
                 amplitude = F.pad(torch.full_like(frequencies, factor), (0, still), value=1.0)
-            return cls(F.pad(frequencies, (0, still)), amplitude, rotated)
+            frequencies = F.pad(frequencies, (0, still))
+            if parameters["rope_type"] != "longrope":
+                return cls(frequencies, amplitude, rotated)
+            long_frequencies, _ = _frequencies(parameters, rotated, max_position_embeddings, is_long=True)
+            return cls(frequencies, amplitude, rotated, F.pad(long_frequencies, (0, still)))
 
     def to(self, device: torch.device) -> "Rope":
         """The same on another device."""
         amplitude = self.amplitude.to(device) if isinstance(self.amplitude, Tensor) else self.amplitude
-        return replace(self, frequencies=self.frequencies.to(device), amplitude=amplitude)
+        long_frequencies = None if self.long_frequencies is None else self.long_frequencies.to(device)
+        return replace(self, frequencies=self.frequencies.to(device), amplitude=amplitude, long_frequencies=long_frequencies)
 
 
 class Angles:
@@ -69,9 +79,19 @@ class Angles:
         self.cos, self.sin = cos, sin
 
     @classmethod
-    def of(cls, position_ids: Tensor, rope: Rope, dtype: torch.dtype) -> "Angles":
-        """Those of positions int64 [...], computed in float32, in type `dtype`."""
-        return cls(*half_angles(position_ids, rope.frequencies, dtype, amplitude=rope.amplitude))
+    def of(cls, position_ids: Tensor, rope: Rope, dtype: torch.dtype, long: Tensor | None = None) -> "Angles":
+        """Those of positions int64 [...], computed in float32, in type `dtype`.
+
+        Args:
+            position_ids: of the rows.
+            rope: how they are rotated.
+            dtype: of the result.
+            long: bool like `position_ids`, rows of long requests; None for none.
+        """
+        frequencies = rope.frequencies
+        if long is not None and rope.long_frequencies is not None:
+            frequencies = torch.where(long[..., None], rope.long_frequencies, frequencies)
+        return cls(*half_angles(position_ids, frequencies, dtype, amplitude=rope.amplitude))
 
     @cached_property
     def doubled(self) -> tuple[Tensor, Tensor]:
@@ -97,7 +117,7 @@ def half_angles(
 
     Args:
         position_ids: int64 [...].
-        frequencies: float32 [head_dim / 2].
+        frequencies: float32 [head_dim / 2], or [..., head_dim / 2] where they differ.
         dtype: of the result.
         amplitude: factor of the cosines and sines.
 
@@ -126,8 +146,10 @@ def _proportional(parameters: Mapping[str, Any], head_dim: int) -> Tensor:
     return F.pad(frequencies, (0, head_dim // 2 - rotated))
 
 
-def _frequencies(parameters: Mapping[str, Any], rotated: int, max_position_embeddings: int) -> tuple[Tensor, float]:
-    """Inverse frequencies float32 [rotated / 2] and the amplitude."""
+def _frequencies(
+    parameters: Mapping[str, Any], rotated: int, max_position_embeddings: int, *, is_long: bool = False
+) -> tuple[Tensor, float]:
+    """Inverse frequencies float32 [rotated / 2], with `is_long` LongRoPE's second set, and the amplitude."""
     if parameters["rope_type"] == "default":
         exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
         return 1.0 / parameters["rope_theta"] ** exponents, 1.0
@@ -143,7 +165,8 @@ def _frequencies(parameters: Mapping[str, Any], rotated: int, max_position_embed
             max_position_embeddings=max_position_embeddings,
             rope_parameters={name: value for name, value in parameters.items() if name != "partial_rotary_factor"},
         )
-        frequencies, amplitude = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, device="cpu")
+        seq_len = parameters["original_max_position_embeddings"] + 1 if is_long else None
+        frequencies, amplitude = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, device="cpu", seq_len=seq_len)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"RoPE parameters {dict(parameters)} are not complete and valid ({error}); correct them in config.json"

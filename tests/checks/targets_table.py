@@ -120,6 +120,15 @@ _USUAL: dict[str, dict[str, Any]] = {
 }
 """What public models of a type have and its defaults have not."""
 
+_LENGTHS = (
+    "LongRoPE (`longrope`: Phi-3 with 128k, Phi-4-mini) has two sets of frequencies. A request is rotated by one of them from its"
+    " first token to its last: by the first where prompt and `max_tokens` together stay within"
+    " `original_max_position_embeddings`, else by the second. Neighbors do not matter, and outputs equal those of `generate`, but"
+    " for a request whose prompt is within that length and whose `max_tokens` reaches beyond it: `generate` starts such a one with"
+    " the first set and changes in its midst. Lower `max_tokens` and it has the first set throughout. `dynamic` RoPE is the usual"
+    " one up to `max_position_embeddings`, which is the limit of a request here."
+)
+
 _STATE = "it keeps a recurrent state (state-space model or linear attention), which cannot be rolled back"
 
 _ENCODERS = ("its attention is bidirectional", "it is an encoder-decoder model")
@@ -142,6 +151,10 @@ def page() -> str:
         *_size_lines(own),
         "",
         "In bfloat16. States are float32; with them come the inputs of the rows of a step, 8 here.",
+        "",
+        "## RoPE that follows the length",
+        "",
+        *wrap(_LENGTHS, 132),
         "",
         "## Through Transformers' modules",
         "",

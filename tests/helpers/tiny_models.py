@@ -51,6 +51,8 @@ from verifiers.shape import backend_spec
 
 VOCAB = 97
 WINDOW = 8
+SHORT_LEN = 37
+"""Up to which LongRoPE has its first frequencies: between the lengths of the tests' sequences."""
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -67,6 +69,7 @@ _COMMON: dict[str, Any] = {
     "initializer_range": 0.3,
 }
 _WINDOWED = ["sliding_attention", "full_attention"] * 2
+_LONG = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 _PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
@@ -94,6 +97,12 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "olmo2": lambda: Olmo2Config(**_COMMON),
     "olmo3": lambda: Olmo3Config(**_COMMON, sliding_window=WINDOW, layer_types=_WINDOWED),
     "phi3": lambda: Phi3Config(**_COMMON, rope_parameters=_PARTIAL),
+    "phi3_long": lambda: Phi3Config(
+        **_without("head_dim"),
+        original_max_position_embeddings=SHORT_LEN,
+        rope_parameters={**_LONG, "short_factor": [1.0, 1.5], "long_factor": [2.0, 9.0]},
+    ),
+    "llama_dynamic": lambda: LlamaConfig(**_COMMON, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 3.0}),
     "glm4_moe": lambda: Glm4MoeConfig(
         **_COMMON,
         moe_intermediate_size=24,
