@@ -5,7 +5,7 @@ from typing import Any
 
 from specdec.kernels.experts import Routing
 from specdec.layers.activation import LIMIT, SLOPE
-from specdec.layers.rotary import ROPE_TYPES
+from specdec.layers.rotary import ROPE_TYPES, Temperature
 from verifiers.description import AFTER, AROUND, BEFORE, Description, NormNames, sigmoid_routing
 from verifiers.hybrids import HYBRIDS
 from verifiers.shape import layer_windows
@@ -150,6 +150,30 @@ def _deepseek_v3(config: Any, common: Mapping[str, Any]) -> Description:
     return Description(**common, norms=norms, interleaved=interleaved, routing=routing, wide_router=True)
 
 
+def _ministral3(config: Any, common: Mapping[str, Any]) -> Description:
+    return Description(**{**common, "ropes": [_tempered(rope) for rope in common["ropes"]]})
+
+
+def _mistral4(config: Any, common: Mapping[str, Any]) -> Description | None:
+    routing = Routing(
+        config.n_routed_experts,
+        config.num_experts_per_tok,
+        renormalized=config.norm_topk_prob,
+        scaling=config.routed_scaling_factor,
+    )
+    if config.topk_group < config.n_group:  # groups of which the best two count, of softmax scores
+        return None
+    # The config's share of what is rotated is that of a whole head, and the part that is has a width of its own.
+    ropes = [_tempered({**rope, "partial_rotary_factor": 1.0}) for rope in common["ropes"]]
+    return Description(**{**common, "ropes": ropes}, interleaved=bool(config.rope_interleave), routing=routing)
+
+
+def _tempered(rope: Mapping[str, Any]) -> Mapping[str, Any]:
+    """RoPE parameters with the factor of queries that stands among them."""
+    temperature = Temperature(rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"], rounds=True)
+    return {**rope, "temperature": temperature}
+
+
 def _granite(config: Any, common: Mapping[str, Any]) -> Description:
     return Description(
         **common,
@@ -180,7 +204,9 @@ FAMILIES: dict[str, Callable[[Any, Mapping[str, Any]], Description | None]] = {
     "granite": _granite,
     "laguna": _laguna,
     "llama": _llama,
+    "ministral3": _ministral3,
     "mistral": _llama,
+    "mistral4": _mistral4,
     "mixtral": _mixtral,
     "olmo2": _olmo2,
     "olmo3": _olmo2,

@@ -15,7 +15,7 @@ from verifiers.recurrent import attends, is_recurrent, state_layer_spec
 INDEXED_MODELS = frozenset({"deepseek_v32", "glm_moe_dsa"})
 """Model types with latent attention to the positions that an indexer selects."""
 
-LATENT_MODELS = INDEXED_MODELS | {"axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"}
+LATENT_MODELS = INDEXED_MODELS | {"axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "youtu"}
 """Model types with latent attention as `verifiers.latent` builds it."""
 
 

@@ -36,7 +36,6 @@ OTHER_LATENT = {
     "hy_v4": "has sinks and gates what it returns",
     "longcat_flash": "runs twice in each layer",
     "minicpm3": "rotates halves where DeepSeek's rotates neighbors",
-    "mistral4": "scales a query by its position",
 }
 """What sets the latent attention of other model types apart."""
 
@@ -69,9 +68,9 @@ def unsupported_reasons(config: PreTrainedConfig) -> list[str]:
     """All reasons why a model of this config cannot be a target; empty when it can."""
     text = text_config(config)
     model_class = text_class(text)
-    if model_class is None and is_composite(config):
-        model_class = bare_class(text)
     described = describe(text) is not None
+    if model_class is None and (is_composite(config) or described):
+        model_class = bare_class(text)
     return [
         *_whole_reasons(config),
         *_model_reasons(text, model_class, described),

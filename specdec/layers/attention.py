@@ -79,6 +79,8 @@ class HeadAttention:
             query, key, value = qkv.split_with_sizes(widths, dim=1)
             qkv = torch.cat([ops.norm(query, self.wide_norms[0]), ops.norm(key, self.wide_norms[1]), value], dim=1)
         angles = None if self.rope is None else rows.angles[self.rope]
+        if angles is not None and angles.factors is not None:
+            qkv[:, : spec.num_heads * spec.head_dim].mul_(angles.factors)
         heads = qkv.view(len(hidden), -1, spec.head_dim)
         out = ops.attend(backend, heads, self.heads, angles, rows.cache, rows.plan, ahead)
         if gate is None:

@@ -92,6 +92,8 @@ class LatentAttention:
         first, latent = product.split_with_sizes([product.shape[1] - latent_width, latent_width], dim=1)
         compressed_query = first if self.query is None else ops.norm(first, self.query[0])
         query = first if self.query is None else ops.project(self.query[1], compressed_query)
+        if angles.factors is not None:
+            query.mul_(angles.factors)
         compressed, key_rope = latent.split_with_sizes([spec.kv_lora_rank, spec.qk_rope_head_dim], dim=1)
         heads = query.unflatten(-1, (spec.num_heads, -1))
         query_nope, query_rope = heads.split_with_sizes([spec.qk_nope_head_dim, spec.qk_rope_head_dim], dim=2)

@@ -8,6 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AXK1Config,
     DeepseekV2Config,
     DeepseekV3Config,
@@ -22,6 +23,8 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     LlamaConfig,
+    Ministral3Config,
+    Mistral4Config,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -72,6 +75,16 @@ _WINDOWED = ["sliding_attention", "full_attention"] * 2
 _LONG = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 _PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
+_TEMPERED = {"original_max_position_embeddings": 7, "llama_4_scaling_beta": 0.8}
+
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**_COMMON),
     "llama_tied": lambda: LlamaConfig(**_COMMON, tie_word_embeddings=True),
@@ -115,6 +128,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         attention_bias=True,
         rope_parameters=_PARTIAL,
     ),
+    "ministral3": lambda: Ministral3Config(**_COMMON, rope_parameters={**_YARN, **_TEMPERED}),
     "mixtral": lambda: MixtralConfig(**_COMMON, num_local_experts=4, num_experts_per_tok=2),
     "qwen2_moe": lambda: Qwen2MoeConfig(
         **_without("head_dim"),
@@ -153,15 +167,6 @@ _LATENT_MOE: dict[str, Any] = {
 }
 # With few heads in the indexer, a position often scores exactly 0 in all of them, and which of several such a row takes is chance.
 _INDEXER: dict[str, Any] = {"index_n_heads": 16, "index_head_dim": 12, "index_topk": TOPK}
-_YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1e4,
-    "factor": 4.0,
-    "original_max_position_embeddings": 128,
-    "mscale": 1.0,
-    "mscale_all_dim": 0.7,
-}
-
 LATENT_CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "deepseek_v2": lambda: DeepseekV2Config(**{**_LATENT_MOE, "q_lora_rank": None}, first_k_dense_replace=1),
     "deepseek_v2_yarn": lambda: DeepseekV2Config(
@@ -177,6 +182,9 @@ LATENT_CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "glm4_moe_lite": lambda: Glm4MoeLiteConfig(**_LATENT_MOE),
     "axk1": lambda: AXK1Config(**_LATENT_MOE),
+    "mistral4": lambda: Mistral4Config(
+        **{**_LATENT_MOE, "n_group": 1}, first_k_dense_replace=1, rope_parameters={**_YARN, **_TEMPERED}, routed_scaling_factor=1.7
+    ),
     "youtu": lambda: YoutuConfig(**_LATENT),
 }
 """The same for latent attention: with a compressed query and without, YaRN, both pairings of RoPE, indexers of every layer and
@@ -194,7 +202,7 @@ def plain_model(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     config.tie_word_embeddings = config.tie_word_embeddings and not name.startswith("gemma")
     for attribute, value in changes.items():
         setattr(config, attribute, value)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    model = _from_config(config, "eager").eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("sinks") or "norm" in parameter_name:
@@ -219,6 +227,13 @@ def plain_model(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     return model
 
 
+def _from_config(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
+    """A causal language model; transformers has one of them on another list."""
+    kind = AutoModelForImageTextToText if isinstance(config, Mistral4Config) else AutoModelForCausalLM
+    model: PreTrainedModel = kind.from_config(config, attn_implementation=attention, dtype=torch.float32)
+    return model
+
+
 def paged_verifier(
     model: PreTrainedModel,
     block_size: int = 4,
@@ -229,7 +244,7 @@ def paged_verifier(
 ) -> Verifier:
     """A second model with the same weights behind our paged attention, torch_ref's unless `backend` makes another of the spec."""
     config = copy.deepcopy(model.config)
-    paged: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
+    paged = _from_config(config, ATTENTION_NAME)
     paged.load_state_dict(model.state_dict())
     paged.generation_config.eos_token_id = model.generation_config.eos_token_id
     spec = backend_spec(config, device=torch.device(device), dtype=torch.float32, block_size=block_size)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
+from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_scale
 
 from specdec.attention.backend import AttentionMetadata
 from specdec.core import ForwardInput, Verifier
@@ -187,6 +188,20 @@ def test_longrope_angles_are_those_of_transformers(length: int) -> None:
     for ours, theirs in zip((angles.cos, angles.sin), expected, strict=True):
         assert ours[:length, :2].equal(theirs[0, :, :2])
         assert not ours[length:, :2].equal(theirs[0, :, :2])
+
+
+def test_temperatures_are_those_of_transformers() -> None:
+    """Rounded to the model's type, as far as a logarithm may differ in its last bit: half of a step of bfloat16 above 1."""
+    config: Any = CONFIGS["ministral3"]()
+    parameters = config.rope_parameters
+    period, beta = parameters["original_max_position_embeddings"], parameters["llama_4_scaling_beta"]
+    positions = torch.arange(512)
+    expected = get_llama_4_attn_scale(positions[None], beta, period)[0, 0].bfloat16()
+    description = describe(config)
+    assert description is not None and description.ropes[0] is not None
+    got = Angles.of(positions, Rope.of(description.ropes[0], 16, 512), torch.bfloat16).factors
+    assert got is not None and got.dtype == torch.bfloat16
+    assert (got != expected).float().mean() < 0.01 and got.unique().numel() > 20
 
 
 def test_modules_with_dynamic_rope_do_not_wait() -> None:
