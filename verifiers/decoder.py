@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from specdec.attention.backend import AttentionBackend
+from specdec.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
+from specdec.attention.chunks import in_chunks
 from specdec.attention.mla import MlaBackend
 from specdec.core import ForwardInput, RoutedExperts, VerifyOutput
 from specdec.kernels.packed import PackedWeight
@@ -111,7 +112,7 @@ class DecoderVerifier:
         angles = self._decoder.angles(rows.position_ids, self.dtype, rows.long)
         inputs = None if self._inputs is None else self._inputs(self._ops, rows.token_ids, embeddings)
         each = self.attention.each
-        of_each = [backend.plan(rows.metadata) for backend in each]
+        of_each = [_plan(backend, rows.metadata) for backend in each]
         recurrent = None if self._states is None else recurrent_rows(rows)
         backends, held, plans = [each[kind] for kind in self._kinds], [], []
         for kind, places in zip(self._kinds, self._places, strict=False):  # of the first layers, where some were dropped
@@ -137,3 +138,11 @@ class DecoderVerifier:
     def head(self, hidden: Tensor) -> Tensor:
         """See `Verifier.head`."""
         return self._head(hidden)
+
+
+def _plan(backend: AttentionBackend | MlaBackend, metadata: AttentionMetadata) -> Any:
+    """A backend's plan for the layers that it serves."""
+    spec = backend.spec
+    if isinstance(spec, AttentionSpec) and spec.chunk is not None:
+        metadata = in_chunks(metadata, spec.chunk, spec.block_size)
+    return backend.plan(metadata)

@@ -168,6 +168,24 @@ def _mistral4(config: Any, common: Mapping[str, Any]) -> Description | None:
     return Description(**{**common, "ropes": ropes}, interleaved=bool(config.rope_interleave), routing=routing)
 
 
+def _llama4(config: Any, common: Mapping[str, Any]) -> Description | None:
+    ropes = common["ropes"]
+    if config.use_qk_norm and any(rope and rope["rope_type"] in ("yarn", "longrope") for rope in ropes):
+        return None  # an amplitude would change what the norms after the rotation have to do
+    if config.attn_temperature_tuning:
+        still = {"rope_type": "none", "temperature": Temperature(config.attn_scale, config.floor_scale, offset=1)}
+        ropes = [still if rope is None else rope for rope in ropes]
+    return Description(
+        **{**common, "ropes": ropes},
+        names=((r"\.feed_forward\.", ".mlp."),),
+        interleaved=True,
+        norms_of_queries="unweighted" if config.use_qk_norm else None,
+        routing=Routing(config.num_local_experts, config.num_experts_per_tok, scores="sigmoid", renormalized=False),
+        transposed_experts=True,
+        weighs_inputs=True,
+    )
+
+
 def _tempered(rope: Mapping[str, Any]) -> Mapping[str, Any]:
     """RoPE parameters with the factor of queries that stands among them."""
     temperature = Temperature(rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"], rounds=True)
@@ -204,6 +222,7 @@ FAMILIES: dict[str, Callable[[Any, Mapping[str, Any]], Description | None]] = {
     "granite": _granite,
     "laguna": _laguna,
     "llama": _llama,
+    "llama4_text": _llama4,
     "ministral3": _ministral3,
     "mistral": _llama,
     "mistral4": _mistral4,

@@ -12,6 +12,9 @@ from specdec.attention.mla import IndexerSpec, MlaBackend, MlaSpec
 from specdec.kv_cache import KVLayerSpec, LayerSpec, SharedLayerSpec
 from verifiers.recurrent import attends, is_recurrent, state_layer_spec
 
+CHUNKED = "chunked_attention"
+"""What configs call layers that attend within chunks."""
+
 INDEXED_MODELS = frozenset({"deepseek_v32", "glm_moe_dsa"})
 """Model types with latent attention to the positions that an indexer selects."""
 
@@ -47,7 +50,9 @@ def head_shape(config: PreTrainedConfig, layer: int) -> HeadShape:
         head_dim = getattr(config, "global_head_dim", None) or head_dim
         if getattr(config, "attention_k_eq_v", False):
             kv_heads = getattr(config, "num_global_key_value_heads", None) or kv_heads
-    return HeadShape(heads, kv_heads, head_dim)
+    kinds = getattr(config, "layer_types", None)
+    chunked = kinds is not None and kinds[layer] == CHUNKED
+    return HeadShape(heads, kv_heads, head_dim, config.attention_chunk_size if chunked else None)
 
 
 def cache_layers(config: PreTrainedConfig) -> list[int]:
@@ -167,6 +172,8 @@ def peculiarity(config: PreTrainedConfig) -> str | None:
     """What of a model our own layers alone can do on our cache, in words, beside latent attention; None for nothing."""
     if any(is_recurrent(config, layer) for layer in range(config.num_hidden_layers)):
         return "recurrent layers"
+    if CHUNKED in (getattr(config, "layer_types", None) or ()):
+        return "layers that attend within chunks"
     return None if short_len(config) is None else "RoPE that differs between requests"
 
 

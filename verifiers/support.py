@@ -16,7 +16,7 @@ from verifiers.families import describe
 from verifiers.formats.method import format_of
 from verifiers.hybrids import HYBRIDS
 from verifiers.recurrent import MIXERS_ALONE, STATES
-from verifiers.shape import INDEXED_MODELS, LATENT_MODELS, rope_kinds
+from verifiers.shape import CHUNKED, INDEXED_MODELS, LATENT_MODELS, rope_kinds
 from verifiers.wrappers import WRAPPERS, bare_class, is_composite, text_class, text_config
 
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -74,7 +74,7 @@ def unsupported_reasons(config: PreTrainedConfig) -> list[str]:
     return [
         *_whole_reasons(config),
         *_model_reasons(text, model_class, described),
-        *_attention_reasons(text, STATES | MIXERS_ALONE if described and text.model_type in HYBRIDS else frozenset()),
+        *_attention_reasons(text, _own_kinds(text) if described else frozenset()),
         *_cache_reasons(text, described),
         *_position_reasons(text, described),
         *_weight_reasons(text),
@@ -106,15 +106,22 @@ def _model_reasons(config: PreTrainedConfig, model_class: Any, described: bool) 
         yield f"{model_class.__name__} does not go through transformers' attention interface"
 
 
-def _attention_reasons(config: PreTrainedConfig, states: frozenset[str]) -> Iterator[str]:
-    kinds = set(_value(config, "layer_types") or ()) - states
+def _own_kinds(config: PreTrainedConfig) -> frozenset[str]:
+    """Kinds of layers that our own ones of this type have beside those that any model may have."""
+    if config.model_type in HYBRIDS:
+        return STATES | MIXERS_ALONE
+    return frozenset({CHUNKED}) if config.model_type == "llama4_text" else frozenset()
+
+
+def _attention_reasons(config: PreTrainedConfig, own: frozenset[str]) -> Iterator[str]:
+    kinds = set(_value(config, "layer_types") or ()) - own
     if config.model_type in INDEXED_MODELS:
         kinds -= INDEXED_LAYER_TYPES
     if kinds - LAYER_TYPES:
         yield f"it has layers of type {', '.join(sorted(kinds - LAYER_TYPES))}"
     elif "sliding_attention" in kinds and not _value(config, "sliding_window"):
         yield "it has sliding_attention layers without a sliding_window"
-    if chunk := _value(config, "attention_chunk_size"):
+    if (chunk := _value(config, "attention_chunk_size")) and CHUNKED not in own:
         yield f"it attends within chunks of {chunk} tokens"
     encoder = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES or config.model_type == "bert-generation"
     non_causal = _value(config, "use_bidirectional_attention") in (True, "all") or _value(config, "is_causal") is False

@@ -73,6 +73,7 @@ _SIZES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["full_attention" if layer in (2, 6, 10, 14, 18, 21) else "conv" for layer in range(24)],
         },
     ),
+    "llama4_text": ("Llama 4 Scout", {}),
     "ministral3": ("Ministral 3 8B", {}),
     "mistral": ("Mistral 7B", {}),
     "mistral4": ("Mistral Small 4 119B", {}),

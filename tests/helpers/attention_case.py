@@ -46,6 +46,7 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """The definition [num_tokens, num_heads, head_dim], in `dtype`, request by request; the rows' own keys are in the cache.
 
@@ -67,6 +68,8 @@ def attention(
         hidden = (ahead > 0) & metadata.causal
         if window is not None:
             hidden |= ahead.abs() >= window
+        if chunk is not None:
+            hidden |= places // chunk != places[length - len(q) :, None] // chunk
         scores = scores.masked_fill(hidden, -torch.inf)
         if sinks is not None:
             scores = torch.cat([scores, sinks.to(dtype)[:, None, None].expand(-1, len(q), 1)], dim=-1)

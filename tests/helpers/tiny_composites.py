@@ -106,6 +106,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "image_token_index": IMAGE,
         "tie_word_embeddings": True,
     },
+    "llama4": {
+        "text_config": {
+            **_TEXT,
+            "intermediate_size_mlp": 40,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "attention_chunk_size": WINDOW,
+            "floor_scale": 5,
+        },
+        "vision_config": {**_TOWER, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},
+        "image_token_index": IMAGE,
+    },
     "llava": {
         "text_config": {**_TEXT, "model_type": "llama"},
         "vision_config": {**_TOWER, "model_type": "clip_vision_model", "projection_dim": 16},

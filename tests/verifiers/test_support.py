@@ -106,7 +106,6 @@ REFUSED = {
     "jetmoe": "several times",
     "kimi_linear": "latent attention (kv_lora_rank 512) that is not that of DeepSeek or GLM",
     "longcat_flash": "runs twice in each layer",
-    "llama4_text": "chunks of 8192 tokens",
     "mamba": "recurrent state",
     "mamba2": "recurrent state",
     "mimo_v2_flash": "keys have 192 numbers per head and its values 128",

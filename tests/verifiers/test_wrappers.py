@@ -123,8 +123,8 @@ def test_old_and_new_names_are_read(name: str, tmp_path: Path) -> None:
 
 
 def test_every_wrapper_has_a_tiny_one() -> None:
-    """Those apart that are another one under a second name, or whose text is refused anyway."""
-    assert WRAPPERS - set(map(type_of, CONFIGS)) == {"gemma4_unified", "glm46v", "llama4"}
+    """Those apart that are another one under a second name."""
+    assert WRAPPERS - set(map(type_of, CONFIGS)) == {"gemma4_unified", "glm46v"}
 
 
 @pytest.mark.parametrize("part", ["layers.1.mlp.down_proj", "embed_tokens", "norm.weight"])
@@ -217,12 +217,11 @@ def test_accepted(name: str) -> None:
 @pytest.mark.parametrize(
     ("config", "phrase"),
     [
-        (AutoConfig.for_model("llama4"), "chunks of 8192 tokens"),
         (AutoConfig.for_model("mllama"), "multimodal (text_config, vision_config) and its text part is not known to run alone"),
         (AutoConfig.for_model("qwen2_audio"), "its text part is not known to run alone"),
     ],
-    ids=["llama4", "mllama", "qwen2_audio"],
+    ids=["mllama", "qwen2_audio"],
 )
 def test_refused(config: PreTrainedConfig, phrase: str) -> None:
-    """For what its text part cannot do, or because nobody has tried it."""
+    """Because nobody has tried its text part."""
     assert phrase in "; ".join(unsupported_reasons(config))
