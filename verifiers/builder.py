@@ -109,7 +109,7 @@ class LayerBuilder:
             scale=spec.head_dim**-0.5 if description.scale is None else description.scale,
             window=self._windows[index],
             softcap=spec.softcap,
-            sinks=weights.tensor("sinks") if spec.sinks else None,
+            sinks=weights.optional("sinks"),  # which one kind of layers may have alone
             query_norm=None if wide else query_norm,
             key_norm=None if wide else key_norm,
             value_norm=self._unweighted(spec.head_dim) if description.norms_values and own else None,
@@ -126,7 +126,7 @@ class LayerBuilder:
             gates = ("gate_proj",) if description.gated_attention else ("g_proj",) if description.softplus_gates else ()
             qkv = _qkv(weights, spec, reorder, gates)
         function: Any = "sigmoid" if description.gated_attention else "softplus" if description.softplus_gates else None
-        return HeadAttention(qkv, heads, rope, wide, function)
+        return HeadAttention(qkv, heads, rope, wide, function, description.value_dim, description.value_scale)
 
     def _query_norms(
         self, index: int, weights: Weights, spec: AttentionSpec, reorder: Reorder | None

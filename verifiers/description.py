@@ -56,6 +56,7 @@ class Description:
         weighs_inputs: see `specdec.layers.mlp.MixtureOfExperts`.
         experts_beside_mlp: layers have both, see `specdec.layers.mlp.MlpBesideExperts`.
         keys_as_values: layers whose values are their keys, before these are normed and rotated.
+        value_dim, value_scale: see `specdec.layers.attention.HeadAttention`.
         norms_values: values are normed, without a weight.
         scales_layers: a tensor of each layer is a factor of the stream after it.
         layer_inputs: numbers that each layer is given of the token itself, see `specdec.layers.layer_inputs`; 0 for none.
@@ -86,6 +87,8 @@ class Description:
     softplus_gates: bool = False
     experts_beside_mlp: bool = False
     keys_as_values: frozenset[int] = frozenset()
+    value_dim: int | None = None
+    value_scale: float = 1.0
     norms_values: bool = False
     scales_layers: bool = False
     layer_inputs: int = 0

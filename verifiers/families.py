@@ -186,6 +186,18 @@ def _llama4(config: Any, common: Mapping[str, Any]) -> Description | None:
     )
 
 
+def _mimo_v2_flash(config: Any, common: Mapping[str, Any]) -> Description:
+    ropes = [{"partial_rotary_factor": 0.334, **rope} for rope in common["ropes"]]  # which transformers takes for granted
+    scale = config.attention_value_scale
+    return Description(
+        **{**common, "ropes": ropes},
+        routing=sigmoid_routing(config),
+        wide_router=True,
+        value_dim=None if config.v_head_dim == config.head_dim else config.v_head_dim,
+        value_scale=1.0 if scale is None else scale,
+    )
+
+
 def _tempered(rope: Mapping[str, Any]) -> Mapping[str, Any]:
     """RoPE parameters with the factor of queries that stands among them."""
     temperature = Temperature(rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"], rounds=True)
@@ -223,6 +235,7 @@ FAMILIES: dict[str, Callable[[Any, Mapping[str, Any]], Description | None]] = {
     "laguna": _laguna,
     "llama": _llama,
     "llama4_text": _llama4,
+    "mimo_v2_flash": _mimo_v2_flash,
     "ministral3": _ministral3,
     "mistral": _llama,
     "mistral4": _mistral4,

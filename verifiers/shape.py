@@ -18,6 +18,9 @@ CHUNKED = "chunked_attention"
 INDEXED_MODELS = frozenset({"deepseek_v32", "glm_moe_dsa"})
 """Model types with latent attention to the positions that an indexer selects."""
 
+SINKS = frozenset({"gpt_oss", "mimo_v2_flash"})
+"""Model types of which some layers, or all, have sinks."""
+
 LATENT_MODELS = INDEXED_MODELS | {"axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "youtu"}
 """Model types with latent attention as `verifiers.latent` builds it."""
 
@@ -50,6 +53,8 @@ def head_shape(config: PreTrainedConfig, layer: int) -> HeadShape:
         head_dim = getattr(config, "global_head_dim", None) or head_dim
         if getattr(config, "attention_k_eq_v", False):
             kv_heads = getattr(config, "num_global_key_value_heads", None) or kv_heads
+    if getattr(config, "model_type", None) == "mimo_v2_flash" and layer_windows(config)[layer] is not None:
+        kv_heads *= 2
     kinds = getattr(config, "layer_types", None)
     chunked = kinds is not None and kinds[layer] == CHUNKED
     return HeadShape(heads, kv_heads, head_dim, config.attention_chunk_size if chunked else None)
@@ -79,7 +84,7 @@ def attention_spec(config: PreTrainedConfig, *, device: torch.device, dtype: tor
         windows=frozenset(seen),
         further=tuple((shape, frozenset(others)) for shape, others in further),
         reads_others=cache_layers(config)[-1] != config.num_hidden_layers - 1,
-        sinks=config.model_type == "gpt_oss",
+        sinks=config.model_type in SINKS,
         softcap=getattr(config, "attn_logit_softcapping", None),
     )
 
@@ -168,12 +173,22 @@ def short_len(config: PreTrainedConfig) -> int | None:
     return min(lengths, default=None)
 
 
+def value_widths(config: PreTrainedConfig) -> tuple[int, int] | None:
+    """Numbers of a key head and of a value head where they differ; None where they do not, or where attention is latent."""
+    own = _own(config, 0)
+    key_dim, value_dim = getattr(own, "head_dim", None), getattr(own, "v_head_dim", None)
+    latent = getattr(own, "kv_lora_rank", None)
+    return None if latent or not key_dim or not value_dim or key_dim == value_dim else (key_dim, value_dim)
+
+
 def peculiarity(config: PreTrainedConfig) -> str | None:
     """What of a model our own layers alone can do on our cache, in words, beside latent attention; None for nothing."""
     if any(is_recurrent(config, layer) for layer in range(config.num_hidden_layers)):
         return "recurrent layers"
     if CHUNKED in (getattr(config, "layer_types", None) or ()):
         return "layers that attend within chunks"
+    if value_widths(config) is not None:
+        return "keys and values of different widths"
     return None if short_len(config) is None else "RoPE that differs between requests"
 
 

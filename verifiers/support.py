@@ -16,7 +16,7 @@ from verifiers.families import describe
 from verifiers.formats.method import format_of
 from verifiers.hybrids import HYBRIDS
 from verifiers.recurrent import MIXERS_ALONE, STATES
-from verifiers.shape import CHUNKED, INDEXED_MODELS, LATENT_MODELS, rope_kinds
+from verifiers.shape import CHUNKED, INDEXED_MODELS, LATENT_MODELS, rope_kinds, value_widths
 from verifiers.wrappers import WRAPPERS, bare_class, is_composite, text_class, text_config
 
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -69,7 +69,7 @@ def unsupported_reasons(config: PreTrainedConfig) -> list[str]:
     text = text_config(config)
     model_class = text_class(text)
     described = describe(text) is not None
-    if model_class is None and (is_composite(config) or described):
+    if model_class is None and is_composite(config):
         model_class = bare_class(text)
     return [
         *_whole_reasons(config),
@@ -153,9 +153,10 @@ def _cache_reasons(config: PreTrainedConfig, described: bool) -> Iterator[str]:
     differing = sorted(set(getattr(config, "per_layer_attributes", None) or ()) - HEADS)
     if differing:
         yield f"its layers differ in {', '.join(differing)}"
-    value_dim, key_dim = _value(config, "v_head_dim"), _value(config, "head_dim")
-    if not rank and value_dim and key_dim and value_dim != key_dim:
-        yield f"its keys have {key_dim} numbers per head and its values {value_dim}"
+    widths = value_widths(config)
+    description = describe(config)
+    if widths is not None and (description is None or description.value_dim is None):
+        yield "its keys have {} numbers per head and its values {}".format(*widths)
 
 
 def _latent_reasons(config: PreTrainedConfig) -> Iterator[str]:

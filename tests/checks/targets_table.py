@@ -74,6 +74,7 @@ _SIZES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "llama4_text": ("Llama 4 Scout", {}),
+    "mimo_v2_flash": ("MiMo-V2-Flash", {}),
     "ministral3": ("Ministral 3 8B", {}),
     "mistral": ("Mistral 7B", {}),
     "mistral4": ("Mistral Small 4 119B", {}),

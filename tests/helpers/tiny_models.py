@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     AXK1Config,
     DeepseekV2Config,
     DeepseekV3Config,
@@ -24,6 +22,7 @@ from transformers import (
     GraniteConfig,
     Llama4TextConfig,
     LlamaConfig,
+    MiMoV2FlashConfig,
     Ministral3Config,
     Mistral4Config,
     MistralConfig,
@@ -52,6 +51,7 @@ from tests.helpers.tiny_shapes import shape_configs
 from verifiers.hf import verifier_for
 from verifiers.hf_attention import ATTENTION_NAME
 from verifiers.shape import backend_spec
+from verifiers.wrappers import text_class
 
 VOCAB = 97
 WINDOW = 8
@@ -139,6 +139,21 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         attention_chunk_size=WINDOW,
         floor_scale=5,
         attn_scale=0.7,
+    ),
+    "mimo_v2_flash": lambda: MiMoV2FlashConfig(
+        **_COMMON,
+        v_head_dim=12,
+        attention_value_scale=0.6,
+        attention_bias=True,
+        sliding_window=WINDOW,
+        layer_types=["full_attention", "sliding_attention"] * 2,
+        rope_parameters={kind: {**_PARTIAL, "rope_theta": theta} for kind, theta in zip(_WINDOWED, (1e3, 1e4), strict=False)},
+        moe_intermediate_size=24,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        routed_scaling_factor=1.5,
     ),
     "ministral3": lambda: Ministral3Config(**_COMMON, rope_parameters={**_YARN, **_TEMPERED}),
     "mixtral": lambda: MixtralConfig(**_COMMON, num_local_experts=4, num_experts_per_tok=2),
@@ -240,9 +255,8 @@ def plain_model(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
 
 
 def _from_config(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
-    """A causal language model; transformers has one of them on another list."""
-    kind = AutoModelForImageTextToText if isinstance(config, Mistral4Config) else AutoModelForCausalLM
-    model: PreTrainedModel = kind.from_config(config, attn_implementation=attention, dtype=torch.float32)
+    """A causal language model."""
+    model: PreTrainedModel = text_class(config)._from_config(config, attn_implementation=attention, dtype=torch.float32)
     return model
 
 

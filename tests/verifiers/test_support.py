@@ -108,7 +108,6 @@ REFUSED = {
     "longcat_flash": "runs twice in each layer",
     "mamba": "recurrent state",
     "mamba2": "recurrent state",
-    "mimo_v2_flash": "keys have 192 numbers per head and its values 128",
     "minicpm3": "latent attention (kv_lora_rank 256) that rotates halves",
     "minimax": "layers of type linear_attention",
     "mpt": "attention interface",
@@ -141,6 +140,7 @@ class UnknownConfig(PreTrainedConfig):
 
 
 VARIANTS_REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
+    "narrow values": (Qwen3Config(head_dim=128, v_head_dim=64), "its keys have 128 numbers per head and its values 64"),
     "longrope in transformers' modules": (CohereConfig(rope_parameters=LONGROPE), "RoPE of type longrope"),
     "longrope of two lengths": (Gemma3TextConfig(rope_parameters=TWO_LENGTHS), "at several lengths (512, 1024)"),
     "bidirectional": (Gemma3TextConfig(use_bidirectional_attention=True), "bidirectional"),
