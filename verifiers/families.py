@@ -124,6 +124,16 @@ def _olmo2(config: Any, common: Mapping[str, Any]) -> Description:
     return Description(**common, norms=AFTER, norm_kind="late", norms_of_queries="all heads")
 
 
+def _glm(config: Any, common: Mapping[str, Any]) -> Description:
+    return Description(**common, interleaved=True)
+
+
+def _olmoe(config: Any, common: Mapping[str, Any]) -> Description | None:
+    if config.clip_qkv is not None:
+        return None
+    return Description(**common, norms_of_queries="all heads", routing=_qwen_routing(config))
+
+
 def _glm4(config: Any, common: Mapping[str, Any]) -> Description:
     norms = NormNames("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
     return Description(**common, norms=norms, interleaved=True)
@@ -226,6 +236,8 @@ FAMILIES: dict[str, Callable[[Any, Mapping[str, Any]], Description | None]] = {
     "deepseek_v3": _deepseek_v3,
     "deepseek_v32": _deepseek_v3,
     "dots1": _glm4_moe,
+    "ernie4_5": _glm,
+    "glm": _glm,
     "glm4": _glm4,
     "glm4_moe": _glm4_moe,
     "glm4_moe_lite": _deepseek_v3,
@@ -235,6 +247,7 @@ FAMILIES: dict[str, Callable[[Any, Mapping[str, Any]], Description | None]] = {
     "laguna": _laguna,
     "llama": _llama,
     "llama4_text": _llama4,
+    "mellum": _qwen3_moe,
     "mimo_v2_flash": _mimo_v2_flash,
     "ministral3": _ministral3,
     "mistral": _llama,
@@ -242,11 +255,16 @@ FAMILIES: dict[str, Callable[[Any, Mapping[str, Any]], Description | None]] = {
     "mixtral": _mixtral,
     "olmo2": _olmo2,
     "olmo3": _olmo2,
+    "olmoe": _olmoe,
     "phi3": _llama,
     "qwen2": _llama,
+    "qwen2_5_vl_text": _llama,
+    "qwen2_vl_text": _llama,
     "qwen3": _qwen3,
     "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qwen3_moe,
+    "qwen3_vl_text": _qwen3,
+    "seed_oss": _llama,
     "smollm3": _llama,
     "youtu": _deepseek_v3,
 }

@@ -69,7 +69,7 @@ def unsupported_reasons(config: PreTrainedConfig) -> list[str]:
     text = text_config(config)
     model_class = text_class(text)
     described = describe(text) is not None
-    if model_class is None and is_composite(config):
+    if model_class is None and (described or is_composite(config)):  # its tensors are all that our own layers need
         model_class = bare_class(text)
     return [
         *_whole_reasons(config),

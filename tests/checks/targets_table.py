@@ -35,6 +35,7 @@ _SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("DeepSeek-V3", {}),
     "deepseek_v32": ("DeepSeek-V3.2", {}),
     "dots1": ("dots.llm1", {"n_routed_experts": 128, "num_experts_per_tok": 6}),
+    "ernie4_5": ("ERNIE 4.5 0.3B", {}),
     "falcon_h1": (
         "Falcon-H1 34B",
         {
@@ -48,6 +49,7 @@ _SIZES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma 3 27B",
         {"num_hidden_layers": 62, "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128, "sliding_window": 1024},
     ),
+    "glm": ("GLM-4 9B of 2024", {}),
     "glm4": ("GLM-4 9B", {"num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128}),
     "glm4_moe_lite": ("GLM-4.7-Flash", {}),
     "glm_moe_dsa": ("GLM-5", {}),
@@ -74,6 +76,7 @@ _SIZES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "llama4_text": ("Llama 4 Scout", {}),
+    "mellum": ("Mellum 2 12B-A2.5B", {}),
     "mimo_v2_flash": ("MiMo-V2-Flash", {}),
     "ministral3": ("Ministral 3 8B", {}),
     "mistral": ("Mistral 7B", {}),
@@ -89,16 +92,21 @@ _SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo2": ("OLMo 2 7B", {}),
     "olmo3": ("OLMo 3 7B", {}),
+    "olmoe": ("OLMoE 7B-A1B", {}),
     "olmo_hybrid": ("OLMo Hybrid 7B", {}),
     "phi3": ("Phi-3 mini", {}),
     "qwen2": (
         "Qwen2.5 7B",
         {"num_hidden_layers": 28, "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4},
     ),
+    "qwen2_5_vl_text": ("Qwen2.5-VL 72B", {}),
+    "qwen2_vl_text": ("Qwen2-VL 72B", {}),
+    "qwen3_vl_text": ("Qwen3-VL 8B", {"num_hidden_layers": 36, "num_key_value_heads": 8}),
     "qwen2_moe": (
         "Qwen2 57B-A14B",
         {"num_hidden_layers": 28, "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4},
     ),
+    "seed_oss": ("Seed-OSS 36B", {}),
     "smollm3": ("SmolLM3 3B", {}),
     "youtu": ("Youtu-LLM", {}),
 }
