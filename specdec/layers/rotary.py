@@ -201,7 +201,7 @@ def _frequencies(
         )
         seq_len = parameters["original_max_position_embeddings"] + 1 if is_long else None
         frequencies, amplitude = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, device="cpu", seq_len=seq_len)
-    except (KeyError, TypeError, ValueError) as error:
+    except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"RoPE parameters {dict(parameters)} are not complete and valid ({error}); correct them in config.json"
         ) from error
