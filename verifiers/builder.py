@@ -123,14 +123,13 @@ class LayerBuilder:
         order = rotation_order(spec.head_dim, rotated, interleaved=description.interleaved and rope is not None)
         reorder = None if order is None else lambda rows: rows.unflatten(0, (-1, spec.head_dim))[:, order].flatten(0, 1)
         kind, own = description.norms_of_queries, self._reads[index] == index
-        names = ("q_norm" if kind else None, "k_norm" if kind and own else None)
-        query_norm, key_norm = (self.norm(weights, name, reorder) for name in names)
+        query_norm, key_norm = self._query_norms(index, weights, spec, reorder)
         wide = (query_norm, key_norm) if kind == "all heads" and query_norm and key_norm else None
         heads = Heads(
             scale=spec.head_dim**-0.5 if description.scale is None else description.scale,
             window=self._windows[index],
             softcap=spec.softcap,
-            sinks=weights.tensor("sinks") if spec.sinks else None,
+            sinks=weights.optional("sinks"),  # which one kind of layers may have alone
             query_norm=None if wide else query_norm,
             key_norm=None if wide else key_norm,
             value_norm=self._unweighted(spec.head_dim) if description.norms_values and own else None,
@@ -147,7 +146,20 @@ class LayerBuilder:
             gates = ("gate_proj",) if description.gated_attention else ("g_proj",) if description.softplus_gates else ()
             qkv = _qkv(weights, spec, reorder, gates)
         function: Any = "sigmoid" if description.gated_attention else "softplus" if description.softplus_gates else None
-        return HeadAttention(qkv, heads, rope, wide, function)
+        return HeadAttention(qkv, heads, rope, wide, function, description.value_dim, description.value_scale)
+
+    def _query_norms(
+        self, index: int, weights: Weights, spec: AttentionSpec, reorder: Reorder | None
+    ) -> tuple[Norm | None, Norm | None]:
+        """Of queries and of keys; of one head a norm without weights is the same before its rotation and after it."""
+        kind, own = self._description.norms_of_queries, self._reads[index] == index
+        if kind == "unweighted":
+            parameters = self._description.ropes[index]
+            rotated = parameters is not None and parameters["rope_type"] != "none"
+            norm = self._unweighted(spec.head_dim) if rotated else None
+            return norm, norm
+        query_norm = self.norm(weights, "q_norm" if kind else None, reorder)
+        return query_norm, self.norm(weights, "k_norm" if kind and own else None, reorder)
 
     def _unweighted(self, width: int) -> Norm:
         ones = torch.ones(width, dtype=torch.promote_types(self._dtype, torch.float32), device=self._device)

@@ -39,6 +39,7 @@ RENAMED_IN = {
         (re.compile(r"\.experts\.(?=e_score_correction_bias)"), ".gate."),
         (re.compile(r"\.shared_expert\."), ".shared_experts."),
     ),
+    "mimo_v2_flash": ((re.compile(r"\.attention_sink_bias$"), ".sinks"),),
     "nemotron_h": ((re.compile(r"^backbone\."), "model."),),
     "olmo_hybrid": (
         (re.compile(r"\.attention_layer_norm\."), ".input_layernorm."),

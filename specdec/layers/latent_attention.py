@@ -92,12 +92,13 @@ class LatentAttention:
         first, latent = product.split_with_sizes([product.shape[1] - latent_width, latent_width], dim=1)
         compressed_query = first if self.query is None else ops.norm(first, self.query[0])
         query = first if self.query is None else ops.project(self.query[1], compressed_query)
+        angles = None if self.rope is None else rows.angles[self.rope]
+        if angles is not None and angles.factors is not None:
+            query.mul_(angles.factors)
         compressed, key_rope = latent.split_with_sizes([spec.kv_lora_rank, spec.qk_rope_head_dim], dim=1)
         heads = query.unflatten(-1, (spec.num_heads, -1))
         query_nope, query_rope = heads.split_with_sizes([spec.qk_nope_head_dim, spec.qk_rope_head_dim], dim=2)
-        angles = None
-        if self.rope is not None:
-            angles = rows.angles[self.rope]
+        if angles is not None:
             query_rope, key_rope = rotate(query_rope, *angles.doubled), rotate(key_rope[:, None], *angles.doubled)[:, 0]
         new = MlaRows(query_nope, query_rope, ops.norm(compressed, self.latent_norm), key_rope)
         if self.indexer is not None:

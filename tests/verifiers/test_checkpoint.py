@@ -160,6 +160,7 @@ def test_no_conversion_of_transformers_is_unknown(model_type: str) -> None:
         "mlp.shared_expert.": "mlp.shared_experts.",
         "mixer.experts.*.up_proj.weight": "mixer.experts.up_proj",
         "mixer.experts.*.down_proj.weight": "mixer.experts.down_proj",
+        "self_attn.attention_sink_bias": "self_attn.sinks",
         "attention_layer_norm": "input_layernorm",
         "feedforward_layer_norm": "post_attention_layernorm",
         "linear_attn.q_conv1d.weight": "linear_attn.conv1d.weight",
