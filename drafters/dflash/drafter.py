@@ -17,6 +17,7 @@ from drafters.dflash.config import DFlashConfig
 from drafters.dflash.model import DFlashModel
 from drafters.dflash.network import DFlashNetwork
 from specdec.attention.backend import AttentionBackend, AttentionSpec, Visibility
+from specdec.blocks import MOST_NODES
 from specdec.config import DraftSampling
 from specdec.core import AcceptOutput, DecodeBatch, DraftOutput, PrefillBatch, Verifier, VerifyOutput
 from specdec.errors import BackendError, InvalidInputError
@@ -27,6 +28,7 @@ from specdec.sampling.candidates import candidates
 from specdec.sampling.filters import processed_probs
 from specdec.sampling.noise import Purpose, uniform
 from specdec.sampling.sampler import sample_from
+from specdec.sampling.tensors import SamplingPlan
 from specdec.sampling.trees import best_first
 
 MOST_DEFERRED = 16
@@ -158,8 +160,11 @@ class BoundDFlash:
 
     def _tree(self, batch: DecodeBatch, logits: Tensor, positions: Tensor) -> DraftOutput:
         """The tree of the likeliest paths, if every position's token did not depend on those before it."""
-        count = min(MOST_CANDIDATES, batch.k)
-        token_ids, scores = candidates(logits, batch.sampling, positions, count, target_ids=self.drafter.target_ids)
+        count = min(MOST_CANDIDATES if batch.shape.depth > 1 else MOST_NODES, batch.k)  # one position has no more paths than tokens
+        sampling = batch.sampling
+        if self.draft_sampling == "greedy":
+            sampling = replace(sampling, plan=SamplingPlan.of([]))
+        token_ids, scores = candidates(logits, sampling, positions, count, target_ids=self.drafter.target_ids)
         best = best_first(scores, batch.k)
         return DraftOutput(token_ids=token_ids.flatten(1).gather(1, best.places), tree=best.tree)
 
