@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from itertools import chain, count, zip_longest
 from typing import Any
 
+from specdec.blocks import BlockShape
+
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceStats:
@@ -18,7 +20,7 @@ class AcceptanceStats:
         num_drafted: positions for which drafts were offered, one entry per verify step.
         num_accepted: drafts accepted, one entry per verify step.
         num_emitted: tokens output, one entry per verify step: the accepted drafts and the recovered or bonus token.
-        num_verified: drafts verified, one entry per verify step; in a tree a position has several. Left out, they are chains.
+        tree_sizes: drafts that formed a tree, one entry per verify step; 0 where they formed a chain. Left out, all did.
         num_by_rank: accepted drafts of trees by their place among the candidates of their position, the likeliest first.
 
     >>> stats = AcceptanceStats(num_drafted=[3, 3, 0, 3], num_accepted=[3, 1, 0, 2], num_emitted=[4, 2, 1, 2])
@@ -29,18 +31,27 @@ class AcceptanceStats:
     num_drafted: list[int] = field(default_factory=list)
     num_accepted: list[int] = field(default_factory=list)
     num_emitted: list[int] = field(default_factory=list)
-    num_verified: list[int] = field(default_factory=list)
+    tree_sizes: list[int] = field(default_factory=list)
     num_by_rank: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if not self.num_verified:
-            object.__setattr__(self, "num_verified", self.num_drafted)
-        assert len(self.num_drafted) == len(self.num_accepted) == len(self.num_emitted) == len(self.num_verified)
+        if not self.tree_sizes:
+            object.__setattr__(self, "tree_sizes", [0] * len(self.num_drafted))
+        assert len(self.num_drafted) == len(self.num_accepted) == len(self.num_emitted) == len(self.tree_sizes)
 
     @property
     def num_steps(self) -> int:
         """Verify steps."""
         return len(self.num_emitted)
+
+    @property
+    def num_verified(self) -> list[int]:
+        """Drafts verified, one entry per verify step; a tree has several for a position.
+
+        >>> AcceptanceStats(num_drafted=[3, 5], num_accepted=[3, 2], num_emitted=[4, 3], tree_sizes=[0, 16]).num_verified
+        [3, 16]
+        """
+        return [size or drafted for size, drafted in zip(self.tree_sizes, self.num_drafted, strict=True)]
 
     @property
     def tau(self) -> float:
@@ -88,12 +99,32 @@ class AcceptanceStats:
 
     @property
     def drafted_histogram(self) -> list[int]:
-        """Entry `n` counts the verify steps of `n` drafts: as many as were chosen, or fewer where the drafter had none.
+        """Entry `n` counts the verify steps of `n` drafts, in a chain or a tree: as many as were chosen, or fewer where the drafter
+        had none.
 
         >>> AcceptanceStats(num_drafted=[2, 0, 2], num_accepted=[2, 0, 0], num_emitted=[3, 1, 1]).drafted_histogram
         [1, 0, 2]
         """
         return _histogram(self.num_verified)
+
+    @property
+    def steps_by_shape(self) -> dict[str, int]:
+        """Verify steps by their drafts, named as `BlockShape` names them, the fewest first; a chain counts those it was offered.
+
+        >>> AcceptanceStats([3, 7, 7, 5], [3, 0, 1, 2], [4, 1, 2, 3], tree_sizes=[0, 0, 0, 16]).steps_by_shape
+        {'3': 1, '7': 2, 'tree 16': 1}
+        """
+        drafts = Counter(zip(self.num_verified, self.tree_sizes, strict=True))
+        return {str(BlockShape(verified, tree_depth=size)): steps for (verified, size), steps in sorted(drafts.items())}
+
+    @property
+    def share_by_rank(self) -> list[float]:
+        """Of the accepted drafts of trees, the share that each rank has.
+
+        >>> AcceptanceStats([2, 2], [2, 2], [3, 3], tree_sizes=[8, 8], num_by_rank=[3, 0, 1]).share_by_rank
+        [0.75, 0.0, 0.25]
+        """
+        return [count / sum(self.num_by_rank) for count in self.num_by_rank]
 
     def to_dict(self) -> dict[str, Any]:
         """Totals and figures for a JSON report."""
@@ -109,7 +140,9 @@ class AcceptanceStats:
             "num_offered": self.num_offered,
             "histogram": self.histogram,
             "drafted_histogram": self.drafted_histogram,
+            "steps_by_shape": self.steps_by_shape,
             "num_by_rank": self.num_by_rank,
+            "share_by_rank": self.share_by_rank,
         }
 
 
@@ -132,7 +165,7 @@ def pooled(stats: Iterable[AcceptanceStats]) -> AcceptanceStats:
         num_drafted=list(chain.from_iterable(one.num_drafted for one in every)),
         num_accepted=list(chain.from_iterable(one.num_accepted for one in every)),
         num_emitted=list(chain.from_iterable(one.num_emitted for one in every)),
-        num_verified=list(chain.from_iterable(one.num_verified for one in every)),
+        tree_sizes=list(chain.from_iterable(one.tree_sizes for one in every)),
         num_by_rank=[sum(counts) for counts in zip_longest(*(one.num_by_rank for one in every), fillvalue=0)],
     )
 

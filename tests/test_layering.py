@@ -19,8 +19,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 FLOORS: dict[str, list[set[str]]] = {
     "specdec": [
-        {"errors", "sizes", "metrics", "deviation", "blocks"},
-        {"amd_gpus", "config", "registry", "files", "hub", "packages"},
+        {"errors", "sizes", "deviation", "blocks"},
+        {"amd_gpus", "config", "metrics", "registry", "files", "hub", "packages"},
         {"device", "kv_cache"},
         {"self_check"},
         {"kernels"},

@@ -208,7 +208,7 @@ class SpecdecLM(TemplateLM):
                 "num_drafted": result.stats.num_drafted,
                 "num_accepted": result.stats.num_accepted,
                 "num_emitted": result.stats.num_emitted,
-                "num_verified": result.stats.num_verified,
+                "tree_sizes": result.stats.tree_sizes,
                 "num_by_rank": result.stats.num_by_rank,
             }
             last = now
@@ -292,7 +292,7 @@ def _sample(request: Instance, sampling: SamplingParams, record: Mapping[str, An
             record["num_drafted"],
             record["num_accepted"],
             record["num_emitted"],
-            record.get("num_verified", []),  # journals of before trees
+            record.get("tree_sizes", []),  # journals of before trees
             record.get("num_by_rank", []),
         ),
     )

@@ -12,6 +12,7 @@ from evals.divergence import first_divergence
 from evals.peers.peer import Peer, load_peer
 from evals.prompt_sets import PromptSet
 from evals.report.report import new_report
+from evals.report.table import drafts_name
 from evals.roofline import bound, measured_bandwidth
 from evals.runner import Decoded, Generate, OnStep, OnTurn, Pass, most_tokens, run_set
 from evals.speed import Speed, time_split
@@ -127,7 +128,7 @@ class _Side:
     def title(self) -> str:
         if self.peer:
             return self.peer.name
-        return f"{self.drafter} k={self.k}" if self.k else "plain"
+        return f"{self.drafter} {drafts_name(self.k)}" if self.k else "plain"
 
     @property
     def num_captured(self) -> int:

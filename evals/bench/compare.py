@@ -13,6 +13,7 @@ from textwrap import wrap
 from typing import Any
 
 from evals.divergence import Divergence, explain_divergence, first_divergence
+from evals.report.table import steps_of_shapes
 from evals.speed import Speed
 from specdec.cli.options import engine_config, load_decoder, sampling_params
 from specdec.cli.prompts import model_inputs, read_prompts
@@ -168,7 +169,7 @@ def format_comparison(comparison: Comparison, decoder: SpecDecoder, *, drafter: 
     if stats.num_steps:
         lines += ["", "  tokens put out per verify step", *_histogram(stats.histogram, stats.num_steps)]
     if stats.num_offered:
-        lines += ["", *_offered(stats), *_rates(stats)]
+        lines += ["", *_offered(stats), *_rates(stats), *_ranks(stats)]
     return "\n".join(lines)
 
 
@@ -236,9 +237,8 @@ def _histogram(counts: list[int], num_steps: int) -> list[str]:
 
 
 def _offered(stats: AcceptanceStats) -> list[str]:
-    """In how many steps each number of drafts was offered."""
-    counts = [f"{k} in {counted(steps, 'step')}" for k, steps in enumerate(stats.drafted_histogram) if steps]
-    return wrap("drafts offered: " + ", ".join(counts), 80, initial_indent="  ", subsequent_indent="    ")
+    """In how many steps each number of drafts was offered, and whether they formed a tree."""
+    return wrap("drafts offered: " + steps_of_shapes(stats.steps_by_shape), 80, initial_indent="  ", subsequent_indent="    ")
 
 
 def _rates(stats: AcceptanceStats) -> list[str]:
@@ -249,6 +249,14 @@ def _rates(stats: AcceptanceStats) -> list[str]:
         lines.append(f"  {position:>4}  {_bar(rate)}{100 * rate:>7.1f}%{steps:>9,}")
     if len(shown) < len(stats.num_offered):
         lines.append(f"  (from position {len(shown) + 1} on, fewer than {MIN_STEPS} steps offered a draft)")
+    return lines
+
+
+def _ranks(stats: AcceptanceStats) -> list[str]:
+    """What the accepted drafts of trees were among the candidates of their positions."""
+    lines = ["", "  accepted drafts of trees, by rank among the candidates of their position"] if stats.num_by_rank else []
+    for rank, (count, share) in enumerate(zip(stats.num_by_rank, stats.share_by_rank, strict=True), start=1):
+        lines.append(f"  {rank:>4}  {_bar(share)}{100 * share:>7.1f}%{count:>9,}")
     return lines
 
 

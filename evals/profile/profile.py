@@ -14,7 +14,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from evals.report.table import align
+from evals.report.table import align, drafts_name
 from evals.roofline import measured_bandwidth, step_bytes
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
@@ -170,7 +170,7 @@ def format_profile(result: StepProfile, *, most: int = 25) -> str:
         idle = f"; the GPU is idle {100 * _idle_share(result.busy_ms, result.step_ms):.1f}% of the time"
     return "\n".join(
         [
-            f"{result.num_reqs} at once, k = {result.k}, context {result.context}:"
+            f"{result.num_reqs} at once, {drafts_name(result.k)}, context {result.context}:"
             f" {median(result.step_ms):.2f} ms per step (median of {len(result.step_ms)},"
             f" {min(result.step_ms):.2f} to {max(result.step_ms):.2f}){idle}",
             f"reading the step's {result.step_bytes / 1e6:,.0f} MB alone would take {floor:.2f} ms"

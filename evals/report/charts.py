@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from evals.report.table import PLAIN, short_name
+from evals.report.table import PLAIN, drafts_name, short_name
 from evals.speed import TIME_PARTS
 
 SIZE = (4.6, 3.2)
@@ -29,6 +29,20 @@ def acceptance_by_position(rows: Sequence[Row]) -> str:
         _whole_ticks(axes)
 
     return _svg("acceptance", draw)
+
+
+def accepted_by_rank(rows: Sequence[Row]) -> str:
+    """Of the accepted drafts of trees, the share of every rank, one line per side that has any; empty where none has."""
+    own = [row for row in _drafting(rows) if row["acceptance"].get("share_by_rank")]
+
+    def draw(axes: Any) -> None:
+        for row in own:
+            shares = row["acceptance"]["share_by_rank"]
+            axes.plot(range(1, len(shares) + 1), shares, marker="o", markersize=4, label=_label(row))
+        axes.set(xlabel="rank among the candidates of a position", ylabel="share of accepted drafts", ylim=(0, 1.02))
+        _whole_ticks(axes)
+
+    return _svg("rank", draw) if own else ""
 
 
 def tokens_per_step(rows: Sequence[Row]) -> str:
@@ -105,7 +119,7 @@ def _side(row: Row) -> tuple[str, int | str]:
 def _label(row: Row) -> str:
     if row.get("peer"):
         return short_name(row["drafter"])
-    return "plain" if row["drafter"] == PLAIN else f"{short_name(row['drafter'], 18)} k={row['k']}"
+    return "plain" if row["drafter"] == PLAIN else f"{short_name(row['drafter'], 18)} {drafts_name(row['k'])}"
 
 
 def _whole_ticks(axes: Any) -> None:

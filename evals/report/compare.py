@@ -3,7 +3,7 @@
 from typing import Any
 
 from evals.report.report import Report
-from evals.report.table import PLAIN, align, short_name
+from evals.report.table import align, part_title
 from specdec.errors import InvalidInputError
 
 Key = tuple[Any, ...]
@@ -99,11 +99,7 @@ def _eval_parts(report: Report) -> dict[Key, tuple[float, float]]:
 
 
 def _title(key: Key) -> str:
-    if len(key) != 5:
-        return " ".join(map(str, key)) or "nothing"
-    name, temperature, concurrency, drafter, k = key
-    side = "plain" if drafter == PLAIN else f"{short_name(drafter)} k={k}"
-    return f"{name} T={temperature:g} c={concurrency} {side}"
+    return part_title(*key) if len(key) == 5 else " ".join(map(str, key)) or "nothing"
 
 
 def _ratio(value: float, base: float) -> str:

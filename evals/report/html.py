@@ -79,7 +79,7 @@ def html_report(report: Report) -> str:
 
 
 def _bench_plots(report: Report) -> list[str]:
-    """Four plots per prompt set and temperature; all but the speed are those of the first concurrency."""
+    """Plots per prompt set and temperature; all but the speed are those of the first concurrency."""
     lines = []
     for (name, temperature), group in groupby(report["rows"], key=lambda row: (row["prompt_set"], row["temperature"])):
         rows = list(group)
@@ -89,6 +89,7 @@ def _bench_plots(report: Report) -> list[str]:
             [
                 ("Acceptance by position", charts.acceptance_by_position(first)),
                 ("Tokens per verify step", charts.tokens_per_step(first)),
+                ("Accepted drafts of trees by rank", charts.accepted_by_rank(first)),
                 ("Speed against concurrency", charts.speed_by_concurrency(rows)),
                 ("Where the time goes", charts.time_by_part(first)),
             ]
@@ -109,13 +110,14 @@ def _eval_plots(report: Report) -> list[str]:
             [
                 ("Acceptance by position", charts.acceptance_by_position([row])),
                 ("Tokens per verify step", charts.tokens_per_step([row])),
+                ("Accepted drafts of trees by rank", charts.accepted_by_rank([row])),
             ]
         )
     return lines
 
 
 def _plots(plots: Sequence[tuple[str, str]]) -> list[str]:
-    figures = [f"<figure><figcaption>{caption}</figcaption>\n{svg}</figure>" for caption, svg in plots]
+    figures = [f"<figure><figcaption>{caption}</figcaption>\n{svg}</figure>" for caption, svg in plots if svg]
     return ['<div class="plots">', *figures, "</div>"]
 
 

@@ -1,9 +1,10 @@
 """Reports as tables for a terminal, made from the stored JSON alone."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from evals.report.report import Report
+from specdec.cli.summary import counted
 
 PLAIN = "none"
 
@@ -47,7 +48,24 @@ def bench_table(report: Report) -> list[str]:
         f"tokens/s: median of {repeats} timed passes, prefill included; ratio: to plain decoding of the same part of the sweep.",
         f"of bound: to what reading weights and cache alone would allow, at {report['bandwidth'] / 1e9:.0f} GB/s measured here.",
         "tau: tokens output per verify step, pooled over all steps; mean: the mean of the answers' own tau.",
+        *_shapes_and_ranks(report["rows"]),
     ]
+
+
+def _shapes_and_ranks(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Of sides whose drafts form trees or are chosen step by step, which they were, and which of a tree were accepted."""
+    shapes, ranks = [], []
+    for row in rows:
+        title = part_title(row["prompt_set"], row["temperature"], row["concurrency"], row["drafter"], row["k"])
+        if row["k"] == "auto" and "steps_by_shape" in row["acceptance"]:  # reports of before trees have none
+            shapes.append((f"  {title}:", steps_of_shapes(row["acceptance"]["steps_by_shape"])))
+        if row["acceptance"] and row["acceptance"].get("share_by_rank"):
+            ranks.append((f"  {title}:", _shares(row["acceptance"]["share_by_rank"])))
+    lines = ["", "drafts chosen step by step:", *align(shapes, left=(0, 1))] if shapes else []
+    if ranks:
+        lines += ["", "accepted drafts of trees, by rank among the candidates of their position, the likeliest first:"]
+        lines += align(ranks, left=(0, 1))
+    return lines
 
 
 def dummy_table(report: Report) -> list[str]:
@@ -127,7 +145,11 @@ def eval_table(report: Report) -> list[str]:
             rows.append(("tau, mean of requests", "", "", f"{acceptance['mean_tau']:.2f}", ""))
         lines += align(rows, left=(0, 2, 4))
         if acceptance is not None and acceptance["acceptance_rate"]:
-            lines.append("accepted by position: " + " ".join(f"{rate:.2f}" for rate in acceptance["acceptance_rate"]))
+            lines.append("accepted by position: " + _shares(acceptance["acceptance_rate"]))
+            if report["settings"]["k"] == "auto" and "steps_by_shape" in acceptance:
+                lines.append("drafts chosen step by step: " + steps_of_shapes(acceptance["steps_by_shape"]))
+            if acceptance.get("share_by_rank"):
+                lines.append("accepted drafts of trees by rank: " + _shares(acceptance["share_by_rank"]))
         lines += ["", *_differences(task), ""]
     return lines[:-1]
 
@@ -139,6 +161,34 @@ def short_name(drafter: str, width: int = 24) -> str:
     ('ngram', '…o/a/drafter')
     """
     return drafter if len(drafter) <= width else "…" + drafter[-(width - 1) :]
+
+
+def drafts_name(k: int | str) -> str:
+    """What a side's drafts are called.
+
+    >>> drafts_name(7), drafts_name("auto"), drafts_name("tree 16")
+    ('k=7', 'k=auto', 'tree 16')
+    """
+    return str(k) if str(k).startswith("tree") else f"k={k}"
+
+
+def part_title(prompt_set: str, temperature: float, concurrency: int, drafter: str, k: int | str) -> str:
+    """A side of a part of a sweep, in a few words."""
+    side = "plain" if drafter == PLAIN else f"{short_name(drafter)} {drafts_name(k)}"
+    return f"{prompt_set} T={temperature:g} c={concurrency} {side}"
+
+
+def steps_of_shapes(steps: Mapping[str, int]) -> str:
+    """Verify steps by their drafts, see `AcceptanceStats.steps_by_shape`.
+
+    >>> steps_of_shapes({"7": 1, "tree 15": 300})
+    '7 in 1 step, tree 15 in 300 steps'
+    """
+    return ", ".join(f"{shape} in {counted(count, 'step')}" for shape, count in steps.items())
+
+
+def _shares(values: Sequence[float]) -> str:
+    return " ".join(f"{value:.2f}" for value in values)
 
 
 def align(rows: Sequence[Sequence[str]], *, left: Sequence[int]) -> list[str]:

@@ -22,14 +22,18 @@ def counted(number: int, noun: str) -> str:
 
 
 def describe_drafts(decoder: SpecDecoder, drafter: str) -> str:
-    """The drafter and k in a few words.
+    """The drafter and the shape of its drafts in a few words.
 
     Args:
-        decoder: gives k.
+        decoder: gives the shapes.
         drafter: its name, see `specdec.registry.drafter_name`.
     """
-    k = decoder.engine.num_draft_tokens
-    return f"drafter {drafter}, {'k up to' if decoder.engine.draft_length else 'k ='} {k}" if k else "no drafts"
+    shapes = decoder.engine.shapes
+    chains, trees = ([shape.drafts for shape in shapes if shape.is_tree == of_trees] for of_trees in (False, True))
+    at_most = "up to " if len(shapes) > 1 else ""
+    parts = [f"k {at_most or '= '}{max(chains)}"] if any(chains) else []
+    parts += [f"trees of {at_most}{max(trees)} drafts"] if trees else []
+    return f"drafter {drafter}, {', '.join(parts)}" if parts else "no drafts"
 
 
 def format_timing(timer: StepTimer) -> str:

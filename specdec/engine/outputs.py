@@ -47,7 +47,7 @@ class GenerationResult:
                 request.num_drafted,
                 request.num_accepted,
                 request.num_emitted,
-                request.num_verified,
+                request.tree_sizes,
                 [request.num_by_rank[rank] for rank in range(max(request.num_by_rank, default=-1) + 1)],
             ),
         )

@@ -46,7 +46,7 @@ class Request:
     num_drafted: list[int] = field(default_factory=list)  # per verify step: positions for which drafts were offered
     num_accepted: list[int] = field(default_factory=list)  # per verify step: drafts kept, after stop conditions
     num_emitted: list[int] = field(default_factory=list)  # per verify step: tokens output
-    num_verified: list[int] = field(default_factory=list)  # per verify step: rows behind the anchor, those of a tree all counted
+    tree_sizes: list[int] = field(default_factory=list)  # per verify step: drafts of its tree, 0 for a chain
     num_by_rank: Counter[int] = field(default_factory=Counter)  # drafts of trees that were kept, by their rank
 
     status: Status = Status.WAITING

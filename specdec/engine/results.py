@@ -199,7 +199,7 @@ def append_tokens(request: Request, result: StepResult, eos_token_ids: Sequence[
         request.num_drafted.append(result.num_drafts)
         request.num_accepted.append(num_accepted)
         request.num_emitted.append(len(tokens))
-        request.num_verified.append(result.shape.drafts if result.shape.is_tree else result.num_drafts)
+        request.tree_sizes.append(result.shape.drafts if result.shape.is_tree else 0)
         for rank in result.ranks[:num_accepted]:
             request.num_by_rank[rank] += 1
     return reason

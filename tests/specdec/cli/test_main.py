@@ -16,6 +16,7 @@ import torch
 from drafters.ngram import load_ngram
 from evals.bench.compare import Comparison, compare, first_divergence, format_comparison
 from evals.speed import Speed
+from specdec.blocks import BlockShape
 from specdec import __version__
 from specdec.cli.main import main
 from specdec.config import EngineConfig, SamplingParams
@@ -39,7 +40,7 @@ class FakeDecoder:
         self.tokenizer = SimpleNamespace(chat_template=chat_template)
         timer = StepTimer(torch.device("cpu"), enabled=True)
         timer.totals, timer.num_steps = {"draft": 1.0, "verify": 2.0, "schedule": 0.5, "context": 0.25, "accept": 0.25}, 10
-        self.engine = SimpleNamespace(num_draft_tokens=3, draft_length=None, timer=timer)
+        self.engine = SimpleNamespace(shapes=(BlockShape(3),), timer=timer)
         self.inputs: Any = None
         self.sampling = SamplingParams()
         self.options: dict[str, Any] = {}
@@ -426,7 +427,7 @@ def test_positions_that_few_steps_offered_are_left_out() -> None:
     speed = Speed([10], [1.0])
     decoder = SimpleNamespace(
         verifier=SimpleNamespace(name="m", device="cpu", dtype=torch.float32),
-        engine=SimpleNamespace(num_draft_tokens=3, draft_length=None),
+        engine=SimpleNamespace(shapes=(BlockShape(3),)),
     )
     text = format_comparison(Comparison(SamplingParams(), speed, speed, [stats], []), decoder, drafter="d")  # type: ignore[arg-type]
     assert "drafts offered: 0 in 1 step, 1 in 6 steps, 3 in 4 steps" in text
