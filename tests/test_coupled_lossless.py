@@ -52,7 +52,9 @@ class Case:
         config = EngineConfig(**{"max_num_seqs": 125, "cache": memory, "num_draft_tokens": None, **changes})
         engine = SpecEngine(self.verifier, drafter, config)
         requests = [
-            engine.add_request(prompt, SamplingParams(max_tokens=MAX_TOKENS, seed=seed, ignore_eos=True, **KINDS[seed % len(KINDS)]))
+            engine.add_request(
+                prompt, SamplingParams(max_tokens=MAX_TOKENS, seed=seed, ignore_eos=True, **KINDS[seed % len(KINDS)])
+            )
             for seed, prompt in enumerate(self.prompts)
         ]
         while engine.has_work:

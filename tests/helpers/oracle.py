@@ -1,6 +1,7 @@
 """A DFlash drafter in whose place a table answers: the target's own logits at every position of known texts, disturbed."""
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -39,12 +40,13 @@ class BoundOracle(BoundDFlash):
     most_deferred = 0
 
     def __init__(self, drafter: OracleDrafter, max_num_seqs: int, draft_sampling: DraftSampling) -> None:
-        self.drafter: OracleDrafter | DFlashDrafter = drafter
-        self.draft_sampling, self.table = draft_sampling, drafter.logits
+        self.drafter = cast(DFlashDrafter, drafter)
+        self._texts = drafter.texts
+        self.draft_sampling, self.table, self._coupling = draft_sampling, drafter.logits, None
         self.texts = torch.zeros(max_num_seqs, dtype=torch.int64)
 
     def begin(self, slot: int, token_ids: Sequence[int]) -> None:
-        texts = self.drafter.texts
+        texts = self._texts
         self.texts[slot] = next(texts[prompt] for n in range(1, len(token_ids) + 1) if (prompt := tuple(token_ids[:n])) in texts)
 
     def draft_hidden(self, batch: DecodeBatch) -> Tensor:

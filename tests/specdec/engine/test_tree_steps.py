@@ -57,7 +57,9 @@ class Case:
         trees = {"tree_nodes": DRAFTS} if drafter else {}
         cache = CacheConfig(memory_bytes=2**22)
         return SpecEngine(
-            self.verifier, drafter, EngineConfig(**{"max_num_seqs": 4, "num_draft_tokens": None, "cache": cache, **trees, **changes})
+            self.verifier,
+            drafter,
+            EngineConfig(**{"max_num_seqs": 4, "num_draft_tokens": None, "cache": cache, **trees, **changes}),
         )
 
     def scripted(self, sampling: str = "greedy", **changes: Any) -> SpecEngine:
@@ -255,7 +257,8 @@ def test_a_step_never_waits(case: Case, sampling: str) -> None:
     drafters = [ScriptedTrees(case.outputs_of(sampling), TREES), random_dflash(case.verifier), random_dflash(case.verifier)]
     for drafter, changes in zip(drafters, ({}, {}, {"tree_nodes": 0}), strict=True):
         engine = case.engine(drafter, pipeline_depth=1, draft_sampling="coupled", **changes)
-        launch, launches = engine.runner.step, []
+        launch = engine.runner.step
+        launches: list[bool] = []
 
         def guarded(batch: DecodeBatch, launch: Any = launch, launches: list[bool] = launches) -> Any:
             launches.append(batch.shape.is_tree)
@@ -365,7 +368,9 @@ def test_what_is_refused(case: Case) -> None:
         EngineConfig(tree_nodes=14, num_draft_tokens=3)
     with pytest.raises(InvalidInputError, match=r"tree_nodes is 65; it must be 0 \(chains\) to 64"):
         EngineConfig(tree_nodes=65)
-    open_choice = case.engine(random_dflash(case.verifier), draft_sampling="probabilistic", num_draft_tokens="auto", tree_nodes=None)
+    open_choice = case.engine(
+        random_dflash(case.verifier), draft_sampling="probabilistic", num_draft_tokens="auto", tree_nodes=None
+    )
     assert not any(shape.is_tree for shape in open_choice.shapes)
 
 
