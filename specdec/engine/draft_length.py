@@ -274,10 +274,16 @@ class DraftLength:
                 if there.sampled == here.sampled
                 for shape, took in one.measured().items()
             }
-            fits = (shape for shape in self.rungs if not shape.is_tree or here.num_reqs * shape.rows <= MOST_TREE_ROWS)
-            steps = {shape: StepSize(here.num_reqs, shape).estimate(known) for shape in fits}
+            steps = {shape: StepSize(here.num_reqs, shape).estimate(known) for shape in self._shapes(here, known)}
             estimated = self._estimates[here] = {shape: took for shape, took in steps.items() if took is not None}
         return {shape: max(took, 1e-9) for shape, took in sorted((estimated | times.measured()).items())}
+
+    def _shapes(self, here: Situation, known: Mapping[StepSize, float]) -> list[BlockShape]:
+        """Chains, and the trees that have been tried with the next larger one: the time of a much larger one would be a guess."""
+        trees = [shape for shape in self.rungs if shape.is_tree and here.num_reqs * shape.rows <= MOST_TREE_ROWS]
+        tried = max((step.shape for step in known if step.shape.is_tree), default=BlockShape(0))
+        larger = [shape for shape in trees if shape > tried]
+        return [*self._chains, *(shape for shape in trees if shape <= tried), *larger[:1]]
 
     def _times_of(self, here: Situation) -> StepTimes:
         return self._times.setdefault(here, StepTimes(self.rungs))
