@@ -31,7 +31,9 @@ class ScriptedTrees(ScriptedDrafter):
 
     draws_trees = True
 
-    def __init__(self, outputs: dict[tuple[int, ...], list[int]], trees: Sequence[Parents], ends: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, outputs: dict[tuple[int, ...], list[int]], trees: Sequence[Parents], ends: Sequence[int] | None = None
+    ) -> None:
         paths = [[path_to(parents, row) for row in range(len(parents) + 1)] for parents in trees]
         super().__init__(outputs, max(len(path) - 1 for tree in paths for path in tree))
         self.trees, self.paths = trees, paths
@@ -58,7 +60,10 @@ class BoundTrees(BoundScript):
         self.depths = torch.tensor([[len(path) - 1 for path in tree[1:]] for tree in drafter.paths], device=device)
         self.ancestors = torch.tensor([[_word(path) for path in tree[1:]] for tree in drafter.paths], device=device)
         self.siblings = torch.tensor([_places(parents) for parents in drafter.trees], device=device)
-        offsets = [[_offsets(parents, tree[end]) for end in range(len(tree))] for parents, tree in zip(drafter.trees, drafter.paths, strict=True)]
+        offsets = [
+            [_offsets(parents, tree[end]) for end in range(len(tree))]
+            for parents, tree in zip(drafter.trees, drafter.paths, strict=True)
+        ]
         self.offsets = torch.tensor(offsets, device=device)  # [shapes, ends, drafts]
 
     def begin(self, slot: int, token_ids: Sequence[int]) -> None:

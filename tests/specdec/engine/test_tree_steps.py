@@ -57,7 +57,9 @@ class Case:
         trees = {"tree_nodes": DRAFTS} if drafter else {}
         cache = CacheConfig(memory_bytes=2**22)
         return SpecEngine(
-            self.verifier, drafter, EngineConfig(**{"max_num_seqs": 4, "num_draft_tokens": None, "cache": cache, **trees, **changes})
+            self.verifier,
+            drafter,
+            EngineConfig(**{"max_num_seqs": 4, "num_draft_tokens": None, "cache": cache, **trees, **changes}),
         )
 
     def scripted(self, sampling: str = "greedy", **changes: Any) -> SpecEngine:
@@ -365,7 +367,9 @@ def test_what_is_refused(case: Case) -> None:
         EngineConfig(tree_nodes=14, num_draft_tokens=3)
     with pytest.raises(InvalidInputError, match=r"tree_nodes is 65; it must be 0 \(chains\) to 64"):
         EngineConfig(tree_nodes=65)
-    open_choice = case.engine(random_dflash(case.verifier), draft_sampling="probabilistic", num_draft_tokens="auto", tree_nodes=None)
+    open_choice = case.engine(
+        random_dflash(case.verifier), draft_sampling="probabilistic", num_draft_tokens="auto", tree_nodes=None
+    )
     assert not any(shape.is_tree for shape in open_choice.shapes)
 
 
