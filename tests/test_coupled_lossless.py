@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from drafters.dflash.coupling import Coupling
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import Drafter, Verifier
 from specdec.engine.engine import SpecEngine
@@ -30,7 +31,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "chain": {"num_draft_tokens": K},
     "tree of 5": {"tree_nodes": 5},
     "tree of 40": {"tree_nodes": 40},
+    "weighted tree of 12": {"tree_nodes": 12},
 }
+COUPLING = Coupling((0.7, 1.2), a=((0.8, 0.7, 0.7, 0.6, 0.5), (0.9, 0.8, 0.8, 0.8, 0.7)), b=((1.0, 0.6, 0.5, 0.4, 0.3),) * 2)
 
 
 class Case:
@@ -44,7 +47,7 @@ class Case:
         self.plain = self.run(None, num_draft_tokens=None)
         texts = {tuple(request.prompt_token_ids): request.output_token_ids for request in self.plain}
         logits: Tensor = disturbed_logits(model, [request.token_ids for request in self.plain], spread=1.0)
-        self.drafter = OracleDrafter(texts, logits, K)
+        self.drafter, self.weighted = OracleDrafter(texts, logits, K), OracleDrafter(texts, logits, K, COUPLING)
 
     def run(self, drafter: Drafter | None, **changes: Any) -> list[Request]:
         """All seeds in one engine."""
@@ -70,7 +73,8 @@ def case() -> Case:
 @cache
 def drafted(way: str, draft_sampling: str) -> list[Request]:
     """All seeds, with drafts."""
-    return case().run(case().drafter, draft_sampling=draft_sampling, **WAYS[way])
+    drafter = case().weighted if "weighted" in way else case().drafter
+    return case().run(drafter, draft_sampling=draft_sampling, **WAYS[way])
 
 
 def tau(requests: list[Request], kind: int) -> float:

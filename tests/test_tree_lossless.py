@@ -67,7 +67,7 @@ def test_every_draft_is_the_last_of_a_path() -> None:
     drafts, prompts = 12, list(outputs)
     shapes = [[(7 * row + seed) % (row + 1) for row in range(drafts)] for seed in range(5)]
     ends: set[tuple[int, int]] = set()
-    for start in range(0, drafts + 1, 2):
+    for start in range(drafts + 1):
         drafter = ScriptedTrees(outputs, shapes, [*range(start, drafts + 1), *range(start)])
         engine = SpecEngine(verifier, drafter, engine_config(5, tree_nodes=drafts))
         requests = [engine.add_request(list(prompt), SamplingParams(max_tokens=MAX_TOKENS)) for prompt in prompts]

@@ -1,12 +1,12 @@
 """A DFlash drafter in whose place a table answers: the target's own logits at every position of known texts, disturbed."""
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from drafters.dflash.coupling import Coupling, CouplingTable
 from drafters.dflash.drafter import BoundDFlash, DFlashDrafter
 from specdec.config import DraftSampling
 from specdec.core import AcceptOutput, DecodeBatch, Drafter, PrefillBatch, Verifier, VerifyOutput
@@ -20,12 +20,14 @@ class OracleDrafter(Drafter):
         texts: prompt -> its whole output, all as long together.
         logits: float32 [texts, length, V], at each position for the token behind it.
         k: most drafts of a path.
+        coupling: weights of these logits and of the shared noise; None are ones.
     """
 
     draws_trees = True
     target_ids: Tensor | None = None
 
-    def __init__(self, texts: dict[tuple[int, ...], list[int]], logits: Tensor, k: int) -> None:
+    def __init__(self, texts: dict[tuple[int, ...], list[int]], logits: Tensor, k: int, coupling: Coupling | None = None) -> None:
+        self.coupling = coupling
         self.texts, self.logits, self.max_draft_tokens = {text: i for i, text in enumerate(texts)}, logits, k
 
     def bind(
@@ -40,13 +42,13 @@ class BoundOracle(BoundDFlash):
     most_deferred = 0
 
     def __init__(self, drafter: OracleDrafter, max_num_seqs: int, draft_sampling: DraftSampling) -> None:
-        self.drafter = cast(DFlashDrafter, drafter)
-        self._texts = drafter.texts
-        self.draft_sampling, self.table, self._coupling = draft_sampling, drafter.logits, None
+        self.drafter: OracleDrafter | DFlashDrafter = drafter
+        self.draft_sampling, self.table = draft_sampling, drafter.logits
+        self._coupling = None if drafter.coupling is None else CouplingTable(drafter.coupling, torch.device("cpu"))
         self.texts = torch.zeros(max_num_seqs, dtype=torch.int64)
 
     def begin(self, slot: int, token_ids: Sequence[int]) -> None:
-        texts = self._texts
+        texts = self.drafter.texts
         self.texts[slot] = next(texts[prompt] for n in range(1, len(token_ids) + 1) if (prompt := tuple(token_ids[:n])) in texts)
 
     def draft_hidden(self, batch: DecodeBatch) -> Tensor:
