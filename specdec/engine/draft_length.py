@@ -279,11 +279,9 @@ class DraftLength:
         return {shape: max(took, 1e-9) for shape, took in sorted((estimated | times.measured()).items())}
 
     def _shapes(self, here: Situation, known: Mapping[StepSize, float]) -> list[BlockShape]:
-        """Chains, and the trees that have been tried with the next larger one: the time of a much larger one would be a guess."""
-        trees = [shape for shape in self.rungs if shape.is_tree and here.num_reqs * shape.rows <= MOST_TREE_ROWS]
-        tried = max((step.shape for step in known if step.shape.is_tree), default=BlockShape(0))
-        larger = [shape for shape in trees if shape > tried]
-        return [*self._chains, *(shape for shape in trees if shape <= tried), *larger[:1]]
+        """Chains, and trees of at most four times the rows that have been tried: the time of a much larger one would be a guess."""
+        most = min(MOST_TREE_ROWS // here.num_reqs, 4 * max((step.shape.rows for step in known), default=0))
+        return [shape for shape in self.rungs if not shape.is_tree or shape.rows <= most]
 
     def _times_of(self, here: Situation) -> StepTimes:
         return self._times.setdefault(here, StepTimes(self.rungs))
