@@ -97,9 +97,7 @@ def result_table(shape: BlockShape, accept: AcceptOutput, draft: DraftOutput | N
     Returns:
         int64 [num_reqs, num_columns(shape, ...)]; `out` when it is given.
     """
-    all_count = draft is None or draft.num_drafts is None
-    num_drafts = torch.full_like(accept.num_accepted, shape.depth) if all_count else draft.num_drafts
-    counts = (accept.num_accepted, num_drafts, accept.finite.long())
+    counts = (accept.num_accepted, _offered(shape, accept, draft), accept.finite.long())
     columns = [*(count[:, None] for count in counts), accept.token_ids]
     if accept.path is not None:
         assert draft is not None and draft.tree is not None
@@ -108,6 +106,16 @@ def result_table(shape: BlockShape, accept: AcceptOutput, draft: DraftOutput | N
     if accept.logprobs is not None:
         columns.append(accept.logprobs.double().view(torch.int64))  # the same 8 bytes, so that one tensor carries both
     return torch.cat(columns, dim=1, out=out)
+
+
+def _offered(shape: BlockShape, accept: AcceptOutput, draft: DraftOutput | None) -> Tensor:
+    """int64 [num_reqs], positions for which there are drafts that count."""
+    if draft is None or draft.num_drafts is None:
+        return torch.full_like(accept.num_accepted, shape.depth)
+    if draft.tree is None:
+        return draft.num_drafts
+    counts = torch.arange(shape.drafts, device=draft.num_drafts.device) < draft.num_drafts[:, None]
+    return torch.where(counts, draft.tree.depths, 0).amax(dim=1)
 
 
 def num_columns(shape: BlockShape, *, logprobs: bool) -> int:
