@@ -8,7 +8,6 @@ from itertools import cycle
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -78,7 +77,8 @@ def test_every_draft_is_the_last_of_a_path() -> None:
             rows = [drafter.ends[(FIRST * index + step) % (drafts + 1)] for step in range(len(request.num_accepted) - 1)]
             assert request.num_accepted[:-1] == [len(drafter.paths[index][row]) - 1 for row in rows]
             ends.update((index, row) for row in rows)
-    assert len(ends) == len(shapes) * (drafts + 1)
+    whole = [index for index, output in enumerate(outputs.values()) if len(output) == MAX_TOKENS]
+    assert len(whole) >= 3 and ends >= {(index, row) for index in whole for row in range(drafts + 1)}
 
 
 BREAKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
