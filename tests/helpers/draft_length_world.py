@@ -32,8 +32,11 @@ class Chooser(Protocol):
 class Place(Protocol):
     """Where to decode; see `World`."""
 
-    spread: float
-    moods: float
+    @property
+    def spread(self) -> float: ...
+
+    @property
+    def moods(self) -> float: ...
 
     @property
     def num_reqs(self) -> Callable[[int], int]: ...

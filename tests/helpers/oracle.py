@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from drafters.dflash.coupling import Coupling, CouplingTable
-from drafters.dflash.drafter import BoundDFlash, DFlashDrafter
+from drafters.dflash.drafter import BoundDFlash
 from specdec.config import DraftSampling
 from specdec.core import AcceptOutput, DecodeBatch, Drafter, PrefillBatch, Verifier, VerifyOutput
 from specdec.kv_cache import LayerCache
@@ -42,7 +42,7 @@ class BoundOracle(BoundDFlash):
     most_deferred = 0
 
     def __init__(self, drafter: OracleDrafter, max_num_seqs: int, draft_sampling: DraftSampling) -> None:
-        self.drafter: OracleDrafter | DFlashDrafter = drafter
+        self.drafter: OracleDrafter = drafter  # type: ignore[assignment]
         self.draft_sampling, self.table = draft_sampling, drafter.logits
         self._coupling = None if drafter.coupling is None else CouplingTable(drafter.coupling, torch.device("cpu"))
         self.texts = torch.zeros(max_num_seqs, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Drafters of trees that know the answer, for tests: of a given shape, right along one path that ends at another draft every step."""
+"""Drafters of trees that know the answer, for tests: right along one path, which ends at another draft every step."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""The engine's edges with draft trees: ends within a path, limits, preemption, penalties, log-probabilities, NaN, capture, waits."""
+"""The engine's edges with draft trees: ends within a path, limits, preemption, penalties, log-probabilities, NaN, graphs, waits."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -257,8 +257,7 @@ def test_a_step_never_waits(case: Case, sampling: str) -> None:
     drafters = [ScriptedTrees(case.outputs_of(sampling), TREES), random_dflash(case.verifier), random_dflash(case.verifier)]
     for drafter, changes in zip(drafters, ({}, {}, {"tree_nodes": 0}), strict=True):
         engine = case.engine(drafter, pipeline_depth=1, draft_sampling="coupled", **changes)
-        launch = engine.runner.step
-        launches: list[bool] = []
+        launch, launches = engine.runner.step, list[bool]()
 
         def guarded(batch: DecodeBatch, launch: Any = launch, launches: list[bool] = launches) -> Any:
             launches.append(batch.shape.is_tree)
