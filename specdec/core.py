@@ -31,6 +31,7 @@ class ForwardInput:
         position_ids: int64 [num_tokens].
         metadata: attention metadata of these rows.
         logit_rows: int64 [n], rows whose logits are wanted; None for all rows.
+        long: bool [num_tokens], rows of requests that may come to more than `Verifier.short_len` tokens; None for none.
 
     What follows is for layers that keep a state per request, see `specdec.kv_cache.StateCache`:
 
@@ -44,6 +45,7 @@ class ForwardInput:
     position_ids: Tensor
     metadata: AttentionMetadata
     logit_rows: Tensor | None = None
+    long: Tensor | None = None
     slots: Tensor | None = None
     row_counts: Tensor | None = None
     final: bool = True
@@ -94,6 +96,7 @@ class DecodeBatch:
         max_model_len: position ids never reach this, so that learned position tables are safe.
         sampling: sampling state of the requests.
         min_seq_len: host bound, at most the smallest L; requests that only pad the batch may have less.
+        long: bool [num_reqs], see `ForwardInput.long`; None where the target does not ask.
         context: see `Context`.
 
     What the models of a step are fed beside tokens depends on the rows per request alone. It is computed once for each width.
@@ -109,6 +112,7 @@ class DecodeBatch:
     max_model_len: int
     sampling: SamplingTensors
     min_seq_len: int = 0
+    long: Tensor | None = None
     context: Context = "now"
     _positions: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
     _position_ids: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
@@ -177,15 +181,22 @@ class DecodeBatch:
             position_ids = self.row_positions(tree).clamp(max=self.max_model_len - 1).flatten()
             rows = TreeRows(*(F.pad(numbers, (1, 0)).flatten() for numbers in (tree.ancestors, tree.depths)))
             metadata = replace(self.metadata(width, visibility="ancestors"), tree=rows)
-        final = width == 1
-        return ForwardInput(token_ids.flatten(), position_ids, metadata, slots=self.slots, final=final, max_pending=max_pending)
+        return ForwardInput(
+            token_ids.flatten(),
+            position_ids,
+            metadata,
+            long=None if self.long is None else self.long.repeat_interleave(width),
+            slots=self.slots,
+            final=width == 1,
+            max_pending=max_pending,
+        )
 
 
 @dataclass(slots=True)
 class DraftOutput:
     """The drafts of a block, and the distribution they were drawn from.
 
-    A chain has them for positions L+1 .. L+k. In a tree they are point masses, all of which count.
+    A chain has them for positions L+1 .. L+k. In a tree they are point masses.
 
     Exactly one form of proposal:
         point mass: `probs` and `candidate_ids` are None; the draft has probability 1.
@@ -268,6 +279,8 @@ class Verifier(Protocol):
     hidden_size: int
     num_layers: int
     max_model_len: int
+    short_len: int | None
+    """Most tokens that are read of a request without its being `ForwardInput.long`; None where the target makes no difference."""
     eos_token_ids: tuple[int, ...]
     embedding_scale: float
     """Factor the model applies to its input embeddings (sqrt(H) for Gemma, else 1)."""

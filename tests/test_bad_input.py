@@ -117,6 +117,8 @@ def index(file: str) -> Damage:
     return damage
 
 
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 3, "long_factor": [2.0] * 3}
+"""With factors for fewer numbers than a head has."""
 ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
 
 
@@ -129,7 +131,11 @@ ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
         (set_key(num_hidden_layers=5), ("lacks 9 tensors", "model.layers.4.input_layernorm.weight")),
         (set_key(intermediate_size=50), ("cannot read the weights of target", "[48, 32] and the config asks for [50, 32]")),
         (set_key(model_type="t5"), ("encoder-decoder",)),
-        (set_key(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), ("RoPE of type dynamic",)),
+        (set_key(rope_parameters=LONGROPE), ("cannot read the weights of target", "torch.Size([8])")),
+        (
+            set_key(rope_parameters=LONGROPE | {"original_max_position_embeddings": 0}),
+            ("cannot read the weights of target", "division by zero"),
+        ),
         (remove("config.json"), ("cannot read the config of target",)),
         (remove("model.safetensors"), ("cannot read the weights of target", "model.safetensors")),
         (write("config.json", "null"), ("cannot read the config of target", "fetch it again")),

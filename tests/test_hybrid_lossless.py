@@ -23,11 +23,14 @@ CASES = [
     ("qwen3_5", 0),
     pytest.param(("nemotron_h", 1), marks=pytest.mark.slow),
     pytest.param(("falcon_h1", 5), marks=pytest.mark.slow),
+    pytest.param(("kimi_linear", 3), marks=pytest.mark.slow),
+    pytest.param(("zamba2_adapted", 3), marks=pytest.mark.slow),
 ]
-"""The delta rule, Mamba-2, and that beside attention, with seeds whose answers are long."""
+"""The delta rule, Mamba-2, that beside attention, a decay per key channel beside latents, and blocks that layers share, with seeds
+whose answers are long."""
 
 
-@pytest.fixture(scope="module", params=CASES, ids=["qwen3_5", "nemotron_h", "falcon_h1"])
+@pytest.fixture(scope="module", params=CASES, ids=["qwen3_5", "nemotron_h", "falcon_h1", "kimi_linear", "zamba2"])
 def case(request: pytest.FixtureRequest) -> tuple[Verifier, Outputs]:
     """A target and what transformers' `generate` makes of its prompts."""
     name, seed = request.param

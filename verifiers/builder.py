@@ -19,8 +19,9 @@ from specdec.layers.rotary import Rope
 from verifiers.description import Description, norm_epsilon
 from verifiers.latent import latent_attention
 from verifiers.mixture import gated_mlp, mixture, mlp_beside_experts
-from verifiers.recurrent import is_recurrent, mixer
+from verifiers.recurrent import attends, is_recurrent, mamba, mixer
 from verifiers.shape import cache_layers, layer_kinds, layer_windows, max_model_len
+from verifiers.shared_blocks import SharedBlocks
 from verifiers.weights import Reorder, Weights
 
 
@@ -38,6 +39,7 @@ class LayerBuilder:
         self._specs = [backend.each[kind].spec for kind in layer_kinds(config, backend)]
         self._windows, self._reads = layer_windows(config), cache_layers(config)
         self._ropes: dict[str, Rope] = {}  # one object for equal parameters
+        self._blocks: SharedBlocks | None = None
 
     def layer(self, index: int, weights: Weights) -> DecoderLayer:
         """Decoder layer `index` from the tensors in `weights`."""
@@ -45,6 +47,8 @@ class LayerBuilder:
         if is_recurrent(self._config, index):
             names = self._description.norms_of_recurrent or names
         weights.scale(self._description.factors)
+        if self._description.shared_blocks and is_recurrent(self._config, index) and attends(self._config, index):
+            return self._after_shared_block(index, weights)
         attention, output = mixer(weights, self._config, index, lambda: self._attention(index, weights.under("self_attn.")))
         mlp = None if attention is not None and self._description.one_sublayer else self._feed_forward(weights)
         return DecoderLayer(
@@ -59,6 +63,23 @@ class LayerBuilder:
             input_gate=self._input_gate(weights) if self._description.layer_inputs else None,
             factor=weights.tensor("layer_scalar") if self._description.scales_layers else None,
         )
+
+    def _after_shared_block(self, index: int, weights: Weights) -> DecoderLayer:
+        if self._blocks is None:
+            self._blocks = SharedBlocks(self._config, self._description.shared_blocks, weights.tensors)
+        linear_attention, output = mamba(weights.under("linear_attn."), self._config), weights.linear("linear_attn.out_proj")
+        norm, spec = self.norm(weights, self._description.norms.input), self._specs[index]
+        assert norm is not None and isinstance(spec, AttentionSpec)
+        attention = self._blocks.before(
+            index,
+            lambda scope: self._head_attention(index, scope, spec),
+            self.norm,
+            projection=weights.linear("linear"),
+            norm_after=norm,
+            linear=linear_attention,
+            activation=self._description.activation,
+        )
+        return DecoderLayer(input_norm=None, attention=attention, output=output, mlp_norm=None, mlp=None)
 
     def inputs(self, weights: Weights) -> LayerInputs:
         """What makes the inputs that every layer is given, from the tensors in `weights`."""
@@ -91,8 +112,7 @@ class LayerBuilder:
         spec, description = self._specs[index], self._description
         parameters = description.ropes[index]
         if isinstance(spec, MlaSpec):
-            assert parameters is not None, "a part of every head is rotated"
-            rope = self._rope(parameters, spec.qk_rope_head_dim)
+            rope = None if parameters is None else self._rope(parameters, spec.qk_rope_head_dim)
             return latent_attention(weights, self._config, spec, rope, interleaved=description.interleaved)
         return self._head_attention(index, weights, spec)
 
@@ -103,14 +123,13 @@ class LayerBuilder:
         order = rotation_order(spec.head_dim, rotated, interleaved=description.interleaved and rope is not None)
         reorder = None if order is None else lambda rows: rows.unflatten(0, (-1, spec.head_dim))[:, order].flatten(0, 1)
         kind, own = description.norms_of_queries, self._reads[index] == index
-        names = ("q_norm" if kind else None, "k_norm" if kind and own else None)
-        query_norm, key_norm = (self.norm(weights, name, reorder) for name in names)
+        query_norm, key_norm = self._query_norms(index, weights, spec, reorder)
         wide = (query_norm, key_norm) if kind == "all heads" and query_norm and key_norm else None
         heads = Heads(
             scale=spec.head_dim**-0.5 if description.scale is None else description.scale,
             window=self._windows[index],
             softcap=spec.softcap,
-            sinks=weights.tensor("sinks") if spec.sinks else None,
+            sinks=weights.optional("sinks"),  # which one kind of layers may have alone
             query_norm=None if wide else query_norm,
             key_norm=None if wide else key_norm,
             value_norm=self._unweighted(spec.head_dim) if description.norms_values and own else None,
@@ -127,7 +146,20 @@ class LayerBuilder:
             gates = ("gate_proj",) if description.gated_attention else ("g_proj",) if description.softplus_gates else ()
             qkv = _qkv(weights, spec, reorder, gates)
         function: Any = "sigmoid" if description.gated_attention else "softplus" if description.softplus_gates else None
-        return HeadAttention(qkv, heads, rope, wide, function)
+        return HeadAttention(qkv, heads, rope, wide, function, description.value_dim, description.value_scale)
+
+    def _query_norms(
+        self, index: int, weights: Weights, spec: AttentionSpec, reorder: Reorder | None
+    ) -> tuple[Norm | None, Norm | None]:
+        """Of queries and of keys; of one head a norm without weights is the same before its rotation and after it."""
+        kind, own = self._description.norms_of_queries, self._reads[index] == index
+        if kind == "unweighted":
+            parameters = self._description.ropes[index]
+            rotated = parameters is not None and parameters["rope_type"] != "none"
+            norm = self._unweighted(spec.head_dim) if rotated else None
+            return norm, norm
+        query_norm = self.norm(weights, "q_norm" if kind else None, reorder)
+        return query_norm, self.norm(weights, "k_norm" if kind and own else None, reorder)
 
     def _unweighted(self, width: int) -> Norm:
         ones = torch.ones(width, dtype=torch.promote_types(self._dtype, torch.float32), device=self._device)

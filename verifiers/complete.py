@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from specdec.errors import CheckpointError
 from specdec.kernels.packed import PackedWeight
@@ -23,7 +23,10 @@ def shapes_of(config: Any) -> dict[str, torch.Size]:
     found: Any = own or bare_class(config)
     with torch.device("meta"):
         model: nn.Module = found(config)
-    shapes = {name if own else f"model.{name}": tensor.shape for name, tensor in model.state_dict().items()}
+    tensors: dict[int, tuple[str, Tensor]] = {}  # those that layers share once, under the first name
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        tensors.setdefault(id(tensor), (name, tensor))
+    shapes = {name if own else f"model.{name}": tensor.shape for name, tensor in tensors.values()}
     if getattr(config, "tie_word_embeddings", False):
         shapes.pop(HEAD, None)
     elif own is None:

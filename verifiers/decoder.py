@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from specdec.attention.backend import AttentionBackend
+from specdec.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
+from specdec.attention.chunks import in_chunks
 from specdec.attention.mla import MlaBackend
 from specdec.core import ForwardInput, RoutedExperts, VerifyOutput
 from specdec.kernels.packed import PackedWeight
@@ -18,7 +19,7 @@ from specdec.layers.ops import ops_for
 from verifiers.builder import LayerBuilder
 from verifiers.description import Description
 from verifiers.recurrent import recurrent_rows
-from verifiers.shape import layer_caches, layer_kinds, layer_specs, layer_windows, max_model_len
+from verifiers.shape import layer_caches, layer_kinds, layer_specs, layer_windows, max_model_len, short_len
 from verifiers.weights import Weights
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class DecoderVerifier:
         head = weights.optional("lm_head.weight")
         self._head = linear(self._embedding if head is None else head, weights.optional("lm_head.bias"))
         self.hidden_size, self.num_layers = config.hidden_size, config.num_hidden_layers
-        self.max_model_len = max_model_len(config)
+        self.max_model_len, self.short_len = max_model_len(config), short_len(config)
         self.vocab_size = self._head.out_features
         self.kv_specs = layer_specs(config, backend)
         self._places = layer_caches(config)
@@ -108,10 +109,10 @@ class DecoderVerifier:
     def hidden(self, rows: ForwardInput, caches: Sequence[Any], taps: Sequence[int] = ()) -> tuple[Tensor, list[Tensor]]:
         """Hidden states [T, H] after the final norm, and the raw outputs [T, H] of the layers in `taps`."""
         embeddings = self._ops.embed(rows.token_ids, self._embedding, self.embedding_scale)
-        angles = self._decoder.angles(rows.position_ids, self.dtype)
+        angles = self._decoder.angles(rows.position_ids, self.dtype, rows.long)
         inputs = None if self._inputs is None else self._inputs(self._ops, rows.token_ids, embeddings)
         each = self.attention.each
-        of_each = [backend.plan(rows.metadata) for backend in each]
+        of_each = [_plan(backend, rows.metadata) for backend in each]
         recurrent = None if self._states is None else recurrent_rows(rows)
         backends, held, plans = [each[kind] for kind in self._kinds], [], []
         for kind, places in zip(self._kinds, self._places, strict=False):  # of the first layers, where some were dropped
@@ -137,3 +138,11 @@ class DecoderVerifier:
     def head(self, hidden: Tensor) -> Tensor:
         """See `Verifier.head`."""
         return self._head(hidden)
+
+
+def _plan(backend: AttentionBackend | MlaBackend, metadata: AttentionMetadata) -> Any:
+    """A backend's plan for the layers that it serves."""
+    spec = backend.spec
+    if isinstance(spec, AttentionSpec) and spec.chunk is not None:
+        metadata = in_chunks(metadata, spec.chunk, spec.block_size)
+    return backend.plan(metadata)

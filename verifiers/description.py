@@ -37,9 +37,12 @@ class Description:
         activation: see `specdec.layers.activation`.
         norms: where a layer has norms.
         norms_of_recurrent: the same of recurrent layers, where it differs.
+        shared_blocks: so many blocks of attention and a feed-forward sublayer stand before hybrid layers in turn, see
+            `specdec.layers.shared_block`; 0 for none.
         one_sublayer: a layer has attention, a recurrence or a feed-forward sublayer alone.
         norm_kind: "early" rounds before the weight, "late" after it, "zero_centered" is late and its weight is short of 1.
-        norms_of_queries: norms of queries and keys, of each head or of all together.
+        norms_of_queries: norms of queries and keys, of each head or of all together; "unweighted" ones are of each head that is
+            rotated.
         scale: factor of the attention scores; None for `head_dim ** -0.5`.
         embedding_scale: factor of the input embeddings.
         rounds_embedding_scale: that factor is rounded to the model's type.
@@ -50,9 +53,12 @@ class Description:
         wide_router: the logits of experts are computed in float32.
         gated_attention: queries come with gates of what attention puts out.
         softplus_gates: such gates have a projection of their own and go through a softplus.
-        interleaved_experts: expert weights are stored transposed, with gate and up in turns.
+        transposed_experts: expert weights are stored as [E, H, 2 * I] and [E, I, H].
+        interleaved_experts: the same, with gate and up in turns.
+        weighs_inputs: see `specdec.layers.mlp.MixtureOfExperts`.
         experts_beside_mlp: layers have both, see `specdec.layers.mlp.MlpBesideExperts`.
         keys_as_values: layers whose values are their keys, before these are normed and rotated.
+        value_dim, value_scale: see `specdec.layers.attention.HeadAttention`.
         norms_values: values are normed, without a weight.
         scales_layers: a tensor of each layer is a factor of the stream after it.
         layer_inputs: numbers that each layer is given of the token itself, see `specdec.layers.layer_inputs`; 0 for none.
@@ -65,9 +71,10 @@ class Description:
     activation: str = "silu"
     norms: NormNames = BEFORE
     norms_of_recurrent: NormNames | None = None
+    shared_blocks: int = 0
     one_sublayer: bool = False
     norm_kind: Literal["early", "late", "zero_centered"] = "early"
-    norms_of_queries: Literal["each head", "all heads"] | None = None
+    norms_of_queries: Literal["each head", "all heads", "unweighted"] | None = None
     scale: float | None = None
     embedding_scale: float = 1.0
     rounds_embedding_scale: bool = False
@@ -76,11 +83,15 @@ class Description:
     final_softcap: float | None = None
     routing: Routing | None = None
     wide_router: bool = False
+    transposed_experts: bool = False
     interleaved_experts: bool = False
+    weighs_inputs: bool = False
     gated_attention: bool = False
     softplus_gates: bool = False
     experts_beside_mlp: bool = False
     keys_as_values: frozenset[int] = frozenset()
+    value_dim: int | None = None
+    value_scale: float = 1.0
     norms_values: bool = False
     scales_layers: bool = False
     layer_inputs: int = 0
@@ -93,7 +104,7 @@ class Description:
 def sigmoid_routing(config: Any) -> Routing:
     """As in DeepSeek-V3 (arXiv 2412.19437)."""
     return Routing(
-        config.n_routed_experts,
+        getattr(config, "n_routed_experts", None) or config.num_local_experts,
         config.num_experts_per_tok,
         scores="sigmoid",
         biased=True,

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from specdec.attention.mla import MlaSpec
 from specdec.attention.selector import select_backend
 from specdec.core import Verifier
-from specdec.errors import CheckpointError, InvalidInputError
+from specdec.errors import CheckpointError, InvalidInputError, UnsupportedModelError
 from specdec.kernels.packed import PackedWeight
 from verifiers.decoder import DecoderVerifier
 from verifiers.hf import description_of, verifier_for
@@ -25,7 +25,7 @@ from verifiers.quantize import WAYS
 from verifiers.shape import backend_spec, eos_token_ids
 from verifiers.support import check_supported
 from verifiers.weights import Weights
-from verifiers.wrappers import text_config
+from verifiers.wrappers import text_class, text_config
 
 _LEFT_PLAIN = re.compile(r"\.(in_proj_a|in_proj_b|shared_expert_gate|weights_proj)$")
 """Linear layers of few outputs, which published checkpoints do not quantize."""
@@ -58,12 +58,18 @@ def random_model(config: PreTrainedConfig, device: torch.device, dtype: torch.dt
     transformers' own initialization of the family fills each tensor where it was allocated: matrices normal with the config's
     `initializer_range`, norms that scale by 1, biases 0, RoPE's frequencies as they are. Tied weights are one tensor. At no time
     is there more than the model.
+
+    Raises:
+        UnsupportedModelError: transformers has the text model without a head alone.
     """
+    found = text_class(config)
+    if found is None:
+        raise UnsupportedModelError(
+            f"transformers has no causal language model of type {config.model_type!r} to give random weights; give another config"
+        )
     with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
         torch.manual_seed(seed)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=ATTENTION_NAME, **NO_FOREIGN_CODE
-        )
+        model: PreTrainedModel = found._from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
     wide = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())  # as reading a checkpoint would keep them
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if any(part in name for part in wide):

@@ -5,7 +5,7 @@ from typing import Any
 
 from specdec.kernels.experts import Routing
 from specdec.layers.activation import LIMIT, SLOPE
-from specdec.layers.rotary import STATIC_ROPE_TYPES
+from specdec.layers.rotary import ROPE_TYPES, Temperature
 from verifiers.description import AFTER, AROUND, BEFORE, Description, NormNames, sigmoid_routing
 from verifiers.hybrids import HYBRIDS
 from verifiers.shape import layer_windows
@@ -27,8 +27,8 @@ def describe(config: Any) -> Description | None:
         return None
     activation = ACTIVATIONS.get(str(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "silu")))
     ropes = _ropes(config)
-    static = all(rope is None or rope["rope_type"] in STATIC_ROPE_TYPES for rope in ropes)
-    return family(config, {"ropes": ropes, "activation": activation}) if activation and static else None
+    known = all(rope is None or rope["rope_type"] in ROPE_TYPES for rope in ropes)
+    return family(config, {"ropes": ropes, "activation": activation}) if activation and known else None
 
 
 def _llama(config: Any, common: Mapping[str, Any]) -> Description:
@@ -124,6 +124,16 @@ def _olmo2(config: Any, common: Mapping[str, Any]) -> Description:
     return Description(**common, norms=AFTER, norm_kind="late", norms_of_queries="all heads")
 
 
+def _glm(config: Any, common: Mapping[str, Any]) -> Description:
+    return Description(**common, interleaved=True)
+
+
+def _olmoe(config: Any, common: Mapping[str, Any]) -> Description | None:
+    if config.clip_qkv is not None:
+        return None
+    return Description(**common, norms_of_queries="all heads", routing=_qwen_routing(config))
+
+
 def _glm4(config: Any, common: Mapping[str, Any]) -> Description:
     norms = NormNames("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
     return Description(**common, norms=norms, interleaved=True)
@@ -150,6 +160,60 @@ def _deepseek_v3(config: Any, common: Mapping[str, Any]) -> Description:
     return Description(**common, norms=norms, interleaved=interleaved, routing=routing, wide_router=True)
 
 
+def _ministral3(config: Any, common: Mapping[str, Any]) -> Description:
+    return Description(**{**common, "ropes": [_tempered(rope) for rope in common["ropes"]]})
+
+
+def _mistral4(config: Any, common: Mapping[str, Any]) -> Description | None:
+    routing = Routing(
+        config.n_routed_experts,
+        config.num_experts_per_tok,
+        renormalized=config.norm_topk_prob,
+        scaling=config.routed_scaling_factor,
+    )
+    if config.topk_group < config.n_group:  # groups of which the best two count, of softmax scores
+        return None
+    # The config's share of what is rotated is that of a whole head, and the part that is has a width of its own.
+    ropes = [_tempered({**rope, "partial_rotary_factor": 1.0}) for rope in common["ropes"]]
+    return Description(**{**common, "ropes": ropes}, interleaved=bool(config.rope_interleave), routing=routing)
+
+
+def _llama4(config: Any, common: Mapping[str, Any]) -> Description | None:
+    ropes = common["ropes"]
+    if config.use_qk_norm and any(rope and rope["rope_type"] in ("yarn", "longrope") for rope in ropes):
+        return None  # an amplitude would change what the norms after the rotation have to do
+    if config.attn_temperature_tuning:
+        still = {"rope_type": "none", "temperature": Temperature(config.attn_scale, config.floor_scale, offset=1)}
+        ropes = [still if rope is None else rope for rope in ropes]
+    return Description(
+        **{**common, "ropes": ropes},
+        names=((r"\.feed_forward\.", ".mlp."),),
+        interleaved=True,
+        norms_of_queries="unweighted" if config.use_qk_norm else None,
+        routing=Routing(config.num_local_experts, config.num_experts_per_tok, scores="sigmoid", renormalized=False),
+        transposed_experts=True,
+        weighs_inputs=True,
+    )
+
+
+def _mimo_v2_flash(config: Any, common: Mapping[str, Any]) -> Description:
+    ropes = [{"partial_rotary_factor": 0.334, **rope} for rope in common["ropes"]]  # which transformers takes for granted
+    scale = config.attention_value_scale
+    return Description(
+        **{**common, "ropes": ropes},
+        routing=sigmoid_routing(config),
+        wide_router=True,
+        value_dim=None if config.v_head_dim == config.head_dim else config.v_head_dim,
+        value_scale=1.0 if scale is None else scale,
+    )
+
+
+def _tempered(rope: Mapping[str, Any]) -> Mapping[str, Any]:
+    """RoPE parameters with the factor of queries that stands among them."""
+    temperature = Temperature(rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"], rounds=True)
+    return {**rope, "temperature": temperature}
+
+
 def _granite(config: Any, common: Mapping[str, Any]) -> Description:
     return Description(
         **common,
@@ -172,6 +236,8 @@ FAMILIES: dict[str, Callable[[Any, Mapping[str, Any]], Description | None]] = {
     "deepseek_v3": _deepseek_v3,
     "deepseek_v32": _deepseek_v3,
     "dots1": _glm4_moe,
+    "ernie4_5": _glm,
+    "glm": _glm,
     "glm4": _glm4,
     "glm4_moe": _glm4_moe,
     "glm4_moe_lite": _deepseek_v3,
@@ -180,15 +246,25 @@ FAMILIES: dict[str, Callable[[Any, Mapping[str, Any]], Description | None]] = {
     "granite": _granite,
     "laguna": _laguna,
     "llama": _llama,
+    "llama4_text": _llama4,
+    "mellum": _qwen3_moe,
+    "mimo_v2_flash": _mimo_v2_flash,
+    "ministral3": _ministral3,
     "mistral": _llama,
+    "mistral4": _mistral4,
     "mixtral": _mixtral,
     "olmo2": _olmo2,
     "olmo3": _olmo2,
+    "olmoe": _olmoe,
     "phi3": _llama,
     "qwen2": _llama,
+    "qwen2_5_vl_text": _llama,
+    "qwen2_vl_text": _llama,
     "qwen3": _qwen3,
     "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qwen3_moe,
+    "qwen3_vl_text": _qwen3,
+    "seed_oss": _llama,
     "smollm3": _llama,
     "youtu": _deepseek_v3,
 }

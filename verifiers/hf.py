@@ -18,8 +18,7 @@ from verifiers.decoder import DecoderVerifier
 from verifiers.description import Description
 from verifiers.families import describe
 from verifiers.hf_attention import ATTENTION_NAME, PagedForward
-from verifiers.recurrent import is_recurrent
-from verifiers.shape import eos_token_ids, expert_counts, layer_kinds, layer_specs, layer_windows, max_model_len
+from verifiers.shape import eos_token_ids, expert_counts, layer_kinds, layer_specs, layer_windows, max_model_len, peculiarity
 from verifiers.weights import Weights
 from verifiers.wrappers import is_composite, load_text, text_class
 
@@ -73,21 +72,20 @@ def verifier_for(
         name: how to call it in messages.
         backend: attention over the cache.
         eos: end-of-sequence id when the model's generation config names none.
-        fuse: False runs every model through its own modules, but for latent attention and recurrent layers, which they do not
-            have on our cache.
+        fuse: False runs every model through its own modules, but for latent attention and what `verifiers.shape.peculiarity`
+            names, which they do not have on our cache.
 
     Raises:
         UnsupportedModelError: only our own layers could run it, and its projections are no plain ones.
     """
     ends = eos_token_ids(getattr(model.generation_config, "eos_token_id", None), model.config.eos_token_id, eos)
     description = description_of(model)
-    config = model.config
-    recurrent = any(is_recurrent(config, layer) for layer in range(config.num_hidden_layers))
-    if description is not None and (fuse or recurrent or isinstance(backend, MlaBackend)):
+    peculiar = peculiarity(model.config)
+    if description is not None and (fuse or peculiar or isinstance(backend, MlaBackend)):
         return DecoderVerifier(model.config, description, Weights.of_model(model), name=name, backend=backend, eos=ends)
-    if recurrent:
+    if peculiar:
         raise UnsupportedModelError(
-            f"target {name!r} has recurrent layers, which our own layers alone can run, and projections in a form that these do not"
+            f"target {name!r} has {peculiar}, which our own layers alone can run, and projections in a form that these do not"
             " take; use a checkpoint in plain numbers"
         )
     assert isinstance(backend, AttentionBackend), "`verifiers.support` refuses such a model"
@@ -134,6 +132,8 @@ class HFVerifier:
         self.device, self.dtype = model.device, model.dtype
         self.hidden_size, self.num_layers = config.hidden_size, config.num_hidden_layers
         self.max_model_len = max_model_len(config)
+        self.short_len: int | None = None
+        _keep_frequencies(model)
         self.kv_specs = layer_specs(config, backend)
         description = describe(config)
         self.embedding_scale = 1.0 if description is None else description.embedding_scale_in(self.dtype)
@@ -203,3 +203,13 @@ class HFVerifier:
 
     def _keep(self, layer: int, module: nn.Module, inputs: Any, output: Any) -> None:
         self._tapped[layer] = output[0] if isinstance(output, tuple) else output
+
+
+def _keep_frequencies(model: nn.Module) -> None:
+    """Makes RoPE of type "dynamic" what it is up to `max_position_embeddings`; to look at positions, the host would wait."""
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if isinstance(kind, dict):
+            kind.update({layers: "default" for layers, one in kind.items() if one == "dynamic"})
+        elif kind == "dynamic":
+            module.rope_type = "default"  # type: ignore[assignment]

@@ -1,5 +1,6 @@
 """Families of which some layers keep a state per request, each described from its config."""
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -37,6 +38,23 @@ LFM2_NAMES = (
     (r"\.w1\.", ".gate_proj."),
     (r"\.w2\.", ".down_proj."),
     (r"\.w3\.", ".up_proj."),
+)
+KIMI_NAMES = {
+    "o_proj": "out_proj",
+    "o_norm": "norm",
+    "b_proj": "in_proj_b",
+    "forget_gate.f_a_proj": "in_proj_a",
+    "forget_gate.f_b_proj": "a_proj",
+    "forget_gate.dt_bias": "dt_bias",
+    "forget_gate.A_log": "A_log",
+    "g_a_proj": "in_proj_z",
+    "g_b_proj": "z_proj",
+}
+"""Within a layer of linear attention."""
+ZAMBA_NAMES = (
+    (r"\.mamba_decoder\.(?=mamba\.|input_layernorm\.)", "."),
+    MAMBA,
+    (r"^model\.final_layernorm\.", "model.norm."),
 )
 OLMO_NAMES = (
     (r"\.linear_attn\.o_proj\.", ".linear_attn.out_proj."),
@@ -141,6 +159,27 @@ def _olmo_hybrid(config: Any, common: Mapping[str, Any]) -> Description | None:
     return _convolved_by_silu(common, names=OLMO_NAMES, norms_of_recurrent=BEFORE, **options)
 
 
+def _kimi_linear(config: Any, common: Mapping[str, Any]) -> Description | None:
+    # Attention of both kinds has the same name.
+    layers = "|".join(str(layer) for layer, kind in enumerate(config.layer_types) if kind == "linear_attention")
+    names = [(rf"(?<=\.layers\.)({layers})\.self_attn\.", r"\1.linear_attn.")]
+    names += [(rf"\.linear_attn\.{re.escape(old)}(?=\.|$)", f".linear_attn.{new}") for old, new in KIMI_NAMES.items()]
+    return _convolved_by_silu(common, names=names, routing=sigmoid_routing(config), wide_router=True)
+
+
+def _zamba2(config: Any, common: Mapping[str, Any]) -> Description:
+    if not config.use_mem_rope:
+        common = _without_rope(config, common)
+    return Description(
+        **common,
+        names=ZAMBA_NAMES,
+        norms=NormNames("input_layernorm", None, None, None),
+        one_sublayer=True,
+        shared_blocks=config.num_mem_blocks,
+        scale=(config.attention_head_dim / 2) ** -0.5,
+    )
+
+
 def _convolved_by_silu(common: Mapping[str, Any], **options: Any) -> Description | None:
     """Of a family whose convolutions have the activation of its feed-forward sublayers, which for them is SiLU here."""
     return Description(**common, **options) if common["activation"] == "silu" else None
@@ -154,6 +193,7 @@ HYBRIDS: dict[str, Callable[[Any, Mapping[str, Any]], Description | None]] = {
     "bamba": _bamba,
     "falcon_h1": _falcon_h1,
     "granitemoehybrid": _granite_hybrid,
+    "kimi_linear": _kimi_linear,
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2,
     "nemotron_h": _nemotron_h,
@@ -161,5 +201,6 @@ HYBRIDS: dict[str, Callable[[Any, Mapping[str, Any]], Description | None]] = {
     "qwen3_5_moe_text": _qwen3_5,
     "qwen3_5_text": _qwen3_5,
     "qwen3_next": _qwen3_5,
+    "zamba2": _zamba2,
 }
 """Model types, as transformers names them."""

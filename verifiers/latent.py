@@ -19,14 +19,14 @@ EPSILON = 1e-6
 """Of the norms within latent attention, which no config states."""
 
 
-def latent_attention(weights: Weights, config: Any, spec: MlaSpec, rope: Rope, *, interleaved: bool) -> LatentAttention:
+def latent_attention(weights: Weights, config: Any, spec: MlaSpec, rope: Rope | None, *, interleaved: bool) -> LatentAttention:
     """The attention whose tensors these are.
 
     Args:
         weights: of one layer's attention.
         config: the model's.
         spec: of the backend.
-        rope: of the rotated parts.
+        rope: of the rotated parts; None where they are not.
         interleaved: the model's RoPE turns neighboring numbers; they are stored in the order of halves here.
     """
     size, head = spec.qk_rope_head_dim, spec.qk_nope_head_dim + spec.qk_rope_head_dim
@@ -68,7 +68,7 @@ def _norm(weights: Weights, name: str) -> Norm:
 
 def _scale(config: Any, head_dim: int) -> float:
     """Factor of the scores, with the square of YaRN's amplitude where the config states `mscale_all_dim`."""
-    rope = config.rope_parameters
+    rope = getattr(config, "rope_parameters", None) or {}
     mscale = rope.get("mscale_all_dim") if rope.get("rope_type", "default") != "default" else None
     amplitude = 1 + 0.1 * mscale * math.log(rope["factor"]) if mscale and rope["factor"] > 1 else 1.0
     return float(head_dim**-0.5 * amplitude**2)

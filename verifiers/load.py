@@ -30,8 +30,7 @@ from verifiers.decoder import DecoderVerifier
 from verifiers.description import Description
 from verifiers.embedded import FOUR_BIT, embedded_model_path
 from verifiers.families import describe
-from verifiers.recurrent import is_recurrent
-from verifiers.shape import backend_spec, eos_token_ids
+from verifiers.shape import backend_spec, eos_token_ids, peculiarity
 from verifiers.weights import Weights
 
 logger = logging.getLogger(__name__)
@@ -155,8 +154,7 @@ def _own(reading: _Reading, fuse: bool) -> Verifier | None:
 
     config = reading.config
     description = describe(config)
-    recurrent = any(is_recurrent(config, layer) for layer in range(config.num_hidden_layers))
-    if description is None or not (fuse or recurrent or isinstance(reading.backend, MlaBackend)):
+    if description is None or not (fuse or peculiarity(config) or isinstance(reading.backend, MlaBackend)):
         return None
     if not _has_weights(reading.folder):
         if reading.quantized:

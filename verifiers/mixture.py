@@ -31,7 +31,7 @@ def mixture(weights: Weights, description: Description) -> MixtureOfExperts:
     latent = None
     if weights.has("fc1_latent_proj.weight"):
         latent = weights.linear("fc1_latent_proj"), weights.linear("fc2_latent_proj")
-    return MixtureOfExperts(router(weights, description), routed, shared, shared_gate, latent)
+    return MixtureOfExperts(router(weights, description), routed, shared, shared_gate, latent, description.weighs_inputs)
 
 
 def mlp_beside_experts(weights: Weights, description: Description, norm: Callable[[str], Norm | None]) -> MlpBesideExperts:
@@ -56,7 +56,7 @@ def mlp_beside_experts(weights: Weights, description: Description, norm: Callabl
 def _experts(experts: Weights, description: Description) -> Experts:
     """The routed experts whose tensors these are."""
     first = "up_proj" if description.activation in PLAIN else "gate_up_proj"
-    transposed = description.interleaved_experts  # [E, H, 2 * I] with gate and up in turns, and [E, I, H]
+    transposed = description.transposed_experts or description.interleaved_experts
     gate_up, down = (_as_run(experts.experts(name, transposed=transposed)) for name in (first, "down_proj"))
     gate_up_bias = experts.optional("gate_up_proj_bias")
     if description.interleaved_experts:

@@ -34,10 +34,12 @@ RENAMED_IN = {
         (re.compile(r"(?<=\d\.)mlp\.output_linear\.weight$"), "block_sparse_moe.experts.down_proj"),
         (re.compile(r"(?<=\d\.)mlp\.router\.layer\."), "block_sparse_moe.router."),
     ),
+    "kimi_linear": ((re.compile(r"(?<=\.self_attn\.)(?=f_a_proj\.|f_b_proj\.|dt_bias$|A_log$)"), "forget_gate."),),
     "laguna": (
         (re.compile(r"\.experts\.(?=e_score_correction_bias)"), ".gate."),
         (re.compile(r"\.shared_expert\."), ".shared_experts."),
     ),
+    "mimo_v2_flash": ((re.compile(r"\.attention_sink_bias$"), ".sinks"),),
     "nemotron_h": ((re.compile(r"^backbone\."), "model."),),
     "olmo_hybrid": (
         (re.compile(r"\.attention_layer_norm\."), ".input_layernorm."),

@@ -10,7 +10,7 @@ from specdec.core import ForwardInput
 from specdec.kv_cache import StateLayerSpec
 from specdec.layers.attention import Attention
 from specdec.layers.linear import Linear, linear
-from specdec.layers.linear_attention import LinearAttention, ShortConvolution, SideBySide
+from specdec.layers.linear_attention import KeyDecayAttention, LinearAttention, ShortConvolution, SideBySide
 from specdec.layers.norm import GroupNorm
 from specdec.layers.recurrence import Recurrence, RecurrentRows
 from verifiers.description import norm_epsilon
@@ -24,6 +24,10 @@ MIXERS_ALONE = frozenset({"mlp", "moe"})
 
 OLMO_EPSILON = 1e-5
 """Of the norms of value heads in OLMo hybrids, which no config states."""
+
+
+ZAMBA_EPSILON = 1e-5
+"""The same of Mamba-2 in Zamba2."""
 
 
 class _Sizes(NamedTuple):
@@ -74,9 +78,15 @@ def _sizes(config: Any) -> _Sizes:
     if hasattr(config, "mamba_num_heads"):  # Nemotron-H
         heads, dim = config.mamba_num_heads, config.mamba_head_dim
         return _Sizes(config.n_groups, heads, config.ssm_state_size, dim, config.conv_kernel, 1)
+    if hasattr(config, "n_mamba_heads"):  # Zamba2
+        heads, dim = config.n_mamba_heads, config.mamba_headdim
+        return _Sizes(config.mamba_ngroups, heads, config.mamba_d_state, dim, config.mamba_d_conv, 1)
     if hasattr(config, "mamba_n_heads"):
         heads, dim = config.mamba_n_heads, config.mamba_d_head
         return _Sizes(config.mamba_n_groups, heads, config.mamba_d_state, dim, config.mamba_d_conv, 1)
+    if hasattr(config, "linear_num_heads"):  # Kimi Linear
+        heads, dim = config.linear_num_heads, config.linear_head_dim
+        return _Sizes(heads, heads, dim, dim, config.linear_conv_kernel_dim, 1 + dim)
     key_heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
     key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
     return _Sizes(key_heads, value_heads, key_dim, value_dim, config.linear_conv_kernel_dim, 2)
@@ -96,6 +106,8 @@ def mixer(weights: Weights, config: Any, layer: int, attention: Callable[[], Att
     scope = weights.under("linear_attn.")
     if hasattr(config, "conv_L_cache"):
         return short_convolution(scope), scope.linear("out_proj")
+    if scope.has("a_proj.weight"):
+        return key_decay_attention(scope, config), scope.linear("out_proj")
     linear_attention = mamba(scope, config) if _sizes(config).gates == 1 else delta_net(scope, config)
     if not attends(config, layer):
         return linear_attention, scope.linear("out_proj")
@@ -141,6 +153,25 @@ def _places(heads: int, widths: list[int]) -> tuple[Tensor, ...]:
     return tuple(part.reshape(-1) for part in rows.split(widths, dim=1))
 
 
+def key_decay_attention(weights: Weights, config: Any) -> KeyDecayAttention:
+    """The Kimi Delta Attention (arXiv 2510.26692) whose tensors these are."""
+    recurrence = Recurrence(
+        *_sizes(config)[:4],
+        kernel=weights.tensor("conv1d.weight").squeeze(1),
+        kernel_bias=None,
+        rate=weights.tensor("A_log").float().exp().flatten(),
+        time_bias=weights.tensor("dt_bias"),
+        decays_by_key=True,
+    )
+    return KeyDecayAttention(
+        weights.linear("q_proj", "k_proj", "v_proj", "in_proj_b", "in_proj_a", "in_proj_z"),
+        decays=weights.linear("a_proj"),
+        gates=weights.linear("z_proj"),
+        recurrence=recurrence,
+        norm=GroupNorm(weights.tensor("norm.weight"), norm_epsilon(config), sigmoid=True),
+    )
+
+
 def mamba(weights: Weights, config: Any) -> LinearAttention:
     """The Mamba-2 layer (arXiv 2405.21060) whose tensors these are."""
     sizes = _sizes(config)
@@ -169,6 +200,8 @@ def _mamba_norm(weights: Weights, config: Any, width: int) -> GroupNorm | None:
     weight = weights.optional("norm.weight")
     if weight is None:
         return None
+    if hasattr(config, "n_mamba_heads"):
+        return GroupNorm(weight, ZAMBA_EPSILON, width, gate_first=True)
     if not hasattr(config, "mamba_norm_before_gate"):
         return GroupNorm(weight, norm_epsilon(config), width, gate_first=True)
     weight = weight.to(torch.promote_types(weight.dtype, torch.float32))  # Falcon-H1 rounds only once
@@ -176,8 +209,8 @@ def _mamba_norm(weights: Weights, config: Any, width: int) -> GroupNorm | None:
 
 
 def _time_limits(config: Any) -> tuple[float, float]:
-    """Least and largest step; for Nemotron-H those that transformers computes prompts with."""
-    if hasattr(config, "mamba_num_heads"):
+    """Least and largest step; for Nemotron-H and Zamba2 those that transformers computes prompts with."""
+    if hasattr(config, "mamba_num_heads") or hasattr(config, "n_mamba_heads"):
         return float(config.time_step_min), float("inf")
     least, largest = config.time_step_limit or (0.0, float("inf"))
     return float(least), float(largest)

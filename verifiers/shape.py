@@ -12,10 +12,16 @@ from specdec.attention.mla import IndexerSpec, MlaBackend, MlaSpec
 from specdec.kv_cache import KVLayerSpec, LayerSpec, SharedLayerSpec
 from verifiers.recurrent import attends, is_recurrent, state_layer_spec
 
+CHUNKED = "chunked_attention"
+"""What configs call layers that attend within chunks."""
+
 INDEXED_MODELS = frozenset({"deepseek_v32", "glm_moe_dsa"})
 """Model types with latent attention to the positions that an indexer selects."""
 
-LATENT_MODELS = INDEXED_MODELS | {"axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"}
+SINKS = frozenset({"gpt_oss", "mimo_v2_flash"})
+"""Model types of which some layers, or all, have sinks."""
+
+LATENT_MODELS = INDEXED_MODELS | {"axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "mistral4", "youtu"}
 """Model types with latent attention as `verifiers.latent` builds it."""
 
 
@@ -47,7 +53,11 @@ def head_shape(config: PreTrainedConfig, layer: int) -> HeadShape:
         head_dim = getattr(config, "global_head_dim", None) or head_dim
         if getattr(config, "attention_k_eq_v", False):
             kv_heads = getattr(config, "num_global_key_value_heads", None) or kv_heads
-    return HeadShape(heads, kv_heads, head_dim)
+    if getattr(config, "model_type", None) == "mimo_v2_flash" and layer_windows(config)[layer] is not None:
+        kv_heads *= 2
+    kinds = getattr(config, "layer_types", None)
+    chunked = kinds is not None and kinds[layer] == CHUNKED
+    return HeadShape(heads, kv_heads, head_dim, config.attention_chunk_size if chunked else None)
 
 
 def cache_layers(config: PreTrainedConfig) -> list[int]:
@@ -74,7 +84,7 @@ def attention_spec(config: PreTrainedConfig, *, device: torch.device, dtype: tor
         windows=frozenset(seen),
         further=tuple((shape, frozenset(others)) for shape, others in further),
         reads_others=cache_layers(config)[-1] != config.num_hidden_layers - 1,
-        sinks=config.model_type == "gpt_oss",
+        sinks=config.model_type in SINKS,
         softcap=getattr(config, "attn_logit_softcapping", None),
     )
 
@@ -108,9 +118,10 @@ def layer_specs(config: PreTrainedConfig, backend: AttentionBackend | MlaBackend
     if isinstance(backend, AttentionBackend):
         dtype = backend.spec.dtype
         return [spec for layer, read in enumerate(cache_layers(config)) for spec in _layer_specs(config, layer, read, dtype)]
-    spec = backend.cache_spec
+    spec, dtype = backend.cache_spec, backend.spec.dtype
     kinds = getattr(config, "indexer_types", None) or ["full"] * config.num_hidden_layers
-    return [replace(spec, index_bytes=0) if kind == "shared" else spec for kind in kinds]
+    own = [replace(spec, index_bytes=0) if kind == "shared" else spec for kind in kinds]
+    return [state_layer_spec(config, dtype) if is_recurrent(config, layer) else latent for layer, latent in enumerate(own)]
 
 
 def _layer_specs(config: PreTrainedConfig, layer: int, read: int, dtype: torch.dtype) -> list[LayerSpec]:
@@ -147,6 +158,39 @@ def expert_counts(config: PreTrainedConfig) -> tuple[int, int] | None:
 def max_model_len(config: PreTrainedConfig) -> int:
     """Most tokens of a sequence."""
     return getattr(config, "max_position_embeddings", None) or 8192
+
+
+def rope_kinds(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """RoPE parameters of all layers, each kind once."""
+    parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    if all(isinstance(entry, dict) for entry in parameters.values()):
+        return list(parameters.values())
+    return [parameters]
+
+
+def short_len(config: PreTrainedConfig) -> int | None:
+    """See `Verifier.short_len`: the length up to which LongRoPE has its first frequencies."""
+    lengths = [rope["original_max_position_embeddings"] for rope in rope_kinds(config) if rope.get("rope_type") == "longrope"]
+    return min(lengths, default=None)
+
+
+def value_widths(config: PreTrainedConfig) -> tuple[int, int] | None:
+    """Numbers of a key head and of a value head where they differ; None where they do not, or where attention is latent."""
+    own = _own(config, 0)
+    key_dim, value_dim = getattr(own, "head_dim", None), getattr(own, "v_head_dim", None)
+    latent = getattr(own, "kv_lora_rank", None)
+    return None if latent or not key_dim or not value_dim or key_dim == value_dim else (key_dim, value_dim)
+
+
+def peculiarity(config: PreTrainedConfig) -> str | None:
+    """What of a model our own layers alone can do on our cache, in words, beside latent attention; None for nothing."""
+    if any(is_recurrent(config, layer) for layer in range(config.num_hidden_layers)):
+        return "recurrent layers"
+    if CHUNKED in (getattr(config, "layer_types", None) or ()):
+        return "layers that attend within chunks"
+    if value_widths(config) is not None:
+        return "keys and values of different widths"
+    return None if short_len(config) is None else "RoPE that differs between requests"
 
 
 def eos_token_ids(*candidates: int | list[int] | tuple[int, ...] | None) -> tuple[int, ...]:

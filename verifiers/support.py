@@ -16,7 +16,7 @@ from verifiers.families import describe
 from verifiers.formats.method import format_of
 from verifiers.hybrids import HYBRIDS
 from verifiers.recurrent import MIXERS_ALONE, STATES
-from verifiers.shape import INDEXED_MODELS, LATENT_MODELS
+from verifiers.shape import CHUNKED, INDEXED_MODELS, LATENT_MODELS, rope_kinds, value_widths
 from verifiers.wrappers import WRAPPERS, bare_class, is_composite, text_class, text_config
 
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -36,7 +36,6 @@ OTHER_LATENT = {
     "hy_v4": "has sinks and gates what it returns",
     "longcat_flash": "runs twice in each layer",
     "minicpm3": "rotates halves where DeepSeek's rotates neighbors",
-    "mistral4": "scales a query by its position",
 }
 """What sets the latent attention of other model types apart."""
 
@@ -69,15 +68,15 @@ def unsupported_reasons(config: PreTrainedConfig) -> list[str]:
     """All reasons why a model of this config cannot be a target; empty when it can."""
     text = text_config(config)
     model_class = text_class(text)
-    if model_class is None and is_composite(config):
-        model_class = bare_class(text)
     described = describe(text) is not None
+    if model_class is None and (described or is_composite(config)):  # its tensors are all that our own layers need
+        model_class = bare_class(text)
     return [
         *_whole_reasons(config),
         *_model_reasons(text, model_class, described),
-        *_attention_reasons(text, STATES | MIXERS_ALONE if described and text.model_type in HYBRIDS else frozenset()),
+        *_attention_reasons(text, _own_kinds(text) if described else frozenset()),
         *_cache_reasons(text, described),
-        *_position_reasons(text),
+        *_position_reasons(text, described),
         *_weight_reasons(text),
     ]
 
@@ -107,15 +106,22 @@ def _model_reasons(config: PreTrainedConfig, model_class: Any, described: bool) 
         yield f"{model_class.__name__} does not go through transformers' attention interface"
 
 
-def _attention_reasons(config: PreTrainedConfig, states: frozenset[str]) -> Iterator[str]:
-    kinds = set(_value(config, "layer_types") or ()) - states
+def _own_kinds(config: PreTrainedConfig) -> frozenset[str]:
+    """Kinds of layers that our own ones of this type have beside those that any model may have."""
+    if config.model_type in HYBRIDS:
+        return STATES | MIXERS_ALONE
+    return frozenset({CHUNKED}) if config.model_type == "llama4_text" else frozenset()
+
+
+def _attention_reasons(config: PreTrainedConfig, own: frozenset[str]) -> Iterator[str]:
+    kinds = set(_value(config, "layer_types") or ()) - own
     if config.model_type in INDEXED_MODELS:
         kinds -= INDEXED_LAYER_TYPES
     if kinds - LAYER_TYPES:
         yield f"it has layers of type {', '.join(sorted(kinds - LAYER_TYPES))}"
     elif "sliding_attention" in kinds and not _value(config, "sliding_window"):
         yield "it has sliding_attention layers without a sliding_window"
-    if chunk := _value(config, "attention_chunk_size"):
+    if (chunk := _value(config, "attention_chunk_size")) and CHUNKED not in own:
         yield f"it attends within chunks of {chunk} tokens"
     encoder = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES or config.model_type == "bert-generation"
     non_causal = _value(config, "use_bidirectional_attention") in (True, "all") or _value(config, "is_causal") is False
@@ -147,9 +153,10 @@ def _cache_reasons(config: PreTrainedConfig, described: bool) -> Iterator[str]:
     differing = sorted(set(getattr(config, "per_layer_attributes", None) or ()) - HEADS)
     if differing:
         yield f"its layers differ in {', '.join(differing)}"
-    value_dim, key_dim = _value(config, "v_head_dim"), _value(config, "head_dim")
-    if not rank and value_dim and key_dim and value_dim != key_dim:
-        yield f"its keys have {key_dim} numbers per head and its values {value_dim}"
+    widths = value_widths(config)
+    description = describe(config)
+    if widths is not None and (description is None or description.value_dim is None):
+        yield "its keys have {} numbers per head and its values {}".format(*widths)
 
 
 def _latent_reasons(config: PreTrainedConfig) -> Iterator[str]:
@@ -178,14 +185,13 @@ def _weight_reasons(config: PreTrainedConfig) -> Iterator[str]:
         yield str(error).partition(";")[0]
 
 
-def _position_reasons(config: PreTrainedConfig) -> Iterator[str]:
-    """RoPE that looks at the longest sequence of the batch: a request's output would depend on its neighbors."""
-    parameters = _value(config, "rope_parameters") or {}
-    by_layer_type = parameters.values() if all(isinstance(entry, dict) for entry in parameters.values()) else [parameters]
-    kinds = {str(entry.get("rope_type", "default")) for entry in by_layer_type}
-    for kind in sorted(kinds):
-        if "dynamic" in kind or kind == "longrope":
-            yield f"its RoPE of type {kind} changes with the longest sequence of a batch"
+def _position_reasons(config: PreTrainedConfig, described: bool) -> Iterator[str]:
+    """LongRoPE looks at the longest sequence of a batch in transformers; our own layers look at each request alone."""
+    lengths = {rope["original_max_position_embeddings"] for rope in rope_kinds(config) if rope.get("rope_type") == "longrope"}
+    if lengths and not described:
+        yield "its RoPE of type longrope changes with the longest sequence of a batch"
+    elif len(lengths) > 1:
+        yield f"its layers have RoPE of type longrope that changes at several lengths ({', '.join(map(str, sorted(lengths)))})"
 
 
 def _value(config: PreTrainedConfig, name: str) -> Any:

@@ -11,7 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_MAPPING,
+)
 from transformers.utils import logging as transformers_logging
 
 logger = logging.getLogger(__name__)
@@ -106,6 +110,8 @@ def media_token_ids(config: PreTrainedConfig) -> dict[int, str]:
 def text_class(config: PreTrainedConfig) -> Any:
     """The causal language model of a text config; None where transformers has the bare text model alone, or nothing."""
     found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if found is None and not is_composite(config):  # transformers has Mistral 4 on another list
+        found = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
     return found[0] if isinstance(found, tuple) else found
 
 

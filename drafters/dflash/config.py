@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from drafters.dflash.coupling import Coupling
 from drafters.keys import require
 from specdec.layers.rotary import STATIC_ROPE_TYPES
 
@@ -38,6 +39,7 @@ class DFlashConfig:
         num_target_layers: layers of the target, when stated.
         target_hidden_size: width of one tap when it differs from `hidden_size`.
         verifier_name, verifier_architectures: the target it was trained for, when stated.
+        coupling: weights of its probabilities and of the shared noise; None are ones.
     """
 
     block_size: int
@@ -64,6 +66,7 @@ class DFlashConfig:
     target_hidden_size: int | None = None
     verifier_name: str | None = None
     verifier_architectures: tuple[str, ...] = ()
+    coupling: Coupling | None = None
 
     def __post_init__(self) -> None:
         sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
@@ -100,6 +103,8 @@ class DFlashConfig:
         supported = ", ".join(STATIC_ROPE_TYPES)
         require(rope_type in STATIC_ROPE_TYPES, f"RoPE type {rope_type!r} is not supported; supported: {supported}")
         require(self.rope_parameters.get("partial_rotary_factor") in (None, 1), "partial RoPE is not supported in a drafter")
+        if self.coupling is not None:
+            self.coupling.check(self.max_draft_tokens)
 
     @property
     def tap_width(self) -> int:

@@ -14,9 +14,11 @@ from torch import Tensor
 from drafters.checkpoint import check_target
 from drafters.dflash.checkpoint import read_checkpoint, target_ids
 from drafters.dflash.config import DFlashConfig
+from drafters.dflash.coupling import CouplingTable
 from drafters.dflash.model import DFlashModel
 from drafters.dflash.network import DFlashNetwork
 from specdec.attention.backend import AttentionBackend, AttentionSpec, Visibility
+from specdec.blocks import MOST_NODES
 from specdec.config import DraftSampling
 from specdec.core import AcceptOutput, DecodeBatch, DraftOutput, PrefillBatch, Verifier, VerifyOutput
 from specdec.errors import BackendError, InvalidInputError
@@ -27,6 +29,7 @@ from specdec.sampling.candidates import candidates
 from specdec.sampling.filters import processed_probs
 from specdec.sampling.noise import Purpose, uniform
 from specdec.sampling.sampler import sample_from
+from specdec.sampling.tensors import SamplingPlan
 from specdec.sampling.trees import best_first
 
 MOST_DEFERRED = 16
@@ -125,6 +128,8 @@ class BoundDFlash:
         self.drafter, self.caches, self.draft_sampling = drafter, list(caches), draft_sampling
         self._block: tuple[Tensor, dict[Rope, Angles]] | None = None  # position ids of the block, and their angles
         target, device = drafter.verifier, drafter.verifier.device
+        coupling = drafter.config.coupling
+        self._coupling = None if coupling is None else CouplingTable(coupling, device)
         width = len(drafter.aux_layer_ids) * target.hidden_size
         # Features of position p lie in column p % MOST_DEFERRED; of the last `_deferred` positions nothing is written yet.
         self._ring = torch.zeros(max_num_seqs, MOST_DEFERRED, width, dtype=target.dtype, device=device)
@@ -147,7 +152,7 @@ class BoundDFlash:
         if self.draft_sampling == "greedy" or batch.sampling.plan.all_greedy:
             return DraftOutput(token_ids=self._to_target(argmax(logits)[0]))
         if self.draft_sampling == "coupled":
-            token_ids, _ = candidates(logits, batch.sampling, positions, 1, target_ids=self.drafter.target_ids)
+            token_ids, _ = self._candidates(batch, logits, positions, 1)
             return DraftOutput(token_ids=token_ids.squeeze(-1))
         probs = processed_probs(logits, batch.sampling)
         draws = uniform(batch.sampling.seeds, positions, Purpose.DRAFT)
@@ -158,10 +163,19 @@ class BoundDFlash:
 
     def _tree(self, batch: DecodeBatch, logits: Tensor, positions: Tensor) -> DraftOutput:
         """The tree of the likeliest paths, if every position's token did not depend on those before it."""
-        count = min(MOST_CANDIDATES, batch.k)
-        token_ids, scores = candidates(logits, batch.sampling, positions, count, target_ids=self.drafter.target_ids)
+        count = min(MOST_CANDIDATES if batch.shape.depth > 1 else MOST_NODES, batch.k)  # one position has no more paths than tokens
+        token_ids, scores = self._candidates(batch, logits, positions, count)
         best = best_first(scores, batch.k)
         return DraftOutput(token_ids=token_ids.flatten(1).gather(1, best.places), tree=best.tree)
+
+    def _candidates(self, batch: DecodeBatch, logits: Tensor, positions: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The `count` likeliest tokens of every position, given the noise that the target will choose by if drafts are coupled."""
+        weights, sampling = None, batch.sampling
+        if self.draft_sampling == "greedy":
+            sampling = replace(sampling, plan=SamplingPlan.of([]))
+        elif self._coupling is not None and not sampling.plan.all_greedy:
+            weights = self._coupling.at(sampling.temperature, batch.shape.depth)
+        return candidates(logits, sampling, positions, count, weights=weights, target_ids=self.drafter.target_ids)
 
     def commit(self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput) -> None:
         """Writes the context of all verified rows, over what the block left there, or puts that of the anchor off."""

@@ -6,6 +6,7 @@ from typing import Any, Literal, TypeVar
 
 from drafters.algorithms import algorithm_of, stated_algorithm, unsupported
 from drafters.dflash.config import MOST_LAYERS, DFlashConfig, default_taps
+from drafters.dflash.coupling import parse_coupling
 from drafters.keys import Keys, is_number, require, section
 
 Layout = Literal["z-lab", "speculators"]
@@ -76,6 +77,7 @@ def parse_config(raw: Mapping[str, Any]) -> DFlashConfig:
         target_hidden_size=keys.integer("target_hidden_size"),
         verifier_name=verifier.get("name_or_path") or keys.find("verifier_name_or_path"),
         verifier_architectures=tuple(architectures),
+        coupling=parse_coupling(raw.get("coupling")),
     )
     _check_alignment(raw, config)
     return config
@@ -87,7 +89,8 @@ def config_json(config: DFlashConfig, layout: Layout, *, dtype: str) -> dict[str
     Raises:
         CheckpointError: the layout cannot express this drafter.
     """
-    return _to_zlab(config, dtype) if layout == "z-lab" else _to_speculators(config, dtype)
+    written = _to_zlab(config, dtype) if layout == "z-lab" else _to_speculators(config, dtype)
+    return written | ({} if config.coupling is None else {"coupling": config.coupling.json()})
 
 
 def _or(value: T | None, default: T) -> T:

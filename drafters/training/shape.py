@@ -1,6 +1,7 @@
 """The shape of a new drafter, derived from its target, and its first weights."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def make_drafter(config: TrainConfig, verifier: Any, tokenizer: Any) -> DFlashMo
                 " borrows the target's, or leave --init out"
             )
         _check_taps(shape.target_layer_ids, verifier)
-        model = DFlashModel(shape)
+        model = DFlashModel(replace(shape, coupling=None))  # it was fitted to what the drafter said before
         model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
         return model
     model = DFlashModel(new_config(config, verifier, tokenizer))

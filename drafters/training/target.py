@@ -8,7 +8,6 @@ from torch import Tensor
 
 from drafters.training.blocks import SequenceBatch
 from drafters.training.target_forward import PackedForward, PlainForward
-from specdec.attention.mla import MlaBackend
 from specdec.errors import InvalidInputError
 
 
@@ -16,13 +15,13 @@ class Target:
     """A loaded target in training.
 
     It takes the model over: layers above the deepest tap are dropped unless the target's distribution is needed, and attention is
-    no longer paged, except where it is latent, which the decoder stack alone has.
+    no longer paged, except in what the decoder stack alone can run.
 
     Args:
         verifier: as `specdec.registry.VERIFIERS` loads it.
         layer_ids: tapped decoder layers, 0-based.
         distribution: also give the final hidden states, for distillation.
-        compile: compile the decoder layers; without effect on latent attention.
+        compile: compile the decoder layers; without effect on the decoder stack.
 
     Raises:
         InvalidInputError: a layer does not exist.
@@ -39,9 +38,9 @@ class Target:
         count = verifier.num_layers if distribution else max(layer_ids) + 1
         verifier.keep_layers(count)
         self._forward = (
-            PackedForward(verifier, layer_ids)
-            if isinstance(verifier.attention, MlaBackend)
-            else PlainForward(verifier.model.requires_grad_(False), list(verifier.layers), layer_ids, compile=compile)
+            PlainForward(verifier.model.requires_grad_(False), list(verifier.layers), layer_ids, compile=compile)
+            if hasattr(verifier, "model")
+            else PackedForward(verifier, layer_ids)
         )
 
     @torch.no_grad()

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
-from evals.bench.dummy_engine import WARM_STEPS, OwnSteps, Room
+from evals.bench.dummy_engine import TREE_DEPTH, WARM_STEPS, OwnSteps, Room
 from evals.peers.vllm_steps import VllmSteps, simulated_routing
 from evals.report.report import new_report
 from evals.roofline import measured_bandwidth, step_bytes
+from specdec.blocks import BlockShape
+from specdec.config import EngineConfig
 from specdec.core import RoutedExperts, Verifier
 from specdec.errors import InvalidInputError
 from specdec.kv_cache import bytes_per_slot
@@ -32,7 +34,8 @@ class DummyConfig:
     Attributes:
         prompt_tokens: lengths of prompts. The first is measured with every number of requests, further ones with one request.
         concurrencies: requests at once.
-        verify_rows: rows per request of a step that verifies drafts; 1 leaves such steps out.
+        verify_rows: rows per request of steps that verify a chain of drafts; 1 leaves such steps out.
+        trees: drafts per request of steps that verify a tree.
         steps: timed steps of a pass.
         repeats: timed passes of every side, taken in turn.
         warmup: untimed passes before them.
@@ -44,7 +47,8 @@ class DummyConfig:
 
     prompt_tokens: tuple[int, ...] = (1024,)
     concurrencies: tuple[int, ...] = (1,)
-    verify_rows: int = 8
+    verify_rows: tuple[int, ...] = (8,)
+    trees: tuple[int, ...] = ()
     steps: int = 64
     repeats: int = 3
     warmup: int = 1
@@ -54,10 +58,12 @@ class DummyConfig:
     quantize: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("prompt_tokens", "concurrencies"):
+        for name in ("prompt_tokens", "concurrencies", "verify_rows"):
             if not getattr(self, name) or min(getattr(self, name)) < 1:
                 raise InvalidInputError(f"{name} is {getattr(self, name)}; give one or more numbers of at least 1")
-        for name, least in (("verify_rows", 1), ("steps", 1), ("repeats", 1), ("warmup", 0)):
+        for nodes in self.trees:
+            EngineConfig(tree_nodes=nodes)
+        for name, least in (("steps", 1), ("repeats", 1), ("warmup", 0)):
             if getattr(self, name) < least:
                 raise InvalidInputError(f"{name} is {getattr(self, name)}; it must be at least {least}")
         if others := [name for name in self.peers if name != VllmSteps.name]:
@@ -72,9 +78,15 @@ class DummyConfig:
         return [*((first, count) for count in self.concurrencies), *((length, 1) for length in longer)]
 
     @property
+    def shapes(self) -> list[BlockShape]:
+        """Of the blocks that steps with drafts verify."""
+        chains = [BlockShape(rows - 1) for rows in self.verify_rows if rows > 1]
+        return [*chains, *(BlockShape(nodes, min(nodes, TREE_DEPTH)) for nodes in self.trees if nodes)]
+
+    @property
     def step_rows(self) -> list[int]:
         """Rows of all steps of the sweep."""
-        return sorted({count * rows for _, count in self.cells for rows in (1, self.verify_rows)})
+        return sorted({count * shape.rows for _, count in self.cells for shape in (BlockShape(0), *self.shapes)})
 
 
 class DummyBench:
@@ -137,8 +149,8 @@ class DummyBench:
                 peer.close()
 
     def _measure(self, length: int, count: int, peer: VllmSteps | None) -> list[dict[str, Any]]:
-        """Rows of one part: prefill, a plain step, and a step that verifies drafts."""
-        config, rows = self._config, self._config.verify_rows
+        """Rows of one part: prefill, a plain step, and steps that verify drafts."""
+        config = self._config
         own = OwnSteps(self._verifier, self._rooms[length, count], graphs=config.graphs)
         steps = config.steps
         key = {"prompt_tokens": length, "num_reqs": count}
@@ -155,10 +167,11 @@ class DummyBench:
             key | {"work": "plain step"} | self._step(plain, own, length, count),
         ]
         own.close()
-        if rows > 1:
-            own = OwnSteps(self._verifier, self._rooms[length, count], rows=rows, graphs=config.graphs)
-            verify = self._sides(f"{title} verify {rows}", key, partial(own.steps, count=steps), None)
-            found.append(key | {"work": f"verify {rows}"} | self._step(verify, own, length, count))
+        for shape in config.shapes:
+            own = OwnSteps(self._verifier, self._rooms[length, count], shape=shape, graphs=config.graphs)
+            work = f"verify {shape if shape.is_tree else shape.rows}"
+            verify = self._sides(f"{title} {work}", key, partial(own.steps, count=steps), None)
+            found.append(key | {"work": work} | self._step(verify, own, length, count))
             own.close()
         return found
 
@@ -186,7 +199,7 @@ class DummyBench:
         """A row about steps, with what reading memory alone would take."""
         config, engine = self._config, own.engine
         row = _row(seconds, "ms", lambda spent: spent / config.steps * 1e3)
-        moved = step_bytes(engine, k=engine.num_draft_tokens, num_reqs=count, context=length + WARM_STEPS + config.steps / 2)
+        moved = step_bytes(engine, k=engine.shapes[-1].drafts, num_reqs=count, context=length + WARM_STEPS + config.steps / 2)
         milliseconds = moved / self._bandwidth * 1e3
         share = milliseconds / row["ours"]["median"]
         return row | {"roofline": {"bytes": moved, "ms": milliseconds, "share": share}, "distinct_tokens": own.distinct}
@@ -195,7 +208,7 @@ class DummyBench:
         verifier, rooms = self._verifier, self._rooms.values()
         dtype = verifier.attention.spec.kv_dtype
         per_token = sum(spec.bytes_per_token(dtype) for spec in verifier.kv_specs)
-        most_rows = max(1, self._config.verify_rows)
+        most_rows = max(self._config.verify_rows)
         per_request = bytes_per_slot(verifier.kv_specs, most_rows)
         cache = max(room.num_reqs * (room.max_model_len * per_token + per_request) for room in rooms)
         return VllmSteps(

@@ -37,7 +37,8 @@ def measure_dummy(args: argparse.Namespace) -> int:
     config = DummyConfig(
         prompt_tokens=tuple(args.prompt_tokens),
         concurrencies=tuple(args.max_num_seqs),
-        verify_rows=args.verify_rows,
+        verify_rows=tuple(args.verify_rows),
+        trees=tuple(nodes for nodes in args.tree_nodes if nodes),
         steps=args.max_tokens,
         repeats=args.repeats,
         warmup=args.warmup,

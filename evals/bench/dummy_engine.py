@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.blocks import BlockShape
 from specdec.config import CacheConfig, DraftSampling, EngineConfig, SamplingParams
 from specdec.core import BoundDrafter, DecodeBatch, Drafter, DraftOutput, Verifier
 from specdec.engine.buckets import batch_bucket
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request, Status
 from specdec.errors import CapacityError
+from specdec.sampling.trees import best_first
 
 WARM_STEPS = 8
 """Steps of every request before the clock starts."""
@@ -25,32 +27,53 @@ ROOM = 2**62
 """Cache budget in bytes: whatever the requests need, refused where the device has less."""
 
 
+CANDIDATES = 16
+"""Drafts per position among which a tree chooses."""
+
+TREE_DEPTH = 15
+"""Drafts of a path of a tree."""
+
+PLAIN = BlockShape(0)
+
+
 class FreeDrafter(Drafter):
     """Random drafts, the same in every step, that take no time to make: what is left of a step is the target's.
 
     Args:
-        k: drafts per step.
+        depth: positions of which there are drafts.
     """
 
-    def __init__(self, k: int) -> None:
-        self.max_draft_tokens = k
+    draws_trees = True
+
+    def __init__(self, depth: int) -> None:
+        self.max_draft_tokens = depth
 
     def bind(
         self, verifier: Verifier, caches: Sequence[Any], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling
     ) -> BoundDrafter:
         """See `Drafter.bind`."""
         generator = torch.Generator().manual_seed(1)
-        shape = batch_bucket(max_num_seqs), self.max_draft_tokens
-        return _FreeDrafts(torch.randint(verifier.vocab_size, shape, generator=generator).to(verifier.device))
+        shape = batch_bucket(max_num_seqs), self.max_draft_tokens, CANDIDATES
+        token_ids = (
+            torch.rand(*shape[:2], verifier.vocab_size, generator=generator).topk(min(CANDIDATES, verifier.vocab_size)).indices
+        )
+        scores = torch.randn(token_ids.shape, generator=generator).log_softmax(-1).sort(descending=True).values
+        return _FreeDrafts(token_ids.to(verifier.device), scores.to(verifier.device))
 
 
 class _FreeDrafts(BoundDrafter):
-    def __init__(self, token_ids: Tensor) -> None:
-        self._token_ids = token_ids  # [most requests, k]
+    """Candidates [most requests, depth, C], and their log-probabilities."""
+
+    def __init__(self, token_ids: Tensor, scores: Tensor) -> None:
+        self._token_ids, self._scores = token_ids, scores
 
     def propose(self, batch: DecodeBatch) -> DraftOutput:
-        """See `BoundDrafter.propose`."""
-        return DraftOutput(self._token_ids[: batch.num_reqs, : batch.k])
+        """See `BoundDrafter.propose`; a tree is built anew in every step."""
+        token_ids, scores = (table[: batch.num_reqs, : batch.shape.depth] for table in (self._token_ids, self._scores))
+        if not batch.shape.is_tree:
+            return DraftOutput(token_ids[:, :, 0].contiguous())
+        best = best_first(scores, batch.k)
+        return DraftOutput(token_ids.flatten(1).gather(1, best.places), tree=best.tree)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +111,7 @@ class OwnSteps:
     Args:
         verifier: the target.
         room: sizes the cache, and no larger.
-        rows: of each request in a step: 1 is plain decoding, more verifies `rows - 1` drafts.
+        shape: of each request's block in a step.
         graphs: see `EngineConfig`.
 
     Attributes:
@@ -97,14 +120,15 @@ class OwnSteps:
 
     name = "specdec"
 
-    def __init__(self, verifier: Verifier, room: Room, *, rows: int = 1, graphs: bool | None = None) -> None:
+    def __init__(self, verifier: Verifier, room: Room, *, shape: BlockShape = PLAIN, graphs: bool | None = None) -> None:
         self.engine = SpecEngine(
             verifier,
-            FreeDrafter(rows - 1) if rows > 1 else None,
+            FreeDrafter(shape.depth) if shape.drafts else None,
             EngineConfig(
                 max_num_seqs=room.num_reqs,
                 max_model_len=room.max_model_len,
                 num_draft_tokens=None,
+                tree_nodes=shape.drafts if shape.is_tree else None,
                 graphs=graphs,
                 cache=CacheConfig(memory_bytes=ROOM, prefix_caching=False),
             ),

@@ -23,6 +23,7 @@ class HeadShape(NamedTuple):
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    chunk: int | None = None  # tokens within which rows attend, see `specdec.attention.chunks`; None for no such bounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class AttentionSpec:
     Attributes:
         device: where the tensors live.
         dtype: type of query, key and value.
-        num_heads, num_kv_heads, head_dim: see `HeadShape`.
+        num_heads, num_kv_heads, head_dim, chunk: see `HeadShape`.
         block_size: tokens per cache block.
         windows: every distinct window of the layers of this shape; None is full attention.
         sinks: layers carry a learned logit per head that joins the softmax and attends to nothing.
@@ -59,11 +60,12 @@ class AttentionSpec:
     cache_dtype: torch.dtype | None = None
     reads_others: bool = False
     further: tuple[tuple[HeadShape, frozenset[int | None]], ...] = ()
+    chunk: int | None = None
 
     @property
     def shape(self) -> HeadShape:
         """Heads of a layer."""
-        return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim)
+        return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim, self.chunk)
 
     @property
     def each(self) -> "tuple[AttentionSpec, ...]":
@@ -192,7 +194,7 @@ class AttentionBackend(ABC):
     """
 
     name: ClassVar[str]
-    captures_prefill: ClassVar[bool] = False
+    captures_prefill: bool = False
     """Whether a prefill whose lengths only the device knows costs no more than one that states them."""
     prefill_tokens: ClassVar[int] = 8192
     """Prompt tokens of a step on an accelerator, unless the user says how many. Every chunk reads all weights, those of all experts

@@ -44,7 +44,7 @@ def select_backend(name: str, spec: AttentionSpec | MlaSpec) -> AttentionBackend
     """
     if name != "auto":
         backend = _resolve(name, spec)
-        reasons = _of_each(backend.unsupported_reasons, spec)
+        reasons = _unsupported(backend, spec)
         if reasons:
             raise BackendError(f"attention backend {name!r} cannot serve this model: {'; '.join(reasons)}; try --attention auto")
         return backend(spec)
@@ -61,12 +61,22 @@ def select_backend(name: str, spec: AttentionSpec | MlaSpec) -> AttentionBackend
 
 def tree_reasons(backend: AttentionBackend | MlaBackend) -> list[str]:
     """All reasons why `backend` cannot verify draft trees, whatever the layer; empty when it can."""
-    return _of_each(type(backend).tree_reasons, backend.spec)
+    reasons = _of_each(type(backend).tree_reasons, backend.spec)
+    if isinstance(backend.spec, AttentionSpec) and any(one.chunk for one in backend.spec.each):
+        reasons.append("layers that attend within chunks take each row for a request of its own")
+    return reasons
 
 
 def _reasons(backend: Any, spec: AttentionSpec | MlaSpec, auto: bool) -> list[str]:
     against = _of_each(backend.reasons_against_auto, spec) if auto and issubclass(backend, AttentionBackend) else []
-    return against or _of_each(backend.unsupported_reasons, spec)
+    return against or _unsupported(backend, spec)
+
+
+def _unsupported(backend: Any, spec: AttentionSpec | MlaSpec) -> list[str]:
+    """What the backend has to say against `spec`, and what is against it whatever the backend."""
+    size, chunks = spec.block_size, [one.chunk for one in spec.each if one.chunk] if isinstance(spec, AttentionSpec) else []
+    uneven = [f"blocks of {size} tokens do not divide chunks of {chunk}" for chunk in chunks if chunk % size]
+    return [*_of_each(backend.unsupported_reasons, spec), *uneven]
 
 
 def _of_each(ask: Callable[[Any], list[str]], spec: AttentionSpec | MlaSpec) -> list[str]:

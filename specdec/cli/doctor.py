@@ -222,6 +222,7 @@ def describe_spec(spec: AttentionSpec | MlaSpec) -> str:
         return ", ".join(parts)
     parts[1:1] = [f"{spec.num_kv_heads} key heads", f"head size {spec.head_dim}"]
     parts += [f"a window of {w}" for w in spec.windows if w is not None]
+    parts += [] if spec.chunk is None else [f"chunks of {spec.chunk}"]
     return ", ".join(parts + (["sinks"] if spec.sinks else []))
 
 

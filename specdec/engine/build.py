@@ -130,6 +130,7 @@ def build_engine(verifier: Verifier, drafter: Drafter | None, config: EngineConf
         vocab_size=verifier.vocab_size,
         device=device,
         num_lookahead_tokens=num_lookahead_tokens,
+        tells_long=verifier.short_len is not None,
     )
     bound = None
     if drafter:

@@ -118,7 +118,9 @@ class SpecEngine:
         prompt = list(prompt_token_ids)
         total = self._total_len(prompt, sampling)
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
-        request = Request(self._next_id, prompt, sampling, seed=seed, max_total_len=total, on_tokens=on_tokens)
+        short_len = self.verifier.short_len
+        is_long = short_len is not None and total - 1 > short_len  # the last token is never read
+        request = Request(self._next_id, prompt, sampling, seed=seed, max_total_len=total, long=is_long, on_tokens=on_tokens)
         self._next_id += 1
         return request
 

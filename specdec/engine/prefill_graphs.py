@@ -161,7 +161,9 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
             slots, logit_rows, seq_lens, row_counts = inputs[3 * count :].view(4, num_reqs)
             block_table = state.block_table.index_select(0, slots)
             metadata = AttentionMetadata.uniform(width, seq_lens.int(), block_table, slot_mapping, max_seq_len=max_seq_len)
-            rows = ForwardInput(token_ids, position_ids, metadata, logit_rows, slots, row_counts)
+            long = state.long_of(slots)
+            long = None if long is None else long.repeat_interleave(width)
+            rows = ForwardInput(token_ids, position_ids, metadata, logit_rows, long, slots, row_counts)
             logits.copy_(self._forward(PrefillBatch(rows, slots)))
 
         replay = self._capture.capture(launch, PrefillShape)

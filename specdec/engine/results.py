@@ -97,10 +97,7 @@ def result_table(shape: BlockShape, accept: AcceptOutput, draft: DraftOutput | N
     Returns:
         int64 [num_reqs, num_columns(shape, ...)]; `out` when it is given.
     """
-    num_drafts = draft.num_drafts if draft else None
-    if num_drafts is None:
-        num_drafts = torch.full_like(accept.num_accepted, shape.depth)
-    counts = (accept.num_accepted, num_drafts, accept.finite.long())
+    counts = (accept.num_accepted, _positions_offered(shape, accept, draft), accept.finite.long())
     columns = [*(count[:, None] for count in counts), accept.token_ids]
     if accept.path is not None:
         assert draft is not None and draft.tree is not None
@@ -109,6 +106,16 @@ def result_table(shape: BlockShape, accept: AcceptOutput, draft: DraftOutput | N
     if accept.logprobs is not None:
         columns.append(accept.logprobs.double().view(torch.int64))  # the same 8 bytes, so that one tensor carries both
     return torch.cat(columns, dim=1, out=out)
+
+
+def _positions_offered(shape: BlockShape, accept: AcceptOutput, draft: DraftOutput | None) -> Tensor:
+    """int64 [num_reqs]: positions for which drafts count, of a tree those of its longest path."""
+    if draft is None or draft.num_drafts is None:
+        return torch.full_like(accept.num_accepted, shape.depth)
+    if draft.tree is None:
+        return draft.num_drafts
+    drafts = torch.arange(shape.drafts, device=draft.num_drafts.device)
+    return torch.where(drafts < draft.num_drafts[:, None], draft.tree.depths, 0).amax(dim=1)
 
 
 def num_columns(shape: BlockShape, *, logprobs: bool) -> int:

@@ -200,7 +200,7 @@ class Scheduler:
     def _admit(self, request: Request) -> bool:
         """Gives a waiting request a slot and the blocks of its prefill and first step, if those in work can still grow."""
         tokens = prefill_tokens(request)
-        digests = prefix_hashes(tokens, self.block_size) if self.prefix_caching else []
+        digests = prefix_hashes(tokens, self.block_size, kind=b"long" if request.long else b"") if self.prefix_caching else []
         # The last token is always computed: its logits choose the first output token.
         cached = self.pool.match(digests[: (len(tokens) - 1) // self.block_size])
         missing = blocks_for(len(tokens) + max(self.num_draft_tokens + 1, self.num_lookahead_tokens), self.block_size) - len(cached)

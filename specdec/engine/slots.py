@@ -44,6 +44,7 @@ class SlotState:
         vocab_size: width of the table of tokens seen, which exists once a request has a repetition penalty.
         device: where the tensors live.
         num_lookahead_tokens: see `specdec.core.Drafter.num_lookahead_tokens`.
+        tells_long: the target asks which requests are long, see `specdec.core.ForwardInput.long`.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class SlotState:
         vocab_size: int,
         device: torch.device,
         num_lookahead_tokens: int = 0,
+        tells_long: bool = False,
     ) -> None:
         self.device = device
         self.block_size, self.max_model_len, self.vocab_size = block_size, max_model_len, vocab_size
@@ -67,6 +69,7 @@ class SlotState:
         self.seq_lens, self.anchors = self._progress[0], self._progress[1]
         self.block_table = torch.full((self.num_slots, max_blocks), NULL_BLOCK, dtype=torch.int32, device=device)
         self.sampling = SamplingTensors.neutral(self.num_slots, device)
+        self.long = torch.zeros(self.num_slots, dtype=torch.bool, device=device) if tells_long else None
         self._num_blocks = [0] * max_num_seqs  # entries of each row that are the request's own
         self._selection = Selection([])
 
@@ -83,6 +86,8 @@ class SlotState:
             pin=self.device.type == "cuda",
         )
         self.sampling.put(slots, rows)
+        if self.long is not None:
+            self.long.index_copy_(0, slots, self.tensor([request.long for request in requests]).bool())
         for request in requests:
             self._num_blocks[request.slot] = 0
             if request.sampling.repetition_penalty != 1:
@@ -126,7 +131,9 @@ class SlotState:
         positions: list[int] = []
         slots: list[int] = []
         logit_rows: list[int] = []
+        long: list[int] = []
         for chunk in chunks:
+            long += [chunk.request.long] * (chunk.end - chunk.start)
             tokens += prefill_tokens(chunk.request)[chunk.start : chunk.end]
             positions += range(chunk.start, chunk.end)
             slots += cache_slots(chunk, self.block_size)
@@ -140,7 +147,8 @@ class SlotState:
             self.tensor(slots),
         )
         wanted = self.tensor(logit_rows)
-        rows = ForwardInput(self.tensor(tokens), self.tensor(positions), metadata, logit_rows=wanted, slots=slot_rows)
+        is_long = None if self.long is None else self.tensor(long).bool()
+        rows = ForwardInput(self.tensor(tokens), self.tensor(positions), metadata, logit_rows=wanted, long=is_long, slots=slot_rows)
         return PrefillBatch(forward=rows, slots=slot_rows)
 
     def select(self, requests: Sequence[Request]) -> Selection:
@@ -191,8 +199,13 @@ class SlotState:
             block_size=self.block_size,
             max_model_len=self.max_model_len,
             sampling=sampling,
+            long=self.long_of(slots),
             context=context,
         )
+
+    def long_of(self, slots: Tensor) -> Tensor | None:
+        """bool [num_reqs]: which of the requests in `slots` are long; None where the target does not ask."""
+        return None if self.long is None else self.long.index_select(0, slots)
 
     def commit(self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput) -> None:
         """Moves the requests of a step on: L grows by the accepted drafts and the old anchor, the next anchor takes its place.

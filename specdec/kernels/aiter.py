@@ -45,7 +45,7 @@ class AiterTriton:
     flash_attn_with_kvcache: Annotated[
         Function,
         "aiter.ops.triton.attention.mha_v3",
-        "k_cache v_cache cache_seqlens page_table softmax_scale causal window_size",
+        "k_cache v_cache cache_seqlens page_table softmax_scale causal window_size return_softmax_lse",
     ]
     unified_attention: Annotated[
         Function,

@@ -28,6 +28,7 @@ def _gated_norm_kernel(
     WIDTH: tl.constexpr,
     SHARED: tl.constexpr,  # whether groups share the weight
     GATE_FIRST: tl.constexpr,
+    SIGMOID: tl.constexpr,
     TOGETHER: tl.constexpr,  # groups of a program
     OVERLAP: tl.constexpr,
 ) -> None:
@@ -41,13 +42,13 @@ def _gated_norm_kernel(
     await_previous(OVERLAP)
     wide = tl.load(x + row * x_stride + column, mask=exists, other=0.0).to(tl.float32)
     opened = tl.load(gate + row * gate_stride + column, mask=exists, other=0.0).to(tl.float32)
-    opened = opened * tl.sigmoid(opened)
+    opened = tl.sigmoid(opened) if SIGMOID else opened * tl.sigmoid(opened)
     if GATE_FIRST:
         wide *= opened
     scaled = wide * tl.rsqrt(tl.sum(wide * wide, 1, keep_dims=True) / WIDTH + epsilon)
-    scaled = gain.to(tl.float32) * scaled.to(dtype).to(tl.float32)
+    scaled = gain.to(tl.float32) * (scaled if SIGMOID else scaled.to(dtype).to(tl.float32))
     if not GATE_FIRST:
-        if gain.dtype != tl.float32:  # else the product stays as it is
+        if gain.dtype != tl.float32 and not SIGMOID:  # else the product stays as it is
             scaled = scaled.to(dtype).to(tl.float32)
         scaled *= opened
     tl.store(output + row * (GROUPS * WIDTH) + column, scaled.to(dtype), mask=exists)
@@ -75,7 +76,9 @@ def _sigmoid_gate_kernel(
     tl.store(output + row * width + column, (wide * opened).to(dtype), mask=exists)
 
 
-def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, epsilon: float, *, width: int = 0, gate_first: bool = False) -> Tensor:
+def gated_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, epsilon: float, *, width: int = 0, gate_first: bool = False, sigmoid: bool = False
+) -> Tensor:
     """Root mean square norm (arXiv 1910.07467) of every group of columns, such as a head, with `silu(gate)` as a factor.
 
     Args:
@@ -85,6 +88,7 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, epsilon: float, *, width
         epsilon: of the norm.
         width: V, if groups do not share the weight; 0 is the weight's size.
         gate_first: the norm sees the gated numbers (Mamba-2), instead of being gated itself (Gated DeltaNet).
+        sigmoid: the factor is `sigmoid(gate)`, and numbers are rounded only at the end (Kimi Delta Attention).
 
     Returns:
         [T, groups * V] in the type of `x`, contiguous.
@@ -110,6 +114,7 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, epsilon: float, *, width
             WIDTH=width,
             SHARED=len(weight) == width,
             GATE_FIRST=gate_first,
+            SIGMOID=sigmoid,
             TOGETHER=together,
             num_warps=max(4, min(16, block // 1024)),
             **overlap_options(x.device),

@@ -1,5 +1,7 @@
 """Recurrent layers in Triton: a state per value head that takes in one row after the other, as in Gated DeltaNet and Mamba-2.
 
+A decay is one number per row and value head, or one for each key channel (Kimi Delta Attention), that is for each row of the state.
+
 A step reads and writes each state once, however many drafts it has: rows that were accepted since the state was written are taken
 in again first, and the state is written before the rows that may yet be rejected. One loop serves both, so a row has the same bits
 whether it is new or taken in again. Programs share nothing, and their shape depends on the layer alone, so a request has the same
@@ -65,8 +67,9 @@ def _row(
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     DELTA: tl.constexpr,
+    DECAYS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Query, key, value, their factors, decay's logarithm and beta of a row."""
+    """Query, key, value, their factors, the logarithm of decays, one or as many as keys, and beta of a row."""
     KEY_CHANNELS: tl.constexpr = KEY_HEADS * KEY_DIM
     key_head = head // (VALUE_HEADS // KEY_HEADS)
     channels += row * (2 * KEY_CHANNELS + VALUE_HEADS * VALUE_DIM)
@@ -74,8 +77,12 @@ def _row(
     query = tl.load(channels + key_head * KEY_DIM + keys, mask=is_key, other=0.0)
     key = tl.load(channels + KEY_CHANNELS + key_head * KEY_DIM + keys, mask=is_key, other=0.0)
     value = tl.load(channels + 2 * KEY_CHANNELS + head * VALUE_DIM + values, mask=exists & (values < VALUE_DIM), other=0.0)
-    decay = tl.load(gates + row * (2 * VALUE_HEADS) + head, mask=exists, other=0.0)
-    beta = tl.load(gates + row * (2 * VALUE_HEADS) + VALUE_HEADS + head, mask=exists, other=0.0)
+    gates += row * ((DECAYS + 1) * VALUE_HEADS)
+    if DECAYS == 1:
+        decay = tl.load(gates + head, mask=exists, other=0.0)
+    else:
+        decay = tl.load(gates + head * KEY_DIM + keys, mask=is_key, other=0.0)
+    beta = tl.load(gates + DECAYS * VALUE_HEADS + head, mask=exists, other=0.0)
     query_factor, key_factor = 1.0, 1.0
     if DELTA:
         query_factor = tl.load(factors + row * (2 * KEY_HEADS) + key_head, mask=exists, other=0.0)
@@ -102,6 +109,7 @@ def _serial_kernel(
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     DELTA: tl.constexpr,
+    DECAYS: tl.constexpr,  # of a value head: 1, or KEY_DIM
     FINAL: tl.constexpr,
     COLUMNS: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -127,7 +135,7 @@ def _serial_kernel(
     output += first_row * (VALUE_HEADS * VALUE_DIM) + head * VALUE_DIM + values
     total = pending + count
     query, key, value, query_factor, key_factor, decay, beta = _row(
-        channels, factors, gates, in_row, head, keys, values, total > 0, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, DELTA
+        channels, factors, gates, in_row, head, keys, values, total > 0, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, DELTA, DECAYS
     )
     for row in range(total):
         wide_query = query.to(tl.float32) * query_factor
@@ -148,12 +156,13 @@ def _serial_kernel(
             KEY_DIM,
             VALUE_DIM,
             DELTA,
+            DECAYS,
         )
         if not FINAL:  # without pending rows it lies there already, unless the sequence begins
             last = (row == pending) & ((pending > 0) | (start == 0))
             if last:
                 tl.store(places, held, mask=exists)
-        held *= scale
+        held *= scale if DECAYS == 1 else scale[:, None]
         told = wide_value
         if DELTA:
             told -= tl.sum(held * wide_key[:, None], 0)
@@ -177,7 +186,8 @@ def _serial_kernel(
 def recur(x: Tensor, recurrence: Layer, cache: StateCache, rows: Rows) -> Tensor:
     """Runs rows through one recurrent layer, as `specdec.layers.recurrence.recur` does; can be captured in a graph.
 
-    The rules are Gated DeltaNet's (arXiv 2412.06464) and Mamba-2's (arXiv 2405.21060). All arithmetic of states is float32.
+    The rules are Gated DeltaNet's (arXiv 2412.06464), that with a decay per key channel (arXiv 2510.26692) and Mamba-2's (arXiv
+    2405.21060). All arithmetic of states is float32.
 
     Args:
         x: [T, at least width], inputs of the rows in the model's type; further columns are left alone.
@@ -215,6 +225,7 @@ def take_serially(prepared: Prepared, layer: Layer, cache: StateCache, rows: Row
             KEY_DIM=layer.key_dim,
             VALUE_DIM=layer.value_dim,
             DELTA=layer.rule == "delta",
+            DECAYS=layer.decays,
             FINAL=rows.final,
             COLUMNS=tile.columns,
             num_warps=tile.num_warps,

@@ -3,22 +3,7 @@
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def input_at(
-    x: tl.tensor,  # the request's first row
-    ring: tl.tensor,  # of its slot
-    position: tl.tensor,
-    start: tl.tensor,
-    channel: tl.tensor,
-    exists: tl.tensor,
-    x_stride: tl.tensor,
-    columns: tl.tensor,
-    WIDTH: tl.constexpr,
-) -> tl.tensor:
-    """Inputs of one position: what came before the forward's rows lies in the ring, and before a sequence there are zeros."""
-    row = tl.where(position >= start, x + (position - start) * x_stride, ring + (position % columns) * WIDTH)
-    return tl.load(row + channel, mask=exists & (position >= 0), other=0.0)
+from specdec.kernels.triton_recurrence_ring import input_at
 
 
 @triton.jit

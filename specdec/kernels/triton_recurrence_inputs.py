@@ -11,7 +11,9 @@ from torch import Tensor
 
 from specdec.kernels.triton_launch import on_device, overlap_options
 from specdec.kernels.triton_overlap import await_previous
-from specdec.kernels.triton_recurrence_convolution import convolve, input_at
+from specdec.kernels.triton_recurrence_convolution import convolve
+from specdec.kernels.triton_recurrence_gates import gates_of_heads, gates_of_keys
+from specdec.kernels.triton_recurrence_ring import keep_last
 from specdec.kernels.triton_recurrence_rows import Layer, Prepared, Rows, pending_rows
 from specdec.kv_cache.state import StateCache
 
@@ -23,19 +25,6 @@ ROWS_PER_PROGRAM = 16
 """Where there are more."""
 
 
-@triton.jit
-def _softplus(x: tl.tensor) -> tl.tensor:
-    """log(1 + exp(x)) to the last digits also where it is small, which the logarithm of a rounded sum is not."""
-    small = tl.exp(-tl.abs(x))
-    # log(1 + e) = 2 artanh(e / (2 + e)), whose argument is a third at most.
-    ratio = small / (2.0 + small)
-    square = ratio * ratio
-    series = 1 / 13 + square * (1 / 15 + square * (1 / 17))
-    series = 1 / 7 + square * (1 / 9 + square * (1 / 11 + square * series))
-    series = 1.0 + square * (1 / 3 + square * (1 / 5 + square * series))
-    return tl.maximum(x, 0.0) + 2.0 * ratio * series
-
-
 @triton.jit(do_not_specialize=["columns", "max_pending"])
 def _inputs_kernel(
     x: tl.tensor,  # [T, at least WIDTH]
@@ -43,7 +32,7 @@ def _inputs_kernel(
     kernel: tl.tensor,  # [CHANNELS, TAPS]
     bias: tl.tensor,  # [CHANNELS] or None
     rate: tl.tensor,  # [VALUE_HEADS]
-    time_bias: tl.tensor,  # [VALUE_HEADS]
+    time_bias: tl.tensor,  # [VALUE_HEADS * DECAYS]
     slots: tl.tensor,  # int64 [num_reqs]
     starts: tl.tensor,  # int64 [num_reqs]
     counts: tl.tensor,  # int64 [num_reqs]
@@ -65,6 +54,7 @@ def _inputs_kernel(
     VALUE_DIM: tl.constexpr,
     TAPS: tl.constexpr,
     DELTA: tl.constexpr,
+    DECAYS: tl.constexpr,  # of a value head: 1, or KEY_DIM
     KEEPS: tl.constexpr,  # whether new rows' inputs can go into the ring here
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,  # heads of queries or keys per program
@@ -72,7 +62,7 @@ def _inputs_kernel(
     OVERLAP: tl.constexpr,
 ) -> None:
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
-    WIDTH: tl.constexpr = CHANNELS + VALUE_HEADS * (1 + DELTA)
+    WIDTH: tl.constexpr = CHANNELS + VALUE_HEADS * (DECAYS + DELTA)
     KEY_PARTS: tl.constexpr = (2 * KEY_HEADS + KEYS - 1) // KEYS
     VALUE_PARTS: tl.constexpr = (VALUE_HEADS + VALUES - 1) // VALUES
     part = tl.program_id(1)
@@ -140,59 +130,52 @@ def _inputs_kernel(
             False,
             KEEPS,
         )
+    elif DECAYS == 1:
+        gates_of_heads(
+            x,
+            ring,
+            rate,
+            time_bias,
+            gates,
+            begin,
+            end,
+            pending,
+            start,
+            out_row,
+            x_stride,
+            columns,
+            beta_scale,
+            least_step,
+            most_step,
+            VALUE_HEADS,
+            CHANNELS,
+            WIDTH,
+            DELTA,
+            KEEPS,
+        )
     else:
-        head = tl.arange(0, triton.next_power_of_2(VALUE_HEADS))
-        exists = head < VALUE_HEADS
-        offset = tl.load(time_bias + head, mask=exists, other=0.0).to(tl.float32)
-        speed = tl.load(rate + head, mask=exists, other=0.0).to(tl.float32)
-        channel = CHANNELS + VALUE_HEADS * DELTA + head
-        for row in range(begin, end):
-            position = start - pending + row
-            kept = ring + (position % columns) * WIDTH
-            a = input_at(x, ring, position, start, channel, exists, x_stride, columns, WIDTH)
-            if KEEPS:
-                tl.store(kept + channel, a, mask=exists & (row >= pending))
-            step = _softplus(a.to(tl.float32) + offset)
-            beta = step
-            if DELTA:
-                b = input_at(x, ring, position, start, CHANNELS + head, exists, x_stride, columns, WIDTH)
-                if KEEPS:
-                    tl.store(kept + CHANNELS + head, b, mask=exists & (row >= pending))
-                beta = tl.sigmoid(b.to(tl.float32)).to(b.dtype).to(tl.float32) * beta_scale
-            else:
-                step = tl.minimum(tl.maximum(step, least_step), most_step)
-                beta = step
-            place = gates + (out_row + row) * (2 * VALUE_HEADS) + head
-            tl.store(place, -speed * step, mask=exists)
-            tl.store(place + VALUE_HEADS, beta, mask=exists)
-
-
-@triton.jit(do_not_specialize=["columns"])
-def _keep_kernel(
-    x: tl.tensor,
-    ring: tl.tensor,
-    slots: tl.tensor,
-    starts: tl.tensor,
-    counts: tl.tensor,
-    first_rows: tl.tensor,
-    x_stride: tl.tensor,
-    columns: tl.tensor,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
-    """Puts one of the last rows of a request into the ring."""
-    back = tl.program_id(0) + 1
-    request = tl.program_id(2)
-    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    await_previous(OVERLAP)
-    count = tl.load(counts + request)
-    position = tl.load(starts + request) + count - back
-    exists = (channel < WIDTH) & (back <= count)
-    row = tl.load(first_rows + request).to(tl.int64) + count - back
-    values = tl.load(x + row * x_stride + channel, mask=exists)
-    place = tl.load(slots + request) * columns + position % columns
-    tl.store(ring + place * WIDTH + channel, values, mask=exists)
+        gates_of_keys(
+            x,
+            ring,
+            rate,
+            time_bias,
+            gates,
+            (part - KEY_PARTS - VALUE_PARTS) * KEYS,
+            begin,
+            end,
+            pending,
+            start,
+            out_row,
+            x_stride,
+            columns,
+            beta_scale,
+            VALUE_HEADS,
+            KEY_DIM,
+            KEYS,
+            CHANNELS,
+            WIDTH,
+            KEEPS,
+        )
 
 
 def prepare(x: Tensor, layer: Layer, cache: StateCache, rows: Rows) -> Prepared:
@@ -211,7 +194,7 @@ def prepare(x: Tensor, layer: Layer, cache: StateCache, rows: Rows) -> Prepared:
     prepared = Prepared(
         torch.empty(total, layer.channels, dtype=x.dtype, device=x.device),
         torch.empty(total, 2 * layer.num_key_heads, dtype=torch.float32, device=x.device),
-        torch.empty(total, 2 * layer.num_value_heads, dtype=torch.float32, device=x.device),
+        torch.empty(total, (layer.decays + 1) * layer.num_value_heads, dtype=torch.float32, device=x.device),
     )
     # Where a ring holds all positions that the forward looks at, no program overwrites what another one reads.
     keeps = layer.taps - 1 + count <= columns
@@ -221,7 +204,8 @@ def prepare(x: Tensor, layer: Layer, cache: StateCache, rows: Rows) -> Prepared:
         min(keys, triton.next_power_of_2(2 * layer.num_key_heads)),
         min(values, triton.next_power_of_2(layer.num_value_heads)),
     )
-    parts = triton.cdiv(2 * layer.num_key_heads, keys) + triton.cdiv(layer.num_value_heads, values) + 1
+    parts = triton.cdiv(2 * layer.num_key_heads, keys) + triton.cdiv(layer.num_value_heads, values)
+    parts += 1 if layer.decays == 1 else triton.cdiv(layer.num_value_heads, keys)
     with on_device(x):
         _inputs_kernel[(triton.cdiv(count, together), parts, num_reqs)](
             x,
@@ -248,6 +232,7 @@ def prepare(x: Tensor, layer: Layer, cache: StateCache, rows: Rows) -> Prepared:
             VALUE_DIM=layer.value_dim,
             TAPS=layer.taps,
             DELTA=layer.rule == "delta",
+            DECAYS=layer.decays,
             KEEPS=keeps,
             ROWS=together,
             KEYS=keys,
@@ -255,21 +240,6 @@ def prepare(x: Tensor, layer: Layer, cache: StateCache, rows: Rows) -> Prepared:
             num_warps=4,
             **overlap_options(x.device),
         )
-        if not keeps:
-            # After a final step nothing but a convolution looks back.
-            kept, block = min(rows.max_rows, layer.taps - 1 if rows.final else columns - layer.taps + 1), 1024
-            _keep_kernel[(kept, triton.cdiv(layer.width, block), num_reqs)](
-                x,
-                cache.inputs,
-                rows.slots,
-                rows.starts,
-                rows.counts,
-                rows.first_rows,
-                x.stride(0),
-                columns,
-                WIDTH=layer.width,
-                BLOCK=block,
-                num_warps=4,
-                **overlap_options(x.device),
-            )
+    if not keeps:
+        keep_last(x, layer.taps, cache, rows)
     return prepared

@@ -35,6 +35,8 @@ class Layer(Protocol):
     @property
     def skip(self) -> Tensor | None: ...
     @property
+    def decays(self) -> int: ...
+    @property
     def channels(self) -> int: ...
     @property
     def width(self) -> int: ...
@@ -66,7 +68,7 @@ class Prepared(NamedTuple):
 
     channels: Tensor  # [T + num_reqs * max_pending, channels] in the model's type, convolved: queries, keys, values
     factors: Tensor  # float32 [rows, 2 * key heads]: of queries, then keys; unused where the rule is "plain"
-    gates: Tensor  # float32 [rows, 2 * value heads]: logarithms of the decay, then betas
+    gates: Tensor  # float32 [rows, value heads * decays + value heads]: logarithms of the decays, then betas
 
 
 @triton.jit

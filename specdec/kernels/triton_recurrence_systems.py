@@ -169,29 +169,48 @@ def solve(prepared: Prepared, layer: Layer, cache: StateCache, rows: Rows, keys:
         Float32 [chunks, value heads, 64, 64], None where the rule is "plain", and the same shape in the model's type. The chunks of
         request r begin at `(first_rows[r] + r * max_pending) // 64 + 2 * r`.
     """
-    size, num_reqs, channels = CHUNK.value, len(rows.slots), prepared.channels
-    delta, heads = layer.rule == "delta", layer.num_value_heads
-    shape = (len(channels) // size + 2 * num_reqs, heads, size, size)
+    channels, delta, shape = prepared.channels, layer.rule == "delta", squares(prepared, layer, rows)
     systems = torch.empty(shape, dtype=torch.float32, device=channels.device) if delta else None
     meetings = torch.empty(shape, dtype=channels.dtype, device=channels.device)
-    places = (rows.slots, rows.starts, rows.counts, rows.first_rows, cache.lengths, rows.max_pending)
-    grid = (triton.cdiv(rows.max_pending + rows.max_rows, size) + 1, heads, num_reqs)
-    overlap = overlap_options(channels.device)
     with on_device(channels):
-        _within_kernel[grid](
+        _within_kernel[(most_chunks(rows), layer.num_value_heads, len(rows.slots))](
             *prepared,
             systems,
             meetings,
-            *places,
+            *places_of(rows, cache),
             KEY_HEADS=layer.num_key_heads,
-            VALUE_HEADS=heads,
+            VALUE_HEADS=layer.num_value_heads,
             KEY_DIM=layer.key_dim,
             VALUE_DIM=layer.value_dim,
             DELTA=delta,
             KEYS=keys,
             num_warps=4,
-            **overlap,
+            **overlap_options(channels.device),
         )
-        if systems is not None:
-            _invert_kernel[grid](systems, *places, VALUE_HEADS=heads, num_warps=1, **overlap)
+    if systems is not None:
+        invert(systems, layer, cache, rows)
     return systems, meetings
+
+
+def invert(systems: Tensor, layer: Layer, cache: StateCache, rows: Rows) -> None:
+    """Makes of triangular systems their inverses, in place."""
+    with on_device(systems):
+        _invert_kernel[(most_chunks(rows), layer.num_value_heads, len(rows.slots))](
+            systems, *places_of(rows, cache), VALUE_HEADS=layer.num_value_heads, num_warps=1, **overlap_options(systems.device)
+        )
+
+
+def squares(prepared: Prepared, layer: Layer, rows: Rows) -> tuple[int, int, int, int]:
+    """Shape of what there is for each chunk, value head and pair of rows."""
+    size = CHUNK.value
+    return len(prepared.channels) // size + 2 * len(rows.slots), layer.num_value_heads, size, size
+
+
+def most_chunks(rows: Rows) -> int:
+    """Host bound on the chunks of a request."""
+    return triton.cdiv(rows.max_pending + rows.max_rows, CHUNK.value) + 1
+
+
+def places_of(rows: Rows, cache: StateCache) -> tuple[Tensor | int, ...]:
+    """From which kernels tell where the rows of a request lie."""
+    return rows.slots, rows.starts, rows.counts, rows.first_rows, cache.lengths, rows.max_pending

@@ -17,17 +17,17 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
-def prefix_hashes(token_ids: Sequence[int], block_size: int) -> list[bytes]:
-    """One digest per full block; a digest covers all tokens up to the end of its block.
+def prefix_hashes(token_ids: Sequence[int], block_size: int, *, kind: bytes = b"") -> list[bytes]:
+    """One digest per full block; a digest covers `kind` and all tokens up to the end of its block.
 
     >>> a, b = prefix_hashes([1, 2, 3, 4, 5], 2), prefix_hashes([1, 2, 3, 9], 2)
     >>> len(a), a[0] == b[0], a[1] == b[1]
     (2, True, False)
-    >>> prefix_hashes([8, 8, 3, 4], 2)[1] == a[1]
-    False
+    >>> prefix_hashes([8, 8, 3, 4], 2)[1] == a[1], prefix_hashes([1, 2], 2, kind=b"long")[0] == a[0]
+    (False, False)
     """
     digests: list[bytes] = []
-    digest = b""
+    digest = kind
     for start in range(0, len(token_ids) - block_size + 1, block_size):
         content = ",".join(map(str, token_ids[start : start + block_size])).encode()
         digest = blake2b(digest + content, digest_size=16).digest()

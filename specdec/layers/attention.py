@@ -52,6 +52,9 @@ class HeadAttention:
         wide_norms: norms of all query heads together and of all key heads together, as in OLMo 2 (arXiv 2501.00656).
         gate: behind keys and values `qkv` has gates, of each number that attention puts out (arXiv 2505.06708) or of each head,
             and this function of them scales it; None where there are none.
+        value_dim: numbers of a value head where they are fewer than of a key head. The cache holds zeros behind them, so that to a
+            backend keys and values are alike. None for as many.
+        value_scale: factor of values.
     """
 
     qkv: Linear
@@ -59,6 +62,8 @@ class HeadAttention:
     rope: Rope | None
     wide_norms: tuple[Norm, Norm] | None = None
     gate: Literal["sigmoid", "softplus"] | None = None
+    value_dim: int | None = None
+    value_scale: float = 1.0
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -74,13 +79,21 @@ class HeadAttention:
         if self.gate is not None:
             width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
             qkv, gate = qkv[:, :width], qkv[:, width:]
+        if self.value_dim is not None:
+            rotated, value = qkv.tensor_split([(spec.num_heads + spec.num_kv_heads) * spec.head_dim], dim=1)
+            value = F.pad(value.unflatten(1, (spec.num_kv_heads, -1)), (0, spec.head_dim - self.value_dim))
+            qkv = torch.cat([rotated, value.flatten(1)], dim=1)
         if self.wide_norms is not None:
             widths = [spec.num_heads * spec.head_dim, *[spec.num_kv_heads * spec.head_dim] * 2]
             query, key, value = qkv.split_with_sizes(widths, dim=1)
             qkv = torch.cat([ops.norm(query, self.wide_norms[0]), ops.norm(key, self.wide_norms[1]), value], dim=1)
         angles = None if self.rope is None else rows.angles[self.rope]
+        if angles is not None and angles.factors is not None:
+            qkv[:, : spec.num_heads * spec.head_dim].mul_(angles.factors)
         heads = qkv.view(len(hidden), -1, spec.head_dim)
         out = ops.attend(backend, heads, self.heads, angles, rows.cache, rows.plan, ahead)
+        if self.value_dim is not None or self.value_scale != 1:
+            out = (out.unflatten(1, (spec.num_heads, -1))[..., : self.value_dim] * self.value_scale).flatten(1)
         if gate is None:
             return out
         if self.gate == "sigmoid":

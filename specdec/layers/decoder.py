@@ -16,6 +16,7 @@ from specdec.layers.mlp import FeedForward, MixtureOfExperts, MlpBesideExperts
 from specdec.layers.norm import Norm
 from specdec.layers.ops import Join, Ops
 from specdec.layers.rotary import Angles, Rope
+from specdec.layers.shared_block import EMBEDDINGS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,9 +107,9 @@ class Decoder:
         """Drops the layers from `count` on; what comes after the norm means nothing any more."""
         del self.layers[count:]
 
-    def angles(self, position_ids: Tensor, dtype: torch.dtype) -> dict[Rope, Angles]:
-        """Of positions int64 [T], once for every kind of rotation."""
-        return {rope: Angles.of(position_ids, rope, dtype) for rope in self._ropes}
+    def angles(self, position_ids: Tensor, dtype: torch.dtype, long: Tensor | None = None) -> dict[Rope, Angles]:
+        """Of positions int64 [T], once for every kind of rotation; `long` bool [T] names rows of long requests."""
+        return {rope: Angles.of(position_ids, rope, dtype, long) for rope in self._ropes}
 
     def __call__(
         self,
@@ -135,7 +136,7 @@ class Decoder:
         Returns:
             [T or rows kept, H] after the final norm, and the raw outputs [T, H] of the layers in `taps`.
         """
-        ops, tapped, shared, residual = self.ops, dict[int, Tensor](), dict[str, Tensor](), hidden
+        ops, tapped, shared, residual = self.ops, dict[int, Tensor](), {EMBEDDINGS: hidden}, hidden
         first = self.layers[0]
         normed = hidden if first.first_norm is None else ops.norm(hidden, first.first_norm, self._first_weights[0])
         for index, layer in enumerate(self.layers):

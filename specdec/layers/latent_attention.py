@@ -63,7 +63,7 @@ class LatentAttention:
         query: from the compressed query to the heads, and the norm before it; None where the query is not compressed.
         latent_norm: of the compressed key and value.
         up: from them to keys and values of the heads.
-        rope: of the rotated part of queries and keys.
+        rope: of the rotated part of queries and keys; None leaves that part as it is.
         scale: of the scores.
         indexer: chooses the positions that rows attend to; None leaves that to an earlier layer, or takes all.
     """
@@ -72,7 +72,7 @@ class LatentAttention:
     query: tuple[Norm, Linear] | None
     latent_norm: Norm
     up: UpProjection
-    rope: Rope
+    rope: Rope | None
     scale: float
     indexer: Indexer | None = None
 
@@ -84,7 +84,7 @@ class LatentAttention:
 
     def __call__(self, ops: Ops, hidden: Tensor, rows: Rows, ahead: Linear) -> Tensor:
         """See `specdec.layers.attention.Attention`."""
-        backend, angles = rows.backend, rows.angles[self.rope]
+        backend = rows.backend
         assert isinstance(backend, MlaBackend)
         spec = backend.spec
         latent_width = spec.kv_lora_rank + spec.qk_rope_head_dim
@@ -92,17 +92,17 @@ class LatentAttention:
         first, latent = product.split_with_sizes([product.shape[1] - latent_width, latent_width], dim=1)
         compressed_query = first if self.query is None else ops.norm(first, self.query[0])
         query = first if self.query is None else ops.project(self.query[1], compressed_query)
+        angles = None if self.rope is None else rows.angles[self.rope]
+        if angles is not None and angles.factors is not None:
+            query.mul_(angles.factors)
         compressed, key_rope = latent.split_with_sizes([spec.kv_lora_rank, spec.qk_rope_head_dim], dim=1)
         heads = query.unflatten(-1, (spec.num_heads, -1))
         query_nope, query_rope = heads.split_with_sizes([spec.qk_nope_head_dim, spec.qk_rope_head_dim], dim=2)
-        new = MlaRows(
-            query_nope=query_nope,
-            query_rope=rotate(query_rope, *angles.doubled),
-            compressed=ops.norm(compressed, self.latent_norm),
-            key_rope=rotate(key_rope[:, None], *angles.doubled)[:, 0],
-        )
+        if angles is not None:
+            query_rope, key_rope = rotate(query_rope, *angles.doubled), rotate(key_rope[:, None], *angles.doubled)[:, 0]
+        new = MlaRows(query_nope, query_rope, ops.norm(compressed, self.latent_norm), key_rope)
         if self.indexer is not None:
-            assert isinstance(backend, SparseMlaBackend)
+            assert isinstance(backend, SparseMlaBackend) and angles is not None
             index = self.indexer(hidden, compressed_query, angles)
             rows.shared[SELECTED] = backend.select(index, rows.cache, rows.plan)
         selected = rows.shared.get(SELECTED)

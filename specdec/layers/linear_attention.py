@@ -11,7 +11,7 @@ from specdec.layers.attention import Attention, Rows
 from specdec.layers.linear import Linear
 from specdec.layers.norm import GroupNorm
 from specdec.layers.ops import Ops
-from specdec.layers.recurrence import Recurrence, RecurrentRows, convolve
+from specdec.layers.recurrence import Recurrence, RecurrentRows
 from specdec.layers.rotary import Rope
 
 
@@ -56,6 +56,45 @@ class LinearAttention:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class KeyDecayAttention:
+    """Linear attention with a decay per key channel (Kimi Delta Attention, arXiv 2510.26692). Decays and gates come by few numbers.
+
+    Attributes:
+        inputs: to channels and `b` of the recurrence, then the few numbers of decays, then as many of the gates of the outputs.
+        decays: from few numbers to `a` of the recurrence.
+        gates: from few numbers to [value heads * V].
+        recurrence: of the layer.
+        norm: of value heads.
+    """
+
+    inputs: Linear
+    decays: Linear
+    gates: Linear
+    recurrence: Recurrence
+    norm: GroupNorm
+
+    @property
+    def rope(self) -> Rope | None:
+        """See `Attention.rope`."""
+        return None
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """See `Attention.linears`."""
+        return self.inputs, self.decays, self.gates
+
+    def __call__(self, ops: Ops, hidden: Tensor, rows: Rows, ahead: Linear) -> Tensor:
+        """See `Attention.__call__`."""
+        assert isinstance(rows.cache, StateCache) and isinstance(rows.plan, RecurrentRows)
+        few = self.decays.in_features
+        joined = ops.project(self.inputs, hidden)
+        taken, decays, gates = joined.split_with_sizes([joined.shape[1] - 2 * few, few, few], dim=1)
+        x = torch.cat([taken, ops.project(self.decays, decays.contiguous())], dim=1)
+        out = ops.recur(x, self.recurrence, rows.cache, rows.plan)
+        return ops.gated_norm(out, ops.project(self.gates, gates.contiguous()), self.norm)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class ShortConvolution:
     """A convolution over few rows between two gates, as in LFM2 (arXiv 2511.23404): `after * convolution(before * value)`.
 
@@ -82,8 +121,7 @@ class ShortConvolution:
     def __call__(self, ops: Ops, hidden: Tensor, rows: Rows, ahead: Linear) -> Tensor:
         """See `Attention.__call__`."""
         assert isinstance(rows.cache, StateCache) and isinstance(rows.plan, RecurrentRows)
-        before, after, value = ops.project(self.inputs, hidden).chunk(3, dim=-1)
-        return after * convolve(before * value, self.kernel, self.bias, rows.cache, rows.plan)
+        return ops.convolve(ops.project(self.inputs, hidden), self.kernel, self.bias, rows.cache, rows.plan)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

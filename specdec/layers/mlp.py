@@ -58,6 +58,7 @@ class MixtureOfExperts:
         shared: of all tokens, or None.
         shared_gate: to one number, whose sigmoid weighs what is shared, or None.
         latent: to what the experts are given, and from what they give back to H; None where both are H.
+        weighs_inputs: weights are factors of what experts are given, not of what they put out, as in Llama 4.
     """
 
     router: Router
@@ -65,6 +66,7 @@ class MixtureOfExperts:
     shared: GatedMLP | None = None
     shared_gate: Linear | None = None
     latent: tuple[Linear, Linear] | None = None
+    weighs_inputs: bool = False
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -75,7 +77,11 @@ class MixtureOfExperts:
     def __call__(self, ops: Ops, hidden: Tensor, residual: Tensor, join: Join, ahead: Linear | None) -> tuple[Tensor, Tensor]:
         """See `FeedForward.__call__`."""
         weights, ids = ops.route(self.router, hidden)
-        if self.latent is None:
+        if self.weighs_inputs:
+            given = (hidden[:, None] * weights[..., None].to(hidden.dtype)).flatten(0, 1)
+            output = ops.experts(self.experts, given, torch.ones_like(weights).reshape(-1, 1), ids.reshape(-1, 1))
+            output = output.unflatten(-2, ids.shape).sum(-2)
+        elif self.latent is None:
             output = ops.experts(self.experts, hidden, weights, ids)
         else:
             output = ops.experts(self.experts, ops.project(self.latent[0], hidden), weights, ids)

@@ -30,27 +30,29 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
 
 
 class GroupNorm(NamedTuple):
-    """A norm of groups of columns, such as heads, with the SiLU of gates as a factor.
+    """A norm of groups of columns, such as heads, with the SiLU of gates, or their sigmoid, as a factor.
 
     A weight is one for all groups, or each has its own, where `width` says how wide they are. Numbers are rounded before the
-    weight, and with it unless it is in float32.
+    weight, and with it unless it is in float32; with a sigmoid only at the end.
     """
 
     weight: Tensor  # [V], or [groups * V]
     epsilon: float
     width: int = 0  # V, unless it is that of the weight
     gate_first: bool = False  # the norm sees the gated numbers (Mamba-2), instead of being gated itself (Gated DeltaNet)
+    sigmoid: bool = False  # Kimi Delta Attention
 
 
 def gated_norm(x: Tensor, gate: Tensor, norm: GroupNorm) -> Tensor:
-    """Groups of `x` [T, groups * V], normed and times the SiLU of `gate` like it; `specdec.kernels.triton_gated_norm` in torch."""
+    """Groups of `x` [T, groups * V], normed and times SiLU or sigmoid of `gate`; `specdec.kernels.triton_gated_norm` in torch."""
     wide = torch.promote_types(x.dtype, torch.float32)
     groups = (-1, norm.width or len(norm.weight))
-    opened = F.silu(gate.to(wide)).unflatten(1, groups)
+    opened = (torch.sigmoid if norm.sigmoid else F.silu)(gate.to(wide)).unflatten(1, groups)
     rows = x.to(wide).unflatten(1, groups)
     rows = rows * opened if norm.gate_first else rows
     length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
-    scaled = (rows * (length * length / rows.shape[-1] + norm.epsilon).rsqrt()).to(x.dtype) * norm.weight.view(groups)
+    scaled = rows * (length * length / rows.shape[-1] + norm.epsilon).rsqrt()
+    scaled = (scaled if norm.sigmoid else scaled.to(x.dtype)) * norm.weight.view(groups)
     return (scaled if norm.gate_first else scaled * opened).to(x.dtype).flatten(1)
 
 

@@ -13,8 +13,10 @@ from torch.nn import functional as F
 from specdec.attention.backend import AttentionBackend
 from specdec.attention.mla import MlaBackend
 from specdec.kernels.experts import Experts
+from specdec.kernels.triton_launch import unavailable_reasons
 from specdec.kv_cache import LayerCache, StateCache
 from specdec.layers.activation import activate
+from specdec.layers.convolution import convolve
 from specdec.layers.experts import apply_experts
 from specdec.layers.linear import Linear
 from specdec.layers.norm import GroupNorm, Norm, gated_norm, rms_norm
@@ -131,6 +133,9 @@ class Ops(Protocol):
     def recur(self, x: Tensor, recurrence: Recurrence, cache: StateCache, rows: RecurrentRows) -> Tensor:
         """See `specdec.layers.recurrence.recur`."""
 
+    def convolve(self, joined: Tensor, kernel: Tensor, bias: Tensor | None, cache: StateCache, rows: RecurrentRows) -> Tensor:
+        """See `specdec.layers.convolution.convolve`."""
+
     def gated_norm(self, x: Tensor, gate: Tensor, norm: GroupNorm) -> Tensor:
         """`x` [T, groups * V], each group normed and before or after that times the SiLU of `gate` like it."""
 
@@ -233,6 +238,10 @@ class TorchOps:
         """See `Ops.recur`."""
         return recur(x, recurrence, cache, rows)
 
+    def convolve(self, joined: Tensor, kernel: Tensor, bias: Tensor | None, cache: StateCache, rows: RecurrentRows) -> Tensor:
+        """See `Ops.convolve`."""
+        return convolve(joined, kernel, bias, cache, rows)
+
     def gated_norm(self, x: Tensor, gate: Tensor, norm: GroupNorm) -> Tensor:
         """See `Ops.gated_norm`."""
         return gated_norm(x, gate, norm)
@@ -242,9 +251,10 @@ class TorchOps:
 
 
 def ops_for(backend: AttentionBackend | MlaBackend, *, mixes: bool = False, recurs: bool = False) -> Ops:
-    """What computes the layers around `backend`: our kernels where it and the device suit them; not yet around latent attention.
+    """What computes the layers around `backend`: our kernels where it and the device suit them.
 
-    AITER's take the place of some of ours where they are asked for by name.
+    Around latent attention they compute recurrent layers alone, not yet the others. AITER's take the place of some of ours where
+    they are asked for by name.
 
     Args:
         backend: attention.
@@ -262,6 +272,13 @@ def ops_for(backend: AttentionBackend | MlaBackend, *, mixes: bool = False, recu
             from specdec.layers.aiter_ops import AiterOps  # it imports Triton
 
             return AiterOps(device, dtype, mixes=mixes, recurs=recurs)
+    if isinstance(backend, MlaBackend) and recurs and not unavailable_reasons(device):
+        from specdec.layers.recurrence_check import recurs_on_triton
+
+        if recurs_on_triton(device, dtype):
+            from specdec.layers.recurrent_ops import RecurrentOps  # it imports Triton
+
+            return RecurrentOps()
     if not fused:
         return TorchOps()
     from specdec.layers.triton_ops import TritonOps

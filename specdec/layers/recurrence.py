@@ -15,6 +15,9 @@ from specdec.kv_cache.state import StateCache
 CHUNK = 64
 """Rows of a prompt that are taken in at once."""
 
+KEY_CHUNK = 16
+"""The same where every key channel has a decay of its own, so that every pair of rows has a vector of them."""
+
 MOST_SERIAL = 32
 """Rows that are taken in one by one at most, so that a token has the same bits alone and among drafts."""
 
@@ -67,10 +70,11 @@ class Recurrence:
 
     Per row and value head, with the key head that it shares: `S *= exp(g)`, then `S += k u^T` with `u = beta (v - S^T k)` where
     the rule is "delta" (Gated DeltaNet, arXiv 2412.06464) and `u = beta v` where it is "plain" (Mamba-2, arXiv 2405.21060), and
-    the output is `S^T q`, with `skip * v` added where there is one.
+    the output is `S^T q`, with `skip * v` added where there is one. A decay is one number per value head, or one for each of its
+    key channels, and so for each row of S (Kimi Delta Attention, arXiv 2510.26692).
 
     Channels of a row are queries [key heads, K], keys like them and values [value heads, V]; then come its gates, `b` and `a` of
-    every value head, or `a` alone for "plain".
+    every value head, or `a` alone for "plain". Of a decay per key channel `a` is [value heads, K].
 
     Attributes:
         num_key_heads, num_value_heads: the second is a multiple of the first.
@@ -78,12 +82,13 @@ class Recurrence:
         kernel: [channels, taps], the last tap is the row itself.
         kernel_bias: [channels], or None.
         rate: float32 [value heads], `g = -rate * softplus(a + time_bias)`.
-        time_bias: [value heads].
+        time_bias: like `a`, flat.
         rule: see above. "delta" norms queries and keys (L2) and scales queries by `K ** -0.5`; `beta` is `beta_scale * sigmoid(b)`.
             "plain" has `beta = softplus(a + time_bias)`, clamped to `time_limits`.
         beta_scale: 2 where a state may be reflected.
         time_limits: least and largest step.
         skip: float32 [value heads], or None.
+        decays_by_key: each key channel has its own decay. The rule is "delta" then.
     """
 
     num_key_heads: int
@@ -98,6 +103,7 @@ class Recurrence:
     beta_scale: float = 1.0
     time_limits: tuple[float, float] = (0.0, float("inf"))
     skip: Tensor | None = None
+    decays_by_key: bool = False
 
     @property
     def channels(self) -> int:
@@ -107,7 +113,12 @@ class Recurrence:
     @property
     def width(self) -> int:
         """Numbers of a row that the ring keeps: channels and gates."""
-        return self.channels + self.num_value_heads * (2 if self.rule == "delta" else 1)
+        return self.channels + self.num_value_heads * (self.decays + (self.rule == "delta"))
+
+    @property
+    def decays(self) -> int:
+        """Of a row and value head."""
+        return self.key_dim if self.decays_by_key else 1
 
     @property
     def taps(self) -> int:
@@ -121,8 +132,8 @@ class _Taken(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
-    decay: Tensor  # [num_reqs, rows, value heads], the logarithm
-    beta: Tensor
+    decay: Tensor  # [num_reqs, rows, value heads, 1 or K], the logarithm
+    beta: Tensor  # [num_reqs, rows, value heads]
 
 
 def recur(x: Tensor, recurrence: Recurrence, cache: StateCache, rows: RecurrentRows) -> Tensor:
@@ -139,7 +150,7 @@ def recur(x: Tensor, recurrence: Recurrence, cache: StateCache, rows: RecurrentR
     """
     pending = rows.pending(cache.lengths)
     count = rows.max_pending + rows.max_rows
-    window = _window(x[:, : recurrence.width], recurrence.taps, cache.inputs, rows, pending)
+    window = window_of(x[:, : recurrence.width], recurrence.taps, cache.inputs, rows, pending)
     live = torch.arange(count, device=x.device) < (pending + rows.counts)[:, None]
     taken = _inputs(window, recurrence, live)
     fresh = (rows.starts == 0)[:, None, None, None]
@@ -152,38 +163,18 @@ def recur(x: Tensor, recurrence: Recurrence, cache: StateCache, rows: RecurrentR
     if recurrence.skip is not None:
         out = out + recurrence.skip[:, None] * taken.value
     cache.state.index_copy_(0, rows.slots, end if rows.final else before)
-    _keep_inputs(x[:, : recurrence.width], cache.inputs, rows)
-    return _packed(out, rows, pending, len(x)).to(x.dtype).flatten(1)
+    keep_inputs(x[:, : recurrence.width], cache.inputs, rows)
+    return packed_rows(out, rows, pending, len(x)).to(x.dtype).flatten(1)
 
 
-def convolve(x: Tensor, kernel: Tensor, bias: Tensor | None, cache: StateCache, rows: RecurrentRows) -> Tensor:
-    """Runs rows through the convolution of a layer that has no state beside it, whose cache is updated.
-
-    Args:
-        x: [T, channels].
-        kernel: [channels, taps], the last tap is the row itself.
-        bias: [channels], or None.
-        cache: of the layer.
-        rows: of the forward.
-
-    Returns:
-        [T, channels].
-    """
-    none = torch.zeros_like(rows.starts)
-    window = _window(x, kernel.shape[1], cache.inputs, rows._replace(max_pending=0), none)
-    out = _convolved(window, kernel, bias, rows.max_rows)
-    _keep_inputs(x, cache.inputs, rows)
-    return _packed(out, rows, none, len(x))
-
-
-def _packed(out: Tensor, rows: RecurrentRows, pending: Tensor, count: int) -> Tensor:
+def packed_rows(out: Tensor, rows: RecurrentRows, pending: Tensor, count: int) -> Tensor:
     """From one line per request [num_reqs, rows, ...] back to packed rows, those that were pending left out."""
     owners = torch.repeat_interleave(rows.first_rows.diff().long(), output_size=count)
     places = pending[owners] + torch.arange(count, device=out.device) - rows.first_rows.long()[owners]
     return out[owners, places]
 
 
-def _window(x: Tensor, taps: int, ring: Tensor, rows: RecurrentRows, pending: Tensor) -> Tensor:
+def window_of(x: Tensor, taps: int, ring: Tensor, rows: RecurrentRows, pending: Tensor) -> Tensor:
     """[num_reqs, taps - 1 + max_pending + max_rows, width]: inputs from where the convolution of the first pending row begins."""
     columns, device = ring.shape[1], x.device
     places = torch.arange(1 - taps, rows.max_pending + rows.max_rows, device=device) + (rows.starts - pending)[:, None]
@@ -194,7 +185,7 @@ def _window(x: Tensor, taps: int, ring: Tensor, rows: RecurrentRows, pending: Te
     return torch.where((places < 0)[..., None], 0, inputs)
 
 
-def _convolved(window: Tensor, kernel: Tensor, bias: Tensor | None, count: int) -> Tensor:
+def convolved(window: Tensor, kernel: Tensor, bias: Tensor | None, count: int) -> Tensor:
     """[num_reqs, count, channels], tap by tap: a library's convolution may add up in an order that depends on the rows' number."""
     wide = torch.promote_types(window.dtype, torch.float32)
     mixed = window.new_zeros((), dtype=wide) if bias is None else bias.to(wide)
@@ -206,27 +197,30 @@ def _convolved(window: Tensor, kernel: Tensor, bias: Tensor | None, count: int) 
 def _inputs(window: Tensor, recurrence: Recurrence, live: Tensor) -> _Taken:
     """Convolution, activation, norms and gates; rows that are not `live` take in nothing."""
     one, taps = recurrence, recurrence.taps
-    mixed = _convolved(window[..., : one.channels], one.kernel, one.kernel_bias, live.shape[1])
-    convolved = torch.where(live[..., None], F.silu(mixed), 0)
+    mixed = convolved(window[..., : one.channels], one.kernel, one.kernel_bias, live.shape[1])
+    active = torch.where(live[..., None], F.silu(mixed), 0)
     widths = [one.num_key_heads * one.key_dim] * 2 + [one.num_value_heads * one.value_dim]
-    query, key, value = (part.float() for part in convolved.split_with_sizes(widths, dim=-1))
+    query, key, value = (part.float() for part in active.split_with_sizes(widths, dim=-1))
     query, key = (part.unflatten(-1, (one.num_key_heads, one.key_dim)) for part in (query, key))
     if one.rule == "delta":
         query, key = (part * (part.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for part in (query, key))
         query = query * one.key_dim**-0.5
     gates = window[:, taps - 1 :, one.channels :]
-    a = gates[..., -one.num_value_heads :].contiguous()  # else its place in memory decides by which code it is computed
+    a = gates[
+        ..., -one.num_value_heads * one.decays :
+    ].contiguous()  # else its place in memory decides by which code it is computed
     step = F.softplus(a.float() + one.time_bias)
     if one.rule == "delta":
         beta = gates[..., : one.num_value_heads].contiguous().sigmoid().float() * one.beta_scale
     else:
         step = beta = step.clamp(*one.time_limits)
+    decay = -one.rate[:, None] * step.unflatten(-1, (one.num_value_heads, one.decays))
     repeats = one.num_value_heads // one.num_key_heads
     return _Taken(
         query.repeat_interleave(repeats, dim=2),
         key.repeat_interleave(repeats, dim=2),
         value.unflatten(-1, (one.num_value_heads, one.value_dim)),
-        torch.where(live[..., None], -one.rate * step, 0.0),
+        torch.where(live[..., None, None], decay, 0.0),
         torch.where(live[..., None], beta, 0.0),
     )
 
@@ -237,7 +231,7 @@ def _serially(state: Tensor, taken: _Taken, live: Tensor, pending: Tensor, rule:
     for row in range(live.shape[1]):
         query, key, value, decay, beta = (part[:, row] for part in taken)
         before = torch.where((pending == row)[:, None, None, None], state, before)
-        decayed = state * decay.exp()[..., None, None]
+        decayed = state * decay.exp()[..., None]
         told = value - (decayed * key[..., None]).sum(-2) if rule == "delta" else value
         moved = decayed + key[..., None] * (told * beta[..., None])[..., None, :]
         outputs.append((moved * query[..., None]).sum(-2))
@@ -248,27 +242,34 @@ def _serially(state: Tensor, taken: _Taken, live: Tensor, pending: Tensor, rule:
 
 def _in_chunks(state: Tensor, taken: _Taken, rule: str) -> tuple[Tensor, Tensor]:
     """Outputs [num_reqs, rows, heads, V] and the state after all rows, some at once (WY form, arXiv 2412.06464, section 3.3)."""
-    outputs = []
-    for start in range(0, taken.key.shape[1], CHUNK):
-        query, key, value, decay, beta = (part[:, start : start + CHUNK].transpose(1, 2) for part in taken)
-        total = decay.cumsum(-1)  # [num_reqs, heads, rows], the logarithm from the chunk's beginning
-        later = torch.ones(key.shape[2], key.shape[2], dtype=torch.bool, device=key.device).triu(1)
-        between = (total[..., :, None] - total[..., None, :]).masked_fill(later, float("-inf")).exp()
+    outputs, size = [], CHUNK if taken.decay.shape[-1] == 1 else KEY_CHUNK
+    for start in range(0, taken.key.shape[1], size):
+        query, key, value, decay, beta = (part[:, start : start + size].transpose(1, 2) for part in taken)
+        total = decay.cumsum(-2)  # [num_reqs, heads, rows, 1 or K], the logarithm from the chunk's beginning
         told = value
         if rule == "delta":
-            told = value - (key * total.exp()[..., None]) @ state
+            told = value - (key * total.exp()) @ state
         told = told * beta[..., None]
         if rule == "delta":  # what a row tells the state depends on what the rows before it in the chunk have told
-            system = (key @ key.mT) * between * beta[..., None]
+            system = _meetings(key, key, total) * beta[..., None]
             told = torch.linalg.solve_triangular(system, told, upper=False, unitriangular=True)
-        out = (query * total.exp()[..., None]) @ state + ((query @ key.mT) * between) @ told
-        left = (total[..., -1:] - total).exp()[..., None]
-        state = state * total[..., -1].exp()[..., None, None] + (key * left).mT @ told
+        out = (query * total.exp()) @ state + _meetings(query, key, total) @ told
+        left = (total[..., -1:, :] - total).exp()
+        state = state * total[..., -1, :, None].exp() + (key * left).mT @ told
         outputs.append(out.transpose(1, 2))
     return torch.cat(outputs, dim=1), state
 
 
-def _keep_inputs(x: Tensor, ring: Tensor, rows: RecurrentRows) -> None:
+def _meetings(readers: Tensor, key: Tensor, total: Tensor) -> Tensor:
+    """[num_reqs, heads, rows, rows]: what each of `readers` has of the keys before it and its own, decayed since then."""
+    later = torch.ones(key.shape[2], key.shape[2], dtype=torch.bool, device=key.device).triu(1)
+    between = (total[..., :, None, :] - total[..., None, :, :]).masked_fill(later[..., None], float("-inf")).exp()
+    if between.shape[-1] == 1:
+        return (readers @ key.mT) * between[..., 0]
+    return (readers[..., :, None, :] * key[..., None, :, :] * between).sum(-1)
+
+
+def keep_inputs(x: Tensor, ring: Tensor, rows: RecurrentRows) -> None:
     """Puts inputs where the next step looks for them: of a long piece the last rows."""
     columns = ring.shape[1]
     kept = min(rows.max_rows, columns)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,31 @@ from specdec.errors import CheckpointError
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "proportional", "yarn")
 """RoPE types, as Transformers names them, whose frequencies stay what they are, however long a sequence grows."""
 
+ROPE_TYPES = (*STATIC_ROPE_TYPES, "dynamic", "longrope")
+"""Those that targets may have. "dynamic" changes frequencies beyond `max_position_embeddings` alone, which no request exceeds."""
+
+
+class Temperature(NamedTuple):
+    """A factor of queries that grows with their position, so that long contexts do not flatten attention (arXiv 2501.19399).
+
+    It is `1 + strength * log(1 + floor((position + offset) / period))`.
+
+    Attributes:
+        strength, period, offset: as in the formula; the period is in tokens.
+        rounds: the factor is rounded to the model's type.
+    """
+
+    strength: float
+    period: float
+    offset: int = 0
+    rounds: bool = False
+
+    def factors(self, position_ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """float32 or `dtype` [..., 1] for positions int64 [...]."""
+        steps = torch.floor((position_ids + self.offset) / self.period)
+        factors = (torch.log1p(steps) * self.strength + 1)[..., None]
+        return factors.to(dtype) if self.rounds else factors
+
 
 @dataclass(frozen=True, eq=False)
 class Rope:
@@ -23,39 +48,52 @@ class Rope:
         frequencies: float32 [head_dim / 2]; 0 for numbers that are not rotated.
         amplitude: factor of the cosines and sines, a number or one per frequency.
         rotated: numbers of a head that are rotated; None means all.
+        long_frequencies: those of long requests, like `frequencies`, in LongRoPE (arXiv 2402.13753); None where all have the same.
+        temperature: of the queries of layers that are rotated like this; None where there is none.
     """
 
     frequencies: Tensor
     amplitude: float | Tensor = 1.0
     rotated: int | None = None
+    long_frequencies: Tensor | None = None
+    temperature: Temperature | None = None
 
     @classmethod
     def of(cls, parameters: Mapping[str, Any], head_dim: int, max_position_embeddings: int) -> "Rope":
         """From RoPE parameters as Transformers writes them to a config; on the CPU.
 
         Args:
-            parameters: `rope_type`, one of `STATIC_ROPE_TYPES`, `rope_theta`, `partial_rotary_factor`, and what the type needs.
+            parameters: `rope_type`, one of `ROPE_TYPES`, `rope_theta`, `partial_rotary_factor`, and what the type needs; of our own
+                the type "none", which rotates nothing, and `temperature`, a `Temperature` or None.
             head_dim: numbers of a head, an even one.
-            max_position_embeddings: longest sequence, which YaRN looks at.
+            max_position_embeddings: longest sequence, which YaRN and LongRoPE look at.
 
         Raises:
             CheckpointError: the RoPE type needs a value that is not there.
         """
+        temperature = parameters.get("temperature")
         rotated = int(head_dim * (parameters.get("partial_rotary_factor") or 1.0))
         with torch.device("cpu"):
+            if parameters["rope_type"] == "none":
+                return cls(torch.zeros(head_dim // 2), temperature=temperature)
             if parameters["rope_type"] == "proportional":
-                return cls(_proportional(parameters, head_dim))
+                return cls(_proportional(parameters, head_dim), temperature=temperature)
             frequencies, factor = _frequencies(parameters, rotated, max_position_embeddings)
             still = (head_dim - rotated) // 2
             amplitude: float | Tensor = factor
             if still and factor != 1:
                 amplitude = F.pad(torch.full_like(frequencies, factor), (0, still), value=1.0)
-            return cls(F.pad(frequencies, (0, still)), amplitude, rotated)
+            frequencies = F.pad(frequencies, (0, still))
+            if parameters["rope_type"] != "longrope":
+                return cls(frequencies, amplitude, rotated, temperature=temperature)
+            long_frequencies, _ = _frequencies(parameters, rotated, max_position_embeddings, is_long=True)
+            return cls(frequencies, amplitude, rotated, F.pad(long_frequencies, (0, still)), temperature)
 
     def to(self, device: torch.device) -> "Rope":
         """The same on another device."""
         amplitude = self.amplitude.to(device) if isinstance(self.amplitude, Tensor) else self.amplitude
-        return replace(self, frequencies=self.frequencies.to(device), amplitude=amplitude)
+        long_frequencies = None if self.long_frequencies is None else self.long_frequencies.to(device)
+        return replace(self, frequencies=self.frequencies.to(device), amplitude=amplitude, long_frequencies=long_frequencies)
 
 
 class Angles:
@@ -63,15 +101,27 @@ class Angles:
 
     Attributes:
         cos, sin: [..., head_dim / 2], with equal strides.
+        factors: [..., 1], of the queries of the rows; None for 1.
     """
 
-    def __init__(self, cos: Tensor, sin: Tensor) -> None:
-        self.cos, self.sin = cos, sin
+    def __init__(self, cos: Tensor, sin: Tensor, factors: Tensor | None = None) -> None:
+        self.cos, self.sin, self.factors = cos, sin, factors
 
     @classmethod
-    def of(cls, position_ids: Tensor, rope: Rope, dtype: torch.dtype) -> "Angles":
-        """Those of positions int64 [...], computed in float32, in type `dtype`."""
-        return cls(*half_angles(position_ids, rope.frequencies, dtype, amplitude=rope.amplitude))
+    def of(cls, position_ids: Tensor, rope: Rope, dtype: torch.dtype, long: Tensor | None = None) -> "Angles":
+        """Those of positions int64 [...], computed in float32, in type `dtype`.
+
+        Args:
+            position_ids: of the rows.
+            rope: how they are rotated.
+            dtype: of the result.
+            long: bool like `position_ids`, rows of long requests; None for none.
+        """
+        frequencies = rope.frequencies
+        if long is not None and rope.long_frequencies is not None:
+            frequencies = torch.where(long[..., None], rope.long_frequencies, frequencies)
+        factors = None if rope.temperature is None else rope.temperature.factors(position_ids, dtype)
+        return cls(*half_angles(position_ids, frequencies, dtype, amplitude=rope.amplitude), factors)
 
     @cached_property
     def doubled(self) -> tuple[Tensor, Tensor]:
@@ -97,7 +147,7 @@ def half_angles(
 
     Args:
         position_ids: int64 [...].
-        frequencies: float32 [head_dim / 2].
+        frequencies: float32 [head_dim / 2], or [..., head_dim / 2] where they differ.
         dtype: of the result.
         amplitude: factor of the cosines and sines.
 
@@ -118,6 +168,10 @@ def half_angles(
     return rounded(torch.cos), rounded(torch.sin)
 
 
+_NOT_OF_THE_TYPE = ("partial_rotary_factor", "temperature", "llama_4_scaling_beta", "max_position_embeddings")
+"""RoPE parameters that no type of RoPE looks at."""
+
+
 def _proportional(parameters: Mapping[str, Any], head_dim: int) -> Tensor:
     """Frequencies as those of a whole head, of which the lowest are 0: its pairs lie as far apart as if all were rotated."""
     rotated = int((parameters.get("partial_rotary_factor") or 1.0) * head_dim // 2)
@@ -126,8 +180,10 @@ def _proportional(parameters: Mapping[str, Any], head_dim: int) -> Tensor:
     return F.pad(frequencies, (0, head_dim // 2 - rotated))
 
 
-def _frequencies(parameters: Mapping[str, Any], rotated: int, max_position_embeddings: int) -> tuple[Tensor, float]:
-    """Inverse frequencies float32 [rotated / 2] and the amplitude."""
+def _frequencies(
+    parameters: Mapping[str, Any], rotated: int, max_position_embeddings: int, *, is_long: bool = False
+) -> tuple[Tensor, float]:
+    """Inverse frequencies float32 [rotated / 2], with `is_long` LongRoPE's second set, and the amplitude."""
     if parameters["rope_type"] == "default":
         exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
         return 1.0 / parameters["rope_theta"] ** exponents, 1.0
@@ -141,10 +197,11 @@ def _frequencies(parameters: Mapping[str, Any], rotated: int, max_position_embed
             num_attention_heads=1,
             head_dim=rotated,
             max_position_embeddings=max_position_embeddings,
-            rope_parameters={name: value for name, value in parameters.items() if name != "partial_rotary_factor"},
+            rope_parameters={name: value for name, value in parameters.items() if name not in _NOT_OF_THE_TYPE},
         )
-        frequencies, amplitude = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, device="cpu")
-    except (KeyError, TypeError, ValueError) as error:
+        seq_len = parameters["original_max_position_embeddings"] + 1 if is_long else None
+        frequencies, amplitude = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, device="cpu", seq_len=seq_len)
+    except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"RoPE parameters {dict(parameters)} are not complete and valid ({error}); correct them in config.json"
         ) from error

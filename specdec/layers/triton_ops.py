@@ -27,7 +27,9 @@ from specdec.kernels.triton_norm import add_rms_norm, rms_norm
 from specdec.kernels.triton_recurrence import recur
 from specdec.kernels.triton_rope import rope, rope_store
 from specdec.kernels.triton_router import route
+from specdec.kernels.triton_short_convolution import convolve
 from specdec.kv_cache import LayerCache, StateCache
+from specdec.layers.convolution import convolve as plainly_convolve
 from specdec.layers.experts import apply_experts, experts_on_triton
 from specdec.layers.fused import embeds, multiplies_few_rows
 from specdec.layers.linear import Linear
@@ -167,9 +169,13 @@ class TritonOps:
         """See `Ops.recur`."""
         return (recur if self._recurs else plainly)(x, recurrence, cache, rows)
 
+    def convolve(self, joined: Tensor, kernel: Tensor, bias: Tensor | None, cache: StateCache, rows: RecurrentRows) -> Tensor:
+        """See `Ops.convolve`."""
+        return (convolve if self._recurs else plainly_convolve)(joined, kernel, bias, cache, rows)
+
     def gated_norm(self, x: Tensor, gate: Tensor, norm: GroupNorm) -> Tensor:
         """See `Ops.gated_norm`."""
-        return gated_norm(x, gate, norm.weight, norm.epsilon, width=norm.width, gate_first=norm.gate_first)
+        return gated_norm(x, gate, **norm._asdict())
 
 
 def rotated_rows(query: Tensor | None, key: Tensor, value: Tensor, **rotation: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -26,6 +26,7 @@ from specdec.kernels.aiter_layers import AiterLayers
 from specdec.kv_cache import KVLayerSpec, LayerCache, PagedKVCache, blocks_for
 from specdec.layers.rotary import Angles, rotate
 from tests.helpers.attention_case import Case, attention, spec
+from tests.helpers.trees import random_trees
 
 LENGTHS = [37, 5, 64]
 LONG = 1000
@@ -121,6 +122,8 @@ def calls(setting: Setting) -> Iterator[Call]:
         for shuffle, rows in ((False, 1), (False, 4), (True, 4)):
             yield _attention(device, half, 64, rows, None, split=True, shuffle=shuffle)
     yield _attention(device, half, 64, 4, None, causal=False, split=True)
+    for dtype, rows in ((torch.float32, 17), (half, 4)):
+        yield _attention(device, dtype, 64, rows, None, trees=True)
     yield from (_rope(device, layout, many) for layout, many in itertools.product(get_args(Layout), (False, True)))
     if setting.scores:
         yield from (_logits(device, keys) for keys in (40, 300))
@@ -137,23 +140,26 @@ def _attention(
     heads: tuple[int, int] = (4, 2),
     split: bool = False,
     shuffle: bool = False,
+    trees: bool = False,
 ) -> Call:
     """As many rows of each request, on lengths that only the device knows."""
     lengths = [200, 16] if split else [max(length, rows) for length in LENGTHS]
     asked = spec(device=device, dtype=dtype, num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim)
     refused = shuffle and any(reason.startswith("head size") for reason in RocmAiterFaShuffleBackend.unsupported_reasons(asked))
-    kind = "shuffled" if shuffle else "plain" if causal else "blocks"
+    kind = "shuffled" if shuffle else "trees" if trees else "plain" if causal else "blocks"
     what = f"{rows:>2} rows, heads {heads[0]}/{heads[1]}, window {window or '-'}{', keys split' if split else ''}"
 
     def run() -> Outcome:
-        case = Case(asked, lengths, [rows] * len(lengths), uniform=True, causal=causal)
+        case = Case(
+            asked, lengths, [rows] * len(lengths), uniform=True, causal=causal, trees=random_trees(len(lengths) * trees, rows - 1)
+        )
         if split:
             case.metadata = replace(case.metadata, max_seq_len=LONG, block_table=_wider(case.metadata.block_table))
         how: dict[str, Any] = {"scale": head_dim**-0.5, "window": window}
         got = _attend_shuffled(case, **how) if shuffle else case.attend(RocmAiterFaBackend(asked), **how)
         return _outcome(case, got, **how)
 
-    return Call(KVCACHE if not causal and rows > 1 else UNIFIED, kind, head_dim, what, dtype, run, refused)
+    return Call(KVCACHE if trees or (not causal and rows > 1) else UNIFIED, kind, head_dim, what, dtype, run, refused)
 
 
 def _mixed(device: torch.device, dtype: torch.dtype, extra: str) -> Call:
@@ -174,7 +180,9 @@ def _outcome(case: Case, got: Tensor, **how: Any) -> Outcome:
     """Beside the right answer: in float32 the plain computation, of 16 bits the right answer rounded."""
     exact = case.exact(**how)
     if got.dtype == torch.float32:
-        return Outcome(got, attention(case.query, case.filled(), case.metadata, dtype=torch.float32, **how), exact)
+        return Outcome(
+            got, attention(case.query, case.filled(), case.metadata, dtype=torch.float32, trees=case.trees, **how), exact
+        )
     return Outcome(got, exact.to(got.dtype), exact)
 
 

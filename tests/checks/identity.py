@@ -22,8 +22,9 @@ class Way(NamedTuple):
     """A way to decode."""
 
     max_num_seqs: int
-    k: int | Literal["auto"]  # drafts
+    k: int | Literal["auto"] | None  # drafts of a chain
     captured: bool = True
+    tree: int | None = None  # drafts of a tree
 
     @property
     def slow(self) -> bool:
@@ -36,10 +37,11 @@ class Way(NamedTuple):
             max_num_seqs=self.max_num_seqs,
             max_model_len=max(map(len, prompts)) + max_tokens,
             num_draft_tokens=self.k,
+            tree_nodes=self.tree,
             graphs=None if self.captured else False,
             cache=CacheConfig(prefix_caching=False),
         )
-        engine = SpecEngine(verifier, drafter if self.k else None, config)
+        engine = SpecEngine(verifier, drafter if self.k != 0 else None, config)
         requests = [engine.add_request(prompt, SamplingParams(max_tokens=max_tokens)) for prompt in prompts]
         while engine.has_work:
             engine.step()
@@ -51,6 +53,7 @@ class Way(NamedTuple):
 WAYS = (
     *(Way(1, 0), Way(8, 0, captured=False), Way(256, 0)),
     *(Way(1, 15), Way(8, 15), Way(8, 15, captured=False), Way(32, 7), Way(256, 3), Way(64, "auto")),
+    *(Way(1, None, tree=64), Way(8, None, tree=16), Way(8, None, captured=False, tree=33), Way(32, None, tree=7)),
 )
 
 
@@ -81,7 +84,8 @@ def main() -> int:
     for way in WAYS:
         kind = "captured" if way.captured and verifier.device.type == "cuda" else "eager"
         outputs = way.outputs(verifier, drafter, few if way.slow else prompts, args.max_tokens)
-        compare(f"{way.max_num_seqs} at once, k = {way.k}, {kind}", outputs)
+        drafts = f"tree {way.tree}" if way.tree else f"k = {way.k}"
+        compare(f"{way.max_num_seqs} at once, {drafts}, {kind}", outputs)
     peer = TransformersPeer("transformers", verifier, lookup=False)
     compare("Transformers generate", peer.generate(few, [SamplingParams(max_tokens=args.max_tokens)] * len(few), concurrency=1))
     return 1 if different else 0

@@ -35,6 +35,7 @@ _SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("DeepSeek-V3", {}),
     "deepseek_v32": ("DeepSeek-V3.2", {}),
     "dots1": ("dots.llm1", {"n_routed_experts": 128, "num_experts_per_tok": 6}),
+    "ernie4_5": ("ERNIE 4.5 0.3B", {}),
     "falcon_h1": (
         "Falcon-H1 34B",
         {
@@ -48,6 +49,7 @@ _SIZES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma 3 27B",
         {"num_hidden_layers": 62, "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128, "sliding_window": 1024},
     ),
+    "glm": ("GLM-4 9B of 2024", {}),
     "glm4": ("GLM-4 9B", {"num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128}),
     "glm4_moe_lite": ("GLM-4.7-Flash", {}),
     "glm_moe_dsa": ("GLM-5", {}),
@@ -58,6 +60,10 @@ _SIZES: dict[str, tuple[str, dict[str, Any]]] = {
             **{"num_hidden_layers": 40, "num_key_value_heads": 8, "mamba_d_state": 128, "num_local_experts": 72},
             **{"num_experts_per_tok": 10, "layer_types": (["linear_attention"] * 9 + ["full_attention"]) * 4},
         },
+    ),
+    "kimi_linear": (
+        "Kimi Linear 48B-A3B",
+        {"layer_types": ["full_attention" if layer % 4 == 3 or layer == 26 else "linear_attention" for layer in range(27)]},
     ),
     "lfm2": (
         "LFM2 1.2B",
@@ -73,7 +79,12 @@ _SIZES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["full_attention" if layer in (2, 6, 10, 14, 18, 21) else "conv" for layer in range(24)],
         },
     ),
+    "llama4_text": ("Llama 4 Scout", {}),
+    "mellum": ("Mellum 2 12B-A2.5B", {}),
+    "mimo_v2_flash": ("MiMo-V2-Flash", {}),
+    "ministral3": ("Ministral 3 8B", {}),
     "mistral": ("Mistral 7B", {}),
+    "mistral4": ("Mistral Small 4 119B", {}),
     "mixtral": ("Mixtral 8x7B", {}),
     "nemotron_h": (
         "Nemotron 3 Nano 30B-A3B",
@@ -85,18 +96,24 @@ _SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo2": ("OLMo 2 7B", {}),
     "olmo3": ("OLMo 3 7B", {}),
+    "olmoe": ("OLMoE 7B-A1B", {}),
     "olmo_hybrid": ("OLMo Hybrid 7B", {}),
     "phi3": ("Phi-3 mini", {}),
     "qwen2": (
         "Qwen2.5 7B",
         {"num_hidden_layers": 28, "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4},
     ),
+    "qwen2_5_vl_text": ("Qwen2.5-VL 72B", {}),
+    "qwen2_vl_text": ("Qwen2-VL 72B", {}),
+    "qwen3_vl_text": ("Qwen3-VL 8B", {"num_hidden_layers": 36, "num_key_value_heads": 8}),
     "qwen2_moe": (
         "Qwen2 57B-A14B",
         {"num_hidden_layers": 28, "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4},
     ),
+    "seed_oss": ("Seed-OSS 36B", {}),
     "smollm3": ("SmolLM3 3B", {}),
     "youtu": ("Youtu-LLM", {}),
+    "zamba2": ("Zamba2 2.7B", {"n_mamba_heads": 80}),
 }
 """Sizes that the public drafters' targets do not show: a name, and what is not the default of the type."""
 
@@ -120,6 +137,15 @@ _USUAL: dict[str, dict[str, Any]] = {
 }
 """What public models of a type have and its defaults have not."""
 
+_LENGTHS = (
+    "LongRoPE (`longrope`: Phi-3 with 128k, Phi-4-mini) has two sets of frequencies. A request is rotated by one of them from its"
+    " first token to its last: by the first where prompt and `max_tokens` together stay within"
+    " `original_max_position_embeddings`, else by the second. Neighbors do not matter, and outputs equal those of `generate`, but"
+    " for a request whose prompt is within that length and whose `max_tokens` reaches beyond it: `generate` starts such a one with"
+    " the first set and changes in its midst. Lower `max_tokens` and it has the first set throughout. `dynamic` RoPE is the usual"
+    " one up to `max_position_embeddings`, which is the limit of a request here."
+)
+
 _STATE = "it keeps a recurrent state (state-space model or linear attention), which cannot be rolled back"
 
 _ENCODERS = ("its attention is bidirectional", "it is an encoder-decoder model")
@@ -142,6 +168,10 @@ def page() -> str:
         *_size_lines(own),
         "",
         "In bfloat16. States are float32; with them come the inputs of the rows of a step, 8 here.",
+        "",
+        "## RoPE that follows the length",
+        "",
+        *wrap(_LENGTHS, 132),
         "",
         "## Through Transformers' modules",
         "",

@@ -122,6 +122,7 @@ class FakeVerifier:
         self.embedding_scale = 1.0
         self.final_softcap: float | None = None
         self.media_token_ids: Mapping[int, str] = {}
+        self.short_len: int | None = None
         self.weight_codes: tuple[str, ...] = ()
         spec = AttentionSpec(self.device, self.dtype, num_heads=4, num_kv_heads=2, head_dim=8, block_size=BLOCK)
         self.attention: AttentionBackend = TorchRefBackend(spec)

@@ -17,6 +17,7 @@ from tests.helpers.aiter_emulation_case import assert_rounded_once
 from tests.helpers.bounds import assert_as_exact
 from tests.helpers.guards import HostSyncError, no_host_sync
 
+ONE_KEY = torch.ones(3, dtype=torch.int32)
 HEADS, KV_HEADS, DIM, SIZE = 4, 2, 64, 16
 LENGTHS = [40, 17, 33]
 Load = Callable[..., tuple[Any, Machine]]
@@ -137,6 +138,21 @@ def test_flash_attn_with_kvcache(load: Load, window: tuple[int, int], dense: boo
     assert lse.shape == (3, HEADS, 5)
     for i in range(3):
         assert_rounded_once(out[i], plain(q[i], paged.keys[i], paged.values[i], scale=0.2, left=window[0], right=window[1]))
+
+
+def test_kvcache_takes_fewer_keys_than_rows(load: Load) -> None:
+    """Rows that see all keys see them wherever they stand; of no keys they make zeros, whose denominators are zero."""
+    aiter, _ = load()
+    paged = Paged()
+    q = torch.randn(3, 5, HEADS, DIM).bfloat16()
+    few = torch.tensor([2, 0, 5], dtype=torch.int32)
+    keywords = {"cache_seqlens": few, "page_table": paged.table, "softmax_scale": 0.2, "return_softmax_lse": True}
+    out, lse = aiter.flash_attn_with_kvcache(q, paged.key, paged.value, causal=False, **keywords)
+    assert out[1].eq(0).all() and lse[1].eq(-torch.inf).all()
+    for i in (0, 2):
+        keys = paged.keys[i][: few[i]].repeat_interleave(HEADS // KV_HEADS, dim=1)
+        scores = torch.einsum("ihd,jhd->hij", q[i].float(), keys.float()) * 0.2
+        torch.testing.assert_close(lse[i], scores.logsumexp(-1))
 
 
 def test_kvcache_appends_and_counts_in_place(load: Load) -> None:
@@ -393,6 +409,8 @@ MISUSES: dict[str, tuple[dict[str, Any], Attempt, type[Exception], str]] = {
         "float16 caches",
     ),
     "kvcache, fp8 keys": ({}, _kvcache({"dtype": FNUZ}), ValueError, "mixed precision"),
+    "kvcache, fewer keys than rows": ({}, _kvcache(cache_seqlens=ONE_KEY, causal=True), GARBAGE, "2 queries on 1"),
+    "kvcache, a window behind fewer": ({}, _kvcache(cache_seqlens=ONE_KEY, window_size=(8, 8)), GARBAGE, "2 queries on 1"),
     "kvcache, softcap": ({}, _kvcache(softcap=1.0), NotImplementedError, "softcap"),
     "kvcache, ragged rows": ({}, _kvcache(cu_seqlens_q=_starts(0, 1)), NotImplementedError, "cu_seqlens_q"),
     "kvcache, head of 8": ({}, _kvcache({"dim": 8}), GARBAGE, "head of 8"),

@@ -49,6 +49,7 @@ def attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     trees: Sequence[Parents] = (),
+    chunk: int | None = None,
 ) -> Tensor:
     """The definition [num_tokens, num_heads, head_dim], in `dtype`, request by request; the rows' own keys are in the cache.
 
@@ -74,6 +75,8 @@ def attention(
             hidden, ahead = (side.to(query.device) for side in sight_of(trees[i], length))
         if window is not None:
             hidden |= ahead.abs() >= window
+        if chunk is not None:
+            hidden |= places // chunk != places[length - len(q) :, None] // chunk
         scores = scores.masked_fill(hidden, -torch.inf)
         if sinks is not None:
             scores = torch.cat([scores, sinks.to(dtype)[:, None, None].expand(-1, len(q), 1)], dim=-1)

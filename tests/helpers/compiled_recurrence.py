@@ -3,8 +3,15 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from specdec.kernels import triton_gated_norm, triton_recurrence, triton_recurrence_inputs
+from specdec.kernels import (
+    triton_gated_norm,
+    triton_recurrence,
+    triton_recurrence_inputs,
+    triton_recurrence_ring,
+    triton_short_convolution,
+)
 from specdec.kernels import triton_recurrence_chunks as chunks
+from specdec.kernels import triton_recurrence_key_systems as key_systems
 from specdec.kernels import triton_recurrence_systems as systems
 from tests.helpers.triton_interpreter import compile_for
 
@@ -13,13 +20,15 @@ if TYPE_CHECKING:
 
 DELTA = {"KEY_HEADS": 16, "VALUE_HEADS": 32, "KEY_DIM": 128, "VALUE_DIM": 128, "DELTA": True}
 PLAIN = {"KEY_HEADS": 8, "VALUE_HEADS": 128, "KEY_DIM": 128, "VALUE_DIM": 64, "DELTA": False}
+BY_KEY = {"KEY_HEADS": 32, "VALUE_HEADS": 32, "KEY_DIM": 128, "VALUE_DIM": 128, "DELTA": True}
+"""Of Kimi Linear, with as many decays as keys."""
 INTEGERS = dict.fromkeys(("slots", "starts", "counts", "lengths"), "i64") | {"first_rows": "i32"}
-FLOATS = {"factors": "fp32", "gates": "fp32", "state": "fp32", "skip": "fp32", "rate": "fp32"}
+FLOATS = {"factors": "fp32", "gates": "fp32", "state": "fp32", "skip": "fp32", "rate": "fp32", "sums": "fp32"}
 
 
 def recurrence_kernels(target: "Target") -> Iterator[tuple[str, Any]]:
-    """A layer of Qwen3.5-9B and one of a Mamba-2 hybrid: steps, prompts, and what gates their output."""
-    for title, sizes in (("delta rule", DELTA), ("Mamba-2", PLAIN)):
+    """Layers of Qwen3.5-9B, of a Mamba-2 hybrid and of Kimi Linear: steps, prompts, and what gates their output."""
+    for title, sizes in (("delta rule", DELTA), ("Mamba-2", PLAIN), ("decays by key", BY_KEY)):
         yield f"inputs of a recurrence, {title}", inputs(target, sizes)
         for final in (False, True):
             yield f"recurrence, {title}" + (", final" if final else ""), serial(target, sizes, FINAL=final)
@@ -28,15 +37,18 @@ def recurrence_kernels(target: "Target") -> Iterator[tuple[str, Any]]:
     yield (
         "last inputs of prompts",
         compile_for(
-            triton_recurrence_inputs._keep_kernel,
+            triton_recurrence_ring._keep_kernel,
             target.compiler,
             pointers=INTEGERS | {"x": "bf16", "ring": "bf16"},
-            constants={"WIDTH": 8256, "BLOCK": 1024, "OVERLAP": target.overlaps},
+            constants={"WIDTH": 8256, "BLOCK": triton_recurrence_ring.BLOCK, "OVERLAP": target.overlaps},
         ),
     )
+    yield "short convolution", short_convolution(target, ROWS=1, given=None)
+    yield "short convolution, prompts", short_convolution(target, ROWS=triton_short_convolution.ROWS_PER_PROGRAM)
     gates = dict.fromkeys(("x", "gate", "weight", "output"), "bf16")
-    for width, groups, first in ((128, 32, False), (1024, 8, True)):
+    for width, groups, first, title in ((128, 32, False, ""), (128, 32, False, ", sigmoid"), (1024, 8, True, " before it")):
         sizes = {"GROUPS": groups, "WIDTH": width, "SHARED": not first, "GATE_FIRST": first, "TOGETHER": 1024 // width}
+        sizes["SIGMOID"] = title == ", sigmoid"
         norm = compile_for(
             triton_gated_norm._gated_norm_kernel,
             target.compiler,
@@ -44,7 +56,7 @@ def recurrence_kernels(target: "Target") -> Iterator[tuple[str, Any]]:
             floats=("epsilon",),
             constants=sizes | {"OVERLAP": target.overlaps},
         )
-        yield "norm with a gate" + (" before it" if first else ""), norm
+        yield f"norm with a gate{title}", norm
     constants = {"BLOCK": triton_gated_norm.BLOCK, "OVERLAP": target.overlaps}
     yield from chunk_kernels(target)
     yield "sigmoid gate", compile_for(triton_gated_norm._sigmoid_gate_kernel, target.compiler, pointers=gates, constants=constants)
@@ -52,7 +64,8 @@ def recurrence_kernels(target: "Target") -> Iterator[tuple[str, Any]]:
 
 def inputs(target: "Target", sizes: dict[str, Any], **constants: Any) -> Any:
     """Convolution, norms and gates."""
-    values = {"TAPS": 4, "KEEPS": True, "ROWS": 1, "KEYS": 8, "VALUES": 1024 // sizes["VALUE_DIM"], "OVERLAP": target.overlaps}
+    values = {"TAPS": 4, "KEEPS": True, "ROWS": 1, "KEYS": 8, "VALUES": 1024 // sizes["VALUE_DIM"]}
+    values |= {"OVERLAP": target.overlaps, "DECAYS": decays(sizes)}
     return compile_for(
         triton_recurrence_inputs._inputs_kernel,
         target.compiler,
@@ -62,10 +75,28 @@ def inputs(target: "Target", sizes: dict[str, Any], **constants: Any) -> Any:
     )
 
 
+def decays(sizes: dict[str, Any]) -> int:
+    """Of a value head."""
+    return sizes["KEY_DIM"] if sizes is BY_KEY else 1
+
+
+def short_convolution(target: "Target", **constants: Any) -> Any:
+    """A layer of LFM2 1.2B."""
+    sizes = {"WIDTH": 2048, "TAPS": 3, "BLOCK": triton_short_convolution.CHANNELS_PER_PROGRAM, "OVERLAP": target.overlaps}
+    return compile_for(
+        triton_short_convolution._convolution_kernel,
+        target.compiler,
+        pointers=INTEGERS | dict.fromkeys(("joined", "kernel", "bias", "ring", "output", "given"), "bf16"),
+        constants=sizes | {"bias": None} | constants,
+    )
+
+
 def serial(target: "Target", sizes: dict[str, Any], dtype: str = "bf16", **constants: Any) -> Any:
     """Row after row."""
     tile = triton_recurrence.tile_for(sizes["KEY_DIM"], sizes["VALUE_DIM"])
-    more = {"COLUMNS": tile.columns, "OVERLAP": target.overlaps} | ({"skip": None} if sizes["DELTA"] else {})
+    more = {"COLUMNS": tile.columns, "OVERLAP": target.overlaps, "DECAYS": decays(sizes)} | (
+        {"skip": None} if sizes["DELTA"] else {}
+    )
     return compile_for(
         triton_recurrence._serial_kernel,
         target.compiler,
@@ -77,29 +108,31 @@ def serial(target: "Target", sizes: dict[str, Any], dtype: str = "bf16", **const
 
 def chunk_kernels(target: "Target") -> Iterator[tuple[str, Any]]:
     """Those of prompts."""
-    for title, sizes, dtype in (("delta rule", DELTA, "bf16"), ("Mamba-2", PLAIN, "bf16"), ("float32", DELTA, "fp32")):
-        if dtype == "fp32" and not (target.overlaps or target.is_cdna):
+    cases = ("delta rule", DELTA, "bf16"), ("Mamba-2", PLAIN, "bf16"), ("decays by key", BY_KEY, "bf16"), ("float32", DELTA, "fp32")
+    for title, sizes, dtype in cases:
+        if (dtype == "fp32" or sizes is BY_KEY) and not (target.overlaps or target.is_cdna):
             continue  # it takes a compiler long
         types = INTEGERS | FLOATS | {"channels": dtype, "output": dtype, "meetings": dtype, "systems": "fp32", "inverses": "fp32"}
-        constants = sizes | {"KEYS": 128, "OVERLAP": target.overlaps}
-        yield (
-            f"chunks of a recurrence, {title}",
-            compile_for(
-                systems._within_kernel,
-                target.compiler,
-                pointers=types,
-                constants=constants | ({} if sizes["DELTA"] else {"systems": None, "factors": None}),
-            ),
-        )
-        walk = constants | ({"skip": None} if sizes["DELTA"] else {"inverses": None})
+        constants: dict[str, Any] = sizes | {"KEYS": 128, "OVERLAP": target.overlaps}
+        if sizes is BY_KEY:
+            within = {name: value for name, value in constants.items() if name != "DELTA"}
+            kernel = compile_for(
+                key_systems._within_kernel, target.compiler, pointers=types, constants=within, num_warps=key_systems.NUM_WARPS
+            )
+        else:
+            within = constants | ({} if sizes["DELTA"] else {"systems": None, "factors": None})
+            kernel = compile_for(systems._within_kernel, target.compiler, pointers=types, constants=within)
+        yield f"chunks of a recurrence, {title}", kernel
+        walk = constants | ({"skip": None} if sizes["DELTA"] else {"inverses": None}) | ({} if sizes is BY_KEY else {"sums": None})
+        tile = chunks.KEY_TILE if sizes is BY_KEY else chunks.TILE
         yield (
             f"walk over chunks, {title}",
             compile_for(
                 chunks._walk_kernel,
                 target.compiler,
                 pointers=types,
-                constants=walk | {"COLUMNS": chunks.TILE.columns, "SPLIT": chunks.TILE.split and dtype == "bf16"},
-                num_warps=chunks.TILE.num_warps,
+                constants=walk | {"COLUMNS": tile.columns, "SPLIT": tile.split and dtype == "bf16"},
+                num_warps=tile.num_warps,
                 num_stages=chunks.stages_for(target.shared_memory),
             ),
         )

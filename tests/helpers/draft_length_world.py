@@ -15,16 +15,40 @@ CAPTURE = 15
 
 Time = Callable[[int, int], float]
 """Of a step, by requests and k."""
+Block = Any
+"""What is chosen: k of a chain, or a `BlockShape`."""
 
 
 class Chooser(Protocol):
     """What chooses k; see `specdec.engine.draft_length.DraftLength`."""
 
-    rungs: tuple[int, ...]
+    rungs: tuple[Block, ...]
 
-    def choose(self, num_reqs: int) -> int: ...
+    def choose(self, num_reqs: int) -> Block: ...
 
-    def observe(self, num_reqs: int, k: int, num_accepted: Sequence[int], seconds: float | None) -> None: ...
+    def observe(self, num_reqs: int, k: Block, accepted: Any, seconds: float | None) -> None: ...
+
+
+class Place(Protocol):
+    """Where to decode; see `World`."""
+
+    @property
+    def spread(self) -> float: ...
+
+    @property
+    def moods(self) -> float: ...
+
+    @property
+    def num_reqs(self) -> Callable[[int], int]: ...
+
+    @property
+    def time(self) -> Callable[[int, Block], float]: ...
+
+    def tokens(self, k: Block, step: int) -> float: ...
+
+    def pace(self, k: Block, step: int) -> float: ...
+
+    def accepted(self, k: Block, step: int, mood: float, rng: random.Random) -> Any: ...
 
 
 class ChainLength:
@@ -40,8 +64,8 @@ class ChainLength:
             options["news"] = lambda: lambda shape: is_new(shape.drafts)
         return self.choice.choose(num_reqs, **options).drafts
 
-    def observe(self, num_reqs: int, k: int, num_accepted: Sequence[int], seconds: float | None) -> None:
-        self.choice.observe(num_reqs, BlockShape(k), num_accepted, seconds)
+    def observe(self, num_reqs: int, k: int, accepted: Sequence[int], seconds: float | None) -> None:
+        self.choice.observe(num_reqs, BlockShape(k), accepted, seconds)
 
 
 @dataclass(frozen=True)
@@ -74,6 +98,13 @@ class World:
         """Time per token of each request with fixed `k`, undisturbed."""
         return self.time(self.num_reqs(step), k) / self.tokens(k, step)
 
+    def accepted(self, k: int, step: int, mood: float, rng: random.Random) -> int:
+        """Drafts that a request accepts."""
+        for position in range(k):
+            if rng.random() >= in_mood(self.rate(position, step), mood):
+                return position
+        return k
+
 
 @dataclass
 class Outcome:
@@ -84,11 +115,11 @@ class Outcome:
         loss: share of the time that the best fixed k of every step's texts and batch size would have saved, captures included.
     """
 
-    chosen: list[int]
+    chosen: list[Block]
     loss: float
 
 
-def decode(world: World, choice: Chooser, *, steps: int, seed: int, known: set[tuple[int, int]] | None = None) -> Outcome:
+def decode(world: Place, choice: Chooser, *, steps: int, seed: int, known: set[tuple[int, Block]] | None = None) -> Outcome:
     """Steps in a world. Results are read while the next step runs, as on an accelerator.
 
     Args:
@@ -100,8 +131,8 @@ def decode(world: World, choice: Chooser, *, steps: int, seed: int, known: set[t
     """
     rng = random.Random(seed)
     known = set() if known is None else known
-    chosen: list[int] = []
-    unread: tuple[int, int, list[int], float] | None = None
+    chosen: list[Block] = []
+    unread: tuple[int, Block, list[Any], float] | None = None
     took = least = 0.0
     moods: list[float] = []
     for step in range(steps):
@@ -111,7 +142,7 @@ def decode(world: World, choice: Chooser, *, steps: int, seed: int, known: set[t
         k = choice.choose(num_reqs)
         if unread:
             choice.observe(*unread)
-        accepted = [_accepted(world, k, step, moods[i], rng) for i in range(num_reqs)]
+        accepted = [world.accepted(k, step, moods[i], rng) for i in range(num_reqs)]
         undisturbed = world.time(num_reqs, k)
         seconds = undisturbed * max(0.5, rng.gauss(1, world.spread))
         if rng.random() < 1 / 30:
@@ -123,16 +154,13 @@ def decode(world: World, choice: Chooser, *, steps: int, seed: int, known: set[t
         kind = batch_bucket(num_reqs), k
         if kind not in known:
             known.add(kind)
-            took += CAPTURE * world.time(num_reqs, 0)
+            took += CAPTURE * world.time(num_reqs, choice.rungs[0])
             if all(size != kind[0] for size, _ in known - {kind}):
-                least += CAPTURE * world.time(num_reqs, 0)  # any fixed k has one capture for each size
+                least += CAPTURE * world.time(num_reqs, choice.rungs[0])  # any fixed k has one capture for each size
         chosen.append(k)
     return Outcome(chosen, 1 - least / took)
 
 
-def _accepted(world: World, k: int, step: int, mood: float, rng: random.Random) -> int:
-    for position in range(k):
-        rate = world.rate(position, step)
-        if rng.random() >= min(1.0, max(0.0, rate + mood * min(rate, 1 - rate))):
-            return position
-    return k
+def in_mood(rate: float, mood: float) -> float:
+    """A rate of acceptance that is off by that much."""
+    return min(1.0, max(0.0, rate + mood * min(rate, 1 - rate)))

@@ -43,7 +43,7 @@ def layer(
         value_dim,
         kernel=(torch.randn(channels, taps) / 2).to(device, dtype),
         rate=(torch.rand(value_heads) * 2 + 0.05).to(device),
-        time_bias=(torch.randn(value_heads) - 2).to(device, dtype),
+        time_bias=(torch.randn(value_heads * (key_dim if options.get("decays_by_key") else 1)) - 2).to(device, dtype),
         rule=rule,  # type: ignore[arg-type]
         **{"kernel_bias": None} | options,
     )

@@ -36,6 +36,10 @@ class BoundScript(BoundDrafter):
         self.spoil = torch.zeros(max_num_seqs, most, dtype=torch.int64, device=verifier.device)
 
     def begin(self, slot: int, token_ids: Sequence[int]) -> None:
+        self.write(slot, token_ids)
+
+    def write(self, slot: int, token_ids: Sequence[int]) -> int:
+        """Writes the script of a request; returns the index of its prompt."""
         tokens, outputs, wrong_at = tuple(token_ids), self.drafter.outputs, self.drafter.wrong_at
         index, prompt = max(
             ((i, p) for i, p in enumerate(outputs) if tokens[: len(p)] == p and _fits(tokens, p, outputs[p])),
@@ -46,6 +50,7 @@ class BoundScript(BoundDrafter):
         self.script[slot, : len(row)] = torch.tensor(row)
         wrong = wrong_at[index % len(wrong_at)]
         self.spoil[slot] = torch.tensor([int(j in wrong) for j in range(self.drafter.max_draft_tokens)])
+        return index
 
     def propose(self, batch: DecodeBatch) -> DraftOutput:
         rows = self.script.index_select(0, batch.slots)

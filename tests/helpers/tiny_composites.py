@@ -95,11 +95,28 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vision_config": {**_TOWER, "model_type": "pixtral", "head_dim": 16},
         "image_token_index": IMAGE,
     },
+    "mistral3_latent": {
+        "text_config": {**_LATENT, "n_group": 1, "model_type": "mistral4"},
+        "vision_config": {**_TOWER, "model_type": "pixtral", "head_dim": 16},
+        "image_token_index": IMAGE,
+    },
     "mistral3_tied": {
         "text_config": {**_TEXT, "model_type": "mistral", "sliding_window": None},
         "vision_config": {**_TOWER, "model_type": "pixtral", "head_dim": 16},
         "image_token_index": IMAGE,
         "tie_word_embeddings": True,
+    },
+    "llama4": {
+        "text_config": {
+            **_TEXT,
+            "intermediate_size_mlp": 40,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "attention_chunk_size": WINDOW,
+            "floor_scale": 5,
+        },
+        "vision_config": {**_TOWER, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},
+        "image_token_index": IMAGE,
     },
     "llava": {
         "text_config": {**_TEXT, "model_type": "llama"},
@@ -159,6 +176,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 """One per composite, the part before an underscore and a word being no model type of its own."""
 
+
+def type_of(name: str) -> str:
+    """The model type of a composite by its name."""
+    return name.removesuffix("_tied").removesuffix("_latent")
+
+
 Rename = Callable[[str], str]
 
 
@@ -166,7 +189,7 @@ def composite(name: str, **changes: Any) -> PreTrainedModel:
     """The whole model, in float32, with every number of it random."""
     torch.manual_seed(0)
     entries = {"tie_word_embeddings": False, **CONFIGS[name], **changes}
-    config = AutoConfig.for_model(name.removesuffix("_tied"), **entries)
+    config = AutoConfig.for_model(type_of(name), **entries)
     model: PreTrainedModel = AutoModelForImageTextToText.from_config(config, attn_implementation="eager", dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -18,6 +18,7 @@ from transformers import (
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
+    Zamba2Config,
 )
 
 _DELTA: dict[str, Any] = {
@@ -59,6 +60,15 @@ _FALCON: dict[str, Any] = {
     "ssm_out_multiplier": 1.1,
     "ssm_multipliers": [0.7, 1.3, 1.2, 0.8, 0.9],
     "mlp_multipliers": [1.2, 0.7],
+}
+_ZAMBA: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "initializer_range": 0.1,  # without residuals more would make sharp scores, and those rounding errors that tell nothing
+    "layers_block_type": ["linear_attention", "hybrid", "hybrid", "linear_attention", "hybrid", "hybrid"],
+    "mamba_d_state": 12,
+    "mamba_ngroups": 2,
+    "n_mamba_heads": 4,
+    "adapter_rank": 6,
 }
 _LFM2: dict[str, Any] = {
     "layer_types": ["conv", "full_attention", "conv", "conv"],
@@ -123,4 +133,12 @@ def hybrid_configs(common: Mapping[str, Any]) -> dict[str, Callable[[], PreTrain
         "qwen3_5": lambda: Qwen3_5TextConfig(**whole, **_DELTA),
         "qwen3_5_moe": lambda: Qwen3_5MoeTextConfig(**whole, **_DELTA, **_EXPERTS),
         "qwen3_next": lambda: Qwen3NextConfig(**whole, **_DELTA, **_EXPERTS),
+        "zamba2": lambda: Zamba2Config(**plain | _ZAMBA),
+        "zamba2_adapted": lambda: Zamba2Config(
+            **plain | _ZAMBA | {"num_key_value_heads": 4},
+            use_shared_attention_adapter=True,
+            use_mem_rope=True,
+            add_bias_linear=True,
+            num_mem_blocks=2,
+        ),
     }

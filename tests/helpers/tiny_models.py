@@ -7,25 +7,33 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import (
-    AutoModelForCausalLM,
     AXK1Config,
     DeepseekV2Config,
     DeepseekV3Config,
     DeepseekV32Config,
+    Ernie4_5Config,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
+    GlmConfig,
     GlmMoeDsaConfig,
     GptOssConfig,
     GraniteConfig,
+    KimiLinearConfig,
+    Llama4TextConfig,
     LlamaConfig,
+    MellumConfig,
+    MiMoV2FlashConfig,
+    Ministral3Config,
+    Mistral4Config,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoeConfig,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
@@ -34,6 +42,7 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
     SmolLM3Config,
     YoutuConfig,
 )
@@ -48,9 +57,12 @@ from tests.helpers.tiny_shapes import shape_configs
 from verifiers.hf import verifier_for
 from verifiers.hf_attention import ATTENTION_NAME
 from verifiers.shape import backend_spec
+from verifiers.wrappers import text_class
 
 VOCAB = 97
 WINDOW = 8
+SHORT_LEN = 37
+"""Up to which LongRoPE has its first frequencies: between the lengths of the tests' sequences."""
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -67,7 +79,18 @@ _COMMON: dict[str, Any] = {
     "initializer_range": 0.3,
 }
 _WINDOWED = ["sliding_attention", "full_attention"] * 2
+_LONG = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 _PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
+_TEMPERED = {"original_max_position_embeddings": 7, "llama_4_scaling_beta": 0.8}
 
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**_COMMON),
@@ -94,6 +117,12 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "olmo2": lambda: Olmo2Config(**_COMMON),
     "olmo3": lambda: Olmo3Config(**_COMMON, sliding_window=WINDOW, layer_types=_WINDOWED),
     "phi3": lambda: Phi3Config(**_COMMON, rope_parameters=_PARTIAL),
+    "phi3_long": lambda: Phi3Config(
+        **_without("head_dim"),
+        original_max_position_embeddings=SHORT_LEN,
+        rope_parameters={**_LONG, "short_factor": [1.0, 1.5], "long_factor": [2.0, 9.0]},
+    ),
+    "llama_dynamic": lambda: LlamaConfig(**_COMMON, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 3.0}),
     "glm4_moe": lambda: Glm4MoeConfig(
         **_COMMON,
         moe_intermediate_size=24,
@@ -106,6 +135,46 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         attention_bias=True,
         rope_parameters=_PARTIAL,
     ),
+    "llama4": lambda: Llama4TextConfig(
+        **_COMMON,
+        intermediate_size_mlp=40,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        interleave_moe_layer_step=2,
+        no_rope_layers=[1, 0, 1, 1],
+        attention_chunk_size=WINDOW,
+        floor_scale=5,
+        attn_scale=0.7,
+    ),
+    "ernie4_5": lambda: Ernie4_5Config(**_COMMON, use_bias=True),
+    "glm": lambda: GlmConfig(**_COMMON, attention_bias=True, rope_parameters=_PARTIAL),
+    "mellum": lambda: MellumConfig(
+        **_COMMON,
+        sliding_window=WINDOW,
+        layer_types=_WINDOWED,
+        mlp_layer_types=["dense", "sparse"] * 2,
+        moe_intermediate_size=24,
+        num_experts=4,
+        num_experts_per_tok=2,
+    ),
+    "olmoe": lambda: OlmoeConfig(**_without("head_dim"), num_experts=4, num_experts_per_tok=2, norm_topk_prob=True),
+    "seed_oss": lambda: SeedOssConfig(**_COMMON, attention_bias=True, attention_out_bias=True, mlp_bias=True),
+    "mimo_v2_flash": lambda: MiMoV2FlashConfig(
+        **_COMMON,
+        v_head_dim=12,
+        attention_value_scale=0.6,
+        attention_bias=True,
+        sliding_window=WINDOW,
+        layer_types=["full_attention", "sliding_attention"] * 2,
+        rope_parameters={kind: {**_PARTIAL, "rope_theta": theta} for kind, theta in zip(_WINDOWED, (1e3, 1e4), strict=False)},
+        moe_intermediate_size=24,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        routed_scaling_factor=1.5,
+    ),
+    "ministral3": lambda: Ministral3Config(**_COMMON, rope_parameters={**_YARN, **_TEMPERED}),
     "mixtral": lambda: MixtralConfig(**_COMMON, num_local_experts=4, num_experts_per_tok=2),
     "qwen2_moe": lambda: Qwen2MoeConfig(
         **_without("head_dim"),
@@ -144,15 +213,6 @@ _LATENT_MOE: dict[str, Any] = {
 }
 # With few heads in the indexer, a position often scores exactly 0 in all of them, and which of several such a row takes is chance.
 _INDEXER: dict[str, Any] = {"index_n_heads": 16, "index_head_dim": 12, "index_topk": TOPK}
-_YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1e4,
-    "factor": 4.0,
-    "original_max_position_embeddings": 128,
-    "mscale": 1.0,
-    "mscale_all_dim": 0.7,
-}
-
 LATENT_CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "deepseek_v2": lambda: DeepseekV2Config(**{**_LATENT_MOE, "q_lora_rank": None}, first_k_dense_replace=1),
     "deepseek_v2_yarn": lambda: DeepseekV2Config(
@@ -168,10 +228,20 @@ LATENT_CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "glm4_moe_lite": lambda: Glm4MoeLiteConfig(**_LATENT_MOE),
     "axk1": lambda: AXK1Config(**_LATENT_MOE),
+    "mistral4": lambda: Mistral4Config(
+        **{**_LATENT_MOE, "n_group": 1}, first_k_dense_replace=1, rope_parameters={**_YARN, **_TEMPERED}, routed_scaling_factor=1.7
+    ),
     "youtu": lambda: YoutuConfig(**_LATENT),
+    "kimi_linear": lambda: KimiLinearConfig(
+        **{**{key: value for key, value in _LATENT_MOE.items() if key != "n_routed_experts"}, "q_lora_rank": None},
+        num_local_experts=8,
+        linear_num_heads=3,
+        linear_head_dim=8,
+        layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    ),
 }
 """The same for latent attention: with a compressed query and without, YaRN, both pairings of RoPE, indexers of every layer and
-shared ones that choose far fewer positions than there are, a dense layer before experts."""
+shared ones that choose far fewer positions than there are, a dense layer before experts, states beside latents."""
 
 
 def _without(*keys: str) -> dict[str, Any]:
@@ -185,7 +255,7 @@ def plain_model(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     config.tie_word_embeddings = config.tie_word_embeddings and not name.startswith("gemma")
     for attribute, value in changes.items():
         setattr(config, attribute, value)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    model = _from_config(config, "eager").eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("sinks") or "norm" in parameter_name:
@@ -199,7 +269,8 @@ def plain_model(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
             if name in hybrid_configs(_COMMON) and parameter_name.endswith(".bias"):
                 parameter.normal_(std=0.1)
         for buffer_name, buffer in model.named_buffers():
-            if name in hybrid_configs(_COMMON) and buffer_name.endswith(("e_score_correction_bias", "expert_bias")):
+            keeps_states = name in hybrid_configs(_COMMON) or name == "kimi_linear"
+            if keeps_states and buffer_name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(std=0.2)
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("layer_scalar"):
@@ -207,6 +278,12 @@ def plain_model(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
         if name in LATENT_CONFIGS:
             # transformers makes the padding token's row zero, for which all positions score the same in the first indexer.
             model.get_input_embeddings().weight[config.pad_token_id].normal_(std=config.initializer_range)
+    return model
+
+
+def _from_config(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
+    """A causal language model."""
+    model: PreTrainedModel = text_class(config)._from_config(config, attn_implementation=attention, dtype=torch.float32)
     return model
 
 
@@ -220,7 +297,7 @@ def paged_verifier(
 ) -> Verifier:
     """A second model with the same weights behind our paged attention, torch_ref's unless `backend` makes another of the spec."""
     config = copy.deepcopy(model.config)
-    paged: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
+    paged = _from_config(config, ATTENTION_NAME)
     paged.load_state_dict(model.state_dict())
     paged.generation_config.eos_token_id = model.generation_config.eos_token_id
     spec = backend_spec(config, device=torch.device(device), dtype=torch.float32, block_size=block_size)

@@ -160,15 +160,26 @@ def test_no_conversion_of_transformers_is_unknown(model_type: str) -> None:
         "mlp.shared_expert.": "mlp.shared_experts.",
         "mixer.experts.*.up_proj.weight": "mixer.experts.up_proj",
         "mixer.experts.*.down_proj.weight": "mixer.experts.down_proj",
+        "self_attn.attention_sink_bias": "self_attn.sinks",
         "attention_layer_norm": "input_layernorm",
         "feedforward_layer_norm": "post_attention_layernorm",
         "linear_attn.q_conv1d.weight": "linear_attn.conv1d.weight",
+        r"self_attn\.f_a_proj\.": "self_attn.forget_gate.f_a_proj.",
+        r"self_attn\.f_b_proj\.": "self_attn.forget_gate.f_b_proj.",
+        r"self_attn\.dt_bias": "self_attn.forget_gate.dt_bias",
+        r"self_attn\.A_log": "self_attn.forget_gate.A_log",
+        "self_attn.q_conv1d.weight": "self_attn.conv1d.weight",
+        r"\.block_sparse_moe\.": ".mlp.",
+        r"\.experts.*.w1.weight": ".experts.gate_up_proj",
+        r"\.experts.*.w2.weight": ".experts.down_proj",
     }
     second = {
         "mlp.experts.*.gate_proj.weight": ["mlp.experts.*.up_proj.weight"],
         ".experts.*.w1.weight": [".experts.*.w3.weight"],
         "feed_forward.experts.*.w1.weight": ["feed_forward.experts.*.w3.weight"],
         "linear_attn.q_conv1d.weight": ["linear_attn.k_conv1d.weight", "linear_attn.v_conv1d.weight"],
+        "self_attn.q_conv1d.weight": ["self_attn.k_conv1d.weight", "self_attn.v_conv1d.weight"],
+        r"\.experts.*.w1.weight": [r"\.experts.*.w3.weight"],
     }
     for conversion in get_checkpoint_conversion_mapping(model_type) or []:
         if type(conversion).__name__ == "PrefixChange":

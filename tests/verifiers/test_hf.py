@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
+from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_scale
 
 from specdec.attention.backend import AttentionMetadata
 from specdec.core import ForwardInput, Verifier
@@ -16,18 +17,19 @@ from specdec.kv_cache import PagedKVCache, blocks_for
 from specdec.layers.linear import BlockedLinear, DenseLinear, can_block, linear
 from specdec.layers.rotary import Angles, Rope
 from tests.helpers.bounds import assert_as_exact, in_float64
-from tests.helpers.tiny_models import CONFIGS, WINDOW, paged_verifier, plain_model, random_prompts
+from tests.helpers.guards import no_host_sync
+from tests.helpers.tiny_models import CONFIGS, SHORT_LEN, WINDOW, paged_verifier, plain_model, random_prompts
 from verifiers.decoder import DecoderVerifier
 from verifiers.families import describe
 from verifiers.hf import HFVerifier, description_of, verifier_for
 from verifiers.hf_attention import ATTENTION_NAME
 from verifiers.hybrids import HYBRIDS
-from verifiers.shape import layer_windows
+from verifiers.shape import layer_windows, peculiarity
 
 BLOCK = 4
 DESCRIBED = [name for name in CONFIGS if describe(CONFIGS[name]())]
-HYBRID = [name for name in CONFIGS if CONFIGS[name]().model_type in HYBRIDS]
-"""Which our own layers alone can run."""
+THEIRS = [name for name in CONFIGS if not peculiarity(CONFIGS[name]())]
+"""Which transformers' modules can run, too."""
 
 
 class PackedRun:
@@ -69,7 +71,10 @@ class PackedRun:
             seq_lens_host=ends if host_lengths else None,
         )
         owners = torch.tensor([i for i, _, _ in spans])
-        output = self.verifier.forward(ForwardInput(tokens, positions, metadata, slots=owners), self.cache.layers, aux)
+        long = None
+        if (short_len := self.verifier.short_len) is not None:
+            long = torch.tensor([len(self.sequences[i]) > short_len for i, a, b in spans for _ in range(a, b)])
+        output = self.verifier.forward(ForwardInput(tokens, positions, metadata, long=long, slots=owners), self.cache.layers, aux)
         rows = output.aux_hidden if aux else output.logits
         assert rows is not None
         return list(torch.split(rows, widths))
@@ -86,9 +91,7 @@ def check_logits(got: Tensor, model: nn.Module, sequence: list[int]) -> None:
     assert_as_exact(got, plain, in_float64(model, tokens).logits[0], **factor)
 
 
-@pytest.mark.parametrize(
-    ("name", "fuse"), [*((name, False) for name in CONFIGS if name not in HYBRID), *((name, True) for name in DESCRIBED)]
-)
+@pytest.mark.parametrize(("name", "fuse"), [*((name, False) for name in THEIRS), *((name, True) for name in DESCRIBED)])
 def test_logits_equal_transformers(name: str, fuse: bool) -> None:
     """Packed prefill, a chunked extension, a multi-token verify and single tokens, past the window, on scattered blocks."""
     model = plain_model(name)
@@ -172,6 +175,46 @@ def test_proportional_angles_are_those_of_transformers() -> None:
     assert (angles.sin[1:, :3] != 0).all() and (angles.sin[:, 3:] == 0).all()
 
 
+@pytest.mark.parametrize("length", [SHORT_LEN, SHORT_LEN + 1])
+def test_longrope_angles_are_those_of_transformers(length: int) -> None:
+    """To the bit, of a short and of a long request side by side."""
+    config: Any = CONFIGS["phi3_long"]()
+    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
+    positions = torch.arange(length)
+    expected = model.model.rotary_emb(torch.zeros(1, length, 32), positions[None])
+    rope = Rope.of(config.rope_parameters, 8, config.max_position_embeddings)
+    neighbor = torch.full((length,), length <= SHORT_LEN)
+    angles = Angles.of(torch.cat([positions] * 2), rope, torch.float32, torch.cat([~neighbor, neighbor]))
+    for ours, theirs in zip((angles.cos, angles.sin), expected, strict=True):
+        assert ours[:length, :2].equal(theirs[0, :, :2])
+        assert not ours[length:, :2].equal(theirs[0, :, :2])
+
+
+def test_temperatures_are_those_of_transformers() -> None:
+    """Rounded to the model's type, as far as a logarithm may differ in its last bit: half of a step of bfloat16 above 1."""
+    config: Any = CONFIGS["ministral3"]()
+    parameters = config.rope_parameters
+    period, beta = parameters["original_max_position_embeddings"], parameters["llama_4_scaling_beta"]
+    positions = torch.arange(512)
+    expected = get_llama_4_attn_scale(positions[None], beta, period)[0, 0].bfloat16()
+    description = describe(config)
+    assert description is not None and description.ropes[0] is not None
+    got = Angles.of(positions, Rope.of(description.ropes[0], 16, 512), torch.bfloat16).factors
+    assert got is not None and got.dtype == torch.bfloat16
+    assert (got != expected).float().mean() < 0.01 and got.unique().numel() > 20
+
+
+def test_modules_with_dynamic_rope_do_not_wait() -> None:
+    """To learn whether frequencies change, transformers looks at the positions, for which the host would wait."""
+    verifier = paged_verifier(plain_model("llama_dynamic"), fuse=False)
+    assert isinstance(verifier, HFVerifier)
+    rotary: Any = verifier.model.base_model.rotary_emb
+    before = rotary.inv_freq.clone()
+    with no_host_sync():
+        rotary(torch.zeros(1, 4, 32), torch.arange(508, 512)[None])
+    assert rotary.inv_freq.equal(before)
+
+
 def test_windows_come_from_the_config() -> None:
     """Every source of windows: a list of layer types, one window for all layers, and a window that is switched off."""
     assert layer_windows(CONFIGS["gemma3"]()) == [WINDOW, None, WINDOW, None]
@@ -205,7 +248,7 @@ def test_no_tensor_is_left_unused() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"hidden_act": "tanh"}, {"model_type": "other"}, {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}]
+    "change", [{"hidden_act": "tanh"}, {"model_type": "other"}, {"rope_parameters": {"rope_type": "other", "rope_theta": 1e4}}]
 )
 def test_what_the_stack_lacks_is_not_described(change: dict[str, Any]) -> None:
     """An activation, a family or a RoPE type that it does not have."""

@@ -34,7 +34,8 @@ def test_scores_of_lfm2_that_are_small() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kinds"), [("nemotron_h", "s-ks-s"), ("falcon_h1", "bbbb"), ("lfm2", "skss"), ("bamba", "skss"), ("llama", "kkkk")]
+    ("name", "kinds"),
+    [("nemotron_h", "s-ks-s"), ("falcon_h1", "bbbb"), ("lfm2", "skss"), ("bamba", "skss"), ("zamba2", "sbbsbb"), ("llama", "kkkk")],
 )
 def test_what_layers_keep(name: str, kinds: str) -> None:
     """States, keys and values, both or nothing; a layer's caches lie one after the other."""

@@ -8,6 +8,7 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    CohereConfig,
     DeepseekV3Config,
     FalconH1Config,
     Gemma3TextConfig,
@@ -103,12 +104,10 @@ REFUSED = {
     "gptj": "attention interface",
     "jamba": "recurrent state",
     "jetmoe": "several times",
-    "kimi_linear": "latent attention (kv_lora_rank 512) that is not that of DeepSeek or GLM",
+    "bailing_hybrid": "latent attention (kv_lora_rank 512) that is not that of DeepSeek or GLM",
     "longcat_flash": "runs twice in each layer",
-    "llama4_text": "chunks of 8192 tokens",
     "mamba": "recurrent state",
     "mamba2": "recurrent state",
-    "mimo_v2_flash": "keys have 192 numbers per head and its values 128",
     "minicpm3": "latent attention (kv_lora_rank 256) that rotates halves",
     "minimax": "layers of type linear_attention",
     "mpt": "attention interface",
@@ -119,7 +118,7 @@ REFUSED = {
     "stablelm": "attention interface",
     "t5": "encoder-decoder",
     "whisper": "encoder-decoder",
-    "zamba2": "recurrent state",
+    "zamba": "recurrent state",
 }
 
 NESTED_ROPE = {
@@ -127,6 +126,10 @@ NESTED_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+TWO_LENGTHS = {
+    kind: LONGROPE | {"original_max_position_embeddings": length}
+    for kind, length in (("full_attention", 1024), ("sliding_attention", 512))
+}
 
 
 class UnknownConfig(PreTrainedConfig):
@@ -137,9 +140,9 @@ class UnknownConfig(PreTrainedConfig):
 
 
 VARIANTS_REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
-    "longrope": (Phi3Config(rope_parameters=LONGROPE), "RoPE of type longrope"),
-    "dynamic rope": (LlamaConfig(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "of type dynamic"),
-    "dynamic rope in some layers": (Gemma3TextConfig(rope_parameters=NESTED_ROPE), "of type dynamic"),
+    "narrow values": (Qwen3Config(head_dim=128, v_head_dim=64), "its keys have 128 numbers per head and its values 64"),
+    "longrope in transformers' modules": (CohereConfig(rope_parameters=LONGROPE), "RoPE of type longrope"),
+    "longrope of two lengths": (Gemma3TextConfig(rope_parameters=TWO_LENGTHS), "at several lengths (512, 1024)"),
     "bidirectional": (Gemma3TextConfig(use_bidirectional_attention=True), "bidirectional"),
     "not causal": (LlamaConfig(is_causal=False), "bidirectional"),
     "encoder used as decoder": (RobertaConfig(is_decoder=True), "bidirectional"),
@@ -175,6 +178,12 @@ VARIANTS_ACCEPTED: dict[str, PreTrainedConfig] = {
     "keys and values of other layers": Gemma4TextConfig(num_hidden_layers=12, num_kv_shared_layers=6),
     "heads differ": LagunaConfig(num_hidden_layers=2, layer_types=["full_attention"] * 2, num_attention_heads_per_layer=[48, 64]),
     "yarn": LlamaConfig(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}),
+    "longrope": Phi3Config(rope_parameters=LONGROPE),
+    "dynamic rope": LlamaConfig(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+    "dynamic rope in transformers' modules": CohereConfig(
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    ),
+    "dynamic rope in some layers": Gemma3TextConfig(rope_parameters=NESTED_ROPE),
     "linear rope": LlamaConfig(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}),
     "no window": MistralConfig(sliding_window=None),
     "swish is silu": Qwen3_5TextConfig(attn_output_gate=True, output_gate_type="swish"),

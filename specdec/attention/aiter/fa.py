@@ -6,7 +6,8 @@ check these kernels without AMD hardware. `fa_routes` holds the table of each ti
 
 Layouts: plain, and in the full tier shuffled as a backend of its own. Cache: the model's type or 8-bit floats. Host: never waits
 for the device. Architectures: gfx942, gfx950; Triton-only gfx110x, gfx115x, gfx120x. Known gaps: non-causal blocks with sinks or a
-softcap; in the shuffled layout head sizes that are no power of two; group sizes above 16 and head sizes other than 64, 128 and 256
+softcap; draft trees with windows or a softcap, and fast ones on an 8-bit or shuffled cache, whose contexts are gathered for each
+layer; in the shuffled layout head sizes that are no power of two; group sizes above 16 and head sizes other than 64, 128 and 256
 decode on unified_attention, which is slower there than the paged kernels.
 """
 
@@ -74,6 +75,19 @@ class RocmAiterFaBackend(AttentionBackend):
         if version and spec.kv_dtype == torch.float16 and version < aiter.FLOAT16_VERSION:
             reasons.append(f"a float16 cache needs amd-aiter {aiter.dotted(aiter.FLOAT16_VERSION)}; bfloat16 does not")
         return reasons + _shape_reasons(spec, architecture, cls.layout)
+
+    @classmethod
+    def tree_reasons(cls, spec: AttentionSpec) -> list[str]:
+        """See `AttentionBackend.tree_reasons`."""
+        reasons = []
+        version = aiter.version_numbers(aiter.installed_version() or "")
+        if version < aiter.NON_CAUSAL_VERSION:
+            reasons.append(f"they need amd-aiter {aiter.dotted(aiter.NON_CAUSAL_VERSION)}")
+        if spec.windows != {None}:
+            reasons.append("windows (AITER's kernels count rows, not depth)")
+        if spec.softcap is not None:
+            reasons.append("a softcap (of AITER's kernels the one for contexts has none)")
+        return reasons
 
     @classmethod
     def reasons_against_auto(cls, spec: AttentionSpec) -> list[str]:

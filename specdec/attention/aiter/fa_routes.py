@@ -9,6 +9,7 @@ prefill  any                                               varlen
 extend   sinks                                             unified
 extend   a window                                          windowed_varlen
 extend   any                                               chunked_varlen
+decode   draft trees                                       context_and_rows
 decode   several rows, causal                              unified
 decode   several rows, plain layout in the model's type    kvcache
 decode   several rows                                      gathered_kvcache
@@ -24,6 +25,7 @@ decode   any                                               paged_rocm
 >>> print(table(TRITON_ONLY))
 phase    when                                            kernel
 packed   any                                             unified
+decode   draft trees                                     context_and_rows
 decode   causal, or one row                              unified
 decode   several rows, plain layout in the model's type  kvcache
 decode   several rows                                    gathered_kvcache
@@ -34,6 +36,7 @@ A single row is the last position: causal or not, it sees the same keys.
 import math
 
 from specdec.attention.aiter.fa_compiled import chunked_varlen, paged_common, paged_rocm, paged_v1, varlen, windowed_varlen
+from specdec.attention.aiter.fa_trees import context_and_rows
 from specdec.attention.aiter.fa_triton import gathered_kvcache, kvcache, unified
 from specdec.attention.aiter.routes import Route, always, table
 from specdec.attention.backend import AttentionSpec
@@ -53,10 +56,11 @@ def _fits_assembly(spec: AttentionSpec, scale: float) -> bool:
     return spec.head_dim == 128 and spec.block_size == 16 and math.isclose(scale, 128**-0.5)
 
 
+_TREES = Route("decode", "draft trees", lambda group, model, layer: group.tree is not None, context_and_rows)
 _IN_PLACE = Route(
     "decode",
     "several rows, plain layout in the model's type",
-    lambda group, model, layer: group.max_query_len > 1 and model.layout == "plain" and not model.is_fp8,
+    lambda group, model, layer: group.max_query_len > 1 and model.reads_in_place,
     kvcache,
 )
 _GATHERED = Route("decode", "several rows", lambda group, model, layer: group.max_query_len > 1, gathered_kvcache)
@@ -68,6 +72,7 @@ FULL = (
     Route("extend", "sinks", lambda group, model, layer: layer.sinks is not None, unified),
     Route("extend", "a window", lambda group, model, layer: layer.window is not None, windowed_varlen),
     Route("extend", "", always, chunked_varlen),
+    _TREES,
     Route("decode", "several rows, causal", lambda group, model, layer: group.max_query_len > 1 and group.causal, unified),
     _IN_PLACE,
     _GATHERED,
@@ -95,6 +100,7 @@ FULL = (
 )
 TRITON_ONLY = (
     Route("packed", "", always, unified),
+    _TREES,
     Route("decode", "causal, or one row", lambda group, model, layer: group.causal or group.max_query_len == 1, unified),
     _IN_PLACE,
     _GATHERED,

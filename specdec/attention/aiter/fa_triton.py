@@ -4,7 +4,7 @@ Every kernel is a function of what one model, one group of requests, one layer a
 """
 
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +36,18 @@ class Setup(Generic[Ops]):
     def is_fp8(self) -> bool:
         """Whether the cache holds 8-bit floats."""
         return self.spec.kv_dtype.itemsize == 1
+
+    @property
+    def reads_in_place(self) -> bool:
+        """Whether the kernel for blocks can read the cache."""
+        return self.layout == "plain" and not self.is_fp8
+
+    def as_cached(self, rows: Tensor) -> Tensor:
+        """Keys or values as they are read back from the cache: what one of 8 bits cannot hold is rounded and saturates."""
+        if not self.is_fp8:
+            return rows
+        most = torch.finfo(self.spec.kv_dtype).max
+        return rows.clamp(-most, most).to(self.spec.kv_dtype).to(rows.dtype)
 
     @property
     def scale(self) -> Tensor:
@@ -103,41 +115,60 @@ def unified(setup: Setup[AiterTriton], group: Group, layer: Layer, rows: Rows) -
 
 def kvcache(setup: Setup[AiterTriton], group: Group, layer: Layer, rows: Rows) -> Tensor:
     """Bidirectional blocks, as many rows per request, on the paged cache."""
-    # From the table's width the kernel derives over how many programs it splits the keys.
-    return _blocks(setup, group, layer, rows.query, layer.cache.key, layer.cache.value, group.narrow_table())
+    out: Tensor = blocks(setup, group, layer, rows.query, in_place(group, layer), group.seq_lens)
+    return out.view(rows.query.shape)
 
 
 def gathered_kvcache(setup: Setup[AiterTriton], group: Group, layer: Layer, rows: Rows) -> Tensor:
-    """The same where the kernel cannot read the cache, which is gathered first, into one stretch per request.
+    """The same where the kernel cannot read the cache, which is gathered first."""
+    out: Tensor = blocks(setup, group, layer, rows.query, gathered(setup, group, layer, rows.query.dtype), group.seq_lens)
+    return out.view(rows.query.shape)
+
+
+class Keys(NamedTuple):
+    """What the kernel for blocks reads."""
+
+    key: Tensor  # [num_blocks, block_size, num_kv_heads, head_dim]
+    value: Tensor
+    block_table: Tensor | None  # None where every request has one block
+
+
+def in_place(group: Group, layer: Layer) -> Keys:
+    """The paged cache. From the table's width the kernel derives over how many programs it splits the keys."""
+    return Keys(*layer.cache, group.narrow_table())
+
+
+def gathered(setup: Setup[AiterTriton], group: Group, layer: Layer, dtype: torch.dtype) -> Keys:
+    """One stretch per request, in `dtype`.
 
     The length is rounded up: few lengths are ever compiled, and no tile reaches past the last stretch, where anything may lie.
     """
     width = power_of_two(blocks_for(max(group.max_seq_len, WIDEST_TILE), setup.spec.block_size))
     columns = torch.arange(width, device=group.block_table.device).clamp(max=group.block_table.shape[1] - 1)
     key, value = read_blocks(layer.cache, group.block_table.index_select(1, columns), setup.layout)
-    return _blocks(setup, group, layer, rows.query, key.to(rows.query.dtype), value.to(rows.query.dtype), None)
+    return Keys(key.to(dtype), value.to(dtype), None)
 
 
-def _blocks(
-    setup: Setup[AiterTriton],
-    group: Group,
-    layer: Layer,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    block_table: Tensor | None,
-) -> Tensor:
-    out: Tensor = setup.ops.flash_attn_with_kvcache(
+def blocks(
+    setup: Setup[AiterTriton], group: Group, layer: Layer, query: Tensor, keys: Keys, seq_lens: Tensor, **options: Any
+) -> Any:
+    """Rows as the last of `seq_lens` int32 [num_reqs] positions, which see them all, or a window on both sides.
+
+    Returns:
+        [num_reqs, max_query_len, num_heads, head_dim], and with `return_softmax_lse` log-denominators float32
+        [num_reqs, num_heads, max_query_len] beside it.
+    """
+    return setup.ops.flash_attn_with_kvcache(
         q=query.view(group.num_reqs, group.max_query_len, *query.shape[1:]),
-        k_cache=key,
-        v_cache=value,
-        cache_seqlens=group.seq_lens,
-        page_table=block_table,
+        k_cache=keys.key,
+        v_cache=keys.value,
+        cache_seqlens=seq_lens,
+        page_table=keys.block_table,
         softmax_scale=layer.scale,
         causal=False,
         window_size=window_sides(layer.window, causal=False),
+        **options,
     )
-    return out.view(query.shape)
 
 
 def window_sides(window: int | None, causal: bool) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from specdec.attention.backend import AttentionMetadata
+from specdec.attention.backend import AttentionMetadata, TreeRows
 from specdec.kv_cache import blocks_for
 from specdec.sizes import power_of_two
 
@@ -65,6 +65,7 @@ class Group:
     block_size: int
     query_lens: list[int]  # empty where no kernel asks for them
     seq_lens_host: list[int]
+    tree: TreeRows | None = None
     _narrow_table: Tensor | None = None
     _trimmed: dict[int, Trimmed] = field(default_factory=dict)
     _contexts: dict[int | None, list[Context]] = field(default_factory=dict)
@@ -193,6 +194,7 @@ def _whole(metadata: AttentionMetadata, phase: Phase, block_size: int) -> Group:
         block_size=block_size,
         query_lens=[],
         seq_lens_host=[],
+        tree=metadata.tree,
     )
 
 

@@ -9,10 +9,11 @@ decode   any             decode
 
 `prefill_fp8` is mla_prefill_ps_asm_fwd and mla_reduce_v1 on keys and values built and rounded; the two of `varlen` are
 flash_attn_varlen_func on keys and values built, from the rows and from gathered context; `decode` is mla_decode_fwd on the latents,
-in entries of 4, 3 or 2 causal rows, or of one (see `mla_entries`).
+in entries of 4, 3 or 2 causal rows, or of one, such as those of draft trees (see `mla_entries`).
 
 Layouts: plain. Cache: the model's type or 8-bit floats. Host: never waits for the device. Architectures: gfx942, gfx950.
-Known gaps: each entry reads its tokens by itself, so five rows read the context five times; heads fill up to multiples of 16.
+Known gaps: each entry reads its tokens by itself, so five rows, or all of a draft tree, read the context as many times; heads fill
+up to multiples of 16.
 """
 
 from dataclasses import dataclass
@@ -77,6 +78,11 @@ class RocmAiterMlaBackend(MlaBackend):
             known = ", ".join(f"{k} and {v}" for k, v in KEY_VALUE_DIMS)
             reasons.append(f"keys of {key_dim} and values of {spec.v_head_dim} numbers (the kernels take {known})")
         return latents.unsupported_reasons(spec, [AiterMla], reasons)
+
+    @classmethod
+    def tree_reasons(cls, spec: MlaSpec) -> list[str]:
+        """None: rows list what they see."""
+        return []
 
     @classmethod
     def describe(cls, spec: MlaSpec) -> list[str]:

@@ -6,7 +6,8 @@ rows of a request with 20 tokens, in two entries of three:
     rows     14 15 16 | 17 18 19          entry 0 reads tokens 0..16, entry 1 reads tokens 0..19
 
 An entry of one row sees exactly the tokens it lists. Rows that are not causal, which the kernel has only for few shapes, on one
-architecture and in new versions, therefore run everywhere, as entries of one row that list the whole sequence.
+architecture and in new versions, therefore run everywhere, as entries of one row that list the whole sequence; and so do those of
+draft trees, which list the context and what is above them.
 
 Nothing here reads from the device: the lists are computed there, in buffers sized by what the host knows.
 """
@@ -19,6 +20,7 @@ from torch import Tensor
 from specdec.attention.aiter.groups import Group
 from specdec.attention.aiter.latents import Entries, LatentKernels
 from specdec.attention.aiter.scratch import Scratch
+from specdec.attention.backend import TreeRows
 from specdec.sizes import power_of_two
 
 MAX_ENTRY_ROWS = 4
@@ -56,10 +58,12 @@ class EntryPlanner:
         buffers = self._buffers_for(num_entries, entry_rows)
 
         lengths = group.seq_lens[:, None].expand(-1, per_request)
-        if group.causal:
+        if group.tree is not None:
+            lengths = lengths - width + 1 + group.tree.depths.view(-1, width)
+        elif group.causal:
             lengths = lengths - torch.arange(width - entry_rows, -1, -entry_rows, dtype=torch.int32, device=lengths.device)
         kv_indptr = buffers.kv_indptr
-        torch.cumsum(lengths.reshape(-1), 0, dtype=torch.int32, out=kv_indptr[1 : num_entries + 1])
+        torch.cumsum(lengths.flatten(), 0, dtype=torch.int32, out=kv_indptr[1 : num_entries + 1])
         kv_indptr[num_entries + 1 :] = kv_indptr[num_entries]  # entries past the end are empty
         entries = Entries(
             max_seqlen_q=entry_rows,
@@ -79,6 +83,8 @@ class EntryPlanner:
         index = torch.arange(bound, dtype=torch.int32, device=slots.device)
         entries = torch.searchsorted(kv_indptr[1 : num_entries + 1], index, right=True, out_int32=True).clamp_(max=num_entries - 1)
         positions = index - kv_indptr.index_select(0, entries)
+        if group.tree is not None:
+            positions = _of_tree(group, group.tree, entries, positions)
         columns = (positions // group.block_size).clamp_(max=group.block_table.shape[1] - 1)
         blocks = group.block_table[entries // per_request, columns]
         return torch.add(blocks * group.block_size, positions % group.block_size, out=slots)
@@ -93,6 +99,16 @@ class EntryPlanner:
                 work=self.kernels.work(capacity, entry_rows, is_sparse=False),
             )
         return self._buffers[capacity, entry_rows]
+
+
+def _of_tree(group: Group, tree: TreeRows, entries: Tensor, places: Tensor) -> Tensor:
+    """Where the tokens at `places` of the lists of `entries` lie in their sequence: the context, then the rows that are seen."""
+    width = group.max_query_len
+    rows = torch.arange(width, dtype=torch.int32, device=places.device)
+    seen = rows.where(tree.seen(width, None), width).sort(dim=-1).values.flatten(0, 1)  # [num_tokens, width], those first
+    starts = (group.seq_lens - width).index_select(0, entries // width)
+    chosen = seen[entries, (places - starts).clamp(0, width - 1)]
+    return torch.where(places < starts, places, starts + chosen)
 
 
 def rows_per_entry(width: int, *, causal: bool) -> int:

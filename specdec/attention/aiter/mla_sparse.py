@@ -16,7 +16,7 @@ from specdec.attention.aiter.latents import LatentKernels
 from specdec.attention.aiter.mla_indexer import SCALE_BYTES, AiterIndexerKernels
 from specdec.attention.aiter.mla_sparse_plan import SparsePlan, SparsePlanner
 from specdec.attention.backend import AttentionMetadata
-from specdec.attention.mla import IndexerRows, IndexerSpec, MlaRows, MlaSpec, SparseMlaBackend, UpProjection
+from specdec.attention.mla import INDEXED, IndexerRows, IndexerSpec, MlaRows, MlaSpec, SparseMlaBackend, UpProjection
 from specdec.kernels.aiter import AiterIndexer, AiterMla
 from specdec.kv_cache import LatentCache, LatentLayerSpec
 
@@ -41,6 +41,11 @@ class RocmAiterMlaSparseBackend(SparseMlaBackend):
         if spec.non_causal:
             reasons.append("non-causal blocks (the indexer's kernels are causal)")
         return latents.unsupported_reasons(spec, [AiterMla, AiterIndexer], reasons + _index_reasons(spec.indexer))
+
+    @classmethod
+    def tree_reasons(cls, spec: MlaSpec) -> list[str]:
+        """See `MlaBackend.tree_reasons`."""
+        return [INDEXED]
 
     @classmethod
     def describe(cls, spec: MlaSpec) -> list[str]:

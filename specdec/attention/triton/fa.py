@@ -82,6 +82,8 @@ class TritonFaBackend(AttentionBackend):
         from specdec.kernels import triton_attention, triton_prefill, triton_rope
 
         super().__init__(spec)
+        if any(one.chunk for one in spec.each):  # whose rows would be requests of their own
+            self.captures_prefill = False
         self._kernels, self._prefill, self._rope_store = triton_attention, triton_prefill, triton_rope.rope_store
         self._group = spec.num_heads // spec.num_kv_heads
         self.num_processors = num_processors(spec.device)

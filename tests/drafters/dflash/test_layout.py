@@ -10,6 +10,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from drafters.dflash.config import DFlashConfig
+from drafters.dflash.coupling import Coupling
 from drafters.dflash.layout import config_json, parse_config
 from drafters.dflash.model import DFlashModel
 from specdec.errors import CheckpointError
@@ -63,6 +64,11 @@ def speculators(
         "aux_hidden_state_layer_ids": [2, 3, 5],
         **changes,
     }
+
+
+def couple(**changes: Any) -> dict[str, Any]:
+    """Weights of seven slots at two temperatures, with changes."""
+    return {"temperatures": [0.5, 1.0], "a": [[1] * 7] * 2, "b": [[1] * 7] * 2} | changes
 
 
 def test_both_layouts_mean_the_same() -> None:
@@ -193,6 +199,22 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (speculators(tokens=8), "speculative_tokens is 8, but block_size 8 with sample_from_anchor false gives 7"),
     (speculators(tokens=7, sample_from_anchor=True), "speculative_tokens is 7, but block_size 8 with sample_from_anchor true"),
     (zlab(draft_vocab_size=62), "draft_vocab_size is 62"),
+    (zlab(own={"coupling": couple()}), "dflash_config says coupling, which this loader does not know"),
+    (zlab(coupling=[1]), "coupling is list; it must be an object with temperatures, a and b"),
+    (zlab(coupling=couple(c=[])), r"coupling is \['a', 'b', 'c', 'temperatures'\]; it must be an object"),
+    (zlab(coupling={"a": [[1] * 7], "b": [[1] * 7]}), r"coupling is \['a', 'b'\]; it must be an object"),
+    (zlab(coupling=couple(temperatures=1.0)), "must hold a list of numbers as temperatures"),
+    (zlab(coupling=couple(a=[1] * 7)), "a and b one list of numbers for each"),
+    (zlab(coupling=couple(b=[[True] * 7, [1] * 7])), "a and b one list of numbers for each"),
+    (zlab(coupling=couple(b=None)), "a and b one list of numbers for each"),
+    (zlab(coupling=couple(temperatures=[1.0, 1.0])), r"temperatures \[1.0, 1.0\]; they must rise"),
+    (zlab(coupling=couple(temperatures=[0, 1])), "they must rise from above 0"),
+    (zlab(coupling=couple(temperatures=[1])), "2 rows of a for 1 temperatures"),
+    (zlab(coupling=couple(a=[[1] * 7])), "1 rows of a for 2 temperatures"),
+    (zlab(coupling=couple(b=[[1] * 7, [1] * 6])), r"rows of \[6, 7\] numbers; this drafter's blocks have 7 drafts"),
+    (zlab(coupling=couple(a=[[1] * 7, [0] * 7])), "coupling has 0.0 in a; it must be above 0"),
+    (zlab(coupling=couple(b=[[1] * 7, [-1] * 7])), "coupling has -1.0 in b; it must be at least 0"),
+    (zlab(coupling=couple(b=[[1] * 7, [1e300] * 7])), "coupling has 1e\\+300 in b"),
 ]  # fmt: skip
 
 
@@ -220,6 +242,7 @@ ROUND_TRIPS: dict[str, DFlashConfig] = {
         rms_norm_eps=1e-5,
         verifier_name="some/target",
         verifier_architectures=("Qwen3ForCausalLM",),
+        coupling=Coupling((0.5, 1.0), ((0.5,) * 8, (0.75,) * 8), ((0.25,) * 8, (0.0,) * 8)),
         rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                          "original_max_position_embeddings": 128},
     ),

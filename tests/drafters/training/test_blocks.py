@@ -22,6 +22,7 @@ from tests.drafters.tiny import TINY, VOCAB, input_table, tiny_model, tiny_targe
 from tests.drafters.training.toy import one_thread  # noqa: F401
 from tests.helpers.bounds import assert_as_exact, in_float64
 from tests.helpers.tiny_models import CONFIGS, LATENT_CONFIGS, paged_verifier, plain_model, random_prompts
+from verifiers.shape import peculiarity
 
 KINDS: list[Kind] = [(False, None), (True, None), (True, 5), (False, 3)]
 ANCHORS = torch.tensor([[2, 7, 8, 19], [0, 0, 4, 11]])  # the second sequence has two invalid blocks
@@ -233,8 +234,9 @@ def test_target_features_are_raw_layer_outputs_whatever_the_padding() -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_target_features_are_those_of_transformers(name: str) -> None:
-    """Catches windows, scales, softcaps and sinks that are lost when the target runs on training's own attention."""
-    plain, verifier = plain_model(name), TinyVerifier(plain_model(name))
+    """Catches windows, scales, softcaps and sinks that are lost when the target runs on training's own attention, or not at all."""
+    plain = plain_model(name)
+    verifier = paged_verifier(plain) if peculiarity(plain.config) else TinyVerifier(plain_model(name))
     tokens = torch.tensor(random_prompts(1, longest=40)[0] * 30)[:24].repeat(2, 1)
     features, _ = Target(verifier, (0, 2)).features(sequences(tokens))
     assert_as_exact(features, *(taps(output, (0, 2)) for output in outputs(plain, tokens)))

@@ -149,13 +149,13 @@ def test_shapes_are_those_of_the_models_they_are_called_after(name: str) -> None
     assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[name]
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-def test_timed_steps_of_ours_have_all_rows_and_nothing_else(rows: int, monkeypatch: Patch) -> None:
+@pytest.mark.parametrize("shape", [BlockShape(0), BlockShape(3), BlockShape(6, 6)], ids=str)
+def test_timed_steps_of_ours_have_all_rows_and_nothing_else(shape: BlockShape, monkeypatch: Patch) -> None:
     """Catches prefill, warm-up or a shrinking batch between two readings of the clock, and drafts that are not verified."""
     log: list[Any] = []
     monkeypatch.setattr(dummy_engine, "time", Clock(log))
     verifier = tiny_target()
-    own = OwnSteps(verifier, Room.of(verifier, 3, 300, 5), rows=rows)  # more tokens than one step prefills
+    own = OwnSteps(verifier, Room.of(verifier, 3, 300, 5), shape=shape)  # more tokens than one step prefills
     runner = own.engine.runner
     prefill, decode = runner.prefill, runner.decode
 
@@ -173,9 +173,9 @@ def test_timed_steps_of_ours_have_all_rows_and_nothing_else(rows: int, monkeypat
         log.clear()
         own.steps(prompts_of(3, 300), 5)
         before, timed, after = parts(log)
-        assert timed == [(3, rows)] * 5
+        assert timed == [(3, shape.rows)] * 5
         assert "prefill" in before
-        assert before[-WARM_STEPS:] == [(3, rows)] * WARM_STEPS
+        assert before[-WARM_STEPS:] == [(3, shape.rows)] * WARM_STEPS
         assert after == []
         assert own.distinct > 1
         assert not own.engine.has_work
@@ -199,12 +199,12 @@ def test_free_drafts_leave_the_output_alone() -> None:
     """Catches drafts that are taken over without being verified."""
     verifier = tiny_target()
     outputs = []
-    for rows in (1, 5):
-        own = OwnSteps(verifier, Room.of(verifier, 2, 12, 8), rows=rows)
+    for shape in (BlockShape(0), BlockShape(4), BlockShape(20, 5)):
+        own = OwnSteps(verifier, Room.of(verifier, 2, 12, 8), shape=shape)
         requests = own._submit(prompts_of(2), 12)
         own._drain()
         outputs.append([request.output_token_ids for request in requests])
-    assert outputs[0] == outputs[1]
+    assert outputs[0] == outputs[1] == outputs[2]
     assert FreeDrafter(4).max_draft_tokens == 4
 
 
@@ -243,7 +243,7 @@ def test_what_vllm_is_told_of_a_model(vllm: FakeVllm, config: dict[str, Any], ro
 
 def test_both_sides_are_given_the_same_prompts_in_turn(vllm: FakeVllm, monkeypatch: Patch) -> None:
     """Catches a ratio the wrong way around, prompts of one side alone, and an engine that outlives the sweep."""
-    config = DummyConfig(prompt_tokens=(10, 20), concurrencies=(1, 2), verify_rows=3, steps=4, repeats=2, peers=("vllm",))
+    config = DummyConfig(prompt_tokens=(10, 20), concurrencies=(1, 2), verify_rows=(3,), steps=4, repeats=2, peers=("vllm",))
     start = dummy.VllmSteps
     monkeypatch.setattr(dummy, "VllmSteps", lambda entries, device, *rest, **options: start(entries, GPU, *rest, **options))
     monkeypatch.setattr(dummy, "measured_bandwidth", lambda device: 1e9)
@@ -352,7 +352,7 @@ def test_the_way_to_quantize_arrives(weights: str, tmp_path: Path, monkeypatch: 
     [
         (["qwen3-9b"], ["no config 'qwen3-9b'", "qwen3-8b"]),
         (["qwen3-8b", "--peer", "transformers"], ["'transformers'", "only vllm"]),
-        (["qwen3-8b", "--verify-rows", "0"], ["verify_rows is 0"]),
+        (["qwen3-8b", "--verify-rows", "0"], ["verify_rows is (0,)"]),
         (["qwen3-8b", "--prompt-tokens", "0"], ["prompt_tokens is (0,)"]),
         (["qwen3-8b", "--max-num-seqs", "0"], ["concurrencies is (0,)"]),
         (["qwen3-8b", "--html", "page.html"], ["no plots"]),

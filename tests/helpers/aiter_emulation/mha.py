@@ -73,6 +73,7 @@ def flash_attn_with_kvcache(
     # From 0.1.16 on the split count is compiled in and follows the width of the page table.
     machine.compile(name, dim, most, num_reqs * heads, num_queries, causal, window_size)
     lengths: list[int] = host(cache_seqlens)
+    masks = causal or tuple(window_size) != (-1, -1)
     tables = host(page_table) if page_table is not None else None
     if k is not None and v is not None:
         _append(k, v, k_cache, v_cache, lengths, tables)
@@ -80,7 +81,8 @@ def flash_attn_with_kvcache(
         lengths = [length + k.shape[1] for length in lengths]
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), torch.empty(num_reqs, heads, num_queries)
     for i, length in enumerate(lengths):
-        refuse_unless(length >= num_queries, f"{name}: {num_queries} queries on {length} keys")
+        # Where a mask depends on positions, what those of queries before the first key see was never read.
+        refuse_unless(length >= num_queries or not masks, f"{name}: {num_queries} queries on {length} keys")
         keys, values = _request(name, k_cache, v_cache, tables[i] if tables else None, i, length)
         scale = dim**-0.5 if softmax_scale is None else softmax_scale
         rows, lse[i] = attend(q[i], keys, values, scale=scale, causal=causal, window=window_size)

@@ -84,9 +84,9 @@ class Recorder(TorchDispatchMode):
 class Case:
     """A target and the greedy outputs of some prompts."""
 
-    def __init__(self) -> None:
-        model = plain_model("llama")
-        prompts = random_prompts(7, seed=2)
+    def __init__(self, name: str = "llama", prompts: Sequence[Sequence[int]] | None = None) -> None:
+        model = plain_model(name)
+        prompts = prompts or random_prompts(7, seed=2)
         self.outputs = {tuple(p): plain_greedy(model, p, MAX_TOKENS) for p in prompts}
         self.verifier = paged_verifier(model)
 

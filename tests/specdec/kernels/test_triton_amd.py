@@ -51,6 +51,7 @@ from specdec.kernels import (  # noqa: E402
     triton_rope,
     triton_router,
     triton_sampler,
+    triton_short_convolution,
     triton_trees,
 )
 from specdec.layers import triton_ops  # noqa: E402 (only where Triton can run)
@@ -427,6 +428,10 @@ def test_checks_notice_what_is_wrong(amd: Amd) -> None:
         "recurrence": (
             lambda: worst(recurrence_check._recurrence_deviations(DEVICE, torch.float16)),
             [(triton_recurrence, "recur")],
+        ),
+        "short convolutions": (
+            lambda: worst(recurrence_check._convolution_deviations(DEVICE, torch.float16)),
+            [(triton_short_convolution, "convolve")],
         ),
         "gates of recurrences": (
             lambda: worst(recurrence_check._gate_deviations(DEVICE, torch.float16)),

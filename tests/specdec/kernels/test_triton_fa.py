@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention.backend import AttentionMetadata, AttentionSpec
+from specdec.attention.chunks import in_chunks
 from specdec.attention.torch_ref.fa import TorchRefBackend
 from specdec.attention.triton.fa import TritonFaBackend
 from specdec.kv_cache import KVLayerSpec, LayerCache, blocks_for
@@ -156,6 +157,20 @@ def test_ragged_prefill_and_extension(causal: bool, splits: int) -> None:
     """New prompts, a chunk of one, a single row among them, more rows than a tile holds, and tiles without rows."""
     requests = [(40, 40), (35, 3), (33, 1), (60, 20)]
     check(requests, spec(num_kv_heads=1, head_dim=16), causal=causal, window=25, ragged=True, splits=splits)
+
+
+@pytest.mark.parametrize("requests", [UNIFORM, [(70, 40), (33, 33), (40, 1)]])
+def test_chunks(requests: list[tuple[int, int]]) -> None:
+    """A step and prompts, of which every chunk is a request."""
+    torch.manual_seed(0)
+    wanted, uniform = spec(chunk=32), requests is UNIFORM
+    metadata, cache = scenario(requests, wanted, host_lengths=not uniform)
+    rows = torch.randn(metadata.num_tokens, 8, 64).to(DEVICE).split([4, 2, 2], dim=1)
+    backend = TritonFaBackend(wanted)
+    backend.write(cache, rows[1], rows[2], metadata.slot_mapping)
+    got = backend.read(rows[0], cache, backend.plan(in_chunks(metadata, 32, BLOCK)), scale=0.2)
+    check_attention(got, rows[0], cache, metadata, chunk=32)
+    assert not backend.captures_prefill and TritonFaBackend(spec()).captures_prefill
 
 
 def test_an_only_key_head_with_any_stride() -> None:

@@ -30,7 +30,7 @@ from tests.helpers.tiny_models import plain_model, random_dflash, random_prompts
 from tests.helpers.triton_interpreter import require_triton
 from verifiers.hf import verifier_for
 from verifiers.hf_attention import ATTENTION_NAME
-from verifiers.shape import attention_spec
+from verifiers.shape import backend_spec
 
 DEVICE = require_triton()
 
@@ -42,6 +42,7 @@ from specdec.kernels.triton_linear import divide, few_rows  # noqa: E402
 from specdec.kernels.triton_norm import add_rms_norm, rms_norm  # noqa: E402
 from specdec.kernels.triton_prefetch import hint_options, surplus  # noqa: E402
 from specdec.kernels.triton_rope import rope_store  # noqa: E402
+from specdec.layers.recurrent_ops import RecurrentOps  # noqa: E402
 from specdec.layers.triton_ops import TritonOps  # noqa: E402
 
 
@@ -279,7 +280,7 @@ def verifier_on(backend: str, model: PreTrainedModel, *, fuse: bool = True) -> V
     config = copy.deepcopy(model.config)
     paged: Any = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
     paged.load_state_dict(model.state_dict())
-    spec = attention_spec(config, device=DEVICE, dtype=torch.float32, block_size=4)
+    spec = backend_spec(config, device=DEVICE, dtype=torch.float32, block_size=4)
     return verifier_for(paged.to(DEVICE), name=config.model_type, backend=select_backend(backend, spec), fuse=fuse)
 
 
@@ -331,6 +332,7 @@ def generate(
         "qwen2_moe",
         "gpt_oss",
         "glm4_moe",
+        "lfm2",
         "nemotron_h",
         "qwen3_next",
     ],
@@ -345,6 +347,20 @@ def test_whole_model_with_drafter_equals_torch_ref(name: str) -> None:
     assert len(drafts) == len(expected_drafts) and all(
         ours.equal(theirs) for ours, theirs in zip(drafts, expected_drafts, strict=True)
     )
+
+
+def test_states_beside_latent_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens and drafts, where our kernels have the recurrent layers alone."""
+    model = plain_model("kimi_linear")
+    verifier: Any = verifier_on("torch_ref", model)
+    assert isinstance(verifier._ops, RecurrentOps)
+    tokens, drafts = generate("torch_ref", model)
+    monkeypatch.setenv("SPECDEC_KERNELS", "-recurrence")
+    verifier = verifier_on("torch_ref", model)
+    assert type(verifier._ops) is TorchOps
+    expected_tokens, expected_drafts = generate("torch_ref", model)
+    assert tokens == expected_tokens
+    assert all(ours.equal(theirs) for ours, theirs in zip(drafts, expected_drafts, strict=True))
 
 
 def test_a_model_with_its_own_modules() -> None:

@@ -15,12 +15,13 @@ from tests.helpers.triton_interpreter import require_triton
 
 DEVICE = require_triton()
 
-from specdec.kernels import triton_recurrence_inputs  # noqa: E402 (only where Triton can run)
+from specdec.kernels import triton_recurrence_inputs, triton_recurrence_ring  # noqa: E402 (only where Triton can run)
 from specdec.kernels.triton_recurrence import MOST_SERIAL, recur, tile_for  # noqa: E402
 
 LAYERS: dict[str, dict[str, Any]] = {
     "delta": {},
     "delta, odd sizes, reflecting": {"heads": (1, 3), "sizes": (12, 20), "taps": 2, "beta_scale": 2.0},
+    "decays by key": {"heads": (1, 2), "sizes": (12, 20), "decays_by_key": True},
     "plain": {"rule": "plain", "heads": (1, 2), "sizes": (16, 24)},
     "plain, two groups": {"rule": "plain", "heads": (2, 4), "sizes": (8, 4), "taps": 3},
 }
@@ -44,7 +45,7 @@ def check(one: Recurrence, x: Tensor, out: Tensor, state: Tensor | None = None) 
         assert_as_exact(state, plain[1], exact[1], factor=EXPONENTIALS)
 
 
-@pytest.mark.parametrize(("name", "seed"), list(zip(LAYERS, range(4), strict=True)))
+@pytest.mark.parametrize(("name", "seed"), list(zip(LAYERS, range(5), strict=True)))
 def test_drafts_leave_no_trace(name: str, seed: int) -> None:
     """Whatever was drafted and rejected, outputs are those of the accepted tokens; slots and rejected rows held no numbers."""
     torch.manual_seed(seed)
@@ -199,8 +200,8 @@ def test_what_is_read_is_not_overwritten(count: int, monkeypatch: pytest.MonkeyP
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             return lambda *args, **options: kept.append(options.get("KEEPS"))
 
-    for name in ("_inputs_kernel", "_keep_kernel"):
-        monkeypatch.setattr(triton_recurrence_inputs, name, Recorder())
+    monkeypatch.setattr(triton_recurrence_inputs, "_inputs_kernel", Recorder())
+    monkeypatch.setattr(triton_recurrence_ring, "_keep_kernel", Recorder())
     one = made("delta")
     rows = forward_rows([0], [20], [count], DEVICE, max_pending=4, final=True)
     cache = spoiled_cache(one, 1, 6, torch.float32, DEVICE)

@@ -1,5 +1,6 @@
 """Prompts of recurrent layers by chunks, against row after row; see `tests.helpers.triton_interpreter`."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,10 +21,17 @@ LAYERS: dict[str, dict[str, Any]] = {
     "delta": {"heads": (1, 2), "sizes": (16, 24)},
     "delta, odd sizes, reflecting": {"heads": (2, 2), "sizes": (12, 40), "taps": 2, "beta_scale": 2.0},
     "plain": {"rule": "plain", "heads": (1, 2), "sizes": (20, 8)},
+    "decays by key": {"heads": (1, 2), "sizes": (12, 24), "decays_by_key": True},
+    "decays by key, one head": {"heads": (1, 1), "sizes": (16, 24), "decays_by_key": True},
     "delta, one head": {"heads": (1, 1), "sizes": (16, 24)},
     "plain, one head": {"rule": "plain", "heads": (1, 1), "sizes": (20, 8)},
 }
-LENGTHS = {"delta": (1, 63, 64, 65, 150), "delta, odd sizes, reflecting": (65, 150), "plain": (1, 65, 150)}
+LENGTHS = {
+    "delta": (1, 63, 64, 65, 150),
+    "delta, odd sizes, reflecting": (65, 150),
+    "plain": (1, 65, 150),
+    "decays by key": (64, 150),
+}
 
 
 @pytest.fixture
@@ -73,7 +81,7 @@ def test_any_length(name: str, length: int, chunked: list[str]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", ["delta", "plain"])
+@pytest.mark.parametrize("name", ["delta", "decays by key", "plain"])
 def test_half_precision(name: str, dtype: torch.dtype, chunked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """States keep the digits of float32, which a product of numbers in the model's type alone would not."""
     if dtype == torch.bfloat16 and DEVICE.type == "cpu":
@@ -88,7 +96,7 @@ def test_half_precision(name: str, dtype: torch.dtype, chunked: list[str], monke
     assert (state - by_rows).norm() < 2**-14 * by_rows.norm() * (8 if dtype == torch.bfloat16 else 0.25)
 
 
-@pytest.mark.parametrize("name", ["delta, one head", "plain, one head"])
+@pytest.mark.parametrize("name", ["delta, one head", "decays by key, one head", "plain, one head"])
 def test_ragged_prompts_behind_drafts(name: str, chunked: list[str]) -> None:
     """Requests of several lengths, cut anywhere, with rows that wait from a step with drafts, rows that pad and whole requests."""
     torch.manual_seed(1)
@@ -139,6 +147,15 @@ def test_which_steps_are_chunked(chunked: list[str], monkeypatch: pytest.MonkeyP
     world = World(recur, one, [x], most_rows=70)
     world.step([70], [3])
     assert chunked[2:] == ["take_serially"]
+
+
+def test_decays_that_leave_nothing(chunked: list[str]) -> None:
+    """Catches an exponential that grows with the rows of a chunk, which no float32 holds then."""
+    torch.manual_seed(5)
+    one = made("decays by key, one head")
+    one = replace(one, rate=one.rate * 40)
+    x = random(one, 70)
+    check(one, x, *at_once(one, x, recur))
 
 
 def test_real_size(chunked: list[str]) -> None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
+from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNormGated
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
@@ -13,16 +14,19 @@ ROWS, GROUPS, WIDTH, EPSILON = 5, 3, 20, 1e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["heads", "gate first", "rounded once, gate first", "rounded once, gate last"])
+@pytest.mark.parametrize("kind", ["heads", "sigmoid", "gate first", "rounded once, gate first", "rounded once, gate last"])
 def test_gated_norm(kind: str, dtype: torch.dtype) -> None:
     """Gates before and after the norm, one weight for all groups and one for each; the gate is part of a wider product."""
     torch.manual_seed(0)
     x, joined = torch.randn(ROWS, GROUPS * WIDTH).to(dtype), torch.randn(ROWS, 2 * GROUPS * WIDTH).to(dtype)
     gate, weight = joined[:, GROUPS * WIDTH :], torch.randn(GROUPS * WIDTH).to(dtype)
-    shapes = (-1, WIDTH) if kind == "heads" else (ROWS, GROUPS * WIDTH)
+    shapes = (-1, WIDTH) if kind in ("heads", "sigmoid") else (ROWS, GROUPS * WIDTH)
     module: torch.nn.Module
     if kind == "heads":
         module, weight, norm = Qwen3_5RMSNormGated(WIDTH, eps=EPSILON), weight[:WIDTH], GroupNorm(weight[:WIDTH], EPSILON)
+    elif kind == "sigmoid":
+        module, weight = KimiLinearRMSNormGated(WIDTH, eps=EPSILON), weight[:WIDTH]
+        norm = GroupNorm(weight, EPSILON, sigmoid=True)
     elif kind == "gate first":
         module = MambaRMSNormGated(GROUPS * WIDTH, WIDTH, eps=EPSILON)
         norm = GroupNorm(weight, EPSILON, WIDTH, gate_first=True)

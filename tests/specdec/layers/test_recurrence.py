@@ -7,18 +7,19 @@ from typing import Any, Literal
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from specdec.kv_cache import StateCache, StateLayerSpec
 from specdec.layers import recurrence as module
-from specdec.layers.recurrence import Recurrence, RecurrentRows, convolve, recur
+from specdec.layers.recurrence import Recurrence, RecurrentRows, recur
 
 MOST_ROWS = 8
+Kind = Literal["delta", "keys", "plain"]
 # Widths that vectors divide, so that no number is computed by another code for its place in memory.
 HEADS, KEY_DIM, VALUE_DIM = (8, 16), 16, 32
 
 
-def random_recurrence(rule: Literal["delta", "plain"], dtype: torch.dtype, *, seed: int = 0) -> Recurrence:
+def random_recurrence(kind: Kind, dtype: torch.dtype, *, seed: int = 0) -> Recurrence:
+    """ "keys" is the delta rule with a decay for each key channel."""
     generator = torch.Generator().manual_seed(seed)
     key_heads, value_heads = HEADS
     channels = 2 * key_heads * KEY_DIM + value_heads * VALUE_DIM
@@ -26,17 +27,19 @@ def random_recurrence(rule: Literal["delta", "plain"], dtype: torch.dtype, *, se
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
+    by_key, plain = kind == "keys", kind == "plain"
     return Recurrence(
         key_heads,
         value_heads,
         KEY_DIM,
         VALUE_DIM,
         kernel=(normal(channels, 4) / 2).to(dtype),
-        kernel_bias=normal(channels).to(dtype) if rule == "plain" else None,
+        kernel_bias=normal(channels).to(dtype) if plain else None,
         rate=normal(value_heads).exp(),
-        time_bias=normal(value_heads).to(dtype),
-        rule=rule,
-        skip=normal(value_heads) if rule == "plain" else None,
+        time_bias=normal(value_heads * (KEY_DIM if by_key else 1)).to(dtype),
+        rule="plain" if plain else "delta",
+        skip=normal(value_heads) if plain else None,
+        decays_by_key=by_key,
     )
 
 
@@ -61,10 +64,10 @@ def run(x: Tensor, one: Recurrence, cache: StateCache, rows: RecurrentRows) -> T
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rule", ["delta", "plain"])
-def test_steps_equal_tokens_one_by_one_to_the_bit(rule: Any, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", ["delta", "keys", "plain"])
+def test_steps_equal_tokens_one_by_one_to_the_bit(kind: Kind, dtype: torch.dtype) -> None:
     """Outputs and states over steps of 0 to 7 drafts of two requests, of which any number is rejected."""
-    one, length, chance = random_recurrence(rule, dtype), 60, random.Random(1)
+    one, length, chance = random_recurrence(kind, dtype), 60, random.Random(1)
     texts = torch.randn(2, length, one.width + 3).to(dtype)
     alone = state_cache(one, dtype, 2)
     states: list[list[Tensor]] = [[], []]
@@ -95,17 +98,17 @@ def test_steps_equal_tokens_one_by_one_to_the_bit(rule: Any, dtype: torch.dtype)
         lengths = [start + kept + 1 for start, kept in zip(lengths, accepted, strict=True)]
 
 
-@pytest.mark.parametrize("rule", ["delta", "plain"])
-def test_prompts_in_pieces(rule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["delta", "keys", "plain"])
+def test_prompts_in_pieces(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole, and cut anywhere, beside each other, in chunks: as exact as one token after another in float32 is."""
     monkeypatch.setattr(module, "CHUNK", 16)
-    one, length = random_recurrence(rule, torch.float32), 150
+    one, length = random_recurrence(kind, torch.float32), 150
     text = torch.randn(length, one.width)
 
     def serial(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         state, taken = torch.zeros(1, HEADS[1], KEY_DIM, VALUE_DIM, dtype=dtype), inputs(dtype)
         live = torch.ones(1, length, dtype=torch.bool)
-        out, end, _ = module._serially(state, taken, live, torch.tensor([-1]), rule)
+        out, end, _ = module._serially(state, taken, live, torch.tensor([-1]), one.rule)
         return out + (0 if one.skip is None else one.skip[:, None] * taken.value), end
 
     def inputs(dtype: torch.dtype) -> Any:
@@ -143,29 +146,3 @@ def test_rows_that_pad_change_nothing() -> None:
     columns = padded.inputs.shape[1]
     for place in (22, 23, 24):
         assert torch.equal(padded.inputs[0, place % columns], text[0, place])
-
-
-@pytest.mark.parametrize("biased", [True, False])
-def test_a_convolution_alone(biased: bool) -> None:
-    """Prompts in pieces and steps of which any number of rows is rejected, of two requests: as over the whole sequence at once."""
-    torch.manual_seed(0)
-    width, taps, length = 12, 3, 50
-    kernel, bias = torch.randn(width, taps), torch.randn(width) if biased else None
-    texts = torch.randn(2, length, width)
-    whole = F.conv1d(texts.mT, kernel[:, None], bias, padding=taps - 1, groups=width)[..., :length].mT
-    cache = StateLayerSpec(width, taps, 0, 0, 0, torch.float32).allocate_slots(MOST_ROWS, torch.full((3,), 7))
-    cache.inputs.fill_(float("nan"))
-    slots, done, chance = [2, 0], [0, 0], random.Random(0)
-    steps = [([9, 1], None), ([2, 20], None), *(([k, k], [chance.randint(1, k) for _ in slots]) for k in (4, 1, 8, 8, 2, 5))]
-    for counts, accepted in steps:
-        pieces = [text[start : start + count].clone() for text, start, count in zip(texts, done, counts, strict=True)]
-        kept = accepted or counts
-        for piece, some in zip(pieces, kept, strict=True):
-            piece[some:] = float("nan")  # rejected rows
-        rows = rows_of(slots, done, counts, final=accepted is None)
-        out = convolve(torch.cat(pieces), kernel, bias, cache, rows).split(counts)
-        rows.finish(cache.lengths)
-        for text, (got, start, some) in enumerate(zip(out, done, kept, strict=True)):
-            torch.testing.assert_close(got[:some], whole[text, start : start + some])
-        done = [start + some for start, some in zip(done, kept, strict=True)]
-    assert min(done) > taps - 1 + 2 * MOST_ROWS, "the ring has gone round"

@@ -1,7 +1,7 @@
 """AITER's latent attention on the emulation: every case within the kernels' limits and right, nothing waits, nothing is stale."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from specdec.kv_cache import LatentCache, blocks_for
 from tests.helpers.aiter_emulation import Machine, install
 from tests.helpers.bounds import assert_as_exact
 from tests.helpers.guards import no_host_sync
+from tests.helpers.trees import Parents, sight_of, with_trees
 
 FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
 Install = Callable[..., Machine]
@@ -77,11 +78,22 @@ class Case:
         spec: shape.
         lengths: tokens of each request, its rows included.
         widths: rows of each request; None of them known to the host when `uniform`.
+        trees: parents of the drafts of each request, for rows that see their ancestors; see `tests.helpers.trees`.
     """
 
-    def __init__(self, spec: MlaSpec, lengths: list[int], widths: list[int], *, uniform: bool, causal: bool = True) -> None:
+    def __init__(
+        self,
+        spec: MlaSpec,
+        lengths: list[int],
+        widths: list[int],
+        *,
+        uniform: bool,
+        causal: bool = True,
+        trees: Sequence[Parents] = (),
+    ) -> None:
         torch.default_generator.manual_seed(0)
         self.spec, self.widths, self.causal, self.scale = spec, widths, causal, 0.1
+        self.trees = trees
         heads, rank, nope, rope = spec.num_heads, spec.kv_lora_rank, spec.qk_nope_head_dim, spec.qk_rope_head_dim
         counts = [blocks_for(n, spec.block_size) for n in lengths]
         tables = torch.split(torch.randperm(sum(counts)) + 1, counts)
@@ -118,6 +130,8 @@ class Case:
             query_lens=None if uniform else widths,
             seq_lens_host=None if uniform else lengths,
         )
+        if trees:
+            self.metadata = with_trees(self.metadata, trees)
 
     def cache(self) -> LatentCache:
         """A cache with the context; what was never written is poison."""
@@ -138,12 +152,14 @@ class Case:
         """Attention over keys and values of every head, written out in `dtype`."""
         key_up, value_up = (tensor.to(dtype) for tensor in self.up)
         outputs, first = [], 0
-        for latent, width in zip(self.latents, self.widths, strict=True):
+        for i, (latent, width) in enumerate(zip(self.latents, self.widths, strict=True)):
             compressed, rope = latent.to(dtype).split([self.spec.kv_lora_rank, self.spec.qk_rope_head_dim], dim=-1)
             part = slice(first, first + width)
             scores = torch.einsum("qhn,hnr,kr->hqk", self.rows.query_nope[part].to(dtype), key_up, compressed)
             scores = (scores + torch.einsum("qhe,ke->hqk", self.rows.query_rope[part].to(dtype), rope)) * self.scale
-            if self.causal:
+            if self.trees:
+                scores = scores.masked_fill(sight_of(self.trees[i], len(latent)).hidden, -torch.inf)
+            elif self.causal:
                 hidden = torch.ones(width, len(latent), dtype=torch.bool).triu(len(latent) - width + 1)
                 scores = scores.masked_fill(hidden, -torch.inf)
             outputs.append(torch.einsum("hqk,kr,hrv->qhv", scores.softmax(-1), compressed, value_up))

@@ -1,0 +1,76 @@
+"""A DFlash drafter in whose place a table answers: the target's own logits at every position of known texts, disturbed."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from drafters.dflash.coupling import Coupling, CouplingTable
+from drafters.dflash.drafter import BoundDFlash
+from specdec.config import DraftSampling
+from specdec.core import AcceptOutput, DecodeBatch, Drafter, PrefillBatch, Verifier, VerifyOutput
+from specdec.kv_cache import LayerCache
+
+
+class OracleDrafter(Drafter):
+    """Drafts as `DFlashDrafter` does, by coupling, trees and rejection sampling of its own, from given logits.
+
+    Args:
+        texts: prompt -> its whole output, all as long together.
+        logits: float32 [texts, length, V], at each position for the token behind it.
+        k: most drafts of a path.
+        coupling: weights of these logits and of the shared noise; None are ones.
+    """
+
+    draws_trees = True
+    target_ids: Tensor | None = None
+
+    def __init__(self, texts: dict[tuple[int, ...], list[int]], logits: Tensor, k: int, coupling: Coupling | None = None) -> None:
+        self.coupling = coupling
+        self.texts, self.logits, self.max_draft_tokens = {text: i for i, text in enumerate(texts)}, logits, k
+
+    def bind(
+        self, verifier: Verifier, caches: Sequence[LayerCache], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling
+    ) -> "BoundOracle":
+        return BoundOracle(self, max_num_seqs, draft_sampling)
+
+
+class BoundOracle(BoundDFlash):
+    """The same in one engine."""
+
+    most_deferred = 0
+
+    def __init__(self, drafter: OracleDrafter, max_num_seqs: int, draft_sampling: DraftSampling) -> None:
+        self.drafter: OracleDrafter = drafter  # type: ignore[assignment]
+        self.draft_sampling, self.table = draft_sampling, drafter.logits
+        self._coupling = None if drafter.coupling is None else CouplingTable(drafter.coupling, torch.device("cpu"))
+        self.texts = torch.zeros(max_num_seqs, dtype=torch.int64)
+
+    def begin(self, slot: int, token_ids: Sequence[int]) -> None:
+        texts = self.drafter.texts
+        self.texts[slot] = next(texts[prompt] for n in range(1, len(token_ids) + 1) if (prompt := tuple(token_ids[:n])) in texts)
+
+    def draft_hidden(self, batch: DecodeBatch) -> Tensor:
+        positions = batch.positions(batch.shape.depth).clamp(max=self.table.shape[1] - 1)
+        return self.table[self.texts.index_select(0, batch.slots)[:, None], positions]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+    def prefill(self, batch: PrefillBatch, verify: VerifyOutput) -> None:
+        pass
+
+    def commit(self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput) -> None:
+        pass
+
+
+@torch.inference_mode()
+def disturbed_logits(model: PreTrainedModel, texts: Sequence[Sequence[int]], spread: float) -> Tensor:
+    """The target's logits over whole texts, padded behind, plus normal noise of that standard deviation."""
+    length = max(map(len, texts))
+    tokens = torch.tensor([[*text, *[0] * (length - len(text))] for text in texts])
+    logits = torch.cat([model(part).logits for part in tokens.split(128)])
+    noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0))
+    result: Tensor = logits + spread * noise
+    return result

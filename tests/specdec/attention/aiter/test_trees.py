@@ -1,0 +1,105 @@
+"""Rows of draft trees on AITER's backends, on the emulation: right, nothing waits, and what is not served is refused by name."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec.attention.aiter.fa import RocmAiterFaBackend, RocmAiterFaShuffleBackend
+from specdec.attention.aiter.mla import RocmAiterMlaBackend
+from specdec.attention.aiter.mla_sparse import RocmAiterMlaSparseBackend
+from specdec.attention.mla import IndexerSpec
+from specdec.blocks import MOST_NODES
+from tests.helpers.attention_case import Case, spec
+from tests.helpers.bounds import assert_as_exact
+from tests.helpers.guards import no_host_sync
+from tests.helpers.trees import random_trees
+from tests.specdec.attention.aiter import test_fa, test_mla
+
+E4M3 = torch.float8_e4m3fnuz
+
+
+@pytest.fixture
+def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> test_fa.Install:
+    """See `test_fa.pretend_rocm`."""
+    return test_fa.pretend_rocm(monkeypatch, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("backend", "drafts", "shape", "sinks", "machine"),
+    [
+        (RocmAiterFaBackend, 7, {}, False, {}),
+        (RocmAiterFaBackend, 16, {"num_heads": 9, "num_kv_heads": 3}, True, {"version": "0.1.16"}),
+        (RocmAiterFaBackend, MOST_NODES, {"num_heads": 2, "num_kv_heads": 1, "head_dim": 32}, False, {"architecture": "gfx1100"}),
+        (RocmAiterFaShuffleBackend, 7, {}, True, {"architecture": "gfx950"}),
+        (RocmAiterFaBackend, 12, {"cache_dtype": E4M3}, True, {}),
+        (RocmAiterFaShuffleBackend, 5, {"cache_dtype": E4M3, "num_kv_heads": 4}, False, {}),
+    ],
+)
+def test_ordinary_heads(
+    rocm: test_fa.Install, backend: Any, drafts: int, shape: dict[str, Any], sinks: bool, machine: dict[str, Any]
+) -> None:
+    """Both tiers, layouts and caches; contexts of all lengths, none and less than the rows too; the host never waits."""
+    calls = rocm(float32=True, **machine).calls
+    asked = spec(dtype=torch.float32, **shape)
+    assert backend.tree_reasons(asked) == []
+    lengths = [drafts + 1 + context for context in (40, 0, 3, 77)]
+    case = Case(asked, lengths, [drafts + 1] * 4, uniform=True, trees=random_trees(4, drafts))
+    how: dict[str, Any] = {"scale": 0.2, "sinks": torch.randn(asked.num_heads) if sinks else None}
+    attention, cache = backend(asked), case.cache()
+    attention.write(cache, case.old["key"], case.old["value"], case.old_slots)
+    with no_host_sync():
+        plan = attention.plan(case.metadata)
+        for _ in range(2):  # a plan serves every layer
+            got = attention.run(case.query, cache=cache, plan=plan, **case.new, **how)
+    case.check(got, **how)
+    assert [call.name for call in calls].count("flash_attn_with_kvcache") == 2
+
+
+def test_what_the_cache_rounds_is_rounded_among_rows_too(rocm: test_fa.Install) -> None:
+    """As rows of a chain read each other, so that both decode alike; the largest numbers saturate."""
+    rocm(float32=True)
+    asked = spec(dtype=torch.float32, cache_dtype=E4M3)
+    for trees in (random_trees(2, 4), []):
+        case = Case(asked, [40, 9], [5, 5], uniform=True, trees=trees)
+        case.new = {name: torch.randn_like(rows) for name, rows in case.new.items()}
+        case.new["value"][0, 0] *= 400
+        got = case.attend(RocmAiterFaBackend(asked), scale=0.2)
+        case.new = {name: rows.clamp(-240, 240).to(E4M3).float() for name, rows in case.new.items()}
+        case.check(got, scale=0.2)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "changes", "machine"),
+    [
+        (5, {}, {}),
+        (16, {"num_heads": 24}, {"version": "0.1.15"}),
+        (MOST_NODES, {"num_heads": 2}, {"architecture": "gfx950"}),
+        (7, {"cache_dtype": E4M3}, {}),
+    ],
+)
+def test_latent_heads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, drafts: int, changes: dict[str, Any], machine: dict[str, Any]
+) -> None:
+    """Each row lists the context and what is above it; plans of one size share their memory."""
+    test_mla.pretend_rocm(monkeypatch, tmp_path)(tiny=True, **machine)
+    asked = test_mla.tiny(**changes)
+    assert RocmAiterMlaBackend.tree_reasons(asked) == []
+    lengths = [drafts + 1 + context for context in (40, 0, 3, 33)]
+    case = test_mla.Case(asked, lengths, [drafts + 1] * 4, uniform=True, trees=random_trees(4, drafts))
+    backend = RocmAiterMlaBackend(asked)
+    with no_host_sync():
+        got = case.attend(backend, layers=2)
+    assert_as_exact(got, case.plain(), case.want())
+
+
+def test_refusals(rocm: test_fa.Install) -> None:
+    """Every reason at once; none of them stands against chains."""
+    rocm("0.1.15")
+    asked = spec(windows=frozenset({None, 9}), softcap=3.0)
+    reasons = RocmAiterFaBackend.tree_reasons(asked)
+    assert [reason.split(" (")[0] for reason in reasons] == ["they need amd-aiter 0.1.16", "windows", "a softcap"]
+    assert RocmAiterFaBackend.unsupported_reasons(asked) == []
+    sparse = test_mla.spec(indexer=IndexerSpec(64, 128, 2048))
+    assert "indexer" in RocmAiterMlaSparseBackend.tree_reasons(sparse)[0]

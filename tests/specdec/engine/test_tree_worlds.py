@@ -1,0 +1,118 @@
+"""Choosing among chains and trees, against the best fixed shape, in made-up worlds with noise and captures."""
+
+import random
+
+import pytest
+
+from specdec.blocks import BlockShape
+from specdec.engine.draft_acceptance import BlockAcceptance
+from specdec.engine.draft_length import MOST_TREE_ROWS
+from tests.helpers.draft_length_world import decode
+from tests.helpers.tree_world import MOST, TreeLength, TreeWorld
+
+STEPS = 2000
+SURE, FAIR, FLAT, WRONG = (0.75, 0.12, 0.05, 0.02), (0.5, 0.2, 0.1, 0.05), (0.3, 0.2, 0.15, 0.1), (0.02, 0.01, 0.005, 0.002)
+
+
+def large(num_reqs: int, shape: BlockShape) -> float:
+    """Milliseconds of a step of a large model: from 32 rows on it computes."""
+    rows = num_reqs * shape.rows
+    forwards = 5.3 + 0.3 * (shape.drafts > 0) + 0.05 * shape.is_tree
+    return forwards + 0.004 * num_reqs + 0.01 * min(32, rows) + 0.023 * max(0, rows - 32)
+
+
+def small(num_reqs: int, shape: BlockShape) -> float:
+    """Of a small one, where kernels take their time whatever they do."""
+    return 0.72 + 0.2 * (shape.drafts > 0) + 0.03 * shape.is_tree + 0.003 * num_reqs + 0.0006 * num_reqs * shape.rows
+
+
+DRAFTS_ARE_BEST = {
+    "tree 63": TreeWorld(small, FLAT),
+    "tree 63, 4 requests": TreeWorld(small, SURE, lambda step: 4),
+    "tree 31": TreeWorld(large, FAIR),
+    "tree 15": TreeWorld(large, FLAT, lambda step: 4),
+    "tree 7": TreeWorld(small, FAIR, lambda step: 64),
+    "tree 3": TreeWorld(large, FLAT, lambda step: 16),
+    "7": TreeWorld(small, SURE, lambda step: 64),
+    "3": TreeWorld(large, SURE, lambda step: 64),
+    "1": TreeWorld(large, FAIR, lambda step: 64),
+}
+PLAIN_IS_BEST = {
+    "wrong drafts": TreeWorld(small, WRONG),
+    "wrong drafts, 64 requests": TreeWorld(large, WRONG, lambda step: 64),
+    "rows are dear": TreeWorld(lambda num_reqs, shape: 1 + 0.5 * shape.drafts, FLAT),
+}
+
+
+def losses(world: TreeWorld, seed: int) -> tuple[float, float]:
+    """Of the first steps, in which everything is captured for the first time, and of as many after them."""
+    choice, known = TreeLength(), set[tuple[int, BlockShape]]()
+    first = decode(world, choice, steps=STEPS, seed=seed, known=known)
+    return first.loss, decode(world, choice, steps=STEPS, seed=seed + 1000, known=known).loss
+
+
+def best_of(world: TreeWorld) -> BlockShape:
+    rungs = (shape for shape in TreeLength().rungs if not shape.is_tree or world.num_reqs(0) * shape.rows <= MOST_TREE_ROWS)
+    return min(rungs, key=lambda shape: world.pace(shape, 0))
+
+
+@pytest.mark.parametrize("name", DRAFTS_ARE_BEST)
+def test_the_best_shape_is_hardly_faster(name: str) -> None:
+    """By less than 5 % once shapes that are needed have been captured, which are more than for chains alone."""
+    world = DRAFTS_ARE_BEST[name]
+    assert str(best_of(world)) == name.partition(",")[0]
+    first, later = losses(world, seed=0)
+    assert later < 0.05 and first < 0.08
+
+
+@pytest.mark.parametrize("name", PLAIN_IS_BEST)
+def test_trees_that_do_not_pay_cost_next_to_nothing(name: str) -> None:
+    """Under 2 % of plain decoding's time, and at first what a few captures take on top."""
+    world = PLAIN_IS_BEST[name]
+    assert best_of(world) == BlockShape(0)
+    first, later = losses(world, seed=0)
+    assert later < 0.02 and first < 0.045
+
+
+def shape_of(drafts: int) -> BlockShape:
+    return BlockShape(drafts, min(drafts, MOST))
+
+
+def taught(world: TreeWorld, shape: BlockShape) -> BlockAcceptance:
+    """What many steps of one shape tell."""
+    acceptance, rng = BlockAcceptance(TreeLength().rungs), random.Random(0)
+    for _ in range(300):
+        accepted = [world.accepted(shape, 0, 0.0, rng) for _ in range(32)]
+        acceptance.observe(shape, [len(rows) for rows in accepted], [rows for rows in accepted if rows] if shape.is_tree else [])
+    return acceptance
+
+
+@pytest.mark.parametrize("ranks", [SURE, FAIR, FLAT])
+def test_a_large_tree_tells_what_smaller_ones_would_accept(ranks: tuple[float, ...]) -> None:
+    """Their drafts are its first, so what it accepted of these counts; a small one promises more of a larger one."""
+    world = TreeWorld(small, ranks)
+    acceptance = taught(world, shape_of(63))
+    for drafts in (3, 7, 15, 31, 63):
+        assert acceptance.expected_tokens(shape_of(drafts)) == pytest.approx(world.tokens(shape_of(drafts), 0), rel=0.03)
+    acceptance = taught(world, shape_of(7))
+    assert acceptance.expected_tokens(shape_of(3)) == pytest.approx(world.tokens(shape_of(3), 0), rel=0.03)
+    hoped = [acceptance.expected_tokens(shape_of(drafts)) for drafts in (7, 15, 31, 63)]
+    assert hoped == sorted(hoped) and hoped[-1] < 2 * hoped[0]
+
+
+def test_rows_behind_a_small_tree_are_not_its_own() -> None:
+    """A path that leaves the smaller tree at its second draft counts as one that was accepted up to there."""
+    acceptance = BlockAcceptance(TreeLength().rungs)
+    for _ in range(500):
+        acceptance.observe(shape_of(63), [3], [[2, 9, 40]])
+    tokens = [acceptance.expected_tokens(shape_of(drafts)) for drafts in (3, 7, 15, 31, 63)]
+    assert tokens == pytest.approx([2, 2, 3, 3, 4], abs=0.05)
+
+
+@pytest.mark.parametrize("num_reqs", [17, 64, 300])
+def test_trees_of_too_many_rows_are_not_tried(num_reqs: int) -> None:
+    """Although rows are free here; smaller ones are, and chains alone where none is left."""
+    world = TreeWorld(lambda count, shape: 1.0, FAIR, lambda step: num_reqs)
+    chosen = decode(world, TreeLength(), steps=120 if num_reqs == 300 else 700, seed=0).chosen
+    assert all(num_reqs * shape.rows <= MOST_TREE_ROWS for shape in chosen if shape.is_tree)
+    assert any(shape.is_tree for shape in chosen) is (num_reqs < 300)

@@ -1,0 +1,146 @@
+"""Draft trees of every shape, right along every one of their paths: output equals plain output, token for token, in float32."""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import lru_cache
+from itertools import cycle
+from typing import Any
+
+import pytest
+from torch import Tensor
+from torch.nn import functional as F
+
+from specdec.blocks import MOST_NODES, DraftTree
+from specdec.config import SamplingParams
+from specdec.core import DecodeBatch, ForwardInput, Verifier
+from specdec.engine.engine import SpecEngine
+from specdec.errors import InvalidInputError
+from specdec.layers.cache_rows import CacheRows
+from tests.helpers.scripted_trees import FIRST, ScriptedTrees
+from tests.helpers.tiny_hybrids import hybrid_configs
+from tests.helpers.tiny_models import CONFIGS, LATENT_CONFIGS, paged_verifier, plain_greedy, plain_model, random_prompts
+from tests.helpers.trees import random_trees
+from tests.test_lossless import MAX_TOKENS, Outputs, engine_config, run
+
+QUICK = ("llama", "gemma2", "gpt_oss", "deepseek_v3")
+"""One of each kind: fused, windows and softcaps in transformers' own modules, sinks, latent."""
+
+WAYS = [(3, 1, 0), (12, 3, 1), (MOST_NODES, 3, 0), (16, 1, 1), (31, 5, 1)]
+"""Drafts of a tree, requests at once, steps whose results are unread."""
+
+INDEXED = ("deepseek_v32", "glm_moe_dsa")
+SERVING = [name for name in (*CONFIGS, *LATENT_CONFIGS) if name not in (*hybrid_configs({}), *INDEXED)]
+
+
+@lru_cache(maxsize=1)
+def case(name: str) -> tuple[Verifier, Outputs]:
+    """A target and what transformers' `generate` makes of 5 prompts."""
+    model = plain_model(name)
+    return paged_verifier(model), {tuple(p): plain_greedy(model, p, MAX_TOKENS) for p in random_prompts(5)}
+
+
+def decode(name: str, drafts: int, batch: int, **changes: Any) -> list[list[int]]:
+    """Outputs with trees of other shapes, a star and a chain among them, each right along another path every step."""
+    verifier, outputs = case(name)
+    drafter = ScriptedTrees(outputs, random_trees(5, drafts, seed=drafts))
+    return run(verifier, drafter, [list(prompt) for prompt in outputs], engine_config(batch, tree_nodes=drafts, **changes))
+
+
+def ways() -> Iterator[Any]:
+    """Three ways for each kind; of the others one each, so that all meet every way in turn."""
+    for number, name in enumerate(SERVING):
+        quick = name in QUICK
+        for way in WAYS[:3] if quick else WAYS[number % 5 : number % 5 + 1]:
+            yield pytest.param(name, *way, marks=() if quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("name", "drafts", "batch", "depth"), list(ways()))
+def test_greedy_equals_generate(name: str, drafts: int, batch: int, depth: int) -> None:
+    """Requests join and leave a batch; trees deeper than the windows; results read at once or one step late."""
+    assert decode(name, drafts, batch, pipeline_depth=depth) == list(case(name)[1].values())
+
+
+def test_every_draft_is_the_last_of_a_path() -> None:
+    """What the drafter was right about is accepted to the last draft, and nothing behind it; every draft has its turn."""
+    verifier, outputs = case("llama")
+    drafts, prompts = 12, list(outputs)
+    shapes = [[(7 * row + seed) % (row + 1) for row in range(drafts)] for seed in range(5)]
+    ends: set[tuple[int, int]] = set()
+    for start in range(drafts + 1):
+        drafter = ScriptedTrees(outputs, shapes, [*range(start, drafts + 1), *range(start)])
+        engine = SpecEngine(verifier, drafter, engine_config(5, tree_nodes=drafts))
+        requests = [engine.add_request(list(prompt), SamplingParams(max_tokens=MAX_TOKENS)) for prompt in prompts]
+        while engine.has_work:
+            engine.step()
+        for index, request in enumerate(requests):
+            rows = [drafter.ends[(FIRST * index + step) % (drafts + 1)] for step in range(len(request.num_accepted) - 1)]
+            assert request.num_accepted[:-1] == [len(drafter.paths[index][row]) - 1 for row in rows]
+            ends.update((index, row) for row in rows)
+    whole = [index for index, output in enumerate(outputs.values()) if len(output) == MAX_TOKENS]
+    assert len(whole) >= 3 and ends >= {(index, row) for index in whole for row in range(drafts + 1)}
+
+
+BREAKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "rows of the path stay where they were": lambda patch: patch.setattr(CacheRows, "move", lambda *_: None),
+    "rows lie where their depth says": lambda patch: patch.setattr(DecodeBatch, "verification", by_depth),
+    "siblings are seen": lambda patch: patch.setattr(DecodeBatch, "verification", causal),
+    "a row's place is its position": lambda patch: patch.setattr(DecodeBatch, "verification", in_turn),
+}
+verification = DecodeBatch.verification
+
+
+def by_depth(self: DecodeBatch, token_ids: Tensor, tree: DraftTree, **options: Any) -> ForwardInput:
+    rows = verification(self, token_ids, tree, **options)
+    slots = self.slot_mapping(self.shape.rows).view(token_ids.shape).gather(1, F.pad(tree.depths, (1, 0)))
+    return replace(rows, metadata=replace(rows.metadata, slot_mapping=slots.flatten()))
+
+
+def causal(self: DecodeBatch, token_ids: Tensor, tree: DraftTree, **options: Any) -> ForwardInput:
+    rows = verification(self, token_ids, tree, **options)
+    return replace(rows, metadata=replace(rows.metadata, visibility="causal", tree=None))
+
+
+def in_turn(self: DecodeBatch, token_ids: Tensor, tree: DraftTree, **options: Any) -> ForwardInput:
+    return replace(verification(self, token_ids, tree, **options), position_ids=self.position_ids(self.shape.rows))
+
+
+@pytest.mark.parametrize("broken", BREAKS)
+def test_these_tests_can_fail(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of these mistakes spoils most outputs."""
+    BREAKS[broken](monkeypatch)
+    right = [given == expected for given, expected in zip(decode("llama", 12, 3), case("llama")[1].values(), strict=True)]
+    assert sum(right) < 2
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("qwen3_5", "has recurrent layers, whose states follow a chain"), ("deepseek_v32", "an indexer chooses")]
+)
+def test_targets_of_chains_alone(name: str, reason: str) -> None:
+    """They say why in one line, and decode chains where the shape is left open."""
+    verifier, outputs = case(name)
+    with pytest.raises(InvalidInputError, match=rf"^tree_nodes is 12, but .*{reason}.*; leave it out for chains$"):
+        decode(name, 12, 3)
+    drafter = ScriptedTrees(outputs, random_trees(5, 12))
+    engine = SpecEngine(verifier, drafter, engine_config(3, num_draft_tokens="auto"))
+    assert len(engine.shapes) > 1 and not any(shape.is_tree for shape in engine.shapes)
+    config = engine_config(3, num_draft_tokens="auto")
+    assert run(verifier, drafter, [list(prompt) for prompt in outputs], config) == list(outputs.values())
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_chains_and_trees_in_any_order(depth: int) -> None:
+    """Large trees, small ones that are their beginning, chains and plain steps."""
+    verifier, outputs = case("llama")
+    drafter = ScriptedTrees(outputs, random_trees(5, MOST_NODES))
+    drafter.wrong_at = [{1}, {0}, {4}]  # of chains
+    engine = SpecEngine(verifier, drafter, engine_config(3, num_draft_tokens="auto", pipeline_depth=depth))
+    turns = cycle(random.Random(depth).sample(engine.shapes, len(engine.shapes)))
+    assert engine.draft_length is not None
+    engine.draft_length.choose = lambda num_reqs, **_: next(turns)  # type: ignore[method-assign]
+    for _ in range(3):
+        requests = [engine.add_request(list(prompt), SamplingParams(max_tokens=MAX_TOKENS)) for prompt in outputs]
+        while engine.has_work:
+            engine.step()
+        assert [request.output_token_ids for request in requests] == list(outputs.values())
+    assert {shape for shape in engine.shapes if shape.is_tree} < set(engine.timer.steps_by_shape)

@@ -1,0 +1,104 @@
+"""Building the blocks that several layers of Zamba2 share, with what each layer adds to them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from specdec.kernels.packed import PackedWeight
+from specdec.layers.attention import HeadAttention
+from specdec.layers.linear import Linear
+from specdec.layers.linear_attention import LinearAttention
+from specdec.layers.mlp import GatedMLP
+from specdec.layers.norm import Norm
+from specdec.layers.shared_block import AdaptedLinear, AfterSharedBlock
+from verifiers.mixture import gated_mlp
+from verifiers.recurrent import attends
+from verifiers.weights import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """What layers share."""
+
+    weights: Weights  # that are left are adapters
+    norm: Norm
+    attention: HeadAttention
+    output: Linear
+    mlp_norm: Norm
+    mlp: GatedMLP
+
+
+class SharedBlocks:
+    """The blocks of a model, which stand before its hybrid layers in turn. Their tensors lie in the first layers that have them.
+
+    Args:
+        config: the model's.
+        count: of blocks.
+        tensors: of the model, from which they are taken.
+    """
+
+    def __init__(self, config: Any, count: int, tensors: dict[str, Tensor | PackedWeight]) -> None:
+        self._layers = [layer for layer in range(config.num_hidden_layers) if attends(config, layer)]
+        self._count, self._tensors = count, tensors
+        self._blocks: list[_Block] = []
+
+    def before(
+        self,
+        layer: int,
+        attention: Callable[[Weights], HeadAttention],
+        norm: Callable[[Weights, str], Norm | None],
+        *,
+        projection: Linear,
+        norm_after: Norm,
+        linear: LinearAttention,
+        activation: str,
+    ) -> AfterSharedBlock:
+        """What a hybrid layer has in the place of attention; layers are asked for in order.
+
+        Args:
+            layer: which.
+            attention: builds a block's attention.
+            norm: builds a norm of that name.
+            projection, norm_after, linear: of the layer itself, see `AfterSharedBlock`.
+            activation: of the feed-forward sublayers.
+        """
+        use = self._layers.index(layer)
+        if use < self._count:
+            self._blocks.append(self._block(layer, attention, norm, activation))
+        block = self._blocks[use % self._count]
+        qkv = _adapted(block.attention.qkv, block.weights, [f"self_attn.linear_{part}_adapter_list.{use}" for part in "qkv"])
+        gate_up = _adapted(block.mlp.gate_up, block.weights, [f"feed_forward.gate_up_proj_adapter_list.{use}"])
+        return AfterSharedBlock(
+            block.norm,
+            replace(block.attention, qkv=qkv),
+            block.output,
+            block.mlp_norm,
+            replace(block.mlp, gate_up=gate_up),
+            projection,
+            norm_after,
+            linear,
+        )
+
+    def _block(
+        self,
+        layer: int,
+        attention: Callable[[Weights], HeadAttention],
+        norm: Callable[[Weights, str], Norm | None],
+        activation: str,
+    ) -> _Block:
+        weights = Weights(self._tensors, f"model.layers.{layer}.shared_transformer.")
+        first, second = norm(weights, "input_layernorm"), norm(weights, "pre_ff_layernorm")
+        assert first is not None and second is not None
+        heads = attention(weights.under("self_attn."))
+        output, mlp = weights.linear("self_attn.o_proj"), gated_mlp(weights.under("feed_forward."), activation)
+        return _Block(weights, first, heads, output, second, mlp)
+
+
+def _adapted(base: Linear, weights: Weights, names: list[str]) -> Linear:
+    """A shared projection with the adapters of these names; as it is where there are none."""
+    if not weights.has(f"{names[0]}.0.weight"):
+        return base
+    down = weights.linear(*[f"{name}.0" for name in names])
+    return AdaptedLinear(base, down, tuple(weights.linear(f"{name}.1") for name in names))
