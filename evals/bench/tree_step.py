@@ -84,7 +84,7 @@ def tree_step(
 
     Returns:
         `prompt` (its id), `step` (from 1) of `num_steps`; `tokens`, texts by row of the block, that of the anchor first; by draft
-        `parents` (rows) and `ranks` (from 0); `accepted` (rows); and `next_token`, the target's own. None of an answer without steps.
+        `parents` (rows) and `ranks` (from 0); `accepted` (rows); and `next_token`, the target's own. None of an answer without drafts.
     """
     first = prompts.items[0]
     question = replace(prompts, items=(replace(first, turns=first.turns[:1]),))
@@ -104,10 +104,10 @@ def tree_step(
     runner.drafter = recorder = RecordingDrafter(runner.drafter)
     run_set(decoder, question, sampling, raw=raw)
     steps = recorder.steps
-    if not steps:
+    if not any(step["parents"] for step in steps):
         return None
     branches = [any(step["ranks"][row - 1] for row in step["accepted"]) for step in steps]
-    chosen = max(range(len(steps)), key=lambda number: (branches[number], len(steps[number]["accepted"])))
+    chosen = max(range(len(steps)), key=lambda n: (branches[n], len(steps[n]["accepted"]), len(steps[n]["parents"])))
     return {
         "prompt": first.item_id,
         "step": chosen + 1,
