@@ -15,7 +15,8 @@ from evals.report.tree import STYLE, draw_tree
 from specdec.errors import InvalidInputError
 from specdec.packages import install_command
 
-_STYLE = """
+_STYLE = (
+    """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1c1c1c; background: #fff; margin: 0 auto; padding: 16px; max-width: 1180px; }
 h1 { font-size: 1.5rem; margin: 0 0 .5rem; }
 h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; }
@@ -30,7 +31,9 @@ figure { margin: 0; }
 figcaption { font-weight: 600; font-size: .95rem; }
 figure svg { display: block; width: 100%; height: auto; }
 .warning { background: #fff3cd; padding: 8px 12px; }
-""" + STYLE
+"""
+    + STYLE
+)
 
 
 def check_plotting() -> None:
