@@ -1,6 +1,7 @@
-"""Drafts copied from the request's own text: the longest recent repetition of its last tokens, and what followed it.
+"""Drafts copied from the request's own text: what followed the last tokens when they occurred before.
 
-Prompt lookup decoding (Saxena, 2023), for a batch and without leaving the device.
+Prompt lookup decoding (Saxena, 2023), for a batch and without leaving the device. A chain copies what followed the longest recent
+repetition. A tree holds what followed several, as the trees of suffix decoding do (snowflakedb/ArcticInference).
 """
 
 from collections.abc import Sequence
@@ -14,10 +15,18 @@ from specdec.config import DraftSampling
 from specdec.core import AcceptOutput, BoundDrafter, DecodeBatch, Drafter, DraftOutput, Verifier, VerifyOutput
 from specdec.errors import InvalidInputError
 from specdec.kv_cache import LayerCache
+from specdec.sampling.tries import trie
+
+OCCURRENCES = 8
+"""Matches of which a tree is made: the longest ones, and of equal ones the latest."""
+_BY_LENGTH = 4.0  # times as much does a match weigh as one that is a token shorter
+_BY_AGE = 0.9  # the same, of one that is next in that order
+_KEEP = 0.9  # probability that a text goes on as before, per token
+_SHORTEST = -16  # tokens by which a match may be shorter and still weigh less; bounds the weights
 
 
 class NGramDrafter(Drafter):
-    """Copies what followed the last n-gram the last time it occurred; see `specdec.core.Drafter`.
+    """Copies what followed the last n-gram the last time it occurred, or in a tree the last times; see `specdec.core.Drafter`.
 
     Args:
         max_draft_tokens: largest k.
@@ -27,6 +36,8 @@ class NGramDrafter(Drafter):
     Raises:
         InvalidInputError: a number out of range.
     """
+
+    draws_trees = True
 
     def __init__(self, *, max_draft_tokens: int = 8, prompt_lookup_max: int = 4, prompt_lookup_min: int = 1) -> None:
         if max_draft_tokens < 1:
@@ -64,15 +75,25 @@ class BoundNGram(BoundDrafter):
         self.history[slot, : len(token_ids)] = torch.tensor(token_ids, dtype=torch.long, device=self.history.device)
 
     def propose(self, batch: DecodeBatch) -> DraftOutput:
-        """Drafts k tokens for every request whose last tokens occurred before, and 0 for the others."""
+        """Drafts for every request whose last tokens occurred before: k in a chain, up to k in a tree; and 0 for the others."""
         last = batch.seq_lens[:, None]  # position of the anchor
         self._store(batch, batch.anchors[:, None])
         tokens = self.history[:, : batch.max_seq_len].index_select(0, batch.slots)
-        ends, found = self._find(tokens, last)
-        # A continuation that reaches the anchor repeats from its start, as an overlapping copy does in LZ77.
-        steps = torch.arange(batch.k, device=tokens.device) % (last - ends).clamp(min=1)
-        token_ids = tokens.gather(1, (ends + 1 + steps).clamp(max=tokens.shape[1] - 1))
-        return DraftOutput(token_ids=token_ids, num_drafts=found * batch.k)
+        scores = self._scores(tokens, last)
+        if batch.shape.is_tree:
+            return self._tree(batch, tokens, last, scores)
+        best, ends = scores.max(dim=1, keepdim=True)
+        return DraftOutput(_continued(tokens, last, ends, batch.k)[:, 0], num_drafts=(best[:, 0] >= 0) * batch.k)
+
+    def _tree(self, batch: DecodeBatch, tokens: Tensor, last: Tensor, scores: Tensor) -> DraftOutput:
+        """What followed the best matches, put together; the longer and later a match, the more its continuation weighs."""
+        depth = batch.shape.depth
+        count = max(OCCURRENCES, -(-batch.k // depth))  # so many that there could be k drafts
+        best, ends = F.pad(scores, (0, count), value=-1).topk(count, dim=1)
+        lengths, ages = best // tokens.shape[1], torch.arange(count, device=tokens.device)
+        weights = _BY_LENGTH ** (lengths - lengths[:, :1]).clamp(min=_SHORTEST) * _BY_AGE**ages
+        drafts = trie(_continued(tokens, last, ends, depth), (best >= 0) * depth, weights, batch.k, keep=_KEEP)
+        return DraftOutput(drafts.token_ids, num_drafts=drafts.num_drafts, tree=drafts.tree)
 
     def commit(self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput) -> None:
         """Stores the verified rows; those past the accepted ones lie beyond the next anchor, where nothing looks."""
@@ -82,15 +103,16 @@ class BoundNGram(BoundDrafter):
         """Writes `token_ids` [num_reqs, n] to the positions from the anchor on."""
         self.history.index_put_((batch.slots[:, None], batch.positions(token_ids.shape[1])), token_ids)
 
-    def _find(self, tokens: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-        """Where the best match ends.
+    def _scores(self, tokens: Tensor, last: Tensor) -> Tensor:
+        """How good a match ends at each position.
 
         Args:
             tokens: int64 [num_reqs, width].
             last: int64 [num_reqs, 1], position of each request's last token.
 
         Returns:
-            int64 [num_reqs, 1], the position of the match's last token, and bool [num_reqs], whether there is one.
+            int64 [num_reqs, width], higher for a longer one and of equal ones for the later: its length times the width, and the
+            position. -1 where there is none.
         """
         width = tokens.shape[1]
         columns = torch.arange(width, device=tokens.device)
@@ -100,9 +122,15 @@ class BoundNGram(BoundDrafter):
             token = tokens.gather(1, (last - j).clamp(min=0))
             matched = matched & F.pad(tokens[:, : width - j] == token, (j, 0))
             lengths += matched
-        scores = torch.where(lengths >= self._drafter.prompt_lookup_min, lengths * width + columns, -1)
-        best, ends = scores.max(dim=1, keepdim=True)
-        return ends, best[:, 0] >= 0
+        return torch.where(lengths >= self._drafter.prompt_lookup_min, lengths * width + columns, -1)
+
+
+def _continued(tokens: Tensor, last: Tensor, ends: Tensor, count: int) -> Tensor:
+    """int64 [num_reqs, M, count], what follows the matches that end at `ends` int64 [num_reqs, M]."""
+    # A continuation that reaches the anchor repeats from its start, as an overlapping copy does in LZ77.
+    steps = torch.arange(count, device=tokens.device) % (last - ends).clamp(min=1)[..., None]
+    places = (ends[..., None] + 1 + steps).clamp(max=tokens.shape[1] - 1)
+    return tokens.gather(1, places.flatten(1)).view_as(places)
 
 
 def load_ngram(path: str | Path | None = None, *, verifier: Verifier) -> NGramDrafter:

@@ -196,7 +196,7 @@ class DecodeBatch:
 class DraftOutput:
     """The drafts of a block, and the distribution they were drawn from.
 
-    A chain has them for positions L+1 .. L+k. In a tree they are point masses, all of which count.
+    A chain has them for positions L+1 .. L+k. In a tree they are point masses.
 
     Exactly one form of proposal:
         point mass: `probs` and `candidate_ids` are None; the draft has probability 1.

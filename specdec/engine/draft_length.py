@@ -274,10 +274,14 @@ class DraftLength:
                 if there.sampled == here.sampled
                 for shape, took in one.measured().items()
             }
-            fits = (shape for shape in self.rungs if not shape.is_tree or here.num_reqs * shape.rows <= MOST_TREE_ROWS)
-            steps = {shape: StepSize(here.num_reqs, shape).estimate(known) for shape in fits}
+            steps = {shape: StepSize(here.num_reqs, shape).estimate(known) for shape in self._shapes(here, known)}
             estimated = self._estimates[here] = {shape: took for shape, took in steps.items() if took is not None}
         return {shape: max(took, 1e-9) for shape, took in sorted((estimated | times.measured()).items())}
+
+    def _shapes(self, here: Situation, known: Mapping[StepSize, float]) -> list[BlockShape]:
+        """Chains, and trees of at most four times the rows that have been tried: the time of a much larger one would be a guess."""
+        most = min(MOST_TREE_ROWS // here.num_reqs, 4 * max((step.shape.rows for step in known), default=0))
+        return [shape for shape in self.rungs if not shape.is_tree or shape.rows <= most]
 
     def _times_of(self, here: Situation) -> StepTimes:
         return self._times.setdefault(here, StepTimes(self.rungs))

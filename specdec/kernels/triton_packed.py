@@ -31,6 +31,14 @@ SLICE_BYTES = 32 * 2**20
 """Numbers of a weight that exist at a time, which the L2 cache of a large GPU holds."""
 
 
+class Wide(NamedTuple):
+    """What a tile has for more than 8 rows; none of it is the order of a sum."""
+
+    columns: int
+    rows: int  # of a program at most
+    depth: int
+
+
 class Tile(NamedTuple):
     """How a product is divided among programs, and in a program."""
 
@@ -40,16 +48,31 @@ class Tile(NamedTuple):
     stages: int = 4  # most iterations under way at once
     splits: int = 1  # programs among which the inputs are divided, where the caller can add up
     near: bool = False  # rows of several are kept in the L1 cache, for programs beside this one
-    wide: int | None = None  # columns for more than 8 rows, which are read for every program; None where they are the same
+    direct: bool = False  # codes come straight to registers, see `specdec.kernels.triton_packed_lanes`; depth is the most at once
+    wide: Wide | None = None  # if direct
 
 
+_DIRECT = Tile(16, 4, 1024, direct=True)
 TILES: dict[int, tuple[tuple[int, Tile], ...]] = {
     8: ((0, Tile(16, 4, 128)),),
-    4: ((16384, Tile(32, 4, 128)), (0, Tile(16, 4, 128, wide=32))),
+    4: (
+        (16384, _DIRECT._replace(wide=Wide(16, 32, 128))),
+        (6144, _DIRECT._replace(wide=Wide(32, 16, 256))),
+        (0, _DIRECT._replace(splits=2, wide=Wide(32, 16, 128))),
+    ),
 }
 """By bits of a code and least columns of the weight, gate and up counted both, the first that a weight has: what was fastest on an
-H200 with 1, 8 and 16 rows of an 8 B model. Lanes, depth and splits are the order of a sum, and so are those of all numbers of rows;
-columns are not."""
+H200 with few rows of an 8 B model. Lanes and splits are the order of a sum, and depth where codes do not come directly. So all
+numbers of rows have the same; columns may differ."""
+
+AMD_TILES: dict[int, tuple[tuple[int, Tile], ...]] = dict.fromkeys((4, 8), ((0, Tile(16, 4, 128)),))
+"""On AMD's chips, whose matrix instructions take operands in another order; nobody has measured there."""
+
+MOST_SPLIT_INPUTS = 4096
+"""Of a program whose tile has splits, and whose codes come directly: a lane then asks for all of its codes at once."""
+
+MOST_SCALES = 8
+"""Of a column and lane that are asked for at once with their codes: more would not fit into registers."""
 
 MANY_ROWS = Tile(64, 1, 128, stages=3)
 """For `MOST_ROWS` < rows <= `MOST_TILED_ROWS`, 64 at a time."""
@@ -98,15 +121,20 @@ def suits(weight: PackedWeight) -> bool:
 
 
 @lru_cache(maxsize=256)
-def tile_for(code: Code, columns: int, *, may_split: bool) -> Tile:
+def tile_for(code: Code, columns: int, inputs: int, *, may_split: bool, amd: bool = bool(torch.version.hip)) -> Tile:
     """The tile of a weight with so many columns, gate and up counted both, for up to `MOST_ROWS` rows.
 
-    >>> tile_for("int4", 4096, may_split=False).splits
+    >>> [tile_for("int4", 4096, inputs, may_split=True).splits for inputs in (4096, 12288)]
+    [2, 3]
+    >>> tile_for("int4", 4096, 4096, may_split=False).splits
     1
     """
     bits = 4 if code in ("int4", "e2m1") else 8
-    tile = next(tile for least, tile in TILES[bits] if columns >= least)
-    return tile if may_split else tile._replace(splits=1)
+    tile = next(tile for least, tile in (AMD_TILES if amd else TILES)[bits] if columns >= least)
+    if not may_split:
+        return tile._replace(splits=1)
+    least = triton.cdiv(inputs, MOST_SPLIT_INPUTS) if tile.direct and tile.splits > 1 else 1
+    return tile._replace(splits=max(tile.splits, least))
 
 
 def few_rows(
@@ -134,14 +162,14 @@ def few_rows(
     """
     if x.ndim != 2 or len(x) > MOST_ROWS or x.dtype != weight.dtype or not suits(weight):
         return None
-    tile = tile_for(weight.code, weight.out_features, may_split=may_split and activation is None)
+    tile = tile_for(weight.code, weight.out_features, weight.in_features, may_split=may_split and activation is None)
     return multiply(x, weight, bias, tile, activation=activation, ahead=ahead)
 
 
 def product(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """`x W^T + b` [rows, out] of any number of rows, for a weight that `suits`; see `few_rows`."""
     if len(x) <= MOST_ROWS:
-        return multiply(x, weight, bias, tile_for(weight.code, weight.out_features, may_split=False))
+        return multiply(x, weight, bias, tile_for(weight.code, weight.out_features, weight.in_features, may_split=False))
     if len(x) <= MOST_TILED_ROWS:
         return multiply(x, weight, bias, MANY_ROWS)
     output = x.new_empty(len(x), weight.out_features)
@@ -197,13 +225,18 @@ def multiply(
 def launch_of(weight: PackedWeight, tile: Tile, rows: int, memory: int, *, gated: bool) -> dict[str, Any]:
     """What a launch for so many rows says of its tile, on processors with so much memory."""
     least = 16 if torch.version.hip else 8  # of which the chip's matrix instructions take rows
-    padded = min(max(least, triton.next_power_of_2(rows)), ROWS_AT_ONCE if tile.lanes > 1 else MOST_ROWS)
-    span = weight.run * (4 if weight.halves else 2)
-    depth = max(span, tile.depth // span * span)
-    bytes_per_column = depth // 2 if weight.halves else depth
-    columns = tile.columns if rows <= 8 or tile.wide is None else tile.wide
-    loaded = tile.lanes * ((1 + gated) * columns * bytes_per_column + padded * depth * 2)
-    most = 1 if torch.version.hip else tile.stages
+    padded = max(least, triton.next_power_of_2(rows))
+    columns, depth, stages = tile.columns, tile.depth, 1
+    if tile.direct:
+        if tile.wide is not None and rows > 8:
+            columns, padded, depth = tile.wide.columns, min(padded, tile.wide.rows), tile.wide.depth
+        depth = min(depth, MOST_SCALES * weight.group)
+    else:
+        padded = min(padded, ROWS_AT_ONCE if tile.lanes > 1 else MOST_ROWS)
+        span = weight.run * (4 if weight.halves else 2)
+        depth = max(span, depth // span * span)
+        loaded = tile.lanes * ((1 + gated) * columns * depth // (1 + weight.halves) + padded * depth * 2)
+        stages = num_stages(loaded, memory, most=1 if torch.version.hip else tile.stages)
     return {
         "WIDTH": weight.out_features // (1 + gated),
         "ROWS": padded,
@@ -212,8 +245,9 @@ def launch_of(weight: PackedWeight, tile: Tile, rows: int, memory: int, *, gated
         "LANES": tile.lanes,
         "SPLITS": tile.splits,
         "NEAR": tile.near and rows > 1,
+        "DIRECT": tile.direct,
         "num_warps": tile.lanes if tile.lanes > 1 else 4,
-        "num_stages": num_stages(loaded, memory, most=most),
+        "num_stages": stages,
     }
 
 

@@ -11,6 +11,7 @@ import triton.language as tl
 from specdec.kernels.triton_activation import activate
 from specdec.kernels.triton_overlap import await_previous
 from specdec.kernels.triton_packed_codes import numbers_of
+from specdec.kernels.triton_packed_lanes import sums_in_lanes
 from specdec.kernels.triton_prefetch import hint_program, send_hints
 
 
@@ -184,6 +185,7 @@ def packed_kernel(
     LANES: tl.constexpr,
     SPLITS: tl.constexpr,
     NEAR: tl.constexpr,
+    DIRECT: tl.constexpr,  # see `specdec.kernels.triton_packed.Tile`
     AHEAD: tl.constexpr,
     ASSEMBLY: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -205,11 +207,17 @@ def packed_kernel(
     rows = x + row.to(tl.int64) * x_stride
     places = words + column.to(tl.int64) * ROW_WORDS
     zeros = None if zero is None else zero + column * GROUPS
-    await_previous(OVERLAP)
-    total, up = packed_sums(
-        rows, there, places, scale + column * GROUPS, zeros, split,
-        WIDTH, INPUTS, ROW_WORDS, CODE, MIDDLE, GROUP, RUN, GATED, DEPTH, LANES, SPLITS, NEAR, ASSEMBLY,
-    )  # fmt: skip
+    if DIRECT:
+        total, up = sums_in_lanes(
+            x, row, row < num_rows, x_stride, words, scale, zero, column, split,
+            WIDTH, INPUTS, ROW_WORDS, CODE, MIDDLE, GROUP, RUN, GATED, DEPTH, LANES, SPLITS, ASSEMBLY, OVERLAP,
+        )  # fmt: skip
+    else:
+        await_previous(OVERLAP)
+        total, up = packed_sums(
+            rows, there, places, scale + column * GROUPS, zeros, split,
+            WIDTH, INPUTS, ROW_WORDS, CODE, MIDDLE, GROUP, RUN, GATED, DEPTH, LANES, SPLITS, NEAR, ASSEMBLY,
+        )  # fmt: skip
     dtype = output.dtype.element_ty
     if bias is not None:  # of the sum of all splits, so one of them adds it
         total += tl.where(split == 0, tl.load(bias + column).to(tl.float32), 0.0)[:, None]

@@ -1,14 +1,20 @@
 """The n-gram drafter against hand-written cases and a plain Python search."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drafters import ngram
 from drafters.ngram import NGramDrafter, load_ngram
+from specdec.blocks import BlockShape
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.core import DraftOutput
 from specdec.engine.engine import SpecEngine
 from specdec.errors import InvalidInputError
+from specdec.sampling.trees import walk
 from tests.drafters.tiny import BLOCK, FakeVerifier, Rig, tiny_target
 from tests.helpers.guards import no_host_sync
 from tests.helpers.tiny_models import paged_verifier, plain_greedy
@@ -37,6 +43,45 @@ def propose(texts: list[list[int]], k: int, **options: int) -> list[list[int]]:
     assert draft.token_ids.min() >= 0
     assert set(draft.num_drafts.tolist()) <= {0, k}
     return [row[:count] for row, count in zip(draft.token_ids.tolist(), draft.num_drafts.tolist(), strict=True)]
+
+
+def tree_of(texts: list[list[int]], shape: BlockShape, **options: int) -> DraftOutput:
+    """The tree for texts whose last token is the anchor."""
+    rig = Rig(NGramDrafter(**options), FakeVerifier(), num_reqs=len(texts))
+    for slot, text in enumerate(texts):
+        rig.bound.begin(slot, text)
+    batch = rig.batch([text[-1] for text in texts], [len(text) - 1 for text in texts], shape.drafts)
+    batch.shape = shape
+    with no_host_sync():
+        return rig.bound.propose(batch)
+
+
+def paths_of(draft: DraftOutput, row: int) -> list[tuple[int, ...]]:
+    """Tokens from the anchor to every draft that counts."""
+    assert draft.tree is not None and draft.num_drafts is not None
+    found: list[tuple[int, ...]] = [()]
+    for i in range(int(draft.num_drafts[row])):
+        found.append((*found[draft.tree.parents[row, i]], int(draft.token_ids[row, i])))
+    return found[1:]
+
+
+def naive_shares(tokens: list[int], depth: int, most: int, longest: int, shortest: int) -> dict[tuple[int, ...], float]:
+    """Probability of every path that follows one of the `most` best matches, by the definition."""
+    matches = []
+    for end in range(len(tokens) - 1):
+        lengths = [n for n in range(1, min(longest, end + 1) + 1) if tokens[end - n + 1 : end + 1] == tokens[-n:]]
+        if lengths and max(lengths) >= shortest:
+            matches.append((max(lengths), end))
+    shares: dict[tuple[int, ...], float] = {}
+    matches = sorted(matches, reverse=True)[:most]
+    weights = [ngram._BY_LENGTH**n * ngram._BY_AGE**age for age, (n, _) in enumerate(matches)]
+    for weight, (_, end) in zip(weights, matches, strict=True):
+        copied = list(tokens)
+        for i in range(depth):
+            copied.append(copied[end + 1 + i])
+            path = tuple(copied[len(tokens) :])
+            shares[path] = shares.get(path, 0.0) + weight / sum(weights) * ngram._KEEP ** (i + 1)
+    return shares
 
 
 @pytest.mark.parametrize(
@@ -73,6 +118,45 @@ def test_against_plain_python(texts: list[list[int]], k: int, limits: list[int])
     shortest, longest = limits
     expected = [naive(text, k, longest, shortest) for text in texts]
     assert propose(texts, k, prompt_lookup_max=longest, prompt_lookup_min=shortest) == expected
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    texts=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=30), min_size=1, max_size=4),
+    shape=st.sampled_from([BlockShape(3, 3), BlockShape(16, 8), BlockShape(40, 4), BlockShape(64, 1)]),
+    limits=st.tuples(st.integers(1, 5), st.integers(1, 5)).map(sorted),
+)
+def test_trees_against_plain_python(texts: list[list[int]], shape: BlockShape, limits: list[int]) -> None:
+    """The likeliest paths behind the best matches; more of them where a tree could not be filled otherwise."""
+    shortest, longest = limits
+    most = max(ngram.OCCURRENCES, -(-shape.drafts // shape.depth))
+    draft = tree_of(texts, shape, max_draft_tokens=shape.depth, prompt_lookup_max=longest, prompt_lookup_min=shortest)
+    for row, text in enumerate(texts):
+        shares, found = naive_shares(text, shape.depth, most, longest, shortest), paths_of(draft, row)
+        assert len(set(found)) == len(found) == min(shape.drafts, len(shares))
+        best = sorted(shares.values(), reverse=True)[: len(found)]
+        assert sum(shares[path] for path in found) == pytest.approx(sum(best), rel=1e-5)
+
+
+def test_a_tree_holds_what_a_chain_misses() -> None:
+    """The text has gone on in two ways; the chain is the later one, and the target takes the earlier."""
+    text = [1, 2, 3, 4, 5, 6, 1, 2, 3, 7, 8, 9, 1, 2, 3]
+    assert propose([text], 4) == [[7, 8, 9, 1]]
+    draft = tree_of([text, [5]], BlockShape(12, 4))
+    assert {(7, 8, 9, 1), (4, 5, 6, 1)} <= set(paths_of(draft, 0)) and paths_of(draft, 1) == []
+    follower = {(): 4, (4,): 5, (4, 5): 6, (4, 5, 6): 1}
+    target_ids = torch.tensor([[follower.get(path, 0) for path in [(), *paths_of(draft, 0)]]])
+    target_ids = torch.nn.functional.pad(target_ids, (0, 13 - target_ids.shape[1])).expand(2, -1)
+    assert draft.tree is not None
+    _, num_accepted = walk(draft.token_ids, draft.tree, target_ids, 4, draft.num_drafts)
+    assert num_accepted.tolist() == [4, 0]
+
+
+def test_a_longer_match_weighs_more() -> None:
+    """Than several shorter ones, and equal ones by their age: with one draft, the tree is the chain's first."""
+    texts = [[1, 2, 3, 9, 2, 5, 9, 2, 5, 1, 2], [7, 1, 5, 7, 2, 5, 7]]
+    draft = tree_of(texts, BlockShape(1, 1))
+    assert draft.token_ids.tolist() == [[3], [2]]
 
 
 def test_over_several_steps() -> None:
@@ -119,18 +203,28 @@ def test_never_waits() -> None:
         rig.commit_tensors(batch, torch.cat([batch.anchors[:, None], draft.token_ids], dim=1), accepted)
 
 
-def test_in_the_engine() -> None:
-    """Real steps: plain decoding's tokens, in fewer steps."""
+@pytest.mark.parametrize("shape", [{"num_draft_tokens": None}, {"tree_nodes": 16}, {}], ids=["chain", "tree", "chosen"])
+def test_in_the_engine(shape: dict[str, Any]) -> None:
+    """Real steps: plain decoding's tokens, greedy in fewer steps and sampled."""
     target = tiny_target()
     verifier = paged_verifier(target, block_size=BLOCK)
-    config = EngineConfig(num_draft_tokens=None, max_num_seqs=2, max_model_len=128, cache=CacheConfig(memory_bytes=2**22))
-    engine = SpecEngine(verifier, load_ngram(verifier=verifier), config)
     prompts = [[1, 2, 3, 4], [5, 6], [7, 8, 9, 7, 8]]
-    requests = [engine.add_request(prompt, SamplingParams(max_tokens=60)) for prompt in prompts]
-    while engine.has_work:
-        engine.step()
-    assert [request.output_token_ids for request in requests] == [plain_greedy(target, prompt, 60) for prompt in prompts]
-    assert sum(len(request.num_emitted) for request in requests) < 0.8 * 3 * 60
+    params = [SamplingParams(max_tokens=60), SamplingParams(max_tokens=60, temperature=0.8, seed=3)]
+
+    def outputs(drafter: NGramDrafter | None, **options: Any) -> tuple[list[list[int]], int]:
+        config = EngineConfig(max_num_seqs=2, max_model_len=128, cache=CacheConfig(memory_bytes=2**22), **options)
+        engine = SpecEngine(verifier, drafter, config)
+        requests = [engine.add_request(prompt, one) for one in params for prompt in prompts]
+        while engine.has_work:
+            engine.step()
+        for request in requests:
+            assert all(a <= n <= 8 for a, n in zip(request.num_accepted, request.num_drafted, strict=True))
+        return [request.output_token_ids for request in requests], sum(len(request.num_emitted) for request in requests[:3])
+
+    (tokens, steps), (plain, _) = outputs(load_ngram(verifier=verifier), **shape), outputs(None)
+    assert tokens == plain and tokens[:3] == [plain_greedy(target, prompt, 60) for prompt in prompts]
+    if shape:
+        assert steps < 0.8 * 3 * 60
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,9 @@ def product(
     weight = shell(code, group, 24576 if gated else 4096, 4096, zeros)
     tile = triton_packed.MANY_ROWS
     if rows <= triton_packed.MOST_ROWS:
-        tile = triton_packed.tile_for(code, weight.out_features, may_split=not gated)
+        tile = triton_packed.tile_for(
+            code, weight.out_features, weight.in_features, may_split=not gated, amd=target.assembly == "amdgcn"
+        )
     launch = triton_packed.launch_of(weight, tile, rows, target.shared_memory, gated=gated)
     launch["ROWS"] = max(launch["ROWS"], 16 if target.assembly == "amdgcn" else 8)
     warps, stages = launch.pop("num_warps"), launch.pop("num_stages")

@@ -67,7 +67,9 @@ def proposed(
     batch.shape = shape
     batch.sampling = SamplingTensors.of([SamplingParams(temperature=t) for t in temperatures], [7, 8])
     with no_host_sync():
-        return rig.bound.propose(batch), rig.bound, batch
+        output = rig.bound.propose(batch)
+    assert isinstance(rig.bound, BoundDFlash)
+    return output, rig.bound, batch
 
 
 @pytest.mark.parametrize("shape", [BlockShape(5), BlockShape(12, SLOTS)], ids=str)

@@ -16,8 +16,8 @@ import torch
 from drafters.ngram import load_ngram
 from evals.bench.compare import Comparison, compare, first_divergence, format_comparison
 from evals.speed import Speed
-from specdec.blocks import BlockShape
 from specdec import __version__
+from specdec.blocks import BlockShape
 from specdec.cli.main import main
 from specdec.config import EngineConfig, SamplingParams
 from specdec.decoder import SpecDecoder

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.blocks import BlockShape
+from specdec.blocks import BlockShape, DraftTree
 from specdec.config import SamplingParams
 from specdec.core import AcceptOutput, DraftOutput
 from specdec.engine.request import Request
@@ -45,6 +45,18 @@ def test_every_request_gets_its_own_row() -> None:
         (batch[0], StepResult(BlockShape(2), 2, 2, True, [11, 12, 13], logprobs[0].tolist())),
         (batch[1], StepResult(BlockShape(2), 0, 1, False, [21], logprobs[1].tolist())),
     ]
+
+
+def test_positions_that_a_tree_has_drafts_for() -> None:
+    """As deep as those that count reach; all of the block's depth where nothing else is said."""
+    shape, zeros = BlockShape(4, 3), torch.zeros(3, 4, dtype=torch.int64)
+    tree = DraftTree(torch.tensor([[0, 1, 2, 0]] * 3), torch.tensor([[1, 2, 3, 1]] * 3), zeros, zeros)
+    rows = torch.arange(4).repeat(3, 1)
+    accept = AcceptOutput(rows, torch.zeros(3, dtype=torch.int64), rows[:, 0], torch.ones(3, dtype=torch.bool), path=rows)
+    for num_drafts, offered in ((torch.tensor([0, 2, 4]), [0, 2, 3]), (None, [3, 3, 3])):
+        table = result_table(shape, accept, DraftOutput(zeros, num_drafts=num_drafts, tree=tree))
+        results = sent_and_received(requests(3), shape, table).results()
+        assert [result.num_drafts for _, result in results] == offered
 
 
 @pytest.mark.parametrize("shape", [None, BlockShape(0)])

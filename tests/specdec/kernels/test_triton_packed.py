@@ -18,7 +18,7 @@ from tests.helpers.triton_interpreter import require_triton
 DEVICE = require_triton()
 
 from specdec.kernels import triton_packed, triton_packed_codes  # noqa: E402 (only where Triton can run)
-from specdec.kernels.triton_packed import MANY_ROWS, Tile, dequantized, few_rows, multiply  # noqa: E402
+from specdec.kernels.triton_packed import MANY_ROWS, Tile, Wide, dequantized, few_rows, multiply  # noqa: E402
 
 
 class Case(NamedTuple):
@@ -76,7 +76,8 @@ def check(got: Tensor, x: Tensor, weight: PackedWeight, bias: Tensor | None, *, 
 def test_few_rows(monkeypatch: pytest.MonkeyPatch, name: str, how: str, rows: int) -> None:
     """Every code, groups and widths that nothing divides, rows of a wider tensor; sums of splits have one bias; nothing waits."""
     case, gated = CASES[name], how == "gated"
-    monkeypatch.setattr(triton_packed, "TILES", dict.fromkeys((4, 8), ((0, Tile(16, 4, 128, splits=2)),)))
+    tile = Tile(16, 4, 256, splits=2, direct=case.code != "e4m3", wide=Wide(32, 16, 128))
+    monkeypatch.setattr(triton_packed, "TILES", dict.fromkeys((4, 8), ((0, tile),)))
     triton_packed.tile_for.cache_clear()
     weight, bias = weight_of(case)
     linear = PackedLinear(weight, bias)
@@ -89,7 +90,17 @@ def test_few_rows(monkeypatch: pytest.MonkeyPatch, name: str, how: str, rows: in
     check(got, x, weight, bias, gated=gated)
 
 
-@pytest.mark.parametrize("tile", [Tile(32, 2, 64), Tile(16, 8, 256, splits=3), Tile(64, 1, 128, splits=2), MANY_ROWS])
+@pytest.mark.parametrize(
+    "tile",
+    [
+        Tile(32, 2, 64),
+        Tile(16, 8, 256, splits=3),
+        Tile(32, 2, 256, direct=True),
+        Tile(16, 8, 1024, splits=3, direct=True),
+        Tile(64, 1, 128, splits=2),
+        MANY_ROWS,
+    ],
+)
 @pytest.mark.parametrize("name", ["e4m3", "int4, zeros", "e2m1, groups of 16"])
 def test_every_division(name: str, tile: Tile) -> None:
     """Lanes and splits that have nothing to add, and one lane for all."""
