@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from typing import Any, Literal
 
+from evals.bench.tree_step import tree_step
 from evals.divergence import first_divergence
 from evals.peers.peer import Peer, load_peer
 from evals.prompt_sets import PromptSet
 from evals.report.report import new_report
-from evals.report.table import drafts_name
+from evals.report.table import side_name
 from evals.roofline import bound, measured_bandwidth
 from evals.runner import Decoded, Generate, OnStep, OnTurn, Pass, most_tokens, run_set
 from evals.speed import Speed, time_split
@@ -128,7 +130,7 @@ class _Side:
     def title(self) -> str:
         if self.peer:
             return self.peer.name
-        return f"{self.drafter} {drafts_name(self.k)}" if self.k else "plain"
+        return side_name(self.drafter, self.k, len(self.drafter))
 
     @property
     def num_captured(self) -> int:
@@ -247,7 +249,13 @@ class Bench:
             seconds = run_set(side.decoder, sample, few, raw=config.raw, on_turn=on_turn).seconds
             side.time_split = time_split(timer.totals, seconds)
         key = {"prompt_set": prompts.name, "temperature": temperature, "concurrency": concurrency}
-        return [key | _row(side, sides[0]) | {"roofline": self._roofline(side, concurrency)} for side in sides]
+        rows = [key | _row(side, sides[0]) | {"roofline": self._roofline(side, concurrency), "tree_step": None} for side in sides]
+        sizes = [Counter(size for one in side.passes[0].answers for size in one.stats.tree_sizes if size) for side in sides]
+        drawn = next((index for index, counts in enumerate(sizes) if counts), None)
+        if drawn is not None and concurrency == config.concurrencies[0]:  # one tree shows what they are like
+            drafter, ((num_nodes, _),) = self.drafters[sides[drawn].drafter], sizes[drawn].most_common(1)
+            rows[drawn]["tree_step"] = tree_step(self._base, drafter, prompts, sampling, num_nodes, raw=config.raw)
+        return rows
 
     def _roofline(self, side: _Side, concurrency: int) -> dict[str, Any] | None:
         """What memory alone would allow; a peer's weights may lie otherwise, and k may change, so these have none."""

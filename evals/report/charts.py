@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from evals.report.table import PLAIN, drafts_name, short_name
+from evals.report.table import PLAIN, short_name, side_name
 from evals.speed import TIME_PARTS
 
 SIZE = (4.6, 3.2)
@@ -119,7 +119,7 @@ def _side(row: Row) -> tuple[str, int | str]:
 def _label(row: Row) -> str:
     if row.get("peer"):
         return short_name(row["drafter"])
-    return "plain" if row["drafter"] == PLAIN else f"{short_name(row['drafter'], 18)} {drafts_name(row['k'])}"
+    return side_name(row["drafter"], row["k"], 18)
 
 
 def _whole_ticks(axes: Any) -> None:

@@ -172,10 +172,14 @@ def drafts_name(k: int | str) -> str:
     return str(k) if str(k).startswith("tree") else f"k={k}"
 
 
+def side_name(drafter: str, k: int | str, width: int = 24) -> str:
+    """A side of a part of a sweep, the drafter's name in at most `width` characters."""
+    return "plain" if drafter == PLAIN else f"{short_name(drafter, width)} {drafts_name(k)}"
+
+
 def part_title(prompt_set: str, temperature: float, concurrency: int, drafter: str, k: int | str) -> str:
-    """A side of a part of a sweep, in a few words."""
-    side = "plain" if drafter == PLAIN else f"{short_name(drafter)} {drafts_name(k)}"
-    return f"{prompt_set} T={temperature:g} c={concurrency} {side}"
+    """A side and the part of a sweep that it belongs to."""
+    return f"{prompt_set} T={temperature:g} c={concurrency} {side_name(drafter, k)}"
 
 
 def steps_of_shapes(steps: Mapping[str, int]) -> str:

@@ -1,0 +1,127 @@
+"""The tree of one step as SVG: drafts by their position from left to right, the likeliest continuation straight on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+_FONT = 13
+_ADVANCE = 0.62 * _FONT  # of a character of a monospaced font, rounded up
+_PAD, _GAP, _HEIGHT, _LINE = 5, 22, 22, 28  # of a box: around its text, to the next one, its height, to the one below
+_LONGEST = 14  # characters of a token that are shown
+
+STYLE = f"""
+.tree {{ overflow-x: auto; }}
+.tree svg {{ width: auto; max-width: none; }}
+.tree text {{ font: {_FONT}px ui-monospace, monospace; fill: #1c1c1c; }}
+.tree tspan {{ fill: #8a4b08; font-size: 11px; }}
+.tree rect {{ fill: #fff; stroke: #aaa; }}
+.tree path {{ fill: none; stroke: #bbb; }}
+.tree .left-behind text {{ fill: #666; }}
+.tree .anchor rect {{ fill: #eee; stroke: #555; }}
+.tree .accepted rect, mark.accepted {{ fill: #d9efdc; stroke: #2f7d3a; background: #d9efdc; }}
+.tree .own rect, mark.own {{ fill: #dbe7f6; stroke: #2b5d9c; background: #dbe7f6; }}
+.tree path.accepted {{ stroke: #2f7d3a; stroke-width: 2.5; }}
+.tree path.own {{ stroke: #2b5d9c; stroke-width: 2.5; }}
+"""
+"""For the page: its drawings scroll in an element of class "tree", since trees are as wide as they are deep."""
+
+
+@dataclass(slots=True)
+class _Node:
+    """One box: how it looks, what stands in it, and where it is, in columns by depth and lines from the top."""
+
+    kind: str
+    text: str
+    rank: int
+    parent: int | None
+    depth: int
+    line: int = -1
+
+    @property
+    def label(self) -> str:
+        """The token as far as it is shown, with its spaces and line ends to be seen."""
+        shown = "".join({" ": "·", "\n": "↵", "\t": "→"}.get(char, char) for char in self.text)
+        return shown if len(shown) <= _LONGEST else shown[: _LONGEST - 1] + "…"
+
+    @property
+    def note(self) -> str:
+        """Its place among the candidates of its position, where that is not the first."""
+        return f" {self.rank + 1}" if self.rank else ""
+
+    @property
+    def width(self) -> float:
+        """Of the box, in pixels."""
+        return _ADVANCE * len(self.label + self.note) + 2 * _PAD
+
+
+def draw_tree(step: Mapping[str, Any]) -> str:
+    """The block of one step, see `evals.bench.tree_step`: which drafts were accepted, and the target's own token behind them.
+
+    Args:
+        step: `tokens`, `parents`, `ranks`, `accepted` and `next_token`.
+    """
+    nodes = _nodes(step)
+    _set_lines(nodes)
+    widths = [max(node.width for node in nodes if node.depth == depth) for depth in range(max(node.depth for node in nodes) + 1)]
+    lefts = [1 + sum(widths[:depth]) + _GAP * depth for depth in range(len(widths))]
+    width, height = lefts[-1] + widths[-1] + 1, (1 + max(node.line for node in nodes)) * _LINE
+
+    def middle(node: _Node) -> int:
+        return node.line * _LINE + _LINE // 2
+
+    edges, boxes = [], []
+    for node in nodes:
+        if node.parent is not None:
+            above = nodes[node.parent]
+            start, end = lefts[above.depth] + above.width, lefts[node.depth]
+            way = f"M{start:.0f} {middle(above)} H{end - _GAP / 2:.0f} V{middle(node)} H{end:.0f}"
+            edges.append((node.kind != "left-behind", f'<path class="{node.kind}" d="{way}"/>'))
+        x, y = lefts[node.depth], middle(node)
+        note = f"<tspan>{node.note}</tspan>" if node.note else ""
+        boxes.append(
+            f'<g class="{node.kind}"><title>{escape(repr(node.text))}</title>'
+            f'<rect x="{x:.0f}" y="{y - _HEIGHT // 2}" width="{node.width:.0f}" height="{_HEIGHT}" rx="4"/>'
+            f'<text x="{x + _PAD:.0f}" y="{y + 4.5:.1f}" xml:space="preserve">{escape(node.label)}{note}</text></g>'
+        )
+    lines = [line for _, line in sorted(edges, key=lambda edge: edge[0])]  # the way that was taken lies on top
+    label = f"tree of {len(step['parents'])} drafts, {len(step['accepted'])} accepted"
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{label}" width="{width:.0f}" height="{height}"'
+            f' viewBox="0 0 {width:.0f} {height}">',
+            *lines,
+            *boxes,
+            "</svg>",
+        ]
+    )
+
+
+def _nodes(step: Mapping[str, Any]) -> list[_Node]:
+    """The anchor, the drafts, and the target's own token."""
+    nodes = [_Node("anchor", step["tokens"][0], 0, None, 0)]
+    accepted: Sequence[int] = step["accepted"]
+    for row, (text, parent, rank) in enumerate(zip(step["tokens"][1:], step["parents"], step["ranks"], strict=True), start=1):
+        kind = "accepted" if row in accepted else "left-behind"
+        nodes.append(_Node(kind, text, rank, parent, nodes[parent].depth + 1))
+    last = accepted[-1] if accepted else 0
+    return [*nodes, _Node("own", step["next_token"], 0, last, nodes[last].depth + 1)]
+
+
+def _set_lines(nodes: Sequence[_Node]) -> None:
+    """A node's first child stands in its own line, and the others, with all that follows them, below."""
+    children: list[list[int]] = [[] for _ in nodes]
+    for row, node in enumerate(nodes):
+        if node.parent is not None:
+            children[node.parent].append(row)
+    waiting, lines = [0], 0
+    while waiting:
+        row = waiting.pop()
+        node = nodes[row]
+        if node.parent is not None and children[node.parent][0] == row:
+            node.line = nodes[node.parent].line
+        else:
+            node.line, lines = lines, lines + 1
+        waiting += reversed(children[row])
