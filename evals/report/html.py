@@ -15,7 +15,8 @@ from evals.report.tree import STYLE, draw_tree
 from specdec.errors import InvalidInputError
 from specdec.packages import install_command
 
-_STYLE = """
+_STYLE = (
+    """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1c1c1c; background: #fff; margin: 0 auto; padding: 16px; max-width: 1180px; }
 h1 { font-size: 1.5rem; margin: 0 0 .5rem; }
 h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; }
@@ -30,7 +31,9 @@ figure { margin: 0; }
 figcaption { font-weight: 600; font-size: .95rem; }
 figure svg { display: block; width: 100%; height: auto; }
 .warning { background: #fff3cd; padding: 8px 12px; }
-""" + STYLE
+"""
+    + STYLE
+)
 
 
 def check_plotting() -> None:
@@ -107,8 +110,8 @@ def _tree(row: dict[str, Any]) -> str:
     return (
         f"<h3>A step of {escape(side_name(row['drafter'], row['k']))}: {len(step['parents'])} drafts,"
         f" {len(step['accepted'])} accepted</h3>\n"
-        f"<p>Step {step['step']} of {step['num_steps']} of {escape(step['prompt'])}, taken alone; of the steps that accept another draft"
-        " than the likeliest, if any does, it accepts most. All drafts were verified in one forward of the target."
+        f"<p>Step {step['step']} of {step['num_steps']} of {escape(step['prompt'])}, taken alone; of the steps that accept another"
+        " draft than the likeliest, if any does, it accepts most. All drafts were verified in one forward of the target."
         ' <mark class="accepted">Accepted</mark> ones become output, and <mark class="own">the target\'s own token</mark> comes'
         " behind them. A number is the place of a draft among the candidates of its position, where that is not the first.</p>\n"
         f'<div class="tree">{draw_tree(step)}</div>'

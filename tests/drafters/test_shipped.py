@@ -5,6 +5,7 @@ import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -140,13 +141,14 @@ def test_its_trees_accept_more() -> None:
 
     Catches features or noise of a path that are another one's: they leave outputs as they are, and tau falls.
     """
+    shapes: list[dict[str, Any]] = [{"num_draft_tokens": 15}, {"tree_nodes": 16}]
     chains, trees = (
         SpecDecoder.from_pretrained(
             device="cpu",
             dtype="float32",
             engine=EngineConfig(max_num_seqs=4, max_model_len=256, cache=CacheConfig(memory_bytes=2**28), **changes),
         )
-        for changes in ({"num_draft_tokens": 15}, {"tree_nodes": 16})
+        for changes in shapes
     )
     prompts = [chains.tokenize([{"role": "user", "content": item.turns[0]}]) for item in load_prompt_set("bundled").items[:2]]
 
