@@ -67,6 +67,7 @@ VERBS = (
     Verb("bench", "measure acceptance and speed over prompt sets", "evals.bench.command"),
     Verb("profile", "show which kernels a decoding step spends its time in, and write a trace", "evals.profile.command"),
     Verb("train", "train a drafter on the target's own answers", "drafters.training.command"),
+    Verb("couple", "fit how far a drafter trusts its probabilities and the target's noise", "drafters.training.couple"),
     Verb("warmup", "compile what a configuration will need, before a request waits for it", "specdec.cli.warmup"),
     Verb("doctor", "show the device, what is installed, and which attention backends work", "specdec.cli.doctor"),
 )

@@ -83,8 +83,12 @@ def tau(requests: list[Request], kind: int) -> float:
     return sum(steps) / len(steps)
 
 
-@pytest.mark.parametrize("draft_sampling", ["coupled", pytest.param("greedy", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("way", WAYS)
+PAIRS = [(way, "coupled") for way in WAYS] + [
+    pytest.param(way, "greedy", marks=pytest.mark.slow) for way in ("chain", "tree of 40")
+]
+
+
+@pytest.mark.parametrize(("way", "draft_sampling"), PAIRS)
 def test_the_tokens_of_a_thousand_seeds(way: str, draft_sampling: str) -> None:
     """Greedy and sampled requests with every filter in one batch: token for token those of plain decoding."""
     requests = drafted(way, draft_sampling)
@@ -93,7 +97,7 @@ def test_the_tokens_of_a_thousand_seeds(way: str, draft_sampling: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["chain", "tree of 40"])
 def test_coupling_accepts_more(way: str) -> None:
     """Of drafts for sampled requests; those for greedy ones are the same."""
     coupled, greedy = drafted(way, "coupled"), drafted(way, "greedy")

@@ -81,6 +81,18 @@ def test_every_draft_is_the_last_of_a_path() -> None:
     assert len(whole) >= 3 and ends >= {(index, row) for index in whole for row in range(drafts + 1)}
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_many_drafts_in_short_paths(depth: int) -> None:
+    """Rows reach far behind the tokens that a step can add, into blocks that nobody else may have."""
+    verifier, outputs = case("llama")
+    shapes = [[(row + seed) // 6 for row in range(MOST_NODES)] for seed in range(5)]
+    drafter = ScriptedTrees(outputs, shapes)
+    assert drafter.max_draft_tokens <= 4
+    prompts = [list(prompt) for prompt in outputs]
+    config = engine_config(3, tree_nodes=MOST_NODES, pipeline_depth=depth)
+    assert run(verifier, drafter, prompts, config) == list(outputs.values())
+
+
 BREAKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "rows of the path stay where they were": lambda patch: patch.setattr(CacheRows, "move", lambda *_: None),
     "rows lie where their depth says": lambda patch: patch.setattr(DecodeBatch, "verification", by_depth),

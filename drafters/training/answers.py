@@ -83,6 +83,13 @@ def plan_answers(config: TrainConfig, prompts: PromptSet) -> dict[str, Sequence[
     return plan_shards("heldout", heldout, config.shard_size) | plan_shards("train", train, config.shard_size)
 
 
+def tokenized(decoder: SpecDecoder, prompt: TrainingPrompt) -> list[int]:
+    """A prompt in the chat template where there is one, else as text."""
+    if getattr(decoder.tokenizer, "chat_template", None):
+        return decoder.tokenize([{"role": role, "content": content} for role, content in prompt.messages])
+    return decoder.tokenize("\n".join(content for _, content in prompt.messages))
+
+
 class _Writer:
     """Turns jobs into prompts."""
 
@@ -135,9 +142,7 @@ class _Writer:
         prompt = job.prompt
         if prompt.few_shot:
             return self.decoder.tokenize(self._few_shot_text(prompt))
-        if getattr(self.decoder.tokenizer, "chat_template", None):
-            return self.decoder.tokenize([{"role": role, "content": content} for role, content in prompt.messages])
-        return self.decoder.tokenize("\n".join(content for _, content in prompt.messages))
+        return tokenized(self.decoder, prompt)
 
     def _few_shot_text(self, prompt: TrainingPrompt) -> str:
         """Worked examples of the prompt's own choice, none of them the prompt itself."""

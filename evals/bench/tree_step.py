@@ -84,7 +84,8 @@ def tree_step(
 
     Returns:
         `prompt` (its id), `step` (from 1) of `num_steps`; `tokens`, texts by row of the block, that of the anchor first; by draft
-        `parents` (rows) and `ranks` (from 0); `accepted` (rows); and `next_token`, the target's own. None of an answer without drafts.
+        `parents` (rows) and `ranks` (from 0); `accepted` (rows); and `next_token`, the target's own. None
+        of an answer without drafts.
     """
     first = prompts.items[0]
     question = replace(prompts, items=(replace(first, turns=first.turns[:1]),))

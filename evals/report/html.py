@@ -110,8 +110,8 @@ def _tree(row: dict[str, Any]) -> str:
     return (
         f"<h3>A step of {escape(side_name(row['drafter'], row['k']))}: {len(step['parents'])} drafts,"
         f" {len(step['accepted'])} accepted</h3>\n"
-        f"<p>Step {step['step']} of {step['num_steps']} of {escape(step['prompt'])}, taken alone; of the steps that accept another draft"
-        " than the likeliest, if any does, it accepts most. All drafts were verified in one forward of the target."
+        f"<p>Step {step['step']} of {step['num_steps']} of {escape(step['prompt'])}, taken alone; of the steps that accept another"
+        " draft than the likeliest, if any does, it accepts most. All drafts were verified in one forward of the target."
         ' <mark class="accepted">Accepted</mark> ones become output, and <mark class="own">the target\'s own token</mark> comes'
         " behind them. A number is the place of a draft among the candidates of its position, where that is not the first.</p>\n"
         f'<div class="tree">{draw_tree(step)}</div>'

@@ -66,6 +66,7 @@ def proposed(
     batch = rig.batch([5, 9], [6, 6], shape.drafts)
     batch.shape = shape
     batch.sampling = SamplingTensors.of([SamplingParams(temperature=t) for t in temperatures], [7, 8])
+    assert isinstance(rig.bound, BoundDFlash)
     with no_host_sync():
         output = rig.bound.propose(batch)
     assert isinstance(rig.bound, BoundDFlash)

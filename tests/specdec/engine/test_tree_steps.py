@@ -1,4 +1,4 @@
-"""The engine's edges with draft trees: ends within a path, limits, preemption, penalties, log-probabilities, NaN, graphs, waits."""
+"""The engine's edges with draft trees: ends within a path, limits, preemption, penalties, log-probabilities, NaN."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,101 +9,39 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafters.ngram import NGramDrafter
 from specdec import SpecDecoder
-from specdec.blocks import DraftTree
+from specdec.blocks import BlockShape
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
-from specdec.core import AcceptOutput, DecodeBatch, Drafter, DraftOutput, ForwardInput, Verifier, VerifyOutput
-from specdec.engine import acceptance, step
-from specdec.engine.engine import SpecEngine
-from specdec.engine.graphs import StepGraphs
-from specdec.engine.request import Request
-from specdec.engine.step import StepRunner
+from specdec.core import DecodeBatch, DraftOutput, ForwardInput, Verifier, VerifyOutput
 from specdec.errors import InvalidInputError
-from specdec.sampling.sampler import penalized
-from specdec.sampling.tensors import SamplingTensors
-from tests.helpers.guards import no_host_sync
-from tests.helpers.scripted_trees import BoundTrees, ScriptedTrees
-from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts, tiny_tokenizer
-from tests.helpers.trees import Parents, random_trees
-from tests.specdec.engine.test_graphs import Recorder, refuse
-
-MAX_TOKENS, DRAFTS = 30, 14
-Outputs = dict[tuple[int, ...], list[int]]
-TREES: list[Parents] = random_trees(4, DRAFTS)
-
-SAMPLINGS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "penalized": {"repetition_penalty": 1.8},
-    "sampled": {"temperature": 0.8},
-    "filtered": {"temperature": 1.1, "top_k": 30, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.3, "logprobs": True},
-}
-
-
-class Case:
-    """A target, prompts, and what plain decoding makes of them."""
-
-    def __init__(self) -> None:
-        self.verifier = paged_verifier(plain_model("llama"))
-        self.prompts = random_prompts(4, seed=9)
-        self.plain = {name: self.run(None, **sampling) for name, sampling in SAMPLINGS.items()}
-        self.outputs = self.outputs_of("greedy")
-
-    def outputs_of(self, sampling: str) -> Outputs:
-        """By prompt."""
-        return {tuple(request.prompt_token_ids): request.output_token_ids for request in self.plain[sampling]}
-
-    def engine(self, drafter: Drafter | None, **changes: Any) -> SpecEngine:
-        trees = {"tree_nodes": DRAFTS} if drafter else {}
-        cache = CacheConfig(memory_bytes=2**22)
-        return SpecEngine(
-            self.verifier,
-            drafter,
-            EngineConfig(**{"max_num_seqs": 4, "num_draft_tokens": None, "cache": cache, **trees, **changes}),
-        )
-
-    def scripted(self, sampling: str = "greedy", **changes: Any) -> SpecEngine:
-        """An engine whose drafter knows what `sampling` writes."""
-        return self.engine(ScriptedTrees(self.outputs_of(sampling), TREES), **changes)
-
-    def run(self, engine: SpecEngine | None, **sampling: Any) -> list[Request]:
-        """All prompts, each with a seed of its own; without an engine plain."""
-        engine = engine or self.engine(None)
-        options = [{"max_tokens": MAX_TOKENS, "seed": seed, **sampling} for seed in range(len(self.prompts))]
-        requests = [engine.add_request(prompt, SamplingParams(**each)) for prompt, each in zip(self.prompts, options, strict=True)]
-        return finish(engine, *requests)
+from tests.helpers.scripted import ScriptedDrafter
+from tests.helpers.scripted_trees import FIRST, BoundTrees, ScriptedTrees
+from tests.helpers.tiny_models import random_dflash, tiny_tokenizer
+from tests.helpers.tree_engine import DRAFTS, MAX_TOKENS, SAMPLINGS, TREES, TreeCase, finish, tokens
+from tests.specdec.engine.test_draft_length import FakeClock
 
 
 @pytest.fixture(scope="module")
-def case() -> Case:
-    return Case()
-
-
-def finish(engine: SpecEngine, *requests: Request) -> list[Request]:
-    while engine.has_work:
-        engine.step()
-    assert engine.pool.num_used == 0
-    return list(requests)
-
-
-def tokens(requests: list[Request]) -> list[list[int]]:
-    return [request.output_token_ids for request in requests]
+def case() -> TreeCase:
+    return TreeCase()
 
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_as_plain_decoding(case: Case, sampling: str, depth: int) -> None:
+def test_as_plain_decoding(case: TreeCase, sampling: str, depth: int) -> None:
     """Tokens and log-probabilities, with penalties and filters, and drafts accepted as the script says."""
     requests = case.run(case.scripted(sampling, pipeline_depth=depth), **SAMPLINGS[sampling])
     assert tokens(requests) == tokens(case.plain[sampling])
     for request, plain in zip(requests, case.plain[sampling], strict=True):
         assert request.logprobs == pytest.approx(plain.logprobs, abs=1e-4)
-        ends = [(5 * case.prompts.index(request.prompt_token_ids) + n) % (DRAFTS + 1) for n in range(len(request.num_accepted) - 1)]
+        ends = [
+            (FIRST * case.prompts.index(request.prompt_token_ids) + n) % (DRAFTS + 1) for n in range(len(request.num_accepted) - 1)
+        ]
         paths = ScriptedTrees(case.outputs, TREES).paths[case.prompts.index(request.prompt_token_ids)]
         assert request.num_accepted[:-1] == [len(paths[end]) - 1 for end in ends]
 
 
-def test_mixed_batch(case: Case) -> None:
+def test_mixed_batch(case: TreeCase) -> None:
     """Greedy, penalized, sampled and filtered requests side by side."""
     names = list(SAMPLINGS)
     outputs = {tuple(prompt): case.outputs_of(name)[tuple(prompt)] for name, prompt in zip(names, case.prompts, strict=True)}
@@ -117,7 +55,7 @@ def test_mixed_batch(case: Case) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_stop_token_within_a_path(case: Case, depth: int) -> None:
+def test_a_stop_token_within_a_path(case: TreeCase, depth: int) -> None:
     """The output ends with it wherever it falls; the surplus is never seen."""
     engine = case.scripted(pipeline_depth=depth)
     for prompt, whole in case.outputs.items():
@@ -128,7 +66,7 @@ def test_a_stop_token_within_a_path(case: Case, depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_limits_within_a_path(case: Case, depth: int) -> None:
+def test_limits_within_a_path(case: TreeCase, depth: int) -> None:
     """Neither one token more nor less than were asked for, or than the model is long."""
     for most in (1, 2, 3, 5, 8):
         requests = case.run(case.scripted(pipeline_depth=depth), max_tokens=most)
@@ -140,7 +78,7 @@ def test_limits_within_a_path(case: Case, depth: int) -> None:
         assert requests[0].finish_reason == "length"
 
 
-def test_a_stop_string_within_a_path(case: Case) -> None:
+def test_a_stop_string_within_a_path(case: TreeCase) -> None:
     """Text and tokens end where those of plain decoding do."""
     tokenizer, config = tiny_tokenizer(), EngineConfig(num_draft_tokens=None, cache=CacheConfig(memory_bytes=2**22))
     plain = SpecDecoder(case.verifier, tokenizer, None, config)
@@ -156,7 +94,7 @@ def test_a_stop_string_within_a_path(case: Case) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_preemption(case: Case, depth: int) -> None:
+def test_preemption(case: TreeCase, depth: int) -> None:
     """A cache far too small: requests lose their slots and blocks amid their trees, and come back in others."""
     bytes_per_block = 4 * sum(spec.bytes_per_token(torch.float32) for spec in case.verifier.kv_specs)
     engine = case.scripted(pipeline_depth=depth, cache=CacheConfig(memory_bytes=36 * bytes_per_block))
@@ -164,7 +102,7 @@ def test_preemption(case: Case, depth: int) -> None:
     assert engine.scheduler.num_preemptions > 0
 
 
-def test_prefixes_are_reused_after_trees(case: Case) -> None:
+def test_prefixes_are_reused_after_trees(case: TreeCase) -> None:
     """A conversation that goes on from its own output, and prompts that begin alike, find what was left there."""
     engine, plain = case.scripted(), case.engine(None)
     drafter = engine.drafter
@@ -179,7 +117,7 @@ def test_prefixes_are_reused_after_trees(case: Case) -> None:
         drafter.outputs = case.outputs
 
 
-def test_drafts_that_do_not_count(case: Case) -> None:
+def test_drafts_that_do_not_count(case: TreeCase) -> None:
     """The first few of a tree are offered; the right ones behind them are not taken, and nobody says they were offered."""
     engine = case.scripted()
     assert engine.runner.drafter is not None
@@ -219,7 +157,7 @@ def poisoned(verifier: Verifier, slot_bound: Any) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("on_the_path", [False, True])
-def test_nan(case: Case, on_the_path: bool, depth: int) -> None:
+def test_nan(case: TreeCase, on_the_path: bool, depth: int) -> None:
     """Beside the path it harms nobody; on it the request ends with what came before, and its neighbors go on."""
     engine = case.scripted(pipeline_depth=depth)
     bound = engine.runner.drafter
@@ -251,114 +189,10 @@ def test_nan(case: Case, on_the_path: bool, depth: int) -> None:
         assert request.output_token_ids == case.outputs[tuple(request.prompt_token_ids)]
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_a_step_never_waits(case: Case, sampling: str) -> None:
-    """Draft, verify, accept, moves and commit under the guard, of scripted trees and of DFlash's; coupled chains, too."""
-    drafters = [ScriptedTrees(case.outputs_of(sampling), TREES), random_dflash(case.verifier), random_dflash(case.verifier)]
-    for drafter, changes in zip(drafters, ({}, {}, {"tree_nodes": 0}), strict=True):
-        engine = case.engine(drafter, pipeline_depth=1, draft_sampling="coupled", **changes)
-        launch, launches = engine.runner.step, list[bool]()
-
-        def guarded(batch: DecodeBatch, launch: Any = launch, launches: list[bool] = launches) -> Any:
-            launches.append(batch.shape.is_tree)
-            with no_host_sync():
-                return launch(batch)
-
-        engine.runner.step = guarded  # type: ignore[method-assign]
-        options = {**SAMPLINGS[sampling], "max_tokens": 12}
-        assert tokens(case.run(engine, **options)) == [output[:12] for output in tokens(case.plain[sampling])]
-        assert set(launches) == {not changes}
-
-
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("drafter", ["scripted", "dflash", "coupled chain"])
-def test_captured_equals_eager(case: Case, drafter: str, sampling: str) -> None:
-    """Recorded operations replayed, without any Python of a step, in a batch that is padded; results read one step late."""
-    made = ScriptedTrees(case.outputs_of(sampling), TREES) if drafter == "scripted" else random_dflash(case.verifier)
-    engine = case.engine(made, pipeline_depth=1, max_num_seqs=3, **({"tree_nodes": 0} if drafter == "coupled chain" else {}))
-    engine.runner.graphs = StepGraphs(recorder := Recorder(), engine.slots, engine.runner.step_table)
-    engine.slots.decode_batch = refuse  # type: ignore[assignment, method-assign]
-    requests = [
-        engine.add_request(prompt, SamplingParams(max_tokens=MAX_TOKENS - 2 * seed, seed=seed, **SAMPLINGS[sampling]))
-        for seed, prompt in enumerate(case.prompts)
-    ]
-    finish(engine, *requests)
-    expected = [output[: MAX_TOKENS - 2 * seed] for seed, output in enumerate(tokens(case.plain[sampling]))]
-    assert tokens(requests) == expected
-    assert recorder.num_replays == engine.timer.num_steps > 3
-    assert 4 in {shape.num_reqs for shape in engine.runner.graphs.graphs}, "three requests and one that pads"
-
-
-def test_a_path_leaves_the_context_of_a_chain(case: Case) -> None:
-    """What DFlash would draft next does not depend on how the text came about: token by token, or along paths of trees."""
-
-    def proposals(ends: list[int] | None) -> dict[tuple[int, int], list[int]]:
-        engine = case.engine(random_dflash(case.verifier, block_size=DRAFTS + 1))
-        bound, found = engine.runner.drafter, dict[tuple[int, int], list[int]]()
-        script = ScriptedTrees(case.outputs, TREES, ends)
-        scripted = BoundTrees(script, case.verifier, engine.slots.num_slots, engine.slots.longest)
-        assert bound is not None
-        propose, begin = bound.propose, bound.begin
-
-        def instead(batch: DecodeBatch) -> DraftOutput:
-            own = propose(batch)
-            for slot, length, row in zip(batch.slots.tolist(), batch.seq_lens.tolist(), own.token_ids.tolist(), strict=True):
-                found[slot, length] = row
-            return scripted.propose(batch)
-
-        bound.propose, bound.begin = instead, scripted.begin  # type: ignore[method-assign]
-        assert begin(0, []) is None  # DFlash has nothing to do there
-        assert tokens(case.run(engine)) == list(case.outputs.values())
-        return found
-
-    token_by_token, along_paths = proposals([0]), proposals(None)
-    common = token_by_token.keys() & along_paths.keys()
-    assert len(common) > 20 and len(along_paths) < 0.6 * len(token_by_token)
-    assert [along_paths[key] for key in common] == [token_by_token[key] for key in common]
-
-
-def by_rows(fed: Tensor, logits: Tensor, draft: Any, sampling: Any, positions: Tensor, depth: int | None = None) -> AcceptOutput:
-    """Acceptance with the noise of rows in place of positions."""
-    return acceptance.accept(fed, logits, draft, sampling, positions[:, :1] + torch.arange(positions.shape[1]), depth)
-
-
-def of_rows_before(logits: Tensor, sampling: SamplingTensors, fed: Tensor, tree: DraftTree | None) -> Tensor:
-    """The penalty of a chain."""
-    return penalized(logits, sampling, fed)
-
-
-BREAKS = [("penalized", acceptance, "penalized", of_rows_before), ("sampled", step, "accept", by_rows)]
-
-
-@pytest.mark.parametrize(("sampling", "module", "name", "broken"), BREAKS, ids=["penalty", "noise"])
-def test_what_follows_rows_would_be_noticed(
-    case: Case, sampling: str, module: Any, name: str, broken: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A penalty that counts the rows before, noise of a row: each spoils outputs."""
-    monkeypatch.setattr(module, name, broken)
-    requests = case.run(case.scripted(sampling), **SAMPLINGS[sampling])
-    assert tokens(requests) != tokens(case.plain[sampling])
-
-
-def test_features_left_in_place_would_be_noticed(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first rows of a block in place of the path's."""
-    follow = StepRunner._follow
-
-    def unmoved(self: StepRunner, batch: DecodeBatch, path: Tensor, fed: Tensor, verify: VerifyOutput) -> Any:
-        moved, _ = follow(self, batch, path, fed, verify)
-        assert verify.aux_hidden is not None
-        hidden = verify.aux_hidden.view(*fed.shape, -1)[:, : path.shape[1]].flatten(0, 1)
-        return moved, VerifyOutput(verify.logits, hidden)
-
-    monkeypatch.setattr(StepRunner, "_follow", unmoved)
-    with pytest.raises(AssertionError):
-        test_a_path_leaves_the_context_of_a_chain(case)
-
-
-def test_what_is_refused(case: Case) -> None:
+def test_what_is_refused(case: TreeCase) -> None:
     """Trees of drafters that make chains, of probabilistic drafts, without a drafter, and with a number of drafts."""
     with pytest.raises(InvalidInputError, match=r"^tree_nodes is 14, but the drafter makes chains; leave it out for chains$"):
-        case.engine(NGramDrafter(max_draft_tokens=3))
+        case.engine(ScriptedDrafter(case.outputs, 3))
     with pytest.raises(InvalidInputError, match=r"^tree_nodes is 14, but probabilistic drafts form chains; leave it out"):
         case.engine(random_dflash(case.verifier), draft_sampling="probabilistic")
     with pytest.raises(InvalidInputError, match=r"^tree_nodes is 14, but there is no drafter; leave it out"):
@@ -374,9 +208,26 @@ def test_what_is_refused(case: Case) -> None:
 
 
 @pytest.mark.parametrize("drafts", [2, 17, 64])
-def test_a_drafter_of_one_position(case: Case, drafts: int) -> None:
+def test_a_drafter_of_one_position(case: TreeCase, drafts: int) -> None:
     """Its trees are stars, of up to 64 tokens."""
     drafter = random_dflash(case.verifier, block_size=2)
     requests = case.run(case.engine(drafter, tree_nodes=drafts), max_tokens=8)
     assert tokens(requests) == [output[:8] for output in case.outputs.values()]
     assert drafts < 64 or sum(sum(request.num_accepted) for request in requests) > 5, "of 97 tokens it tries 64"
+
+
+@pytest.mark.parametrize(("per_row", "mostly"), [(0.01, BlockShape(7, 6)), (3.0, BlockShape(0))], ids=str)
+def test_the_choice_is_made_by_what_decodes_fastest(
+    case: TreeCase, monkeypatch: pytest.MonkeyPatch, per_row: float, mostly: BlockShape
+) -> None:
+    """Chains that are wrong at once, and trees that are right to their sixth draft: taken where rows cost little."""
+    star = [0] * 63
+    drafter = ScriptedTrees(case.outputs, [[*range(6), 0, *star[7:]]], ends=[6])
+    drafter.wrong_at = [{0}]
+    engine = case.engine(drafter, num_draft_tokens="auto", tree_nodes=None)
+    engine.clock = engine.results._clock = FakeClock(case.verifier, monkeypatch, per_row)  # type: ignore[assignment]
+    for _ in range(12):
+        assert tokens(case.run(engine)) == list(case.outputs.values())
+    engine.timer.reset()
+    case.run(engine)
+    assert engine.timer.steps_by_shape.most_common(1)[0][0] == mostly

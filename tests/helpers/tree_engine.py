@@ -1,0 +1,67 @@
+"""A tiny target, scripted trees for it, and engines around both."""
+
+from typing import Any
+
+from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.core import Drafter
+from specdec.engine.engine import SpecEngine
+from specdec.engine.request import Request
+from tests.helpers.scripted_trees import ScriptedTrees
+from tests.helpers.tiny_models import paged_verifier, plain_model, random_prompts
+from tests.helpers.trees import Parents, random_trees
+
+MAX_TOKENS, DRAFTS = 30, 14
+Outputs = dict[tuple[int, ...], list[int]]
+TREES: list[Parents] = random_trees(4, DRAFTS)
+
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "penalized": {"repetition_penalty": 1.8},
+    "sampled": {"temperature": 0.8},
+    "filtered": {"temperature": 1.1, "top_k": 30, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.3, "logprobs": True},
+}
+
+
+class TreeCase:
+    """A target, prompts, and what plain decoding makes of them."""
+
+    def __init__(self) -> None:
+        self.verifier = paged_verifier(plain_model("llama"))
+        self.prompts = random_prompts(4, seed=9)
+        self.plain = {name: self.run(None, **sampling) for name, sampling in SAMPLINGS.items()}
+        self.outputs = self.outputs_of("greedy")
+
+    def outputs_of(self, sampling: str) -> Outputs:
+        """By prompt."""
+        return {tuple(request.prompt_token_ids): request.output_token_ids for request in self.plain[sampling]}
+
+    def engine(self, drafter: Drafter | None, **changes: Any) -> SpecEngine:
+        trees = {"tree_nodes": DRAFTS} if drafter else {}
+        cache = CacheConfig(memory_bytes=2**22)
+        return SpecEngine(
+            self.verifier,
+            drafter,
+            EngineConfig(**{"max_num_seqs": 4, "num_draft_tokens": None, "cache": cache, **trees, **changes}),
+        )
+
+    def scripted(self, sampling: str = "greedy", **changes: Any) -> SpecEngine:
+        """An engine whose drafter knows what `sampling` writes."""
+        return self.engine(ScriptedTrees(self.outputs_of(sampling), TREES), **changes)
+
+    def run(self, engine: SpecEngine | None, **sampling: Any) -> list[Request]:
+        """All prompts, each with a seed of its own; without an engine plain."""
+        engine = engine or self.engine(None)
+        options = [{"max_tokens": MAX_TOKENS, "seed": seed, **sampling} for seed in range(len(self.prompts))]
+        requests = [engine.add_request(prompt, SamplingParams(**each)) for prompt, each in zip(self.prompts, options, strict=True)]
+        return finish(engine, *requests)
+
+
+def finish(engine: SpecEngine, *requests: Request) -> list[Request]:
+    while engine.has_work:
+        engine.step()
+    assert engine.pool.num_used == 0
+    return list(requests)
+
+
+def tokens(requests: list[Request]) -> list[list[int]]:
+    return [request.output_token_ids for request in requests]
