@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafters.ngram import NGramDrafter
 from specdec import SpecDecoder
 from specdec.blocks import BlockShape
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import DecodeBatch, DraftOutput, ForwardInput, Verifier, VerifyOutput
 from specdec.errors import InvalidInputError
+from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.scripted_trees import FIRST, BoundTrees, ScriptedTrees
 from tests.helpers.tiny_models import random_dflash, tiny_tokenizer
 from tests.helpers.tree_engine import DRAFTS, MAX_TOKENS, SAMPLINGS, TREES, TreeCase, finish, tokens
@@ -192,7 +192,7 @@ def test_nan(case: TreeCase, on_the_path: bool, depth: int) -> None:
 def test_what_is_refused(case: TreeCase) -> None:
     """Trees of drafters that make chains, of probabilistic drafts, without a drafter, and with a number of drafts."""
     with pytest.raises(InvalidInputError, match=r"^tree_nodes is 14, but the drafter makes chains; leave it out for chains$"):
-        case.engine(NGramDrafter(max_draft_tokens=3))
+        case.engine(ScriptedDrafter(case.outputs, 3))
     with pytest.raises(InvalidInputError, match=r"^tree_nodes is 14, but probabilistic drafts form chains; leave it out"):
         case.engine(random_dflash(case.verifier), draft_sampling="probabilistic")
     with pytest.raises(InvalidInputError, match=r"^tree_nodes is 14, but there is no drafter; leave it out"):
