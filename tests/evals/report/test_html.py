@@ -32,7 +32,11 @@ addEventListener("load", () => {
       marks: svg.querySelectorAll("path").length,
     };
   });
-  const result = {figures, width: document.documentElement.clientWidth, scrollWidth: document.documentElement.scrollWidth};
+  const nodes = [...document.querySelectorAll(".tree svg g")].map(node => {
+    const [text, box] = ["text", "rect"].map(name => node.querySelector(name).getBoundingClientRect());
+    return {height: box.height, fits: text.left >= box.left && text.right <= box.right};
+  });
+  const result = {figures, nodes, width: document.documentElement.clientWidth, scrollWidth: document.documentElement.scrollWidth};
   document.body.innerHTML = "<pre id=result>" + JSON.stringify(result) + "</pre>";
 });
 </script>
@@ -44,7 +48,7 @@ pytestmark = pytest.mark.slow  # a whole report is measured first
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
-    return tiny_report()
+    return tiny_report(trees=(12,))
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +105,7 @@ def test_chromium_shows_all_plots(width: int, page: str, tmp_path: Path) -> None
     assert found, done.stdout[:500] + done.stderr[-500:]
     result = json.loads(found[1])
     assert result["scrollWidth"] <= result["width"], "the page scrolls sideways"
-    assert len(result["figures"]) == 4 * 2  # four plots for each of two temperatures
+    assert len(result["figures"]) == 5 * 2  # five plots for each of two temperatures
     for figure in result["figures"]:
         assert figure["width"] > 250
         assert figure["height"] > 150
@@ -111,6 +115,8 @@ def test_chromium_shows_all_plots(width: int, page: str, tmp_path: Path) -> None
         assert figure["marks"] > 5
         assert figure["outside"] == 0, "text sticks out of its plot"
         assert figure["smallest"] >= 9, "text too small to read"
+    assert len(result["nodes"]) > 2 * 2  # at least an anchor, a draft and the target's token in each of two trees
+    assert all(node["fits"] and node["height"] == 22 for node in result["nodes"]), "a token sticks out of its box, or is scaled"
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
