@@ -29,8 +29,8 @@ QUICK = ("llama", "gemma2", "gpt_oss", "deepseek_v3")
 WAYS = [(3, 1, 0), (12, 3, 1), (MOST_NODES, 3, 0), (16, 1, 1), (31, 5, 1)]
 """Drafts of a tree, requests at once, steps whose results are unread."""
 
-INDEXED = ("deepseek_v32", "glm_moe_dsa")
-SERVING = [name for name in (*CONFIGS, *LATENT_CONFIGS) if name not in (*hybrid_configs({}), *INDEXED)]
+CHAINS_ALONE = (*hybrid_configs({}), "kimi_linear", "deepseek_v32", "glm_moe_dsa", "llama4")
+SERVING = [name for name in (*CONFIGS, *LATENT_CONFIGS) if name not in CHAINS_ALONE]
 
 
 @lru_cache(maxsize=1)
@@ -126,7 +126,13 @@ def test_these_tests_can_fail(broken: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("qwen3_5", "has recurrent layers, whose states follow a chain"), ("deepseek_v32", "an indexer chooses")]
+    ("name", "reason"),
+    [
+        ("qwen3_5", "has recurrent layers, whose states follow a chain"),
+        ("deepseek_v32", "an indexer chooses"),
+        ("llama4", "layers that attend within chunks"),
+    ],
+    ids=["recurrent", "indexed", "in chunks"],
 )
 def test_targets_of_chains_alone(name: str, reason: str) -> None:
     """They say why in one line, and decode chains where the shape is left open."""

@@ -5,7 +5,6 @@ import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -141,19 +140,21 @@ def test_its_trees_accept_more() -> None:
 
     Catches features or noise of a path that are another one's: they leave outputs as they are, and tau falls.
     """
-    shapes: list[dict[str, Any]] = [{"num_draft_tokens": 15}, {"tree_nodes": 16}]
+    cache = CacheConfig(memory_bytes=2**28)
     chains, trees = (
         SpecDecoder.from_pretrained(
             device="cpu",
             dtype="float32",
-            engine=EngineConfig(max_num_seqs=4, max_model_len=256, cache=CacheConfig(memory_bytes=2**28), **changes),
+            engine=EngineConfig(
+                max_num_seqs=4, max_model_len=256, num_draft_tokens=15 if nodes == 0 else None, tree_nodes=nodes, cache=cache
+            ),
         )
-        for changes in shapes
+        for nodes in (0, 16)
     )
     prompts = [chains.tokenize([{"role": "user", "content": item.turns[0]}]) for item in load_prompt_set("bundled").items[:2]]
 
     def run(decoder: SpecDecoder) -> list[Request]:
-        params = [SamplingParams(max_tokens=32, temperature=heat, seed=3) for heat in (0.0, 0.8)]
+        params = [SamplingParams(max_tokens=24, temperature=heat, seed=3) for heat in (0.0, 0.8)]
         requests = [decoder.engine.add_request(prompt, each) for prompt in prompts for each in params]
         while decoder.engine.has_work:
             decoder.engine.step()
