@@ -117,7 +117,7 @@ class SpecDecoder:
 
     def plain(self) -> SpecDecoder:
         """The same target without a drafter and with a cache of its own: the baseline of every ratio."""
-        return SpecDecoder(self.verifier, self.tokenizer, None, replace(self.engine.config, num_draft_tokens=0))
+        return SpecDecoder(self.verifier, self.tokenizer, None, replace(self.engine.config, num_draft_tokens=0, tree_nodes=0))
 
     @overload
     def generate(self, inputs: Prompt, sampling: SamplingParams | None = None, **overrides: Any) -> GenerationResult: ...
