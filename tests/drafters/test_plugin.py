@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from specdec import registry
+from specdec.blocks import BlockShape
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.decoder import SpecDecoder, find_drafter
 from specdec.metrics import pooled
@@ -65,3 +67,23 @@ def test_the_page_keeps_its_own_rule(page: dict[str, Any]) -> None:
         draft = rig.bound.propose(batch)
         rig.commit_tensors(batch, torch.cat([batch.anchors[:, None], draft.token_ids], dim=1), accepted)
     assert draft.token_ids[0].tolist() == [2, 1, 2, 1]
+
+
+def test_the_page_draws_trees(page: dict[str, Any]) -> None:
+    """Of whole engines the output is that of plain decoding, whatever is chosen; some drafts are accepted; nothing waits."""
+    verifier, tokenizer = paged_verifier(plain_model("llama")), tiny_tokenizer()
+    prompts = random_prompts(5)
+    for shape in ({"tree_nodes": 12}, {"num_draft_tokens": "auto"}):
+        config = EngineConfig(max_num_seqs=3, max_model_len=128, cache=CacheConfig(memory_bytes=2**22), **shape)
+        drafted = SpecDecoder(verifier, tokenizer, page["Frequent"](), config)
+        plain, found = (one.generate(prompts, max_tokens=30, ignore_eos=True) for one in (drafted.plain(), drafted))
+        assert [result.token_ids for result in found] == [result.token_ids for result in plain]
+        stats = pooled(result.stats for result in found)
+        assert any("tree" in name for name in stats.steps_by_shape)
+        assert sum(stats.num_by_rank) > 0
+    rig = Rig(page["Frequent"](), FakeVerifier())
+    rig.bound.begin(0, [1, 2, 1])
+    batch = replace(rig.batch([1, 3], [2, 2], 6), shape=BlockShape(6, 3))
+    with no_host_sync():
+        draft = rig.bound.propose(batch)
+    assert draft.tree is not None and (draft.token_ids[0, 0], draft.tree.depths[0, 0]) == (1, 1)

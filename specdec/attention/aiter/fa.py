@@ -6,9 +6,9 @@ check these kernels without AMD hardware. `fa_routes` holds the table of each ti
 
 Layouts: plain, and in the full tier shuffled as a backend of its own. Cache: the model's type or 8-bit floats. Host: never waits
 for the device. Architectures: gfx942, gfx950; Triton-only gfx110x, gfx115x, gfx120x. Known gaps: non-causal blocks with sinks or a
-softcap; draft trees with windows, a softcap or the shuffled layout, and fast ones on an 8-bit cache, whose contexts are gathered for
-each layer; in the shuffled layout head sizes that are no power of two; group sizes above 16 and head sizes other than 64, 128 and 256
-decode on unified_attention, which is slower there than the paged kernels.
+softcap; draft trees with windows, a softcap or the shuffled layout, and fast ones on an 8-bit cache, whose contexts are gathered
+for each layer; in the shuffled layout head sizes that are no power of two; group sizes above 16 and head sizes other than 64, 128
+and 256 decode on unified_attention, which is slower there than the paged kernels.
 """
 
 from collections.abc import Callable, Sequence
