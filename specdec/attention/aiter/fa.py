@@ -6,8 +6,8 @@ check these kernels without AMD hardware. `fa_routes` holds the table of each ti
 
 Layouts: plain, and in the full tier shuffled as a backend of its own. Cache: the model's type or 8-bit floats. Host: never waits
 for the device. Architectures: gfx942, gfx950; Triton-only gfx110x, gfx115x, gfx120x. Known gaps: non-causal blocks with sinks or a
-softcap; draft trees with windows or a softcap, and fast ones on an 8-bit or shuffled cache, whose contexts are gathered for each
-layer; in the shuffled layout head sizes that are no power of two; group sizes above 16 and head sizes other than 64, 128 and 256
+softcap; draft trees with windows, a softcap or the shuffled layout, and fast ones on an 8-bit cache, whose contexts are gathered for
+each layer; in the shuffled layout head sizes that are no power of two; group sizes above 16 and head sizes other than 64, 128 and 256
 decode on unified_attention, which is slower there than the paged kernels.
 """
 
@@ -87,6 +87,8 @@ class RocmAiterFaBackend(AttentionBackend):
             reasons.append("windows (AITER's kernels count rows, not depth)")
         if spec.softcap is not None:
             reasons.append("a softcap (of AITER's kernels the one for contexts has none)")
+        if cls.layout == "shuffle":
+            reasons.append(f"the shuffled layout (an accepted path cannot move in it; take {RocmAiterFaBackend.name})")
         return reasons
 
     @classmethod

@@ -11,11 +11,16 @@ from specdec.attention.aiter.mla import RocmAiterMlaBackend
 from specdec.attention.aiter.mla_sparse import RocmAiterMlaSparseBackend
 from specdec.attention.mla import IndexerSpec
 from specdec.blocks import MOST_NODES
+from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.engine.engine import SpecEngine
 from tests.helpers.attention_case import Case, spec
 from tests.helpers.bounds import assert_as_exact
 from tests.helpers.guards import no_host_sync
+from tests.helpers.scripted_trees import ScriptedTrees
+from tests.helpers.tiny_models import paged_verifier, plain_model, random_prompts
 from tests.helpers.trees import random_trees
 from tests.specdec.attention.aiter import test_fa, test_mla
+from tests.specdec.attention.aiter.test_generation import CHANGES, Rocm
 
 E4M3 = torch.float8_e4m3fnuz
 
@@ -27,27 +32,25 @@ def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> test_fa.Install:
 
 
 @pytest.mark.parametrize(
-    ("backend", "drafts", "shape", "sinks", "machine"),
+    ("drafts", "shape", "sinks", "machine"),
     [
-        (RocmAiterFaBackend, 7, {}, False, {}),
-        (RocmAiterFaBackend, 16, {"num_heads": 9, "num_kv_heads": 3}, True, {"version": "0.1.16"}),
-        (RocmAiterFaBackend, MOST_NODES, {"num_heads": 2, "num_kv_heads": 1, "head_dim": 32}, False, {"architecture": "gfx1100"}),
-        (RocmAiterFaShuffleBackend, 7, {}, True, {"architecture": "gfx950"}),
-        (RocmAiterFaBackend, 12, {"cache_dtype": E4M3}, True, {}),
-        (RocmAiterFaShuffleBackend, 5, {"cache_dtype": E4M3, "num_kv_heads": 4}, False, {}),
+        (7, {}, False, {}),
+        (16, {"num_heads": 9, "num_kv_heads": 3}, True, {"version": "0.1.16"}),
+        (MOST_NODES, {"num_heads": 2, "num_kv_heads": 1, "head_dim": 32}, False, {"architecture": "gfx1100"}),
+        (7, {}, True, {"architecture": "gfx950"}),
+        (12, {"cache_dtype": E4M3}, True, {}),
+        (5, {"cache_dtype": E4M3, "num_kv_heads": 4}, False, {}),
     ],
 )
-def test_ordinary_heads(
-    rocm: test_fa.Install, backend: Any, drafts: int, shape: dict[str, Any], sinks: bool, machine: dict[str, Any]
-) -> None:
-    """Both tiers, layouts and caches; contexts of all lengths, none and less than the rows too; the host never waits."""
+def test_ordinary_heads(rocm: test_fa.Install, drafts: int, shape: dict[str, Any], sinks: bool, machine: dict[str, Any]) -> None:
+    """Both tiers and caches; contexts of all lengths, none and less than the rows too; the host never waits."""
     calls = rocm(float32=True, **machine).calls
     asked = spec(dtype=torch.float32, **shape)
-    assert backend.tree_reasons(asked) == []
+    assert RocmAiterFaBackend.tree_reasons(asked) == []
     lengths = [drafts + 1 + context for context in (40, 0, 3, 77)]
     case = Case(asked, lengths, [drafts + 1] * 4, uniform=True, trees=random_trees(4, drafts))
     how: dict[str, Any] = {"scale": 0.2, "sinks": torch.randn(asked.num_heads) if sinks else None}
-    attention, cache = backend(asked), case.cache()
+    attention, cache = RocmAiterFaBackend(asked), case.cache()
     attention.write(cache, case.old["key"], case.old["value"], case.old_slots)
     with no_host_sync():
         plan = attention.plan(case.metadata)
@@ -94,6 +97,25 @@ def test_latent_heads(
     assert_as_exact(got, case.plain(), case.want())
 
 
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_tokens_behind_accepted_paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    """Whole models on trees of which every path is accepted in turn: what they leave in the cache is read by the steps after."""
+    model, backend = plain_model(name, **CHANGES[name]), RocmAiterMlaBackend if name == "deepseek_v3" else RocmAiterFaBackend
+    prompts = random_prompts(3)
+    want = decoded(SpecEngine(paged_verifier(model, 16)), prompts)
+    Rocm(monkeypatch, tmp_path)("0.1.16", "gfx950")
+    drafter = ScriptedTrees({tuple(prompt): tokens for prompt, tokens in zip(prompts, want, strict=True)}, [[0, 0, 1, 2, 2, 5]])
+    config = EngineConfig(tree_nodes=6, cache=CacheConfig(memory_bytes=2**23))
+    assert decoded(SpecEngine(paged_verifier(model, 16, backend=backend), drafter, config), prompts) == want
+
+
+def decoded(engine: SpecEngine, prompts: list[list[int]]) -> list[list[int]]:
+    requests = [engine.add_request(prompt, SamplingParams(max_tokens=16, ignore_eos=True)) for prompt in prompts]
+    while engine.has_work:
+        engine.step()
+    return [request.output_token_ids for request in requests]
+
+
 def test_refusals(rocm: test_fa.Install) -> None:
     """Every reason at once; none of them stands against chains."""
     rocm("0.1.15")
@@ -101,5 +123,6 @@ def test_refusals(rocm: test_fa.Install) -> None:
     reasons = RocmAiterFaBackend.tree_reasons(asked)
     assert [reason.split(" (")[0] for reason in reasons] == ["they need amd-aiter 0.1.16", "windows", "a softcap"]
     assert RocmAiterFaBackend.unsupported_reasons(asked) == []
+    assert RocmAiterFaShuffleBackend.tree_reasons(asked)[3].startswith("the shuffled layout")
     sparse = test_mla.spec(indexer=IndexerSpec(64, 128, 2048))
     assert "indexer" in RocmAiterMlaSparseBackend.tree_reasons(sparse)[0]
