@@ -27,7 +27,7 @@ from specdec.layers.argmax import argmax
 from specdec.layers.rotary import Angles, Rope
 from specdec.sampling.candidates import candidates
 from specdec.sampling.filters import processed_probs
-from specdec.sampling.noise import Purpose, uniform
+from specdec.sampling.noise import Purpose, of_step, uniform
 from specdec.sampling.sampler import sample_from
 from specdec.sampling.tensors import SamplingPlan
 from specdec.sampling.trees import best_first
@@ -155,7 +155,7 @@ class BoundDFlash:
             token_ids, _ = self._candidates(batch, logits, positions, 1)
             return DraftOutput(token_ids=token_ids.squeeze(-1))
         probs = processed_probs(logits, batch.sampling)
-        draws = uniform(batch.sampling.seeds, positions, Purpose.DRAFT)
+        draws = uniform(batch.sampling.seeds, of_step(batch.seq_lens, batch.k), Purpose.DRAFT)
         token_ids = self._to_target(sample_from(probs, draws))
         target_ids = self.drafter.target_ids
         candidate_ids = None if target_ids is None else target_ids.expand(probs.shape)

@@ -5,17 +5,19 @@ Both rules leave the target's distribution exactly as it is:
 - A draft that is a point mass is compared with the token the target chooses at its position. The output is then the target's
   own choices, token for token those of plain decoding. In a tree the walk goes on in the child that has this token; whatever the
   tree was chosen by, the target has not seen it (DDTree, arXiv 2604.12989).
-- A draft drawn from a known distribution q is kept with probability min(1, p/q), and a rejected one is replaced from the
-  residual max(p - q, 0) (Leviathan et al. 2022, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318).
+- Drafts drawn from known distributions q are judged as a block (Sun et al. 2024, arXiv 2403.10444): as many are kept as have
+  been likely enough together, and what follows them is drawn from what they leave of p. That keeps no fewer than a test of each by
+  min(1, p/q) (Leviathan et al. 2022, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318).
 """
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from specdec.core import AcceptOutput, DraftOutput
 from specdec.layers.argmax import argmax
 from specdec.sampling.filters import processed_probs
-from specdec.sampling.noise import Purpose, uniform
+from specdec.sampling.noise import Purpose, of_step, uniform
 from specdec.sampling.sampler import penalized, sample, sample_from
 from specdec.sampling.tensors import SamplingTensors
 from specdec.sampling.trees import walk
@@ -63,7 +65,8 @@ def accept(
         assert tree is None, "what is rejected on another branch would have to leave the residual, too"
         _, finite = argmax(scores)
         probs = processed_probs(scores, sampling)
-        token_ids, num_accepted = _rejection_sampling(drafts, num_drafts, probs, draft, sampling.seeds, positions + 1)
+        token_ids, num_accepted, looked_at = _block_verification(drafts, num_drafts, probs, draft, sampling.seeds, positions)
+        finite = (finite | ~looked_at).all(dim=1, keepdim=True).expand_as(finite)
 
     return AcceptOutput(
         token_ids=token_ids,
@@ -97,48 +100,52 @@ def _prefix_length(kept: Tensor, most: Tensor | None = None) -> Tensor:
     return length if most is None else torch.minimum(length, most)
 
 
-def _rejection_sampling(
+def _block_verification(
     drafts: Tensor, num_drafts: Tensor | None, probs: Tensor, draft: DraftOutput, seeds: Tensor, positions: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Output tokens int64 [num_reqs, k + 1] and the number of accepted drafts int64 [num_reqs].
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output tokens int64 [num_reqs, k + 1], the number of accepted drafts int64 [num_reqs], and bool [num_reqs, k + 1]: the rows
+    that had a part in both.
 
-    `probs` float32 [num_reqs, k + 1, V] are the target's; `positions` int64 [num_reqs, k + 1] those of the output tokens.
+    `probs` float32 [num_reqs, k + 1, V] are the target's; `positions` int64 [num_reqs, k + 1] those of the rows.
     """
     k = drafts.shape[1]
-    p = probs[:, :k].gather(-1, drafts[..., None]).squeeze(-1)
-    q = _draft_probs(draft, drafts)
-    u = uniform(seeds, positions[:, :k], Purpose.ACCEPT)
-    num_accepted = _prefix_length(u * q < p, num_drafts)
+    q = _draft_distributions(draft, probs)
+    ratio = probs[:, :k].gather(-1, drafts[..., None]).squeeze(-1) / q.gather(-1, drafts[..., None]).squeeze(-1)
+    ratio = torch.where(ratio >= 0, ratio, 0.0)  # behind a row that is not finite nothing is looked at
+    # How much of the target's probability of the drafts so far their drafter had: of none it is 1.
+    trust = [torch.ones_like(ratio[:, 0])]
+    for place in range(k):
+        trust.append((trust[-1] * ratio[:, place]).clamp(max=1))
+    trusted = torch.stack(trust, dim=1)  # [num_reqs, k + 1]
+    last = torch.full_like(drafts[:, :1], k) if num_drafts is None else num_drafts[:, None]
+    places = torch.arange(k + 1, device=drafts.device)
+    # What is left of p behind each number of drafts; with no draft to reject there, p itself.
+    rejectable = F.pad(q, (0, 0, 0, 1)) * (places < last)[..., None]
+    left = (trusted[..., None] * probs - rejectable).clamp(min=0)
+    surplus = left.sum(dim=-1)
+    most = surplus + 1 - trusted
+    kept = torch.where(places == last, trusted, torch.where(most <= 0, 1.0, surplus / most))
+    u = uniform(seeds, of_step(positions[:, 0], k), Purpose.ACCEPT)
+    accepted = (u < kept[:, 1:]) & (places[1:] <= last)
+    num_accepted = torch.where(accepted, places[1:], 0).amax(dim=1)
 
-    # One more token, from the row after the accepted drafts. With no draft to reject there, q is 0 and the residual is p.
     end = num_accepted[:, None]
-    p_end = probs.gather(1, end[..., None].expand(-1, 1, probs.shape[-1])).squeeze(1)
-    rejected = end < (k if num_drafts is None else num_drafts[:, None])
-    q_end = torch.where(rejected, _draft_distribution(draft, end.clamp(max=k - 1), p_end), 0.0)
-    residual = (p_end - q_end).clamp(min=0)
-    # Where p and q agree to the last bit, rounding can leave no residual.
-    weights = torch.where(residual.sum(dim=-1, keepdim=True) > 0, residual, p_end)
-    final = sample_from(weights[:, None], uniform(seeds, positions.gather(1, end), Purpose.SAMPLE))
-
-    return torch.cat([drafts, final], dim=1).scatter(1, end, final), num_accepted
+    weights = left.gather(1, end[..., None].expand(-1, 1, probs.shape[-1]))
+    # Where p and q agree to the last bit, rounding can leave nothing.
+    p_end = probs.gather(1, end[..., None].expand(-1, 1, probs.shape[-1]))
+    weights = torch.where(weights.sum(dim=-1, keepdim=True) > 0, weights, p_end)
+    final = sample_from(weights, uniform(seeds, positions.gather(1, end) + 1, Purpose.SAMPLE))
+    token_ids = torch.cat([drafts, final], dim=1).scatter(1, end, final)
+    return token_ids, num_accepted, (trusted > 0) & (places <= last)
 
 
-def _draft_probs(draft: DraftOutput, drafts: Tensor) -> Tensor:
-    """[num_reqs, k]: the drafter's probability of each of its drafts."""
+def _draft_distributions(draft: DraftOutput, like: Tensor) -> Tensor:
+    """The drafter's distributions [num_reqs, k, V], in the type of `like` [num_reqs, k + 1, V]."""
     assert draft.probs is not None
-    if draft.candidate_ids is None:
-        return draft.probs.gather(-1, drafts[..., None]).squeeze(-1)
-    return torch.where(draft.candidate_ids == drafts[..., None], draft.probs, 0.0).sum(dim=-1)
-
-
-def _draft_distribution(draft: DraftOutput, row: Tensor, like: Tensor) -> Tensor:
-    """The drafter's distribution at `row` int64 [num_reqs, 1], shaped and typed as `like` [num_reqs, V]."""
-    assert draft.probs is not None
-    index = row[..., None].expand(-1, 1, draft.probs.shape[-1])
-    probs = draft.probs.gather(1, index).squeeze(1).to(like.dtype)
+    probs = draft.probs.to(like.dtype)
     if draft.candidate_ids is None:
         return probs
-    return torch.zeros_like(like).scatter(-1, draft.candidate_ids.gather(1, index).squeeze(1), probs)
+    return torch.zeros_like(like[:, 1:]).scatter(-1, draft.candidate_ids, probs)
 
 
 def _logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:

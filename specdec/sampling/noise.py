@@ -11,6 +11,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from specdec.blocks import MOST_NODES
+
 
 class Purpose(IntEnum):
     """Independent random streams of one position."""
@@ -62,6 +64,19 @@ def stream(seeds: Tensor, positions: Tensor, purpose: Purpose) -> Tensor:
     """
     counter = positions * len(Purpose) + (int(purpose) + 1)
     return _mix(_mix(seeds)[:, None] + counter * _STEP)
+
+
+def of_step(anchors: Tensor, count: int) -> Tensor:
+    """int64 [num_reqs, count], to be given in place of positions for what a later step must not draw again.
+
+    The step after a rejection drafts and judges some of the same positions anew. Where the old drafts, or their tests, had a part
+    in what was rejected, their numbers are no longer random; those of another anchor are others.
+
+    Args:
+        anchors: int64 [num_reqs], positions of the step's anchors.
+        count: at most `MOST_NODES`.
+    """
+    return anchors[:, None] * MOST_NODES + torch.arange(count, device=anchors.device)
 
 
 def uniform(seeds: Tensor, positions: Tensor, purpose: Purpose) -> Tensor:

@@ -17,7 +17,7 @@ from drafters.dflash.model import DFlashModel
 from specdec.attention.backend import AttentionSpec
 from specdec.attention.torch_ref.fa import TorchRefBackend
 from specdec.errors import BackendError, CheckpointError, InvalidInputError
-from specdec.sampling.noise import Purpose, uniform
+from specdec.sampling.noise import Purpose, of_step, uniform
 from tests.drafters.tiny import (
     HIDDEN,
     TINY,
@@ -224,7 +224,7 @@ def test_probabilistic_drafts() -> None:
     draft = drafter.propose(batch)
     assert draft.probs is not None and draft.candidate_ids is None
     assert_as_exact(draft.probs, probs, exact)
-    draws = uniform(batch.sampling.seeds, torch.stack([torch.arange(10, 16), torch.arange(15, 21)]), Purpose.DRAFT)
+    draws = uniform(batch.sampling.seeds, of_step(batch.seq_lens, 6), Purpose.DRAFT)
     expected = (probs.double().cumsum(-1) <= draws[..., None]).sum(-1)
     assert torch.equal(draft.token_ids, expected)
     assert not torch.equal(draft.token_ids, probs.argmax(-1)), "the draws decide nothing here"
