@@ -6,7 +6,7 @@ from functools import partial
 from typing import NamedTuple
 
 from specdec.attention import selector
-from specdec.blocks import BlockShape
+from specdec.blocks import MOST_NODES, BlockShape
 from specdec.config import EngineConfig
 from specdec.core import Drafter, Verifier
 from specdec.engine.buckets import BATCH_SIZES, batch_bucket
@@ -171,7 +171,9 @@ def _shapes(verifier: Verifier, drafter: Drafter | None, config: EngineConfig) -
             raise InvalidInputError(f"tree_nodes is {config.tree_nodes}, but {'; '.join(reasons)}; leave it out for chains")
         return (BlockShape(config.tree_nodes, min(config.tree_nodes, most)),)
     if config.num_draft_tokens == "auto" and most:
-        return shapes(most, trees=config.tree_nodes is None and not reasons)
+        # On a CPU a row costs time, and more rows than the longest chain has may see weights that were rounded otherwise.
+        served = 0 if reasons or config.tree_nodes == 0 else MOST_NODES if verifier.device.type == "cuda" else most
+        return shapes(most, trees=served)
     return (BlockShape(most),)
 
 

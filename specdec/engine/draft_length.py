@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal, NamedTuple
 
-from specdec.blocks import MOST_NODES, BlockShape
+from specdec.blocks import BlockShape
 from specdec.core import Drafter
 from specdec.engine.buckets import batch_bucket
 from specdec.engine.draft_acceptance import BlockAcceptance
@@ -65,13 +65,13 @@ def ladder(most: int) -> tuple[int, ...]:
     return (*(k for k in _RUNGS if k < most), most)
 
 
-def shapes(most: int, *, trees: bool) -> tuple[BlockShape, ...]:
-    """Shapes worth telling apart of drafts for up to `most` positions.
+def shapes(most: int, *, trees: int) -> tuple[BlockShape, ...]:
+    """Shapes worth telling apart of drafts for up to `most` positions, with trees of up to `trees` drafts.
 
-    >>> [str(shape) for shape in shapes(3, trees=True)]
-    ['0', '1', '3', 'tree 3', 'tree 7', 'tree 15', 'tree 31', 'tree 63']
+    >>> [str(shape) for shape in shapes(3, trees=31)]
+    ['0', '1', '3', 'tree 3', 'tree 7', 'tree 15', 'tree 31']
     """
-    drafts = (n for n in _RUNGS if 1 < n <= MOST_NODES and trees and most)
+    drafts = (n for n in _RUNGS if 1 < n <= trees and most)
     return (*map(BlockShape, ladder(most)), *(BlockShape(n, min(n, most)) for n in drafts))
 
 

@@ -55,7 +55,7 @@ class ChainLength:
     """A `DraftLength` that chooses among chains, each named by its number of drafts."""
 
     def __init__(self, most: int) -> None:
-        self.choice = DraftLength(shapes(most, trees=False))
+        self.choice = DraftLength(shapes(most, trees=0))
         self.rungs = tuple(shape.drafts for shape in self.choice.rungs)
 
     def choose(self, num_reqs: int, *, news: Callable[[], Callable[[int], bool]] | None = None, **options: Any) -> int:

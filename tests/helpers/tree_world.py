@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from specdec.blocks import BlockShape
+from specdec.blocks import MOST_NODES, BlockShape
 from specdec.engine.draft_length import DraftLength, shapes
 from tests.helpers.draft_length_world import in_mood
 from tests.helpers.tree_oracle import Node, heap_tree
@@ -19,7 +19,7 @@ class TreeLength:
     """A `DraftLength` of chains and trees, told of a tree the rows that were accepted."""
 
     def __init__(self) -> None:
-        self.choice = DraftLength(shapes(MOST, trees=True))
+        self.choice = DraftLength(shapes(MOST, trees=MOST_NODES))
         self.rungs = self.choice.rungs
 
     def choose(self, num_reqs: int) -> BlockShape:

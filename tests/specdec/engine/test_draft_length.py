@@ -247,7 +247,7 @@ class AnySchedule(DraftLength):
     """Chooses at random."""
 
     def __init__(self, most: int, seed: int) -> None:
-        super().__init__(shapes(most, trees=False))
+        super().__init__(shapes(most, trees=0))
         self.rng = random.Random(seed)
 
     def choose(self, num_reqs: int, **_: Any) -> BlockShape:
