@@ -65,7 +65,7 @@ def test_the_embedded_model_gets_its_own_drafter(name: str) -> None:
 def test_other_targets_get_ngram_and_the_summary_says_so(target: Path, capsys: Capture) -> None:
     assert isinstance(SpecDecoder.from_pretrained(str(target), dtype="float32").engine.drafter, NGramDrafter)
     assert main(["generate", "abc", "--raw", "--model", str(target), "--max-tokens", "8", "--ignore-eos"]) == 0
-    assert "(drafter ngram, k up to 8)" in capsys.readouterr().err
+    assert "(drafter ngram, k up to 8, trees of up to 7 drafts)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["auto", "smollm2-dflash", "embedded"])
