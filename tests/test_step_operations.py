@@ -28,9 +28,9 @@ from specdec.attention.triton.fa import TritonFaBackend
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.engine.engine import SpecEngine
 from specdec.engine.graphs import StepGraphs
-from specdec.kernels import triton_argmax, triton_linear, triton_sampler
+from specdec.kernels import triton_argmax, triton_candidates, triton_linear, triton_sampler
 from specdec.layers import argmax, decoder, linear
-from specdec.sampling import sampler
+from specdec.sampling import candidates, sampler
 from tests.helpers.tiny_models import CONFIGS, random_dflash
 from verifiers.hf import verifier_for
 from verifiers.hf_attention import ATTENTION_NAME
@@ -102,8 +102,19 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> OperationCounter:
         made.on = on
         return indices, finite
 
+    found = triton_candidates.candidates
+
+    def valid(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        token_ids, logprobs = found(*args, **kwargs)
+        on, made.on = made.on, False
+        token_ids.zero_()
+        made.on = on
+        return token_ids, logprobs
+
     monkeypatch.setattr(argmax, "on_triton", lambda device: True)
     monkeypatch.setattr(sampler, "draws_on_triton", lambda device: True)
+    monkeypatch.setattr(candidates, "finds_on_triton", lambda device: True)
+    monkeypatch.setattr(triton_candidates, "candidates", valid)
     for user in (triton_argmax, triton_sampler):
         monkeypatch.setattr(user, "choose_slice", filled)
     monkeypatch.setattr(JITFunction, "run", lambda self, *args, **options: made.count(self.fn.__name__))
@@ -121,7 +132,7 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> OperationCounter:
         (3, {}, 58),  # positions of the block, and of fewer verified rows
         (0, {}, 30),
         (15, {"temperature": 0.8}, 50),
-        (15, {"temperature": 0.8, "top_k": 20, "top_p": 0.95}, 52),
+        (15, {"temperature": 0.8, "top_k": 20, "top_p": 0.95}, 54),  # what is dropped, of the drafts as well
         (0, {"temperature": 0.8}, 33),
         (15, {"repetition_penalty": 1.3}, 66),
     ],
