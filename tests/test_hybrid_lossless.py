@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from specdec.blocks import BlockShape
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import ForwardInput, Verifier
 from specdec.engine import build
@@ -70,7 +71,7 @@ def test_k_differs_from_step_to_step(case: tuple[Verifier, Outputs], monkeypatch
     engine = engine_for(case, 7, [{2}, {5}, {0}, set()], num_draft_tokens="auto")
     assert engine.draft_length is not None
     ks: Iterator[int] = iter([0, 3, 7, 0, 0, 1, 7, 3, 0, 7] * 100)
-    monkeypatch.setattr(engine.draft_length, "choose", lambda *args, **options: next(ks))
+    monkeypatch.setattr(engine.draft_length, "choose", lambda *args, **options: BlockShape(next(ks)))
     assert run(engine, [list(prompt) for prompt in case[1]]) == list(case[1].values())
 
 
