@@ -172,14 +172,16 @@ class DecodeBatch:
         """int64 [num_reqs, k + 1]: positions of the rows of the block, not clamped."""
         return self.positions(self.shape.rows) if tree is None else self.seq_lens[:, None] + F.pad(tree.depths, (1, 0))
 
-    def verification(self, token_ids: Tensor, tree: DraftTree | None, *, max_pending: int) -> ForwardInput:
-        """The forward of the target over the rows of the block, `token_ids` int64 [num_reqs, k + 1]."""
+    def verification(self, token_ids: Tensor, positions: Tensor, tree: DraftTree | None, *, max_pending: int) -> ForwardInput:
+        """The forward of the target over the rows of the block: `token_ids` and `positions`, of `row_positions`, int64
+        [num_reqs, k + 1].
+        """
         width = self.shape.rows
         if tree is None:
             position_ids, metadata = self.position_ids(width), self.metadata(width, visibility="causal")
         else:
-            position_ids = self.row_positions(tree).clamp(max=self.max_model_len - 1).flatten()
-            rows = TreeRows(*(F.pad(numbers, (1, 0)).flatten() for numbers in (tree.ancestors, tree.depths)))
+            position_ids = positions.clamp(max=self.max_model_len - 1).flatten()
+            rows = TreeRows(F.pad(tree.ancestors, (1, 0)).flatten(), (positions - self.seq_lens[:, None]).flatten())
             metadata = replace(self.metadata(width, visibility="ancestors"), tree=rows)
         return ForwardInput(
             token_ids.flatten(),
@@ -202,6 +204,9 @@ class DraftOutput:
         point mass: `probs` and `candidate_ids` are None; the draft has probability 1.
         dense: `probs` [num_reqs, k, V].
         top-k supported: `candidate_ids` int64 [num_reqs, k, C] without repeats, `probs` [num_reqs, k, C].
+
+    Drafts with `probs` are judged as a block, so they must be drawn with numbers that no other step of the request draws with; see
+    `specdec.sampling.noise.of_step`.
 
     Attributes:
         token_ids: int64 [num_reqs, k]; every entry is a valid token id, also past `num_drafts`.

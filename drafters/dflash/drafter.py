@@ -172,7 +172,7 @@ class BoundDFlash:
         """The `count` likeliest tokens of every position, given the noise that the target will choose by if drafts are coupled."""
         weights, sampling = None, batch.sampling
         if self.draft_sampling == "greedy":
-            sampling = replace(sampling, plan=SamplingPlan.of([]))
+            sampling = replace(sampling, plan=SamplingPlan.of([]))  # as of greedy requests
         elif self._coupling is not None and not sampling.plan.all_greedy:
             weights = self._coupling.at(sampling.temperature, batch.shape.depth)
         return candidates(logits, sampling, positions, count, weights=weights, target_ids=self.drafter.target_ids)

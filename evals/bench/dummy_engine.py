@@ -54,10 +54,9 @@ class FreeDrafter(Drafter):
         """See `Drafter.bind`."""
         generator = torch.Generator().manual_seed(1)
         shape = batch_bucket(max_num_seqs), self.max_draft_tokens, CANDIDATES
-        token_ids = (
-            torch.rand(*shape[:2], verifier.vocab_size, generator=generator).topk(min(CANDIDATES, verifier.vocab_size)).indices
-        )
-        scores = torch.randn(token_ids.shape, generator=generator).log_softmax(-1).sort(descending=True).values
+        first = torch.randint(verifier.vocab_size, (*shape[:2], 1), generator=generator)
+        token_ids = (first + torch.arange(CANDIDATES)) % verifier.vocab_size  # siblings differ
+        scores = torch.randn(shape, generator=generator).log_softmax(-1).sort(descending=True).values
         return _FreeDrafts(token_ids.to(verifier.device), scores.to(verifier.device))
 
 

@@ -112,7 +112,7 @@ def _block_verification(
     q = _draft_distributions(draft, probs)
     ratio = probs[:, :k].gather(-1, drafts[..., None]).squeeze(-1) / q.gather(-1, drafts[..., None]).squeeze(-1)
     ratio = torch.where(ratio >= 0, ratio, 0.0)  # behind a row that is not finite nothing is looked at
-    # How much of the target's probability of the drafts so far their drafter had: of none it is 1.
+    # The paper's p_i: how far the first i drafts are as likely for the target as for their drafter, from 1 for none of them.
     trust = [torch.ones_like(ratio[:, 0])]
     for place in range(k):
         trust.append((trust[-1] * ratio[:, place]).clamp(max=1))

@@ -79,8 +79,13 @@ def build_engine(verifier: Verifier, drafter: Drafter | None, config: EngineConf
     overshoot = in_flight + max(reserved + 1, num_lookahead_tokens)
     max_blocks = blocks_for(max_model_len + in_flight + max(most_drafts + 1, num_lookahead_tokens), block_size)
 
-    kernels = argmax.on_triton, sampler.draws_on_triton, candidates.finds_on_triton, trees.builds_on_triton
-    for runs in (*kernels, cache_rows.moves_on_triton):
+    for runs in (
+        argmax.on_triton,
+        sampler.draws_on_triton,
+        candidates.finds_on_triton,
+        trees.builds_on_triton,
+        cache_rows.moves_on_triton,
+    ):
         runs(device)  # a self-check, if there is one, belongs before the first step
     captures = captures_graphs(device, config.graphs, partial(check_captured_step, verifier), verifier.attention.name)
     graph_rows = max(_most_rows(shape, config, chosen=len(blocks) > 1) for shape in blocks) if captures else 0

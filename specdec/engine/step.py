@@ -70,11 +70,11 @@ class StepRunner:
                 token_ids = torch.cat([token_ids, draft.token_ids], dim=1)  # [num_reqs, k+1]
         tree = draft.tree if draft else None
         with self._timer.phase("verify"):
-            rows = batch.verification(token_ids, tree, max_pending=self._max_pending)
+            positions = batch.row_positions(tree)
+            rows = batch.verification(token_ids, positions, tree, max_pending=self._max_pending)
             verify = self.verifier.forward(rows, self._caches, self._aux_layer_ids)
         with self._timer.phase("accept"):
             logits = verify.logits.view(*token_ids.shape, -1)
-            positions = batch.row_positions(tree)
             accepted = accept(token_ids, logits, draft, batch.sampling, positions, batch.shape.depth)
             if accepted.path is not None:
                 token_ids, verify = self._follow(batch, accepted.path, token_ids, verify)

@@ -1,8 +1,8 @@
 """Random numbers as functions of (request seed, position, purpose), and of the token where each token has its own.
 
 A request's output therefore does not depend on its neighbors, on preemption, or, where the target's choices are compared with the
-drafts, on whether drafts were used at all. The numbers of a position are used once per purpose: those behind a rejection have
-influenced nothing yet when the next step draws them again.
+drafts, on whether drafts were used at all. The numbers of a position are used once per purpose. Where a rejected part of a
+block may have depended on them, they are those of the step instead (`of_step`).
 """
 
 from enum import IntEnum
