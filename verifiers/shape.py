@@ -54,7 +54,7 @@ def head_shape(config: PreTrainedConfig, layer: int) -> HeadShape:
         if getattr(config, "attention_k_eq_v", False):
             kv_heads = getattr(config, "num_global_key_value_heads", None) or kv_heads
     if getattr(config, "model_type", None) == "mimo_v2_flash" and layer_windows(config)[layer] is not None:
-        kv_heads *= 2
+        kv_heads *= 2  # as its module in Transformers has it; no entry of the config says so
     kinds = getattr(config, "layer_types", None)
     chunked = kinds is not None and kinds[layer] == CHUNKED
     return HeadShape(heads, kv_heads, head_dim, config.attention_chunk_size if chunked else None)
