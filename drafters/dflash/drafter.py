@@ -72,7 +72,8 @@ class DFlashDrafter:
         self.max_draft_tokens = config.max_draft_tokens
         self.first_row = 0 if config.sample_from_anchor else 1
         # A row sees those after it, so a block shorter than in training drafts worse: whatever k is, the whole block runs.
-        self.num_lookahead_tokens = 0 if all(config.causal) else self.first_row + config.max_draft_tokens
+        whole = not all(config.causal) or config.convolves  # whose rows come in whole blocks
+        self.num_lookahead_tokens = 0 if not whole else self.first_row + config.max_draft_tokens
         self.aux_layer_ids = config.target_layer_ids
         self.kv_specs = [KVLayerSpec(config.num_key_value_heads, config.head_dim)] * config.num_hidden_layers
         self.masks = torch.full((1, self.first_row + self.max_draft_tokens), config.mask_token_id, device=verifier.device)
