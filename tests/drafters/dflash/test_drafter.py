@@ -207,7 +207,7 @@ def test_reduced_vocabulary() -> None:
     own = drafter.logits(drafter.draft_hidden(batch))
     assert own.shape == (2, 4, 30)
     assert torch.equal(drafter.propose(batch).token_ids, 2 * own.argmax(-1))
-    drafter.draft_sampling = "probabilistic"
+    drafter.drafts.draft_sampling = "probabilistic"
     draft = drafter.propose(rig.batch([3, 5], [9, 14], 4, temperature=0.7))
     assert draft.probs is not None and draft.candidate_ids is not None
     assert draft.candidate_ids.shape == draft.probs.shape == (2, 4, 30)
