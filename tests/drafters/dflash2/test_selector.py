@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from drafters.dflash2.selector import SelectorConfig
+from specdec.sampling.noise import Purpose, gumbel, of_step, stream
 from tests.drafters.heads import ANCHORS, LENGTHS, headed, with_head
 from tests.drafters.tiny import FakeVerifier
 
@@ -51,4 +52,7 @@ def test_probabilities_are_the_authors(tmp_path: Path, monkeypatch: pytest.Monke
     torch.testing.assert_close(
         dense.scatter(-1, draft.candidate_ids, draft.probs), dense.scatter(-1, candidate_ids, q), atol=1e-4, rtol=1e-4
     )
+    noise = gumbel(stream(batch.sampling.seeds, of_step(batch.seq_lens, K), Purpose.DRAFT), CONFIG.vocab_size)
+    drawn = (draft.probs.log() + noise.gather(-1, draft.candidate_ids)).argmax(-1, keepdim=True)
+    assert torch.equal(draft.candidate_ids.gather(-1, drawn).squeeze(-1), draft.token_ids), "drawn by numbers of the step"
     assert drafter.propose(rig.batch(ANCHORS, LENGTHS, K)).probs is None, "greedy requests alone need no distribution"
