@@ -39,14 +39,14 @@ def test_probabilities_are_the_authors(tmp_path: Path, monkeypatch: pytest.Monke
     """Along the path that we drew, the public selector draws from the same probabilities of the same candidates."""
     drafter, rig = headed(tmp_path / "drafter", CONFIG, draft_sampling="probabilistic")
     theirs, lm_head = public(tmp_path / "drafter"), FakeVerifier().head
-    batch = rig.batch(ANCHORS, LENGTHS, K, temperature=2.5)
+    batch = rig.batch(ANCHORS, LENGTHS, K, temperature=40.0)
     draft, hidden = drafter.propose(batch), drafter.draft_hidden(batch)
     assert draft.probs is not None and draft.candidate_ids is not None
     _, candidates = torch.topk(lm_head(hidden), 6, dim=-1, sorted=False)  # as the public selector finds them
     ours = (candidates == draft.token_ids[..., None]).long().argmax(-1)
     slots = iter(range(K))
     monkeypatch.setattr(reference, "_sample_probs", lambda q: ours[:, next(slots)])
-    path, candidate_ids, q = theirs.propose(hidden, batch.anchors, lm_head, 2.5)
+    path, candidate_ids, q = theirs.propose(hidden, batch.anchors, lm_head, 40.0)
     assert torch.equal(path, draft.token_ids)
     dense = torch.zeros(2, K, CONFIG.vocab_size)
     torch.testing.assert_close(
