@@ -35,7 +35,8 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "drafters": [
         {"keys"},
-        {"algorithms", "checkpoint"},
+        {"algorithms", "checkpoint", "head"},
+        {"dspark", "dflash2"},
         {"dflash", "ngram"},
         {"load", "shipped"},
         {"fit"},
