@@ -11,6 +11,11 @@ _ARCHITECTURES = {
     "DominoDraftModel": "domino",
     "Qwen3DSparkModel": "dspark",
     "DSparkDraftModel": "dspark",
+    "LlamaForCausalLMEagle3": "eagle3",
+    "Qwen3Eagle3Model": "eagle3",
+    "Eagle3Speculator": "eagle3",
+    "Eagle3DraftModel": "eagle3",
+    "PEagleSpeculator": "peagle",
 }
 
 _FAMILIES = {
@@ -18,8 +23,7 @@ _FAMILIES = {
     "domino": "Domino, which adds a recurrent head to DFlash",
     "xpress": "XPress, which refines a DFlash block in several passes",
     "dflash": "DFlash on layers of its own, not Qwen3's",
-    "peagle": "P-EAGLE, an EAGLE-3 head that drafts in parallel",
-    "eagle3": "EAGLE-3, a head of one layer that drafts token by token",
+    "eagle3": "EAGLE-3 on layers of its own, not Llama's or Qwen3's",
     "eagle": "EAGLE, a head of one layer that drafts token by token",
     "medusa": "Medusa, one head per drafted position",
     "hydra": "Hydra, one head per drafted position",

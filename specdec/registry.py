@@ -27,6 +27,8 @@ DRAFTERS: dict[str, str | Callable[..., Any]] = {
     "dflash": "drafters.dflash.drafter:load_dflash",
     "dflash2": "drafters.dflash.drafter:load_dflash",
     "dspark": "drafters.dflash.drafter:load_dflash",
+    "eagle3": "drafters.eagle3.drafter:load_eagle3",
+    "peagle": "drafters.eagle3.drafter:load_eagle3",
     "smollm2-dflash": "drafters.shipped:load_shipped",
 }
 """Functions `(path | None, *, verifier) -> Drafter`, by the name of a drafter or of the algorithm in a `config.json`."""

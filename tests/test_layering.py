@@ -36,8 +36,8 @@ FLOORS: dict[str, list[set[str]]] = {
     "drafters": [
         {"keys"},
         {"algorithms", "checkpoint", "head"},
-        {"dspark", "dflash2"},
-        {"dflash", "ngram"},
+        {"dspark", "dflash2", "sequential"},
+        {"dflash", "eagle3", "ngram"},
         {"load", "shipped"},
         {"fit"},
         {"training"},
