@@ -9,6 +9,7 @@ from torch import Tensor
 
 from drafters.checkpoint import CONFIG, check_tensors, find_folder, naming, own_tensors, read_json, read_tensors, write_folder
 from drafters.dflash.config import DFlashConfig
+from drafters.dflash.heads import head_names
 from drafters.dflash.layout import Layout, config_json, parse_config
 from drafters.dflash.names import zlab_names
 from drafters.keys import require
@@ -22,8 +23,9 @@ def read_checkpoint(path: str | Path) -> tuple[DFlashConfig, dict[str, Tensor]]:
 
     Returns:
         The configuration, and tensors on the CPU in the type of the file under their z-lab names: 11 per layer (15 with biases),
-        `fc.weight`, `hidden_norm.weight`, `norm.weight`; and where the checkpoint brings its own `embed_tokens.weight`,
-        `lm_head.weight` and `d2t` int64 [draft_vocab_size], with `target_id = draft_id + d2t[draft_id]`, and `mask_embedding` [H].
+        `fc.weight`, `hidden_norm.weight`, `norm.weight`; those of other layers and of a head; and where the checkpoint brings its
+        own `embed_tokens.weight`, `lm_head.weight`, `mask_embedding` [H] and `d2t` int64 [draft_vocab_size], with
+        `target_id = draft_id + d2t[draft_id]`.
 
     Raises:
         CheckpointError: nothing there, damaged or incomplete files, another kind of drafter.
@@ -31,7 +33,7 @@ def read_checkpoint(path: str | Path) -> tuple[DFlashConfig, dict[str, Tensor]]:
     folder = find_folder(path)
     with naming(path):
         config = parse_config(read_json(folder / CONFIG))
-        tensors = zlab_names(own_tensors(read_tensors(folder)), config)
+        tensors = zlab_names(head_names(own_tensors(read_tensors(folder))), config)
         if (folder / _MASK).exists():
             tensors["mask_embedding"] = _mask_embedding(folder / _MASK, config)
         if config.draft_vocab_size is None:
@@ -140,6 +142,11 @@ def tensor_shapes(config: DFlashConfig) -> dict[str, tuple[int, ...]]:
         shapes |= {f"aux_hidden_norms.{i}.weight": (config.tap_width,) for i in range(len(config.target_layer_ids))}
     if config.draft_vocab_size is not None:
         shapes |= {"lm_head.weight": (config.draft_vocab_size, hidden), "d2t": (config.draft_vocab_size,)}
+    if config.head is not None:
+        with torch.device("meta"):
+            modules = config.head.modules(config.head_sizes)
+        states = {f"{name}.{part}": tensor for name, module in modules.items() for part, tensor in module.state_dict().items()}
+        shapes |= {name: tuple(tensor.shape) for name, tensor in states.items()}
     return shapes
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from drafters.dflash.coupling import Coupling
+from drafters.head import HeadConfig, HeadSizes
 from drafters.keys import require
 from specdec.layers.rotary import STATIC_ROPE_TYPES
 
@@ -54,6 +55,7 @@ class DFlashConfig:
             apart from its rows (DFlare, arXiv 2606.02091).
         gemma: layers are those of Gemma 4 instead of Qwen3 (DeepSpec): norms around both sublayers, normed values, unscaled scores.
         keys_as_values: values are the keys before their norm.
+        head: what corrects the logits behind each token; None for plain DFlash.
         coupling: weights of its probabilities and of the shared noise; None are ones.
     """
 
@@ -91,6 +93,7 @@ class DFlashConfig:
     mixes_taps: bool = False
     gemma: bool = False
     keys_as_values: bool = False
+    head: HeadConfig | None = None
     coupling: Coupling | None = None
 
     def __post_init__(self) -> None:
@@ -133,6 +136,8 @@ class DFlashConfig:
             f"RoPE turns {rotated:g} of {self.head_dim} numbers of a head; it must be an even part of them",
         )
         self._check_convolutions()
+        if self.head is not None:
+            self.head.check(self.head_sizes, sample_from_anchor=self.sample_from_anchor)
         if self.coupling is not None:
             self.coupling.check(self.max_draft_tokens)
 
@@ -169,6 +174,16 @@ class DFlashConfig:
     def convolves(self) -> bool:
         """Whether there are convolutions around sublayers."""
         return self.conv_kernel_size is not None
+
+    @property
+    def algorithm(self) -> str:
+        """Its name in `drafters.algorithms`."""
+        return "dflash" if self.head is None else self.head.algorithm
+
+    @property
+    def head_sizes(self) -> HeadSizes:
+        """What a head takes over."""
+        return HeadSizes(self.hidden_size, self.vocab_size, self.draft_vocab_size or self.vocab_size)
 
     @property
     def tap_width(self) -> int:

@@ -48,6 +48,8 @@ class DFlashModel(nn.Module):
         self.lm_head = nn.Linear(hidden, draft_vocab or config.vocab_size, bias=False) if own_head else None
         self.d2t: Tensor | None
         self.register_buffer("d2t", None if draft_vocab is None else torch.zeros(draft_vocab, dtype=torch.long))
+        for name, module in ({} if config.head is None else config.head.modules(config.head_sizes)).items():
+            self.add_module(name, module)
         self.rope = rope_of(config, whole=False)
 
     def context_kv(self, features: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
