@@ -8,6 +8,9 @@ from drafters.keys import require, section
 _ARCHITECTURES = {
     "DFlashDraftModel": "dflash",
     "DFlash2DraftModel": "dflash2",
+    "DFlareDraftModel": "dflash",
+    "DFlashLagunaForCausalLM": "dflash",
+    "MuseGlimmerAssistantModel": "dflash",
     "DominoDraftModel": "domino",
     "Qwen3DSparkModel": "dspark",
     "DSparkDraftModel": "dspark",
@@ -16,6 +19,7 @@ _ARCHITECTURES = {
     "Eagle3Speculator": "eagle3",
     "Eagle3DraftModel": "eagle3",
     "PEagleSpeculator": "peagle",
+    "Gemma4DSparkModel": "dspark",
 }
 
 _FAMILIES = {

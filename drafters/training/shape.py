@@ -30,6 +30,10 @@ def make_drafter(config: TrainConfig, verifier: Any, tokenizer: Any) -> DFlashMo
                 f"drafter {config.init!r} brings its own embeddings or head, which training does not touch; start from one that"
                 " borrows the target's, or leave --init out"
             )
+        if peculiar := (*shape.peculiarities, *(["its own mask row"] if "mask_embedding" in tensors else [])):
+            raise InvalidInputError(
+                f"drafter {config.init!r} has {' and '.join(peculiar)}, which training does not know; leave --init out"
+            )
         _check_taps(shape.target_layer_ids, verifier)
         model = DFlashModel(replace(shape, coupling=None))  # it was fitted to what the drafter said before
         model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
