@@ -1,7 +1,7 @@
 """Whether a drafter would fit a target, told from its config.json alone."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Protocol, cast
 
@@ -9,10 +9,11 @@ from drafters.algorithms import algorithm_of, unsupported
 from drafters.checkpoint import CONFIG, check_target
 from drafters.dflash.checkpoint import tensor_shapes
 from drafters.dflash.layout import parse_config
+from drafters.license import CARD, license_note
 from drafters.shipped import shipped_drafter_path
 from specdec.core import Verifier
 from specdec.errors import CheckpointError
-from specdec.hub import json_file
+from specdec.hub import checkpoint_file, json_file
 from specdec.registry import DRAFTERS
 
 _WITHOUT_WEIGHTS = ("none", "ngram")
@@ -48,6 +49,7 @@ class Fit:
         taps: layers of the target whose outputs it reads, 0-based.
         numbers: that its tensors hold, those that it borrows from the target left out.
         problems: everything in the way; empty when it fits.
+        license: what to say of its license; None where that leaves everyone free to use it.
     """
 
     algorithm: str
@@ -55,6 +57,7 @@ class Fit:
     taps: tuple[int, ...] = ()
     numbers: int = 0
     problems: tuple[str, ...] = ()
+    license: str | None = None
 
 
 def read_fit(name: str, target: TargetShape) -> Fit:
@@ -73,7 +76,8 @@ def read_fit(name: str, target: TargetShape) -> Fit:
     raw = json_file(where, CONFIG, what="drafter")
     if raw is None:
         raise CheckpointError(f"drafter {name!r} has no config.json; give the folder that holds it, or owner/name")
-    return fit_of(raw, target)
+    card = checkpoint_file(where, CARD, what="drafter")
+    return replace(fit_of(raw, target), license=license_note(card, raw))
 
 
 def fit_of(raw: Mapping[str, Any], target: TargetShape) -> Fit:

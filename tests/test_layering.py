@@ -35,7 +35,7 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "drafters": [
         {"keys"},
-        {"algorithms", "checkpoint"},
+        {"algorithms", "checkpoint", "license"},
         {"dflash", "ngram"},
         {"load", "shipped"},
         {"fit"},
