@@ -68,6 +68,7 @@ VERBS = (
     Verb("profile", "show which kernels a decoding step spends its time in, and write a trace", "evals.profile.command"),
     Verb("train", "train a drafter on the target's own answers", "drafters.training.command"),
     Verb("couple", "fit how far a drafter trusts its probabilities and the target's noise", "drafters.training.couple"),
+    Verb("convert", "write a drafter's checkpoint in another layout", "drafters.convert"),
     Verb("warmup", "compile what a configuration will need, before a request waits for it", "specdec.cli.warmup"),
     Verb("doctor", "show the device, what is installed, and which attention backends work", "specdec.cli.doctor"),
 )
