@@ -36,7 +36,8 @@ FLOORS: dict[str, list[set[str]]] = {
     "drafters": [
         {"keys"},
         {"algorithms", "checkpoint", "license"},
-        {"dflash", "ngram"},
+        {"sequential"},
+        {"dflash", "draft_model", "eagle3", "ngram"},
         {"load", "shipped"},
         {"convert", "fit"},
         {"training"},
