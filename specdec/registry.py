@@ -25,6 +25,7 @@ MLA_BACKENDS = {
 DRAFTERS: dict[str, str | Callable[..., Any]] = {
     "ngram": "drafters.ngram:load_ngram",
     "dflash": "drafters.dflash.drafter:load_dflash",
+    "draft-model": "drafters.draft_model.drafter:load_draft_model",
     "smollm2-dflash": "drafters.shipped:load_shipped",
 }
 """Functions `(path | None, *, verifier) -> Drafter`, by the name of a drafter or of the algorithm in a `config.json`."""
@@ -38,6 +39,11 @@ VERIFIERS = {
     "hf": "verifiers.load:load_verifier",
 }
 """Functions `(name_or_path, *, device, dtype, attention) -> (Verifier, tokenizer)`."""
+
+TOKENIZERS = {
+    "hf": "verifiers.load:load_tokenizer",
+}
+"""Functions `(name_or_path) -> tokenizer`, of targets that the function of the same name above loads."""
 
 PARTS = {
     "compare": "evals.bench.compare:run",  # generate --compare

@@ -56,12 +56,16 @@ class SequentialDrafter(Drafter):
         Raises:
             InvalidInputError: another target than the one this was made for.
         """
+        self.check_target(verifier)
+        return BoundSequential(self, caches, max_num_seqs, draft_sampling)
+
+    def check_target(self, verifier: Verifier) -> None:
+        """Raises an InvalidInputError for another target than the one this was made for."""
         if verifier is not self.verifier:
             raise InvalidInputError(
                 f"this drafter was made ready for {self.verifier.name!r} as loaded earlier, not for this {verifier.name!r};"
                 " load it again beside the target it serves"
             )
-        return BoundSequential(self, caches, max_num_seqs, draft_sampling)
 
 
 class BoundSequential(BoundDrafter):
