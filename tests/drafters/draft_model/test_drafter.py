@@ -47,10 +47,15 @@ def check_text(model: Any, noted: list[Noted], *, every: int = 6) -> None:
 
 def run(verifier: Verifier, drafter: DraftModel | None, prompts: list[list[int]], **changes: Any) -> list[Request]:
     """All prompts in one engine; `changes` are of its config or of sampling."""
-    sampling = {name: changes.pop(name) for name in ("temperature", "top_k", "max_tokens") if name in changes}
-    options = {"max_num_seqs": 3, "max_prefill_tokens": 13, "cache": CacheConfig(memory_bytes=2**22), "num_draft_tokens": None}
+    sampling: dict[str, Any] = {name: changes.pop(name) for name in ("temperature", "top_k", "max_tokens") if name in changes}
+    options: dict[str, Any] = {
+        "max_num_seqs": 3,
+        "max_prefill_tokens": 13,
+        "cache": CacheConfig(memory_bytes=2**22),
+        "num_draft_tokens": None,
+    }
     engine = SpecEngine(verifier, drafter, EngineConfig(**{**options, **changes}))
-    params = {"max_tokens": 24, "ignore_eos": True, **sampling}
+    params: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, **sampling}
     requests = [engine.add_request(prompt, SamplingParams(seed=i, **params)) for i, prompt in enumerate(prompts)]
     while engine.has_work:
         engine.step()
@@ -151,7 +156,7 @@ def save(folder: Path, name: str, seed: int) -> str:
 def test_from_folders(tmp_path: Path) -> None:
     """By its name alone: config.json says that it is a language model."""
     target, draft = save(tmp_path / "target", "llama", 0), save(tmp_path / "draft", "llama", 0)
-    options = {"device": "cpu", "dtype": "float32", "attention": "torch_ref", "block_size": 4}
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "attention": "torch_ref", "block_size": 4}
     decoder = SpecDecoder.from_pretrained(target, drafter=draft, engine=EngineConfig(num_draft_tokens=3), **options)
     drafter = decoder.engine.drafter
     assert isinstance(drafter, DraftModel) and drafter.network.num_tokens == VOCAB  # type: ignore[attr-defined]
