@@ -11,7 +11,7 @@ from drafters.draft_model.vocabulary import common_tokens
 from drafters.sequential.drafter import BoundSequential, SequentialDrafter
 from specdec.attention.mla import MlaBackend
 from specdec.config import DraftSampling
-from specdec.core import DecodeBatch, DraftOutput, Verifier
+from specdec.core import BoundDrafter, DecodeBatch, DraftOutput, Verifier
 from specdec.errors import InvalidInputError
 from specdec.registry import TOKENIZERS, VERIFIERS, resolve
 
@@ -39,11 +39,8 @@ class DraftModel(SequentialDrafter):
         super().__init__(network, verifier, max_draft_tokens=max_draft_tokens)
         self.longest = model.max_model_len
 
-    def bind(
-        self, verifier: Verifier, caches: Sequence[Any], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling
-    ) -> "BoundDraftModel":
-        """See `SequentialDrafter.bind`."""
-        self.check_target(verifier)
+    def bound(self, caches: Sequence[Any], max_num_seqs: int, draft_sampling: DraftSampling) -> BoundDrafter:
+        """See `SequentialDrafter.bound`."""
         return BoundDraftModel(self, caches, max_num_seqs, draft_sampling)
 
 
