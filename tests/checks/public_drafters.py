@@ -2,6 +2,7 @@
 
     python -m tests.checks.public_drafters                  counts, and every refusal with its reason
     python -m tests.checks.public_drafters --layout Laguna  one layout
+    python -m tests.checks.public_drafters --write          the table in docs/drafters.md
 
 `tests/drafters/public_drafters.json` holds every row of `public_targets.json` as its publisher writes it: the content of
 config.json, and name and shape of every tensor. Few of them were to be seen: the others are rebuilt from the code that trained and
@@ -33,6 +34,7 @@ from specdec.errors import SpecDecError
 from tests.drafters.tiny import FakeVerifier, tiny_target
 
 DATA = Path(__file__).parents[1] / "drafters" / "public_drafters.json"
+PAGE = Path(__file__).parents[2] / "docs" / "drafters.md"
 
 SYMBOLS = {
     "H": "hidden_size", "I": "intermediate_size", "N": "num_attention_heads", "K": "num_key_value_heads", "D": "head_dim",
@@ -210,23 +212,43 @@ def _are_objects(*values: object) -> bool:
     return all(isinstance(value, Mapping) for value in values)
 
 
+Found = Sequence[tuple[Row, str | None]]
+"""Rows, and what is in the way of each."""
+
+
+def table(found: Found) -> str:
+    """Counts by family and layout, in Markdown."""
+    lines = ["| family | layout | load |", "|---|---|---|"]
+    for family in dict.fromkeys(row.family for row, _ in found):
+        lines.append(f"| **{family}** | | **{_count(found, family=family)}** |")
+        for layout in dict.fromkeys(row.layout for row, _ in found if row.family == family):
+            lines.append(f"| | {layout} | {_count(found, family=family, layout=layout)} |")
+    return "\n".join(lines)
+
+
+def _count(found: Found, **about: str) -> str:
+    reasons = [reason for row, reason in found if all(getattr(row, name) == value for name, value in about.items())]
+    return f"{reasons.count(None)} of {len(reasons)}"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the counts and every refusal; 0."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--layout", metavar="NAME", help="one layout alone")
+    parser.add_argument("--write", action="store_true", help="put the counts into docs/drafters.md")
     args = parser.parse_args(argv)
     found = [(row, refusal(row)) for row in rows() if args.layout in (None, row.layout)]
     for family in dict.fromkeys(row.family for row, _ in found):
-        reasons = [reason for row, reason in found if row.family == family]
-        print(f"{reasons.count(None)} of {len(reasons)} drafters load: {family}")
+        print(f"{_count(found, family=family)} drafters load: {family}")
     print("\nby layout")
     for layout in dict.fromkeys(row.layout for row, _ in found):
-        reasons = [reason for row, reason in found if row.layout == layout]
-        print(f"  {reasons.count(None):>2} of {len(reasons):>2}  {layout}")
+        print(f"  {_count(found, layout=layout):>8}  {layout}")
     print("\nrefused")
     refused = Counter((row.layout, reason) for row, reason in found if reason)
     for (layout, reason), count in refused.most_common():
         print(f"  {count:>2}  {layout}: {reason}")
+    if args.write:
+        PAGE.write_text(re.sub(r"\| family \| layout(.*\n\|)*.*", lambda _: table(found), PAGE.read_text(), count=1))
     return 0
 
 
