@@ -260,7 +260,10 @@ def _convolutions(config: DFlashConfig) -> dict[str, Any]:
 
 
 def _to_zlab(config: DFlashConfig, dtype: str) -> dict[str, Any]:
-    require(config.num_target_layers is not None, "num_target_layers is unknown; the z-lab layout needs the target's layer count")
+    require(
+        config.num_target_layers is not None,
+        "num_target_layers is unknown; the z-lab layout needs the target's layer count (specdec convert --model)",
+    )
     by_kind = all(causal == (window is not None) for window, causal in zip(config.windows, config.causal, strict=True))
     require(by_kind or len(set(config.causal)) == 1, f"causality {config.causal} by layer has no key in the z-lab layout")
     own = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids), **_convolutions(config)}

@@ -56,7 +56,7 @@ class SequentialNetwork(Protocol):
 
     def condense(self, aux_hidden: Tensor) -> Tensor:
         """Features [T, F] of positions, from the target's tapped layers side by side [T, taps * H]."""
-        raise NotImplementedError("a network without features condenses none")
+        raise AssertionError("a network without features condenses none")
 
     def forward(self, rows: Rows, caches: Sequence[Any], wanted: Tensor | None) -> Tensor:
         """Writes the keys and values of rows to `caches`, one per entry of `kv_specs`.
