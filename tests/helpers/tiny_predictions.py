@@ -1,0 +1,190 @@
+"""Tiny targets on disk with layers for multi-token prediction, and what transformers' own layers make of the same weights."""
+
+import copy
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tests.helpers.tiny_models import CONFIGS, LATENT_CONFIGS, plain_model, tiny_tokenizer
+from verifiers.wrappers import text_class
+
+Names = Callable[[str, int], str]
+
+PARTS = ("embedding_norm", "hidden_norm", "projection", "norm")
+
+
+class Layout(NamedTuple):
+    """Names of public files: of `PARTS`, of layers, and of what stands within layers."""
+
+    parts: Mapping[str, str]
+    layers: str
+    within: Sequence[tuple[str, str]] = ()
+    further: Sequence[str] = ()  # scopes of deeper layers, which are not read
+
+    def name(self, own: str, target_layers: int) -> str:
+        """Of a tensor that the helper calls `own`."""
+        part, _, rest = own.partition(".")
+        if part in self.parts:
+            found = f"{self.parts[part]}.{rest}"
+        else:
+            found = re.sub(r"^model\.layers\.", self.layers, own)
+            for old, new in self.within:
+                found = re.sub(old, new, found)
+        return found.replace("{T}", str(target_layers))
+
+
+QWEN = Layout(
+    dict(zip(PARTS, ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"), strict=True)), "mtp.layers."
+)
+APPENDED = Layout(
+    {part: f"model.layers.{{T}}.{name}" for part, name in zip(PARTS, ("enorm", "hnorm", "eh_proj", "shared_head.norm"), strict=True)},
+    "model.layers.",
+    [(r"^model\.layers\.0", "model.layers.{T}")],
+)
+MIMO = Layout(
+    {part: f"model.mtp.layers.0.{name}" for part, name in zip(PARTS, ("enorm", "hnorm", "eh_proj", "final_layernorm"), strict=True)},
+    "model.mtp.layers.",
+    [(r"post_attention_layernorm", "pre_mlp_layernorm"), (r"sinks$", "attention_sink_bias")],
+    ["model.mtp.layers.1.", "model.mtp.layers.2."],
+)
+NEMOTRON = Layout(
+    dict(zip(PARTS, ("mtp.layers.0.enorm", "mtp.layers.0.hnorm", "mtp.layers.0.eh_proj", "mtp.layers.1.final_layernorm"), strict=True)),
+    "mtp.layers.",
+)
+SPECULATORS = Layout(
+    {
+        part: f"mtp_layers.0.{name}"
+        for part, name in zip(PARTS, ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"), strict=True)
+    },
+    "mtp_layers.",
+)
+
+FULL = {"layer_types": ["full_attention"]}
+SPARSE = {"mlp_layer_types": ["sparse"]}
+
+CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
+    "qwen3_5": (QWEN, FULL),
+    "qwen3_5_moe": (QWEN, FULL),
+    "qwen3_next": (QWEN, FULL),
+    "mellum": (QWEN, {"layer_types": ["sliding_attention"], **SPARSE}),
+    "deepseek_v3": (APPENDED, {"first_k_dense_replace": 0}),
+    "deepseek_v32": (APPENDED, {"first_k_dense_replace": 0, **SPARSE}),
+    "glm4_moe": (APPENDED, {"first_k_dense_replace": 0}),
+    "glm4_moe_lite": (APPENDED, SPARSE),
+    "glm_moe_dsa": (APPENDED, {**SPARSE, "indexer_types": ["full"]}),
+    "mimo_v2_flash": (MIMO, {"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]}),
+    "nemotron_h": (NEMOTRON, {"layer_types": ["full_attention", "moe"]}),
+}
+"""For each family its names, and what its layers have otherwise than the target's."""
+
+
+class Reference(NamedTuple):
+    """Layers for multi-token prediction on transformers' own.
+
+    Attributes:
+        target: the model.
+        layers: a model whose layers and norm they are.
+        norms: of the embedding and of the hidden state.
+        projection: [H, 2 H].
+    """
+
+    target: PreTrainedModel
+    layers: PreTrainedModel
+    norms: tuple[torch.nn.Module, torch.nn.Module]
+    projection: Tensor
+
+    def tensors(self) -> dict[str, Tensor]:
+        """By the names of the helper."""
+        named = {name: tensor for name, tensor in self.layers.state_dict().items() if name.startswith("model.layers.")}
+        embedding_norm, hidden_norm = (norm.weight for norm in self.norms)
+        own = {"embedding_norm": embedding_norm, "hidden_norm": hidden_norm, "projection": self.projection}
+        own["norm"] = self.layers.base_model.norm_f.weight if hasattr(self.layers.base_model, "norm_f") else self.layers.base_model.norm.weight
+        return named | {f"{part}.weight": tensor for part, tensor in own.items()}
+
+    @torch.inference_mode()
+    def hidden(self, token_ids: Sequence[int]) -> Tensor:
+        """Hidden states [T, H] that the target's head is given."""
+        return self.target.base_model(torch.tensor([list(token_ids)]), use_cache=False).last_hidden_state[0]
+
+    @torch.inference_mode()
+    def draft(self, token_ids: Sequence[int], count: int, *, forced: Sequence[int] = ()) -> tuple[list[int], Tensor]:
+        """Greedy drafts after `token_ids`, the last of which the target has not read, and their logits [count, V].
+
+        Args:
+            token_ids: of the prompt and the anchor.
+            count: of drafts.
+            forced: drafts that go on where the likeliest would.
+        """
+        embed = self.target.get_input_embeddings().weight
+        hidden, tokens = self.hidden(token_ids[:-1]), list(token_ids)
+        logits, drafts = [], []
+        for index in range(count):
+            embedding = embed[torch.tensor(tokens[1:])]
+            rows = torch.cat([self.norms[0](embedding), self.norms[1](hidden)], dim=-1) @ self.projection.T
+            out = self.layers.base_model(inputs_embeds=rows[None], use_cache=False).last_hidden_state[0]
+            logits.append(self.target.get_output_embeddings()(out[-1]))
+            drafts.append(forced[index] if index < len(forced) else int(logits[-1].argmax()))
+            tokens.append(drafts[-1])
+            hidden = torch.cat([hidden, out[-1:]])
+        return drafts, torch.stack(logits)
+
+
+def reference(name: str, seed: int = 0) -> Reference:
+    """A target of that name and layers beside it."""
+    target = plain_model(name, seed)
+    changes = CASES[name][1] if name in CASES else FULL
+    config = copy.deepcopy(target.config)
+    count = len(changes.get("layer_types") or [0])
+    layers = _layers(name, config, {**changes, "num_hidden_layers": count}, seed + 1)
+    norm = layers.base_model.norm_f if hasattr(layers.base_model, "norm_f") else layers.base_model.norm
+    norms = copy.deepcopy(norm), copy.deepcopy(norm)
+    with torch.no_grad():
+        for one in norms:
+            one.weight.add_(torch.randn_like(one.weight) * 0.3)
+    width = config.hidden_size
+    return Reference(target, layers, norms, torch.randn(width, 2 * width) * width**-0.5)
+
+
+def _layers(name: str, config: Any, changes: Mapping[str, Any], seed: int) -> PreTrainedModel:
+    """A model of these layers alone, its weights random as those of `plain_model`."""
+    known = {key: value for key, value in changes.items() if hasattr(config, key)}
+    factory = (CONFIGS | LATENT_CONFIGS)[name]
+    assert factory().model_type == config.model_type
+    return plain_model(name, seed, **known)
+
+
+def write_target(path: Path, ref: Reference, layout: Layout) -> Path:
+    """Saves the target with its layers, those of experts one by one, under the names of public files."""
+    config = ref.target.config
+    config.num_nextn_predict_layers = 1
+    ref.target.save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    tensors = load_file(path / "model.safetensors")
+    own = {layout.name(one, config.num_hidden_layers): tensor for one, tensor in experts_apart(ref.tensors()).items()}
+    if layout is APPENDED:
+        scope = f"model.layers.{config.num_hidden_layers}."
+        own |= {f"{scope}{name}.weight": tensors["lm_head.weight"].clone() for name in ("embed_tokens", "shared_head.head")}
+    own |= {scope + "mlp.down_proj.weight": torch.zeros(3, 3) for scope in layout.further}
+    save_file({name: tensor.contiguous() for name, tensor in (tensors | own).items()}, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+def experts_apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same with the experts of a layer one by one, as files have them."""
+    apart = {}
+    for name, tensor in tensors.items():
+        joined = re.match(r"^(.*\.experts)\.(gate_up_proj|up_proj|down_proj)$", name)
+        if joined is None:
+            apart[name] = tensor
+            continue
+        for expert, weight in enumerate(tensor):
+            names = ("gate_proj", "up_proj") if joined[2] == "gate_up_proj" else (joined[2],)
+            for part, rows in zip(names, weight.chunk(len(names)), strict=True):
+                apart[f"{joined[1]}.{expert}.{part}.weight"] = rows.clone()
+    return apart
