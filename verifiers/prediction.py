@@ -1,6 +1,7 @@
 """Building a target's layers for multi-token prediction, from its own checkpoint or from one that was made for it."""
 
 import copy
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -95,7 +96,7 @@ def _layers(verifier: DecoderVerifier, folder: Path, config: Any, family: Predic
     own, width = layers_config(config, family), verifier.hidden_size
     backend = _backend(verifier, own)
     extra = {"embedding_norm": [width], "hidden_norm": [width], "norm": [width], "projection": [width, 2 * width]}
-    weights = _read(verifier, folder, own, partial(prediction_name, config=config, family=family), extra)
+    weights = _read(verifier, folder, own, partial(prediction_name, config=config, family=family), shapes_of(own), extra)
     builder = _builder(own, backend, weights)
     return PredictionLayers(
         embedding_norm=builder.norm(weights, "embedding_norm"),
@@ -106,19 +107,22 @@ def _layers(verifier: DecoderVerifier, folder: Path, config: Any, family: Predic
 
 
 def _assistant(verifier: DecoderVerifier, folder: Path, entries: Mapping[str, Any]) -> PredictionLayers:
-    config = config_of(dict(entries["text_config"]))
+    text = dict(entries["text_config"])
+    text["num_kv_shared_layers"] = text["num_hidden_layers"]
+    text["sliding_window"] += 1  # what lies exactly a window away is seen, as transformers has it
+    config = config_of(text)
     width, hidden, vocabulary = verifier.hidden_size, config.hidden_size, verifier.vocab_size
     if (entries.get("backbone_hidden_size"), config.vocab_size) != (width, vocabulary):
         raise CheckpointError(
             f"it was made for a target of width {entries.get('backbone_hidden_size')} and {config.vocab_size} tokens;"
             f" {verifier.name!r} has {width} and {vocabulary}"
         )
-    config.num_kv_shared_layers = config.num_hidden_layers
-    if getattr(config, "sliding_window", None):
-        config.sliding_window += 1  # what lies exactly a window away is seen, as transformers has it
     backend = _backend(verifier, config)
     extra = {"projection": [hidden, 2 * width], "back": [width, hidden], "norm": [hidden], "head": [vocabulary, hidden]}
-    weights = _read(verifier, folder, config, partial(prediction_name, config=config, family=ASSISTANT), extra)
+    # transformers may refuse to make a model whose layers all read the keys of others.
+    whole = shapes_of(config_of(text | {"num_kv_shared_layers": 0}))
+    shapes = {name: shape for name, shape in whole.items() if not re.search(r"\.(k_proj|v_proj|k_norm|v_norm)\.", name)}
+    weights = _read(verifier, folder, config, partial(prediction_name, config=config, family=ASSISTANT), shapes, extra)
     builder = _builder(config, backend, weights)
     return PredictionLayers(
         embedding_norm=None,
@@ -188,15 +192,20 @@ def _builder(config: Any, backend: AttentionBackend | MlaBackend, weights: Weigh
 
 
 def _read(
-    verifier: DecoderVerifier, folder: Path, config: Any, name: Callable[[str], str | None], extra: Mapping[str, Sequence[int]]
+    verifier: DecoderVerifier,
+    folder: Path,
+    config: Any,
+    name: Callable[[str], str | None],
+    shapes: Mapping[str, Sequence[int]],
+    extra: Mapping[str, Sequence[int]],
 ) -> Weights:
-    """The weights of the layers, and `extra` ones by the names of their modules; all of their shapes."""
+    """The weights of the layers, whose `shapes` are those of a whole model, and `extra` ones by the names of their modules."""
     as_stored = verifier.checkpoint is not None and verifier.checkpoint.as_stored
     weights = read_named(folder, config, name, device=verifier.device, dtype=verifier.dtype, as_stored=as_stored)
     if not weights:
         raise CheckpointError(f"{str(folder)!r} holds no layers for multi-token prediction; use another drafter")
-    shapes = {name: shape for name, shape in shapes_of(config).items() if name.startswith("model.layers.")}
-    check_shapes(weights, shapes | {f"{module}.weight": torch.Size(shape) for module, shape in extra.items()})
+    of_layers = {name: shape for name, shape in shapes.items() if name.startswith("model.layers.")}
+    check_shapes(weights, of_layers | {f"{module}.weight": shape for module, shape in extra.items()})
     return Weights(weights)
 
 
