@@ -11,6 +11,9 @@ _ARCHITECTURES = {
     "DominoDraftModel": "domino",
     "Qwen3DSparkModel": "dspark",
     "DSparkDraftModel": "dspark",
+    "Gemma4AssistantForCausalLM": "mtp",
+    "Gemma4UnifiedAssistantForCausalLM": "mtp",
+    "MTPDraftModel": "mtp",
 }
 
 _FAMILIES = {
