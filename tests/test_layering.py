@@ -36,7 +36,8 @@ FLOORS: dict[str, list[set[str]]] = {
     "drafters": [
         {"keys"},
         {"algorithms", "checkpoint"},
-        {"dflash", "ngram"},
+        {"sequential"},
+        {"dflash", "eagle3", "ngram"},
         {"load", "shipped"},
         {"fit"},
         {"training"},

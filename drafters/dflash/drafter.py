@@ -52,6 +52,7 @@ class DFlashDrafter:
     """
 
     draws_trees = True
+    tokens_ahead = 0
 
     def __init__(self, model: DFlashModel, verifier: Verifier) -> None:
         config = model.config
