@@ -37,7 +37,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"keys"},
         {"algorithms", "checkpoint"},
         {"sequential"},
-        {"dflash", "eagle3", "ngram"},
+        {"dflash", "eagle3", "mtp", "ngram"},
         {"load", "shipped"},
         {"fit"},
         {"training"},

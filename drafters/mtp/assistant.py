@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from drafters.mtp.network import PredictionNetwork
-from drafters.sequential.choice import choose
+from drafters.sequential.choice import Choice, choose
 from drafters.sequential.drafter import SequentialDrafter
 from drafters.sequential.network import Rows
 from specdec.attention.backend import AttentionMetadata
@@ -74,8 +74,7 @@ class BoundAssistant(BoundDrafter):
         choices = []
         for draft in range(batch.k):
             out = self.network.forward(Rows(newest, hidden, batch.position_ids(1), metadata), self.caches, None)
-            logits = self.network.logits(out)[:, None]
-            choices.append(choose(batch, logits, draft, self.draft_sampling, None))
+            choices.append(self._choose(batch, out, draft, 1))
             hidden, newest = self.network.next_features(out), choices[-1].token_ids[:, 0]
         token_ids = torch.cat([choice.token_ids for choice in choices], dim=1)
         probs = [choice.probs for choice in choices if choice.probs is not None]
@@ -85,6 +84,10 @@ class BoundAssistant(BoundDrafter):
         """Keeps the hidden state of the last row that was accepted."""
         first = torch.arange(0, token_ids.numel(), token_ids.shape[1], device=token_ids.device)
         self._keep(batch.slots, verify, first + accept.num_accepted)
+
+    def _choose(self, batch: DecodeBatch, hidden: Tensor, first: int, count: int) -> Choice:
+        logits = self.network.logits(hidden).view(batch.num_reqs, count, -1)
+        return choose(batch, logits, first, self.draft_sampling, self.network.target_ids)
 
     def _keep(self, slots: Tensor, verify: VerifyOutput, rows: Tensor) -> None:
         assert verify.aux_hidden is not None, "the engine taps aux_layer_ids"

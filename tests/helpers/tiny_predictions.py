@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,10 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.helpers.tiny_models import CONFIGS, LATENT_CONFIGS, plain_model, tiny_tokenizer
-from verifiers.wrappers import text_class
-
-Names = Callable[[str, int], str]
+from tests.helpers.tiny_models import plain_model, tiny_tokenizer
 
 PARTS = ("embedding_norm", "hidden_norm", "projection", "norm")
 
@@ -104,35 +101,61 @@ class Reference(NamedTuple):
         named = {name: tensor for name, tensor in self.layers.state_dict().items() if name.startswith("model.layers.")}
         embedding_norm, hidden_norm = (norm.weight for norm in self.norms)
         own = {"embedding_norm": embedding_norm, "hidden_norm": hidden_norm, "projection": self.projection}
-        own["norm"] = self.layers.base_model.norm_f.weight if hasattr(self.layers.base_model, "norm_f") else self.layers.base_model.norm.weight
+        own["norm"] = final_norm(self.layers).weight
         return named | {f"{part}.weight": tensor for part, tensor in own.items()}
 
-    @torch.inference_mode()
-    def hidden(self, token_ids: Sequence[int]) -> Tensor:
-        """Hidden states [T, H] that the target's head is given."""
-        return self.target.base_model(torch.tensor([list(token_ids)]), use_cache=False).last_hidden_state[0]
+    def hidden(self, token_ids: Sequence[int], *, raw: bool = False) -> Tensor:
+        """Hidden states [T, H] that the target's head is given, or the `raw` ones that its last norm is given."""
+        kept: list[Tensor] = []
+        hook = self.target.base_model.layers[-1].register_forward_hook(lambda module, given, out: kept.append(first(out)[0]))
+        normed = self.target.base_model(torch.tensor([list(token_ids)]), use_cache=False).last_hidden_state[0]
+        hook.remove()
+        return kept[0] if raw else normed
+
+    def row(self, embedding: Tensor, hidden: Tensor, *, hidden_first: bool = False) -> Tensor:
+        """What the layers are given."""
+        halves = [self.norms[0](embedding), self.norms[1](hidden)]
+        return torch.cat(halves[::-1] if hidden_first else halves, dim=-1) @ self.projection.T
+
+    def out(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, H] behind the last norm, and before it."""
+        kept: list[Tensor] = []
+        hook = self.layers.base_model.layers[-1].register_forward_hook(lambda module, given, out: kept.append(first(out)[0]))
+        normed = self.layers.base_model(inputs_embeds=rows[None], use_cache=False).last_hidden_state[0]
+        hook.remove()
+        return normed, kept[0]
 
     @torch.inference_mode()
-    def draft(self, token_ids: Sequence[int], count: int, *, forced: Sequence[int] = ()) -> tuple[list[int], Tensor]:
-        """Greedy drafts after `token_ids`, the last of which the target has not read, and their logits [count, V].
+    def logits(self, token_ids: Sequence[int], drafts: Sequence[int], wrong: str = "") -> Tensor:
+        """Logits [k, V] of `drafts`, each given those before it, of forwards over the whole text.
 
         Args:
             token_ids: of the prompt and the anchor.
-            count: of drafts.
-            forced: drafts that go on where the likeliest would.
+            drafts: k tokens.
+            wrong: "hidden" takes the target's hidden states from before its norm, "order" puts them first, "shift" gives a row the
+                token of its own position, and "recursion" takes the layers' own from before their norm.
         """
         embed = self.target.get_input_embeddings().weight
-        hidden, tokens = self.hidden(token_ids[:-1]), list(token_ids)
-        logits, drafts = [], []
-        for index in range(count):
-            embedding = embed[torch.tensor(tokens[1:])]
-            rows = torch.cat([self.norms[0](embedding), self.norms[1](hidden)], dim=-1) @ self.projection.T
-            out = self.layers.base_model(inputs_embeds=rows[None], use_cache=False).last_hidden_state[0]
-            logits.append(self.target.get_output_embeddings()(out[-1]))
-            drafts.append(forced[index] if index < len(forced) else int(logits[-1].argmax()))
-            tokens.append(drafts[-1])
-            hidden = torch.cat([hidden, out[-1:]])
-        return drafts, torch.stack(logits)
+        hidden, tokens, found = self.hidden(token_ids[:-1], raw=wrong == "hidden"), [*token_ids, *drafts], []
+        for draft in range(len(drafts)):
+            ahead = 0 if wrong == "shift" else 1
+            given = torch.tensor(tokens[ahead : ahead + len(token_ids) - 1 + draft])
+            out, raw = self.out(self.row(embed[given], hidden, hidden_first=wrong == "order"))
+            found.append(self.target.get_output_embeddings()(out[-1]))
+            hidden = torch.cat([hidden, (raw if wrong == "recursion" else out)[-1:]])
+        return torch.stack(found)
+
+
+def first(out: Any) -> Tensor:
+    """Hidden states that a layer gives, in a tuple or by themselves."""
+    return out[0] if isinstance(out, tuple) else out
+
+
+def final_norm(model: PreTrainedModel) -> torch.nn.Module:
+    """The norm before a model's head."""
+    base: Any = model.base_model
+    norm: torch.nn.Module = base.norm_f if hasattr(base, "norm_f") else base.norm
+    return norm
 
 
 def reference(name: str, seed: int = 0) -> Reference:
@@ -141,22 +164,15 @@ def reference(name: str, seed: int = 0) -> Reference:
     changes = CASES[name][1] if name in CASES else FULL
     config = copy.deepcopy(target.config)
     count = len(changes.get("layer_types") or [0])
-    layers = _layers(name, config, {**changes, "num_hidden_layers": count}, seed + 1)
-    norm = layers.base_model.norm_f if hasattr(layers.base_model, "norm_f") else layers.base_model.norm
+    changed = {**changes, "num_hidden_layers": count}
+    layers = plain_model(name, seed + 1, **{entry: value for entry, value in changed.items() if hasattr(config, entry)})
+    norm = final_norm(layers)
     norms = copy.deepcopy(norm), copy.deepcopy(norm)
     with torch.no_grad():
         for one in norms:
             one.weight.add_(torch.randn_like(one.weight) * 0.3)
     width = config.hidden_size
     return Reference(target, layers, norms, torch.randn(width, 2 * width) * width**-0.5)
-
-
-def _layers(name: str, config: Any, changes: Mapping[str, Any], seed: int) -> PreTrainedModel:
-    """A model of these layers alone, its weights random as those of `plain_model`."""
-    known = {key: value for key, value in changes.items() if hasattr(config, key)}
-    factory = (CONFIGS | LATENT_CONFIGS)[name]
-    assert factory().model_type == config.model_type
-    return plain_model(name, seed, **known)
 
 
 def write_target(path: Path, ref: Reference, layout: Layout) -> Path:
