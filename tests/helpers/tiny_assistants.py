@@ -96,19 +96,29 @@ def gemma4_target(path: Path, name: str, seed: int = 0) -> PreTrainedModel:
 
 
 @torch.inference_mode()
-def assistant_drafts(target: PreTrainedModel, assistant: PreTrainedModel, token_ids: Sequence[int], count: int) -> tuple[list[int], Tensor]:
-    """Greedy drafts after `token_ids`, the last of which the target has not read, and their logits, as `generate` has them."""
+def assistant_logits(
+    target: PreTrainedModel, assistant: PreTrainedModel, token_ids: Sequence[int], drafts: Sequence[int], wrong: str = ""
+) -> Tensor:
+    """Logits [k, V] of `drafts`, each given those before it, as transformers' `generate` has them when nothing was rejected.
+
+    Args:
+        target, assistant: transformers' models.
+        token_ids: of the prompt and the anchor.
+        drafts: k tokens.
+        wrong: "position" takes that of the last token that the target has read, "order" puts the hidden state first, and "scale"
+            takes raw rows of the embedding table.
+    """
     read = target.base_model(torch.tensor([list(token_ids[:-1])]), return_shared_kv_states=True, use_cache=False)
-    hidden, last = read.last_hidden_state[:, -1:], torch.tensor([[token_ids[-1]]])
-    drafts, logits = [], []
-    for _ in range(count):
-        embedding = target.get_input_embeddings()(last)
+    hidden, embeddings = read.last_hidden_state[:, -1:], target.get_input_embeddings()
+    logits = []
+    for token in [token_ids[-1], *drafts[:-1]]:
+        embedding = embeddings.weight[None, None, token] if wrong == "scale" else embeddings(torch.tensor([[token]]))
+        halves = [embedding, hidden]
         out = assistant(
-            inputs_embeds=torch.cat([embedding, hidden], dim=-1),
-            position_ids=torch.tensor([[len(token_ids) - 1]]),
+            inputs_embeds=torch.cat(halves[::-1] if wrong == "order" else halves, dim=-1),
+            position_ids=torch.tensor([[len(token_ids) - (2 if wrong == "position" else 1)]]),
             shared_kv_states=dict(read.shared_kv_states),
         )
-        hidden, last = out.last_hidden_state, out.logits.argmax(-1)
-        drafts.append(int(last))
+        hidden = out.last_hidden_state
         logits.append(out.logits[0, 0])
-    return drafts, torch.stack(logits)
+    return torch.stack(logits)

@@ -18,8 +18,6 @@ K = 3
 FEW = SamplingParams(max_tokens=4, ignore_eos=True)
 TOLERANCE = 1e-4
 """Of the largest logit."""
-QUICK = ("qwen3_5", "deepseek_v3", "nemotron_h")
-"""One of each kind of layer."""
 
 
 def case(name: str, folder: Path) -> tuple[Reference, Verifier, SequentialDrafter]:
@@ -42,7 +40,7 @@ def worst(ref: Reference, noted: list[Noted], wrong: str = "") -> float:
     return max(errors)
 
 
-@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_drafts_are_those_of_transformers_layers(name: str, tmp_path: Path) -> None:
     """In a running engine, each from the whole text; catches a tensor, a norm, a rotation or a window that is wrong."""
     ref, verifier, drafter = case(name, tmp_path)
