@@ -175,19 +175,21 @@ def reference(name: str, seed: int = 0) -> Reference:
     return Reference(target, layers, norms, torch.randn(width, 2 * width) * width**-0.5)
 
 
-def write_target(path: Path, ref: Reference, layout: Layout) -> Path:
-    """Saves the target with its layers, those of experts one by one, under the names of public files."""
+def write_target(path: Path, ref: Reference, layout: Layout, *, own: bool = True) -> Path:
+    """Saves the target, and if they are its `own` the layers, those of experts one by one, under the names of public files."""
     config = ref.target.config
-    config.num_nextn_predict_layers = 1
+    config.num_nextn_predict_layers = int(own)
     ref.target.save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
+    if not own:
+        return path
     tensors = load_file(path / "model.safetensors")
-    own = {layout.name(one, config.num_hidden_layers): tensor for one, tensor in experts_apart(ref.tensors()).items()}
+    further = {layout.name(one, config.num_hidden_layers): tensor for one, tensor in experts_apart(ref.tensors()).items()}
     if layout is APPENDED:
         scope = f"model.layers.{config.num_hidden_layers}."
-        own |= {f"{scope}{name}.weight": tensors["lm_head.weight"].clone() for name in ("embed_tokens", "shared_head.head")}
-    own |= {scope + "mlp.down_proj.weight": torch.zeros(3, 3) for scope in layout.further}
-    save_file({name: tensor.contiguous() for name, tensor in (tensors | own).items()}, path / "model.safetensors", {"format": "pt"})
+        further |= {f"{scope}{name}.weight": tensors["lm_head.weight"].clone() for name in ("embed_tokens", "shared_head.head")}
+    further |= {scope + "mlp.down_proj.weight": torch.zeros(3, 3) for scope in layout.further}
+    save_file({name: tensor.contiguous() for name, tensor in (tensors | further).items()}, path / "model.safetensors", {"format": "pt"})
     return path
 
 
