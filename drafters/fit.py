@@ -15,7 +15,7 @@ from specdec.errors import CheckpointError
 from specdec.hub import json_file
 from specdec.registry import DRAFTERS
 
-_WITHOUT_WEIGHTS = ("none", "ngram")
+_WITHOUT_WEIGHTS = ("none", "ngram", "suffix")
 
 
 class TargetShape(Protocol):

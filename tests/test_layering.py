@@ -36,7 +36,8 @@ FLOORS: dict[str, list[set[str]]] = {
     "drafters": [
         {"keys"},
         {"algorithms", "checkpoint"},
-        {"dflash", "ngram"},
+        {"dflash", "suffix"},
+        {"ngram"},
         {"load", "shipped"},
         {"fit"},
         {"training"},
