@@ -2,8 +2,8 @@
 
 What ArcticInference keeps as suffix trees is found by comparing here: the request's own text, and a pool of past outputs, are
 searched for the request's last tokens in every step. The best occurrences of either are followed back and forth. A chain is the
-continuation that is expected to be accepted for longest (`choice`), from the request or from the pool. A tree holds what followed all
-of them. Every chain has k drafts, whatever they promise, since the step has k rows either way.
+continuation that is expected to be accepted for longest (`choice`), from the request or from the pool. A tree holds what followed
+all of them. Every chain has k drafts, whatever they promise, since the step has k rows either way.
 """
 
 from collections.abc import Sequence
