@@ -35,9 +35,9 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "drafters": [
         {"keys"},
-        {"algorithms", "checkpoint"},
-        {"dflash", "suffix"},
-        {"ngram"},
+        {"algorithms", "checkpoint", "head"},
+        {"dspark", "dflash2", "suffix", "composed"},
+        {"dflash", "ngram"},
         {"load", "shipped"},
         {"fit"},
         {"training"},
