@@ -44,6 +44,7 @@ class TrainConfig:
     top_p: float = _option(1.0, "answers", "keep the likeliest tokens that reach P when sampling")
     max_tokens: int = _option(256, "answers", "most tokens of an answer")
     heldout: int = _option(64, "answers", "prompts kept out of training, answered greedily, for tau")
+    heldout_temperature: float = _option(1.0, "answers", "of a second answer to each of these; 0 is none")
     max_num_seqs: int = _option(256, "answers", "answers decoded at once")
     attention: str = _option("auto", "answers", "attention backend of the engine")
     kv_memory: int | None = _option(None, "answers", "memory for the KV cache")
@@ -110,7 +111,7 @@ class TrainConfig:
         for name in ("min_lr", "warmup", "few_shot_share", "dpace_alpha", "top_p"):
             self._check(name, 0 <= getattr(self, name) <= 1, "between 0 and 1")
         zero_or_more = ("variations", "self_prompts", "weight_decay", "ce", "kl", "tv")
-        for name in (*zero_or_more, "eval_every", "save_every", "tolerance"):
+        for name in (*zero_or_more, "eval_every", "save_every", "tolerance", "heldout_temperature"):
             self._check(name, getattr(self, name) >= 0, "0 or more")
         self._check("block_size", self.block_size >= 2, "at least 2, the anchor and one draft")
         self._check("ce", self.ce + self.kl + self.tv > 0, "positive, or kl or tv must be")

@@ -214,10 +214,15 @@ class Trainer:
     def _evaluate(self, log: TrainLog, row: dict[str, Any]) -> None:
         """Writes `row` with tau; every process evaluates, so that none runs ahead into a timeout."""
         result = replay(self.model, self.target, self.heldout, self.config)
-        self.tau = result.tau
+        self.tau = result.tau()
         rates = " ".join(f"{rate:.2f}" for rate in result.row_rates)
-        log.write(row | {"tau": result.tau, "row1": result.row_rates[0]}, self.progress)
-        log.say(f"step {self.step}: tau {result.tau:.3f} on {len(self.heldout)} held-out answers; accepted up to row: {rates}")
+        figures = result.figures()
+        trees = {column: figures.get(name) for column, name in (("tree", "tree 16"), ("sampled", "sampled tree 16"))}
+        log.write(row | {"tau": self.tau, "row1": result.row_rates[0]} | trees, self.progress)
+        taus = ", ".join(f"{name}: {tau:.3f}" for name, tau in figures.items())
+        recall = " ".join(f"{rate:.2f}" for rate in result.recall)
+        log.say(f"step {self.step}: tau on {len(self.heldout)} held-out answers by drafts: {taus}")
+        log.say(f"  accepted up to row: {rates}; held by the candidates: {recall}")
 
     def _save(self) -> None:
         if self.rank == 0:
