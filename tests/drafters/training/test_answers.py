@@ -215,7 +215,7 @@ def test_prompts_longer_than_the_context_are_refused_first_or_left_out(tmp_path:
         run_stages(("answers",), config)
     monkeypatch.undo()
     assert run_stages(("answers",), replace(config, skip_long=True))
-    assert sum(map(len, shards(tmp_path).values())) == 3 + 2 * 13
+    assert sum(map(len, shards(tmp_path).values())) == 2 * 3 + 2 * 13
 
 
 def test_a_wrong_tap_does_not_wait_for_the_answers(tmp_path: Path) -> None:
