@@ -38,6 +38,7 @@ class TrainConfig:
     max_prompts: int | None = _option(None, "answers", "most prompts taken from the files")
     variations: int = _option(0, "answers", "versions of every question with other numbers and names")
     self_prompts: int = _option(0, "answers", "prompts that the target writes itself (Magpie), beside the files")
+    opening_share: float = _option(0.0, "answers", "share of these that are begun for it: code, lists, summaries, translation, ...")
     few_shot_share: float = _option(0.0, "answers", "share of the questions asked as few-shot text instead of in the chat template")
     few_shot: int = _option(5, "answers", "worked examples in a few-shot prompt")
     temperatures: tuple[float, ...] = _option((0.0,), "answers", "one answer per prompt and temperature; 0 is greedy")
@@ -77,9 +78,13 @@ class TrainConfig:
     loss: str = _option("decay", "training", "weights of the positions: decay (exponential) or dpace")
     gamma: float | None = _option(None, "training", "positions over which decaying weights fall to 1/e (default: by block size)")
     dpace_alpha: float = _option(0.5, "training", "smoothing of D-PACE's acceptance probabilities")
+    dpace_candidates: int = _option(1, "training", "tokens of a position that a tree may hold, in D-PACE's weights; 1 is for chains")
     ce: float = _option(1.0, "training", "factor of the cross-entropy with the answer's token")
     kl: float = _option(0.0, "training", "factor of the divergence from the target's distribution")
     tv: float = _option(0.0, "training", "factor of the total variation to the target's distribution")
+    selector: float = _option(1.0, "training", "factor of the cross-entropy among the candidates, for a head that chooses there")
+    confidence: float = _option(0.0, "training", "factor of the loss of a head's confidences")
+    base_until: float = _option(0.0, "training", "share of the run over which the loss moves from the backbone to its head")
     mask_path: str = _option("auto", "training", "attention of the blocks: flex (FlexAttention), dense, or auto (flex on CUDA)")
     compile: bool = _option(False, "training", "compile the target's layers and the loss; worth it for long runs")
     loss_rows: int = _option(4096, "training", "rows whose logits exist at once")
@@ -93,7 +98,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         positive = ("max_tokens", "max_num_seqs", "shard_size", "layers", "batch_size", "accumulation", "anchors", "loss_rows")
-        for name in (*positive, "bucket", "log_every", "finish_prompts", "heldout", "few_shot"):
+        for name in (*positive, "dpace_candidates", "bucket", "log_every", "finish_prompts", "heldout", "few_shot"):
             self._check(name, getattr(self, name) >= 1, "at least 1")
         for name in (
             "lr",
@@ -108,9 +113,9 @@ class TrainConfig:
             "window",
         ):
             self._check(name, getattr(self, name) is None or getattr(self, name) > 0, "positive")
-        for name in ("min_lr", "warmup", "few_shot_share", "dpace_alpha", "top_p"):
+        for name in ("base_until", "min_lr", "warmup", "opening_share", "few_shot_share", "dpace_alpha", "top_p"):
             self._check(name, 0 <= getattr(self, name) <= 1, "between 0 and 1")
-        zero_or_more = ("variations", "self_prompts", "weight_decay", "ce", "kl", "tv")
+        zero_or_more = ("variations", "self_prompts", "weight_decay", "ce", "kl", "tv", "selector", "confidence")
         for name in (*zero_or_more, "eval_every", "save_every", "tolerance", "heldout_temperature"):
             self._check(name, getattr(self, name) >= 0, "0 or more")
         self._check("block_size", self.block_size >= 2, "at least 2, the anchor and one draft")
@@ -133,7 +138,7 @@ class TrainConfig:
     @property
     def uses_teacher(self) -> bool:
         """Whether the loss needs the target's own distribution."""
-        return self.kl > 0 or self.tv > 0
+        return self.kl > 0 or self.tv > 0 or self.confidence > 0
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

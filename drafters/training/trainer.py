@@ -20,6 +20,7 @@ from drafters.training.dataset import AnswerSet
 from drafters.training.evaluate import replay
 from drafters.training.log import TrainLog
 from drafters.training.losses import ChunkedLoss, LossConfig, default_gamma
+from drafters.training.objective import Objective
 from drafters.training.mask import use_flex
 from drafters.training.optimizer import MasterAdamW, lr_factor
 from drafters.training.state import load_state, save_state
@@ -64,13 +65,10 @@ class Trainer:
         self.model = model.to(target.dtype)
         self.flex = use_flex(config.mask_path, target.device)
         gamma = None if config.loss == "dpace" else config.gamma or default_gamma(model.config.block_size)
-        self.loss = ChunkedLoss(
-            target.head,
-            LossConfig(gamma=gamma, dpace_alpha=config.dpace_alpha, ce=config.ce, kl=config.kl, tv=config.tv),
-            rows=config.loss_rows,
-            teacher_head=target.head,
-            compile=config.compile,
-        )
+        shared = ("dpace_alpha", "dpace_candidates", "ce", "kl", "tv", "selector", "confidence")
+        losses = LossConfig(gamma=gamma, **{name: getattr(config, name) for name in shared})
+        self.objective = Objective(target.head, losses, teacher=target.head)
+        self.loss = ChunkedLoss(self.objective, rows=config.loss_rows, compile=config.compile)
         self.step, self.seconds = 0, 0.0  # seconds of all runs, as far as the last line of the log
         self._seconds_before, self._clock = 0.0, 0.0
         self.tau: float | None = None
@@ -193,7 +191,8 @@ class Trainer:
             teacher = (
                 final_hidden.gather(1, rows[:, :, None].expand(-1, -1, final_hidden.shape[2])).view(hidden.shape).flatten(0, 1)
             )
-        loss, weight, matches = self.loss(hidden.flatten(0, 1), blocks.labels.flatten(0, 1), blocks.valid.flatten(0, 1), teacher)
+        rows = (hidden, blocks.labels, blocks.valid, blocks.previous)
+        loss, weight, matches = self.loss(*(part.flatten(0, 1) for part in rows), teacher)
         torch.autograd.backward(loss)
         totals += torch.stack([loss.detach(), weight, valid.sum().float(), matches.cumprod(dim=-1).sum().float()])
         return weight
