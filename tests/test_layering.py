@@ -35,7 +35,7 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "drafters": [
         {"keys"},
-        {"algorithms", "checkpoint"},
+        {"algorithms", "checkpoint", "head"},
         {"dflash", "ngram"},
         {"load", "shipped"},
         {"fit"},

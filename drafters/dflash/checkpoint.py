@@ -89,6 +89,10 @@ def tensor_shapes(config: DFlashConfig) -> dict[str, tuple[int, ...]]:
     }
     if config.attention_bias:
         layer |= {f"self_attn.{name}_proj.bias": layer[f"self_attn.{name}_proj.weight"][:1] for name in "qkvo"}
+    if config.conv_kernel_size is not None and config.conv_group_size is not None:
+        taps, groups = config.conv_kernel_size, hidden // config.conv_group_size
+        for name in ("attention_conv", "mlp_conv"):
+            layer |= {f"{name}.base_kernel": (2, taps, hidden), f"{name}.kernel_projection.weight": (2 * taps * groups, hidden)}
     shapes = {f"layers.{i}.{name}": shape for i in range(config.num_hidden_layers) for name, shape in layer.items()}
     shapes |= {"fc.weight": (hidden, config.feature_size), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
     if config.draft_vocab_size is not None:

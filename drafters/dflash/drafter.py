@@ -15,27 +15,18 @@ from drafters.checkpoint import check_target
 from drafters.dflash.checkpoint import read_checkpoint, target_ids
 from drafters.dflash.config import DFlashConfig
 from drafters.dflash.coupling import CouplingTable
+from drafters.dflash.drafts import Drafts, Slots
 from drafters.dflash.model import DFlashModel
 from drafters.dflash.network import DFlashNetwork
 from specdec.attention.backend import AttentionBackend, AttentionSpec, Visibility
-from specdec.blocks import MOST_NODES
 from specdec.config import DraftSampling
 from specdec.core import AcceptOutput, DecodeBatch, DraftOutput, PrefillBatch, Verifier, VerifyOutput
 from specdec.errors import BackendError, InvalidInputError
 from specdec.kv_cache import NULL_BLOCK, KVLayerSpec, LayerCache
-from specdec.layers.argmax import argmax
 from specdec.layers.rotary import Angles, Rope
-from specdec.sampling.candidates import candidates
-from specdec.sampling.filters import processed_probs
-from specdec.sampling.noise import Purpose, of_step, uniform
-from specdec.sampling.sampler import sample_from
-from specdec.sampling.tensors import SamplingPlan
-from specdec.sampling.trees import best_first
 
 MOST_DEFERRED = 16
 """Steps without drafts whose context is put off at most."""
-MOST_CANDIDATES = 16
-"""Tokens per position among which a tree chooses; of trees of up to 64 drafts more change nothing."""
 
 
 class DFlashDrafter:
@@ -72,7 +63,8 @@ class DFlashDrafter:
         self.max_draft_tokens = config.max_draft_tokens
         self.first_row = 0 if config.sample_from_anchor else 1
         # A row sees those after it, so a block shorter than in training drafts worse: whatever k is, the whole block runs.
-        self.num_lookahead_tokens = 0 if all(config.causal) else self.first_row + config.max_draft_tokens
+        whole = not all(config.causal) or config.convolves  # whose rows come in whole blocks
+        self.num_lookahead_tokens = 0 if not whole else self.first_row + config.max_draft_tokens
         self.aux_layer_ids = config.target_layer_ids
         self.kv_specs = [KVLayerSpec(config.num_key_value_heads, config.head_dim)] * config.num_hidden_layers
         self.masks = torch.full((1, self.first_row + self.max_draft_tokens), config.mask_token_id, device=verifier.device)
@@ -125,11 +117,12 @@ class BoundDFlash:
     def __init__(
         self, drafter: DFlashDrafter, caches: Sequence[LayerCache], max_num_seqs: int, draft_sampling: DraftSampling
     ) -> None:
-        self.drafter, self.caches, self.draft_sampling = drafter, list(caches), draft_sampling
+        self.drafter, self.caches = drafter, list(caches)
         self._block: tuple[Tensor, dict[Rope, Angles]] | None = None  # position ids of the block, and their angles
         target, device = drafter.verifier, drafter.verifier.device
         coupling = drafter.config.coupling
-        self._coupling = None if coupling is None else CouplingTable(coupling, device)
+        table = None if coupling is None else CouplingTable(coupling, device)
+        self.drafts = Drafts(draft_sampling, table, drafter.target_ids)
         width = len(drafter.aux_layer_ids) * target.hidden_size
         # Features of position p lie in column p % MOST_DEFERRED; of the last `_deferred` positions nothing is written yet.
         self._ring = torch.zeros(max_num_seqs, MOST_DEFERRED, width, dtype=target.dtype, device=device)
@@ -144,38 +137,9 @@ class BoundDFlash:
         self._write_context(verify, batch.forward.position_ids, batch.forward.metadata.slot_mapping)
 
     def propose(self, batch: DecodeBatch) -> DraftOutput:
-        """Drafts a chain, or a tree of the likeliest paths, from one forward."""
-        logits = self.logits(self.draft_hidden(batch))
-        positions = batch.positions(batch.shape.depth + 1)[:, 1:]
-        if batch.shape.is_tree:
-            return self._tree(batch, logits, positions)
-        if self.draft_sampling == "greedy" or batch.sampling.plan.all_greedy:
-            return DraftOutput(token_ids=self._to_target(argmax(logits)[0]))
-        if self.draft_sampling == "coupled":
-            token_ids, _ = self._candidates(batch, logits, positions, 1)
-            return DraftOutput(token_ids=token_ids.squeeze(-1))
-        probs = processed_probs(logits, batch.sampling)
-        draws = uniform(batch.sampling.seeds, of_step(batch.seq_lens, batch.k), Purpose.DRAFT)
-        token_ids = self._to_target(sample_from(probs, draws))
-        target_ids = self.drafter.target_ids
-        candidate_ids = None if target_ids is None else target_ids.expand(probs.shape)
-        return DraftOutput(token_ids=token_ids, probs=probs, candidate_ids=candidate_ids)
-
-    def _tree(self, batch: DecodeBatch, logits: Tensor, positions: Tensor) -> DraftOutput:
-        """The tree of the likeliest paths, if every position's token did not depend on those before it."""
-        count = min(MOST_CANDIDATES if batch.shape.depth > 1 else MOST_NODES, batch.k)  # one position has no more paths than tokens
-        token_ids, scores = self._candidates(batch, logits, positions, count)
-        best = best_first(scores, batch.k)
-        return DraftOutput(token_ids=token_ids.flatten(1).gather(1, best.places), tree=best.tree)
-
-    def _candidates(self, batch: DecodeBatch, logits: Tensor, positions: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """The `count` likeliest tokens of every position, given the noise that the target will choose by if drafts are coupled."""
-        weights, sampling = None, batch.sampling
-        if self.draft_sampling == "greedy":
-            sampling = replace(sampling, plan=SamplingPlan.of([]))  # as of greedy requests
-        elif self._coupling is not None and not sampling.plan.all_greedy:
-            weights = self._coupling.at(sampling.temperature, batch.shape.depth)
-        return candidates(logits, sampling, positions, count, weights=weights, target_ids=self.drafter.target_ids)
+        """Drafts a chain, or a tree of the likeliest paths, from one forward of the backbone."""
+        hidden = self.draft_hidden(batch)
+        return self.drafts.of(batch, Slots(hidden, self.logits(hidden)))
 
     def commit(self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput) -> None:
         """Writes the context of all verified rows, over what the block left there, or puts that of the anchor off."""
@@ -241,9 +205,6 @@ class BoundDFlash:
     def _embed(self, token_ids: Tensor) -> Tensor:
         own = self.drafter.model.embed_tokens is not None
         return self.drafter.network.embed(token_ids) if own else self.drafter.verifier.embed(token_ids)
-
-    def _to_target(self, draft_ids: Tensor) -> Tensor:
-        return draft_ids if self.drafter.target_ids is None else self.drafter.target_ids[draft_ids]
 
     def _write_context(self, verify: VerifyOutput, position_ids: Tensor, slot_mapping: Tensor) -> None:
         assert verify.aux_hidden is not None, "the engine taps aux_layer_ids"

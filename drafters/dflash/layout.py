@@ -31,6 +31,7 @@ _OWN_KEYS = {
     "input_embedding_scale", "is_causal", "layer_types", "logit_scale", "mask_token_id", "num_target_layers",
     "output_multiplier", "sample_from_anchor", "sliding_window", "sliding_window_non_causal", "swa_window_size",
     "target_hidden_size", "target_layer_ids", "use_sliding_window", "use_swa",
+    "conv_group_size", "conv_kernel_size",
 }  # fmt: skip
 
 
@@ -77,6 +78,8 @@ def parse_config(raw: Mapping[str, Any]) -> DFlashConfig:
         target_hidden_size=keys.integer("target_hidden_size"),
         verifier_name=verifier.get("name_or_path") or keys.find("verifier_name_or_path"),
         verifier_architectures=tuple(architectures),
+        conv_kernel_size=keys.integer("conv_kernel_size"),
+        conv_group_size=keys.integer("conv_group_size"),
         coupling=parse_coupling(raw.get("coupling")),
     )
     _check_alignment(raw, config)
@@ -228,11 +231,16 @@ def _layer_section(config: DFlashConfig, dtype: str) -> dict[str, Any]:
     return section | {name: value for name, value in optional.items() if value is not None}
 
 
+def _convolutions(config: DFlashConfig) -> dict[str, Any]:
+    sizes = {"conv_kernel_size": config.conv_kernel_size, "conv_group_size": config.conv_group_size}
+    return sizes if config.convolves else {}
+
+
 def _to_zlab(config: DFlashConfig, dtype: str) -> dict[str, Any]:
     require(config.num_target_layers is not None, "num_target_layers is unknown; the z-lab layout needs the target's layer count")
     by_kind = all(causal == (window is not None) for window, causal in zip(config.windows, config.causal, strict=True))
     require(by_kind or len(set(config.causal)) == 1, f"causality {config.causal} by layer has no key in the z-lab layout")
-    own = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)}
+    own = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids), **_convolutions(config)}
     if config.sample_from_anchor:
         own["sample_from_anchor"] = True
     result = {"architectures": ["DFlashDraftModel"], **_layer_section(config, dtype), "block_size": config.block_size}
@@ -280,4 +288,5 @@ def _to_speculators(config: DFlashConfig, dtype: str) -> dict[str, Any]:
         "sliding_window_non_causal": True not in sliding,
         "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
         "target_hidden_size": config.target_hidden_size,
+        **_convolutions(config),
     }

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from drafters.dflash.coupling import Coupling, CouplingTable
 from drafters.dflash.drafter import BoundDFlash
+from drafters.dflash.drafts import Drafts
 from specdec.config import DraftSampling
 from specdec.core import AcceptOutput, DecodeBatch, Drafter, PrefillBatch, Verifier, VerifyOutput
 from specdec.kv_cache import LayerCache
@@ -24,7 +25,6 @@ class OracleDrafter(Drafter):
     """
 
     draws_trees = True
-    target_ids: Tensor | None = None
 
     def __init__(self, texts: dict[tuple[int, ...], list[int]], logits: Tensor, k: int, coupling: Coupling | None = None) -> None:
         self.coupling = coupling
@@ -43,8 +43,8 @@ class BoundOracle(BoundDFlash):
 
     def __init__(self, drafter: OracleDrafter, max_num_seqs: int, draft_sampling: DraftSampling) -> None:
         self.drafter: OracleDrafter = drafter  # type: ignore[assignment]
-        self.draft_sampling, self.table = draft_sampling, drafter.logits
-        self._coupling = None if drafter.coupling is None else CouplingTable(drafter.coupling, torch.device("cpu"))
+        coupling = None if drafter.coupling is None else CouplingTable(drafter.coupling, torch.device("cpu"))
+        self.drafts, self.table = Drafts(draft_sampling, coupling, None), drafter.logits
         self.texts = torch.zeros(max_num_seqs, dtype=torch.int64)
 
     def begin(self, slot: int, token_ids: Sequence[int]) -> None:

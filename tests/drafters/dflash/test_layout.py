@@ -229,6 +229,7 @@ def test_refusals(raw: dict[str, Any], message: str) -> None:
 ROUND_TRIPS: dict[str, DFlashConfig] = {
     "plain": TINY,
     "sliding": replace(TINY, windows=(9, 9, None), causal=(True, True, False)),
+    "convolutions": replace(TINY, conv_kernel_size=2, conv_group_size=4),
     "sliding non-causal": replace(TINY, windows=(9, None, 9)),
     "everything": replace(
         TINY,
