@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from drafters.dflash.coupling import CouplingTable
-from drafters.dflash.drafter import MOST_CANDIDATES
+from drafters.dflash.drafts import MOST_CANDIDATES
 from drafters.dflash.model import DFlashModel
 from drafters.training.blocks import block_hidden, make_blocks
 from drafters.training.config import TrainConfig

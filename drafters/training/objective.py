@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from drafters.head import Head, left_sides
-from drafters.training.losses import LossConfig, block_loss
+from drafters.training.losses import LossConfig, block_loss, block_weights
 
 ToLogits = Callable[[Tensor], Tensor]
 """Final hidden states [..., H] to logits [..., V]."""
@@ -88,8 +88,7 @@ class Objective:
             weights = block_weights(of_label.exp(), valid, config)
             matches = (of_label >= logprobs.amax(dim=-1)) & held & valid
         chosen = torch.where(valid, -weights * of_label, 0.0).sum()
-        # Both are means by the backbone's weights, so that the factor says what it says.
-        return loss + config.selector * chosen * (weight / weights.sum().clamp(min=1e-6)).detach(), weight, matches
+        return loss + config.selector * chosen, weight, matches
 
     def _confidence(self, final: Tensor, teacher: Tensor | None, hidden: Tensor, previous: Tensor, valid: Tensor) -> Tensor:
         """Binary cross-entropy with 1 - TV, the probability that rejection sampling accepts a draft, summed over the rows."""
