@@ -13,18 +13,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from drafters.dflash.coupling import CouplingTable
-from drafters.dflash.drafts import MOST_CANDIDATES
+from drafters.dflash.drafts import MOST_CANDIDATES, Drafts, Slots
 from drafters.dflash.model import DFlashModel
-from drafters.training.blocks import block_hidden, make_blocks
+from drafters.training.blocks import Blocks, block_hidden, make_blocks
 from drafters.training.config import TrainConfig
 from drafters.training.dataset import AnswerSet, in_batches
 from drafters.training.mask import use_flex
 from drafters.training.target import Target
 from specdec.blocks import BlockShape
 from specdec.config import SamplingParams
+from specdec.core import DecodeBatch
 from specdec.sampling.candidates import candidates
 from specdec.sampling.tensors import SamplingTensors
-from specdec.sampling.trees import best_first
 from specdec.sampling.trees import walk as walk_tree
 
 TREES = (16, 64)
@@ -138,8 +138,7 @@ def replay(model: DFlashModel, target: Target, answers: AnswerSet, config: Train
             valid = positions < batch.lengths[:, None] - 1
             blocks = make_blocks(batch, positions.masked_fill(~valid, 0), valid, num_rows=num_rows)
             hidden = block_hidden(model, target.embed, batch, blocks.anchors, context, flex=flex)
-            labels = blocks.labels.masked_fill(~blocks.valid, -1)
-            accepted, inside = drafts.accepted(hidden, blocks.anchors, labels, sampling)
+            accepted, inside = drafts.accepted(hidden, blocks, sampling)
             found.append(accepted)
             rows = torch.arange(num_rows, device=target.device)
             reached += ((rows < accepted[..., :1]) & greedy).sum(dim=(0, 1)).cpu()
@@ -161,46 +160,56 @@ class _Drafts:
     def __init__(self, model: DFlashModel, target: Target, config: TrainConfig) -> None:
         vocab_size = target.verifier.vocab_size
         self.shapes = shapes_of(model.config.max_draft_tokens, vocab_size)
-        self._head, self._rows, self._width = target.head, config.loss_rows, min(MOST_CANDIDATES, vocab_size)
+        self._to_logits, self._rows, self._width = target.head, config.loss_rows, min(MOST_CANDIDATES, vocab_size)
         coupling = model.config.coupling
-        self._coupling = None if coupling is None else CouplingTable(coupling, target.device)
+        table = None if coupling is None else CouplingTable(coupling, target.device)
+        self._drafts = Drafts("coupled", table, None)
 
-    def accepted(self, hidden: Tensor, anchors: Tensor, labels: Tensor, sampling: SamplingTensors) -> tuple[Tensor, Tensor]:
-        """Of blocks [S, N] of sequences that were drawn as `sampling` says.
+    def accepted(self, hidden: Tensor, blocks: Blocks, sampling: SamplingTensors) -> tuple[Tensor, Tensor]:
+        """Of blocks of sequences that were drawn as `sampling` says.
 
         Args:
             hidden: [S, N, K, H], final states.
-            anchors: int64 [S, N].
-            labels: int64 [S, N, K], the answer's tokens; -1 behind its end.
+            blocks: [S, N] of them.
             sampling: of the S sequences.
 
         Returns:
             int64 [S, N, shapes + 1], accepted drafts, and bool [S, N, K], whether a row's candidates hold its label.
         """
-        owners = torch.arange(len(anchors), device=anchors.device).repeat_interleave(anchors.shape[1])
+        anchors = blocks.anchors
+        owners = torch.arange(len(anchors), device=anchors.device)[:, None].expand_as(anchors)
+        labels = blocks.labels.masked_fill(~blocks.valid, -1)
         size = max(self._rows // labels.shape[2], 1)
-        parts = zip(*(x.split(size) for x in (hidden.flatten(0, 1), anchors.flatten(), labels.flatten(0, 1), owners)), strict=True)
-        found = [self._of_blocks(*part, sampling) for part in parts]
-        accepted, inside = (torch.cat(tables).unflatten(0, anchors.shape) for tables in zip(*found, strict=True))
+        tables = (hidden, anchors, blocks.previous[:, :, 0], labels, owners)
+        found = [self._of_blocks(*part, sampling) for part in zip(*(x.flatten(0, 1).split(size) for x in tables), strict=True)]
+        accepted, inside = (torch.cat(parts).unflatten(0, anchors.shape) for parts in zip(*found, strict=True))
         return accepted, inside
 
     def _of_blocks(
-        self, hidden: Tensor, anchors: Tensor, labels: Tensor, owners: Tensor, sampling: SamplingTensors
+        self, hidden: Tensor, anchors: Tensor, anchor_ids: Tensor, labels: Tensor, owners: Tensor, sampling: SamplingTensors
     ) -> tuple[Tensor, Tensor]:
-        depth = labels.shape[1]
-        positions = anchors[:, None] + torch.arange(1, depth + 1, device=anchors.device)
-        own = sampling.select(owners, sampling.plan)
-        weights = None
-        if self._coupling is not None and not sampling.plan.all_greedy:
-            weights = self._coupling.at(own.temperature, depth)
-        token_ids, scores = candidates(self._head(hidden), own, positions, self._width, weights=weights)
-        counts = [(token_ids[:, :, 0] == labels).cumprod(dim=1).sum(dim=1)]
-        if len(self.shapes) > 1:  # the first drafts of the largest tree are the smaller ones
-            best = best_first(scores, self.shapes[-1].drafts)
-            nodes = token_ids.flatten(1).gather(1, best.places)
-            behind = F.pad(labels, (0, 1), value=-1).gather(1, F.pad(best.tree.depths, (1, 0)))
-            sizes = (torch.full_like(anchors, shape.drafts) for shape in self.shapes[1:])
-            counts += [walk_tree(nodes, best.tree, behind, depth, size)[1] for size in sizes]
+        depth, device = labels.shape[1], labels.device
+        chain, *trees = self.shapes
+        batch = DecodeBatch(
+            slots=torch.arange(len(anchors), device=device),
+            anchors=anchor_ids,
+            seq_lens=anchors,
+            block_table=torch.empty(len(anchors), 0, dtype=torch.int32, device=device),
+            shape=chain,
+            max_seq_len=0,
+            block_size=1,
+            max_model_len=1,
+            sampling=sampling.select(owners, sampling.plan),
+        )
+        slots = Slots(hidden, self._to_logits(hidden))
+        counts = [(self._drafts.of(batch, slots).token_ids == labels).cumprod(dim=1).sum(dim=1)]
+        if trees:  # the first drafts of the largest tree are the smaller ones
+            output = self._drafts.of(replace(batch, shape=trees[-1]), slots)
+            assert output.tree is not None
+            behind = F.pad(labels, (0, 1), value=-1).gather(1, F.pad(output.tree.depths, (1, 0)))
+            sizes = (torch.full_like(anchors, shape.drafts) for shape in trees)
+            counts += [walk_tree(output.token_ids, output.tree, behind, depth, size)[1] for size in sizes]
+        token_ids, _ = candidates(slots.logits, batch.sampling, batch.positions(depth + 1)[:, 1:], self._width)
         inside = (token_ids == labels[..., None]).any(dim=-1)
         return torch.stack([*counts, inside.cumprod(dim=1).sum(dim=1)], dim=1), inside
 
