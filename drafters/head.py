@@ -30,14 +30,25 @@ class HeadSizes(NamedTuple):
 class Head(Protocol):
     """A head with its weights, in training as in drafting."""
 
-    right: Tensor
-    """[draft_vocab_size, r]."""
-    has_state: bool = False
-    """Whether `left` depends on more tokens than the one before, so that slots have to be drafted in order."""
-    first_slot: int = 0
-    """The first slot whose logits are corrected; 0 is the one behind the anchor."""
-    num_candidates: int | None = None
-    """Tokens of a slot, those of the highest logits, that are corrected for a chain; None corrects the whole vocabulary."""
+    @property
+    def right(self) -> Tensor:
+        """[draft_vocab_size, r]."""
+
+    @property
+    def has_state(self) -> bool:
+        """Whether `left` depends on more tokens than the one before, so that slots have to be drafted in order."""
+
+    @property
+    def first_slot(self) -> int:
+        """The first slot whose logits are corrected; 0 is the one behind the anchor."""
+
+    @property
+    def num_candidates(self) -> int | None:
+        """Tokens of a slot, those of the highest logits, that are corrected for a chain; None corrects the whole vocabulary."""
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of tables of which drafting reads a few rows alone."""
 
     def left(self, hidden: Tensor, previous: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The left side of a slot's correction.
@@ -56,11 +67,21 @@ class Head(Protocol):
         """float32 [...], the probability that a slot's draft is accepted if those before it are; None where nothing was trained
         to tell it. Arguments are those of `left`.
         """
-        return None
 
 
 class HeadConfig(Protocol):
     """What `config.json` says about a head."""
+
+    @property
+    def algorithm(self) -> str:
+        """What a drafter with it is called, as in `drafters.algorithms`."""
+
+    def check(self, sizes: HeadSizes, *, sample_from_anchor: bool) -> None:
+        """Refuses a backbone that does not suit it.
+
+        Raises:
+            CheckpointError: it does not.
+        """
 
     def modules(self, sizes: HeadSizes) -> Mapping[str, nn.Module]:
         """Its weights, by the name before theirs in a checkpoint. A model has them as its own children."""

@@ -25,6 +25,8 @@ MLA_BACKENDS = {
 DRAFTERS: dict[str, str | Callable[..., Any]] = {
     "ngram": "drafters.ngram:load_ngram",
     "dflash": "drafters.dflash.drafter:load_dflash",
+    "dflash2": "drafters.dflash.drafter:load_dflash",
+    "dspark": "drafters.dflash.drafter:load_dflash",
     "smollm2-dflash": "drafters.shipped:load_shipped",
 }
 """Functions `(path | None, *, verifier) -> Drafter`, by the name of a drafter or of the algorithm in a `config.json`."""

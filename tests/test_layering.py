@@ -36,6 +36,7 @@ FLOORS: dict[str, list[set[str]]] = {
     "drafters": [
         {"keys"},
         {"algorithms", "checkpoint", "head"},
+        {"dspark", "dflash2"},
         {"dflash", "ngram"},
         {"load", "shipped"},
         {"fit"},

@@ -73,6 +73,7 @@ class DFlashDrafter:
         unstated = config.input_embedding_scale is None
         self.embedding_scale = verifier.embedding_scale if config.input_embedding_scale is None else config.input_embedding_scale
         self.softcap = config.final_logit_softcapping or (verifier.final_softcap if unstated else None)
+        self.head = None if config.head is None else config.head.head(self.model, self.embed)
 
     @property
     def weight_bytes(self) -> int:
@@ -80,8 +81,14 @@ class DFlashDrafter:
         model, target = self.model, self.verifier
         own = sum(parameter.nbytes for parameter in model.parameters())
         unread = 0 if model.embed_tokens is None else model.embed_tokens.weight.nbytes
+        unread += 0 if self.head is None else self.head.gathered_bytes
         borrowed = target.vocab_size * target.hidden_size * target.dtype.itemsize if model.lm_head is None else 0
         return own - unread + borrowed
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Input embeddings [..., H] of tokens of the target, as the draft layers take them."""
+        rows = self.network.embed(token_ids) if self.model.embed_tokens is not None else self.verifier.embed(token_ids)
+        return rows if self.embedding_scale == 1 else rows * self.embedding_scale
 
     def bind(
         self, verifier: Verifier, caches: Sequence[LayerCache], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling
@@ -122,11 +129,20 @@ class BoundDFlash:
         target, device = drafter.verifier, drafter.verifier.device
         coupling = drafter.config.coupling
         table = None if coupling is None else CouplingTable(coupling, device)
-        self.drafts = Drafts(draft_sampling, table, drafter.target_ids)
+        self.drafts = Drafts(draft_sampling, table, drafter.target_ids, drafter.head)
         width = len(drafter.aux_layer_ids) * target.hidden_size
         # Features of position p lie in column p % MOST_DEFERRED; of the last `_deferred` positions nothing is written yet.
         self._ring = torch.zeros(max_num_seqs, MOST_DEFERRED, width, dtype=target.dtype, device=device)
         self._deferred = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+
+    @property
+    def forecasts(self) -> bool:
+        """See `specdec.core.BoundDrafter.forecasts`."""
+        return self.drafts.forecasts
+
+    @forecasts.setter
+    def forecasts(self, wanted: bool) -> None:
+        self.drafts.forecasts = wanted
 
     def begin(self, slot: int, token_ids: Sequence[int]) -> None:
         """Nothing: the context lies in the cache, and prefill writes it."""
@@ -175,9 +191,7 @@ class BoundDFlash:
         width = drafter.num_lookahead_tokens or drafter.first_row + depth
         masks = drafter.masks[:, : width - 1].expand(batch.num_reqs, -1)
         token_ids = torch.cat([batch.anchors[:, None], masks], dim=1).reshape(-1)
-        embeddings = self._embed(token_ids)
-        if drafter.embedding_scale != 1:
-            embeddings = embeddings * drafter.embedding_scale
+        embeddings = drafter.embed(token_ids)
         metadata = batch.metadata(width, visibility="full")
         seen: dict[bool, Visibility] = {True: "causal", False: "full"}
         plans = {causal: drafter.attention.plan(replace(metadata, visibility=seen[causal])) for causal in set(config.causal)}
@@ -201,10 +215,6 @@ class BoundDFlash:
         if drafter.config.output_multiplier != 1:
             logits = logits * drafter.config.output_multiplier
         return logits if drafter.softcap is None else drafter.softcap * torch.tanh(logits / drafter.softcap)
-
-    def _embed(self, token_ids: Tensor) -> Tensor:
-        own = self.drafter.model.embed_tokens is not None
-        return self.drafter.network.embed(token_ids) if own else self.drafter.verifier.embed(token_ids)
 
     def _write_context(self, verify: VerifyOutput, position_ids: Tensor, slot_mapping: Tensor) -> None:
         assert verify.aux_hidden is not None, "the engine taps aux_layer_ids"
@@ -236,7 +246,7 @@ def _attention(config: DFlashConfig, verifier: Verifier) -> AttentionBackend:
 
 
 def load_dflash(path: str | Path | None, *, verifier: Verifier) -> DFlashDrafter:
-    """Loads a DFlash drafter in the z-lab or the speculators layout from a folder or the hub.
+    """Loads a drafter on DFlash's backbone, with a head or without one, from a folder or the hub.
 
     Raises:
         InvalidInputError: no path.

@@ -117,6 +117,8 @@ class DFlashModel(nn.Module):
         self.lm_head = nn.Linear(hidden, draft_vocab or config.vocab_size, bias=False) if own_head else None
         self.d2t: Tensor | None
         self.register_buffer("d2t", None if draft_vocab is None else torch.zeros(draft_vocab, dtype=torch.long))
+        for name, module in ({} if config.head is None else config.head.modules(config.head_sizes)).items():
+            self.add_module(name, module)
         # mscale and mscale_all_dim describe the target's attention; drafters are trained with YaRN's plain 1 + 0.1 ln(factor).
         rope = {name: value for name, value in config.rope_parameters.items() if not name.startswith("mscale")}
         self.rope = Rope.of(rope, config.head_dim, config.max_position_embeddings)
