@@ -43,6 +43,7 @@ class DFlashConfig:
         conv_kernel_size, conv_group_size: rows that the convolutions around sublayers mix, and channels that share the changing
             part of their kernels (DFlash 2); both None without convolutions.
         head: what corrects the logits behind each token; None for plain DFlash.
+        tied_tables: the head's tables are projections of the target's own, see `drafters.dflash.tied`.
         coupling: weights of its probabilities and of the shared noise; None are ones.
     """
 
@@ -73,6 +74,7 @@ class DFlashConfig:
     conv_kernel_size: int | None = None
     conv_group_size: int | None = None
     head: HeadConfig | None = None
+    tied_tables: bool = False
     coupling: Coupling | None = None
 
     def __post_init__(self) -> None:
@@ -111,6 +113,7 @@ class DFlashConfig:
         require(rope_type in STATIC_ROPE_TYPES, f"RoPE type {rope_type!r} is not supported; supported: {supported}")
         require(self.rope_parameters.get("partial_rotary_factor") in (None, 1), "partial RoPE is not supported in a drafter")
         self._check_convolutions()
+        require(self.head is not None or not self.tied_tables, "tied_tables without a head; leave it out")
         if self.head is not None:
             self.head.check(self.head_sizes, sample_from_anchor=self.sample_from_anchor)
         if self.coupling is not None:

@@ -18,6 +18,7 @@ from drafters.dflash.coupling import CouplingTable
 from drafters.dflash.drafts import Drafts, Slots
 from drafters.dflash.model import DFlashModel
 from drafters.dflash.network import DFlashNetwork
+from drafters.dflash.tied import expanded
 from specdec.attention.backend import AttentionBackend, AttentionSpec, Visibility
 from specdec.config import DraftSampling
 from specdec.core import AcceptOutput, DecodeBatch, DraftOutput, PrefillBatch, Verifier, VerifyOutput
@@ -257,5 +258,5 @@ def load_dflash(path: str | Path | None, *, verifier: Verifier) -> DFlashDrafter
     config, tensors = read_checkpoint(path)
     with torch.device("meta"):
         model = DFlashModel(config, own_embeddings="embed_tokens.weight" in tensors, own_head="lm_head.weight" in tensors)
-    model.load_state_dict(tensors, assign=True)
+    model.load_state_dict(expanded(tensors, verifier) if config.tied_tables else tensors, assign=True)
     return DFlashDrafter(model, verifier)

@@ -5,75 +5,59 @@ drafter. With `tied_tables` it has projections [r, H] in their place. The first 
 second Q head(y) of the rows of its output head. The method is ours; what runs is the same head.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+
+from specdec.core import Verifier
 
 OF_EMBEDDINGS = ("markov_head.markov_w1.weight", "candidate_selector.predecessor_codebook")
 OF_HEAD = ("markov_head.markov_w2.weight", "candidate_selector.successor_codebook")
 TIED = (*OF_EMBEDDINGS, *OF_HEAD)
 """Names of the tables."""
 
-Rows = Callable[[Tensor], Tensor]
-
 
 class FromEmbeddings(nn.Module):
-    """A table [V, r] from a projection [r, H].
+    """Makes a table [V, r] of a projection [r, H], from the embeddings of `target`."""
 
-    Args:
-        embed: int64 [...] to embeddings [..., H], as the target scales them.
-        vocab_size: V.
-    """
-
-    def __init__(self, embed: Rows, vocab_size: int) -> None:
+    def __init__(self, target: Verifier) -> None:
         super().__init__()
-        self._embed, self._vocab_size = embed, vocab_size
-
-    def forward(self, projection: Tensor) -> Tensor:
-        """The table, in the type of the projection."""
-        rows = self._embed(torch.arange(self._vocab_size, device=projection.device))
-        return rows.to(projection.dtype) @ projection.T
-
-
-class FromHead(nn.Module):
-    """A table [V, r] from a projection [r, H].
-
-    Args:
-        head: hidden states [..., H] to logits [..., V] of the target, without its softcap.
-    """
-
-    def __init__(self, head: Rows) -> None:
-        super().__init__()
-        self._head = head
+        self._target = target
 
     def forward(self, projection: Tensor) -> Tensor:
         """The table."""
-        return self._head(projection).T
+        tokens = torch.arange(self._target.vocab_size, device=projection.device)
+        return self._target.embed(tokens) @ projection.T
 
 
-def maker(name: str, embed: Rows, head: Rows, vocab_size: int) -> nn.Module:
-    """What makes the table of this name."""
-    return FromEmbeddings(embed, vocab_size) if name in OF_EMBEDDINGS else FromHead(head)
+class FromHead(nn.Module):
+    """Makes a table [V, r] of a projection [r, H], from the output head of `target`."""
+
+    def __init__(self, target: Verifier) -> None:
+        super().__init__()
+        self._target = target
+
+    def forward(self, projection: Tensor) -> Tensor:
+        """The table."""
+        return self._target.head(projection).T
 
 
-def tie(model: nn.Module, embed: Rows, head: Rows, vocab_size: int, hidden_size: int) -> None:
-    """Gives a model projections in place of the tables that it has; they are zero.
+def tie(model: nn.Module, target: Verifier) -> None:
+    """Gives a drafter projections in place of the tables that its head has; they are zero. A table is made whenever it is read.
 
     Args:
-        model: a drafter whose head has tables.
-        embed, head, vocab_size: of the target; they are called whenever a table is read.
-        hidden_size: H.
+        model: the drafter; a table can be read once it is on the target's device and in its type.
+        target: the target.
     """
     for name in TIED:
         owner, _, table = name.rpartition(".")
-        if owner.split(".")[0] not in dict(model.named_children()):
-            continue
-        module = model.get_submodule(owner)
-        old = getattr(module, table)
-        setattr(module, table, nn.Parameter(old.new_zeros(old.shape[1], hidden_size)))
-        parametrize.register_parametrization(module, table, maker(name, embed, head, vocab_size), unsafe=True)
+        if owner.partition(".")[0] in dict(model.named_children()):
+            module = model.get_submodule(owner)
+            rank = getattr(module, table).shape[1]
+            setattr(module, table, nn.Parameter(torch.zeros(rank, target.hidden_size)))
+            parametrize.register_parametrization(module, table, _maker(name, target), unsafe=True)
 
 
 def checkpoint_names(model: nn.Module) -> dict[str, str]:
@@ -82,17 +66,14 @@ def checkpoint_names(model: nn.Module) -> dict[str, str]:
 
 
 @torch.no_grad()
-def expanded(tensors: Mapping[str, Tensor], embed: Rows, head: Rows, vocab_size: int, device: torch.device) -> dict[str, Tensor]:
-    """Tensors of a checkpoint with tables in place of projections.
-
-    Args:
-        tensors: of the checkpoint.
-        embed, head, vocab_size: of the target.
-        device, and the type of its embeddings: where the tables are made.
-    """
-    dtype = embed(torch.zeros(1, dtype=torch.int64, device=device)).dtype
+def expanded(tensors: Mapping[str, Tensor], target: Verifier) -> dict[str, Tensor]:
+    """Tensors of a checkpoint with tables in place of projections, made in the target's type on its device."""
     made = dict(tensors)
     for name in TIED:
         if name in made:
-            made[name] = maker(name, embed, head, vocab_size)(made[name].to(device, dtype)).contiguous()
+            made[name] = _maker(name, target)(made[name].to(target.device, target.dtype)).contiguous()
     return made
+
+
+def _maker(name: str, target: Verifier) -> nn.Module:
+    return FromEmbeddings(target) if name in OF_EMBEDDINGS else FromHead(target)

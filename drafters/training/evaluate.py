@@ -163,7 +163,8 @@ class _Drafts:
         self._to_logits, self._rows, self._width = target.head, config.loss_rows, min(MOST_CANDIDATES, vocab_size)
         coupling = model.config.coupling
         table = None if coupling is None else CouplingTable(coupling, target.device)
-        self._drafts = Drafts("coupled", table, None)
+        head = None if model.config.head is None else model.config.head.head(model, target.embed)
+        self._drafts = Drafts("coupled", table, head=head)
 
     def accepted(self, hidden: Tensor, blocks: Blocks, sampling: SamplingTensors) -> tuple[Tensor, Tensor]:
         """Of blocks of sequences that were drawn as `sampling` says.

@@ -15,11 +15,13 @@ import torch
 from drafters.dflash.checkpoint import read_checkpoint, write_checkpoint
 from drafters.dflash.layout import Layout
 from drafters.dflash.model import DFlashModel
+from drafters.dflash.tied import checkpoint_names, expanded
 from drafters.training.answers import FEW_SHOT_STOP
 from drafters.training.config import TrainConfig
 from drafters.training.dataset import Answer
 from specdec.blocks import BlockShape
 from specdec.config import EngineConfig, SamplingParams
+from specdec.core import Verifier
 from specdec.decoder import SpecDecoder
 from specdec.errors import CheckpointError, SpecDecError
 from specdec.files import write_text
@@ -63,18 +65,23 @@ class Agreement:
             )
 
 
-def export(config: TrainConfig, model: DFlashModel) -> Path:
+def export(config: TrainConfig, model: DFlashModel, target: Verifier) -> Path:
     """Writes the drafter in both layouts, replacing an earlier export of the same run, and returns the z-lab folder.
+
+    Tied tables are kept so in the first layout; the second one has them whole.
 
     Raises:
         CheckpointError: it cannot be written, or what was written does not read back the same.
     """
-    tensors = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+    state = model.state_dict()
+    own = {name: state[key].detach().cpu() for name, key in checkpoint_names(model).items()}
     for layout, name in LAYOUTS.items():
-        folder = config.folder / name
+        folder, shape, tensors = config.folder / name, model.config, own
         for file in ("config.json", "model.safetensors"):
             (folder / file).unlink(missing_ok=True)
-        write_checkpoint(folder, model.config, tensors, layout=layout)
+        if shape.tied_tables and layout == "speculators":
+            shape, tensors = replace(shape, tied_tables=False), {n: x.cpu() for n, x in expanded(own, target).items()}
+        write_checkpoint(folder, shape, tensors, layout=layout)
         _, back = read_checkpoint(folder)
         if back.keys() != tensors.keys() or not all(torch.equal(back[key], tensors[key]) for key in tensors):
             raise CheckpointError(f"{folder} does not read back as it was written; the disk may be damaged")

@@ -8,6 +8,8 @@ from drafters.dspark.markov import MarkovConfig
 from drafters.head import HeadConfig
 from drafters.training.config import TrainConfig
 
+HEAD_MODULES = ("markov_head", "candidate_selector", "confidence_head")
+"""What a model calls the parts of its head."""
 KINDS = {"markov": "vanilla", "gated": "gated"}
 """DSpark's heads by the names of options."""
 
@@ -34,7 +36,7 @@ def init_head(model: nn.Module, names: set[str], generator: torch.Generator, sca
         scale: of an embedding's numbers, for projections of embeddings.
     """
     for name, parameter in model.named_parameters():
-        if name not in names or name.partition(".")[0] not in ("markov_head", "candidate_selector", "confidence_head"):
+        if name not in names or name.partition(".")[0] not in HEAD_MODULES:
             continue
         if "markov_w2" in name or "successor_codebook" in name or name.endswith("bias"):
             parameter.zero_()

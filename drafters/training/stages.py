@@ -121,7 +121,7 @@ def _finish(config: TrainConfig, device: torch.device) -> bool:
         say(f"finish: training stopped at step {state['step']}, before its end")
     load_weights(model, state)
     model.to(device, target.dtype)
-    folder = export(config, model)
+    folder = export(config, model, verifier)
     chain, *trees = shapes_of(model.config.max_draft_tokens, target.verifier.vocab_size)
     runs = [(greedy, chain), *((answers, shape) for answers in (greedy, drawn) for shape in trees[:1])]
     agreements = {}
