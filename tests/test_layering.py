@@ -44,6 +44,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"__init__"},
     ],
     "evals": [
+        {"manual_prompts"},
         {"divergence", "prompt_sets", "roofline", "speed"},
         {"runner", "report"},
         {"peers", "profile", "accuracy"},
