@@ -32,6 +32,9 @@ DRAFTERS: dict[str, str | Callable[..., Any]] = {
 }
 """Functions `(path | None, *, verifier) -> Drafter`, by the name of a drafter or of the algorithm in a `config.json`."""
 
+WEIGHT_READERS = {"quantized": "verifiers.formats.plain:plain_numbers"}
+"""Functions `(tensors, quantization_config, dtype) -> tensors` that make plain numbers of what checkpoints store."""
+
 CHECKPOINTS = {
     "drafter": "drafters.load:load_drafter",
 }

@@ -116,7 +116,7 @@ class DominoHead:
 
     def _step(self, x: Tensor, state: Tensor) -> Tensor:
         """One step of `torch.nn.GRU`, for states that broadcast against [..., H]."""
-        given, kept = F.linear(x, self._gru.weight_ih_l0), F.linear(state, self._gru.weight_hh_l0)
+        given, kept = F.linear(x, cast(Tensor, self._gru.weight_ih_l0)), F.linear(state, cast(Tensor, self._gru.weight_hh_l0))
         (reset, update, new), (reset_kept, update_kept, new_kept) = given.chunk(3, dim=-1), kept.chunk(3, dim=-1)
         update = torch.sigmoid(update + update_kept)
         new = torch.tanh(new + torch.sigmoid(reset + reset_kept) * new_kept)
