@@ -261,7 +261,8 @@ def test_quantized_weights_become_plain_numbers(kind: str, apart: bool, tmp_path
     """Products of the layers as a publisher quantizes them; what the format is stands in either file."""
     path = write_tiny_dflash(tmp_path / "drafter")
     quantization, write = QUANTIZED[kind]
-    plain, stored, numbers = load_file(path / "model.safetensors"), {}, {}
+    plain = load_file(path / "model.safetensors")
+    stored, numbers = dict[str, Tensor](), dict[str, Tensor]()
     for name, tensor in plain.items():
         module = name.removesuffix(".weight")
         if module.endswith("_proj"):
@@ -287,5 +288,5 @@ def test_quantizations_that_are_not_read_are_named(tmp_path: Path) -> None:
     path = write_tiny_dflash(tmp_path / "drafter")
     raw = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(raw | {"quantization_config": {"quant_method": "quark"}}))
-    with pytest.raises(CheckpointError, match="drafter '.*': weights quantized with 'quark' are not read"):
+    with pytest.raises(CheckpointError, match=r"drafter '.*': weights quantized with 'quark' are not read"):
         read_checkpoint(path)
