@@ -19,8 +19,7 @@ _ARCHITECTURES = {
 }
 
 _FAMILIES = {
-    "dflash2": "DFlash 2, which adds convolutions and a candidate selector to DFlash",
-    "dspark": "DSpark, which adds a Markov head to DFlash",
+    "dspark": "DSpark on layers of its own, not Qwen3's",
     "domino": "Domino, which adds a recurrent head to DFlash",
     "xpress": "XPress, which refines a DFlash block in several passes",
     "dflash": "DFlash on layers of its own, not Qwen3's",
@@ -52,7 +51,7 @@ def stated_algorithm(raw: Mapping[str, Any]) -> str:
         name = _ARCHITECTURES.get(names[0], names[0])
     if name == "dflash" and (own.get("selector_rank") or raw.get("selector_rank")) is not None:
         return "dflash2"
-    # The projector "dspark" brings a Markov head, and leaves DFlash's rows as they are.
+    # The projector "dspark" is DFlash's own but for its Markov head.
     return str(projector) if name == "dflash" and projector not in (None, "dspark") else str(name)
 
 

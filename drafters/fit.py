@@ -8,6 +8,7 @@ from typing import Any, Protocol, cast
 from drafters.algorithms import algorithm_of, unsupported
 from drafters.checkpoint import CONFIG, check_target
 from drafters.dflash.checkpoint import tensor_shapes
+from drafters.dflash.heads import ALGORITHMS
 from drafters.dflash.layout import parse_config
 from drafters.shipped import shipped_drafter_path
 from specdec.core import Verifier
@@ -84,7 +85,7 @@ def fit_of(raw: Mapping[str, Any], target: TargetShape) -> Fit:
         return Fit("unknown", problems=(str(error),))
     if algorithm not in DRAFTERS:
         return Fit(algorithm, problems=(unsupported(algorithm).partition(";")[0],))
-    if algorithm != "dflash":
+    if algorithm not in ALGORITHMS:
         return Fit(algorithm)  # one that was registered: what its config has to say, its loader knows
     try:
         config = parse_config(raw)

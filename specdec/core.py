@@ -225,6 +225,8 @@ class DraftOutput:
         token_ids: int64 [num_reqs, k]; every entry is a valid token id, also past `num_drafts`.
         num_drafts: int64 [num_reqs], drafts that count, the first ones; None means all k.
         tree: how the drafts hang together, when the block is a tree; None is a chain.
+        forecast: float32 [num_reqs], how many drafts the drafter expects to be accepted, of a chain or of the best path through a
+            tree; None unless `BoundDrafter.forecasts` asks for it.
     """
 
     token_ids: Tensor
@@ -232,6 +234,7 @@ class DraftOutput:
     probs: Tensor | None = None
     candidate_ids: Tensor | None = None
     tree: DraftTree | None = None
+    forecast: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -398,6 +401,9 @@ class BoundDrafter(Protocol):
 
     most_deferred: int = 0
     """Steps without drafts whose context may be put off, see `Context`; 0 where none is."""
+    forecasts: bool = False
+    """Set before the first step by who wants `DraftOutput.forecast`, which may cost something; a drafter that has none leaves it
+    None."""
 
     def begin(self, slot: int, token_ids: Sequence[int]) -> None:
         """A request with all its known tokens starts in `slot`; runs between steps."""

@@ -25,6 +25,8 @@ MLA_BACKENDS = {
 DRAFTERS: dict[str, str | Callable[..., Any]] = {
     "ngram": "drafters.ngram:load_ngram",
     "dflash": "drafters.dflash.drafter:load_dflash",
+    "dflash2": "drafters.dflash.drafter:load_dflash",
+    "dspark": "drafters.dflash.drafter:load_dflash",
     "eagle3": "drafters.eagle3.drafter:load_eagle3",
     "peagle": "drafters.eagle3.drafter:load_eagle3",
     "smollm2-dflash": "drafters.shipped:load_shipped",

@@ -35,8 +35,8 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "drafters": [
         {"keys"},
-        {"algorithms", "checkpoint"},
-        {"sequential"},
+        {"algorithms", "checkpoint", "head"},
+        {"dspark", "dflash2", "sequential"},
         {"dflash", "eagle3", "ngram"},
         {"load", "shipped"},
         {"fit"},

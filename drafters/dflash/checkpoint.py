@@ -8,6 +8,7 @@ from torch import Tensor
 
 from drafters.checkpoint import CONFIG, check_tensors, find_folder, naming, own_tensors, read_json, read_tensors, write_folder
 from drafters.dflash.config import DFlashConfig
+from drafters.dflash.heads import head_names
 from drafters.dflash.layout import Layout, config_json, parse_config
 from drafters.keys import require
 
@@ -19,8 +20,8 @@ def read_checkpoint(path: str | Path) -> tuple[DFlashConfig, dict[str, Tensor]]:
 
     Returns:
         The configuration, and tensors on the CPU in the type of the file under their z-lab names: 11 per layer (15 with biases),
-        `fc.weight`, `hidden_norm.weight`, `norm.weight`; and where the checkpoint brings its own `embed_tokens.weight`,
-        `lm_head.weight` and `d2t` int64 [draft_vocab_size], with `target_id = draft_id + d2t[draft_id]`.
+        `fc.weight`, `hidden_norm.weight`, `norm.weight`; those of a head; and where the checkpoint brings its own
+        `embed_tokens.weight`, `lm_head.weight` and `d2t` int64 [draft_vocab_size], with `target_id = draft_id + d2t[draft_id]`.
 
     Raises:
         CheckpointError: nothing there, damaged or incomplete files, another kind of drafter.
@@ -29,7 +30,7 @@ def read_checkpoint(path: str | Path) -> tuple[DFlashConfig, dict[str, Tensor]]:
     with naming(path):
         require(not (folder / "mask_embedding.pt").exists(), "a separate mask_embedding.pt is not supported yet")
         config = parse_config(read_json(folder / CONFIG))
-        tensors = own_tensors(read_tensors(folder))
+        tensors = head_names(own_tensors(read_tensors(folder)))
         if config.draft_vocab_size is None:
             offsets = tensors.pop("d2t", None)
             require(offsets is None or not offsets.any(), "d2t reorders a full vocabulary, which is not supported")
@@ -89,10 +90,19 @@ def tensor_shapes(config: DFlashConfig) -> dict[str, tuple[int, ...]]:
     }
     if config.attention_bias:
         layer |= {f"self_attn.{name}_proj.bias": layer[f"self_attn.{name}_proj.weight"][:1] for name in "qkvo"}
+    if config.conv_kernel_size is not None and config.conv_group_size is not None:
+        taps, groups = config.conv_kernel_size, hidden // config.conv_group_size
+        for name in ("attention_conv", "mlp_conv"):
+            layer |= {f"{name}.base_kernel": (2, taps, hidden), f"{name}.kernel_projection.weight": (2 * taps * groups, hidden)}
     shapes = {f"layers.{i}.{name}": shape for i in range(config.num_hidden_layers) for name, shape in layer.items()}
     shapes |= {"fc.weight": (hidden, config.feature_size), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
     if config.draft_vocab_size is not None:
         shapes |= {"lm_head.weight": (config.draft_vocab_size, hidden), "d2t": (config.draft_vocab_size,)}
+    if config.head is not None:
+        with torch.device("meta"):
+            modules = config.head.modules(config.head_sizes)
+        states = {f"{name}.{part}": tensor for name, module in modules.items() for part, tensor in module.state_dict().items()}
+        shapes |= {name: tuple(tensor.shape) for name, tensor in states.items()}
     return shapes
 
 

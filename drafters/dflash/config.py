@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from drafters.dflash.coupling import Coupling
+from drafters.head import HeadConfig, HeadSizes
 from drafters.keys import require
 from specdec.layers.rotary import STATIC_ROPE_TYPES
 
@@ -39,6 +40,9 @@ class DFlashConfig:
         num_target_layers: layers of the target, when stated.
         target_hidden_size: width of one tap when it differs from `hidden_size`.
         verifier_name, verifier_architectures: the target it was trained for, when stated.
+        conv_kernel_size, conv_group_size: rows that the convolutions around sublayers mix, and channels that share the changing
+            part of their kernels (DFlash 2); both None without convolutions.
+        head: what corrects the logits behind each token; None for plain DFlash.
         coupling: weights of its probabilities and of the shared noise; None are ones.
     """
 
@@ -66,6 +70,9 @@ class DFlashConfig:
     target_hidden_size: int | None = None
     verifier_name: str | None = None
     verifier_architectures: tuple[str, ...] = ()
+    conv_kernel_size: int | None = None
+    conv_group_size: int | None = None
+    head: HeadConfig | None = None
     coupling: Coupling | None = None
 
     def __post_init__(self) -> None:
@@ -103,8 +110,41 @@ class DFlashConfig:
         supported = ", ".join(STATIC_ROPE_TYPES)
         require(rope_type in STATIC_ROPE_TYPES, f"RoPE type {rope_type!r} is not supported; supported: {supported}")
         require(self.rope_parameters.get("partial_rotary_factor") in (None, 1), "partial RoPE is not supported in a drafter")
+        self._check_convolutions()
+        if self.head is not None:
+            self.head.check(self.head_sizes, sample_from_anchor=self.sample_from_anchor)
         if self.coupling is not None:
             self.coupling.check(self.max_draft_tokens)
+
+    def _check_convolutions(self) -> None:
+        taps, group = self.conv_kernel_size, self.conv_group_size
+        require(
+            (taps is None) == (group is None),
+            f"conv_kernel_size is {taps} and conv_group_size {group}; convolutions need both, and without them there is neither",
+        )
+        if taps is not None and group is not None:
+            require(
+                1 <= taps <= self.block_size, f"conv_kernel_size is {taps}; it must lie in [1, {self.block_size}], the block size"
+            )
+            require(
+                group >= 1 and self.hidden_size % group == 0,
+                f"conv_group_size is {group}; it must divide hidden_size, which is {self.hidden_size}",
+            )
+
+    @property
+    def convolves(self) -> bool:
+        """Whether there are convolutions around sublayers."""
+        return self.conv_kernel_size is not None
+
+    @property
+    def algorithm(self) -> str:
+        """Its name in `drafters.algorithms`."""
+        return "dflash" if self.head is None else self.head.algorithm
+
+    @property
+    def head_sizes(self) -> HeadSizes:
+        """What a head takes over."""
+        return HeadSizes(self.hidden_size, self.vocab_size, self.draft_vocab_size or self.vocab_size)
 
     @property
     def tap_width(self) -> int:

@@ -4,9 +4,10 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
-from drafters.algorithms import algorithm_of, stated_algorithm, unsupported
+from drafters.algorithms import algorithm_of, unsupported
 from drafters.dflash.config import MOST_LAYERS, DFlashConfig, default_taps
 from drafters.dflash.coupling import parse_coupling
+from drafters.dflash.heads import ALGORITHMS, ARCHITECTURES, HEAD_KEYS, parse_head, predicts_from_anchor
 from drafters.keys import Keys, is_number, require, section
 
 Layout = Literal["z-lab", "speculators"]
@@ -19,9 +20,7 @@ _PLAIN_VALUES: dict[str, tuple[Any, ...]] = {
     "attention_value_scale": (1,),
     "hidden_act": ("silu",),
     "is_neox_style": (True,),
-    "markov_rank": (0,),
     "projector_type": ("dflash", "dspark"),
-    "shift_label": (False,),
     "use_aux_hidden_state": (True,),
 }
 
@@ -31,6 +30,7 @@ _OWN_KEYS = {
     "input_embedding_scale", "is_causal", "layer_types", "logit_scale", "mask_token_id", "num_target_layers",
     "output_multiplier", "sample_from_anchor", "sliding_window", "sliding_window_non_causal", "swa_window_size",
     "target_hidden_size", "target_layer_ids", "use_sliding_window", "use_swa",
+    "conv_group_size", "conv_kernel_size", "dspark_bonus_anchor", "shift_label",
 }  # fmt: skip
 
 
@@ -40,13 +40,15 @@ def parse_config(raw: Mapping[str, Any]) -> DFlashConfig:
     Raises:
         CheckpointError: another kind of drafter, or a missing, malformed or contradictory value.
     """
-    require(algorithm_of(raw) == "dflash", unsupported(algorithm_of(raw)))
+    algorithm = algorithm_of(raw)
+    require(algorithm in ALGORITHMS, unsupported(algorithm))
     own = section(raw, "dflash_config")
     keys = Keys([own, raw, section(raw, "transformer_layer_config")])
     _check_keys(keys, own)
     layer_count = keys.required("num_hidden_layers")
     require(1 <= layer_count <= MOST_LAYERS, f"num_hidden_layers is {layer_count}; it must lie in [1, {MOST_LAYERS:,}]")
-    windows, causal = _layer_kinds(keys, layer_count)
+    # Speculators' DFlash 2 looks both ways unless it says otherwise.
+    windows, causal = _layer_kinds(keys, layer_count, non_causal=raw.get("speculators_model_type") == "dflash2")
     hidden_size, heads, vocab_size = keys.required("hidden_size"), keys.required("num_attention_heads"), keys.required("vocab_size")
     draft_vocab_size = keys.integer("draft_vocab_size")
     verifier = section(section(raw, "speculators_config"), "verifier")
@@ -68,7 +70,7 @@ def parse_config(raw: Mapping[str, Any]) -> DFlashConfig:
         max_position_embeddings=keys.required("max_position_embeddings"),
         rms_norm_eps=_or(keys.number("rms_norm_eps"), 1e-6),
         attention_bias=_or(keys.flag("attention_bias"), False),
-        sample_from_anchor=_or(keys.flag("sample_from_anchor"), stated_algorithm(raw) == "dspark"),
+        sample_from_anchor=predicts_from_anchor(raw, algorithm, keys),
         input_embedding_scale=keys.number("input_embedding_scale"),
         output_multiplier=_or(keys.number("output_multiplier"), _or(keys.number("logit_scale"), 1.0)),
         final_logit_softcapping=keys.number("final_logit_softcapping") or None,
@@ -77,6 +79,9 @@ def parse_config(raw: Mapping[str, Any]) -> DFlashConfig:
         target_hidden_size=keys.integer("target_hidden_size"),
         verifier_name=verifier.get("name_or_path") or keys.find("verifier_name_or_path"),
         verifier_architectures=tuple(architectures),
+        conv_kernel_size=keys.integer("conv_kernel_size"),
+        conv_group_size=keys.integer("conv_group_size"),
+        head=parse_head(algorithm, keys),
         coupling=parse_coupling(raw.get("coupling")),
     )
     _check_alignment(raw, config)
@@ -99,7 +104,7 @@ def _or(value: T | None, default: T) -> T:
 
 def _check_keys(keys: Keys, own: Mapping[str, Any]) -> None:
     """Refuses what would change the maths: keys of `dflash_config` that are not known, and values of relatives."""
-    known = _OWN_KEYS | _PLAIN_VALUES.keys()
+    known = _OWN_KEYS | HEAD_KEYS | _PLAIN_VALUES.keys()
     unknown = [name for name in own if name not in known]
     require(
         not unknown,
@@ -125,12 +130,12 @@ def _target_layer_ids(keys: Keys, layer_count: int) -> tuple[int, ...]:
     return tuple(i - shift for i in ids)
 
 
-def _layer_kinds(keys: Keys, layer_count: int) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
+def _layer_kinds(keys: Keys, layer_count: int, *, non_causal: bool) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
     """Window and causality of every layer.
 
     A stated `is_causal`, `causal` or JetSpec's `causal_head` holds for all layers. Otherwise full layers are bidirectional inside
     the block, and sliding layers are causal unless `sliding_window_non_causal` says that they are not. `use_swa` slides all
-    layers, and leaves causal those alone that `layer_types` names as sliding.
+    layers, and leaves causal those alone that `layer_types` names as sliding. `non_causal` holds where nothing is said.
     """
     stated_window = keys.find("swa_window_size") or keys.find("sliding_window")
     kinds = keys.find("layer_types")
@@ -157,7 +162,7 @@ def _layer_kinds(keys: Keys, layer_count: int) -> tuple[tuple[int | None, ...], 
     outer, inner = Keys([top, layers, own]), Keys([own])
     answers = (outer.flag("is_causal"), inner.flag("causal"), keys.flag("causal_head"))
     stated = next((answer for answer in answers if answer is not None), None)
-    non_causal = _or(keys.flag("sliding_window_non_causal"), False)
+    non_causal = _or(keys.flag("sliding_window_non_causal"), non_causal)
     causal = tuple(stated if stated is not None else slides and not non_causal for slides in by_type)
     return tuple(stated_window if is_sliding else None for is_sliding in sliding), causal
 
@@ -228,14 +233,22 @@ def _layer_section(config: DFlashConfig, dtype: str) -> dict[str, Any]:
     return section | {name: value for name, value in optional.items() if value is not None}
 
 
+def _convolutions(config: DFlashConfig) -> dict[str, Any]:
+    sizes = {"conv_kernel_size": config.conv_kernel_size, "conv_group_size": config.conv_group_size}
+    return sizes if config.convolves else {}
+
+
 def _to_zlab(config: DFlashConfig, dtype: str) -> dict[str, Any]:
     require(config.num_target_layers is not None, "num_target_layers is unknown; the z-lab layout needs the target's layer count")
     by_kind = all(causal == (window is not None) for window, causal in zip(config.windows, config.causal, strict=True))
     require(by_kind or len(set(config.causal)) == 1, f"causality {config.causal} by layer has no key in the z-lab layout")
-    own = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)}
-    if config.sample_from_anchor:
-        own["sample_from_anchor"] = True
-    result = {"architectures": ["DFlashDraftModel"], **_layer_section(config, dtype), "block_size": config.block_size}
+    own = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids), **_convolutions(config)}
+    head = {} if config.head is None else config.head.json()
+    if config.sample_from_anchor or head:
+        own["sample_from_anchor"] = config.sample_from_anchor
+    own |= head | ({"projector_type": "dspark"} if config.algorithm == "dspark" else {})
+    architecture = ARCHITECTURES[config.algorithm]["z-lab"]
+    result = {"architectures": [architecture], **_layer_section(config, dtype), "block_size": config.block_size}
     optional = {
         "is_causal": None if by_kind else config.causal[0],
         "draft_vocab_size": config.draft_vocab_size,
@@ -262,10 +275,10 @@ def _to_speculators(config: DFlashConfig, dtype: str) -> dict[str, Any]:
     }
     verifier = {"name_or_path": config.verifier_name, "architectures": list(config.verifier_architectures)}
     return {
-        "architectures": ["DFlashSpeculator"],
-        "speculators_model_type": "dflash",
+        "architectures": [ARCHITECTURES[config.algorithm]["speculators"]],
+        "speculators_model_type": config.algorithm,
         "speculators_config": {
-            "algorithm": "dflash",
+            "algorithm": config.algorithm,
             "default_proposal_method": "greedy",
             "proposal_methods": [method],
             "verifier": verifier,
@@ -280,4 +293,6 @@ def _to_speculators(config: DFlashConfig, dtype: str) -> dict[str, Any]:
         "sliding_window_non_causal": True not in sliding,
         "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
         "target_hidden_size": config.target_hidden_size,
+        **_convolutions(config),
+        **({} if config.head is None else config.head.json()),
     }

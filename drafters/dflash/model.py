@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drafters.dflash.config import DFlashConfig
+from drafters.dflash.convolution import DFlashConvolution
 from specdec.layers.rotary import Angles, Rope, rotate
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -62,6 +63,8 @@ class DFlashLayer(nn.Module):
         self.self_attn = DFlashAttention(config)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = DFlashMLP(config)
+        self.attention_conv = DFlashConvolution(config) if config.convolves else None
+        self.mlp_conv = DFlashConvolution(config) if config.convolves else None
 
     def forward(
         self,
@@ -72,12 +75,23 @@ class DFlashLayer(nn.Module):
         keep: Keep | None = None,
     ) -> Tensor:
         """[..., H] to [..., H], of the rows to keep."""
-        query, key, value = self.self_attn.project(self.input_layernorm(hidden), cos, sin)
-        attended = attend(query, key, value).flatten(-2)
-        if keep is not None:
-            hidden, attended = keep(hidden), keep(attended)
-        hidden = hidden + self.self_attn.o_proj(attended)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        normed = self.input_layernorm(hidden)
+        if self.attention_conv is None or self.mlp_conv is None:
+            query, key, value = self.self_attn.project(normed, cos, sin)
+            attended = attend(query, key, value).flatten(-2)
+            if keep is not None:
+                hidden, attended = keep(hidden), keep(attended)
+            hidden = hidden + self.self_attn.o_proj(attended)
+            return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        kernels = self.attention_conv.kernels(normed)
+        query, key, value = self.self_attn.project(self.attention_conv(normed, kernels, 0), cos, sin)
+        output = self.self_attn.o_proj(attend(query, key, value).flatten(-2))
+        hidden = hidden + self.attention_conv(output, kernels, 1)
+        normed = self.post_attention_layernorm(hidden)
+        kernels = self.mlp_conv.kernels(normed)
+        output = self.mlp(self.mlp_conv(normed, kernels, 0))
+        hidden = hidden + self.mlp_conv(output, kernels, 1)
+        return hidden if keep is None else keep(hidden)
 
 
 class DFlashModel(nn.Module):
@@ -103,6 +117,8 @@ class DFlashModel(nn.Module):
         self.lm_head = nn.Linear(hidden, draft_vocab or config.vocab_size, bias=False) if own_head else None
         self.d2t: Tensor | None
         self.register_buffer("d2t", None if draft_vocab is None else torch.zeros(draft_vocab, dtype=torch.long))
+        for name, module in ({} if config.head is None else config.head.modules(config.head_sizes)).items():
+            self.add_module(name, module)
         # mscale and mscale_all_dim describe the target's attention; drafters are trained with YaRN's plain 1 + 0.1 ln(factor).
         rope = {name: value for name, value in config.rope_parameters.items() if not name.startswith("mscale")}
         self.rope = Rope.of(rope, config.head_dim, config.max_position_embeddings)
@@ -130,7 +146,7 @@ class DFlashModel(nn.Module):
         """Final hidden states [..., H], normed, of block rows.
 
         Args:
-            embeddings: [..., H], scaled input embeddings of the anchor and the masks.
+            embeddings: [..., H], scaled input embeddings of the anchor and the masks; with convolutions [..., n * block_size, H].
             position_ids: int64 [...].
             attend: attention of a layer over its context and the block.
             keep: rows that are wanted, since nothing sees the others after the last attention; None for all.

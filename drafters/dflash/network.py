@@ -6,13 +6,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from drafters.dflash.convolution import DFlashConvolution
 from drafters.dflash.model import DFlashLayer, DFlashModel, Keep
 from specdec.attention.backend import AttentionBackend
 from specdec.kv_cache import LayerCache
 from specdec.layers.attention import HeadAttention
 from specdec.layers.decoder import Decoder, DecoderLayer
+from specdec.layers.grouped_convolution import GroupedConvolution
 from specdec.layers.linear import Linear, linear
-from specdec.layers.mlp import GatedMLP
+from specdec.layers.mlp import ConvolvedMLP, GatedMLP
 from specdec.layers.norm import Norm
 from specdec.layers.ops import Heads, ops_for
 from specdec.layers.rotary import Angles, Rope
@@ -30,7 +32,8 @@ class DFlashNetwork:
     """
 
     def __init__(self, model: DFlashModel, attention: AttentionBackend) -> None:
-        self._config, self._attention, self._ops = model.config, attention, ops_for(attention)
+        self._config, self._attention = model.config, attention
+        self._ops = ops_for(attention, convolves=model.config.convolves)
         self._backends = [attention] * len(model.layers)
         device, epsilon = attention.spec.device, model.config.rms_norm_eps
         self._rope = model.rope.to(device)
@@ -87,13 +90,19 @@ class DFlashNetwork:
             query_norm=Norm(attention.q_norm.weight, epsilon),
             key_norm=Norm(attention.k_norm.weight, epsilon),
         )
+        gated = GatedMLP(_join(mlp.gate_proj, mlp.up_proj), _join(mlp.down_proj))
         return DecoderLayer(
             input_norm=Norm(layer.input_layernorm.weight, epsilon),
             attention=HeadAttention(_join(attention.q_proj, attention.k_proj, attention.v_proj), heads, self._rope),
             output=_join(attention.o_proj),
             mlp_norm=Norm(layer.post_attention_layernorm.weight, epsilon),
-            mlp=GatedMLP(_join(mlp.gate_proj, mlp.up_proj), _join(mlp.down_proj)),
+            mlp=gated if layer.mlp_conv is None else ConvolvedMLP(gated, _convolution(layer.mlp_conv)),
+            convolution=None if layer.attention_conv is None else _convolution(layer.attention_conv),
         )
+
+
+def _convolution(module: DFlashConvolution) -> GroupedConvolution:
+    return GroupedConvolution(module.base_kernel.detach(), _join(module.kernel_projection), module.width)
 
 
 @torch.no_grad()

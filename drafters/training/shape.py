@@ -9,6 +9,7 @@ from torch import nn
 
 from drafters.dflash.checkpoint import read_checkpoint
 from drafters.dflash.config import DFlashConfig, default_taps
+from drafters.dflash.convolution import DFlashConvolution
 from drafters.dflash.model import DFlashModel
 from drafters.training.config import TrainConfig
 from specdec.errors import InvalidInputError
@@ -38,6 +39,9 @@ def make_drafter(config: TrainConfig, verifier: Any, tokenizer: Any) -> DFlashMo
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=0.02, generator=generator)
+    for module in model.modules():
+        if isinstance(module, DFlashConvolution):
+            module.make_identity()
     return model
 
 

@@ -50,8 +50,6 @@ def test_algorithm(raw: dict[str, Any], algorithm: str) -> None:
 @pytest.mark.parametrize(
     ("raw", "said"),
     [
-        ({"architectures": ["DFlash2DraftModel"]}, "'dflash2' (DFlash 2, which adds convolutions"),
-        ({"speculators_model_type": "dspark", "markov_rank": 16}, "'dspark' (DSpark, which adds a Markov head"),
         ({"architectures": ["Gemma4DSparkModel"], "markov_rank": 0}, "'Gemma4DSparkModel' (DSpark"),
         ({"architectures": ["DominoDraftModel"]}, "'domino' (Domino"),
         ({"architectures": ["DFlashLagunaForCausalLM"]}, "'DFlashLagunaForCausalLM' (DFlash on layers of its own"),

@@ -14,6 +14,7 @@ from specdec.kernels import (
     triton_attention,
     triton_embedding,
     triton_filters,
+    triton_grouped_convolution,
     triton_linear,
     triton_merge,
     triton_norm,
@@ -243,6 +244,15 @@ def other_kernels(target: Target) -> Iterator[tuple[str, Any]]:
     for name in ACTIVATIONS:
         of_kind: dict[str, Any] = {"BLOCK": 1024, "KIND": name, **overlap}
         yield f"activation {name}", compiled(triton_activation._activation_kernel, pointers=activation, constants=of_kind)
+    sizes: dict[str, Any] = {"SIDE": 1, "CHANNELS": 5120, "TAPS": 2, "GROUP": 16, "ROWS": 8}
+    yield (
+        "convolution of blocks",
+        compiled(
+            triton_grouped_convolution._mix_kernel,
+            pointers=dict.fromkeys(("x", "dynamic", "base", "output"), "bf16"),
+            constants=sizes | {"BLOCK": triton_grouped_convolution.CHANNELS_PER_PROGRAM, **overlap},
+        ),
+    )
     for gated, splits, count in ((False, 2, 64), (True, 1, 16)):
         yield f"product of {count} rows" + (" with SwiGLU" if gated else ""), few_rows(target, gated, splits, count)
     heads = dict.fromkeys(("query", "key", "value", "rotated", "key_cache", "value_cache", "cos", "sin"), "bf16")

@@ -13,6 +13,7 @@ from specdec.config import SamplingParams
 from specdec.core import DecodeBatch, DraftOutput, ForwardInput, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.kv_cache import LayerSpec
+from specdec.sampling.noise import Purpose, gumbel, stream
 from tests.drafters.sequential.toy import ToyNetwork, noted_run, toy_drafter
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_prompts
 
@@ -68,6 +69,37 @@ def test_point_masses_leave_the_text_of_a_seed(kind: dict[str, Any], draft_sampl
     plain = texts(SpecEngine(verifier))
     engine, _, _ = noted_run(verifier, toy_drafter(verifier, K, **kind), [], draft_sampling=draft_sampling)
     assert texts(engine) == plain
+
+
+@pytest.mark.parametrize("draft_sampling", ["coupled", "probabilistic"])
+def test_forecasts_are_of_the_drafts_own_probabilities(draft_sampling: str) -> None:
+    """Those of each draft after the one before, with the noise where drafts know it."""
+    verifier = paged_verifier(plain_model("llama"))
+    drafter = SequentialDrafter(SelfNetwork(verifier), verifier, max_draft_tokens=K)
+    forecasts: list[Tensor] = []
+
+    def asking(engine: SpecEngine) -> None:
+        bound = engine.runner.drafter
+        assert bound is not None
+        bound.forecasts, propose = True, bound.propose
+
+        def proposing(batch: DecodeBatch) -> DraftOutput:
+            output = propose(batch)
+            assert output.forecast is not None
+            forecasts.append(output.forecast)
+            return output
+
+        bound.propose = proposing  # type: ignore[method-assign]
+
+    params = SamplingParams(max_tokens=16, temperature=1.0, seed=1, ignore_eos=True)
+    _, _, noted = noted_run(verifier, drafter, random_prompts(3), sampling=params, draft_sampling=draft_sampling, prepare=asking)
+    for one, forecast in zip(noted, torch.cat(forecasts), strict=True):
+        scores = one.logits
+        if draft_sampling == "coupled":
+            positions = torch.arange(one.length + 1, one.length + 1 + len(one.drafts))[None]
+            scores = scores + gumbel(stream(torch.tensor([1]), positions, Purpose.SAMPLE), verifier.vocab_size)[0]
+        own = scores.softmax(-1).gather(1, torch.tensor(one.drafts)[:, None])[:, 0]
+        torch.testing.assert_close(forecast, own.cumprod(0).sum())
 
 
 @torch.inference_mode()
