@@ -9,6 +9,7 @@ from drafters.algorithms import algorithm_of, unsupported
 from drafters.checkpoint import CONFIG, check_target
 from drafters.dflash.checkpoint import tensor_shapes
 from drafters.dflash.layout import parse_config
+from drafters.mtp.load import MOST_DRAFTS
 from drafters.shipped import shipped_drafter_path
 from specdec.core import Verifier
 from specdec.errors import CheckpointError
@@ -36,6 +37,10 @@ class TargetShape(Protocol):
     @property
     def vocab_size(self) -> int:
         """Tokens of its vocabulary."""
+
+    @property
+    def predicts(self) -> bool:
+        """Whether it has layers for multi-token prediction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +74,9 @@ def read_fit(name: str, target: TargetShape) -> Fit:
     """
     if name in _WITHOUT_WEIGHTS:
         return Fit(name)
+    if name == "mtp":
+        missing = (f"target {target.name!r} has no layers for multi-token prediction that could draft",)
+        return Fit(name, MOST_DRAFTS, (target.num_layers - 1,), problems=() if target.predicts else missing)
     where = str(shipped_drafter_path()) if name == "smollm2-dflash" else name
     raw = json_file(where, CONFIG, what="drafter")
     if raw is None:

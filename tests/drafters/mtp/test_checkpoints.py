@@ -103,10 +103,10 @@ def test_a_file_that_is_incomplete_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
     save_file({name: tensor for name, tensor in tensors.items() if name != "mtp.fc.weight"}, path, {"format": "pt"})
-    with pytest.raises(CheckpointError, match="it lacks 1 tensors, the first being 'projection.weight'"):
+    with pytest.raises(CheckpointError, match=r"it lacks 1 tensors, the first being 'projection\.weight'"):
         load_mtp(verifier=load(tmp_path))
     save_file(tensors | {"mtp.norm.weight": torch.zeros(3)}, path, {"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"'norm.weight' is \[3\] and the config asks for \[32\]"):
+    with pytest.raises(CheckpointError, match=r"'norm\.weight' is \[3\] and the config asks for \[32\]"):
         load_mtp(verifier=load(tmp_path))
 
 
