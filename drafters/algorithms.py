@@ -20,6 +20,9 @@ _ARCHITECTURES = {
     "Eagle3DraftModel": "eagle3",
     "PEagleSpeculator": "peagle",
     "Gemma4DSparkModel": "dspark",
+    "Gemma4AssistantForCausalLM": "mtp",
+    "Gemma4UnifiedAssistantForCausalLM": "mtp",
+    "MTPDraftModel": "mtp",
 }
 
 _FAMILIES = {

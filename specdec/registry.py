@@ -30,6 +30,7 @@ DRAFTERS: dict[str, str | Callable[..., Any]] = {
     "eagle3": "drafters.eagle3.drafter:load_eagle3",
     "peagle": "drafters.eagle3.drafter:load_eagle3",
     "draft-model": "drafters.draft_model.drafter:load_draft_model",
+    "mtp": "drafters.mtp.load:load_mtp",
     "smollm2-dflash": "drafters.shipped:load_shipped",
 }
 """Functions `(path | None, *, verifier) -> Drafter`, by the name of a drafter or of the algorithm in a `config.json`."""
@@ -53,8 +54,9 @@ PARTS = {
     "compare": "evals.bench.compare:run",  # generate --compare
     "needs": "verifiers.needs:read_needs",  # doctor --model
     "fit": "drafters.fit:read_fit",  # doctor --drafter
+    "prediction": "verifiers.prediction:read_prediction",  # --drafter mtp, whose layers are like those of the target
 }
-"""What the command line takes from a package that the core does not import."""
+"""What the command line and drafters take from a package that they do not import."""
 
 
 class Verb(NamedTuple):

@@ -37,7 +37,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"keys"},
         {"algorithms", "checkpoint", "head", "license"},
         {"dspark", "dflash2", "sequential"},
-        {"dflash", "draft_model", "eagle3", "ngram"},
+        {"dflash", "draft_model", "eagle3", "mtp", "ngram"},
         {"load", "shipped"},
         {"convert", "fit"},
         {"training"},

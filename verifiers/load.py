@@ -26,7 +26,7 @@ from specdec.errors import CheckpointError, SpecDecError, UnsupportedModelError
 from specdec.hub import json_file, target_folder
 from specdec.layers.linear import can_pack_four_bit
 from specdec.layers.packed_check import keeps_packed
-from verifiers.decoder import DecoderVerifier
+from verifiers.decoder import Checkpoint, DecoderVerifier
 from verifiers.description import Description
 from verifiers.embedded import FOUR_BIT, embedded_model_path
 from verifiers.families import describe
@@ -179,7 +179,10 @@ def _built(reading: _Reading, config: Any, description: Description) -> Verifier
     read = read_weights(reading.folder, config, device=reading.device, dtype=reading.dtype, as_stored=reading.as_stored)
     eos = eos_token_ids(generation.get("eos_token_id"), config.eos_token_id, reading.eos)
     weights = Weights(complete(read, config))
-    return DecoderVerifier(config, description, weights, name=reading.name, backend=reading.backend, eos=eos)
+    checkpoint = Checkpoint(reading.folder, reading.as_stored)
+    return DecoderVerifier(
+        config, description, weights, name=reading.name, backend=reading.backend, eos=eos, checkpoint=checkpoint
+    )
 
 
 def _theirs(reading: _Reading, path: str, fuse: bool) -> Verifier:

@@ -39,7 +39,7 @@ Patch = pytest.MonkeyPatch
         ({"medusa_num_heads": 4}, "medusa"),
         ({"architectures": ["Qwen3ForCausalLM"]}, "draft-model"),
         ({"architectures": ["Gemma3ForConditionalGeneration"]}, "draft-model"),
-        ({"architectures": ["Gemma4AssistantForCausalLM"]}, "Gemma4AssistantForCausalLM"),
+        ({"architectures": ["Gemma4AssistantForCausalLM"]}, "mtp"),
         ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "Eagle3DeepseekV2ForCausalLM"),
     ],
 )
@@ -58,7 +58,7 @@ def test_algorithm(raw: dict[str, Any], algorithm: str) -> None:
         ({"speculators_model_type": "peagle"}, "'peagle' (P-EAGLE"),
         ({"medusa_num_heads": 4}, "'medusa' (Medusa"),
         ({"architectures": ["Qwen3NextMTP"]}, "'Qwen3NextMTP' (multi-token prediction"),
-        ({"architectures": ["Gemma4AssistantForCausalLM"]}, "'Gemma4AssistantForCausalLM' (a head that reads its target's own"),
+        ({"architectures": ["OtherAssistantForCausalLM"]}, "'OtherAssistantForCausalLM' (a head that reads its target's own"),
         ({"architectures": ["Other"]}, "'Other' is not supported yet"),
         ({"hidden_size": 3}, "names no architecture"),
     ],
