@@ -72,7 +72,9 @@ def test_nothing_is_cached_twice(tmp_path: Path) -> None:
     """Its caches are the target's own, and drafts are lossless with batches, chunks of prompts and preemption."""
     target, _, verifier, drafter = case("gemma4", tmp_path)
     memory = 4 * 25 * sum(spec.bytes_per_token(torch.float32) for spec in verifier.kv_specs)
-    engine, requests, _ = noted_run(verifier, drafter, random_prompts(4), num_draft_tokens=K, cache=CacheConfig(memory_bytes=memory))
+    engine, requests, _ = noted_run(
+        verifier, drafter, random_prompts(4), num_draft_tokens=K, cache=CacheConfig(memory_bytes=memory)
+    )
     caches: Any = engine.runner.drafter
     theirs = [cache.key.data_ptr() for cache in engine.kv_cache.layers[: len(verifier.kv_specs)]]
     assert [cache.key.data_ptr() for cache in caches.caches] == [theirs[2], theirs[2], theirs[3]]
