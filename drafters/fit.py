@@ -20,7 +20,7 @@ from specdec.errors import CheckpointError
 from specdec.hub import checkpoint_file, json_file
 from specdec.registry import DRAFTERS, PARTS, resolve
 
-_WITHOUT_WEIGHTS = ("none", "ngram")
+_WITHOUT_WEIGHTS = ("none", "ngram", "suffix")
 
 
 class TargetShape(Protocol):

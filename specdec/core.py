@@ -412,6 +412,10 @@ class BoundDrafter(Protocol):
         """A request with all its known tokens starts in `slot`; runs between steps."""
         return
 
+    def forget(self) -> None:
+        """Forgets what past requests have left; runs between steps, when there is no request."""
+        return
+
     def prefill(self, batch: PrefillBatch, verify: VerifyOutput) -> None:
         """Takes over the context of a prompt chunk."""
         return

@@ -24,6 +24,7 @@ MLA_BACKENDS = {
 
 DRAFTERS: dict[str, str | Callable[..., Any]] = {
     "ngram": "drafters.ngram:load_ngram",
+    "suffix": "drafters.suffix.drafter:load_suffix",
     "dflash": "drafters.dflash.drafter:load_dflash",
     "dflash2": "drafters.dflash.drafter:load_dflash",
     "dspark": "drafters.dflash.drafter:load_dflash",

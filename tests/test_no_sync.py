@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from drafters.ngram import NGramDrafter
+from drafters.suffix.drafter import SuffixDrafter
 from specdec.config import SamplingParams
 from specdec.core import DecodeBatch, Drafter, Verifier
 from specdec.engine.engine import SpecEngine
@@ -87,7 +88,8 @@ def test_step_never_waits(name: str, sampling: str) -> None:
     prompts = random_prompts(4)
     outputs = {tuple(p): plain_greedy(model, p, MAX_TOKENS) for p in prompts}
     params, verifier = SamplingParams(max_tokens=MAX_TOKENS, **SAMPLINGS[sampling]), paged_verifier(model)
-    for drafter in (None, ScriptedDrafter(outputs, 3, [{1}]), NGramDrafter(max_draft_tokens=3), random_dflash(verifier)):
+    copying = (NGramDrafter(max_draft_tokens=3), SuffixDrafter(max_draft_tokens=3))
+    for drafter in (None, ScriptedDrafter(outputs, 3, [{1}]), *copying, random_dflash(verifier)):
         guarded_run(verifier, drafter, prompts, params)
     guarded_run(verifier, random_dflash(verifier), prompts, params, "probabilistic")  # others have no distribution
 

@@ -56,6 +56,7 @@ class DFlashConfig:
         gemma: layers are those of Gemma 4 instead of Qwen3 (DeepSpec): norms around both sublayers, normed values, unscaled scores.
         keys_as_values: values are the keys before their norm.
         head: what corrects the logits behind each token; None for plain DFlash.
+        tied_tables: the head's tables are projections of the target's own, see `drafters.dflash.tied`.
         coupling: weights of its probabilities and of the shared noise; None are ones.
     """
 
@@ -94,6 +95,7 @@ class DFlashConfig:
     gemma: bool = False
     keys_as_values: bool = False
     head: HeadConfig | None = None
+    tied_tables: bool = False
     coupling: Coupling | None = None
 
     def __post_init__(self) -> None:
@@ -136,6 +138,7 @@ class DFlashConfig:
             f"RoPE turns {rotated:g} of {self.head_dim} numbers of a head; it must be an even part of them",
         )
         self._check_convolutions()
+        require(self.head is not None or not self.tied_tables, "tied_tables without a head; leave it out")
         if self.head is not None:
             self.head.check(self.head_sizes, sample_from_anchor=self.sample_from_anchor)
         if self.coupling is not None:

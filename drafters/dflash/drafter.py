@@ -18,6 +18,7 @@ from drafters.dflash.coupling import CouplingTable
 from drafters.dflash.drafts import Drafts, Slots
 from drafters.dflash.model import DFlashModel
 from drafters.dflash.network import DFlashNetwork
+from drafters.dflash.tied import expanded
 from specdec.attention.backend import AttentionBackend, AttentionSpec, Visibility
 from specdec.config import DraftSampling
 from specdec.core import AcceptOutput, DecodeBatch, DraftOutput, PrefillBatch, Verifier, VerifyOutput
@@ -267,5 +268,5 @@ def load_dflash(path: str | Path | None, *, verifier: Verifier) -> DFlashDrafter
             own_head="lm_head.weight" in tensors,
             own_mask="mask_embedding" in tensors,
         )
-    model.load_state_dict(tensors, assign=True)
+    model.load_state_dict(expanded(tensors, verifier) if config.tied_tables else tensors, assign=True)
     return DFlashDrafter(model, verifier)

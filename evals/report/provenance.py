@@ -28,7 +28,7 @@ def provenance(decoder: SpecDecoder, drafters: Sequence[str]) -> dict[str, Any]:
         "kv_dtype": dtype_name(attention.spec.kv_dtype),
         "prefill_dtype": dtype_name(attention.prefill_dtype if isinstance(attention, MlaBackend) else attention.spec.dtype),
         "target": checkpoint(verifier.name),
-        "drafters": {name: _drafter_checkpoint(name) for name in drafters if name not in ("none", "ngram")},
+        "drafters": {name: _drafter_checkpoint(name) for name in drafters if name not in ("none", "ngram", "suffix")},
     }
 
 

@@ -51,11 +51,10 @@ def test_algorithm(raw: dict[str, Any], algorithm: str) -> None:
 @pytest.mark.parametrize(
     ("raw", "said"),
     [
-        ({"architectures": ["Gemma4DSparkModel"], "markov_rank": 0}, "'Gemma4DSparkModel' (DSpark"),
+        ({"architectures": ["OtherDSparkModel"], "markov_rank": 0}, "'OtherDSparkModel' (DSpark"),
         ({"architectures": ["DominoDraftModel"]}, "'domino' (Domino"),
-        ({"architectures": ["DFlashLagunaForCausalLM"]}, "'DFlashLagunaForCausalLM' (DFlash on layers of its own"),
-        ({"architectures": ["LlamaForCausalLMEagle3"]}, "'LlamaForCausalLMEagle3' (EAGLE-3, a head of one layer"),
-        ({"speculators_model_type": "peagle"}, "'peagle' (P-EAGLE"),
+        ({"architectures": ["DFlashOtherForCausalLM"]}, "'DFlashOtherForCausalLM' (DFlash on layers of its own"),
+        ({"architectures": ["OtherForCausalLMEagle3"]}, "'OtherForCausalLMEagle3' (EAGLE-3 on layers of its own"),
         ({"medusa_num_heads": 4}, "'medusa' (Medusa"),
         ({"architectures": ["Qwen3NextMTP"]}, "'Qwen3NextMTP' (multi-token prediction"),
         ({"architectures": ["OtherAssistantForCausalLM"]}, "'OtherAssistantForCausalLM' (a head that reads its target's own"),
@@ -83,8 +82,8 @@ def test_a_registered_algorithm_loads_its_checkpoints(tmp_path: Path, monkeypatc
         seen.extend([path, verifier])
         return NGramDrafter()
 
-    register_drafter("eagle3", load)
-    (tmp_path / "config.json").write_text('{"speculators_model_type": "eagle3"}')
+    register_drafter("xpress", load)
+    (tmp_path / "config.json").write_text('{"speculators_model_type": "xpress"}')
     verifier = FakeVerifier()
     assert isinstance(load_drafter(tmp_path, verifier=verifier), NGramDrafter)
     assert seen == [tmp_path, verifier]
