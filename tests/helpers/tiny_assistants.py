@@ -27,7 +27,9 @@ def sharing() -> Iterator[None]:
     def modes(config: Any) -> list[str | None]:
         first = config.num_hidden_layers - config.num_kv_shared_layers
         last = {kind: layer for layer, kind in enumerate(config.layer_types[:first])}
-        return ["reuse" if layer >= first else "store" if layer in last.values() else None for layer in range(config.num_hidden_layers)]
+        return [
+            "reuse" if layer >= first else "store" if layer in last.values() else None for layer in range(config.num_hidden_layers)
+        ]
 
     with patch.object(Gemma4TextConfig, "kv_sharing_modes", property(modes), create=True):
         yield

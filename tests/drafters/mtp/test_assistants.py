@@ -16,7 +16,7 @@ from tests.helpers.tiny_models import WINDOW, random_prompts
 from verifiers.load import load_verifier
 
 pytest.importorskip("transformers.models.gemma4_assistant")
-from tests.helpers.tiny_assistants import assistant_logits, gemma4_target, write_assistant  # noqa: E402
+from tests.helpers.tiny_assistants import assistant_logits, gemma4_target, write_assistant
 
 K = 3
 TOLERANCE = 1e-4
