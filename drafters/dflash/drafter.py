@@ -20,7 +20,7 @@ from drafters.dflash.model import DFlashModel
 from drafters.dflash.network import DFlashNetwork
 from specdec.attention.backend import AttentionBackend, AttentionSpec, Visibility
 from specdec.config import DraftSampling
-from specdec.core import AcceptOutput, DecodeBatch, DraftOutput, PrefillBatch, Verifier, VerifyOutput
+from specdec.core import AcceptOutput, BoundDrafter, DecodeBatch, DraftOutput, PrefillBatch, Verifier, VerifyOutput
 from specdec.errors import BackendError, InvalidInputError
 from specdec.kv_cache import NULL_BLOCK, KVLayerSpec, LayerCache
 from specdec.layers.rotary import Angles, Rope
@@ -106,7 +106,7 @@ class DFlashDrafter:
         return BoundDFlash(self, caches, max_num_seqs, draft_sampling)
 
 
-class BoundDFlash:
+class BoundDFlash(BoundDrafter):
     """A `DFlashDrafter` over the paged cache of one engine; see `specdec.core.BoundDrafter`.
 
     Steps without drafts leave the target's features in a ring, since the context of a few positions takes no longer than that of
