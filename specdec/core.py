@@ -18,7 +18,7 @@ from specdec.attention.backend import AttentionBackend, AttentionMetadata, TreeR
 from specdec.attention.mla import MlaBackend
 from specdec.blocks import BlockShape, DraftTree
 from specdec.config import DraftSampling
-from specdec.kv_cache import LayerSpec
+from specdec.kv_cache import NULL_BLOCK, LayerSpec
 from specdec.sampling.tensors import SamplingTensors
 
 
@@ -71,6 +71,7 @@ class PrefillBatch:
 
     forward: ForwardInput
     slots: Tensor  # int64 [num_reqs]
+    next_token_ids: Tensor  # int64 [num_reqs], tokens after the chunks; 0 where it is yet to be chosen
 
 
 Context = Literal["now", "later", "all"]
@@ -153,20 +154,32 @@ class DecodeBatch:
     def metadata(self, width: int, *, visibility: Visibility) -> AttentionMetadata:
         """Attention metadata of `width` new rows per request, starting at the anchor."""
         if width not in self._metadata:
-            positions = self.positions(width)
-            blocks = self.block_table.gather(1, positions // self.block_size)
-            # The kernels that add up also convert: to int64 what is multiplied, to int32 what is kept.
-            slots = torch.add(positions % self.block_size, blocks, alpha=self.block_size)
-            seq_lens = torch.add(self.seq_lens, width, out=torch.empty_like(self.seq_lens, dtype=torch.int32))
-            self._metadata[width] = AttentionMetadata.uniform(
-                width,
-                seq_lens,
-                self.block_table,
-                slots.reshape(-1),
-                max_seq_len=self.max_seq_len,
-                min_seq_len=self.min_seq_len + width,
+            self._metadata[width] = self.rows_from(
+                self.seq_lens, self.positions(width), max_seq_len=self.max_seq_len, min_seq_len=self.min_seq_len + width
             )
         return replace(self._metadata[width], visibility=visibility)
+
+    def rows_from(
+        self, first: Tensor, positions: Tensor, *, max_seq_len: int, min_seq_len: int, written: Tensor | None = None
+    ) -> AttentionMetadata:
+        """Causal attention metadata of rows that begin elsewhere than at the anchor.
+
+        Args:
+            first: int64 [num_reqs], position of the first row of each request.
+            positions: int64 [num_reqs, width], first, first + 1, ...
+            max_seq_len, min_seq_len: see `AttentionMetadata`.
+            written: bool [num_reqs, width], rows whose keys and values belong in the cache; None for all.
+        """
+        width = positions.shape[1]
+        blocks = self.block_table.gather(1, positions // self.block_size)
+        # The kernels that add up also convert: to int64 what is multiplied, to int32 what is kept.
+        slots = torch.add(positions % self.block_size, blocks, alpha=self.block_size)
+        if written is not None:
+            slots = torch.where(written, slots, NULL_BLOCK * self.block_size)
+        seq_lens = torch.add(first, width, out=torch.empty_like(first, dtype=torch.int32))
+        return AttentionMetadata.uniform(
+            width, seq_lens, self.block_table, slots.reshape(-1), max_seq_len=max_seq_len, min_seq_len=min_seq_len
+        )
 
     def row_positions(self, tree: DraftTree | None) -> Tensor:
         """int64 [num_reqs, k + 1]: positions of the rows of the block, not clamped."""
@@ -323,7 +336,10 @@ class Verifier(Protocol):
         """Attention over those layers; where heads differ, over those like the first, see `AttentionBackend.each`."""
 
     def forward(self, rows: ForwardInput, caches: Sequence[Any], aux_layer_ids: Sequence[int] = ()) -> VerifyOutput:
-        """Scores packed rows, writing their KV to `caches`, one per layer, and tapping decoder layers `aux_layer_ids` (0-based)."""
+        """Scores packed rows, writing their KV to `caches`, one per layer, and tapping decoder layers `aux_layer_ids` (0-based).
+
+        -1 taps the scaled embeddings, which the first layer is given.
+        """
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Raw rows `[..., H]` of the input embedding table, without the model's embedding scale."""
@@ -344,6 +360,9 @@ class Drafter(Protocol):
     """Cache positions from L on that drafting writes whatever k is; 0 where it writes none, or no more than k + 1."""
     aux_layer_ids: tuple[int, ...] = ()
     """Decoder layers (0-based) of the target whose raw outputs are needed."""
+    tokens_ahead: int = 0
+    """Tokens after a position that what drafting caches for the position depends on. A block of a cached prefix is reused by
+    requests that have them in common as well."""
     draws_trees: bool = False
     """Whether drafts form a tree where the shape of the block asks for one. Its paths are up to `max_draft_tokens` long."""
 

@@ -29,6 +29,10 @@ DRAFTERS: dict[str, str | Callable[..., Any]] = {
     "dflash": "drafters.dflash.drafter:load_dflash",
     "dflash2": "drafters.dflash.drafter:load_dflash",
     "dspark": "drafters.dflash.drafter:load_dflash",
+    "eagle3": "drafters.eagle3.drafter:load_eagle3",
+    "peagle": "drafters.eagle3.drafter:load_eagle3",
+    "draft-model": "drafters.draft_model.drafter:load_draft_model",
+    "mtp": "drafters.mtp.load:load_mtp",
     "smollm2-dflash": "drafters.shipped:load_shipped",
 }
 """Functions `(path | None, *, verifier) -> Drafter`, by the name of a drafter or of the algorithm in a `config.json`."""
@@ -46,12 +50,18 @@ VERIFIERS = {
 }
 """Functions `(name_or_path, *, device, dtype, attention) -> (Verifier, tokenizer)`."""
 
+TOKENIZERS = {
+    "hf": "verifiers.load:load_tokenizer",
+}
+"""Functions `(name_or_path) -> tokenizer`, of targets that the function of the same name above loads."""
+
 PARTS = {
     "compare": "evals.bench.compare:run",  # generate --compare
     "needs": "verifiers.needs:read_needs",  # doctor --model
     "fit": "drafters.fit:read_fit",  # doctor --drafter
+    "prediction": "verifiers.prediction:read_prediction",  # --drafter mtp, whose layers are like those of the target
 }
-"""What the command line takes from a package that the core does not import."""
+"""What the command line and drafters take from a package that they do not import."""
 
 
 class Verb(NamedTuple):
@@ -75,6 +85,7 @@ VERBS = (
     Verb("profile", "show which kernels a decoding step spends its time in, and write a trace", "evals.profile.command"),
     Verb("train", "train a drafter on the target's own answers", "drafters.training.command"),
     Verb("couple", "fit how far a drafter trusts its probabilities and the target's noise", "drafters.training.couple"),
+    Verb("convert", "write a drafter's checkpoint in another layout", "drafters.convert"),
     Verb("warmup", "compile what a configuration will need, before a request waits for it", "specdec.cli.warmup"),
     Verb("doctor", "show the device, what is installed, and which attention backends work", "specdec.cli.doctor"),
 )

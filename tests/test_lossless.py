@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from drafters.draft_model.drafter import DraftModel
 from drafters.ngram import NGramDrafter
 from drafters.suffix.drafter import SuffixDrafter
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
@@ -42,6 +43,7 @@ DRAFTERS: dict[str, Callable[[Outputs, Verifier], Drafter | None]] = {
     "ngram": lambda outputs, verifier: NGramDrafter(max_draft_tokens=K),
     "suffix": lambda outputs, verifier: SuffixDrafter(max_draft_tokens=K, pool_tokens=100),
     "dflash": lambda outputs, verifier: random_dflash(verifier, block_size=K + 1),
+    "draft_model": lambda outputs, verifier: DraftModel(paged_verifier(plain_model("qwen3", 5)), verifier, max_draft_tokens=K),
     "right": lambda outputs, verifier: ScriptedDrafter(outputs, K),
     "wrong": lambda outputs, verifier: ScriptedDrafter(outputs, K, [{0, 1, 2, 3}]),
     "wrong_at_each": lambda outputs, verifier: ScriptedDrafter(outputs, K, [{0}, {1}, {2}, {3}, set()]),

@@ -80,6 +80,8 @@ def _drafter(name: str, needs: Any) -> list[str]:
     words += [f"{fit.numbers / 1e6:,.0f} M parameters"] if fit.numbers else []
     words += ["fits"] if fit.taps else []
     _say("drafter", f"{name}: {', '.join(words)}" if words else name)
+    if fit.license:
+        _say("", fit.license)
     return []
 
 

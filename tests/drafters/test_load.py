@@ -37,6 +37,10 @@ Patch = pytest.MonkeyPatch
         ({"speculators_model_type": "eagle3", "architectures": ["Eagle3DraftModel"]}, "eagle3"),
         ({"speculators_config": {"algorithm": "mtp"}}, "mtp"),
         ({"medusa_num_heads": 4}, "medusa"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, "draft-model"),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "draft-model"),
+        ({"architectures": ["Gemma4AssistantForCausalLM"]}, "Gemma4AssistantForCausalLM"),
+        ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "Eagle3DeepseekV2ForCausalLM"),
     ],
 )
 def test_algorithm(raw: dict[str, Any], algorithm: str) -> None:
@@ -54,7 +58,7 @@ def test_algorithm(raw: dict[str, Any], algorithm: str) -> None:
         ({"speculators_model_type": "peagle"}, "'peagle' (P-EAGLE"),
         ({"medusa_num_heads": 4}, "'medusa' (Medusa"),
         ({"architectures": ["Qwen3NextMTP"]}, "'Qwen3NextMTP' (multi-token prediction"),
-        ({"architectures": ["Qwen3ForCausalLM"]}, "'Qwen3ForCausalLM' (a language model of its own"),
+        ({"architectures": ["Gemma4AssistantForCausalLM"]}, "'Gemma4AssistantForCausalLM' (a head that reads its target's own"),
         ({"architectures": ["Other"]}, "'Other' is not supported yet"),
         ({"hidden_size": 3}, "names no architecture"),
     ],
