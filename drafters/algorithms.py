@@ -8,9 +8,13 @@ from drafters.keys import require, section
 _ARCHITECTURES = {
     "DFlashDraftModel": "dflash",
     "DFlash2DraftModel": "dflash2",
+    "DFlareDraftModel": "dflash",
+    "DFlashLagunaForCausalLM": "dflash",
+    "MuseGlimmerAssistantModel": "dflash",
     "DominoDraftModel": "domino",
     "Qwen3DSparkModel": "dspark",
     "DSparkDraftModel": "dspark",
+    "Gemma4DSparkModel": "dspark",
 }
 
 _FAMILIES = {

@@ -321,7 +321,10 @@ class Verifier(Protocol):
         """Attention over those layers; where heads differ, over those like the first, see `AttentionBackend.each`."""
 
     def forward(self, rows: ForwardInput, caches: Sequence[Any], aux_layer_ids: Sequence[int] = ()) -> VerifyOutput:
-        """Scores packed rows, writing their KV to `caches`, one per layer, and tapping decoder layers `aux_layer_ids` (0-based)."""
+        """Scores packed rows, writing their KV to `caches`, one per layer, and tapping decoder layers `aux_layer_ids` (0-based).
+
+        -1 taps the scaled embeddings, which the first layer is given.
+        """
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Raw rows `[..., H]` of the input embedding table, without the model's embedding scale."""

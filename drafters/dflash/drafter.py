@@ -191,8 +191,11 @@ class BoundDFlash:
         depth = batch.shape.depth
         width = drafter.num_lookahead_tokens or drafter.first_row + depth
         masks = drafter.masks[:, : width - 1].expand(batch.num_reqs, -1)
-        token_ids = torch.cat([batch.anchors[:, None], masks], dim=1).reshape(-1)
-        embeddings = drafter.embed(token_ids)
+        if (mask := drafter.model.mask_embedding) is None:
+            embeddings = drafter.embed(torch.cat([batch.anchors[:, None], masks], dim=1).reshape(-1))
+        else:
+            rows = mask.expand(*masks.shape, -1) * drafter.embedding_scale
+            embeddings = torch.cat([drafter.embed(batch.anchors)[:, None], rows], dim=1).flatten(0, 1)
         metadata = batch.metadata(width, visibility="full")
         seen: dict[bool, Visibility] = {True: "causal", False: "full"}
         plans = {causal: drafter.attention.plan(replace(metadata, visibility=seen[causal])) for causal in set(config.causal)}
@@ -239,6 +242,7 @@ def _attention(config: DFlashConfig, verifier: Verifier) -> AttentionBackend:
         head_dim=config.head_dim,
         windows=frozenset(config.windows),
         non_causal=not all(config.causal),
+        sinks=config.attention_sinks,
     )
     backend = verifier.attention.mha_backend
     if reasons := backend.unsupported_reasons(spec):
@@ -257,6 +261,11 @@ def load_dflash(path: str | Path | None, *, verifier: Verifier) -> DFlashDrafter
         raise InvalidInputError("the dflash drafter needs a checkpoint; give its folder or hub name")
     config, tensors = read_checkpoint(path)
     with torch.device("meta"):
-        model = DFlashModel(config, own_embeddings="embed_tokens.weight" in tensors, own_head="lm_head.weight" in tensors)
+        model = DFlashModel(
+            config,
+            own_embeddings="embed_tokens.weight" in tensors,
+            own_head="lm_head.weight" in tensors,
+            own_mask="mask_embedding" in tensors,
+        )
     model.load_state_dict(expanded(tensors, verifier) if config.tied_tables else tensors, assign=True)
     return DFlashDrafter(model, verifier)

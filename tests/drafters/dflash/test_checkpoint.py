@@ -137,13 +137,13 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda p: rewrite(p, lambda t: t | {"fc.weight": torch.zeros(HIDDEN, 2 * HIDDEN)}),
         r"tensor fc.weight has shape \[32, 64\], config.json asks for \[32, 96\]",
     ),
-    "fused": (
+    "joined": (
         lambda p: rewrite(p, lambda t: t | {"layers.0.self_attn.qkv_proj.weight": torch.zeros(2, 2)}),
-        "tensor layers.0.self_attn.qkv_proj.weight belongs to a fused or gated layer",
+        r"tensor layers.0.self_attn.qkv_proj.weight has 2 rows, config.json asks for 128",
     ),
     "gated": (
         lambda p: rewrite(p, lambda t: t | {"layers.0.self_attn.g_proj.weight": torch.zeros(2, 2)}),
-        "g_proj.weight belongs to a fused or gated layer",
+        "g_proj.weight is no part of a DFlash drafter",
     ),
     "unknown tensor": (
         lambda p: rewrite(p, lambda t: t | {"markov_head.markov_w1.weight": torch.zeros(2, 2)}),
@@ -157,7 +157,15 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda p: rewrite(p, lambda t: t | {"d2t": torch.ones(VOCAB, dtype=torch.long)}),
         "d2t reorders a full vocabulary",
     ),
-    "mask embedding": (lambda p: (p / "mask_embedding.pt").touch(), "mask_embedding.pt is not supported yet"),
+    "mask row": (lambda p: (p / "mask_embedding.pt").touch(), "mask_embedding.pt is damaged"),
+    "mask row of another token": (
+        lambda p: torch.save({"mask_token_id": 7, "embedding": torch.zeros(32)}, p / "mask_embedding.pt"),
+        "mask_embedding.pt is of token 7, mask_token_id is 60",
+    ),
+    "mask row of another width": (
+        lambda p: torch.save(torch.zeros(31), p / "mask_embedding.pt"),
+        "mask_embedding.pt holds no row of 32 numbers",
+    ),
 }
 
 
