@@ -19,7 +19,6 @@ _ARCHITECTURES = {
 
 _FAMILIES = {
     "dspark": "DSpark on layers of its own, not Qwen3's",
-    "domino": "Domino, which adds a recurrent head to DFlash",
     "xpress": "XPress, which refines a DFlash block in several passes",
     "dflash": "DFlash on layers of its own, not Qwen3's",
     "peagle": "P-EAGLE, an EAGLE-3 head that drafts in parallel",

@@ -27,6 +27,7 @@ DRAFTERS: dict[str, str | Callable[..., Any]] = {
     "dflash": "drafters.dflash.drafter:load_dflash",
     "dflash2": "drafters.dflash.drafter:load_dflash",
     "dspark": "drafters.dflash.drafter:load_dflash",
+    "domino": "drafters.dflash.drafter:load_dflash",
     "smollm2-dflash": "drafters.shipped:load_shipped",
 }
 """Functions `(path | None, *, verifier) -> Drafter`, by the name of a drafter or of the algorithm in a `config.json`."""

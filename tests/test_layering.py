@@ -36,7 +36,7 @@ FLOORS: dict[str, list[set[str]]] = {
     "drafters": [
         {"keys"},
         {"algorithms", "checkpoint", "head"},
-        {"dspark", "dflash2"},
+        {"dspark", "dflash2", "domino"},
         {"dflash", "ngram"},
         {"load", "shipped"},
         {"fit"},

@@ -47,9 +47,8 @@ def test_algorithm(raw: dict[str, Any], algorithm: str) -> None:
 @pytest.mark.parametrize(
     ("raw", "said"),
     [
-        ({"architectures": ["Gemma4DSparkModel"], "markov_rank": 0}, "'Gemma4DSparkModel' (DSpark"),
-        ({"architectures": ["DominoDraftModel"]}, "'domino' (Domino"),
-        ({"architectures": ["DFlashLagunaForCausalLM"]}, "'DFlashLagunaForCausalLM' (DFlash on layers of its own"),
+        ({"architectures": ["XPressDraftModel"]}, "'XPressDraftModel' (XPress"),
+        ({"architectures": ["KimiK3DFlashDraftModel"]}, "'KimiK3DFlashDraftModel' (DFlash on layers of its own"),
         ({"architectures": ["LlamaForCausalLMEagle3"]}, "'LlamaForCausalLMEagle3' (EAGLE-3, a head of one layer"),
         ({"speculators_model_type": "peagle"}, "'peagle' (P-EAGLE"),
         ({"medusa_num_heads": 4}, "'medusa' (Medusa"),
