@@ -15,6 +15,8 @@ _ARCHITECTURES = {
     "Qwen3DSparkModel": "dspark",
     "DSparkDraftModel": "dspark",
     "Gemma4DSparkModel": "dspark",
+    "K3DSparkModel": "dspark",
+    "KimiK3DSpark5MLADraftModel": "dspark",
 }
 
 _FAMILIES = {
@@ -42,7 +44,8 @@ def stated_algorithm(raw: Mapping[str, Any]) -> str:
     projector = own.get("projector_type") or raw.get("projector_type")
     name = raw.get("speculators_model_type") or section(raw, "speculators_config").get("algorithm")
     if name is None:
-        kinds = ["dflash"] * bool(own) + ["medusa"] * ("medusa_num_heads" in raw)
+        kinds = ["dspark"] * (raw.get("model_type") == "k3_dspark")  # whose published config names no architecture
+        kinds += ["dflash"] * bool(own) + ["medusa"] * ("medusa_num_heads" in raw)
         names = raw.get("architectures") or kinds
         require(
             isinstance(names, list) and bool(names), "config.json names no architecture; a DFlash drafter says DFlashDraftModel"
