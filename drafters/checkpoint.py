@@ -23,6 +23,8 @@ from specdec.registry import WEIGHT_READERS, resolve
 
 CONFIG = "config.json"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_FILES = ["*.json", "*.safetensors", "mask_embedding.pt", "README.md", "tokenizer*", "*.model", "*.txt"]
+"""What a drafter may consist of: weights and config, its card, and the tokenizer of a draft model."""
 
 
 def find_folder(path: str | Path) -> Path:
@@ -39,7 +41,7 @@ def find_folder(path: str | Path) -> Path:
             f"drafter {str(path)!r} is not a folder; give the folder that holds config.json and model.safetensors"
         )
     try:
-        return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "mask_embedding.pt"]))
+        return Path(snapshot_download(str(path), allow_patterns=_FILES, ignore_patterns="*/*"))
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise CheckpointError(
             f"drafter {str(path)!r} is neither a local folder nor to be had from the hub ({_one_line(error)});"

@@ -22,6 +22,7 @@ from drafters.dflash.config import DFlashConfig, LatentSizes
 from drafters.dflash.heads import head_names
 from drafters.dflash.layout import Layout, config_json, parse_config
 from drafters.dflash.names import zlab_names
+from drafters.dflash.tied import TIED
 from drafters.keys import require
 from specdec.errors import CheckpointError
 
@@ -161,6 +162,8 @@ def tensor_shapes(config: DFlashConfig) -> dict[str, tuple[int, ...]]:
             modules = config.head.modules(config.head_sizes)
         states = {f"{name}.{part}": tensor for name, module in modules.items() for part, tensor in module.state_dict().items()}
         shapes |= {name: tuple(tensor.shape) for name, tensor in states.items()}
+        if config.tied_tables:
+            shapes |= {name: (shapes[name][1], hidden) for name in TIED if name in shapes}
     return shapes
 
 

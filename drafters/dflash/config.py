@@ -76,6 +76,7 @@ class DFlashConfig:
         keys_as_values: values are the keys before their norm.
         latent: sizes of latent attention (Kimi K3); None for attention with heads of their own keys. `head_dim` is that of queries.
         head: what corrects the logits behind each token; None for plain DFlash.
+        tied_tables: the head's tables are projections of the target's own, see `drafters.dflash.tied`.
         coupling: weights of its probabilities and of the shared noise; None are ones.
     """
 
@@ -115,6 +116,7 @@ class DFlashConfig:
     keys_as_values: bool = False
     latent: LatentSizes | None = None
     head: HeadConfig | None = None
+    tied_tables: bool = False
     coupling: Coupling | None = None
 
     def __post_init__(self) -> None:
@@ -159,6 +161,7 @@ class DFlashConfig:
         self._check_convolutions()
         if self.latent is not None:
             self._check_latent(self.latent)
+        require(self.head is not None or not self.tied_tables, "tied_tables without a head; leave it out")
         if self.head is not None:
             self.head.check(self.head_sizes, sample_from_anchor=self.sample_from_anchor)
         if self.coupling is not None:

@@ -29,7 +29,7 @@ _OWN_KEYS = {
     "output_multiplier", "sample_from_anchor", "sliding_window", "sliding_window_non_causal", "swa_window_size",
     "target_hidden_size", "target_layer_ids", "use_sliding_window", "use_swa",
     "attention_sink_bias", "attention_value_scale", "conv_group_size", "conv_kernel_size", "dspark_bonus_anchor",
-    "partial_rotary_factor", "shift_label",
+    "partial_rotary_factor", "shift_label", "tied_tables",
     "loss_decay_gamma", "num_anchors",  # of training
 }  # fmt: skip
 
@@ -92,6 +92,7 @@ def parse_config(raw: Mapping[str, Any]) -> DFlashConfig:
         keys_as_values=keys_as_values,
         latent=family.sizes(keys),
         head=parse_head(algorithm, keys),
+        tied_tables=_or(keys.flag("tied_tables"), False),
         coupling=parse_coupling(raw.get("coupling")),
     )
     _check_alignment(raw, config)
@@ -266,11 +267,16 @@ def _convolutions(config: DFlashConfig) -> dict[str, Any]:
 
 
 def _to_zlab(config: DFlashConfig, dtype: str) -> dict[str, Any]:
-    require(config.num_target_layers is not None, "num_target_layers is unknown; the z-lab layout needs the target's layer count")
+    require(
+        config.num_target_layers is not None,
+        "num_target_layers is unknown; the z-lab layout needs the target's layer count (specdec convert --model)",
+    )
     by_kind = all(causal == (window is not None) for window, causal in zip(config.windows, config.causal, strict=True))
     require(by_kind or len(set(config.causal)) == 1, f"causality {config.causal} by layer has no key in the z-lab layout")
     own = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids), **_convolutions(config)}
     head = {} if config.head is None else config.head.json()
+    if config.tied_tables:
+        own["tied_tables"] = True
     if config.sample_from_anchor or head:
         own["sample_from_anchor"] = config.sample_from_anchor
     own |= head | ({"projector_type": "dspark"} if config.algorithm == "dspark" else {})
@@ -294,6 +300,7 @@ def _to_speculators(config: DFlashConfig, dtype: str) -> dict[str, Any]:
         config.num_target_layers is None or config.num_target_layers - 1 not in config.target_layer_ids,
         f"tap {(config.num_target_layers or 0) - 1} is the target's last layer, which the speculators layout cannot name",
     )
+    require(not config.tied_tables, "tied tables have no key in the speculators layout; write the tables themselves")
     architecture = ARCHITECTURES[config.algorithm].get("speculators")
     require(architecture is not None, f"the speculators layout has no {config.algorithm}; write the z-lab layout")
     method = {

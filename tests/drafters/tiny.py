@@ -189,7 +189,7 @@ class Rig:
             max_seq_len=start + n,
         )
         rows = ForwardInput(torch.zeros(n, dtype=torch.long), positions, metadata)
-        self.bound.prefill(PrefillBatch(rows, torch.tensor([request])), VerifyOutput(torch.zeros(0), features))
+        self.bound.prefill(PrefillBatch(rows, torch.tensor([request]), torch.tensor([0])), VerifyOutput(torch.zeros(0), features))
 
     def batch(self, anchors: Sequence[int], seq_lens: Sequence[int], k: int, temperature: float = 0.0) -> DecodeBatch:
         """The step of all requests."""
