@@ -14,6 +14,8 @@ from tests.helpers.tiny_models import VOCAB, plain_model, tiny_tokenizer
 
 WIDTH = 24
 """Of an assistant's layers; its targets are wider."""
+TOKENS = VOCAB + 1
+"""Of targets and assistants, so that they make clusters of two."""
 
 
 @contextmanager
@@ -65,7 +67,7 @@ def write_assistant(path: Path, target: PreTrainedModel, *, clusters: bool = Fal
         ),
         backbone_hidden_size=theirs.hidden_size,
         use_ordered_embeddings=clusters,
-        num_centroids=VOCAB,
+        num_centroids=TOKENS // 2,
         centroid_intermediate_top_k=9,
     )
     with sharing():
@@ -80,7 +82,7 @@ def write_assistant(path: Path, target: PreTrainedModel, *, clusters: bool = Fal
             if name.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5)
             if name.endswith("token_ordering"):
-                buffer.copy_(torch.randperm(VOCAB))
+                buffer.copy_(torch.randperm(TOKENS))
     model.save_pretrained(path)
     return model
 
@@ -88,7 +90,7 @@ def write_assistant(path: Path, target: PreTrainedModel, *, clusters: bool = Fal
 def gemma4_target(path: Path, name: str, seed: int = 0) -> PreTrainedModel:
     """Saves a tiny Gemma 4 of that name and returns it."""
     with sharing():
-        model = plain_model(name, seed)
+        model = plain_model(name, seed, vocab_size=TOKENS, vocab_size_per_layer_input=TOKENS)
     model.save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
     return model
