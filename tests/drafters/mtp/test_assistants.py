@@ -15,7 +15,7 @@ from specdec.engine.engine import SpecEngine
 from specdec.errors import CheckpointError
 from tests.drafters.sequential.toy import Noted, noted_run
 from tests.helpers.tiny_assistants import assistant_logits, gemma4_target, write_assistant
-from tests.helpers.tiny_models import WINDOW, random_prompts
+from tests.helpers.tiny_models import CONFIGS, WINDOW, random_prompts
 from verifiers.load import load_verifier
 
 K = 3
@@ -53,6 +53,7 @@ def worst(target: Any, assistant: Any, noted: list[Noted], wrong: str = "") -> f
         ("gemma4", False),
         ("gemma4_shared", True),
         pytest.param("gemma4_moe", False, marks=pytest.mark.slow),
+        *[pytest.param("gemma4_unified", False, marks=pytest.mark.slow)] * ("gemma4_unified" in CONFIGS),
         pytest.param("gemma4", True, marks=pytest.mark.slow),
     ],
 )
