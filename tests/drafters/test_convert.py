@@ -70,7 +70,7 @@ def test_mixed_layers_in_words_of_z_lab(tmp_path: Path) -> None:
 
 LAYOUTS = (
     "z-lab", "z-lab, Qwen3.5 on", "speculators DFlash", "DeepSpec DFlash", "JetSpec", "z-lab DFlash 2", "speculators DFlash 2",
-    "DeepSpec DSpark", "SpecForge DSpark", "ModelOpt DSpark", "speculators DSpark",
+    "DeepSpec DSpark", "SpecForge DSpark", "ModelOpt DSpark", "speculators DSpark", "Muse",
 )  # fmt: skip
 PUBLIC = [next(row for row in rows() if row.layout == layout) for layout in LAYOUTS]
 

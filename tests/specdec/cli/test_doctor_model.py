@@ -168,7 +168,7 @@ def test_what_is_missing_is_named(config: dict[str, Any], reason: str, capsys: p
             {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [1, 36]}},
             "it taps layer 36 of a target whose last layer is 35",
         ),
-        ({"architectures": ["LlamaForCausalLMEagle3"], "dflash_config": None}, "EAGLE-3"),
+        ({"architectures": ["Eagle3DeepseekV2ForCausalLM"], "dflash_config": None}, "EAGLE-3"),
         ({"block_size": None}, "config.json lacks block_size"),
     ],
     ids=["hidden size", "vocabulary", "taps", "algorithm", "config"],
