@@ -1,5 +1,6 @@
 """Names of what can be chosen, and where it lives: the core names the other packages only here, as strings."""
 
+import os
 from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
 from importlib import import_module
@@ -39,6 +40,9 @@ DRAFTERS: dict[str, str | Callable[..., Any]] = {
 
 WEIGHT_READERS = {"quantized": "verifiers.formats.plain:plain_numbers"}
 """Functions `(tensors, quantization_config, dtype) -> tensors` that make plain numbers of what checkpoints store."""
+
+COMPOSITION = "drafters.composed.drafter:ComposedDrafter"
+"""Makes one drafter of several: `(parts) -> Drafter`."""
 
 CHECKPOINTS = {
     "drafter": "drafters.load:load_drafter",
@@ -96,14 +100,27 @@ def drafter_name(name: str | None, target: str) -> str:
 
     >>> drafter_name("auto", "embedded"), drafter_name("auto", "some/model"), drafter_name("ngram", "embedded")
     ('smollm2-dflash', 'ngram', 'ngram')
+    >>> drafter_name("suffix+auto", "embedded")
+    'suffix+smollm2-dflash'
     >>> drafter_name(None, "embedded")
     'none'
     """
+    if name is not None and len(names := parts_of(name)) > 1:
+        return "+".join(drafter_name(one, target) for one in names)
     if name == "auto":
         return "smollm2-dflash" if target == "embedded" else "ngram"
     if name == "embedded":
         return "smollm2-dflash"  # its name in an earlier version
     return "none" if name is None else name
+
+
+def parts_of(name: str) -> list[str]:
+    """The drafters that a name puts together, see `specdec.decoder.find_drafter`; the name itself where it is that of one.
+
+    >>> parts_of("suffix+auto"), parts_of("ngram")
+    (['suffix', 'auto'], ['ngram'])
+    """
+    return [name] if os.path.exists(os.path.expanduser(name)) else name.split("+")
 
 
 def register_drafter(name: str, loader: str | Callable[..., Any]) -> None:
@@ -118,8 +135,8 @@ def register_drafter(name: str, loader: str | Callable[..., Any]) -> None:
     """
     if name in DRAFTERS or name in ("auto", "none"):
         raise InvalidInputError(f"there is a drafter {name!r} already; choose another name")
-    if not name or any(mark in name for mark in "/:"):
-        raise InvalidInputError(f"{name!r} is no name for a drafter; choose a word without / and :")
+    if not name or any(mark in name for mark in "/:+"):
+        raise InvalidInputError(f"{name!r} is no name for a drafter; choose a word without /, : and +")
     DRAFTERS[name] = loader
 
 

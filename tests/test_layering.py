@@ -44,8 +44,8 @@ FLOORS: dict[str, list[set[str]]] = {
         {"__init__"},
     ],
     "evals": [
-        {"manual_prompts"},
-        {"divergence", "prompt_sets", "roofline", "speed"},
+        {"divergence", "manual_prompts", "roofline", "speed"},
+        {"prompt_sets"},
         {"runner", "report"},
         {"peers", "profile", "accuracy"},
         {"bench"},

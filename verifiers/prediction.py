@@ -151,7 +151,7 @@ def _of_target(verifier: DecoderVerifier, config: Any) -> Sequence[LayerSpec]:
         CheckpointError: there is none, or its heads differ.
     """
     target = verifier.config
-    last = {kind: read for kind, read in zip(target.layer_types, cache_layers(target), strict=True)}
+    last = dict(zip(target.layer_types, cache_layers(target), strict=True))
     specs = []
     for layer, kind in enumerate(config.layer_types):
         ours = head_shape(config, layer)

@@ -19,6 +19,9 @@ from specdec.core import AcceptOutput, BoundDrafter, DecodeBatch, Drafter, Draft
 from specdec.errors import InvalidInputError
 from specdec.kv_cache import LayerSpec
 
+USUAL_DRAFTS = 7
+"""Drafts of a step at most, where a checkpoint does not say: each costs a forward, and is less sure than the one before it."""
+
 MOST_DEFERRED = 16
 """Steps without drafts whose context is put off at most."""
 

@@ -12,7 +12,7 @@ from drafters.training.answers import write_answers
 from drafters.training.config import TrainConfig
 from drafters.training.dataset import Answer, AnswerSet, read_answers
 from drafters.training.evaluate import replay, shapes_of
-from drafters.training.finish import Agreement, engine_run, export, write_report
+from drafters.training.finish import LAYOUTS, Agreement, engine_run, export, write_report
 from drafters.training.self_prompts import write_self_prompts
 from drafters.training.shape import make_drafter
 from drafters.training.state import load_state, load_weights
@@ -147,7 +147,8 @@ def _finish(config: TrainConfig, device: torch.device) -> bool:
     report = write_report(config, agreements, about)
     for name, agreement in agreements.items():
         agreement.check(config.tolerance, name)
-    say(f"finish: the drafter is {folder}, and for speculators {config.folder / 'drafter-speculators'}; figures: {report}")
+    others = [str(path) for name in LAYOUTS.values() if (path := config.folder / name) != folder and path.exists()]
+    say(f"finish: the drafter is {' and, for other programs, '.join([str(folder), *others])}; figures: {report}")
     return True
 
 

@@ -55,8 +55,9 @@ def test_algorithm(raw: dict[str, Any], algorithm: str) -> None:
     ("raw", "said"),
     [
         ({"architectures": ["XPressDraftModel"]}, "'XPressDraftModel' (XPress"),
-        ({"architectures": ["KimiK3DFlashDraftModel"]}, "'KimiK3DFlashDraftModel' (DFlash on layers of its own"),
-        ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "'Eagle3DeepseekV2ForCausalLM' (EAGLE-3 on layers of its own"),
+        ({"architectures": ["OtherDSparkModel"], "markov_rank": 0}, "'OtherDSparkModel' (DSpark"),
+        ({"architectures": ["DFlashOtherForCausalLM"]}, "'DFlashOtherForCausalLM' (DFlash on layers of its own"),
+        ({"architectures": ["OtherForCausalLMEagle3"]}, "'OtherForCausalLMEagle3' (EAGLE-3 on layers of its own"),
         ({"medusa_num_heads": 4}, "'medusa' (Medusa"),
         ({"architectures": ["Qwen3NextMTP"]}, "'Qwen3NextMTP' (multi-token prediction"),
         ({"architectures": ["OtherAssistantForCausalLM"]}, "'OtherAssistantForCausalLM' (a head that reads its target's own"),

@@ -103,7 +103,7 @@ class Reference(NamedTuple):
 
     target: PreTrainedModel
     layers: PreTrainedModel
-    norms: tuple[torch.nn.Module, torch.nn.Module]
+    norms: tuple[Any, Any]
     projection: Tensor
 
     def tensors(self) -> dict[str, Tensor]:
@@ -161,11 +161,10 @@ def first(out: Any) -> Tensor:
     return out[0] if isinstance(out, tuple) else out
 
 
-def final_norm(model: PreTrainedModel) -> torch.nn.Module:
+def final_norm(model: PreTrainedModel) -> Any:
     """The norm before a model's head."""
     base: Any = model.base_model
-    norm: torch.nn.Module = base.norm_f if hasattr(base, "norm_f") else base.norm
-    return norm
+    return base.norm_f if hasattr(base, "norm_f") else base.norm
 
 
 def reference(name: str, seed: int = 0) -> Reference:
