@@ -69,8 +69,8 @@ def test_mixed_layers_in_words_of_z_lab(tmp_path: Path) -> None:
 
 
 LAYOUTS = (
-    "z-lab", "z-lab, Qwen3.5 on", "speculators DFlash", "DeepSpec DFlash", "z-lab DFlash 2", "speculators DFlash 2", "DeepSpec DSpark",
-    "SpecForge DSpark", "ModelOpt DSpark", "speculators DSpark", "Muse", "ModelOpt",
+    "z-lab", "z-lab, Qwen3.5 on", "speculators DFlash", "DeepSpec DFlash", "z-lab DFlash 2", "speculators DFlash 2",
+    "DeepSpec DSpark", "SpecForge DSpark", "ModelOpt DSpark", "speculators DSpark", "Muse", "ModelOpt",
 )  # fmt: skip
 UNSAID = {
     "JetSpec": "no key in the speculators layout",
