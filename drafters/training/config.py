@@ -106,7 +106,17 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         positive = ("max_tokens", "max_num_seqs", "shard_size", "layers", "batch_size", "accumulation", "anchors", "loss_rows")
-        for name in (*positive, "dpace_candidates", "head_rank", "head_state", "bucket", "log_every", "finish_prompts", "heldout", "few_shot"):
+        for name in (
+            *positive,
+            "dpace_candidates",
+            "head_rank",
+            "head_state",
+            "bucket",
+            "log_every",
+            "finish_prompts",
+            "heldout",
+            "few_shot",
+        ):
             self._check(name, getattr(self, name) >= 1, "at least 1")
         for name in (
             "lr",

@@ -1,21 +1,21 @@
 """What options make of a head, and how its first weights and tied tables are."""
 
+from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 
 import drafters.training
-from drafters.dflash.tied import checkpoint_names, expanded, tie
 from drafters.dflash.model import DFlashModel
+from drafters.dflash.tied import checkpoint_names, expanded, tie
 from drafters.dflash2.selector import SelectorConfig
 from drafters.dspark.markov import MarkovConfig
+from drafters.head import HeadConfig
 from drafters.training.config import TrainConfig, build_config
 from drafters.training.heads import new_head
 from drafters.training.openings import opening
-from drafters.head import HeadConfig
-from random import Random
-from dataclasses import replace
 from tests.drafters.tiny import TINY, FakeVerifier
 
 RECIPES = Path(drafters.training.__file__).parent / "recipes"
