@@ -9,7 +9,7 @@ from drafters.dflash.config import MOST_LAYERS, DFlashConfig, default_taps
 from drafters.dflash.coupling import parse_coupling
 from drafters.dflash.families import Family, family_of
 from drafters.dflash.heads import ALGORITHMS, ARCHITECTURES, HEAD_KEYS, parse_head, predicts_from_anchor
-from drafters.keys import Keys, is_number, require, section
+from drafters.keys import Keys, check_known, is_number, require, section
 
 Layout = Literal["z-lab", "speculators"]
 T = TypeVar("T")
@@ -33,6 +33,9 @@ _OWN_KEYS = {
     "loss_decay_gamma", "num_anchors",  # of training
 }  # fmt: skip
 
+_BESIDE_LAYERS = {"coupling", "dflare_config", "dflash_config", "embed_requires_grad", "max_anchors"}
+"""What else a file of speculators may say."""
+
 
 def parse_config(raw: Mapping[str, Any]) -> DFlashConfig:
     """Reads the content of `config.json` in either layout.
@@ -44,7 +47,7 @@ def parse_config(raw: Mapping[str, Any]) -> DFlashConfig:
     require(algorithm in ALGORITHMS, unsupported(algorithm))
     own, family = section(raw, "dflash_config") or section(raw, "dflare_config"), family_of(raw)
     keys = Keys([own, raw, section(raw, "transformer_layer_config"), family.defaults])
-    _check_keys(keys, own, family)
+    _check_keys(raw, keys, own, family)
     layer_count = keys.required("num_hidden_layers")
     require(1 <= layer_count <= MOST_LAYERS, f"num_hidden_layers is {layer_count}; it must lie in [1, {MOST_LAYERS:,}]")
     # Speculators' DFlash 2 looks both ways unless it says otherwise.
@@ -122,15 +125,14 @@ def _head_dim(keys: Keys, family: Family, default: int) -> int:
     return _or(keys.integer("global_head_dim" if family.gemma else "head_dim"), default)
 
 
-def _check_keys(keys: Keys, own: Mapping[str, Any], family: Family) -> None:
-    """Refuses what would change the maths: keys of `dflash_config` that are not known, and values of relatives."""
+def _check_keys(raw: Mapping[str, Any], keys: Keys, own: Mapping[str, Any], family: Family) -> None:
+    """Refuses what would change the maths: keys of `dflash_config`, or in the layout of speculators beside the layers, that are not
+    known, and values of relatives.
+    """
     known = _OWN_KEYS | HEAD_KEYS | _PLAIN_VALUES.keys()
-    unknown = [name for name in own if name not in known]
-    require(
-        not unknown,
-        f"dflash_config says {unknown[0] if unknown else ''}, which this loader does not know (known: {', '.join(sorted(known))});"
-        " take it out of config.json if the drafter is the same without it",
-    )
+    check_known(own, known, "dflash_config")
+    if "speculators_model_type" in raw:
+        check_known(raw, known | _BESIDE_LAYERS, "config.json")
     for key, plain in (_PLAIN_VALUES | dict(family.plain_values)).items():
         value = keys.find(key)
         require(value is None or value in plain, f"DFlash with {key} {value!r} is not supported yet; supported: {plain[0]!r}")
