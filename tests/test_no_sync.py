@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from drafters.composed.drafter import ComposedDrafter
 from drafters.ngram import NGramDrafter
 from drafters.suffix.drafter import SuffixDrafter
 from specdec.config import SamplingParams
@@ -89,7 +90,8 @@ def test_step_never_waits(name: str, sampling: str) -> None:
     outputs = {tuple(p): plain_greedy(model, p, MAX_TOKENS) for p in prompts}
     params, verifier = SamplingParams(max_tokens=MAX_TOKENS, **SAMPLINGS[sampling]), paged_verifier(model)
     copying = (NGramDrafter(max_draft_tokens=3), SuffixDrafter(max_draft_tokens=3))
-    for drafter in (None, ScriptedDrafter(outputs, 3, [{1}]), *copying, random_dflash(verifier)):
+    composed = ComposedDrafter([*copying, random_dflash(verifier)])
+    for drafter in (None, ScriptedDrafter(outputs, 3, [{1}]), *copying, composed, random_dflash(verifier)):
         guarded_run(verifier, drafter, prompts, params)
     guarded_run(verifier, random_dflash(verifier), prompts, params, "probabilistic")  # others have no distribution
 
