@@ -27,7 +27,6 @@ _ARCHITECTURES = {
 
 _FAMILIES = {
     "dspark": "DSpark on layers of its own, not Qwen3's",
-    "domino": "Domino, which adds a recurrent head to DFlash",
     "xpress": "XPress, which refines a DFlash block in several passes",
     "dflash": "DFlash on layers of its own, not Qwen3's",
     "eagle3": "EAGLE-3 on layers of its own, not Llama's or Qwen3's",

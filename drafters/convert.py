@@ -66,6 +66,7 @@ def convert(source: str | Path, folder: str | Path, layout: str, *, target: str 
     """
     from drafters.algorithms import algorithm_of
     from drafters.checkpoint import CONFIG, find_folder, naming, read_json
+    from drafters.dflash.heads import ALGORITHMS
     from drafters.license import CARD, license_note
 
     if layout not in LAYOUTS:
@@ -74,9 +75,12 @@ def convert(source: str | Path, folder: str | Path, layout: str, *, target: str 
     with naming(source):
         raw = read_json(found / CONFIG)
         algorithm = algorithm_of(raw)
-        if algorithm != "dflash":
-            raise CheckpointError(f"drafters of algorithm {algorithm!r} are not converted; DFlash drafters are")
-        _convert_dflash(found, made, layout, target)
+        if algorithm in ALGORITHMS:
+            _convert_dflash(found, made, layout, target)
+        elif algorithm in ("eagle3", "peagle"):
+            _convert_eagle3(found, made, layout)
+        else:
+            raise CheckpointError(f"drafters of algorithm {algorithm!r} are not converted; DFlash's and EAGLE-3's are")
     if (found / CARD).is_file():
         shutil.copy(found / CARD, made / CARD)
     return license_note(found / CARD, raw)
@@ -91,6 +95,16 @@ def _convert_dflash(source: Path, folder: Path, layout: str, target: str | None)
     if target is not None:
         config = _with_target(config, target)
     write_checkpoint(folder, config, tensors, layout="z-lab" if layout == "z-lab" else "speculators")
+
+
+def _convert_eagle3(source: Path, folder: Path, layout: str) -> None:
+    from drafters.eagle3.checkpoint import read_checkpoint
+    from drafters.eagle3.layout import write_checkpoint
+
+    if layout == "z-lab":
+        raise CheckpointError("z-lab's layout has no words for EAGLE-3; use --to sglang or --to speculators")
+    config, tensors = read_checkpoint(source)
+    write_checkpoint(folder, config, tensors, "sglang" if layout == "sglang" else "speculators")
 
 
 def _with_target(config: DFlashConfig, name: str) -> DFlashConfig:

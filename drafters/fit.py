@@ -12,8 +12,8 @@ from drafters.checkpoint import CONFIG, check_target
 from drafters.dflash.checkpoint import tensor_shapes
 from drafters.dflash.heads import ALGORITHMS
 from drafters.dflash.layout import parse_config
-from drafters.draft_model.drafter import MOST_DRAFTS
 from drafters.license import CARD, license_note
+from drafters.sequential.drafter import USUAL_DRAFTS
 from drafters.shipped import shipped_drafter_path
 from specdec.core import Verifier
 from specdec.errors import CheckpointError
@@ -41,6 +41,10 @@ class TargetShape(Protocol):
     @property
     def vocab_size(self) -> int:
         """Tokens of its vocabulary."""
+
+    @property
+    def predicts(self) -> bool:
+        """Whether it has layers for multi-token prediction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,9 @@ def read_fit(name: str, target: TargetShape) -> Fit:
     """
     if name in _WITHOUT_WEIGHTS:
         return Fit(name)
+    if name == "mtp":
+        missing = (f"target {target.name!r} has no layers for multi-token prediction that could draft",)
+        return Fit(name, USUAL_DRAFTS, (target.num_layers - 1,), problems=() if target.predicts else missing)
     where = str(shipped_drafter_path()) if name == "smollm2-dflash" else name
     raw = json_file(where, CONFIG, what="drafter")
     if raw is None:
@@ -93,7 +100,7 @@ def _draft_model(name: str) -> Fit:
     problems = list(needs.missing)
     if needs.request_bytes:
         problems.append("a draft model cannot have recurrent layers, whose states cannot take rejected drafts back")
-    return Fit("draft-model", MOST_DRAFTS, numbers=needs.weights // torch.bfloat16.itemsize, problems=tuple(problems))
+    return Fit("draft-model", USUAL_DRAFTS, numbers=needs.weights // torch.bfloat16.itemsize, problems=tuple(problems))
 
 
 def fit_of(raw: Mapping[str, Any], target: TargetShape) -> Fit:

@@ -33,9 +33,13 @@ DRAFTERS: dict[str, str | Callable[..., Any]] = {
     "peagle": "drafters.eagle3.drafter:load_eagle3",
     "draft-model": "drafters.draft_model.drafter:load_draft_model",
     "mtp": "drafters.mtp.load:load_mtp",
+    "domino": "drafters.dflash.drafter:load_dflash",
     "smollm2-dflash": "drafters.shipped:load_shipped",
 }
 """Functions `(path | None, *, verifier) -> Drafter`, by the name of a drafter or of the algorithm in a `config.json`."""
+
+WEIGHT_READERS = {"quantized": "verifiers.formats.plain:plain_numbers"}
+"""Functions `(tensors, quantization_config, dtype) -> tensors` that make plain numbers of what checkpoints store."""
 
 COMPOSITION = "drafters.composed.drafter:ComposedDrafter"
 """Makes one drafter of several: `(parts) -> Drafter`."""

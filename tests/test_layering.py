@@ -36,7 +36,7 @@ FLOORS: dict[str, list[set[str]]] = {
     "drafters": [
         {"keys"},
         {"algorithms", "checkpoint", "head", "license"},
-        {"dspark", "dflash2", "sequential", "suffix", "composed"},
+        {"dspark", "dflash2", "domino", "sequential", "suffix", "composed"},
         {"dflash", "draft_model", "eagle3", "mtp", "ngram"},
         {"load", "shipped"},
         {"convert", "fit"},
@@ -44,7 +44,8 @@ FLOORS: dict[str, list[set[str]]] = {
         {"__init__"},
     ],
     "evals": [
-        {"divergence", "prompt_sets", "roofline", "speed"},
+        {"divergence", "manual_prompts", "roofline", "speed"},
+        {"prompt_sets"},
         {"runner", "report"},
         {"peers", "profile", "accuracy"},
         {"bench"},

@@ -12,6 +12,7 @@ from drafters.suffix.drafter import SuffixDrafter
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import Drafter, Verifier
 from specdec.engine.engine import SpecEngine
+from tests.drafters.eagle3.heads import random_eagle3
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import CONFIGS, paged_verifier, plain_greedy, plain_model, random_dflash, random_prompts
 
@@ -48,6 +49,7 @@ DRAFTERS: dict[str, Callable[[Outputs, Verifier], Drafter | None]] = {
     ),
     "dflash": lambda outputs, verifier: random_dflash(verifier, block_size=K + 1),
     "draft_model": lambda outputs, verifier: DraftModel(paged_verifier(plain_model("qwen3", 5)), verifier, max_draft_tokens=K),
+    "eagle3": lambda outputs, verifier: random_eagle3(verifier, K),
     "right": lambda outputs, verifier: ScriptedDrafter(outputs, K),
     "wrong": lambda outputs, verifier: ScriptedDrafter(outputs, K, [{0, 1, 2, 3}]),
     "wrong_at_each": lambda outputs, verifier: ScriptedDrafter(outputs, K, [{0}, {1}, {2}, {3}, set()]),

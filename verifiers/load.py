@@ -180,9 +180,7 @@ def _built(reading: _Reading, config: Any, description: Description) -> Verifier
     eos = eos_token_ids(generation.get("eos_token_id"), config.eos_token_id, reading.eos)
     weights = Weights(complete(read, config))
     checkpoint = Checkpoint(reading.folder, reading.as_stored)
-    return DecoderVerifier(
-        config, description, weights, name=reading.name, backend=reading.backend, eos=eos, checkpoint=checkpoint
-    )
+    return DecoderVerifier(config, description, weights, name=reading.name, backend=reading.backend, eos=eos, checkpoint=checkpoint)
 
 
 def _theirs(reading: _Reading, path: str, fuse: bool) -> Verifier:

@@ -25,7 +25,7 @@ from verifiers.complete import check_shapes, shapes_of
 from verifiers.decoder import DecoderVerifier
 from verifiers.families import describe
 from verifiers.prediction_families import ASSISTANT, FAMILIES, SPECULATORS, PredictionFamily, prediction_name
-from verifiers.shape import backend_spec, cache_layers, head_shape, layer_caches, layer_kinds, layer_specs, layer_windows
+from verifiers.shape import backend_spec, cache_layers, head_shape, layer_caches, layer_kinds, layer_specs
 from verifiers.weights import Weights
 from verifiers.wrappers import config_of
 
@@ -151,7 +151,7 @@ def _of_target(verifier: DecoderVerifier, config: Any) -> Sequence[LayerSpec]:
         CheckpointError: there is none, or its heads differ.
     """
     target = verifier.config
-    last = {kind: read for kind, read in zip(target.layer_types, cache_layers(target), strict=True)}
+    last = dict(zip(target.layer_types, cache_layers(target), strict=True))
     specs = []
     for layer, kind in enumerate(config.layer_types):
         ours = head_shape(config, layer)

@@ -1,11 +1,11 @@
 """Where checkpoints keep layers for multi-token prediction, and what kind of layers these are.
 
-Sources: transformers' `MtpModel` (names, hidden states behind norms, for all families that it loads), vllm-project/vllm `*_mtp.py` and
-sgl-project/sglang `*_nextn.py` (Qwen, Nemotron, MiMo), vllm-project/speculators (its own layout).
+Sources: transformers' `MtpModel`, and `gemma4_assistant` for the assistants; vllm-project/vllm `*_mtp.py` and sgl-project/sglang
+`*_nextn.py` for Qwen, Nemotron and MiMo; vllm-project/speculators for its own layout.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from verifiers.names import RENAMED, RENAMED_IN, UNUSED
@@ -131,3 +131,17 @@ def prediction_name(name: str, config: Any, family: PredictionFamily) -> str | N
         if found:
             return replacement + name[found.end() :]
     return None
+
+
+def predicts(config: Any, names: Collection[str] = ()) -> bool:
+    """Whether a target has such layers in its own checkpoint.
+
+    Args:
+        config: the target's.
+        names: of all tensors in its files; without any, the config's word is taken.
+    """
+    family = FAMILIES.get(config.model_type)
+    if family is None or not names:
+        stated = (getattr(config, name, None) for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers"))
+        return family is not None and any(stated)
+    return any(prediction_name(name, config, family) is not None for name in names)

@@ -7,7 +7,17 @@ from pickle import UnpicklingError
 import torch
 from torch import Tensor
 
-from drafters.checkpoint import CONFIG, check_tensors, find_folder, naming, own_tensors, read_json, read_tensors, write_folder
+from drafters.checkpoint import (
+    CONFIG,
+    check_tensors,
+    find_folder,
+    naming,
+    own_tensors,
+    plain_tensors,
+    read_json,
+    read_tensors,
+    write_folder,
+)
 from drafters.dflash.config import DFlashConfig
 from drafters.dflash.heads import head_names
 from drafters.dflash.layout import Layout, config_json, parse_config
@@ -33,8 +43,9 @@ def read_checkpoint(path: str | Path) -> tuple[DFlashConfig, dict[str, Tensor]]:
     """
     folder = find_folder(path)
     with naming(path):
-        config = parse_config(read_json(folder / CONFIG))
-        tensors = zlab_names(head_names(own_tensors(read_tensors(folder))), config)
+        raw = read_json(folder / CONFIG)
+        config = parse_config(raw)
+        tensors = zlab_names(head_names(own_tensors(plain_tensors(folder, raw, read_tensors(folder)))), config)
         if (folder / _MASK).exists():
             tensors["mask_embedding"] = _mask_embedding(folder / _MASK, config)
         if config.draft_vocab_size is None:

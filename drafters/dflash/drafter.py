@@ -21,7 +21,7 @@ from drafters.dflash.network import DFlashNetwork
 from drafters.dflash.tied import expanded
 from specdec.attention.backend import AttentionBackend, AttentionSpec, Visibility
 from specdec.config import DraftSampling
-from specdec.core import AcceptOutput, BoundDrafter, DecodeBatch, DraftOutput, PrefillBatch, Verifier, VerifyOutput
+from specdec.core import AcceptOutput, BoundDrafter, DecodeBatch, Drafter, DraftOutput, PrefillBatch, Verifier, VerifyOutput
 from specdec.errors import BackendError, InvalidInputError
 from specdec.kv_cache import NULL_BLOCK, KVLayerSpec, LayerCache
 from specdec.layers.rotary import Angles, Rope
@@ -30,7 +30,7 @@ MOST_DEFERRED = 16
 """Steps without drafts whose context is put off at most."""
 
 
-class DFlashDrafter:
+class DFlashDrafter(Drafter):
     """A DFlash model made ready for one target; see `specdec.core.Drafter`.
 
     Args:
@@ -44,7 +44,6 @@ class DFlashDrafter:
     """
 
     draws_trees = True
-    tokens_ahead = 0
 
     def __init__(self, model: DFlashModel, verifier: Verifier) -> None:
         config = model.config
@@ -68,7 +67,6 @@ class DFlashDrafter:
         whole = not all(config.causal) or config.convolves  # whose rows come in whole blocks
         self.num_lookahead_tokens = 0 if not whole else self.first_row + config.max_draft_tokens
         self.aux_layer_ids = config.target_layer_ids
-        self.kv_specs = [KVLayerSpec(config.num_key_value_heads, config.head_dim)] * config.num_hidden_layers
         self.masks = torch.full((1, self.first_row + self.max_draft_tokens), config.mask_token_id, device=verifier.device)
         self.target_ids = None if model.d2t is None else target_ids(model.d2t)
         # A checkpoint that states no scale was trained on the target's own embedding module and head.
@@ -76,6 +74,11 @@ class DFlashDrafter:
         self.embedding_scale = verifier.embedding_scale if config.input_embedding_scale is None else config.input_embedding_scale
         self.softcap = config.final_logit_softcapping or (verifier.final_softcap if unstated else None)
         self.head = None if config.head is None else config.head.head(self.model, self.embed)
+
+    @property
+    def kv_specs(self) -> list[KVLayerSpec]:
+        """One paged cache per draft layer."""
+        return [KVLayerSpec(self.config.num_key_value_heads, self.config.head_dim)] * self.config.num_hidden_layers
 
     @property
     def weight_bytes(self) -> int:

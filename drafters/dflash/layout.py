@@ -18,7 +18,7 @@ T = TypeVar("T")
 _PLAIN_VALUES: dict[str, tuple[Any, ...]] = {
     "attention_mode": ("gqa", "mha"),
     "is_neox_style": (True,),
-    "projector_type": ("dflash", "dspark"),
+    "projector_type": ("dflash", "dspark", "domino"),
     "use_aux_hidden_state": (True,),
 }
 
@@ -295,6 +295,8 @@ def _to_speculators(config: DFlashConfig, dtype: str) -> dict[str, Any]:
         f"tap {(config.num_target_layers or 0) - 1} is the target's last layer, which the speculators layout cannot name",
     )
     require(not config.tied_tables, "tied tables have no key in the speculators layout; write the tables themselves")
+    architecture = ARCHITECTURES[config.algorithm].get("speculators")
+    require(architecture is not None, f"the speculators layout has no {config.algorithm}; write the z-lab layout")
     method = {
         "proposal_type": "greedy",
         "speculative_tokens": config.max_draft_tokens,
@@ -303,7 +305,7 @@ def _to_speculators(config: DFlashConfig, dtype: str) -> dict[str, Any]:
     }
     verifier = {"name_or_path": config.verifier_name, "architectures": list(config.verifier_architectures)}
     return {
-        "architectures": [ARCHITECTURES[config.algorithm]["speculators"]],
+        "architectures": [architecture],
         "speculators_model_type": config.algorithm,
         "speculators_config": {
             "algorithm": config.algorithm,

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from specdec.core import Verifier
 
 OF_EMBEDDINGS = ("markov_head.markov_w1.weight", "candidate_selector.predecessor_codebook")
-OF_HEAD = ("markov_head.markov_w2.weight", "candidate_selector.successor_codebook")
+OF_HEAD = ("markov_head.markov_w2.weight", "candidate_selector.successor_codebook", "embed_proj.2.weight")
 TIED = (*OF_EMBEDDINGS, *OF_HEAD)
 """Names of the tables."""
 

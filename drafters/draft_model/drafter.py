@@ -8,15 +8,12 @@ from typing import Any
 from drafters.checkpoint import CONFIG, find_folder, read_json
 from drafters.draft_model.network import DraftModelNetwork
 from drafters.draft_model.vocabulary import common_tokens
-from drafters.sequential.drafter import BoundSequential, SequentialDrafter
+from drafters.sequential.drafter import USUAL_DRAFTS, BoundSequential, SequentialDrafter
 from specdec.attention.mla import MlaBackend
 from specdec.config import DraftSampling
 from specdec.core import BoundDrafter, DecodeBatch, DraftOutput, Verifier
 from specdec.errors import InvalidInputError
 from specdec.registry import TOKENIZERS, VERIFIERS, resolve
-
-MOST_DRAFTS = 7
-"""Drafts of a step at most; each costs a forward of the draft model."""
 
 
 class DraftModel(SequentialDrafter):
@@ -33,7 +30,7 @@ class DraftModel(SequentialDrafter):
     """
 
     def __init__(
-        self, model: Verifier, verifier: Verifier, *, num_tokens: int | None = None, max_draft_tokens: int = MOST_DRAFTS
+        self, model: Verifier, verifier: Verifier, *, num_tokens: int | None = None, max_draft_tokens: int = USUAL_DRAFTS
     ) -> None:
         network = DraftModelNetwork(model, verifier, model.vocab_size if num_tokens is None else num_tokens)
         super().__init__(network, verifier, max_draft_tokens=max_draft_tokens)

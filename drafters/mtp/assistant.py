@@ -1,7 +1,7 @@
 """Drafting with layers that read the target's keys and values, as Gemma 4's assistants do.
 
-They cache nothing, so of a request nothing is kept but the target's last hidden state. All drafts of a step are made at the position
-of its anchor, of what the target has read before it.
+They cache nothing, so of a request nothing is kept but the target's last hidden state. All drafts of a step are made at the
+position of its anchor, of what the target has read before it.
 """
 
 from collections.abc import Sequence

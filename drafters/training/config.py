@@ -61,8 +61,9 @@ class TrainConfig:
     kv_heads: int | None = _option(None, "drafter", "key heads (default: the target's)")
     head_dim: int | None = _option(None, "drafter", "size of a head (default: the target's)")
     intermediate: int | None = _option(None, "drafter", "width of the MLP (default: the target's)")
-    head: str = _option("none", "drafter", "what the token before a draft has a say through: none, markov, gated or selector")
+    head: str = _option("none", "drafter", "what the token before a draft has a say through: none, markov, gated, selector, domino")
     head_rank: int = _option(128, "drafter", "rank of the head's corrections")
+    head_state: int = _option(256, "drafter", "numbers of a recurrent head's state (domino)")
     head_candidates: int = _option(16, "drafter", "tokens of a position that the head corrects, the likeliest; 0 is the vocabulary")
     tied_tables: bool = _option(False, "drafter", "the head's tables are projections of the target's own")
     convolutions: bool = _option(False, "drafter", "convolutions around sublayers, as in DFlash 2")
@@ -83,7 +84,9 @@ class TrainConfig:
     loss: str = _option("decay", "training", "weights of the positions: decay (exponential) or dpace")
     gamma: float | None = _option(None, "training", "positions over which decaying weights fall to 1/e (default: by block size)")
     dpace_alpha: float = _option(0.5, "training", "smoothing of D-PACE's acceptance probabilities")
-    dpace_candidates: int = _option(1, "training", "tokens of a position that a tree may hold, in D-PACE's weights; 1 is for chains")
+    dpace_candidates: int = _option(
+        1, "training", "tokens of a position that a tree may hold, in D-PACE's weights; 1 is for chains"
+    )
     ce: float = _option(1.0, "training", "factor of the cross-entropy with the answer's token")
     kl: float = _option(0.0, "training", "factor of the divergence from the target's distribution")
     tv: float = _option(0.0, "training", "factor of the total variation to the target's distribution")
@@ -103,7 +106,17 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         positive = ("max_tokens", "max_num_seqs", "shard_size", "layers", "batch_size", "accumulation", "anchors", "loss_rows")
-        for name in (*positive, "dpace_candidates", "head_rank", "bucket", "log_every", "finish_prompts", "heldout", "few_shot"):
+        for name in (
+            *positive,
+            "dpace_candidates",
+            "head_rank",
+            "head_state",
+            "bucket",
+            "log_every",
+            "finish_prompts",
+            "heldout",
+            "few_shot",
+        ):
             self._check(name, getattr(self, name) >= 1, "at least 1")
         for name in (
             "lr",
@@ -126,7 +139,7 @@ class TrainConfig:
         self._check("block_size", self.block_size >= 2, "at least 2, the anchor and one draft")
         self._check("ce", self.ce + self.kl + self.tv > 0, "positive, or kl or tv must be")
         self._check("loss", self.loss in ("decay", "dpace"), "decay or dpace")
-        heads = ("none", "markov", "gated", "selector")
+        heads = ("none", "markov", "gated", "selector", "domino")
         self._check("head", self.head in heads, f"one of {', '.join(heads)}")
         self._check("head_candidates", 0 <= self.head_candidates <= 64, "0 to 64")
         self._check("mask_path", self.mask_path in ("auto", "flex", "dense"), "auto, flex or dense")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from drafters.dflash.checkpoint import read_checkpoint, write_checkpoint
+from drafters.dflash.heads import ARCHITECTURES
 from drafters.dflash.layout import Layout
 from drafters.dflash.model import DFlashModel
 from drafters.dflash.tied import checkpoint_names, expanded
@@ -66,7 +67,7 @@ class Agreement:
 
 
 def export(config: TrainConfig, model: DFlashModel, target: Verifier) -> Path:
-    """Writes the drafter in both layouts, replacing an earlier export of the same run, and returns the z-lab folder.
+    """Writes the drafter in both layouts, if both know its kind, replacing an earlier export of the same run, and returns the z-lab folder.
 
     Tied tables are kept so in the first layout; the second one has them whole.
 
@@ -79,6 +80,8 @@ def export(config: TrainConfig, model: DFlashModel, target: Verifier) -> Path:
         folder, shape, tensors = config.folder / name, model.config, own
         for file in ("config.json", "model.safetensors"):
             (folder / file).unlink(missing_ok=True)
+        if layout not in ARCHITECTURES[shape.algorithm]:
+            continue
         if shape.tied_tables and layout == "speculators":
             shape, tensors = replace(shape, tied_tables=False), {n: x.cpu() for n, x in expanded(own, target).items()}
         write_checkpoint(folder, shape, tensors, layout=layout)

@@ -4,11 +4,12 @@ import torch
 from torch import nn
 
 from drafters.dflash2.selector import SelectorConfig
+from drafters.domino.gru import DominoConfig
 from drafters.dspark.markov import MarkovConfig
 from drafters.head import HeadConfig
 from drafters.training.config import TrainConfig
 
-HEAD_MODULES = ("markov_head", "candidate_selector", "confidence_head")
+HEAD_MODULES = ("markov_head", "candidate_selector", "confidence_head", "prefix_gru", "embed_proj")
 """What a model calls the parts of its head."""
 KINDS = {"markov": "vanilla", "gated": "gated"}
 """DSpark's heads by the names of options."""
@@ -22,6 +23,8 @@ def new_head(config: TrainConfig) -> HeadConfig | None:
         return MarkovConfig(
             config.head_rank, KINDS[config.head], has_confidence=config.confidence > 0, draft_top_k=config.head_candidates or None
         )
+    if config.head == "domino":
+        return DominoConfig(config.head_rank, config.head_state)
     return None
 
 
@@ -38,11 +41,13 @@ def init_head(model: nn.Module, names: set[str], generator: torch.Generator, sca
     for name, parameter in model.named_parameters():
         if name not in names or name.partition(".")[0] not in HEAD_MODULES:
             continue
-        if "markov_w2" in name or "successor_codebook" in name or name.endswith("bias"):
+        if any(part in name for part in ("markov_w2", "successor_codebook", "embed_proj.2")) or name.endswith("bias"):
             parameter.zero_()
         elif "parametrizations" in name:  # so that a row of the table has numbers around 1
             nn.init.normal_(parameter, std=1 / (scale * parameter.shape[1] ** 0.5), generator=generator)
         elif "markov_w1" in name or "predecessor_codebook" in name:
             nn.init.normal_(parameter, generator=generator)
+        elif "prefix_gru" in name:
+            nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5, generator=generator)
         else:
             nn.init.normal_(parameter, std=0.02, generator=generator)

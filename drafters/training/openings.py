@@ -42,7 +42,7 @@ _OPENINGS = {
     "translation": (
         "Translate this into {tongue}: ",
         "Translate this {tongue} text into English:\n\n",
-        "How do I say this in {tongue}? \"",
+        'How do I say this in {tongue}? "',
         "Here is a text about {topic}. Put it into {tongue}.\n\n",
     ),
     "document": (
@@ -50,7 +50,7 @@ _OPENINGS = {
         "Text: ",
         "These are my notes on {topic}. Answer the question at the end from them alone.\n\n1.",
         "From the manual: ",
-        "I read this today: \"",
+        'I read this today: "',
         "Who, when and where? Answer from this passage.\n\n",
     ),
     "chat": (

@@ -12,7 +12,7 @@ from drafters.training.answers import write_answers
 from drafters.training.config import TrainConfig
 from drafters.training.dataset import Answer, AnswerSet, read_answers
 from drafters.training.evaluate import replay, shapes_of
-from drafters.training.finish import Agreement, engine_run, export, write_report
+from drafters.training.finish import LAYOUTS, Agreement, engine_run, export, write_report
 from drafters.training.self_prompts import write_self_prompts
 from drafters.training.shape import make_drafter
 from drafters.training.state import load_state, load_weights
@@ -132,7 +132,9 @@ def _finish(config: TrainConfig, device: torch.device) -> bool:
         replayed = replay(model, target, heldout, config).tau(shape, sampled=answers is drawn)
         same = sum(a.answer_ids == list(b.answer_ids) for a, b in zip(answered, answers, strict=True)) / len(answers)
         agreements[name] = Agreement(replayed, tau, same)
-        say(f"finish: drafts {name}: tau {replayed:.3f} in training, {tau:.3f} in the engine, {100 * same:.0f}% of the answers as before")
+        say(
+            f"finish: drafts {name}: tau {replayed:.3f} in training, {tau:.3f} in the engine, {100 * same:.0f}% of the answers as before"
+        )
     about = {
         "step": state["step"],
         "num_prompts": len(greedy),
@@ -145,7 +147,8 @@ def _finish(config: TrainConfig, device: torch.device) -> bool:
     report = write_report(config, agreements, about)
     for name, agreement in agreements.items():
         agreement.check(config.tolerance, name)
-    say(f"finish: the drafter is {folder}, and for speculators {config.folder / 'drafter-speculators'}; figures: {report}")
+    others = [str(path) for name in LAYOUTS.values() if (path := config.folder / name) != folder and path.exists()]
+    say(f"finish: the drafter is {' and, for other programs, '.join([str(folder), *others])}; figures: {report}")
     return True
 
 

@@ -18,11 +18,11 @@ from drafters.training.blocks import SequenceBatch, block_hidden, make_blocks, s
 from drafters.training.config import TrainConfig
 from drafters.training.dataset import AnswerSet
 from drafters.training.evaluate import replay
-from drafters.training.log import TrainLog
 from drafters.training.heads import HEAD_MODULES
+from drafters.training.log import TrainLog
 from drafters.training.losses import ChunkedLoss, LossConfig, default_gamma
-from drafters.training.objective import Objective
 from drafters.training.mask import use_flex
+from drafters.training.objective import Objective
 from drafters.training.optimizer import MasterAdamW, lr_factor
 from drafters.training.state import load_state, save_state
 from drafters.training.target import Target

@@ -7,7 +7,8 @@
 `tests/drafters/public_drafters.json` holds every row of `public_targets.json` as its publisher writes it: the content of
 config.json, and name and shape of every tensor. Few of them were to be seen: the others are rebuilt from the code that trained and
 exported them, and numbers that nobody states are those of their kind. Each is read twice. With its own numbers config.json has to
-fit its target; and scaled down, with random weights in a folder, it has to load. Nothing is fetched.
+fit its target; and scaled down, with random weights in a folder, it has to load. Layers for multi-token prediction, which lie in
+their targets' files, are read from a tiny target of the same type (`tests/helpers/tiny_predictions.py`). Nothing is fetched.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from torch import Tensor
 from drafters.fit import fit_of
 from drafters.load import load_drafter
 from specdec.errors import SpecDecError
+from tests.checks import public_predictions
 from tests.drafters.tiny import FakeVerifier, tiny_target
 
 DATA = Path(__file__).parents[1] / "drafters" / "public_drafters.json"
@@ -50,7 +52,7 @@ TINY = {
     "hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 4, "head_dim": 16, "vocab_size": 112, "draft_vocab_size": 96,
     "selector_rank": 12, "markov_rank": 20, "gru_hidden_dim": 28, "emb_dim": 36, "q_lora_rank": 24, "kv_lora_rank": 32,
     "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "global_head_dim": 16, "target_hidden_size": 48,
-    "mask_token_id": 111,
+    "mask_token_id": 111, "dspark_noise_token_id": 111, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 """What sizes become."""
 
@@ -62,6 +64,8 @@ class Row:
     Attributes:
         checkpoint, target, family, layout: see the data file.
         target_layers: decoder layers of the target.
+        vocab_size: of the target, where the config does not say.
+        model: the tiny model of a target's kind, whose own files have the drafter; None for all others.
         config: content of config.json; empty where the publisher has another file.
         shapes: shape and type of every tensor, in letters, with `*` for each draft layer and `+` for each tap.
         files: beside config.json and the weights.
@@ -74,7 +78,9 @@ class Row:
     target_layers: int
     config: dict[str, Any]
     shapes: dict[str, str]
-    files: tuple[str, ...]
+    files: tuple[str, ...] = ()
+    vocab_size: int | None = None
+    model: str | None = None
 
 
 @cache
@@ -83,25 +89,27 @@ def rows() -> tuple[Row, ...]:
     data = json.loads(DATA.read_text())
     found = []
     for entry in data["drafters"]:
-        layout = data["layouts"][entry["layout"]]
+        layout = data["layouts"].get(entry["layout"], {"tensors": [], "config": {}})
         shapes: dict[str, str] = {}
         for name in entry.get("tensors", layout["tensors"]):
             shapes |= data["tensors"][name]
         config = _merged(layout["config"], entry.get("config", {}))
-        about = {key: entry[key] for key in ("checkpoint", "target", "family", "layout", "target_layers")}
-        found.append(Row(**about, config=config, shapes=shapes, files=tuple(entry.get("files", ()))))
+        about = {key: entry.get(key) for key in ("checkpoint", "target", "family", "layout", "vocab_size", "model")}
+        files = tuple(entry.get("files", ()))
+        found.append(Row(**about, target_layers=entry.get("target_layers", 0), config=config, shapes=shapes, files=files))
     return tuple(found)
 
 
 def refusal(row: Row) -> str | None:
     """Why a row does not load; None when it does."""
+    if row.family == "MTP":
+        return public_predictions.refusal(row.target, row.model)
     sizes = _flat(row.config)
-    hidden, vocabulary = sizes.get("hidden_size"), sizes.get("vocab_size")
     target = SimpleNamespace(
         name=row.target,
-        hidden_size=sizes.get("target_hidden_size") or hidden,
+        hidden_size=sizes.get("target_hidden_size") or sizes.get("hidden_size"),
         num_layers=row.target_layers,
-        vocab_size=vocabulary,
+        vocab_size=row.vocab_size or sizes.get("vocab_size"),
     )
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -111,7 +119,7 @@ def refusal(row: Row) -> str | None:
             write(Path(folder), small, row)
             load_drafter(folder, verifier=_tiny_verifier(row, small))
         except SpecDecError as error:
-            return str(error).removeprefix(f"drafter {folder!r}: ")
+            return str(error).removeprefix(f"drafter {folder!r}: ").replace(folder, "...")
     return None
 
 
@@ -188,7 +196,7 @@ def _tiny_verifier(row: Row, config: Mapping[str, Any]) -> FakeVerifier:
     """What the scaled drafter has to fit: one layer that says it were as many as the target's."""
     sizes = _flat(config)
     width = sizes.get("target_hidden_size") or sizes.get("hidden_size", TINY["hidden_size"])
-    vocabulary = sizes.get("vocab_size", TINY["vocab_size"])
+    vocabulary = row.vocab_size or sizes.get("vocab_size", TINY["vocab_size"])
     verifier = FakeVerifier(tiny_target(hidden_size=width, vocab_size=vocabulary, num_hidden_layers=1))
     verifier.name, verifier.num_layers = row.target, row.target_layers
     return verifier

@@ -12,6 +12,7 @@ from drafters.convert import convert
 from drafters.dflash.checkpoint import read_checkpoint
 from drafters.dflash.config import DFlashConfig
 from drafters.dflash.layout import Layout
+from drafters.eagle3.checkpoint import read_checkpoint as eagle3_checkpoint
 from drafters.license import CARD
 from specdec.cli.main import main
 from specdec.errors import CheckpointError
@@ -67,10 +68,14 @@ def test_mixed_layers_in_words_of_z_lab(tmp_path: Path) -> None:
     assert written["dflash_config"]["target_layer_ids"] == [1, 2, 4]
 
 
-PUBLIC = [row for row in rows() if row.layout in ("z-lab", "z-lab, Qwen3.5 on", "speculators DFlash", "DeepSpec DFlash", "JetSpec")]
+LAYOUTS = (
+    "z-lab", "z-lab, Qwen3.5 on", "speculators DFlash", "DeepSpec DFlash", "JetSpec", "z-lab DFlash 2", "speculators DFlash 2",
+    "DeepSpec DSpark", "SpecForge DSpark", "ModelOpt DSpark", "speculators DSpark",
+)  # fmt: skip
+PUBLIC = [next(row for row in rows() if row.layout == layout) for layout in LAYOUTS]
 
 
-@pytest.mark.parametrize("row", PUBLIC[::5], ids=lambda row: row.checkpoint)
+@pytest.mark.parametrize("row", PUBLIC, ids=lambda row: row.layout)
 def test_public_drafters(row: Any, tmp_path: Path) -> None:
     """Scaled down: through the speculators layout and back to z-lab's; causal full layers have no words in the first."""
     (tmp_path / "a").mkdir()
@@ -87,6 +92,40 @@ def test_public_drafters(row: Any, tmp_path: Path) -> None:
     config = read_checkpoint(source)[0]
     name = config.verifier_name or target
     same(tmp_path / "c", replace(config, num_target_layers=row.target_layers, verifier_name=name), source)
+
+
+def layers_of(config: Any) -> dict[str, Any]:
+    """What an EAGLE-3 head's layers compute with."""
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
+    return {name: getattr(config.layers, name) for name in (*names, "rope_parameters", "attention_bias", "max_position_embeddings")}
+
+
+EAGLES = ("SpecForge EAGLE-3", "ModelOpt EAGLE-3", "speculators EAGLE-3", "DeepSpec EAGLE-3", "speculators P-EAGLE")
+
+
+@pytest.mark.parametrize("layout", EAGLES)
+def test_eagle3(layout: str, tmp_path: Path) -> None:
+    """Through the other layout and back; what sglang has no words for is refused, and z-lab has none for any."""
+    row = next(row for row in rows() if row.layout == layout)
+    (tmp_path / "a").mkdir()
+    write(tmp_path / "a", shrunk(row.config), row)
+    with pytest.raises(CheckpointError, match="z-lab's layout has no words for EAGLE-3"):
+        convert(tmp_path / "a", tmp_path / "b", "z-lab")
+    convert(tmp_path / "a", tmp_path / "b", "speculators")
+    ways = [tmp_path / "b"]
+    if layout in ("DeepSpec EAGLE-3", "speculators P-EAGLE"):
+        with pytest.raises(CheckpointError, match=r"ha(s|ve) no words"):
+            convert(tmp_path / "b", tmp_path / "c", "sglang")
+    else:
+        convert(tmp_path / "b", tmp_path / "c", "sglang")
+        ways.append(tmp_path / "c")
+    config, tensors = eagle3_checkpoint(tmp_path / "a")
+    for folder in ways:
+        found, read = eagle3_checkpoint(folder)
+        assert layers_of(found) == layers_of(config)
+        assert replace(found, layers=config.layers, verifier_name=None) == replace(config, verifier_name=None)
+        assert read.keys() == tensors.keys()
+        assert all(torch.equal(read[name], tensors[name]) for name in tensors)
 
 
 @pytest.mark.parametrize(

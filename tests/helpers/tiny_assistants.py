@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig, PreTrainedModel
 
 from tests.helpers.tiny_models import VOCAB, plain_model, tiny_tokenizer
 
@@ -22,12 +22,13 @@ def sharing() -> Iterator[None]:
 
     transformers does both up to 5.17; 5.23 says so, and refuses the one and leaves out the other.
     """
-    from transformers import Gemma4TextConfig
 
     def modes(config: Any) -> list[str | None]:
         first = config.num_hidden_layers - config.num_kv_shared_layers
         last = {kind: layer for layer, kind in enumerate(config.layer_types[:first])}
-        return ["reuse" if layer >= first else "store" if layer in last.values() else None for layer in range(config.num_hidden_layers)]
+        return [
+            "reuse" if layer >= first else "store" if layer in last.values() else None for layer in range(config.num_hidden_layers)
+        ]
 
     with patch.object(Gemma4TextConfig, "kv_sharing_modes", property(modes), create=True):
         yield
@@ -42,8 +43,6 @@ def write_assistant(path: Path, target: PreTrainedModel, *, clusters: bool = Fal
         clusters: whether it scores the tokens of the likeliest clusters alone.
         seed: of its weights.
     """
-    from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig
-
     torch.manual_seed(seed)
     theirs = target.config
     text: dict[str, Any] = {name: getattr(theirs, name) for name in ("vocab_size", "sliding_window", "rope_parameters")}

@@ -40,18 +40,28 @@ QWEN = Layout(
     dict(zip(PARTS, ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"), strict=True)), "mtp.layers."
 )
 APPENDED = Layout(
-    {part: f"model.layers.{{T}}.{name}" for part, name in zip(PARTS, ("enorm", "hnorm", "eh_proj", "shared_head.norm"), strict=True)},
+    {
+        part: f"model.layers.{{T}}.{name}"
+        for part, name in zip(PARTS, ("enorm", "hnorm", "eh_proj", "shared_head.norm"), strict=True)
+    },
     "model.layers.",
     [(r"^model\.layers\.0", "model.layers.{T}")],
 )
 MIMO = Layout(
-    {part: f"model.mtp.layers.0.{name}" for part, name in zip(PARTS, ("enorm", "hnorm", "eh_proj", "final_layernorm"), strict=True)},
+    {
+        part: f"model.mtp.layers.0.{name}"
+        for part, name in zip(PARTS, ("enorm", "hnorm", "eh_proj", "final_layernorm"), strict=True)
+    },
     "model.mtp.layers.",
     [(r"post_attention_layernorm", "pre_mlp_layernorm"), (r"sinks$", "attention_sink_bias")],
     ["model.mtp.layers.1.", "model.mtp.layers.2."],
 )
 NEMOTRON = Layout(
-    dict(zip(PARTS, ("mtp.layers.0.enorm", "mtp.layers.0.hnorm", "mtp.layers.0.eh_proj", "mtp.layers.1.final_layernorm"), strict=True)),
+    dict(
+        zip(
+            PARTS, ("mtp.layers.0.enorm", "mtp.layers.0.hnorm", "mtp.layers.0.eh_proj", "mtp.layers.1.final_layernorm"), strict=True
+        )
+    ),
     "mtp.layers.",
 )
 SPECULATORS = Layout(
@@ -93,7 +103,7 @@ class Reference(NamedTuple):
 
     target: PreTrainedModel
     layers: PreTrainedModel
-    norms: tuple[torch.nn.Module, torch.nn.Module]
+    norms: tuple[Any, Any]
     projection: Tensor
 
     def tensors(self) -> dict[str, Tensor]:
@@ -151,11 +161,10 @@ def first(out: Any) -> Tensor:
     return out[0] if isinstance(out, tuple) else out
 
 
-def final_norm(model: PreTrainedModel) -> torch.nn.Module:
+def final_norm(model: PreTrainedModel) -> Any:
     """The norm before a model's head."""
     base: Any = model.base_model
-    norm: torch.nn.Module = base.norm_f if hasattr(base, "norm_f") else base.norm
-    return norm
+    return base.norm_f if hasattr(base, "norm_f") else base.norm
 
 
 def reference(name: str, seed: int = 0) -> Reference:
@@ -189,7 +198,9 @@ def write_target(path: Path, ref: Reference, layout: Layout, *, own: bool = True
         scope = f"model.layers.{config.num_hidden_layers}."
         further |= {f"{scope}{name}.weight": tensors["lm_head.weight"].clone() for name in ("embed_tokens", "shared_head.head")}
     further |= {scope + "mlp.down_proj.weight": torch.zeros(3, 3) for scope in layout.further}
-    save_file({name: tensor.contiguous() for name, tensor in (tensors | further).items()}, path / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: tensor.contiguous() for name, tensor in (tensors | further).items()}, path / "model.safetensors", {"format": "pt"}
+    )
     return path
 
 

@@ -254,7 +254,11 @@ def test_names_with_a_plus_are_composed() -> None:
     assert isinstance(drafter, ComposedDrafter)
     assert [type(part).__name__ for part in drafter.parts] == ["SuffixDrafter", "NGramDrafter"]
     assert drafter.max_draft_tokens == 31 and drafter.draws_trees
-    for name, message in (("suffix+nothing", "unknown drafter 'nothing'"), ("suffix+", "write names with"), ("none+ngram", "such as")):
+    for name, message in (
+        ("suffix+nothing", "unknown drafter 'nothing'"),
+        ("suffix+", "write names with"),
+        ("none+ngram", "such as"),
+    ):
         with pytest.raises(InvalidInputError, match=message):
             find_drafter(name)
 

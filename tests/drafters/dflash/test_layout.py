@@ -175,7 +175,9 @@ def test_default_taps() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    (zlab(architectures=["DominoDraftModel"]), r"'domino' \(Domino, .*\) is not supported yet"),
+    (zlab(architectures=["DominoDraftModel"]), "config.json lacks emb_dim"),
+    (zlab(architectures=["DominoDraftModel"], own={"emb_dim": 4, "gru_hidden_dim": 0}), "gru_hidden_dim is 0"),
+    (zlab(architectures=["DominoDraftModel"], own={"use_hidden_proj": True}), "Domino with use_hidden_proj True"),
     (zlab(architectures=["DFlash2DraftModel"]), "lacks selector_rank"),
     (zlab(architectures=["DFlash2DraftModel"], own={"selector_rank": 8, "selector_top_k": 65}), "selector_top_k is 65"),
     (zlab(architectures=["DFlash2DraftModel"], own={"selector_rank": 8, "selector_top_k": 62}), "vocabulary has 61 tokens"),

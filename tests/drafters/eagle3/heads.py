@@ -11,6 +11,9 @@ from torch.nn import functional as F
 from drafters.checkpoint import write_folder
 from drafters.eagle3.checkpoint import tensor_shapes
 from drafters.eagle3.config import parse_config
+from drafters.eagle3.drafter import eagle3_drafter
+from drafters.sequential.drafter import SequentialDrafter
+from specdec.core import Verifier
 from tests.helpers.tiny_models import VOCAB
 
 HIDDEN, TARGET_LAYERS = 32, 4
@@ -57,6 +60,14 @@ def head_tensors(raw: Mapping[str, Any], seed: int = 1, **shapes: tuple[int, ...
     if config.draft_vocab_size is not None:
         tensors["d2t"] = torch.arange(config.draft_vocab_size)  # draft token i is target token 2 * i
     return tensors
+
+
+def random_eagle3(verifier: Verifier, k: int = 4, **changes: Any) -> SequentialDrafter:
+    """A head for any tiny target, in speculators' layout with `changes`; it drafts k tokens."""
+    raw = {**SPECULATORS, "target_hidden_size": verifier.hidden_size, "embed_requires_grad": True, **changes}
+    drafter = eagle3_drafter(parse_config(raw), head_tensors(raw), verifier)
+    drafter.max_draft_tokens = k
+    return drafter
 
 
 def write_head(path: Path, raw: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> Path:

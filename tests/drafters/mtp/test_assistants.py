@@ -8,15 +8,14 @@ import torch
 
 from drafters.load import load_drafter
 from drafters.mtp.assistant import AssistantDrafter
-from specdec.config import CacheConfig, SamplingParams
+from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import Drafter, Verifier
+from specdec.engine.engine import SpecEngine
 from specdec.errors import CheckpointError
 from tests.drafters.sequential.toy import Noted, noted_run
+from tests.helpers.tiny_assistants import assistant_logits, gemma4_target, write_assistant
 from tests.helpers.tiny_models import WINDOW, random_prompts
 from verifiers.load import load_verifier
-
-pytest.importorskip("transformers.models.gemma4_assistant")
-from tests.helpers.tiny_assistants import assistant_logits, gemma4_target, write_assistant  # noqa: E402
 
 K = 3
 TOLERANCE = 1e-4
@@ -70,15 +69,20 @@ def test_drafts_are_those_of_transformers(name: str, clusters: bool, tmp_path: P
 
 def test_nothing_is_cached_twice(tmp_path: Path) -> None:
     """Its caches are the target's own, and drafts are lossless with batches, chunks of prompts and preemption."""
-    target, _, verifier, drafter = case("gemma4", tmp_path)
+    _, _, verifier, drafter = case("gemma4", tmp_path)
     memory = 4 * 25 * sum(spec.bytes_per_token(torch.float32) for spec in verifier.kv_specs)
-    engine, requests, _ = noted_run(verifier, drafter, random_prompts(4), num_draft_tokens=K, cache=CacheConfig(memory_bytes=memory))
+    engine, requests, _ = noted_run(
+        verifier, drafter, random_prompts(4), num_draft_tokens=K, cache=CacheConfig(memory_bytes=memory)
+    )
     caches: Any = engine.runner.drafter
     theirs = [cache.key.data_ptr() for cache in engine.kv_cache.layers[: len(verifier.kv_specs)]]
     assert [cache.key.data_ptr() for cache in caches.caches] == [theirs[2], theirs[2], theirs[3]]
     assert engine.scheduler.num_preemptions > 0
-    _, plain, _ = noted_run(verifier, drafter, random_prompts(4), num_draft_tokens=K, max_num_seqs=1)
-    assert [one.token_ids for one in requests] == [one.token_ids for one in plain]
+    plain = SpecEngine(verifier, None, EngineConfig(num_draft_tokens=0, cache=CacheConfig(memory_bytes=2**22)))
+    alone = [plain.add_request(one.prompt_token_ids, one.sampling) for one in requests]
+    while plain.has_work:
+        plain.step()
+    assert [one.token_ids for one in requests] == [one.token_ids for one in alone]
 
 
 def test_an_assistant_of_another_target_is_refused(tmp_path: Path) -> None:

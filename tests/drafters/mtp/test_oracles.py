@@ -1,4 +1,4 @@
-"""Logits of the first draft from every row, against the public classes: transformers' `MtpModel`, and `speculators` if it is there."""
+"""Logits of the first draft from every row, against public classes: transformers' `MtpModel`, and `speculators` if it is there."""
 
 import json
 from pathlib import Path

@@ -390,7 +390,9 @@ def test_replay_walks_as_a_live_run_would() -> None:
         emitted.append(len(answer.answer_ids) - 1)
     answer_set = AnswerSet(answers, device=torch.device("cpu"), max_length=99, bucket=8, mask_token_id=TINY.mask_token_id)
     result = replay(model, target, answer_set, TrainConfig(batch_size=2, anchors=7, loss_rows=11))
-    assert sorted((count, chain[0]) for count, chain in zip(result.num_emitted, result.num_steps, strict=True)) == sorted(zip(emitted, steps, strict=True))
+    assert sorted((count, chain[0]) for count, chain in zip(result.num_emitted, result.num_steps, strict=True)) == sorted(
+        zip(emitted, steps, strict=True)
+    )
     assert sum(steps) < sum(emitted), "the test needs accepted drafts"
     assert result.tau() == sum(emitted) / sum(steps)
 
