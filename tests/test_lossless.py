@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from drafters.draft_model.drafter import DraftModel
 from drafters.composed.drafter import ComposedDrafter
+from drafters.draft_model.drafter import DraftModel
 from drafters.ngram import NGramDrafter
 from drafters.suffix.drafter import SuffixDrafter
 from specdec.config import CacheConfig, EngineConfig, SamplingParams

@@ -24,7 +24,7 @@ class Matches(NamedTuple):
 
 
 def last_tokens(texts: Tensor, first: int, last: Tensor, count: int) -> Tensor:
-    """int32 [num_reqs, count]: tokens of `texts` int32 [num_reqs, width] from the place `last` int64 [num_reqs, 1] back to `first`."""
+    """int32 [num_reqs, count]: tokens of `texts` int32 [num_reqs, width] from `last` int64 [num_reqs, 1] back to `first`."""
     places = last - torch.arange(count, device=texts.device)
     return torch.where(places >= first, texts.gather(1, places.clamp(min=0)), _BEFORE_THE_TEXT)
 

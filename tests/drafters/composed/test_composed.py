@@ -74,7 +74,7 @@ def test_the_highest_forecast_drafts() -> None:
 
 
 def test_promises_are_put_right() -> None:
-    """The second part's drafts are the right ones all along; that is seen while the first drafts, and soon it is the second's turn."""
+    """The second part's drafts are right all along; that is seen while the first drafts, and soon it is the second's turn."""
     rig = rig_of(Fixed([3, 4, 5], [3.0, 3.0]), Fixed([7, 8, 9], [0.5, 0.5]))
     turns = []
     for _ in range(8):
@@ -233,7 +233,7 @@ def _stats(request: Request) -> Any:
 
 
 def test_a_reset_forgets_past_outputs(case: tuple[Verifier, dict[tuple[int, ...], list[int]]]) -> None:
-    """The same prompt is decoded in fewer steps the second time, and as at first after a reset; so passes of a benchmark are alike."""
+    """The same prompt takes fewer steps the second time, and as many as at first after a reset; so passes of a benchmark are alike."""
     verifier, prompts = case[0], [list(prompt) for prompt in case[1]]
     config = EngineConfig(max_num_seqs=1, num_draft_tokens=4, cache=CacheConfig(memory_bytes=2**22))
     engine = SpecEngine(verifier, ComposedDrafter([SuffixDrafter(), ScriptedDrafter(case[1], 4, [{0}])]), config)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafters.ngram import NGramDrafter
-from drafters.suffix.drafter import COMPARED, SuffixDrafter, load_suffix
+from drafters.suffix.drafter import COMPARED, BoundSuffix, SuffixDrafter, load_suffix
 from drafters.suffix.matches import NOTHING
 from drafters.suffix.pool import TextPool
 from specdec.blocks import BlockShape
@@ -92,15 +92,21 @@ def most_frequent(found: list[Occurrence], longest: int) -> float:
     return top
 
 
+def pool_of(rig: Rig) -> TextPool:
+    assert isinstance(rig.bound, BoundSuffix) and rig.bound.pool
+    return rig.bound.pool
+
+
 def rig_of(texts: list[Text], past: list[Text], **options: int) -> Rig:
     """Requests with `texts`, whose last token is the anchor, and `past` in the pool."""
     rig = Rig(SuffixDrafter(**options), FakeVerifier(), num_reqs=len(texts))
+    pool = pool_of(rig)
     rig.bound.forecasts = True
     for slot, text in enumerate(texts):
         rig.bound.begin(slot, text)
     for text in past:
         row = torch.tensor(text, dtype=torch.int32)
-        rig.bound.pool.add(row, torch.tensor(0), torch.tensor(len(text)))
+        pool.add(row, torch.tensor(0), torch.tensor(len(text)))
     return rig
 
 
@@ -168,7 +174,7 @@ def test_past_outputs_are_found() -> None:
         assert draft.num_drafts is not None
         assert draft.num_drafts.tolist()[slot] == 2, "the last draft was not accepted, so the output ends before it"
         assert draft.token_ids[slot, :2].tolist() == [23, 24]
-    kept = [token for token in rig.bound.pool.tokens.tolist() if token != NOTHING]
+    kept = [token for token in pool_of(rig).tokens.tolist() if token != NOTHING]
     assert kept == [52, 53, 54, 55, 20, 21, 22, 23, 24, 0]
     rig.bound.forget()
     draft = propose(rig, [[9, 21, 22], [9, 21, 22]], BlockShape(4))
