@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from drafters.composed.drafter import ComposedDrafter
 from drafters.draft_model.drafter import DraftModel
 from drafters.ngram import NGramDrafter
 from drafters.suffix.drafter import SuffixDrafter
@@ -43,6 +44,9 @@ DRAFTERS: dict[str, Callable[[Outputs, Verifier], Drafter | None]] = {
     "plain": lambda outputs, verifier: None,
     "ngram": lambda outputs, verifier: NGramDrafter(max_draft_tokens=K),
     "suffix": lambda outputs, verifier: SuffixDrafter(max_draft_tokens=K, pool_tokens=100),
+    "suffix+dflash": lambda outputs, verifier: ComposedDrafter(
+        [SuffixDrafter(max_draft_tokens=K + 2, pool_tokens=100), random_dflash(verifier, block_size=K + 1)]
+    ),
     "dflash": lambda outputs, verifier: random_dflash(verifier, block_size=K + 1),
     "draft_model": lambda outputs, verifier: DraftModel(paged_verifier(plain_model("qwen3", 5)), verifier, max_draft_tokens=K),
     "eagle3": lambda outputs, verifier: random_eagle3(verifier, K),
