@@ -84,7 +84,9 @@ class TrainConfig:
     loss: str = _option("decay", "training", "weights of the positions: decay (exponential) or dpace")
     gamma: float | None = _option(None, "training", "positions over which decaying weights fall to 1/e (default: by block size)")
     dpace_alpha: float = _option(0.5, "training", "smoothing of D-PACE's acceptance probabilities")
-    dpace_candidates: int = _option(1, "training", "tokens of a position that a tree may hold, in D-PACE's weights; 1 is for chains")
+    dpace_candidates: int = _option(
+        1, "training", "tokens of a position that a tree may hold, in D-PACE's weights; 1 is for chains"
+    )
     ce: float = _option(1.0, "training", "factor of the cross-entropy with the answer's token")
     kl: float = _option(0.0, "training", "factor of the divergence from the target's distribution")
     tv: float = _option(0.0, "training", "factor of the total variation to the target's distribution")
@@ -104,7 +106,17 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         positive = ("max_tokens", "max_num_seqs", "shard_size", "layers", "batch_size", "accumulation", "anchors", "loss_rows")
-        for name in (*positive, "dpace_candidates", "head_rank", "head_state", "bucket", "log_every", "finish_prompts", "heldout", "few_shot"):
+        for name in (
+            *positive,
+            "dpace_candidates",
+            "head_rank",
+            "head_state",
+            "bucket",
+            "log_every",
+            "finish_prompts",
+            "heldout",
+            "few_shot",
+        ):
             self._check(name, getattr(self, name) >= 1, "at least 1")
         for name in (
             "lr",

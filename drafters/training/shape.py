@@ -67,7 +67,9 @@ def _with_options(shape: DFlashConfig, config: TrainConfig) -> DFlashConfig:
     """
     head = new_head(config)
     if shape.head is not None and head not in (None, shape.head):
-        raise InvalidInputError(f"drafter {config.init!r} has another head, {shape.head}; leave --head out, or start without --init")
+        raise InvalidInputError(
+            f"drafter {config.init!r} has another head, {shape.head}; leave --head out, or start without --init"
+        )
     if shape.head is None and head is not None:
         shape = replace(shape, head=head, tied_tables=config.tied_tables)
     if config.convolutions and not shape.convolves:

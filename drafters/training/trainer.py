@@ -18,11 +18,11 @@ from drafters.training.blocks import SequenceBatch, block_hidden, make_blocks, s
 from drafters.training.config import TrainConfig
 from drafters.training.dataset import AnswerSet
 from drafters.training.evaluate import replay
-from drafters.training.log import TrainLog
 from drafters.training.heads import HEAD_MODULES
+from drafters.training.log import TrainLog
 from drafters.training.losses import ChunkedLoss, LossConfig, default_gamma
-from drafters.training.objective import Objective
 from drafters.training.mask import use_flex
+from drafters.training.objective import Objective
 from drafters.training.optimizer import MasterAdamW, lr_factor
 from drafters.training.state import load_state, save_state
 from drafters.training.target import Target
@@ -205,8 +205,8 @@ class Trainer:
             teacher = (
                 final_hidden.gather(1, rows[:, :, None].expand(-1, -1, final_hidden.shape[2])).view(hidden.shape).flatten(0, 1)
             )
-        rows = (hidden, blocks.labels, blocks.valid, blocks.previous)
-        loss, weight, matches = self.loss(*(part.flatten(0, 1) for part in rows), teacher)
+        labels, valid_rows, previous = (part.flatten(0, 1) for part in (blocks.labels, blocks.valid, blocks.previous))
+        loss, weight, matches = self.loss(hidden.flatten(0, 1), labels, valid_rows, previous, teacher)
         torch.autograd.backward(loss)
         totals += torch.stack([loss.detach(), weight, valid.sum().float(), matches.cumprod(dim=-1).sum().float()])
         return weight

@@ -192,7 +192,7 @@ def test_chunked_loss_has_the_gradient_of_the_whole(config: LossConfig) -> None:
 class TinyHead(nn.Module):
     """A Markov head of rank 2 over 9 tokens, corrected from `first_slot` on, or among `num_candidates` alone."""
 
-    has_state = False
+    has_state, gathered_bytes = False, 0
 
     def __init__(self, first_slot: int = 0, num_candidates: int | None = None) -> None:
         super().__init__()
@@ -231,8 +231,8 @@ def rows_of_a_head(config: LossConfig, head: TinyHead, base_share: float = 0.0) 
             left = head.table[blocks["previous"][block, row]] * (hidden[row] @ head.gate)
             edges.append(base[row] + head.right @ left * (row >= head.first_slot))
         final = torch.stack(edges)
-        loss, weight, _ = block_loss(final[None], labels[None], valid[None], config)
-        based, base_weight, _ = block_loss(base[None], labels[None], valid[None], config)
+        loss, _, _ = block_loss(final[None], labels[None], valid[None], config)
+        based, _, _ = block_loss(base[None], labels[None], valid[None], config)
         if head.num_candidates is None:
             total += float(loss * (1 - base_share) + based * base_share)
             if config.confidence:
@@ -390,7 +390,9 @@ def test_replay_walks_as_a_live_run_would() -> None:
         emitted.append(len(answer.answer_ids) - 1)
     answer_set = AnswerSet(answers, device=torch.device("cpu"), max_length=99, bucket=8, mask_token_id=TINY.mask_token_id)
     result = replay(model, target, answer_set, TrainConfig(batch_size=2, anchors=7, loss_rows=11))
-    assert sorted((count, chain[0]) for count, chain in zip(result.num_emitted, result.num_steps, strict=True)) == sorted(zip(emitted, steps, strict=True))
+    assert sorted((count, chain[0]) for count, chain in zip(result.num_emitted, result.num_steps, strict=True)) == sorted(
+        zip(emitted, steps, strict=True)
+    )
     assert sum(steps) < sum(emitted), "the test needs accepted drafts"
     assert result.tau() == sum(emitted) / sum(steps)
 

@@ -36,8 +36,6 @@ def test_the_forecast_of_the_shipped_drafter_is_what_the_engine_does() -> None:
     for temperature in (0.0, 1.0):
         asked = [Answer(prompt, (), temperature=temperature, seed=seed) for seed, prompt in enumerate(prompts)]
         tau, answers = engine_run(config, shipped_drafter_path(), asked, shape)
-        heldout = AnswerSet(
-            answers, device=torch.device("cpu"), max_length=999, bucket=1, mask_token_id=shipped.mask_token_id
-        )
+        heldout = AnswerSet(answers, device=torch.device("cpu"), max_length=999, bucket=1, mask_token_id=shipped.mask_token_id)
         assert replay(model, target, heldout, config).tau(shape, sampled=temperature > 0) == pytest.approx(tau, rel=0.02)
         assert tau > 1.5
