@@ -55,7 +55,7 @@ class ReplayResult:
     recall: list[float]
 
     def figures(self) -> dict[str, float]:
-        """tau by drafts: "15", "tree 16", "tree 64" and "candidates" of greedy answers, "sampled 15", ... of those that were drawn."""
+        """tau by drafts: "15", "tree 16", "tree 64", "candidates" of greedy answers, "sampled 15", ... of those that were drawn."""
         names = [*map(str, self.shapes), "candidates"]
         kinds = [sampled for sampled in (False, True) if any((t > 0) == sampled for t in self.temperatures)]
         return {f"{'sampled ' * sampled}{name}": self._tau(i, sampled) for sampled in kinds for i, name in enumerate(names)}

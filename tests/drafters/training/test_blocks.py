@@ -255,7 +255,7 @@ def rows_of_a_head(config: LossConfig, head: TinyHead, base_share: float = 0.0) 
     ("config", "head", "share"),
     [
         (LossConfig(), TinyHead(), 0.0),
-        (LossConfig(gamma=None, confidence=0.5), TinyHead(first_slot=1), 0.3),
+        (LossConfig(gamma=None, confidence=0.5, base_until=1.0), TinyHead(first_slot=1), 0.3),
         (LossConfig(selector=2.0), TinyHead(num_candidates=3), 0.0),
     ],
 )
@@ -265,7 +265,7 @@ def test_loss_with_a_head_is_its_definition_and_trains_it(config: LossConfig, he
     found = []
     for rows in (99, 4):
         objective = Objective(lambda h: h @ TO_LOGITS.T, config, head=head, teacher=lambda h: h @ TO_LOGITS.T)
-        objective.base_share = torch.tensor(share) if share else None
+        objective.move(1 - share)
         given = blocks | {"hidden": blocks["hidden"].clone().requires_grad_()}
         if rows == 99:
             loss, weight, matches = objective(**given)
