@@ -18,7 +18,7 @@ from specdec.attention.backend import AttentionBackend, AttentionMetadata, TreeR
 from specdec.attention.mla import MlaBackend
 from specdec.blocks import BlockShape, DraftTree
 from specdec.config import DraftSampling
-from specdec.kv_cache import LayerSpec
+from specdec.kv_cache import NULL_BLOCK, LayerSpec
 from specdec.sampling.tensors import SamplingTensors
 
 
@@ -71,6 +71,7 @@ class PrefillBatch:
 
     forward: ForwardInput
     slots: Tensor  # int64 [num_reqs]
+    next_token_ids: Tensor  # int64 [num_reqs], tokens after the chunks; 0 where it is yet to be chosen
 
 
 Context = Literal["now", "later", "all"]
@@ -153,20 +154,32 @@ class DecodeBatch:
     def metadata(self, width: int, *, visibility: Visibility) -> AttentionMetadata:
         """Attention metadata of `width` new rows per request, starting at the anchor."""
         if width not in self._metadata:
-            positions = self.positions(width)
-            blocks = self.block_table.gather(1, positions // self.block_size)
-            # The kernels that add up also convert: to int64 what is multiplied, to int32 what is kept.
-            slots = torch.add(positions % self.block_size, blocks, alpha=self.block_size)
-            seq_lens = torch.add(self.seq_lens, width, out=torch.empty_like(self.seq_lens, dtype=torch.int32))
-            self._metadata[width] = AttentionMetadata.uniform(
-                width,
-                seq_lens,
-                self.block_table,
-                slots.reshape(-1),
-                max_seq_len=self.max_seq_len,
-                min_seq_len=self.min_seq_len + width,
+            self._metadata[width] = self.rows_from(
+                self.seq_lens, self.positions(width), max_seq_len=self.max_seq_len, min_seq_len=self.min_seq_len + width
             )
         return replace(self._metadata[width], visibility=visibility)
+
+    def rows_from(
+        self, first: Tensor, positions: Tensor, *, max_seq_len: int, min_seq_len: int, written: Tensor | None = None
+    ) -> AttentionMetadata:
+        """Causal attention metadata of rows that begin elsewhere than at the anchor.
+
+        Args:
+            first: int64 [num_reqs], position of the first row of each request.
+            positions: int64 [num_reqs, width], first, first + 1, ...
+            max_seq_len, min_seq_len: see `AttentionMetadata`.
+            written: bool [num_reqs, width], rows whose keys and values belong in the cache; None for all.
+        """
+        width = positions.shape[1]
+        blocks = self.block_table.gather(1, positions // self.block_size)
+        # The kernels that add up also convert: to int64 what is multiplied, to int32 what is kept.
+        slots = torch.add(positions % self.block_size, blocks, alpha=self.block_size)
+        if written is not None:
+            slots = torch.where(written, slots, NULL_BLOCK * self.block_size)
+        seq_lens = torch.add(first, width, out=torch.empty_like(first, dtype=torch.int32))
+        return AttentionMetadata.uniform(
+            width, seq_lens, self.block_table, slots.reshape(-1), max_seq_len=max_seq_len, min_seq_len=min_seq_len
+        )
 
     def row_positions(self, tree: DraftTree | None) -> Tensor:
         """int64 [num_reqs, k + 1]: positions of the rows of the block, not clamped."""
@@ -214,6 +227,7 @@ class DraftOutput:
         tree: how the drafts hang together, when the block is a tree; None is a chain.
         forecast: float32 [num_reqs], how many drafts the drafter expects to be accepted, of a chain or of the best path through a
             tree; None unless `BoundDrafter.forecasts` asks for it.
+        part: int64 [num_reqs], which part of a composition drafted; None for any other drafter.
     """
 
     token_ids: Tensor
@@ -222,6 +236,7 @@ class DraftOutput:
     candidate_ids: Tensor | None = None
     tree: DraftTree | None = None
     forecast: Tensor | None = None
+    part: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -345,6 +360,9 @@ class Drafter(Protocol):
     """Cache positions from L on that drafting writes whatever k is; 0 where it writes none, or no more than k + 1."""
     aux_layer_ids: tuple[int, ...] = ()
     """Decoder layers (0-based) of the target whose raw outputs are needed."""
+    tokens_ahead: int = 0
+    """Tokens after a position that what drafting caches for the position depends on. A block of a cached prefix is reused by
+    requests that have them in common as well."""
     draws_trees: bool = False
     """Whether drafts form a tree where the shape of the block asks for one. Its paths are up to `max_draft_tokens` long."""
 
@@ -394,6 +412,10 @@ class BoundDrafter(Protocol):
 
     def begin(self, slot: int, token_ids: Sequence[int]) -> None:
         """A request with all its known tokens starts in `slot`; runs between steps."""
+        return
+
+    def forget(self) -> None:
+        """Forgets what past requests have left; runs between steps, when there is no request."""
         return
 
     def prefill(self, batch: PrefillBatch, verify: VerifyOutput) -> None:

@@ -7,6 +7,7 @@ drafter's paged cache. The block `[anchor, mask, mask, ...]` then runs through t
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,21 +17,23 @@ from drafters.dflash.checkpoint import read_checkpoint, target_ids
 from drafters.dflash.config import DFlashConfig
 from drafters.dflash.coupling import CouplingTable
 from drafters.dflash.drafts import Drafts, Slots
+from drafters.dflash.latent import latent_backend
 from drafters.dflash.model import DFlashModel
 from drafters.dflash.network import DFlashNetwork
 from drafters.dflash.tied import expanded
 from specdec.attention.backend import AttentionBackend, AttentionSpec, Visibility
+from specdec.attention.mla import MlaBackend
 from specdec.config import DraftSampling
-from specdec.core import AcceptOutput, DecodeBatch, DraftOutput, PrefillBatch, Verifier, VerifyOutput
+from specdec.core import AcceptOutput, BoundDrafter, DecodeBatch, Drafter, DraftOutput, PrefillBatch, Verifier, VerifyOutput
 from specdec.errors import BackendError, InvalidInputError
-from specdec.kv_cache import NULL_BLOCK, KVLayerSpec, LayerCache
+from specdec.kv_cache import NULL_BLOCK, KVLayerSpec
 from specdec.layers.rotary import Angles, Rope
 
 MOST_DEFERRED = 16
 """Steps without drafts whose context is put off at most."""
 
 
-class DFlashDrafter:
+class DFlashDrafter(Drafter):
     """A DFlash model made ready for one target; see `specdec.core.Drafter`.
 
     Args:
@@ -58,7 +61,7 @@ class DFlashDrafter:
             made_for=config.verifier_name,
         )
         self.config, self.verifier = config, verifier
-        self.attention = _attention(config, verifier)
+        self.attention = _attention(config, verifier) if config.latent is None else latent_backend(config, verifier)
         self.model = model.requires_grad_(False).eval().to(verifier.device, verifier.dtype)
         self.network = DFlashNetwork(self.model, self.attention)
         self.max_draft_tokens = config.max_draft_tokens
@@ -67,7 +70,6 @@ class DFlashDrafter:
         whole = not all(config.causal) or config.convolves  # whose rows come in whole blocks
         self.num_lookahead_tokens = 0 if not whole else self.first_row + config.max_draft_tokens
         self.aux_layer_ids = config.target_layer_ids
-        self.kv_specs = [KVLayerSpec(config.num_key_value_heads, config.head_dim)] * config.num_hidden_layers
         self.masks = torch.full((1, self.first_row + self.max_draft_tokens), config.mask_token_id, device=verifier.device)
         self.target_ids = None if model.d2t is None else target_ids(model.d2t)
         # A checkpoint that states no scale was trained on the target's own embedding module and head.
@@ -75,6 +77,13 @@ class DFlashDrafter:
         self.embedding_scale = verifier.embedding_scale if config.input_embedding_scale is None else config.input_embedding_scale
         self.softcap = config.final_logit_softcapping or (verifier.final_softcap if unstated else None)
         self.head = None if config.head is None else config.head.head(self.model, self.embed)
+
+    @property
+    def kv_specs(self) -> list[Any]:
+        """One paged cache per draft layer."""
+        heads = KVLayerSpec(self.config.num_key_value_heads, self.config.head_dim)
+        layer = self.attention.cache_spec if isinstance(self.attention, MlaBackend) else heads
+        return [layer] * self.config.num_hidden_layers
 
     @property
     def weight_bytes(self) -> int:
@@ -92,7 +101,7 @@ class DFlashDrafter:
         return rows if self.embedding_scale == 1 else rows * self.embedding_scale
 
     def bind(
-        self, verifier: Verifier, caches: Sequence[LayerCache], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling
+        self, verifier: Verifier, caches: Sequence[Any], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling
     ) -> "BoundDFlash":
         """See `specdec.core.Drafter.bind`.
 
@@ -107,7 +116,7 @@ class DFlashDrafter:
         return BoundDFlash(self, caches, max_num_seqs, draft_sampling)
 
 
-class BoundDFlash:
+class BoundDFlash(BoundDrafter):
     """A `DFlashDrafter` over the paged cache of one engine; see `specdec.core.BoundDrafter`.
 
     Steps without drafts leave the target's features in a ring, since the context of a few positions takes no longer than that of
@@ -122,9 +131,7 @@ class BoundDFlash:
 
     most_deferred = MOST_DEFERRED
 
-    def __init__(
-        self, drafter: DFlashDrafter, caches: Sequence[LayerCache], max_num_seqs: int, draft_sampling: DraftSampling
-    ) -> None:
+    def __init__(self, drafter: DFlashDrafter, caches: Sequence[Any], max_num_seqs: int, draft_sampling: DraftSampling) -> None:
         self.drafter, self.caches = drafter, list(caches)
         self._block: tuple[Tensor, dict[Rope, Angles]] | None = None  # position ids of the block, and their angles
         target, device = drafter.verifier, drafter.verifier.device

@@ -64,10 +64,8 @@ def parse_config(raw: Mapping[str, Any]) -> DFlashConfig:
         hidden_size=hidden_size,
         intermediate_size=keys.required("intermediate_size"),
         num_attention_heads=heads,
-        num_key_value_heads=keys.required(
-            "num_global_key_value_heads" if family.gemma and keys_as_values else "num_key_value_heads"
-        ),
-        head_dim=_or(keys.integer("global_head_dim" if family.gemma else "head_dim"), hidden_size // max(heads, 1)),
+        num_key_value_heads=keys.required("num_global_key_value_heads" if keys_as_values else "num_key_value_heads"),
+        head_dim=_head_dim(keys, family, hidden_size // max(heads, 1)),
         vocab_size=vocab_size,
         rope_parameters=_rope_parameters(keys, windows),
         max_position_embeddings=keys.required("max_position_embeddings"),
@@ -78,7 +76,7 @@ def parse_config(raw: Mapping[str, Any]) -> DFlashConfig:
         output_multiplier=_or(keys.number("output_multiplier"), _or(keys.number("logit_scale"), 1.0)),
         final_logit_softcapping=keys.number("final_logit_softcapping") or None,
         draft_vocab_size=None if draft_vocab_size == vocab_size else draft_vocab_size,
-        num_target_layers=keys.integer("num_target_layers"),
+        num_target_layers=keys.integer("target_num_hidden_layers" if family.latent else "num_target_layers"),
         target_hidden_size=keys.integer("target_hidden_size"),
         verifier_name=verifier.get("name_or_path") or keys.find("verifier_name_or_path"),
         verifier_architectures=tuple(architectures),
@@ -87,11 +85,12 @@ def parse_config(raw: Mapping[str, Any]) -> DFlashConfig:
         attention_sinks=_or(keys.flag("attention_sink_bias"), False),
         attention_value_scale=_or(keys.number("attention_value_scale"), 1.0),
         attention_gate=family.gate(keys),
-        tap_norms=family.laguna,
+        tap_norms=family.laguna or _or(keys.flag("fc_norm"), False),
         norms_context=family.laguna,
         mixes_taps=family.mixes_taps,
         gemma=family.gemma,
         keys_as_values=keys_as_values,
+        latent=family.sizes(keys),
         head=parse_head(algorithm, keys),
         tied_tables=_or(keys.flag("tied_tables"), False),
         coupling=parse_coupling(raw.get("coupling")),
@@ -114,6 +113,13 @@ def config_json(config: DFlashConfig, layout: Layout, *, dtype: str) -> dict[str
 
 def _or(value: T | None, default: T) -> T:
     return default if value is None else value
+
+
+def _head_dim(keys: Keys, family: Family, default: int) -> int:
+    """Numbers of a query head."""
+    if sizes := family.sizes(keys):
+        return sizes.nope + sizes.rope
+    return _or(keys.integer("global_head_dim" if family.gemma else "head_dim"), default)
 
 
 def _check_keys(keys: Keys, own: Mapping[str, Any], family: Family) -> None:
@@ -261,7 +267,10 @@ def _convolutions(config: DFlashConfig) -> dict[str, Any]:
 
 
 def _to_zlab(config: DFlashConfig, dtype: str) -> dict[str, Any]:
-    require(config.num_target_layers is not None, "num_target_layers is unknown; the z-lab layout needs the target's layer count")
+    require(
+        config.num_target_layers is not None,
+        "num_target_layers is unknown; the z-lab layout needs the target's layer count (specdec convert --model)",
+    )
     by_kind = all(causal == (window is not None) for window, causal in zip(config.windows, config.causal, strict=True))
     require(by_kind or len(set(config.causal)) == 1, f"causality {config.causal} by layer has no key in the z-lab layout")
     own = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids), **_convolutions(config)}

@@ -125,6 +125,7 @@ def build_engine(verifier: Verifier, drafter: Drafter | None, config: EngineConf
         prefix_caching=config.cache.prefix_caching,
         num_draft_tokens=reserved,
         num_lookahead_tokens=num_lookahead_tokens,
+        tokens_ahead=drafter.tokens_ahead if drafter else 0,
         snapshot_tokens=SNAPSHOT_TOKENS if recurrent else None,
     )
     slots = SlotState(

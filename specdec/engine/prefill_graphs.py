@@ -15,7 +15,7 @@ from specdec.core import ForwardInput, PrefillBatch, Verifier
 from specdec.engine.buckets import batch_bucket, batches, length_bucket, lengths
 from specdec.engine.graphs import Capture, ShapeGraphs
 from specdec.engine.scheduler import Chunk, prefill_tokens
-from specdec.engine.slots import SlotState, cache_slots, samples_first_token
+from specdec.engine.slots import SlotState, cache_slots, next_token, samples_first_token
 from specdec.kv_cache.block_pool import NULL_BLOCK
 from specdec.sizes import power_of_two
 
@@ -42,8 +42,9 @@ class PrefillGraph(NamedTuple):
 
     Attributes:
         replay: launches it.
-        inputs: int64 [3 * num_reqs * num_rows + 4 * num_reqs]: token, position and cache slot of each row; then of each request
-            the slot, the row whose logits are wanted, the position after its last row, and how many of its rows do not pad.
+        inputs: int64 [3 * num_reqs * num_rows + 5 * num_reqs]: token, position and cache slot of each row; then of each request
+            the slot, the row whose logits are wanted, the position after its last row, how many of its rows do not pad, and the
+            token after those.
         logits: [num_reqs, V], its result, the same tensor every time.
     """
 
@@ -146,6 +147,7 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
             *([index * width + chunk.end - chunk.start - 1 for index, chunk in enumerate(chunks)] + [rows] * missing),
             *([chunk.start + width for chunk in chunks] + [width] * missing),
             *([chunk.end - chunk.start for chunk in chunks] + [0] * missing),
+            *([next_token(chunk) for chunk in chunks] + [0] * missing),
         ]
         return state.host_tensor(values)
 
@@ -158,13 +160,13 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
 
         def launch() -> None:
             token_ids, position_ids, slot_mapping = inputs[: 3 * count].view(3, count)
-            slots, logit_rows, seq_lens, row_counts = inputs[3 * count :].view(4, num_reqs)
+            slots, logit_rows, seq_lens, row_counts, next_token_ids = inputs[3 * count :].view(5, num_reqs)
             block_table = state.block_table.index_select(0, slots)
             metadata = AttentionMetadata.uniform(width, seq_lens.int(), block_table, slot_mapping, max_seq_len=max_seq_len)
             long = state.long_of(slots)
             long = None if long is None else long.repeat_interleave(width)
             rows = ForwardInput(token_ids, position_ids, metadata, logit_rows, long, slots, row_counts)
-            logits.copy_(self._forward(PrefillBatch(rows, slots)))
+            logits.copy_(self._forward(PrefillBatch(rows, slots, next_token_ids)))
 
         replay = self._capture.capture(launch, PrefillShape)
         return PrefillGraph(replay, inputs, logits)

@@ -47,6 +47,7 @@ class Scheduler:
         prefix_caching: reuse published blocks.
         num_draft_tokens: drafts per step for which there must be room.
         num_lookahead_tokens: see `specdec.core.Drafter.num_lookahead_tokens`.
+        tokens_ahead: see `specdec.core.Drafter.tokens_ahead`.
         snapshot_tokens: tokens to prefill for which a snapshot of recurrent states is worth a step of its own at the end of a
             prompt; None where no layer is recurrent.
     """
@@ -62,11 +63,13 @@ class Scheduler:
         prefix_caching: bool,
         num_draft_tokens: int = 0,
         num_lookahead_tokens: int = 0,
+        tokens_ahead: int = 0,
         snapshot_tokens: int | None = None,
     ) -> None:
         self.pool = pool
         self._snapshot_tokens = snapshot_tokens if prefix_caching else None
         self.num_draft_tokens, self.num_lookahead_tokens = num_draft_tokens, num_lookahead_tokens
+        self._tokens_ahead = tokens_ahead
         self.block_size = block_size
         self.max_prefill_tokens = max_prefill_tokens
         self.max_tokens_beside = min(max_tokens_beside or max_prefill_tokens, max_prefill_tokens)
@@ -139,7 +142,7 @@ class Scheduler:
         request, row = chunk.request, None
         if self.prefix_caching:
             digests = self._digests[request.request_id]
-            for index in range(chunk.start // self.block_size, chunk.end // self.block_size):
+            for index in range(chunk.start // self.block_size, min(chunk.end // self.block_size, len(digests))):
                 self.pool.publish(request.block_ids[index], digests[index])
             if self._snapshot_tokens is not None and chunk.end % self.block_size == 0:
                 row = self.pool.keep_snapshot(request.block_ids[chunk.end // self.block_size - 1])
@@ -200,7 +203,10 @@ class Scheduler:
     def _admit(self, request: Request) -> bool:
         """Gives a waiting request a slot and the blocks of its prefill and first step, if those in work can still grow."""
         tokens = prefill_tokens(request)
-        digests = prefix_hashes(tokens, self.block_size, kind=b"long" if request.long else b"") if self.prefix_caching else []
+        digests: list[bytes] = []
+        if self.prefix_caching:
+            kind = b"long" if request.long else b""
+            digests = prefix_hashes(tokens, self.block_size, kind=kind, ahead=self._tokens_ahead)
         # The last token is always computed: its logits choose the first output token.
         cached = self.pool.match(digests[: (len(tokens) - 1) // self.block_size])
         missing = blocks_for(len(tokens) + max(self.num_draft_tokens + 1, self.num_lookahead_tokens), self.block_size) - len(cached)

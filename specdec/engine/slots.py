@@ -149,7 +149,7 @@ class SlotState:
         wanted = self.tensor(logit_rows)
         is_long = None if self.long is None else self.tensor(long).bool()
         rows = ForwardInput(self.tensor(tokens), self.tensor(positions), metadata, logit_rows=wanted, long=is_long, slots=slot_rows)
-        return PrefillBatch(forward=rows, slots=slot_rows)
+        return PrefillBatch(forward=rows, slots=slot_rows, next_token_ids=self.tensor([next_token(chunk) for chunk in chunks]))
 
     def select(self, requests: Sequence[Request]) -> Selection:
         """The batch of these requests, with what is known of it from the step before."""
@@ -261,6 +261,12 @@ def cache_slots(chunk: Chunk, block_size: int) -> list[int]:
     """Where the keys and values of a chunk's tokens go, see `AttentionMetadata.slot_mapping`."""
     blocks = chunk.request.block_ids
     return [blocks[position // block_size] * block_size + position % block_size for position in range(chunk.start, chunk.end)]
+
+
+def next_token(chunk: Chunk) -> int:
+    """The token after a chunk; 0 where it is yet to be chosen."""
+    tokens = chunk.request.token_ids
+    return tokens[chunk.end] if chunk.end < len(tokens) else 0
 
 
 def samples_first_token(chunk: Chunk) -> bool:

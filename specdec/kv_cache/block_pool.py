@@ -17,19 +17,23 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
-def prefix_hashes(token_ids: Sequence[int], block_size: int, *, kind: bytes = b"") -> list[bytes]:
-    """One digest per full block; a digest covers `kind` and all tokens up to the end of its block.
+def prefix_hashes(token_ids: Sequence[int], block_size: int, *, kind: bytes = b"", ahead: int = 0) -> list[bytes]:
+    """One digest per full block with `ahead` tokens behind it; a digest covers `kind` and all tokens up to the last of those.
 
     >>> a, b = prefix_hashes([1, 2, 3, 4, 5], 2), prefix_hashes([1, 2, 3, 9], 2)
     >>> len(a), a[0] == b[0], a[1] == b[1]
     (2, True, False)
     >>> prefix_hashes([8, 8, 3, 4], 2)[1] == a[1], prefix_hashes([1, 2], 2, kind=b"long")[0] == a[0]
     (False, False)
+    >>> a, b = prefix_hashes([1, 2, 3, 4, 5], 2, ahead=1), prefix_hashes([1, 2, 3, 4, 6], 2, ahead=1)
+    >>> a[0] == b[0], a[1] == b[1], len(prefix_hashes([1, 2, 3, 4], 2, ahead=1))
+    (True, False, 1)
     """
     digests: list[bytes] = []
     digest = kind
-    for start in range(0, len(token_ids) - block_size + 1, block_size):
-        content = ",".join(map(str, token_ids[start : start + block_size])).encode()
+    width = block_size + ahead
+    for start in range(0, len(token_ids) - width + 1, block_size):
+        content = ",".join(map(str, token_ids[start : start + width])).encode()
         digest = blake2b(digest + content, digest_size=16).digest()
         digests.append(digest)
     return digests

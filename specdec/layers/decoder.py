@@ -125,11 +125,12 @@ class Decoder:
         taps: Sequence[int] = (),
         keep: Callable[[Tensor], Tensor] | None = None,
         inputs: Tensor | None = None,
+        embeddings: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Runs packed rows through all layers.
 
         Args:
-            hidden: [T, H], embeddings.
+            hidden: [T, H], what the first layer is given.
             angles: of the rows.
             backends: attention over the caches, one per layer.
             caches, plans: one per layer, the plans of its backend.
@@ -137,11 +138,13 @@ class Decoder:
             keep: rows of [T, ...] that are wanted; they alone go on after the last attention, unless a convolution after it sees
                 others, too. None for all.
             inputs: [T, layers, P], for layers with an `input_gate`.
+            embeddings: [T, H], for layers that see them, where they are not `hidden`.
 
         Returns:
             [T or rows kept, H] after the final norm, and the raw outputs [T, H] of the layers in `taps`.
         """
-        ops, tapped, shared, residual = self.ops, {-1: hidden}, {EMBEDDINGS: hidden}, hidden
+        ops, tapped, residual = self.ops, {-1: hidden}, hidden
+        shared = {EMBEDDINGS: hidden if embeddings is None else embeddings}
         first = self.layers[0]
         normed = hidden if first.first_norm is None else ops.norm(hidden, first.first_norm, self._first_weights[0])
         for index, layer in enumerate(self.layers):

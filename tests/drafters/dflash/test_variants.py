@@ -18,7 +18,9 @@ from torch.nn import functional as F
 
 from drafters.dflash.checkpoint import read_checkpoint, write_checkpoint
 from drafters.dflash.drafter import BoundDFlash
+from drafters.dflash.layout import parse_config
 from drafters.dflash.model import DFlashModel
+from drafters.dspark.markov import MarkovConfig
 from drafters.load import load_drafter
 from drafters.training.shape import make_drafter
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
@@ -365,3 +367,10 @@ def test_lossless(kind: str, tmp_path: Path) -> None:
         while engine.has_work:
             engine.step()
         assert [request.output_token_ids for request in requests] == [plain_greedy(target, prompt, 12) for prompt in prompts]
+
+
+def test_dspark_on_gemmas_layers() -> None:
+    """DeepSpec's other drafter for Gemma 4 is the same backbone with a Markov head."""
+    config = parse_config(CONFIGS["gemma"] | {"markov_rank": 8, "markov_head_type": "vanilla"})
+    assert config.gemma and config.sample_from_anchor and config.max_draft_tokens == BLOCK
+    assert isinstance(config.head, MarkovConfig) and config.head.rank == 8

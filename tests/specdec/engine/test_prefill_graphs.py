@@ -141,7 +141,7 @@ def test_inputs_of_a_replay(case: Case, monkeypatch: pytest.MonkeyPatch) -> None
     chunks = [Chunk(request, 4, 8 + index, last=False, admitted=False) for index, request in enumerate(requests)]
     inputs = engine.runner.prefill_graphs._inputs(chunks, PrefillShape(4, 16, 256))
     tokens, positions, places = inputs[:192].view(3, 4, 16).tolist()
-    slots, logit_rows, seq_lens, row_counts = inputs[192:].view(4, 4).tolist()
+    slots, logit_rows, seq_lens, row_counts, next_token_ids = inputs[192:].view(5, 4).tolist()
     null = NULL_BLOCK * 4
     for index in range(3):
         count = 4 + index
@@ -151,7 +151,7 @@ def test_inputs_of_a_replay(case: Case, monkeypatch: pytest.MonkeyPatch) -> None
     assert tokens[3] == positions[3] == [0] * 16 and places[3] == [null] * 16
     assert slots == [0, 1, 2, engine.slots.padding_slot]
     assert logit_rows == [3, 16 + 4, 32 + 5, 48] and seq_lens == [20, 20, 20, 16]
-    assert row_counts == [4, 5, 6, 0]
+    assert row_counts == [4, 5, 6, 0] and next_token_ids == [18, 19, 20, 0]
 
 
 def test_how_many_rows_pay(case: Case) -> None:

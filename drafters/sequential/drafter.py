@@ -1,0 +1,231 @@
+"""A drafter that predicts one token after another, each from those before it: EAGLE-3, multi-token prediction, draft models.
+
+Of committed tokens the network's cache holds rows made of the target's own features. Those that a step adds wait in a ring, and the
+next `propose` begins with one forward over the rows that the cache lacks; the last of them predicts the first draft. A forward of
+one row for each further draft follows. Their rows are made of the network's own features, and the next step writes over them.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafters.sequential.choice import Choice, choose
+from drafters.sequential.network import Rows, SequentialNetwork
+from specdec.attention.backend import AttentionMetadata
+from specdec.config import DraftSampling
+from specdec.core import AcceptOutput, BoundDrafter, DecodeBatch, Drafter, DraftOutput, PrefillBatch, Verifier, VerifyOutput
+from specdec.errors import InvalidInputError
+from specdec.kv_cache import LayerSpec
+
+USUAL_DRAFTS = 7
+"""Drafts of a step at most, where a checkpoint does not say: each costs a forward, and is less sure than the one before it."""
+
+MOST_DEFERRED = 16
+"""Steps without drafts whose context is put off at most."""
+
+
+class SequentialDrafter(Drafter):
+    """A network made ready for one target; see `specdec.core.Drafter`.
+
+    Args:
+        network: proposes tokens.
+        verifier: the target.
+        max_draft_tokens: largest k.
+    """
+
+    def __init__(self, network: SequentialNetwork, verifier: Verifier, *, max_draft_tokens: int) -> None:
+        self.network, self.verifier, self.max_draft_tokens = network, verifier, max_draft_tokens
+        self.aux_layer_ids = network.aux_layer_ids
+        # A pair holds the token after its position.
+        self.tokens_ahead = 1 if network.feature_size else 0
+
+    @property
+    def weight_bytes(self) -> int:
+        """See `specdec.core.Drafter.weight_bytes`; drafts after the first one read them again."""
+        return self.network.weight_bytes
+
+    @property
+    def kv_specs(self) -> Sequence[LayerSpec]:
+        """See `specdec.core.Drafter.kv_specs`."""
+        return self.network.kv_specs
+
+    def bind(
+        self, verifier: Verifier, caches: Sequence[Any], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling
+    ) -> BoundDrafter:
+        """See `specdec.core.Drafter.bind`.
+
+        Raises:
+            InvalidInputError: another target than the one this was made for.
+        """
+        if verifier is not self.verifier:
+            raise InvalidInputError(
+                f"this drafter was made ready for {self.verifier.name!r} as loaded earlier, not for this {verifier.name!r};"
+                " load it again beside the target it serves"
+            )
+        return self.bound(caches, max_num_seqs, draft_sampling)
+
+    def bound(self, caches: Sequence[Any], max_num_seqs: int, draft_sampling: DraftSampling) -> BoundDrafter:
+        """What `bind` returns for the right target."""
+        return BoundSequential(self, caches, max_num_seqs, draft_sampling)
+
+
+class BoundSequential(BoundDrafter):
+    """A `SequentialDrafter` over the paged cache of one engine; see `specdec.core.BoundDrafter`.
+
+    Args:
+        drafter: the network.
+        caches: one per entry of its `kv_specs`.
+        max_num_seqs: slots of requests.
+        draft_sampling: how drafts are drawn.
+    """
+
+    most_deferred = MOST_DEFERRED
+
+    def __init__(self, drafter: SequentialDrafter, caches: Sequence[Any], max_num_seqs: int, draft_sampling: DraftSampling) -> None:
+        self.network, self.caches, self.draft_sampling = drafter.network, list(caches), draft_sampling
+        self._ahead = drafter.tokens_ahead
+        # Without features the rows of accepted drafts stay, and only that of the last one is missing, beside the anchor's.
+        self._most_lacking = drafter.max_draft_tokens + 1 if self._ahead else 2
+        device, dtype = drafter.verifier.device, drafter.verifier.dtype
+        self._size = max(drafter.max_draft_tokens + 1, self._most_lacking + MOST_DEFERRED)
+        # Token and features of position p lie in column p % _size. The cache lacks rows from position `_due` on.
+        self._tokens = torch.zeros(max_num_seqs, self._size, dtype=torch.int64, device=device)
+        self._features = torch.zeros(max_num_seqs, self._size, drafter.network.feature_size, dtype=dtype, device=device)
+        self._due = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+
+    def prefill(self, batch: PrefillBatch, verify: VerifyOutput) -> None:
+        """Writes the rows of a prompt chunk. Of a pair whose token is not known yet the features stay in the ring."""
+        rows, starts = batch.forward, batch.forward.metadata.query_start_loc
+        counts = starts.diff() if rows.row_counts is None else rows.row_counts
+        last = (starts[:-1] + counts - 1).clamp(min=0).long()
+        token_ids, features = rows.token_ids, None
+        if self._ahead:
+            token_ids = token_ids.roll(-1).index_copy_(0, last, batch.next_token_ids)
+            features = self._condense(verify)
+        self.network.forward(Rows(token_ids, features, rows.position_ids, rows.metadata), self.caches, last)
+        positions = rows.position_ids.index_select(0, last)
+        if features is not None:
+            self._keep_features(batch.slots, positions, features.index_select(0, last))
+        self._due.index_copy_(0, batch.slots, positions + 1 - self._ahead)
+
+    def propose(self, batch: DecodeBatch) -> DraftOutput:
+        """Drafts a chain: all tokens at once with a mask, else one after another."""
+        network, last = self.network, batch.seq_lens - self._ahead
+        parallel = network.mask is not None
+        wanted = batch.k if parallel else 1
+        hidden = self._write_lacking(batch, last, batch.anchors, self._most_lacking, wanted)
+        # Of rows without features those of accepted drafts are right, and `commit` takes back the others.
+        self._due.index_copy_(0, batch.slots, batch.seq_lens + (0 if self._ahead else batch.k))
+        choices = [self._choose(batch, hidden, 0, wanted)]
+        if not parallel and batch.k > 1:
+            for draft, (position_ids, metadata) in enumerate(self._single_rows(batch), start=1):
+                rows = Rows(choices[-1].token_ids.flatten(), network.next_features(hidden), position_ids, metadata)
+                hidden = network.forward(rows, self.caches, None)
+                choices.append(self._choose(batch, hidden, draft, 1))
+        token_ids, probs, own = (_side_by_side(parts) for parts in zip(*choices, strict=True))
+        assert token_ids is not None
+        candidate_ids = None if probs is None or network.target_ids is None else network.target_ids.expand(probs.shape)
+        forecast = None if own is None else own.cumprod(dim=1).sum(dim=1)
+        return DraftOutput(token_ids, probs=probs, candidate_ids=candidate_ids, forecast=forecast)
+
+    def commit(self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput) -> None:
+        """Keeps tokens and features of the verified rows; writes what was put off when that is due."""
+        width = token_ids.shape[1]
+        positions = batch.positions(width)
+        self._tokens.view(-1).index_copy_(0, self._cells(batch.slots[:, None], positions).flatten(), token_ids.flatten())
+        if self._ahead:
+            self._keep_features(batch.slots[:, None], positions, self._condense(verify))
+        else:
+            next_lens = batch.seq_lens + accept.num_accepted + 1
+            self._due.index_copy_(0, batch.slots, torch.minimum(self._due.index_select(0, batch.slots), next_lens))
+        if batch.context == "all":
+            assert width == 1, "context is put off in steps without drafts"
+            newest = accept.next_anchors if self._ahead else batch.anchors
+            self._write_lacking(batch, batch.seq_lens, newest, self._most_lacking + MOST_DEFERRED, 1)
+            self._due.index_copy_(0, batch.slots, batch.seq_lens + 1)
+
+    def _write_lacking(self, batch: DecodeBatch, last: Tensor, newest: Tensor, most: int, wanted: int) -> Tensor:
+        """Writes the rows from `_due` to `last`, and behind them those of masks.
+
+        Rows that the cache has, which may be shared by other requests, and rows past the last go to the null block.
+
+        Args:
+            batch: the step.
+            last: int64 [num_reqs], position of the newest row.
+            newest: int64 [num_reqs], its token.
+            most: bound on the rows that the cache lacks.
+            wanted: rows whose hidden states are wanted, from `last` on.
+
+        Returns:
+            Hidden states [num_reqs * wanted, ...].
+        """
+        network, device = self.network, batch.slots.device
+        width = min(most + wanted - 1, batch.block_table.shape[1] * batch.block_size)
+        first = (last - (most - 1)).clamp(min=0)
+        positions = first[:, None] + torch.arange(width, device=device)
+        due = positions >= torch.minimum(self._due.index_select(0, batch.slots), last)[:, None]
+        due &= positions < last[:, None] + wanted
+        cells = self._cells(batch.slots[:, None], positions + self._ahead).flatten()
+        token_ids = torch.where(positions == last[:, None], newest[:, None], self._tokens.view(-1)[cells].view_as(positions))
+        features = None
+        if self._ahead:
+            cells = self._cells(batch.slots[:, None], positions).flatten()
+            features = self._features.flatten(0, 1).index_select(0, cells)
+        if network.mask is not None:
+            masked = positions > last[:, None]
+            token_ids = token_ids.masked_fill(masked, network.mask.token_id)
+            features = features if features is None else torch.where(masked.view(-1, 1), network.mask.features, features)
+        metadata = batch.rows_from(
+            first,
+            positions,
+            max_seq_len=max(batch.max_seq_len, width),
+            min_seq_len=max(width, batch.min_seq_len - self._ahead + wanted),
+            written=due,
+        )
+        position_ids = positions.clamp(max=batch.max_model_len - 1).flatten()
+        offsets = (last - first).clamp(min=0) + torch.arange(0, batch.num_reqs * width, width, device=device)
+        rows = (offsets[:, None] + torch.arange(wanted, device=device)).flatten()
+        return network.forward(Rows(token_ids.flatten(), features, position_ids, metadata), self.caches, rows)
+
+    def _single_rows(self, batch: DecodeBatch) -> list[tuple[Tensor, AttentionMetadata]]:
+        """Position ids int64 [num_reqs] and metadata of the forwards for the drafts after the first one."""
+        width, behind = batch.shape.rows, 1 - self._ahead  # the first of these rows lies so far behind the anchor
+        slots = batch.slot_mapping(width).view(-1, width).t().contiguous()
+        position_ids = batch.position_ids(width).view(-1, width).t().contiguous()
+        ends = torch.arange(behind + 1, behind + batch.k, dtype=torch.int32, device=slots.device)
+        seq_lens = batch.seq_lens.int() + ends[:, None]
+        single = []
+        for row in range(batch.k - 1):
+            metadata = AttentionMetadata.uniform(
+                1,
+                seq_lens[row],
+                batch.block_table,
+                slots[row + behind],
+                max_seq_len=batch.max_seq_len,
+                min_seq_len=batch.min_seq_len + behind + row + 1,
+            )
+            single.append((position_ids[row + behind], metadata))
+        return single
+
+    def _choose(self, batch: DecodeBatch, hidden: Tensor, first: int, count: int) -> Choice:
+        logits = self.network.logits(hidden).view(batch.num_reqs, count, -1)
+        return choose(batch, logits, first, self.draft_sampling, self.network.target_ids, wants_own=self.forecasts)
+
+    def _condense(self, verify: VerifyOutput) -> Tensor:
+        assert verify.aux_hidden is not None, "the engine taps aux_layer_ids"
+        return self.network.condense(verify.aux_hidden)
+
+    def _keep_features(self, slots: Tensor, positions: Tensor, features: Tensor) -> None:
+        self._features.flatten(0, 1).index_copy_(0, self._cells(slots, positions).flatten(), features)
+
+    def _cells(self, slots: Tensor, positions: Tensor) -> Tensor:
+        """Where the ring holds what belongs to positions int64 [...] of requests in `slots`, which fits them."""
+        return slots * self._size + positions % self._size
+
+
+def _side_by_side(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Parts [num_reqs, n, ...] joined, or None where there are none."""
+    there = [part for part in parts if part is not None]
+    return torch.cat(there, dim=1) if there else None

@@ -1,0 +1,99 @@
+"""What a network needs to draft token by token, and attention for its layers."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from specdec.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
+from specdec.core import Verifier
+from specdec.errors import BackendError
+from specdec.kv_cache import LayerSpec
+
+
+class Rows(NamedTuple):
+    """Packed rows of a forward.
+
+    A network without features has one row for the token of a position. One with features has a row for a *pair*: the features of a
+    position and the token after it. Either is stored, and rotated, at that position.
+    """
+
+    token_ids: Tensor  # int64 [T]
+    features: Tensor | None  # [T, F]; None without features
+    position_ids: Tensor  # int64 [T]
+    metadata: AttentionMetadata
+
+
+class Mask(NamedTuple):
+    """What stands for a token that is not drafted yet, where a network drafts all of them in one forward."""
+
+    token_id: int
+    features: Tensor  # [F]
+
+
+class SequentialNetwork(Protocol):
+    """A network whose every row predicts the token after the one that it is given; see `Rows`.
+
+    A subclass without features gives `kv_specs`, `weight_bytes`, `forward` and `logits`.
+    """
+
+    aux_layer_ids: tuple[int, ...] = ()
+    """Decoder layers (0-based) of the target whose raw outputs `condense` is given."""
+    feature_size: int = 0
+    """F, numbers of the features of a position; 0 without features."""
+    target_ids: Tensor | None = None
+    """int64 [V'], the target's token of each column of the logits; None where they are the same."""
+    mask: Mask | None = None
+    """Of a network that drafts all tokens in one forward; None where it takes a forward for each."""
+
+    @property
+    def kv_specs(self) -> Sequence[LayerSpec]:
+        """Cache layers needed."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights that a forward reads, with what it borrows of the target."""
+
+    def condense(self, aux_hidden: Tensor) -> Tensor:
+        """Features [T, F] of positions, from the target's tapped layers side by side [T, taps * H]."""
+        raise AssertionError("a network without features condenses none")
+
+    def forward(self, rows: Rows, caches: Sequence[Any], wanted: Tensor | None) -> Tensor:
+        """Writes the keys and values of rows to `caches`, one per entry of `kv_specs`.
+
+        Returns:
+            Hidden states [n, ...], for `logits` and `next_features`, of the rows `wanted` int64 [n], or of all where it is None.
+        """
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [n, V'] of hidden states that `forward` gave."""
+
+    def next_features(self, hidden: Tensor) -> Tensor | None:
+        """Features [n, F] of the rows that follow those of hidden states that `forward` gave; None without features."""
+        return None
+
+
+def attention_like(
+    verifier: Verifier, *, num_heads: int, num_kv_heads: int, head_dim: int, windows: Sequence[int | None], sinks: bool = False
+) -> AttentionBackend:
+    """Attention of the target's kind for causal layers with ordinary heads.
+
+    Raises:
+        BackendError: the target's attention backend cannot serve them.
+    """
+    shared = verifier.attention.spec
+    spec = AttentionSpec(
+        device=shared.device,
+        dtype=shared.dtype,
+        block_size=shared.block_size,
+        cache_dtype=shared.cache_dtype,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        windows=frozenset(windows),
+        sinks=sinks,
+    )
+    backend = verifier.attention.mha_backend
+    if reasons := backend.unsupported_reasons(spec):
+        raise BackendError(f"attention backend {backend.name!r} cannot serve this drafter: {'; '.join(reasons)}; choose another")
+    return backend(spec)

@@ -1,0 +1,116 @@
+"""Token-by-token drafts in a running engine are those of a network that reads the whole text anew for each of them."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from drafters.sequential.drafter import MOST_DEFERRED, BoundSequential, SequentialDrafter
+from specdec.config import CacheConfig, SamplingParams
+from specdec.engine.engine import SpecEngine
+from specdec.kv_cache import prefix_hashes
+from tests.drafters.sequential.toy import case, check_drafts, noted_run
+from tests.helpers.tiny_models import random_prompts
+
+K = 4
+KINDS: dict[str, dict[str, Any]] = {
+    "pairs": {},
+    "tokens": {"features": False},
+    "pairs at once": {"parallel": True},
+    "window": {"window": 5},
+    "reduced": {"reduced": True},
+}
+PATTERN = [K, 0, 0, 3, K, *[0] * (MOST_DEFERRED + 5), K, 1, 0, K, K]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("depth", [0, 1])
+def test_drafts_are_those_of_the_whole_text(kind: str, depth: int) -> None:
+    """Batches of unlike lengths, prompts in chunks, rejected drafts; catches a shift, a wrong position, a row that is missing."""
+    model, verifier, network = case(**KINDS[kind])
+    drafter = SequentialDrafter(network, verifier, max_draft_tokens=K)
+    _, _, noted = noted_run(verifier, drafter, random_prompts(5), pipeline_depth=depth)
+    check_drafts(model, network, noted, least=40)
+
+
+@pytest.mark.parametrize("kind", ["pairs", "tokens"])
+def test_context_that_was_put_off_is_made_up_for(kind: str) -> None:
+    """Steps without drafts between others, more of them than may be put off."""
+    model, verifier, network = case(**KINDS[kind])
+    drafter = SequentialDrafter(network, verifier, max_draft_tokens=K)
+    sampling = SamplingParams(max_tokens=60, ignore_eos=True)
+    _, _, noted = noted_run(verifier, drafter, random_prompts(3), num_draft_tokens="auto", shapes=PATTERN, sampling=sampling)
+    assert {len(one.drafts) for one in noted} >= {1, 3, K}
+    check_drafts(model, network, noted, least=20)
+
+
+@pytest.mark.parametrize("kind", ["pairs", "tokens"])
+def test_accepted_drafts_leave_rows_as_they_should_be(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With drafts that are right up to each depth in turn; catches rows of drafts that stay, or are missing once accepted."""
+    model, verifier, network = case(**KINDS[kind])
+    drafter = SequentialDrafter(network, verifier, max_draft_tokens=K)
+    prompts = random_prompts(3)
+    _, plain, _ = noted_run(verifier, drafter, prompts)
+    texts = {tuple(request.prompt_token_ids): request.token_ids for request in plain}
+    offered, calls = BoundSequential._choose, [0]
+
+    def right(self: BoundSequential, batch: Any, hidden: torch.Tensor, first: int, count: int) -> Any:
+        """In place of a draft the right token, up to a depth that grows from step to step."""
+        chosen = offered(self, batch, hidden, first, count)
+        calls[0] += first == 0
+        if first >= calls[0] % (K + 1):
+            return chosen
+        by_slot = {request.slot: request for request in engines[0].scheduler.working}
+        rows = zip(batch.slots.tolist(), batch.seq_lens.tolist(), chosen.token_ids[:, 0].tolist(), strict=True)
+        tokens = [[_at(texts[tuple(by_slot[s].prompt_token_ids)], n + first + 1, draft)] for s, n, draft in rows]
+        return chosen._replace(token_ids=torch.tensor(tokens))
+
+    engines: list[SpecEngine] = []
+    monkeypatch.setattr(BoundSequential, "_choose", right)
+    _, requests, noted = noted_run(verifier, drafter, prompts, prepare=engines.append)
+    assert {count for request in requests for count in request.num_emitted} >= {1, 2, K, K + 1}
+    assert [request.token_ids for request in requests] == list(texts.values())
+    check_drafts(model, network, noted, least=5)
+
+
+def _at(text: list[int], position: int, otherwise: int) -> int:
+    return text[position] if position < len(text) else otherwise
+
+
+@pytest.mark.parametrize("kind", ["pairs", "tokens"])
+def test_reused_prefixes_have_their_rows(kind: str) -> None:
+    """Prompts that part at a block's border, and behind it; catches a pair that is cached with the token of another prompt."""
+    model, verifier, network = case(**KINDS[kind])
+    drafter = SequentialDrafter(network, verifier, max_draft_tokens=K)
+    shared = [11, 12, 13, 14, 15, 16, 17, 18]
+    prompts = [[*shared, *tail] for tail in ([30, 31, 32, 33, 34], *([token, 50] for token in range(30, 42)), [30, 31, 32, 33, 35])]
+    sampling = SamplingParams(max_tokens=6, ignore_eos=True)
+    engine, requests, noted = noted_run(verifier, drafter, prompts, sampling=sampling, max_num_seqs=1)
+    check_drafts(model, network, noted, least=20)
+    cache = CacheConfig(memory_bytes=2**22, prefix_caching=False)
+    _, alone, _ = noted_run(verifier, drafter, prompts, sampling=sampling, max_num_seqs=1, cache=cache)
+    assert [request.token_ids for request in requests] == [request.token_ids for request in alone]
+    # Blocks are reused as far as the token after them is the same.
+    tokens = [30, 31, 32, 33, 34]
+    assert len(engine.pool.match(prefix_hashes([*shared, *tokens], 4, ahead=drafter.tokens_ahead))) == 3
+
+
+@pytest.mark.parametrize("kind", ["pairs", "tokens"])
+def test_preempted_requests_draft_as_before(kind: str) -> None:
+    """A cache that holds too few blocks for all."""
+    model, verifier, network = case(**KINDS[kind])
+    drafter = SequentialDrafter(network, verifier, max_draft_tokens=K)
+    specs = [*verifier.kv_specs, *drafter.kv_specs]
+    memory = 4 * 30 * sum(spec.bytes_per_token(torch.float32) for spec in specs)
+    engine, _, noted = noted_run(verifier, drafter, random_prompts(5), cache=CacheConfig(memory_bytes=memory))
+    assert engine.scheduler.num_preemptions > 0
+    check_drafts(model, network, noted, least=20)
+
+
+def test_drafts_at_the_end_of_the_model_are_like_any_others() -> None:
+    """Positions past the longest text are clamped, and nothing else changes."""
+    model, verifier, network = case()
+    drafter = SequentialDrafter(network, verifier, max_draft_tokens=K)
+    _, requests, noted = noted_run(verifier, drafter, random_prompts(3, longest=20), max_model_len=30)
+    assert any(len(request.token_ids) == 30 for request in requests)
+    check_drafts(model, network, [one for one in noted if one.length + K < 30])
