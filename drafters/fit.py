@@ -12,11 +12,11 @@ from drafters.checkpoint import CONFIG, check_target
 from drafters.dflash.checkpoint import tensor_shapes
 from drafters.dflash.heads import ALGORITHMS
 from drafters.dflash.layout import parse_config
-from drafters.license import CARD, license_note
-from drafters.sequential.drafter import USUAL_DRAFTS
 from drafters.eagle3 import config as eagle3
 from drafters.eagle3.checkpoint import tensor_shapes as eagle3_shapes
 from drafters.eagle3.drafter import check_fit
+from drafters.license import CARD, license_note
+from drafters.sequential.drafter import USUAL_DRAFTS
 from drafters.shipped import shipped_drafter_path
 from specdec.core import Verifier
 from specdec.errors import CheckpointError

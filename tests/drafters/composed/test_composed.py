@@ -233,7 +233,7 @@ def _stats(request: Request) -> Any:
 
 
 def test_a_reset_forgets_past_outputs(case: tuple[Verifier, dict[tuple[int, ...], list[int]]]) -> None:
-    """The same prompt takes fewer steps the second time, and as many as at first after a reset; so passes of a benchmark are alike."""
+    """A prompt takes fewer steps the second time, and as many as at first after a reset; so passes of a benchmark are alike."""
     verifier, prompts = case[0], [list(prompt) for prompt in case[1]]
     config = EngineConfig(max_num_seqs=1, num_draft_tokens=4, cache=CacheConfig(memory_bytes=2**22))
     engine = SpecEngine(verifier, ComposedDrafter([SuffixDrafter(), ScriptedDrafter(case[1], 4, [{0}])]), config)
