@@ -122,7 +122,7 @@ def test_drafts_at_the_end_of_the_model_are_like_any_others() -> None:
 def test_padding_requests_of_a_prefill_touch_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that only pads has no last row; catches one that is taken from the request before it."""
     _, verifier, network = case()
-    bound = SequentialDrafter(network, verifier, max_draft_tokens=K).bind(
+    bound: Any = SequentialDrafter(network, verifier, max_draft_tokens=K).bind(
         verifier, [], max_num_seqs=3, max_len=64, draft_sampling="greedy"
     )
     seen: list[Rows] = []
