@@ -1,6 +1,7 @@
 """The convolutions of DFlash 2: against the public `dflash` package, between blocks, and as new ones."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -77,8 +78,8 @@ def test_new_ones_change_nothing() -> None:
 def test_training_starts_from_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its random first weights leave convolutions alone."""
     monkeypatch.setattr("drafters.training.shape.new_config", lambda *_: CONVOLVED)
-    config: Any = type("Config", (), {"init": None, "seed": 3})
-    model = make_drafter(config, None, None)
+    config: Any = SimpleNamespace(init=None, seed=3, head=None, convolutions=False)
+    model = make_drafter(config, FakeVerifier(), None)
     fresh = DFlashConvolution(CONVOLVED).state_dict()
     for module in (module for module in model.modules() if isinstance(module, DFlashConvolution)):
         assert all(tensor.equal(fresh[name]) for name, tensor in module.state_dict().items())
