@@ -227,6 +227,7 @@ class DraftOutput:
         tree: how the drafts hang together, when the block is a tree; None is a chain.
         forecast: float32 [num_reqs], how many drafts the drafter expects to be accepted, of a chain or of the best path through a
             tree; None unless `BoundDrafter.forecasts` asks for it.
+        part: int64 [num_reqs], which part of a composition drafted; None for any other drafter.
     """
 
     token_ids: Tensor
@@ -235,6 +236,7 @@ class DraftOutput:
     candidate_ids: Tensor | None = None
     tree: DraftTree | None = None
     forecast: Tensor | None = None
+    part: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -334,7 +336,10 @@ class Verifier(Protocol):
         """Attention over those layers; where heads differ, over those like the first, see `AttentionBackend.each`."""
 
     def forward(self, rows: ForwardInput, caches: Sequence[Any], aux_layer_ids: Sequence[int] = ()) -> VerifyOutput:
-        """Scores packed rows, writing their KV to `caches`, one per layer, and tapping decoder layers `aux_layer_ids` (0-based)."""
+        """Scores packed rows, writing their KV to `caches`, one per layer, and tapping decoder layers `aux_layer_ids` (0-based).
+
+        -1 taps the scaled embeddings, which the first layer is given.
+        """
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Raw rows `[..., H]` of the input embedding table, without the model's embedding scale."""
@@ -407,6 +412,10 @@ class BoundDrafter(Protocol):
 
     def begin(self, slot: int, token_ids: Sequence[int]) -> None:
         """A request with all its known tokens starts in `slot`; runs between steps."""
+        return
+
+    def forget(self) -> None:
+        """Forgets what past requests have left; runs between steps, when there is no request."""
         return
 
     def prefill(self, batch: PrefillBatch, verify: VerifyOutput) -> None:

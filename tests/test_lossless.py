@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
+from drafters.draft_model.drafter import DraftModel
 from drafters.ngram import NGramDrafter
+from drafters.suffix.drafter import SuffixDrafter
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import Drafter, Verifier
 from specdec.engine.engine import SpecEngine
@@ -40,7 +42,9 @@ def engine_config(batch: int, **changes: Any) -> EngineConfig:
 DRAFTERS: dict[str, Callable[[Outputs, Verifier], Drafter | None]] = {
     "plain": lambda outputs, verifier: None,
     "ngram": lambda outputs, verifier: NGramDrafter(max_draft_tokens=K),
+    "suffix": lambda outputs, verifier: SuffixDrafter(max_draft_tokens=K, pool_tokens=100),
     "dflash": lambda outputs, verifier: random_dflash(verifier, block_size=K + 1),
+    "draft_model": lambda outputs, verifier: DraftModel(paged_verifier(plain_model("qwen3", 5)), verifier, max_draft_tokens=K),
     "eagle3": lambda outputs, verifier: random_eagle3(verifier, K),
     "right": lambda outputs, verifier: ScriptedDrafter(outputs, K),
     "wrong": lambda outputs, verifier: ScriptedDrafter(outputs, K, [{0, 1, 2, 3}]),

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from drafters.ngram import NGramDrafter
+from drafters.suffix.drafter import SuffixDrafter
 from specdec.config import SamplingParams
 from specdec.core import DecodeBatch, Drafter, Verifier
 from specdec.engine.engine import SpecEngine
@@ -89,7 +90,8 @@ def test_step_never_waits(name: str, sampling: str) -> None:
     outputs = {tuple(p): plain_greedy(model, p, MAX_TOKENS) for p in prompts}
     params, verifier = SamplingParams(max_tokens=MAX_TOKENS, **SAMPLINGS[sampling]), paged_verifier(model)
     scripted, eagle3 = ScriptedDrafter(outputs, 3, [{1}]), random_eagle3(verifier, 3)
-    for drafter in (None, scripted, NGramDrafter(max_draft_tokens=3), random_dflash(verifier), eagle3):
+    copying = (NGramDrafter(max_draft_tokens=3), SuffixDrafter(max_draft_tokens=3))
+    for drafter in (None, scripted, *copying, random_dflash(verifier), eagle3):
         guarded_run(verifier, drafter, prompts, params)
     for drafter in (random_dflash(verifier), eagle3):  # others have no distribution
         guarded_run(verifier, drafter, prompts, params, "probabilistic")

@@ -3,7 +3,8 @@
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,32 +45,47 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def read_weights(path: str | Path, config: Any, *, device: torch.device, dtype: torch.dtype, as_stored: bool) -> dict[str, Stored]:
-    """All weights of a target.
-
-    Args:
-        path: a local folder with safetensors files or one GGUF file, or a GGUF file.
-        config: of the model; of a composite that of its text part.
-        device: where they go, one by one.
-        dtype: of the model. Parameters that its class keeps in float32 stay so.
-        as_stored: quantized weights stay packed where a packed form says the same; otherwise all become numbers of `dtype`.
+    """All weights of a target; the arguments are those of `read_named`, but a path may also be of a GGUF file or its folder.
 
     Returns:
-        Tensors by the names that transformers gives the parameters of the causal language model, for
-        `verifiers.weights.Weights`. Packed experts are [E, out, in] whichever way round transformers has them. A head that is tied
-        to the embeddings is left out.
+        See `read_named`. The names are those that transformers gives the parameters of the causal language model. A head that is
+        tied to the embeddings is left out.
 
     Raises:
-        CheckpointError: files or tensors are missing or damaged, or the weights are quantized in a way that is not read.
+        CheckpointError: see `read_named`.
     """
     path = Path(path).expanduser()
     if (gguf := gguf_file(path)) is not None:
         weights = read_gguf(gguf, config, device=device, dtype=dtype)
     else:
-        quantization = quantization_of(path, config)
-        form = format_of(quantization) if quantization else None
-        weights = _Reader(TensorFiles(path), config, form, device, dtype, as_stored).read_all()
+        name = partial(name_of, config=config, ignored=class_facts(config, dtype)[1])
+        weights = read_named(path, config, name, device=device, dtype=dtype, as_stored=as_stored)
     _settle_head(weights, config)
     return weights
+
+
+def read_named(
+    path: Path, config: Any, name: Callable[[str], str | None], *, device: torch.device, dtype: torch.dtype, as_stored: bool
+) -> dict[str, Stored]:
+    """Those weights of a checkpoint that `name` has a name for.
+
+    Args:
+        path: a local folder with safetensors files.
+        config: of the model; of a composite that of its text part.
+        name: what a tensor of the files is called here; None leaves it out.
+        device: where they go, one by one.
+        dtype: of the model. Parameters that its class keeps in float32 stay so.
+        as_stored: quantized weights stay packed where a packed form says the same; otherwise all become numbers of `dtype`.
+
+    Returns:
+        Tensors by name, for `verifiers.weights.Weights`. Packed experts are [E, out, in] whichever way round transformers has them.
+
+    Raises:
+        CheckpointError: files or tensors are missing or damaged, or the weights are quantized in a way that is not read.
+    """
+    quantization = quantization_of(path, config)
+    form = format_of(quantization) if quantization else None
+    return _Reader(TensorFiles(path), config, name, form, device, dtype, as_stored).read_all()
 
 
 def quantization_of(path: Path, config: Any) -> Mapping[str, Any] | None:
@@ -91,27 +107,34 @@ class _Reader:
         files: its tensors.
         config: of the text model.
         form: of quantized weights; None where there are none.
-        device, dtype, as_stored: see `read_weights`.
+        name, device, dtype, as_stored: see `read_named`.
     """
 
     def __init__(
-        self, files: TensorFiles, config: Any, form: Format | None, device: torch.device, dtype: torch.dtype, as_stored: bool
+        self,
+        files: TensorFiles,
+        config: Any,
+        name: Callable[[str], str | None],
+        form: Format | None,
+        device: torch.device,
+        dtype: torch.dtype,
+        as_stored: bool,
     ) -> None:
         self._files, self._format, self._device, self._dtype, self._as_stored = files, form, device, dtype, as_stored
         self._transposed = config.model_type in TRANSPOSED
         self._projections = WITHOUT_GATES if config.model_type in UNGATED else PROJECTIONS
         self._num_experts = (expert_counts(config) or (0, 0))[0]
-        kept, ignored = class_facts(config, dtype)
+        kept = class_facts(config, dtype)[0]
         self._wide = re.compile("|".join(name.replace("*", ".*") for name in kept)) if kept else None
         self._parts: dict[str, dict[str, str]] = {}  # names in the files, by module and part
         self._plain: dict[str, str] = {}
         for source in files.names:
-            name = name_of(source, config, ignored)
-            if name is None:
+            target = name(source)
+            if target is None:
                 continue
-            module, part = place_of(name)
+            module, part = place_of(target)
             if part is None or (form is None and part != "weight"):
-                self._plain[name] = source
+                self._plain[target] = source
             else:
                 self._parts.setdefault(module, {})[part] = source
         self._listed: list[str] = []

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,24 @@ def complete(weights: Mapping[str, Stored], config: Any) -> dict[str, Stored]:
         CheckpointError: one is missing, or has another shape.
     """
     shapes = shapes_of(config)
-    ignored = getattr(text_class(config), "_keys_to_ignore_on_load_missing", None) or ()
+    check_shapes(weights, shapes, getattr(text_class(config), "_keys_to_ignore_on_load_missing", None) or ())
+    left = sorted(weights.keys() - shapes.keys() - {HEAD})
+    if left:
+        logger.warning("%d tensors of the files are left out, the first being %s: the model has none such", len(left), left[0])
+    return {name: weight for name, weight in weights.items() if name in shapes or name == HEAD}
+
+
+def check_shapes(weights: Mapping[str, Stored], shapes: Mapping[str, Sequence[int]], ignored: Sequence[str] = ()) -> None:
+    """Whether there is a weight of each of these names, in its shape.
+
+    Args:
+        weights: as `verifiers.checkpoint.read_named` returns them.
+        shapes: what is asked for.
+        ignored: expressions for names that may be missing.
+
+    Raises:
+        CheckpointError: one is missing, or has another shape.
+    """
     missing = [name for name in sorted(shapes.keys() - weights.keys()) if not any(re.search(one, name) for one in ignored)]
     if missing:
         raise CheckpointError(f"it lacks {len(missing)} tensors, the first being {missing[0]!r}; fetch the whole checkpoint again")
@@ -58,7 +75,3 @@ def complete(weights: Mapping[str, Stored], config: Any) -> dict[str, Stored]:
             raise CheckpointError(
                 f"{name!r} is {list(weight.shape)} and the config asks for {list(shape)}; fetch the whole checkpoint again"
             )
-    left = sorted(weights.keys() - shapes.keys() - {HEAD})
-    if left:
-        logger.warning("%d tensors of the files are left out, the first being %s: the model has none such", len(left), left[0])
-    return {name: weight for name, weight in weights.items() if name in shapes or name == HEAD}

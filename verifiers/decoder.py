@@ -1,7 +1,8 @@
 """A model on our own decoder stack as the target: the same weights and maths as transformers' modules, in fewer operations."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +27,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
+class Checkpoint(NamedTuple):
+    """Where a target's tensors come from, and whether quantized ones stay packed."""
+
+    folder: Path
+    as_stored: bool
+
+
 class DecoderVerifier:
     """A decoder seen through the `Verifier` protocol.
 
@@ -36,6 +44,7 @@ class DecoderVerifier:
         name: how to call it in messages.
         backend: attention over the cache.
         eos: end-of-sequence ids.
+        checkpoint: what `weights` were read from, which may hold more than the target needs; None where it does not matter.
 
     Raises:
         CheckpointError: a tensor is missing, or one is left that our layers know nothing of.
@@ -50,7 +59,9 @@ class DecoderVerifier:
         name: str,
         backend: AttentionBackend | MlaBackend,
         eos: tuple[int, ...] = (),
+        checkpoint: Checkpoint | None = None,
     ) -> None:
+        self.checkpoint = checkpoint
         self.name, self.attention, self.eos_token_ids = name, backend, eos
         self.media_token_ids: Mapping[int, str] = {}
         self.config, self._description = config, description
@@ -77,6 +88,7 @@ class DecoderVerifier:
         layers = [builder.layer(index, weights.under(f"model.layers.{index}.")) for index in range(self.num_layers)]
         final_norm = builder.norm(weights, "model.norm")
         assert final_norm is not None
+        self.final_norm = final_norm
         weights.check_all_taken()
         self._decoder = Decoder(layers, final_norm, ops=self._ops, residual_scale=description.residual_scale)
 

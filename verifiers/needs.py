@@ -1,7 +1,7 @@
 """Whether a target would run, on what, and what it would take: told from its config files, before any weight is fetched."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from verifiers.embedded import embedded_model_path
 from verifiers.families import describe
 from verifiers.formats.method import method_of
 from verifiers.load import EMBEDDED
+from verifiers.prediction_families import predicts
 from verifiers.shape import INDEXED_MODELS, LATENT_MODELS, backend_spec, layer_caches, layer_specs, layer_windows, max_model_len
 from verifiers.sizes import weight_bytes
 from verifiers.support import quantization_of, unsupported_reasons
@@ -53,6 +54,7 @@ class Needs:
         gpu_bytes: memory of one GPU.
         gpus: needed for the weights.
         hidden_size, num_layers, vocab_size: what a drafter has to fit.
+        predicts: it has layers for multi-token prediction, which can draft.
         max_len: most tokens of a request.
         missing: everything in the way; empty when it would run.
     """
@@ -73,6 +75,7 @@ class Needs:
     hidden_size: int = 0
     num_layers: int = 0
     vocab_size: int = 0
+    predicts: bool = False
     max_len: int = 0
     missing: tuple[str, ...] = ()
 
@@ -92,9 +95,11 @@ def read_needs(name: str, *, device: torch.device, dtype: torch.dtype, gpu_bytes
     entries = json_file(where, "config.json", what="target")
     if entries is None:
         raise CheckpointError(f"target {name!r} has no config.json; give a checkpoint in the layout of transformers")
-    size = ((json_file(where, _INDEX, what="target") or {}).get("metadata") or {}).get("total_size")
-    total = int(size) if isinstance(size, int | float) else None
-    return needs_of(entries, name=name, device=device, dtype=dtype, gpu_bytes=gpu_bytes, total_size=total, **options)
+    index = json_file(where, _INDEX, what="target") or {}
+    size = (index.get("metadata") or {}).get("total_size")
+    options["total_size"] = int(size) if isinstance(size, int | float) else None
+    options["names"] = tuple(index.get("weight_map") or ())
+    return needs_of(entries, name=name, device=device, dtype=dtype, gpu_bytes=gpu_bytes, **options)
 
 
 def needs_of(
@@ -105,6 +110,7 @@ def needs_of(
     dtype: torch.dtype,
     gpu_bytes: int,
     total_size: int | None = None,
+    names: Sequence[str] = (),
     cache_dtype: torch.dtype | None = None,
     most_rows: int = 8,
     packed: bool | None = None,
@@ -118,6 +124,7 @@ def needs_of(
         dtype: of its weights and activations.
         gpu_bytes: memory of one GPU.
         total_size: bytes of its weights' files; None to add them up from the config.
+        names: of the tensors in them, where they are known.
         cache_dtype: type of the cache when it is not `dtype`.
         most_rows: rows of a step, k + 1.
         packed: quantized weights stay packed on our own layers; None for what loading does on `device`.
@@ -168,6 +175,7 @@ def needs_of(
         hidden_size=text.hidden_size,
         num_layers=text.num_hidden_layers,
         vocab_size=text.vocab_size,
+        predicts=own and predicts(text, names),
         max_len=max_model_len(text),
         missing=(*missing, *_too_large(gpus, gpu_bytes)),
     )

@@ -61,13 +61,16 @@ def head_shape(config: PreTrainedConfig, layer: int) -> HeadShape:
 
 
 def cache_layers(config: PreTrainedConfig) -> list[int]:
-    """For each decoder layer the one whose keys and values it reads: its own, or those of the last before that is of its kind."""
+    """For each decoder layer the one whose keys and values it reads: its own, or those of the last before that is of its kind.
+
+    -1 are those of another model.
+    """
     count = config.num_hidden_layers
     own = count - (getattr(config, "num_kv_shared_layers", None) or 0)
     if own == count:
         return list(range(count))
     last = {kind: layer for layer, kind in enumerate(config.layer_types[:own])}
-    return [*range(own), *(last[kind] for kind in config.layer_types[own:])]
+    return [*range(own), *(last.get(kind, -1) for kind in config.layer_types[own:])]
 
 
 def attention_spec(config: PreTrainedConfig, *, device: torch.device, dtype: torch.dtype, block_size: int) -> AttentionSpec:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from drafters.dflash.coupling import Coupling
 from drafters.head import HeadConfig, HeadSizes
@@ -11,6 +11,10 @@ from specdec.layers.rotary import STATIC_ROPE_TYPES
 
 MOST_LAYERS = MOST_DRAFTS = 1024
 """More layers, or drafts per block, than any drafter has: a number beyond comes from a damaged file."""
+
+
+AttentionGate = Literal["per-head", "per-element"]
+"""Which numbers of attention's output share a gate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,17 @@ class DFlashConfig:
         verifier_name, verifier_architectures: the target it was trained for, when stated.
         conv_kernel_size, conv_group_size: rows that the convolutions around sublayers mix, and channels that share the changing
             part of their kernels (DFlash 2); both None without convolutions.
+        attention_sinks: every head has a learned logit that joins the softmax and attends to nothing (MiMo).
+        attention_value_scale: factor of values (MiMo).
+        attention_gate: attention's output is scaled by the softplus of gates (Laguna); None without gates.
+        tap_norms: every tap has a norm of its own before they are joined (Laguna, Kimi K3).
+        norms_context: layers norm the context with the norm of their own rows (Laguna).
+        mixes_taps: every draft layer has its own mixture of the taps instead of `fc`, and projects the context to keys and values
+            apart from its rows (DFlare, arXiv 2606.02091).
+        gemma: layers are those of Gemma 4 instead of Qwen3 (DeepSpec): norms around both sublayers, normed values, unscaled scores.
+        keys_as_values: values are the keys before their norm.
         head: what corrects the logits behind each token; None for plain DFlash.
+        tied_tables: the head's tables are projections of the target's own, see `drafters.dflash.tied`.
         coupling: weights of its probabilities and of the shared noise; None are ones.
     """
 
@@ -72,7 +86,16 @@ class DFlashConfig:
     verifier_architectures: tuple[str, ...] = ()
     conv_kernel_size: int | None = None
     conv_group_size: int | None = None
+    attention_sinks: bool = False
+    attention_value_scale: float = 1.0
+    attention_gate: AttentionGate | None = None
+    tap_norms: bool = False
+    norms_context: bool = False
+    mixes_taps: bool = False
+    gemma: bool = False
+    keys_as_values: bool = False
     head: HeadConfig | None = None
+    tied_tables: bool = False
     coupling: Coupling | None = None
 
     def __post_init__(self) -> None:
@@ -91,8 +114,8 @@ class DFlashConfig:
         require(right, f"sliding windows are {self.windows}; they must be positive and below 2**31")
         require(bool(self.target_layer_ids), "no target layers are tapped; a DFlash drafter needs at least one")
         require(
-            min(self.target_layer_ids) >= 0,
-            f"target layer ids are {list(self.target_layer_ids)}; the embedding output cannot be tapped, only layers 0, 1, ...",
+            min(self.target_layer_ids) >= -1,
+            f"target layer ids are {list(self.target_layer_ids)}; they must be layers 0, 1, ... or -1 for the embedding output",
         )
         require(
             0 <= self.mask_token_id < self.vocab_size,
@@ -109,8 +132,13 @@ class DFlashConfig:
         rope_type = self.rope_parameters.get("rope_type")
         supported = ", ".join(STATIC_ROPE_TYPES)
         require(rope_type in STATIC_ROPE_TYPES, f"RoPE type {rope_type!r} is not supported; supported: {supported}")
-        require(self.rope_parameters.get("partial_rotary_factor") in (None, 1), "partial RoPE is not supported in a drafter")
+        rotated = self.head_dim * (self.rope_parameters.get("partial_rotary_factor") or 1.0)
+        require(
+            0 < rotated <= self.head_dim and (rope_type == "proportional" or int(rotated) % 2 == 0),
+            f"RoPE turns {rotated:g} of {self.head_dim} numbers of a head; it must be an even part of them",
+        )
         self._check_convolutions()
+        require(self.head is not None or not self.tied_tables, "tied_tables without a head; leave it out")
         if self.head is not None:
             self.head.check(self.head_sizes, sample_from_anchor=self.sample_from_anchor)
         if self.coupling is not None:
@@ -130,6 +158,20 @@ class DFlashConfig:
                 group >= 1 and self.hidden_size % group == 0,
                 f"conv_group_size is {group}; it must divide hidden_size, which is {self.hidden_size}",
             )
+
+    @property
+    def peculiarities(self) -> tuple[str, ...]:
+        """What neither training nor the public layouts that we write know, in words."""
+        found = {
+            "attention sinks": self.attention_sinks,
+            "a factor of values": self.attention_value_scale != 1,
+            "gated attention": self.attention_gate is not None,
+            "norms of taps": self.tap_norms,
+            "a mixture of taps in every layer": self.mixes_taps,
+            "Gemma's layers": self.gemma,
+            "the embedding output as a tap": min(self.target_layer_ids) < 0,
+        }
+        return tuple(name for name, has in found.items() if has)
 
     @property
     def convolves(self) -> bool:

@@ -18,9 +18,10 @@ from drafters.dflash.coupling import CouplingTable
 from drafters.dflash.drafts import Drafts, Slots
 from drafters.dflash.model import DFlashModel
 from drafters.dflash.network import DFlashNetwork
+from drafters.dflash.tied import expanded
 from specdec.attention.backend import AttentionBackend, AttentionSpec, Visibility
 from specdec.config import DraftSampling
-from specdec.core import AcceptOutput, DecodeBatch, DraftOutput, PrefillBatch, Verifier, VerifyOutput
+from specdec.core import AcceptOutput, BoundDrafter, DecodeBatch, Drafter, DraftOutput, PrefillBatch, Verifier, VerifyOutput
 from specdec.errors import BackendError, InvalidInputError
 from specdec.kv_cache import NULL_BLOCK, KVLayerSpec, LayerCache
 from specdec.layers.rotary import Angles, Rope
@@ -29,7 +30,7 @@ MOST_DEFERRED = 16
 """Steps without drafts whose context is put off at most."""
 
 
-class DFlashDrafter:
+class DFlashDrafter(Drafter):
     """A DFlash model made ready for one target; see `specdec.core.Drafter`.
 
     Args:
@@ -43,7 +44,6 @@ class DFlashDrafter:
     """
 
     draws_trees = True
-    tokens_ahead = 0
 
     def __init__(self, model: DFlashModel, verifier: Verifier) -> None:
         config = model.config
@@ -67,7 +67,6 @@ class DFlashDrafter:
         whole = not all(config.causal) or config.convolves  # whose rows come in whole blocks
         self.num_lookahead_tokens = 0 if not whole else self.first_row + config.max_draft_tokens
         self.aux_layer_ids = config.target_layer_ids
-        self.kv_specs = [KVLayerSpec(config.num_key_value_heads, config.head_dim)] * config.num_hidden_layers
         self.masks = torch.full((1, self.first_row + self.max_draft_tokens), config.mask_token_id, device=verifier.device)
         self.target_ids = None if model.d2t is None else target_ids(model.d2t)
         # A checkpoint that states no scale was trained on the target's own embedding module and head.
@@ -75,6 +74,11 @@ class DFlashDrafter:
         self.embedding_scale = verifier.embedding_scale if config.input_embedding_scale is None else config.input_embedding_scale
         self.softcap = config.final_logit_softcapping or (verifier.final_softcap if unstated else None)
         self.head = None if config.head is None else config.head.head(self.model, self.embed)
+
+    @property
+    def kv_specs(self) -> list[KVLayerSpec]:
+        """One paged cache per draft layer."""
+        return [KVLayerSpec(self.config.num_key_value_heads, self.config.head_dim)] * self.config.num_hidden_layers
 
     @property
     def weight_bytes(self) -> int:
@@ -107,7 +111,7 @@ class DFlashDrafter:
         return BoundDFlash(self, caches, max_num_seqs, draft_sampling)
 
 
-class BoundDFlash:
+class BoundDFlash(BoundDrafter):
     """A `DFlashDrafter` over the paged cache of one engine; see `specdec.core.BoundDrafter`.
 
     Steps without drafts leave the target's features in a ring, since the context of a few positions takes no longer than that of
@@ -191,8 +195,11 @@ class BoundDFlash:
         depth = batch.shape.depth
         width = drafter.num_lookahead_tokens or drafter.first_row + depth
         masks = drafter.masks[:, : width - 1].expand(batch.num_reqs, -1)
-        token_ids = torch.cat([batch.anchors[:, None], masks], dim=1).reshape(-1)
-        embeddings = drafter.embed(token_ids)
+        if (mask := drafter.model.mask_embedding) is None:
+            embeddings = drafter.embed(torch.cat([batch.anchors[:, None], masks], dim=1).reshape(-1))
+        else:
+            rows = mask.expand(*masks.shape, -1) * drafter.embedding_scale
+            embeddings = torch.cat([drafter.embed(batch.anchors)[:, None], rows], dim=1).flatten(0, 1)
         metadata = batch.metadata(width, visibility="full")
         seen: dict[bool, Visibility] = {True: "causal", False: "full"}
         plans = {causal: drafter.attention.plan(replace(metadata, visibility=seen[causal])) for causal in set(config.causal)}
@@ -239,6 +246,7 @@ def _attention(config: DFlashConfig, verifier: Verifier) -> AttentionBackend:
         head_dim=config.head_dim,
         windows=frozenset(config.windows),
         non_causal=not all(config.causal),
+        sinks=config.attention_sinks,
     )
     backend = verifier.attention.mha_backend
     if reasons := backend.unsupported_reasons(spec):
@@ -257,6 +265,11 @@ def load_dflash(path: str | Path | None, *, verifier: Verifier) -> DFlashDrafter
         raise InvalidInputError("the dflash drafter needs a checkpoint; give its folder or hub name")
     config, tensors = read_checkpoint(path)
     with torch.device("meta"):
-        model = DFlashModel(config, own_embeddings="embed_tokens.weight" in tensors, own_head="lm_head.weight" in tensors)
-    model.load_state_dict(tensors, assign=True)
+        model = DFlashModel(
+            config,
+            own_embeddings="embed_tokens.weight" in tensors,
+            own_head="lm_head.weight" in tensors,
+            own_mask="mask_embedding" in tensors,
+        )
+    model.load_state_dict(expanded(tensors, verifier) if config.tied_tables else tensors, assign=True)
     return DFlashDrafter(model, verifier)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from drafters.algorithms import stated_algorithm
 from drafters.dflash2 import selector
+from drafters.domino import gru
 from drafters.dspark import markov
 from drafters.head import HeadConfig
 from drafters.keys import Keys, require
@@ -14,19 +15,21 @@ from drafters.keys import Keys, require
 _PARSERS: dict[str, Callable[[Keys], HeadConfig]] = {
     "dflash2": selector.parse_selector,
     "dspark": markov.parse_markov,
+    "domino": gru.parse_domino,
 }
 """By the name that `drafters.algorithms` gives to the algorithm."""
 
 ALGORITHMS = ("dflash", *_PARSERS)
 """What runs on this backbone."""
 
-HEAD_KEYS = selector.KEYS | markov.KEYS
+HEAD_KEYS = selector.KEYS | markov.KEYS | gru.KEYS
 """All that `config.json` says about heads."""
 
 ARCHITECTURES = {
     "dflash": {"z-lab": "DFlashDraftModel", "speculators": "DFlashSpeculator"},
     "dflash2": {"z-lab": "DFlash2DraftModel", "speculators": "DFlash2DraftModel"},
     "dspark": {"z-lab": "DSparkDraftModel", "speculators": "DSparkSpeculator"},
+    "domino": {"z-lab": "DominoDraftModel"},
 }
 """By algorithm and layout; DSpark in z-lab's layout is SpecForge's."""
 

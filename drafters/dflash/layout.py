@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeVar
 from drafters.algorithms import algorithm_of, unsupported
 from drafters.dflash.config import MOST_LAYERS, DFlashConfig, default_taps
 from drafters.dflash.coupling import parse_coupling
+from drafters.dflash.families import Family, family_of
 from drafters.dflash.heads import ALGORITHMS, ARCHITECTURES, HEAD_KEYS, parse_head, predicts_from_anchor
 from drafters.keys import Keys, is_number, require, section
 
@@ -16,11 +17,8 @@ T = TypeVar("T")
 # Keys of close relatives that would change the maths, with the values under which they do not.
 _PLAIN_VALUES: dict[str, tuple[Any, ...]] = {
     "attention_mode": ("gqa", "mha"),
-    "attention_sink_bias": (False,),
-    "attention_value_scale": (1,),
-    "hidden_act": ("silu",),
     "is_neox_style": (True,),
-    "projector_type": ("dflash", "dspark"),
+    "projector_type": ("dflash", "dspark", "domino"),
     "use_aux_hidden_state": (True,),
 }
 
@@ -30,7 +28,9 @@ _OWN_KEYS = {
     "input_embedding_scale", "is_causal", "layer_types", "logit_scale", "mask_token_id", "num_target_layers",
     "output_multiplier", "sample_from_anchor", "sliding_window", "sliding_window_non_causal", "swa_window_size",
     "target_hidden_size", "target_layer_ids", "use_sliding_window", "use_swa",
-    "conv_group_size", "conv_kernel_size", "dspark_bonus_anchor", "shift_label",
+    "attention_sink_bias", "attention_value_scale", "conv_group_size", "conv_kernel_size", "dspark_bonus_anchor",
+    "partial_rotary_factor", "shift_label", "tied_tables",
+    "loss_decay_gamma", "num_anchors",  # of training
 }  # fmt: skip
 
 
@@ -42,13 +42,14 @@ def parse_config(raw: Mapping[str, Any]) -> DFlashConfig:
     """
     algorithm = algorithm_of(raw)
     require(algorithm in ALGORITHMS, unsupported(algorithm))
-    own = section(raw, "dflash_config")
-    keys = Keys([own, raw, section(raw, "transformer_layer_config")])
-    _check_keys(keys, own)
+    own, family = section(raw, "dflash_config") or section(raw, "dflare_config"), family_of(raw)
+    keys = Keys([own, raw, section(raw, "transformer_layer_config"), family.defaults])
+    _check_keys(keys, own, family)
     layer_count = keys.required("num_hidden_layers")
     require(1 <= layer_count <= MOST_LAYERS, f"num_hidden_layers is {layer_count}; it must lie in [1, {MOST_LAYERS:,}]")
     # Speculators' DFlash 2 looks both ways unless it says otherwise.
     windows, causal = _layer_kinds(keys, layer_count, non_causal=raw.get("speculators_model_type") == "dflash2")
+    keys_as_values = family.gemma and _or(keys.flag("attention_k_eq_v"), False)
     hidden_size, heads, vocab_size = keys.required("hidden_size"), keys.required("num_attention_heads"), keys.required("vocab_size")
     draft_vocab_size = keys.integer("draft_vocab_size")
     verifier = section(section(raw, "speculators_config"), "verifier")
@@ -63,10 +64,12 @@ def parse_config(raw: Mapping[str, Any]) -> DFlashConfig:
         hidden_size=hidden_size,
         intermediate_size=keys.required("intermediate_size"),
         num_attention_heads=heads,
-        num_key_value_heads=keys.required("num_key_value_heads"),
-        head_dim=_or(keys.integer("head_dim"), hidden_size // max(heads, 1)),
+        num_key_value_heads=keys.required(
+            "num_global_key_value_heads" if family.gemma and keys_as_values else "num_key_value_heads"
+        ),
+        head_dim=_or(keys.integer("global_head_dim" if family.gemma else "head_dim"), hidden_size // max(heads, 1)),
         vocab_size=vocab_size,
-        rope_parameters=_rope_parameters(keys),
+        rope_parameters=_rope_parameters(keys, windows),
         max_position_embeddings=keys.required("max_position_embeddings"),
         rms_norm_eps=_or(keys.number("rms_norm_eps"), 1e-6),
         attention_bias=_or(keys.flag("attention_bias"), False),
@@ -81,7 +84,16 @@ def parse_config(raw: Mapping[str, Any]) -> DFlashConfig:
         verifier_architectures=tuple(architectures),
         conv_kernel_size=keys.integer("conv_kernel_size"),
         conv_group_size=keys.integer("conv_group_size"),
+        attention_sinks=_or(keys.flag("attention_sink_bias"), False),
+        attention_value_scale=_or(keys.number("attention_value_scale"), 1.0),
+        attention_gate=family.gate(keys),
+        tap_norms=family.laguna,
+        norms_context=family.laguna,
+        mixes_taps=family.mixes_taps,
+        gemma=family.gemma,
+        keys_as_values=keys_as_values,
         head=parse_head(algorithm, keys),
+        tied_tables=_or(keys.flag("tied_tables"), False),
         coupling=parse_coupling(raw.get("coupling")),
     )
     _check_alignment(raw, config)
@@ -94,6 +106,8 @@ def config_json(config: DFlashConfig, layout: Layout, *, dtype: str) -> dict[str
     Raises:
         CheckpointError: the layout cannot express this drafter.
     """
+    peculiar = config.peculiarities
+    require(not peculiar, f"a drafter with {' and '.join(peculiar)} can be read, but not written in the public layouts")
     written = _to_zlab(config, dtype) if layout == "z-lab" else _to_speculators(config, dtype)
     return written | ({} if config.coupling is None else {"coupling": config.coupling.json()})
 
@@ -102,7 +116,7 @@ def _or(value: T | None, default: T) -> T:
     return default if value is None else value
 
 
-def _check_keys(keys: Keys, own: Mapping[str, Any]) -> None:
+def _check_keys(keys: Keys, own: Mapping[str, Any], family: Family) -> None:
     """Refuses what would change the maths: keys of `dflash_config` that are not known, and values of relatives."""
     known = _OWN_KEYS | HEAD_KEYS | _PLAIN_VALUES.keys()
     unknown = [name for name in own if name not in known]
@@ -111,7 +125,7 @@ def _check_keys(keys: Keys, own: Mapping[str, Any]) -> None:
         f"dflash_config says {unknown[0] if unknown else ''}, which this loader does not know (known: {', '.join(sorted(known))});"
         " take it out of config.json if the drafter is the same without it",
     )
-    for key, plain in _PLAIN_VALUES.items():
+    for key, plain in (_PLAIN_VALUES | dict(family.plain_values)).items():
         value = keys.find(key)
         require(value is None or value in plain, f"DFlash with {key} {value!r} is not supported yet; supported: {plain[0]!r}")
 
@@ -158,8 +172,8 @@ def _layer_kinds(keys: Keys, layer_count: int, *, non_causal: bool) -> tuple[tup
         f"layer {sliding.index(True) if any(sliding) else 0} is sliding_attention but config.json enables no window;"
         " set sliding_window, and use_sliding_window to true",
     )
-    own, top, layers = keys.places
-    outer, inner = Keys([top, layers, own]), Keys([own])
+    own, top, layers, defaults = keys.places
+    outer, inner = Keys([top, layers, own, defaults]), Keys([own])
     answers = (outer.flag("is_causal"), inner.flag("causal"), keys.flag("causal_head"))
     stated = next((answer for answer in answers if answer is not None), None)
     non_causal = _or(keys.flag("sliding_window_non_causal"), non_causal)
@@ -167,14 +181,22 @@ def _layer_kinds(keys: Keys, layer_count: int, *, non_causal: bool) -> tuple[tup
     return tuple(stated_window if is_sliding else None for is_sliding in sliding), causal
 
 
-def _rope_parameters(keys: Keys) -> dict[str, Any]:
+def _rope_parameters(keys: Keys, windows: tuple[int | None, ...]) -> dict[str, Any]:
     """RoPE in the Transformers 5 form, from that form or from `rope_theta` and `rope_scaling`."""
     stated = keys.find("rope_parameters") or keys.find("rope_scaling") or {}
+    kinds = {"full_attention" if window is None else "sliding_attention" for window in windows}
+    if isinstance(stated, Mapping) and any(isinstance(value, Mapping) for value in stated.values()) and len(kinds) == 1:
+        stated = stated.get(*kinds) or {}  # one set for each kind of layer, of which the drafter has one
+    if kinds == {"sliding_attention"}:
+        stated = keys.find("swa_rope_parameters") or stated
     flat = isinstance(stated, Mapping) and not any(isinstance(value, Mapping) for value in stated.values())
     require(flat, f"RoPE parameters are {stated!r}; one set for all layers is supported")
     parameters = {name: value for name, value in stated.items() if name != "type" and value is not None}
     parameters.setdefault("rope_type", stated.get("type", "default"))
     parameters.setdefault("rope_theta", keys.find("rope_theta"))
+    partial = keys.number("partial_rotary_factor")
+    if partial not in (None, 1):
+        parameters.setdefault("partial_rotary_factor", partial)
     theta = parameters["rope_theta"]
     require(is_number(theta) and theta > 0, f"rope_theta is {reprlib.repr(theta)}; config.json must give RoPE's base frequency")
     for name in {"factor", "original_max_position_embeddings"} & parameters.keys():
@@ -239,11 +261,16 @@ def _convolutions(config: DFlashConfig) -> dict[str, Any]:
 
 
 def _to_zlab(config: DFlashConfig, dtype: str) -> dict[str, Any]:
-    require(config.num_target_layers is not None, "num_target_layers is unknown; the z-lab layout needs the target's layer count")
+    require(
+        config.num_target_layers is not None,
+        "num_target_layers is unknown; the z-lab layout needs the target's layer count (specdec convert --model)",
+    )
     by_kind = all(causal == (window is not None) for window, causal in zip(config.windows, config.causal, strict=True))
     require(by_kind or len(set(config.causal)) == 1, f"causality {config.causal} by layer has no key in the z-lab layout")
     own = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids), **_convolutions(config)}
     head = {} if config.head is None else config.head.json()
+    if config.tied_tables:
+        own["tied_tables"] = True
     if config.sample_from_anchor or head:
         own["sample_from_anchor"] = config.sample_from_anchor
     own |= head | ({"projector_type": "dspark"} if config.algorithm == "dspark" else {})
@@ -267,6 +294,9 @@ def _to_speculators(config: DFlashConfig, dtype: str) -> dict[str, Any]:
         config.num_target_layers is None or config.num_target_layers - 1 not in config.target_layer_ids,
         f"tap {(config.num_target_layers or 0) - 1} is the target's last layer, which the speculators layout cannot name",
     )
+    require(not config.tied_tables, "tied tables have no key in the speculators layout; write the tables themselves")
+    architecture = ARCHITECTURES[config.algorithm].get("speculators")
+    require(architecture is not None, f"the speculators layout has no {config.algorithm}; write the z-lab layout")
     method = {
         "proposal_type": "greedy",
         "speculative_tokens": config.max_draft_tokens,
@@ -275,7 +305,7 @@ def _to_speculators(config: DFlashConfig, dtype: str) -> dict[str, Any]:
     }
     verifier = {"name_or_path": config.verifier_name, "architectures": list(config.verifier_architectures)}
     return {
-        "architectures": [ARCHITECTURES[config.algorithm]["speculators"]],
+        "architectures": [architecture],
         "speculators_model_type": config.algorithm,
         "speculators_config": {
             "algorithm": config.algorithm,

@@ -8,11 +8,9 @@ from transformers import LlamaConfig, Qwen3Config
 
 from drafters.algorithms import algorithm_of
 from drafters.keys import Keys, require, section
+from drafters.sequential.drafter import USUAL_DRAFTS
 from specdec.layers.rotary import STATIC_ROPE_TYPES
 
-USUAL_DRAFTS = 7
-"""Drafts of a step where a checkpoint names fewer: as many as heads are commonly trained to unroll. What checkpoints name is a
-recommendation, which no forward depends on."""
 MOST_DRAFTS = 64
 """More than any head is trained for."""
 
@@ -224,4 +222,5 @@ def _most_drafts(raw: Mapping[str, Any], *, parallel: bool) -> int:
     stated = [Keys([method]).integer("speculative_tokens") or 0 for method in methods if isinstance(method, Mapping)]
     most = max(stated, default=0)
     require(0 <= most <= MOST_DRAFTS, f"speculative_tokens is {most}; it must be at most {MOST_DRAFTS}")
+    # What checkpoints name is a recommendation, which no forward depends on.
     return most if parallel and most else max(most, USUAL_DRAFTS)

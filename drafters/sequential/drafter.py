@@ -19,6 +19,9 @@ from specdec.core import AcceptOutput, BoundDrafter, DecodeBatch, Drafter, Draft
 from specdec.errors import InvalidInputError
 from specdec.kv_cache import LayerSpec
 
+USUAL_DRAFTS = 7
+"""Drafts of a step at most, where a checkpoint does not say: each costs a forward, and is less sure than the one before it."""
+
 MOST_DEFERRED = 16
 """Steps without drafts whose context is put off at most."""
 
@@ -50,7 +53,7 @@ class SequentialDrafter(Drafter):
 
     def bind(
         self, verifier: Verifier, caches: Sequence[Any], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling
-    ) -> "BoundSequential":
+    ) -> BoundDrafter:
         """See `specdec.core.Drafter.bind`.
 
         Raises:
@@ -61,6 +64,10 @@ class SequentialDrafter(Drafter):
                 f"this drafter was made ready for {self.verifier.name!r} as loaded earlier, not for this {verifier.name!r};"
                 " load it again beside the target it serves"
             )
+        return self.bound(caches, max_num_seqs, draft_sampling)
+
+    def bound(self, caches: Sequence[Any], max_num_seqs: int, draft_sampling: DraftSampling) -> BoundDrafter:
+        """What `bind` returns for the right target."""
         return BoundSequential(self, caches, max_num_seqs, draft_sampling)
 
 

@@ -134,7 +134,7 @@ class Decoder:
             angles: of the rows.
             backends: attention over the caches, one per layer.
             caches, plans: one per layer, the plans of its backend.
-            taps: layers whose raw outputs are wanted.
+            taps: layers whose raw outputs are wanted; -1 is the embeddings.
             keep: rows of [T, ...] that are wanted; they alone go on after the last attention, unless a convolution after it sees
                 others, too. None for all.
             inputs: [T, layers, P], for layers with an `input_gate`.
@@ -143,7 +143,7 @@ class Decoder:
         Returns:
             [T or rows kept, H] after the final norm, and the raw outputs [T, H] of the layers in `taps`.
         """
-        ops, tapped, residual = self.ops, dict[int, Tensor](), hidden
+        ops, tapped, residual = self.ops, {-1: hidden}, hidden
         shared = {EMBEDDINGS: hidden if embeddings is None else embeddings}
         first = self.layers[0]
         normed = hidden if first.first_norm is None else ops.norm(hidden, first.first_norm, self._first_weights[0])

@@ -40,6 +40,10 @@ Patch = pytest.MonkeyPatch
         ({"speculators_config": {"algorithm": "peagle"}}, "peagle"),
         ({"speculators_config": {"algorithm": "mtp"}}, "mtp"),
         ({"medusa_num_heads": 4}, "medusa"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, "draft-model"),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "draft-model"),
+        ({"architectures": ["Gemma4AssistantForCausalLM"]}, "mtp"),
+        ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "Eagle3DeepseekV2ForCausalLM"),
     ],
 )
 def test_algorithm(raw: dict[str, Any], algorithm: str) -> None:
@@ -50,13 +54,13 @@ def test_algorithm(raw: dict[str, Any], algorithm: str) -> None:
 @pytest.mark.parametrize(
     ("raw", "said"),
     [
-        ({"architectures": ["Gemma4DSparkModel"], "markov_rank": 0}, "'Gemma4DSparkModel' (DSpark"),
-        ({"architectures": ["DominoDraftModel"]}, "'domino' (Domino"),
-        ({"architectures": ["DFlashLagunaForCausalLM"]}, "'DFlashLagunaForCausalLM' (DFlash on layers of its own"),
-        ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "'Eagle3DeepseekV2ForCausalLM' (EAGLE-3 on layers of its own"),
+        ({"architectures": ["XPressDraftModel"]}, "'XPressDraftModel' (XPress"),
+        ({"architectures": ["OtherDSparkModel"], "markov_rank": 0}, "'OtherDSparkModel' (DSpark"),
+        ({"architectures": ["DFlashOtherForCausalLM"]}, "'DFlashOtherForCausalLM' (DFlash on layers of its own"),
+        ({"architectures": ["OtherForCausalLMEagle3"]}, "'OtherForCausalLMEagle3' (EAGLE-3 on layers of its own"),
         ({"medusa_num_heads": 4}, "'medusa' (Medusa"),
         ({"architectures": ["Qwen3NextMTP"]}, "'Qwen3NextMTP' (multi-token prediction"),
-        ({"architectures": ["Qwen3ForCausalLM"]}, "'Qwen3ForCausalLM' (a language model of its own"),
+        ({"architectures": ["OtherAssistantForCausalLM"]}, "'OtherAssistantForCausalLM' (a head that reads its target's own"),
         ({"architectures": ["Other"]}, "'Other' is not supported yet"),
         ({"hidden_size": 3}, "names no architecture"),
     ],

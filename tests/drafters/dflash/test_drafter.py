@@ -331,7 +331,7 @@ def test_runs_share_the_weights() -> None:
     def weights() -> list[object]:
         network = drafter.network
         linears = [linear for layer in network._decoder.layers for linear in layer.linears]
-        return [network._context_kv, network._features, *linears]
+        return [network._context._projection, network._context._features, *linears]
 
     before = weights()
     one, two = (Rig(drafter, verifier).bound for _ in range(2))

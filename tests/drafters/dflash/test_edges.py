@@ -143,8 +143,10 @@ def test_drawn_drafts_leave_the_targets_distribution(
     model = torch.nn.Module()
     for name, module in config.modules(HeadSizes(size, size, size)).items():
         model.add_module(name, module.requires_grad_(False))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=1.5)
     drafts = Drafts("probabilistic", head=config.head(model, lambda tokens: tokens))
-    hidden, logits = torch.randn(acceptance.K, size), 2 * torch.randn(acceptance.K, size)
+    hidden, logits = torch.randn(2, acceptance.K, size)
     params = acceptance.SamplingParams(temperature=0.8, top_p=0.9)
     sampling = acceptance.sampling_for([params], 20_000)
 

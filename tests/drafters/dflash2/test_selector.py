@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from drafters.dflash2.selector import SelectorConfig
+from specdec.sampling.noise import Purpose, gumbel, of_step, stream
 from tests.drafters.heads import ANCHORS, LENGTHS, headed, with_head
 from tests.drafters.tiny import FakeVerifier
 
@@ -38,17 +39,20 @@ def test_probabilities_are_the_authors(tmp_path: Path, monkeypatch: pytest.Monke
     """Along the path that we drew, the public selector draws from the same probabilities of the same candidates."""
     drafter, rig = headed(tmp_path / "drafter", CONFIG, draft_sampling="probabilistic")
     theirs, lm_head = public(tmp_path / "drafter"), FakeVerifier().head
-    batch = rig.batch(ANCHORS, LENGTHS, K, temperature=2.5)
+    batch = rig.batch(ANCHORS, LENGTHS, K, temperature=40.0)
     draft, hidden = drafter.propose(batch), drafter.draft_hidden(batch)
     assert draft.probs is not None and draft.candidate_ids is not None
     _, candidates = torch.topk(lm_head(hidden), 6, dim=-1, sorted=False)  # as the public selector finds them
     ours = (candidates == draft.token_ids[..., None]).long().argmax(-1)
     slots = iter(range(K))
     monkeypatch.setattr(reference, "_sample_probs", lambda q: ours[:, next(slots)])
-    path, candidate_ids, q = theirs.propose(hidden, batch.anchors, lm_head, 2.5)
+    path, candidate_ids, q = theirs.propose(hidden, batch.anchors, lm_head, 40.0)
     assert torch.equal(path, draft.token_ids)
     dense = torch.zeros(2, K, CONFIG.vocab_size)
     torch.testing.assert_close(
         dense.scatter(-1, draft.candidate_ids, draft.probs), dense.scatter(-1, candidate_ids, q), atol=1e-4, rtol=1e-4
     )
+    noise = gumbel(stream(batch.sampling.seeds, of_step(batch.seq_lens, K), Purpose.DRAFT), CONFIG.vocab_size)
+    drawn = (draft.probs.log() + noise.gather(-1, draft.candidate_ids)).argmax(-1, keepdim=True)
+    assert torch.equal(draft.candidate_ids.gather(-1, drawn).squeeze(-1), draft.token_ids), "drawn by numbers of the step"
     assert drafter.propose(rig.batch(ANCHORS, LENGTHS, K)).probs is None, "greedy requests alone need no distribution"

@@ -110,6 +110,22 @@ def test_what_a_hybrid_keeps(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert said["weights"] == "19.0 GB, stored as bfloat16"
 
 
+def test_layers_for_multi_token_prediction_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """By the names of tensors where an index tells them, else by the config; without any `--drafter mtp` is refused."""
+    text = {"model_type": "qwen3_5_text", "num_hidden_layers": 32, "hidden_size": 4096, "mtp_num_hidden_layers": 1}
+    config = {"model_type": "qwen3_5", "dtype": "bfloat16", "text_config": text, "vision_config": {}}
+    target = folder(tmp_path / "target", config)
+    said = doctor(capsys, target, "--drafter", "mtp")
+    assert said["prediction"] == "layers for multi-token prediction are in the checkpoint: --drafter mtp"
+    assert said["drafter"] == "mtp: 7 drafts, taps layers 31 of 32, fits" and said["would run"] == "yes"
+    index = Path(target) / "model.safetensors.index.json"
+    for name, status in (("mtp.fc.weight", 0), ("model.language_model.norm.weight", 1)):
+        index.write_text(json.dumps({"metadata": {}, "weight_map": {name: "model-1.safetensors"}}))
+        said = doctor(capsys, target, "--drafter", "mtp", status=status)
+        assert ("prediction" in said) == (not status)
+    assert said["missing"].replace("\n", " ").endswith("has no layers for multi-token prediction that could draft")
+
+
 def test_windows_and_latents_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     oss = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
     said = doctor(capsys, folder(tmp_path / "oss", oss, total_size=14 * GB))
@@ -233,3 +249,14 @@ def test_only_config_files_are_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert set(asked) <= {"config.json", "generation_config.json", "model.safetensors.index.json"}
     with pytest.raises(CheckpointError, match="give a folder with config"):
         hub.json_file("/nowhere", "config.json", what="target")
+
+
+def test_a_language_model_as_drafter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By its own config: what it needs to run is what it needs to draft."""
+    target = folder(tmp_path / "target", QWEN3_8B)
+    draft = folder(tmp_path / "draft", QWEN3_8B, architectures=["Qwen3ForCausalLM"], num_hidden_layers=2, vocab_size=1000)
+    said = doctor(capsys, target, "--drafter", draft)
+    assert said["drafter"].startswith(f"{draft}: draft-model, 7 drafts, ") and said["would run"] == "yes"
+    hybrid = {"model_type": "nemotron_h", "architectures": ["NemotronHForCausalLM"]}
+    said = doctor(capsys, target, "--drafter", folder(tmp_path / "hybrid", hybrid), status=1)
+    assert "cannot have recurrent layers" in said["missing"]

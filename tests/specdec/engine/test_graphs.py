@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from drafters.ngram import NGramDrafter
+from drafters.suffix.drafter import SuffixDrafter
 from specdec.blocks import BlockShape
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import Context, DecodeBatch, Drafter, DraftOutput
@@ -114,6 +115,7 @@ def refuse(*args: Any) -> Any:
 DRAFTERS: dict[str, Callable[[Case], Drafter | None]] = {
     "plain": lambda case: None,
     "ngram": lambda case: NGramDrafter(max_draft_tokens=K),
+    "suffix": lambda case: SuffixDrafter(max_draft_tokens=K, pool_tokens=100),
     "dflash": lambda case: random_dflash(case.verifier, block_size=K + 1),
     "right": lambda case: ScriptedDrafter(case.outputs, K),
     "wrong": lambda case: ScriptedDrafter(case.outputs, K, [{0}, {1}, {2, 3}, set()]),

@@ -1,0 +1,76 @@
+"""Families of DFlash drafters, by the class that their `config.json` names: what it leaves unsaid, and how their layers differ."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from drafters.dflash.config import AttentionGate
+from drafters.keys import Keys, require
+
+_SILU: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu",)}
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What the class of a drafter stands for.
+
+    Attributes:
+        defaults: values of keys that its files leave out.
+        plain_values: values of keys that the layers have.
+        laguna: taps have norms, layers norm the context, and attention is gated.
+        gemma: layers are those of Gemma 4.
+        mixes_taps: every layer mixes the taps for itself (DFlare).
+    """
+
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    plain_values: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: _SILU)
+    laguna: bool = False
+    gemma: bool = False
+    mixes_taps: bool = False
+
+    def gate(self, keys: Keys) -> AttentionGate | None:
+        """Of attention's output, as Laguna's `gating` says; its absence means one for each head.
+
+        Raises:
+            CheckpointError: another kind.
+        """
+        if not self.laguna:
+            return None
+        stated = keys.find("gating")
+        names: dict[Any, AttentionGate | None] = {
+            None: "per-head",
+            True: "per-head",
+            False: None,
+            "disabled": None,
+            "per-head": "per-head",
+            "per-element": "per-element",
+        }
+        known = isinstance(stated, bool | str | None) and stated in names
+        require(known, f"gating is {stated!r}; supported: true, false, 'per-head', 'per-element' and 'disabled'")
+        return names[stated]
+
+
+_FAMILIES = {
+    "DFlareDraftModel": Family(mixes_taps=True),
+    "DFlashLagunaForCausalLM": Family(laguna=True),
+    "Gemma4DSparkModel": Family(
+        gemma=True,
+        plain_values={
+            "hidden_activation": ("gelu_pytorch_tanh",),
+            "enable_moe_block": (False,),
+            "hidden_size_per_layer_input": (0,),
+            "num_kv_shared_layers": (0,),
+            "use_double_wide_mlp": (False,),
+        },
+    ),
+    # Rows of a block see each other, whatever its windows; embeddings are raw rows of the target's table.
+    "MuseGlimmerAssistantModel": Family(defaults={"is_causal": False, "input_embedding_scale": 1.0, "vocab_size": 202_048}),
+}
+
+
+def family_of(raw: Mapping[str, Any]) -> Family:
+    """The family of a drafter with this `config.json`; plain DFlash for classes that are not listed."""
+    name = (raw.get("architectures") or [None])[0]
+    if raw.get("speculators_model_type") == "dflare":
+        name = "DFlareDraftModel"
+    return _FAMILIES.get(name, Family())

@@ -1,0 +1,93 @@
+"""Gemma 4's assistants draft what transformers' own class makes of the same weights, on the keys and values of their target."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drafters.load import load_drafter
+from drafters.mtp.assistant import AssistantDrafter
+from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.core import Drafter, Verifier
+from specdec.engine.engine import SpecEngine
+from specdec.errors import CheckpointError
+from tests.drafters.sequential.toy import Noted, noted_run
+from tests.helpers.tiny_assistants import assistant_logits, gemma4_target, write_assistant
+from tests.helpers.tiny_models import WINDOW, random_prompts
+from verifiers.load import load_verifier
+
+K = 3
+TOLERANCE = 1e-4
+"""Of the largest logit."""
+
+
+def case(name: str, folder: Path, **options: Any) -> tuple[Any, Any, Verifier, Drafter]:
+    """Target and assistant on transformers' modules and on ours."""
+    target = gemma4_target(folder / "target", name)
+    assistant = write_assistant(folder / "assistant", target, **options)
+    verifier, _ = load_verifier(folder / "target", device=torch.device("cpu"), dtype=torch.float32, block_size=4)
+    return target, assistant, verifier, load_drafter(folder / "assistant", verifier=verifier)
+
+
+def worst(target: Any, assistant: Any, noted: list[Noted], wrong: str = "") -> float:
+    """The largest error of the logits of any draft; those of tokens that are not scored count as equal where both say so."""
+    errors = []
+    for request, length, drafts, logits in noted:
+        text = request.token_ids[: length + 1]
+        if len(text) > length:
+            expected = assistant_logits(target, assistant, text, drafts, wrong)
+            scored = logits > torch.finfo(logits.dtype).min
+            left_out = expected == expected.min(dim=-1, keepdim=True).values
+            if not scored.all():
+                assert wrong or scored.equal(~left_out)
+            errors.append(float((logits - expected)[scored].abs().max() / expected.abs().max()))
+    assert len(errors) >= 4
+    return max(errors)
+
+
+@pytest.mark.parametrize(
+    ("name", "clusters"),
+    [
+        ("gemma4", False),
+        ("gemma4_shared", True),
+        pytest.param("gemma4_moe", False, marks=pytest.mark.slow),
+        pytest.param("gemma4", True, marks=pytest.mark.slow),
+    ],
+)
+def test_drafts_are_those_of_transformers(name: str, clusters: bool, tmp_path: Path) -> None:
+    """In a running engine with texts beyond the window; catches a wrong layer of the target, and rows of rejected drafts."""
+    target, assistant, verifier, drafter = case(name, tmp_path, clusters=clusters)
+    assert isinstance(drafter, AssistantDrafter) and drafter.tokens_ahead == 0
+    sampling = SamplingParams(max_tokens=5, ignore_eos=True)
+    _, _, noted = noted_run(verifier, drafter, random_prompts(3), num_draft_tokens=K, sampling=sampling)
+    assert max(one.length for one in noted) > 2 * WINDOW
+    assert worst(target, assistant, noted) < TOLERANCE
+    wrong = {kind: worst(target, assistant, noted, kind) for kind in ("position", "order", "scale")}
+    assert min(wrong.values()) > 10 * TOLERANCE, wrong
+
+
+def test_nothing_is_cached_twice(tmp_path: Path) -> None:
+    """Its caches are the target's own, and drafts are lossless with batches, chunks of prompts and preemption."""
+    _, _, verifier, drafter = case("gemma4", tmp_path)
+    memory = 4 * 25 * sum(spec.bytes_per_token(torch.float32) for spec in verifier.kv_specs)
+    engine, requests, _ = noted_run(
+        verifier, drafter, random_prompts(4), num_draft_tokens=K, cache=CacheConfig(memory_bytes=memory)
+    )
+    caches: Any = engine.runner.drafter
+    theirs = [cache.key.data_ptr() for cache in engine.kv_cache.layers[: len(verifier.kv_specs)]]
+    assert [cache.key.data_ptr() for cache in caches.caches] == [theirs[2], theirs[2], theirs[3]]
+    assert engine.scheduler.num_preemptions > 0
+    plain = SpecEngine(verifier, None, EngineConfig(num_draft_tokens=0, cache=CacheConfig(memory_bytes=2**22)))
+    alone = [plain.add_request(one.prompt_token_ids, one.sampling) for one in requests]
+    while plain.has_work:
+        plain.step()
+    assert [one.token_ids for one in requests] == [one.token_ids for one in alone]
+
+
+def test_an_assistant_of_another_target_is_refused(tmp_path: Path) -> None:
+    """By its heads, which nothing else tells apart."""
+    _, _, verifier, _ = case("gemma4", tmp_path / "right")
+    write_assistant(tmp_path / "wrong", gemma4_target(tmp_path / "other", "gemma4_shared"))
+    with pytest.raises(CheckpointError, match="layer 2 reads 2 key heads of 24 of a layer of kind 'full_attention'"):
+        load_drafter(tmp_path / "wrong", verifier=verifier)

@@ -1,0 +1,225 @@
+"""Building a target's layers for multi-token prediction, from its own checkpoint or from one that was made for it."""
+
+import copy
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdec.attention.backend import AttentionBackend
+from specdec.attention.mla import MlaBackend, MlaSpec
+from specdec.core import Verifier
+from specdec.errors import BackendError, CheckpointError
+from specdec.hub import json_file
+from specdec.kv_cache import LayerSpec, SharedLayerSpec
+from specdec.layers.decoder import Decoder
+from specdec.layers.ops import ops_for
+from specdec.layers.prediction import ClusteredHead, PredictionLayers
+from verifiers.builder import LayerBuilder
+from verifiers.checkpoint import read_named
+from verifiers.complete import check_shapes, shapes_of
+from verifiers.decoder import DecoderVerifier
+from verifiers.families import describe
+from verifiers.prediction_families import ASSISTANT, FAMILIES, SPECULATORS, PredictionFamily, prediction_name
+from verifiers.shape import backend_spec, cache_layers, head_shape, layer_caches, layer_kinds, layer_specs
+from verifiers.weights import Weights
+from verifiers.wrappers import config_of
+
+ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
+"""Model types of Gemma 4's assistants."""
+
+
+def read_prediction(verifier: Verifier, folder: Path | None = None) -> PredictionLayers:
+    """The layers that predict further tokens for a target.
+
+    Args:
+        verifier: the target.
+        folder: of their checkpoint, in the layout of speculators or of Gemma 4's assistants; None where they are in the target's.
+
+    Raises:
+        CheckpointError: there are none, some of their tensors are missing, or they belong to another target.
+        BackendError: the target's attention backend cannot serve them.
+    """
+    if not isinstance(verifier, DecoderVerifier):
+        raise CheckpointError(
+            f"target {verifier.name!r} runs on transformers' modules, which have no layers for multi-token prediction; use another"
+            " drafter"
+        )
+    if folder is not None:
+        entries = json_file(str(folder), "config.json", what="drafter") or {}
+        if entries.get("model_type") in ASSISTANTS:
+            return _assistant(verifier, folder, entries)
+        return _of_speculators(verifier, folder, entries)
+    family = FAMILIES.get(verifier.config.model_type)
+    if family is None or verifier.checkpoint is None:
+        raise CheckpointError(
+            f"target {verifier.name!r} of type {verifier.config.model_type!r} has no layers for multi-token prediction of its own;"
+            " use another drafter"
+        )
+    return _layers(verifier, verifier.checkpoint.folder, verifier.config, family)
+
+
+def _of_speculators(verifier: DecoderVerifier, folder: Path, entries: Mapping[str, Any]) -> PredictionLayers:
+    stated = entries.get("transformer_layer_config")
+    if not isinstance(stated, Mapping) or entries.get("num_nextn_predict_layers", 1) != 1:
+        raise CheckpointError("config.json describes no single layer (transformer_layer_config, num_nextn_predict_layers 1)")
+    config = config_of(dict(stated))
+    for name in ("hidden_size", "vocab_size"):
+        found, wanted = getattr(config, name), getattr(verifier, name)
+        if found != wanted:
+            raise CheckpointError(f"it was made for a target whose {name} is {found}; that of {verifier.name!r} is {wanted}")
+    return _layers(verifier, folder, config, SPECULATORS)
+
+
+def layers_config(config: Any, family: PredictionFamily) -> Any:
+    """The config of a model that has the layers of one depth alone, from that of its target."""
+    kinds = list(family.kinds(config))
+    own = copy.deepcopy(config)
+    own.num_hidden_layers = len(kinds)
+    entries = {
+        "layer_types": kinds,
+        "mlp_layer_types": [family.feed_forward] * len(kinds),
+        "indexer_types": ["full"] * len(kinds),
+        "first_k_dense_replace": 0,
+    }
+    for name, value in entries.items():
+        if getattr(own, name, None) is not None:
+            setattr(own, name, value)
+    return own
+
+
+def _layers(verifier: DecoderVerifier, folder: Path, config: Any, family: PredictionFamily) -> PredictionLayers:
+    own, width = layers_config(config, family), verifier.hidden_size
+    backend = _backend(verifier, own)
+    extra = {"embedding_norm": [width], "hidden_norm": [width], "norm": [width], "projection": [width, 2 * width]}
+    weights = _read(verifier, folder, own, partial(prediction_name, config=config, family=family), shapes_of(own), extra)
+    builder = _builder(own, backend, weights)
+    return PredictionLayers(
+        embedding_norm=builder.norm(weights, "embedding_norm"),
+        hidden_norm=builder.norm(weights, "hidden_norm"),
+        **_common(verifier, own, backend, builder, weights),
+        kv_specs=layer_specs(own, backend),
+    )
+
+
+def _assistant(verifier: DecoderVerifier, folder: Path, entries: Mapping[str, Any]) -> PredictionLayers:
+    text = dict(entries["text_config"])
+    text["num_kv_shared_layers"] = text["num_hidden_layers"]
+    text["sliding_window"] += 1  # what lies exactly a window away is seen, as transformers has it
+    config = config_of(text)
+    width, hidden, vocabulary = verifier.hidden_size, config.hidden_size, verifier.vocab_size
+    if (entries.get("backbone_hidden_size"), config.vocab_size) != (width, vocabulary):
+        raise CheckpointError(
+            f"it was made for a target of width {entries.get('backbone_hidden_size')} and {config.vocab_size} tokens;"
+            f" {verifier.name!r} has {width} and {vocabulary}"
+        )
+    backend = _backend(verifier, config)
+    extra = {"projection": [hidden, 2 * width], "back": [width, hidden], "norm": [hidden], "head": [vocabulary, hidden]}
+    # transformers may refuse to make a model whose layers all read the keys of others.
+    whole = shapes_of(config_of(text | {"num_kv_shared_layers": 0}))
+    shapes = {name: shape for name, shape in whole.items() if not re.search(r"\.(k_proj|v_proj|k_norm|v_norm)\.", name)}
+    weights = _read(verifier, folder, config, partial(prediction_name, config=config, family=ASSISTANT), shapes, extra)
+    builder = _builder(config, backend, weights)
+    return PredictionLayers(
+        embedding_norm=None,
+        hidden_norm=None,
+        head=weights.linear("head"),
+        back=weights.linear("back"),
+        clusters=_clusters(weights.under("masked_embedding."), entries) if entries.get("use_ordered_embeddings") else None,
+        reads_target=True,
+        **_common(verifier, config, backend, builder, weights),
+        kv_specs=_of_target(verifier, config),
+    )
+
+
+def _clusters(weights: Weights, entries: Mapping[str, Any]) -> ClusteredHead:
+    ordering = weights.tensor("token_ordering").long()
+    count = int(entries["num_centroids"])
+    places = torch.arange(len(ordering), device=ordering.device)
+    cluster_of = torch.empty_like(ordering).index_copy_(0, ordering, places // (len(ordering) // count))
+    return ClusteredHead(weights.linear("centroids"), cluster_of, int(entries["centroid_intermediate_top_k"]))
+
+
+def _of_target(verifier: DecoderVerifier, config: Any) -> Sequence[LayerSpec]:
+    """For each layer of an assistant the cache of the target's last one of its kind that has keys and values.
+
+    Raises:
+        CheckpointError: there is none, or its heads differ.
+    """
+    target = verifier.config
+    last = dict(zip(target.layer_types, cache_layers(target), strict=True))
+    specs = []
+    for layer, kind in enumerate(config.layer_types):
+        ours = head_shape(config, layer)
+        theirs = head_shape(target, last[kind]) if kind in last else None
+        if theirs is None or (ours.num_kv_heads, ours.head_dim) != (theirs.num_kv_heads, theirs.head_dim):
+            raise CheckpointError(
+                f"layer {layer} reads {ours.num_kv_heads} key heads of {ours.head_dim} of a layer of kind {kind!r}, which"
+                f" {verifier.name!r} lacks; take the assistant that was made for it"
+            )
+        specs.append(SharedLayerSpec(layer_caches(target)[last[kind]][0]))
+    return specs
+
+
+def _common(
+    verifier: DecoderVerifier, own: Any, backend: AttentionBackend | MlaBackend, builder: LayerBuilder, weights: Weights
+) -> dict[str, Any]:
+    """What all kinds of `PredictionLayers` have; every tensor that is left in `weights` is one too many."""
+    layers = [builder.layer(index, weights.under(f"model.layers.{index}.")) for index in range(own.num_hidden_layers)]
+    norm, projection = builder.norm(weights, "norm"), weights.linear("projection")
+    assert norm is not None
+    weights.check_all_taken()
+    mixes = any(hasattr(layer.mlp, "experts") for layer in layers)
+    return {
+        "target_norm": verifier.final_norm,
+        "projection": projection,
+        "decoder": Decoder(layers, norm, ops=ops_for(backend, mixes=mixes)),
+        "backends": [backend.each[kind] for kind in layer_kinds(own, backend)],
+        "places": [places[0] if places else None for places in layer_caches(own)],
+    }
+
+
+def _builder(config: Any, backend: AttentionBackend | MlaBackend, weights: Weights) -> LayerBuilder:
+    description = describe(config)
+    if description is None:
+        raise CheckpointError(f"our own layers have no kind {config.model_type!r}; use another drafter")
+    weights.rename(description.names)
+    return LayerBuilder(config, description, backend)
+
+
+def _read(
+    verifier: DecoderVerifier,
+    folder: Path,
+    config: Any,
+    name: Callable[[str], str | None],
+    shapes: Mapping[str, Sequence[int]],
+    extra: Mapping[str, Sequence[int]],
+) -> Weights:
+    """The weights of the layers, whose `shapes` are those of a whole model, and `extra` ones by the names of their modules."""
+    as_stored = verifier.checkpoint is not None and verifier.checkpoint.as_stored
+    weights = read_named(folder, config, name, device=verifier.device, dtype=verifier.dtype, as_stored=as_stored)
+    if not weights:
+        raise CheckpointError(f"{str(folder)!r} holds no layers for multi-token prediction; use another drafter")
+    of_layers = {name: shape for name, shape in shapes.items() if name.startswith("model.layers.")}
+    check_shapes(weights, of_layers | {f"{module}.weight": shape for module, shape in extra.items()})
+    return Weights(weights)
+
+
+def _backend(verifier: DecoderVerifier, config: Any) -> AttentionBackend | MlaBackend:
+    """The target's kind of attention, for these layers: the very one where they are like the target's."""
+    shared = verifier.attention.spec
+    spec = backend_spec(config, device=shared.device, dtype=shared.dtype, block_size=shared.block_size)
+    spec = replace(spec, cache_dtype=shared.cache_dtype)
+    if isinstance(spec, MlaSpec) and isinstance(shared, MlaSpec):
+        spec = replace(spec, fp8_prefill=shared.fp8_prefill)
+    if spec == shared:
+        return verifier.attention
+    kind: Any = type(verifier.attention)
+    if reasons := kind.unsupported_reasons(spec):
+        raise BackendError(f"attention backend {kind.name!r} cannot serve this drafter: {'; '.join(reasons)}; choose another")
+    backend: AttentionBackend | MlaBackend = kind(spec)
+    return backend
