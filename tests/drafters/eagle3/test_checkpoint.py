@@ -21,6 +21,7 @@ class TargetShape(NamedTuple):
     hidden_size: int
     num_layers: int
     vocab_size: int
+    predicts: bool = False
 
 
 QWEN3_8B: dict[str, Any] = {
