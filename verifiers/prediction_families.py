@@ -1,7 +1,7 @@
 """Where checkpoints keep layers for multi-token prediction, and what kind of layers these are.
 
 Sources: transformers' `MtpModel`, and `gemma4_assistant` for the assistants; vllm-project/vllm `*_mtp.py` and sgl-project/sglang
-`*_nextn.py` for Qwen, Nemotron, MiMo and Hy3; PaddlePaddle/FastDeploy `ernie4_5_mtp.py` for ERNIE; vllm-project/speculators for its own layout.
+`*_nextn.py` for Qwen, Nemotron, MiMo and Hy3; PaddlePaddle/FastDeploy `ernie4_5_mtp.py`; vllm-project/speculators for its layout.
 """
 
 import re

@@ -48,7 +48,7 @@ APPENDED = Layout(
     [(r"^model\.layers\.0", "model.layers.{T}")],
 )
 HUNYUAN = APPENDED._replace(
-    parts=APPENDED.parts | {"norm": "model.layers.{T}.final_layernorm"},
+    parts={**APPENDED.parts, "norm": "model.layers.{T}.final_layernorm"},
     within=[
         *APPENDED.within,
         (r"\.mlp\.gate\.", ".mlp.router.gate."),
@@ -57,10 +57,7 @@ HUNYUAN = APPENDED._replace(
     ],
 )
 ERNIE = Layout(
-    {
-        part: f"model.{name}.0"
-        for part, name in zip(PARTS[:3], ("mtp_emb_norm", "mtp_hidden_norm", "mtp_linear_proj"), strict=True)
-    },
+    {part: f"model.{name}.0" for part, name in zip(PARTS[:3], ("mtp_emb_norm", "mtp_hidden_norm", "mtp_linear_proj"), strict=True)},
     "model.mtp_block.",
 )
 MIMO = Layout(
@@ -213,7 +210,9 @@ def write_target(path: Path, ref: Reference, layout: Layout, *, own: bool = True
     if not own:
         return path
     tensors = load_file(path / "model.safetensors")
-    written = {one: tensor for one, tensor in experts_apart(ref.tensors()).items() if "norm" in layout.parts or one != "norm.weight"}
+    written = {
+        one: tensor for one, tensor in experts_apart(ref.tensors()).items() if "norm" in layout.parts or one != "norm.weight"
+    }
     further = {layout.name(one, config.num_hidden_layers): tensor for one, tensor in written.items()}
     if layout in (APPENDED, HUNYUAN):
         scope = f"model.layers.{config.num_hidden_layers}."
