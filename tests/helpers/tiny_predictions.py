@@ -182,13 +182,13 @@ def final_norm(model: PreTrainedModel) -> Any:
     return base.norm_f if hasattr(base, "norm_f") else base.norm
 
 
-def reference(name: str, seed: int = 0) -> Reference:
-    """A target of that name and layers beside it."""
-    target = plain_model(name, seed)
+def reference(name: str, seed: int = 0, **entries: Any) -> Reference:
+    """A target of that name and layers beside it; `entries` of its config are others."""
+    target = plain_model(name, seed, **entries)
     changes = CASES[name][1] if name in CASES else FULL
     config = copy.deepcopy(target.config)
     count = len(changes.get("layer_types") or [0])
-    changed = {**changes, "num_hidden_layers": count}
+    changed = {**entries, **changes, "num_hidden_layers": count}
     layers = plain_model(name, seed + 1, **{entry: value for entry, value in changed.items() if hasattr(config, entry)})
     norm = final_norm(layers)
     if name in CASES and "norm" not in CASES[name][0].parts:
