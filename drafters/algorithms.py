@@ -8,29 +8,40 @@ from drafters.keys import require, section
 _ARCHITECTURES = {
     "DFlashDraftModel": "dflash",
     "DFlash2DraftModel": "dflash2",
+    "DFlareDraftModel": "dflash",
+    "DFlashLagunaForCausalLM": "dflash",
+    "MuseGlimmerAssistantModel": "dflash",
     "DominoDraftModel": "domino",
     "Qwen3DSparkModel": "dspark",
     "DSparkDraftModel": "dspark",
+    "LlamaForCausalLMEagle3": "eagle3",
+    "Qwen3Eagle3Model": "eagle3",
+    "Eagle3Speculator": "eagle3",
+    "Eagle3DraftModel": "eagle3",
+    "PEagleSpeculator": "peagle",
+    "Gemma4DSparkModel": "dspark",
+    "K3DSparkModel": "dspark",
+    "KimiK3DSpark5MLADraftModel": "dspark",
     "Gemma4AssistantForCausalLM": "mtp",
     "Gemma4UnifiedAssistantForCausalLM": "mtp",
     "MTPDraftModel": "mtp",
 }
 
 _FAMILIES = {
-    "dflash2": "DFlash 2, which adds convolutions and a candidate selector to DFlash",
-    "dspark": "DSpark, which adds a Markov head to DFlash",
-    "domino": "Domino, which adds a recurrent head to DFlash",
+    "dspark": "DSpark on layers of its own, not Qwen3's",
     "xpress": "XPress, which refines a DFlash block in several passes",
     "dflash": "DFlash on layers of its own, not Qwen3's",
-    "peagle": "P-EAGLE, an EAGLE-3 head that drafts in parallel",
-    "eagle3": "EAGLE-3, a head of one layer that drafts token by token",
+    "eagle3": "EAGLE-3 on layers of its own, not Llama's or Qwen3's",
     "eagle": "EAGLE, a head of one layer that drafts token by token",
     "medusa": "Medusa, one head per drafted position",
     "hydra": "Hydra, one head per drafted position",
     "mtp": "multi-token prediction, a layer that belongs to its target",
-    "forcausallm": "a language model of its own, which cannot serve as a drafter yet",
+    "assistant": "a head that reads its target's own cache",
 }
 """What a name may contain, and what that is; a longer name stands before one that it contains."""
+
+_LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
+"""How the names of transformers' language models end."""
 
 
 def stated_algorithm(raw: Mapping[str, Any]) -> str:
@@ -43,7 +54,8 @@ def stated_algorithm(raw: Mapping[str, Any]) -> str:
     projector = own.get("projector_type") or raw.get("projector_type")
     name = raw.get("speculators_model_type") or section(raw, "speculators_config").get("algorithm")
     if name is None:
-        kinds = ["dflash"] * bool(own) + ["medusa"] * ("medusa_num_heads" in raw)
+        kinds = ["dspark"] * (raw.get("model_type") == "k3_dspark")  # whose published config names no architecture
+        kinds += ["dflash"] * bool(own) + ["medusa"] * ("medusa_num_heads" in raw)
         names = raw.get("architectures") or kinds
         require(
             isinstance(names, list) and bool(names), "config.json names no architecture; a DFlash drafter says DFlashDraftModel"
@@ -51,23 +63,33 @@ def stated_algorithm(raw: Mapping[str, Any]) -> str:
         name = _ARCHITECTURES.get(names[0], names[0])
     if name == "dflash" and (own.get("selector_rank") or raw.get("selector_rank")) is not None:
         return "dflash2"
-    # The projector "dspark" brings a Markov head, and leaves DFlash's rows as they are.
+    # The projector "dspark" is DFlash's own but for its Markov head.
     return str(projector) if name == "dflash" and projector not in (None, "dspark") else str(name)
 
 
 def algorithm_of(raw: Mapping[str, Any]) -> str:
-    """The algorithm it takes to draft as `config.json` says; DSpark without its Markov head is DFlash in next-token alignment.
+    """The algorithm it takes to draft as `config.json` says.
+
+    DSpark without its Markov head is DFlash in next-token alignment, and a language model of its own is a draft model.
 
     Raises:
         CheckpointError: it names none.
     """
     name = stated_algorithm(raw)
     rank = section(raw, "dflash_config").get("markov_rank") or raw.get("markov_rank")
-    return ("dspark" if rank else "dflash") if name in ("dflash", "dspark") else name
+    if name in ("dflash", "dspark"):
+        return "dspark" if rank else "dflash"
+    return "draft-model" if name.endswith(_LANGUAGE_MODELS) and _family(name) is None else name
+
+
+def _family(name: str) -> str | None:
+    """The family of heads that a name tells of."""
+    compact = name.lower().replace("-", "").replace("_", "")
+    return next((text for part, text in _FAMILIES.items() if part in compact), None)
 
 
 def unsupported(name: str) -> str:
     """The message that refuses an algorithm: what it is, and the way out."""
-    compact = name.lower().replace("-", "").replace("_", "")
-    about = next((f" ({text})" for part, text in _FAMILIES.items() if part in compact), "")
+    family = _family(name)
+    about = f" ({family})" if family else ""
     return f"drafter algorithm {name!r}{about} is not supported yet; use a DFlash drafter, or register a loader for it"

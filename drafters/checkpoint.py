@@ -9,18 +9,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafters.keys import require
+from drafters.keys import require, section
 from specdec.core import Verifier
 from specdec.errors import CheckpointError
+from specdec.registry import WEIGHT_READERS, resolve
 
 CONFIG = "config.json"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_FILES = ["*.json", "*.safetensors", "mask_embedding.pt", "README.md", "tokenizer*", "*.model", "*.txt"]
+"""What a drafter may consist of: weights and config, its card, and the tokenizer of a draft model."""
 
 
 def find_folder(path: str | Path) -> Path:
@@ -37,7 +41,7 @@ def find_folder(path: str | Path) -> Path:
             f"drafter {str(path)!r} is not a folder; give the folder that holds config.json and model.safetensors"
         )
     try:
-        return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "mask_embedding.pt"]))
+        return Path(snapshot_download(str(path), allow_patterns=_FILES, ignore_patterns="*/*"))
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise CheckpointError(
             f"drafter {str(path)!r} is neither a local folder nor to be had from the hub ({_one_line(error)});"
@@ -98,6 +102,28 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def plain_tensors(folder: Path, raw: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of which quantized weights have become plain numbers, in the type that `config.json` names.
+
+    Args:
+        folder: of the checkpoint; ModelOpt says in a file of its own how weights are quantized.
+        raw: the content of its `config.json`.
+        tensors: as `read_tensors` returns them.
+
+    Raises:
+        CheckpointError: a format that is not read, or parts that are missing.
+    """
+    stated = section(raw, "quantization_config")
+    if not stated and (folder / "hf_quant_config.json").is_file():
+        stated = section(read_json(folder / "hf_quant_config.json"), "quantization")
+    if not stated:
+        return tensors
+    name = str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    dtype = getattr(torch, name, None)
+    require(isinstance(dtype, torch.dtype) and dtype.is_floating_point, f"dtype is {name!r}, which is no type of weights")
+    return dict(resolve(WEIGHT_READERS, "quantized", "reader of weights")(tensors, stated, dtype))
+
+
 def own_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors under the names of the z-lab layout, without what belongs to the target or can be computed."""
     renamed = {}
@@ -128,11 +154,17 @@ def check_tensors(
     require(not missing, f"tensor {missing[0] if missing else ''}{others} missing; config.json asks for {len(needed)} tensors")
     shapes = {**optional, **needed}
     unknown = [name for name in tensors if name not in shapes]
-    require(not unknown, f"tensor {unknown[0] if unknown else ''} is no part of a {kind} drafter ({len(unknown)} such tensors)")
+    article = "an" if kind[0] in "AEIOU" else "a"
+    require(
+        not unknown, f"tensor {unknown[0] if unknown else ''} is no part of {article} {kind} drafter ({len(unknown)} such tensors)"
+    )
     for name, tensor in tensors.items():
         found, expected = list(tensor.shape), list(shapes[name])
         require(found == expected, f"tensor {name} has shape {found}, config.json asks for {expected}")
-        require(name == "d2t" or tensor.is_floating_point(), f"tensor {name} is {tensor.dtype}; quantized weights are not read")
+        require(
+            name == "d2t" or tensor.is_floating_point(),
+            f"tensor {name} is {tensor.dtype}; config.json has no quantization_config for it",
+        )
 
 
 def check_target(

@@ -1,22 +1,29 @@
 """Whether a drafter would fit a target, told from its config.json alone."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Protocol, cast
+
+import torch
 
 from drafters.algorithms import algorithm_of, unsupported
 from drafters.checkpoint import CONFIG, check_target
 from drafters.dflash.checkpoint import tensor_shapes
+from drafters.dflash.heads import ALGORITHMS
 from drafters.dflash.layout import parse_config
-from drafters.mtp.load import MOST_DRAFTS
+from drafters.eagle3 import config as eagle3
+from drafters.eagle3.checkpoint import tensor_shapes as eagle3_shapes
+from drafters.eagle3.drafter import check_fit
+from drafters.license import CARD, license_note
+from drafters.sequential.drafter import USUAL_DRAFTS
 from drafters.shipped import shipped_drafter_path
 from specdec.core import Verifier
 from specdec.errors import CheckpointError
-from specdec.hub import json_file
-from specdec.registry import DRAFTERS
+from specdec.hub import checkpoint_file, json_file
+from specdec.registry import DRAFTERS, PARTS, resolve
 
-_WITHOUT_WEIGHTS = ("none", "ngram")
+_WITHOUT_WEIGHTS = ("none", "ngram", "suffix")
 
 
 class TargetShape(Protocol):
@@ -53,6 +60,7 @@ class Fit:
         taps: layers of the target whose outputs it reads, 0-based.
         numbers: that its tensors hold, those that it borrows from the target left out.
         problems: everything in the way; empty when it fits.
+        license: what to say of its license; None where that leaves everyone free to use it.
     """
 
     algorithm: str
@@ -60,6 +68,7 @@ class Fit:
     taps: tuple[int, ...] = ()
     numbers: int = 0
     problems: tuple[str, ...] = ()
+    license: str | None = None
 
 
 def read_fit(name: str, target: TargetShape) -> Fit:
@@ -76,12 +85,25 @@ def read_fit(name: str, target: TargetShape) -> Fit:
         return Fit(name)
     if name == "mtp":
         missing = (f"target {target.name!r} has no layers for multi-token prediction that could draft",)
-        return Fit(name, MOST_DRAFTS, (target.num_layers - 1,), problems=() if target.predicts else missing)
+        return Fit(name, USUAL_DRAFTS, (target.num_layers - 1,), problems=() if target.predicts else missing)
     where = str(shipped_drafter_path()) if name == "smollm2-dflash" else name
     raw = json_file(where, CONFIG, what="drafter")
     if raw is None:
         raise CheckpointError(f"drafter {name!r} has no config.json; give the folder that holds it, or owner/name")
-    return fit_of(raw, target)
+    card = checkpoint_file(where, CARD, what="drafter")
+    fit = fit_of(raw, target)
+    if fit.algorithm == "draft-model":
+        fit = _draft_model(name)
+    return replace(fit, license=license_note(card, raw))
+
+
+def _draft_model(name: str) -> Fit:
+    """What a language model needs to draft; whether its tokens are the target's is seen when it is loaded."""
+    needs = resolve(PARTS, "needs", "part")(name, device=torch.device("cpu"), dtype=torch.bfloat16, gpu_bytes=2**63)
+    problems = list(needs.missing)
+    if needs.request_bytes:
+        problems.append("a draft model cannot have recurrent layers, whose states cannot take rejected drafts back")
+    return Fit("draft-model", USUAL_DRAFTS, numbers=needs.weights // torch.bfloat16.itemsize, problems=tuple(problems))
 
 
 def fit_of(raw: Mapping[str, Any], target: TargetShape) -> Fit:
@@ -92,7 +114,9 @@ def fit_of(raw: Mapping[str, Any], target: TargetShape) -> Fit:
         return Fit("unknown", problems=(str(error),))
     if algorithm not in DRAFTERS:
         return Fit(algorithm, problems=(unsupported(algorithm).partition(";")[0],))
-    if algorithm != "dflash":
+    if algorithm in ("eagle3", "peagle"):
+        return _fit_of_eagle3(algorithm, raw, target)
+    if algorithm not in ALGORITHMS:
         return Fit(algorithm)  # one that was registered: what its config has to say, its loader knows
     try:
         config = parse_config(raw)
@@ -106,6 +130,20 @@ def fit_of(raw: Mapping[str, Any], target: TargetShape) -> Fit:
             made_for=config.verifier_name,
         )
     except CheckpointError as error:
-        return Fit(algorithm, problems=(str(error).partition("; choose one made for it")[0],))
+        return _misfit(algorithm, error)
     numbers = sum(prod(shape) for shape in tensor_shapes(config).values())
     return Fit(algorithm, config.max_draft_tokens, config.target_layer_ids, numbers)
+
+
+def _fit_of_eagle3(algorithm: str, raw: Mapping[str, Any], target: TargetShape) -> Fit:
+    try:
+        config = eagle3.parse_config(raw)
+        check_fit(config, cast(Verifier, target), borrows=not config.own_embeddings)
+    except CheckpointError as error:
+        return _misfit(algorithm, error)
+    numbers = sum(prod(shape) for shape in eagle3_shapes(config).values())
+    return Fit(algorithm, config.max_draft_tokens, config.taps(target.num_layers), numbers)
+
+
+def _misfit(algorithm: str, error: CheckpointError) -> Fit:
+    return Fit(algorithm, problems=(str(error).partition("; choose one made for it")[0],))

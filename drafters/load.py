@@ -1,12 +1,16 @@
 """Loads a drafter's checkpoint, of whatever algorithm its `config.json` names."""
 
+import logging
 from pathlib import Path
 
 from drafters.algorithms import algorithm_of, unsupported
 from drafters.checkpoint import CONFIG, find_folder, naming, read_json
 from drafters.keys import require
+from drafters.license import CARD, license_note
 from specdec.core import Drafter, Verifier
 from specdec.registry import DRAFTERS, resolve
+
+logger = logging.getLogger(__name__)
 
 
 def load_drafter(path: str | Path, *, verifier: Verifier) -> Drafter:
@@ -17,7 +21,10 @@ def load_drafter(path: str | Path, *, verifier: Verifier) -> Drafter:
     """
     folder = find_folder(path)
     with naming(path):
-        algorithm = algorithm_of(read_json(folder / CONFIG))
+        raw = read_json(folder / CONFIG)
+        algorithm = algorithm_of(raw)
         require(algorithm in DRAFTERS, unsupported(algorithm))
+    if note := license_note(folder / CARD, raw):
+        logger.warning("drafter %r: %s", str(path), note)
     drafter: Drafter = resolve(DRAFTERS, algorithm, "drafter")(folder, verifier=verifier)
     return drafter

@@ -1,7 +1,8 @@
-"""Prompt sets for measurements: public ones by hub name or local file, and one that comes with the package."""
+"""Prompt sets for measurements: public ones by hub name or local file, and some that come with the package or with Python."""
 
 import hashlib
 import json
+import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -10,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from evals.manual_prompts import MANUAL_KINDS
 from specdec.errors import InvalidInputError
 from specdec.files import read_jsonl
 from specdec.packages import install_command
@@ -99,7 +101,7 @@ _SOURCES = {
 }
 """Rows of a local file have the fields of the hub's dataset; for mt-bench, `turns` or `prompt`."""
 
-SET_NAMES = (BUNDLED, *_SOURCES)
+SET_NAMES = (BUNDLED, *_SOURCES, *MANUAL_KINDS)
 
 
 def load_prompt_set(name: str, *, files: Mapping[str, str] | None = None, limit: int | None = None) -> PromptSet:
@@ -124,6 +126,9 @@ def load_prompt_set(name: str, *, files: Mapping[str, str] | None = None, limit:
         source, rows = files[name], read_jsonl(Path(files[name]))
     elif name == BUNDLED:
         source, rows = "bundled", [(row["id"], row) for row in read_bundled()["problems"]]
+    elif name in MANUAL_KINDS:
+        source = f"the manual of Python {platform.python_version()}"
+        rows = [(f"{name} {number}", {"prompt": prompt}) for number, prompt in enumerate(MANUAL_KINDS[name](), start=1)]
     else:
         source, rows = _SOURCES[name].hub, _hub_rows(name, _SOURCES[name])
     if limit is not None and not 1 <= limit <= len(rows):

@@ -225,6 +225,9 @@ class DraftOutput:
         token_ids: int64 [num_reqs, k]; every entry is a valid token id, also past `num_drafts`.
         num_drafts: int64 [num_reqs], drafts that count, the first ones; None means all k.
         tree: how the drafts hang together, when the block is a tree; None is a chain.
+        forecast: float32 [num_reqs], how many drafts the drafter expects to be accepted, of a chain or of the best path through a
+            tree; None unless `BoundDrafter.forecasts` asks for it.
+        part: int64 [num_reqs], which part of a composition drafted; None for any other drafter.
     """
 
     token_ids: Tensor
@@ -232,6 +235,8 @@ class DraftOutput:
     probs: Tensor | None = None
     candidate_ids: Tensor | None = None
     tree: DraftTree | None = None
+    forecast: Tensor | None = None
+    part: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -331,7 +336,10 @@ class Verifier(Protocol):
         """Attention over those layers; where heads differ, over those like the first, see `AttentionBackend.each`."""
 
     def forward(self, rows: ForwardInput, caches: Sequence[Any], aux_layer_ids: Sequence[int] = ()) -> VerifyOutput:
-        """Scores packed rows, writing their KV to `caches`, one per layer, and tapping decoder layers `aux_layer_ids` (0-based)."""
+        """Scores packed rows, writing their KV to `caches`, one per layer, and tapping decoder layers `aux_layer_ids` (0-based).
+
+        -1 taps the scaled embeddings, which the first layer is given.
+        """
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Raw rows `[..., H]` of the input embedding table, without the model's embedding scale."""
@@ -398,9 +406,16 @@ class BoundDrafter(Protocol):
 
     most_deferred: int = 0
     """Steps without drafts whose context may be put off, see `Context`; 0 where none is."""
+    forecasts: bool = False
+    """Set before the first step by who wants `DraftOutput.forecast`, which may cost something; a drafter that has none leaves it
+    None."""
 
     def begin(self, slot: int, token_ids: Sequence[int]) -> None:
         """A request with all its known tokens starts in `slot`; runs between steps."""
+        return
+
+    def forget(self) -> None:
+        """Forgets what past requests have left; runs between steps, when there is no request."""
         return
 
     def prefill(self, batch: PrefillBatch, verify: VerifyOutput) -> None:

@@ -28,7 +28,7 @@ from specdec.engine.outputs import GenerationResult, StreamChunk
 from specdec.engine.session import Session
 from specdec.engine.text import token_ids
 from specdec.errors import InvalidInputError, SpecDecError
-from specdec.registry import CHECKPOINTS, DRAFTERS, VERIFIERS, drafter_name, import_attribute, resolve
+from specdec.registry import CHECKPOINTS, COMPOSITION, DRAFTERS, VERIFIERS, drafter_name, import_attribute, parts_of, resolve
 from specdec.scratch import next_token_logits
 
 if TYPE_CHECKING:
@@ -91,9 +91,9 @@ class SpecDecoder:
 
         Args:
             target: "embedded", a local folder, or a hub name.
-            drafter: "auto", "smollm2-dflash" (comes with the package, for the embedded model), "ngram", the folder or hub name of
-                a checkpoint, a drafter of your own (see `find_drafter`), or None. "auto" takes smollm2-dflash for the embedded
-                model and n-gram lookup for all others.
+            drafter: "auto", "smollm2-dflash" (comes with the package, for the embedded model), "ngram", "suffix", the folder or
+                hub name of a checkpoint, several of these with + between them, a drafter of your own (see `find_drafter`), or
+                None. "auto" takes smollm2-dflash for the embedded model and n-gram lookup for all others.
             device, dtype, attention, block_size, kv_dtype, prefill_dtype, weights: see `specdec.config.LoadConfig`.
             engine: limits and choices.
 
@@ -261,7 +261,8 @@ def find_drafter(choice: DrafterChoice) -> Callable[[Verifier], Drafter | None]:
 
     Args:
         choice: a name in the registry; "auto", which chooses by the target's name (`specdec.registry.drafter_name`); None or
-            "none"; a checkpoint by folder or hub name; a function `(path | None, *, verifier) -> Drafter`, also as
+            "none"; a checkpoint by folder or hub name; several of these with + between them, of which in every step the one
+            drafts that promises most; a function `(path | None, *, verifier) -> Drafter`, also as
             "module:function"; or a drafter that is ready.
 
     Raises:
@@ -269,6 +270,8 @@ def find_drafter(choice: DrafterChoice) -> Callable[[Verifier], Drafter | None]:
     """
     if choice is None or choice == "none":
         return lambda verifier: None
+    if isinstance(choice, str) and len(names := parts_of(choice)) > 1:
+        return _composed(choice, names)
     if choice in ("auto", "embedded"):
         return lambda verifier: find_drafter(drafter_name(str(choice), verifier.name))(verifier)
     path: str | Path | None = None
@@ -294,6 +297,13 @@ def find_drafter(choice: DrafterChoice) -> Callable[[Verifier], Drafter | None]:
             " or None"
         )
     return lambda verifier: _made(loader(path, verifier=verifier), choice)
+
+
+def _composed(choice: str, names: Sequence[str]) -> Callable[[Verifier], Drafter]:
+    if "" in names or "none" in names:
+        raise InvalidInputError(f"drafter is {choice!r}; write names with + between them, such as suffix+auto")
+    makers, compose = [find_drafter(name) for name in names], import_attribute(COMPOSITION)
+    return lambda verifier: cast(Drafter, compose([make(verifier) for make in makers]))
 
 
 def _is_checkpoint(name: str) -> bool:

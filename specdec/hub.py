@@ -29,7 +29,7 @@ def json_file(name: str, file: str, *, what: str) -> dict[str, Any] | None:
     Raises:
         CheckpointError: there is no such checkpoint, it cannot be reached, or the file holds no JSON object.
     """
-    path = _find(name, file, what)
+    path = checkpoint_file(name, file, what=what)
     if path is None:
         return None
     try:
@@ -64,7 +64,17 @@ def target_folder(name: str) -> Path:
         ) from error
 
 
-def _find(name: str, file: str, what: str) -> Path | None:
+def checkpoint_file(name: str, file: str, *, what: str) -> Path | None:
+    """Where a file of a checkpoint lies, fetched if need be; None where the checkpoint has no such file.
+
+    Args:
+        name: a folder, or a name on the hub.
+        file: its name in there.
+        what: the checkpoint is, for messages: "target", "drafter".
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it cannot be reached.
+    """
     folder = Path(os.path.expanduser(name))
     if folder.is_dir():
         path = folder / file

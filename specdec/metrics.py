@@ -22,6 +22,7 @@ class AcceptanceStats:
         num_emitted: tokens output, one entry per verify step: the accepted drafts and the recovered or bonus token.
         tree_sizes: drafts that formed a tree, one entry per verify step; 0 where they formed a chain. Left out, all did.
         num_by_rank: accepted drafts of trees by their place among the candidates of their position, the likeliest first.
+        parts: which part of a composition of drafters drafted, one entry per verify step. Left out, there was one.
 
     >>> stats = AcceptanceStats(num_drafted=[3, 3, 0, 3], num_accepted=[3, 1, 0, 2], num_emitted=[4, 2, 1, 2])
     >>> stats.num_steps, stats.tau, stats.mean_accepted
@@ -33,11 +34,14 @@ class AcceptanceStats:
     num_emitted: list[int] = field(default_factory=list)
     tree_sizes: list[int] = field(default_factory=list)
     num_by_rank: list[int] = field(default_factory=list)
+    parts: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not self.tree_sizes:
             object.__setattr__(self, "tree_sizes", [0] * len(self.num_drafted))
-        assert len(self.num_drafted) == len(self.num_accepted) == len(self.num_emitted) == len(self.tree_sizes)
+        if not self.parts:
+            object.__setattr__(self, "parts", [0] * len(self.num_drafted))
+        assert len(self.num_drafted) == len(self.num_accepted) == len(self.num_emitted) == len(self.tree_sizes) == len(self.parts)
 
     @property
     def num_steps(self) -> int:
@@ -126,6 +130,19 @@ class AcceptanceStats:
         """
         return [count / sum(self.num_by_rank) for count in self.num_by_rank]
 
+    @property
+    def by_part(self) -> list[tuple[int, float]]:
+        """Of each part of a composition the verify steps that it drafted for, and its drafts accepted in one of them.
+
+        >>> AcceptanceStats([3, 3, 3, 0], [3, 2, 1, 0], [4, 3, 2, 1], parts=[0, 2, 2, 0]).by_part
+        [(1, 3.0), (0, 0.0), (2, 1.5)]
+        """
+        kept: list[list[int]] = [[] for _ in range(max(self.parts, default=-1) + 1)]
+        for part, drafted, accepted in zip(self.parts, self.num_drafted, self.num_accepted, strict=True):
+            if drafted:
+                kept[part].append(accepted)
+        return [(len(one), sum(one) / len(one) if one else 0.0) for one in kept]
+
     def to_dict(self) -> dict[str, Any]:
         """Totals and figures for a JSON report."""
         return {
@@ -143,6 +160,7 @@ class AcceptanceStats:
             "steps_by_shape": self.steps_by_shape,
             "num_by_rank": self.num_by_rank,
             "share_by_rank": self.share_by_rank,
+            "by_part": self.by_part,
         }
 
 
@@ -167,6 +185,7 @@ def pooled(stats: Iterable[AcceptanceStats]) -> AcceptanceStats:
         num_emitted=list(chain.from_iterable(one.num_emitted for one in every)),
         tree_sizes=list(chain.from_iterable(one.tree_sizes for one in every)),
         num_by_rank=[sum(counts) for counts in zip_longest(*(one.num_by_rank for one in every), fillvalue=0)],
+        parts=list(chain.from_iterable(one.parts for one in every)),
     )
 
 

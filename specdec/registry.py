@@ -1,5 +1,6 @@
 """Names of what can be chosen, and where it lives: the core names the other packages only here, as strings."""
 
+import os
 from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
 from importlib import import_module
@@ -24,11 +25,24 @@ MLA_BACKENDS = {
 
 DRAFTERS: dict[str, str | Callable[..., Any]] = {
     "ngram": "drafters.ngram:load_ngram",
+    "suffix": "drafters.suffix.drafter:load_suffix",
     "dflash": "drafters.dflash.drafter:load_dflash",
+    "dflash2": "drafters.dflash.drafter:load_dflash",
+    "dspark": "drafters.dflash.drafter:load_dflash",
+    "eagle3": "drafters.eagle3.drafter:load_eagle3",
+    "peagle": "drafters.eagle3.drafter:load_eagle3",
+    "draft-model": "drafters.draft_model.drafter:load_draft_model",
     "mtp": "drafters.mtp.load:load_mtp",
+    "domino": "drafters.dflash.drafter:load_dflash",
     "smollm2-dflash": "drafters.shipped:load_shipped",
 }
 """Functions `(path | None, *, verifier) -> Drafter`, by the name of a drafter or of the algorithm in a `config.json`."""
+
+WEIGHT_READERS = {"quantized": "verifiers.formats.plain:plain_numbers"}
+"""Functions `(tensors, quantization_config, dtype) -> tensors` that make plain numbers of what checkpoints store."""
+
+COMPOSITION = "drafters.composed.drafter:ComposedDrafter"
+"""Makes one drafter of several: `(parts) -> Drafter`."""
 
 CHECKPOINTS = {
     "drafter": "drafters.load:load_drafter",
@@ -39,6 +53,11 @@ VERIFIERS = {
     "hf": "verifiers.load:load_verifier",
 }
 """Functions `(name_or_path, *, device, dtype, attention) -> (Verifier, tokenizer)`."""
+
+TOKENIZERS = {
+    "hf": "verifiers.load:load_tokenizer",
+}
+"""Functions `(name_or_path) -> tokenizer`, of targets that the function of the same name above loads."""
 
 PARTS = {
     "compare": "evals.bench.compare:run",  # generate --compare
@@ -70,6 +89,7 @@ VERBS = (
     Verb("profile", "show which kernels a decoding step spends its time in, and write a trace", "evals.profile.command"),
     Verb("train", "train a drafter on the target's own answers", "drafters.training.command"),
     Verb("couple", "fit how far a drafter trusts its probabilities and the target's noise", "drafters.training.couple"),
+    Verb("convert", "write a drafter's checkpoint in another layout", "drafters.convert"),
     Verb("warmup", "compile what a configuration will need, before a request waits for it", "specdec.cli.warmup"),
     Verb("doctor", "show the device, what is installed, and which attention backends work", "specdec.cli.doctor"),
 )
@@ -80,14 +100,27 @@ def drafter_name(name: str | None, target: str) -> str:
 
     >>> drafter_name("auto", "embedded"), drafter_name("auto", "some/model"), drafter_name("ngram", "embedded")
     ('smollm2-dflash', 'ngram', 'ngram')
+    >>> drafter_name("suffix+auto", "embedded")
+    'suffix+smollm2-dflash'
     >>> drafter_name(None, "embedded")
     'none'
     """
+    if name is not None and len(names := parts_of(name)) > 1:
+        return "+".join(drafter_name(one, target) for one in names)
     if name == "auto":
         return "smollm2-dflash" if target == "embedded" else "ngram"
     if name == "embedded":
         return "smollm2-dflash"  # its name in an earlier version
     return "none" if name is None else name
+
+
+def parts_of(name: str) -> list[str]:
+    """The drafters that a name puts together, see `specdec.decoder.find_drafter`; the name itself where it is that of one.
+
+    >>> parts_of("suffix+auto"), parts_of("ngram")
+    (['suffix', 'auto'], ['ngram'])
+    """
+    return [name] if os.path.exists(os.path.expanduser(name)) else name.split("+")
 
 
 def register_drafter(name: str, loader: str | Callable[..., Any]) -> None:
@@ -102,8 +135,8 @@ def register_drafter(name: str, loader: str | Callable[..., Any]) -> None:
     """
     if name in DRAFTERS or name in ("auto", "none"):
         raise InvalidInputError(f"there is a drafter {name!r} already; choose another name")
-    if not name or any(mark in name for mark in "/:"):
-        raise InvalidInputError(f"{name!r} is no name for a drafter; choose a word without / and :")
+    if not name or any(mark in name for mark in "/:+"):
+        raise InvalidInputError(f"{name!r} is no name for a drafter; choose a word without /, : and +")
     DRAFTERS[name] = loader
 
 

@@ -47,6 +47,7 @@ NAMES = (
     "packed",
     "experts",
     "recurrence",
+    "grouped_convolution",
     "fused_layers",
     "aiter_layers",
     "captured_step",

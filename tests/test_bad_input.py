@@ -172,7 +172,7 @@ def test_a_missing_package_is_named(folders: Path, tmp_path: Path, capsys: Captu
         (drop("fc.weight"), ("tensor fc.weight is missing",)),
         (set_key(num_target_layers=9), ("was made for 9 target layers, not 4",)),
         (set_key(vocab_size=120), ("vocabulary has 120 tokens, the target's 97",)),
-        (set_key(architectures=["DFlash2DraftModel"]), ("is not supported yet",)),
+        (set_key(architectures=["XPressDraftModel"]), ("is not supported yet",)),
         (remove("model.safetensors"), ("model.safetensors is missing",)),
         (fill("fc.weight", torch.nan), ("tensor fc.weight holds NaN or infinite values", "download it again")),
         (write("config.json", "[" * 100_000), ("config.json is not valid JSON",)),
@@ -206,7 +206,7 @@ def test_damaged_or_foreign_drafter(folders: Path, tmp_path: Path, capsys: Captu
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("abc", "--drafter", "ngramm"), ("unknown drafter 'ngramm'", "auto, ngram, dflash, smollm2-dflash, none")),
+        (("abc", "--drafter", "ngramm"), ("unknown drafter 'ngramm'", "auto, ngram, suffix, dflash, smollm2-dflash, none")),
         (
             ("abc", "--drafter", "smollm2-dflash"),
             ("made for embedded", "does not fit", "vocabulary has 49152 tokens, the target's 97"),

@@ -7,10 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from drafters.composed.drafter import ComposedDrafter
+from drafters.draft_model.drafter import DraftModel
 from drafters.ngram import NGramDrafter
+from drafters.suffix.drafter import SuffixDrafter
 from specdec.config import SamplingParams
 from specdec.core import DecodeBatch, Drafter, Verifier
 from specdec.engine.engine import SpecEngine
+from tests.drafters.eagle3.heads import random_eagle3
 from tests.helpers.guards import HostSyncError, no_host_sync
 from tests.helpers.scripted import BoundScript, ScriptedDrafter
 from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_greedy, plain_model, random_dflash, random_prompts
@@ -87,9 +91,14 @@ def test_step_never_waits(name: str, sampling: str) -> None:
     prompts = random_prompts(4)
     outputs = {tuple(p): plain_greedy(model, p, MAX_TOKENS) for p in prompts}
     params, verifier = SamplingParams(max_tokens=MAX_TOKENS, **SAMPLINGS[sampling]), paged_verifier(model)
-    for drafter in (None, ScriptedDrafter(outputs, 3, [{1}]), NGramDrafter(max_draft_tokens=3), random_dflash(verifier)):
+    scripted, eagle3 = ScriptedDrafter(outputs, 3, [{1}]), random_eagle3(verifier, 3)
+    copying = (NGramDrafter(max_draft_tokens=3), SuffixDrafter(max_draft_tokens=3))
+    small = DraftModel(paged_verifier(plain_model("llama", 5, max_position_embeddings=20)), verifier, max_draft_tokens=3)
+    composed = ComposedDrafter([*copying, random_dflash(verifier)])
+    for drafter in (None, scripted, *copying, composed, random_dflash(verifier), eagle3, small):
         guarded_run(verifier, drafter, prompts, params)
-    guarded_run(verifier, random_dflash(verifier), prompts, params, "probabilistic")  # others have no distribution
+    for drafter in (random_dflash(verifier), eagle3):  # others have no distribution
+        guarded_run(verifier, drafter, prompts, params, "probabilistic")
 
 
 def test_sync_in_a_drafter_is_caught() -> None:

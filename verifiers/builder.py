@@ -4,7 +4,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from specdec.attention.backend import AttentionBackend, AttentionSpec
 from specdec.attention.mla import MlaBackend, MlaSpec
@@ -15,7 +14,7 @@ from specdec.layers.linear import Linear
 from specdec.layers.mlp import FeedForward
 from specdec.layers.norm import Norm
 from specdec.layers.ops import Heads
-from specdec.layers.rotary import Rope
+from specdec.layers.rotary import Rope, rotation_order
 from verifiers.description import Description, norm_epsilon
 from verifiers.latent import latent_attention
 from verifiers.mixture import gated_mlp, mixture, mlp_beside_experts
@@ -188,21 +187,3 @@ def _qkv(weights: Weights, spec: AttentionSpec, reorder: Reorder | None, gates: 
         return weights.linear("qkv_proj")
     rotated = (spec.num_heads + spec.num_kv_heads) * spec.head_dim
     return weights.linear("qkv_proj", reorder=(lambda rows: torch.cat([reorder(rows[:rotated]), rows[rotated:]]),))
-
-
-def rotation_order(head_dim: int, rotated: int, *, interleaved: bool) -> Tensor | None:
-    """Order of a head's numbers in which RoPE turns number `i` against number `i + head_dim / 2`, whatever the model pairs.
-
-    Queries and keys are put into it alike, so their products stay what they are. The numbers that are not rotated come last in
-    both halves. None where the order is that already.
-
-    >>> rotation_order(8, 4, interleaved=False), rotation_order(8, 4, interleaved=True), rotation_order(8, 8, interleaved=False)
-    (tensor([0, 1, 4, 5, 2, 3, 6, 7]), tensor([0, 2, 4, 5, 1, 3, 6, 7]), None)
-    """
-    if rotated == head_dim and not interleaved:
-        return None
-    numbers = torch.arange(head_dim)
-    pairs = numbers[:rotated].view(-1, 2) if interleaved else numbers[:rotated].view(2, -1).t()
-    first, second = pairs.unbind(-1)
-    rest = numbers[rotated:].view(2, -1)
-    return torch.cat([first, rest[0], second, rest[1]])

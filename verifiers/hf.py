@@ -198,8 +198,14 @@ class HFVerifier:
         """Hooks decoder layers not hooked yet. A hook sees the raw output; `output_hidden_states` would end with a normed one."""
         for layer in layers:
             if layer not in self._hooked:
-                self.layers[layer].register_forward_hook(partial(self._keep, layer))
+                if layer == -1:
+                    self.layers[0].register_forward_pre_hook(self._keep_embeddings, with_kwargs=True)
+                else:
+                    self.layers[layer].register_forward_hook(partial(self._keep, layer))
                 self._hooked.add(layer)
+
+    def _keep_embeddings(self, module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+        self._tapped[-1] = inputs[0] if inputs else options["hidden_states"]
 
     def _keep(self, layer: int, module: nn.Module, inputs: Any, output: Any) -> None:
         self._tapped[layer] = output[0] if isinstance(output, tuple) else output

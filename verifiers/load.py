@@ -97,13 +97,7 @@ def load_verifier(
     if isinstance(spec, MlaSpec):
         spec = replace(spec, fp8_prefill=fp8_prefill)
     backend = select_backend(attention, spec)
-    tokenizer = _read(
-        name,
-        "tokenizer",
-        partial(PreTrainedTokenizerFast.from_pretrained, path)
-        if direct
-        else partial(AutoTokenizer.from_pretrained, path, **NO_FOREIGN_CODE),
-    )
+    tokenizer = load_tokenizer(name)
     if direct:
         tensors = _read(name, "weights", partial(load_file, Path(path) / "model.safetensors"))
         tensors = {key: tensor.to(device, dtype) for key, tensor in tensors.items()}
@@ -119,6 +113,18 @@ def load_verifier(
     verifier = _own(reading, fuse) or _theirs(reading, path, fuse)
     verifier.media_token_ids = media_token_ids(whole)
     return verifier, tokenizer
+
+
+def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a target, by the target's name as in `load_verifier`.
+
+    Raises:
+        CheckpointError: nothing there, or damaged files.
+    """
+    name = str(name)
+    if name == EMBEDDED:
+        return _read(name, "tokenizer", partial(PreTrainedTokenizerFast.from_pretrained, str(embedded_model_path())))
+    return _read(name, "tokenizer", partial(AutoTokenizer.from_pretrained, os.path.expanduser(name), **NO_FOREIGN_CODE))
 
 
 class _Reading(NamedTuple):

@@ -2,14 +2,38 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from drafters.dflash.coupling import Coupling
+from drafters.head import HeadConfig, HeadSizes
 from drafters.keys import require
 from specdec.layers.rotary import STATIC_ROPE_TYPES
 
 MOST_LAYERS = MOST_DRAFTS = 1024
 """More layers, or drafts per block, than any drafter has: a number beyond comes from a damaged file."""
+
+
+class LatentSizes(NamedTuple):
+    """Latent attention (MLA) of the draft layers, see `specdec.attention.mla`.
+
+    Attributes:
+        query_rank: of compressed queries; None where they are not compressed.
+        rank: of the compressed key and value.
+        nope, rope: unrotated and rotated numbers of a query head.
+        value: numbers of a value head.
+        interleaved: RoPE turns neighboring numbers instead of halves.
+    """
+
+    query_rank: int | None
+    rank: int
+    nope: int
+    rope: int
+    value: int
+    interleaved: bool = True
+
+
+AttentionGate = Literal["per-head", "per-element"]
+"""Which numbers of attention's output share a gate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +63,20 @@ class DFlashConfig:
         num_target_layers: layers of the target, when stated.
         target_hidden_size: width of one tap when it differs from `hidden_size`.
         verifier_name, verifier_architectures: the target it was trained for, when stated.
+        conv_kernel_size, conv_group_size: rows that the convolutions around sublayers mix, and channels that share the changing
+            part of their kernels (DFlash 2); both None without convolutions.
+        attention_sinks: every head has a learned logit that joins the softmax and attends to nothing (MiMo).
+        attention_value_scale: factor of values (MiMo).
+        attention_gate: attention's output is scaled by the softplus of gates (Laguna); None without gates.
+        tap_norms: every tap has a norm of its own before they are joined (Laguna, Kimi K3).
+        norms_context: layers norm the context with the norm of their own rows (Laguna).
+        mixes_taps: every draft layer has its own mixture of the taps instead of `fc`, and projects the context to keys and values
+            apart from its rows (DFlare, arXiv 2606.02091).
+        gemma: layers are those of Gemma 4 instead of Qwen3 (DeepSpec): norms around both sublayers, normed values, unscaled scores.
+        keys_as_values: values are the keys before their norm.
+        latent: sizes of latent attention (Kimi K3); None for attention with heads of their own keys. `head_dim` is that of queries.
+        head: what corrects the logits behind each token; None for plain DFlash.
+        tied_tables: the head's tables are projections of the target's own, see `drafters.dflash.tied`.
         coupling: weights of its probabilities and of the shared noise; None are ones.
     """
 
@@ -66,6 +104,19 @@ class DFlashConfig:
     target_hidden_size: int | None = None
     verifier_name: str | None = None
     verifier_architectures: tuple[str, ...] = ()
+    conv_kernel_size: int | None = None
+    conv_group_size: int | None = None
+    attention_sinks: bool = False
+    attention_value_scale: float = 1.0
+    attention_gate: AttentionGate | None = None
+    tap_norms: bool = False
+    norms_context: bool = False
+    mixes_taps: bool = False
+    gemma: bool = False
+    keys_as_values: bool = False
+    latent: LatentSizes | None = None
+    head: HeadConfig | None = None
+    tied_tables: bool = False
     coupling: Coupling | None = None
 
     def __post_init__(self) -> None:
@@ -84,8 +135,8 @@ class DFlashConfig:
         require(right, f"sliding windows are {self.windows}; they must be positive and below 2**31")
         require(bool(self.target_layer_ids), "no target layers are tapped; a DFlash drafter needs at least one")
         require(
-            min(self.target_layer_ids) >= 0,
-            f"target layer ids are {list(self.target_layer_ids)}; the embedding output cannot be tapped, only layers 0, 1, ...",
+            min(self.target_layer_ids) >= -1,
+            f"target layer ids are {list(self.target_layer_ids)}; they must be layers 0, 1, ... or -1 for the embedding output",
         )
         require(
             0 <= self.mask_token_id < self.vocab_size,
@@ -102,9 +153,74 @@ class DFlashConfig:
         rope_type = self.rope_parameters.get("rope_type")
         supported = ", ".join(STATIC_ROPE_TYPES)
         require(rope_type in STATIC_ROPE_TYPES, f"RoPE type {rope_type!r} is not supported; supported: {supported}")
-        require(self.rope_parameters.get("partial_rotary_factor") in (None, 1), "partial RoPE is not supported in a drafter")
+        rotated = self.head_dim * (self.rope_parameters.get("partial_rotary_factor") or 1.0)
+        require(
+            0 < rotated <= self.head_dim and (rope_type == "proportional" or int(rotated) % 2 == 0),
+            f"RoPE turns {rotated:g} of {self.head_dim} numbers of a head; it must be an even part of them",
+        )
+        self._check_convolutions()
+        if self.latent is not None:
+            self._check_latent(self.latent)
+        require(self.head is not None or not self.tied_tables, "tied_tables without a head; leave it out")
+        if self.head is not None:
+            self.head.check(self.head_sizes, sample_from_anchor=self.sample_from_anchor)
         if self.coupling is not None:
             self.coupling.check(self.max_draft_tokens)
+
+    def _check_latent(self, latent: LatentSizes) -> None:
+        sizes = (latent.rank, latent.nope, latent.rope, latent.value, 1 if latent.query_rank is None else latent.query_rank)
+        right = min(sizes) >= 1 and max(sizes) < 2**31 and latent.rope % 2 == 0
+        require(right, f"{latent} are no sizes of latent attention; they must be positive and below 2**31, and rope even")
+        plain = not (self.attention_bias or self.attention_sinks or self.gemma or self.mixes_taps or self.convolves)
+        require(
+            plain and self.attention_gate is None and self.attention_value_scale == 1 and set(self.windows) == {None},
+            "a drafter with latent attention has neither windows nor biases, gates, sinks or convolutions; this one says it has",
+        )
+
+    def _check_convolutions(self) -> None:
+        taps, group = self.conv_kernel_size, self.conv_group_size
+        require(
+            (taps is None) == (group is None),
+            f"conv_kernel_size is {taps} and conv_group_size {group}; convolutions need both, and without them there is neither",
+        )
+        if taps is not None and group is not None:
+            require(
+                1 <= taps <= self.block_size, f"conv_kernel_size is {taps}; it must lie in [1, {self.block_size}], the block size"
+            )
+            require(
+                group >= 1 and self.hidden_size % group == 0,
+                f"conv_group_size is {group}; it must divide hidden_size, which is {self.hidden_size}",
+            )
+
+    @property
+    def peculiarities(self) -> tuple[str, ...]:
+        """What neither training nor the public layouts that we write know, in words."""
+        found = {
+            "attention sinks": self.attention_sinks,
+            "a factor of values": self.attention_value_scale != 1,
+            "gated attention": self.attention_gate is not None,
+            "norms of taps": self.tap_norms,
+            "a mixture of taps in every layer": self.mixes_taps,
+            "Gemma's layers": self.gemma,
+            "latent attention": self.latent is not None,
+            "the embedding output as a tap": min(self.target_layer_ids) < 0,
+        }
+        return tuple(name for name, has in found.items() if has)
+
+    @property
+    def convolves(self) -> bool:
+        """Whether there are convolutions around sublayers."""
+        return self.conv_kernel_size is not None
+
+    @property
+    def algorithm(self) -> str:
+        """Its name in `drafters.algorithms`."""
+        return "dflash" if self.head is None else self.head.algorithm
+
+    @property
+    def head_sizes(self) -> HeadSizes:
+        """What a head takes over."""
+        return HeadSizes(self.hidden_size, self.vocab_size, self.draft_vocab_size or self.vocab_size)
 
     @property
     def tap_width(self) -> int:

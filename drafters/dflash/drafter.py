@@ -7,6 +7,7 @@ drafter's paged cache. The block `[anchor, mask, mask, ...]` then runs through t
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,30 +16,24 @@ from drafters.checkpoint import check_target
 from drafters.dflash.checkpoint import read_checkpoint, target_ids
 from drafters.dflash.config import DFlashConfig
 from drafters.dflash.coupling import CouplingTable
+from drafters.dflash.drafts import Drafts, Slots
+from drafters.dflash.latent import latent_backend
 from drafters.dflash.model import DFlashModel
 from drafters.dflash.network import DFlashNetwork
+from drafters.dflash.tied import expanded
 from specdec.attention.backend import AttentionBackend, AttentionSpec, Visibility
-from specdec.blocks import MOST_NODES
+from specdec.attention.mla import MlaBackend
 from specdec.config import DraftSampling
-from specdec.core import AcceptOutput, DecodeBatch, DraftOutput, PrefillBatch, Verifier, VerifyOutput
+from specdec.core import AcceptOutput, BoundDrafter, DecodeBatch, Drafter, DraftOutput, PrefillBatch, Verifier, VerifyOutput
 from specdec.errors import BackendError, InvalidInputError
-from specdec.kv_cache import NULL_BLOCK, KVLayerSpec, LayerCache
-from specdec.layers.argmax import argmax
+from specdec.kv_cache import NULL_BLOCK, KVLayerSpec
 from specdec.layers.rotary import Angles, Rope
-from specdec.sampling.candidates import candidates
-from specdec.sampling.filters import processed_probs
-from specdec.sampling.noise import Purpose, of_step, uniform
-from specdec.sampling.sampler import sample_from
-from specdec.sampling.tensors import SamplingPlan
-from specdec.sampling.trees import best_first
 
 MOST_DEFERRED = 16
 """Steps without drafts whose context is put off at most."""
-MOST_CANDIDATES = 16
-"""Tokens per position among which a tree chooses; of trees of up to 64 drafts more change nothing."""
 
 
-class DFlashDrafter:
+class DFlashDrafter(Drafter):
     """A DFlash model made ready for one target; see `specdec.core.Drafter`.
 
     Args:
@@ -52,7 +47,6 @@ class DFlashDrafter:
     """
 
     draws_trees = True
-    tokens_ahead = 0
 
     def __init__(self, model: DFlashModel, verifier: Verifier) -> None:
         config = model.config
@@ -67,21 +61,29 @@ class DFlashDrafter:
             made_for=config.verifier_name,
         )
         self.config, self.verifier = config, verifier
-        self.attention = _attention(config, verifier)
+        self.attention = _attention(config, verifier) if config.latent is None else latent_backend(config, verifier)
         self.model = model.requires_grad_(False).eval().to(verifier.device, verifier.dtype)
         self.network = DFlashNetwork(self.model, self.attention)
         self.max_draft_tokens = config.max_draft_tokens
         self.first_row = 0 if config.sample_from_anchor else 1
         # A row sees those after it, so a block shorter than in training drafts worse: whatever k is, the whole block runs.
-        self.num_lookahead_tokens = 0 if all(config.causal) else self.first_row + config.max_draft_tokens
+        whole = not all(config.causal) or config.convolves  # whose rows come in whole blocks
+        self.num_lookahead_tokens = 0 if not whole else self.first_row + config.max_draft_tokens
         self.aux_layer_ids = config.target_layer_ids
-        self.kv_specs = [KVLayerSpec(config.num_key_value_heads, config.head_dim)] * config.num_hidden_layers
         self.masks = torch.full((1, self.first_row + self.max_draft_tokens), config.mask_token_id, device=verifier.device)
         self.target_ids = None if model.d2t is None else target_ids(model.d2t)
         # A checkpoint that states no scale was trained on the target's own embedding module and head.
         unstated = config.input_embedding_scale is None
         self.embedding_scale = verifier.embedding_scale if config.input_embedding_scale is None else config.input_embedding_scale
         self.softcap = config.final_logit_softcapping or (verifier.final_softcap if unstated else None)
+        self.head = None if config.head is None else config.head.head(self.model, self.embed)
+
+    @property
+    def kv_specs(self) -> list[Any]:
+        """One paged cache per draft layer."""
+        heads = KVLayerSpec(self.config.num_key_value_heads, self.config.head_dim)
+        layer = self.attention.cache_spec if isinstance(self.attention, MlaBackend) else heads
+        return [layer] * self.config.num_hidden_layers
 
     @property
     def weight_bytes(self) -> int:
@@ -89,11 +91,20 @@ class DFlashDrafter:
         model, target = self.model, self.verifier
         own = sum(parameter.nbytes for parameter in model.parameters())
         unread = 0 if model.embed_tokens is None else model.embed_tokens.weight.nbytes
+        if self.head is not None:
+            unread += self.head.gathered_bytes
+            if self.head.num_candidates is None:  # its table is read for every slot
+                own += (self.max_draft_tokens - 1) * self.head.right.nbytes
         borrowed = target.vocab_size * target.hidden_size * target.dtype.itemsize if model.lm_head is None else 0
         return own - unread + borrowed
 
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Input embeddings [..., H] of tokens of the target, as the draft layers take them."""
+        rows = self.network.embed(token_ids) if self.model.embed_tokens is not None else self.verifier.embed(token_ids)
+        return rows if self.embedding_scale == 1 else rows * self.embedding_scale
+
     def bind(
-        self, verifier: Verifier, caches: Sequence[LayerCache], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling
+        self, verifier: Verifier, caches: Sequence[Any], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling
     ) -> "BoundDFlash":
         """See `specdec.core.Drafter.bind`.
 
@@ -108,7 +119,7 @@ class DFlashDrafter:
         return BoundDFlash(self, caches, max_num_seqs, draft_sampling)
 
 
-class BoundDFlash:
+class BoundDFlash(BoundDrafter):
     """A `DFlashDrafter` over the paged cache of one engine; see `specdec.core.BoundDrafter`.
 
     Steps without drafts leave the target's features in a ring, since the context of a few positions takes no longer than that of
@@ -123,18 +134,26 @@ class BoundDFlash:
 
     most_deferred = MOST_DEFERRED
 
-    def __init__(
-        self, drafter: DFlashDrafter, caches: Sequence[LayerCache], max_num_seqs: int, draft_sampling: DraftSampling
-    ) -> None:
-        self.drafter, self.caches, self.draft_sampling = drafter, list(caches), draft_sampling
+    def __init__(self, drafter: DFlashDrafter, caches: Sequence[Any], max_num_seqs: int, draft_sampling: DraftSampling) -> None:
+        self.drafter, self.caches = drafter, list(caches)
         self._block: tuple[Tensor, dict[Rope, Angles]] | None = None  # position ids of the block, and their angles
         target, device = drafter.verifier, drafter.verifier.device
         coupling = drafter.config.coupling
-        self._coupling = None if coupling is None else CouplingTable(coupling, device)
+        table = None if coupling is None else CouplingTable(coupling, device)
+        self.drafts = Drafts(draft_sampling, table, drafter.target_ids, drafter.head)
         width = len(drafter.aux_layer_ids) * target.hidden_size
         # Features of position p lie in column p % MOST_DEFERRED; of the last `_deferred` positions nothing is written yet.
         self._ring = torch.zeros(max_num_seqs, MOST_DEFERRED, width, dtype=target.dtype, device=device)
         self._deferred = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+
+    @property
+    def forecasts(self) -> bool:
+        """See `specdec.core.BoundDrafter.forecasts`."""
+        return self.drafts.forecasts
+
+    @forecasts.setter
+    def forecasts(self, wanted: bool) -> None:
+        self.drafts.forecasts = wanted
 
     def begin(self, slot: int, token_ids: Sequence[int]) -> None:
         """Nothing: the context lies in the cache, and prefill writes it."""
@@ -145,38 +164,9 @@ class BoundDFlash:
         self._write_context(verify, batch.forward.position_ids, batch.forward.metadata.slot_mapping)
 
     def propose(self, batch: DecodeBatch) -> DraftOutput:
-        """Drafts a chain, or a tree of the likeliest paths, from one forward."""
-        logits = self.logits(self.draft_hidden(batch))
-        positions = batch.positions(batch.shape.depth + 1)[:, 1:]
-        if batch.shape.is_tree:
-            return self._tree(batch, logits, positions)
-        if self.draft_sampling == "greedy" or batch.sampling.plan.all_greedy:
-            return DraftOutput(token_ids=self._to_target(argmax(logits)[0]))
-        if self.draft_sampling == "coupled":
-            token_ids, _ = self._candidates(batch, logits, positions, 1)
-            return DraftOutput(token_ids=token_ids.squeeze(-1))
-        probs = processed_probs(logits, batch.sampling)
-        draws = uniform(batch.sampling.seeds, of_step(batch.seq_lens, batch.k), Purpose.DRAFT)
-        token_ids = self._to_target(sample_from(probs, draws))
-        target_ids = self.drafter.target_ids
-        candidate_ids = None if target_ids is None else target_ids.expand(probs.shape)
-        return DraftOutput(token_ids=token_ids, probs=probs, candidate_ids=candidate_ids)
-
-    def _tree(self, batch: DecodeBatch, logits: Tensor, positions: Tensor) -> DraftOutput:
-        """The tree of the likeliest paths, if every position's token did not depend on those before it."""
-        count = min(MOST_CANDIDATES if batch.shape.depth > 1 else MOST_NODES, batch.k)  # one position has no more paths than tokens
-        token_ids, scores = self._candidates(batch, logits, positions, count)
-        best = best_first(scores, batch.k)
-        return DraftOutput(token_ids=token_ids.flatten(1).gather(1, best.places), tree=best.tree)
-
-    def _candidates(self, batch: DecodeBatch, logits: Tensor, positions: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """The `count` likeliest tokens of every position, given the noise that the target will choose by if drafts are coupled."""
-        weights, sampling = None, batch.sampling
-        if self.draft_sampling == "greedy":
-            sampling = replace(sampling, plan=SamplingPlan.of([]))  # as of greedy requests
-        elif self._coupling is not None and not sampling.plan.all_greedy:
-            weights = self._coupling.at(sampling.temperature, batch.shape.depth)
-        return candidates(logits, sampling, positions, count, weights=weights, target_ids=self.drafter.target_ids)
+        """Drafts a chain, or a tree of the likeliest paths, from one forward of the backbone."""
+        hidden = self.draft_hidden(batch)
+        return self.drafts.of(batch, Slots(hidden, self.logits(hidden)))
 
     def commit(self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput) -> None:
         """Writes the context of all verified rows, over what the block left there, or puts that of the anchor off."""
@@ -211,10 +201,11 @@ class BoundDFlash:
         depth = batch.shape.depth
         width = drafter.num_lookahead_tokens or drafter.first_row + depth
         masks = drafter.masks[:, : width - 1].expand(batch.num_reqs, -1)
-        token_ids = torch.cat([batch.anchors[:, None], masks], dim=1).reshape(-1)
-        embeddings = self._embed(token_ids)
-        if drafter.embedding_scale != 1:
-            embeddings = embeddings * drafter.embedding_scale
+        if (mask := drafter.model.mask_embedding) is None:
+            embeddings = drafter.embed(torch.cat([batch.anchors[:, None], masks], dim=1).reshape(-1))
+        else:
+            rows = mask.expand(*masks.shape, -1) * drafter.embedding_scale
+            embeddings = torch.cat([drafter.embed(batch.anchors)[:, None], rows], dim=1).flatten(0, 1)
         metadata = batch.metadata(width, visibility="full")
         seen: dict[bool, Visibility] = {True: "causal", False: "full"}
         plans = {causal: drafter.attention.plan(replace(metadata, visibility=seen[causal])) for causal in set(config.causal)}
@@ -239,13 +230,6 @@ class BoundDFlash:
             logits = logits * drafter.config.output_multiplier
         return logits if drafter.softcap is None else drafter.softcap * torch.tanh(logits / drafter.softcap)
 
-    def _embed(self, token_ids: Tensor) -> Tensor:
-        own = self.drafter.model.embed_tokens is not None
-        return self.drafter.network.embed(token_ids) if own else self.drafter.verifier.embed(token_ids)
-
-    def _to_target(self, draft_ids: Tensor) -> Tensor:
-        return draft_ids if self.drafter.target_ids is None else self.drafter.target_ids[draft_ids]
-
     def _write_context(self, verify: VerifyOutput, position_ids: Tensor, slot_mapping: Tensor) -> None:
         assert verify.aux_hidden is not None, "the engine taps aux_layer_ids"
         network = self.drafter.network
@@ -268,6 +252,7 @@ def _attention(config: DFlashConfig, verifier: Verifier) -> AttentionBackend:
         head_dim=config.head_dim,
         windows=frozenset(config.windows),
         non_causal=not all(config.causal),
+        sinks=config.attention_sinks,
     )
     backend = verifier.attention.mha_backend
     if reasons := backend.unsupported_reasons(spec):
@@ -276,7 +261,7 @@ def _attention(config: DFlashConfig, verifier: Verifier) -> AttentionBackend:
 
 
 def load_dflash(path: str | Path | None, *, verifier: Verifier) -> DFlashDrafter:
-    """Loads a DFlash drafter in the z-lab or the speculators layout from a folder or the hub.
+    """Loads a drafter on DFlash's backbone, with a head or without one, from a folder or the hub.
 
     Raises:
         InvalidInputError: no path.
@@ -286,6 +271,11 @@ def load_dflash(path: str | Path | None, *, verifier: Verifier) -> DFlashDrafter
         raise InvalidInputError("the dflash drafter needs a checkpoint; give its folder or hub name")
     config, tensors = read_checkpoint(path)
     with torch.device("meta"):
-        model = DFlashModel(config, own_embeddings="embed_tokens.weight" in tensors, own_head="lm_head.weight" in tensors)
-    model.load_state_dict(tensors, assign=True)
+        model = DFlashModel(
+            config,
+            own_embeddings="embed_tokens.weight" in tensors,
+            own_head="lm_head.weight" in tensors,
+            own_mask="mask_embedding" in tensors,
+        )
+    model.load_state_dict(expanded(tensors, verifier) if config.tied_tables else tensors, assign=True)
     return DFlashDrafter(model, verifier)

@@ -4,10 +4,12 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
-from drafters.algorithms import algorithm_of, stated_algorithm, unsupported
+from drafters.algorithms import algorithm_of, unsupported
 from drafters.dflash.config import MOST_LAYERS, DFlashConfig, default_taps
 from drafters.dflash.coupling import parse_coupling
-from drafters.keys import Keys, is_number, require, section
+from drafters.dflash.families import Family, family_of
+from drafters.dflash.heads import ALGORITHMS, ARCHITECTURES, HEAD_KEYS, parse_head, predicts_from_anchor
+from drafters.keys import Keys, check_known, is_number, require, section
 
 Layout = Literal["z-lab", "speculators"]
 T = TypeVar("T")
@@ -15,13 +17,8 @@ T = TypeVar("T")
 # Keys of close relatives that would change the maths, with the values under which they do not.
 _PLAIN_VALUES: dict[str, tuple[Any, ...]] = {
     "attention_mode": ("gqa", "mha"),
-    "attention_sink_bias": (False,),
-    "attention_value_scale": (1,),
-    "hidden_act": ("silu",),
     "is_neox_style": (True,),
-    "markov_rank": (0,),
-    "projector_type": ("dflash", "dspark"),
-    "shift_label": (False,),
+    "projector_type": ("dflash", "dspark", "domino"),
     "use_aux_hidden_state": (True,),
 }
 
@@ -31,7 +28,13 @@ _OWN_KEYS = {
     "input_embedding_scale", "is_causal", "layer_types", "logit_scale", "mask_token_id", "num_target_layers",
     "output_multiplier", "sample_from_anchor", "sliding_window", "sliding_window_non_causal", "swa_window_size",
     "target_hidden_size", "target_layer_ids", "use_sliding_window", "use_swa",
+    "attention_sink_bias", "attention_value_scale", "conv_group_size", "conv_kernel_size", "dspark_bonus_anchor",
+    "partial_rotary_factor", "shift_label", "tied_tables",
+    "loss_decay_gamma", "num_anchors",  # of training
 }  # fmt: skip
+
+_BESIDE_LAYERS = {"coupling", "dflare_config", "dflash_config", "embed_requires_grad", "max_anchors"}
+"""What else a file of speculators may say."""
 
 
 def parse_config(raw: Mapping[str, Any]) -> DFlashConfig:
@@ -40,13 +43,16 @@ def parse_config(raw: Mapping[str, Any]) -> DFlashConfig:
     Raises:
         CheckpointError: another kind of drafter, or a missing, malformed or contradictory value.
     """
-    require(algorithm_of(raw) == "dflash", unsupported(algorithm_of(raw)))
-    own = section(raw, "dflash_config")
-    keys = Keys([own, raw, section(raw, "transformer_layer_config")])
-    _check_keys(keys, own)
+    algorithm = algorithm_of(raw)
+    require(algorithm in ALGORITHMS, unsupported(algorithm))
+    own, family = section(raw, "dflash_config") or section(raw, "dflare_config"), family_of(raw)
+    keys = Keys([own, raw, section(raw, "transformer_layer_config"), family.defaults])
+    _check_keys(raw, keys, own, family)
     layer_count = keys.required("num_hidden_layers")
     require(1 <= layer_count <= MOST_LAYERS, f"num_hidden_layers is {layer_count}; it must lie in [1, {MOST_LAYERS:,}]")
-    windows, causal = _layer_kinds(keys, layer_count)
+    # Speculators' DFlash 2 looks both ways unless it says otherwise.
+    windows, causal = _layer_kinds(keys, layer_count, non_causal=raw.get("speculators_model_type") == "dflash2")
+    keys_as_values = family.gemma and _or(keys.flag("attention_k_eq_v"), False)
     hidden_size, heads, vocab_size = keys.required("hidden_size"), keys.required("num_attention_heads"), keys.required("vocab_size")
     draft_vocab_size = keys.integer("draft_vocab_size")
     verifier = section(section(raw, "speculators_config"), "verifier")
@@ -61,22 +67,35 @@ def parse_config(raw: Mapping[str, Any]) -> DFlashConfig:
         hidden_size=hidden_size,
         intermediate_size=keys.required("intermediate_size"),
         num_attention_heads=heads,
-        num_key_value_heads=keys.required("num_key_value_heads"),
-        head_dim=_or(keys.integer("head_dim"), hidden_size // max(heads, 1)),
+        num_key_value_heads=keys.required("num_global_key_value_heads" if keys_as_values else "num_key_value_heads"),
+        head_dim=_head_dim(keys, family, hidden_size // max(heads, 1)),
         vocab_size=vocab_size,
-        rope_parameters=_rope_parameters(keys),
+        rope_parameters=_rope_parameters(keys, windows),
         max_position_embeddings=keys.required("max_position_embeddings"),
         rms_norm_eps=_or(keys.number("rms_norm_eps"), 1e-6),
         attention_bias=_or(keys.flag("attention_bias"), False),
-        sample_from_anchor=_or(keys.flag("sample_from_anchor"), stated_algorithm(raw) == "dspark"),
+        sample_from_anchor=predicts_from_anchor(raw, algorithm, keys),
         input_embedding_scale=keys.number("input_embedding_scale"),
         output_multiplier=_or(keys.number("output_multiplier"), _or(keys.number("logit_scale"), 1.0)),
         final_logit_softcapping=keys.number("final_logit_softcapping") or None,
         draft_vocab_size=None if draft_vocab_size == vocab_size else draft_vocab_size,
-        num_target_layers=keys.integer("num_target_layers"),
+        num_target_layers=keys.integer("target_num_hidden_layers" if family.latent else "num_target_layers"),
         target_hidden_size=keys.integer("target_hidden_size"),
         verifier_name=verifier.get("name_or_path") or keys.find("verifier_name_or_path"),
         verifier_architectures=tuple(architectures),
+        conv_kernel_size=keys.integer("conv_kernel_size"),
+        conv_group_size=keys.integer("conv_group_size"),
+        attention_sinks=_or(keys.flag("attention_sink_bias"), False),
+        attention_value_scale=_or(keys.number("attention_value_scale"), 1.0),
+        attention_gate=family.gate(keys),
+        tap_norms=family.laguna or _or(keys.flag("fc_norm"), False),
+        norms_context=family.laguna,
+        mixes_taps=family.mixes_taps,
+        gemma=family.gemma,
+        keys_as_values=keys_as_values,
+        latent=family.sizes(keys),
+        head=parse_head(algorithm, keys),
+        tied_tables=_or(keys.flag("tied_tables"), False),
         coupling=parse_coupling(raw.get("coupling")),
     )
     _check_alignment(raw, config)
@@ -89,6 +108,8 @@ def config_json(config: DFlashConfig, layout: Layout, *, dtype: str) -> dict[str
     Raises:
         CheckpointError: the layout cannot express this drafter.
     """
+    peculiar = config.peculiarities
+    require(not peculiar, f"a drafter with {' and '.join(peculiar)} can be read, but not written in the public layouts")
     written = _to_zlab(config, dtype) if layout == "z-lab" else _to_speculators(config, dtype)
     return written | ({} if config.coupling is None else {"coupling": config.coupling.json()})
 
@@ -97,16 +118,22 @@ def _or(value: T | None, default: T) -> T:
     return default if value is None else value
 
 
-def _check_keys(keys: Keys, own: Mapping[str, Any]) -> None:
-    """Refuses what would change the maths: keys of `dflash_config` that are not known, and values of relatives."""
-    known = _OWN_KEYS | _PLAIN_VALUES.keys()
-    unknown = [name for name in own if name not in known]
-    require(
-        not unknown,
-        f"dflash_config says {unknown[0] if unknown else ''}, which this loader does not know (known: {', '.join(sorted(known))});"
-        " take it out of config.json if the drafter is the same without it",
-    )
-    for key, plain in _PLAIN_VALUES.items():
+def _head_dim(keys: Keys, family: Family, default: int) -> int:
+    """Numbers of a query head."""
+    if sizes := family.sizes(keys):
+        return sizes.nope + sizes.rope
+    return _or(keys.integer("global_head_dim" if family.gemma else "head_dim"), default)
+
+
+def _check_keys(raw: Mapping[str, Any], keys: Keys, own: Mapping[str, Any], family: Family) -> None:
+    """Refuses what would change the maths: keys of `dflash_config`, or in the layout of speculators beside the layers, that are not
+    known, and values of relatives.
+    """
+    known = _OWN_KEYS | HEAD_KEYS | _PLAIN_VALUES.keys()
+    check_known(own, known, "dflash_config")
+    if "speculators_model_type" in raw:
+        check_known(raw, known | _BESIDE_LAYERS, "config.json")
+    for key, plain in (_PLAIN_VALUES | dict(family.plain_values)).items():
         value = keys.find(key)
         require(value is None or value in plain, f"DFlash with {key} {value!r} is not supported yet; supported: {plain[0]!r}")
 
@@ -125,12 +152,12 @@ def _target_layer_ids(keys: Keys, layer_count: int) -> tuple[int, ...]:
     return tuple(i - shift for i in ids)
 
 
-def _layer_kinds(keys: Keys, layer_count: int) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
+def _layer_kinds(keys: Keys, layer_count: int, *, non_causal: bool) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
     """Window and causality of every layer.
 
     A stated `is_causal`, `causal` or JetSpec's `causal_head` holds for all layers. Otherwise full layers are bidirectional inside
     the block, and sliding layers are causal unless `sliding_window_non_causal` says that they are not. `use_swa` slides all
-    layers, and leaves causal those alone that `layer_types` names as sliding.
+    layers, and leaves causal those alone that `layer_types` names as sliding. `non_causal` holds where nothing is said.
     """
     stated_window = keys.find("swa_window_size") or keys.find("sliding_window")
     kinds = keys.find("layer_types")
@@ -153,23 +180,31 @@ def _layer_kinds(keys: Keys, layer_count: int) -> tuple[tuple[int | None, ...], 
         f"layer {sliding.index(True) if any(sliding) else 0} is sliding_attention but config.json enables no window;"
         " set sliding_window, and use_sliding_window to true",
     )
-    own, top, layers = keys.places
-    outer, inner = Keys([top, layers, own]), Keys([own])
+    own, top, layers, defaults = keys.places
+    outer, inner = Keys([top, layers, own, defaults]), Keys([own])
     answers = (outer.flag("is_causal"), inner.flag("causal"), keys.flag("causal_head"))
     stated = next((answer for answer in answers if answer is not None), None)
-    non_causal = _or(keys.flag("sliding_window_non_causal"), False)
+    non_causal = _or(keys.flag("sliding_window_non_causal"), non_causal)
     causal = tuple(stated if stated is not None else slides and not non_causal for slides in by_type)
     return tuple(stated_window if is_sliding else None for is_sliding in sliding), causal
 
 
-def _rope_parameters(keys: Keys) -> dict[str, Any]:
+def _rope_parameters(keys: Keys, windows: tuple[int | None, ...]) -> dict[str, Any]:
     """RoPE in the Transformers 5 form, from that form or from `rope_theta` and `rope_scaling`."""
     stated = keys.find("rope_parameters") or keys.find("rope_scaling") or {}
+    kinds = {"full_attention" if window is None else "sliding_attention" for window in windows}
+    if isinstance(stated, Mapping) and any(isinstance(value, Mapping) for value in stated.values()) and len(kinds) == 1:
+        stated = stated.get(*kinds) or {}  # one set for each kind of layer, of which the drafter has one
+    if kinds == {"sliding_attention"}:
+        stated = keys.find("swa_rope_parameters") or stated
     flat = isinstance(stated, Mapping) and not any(isinstance(value, Mapping) for value in stated.values())
     require(flat, f"RoPE parameters are {stated!r}; one set for all layers is supported")
     parameters = {name: value for name, value in stated.items() if name != "type" and value is not None}
     parameters.setdefault("rope_type", stated.get("type", "default"))
     parameters.setdefault("rope_theta", keys.find("rope_theta"))
+    partial = keys.number("partial_rotary_factor")
+    if partial not in (None, 1):
+        parameters.setdefault("partial_rotary_factor", partial)
     theta = parameters["rope_theta"]
     require(is_number(theta) and theta > 0, f"rope_theta is {reprlib.repr(theta)}; config.json must give RoPE's base frequency")
     for name in {"factor", "original_max_position_embeddings"} & parameters.keys():
@@ -228,14 +263,27 @@ def _layer_section(config: DFlashConfig, dtype: str) -> dict[str, Any]:
     return section | {name: value for name, value in optional.items() if value is not None}
 
 
+def _convolutions(config: DFlashConfig) -> dict[str, Any]:
+    sizes = {"conv_kernel_size": config.conv_kernel_size, "conv_group_size": config.conv_group_size}
+    return sizes if config.convolves else {}
+
+
 def _to_zlab(config: DFlashConfig, dtype: str) -> dict[str, Any]:
-    require(config.num_target_layers is not None, "num_target_layers is unknown; the z-lab layout needs the target's layer count")
+    require(
+        config.num_target_layers is not None,
+        "num_target_layers is unknown; the z-lab layout needs the target's layer count (specdec convert --model)",
+    )
     by_kind = all(causal == (window is not None) for window, causal in zip(config.windows, config.causal, strict=True))
     require(by_kind or len(set(config.causal)) == 1, f"causality {config.causal} by layer has no key in the z-lab layout")
-    own = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)}
-    if config.sample_from_anchor:
-        own["sample_from_anchor"] = True
-    result = {"architectures": ["DFlashDraftModel"], **_layer_section(config, dtype), "block_size": config.block_size}
+    own = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids), **_convolutions(config)}
+    head = {} if config.head is None else config.head.json()
+    if config.tied_tables:
+        own["tied_tables"] = True
+    if config.sample_from_anchor or head:
+        own["sample_from_anchor"] = config.sample_from_anchor
+    own |= head | ({"projector_type": "dspark"} if config.algorithm == "dspark" else {})
+    architecture = ARCHITECTURES[config.algorithm]["z-lab"]
+    result = {"architectures": [architecture], **_layer_section(config, dtype), "block_size": config.block_size}
     optional = {
         "is_causal": None if by_kind else config.causal[0],
         "draft_vocab_size": config.draft_vocab_size,
@@ -254,6 +302,9 @@ def _to_speculators(config: DFlashConfig, dtype: str) -> dict[str, Any]:
         config.num_target_layers is None or config.num_target_layers - 1 not in config.target_layer_ids,
         f"tap {(config.num_target_layers or 0) - 1} is the target's last layer, which the speculators layout cannot name",
     )
+    require(not config.tied_tables, "tied tables have no key in the speculators layout; write the tables themselves")
+    architecture = ARCHITECTURES[config.algorithm].get("speculators")
+    require(architecture is not None, f"the speculators layout has no {config.algorithm}; write the z-lab layout")
     method = {
         "proposal_type": "greedy",
         "speculative_tokens": config.max_draft_tokens,
@@ -262,10 +313,10 @@ def _to_speculators(config: DFlashConfig, dtype: str) -> dict[str, Any]:
     }
     verifier = {"name_or_path": config.verifier_name, "architectures": list(config.verifier_architectures)}
     return {
-        "architectures": ["DFlashSpeculator"],
-        "speculators_model_type": "dflash",
+        "architectures": [architecture],
+        "speculators_model_type": config.algorithm,
         "speculators_config": {
-            "algorithm": "dflash",
+            "algorithm": config.algorithm,
             "default_proposal_method": "greedy",
             "proposal_methods": [method],
             "verifier": verifier,
@@ -280,4 +331,6 @@ def _to_speculators(config: DFlashConfig, dtype: str) -> dict[str, Any]:
         "sliding_window_non_causal": True not in sliding,
         "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
         "target_hidden_size": config.target_hidden_size,
+        **_convolutions(config),
+        **({} if config.head is None else config.head.json()),
     }

@@ -9,75 +9,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drafters.dflash.config import DFlashConfig
-from specdec.layers.rotary import Angles, Rope, rotate
+from drafters.dflash.latent import LatentProjections
+from drafters.dflash.layers import DFlashAttention, DFlashLayer, GemmaLayer, Keep, turned, values_of
+from specdec.layers.rotary import Angles, Rope
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """`(layer, query [..., heads, D], key [..., kv_heads, D], value [..., kv_heads, D]) -> [..., heads, D]`, context included."""
-
-Keep = Callable[[Tensor], Tensor]
-"""Rows of `[rows, ...]` whose final states are wanted."""
-
-
-class DFlashAttention(nn.Module):
-    """Projections of one draft layer; the attention itself is the caller's."""
-
-    def __init__(self, config: DFlashConfig) -> None:
-        super().__init__()
-        hidden, bias = config.hidden_size, config.attention_bias
-        query, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-        self.head_dim = config.head_dim
-        self.q_proj = nn.Linear(hidden, query, bias=bias)
-        self.k_proj = nn.Linear(hidden, kv, bias=bias)
-        self.v_proj = nn.Linear(hidden, kv, bias=bias)
-        self.o_proj = nn.Linear(query, hidden, bias=bias)
-        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-
-    def project(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value [..., heads, head_dim] of block rows [..., H]."""
-        query, key, value = (p(hidden).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
-        return rotate(self.q_norm(query), cos, sin), rotate(self.k_norm(key), cos, sin), value
-
-
-class DFlashMLP(nn.Module):
-    """Gated SiLU."""
-
-    def __init__(self, config: DFlashConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[..., H] to [..., H]."""
-        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
-
-
-class DFlashLayer(nn.Module):
-    """One draft layer."""
-
-    def __init__(self, config: DFlashConfig) -> None:
-        super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.self_attn = DFlashAttention(config)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = DFlashMLP(config)
-
-    def forward(
-        self,
-        hidden: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
-        keep: Keep | None = None,
-    ) -> Tensor:
-        """[..., H] to [..., H], of the rows to keep."""
-        query, key, value = self.self_attn.project(self.input_layernorm(hidden), cos, sin)
-        attended = attend(query, key, value).flatten(-2)
-        if keep is not None:
-            hidden, attended = keep(hidden), keep(attended)
-        hidden = hidden + self.self_attn.o_proj(attended)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class DFlashModel(nn.Module):
@@ -87,25 +24,34 @@ class DFlashModel(nn.Module):
         config: the drafter.
         own_embeddings, own_head: the checkpoint brings its own instead of borrowing the target's; a reduced vocabulary always
             brings its head.
+        own_mask: it brings the embedding of the rows after the anchor.
     """
 
-    def __init__(self, config: DFlashConfig, *, own_embeddings: bool = False, own_head: bool = False) -> None:
+    def __init__(
+        self, config: DFlashConfig, *, own_embeddings: bool = False, own_head: bool = False, own_mask: bool = False
+    ) -> None:
         super().__init__()
-        hidden, eps = config.hidden_size, config.rms_norm_eps
+        hidden, eps, taps = config.hidden_size, config.rms_norm_eps, len(config.target_layer_ids)
         self.config = config
-        self.layers = nn.ModuleList(DFlashLayer(config) for _ in range(config.num_hidden_layers))
-        self.fc = nn.Linear(config.feature_size, hidden, bias=False)
+        layer = GemmaLayer if config.gemma else DFlashLayer
+        self.layers = nn.ModuleList(layer(config) for _ in range(config.num_hidden_layers))
+        self.fc = None if config.mixes_taps else nn.Linear(config.feature_size, hidden, bias=False)
+        mixture = torch.zeros(config.num_hidden_layers, taps)
+        self.layer_fusion_weights = nn.Parameter(mixture) if config.mixes_taps else None
+        norms = [nn.RMSNorm(config.tap_width, eps=eps) for _ in range(taps)] if config.tap_norms else None
+        self.aux_hidden_norms = None if norms is None else nn.ModuleList(norms)
         self.hidden_norm = nn.RMSNorm(hidden, eps=eps)
         self.norm = nn.RMSNorm(hidden, eps=eps)
         self.embed_tokens = nn.Embedding(config.vocab_size, hidden) if own_embeddings else None
         draft_vocab = config.draft_vocab_size
         own_head = own_head or draft_vocab is not None
+        self.mask_embedding = nn.Parameter(torch.zeros(hidden)) if own_mask else None
         self.lm_head = nn.Linear(hidden, draft_vocab or config.vocab_size, bias=False) if own_head else None
         self.d2t: Tensor | None
         self.register_buffer("d2t", None if draft_vocab is None else torch.zeros(draft_vocab, dtype=torch.long))
-        # mscale and mscale_all_dim describe the target's attention; drafters are trained with YaRN's plain 1 + 0.1 ln(factor).
-        rope = {name: value for name, value in config.rope_parameters.items() if not name.startswith("mscale")}
-        self.rope = Rope.of(rope, config.head_dim, config.max_position_embeddings)
+        for name, module in ({} if config.head is None else config.head.modules(config.head_sizes)).items():
+            self.add_module(name, module)
+        self.rope = rope_of(config, whole=False)
 
     def context_kv(self, features: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values that context positions contribute to every layer; they depend on nothing but the target's features.
@@ -119,18 +65,40 @@ class DFlashModel(nn.Module):
         """
         config = self.config
         weight, bias, norms = self.context_projection()
-        context = self.hidden_norm(self.fc(features))
-        shape = (config.num_hidden_layers, 2, config.num_key_value_heads, config.head_dim)
-        key, value = F.linear(context, weight, bias).unflatten(-1, shape).unbind(-3)
+        shape = (config.num_hidden_layers, -1, config.num_key_value_heads, config.head_dim)
+        if self.layer_fusion_weights is None:
+            rows = F.linear(self.context(features), weight, bias).unflatten(-1, shape)
+        else:  # every layer has rows of its own
+            rows = torch.einsum("...lh,loh->...lo", self.context(features), weight.unflatten(0, (config.num_hidden_layers, -1)))
+            rows = (rows if bias is None else rows + bias.view(config.num_hidden_layers, -1)).flatten(-2).unflatten(-1, shape)
+        key, value = rows[..., 0, :, :], rows[..., -1, :, :]
         key = F.rms_norm(key, (config.head_dim,), eps=config.rms_norm_eps) * norms[:, None]
         cos, sin = self._angles(position_ids, key.dtype)
-        return rotate(key, cos[..., None, :, :], sin[..., None, :, :]), value
+        return turned(key, cos[..., None, :, :], sin[..., None, :, :]), values_of(value, config)
+
+    def context(self, features: Tensor) -> Tensor:
+        """What is projected to keys and values, from features [..., num_taps * H_target].
+
+        Returns:
+            [..., H], or [..., num_layers, H] where layers have mixtures of their own.
+        """
+        config = self.config
+        taps = features.unflatten(-1, (-1, config.tap_width))
+        if self.aux_hidden_norms is not None:
+            normed = [norm(tap) for norm, tap in zip(self.aux_hidden_norms, taps.unbind(-2), strict=True)]
+            features = torch.cat(normed, dim=-1)
+        if self.layer_fusion_weights is not None:
+            mixture = torch.softmax(self.layer_fusion_weights.float(), dim=-1).to(taps.dtype)
+            return self.hidden_norm(mixture @ taps)
+        assert self.fc is not None
+        context = self.hidden_norm(self.fc(features))
+        return F.rms_norm(context, context.shape[-1:], eps=config.rms_norm_eps) if config.norms_context else context
 
     def block_forward(self, embeddings: Tensor, position_ids: Tensor, attend: Attend, keep: Keep | None = None) -> Tensor:
         """Final hidden states [..., H], normed, of block rows.
 
         Args:
-            embeddings: [..., H], scaled input embeddings of the anchor and the masks.
+            embeddings: [..., H], scaled input embeddings of the anchor and the masks; with convolutions [..., n * block_size, H].
             position_ids: int64 [...].
             attend: attention of a layer over its context and the block.
             keep: rows that are wanted, since nothing sees the others after the last attention; None for all.
@@ -142,15 +110,46 @@ class DFlashModel(nn.Module):
         return self.norm(hidden)
 
     def context_projection(self) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Key and value projections of all layers as one weight and bias, and the key norms [num_layers, head_dim]."""
-        attentions = [cast(DFlashLayer, layer).self_attn for layer in self.layers]
-        projections = [projection for attention in attentions for projection in (attention.k_proj, attention.v_proj)]
-        weight = torch.cat([projection.weight for projection in projections])
-        bias = torch.cat([projection.bias for projection in projections]) if self.config.attention_bias else None
-        norms: list[Tensor] = [attention.k_norm.weight for attention in attentions]
-        return weight, bias, torch.stack(norms)
+        """Key and value projections of all layers as one weight and bias, and the key norms [num_layers, head_dim].
+
+        Where layers norm the context, the weight of their norm is a part of it. Of latent attention it is what makes the latents,
+        and the norms [num_layers, rank] are those of their compressed parts.
+        """
+        if self.config.latent is not None:
+            latents = [cast(LatentProjections, cast(DFlashLayer, layer).self_attn) for layer in self.layers]
+            gains: list[Tensor] = [latent.kv_a_layernorm.weight for latent in latents]
+            return torch.cat([latent.kv_a_proj_with_mqa.weight for latent in latents]), None, torch.stack(gains)
+        layers = [cast(DFlashLayer, layer) for layer in self.layers]
+        weights, biases = list[Tensor](), list[Tensor]()
+        for layer in layers:
+            attention = cast(DFlashAttention, layer.self_attn)
+            pair = (
+                (attention.k_proj_target, attention.v_proj_target)
+                if self.config.mixes_taps
+                else (attention.k_proj, attention.v_proj)
+            )
+            for projection in pair:
+                if projection is not None:
+                    gain = layer.input_layernorm.weight if self.config.norms_context else None
+                    weights.append(projection.weight if gain is None else projection.weight * gain)
+                    biases.append(projection.bias)
+        bias = torch.cat(biases) if self.config.attention_bias else None
+        norms: list[Tensor] = [cast(DFlashAttention, layer.self_attn).k_norm.weight for layer in layers]
+        return torch.cat(weights), bias, torch.stack(norms)
 
     def _angles(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         if self.rope.frequencies.device != position_ids.device:
             self.rope = self.rope.to(position_ids.device)
         return Angles.of(position_ids, self.rope, dtype).doubled
+
+
+def rope_of(config: DFlashConfig, *, whole: bool) -> Rope:
+    """The rotation of heads: of all their numbers, in the order that the decoder stack wants, or of the turned ones alone."""
+    if config.latent is not None:
+        return Rope.of(config.rope_parameters, config.latent.rope, config.max_position_embeddings)
+    # mscale and mscale_all_dim describe the target's attention; drafters are trained with YaRN's plain 1 + 0.1 ln(factor).
+    parameters = {name: value for name, value in config.rope_parameters.items() if not name.startswith("mscale")}
+    rope = Rope.of(parameters, config.head_dim, config.max_position_embeddings)
+    if whole or rope.rotated in (None, config.head_dim):
+        return rope
+    return Rope.of(parameters | {"partial_rotary_factor": None}, rope.rotated, config.max_position_embeddings)

@@ -6,41 +6,50 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from drafters.dflash.model import DFlashLayer, DFlashModel, Keep
+from drafters.dflash.context import Context, norm_of
+from drafters.dflash.convolution import DFlashConvolution
+from drafters.dflash.latent import LatentProjections, split_latents
+from drafters.dflash.layers import DFlashAttention, DFlashLayer, GemmaLayer, Keep
+from drafters.dflash.model import DFlashModel, rope_of
 from specdec.attention.backend import AttentionBackend
-from specdec.kv_cache import LayerCache
+from specdec.attention.mla import MlaBackend
 from specdec.layers.attention import HeadAttention
 from specdec.layers.decoder import Decoder, DecoderLayer
+from specdec.layers.grouped_convolution import GroupedConvolution
+from specdec.layers.latent_attention import LatentAttention
 from specdec.layers.linear import Linear, linear
-from specdec.layers.mlp import GatedMLP
+from specdec.layers.mlp import ConvolvedMLP, GatedMLP
 from specdec.layers.norm import Norm
 from specdec.layers.ops import Heads, ops_for
-from specdec.layers.rotary import Angles, Rope
+from specdec.layers.rotary import Angles, Rope, rotate, rotation_order
 
 
 class DFlashNetwork:
     """`DFlashModel.block_forward` and `context_kv` with the cache writes in them. Runs share it.
 
     Args:
-        model: on its device; its projections become views of joined ones, so that nothing is stored twice.
+        model: on its device; its projections become views of joined ones, so that nothing is stored twice, and heads of which a
+            part alone is rotated are put into another order.
         attention: of the draft layers.
 
     Attributes:
         head: the drafter's own head; None where it borrows the target's.
     """
 
-    def __init__(self, model: DFlashModel, attention: AttentionBackend) -> None:
-        self._config, self._attention, self._ops = model.config, attention, ops_for(attention)
+    def __init__(self, model: DFlashModel, attention: AttentionBackend | MlaBackend) -> None:
+        self._config, self._attention = model.config, attention
+        self._ops = ops_for(attention, convolves=model.config.convolves)
         self._backends = [attention] * len(model.layers)
-        device, epsilon = attention.spec.device, model.config.rms_norm_eps
-        self._rope = model.rope.to(device)
-        layers = [self._layer(cast(DFlashLayer, layer), index) for index, layer in enumerate(model.layers)]
-        self._decoder = Decoder(layers, Norm(model.norm.weight, epsilon), ops=self._ops)
-        self._features = linear(model.fc.weight)
-        self._context_norm = Norm(model.hidden_norm.weight, epsilon)
-        weight, bias, key_norms = model.context_projection()
-        self._context_kv = linear(weight, bias)
-        self._key_norms = [Norm(gain, epsilon) for gain in key_norms]
+        self._rope = rope_of(model.config, whole=True).to(attention.spec.device)
+        _pair_up(model, self._rope)
+        ones = torch.ones(model.config.head_dim, device=attention.spec.device)
+        self._value_norm = Norm(ones, model.config.rms_norm_eps) if model.config.gemma else None
+        layers = [self._layer(cast(DFlashLayer | GemmaLayer, layer), index) for index, layer in enumerate(model.layers)]
+        self._decoder = Decoder(layers, norm_of(model.norm, model.config.gemma), ops=self._ops)
+        self._context = Context(model, self._ops)
+        rounds_last, gains = model.config.gemma, model.context_projection()[2]
+        wide = torch.promote_types(gains.dtype, torch.float32) if rounds_last else gains.dtype
+        self._norms = [Norm(gain.to(wide), model.config.rms_norm_eps) for gain in gains]
         self._table = None if model.embed_tokens is None else model.embed_tokens.weight
         self.head = None if model.lm_head is None else linear(model.lm_head.weight)
 
@@ -57,52 +66,120 @@ class DFlashNetwork:
         self,
         embeddings: Tensor,
         angles: dict[Rope, Angles],
-        caches: Sequence[LayerCache],
+        caches: Sequence[Any],
         plans: Mapping[bool, Any],
         keep: Keep,
     ) -> Tensor:
-        """Final hidden states [rows to keep, H], normed, of block rows `embeddings` [T, H].
+        """Final hidden states [rows to keep, H] of block rows `embeddings` [T, H].
 
         One cache per layer, and a plan for causal layers and for others as far as there are any.
         """
         layer_plans = [plans[causal] for causal in self._config.causal]
         return self._decoder(embeddings, angles, self._backends, caches, layer_plans, keep=keep)[0]
 
-    def write_context(
-        self, features: Tensor, angles: dict[Rope, Angles], caches: Sequence[LayerCache], slot_mapping: Tensor
-    ) -> None:
+    def write_context(self, features: Tensor, angles: dict[Rope, Angles], caches: Sequence[Any], slot_mapping: Tensor) -> None:
         """Writes what rows of the target's features [T, num_taps * H_target] contribute to every layer's cache."""
-        config = self._config
-        context = self._ops.norm(self._features(features), self._context_norm)
-        shape = (config.num_hidden_layers, 2, config.num_key_value_heads, config.head_dim)
-        rows, turn = self._context_kv(context).unflatten(-1, shape), angles[self._rope]
-        for index, (cache, norm) in enumerate(zip(caches, self._key_norms, strict=True)):
-            self._ops.write(self._attention, rows[:, index, 0], rows[:, index, 1], norm, turn, cache, slot_mapping)
+        rows, turn = self._context.rows(features), angles[self._rope]
+        if isinstance(self._attention, MlaBackend):
+            compressed, key_rope = split_latents(rows, self._config)
+            rotated = rotate(key_rope, *turn.doubled)  # the same for all layers, which stand where heads do
+            for index, (cache, norm) in enumerate(zip(caches, self._norms, strict=True)):
+                part = self._ops.norm(compressed[:, index].contiguous(), norm)
+                self._attention.write(cache, part, rotated[:, index], slot_mapping)
+            return
+        values = rows[:, :, -1]
+        if self._value_norm is not None:
+            values = self._ops.norm(values.reshape(-1, values.shape[-1]), self._value_norm).view(values.shape)
+        for index, (cache, norm) in enumerate(zip(caches, self._norms, strict=True)):
+            self._ops.write(self._attention, rows[:, index, 0], values[:, index], norm, turn, cache, slot_mapping)
 
-    def _layer(self, layer: DFlashLayer, index: int) -> DecoderLayer:
-        attention, mlp, epsilon = layer.self_attn, layer.mlp, self._config.rms_norm_eps
-        heads = Heads(
-            scale=self._config.head_dim**-0.5,
-            window=self._config.windows[index],
-            query_norm=Norm(attention.q_norm.weight, epsilon),
-            key_norm=Norm(attention.k_norm.weight, epsilon),
-        )
+    def _layer(self, layer: DFlashLayer | GemmaLayer, index: int) -> DecoderLayer:
+        gemma, mlp = self._config.gemma, layer.mlp
+        shared: dict[str, Any] = {
+            "input_norm": norm_of(layer.input_layernorm, gemma),
+            "attention": self._latent_attention_of(layer.self_attn)
+            if isinstance(layer.self_attn, LatentProjections)
+            else self._attention_of(layer.self_attn, index),
+            "output": _join(layer.self_attn.o_proj),
+        }
+        gated = GatedMLP(_join(mlp.gate_proj, mlp.up_proj), _join(mlp.down_proj), "gelu_tanh" if gemma else "silu")
+        if isinstance(layer, GemmaLayer):
+            return DecoderLayer(
+                **shared,
+                attention_norm=norm_of(layer.post_attention_layernorm, gemma),
+                mlp_norm=norm_of(layer.pre_feedforward_layernorm, gemma),
+                mlp=gated,
+                output_norm=norm_of(layer.post_feedforward_layernorm, gemma),
+                factor=layer.layer_scalar,
+            )
         return DecoderLayer(
-            input_norm=Norm(layer.input_layernorm.weight, epsilon),
-            attention=HeadAttention(_join(attention.q_proj, attention.k_proj, attention.v_proj), heads, self._rope),
-            output=_join(attention.o_proj),
-            mlp_norm=Norm(layer.post_attention_layernorm.weight, epsilon),
-            mlp=GatedMLP(_join(mlp.gate_proj, mlp.up_proj), _join(mlp.down_proj)),
+            **shared,
+            mlp_norm=norm_of(layer.post_attention_layernorm),
+            mlp=gated if layer.mlp_conv is None else ConvolvedMLP(gated, _convolution(layer.mlp_conv)),
+            convolution=None if layer.attention_conv is None else _convolution(layer.attention_conv),
         )
+
+    def _latent_attention_of(self, attention: LatentProjections) -> LatentAttention:
+        assert isinstance(self._attention, MlaBackend)
+        return attention.on_the_stack(self._config, _join(*attention.first), self._rope, self._attention.spec)
+
+    def _attention_of(self, attention: DFlashAttention, index: int) -> HeadAttention:
+        config, sinks = self._config, attention.attention_sink_bias
+        heads = Heads(
+            scale=1.0 if config.gemma else config.head_dim**-0.5,
+            window=config.windows[index],
+            sinks=None if sinks is None else sinks.detach(),
+            query_norm=norm_of(attention.q_norm, config.gemma),
+            key_norm=norm_of(attention.k_norm, config.gemma),
+            value_norm=self._value_norm,
+        )
+        joined = [attention.q_proj, attention.k_proj, attention.v_proj, attention.g_proj]
+        return HeadAttention(
+            _join(*(projection for projection in joined if projection is not None)),
+            heads,
+            self._rope,
+            gate=None if attention.g_proj is None else "softplus",
+            value_scale=config.attention_value_scale,
+        )
+
+
+def _convolution(module: DFlashConvolution) -> GroupedConvolution:
+    return GroupedConvolution(module.base_kernel.detach(), _join(module.kernel_projection), module.width)
+
+
+@torch.no_grad()
+def _pair_up(model: DFlashModel, rope: Rope) -> None:
+    """Puts the numbers of query and key heads into the order in which the decoder stack rotates them."""
+    if model.config.latent is not None:
+        for layer in model.layers:
+            cast(LatentProjections, cast(DFlashLayer, layer).self_attn).put_halves_first(model.config)
+        return
+    width = model.config.head_dim
+    order = rotation_order(width, rope.rotated or width, interleaved=False)
+    if order is None:
+        return
+    for layer in model.layers:
+        attention = cast(DFlashAttention, cast(DFlashLayer, layer).self_attn)
+        for projection in (attention.q_proj, attention.k_proj, attention.k_proj_target):
+            for parameter in () if projection is None else projection.parameters():
+                parameter.data = parameter.data.unflatten(0, (-1, width))[:, order].flatten(0, 1)
+        for norm in (attention.q_norm, attention.k_norm):
+            norm.weight.data = norm.weight.data[order]
 
 
 @torch.no_grad()
 def _join(*projections: nn.Linear) -> Linear:
-    """The projections as one product; where there are several, their own weights become views of it."""
+    """The projections as one product; where there are several, their own weights become views of it.
+
+    Gates have no bias where the projections beside them have one.
+    """
     if len(projections) == 1:
         return linear(projections[0].weight, projections[0].bias)
     weight = torch.cat([projection.weight for projection in projections])
-    biases: list[Tensor] = [projection.bias for projection in projections if projection.bias is not None]
+    biases: list[Tensor] = [
+        weight.new_zeros(projection.out_features) if projection.bias is None else projection.bias for projection in projections
+    ]
+    bias = None if all(projection.bias is None for projection in projections) else torch.cat(biases)
     for projection, part in zip(projections, weight.split([p.out_features for p in projections]), strict=True):
         projection.weight.data = part
-    return linear(weight, torch.cat(biases) if biases else None)
+    return linear(weight, bias)

@@ -5,13 +5,10 @@ from pathlib import Path
 from drafters.checkpoint import find_folder, naming
 from drafters.mtp.assistant import AssistantDrafter
 from drafters.mtp.network import PredictionNetwork
-from drafters.sequential.drafter import SequentialDrafter
+from drafters.sequential.drafter import USUAL_DRAFTS, SequentialDrafter
 from specdec.core import Verifier
 from specdec.layers.prediction import PredictionLayers
 from specdec.registry import PARTS, resolve
-
-MOST_DRAFTS = 7
-"""Largest k. The layers of one depth draft all of them, and each draft is less sure than the one before it."""
 
 
 def load_mtp(path: str | Path | None = None, *, verifier: Verifier) -> SequentialDrafter:
@@ -29,4 +26,4 @@ def load_mtp(path: str | Path | None = None, *, verifier: Verifier) -> Sequentia
         with naming(path):
             layers = read(verifier, folder)
     kind = AssistantDrafter if layers.reads_target else SequentialDrafter
-    return kind(PredictionNetwork(layers, verifier), verifier, max_draft_tokens=MOST_DRAFTS)
+    return kind(PredictionNetwork(layers, verifier), verifier, max_draft_tokens=USUAL_DRAFTS)

@@ -1,5 +1,6 @@
 """Which token a row of logits drafts."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor
@@ -11,19 +12,33 @@ from specdec.sampling.candidates import candidates
 from specdec.sampling.filters import processed_probs
 from specdec.sampling.noise import Purpose, of_step, uniform
 from specdec.sampling.sampler import sample_from
+from specdec.sampling.tensors import SamplingPlan
 
 
 class Choice(NamedTuple):
-    """Drafts of some positions: the target's tokens int64 [num_reqs, n], and what they were drawn from.
+    """Drafts of some positions.
 
-    `probs` is float32 [num_reqs, n, V'], one number for each column of the logits; None where the drafts are point masses.
+    Attributes:
+        token_ids: int64 [num_reqs, n], of the target.
+        probs: float32 [num_reqs, n, V'], what they were drawn from, a number for each column of the logits; None where they are
+            point masses.
+        own: float32 [num_reqs, n], how likely the network thinks each, given the noise where it is known; None unless asked for.
     """
 
     token_ids: Tensor
     probs: Tensor | None = None
+    own: Tensor | None = None
 
 
-def choose(batch: DecodeBatch, logits: Tensor, first: int, draft_sampling: DraftSampling, target_ids: Tensor | None) -> Choice:
+def choose(
+    batch: DecodeBatch,
+    logits: Tensor,
+    first: int,
+    draft_sampling: DraftSampling,
+    target_ids: Tensor | None,
+    *,
+    wants_own: bool = False,
+) -> Choice:
     """Chooses one token for each of a few drafts.
 
     Args:
@@ -32,17 +47,22 @@ def choose(batch: DecodeBatch, logits: Tensor, first: int, draft_sampling: Draft
         first: which draft the first of them is, from 0.
         draft_sampling: how drafts are drawn.
         target_ids: int64 [V'], the target's token of each column; None where they are the same.
+        wants_own: asks for `Choice.own`.
     """
-    count = logits.shape[1]
-    if draft_sampling == "greedy" or batch.sampling.plan.all_greedy:
+    count, sampling = logits.shape[1], batch.sampling
+    if draft_sampling == "probabilistic" and not sampling.plan.all_greedy:
+        probs = processed_probs(logits, sampling)
+        numbers = of_step(batch.seq_lens, first + count)[:, first:]
+        columns = sample_from(probs, uniform(sampling.seeds, numbers, Purpose.DRAFT))
+        own = probs.gather(-1, columns[..., None]).squeeze(-1) if wants_own else None
+        return Choice(_to_target(columns, target_ids), probs, own)
+    if draft_sampling == "greedy":
+        sampling = replace(sampling, plan=SamplingPlan.of([]))  # as of greedy requests
+    if sampling.plan.all_greedy and not wants_own:
         return Choice(_to_target(argmax(logits)[0], target_ids))
-    if draft_sampling == "coupled":
-        positions = batch.positions(first + count + 1)[:, first + 1 :]
-        return Choice(candidates(logits, batch.sampling, positions, 1, target_ids=target_ids)[0].squeeze(-1))
-    probs = processed_probs(logits, batch.sampling)
-    numbers = of_step(batch.seq_lens, first + count)[:, first:]
-    token_ids = sample_from(probs, uniform(batch.sampling.seeds, numbers, Purpose.DRAFT))
-    return Choice(_to_target(token_ids, target_ids), probs)
+    positions = batch.positions(first + count + 1)[:, first + 1 :]
+    token_ids, scores = candidates(logits, sampling, positions, 1, target_ids=target_ids)
+    return Choice(token_ids.squeeze(-1), own=scores.squeeze(-1).exp() if wants_own else None)
 
 
 def _to_target(draft_ids: Tensor, target_ids: Tensor | None) -> Tensor:

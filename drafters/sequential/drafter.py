@@ -19,6 +19,9 @@ from specdec.core import AcceptOutput, BoundDrafter, DecodeBatch, Drafter, Draft
 from specdec.errors import InvalidInputError
 from specdec.kv_cache import LayerSpec
 
+USUAL_DRAFTS = 7
+"""Drafts of a step at most, where a checkpoint does not say: each costs a forward, and is less sure than the one before it."""
+
 MOST_DEFERRED = 16
 """Steps without drafts whose context is put off at most."""
 
@@ -96,7 +99,7 @@ class BoundSequential(BoundDrafter):
         """Writes the rows of a prompt chunk. Of a pair whose token is not known yet the features stay in the ring."""
         rows, starts = batch.forward, batch.forward.metadata.query_start_loc
         counts = starts.diff() if rows.row_counts is None else rows.row_counts
-        last = (starts[:-1] + counts - 1).clamp(min=0).long()
+        last = (starts[:-1] + counts.clamp(min=1) - 1).long()  # a request that only pads has no rows
         token_ids, features = rows.token_ids, None
         if self._ahead:
             token_ids = token_ids.roll(-1).index_copy_(0, last, batch.next_token_ids)
@@ -121,13 +124,11 @@ class BoundSequential(BoundDrafter):
                 rows = Rows(choices[-1].token_ids.flatten(), network.next_features(hidden), position_ids, metadata)
                 hidden = network.forward(rows, self.caches, None)
                 choices.append(self._choose(batch, hidden, draft, 1))
-        token_ids = torch.cat([choice.token_ids for choice in choices], dim=1)
-        probs = [choice.probs for choice in choices if choice.probs is not None]
-        if not probs:
-            return DraftOutput(token_ids)
-        joined, target_ids = torch.cat(probs, dim=1), network.target_ids
-        candidate_ids = None if target_ids is None else target_ids.expand(joined.shape)
-        return DraftOutput(token_ids, probs=joined, candidate_ids=candidate_ids)
+        token_ids, probs, own = (_side_by_side(parts) for parts in zip(*choices, strict=True))
+        assert token_ids is not None
+        candidate_ids = None if probs is None or network.target_ids is None else network.target_ids.expand(probs.shape)
+        forecast = None if own is None else own.cumprod(dim=1).sum(dim=1)
+        return DraftOutput(token_ids, probs=probs, candidate_ids=candidate_ids, forecast=forecast)
 
     def commit(self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput) -> None:
         """Keeps tokens and features of the verified rows; writes what was put off when that is due."""
@@ -210,7 +211,7 @@ class BoundSequential(BoundDrafter):
 
     def _choose(self, batch: DecodeBatch, hidden: Tensor, first: int, count: int) -> Choice:
         logits = self.network.logits(hidden).view(batch.num_reqs, count, -1)
-        return choose(batch, logits, first, self.draft_sampling, self.network.target_ids)
+        return choose(batch, logits, first, self.draft_sampling, self.network.target_ids, wants_own=self.forecasts)
 
     def _condense(self, verify: VerifyOutput) -> Tensor:
         assert verify.aux_hidden is not None, "the engine taps aux_layer_ids"
@@ -222,3 +223,9 @@ class BoundSequential(BoundDrafter):
     def _cells(self, slots: Tensor, positions: Tensor) -> Tensor:
         """Where the ring holds what belongs to positions int64 [...] of requests in `slots`, which fits them."""
         return slots * self._size + positions % self._size
+
+
+def _side_by_side(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Parts [num_reqs, n, ...] joined, or None where there are none."""
+    there = [part for part in parts if part is not None]
+    return torch.cat(there, dim=1) if there else None

@@ -21,7 +21,7 @@ TEMPLATE_BYTES = 1024
 """Room for what a chat template adds, system message included, when lengths are estimated."""
 _SETTINGS = (
     "model", "seed", "max_prompts", "variations", "self_prompts", "few_shot_share", "few_shot", "temperatures",
-    "top_p", "max_tokens", "heldout", "shard_size",
+    "top_p", "max_tokens", "heldout", "heldout_temperature", "shard_size",
 )  # fmt: skip
 
 
@@ -77,7 +77,8 @@ def plan_answers(config: TrainConfig, prompts: PromptSet) -> dict[str, Sequence[
     def job(prompt: TrainingPrompt, temperature: float, sample: int) -> Job:
         return Job(prompt, temperature, stable_seed(config.seed, sample, prompt.source, prompt.question))
 
-    heldout = [job(prompt, 0.0, 0) for prompt in prompts.heldout]
+    drawn = (config.heldout_temperature,) if config.heldout_temperature > 0 else ()
+    heldout = [job(prompt, temperature, i) for i, temperature in enumerate((0.0, *drawn)) for prompt in prompts.heldout]
     # All answers to a prompt in a row: the engine finds the prompt in its cache.
     train = [job(prompt, temperature, i) for prompt in prompts.train for i, temperature in enumerate(config.temperatures)]
     return plan_shards("heldout", heldout, config.shard_size) | plan_shards("train", train, config.shard_size)

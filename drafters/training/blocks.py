@@ -35,11 +35,13 @@ class Blocks:
     Attributes:
         anchors: int64 [S, N], position of the anchor; 0 in a block that is not valid.
         labels: int64 [S, N, K], the answer's token for every predicting row, anything where `valid` is False.
+        previous: int64 [S, N, K], the token before that: the anchor's for the first row.
         valid: bool [S, N, K].
     """
 
     anchors: Tensor
     labels: Tensor
+    previous: Tensor
     valid: Tensor
 
 
@@ -68,7 +70,8 @@ def make_blocks(batch: SequenceBatch, anchors: Tensor, valid: Tensor, *, num_row
     length = batch.token_ids.shape[1]
     positions = anchors[:, :, None] + torch.arange(1, num_rows + 1, device=anchors.device)
     labels = batch.token_ids.gather(1, positions.clamp(max=length - 1).flatten(1)).view_as(positions)
-    return Blocks(anchors, labels, valid[:, :, None] & (positions < batch.lengths[:, None, None]))
+    previous = torch.cat([batch.token_ids.gather(1, anchors)[:, :, None], labels[:, :, :-1]], dim=2)
+    return Blocks(anchors, labels, previous, valid[:, :, None] & (positions < batch.lengths[:, None, None]))
 
 
 def block_hidden(

@@ -38,12 +38,14 @@ class TrainConfig:
     max_prompts: int | None = _option(None, "answers", "most prompts taken from the files")
     variations: int = _option(0, "answers", "versions of every question with other numbers and names")
     self_prompts: int = _option(0, "answers", "prompts that the target writes itself (Magpie), beside the files")
+    opening_share: float = _option(0.0, "answers", "share of these that are begun for it: code, lists, summaries, translation, ...")
     few_shot_share: float = _option(0.0, "answers", "share of the questions asked as few-shot text instead of in the chat template")
     few_shot: int = _option(5, "answers", "worked examples in a few-shot prompt")
     temperatures: tuple[float, ...] = _option((0.0,), "answers", "one answer per prompt and temperature; 0 is greedy")
     top_p: float = _option(1.0, "answers", "keep the likeliest tokens that reach P when sampling")
     max_tokens: int = _option(256, "answers", "most tokens of an answer")
     heldout: int = _option(64, "answers", "prompts kept out of training, answered greedily, for tau")
+    heldout_temperature: float = _option(1.0, "answers", "of a second answer to each of these; 0 is none")
     max_num_seqs: int = _option(256, "answers", "answers decoded at once")
     attention: str = _option("auto", "answers", "attention backend of the engine")
     kv_memory: int | None = _option(None, "answers", "memory for the KV cache")
@@ -59,6 +61,12 @@ class TrainConfig:
     kv_heads: int | None = _option(None, "drafter", "key heads (default: the target's)")
     head_dim: int | None = _option(None, "drafter", "size of a head (default: the target's)")
     intermediate: int | None = _option(None, "drafter", "width of the MLP (default: the target's)")
+    head: str = _option("none", "drafter", "what the token before a draft has a say through: none, markov, gated, selector, domino")
+    head_rank: int = _option(128, "drafter", "rank of the head's corrections")
+    head_state: int = _option(256, "drafter", "numbers of a recurrent head's state (domino)")
+    head_candidates: int = _option(16, "drafter", "tokens of a position that the head corrects, the likeliest; 0 is the vocabulary")
+    tied_tables: bool = _option(False, "drafter", "the head's tables are projections of the target's own")
+    convolutions: bool = _option(False, "drafter", "convolutions around sublayers, as in DFlash 2")
     window: int | None = _option(None, "drafter", "sliding window of all layers but the last (default: full attention)")
 
     batch_size: int = _option(96, "training", "sequences per optimizer step, on all devices together")
@@ -76,9 +84,15 @@ class TrainConfig:
     loss: str = _option("decay", "training", "weights of the positions: decay (exponential) or dpace")
     gamma: float | None = _option(None, "training", "positions over which decaying weights fall to 1/e (default: by block size)")
     dpace_alpha: float = _option(0.5, "training", "smoothing of D-PACE's acceptance probabilities")
+    dpace_candidates: int = _option(
+        1, "training", "tokens of a position that a tree may hold, in D-PACE's weights; 1 is for chains"
+    )
     ce: float = _option(1.0, "training", "factor of the cross-entropy with the answer's token")
     kl: float = _option(0.0, "training", "factor of the divergence from the target's distribution")
     tv: float = _option(0.0, "training", "factor of the total variation to the target's distribution")
+    selector: float = _option(1.0, "training", "factor of the cross-entropy among the candidates, for a head that chooses there")
+    confidence: float = _option(0.0, "training", "factor of the loss of a head's confidences")
+    base_until: float = _option(0.0, "training", "share of the run over which the loss moves from the backbone to its head")
     mask_path: str = _option("auto", "training", "attention of the blocks: flex (FlexAttention), dense, or auto (flex on CUDA)")
     compile: bool = _option(False, "training", "compile the target's layers and the loss; worth it for long runs")
     loss_rows: int = _option(4096, "training", "rows whose logits exist at once")
@@ -92,7 +106,17 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         positive = ("max_tokens", "max_num_seqs", "shard_size", "layers", "batch_size", "accumulation", "anchors", "loss_rows")
-        for name in (*positive, "bucket", "log_every", "finish_prompts", "heldout", "few_shot"):
+        for name in (
+            *positive,
+            "dpace_candidates",
+            "head_rank",
+            "head_state",
+            "bucket",
+            "log_every",
+            "finish_prompts",
+            "heldout",
+            "few_shot",
+        ):
             self._check(name, getattr(self, name) >= 1, "at least 1")
         for name in (
             "lr",
@@ -107,14 +131,17 @@ class TrainConfig:
             "window",
         ):
             self._check(name, getattr(self, name) is None or getattr(self, name) > 0, "positive")
-        for name in ("min_lr", "warmup", "few_shot_share", "dpace_alpha", "top_p"):
+        for name in ("base_until", "min_lr", "warmup", "opening_share", "few_shot_share", "dpace_alpha", "top_p"):
             self._check(name, 0 <= getattr(self, name) <= 1, "between 0 and 1")
-        zero_or_more = ("variations", "self_prompts", "weight_decay", "ce", "kl", "tv")
-        for name in (*zero_or_more, "eval_every", "save_every", "tolerance"):
+        zero_or_more = ("variations", "self_prompts", "weight_decay", "ce", "kl", "tv", "selector", "confidence")
+        for name in (*zero_or_more, "eval_every", "save_every", "tolerance", "heldout_temperature"):
             self._check(name, getattr(self, name) >= 0, "0 or more")
         self._check("block_size", self.block_size >= 2, "at least 2, the anchor and one draft")
         self._check("ce", self.ce + self.kl + self.tv > 0, "positive, or kl or tv must be")
         self._check("loss", self.loss in ("decay", "dpace"), "decay or dpace")
+        heads = ("none", "markov", "gated", "selector", "domino")
+        self._check("head", self.head in heads, f"one of {', '.join(heads)}")
+        self._check("head_candidates", 0 <= self.head_candidates <= 64, "0 to 64")
         self._check("mask_path", self.mask_path in ("auto", "flex", "dense"), "auto, flex or dense")
         self._check("dtype", self.dtype in ("auto", "float32", "bfloat16"), "auto, float32 or bfloat16")
         self._check("temperatures", bool(self.temperatures) and min(self.temperatures) >= 0, "a list of numbers from 0 up")
@@ -132,7 +159,7 @@ class TrainConfig:
     @property
     def uses_teacher(self) -> bool:
         """Whether the loss needs the target's own distribution."""
-        return self.kl > 0 or self.tv > 0
+        return self.kl > 0 or self.tv > 0 or self.confidence > 0
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

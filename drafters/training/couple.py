@@ -93,6 +93,8 @@ def run(args: argparse.Namespace) -> int:
         raise CheckpointError(
             f"drafter {str(folder)!r} has embeddings, a head or scales of its own; weights are fitted where it takes the target's"
         )
+    if peculiar := (*shape.peculiarities, *(["its own mask row"] if "mask_embedding" in tensors else [])):
+        raise CheckpointError(f"drafter {str(folder)!r} has {' and '.join(peculiar)}; weights cannot be fitted for it")
     temperatures = tuple(sorted(set(config.temperatures)))
     ones = ((1.0,) * shape.max_draft_tokens,) * len(temperatures)
     replace(shape, coupling=Coupling(temperatures, ones, ones))  # what could not be written must not wait for the answers
@@ -148,6 +150,7 @@ def _fitted(config: CoupleConfig, load: LoadConfig, shape: DFlashConfig, tensors
 
     from drafters.dflash.coupling import Coupling
     from drafters.dflash.model import DFlashModel
+    from drafters.dflash.tied import expanded
     from drafters.training.coupling import Choices, choices_of, fit_weights
     from drafters.training.target import Target
     from specdec.device import resolve_device, resolve_dtype
@@ -161,7 +164,7 @@ def _fitted(config: CoupleConfig, load: LoadConfig, shape: DFlashConfig, tensors
         config.model, device=device, dtype=resolve_dtype(load.dtype, device), attention=load.attention, fuse=False
     )
     target, model = Target(verifier, shape.target_layer_ids), DFlashModel(shape)
-    model.load_state_dict(tensors)
+    model.load_state_dict(expanded(tensors, verifier) if shape.tied_tables else tensors)
     model.requires_grad_(False).eval().to(device, target.dtype)
     generator = torch.Generator(device).manual_seed(config.seed)
     tables = []

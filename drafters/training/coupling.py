@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafters.dflash.drafter import MOST_CANDIDATES
+from drafters.dflash.drafts import MOST_CANDIDATES
 from drafters.dflash.model import DFlashModel
+from drafters.head import Head, left_sides
 from drafters.training.blocks import SequenceBatch, block_hidden, make_blocks
 from drafters.training.dataset import Answer, in_batches
 from drafters.training.target import Target
@@ -68,6 +69,7 @@ def choices_of(
     positions = torch.arange(start, length, device=device)
     bits = stream(torch.tensor([seed], device=device), positions[None], Purpose.SAMPLE)[0]
     noise = gumbel(bits, target.verifier.vocab_size)  # of the answer's tokens, [length - start, V]
+    head = None if model.config.head is None else model.config.head.head(model, target.embed)
     parts = []
     for chunk in in_batches(len(positions) - 1, ANCHORS):
         anchors = positions[None, chunk.start : chunk.stop]
@@ -77,12 +79,25 @@ def choices_of(
         logprobs = (target.head(hidden).float() / temperature).log_softmax(-1)
         slots = torch.arange(hidden.shape[1], device=device)
         places = (anchors[0, :, None] + 1 + slots - start).clamp(max=len(positions) - 1)
+        if head is not None:
+            _share_out(head, logprobs, logprobs + noise[places], hidden, blocks.previous[0], temperature)
         ranks = _ranks(logprobs + noise[places], blocks.labels[0])
         held = (ranks < MOST_CANDIDATES) & blocks.valid[0]
         reached = blocks.valid[0] & F.pad(held[:, :-1], (1, 0), value=True).cumprod(dim=1).bool()
         rows = reached.nonzero(as_tuple=True)
         parts.append(_alternatives(rows[1], logprobs[rows], noise[places[rows]], blocks.labels[0][rows], generator))
     return Choices(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def _share_out(head: Head, logprobs: Tensor, scores: Tensor, hidden: Tensor, previous: Tensor, temperature: float) -> None:
+    """Puts into `logprobs` [n, K, V] what a head says behind tokens that are known, as `drafters.dflash.edges` does: among the best
+    by `scores` alone, which keep the probability that they have together.
+    """
+    best = scores.topk(min(MOST_CANDIDATES, scores.shape[-1]), dim=-1).indices
+    bonus = (F.embedding(best, head.right) @ left_sides(head, hidden, previous)[..., None]).squeeze(-1).float() / temperature
+    bonus[:, : head.first_slot] = 0
+    old = logprobs.gather(-1, best)
+    logprobs.scatter_(-1, best, (old + bonus).log_softmax(dim=-1) + old.logsumexp(dim=-1, keepdim=True))
 
 
 def _ranks(scores: Tensor, labels: Tensor) -> Tensor:

@@ -25,11 +25,14 @@ class Answer:
     Attributes:
         prompt_ids, answer_ids: tokens, as compact arrays.
         few_shot: the prompt is a few-shot text, and the answer ends where the next question begins.
+        temperature, seed: it was drawn with; 0 is greedy.
     """
 
     prompt_ids: Sequence[int]
     answer_ids: Sequence[int]
     few_shot: bool = False
+    temperature: float = 0.0
+    seed: int = 0
 
 
 def read_answers(folder: Path, split: str) -> list[Answer]:
@@ -48,7 +51,8 @@ def read_answers(folder: Path, split: str) -> list[Answer]:
 
 def _as_answer(record: dict[str, Any]) -> Answer:
     prompt_ids, answer_ids = (array("i", record[name]) for name in ("prompt_ids", "answer_ids"))
-    return Answer(prompt_ids, answer_ids, few_shot=record["template"] == "few-shot")
+    few_shot = record["template"] == "few-shot"
+    return Answer(prompt_ids, answer_ids, few_shot=few_shot, temperature=record["temperature"], seed=record["seed"])
 
 
 class AnswerSet:
@@ -62,6 +66,8 @@ class AnswerSet:
         mask_token_id: sequences that hold it are left out: the drafter could not tell it from a word.
 
     Attributes:
+        lengths: tokens of each sequence.
+        draws: temperature and seed of each answer.
         num_too_long: sequences left out for their length.
         num_too_short: those left out because no answer token follows another.
         num_masked: those left out because they hold the mask token.
@@ -90,6 +96,7 @@ class AnswerSet:
             )
         self.bucket = bucket
         self.lengths = [len(a.prompt_ids) + len(a.answer_ids) for a in kept]
+        self.draws = [(a.temperature, a.seed) for a in kept]
         tokens = array("i")
         for answer in kept:
             tokens.extend(answer.prompt_ids)

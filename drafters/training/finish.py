@@ -1,25 +1,29 @@
 """The last stage: export, and the check that the drafter does in the engine what training says it does.
 
-The exported folder is loaded as any user would load it and answers the held-out prompts in the real engine. Training replays the
-same answers with its own forward. Wrong rows, taps, masks, positions or lost settings all show as a difference of tau.
+The exported folder is loaded as any user would load it and answers the held-out prompts in the real engine: greedily, in chains and
+trees, and by sampling. Training replays these very answers with its own forward. Wrong rows, taps, masks, positions, noise or lost
+settings all show as a difference of tau.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from drafters.dflash.checkpoint import read_checkpoint, write_checkpoint
+from drafters.dflash.heads import ARCHITECTURES
 from drafters.dflash.layout import Layout
 from drafters.dflash.model import DFlashModel
+from drafters.dflash.tied import checkpoint_names, expanded
 from drafters.training.answers import FEW_SHOT_STOP
 from drafters.training.config import TrainConfig
 from drafters.training.dataset import Answer
+from specdec.blocks import BlockShape
 from specdec.config import EngineConfig, SamplingParams
+from specdec.core import Verifier
 from specdec.decoder import SpecDecoder
-from specdec.engine.outputs import GenerationResult
 from specdec.errors import CheckpointError, SpecDecError
 from specdec.files import write_text
 from specdec.metrics import pooled
@@ -30,10 +34,10 @@ LAYOUTS: dict[Layout, str] = {"z-lab": "drafter", "speculators": "drafter-specul
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """tau of the same drafter on the same prompts, twice.
+    """tau of the same drafter on the same answers, twice.
 
     Attributes:
-        replayed: by training's own forward on stored answers.
+        replayed: by training's own forward.
         engine: by the engine with the exported drafter.
         same_answers: share of the prompts that the engine answered exactly as stored; less than 1 is rounding, in low precision.
     """
@@ -47,77 +51,99 @@ class Agreement:
         """Relative to the replay."""
         return abs(self.engine - self.replayed) / self.replayed
 
-    def check(self, tolerance: float) -> None:
-        """Accepts a difference of at most `tolerance`.
+    def check(self, tolerance: float, drafts: str) -> None:
+        """Accepts a difference of at most `tolerance` with these `drafts`.
 
         Raises:
             SpecDecError: it is larger.
         """
         if not self.difference <= tolerance:
             raise SpecDecError(
-                f"tau is {self.replayed:.3f} in training and {self.engine:.3f} in the engine, {100 * self.difference:.1f}% apart"
-                f" where {100 * tolerance:.1f}% is allowed ({100 * self.same_answers:.0f}% of the answers are the same): suspect,"
-                " in this order, row alignment, tap numbering, chat template, a mask leak, RoPE; the exported drafter is kept"
+                f"tau with drafts {drafts} is {self.replayed:.3f} in training and {self.engine:.3f} in the engine,"
+                f" {100 * self.difference:.1f}% apart where {100 * tolerance:.1f}% is allowed ({100 * self.same_answers:.0f}% of"
+                " the answers are the same): suspect, in this order, row alignment, tap numbering, chat template, a mask leak,"
+                " RoPE; the exported drafter is kept"
             )
 
 
-def export(config: TrainConfig, model: DFlashModel) -> Path:
-    """Writes the drafter in both layouts, replacing an earlier export of the same run, and returns the z-lab folder.
+def export(config: TrainConfig, model: DFlashModel, target: Verifier) -> Path:
+    """Writes the drafter in both layouts, if both know its kind, over an earlier export, and returns the z-lab folder.
+
+    Tied tables are kept so in the first layout; the second one has them whole.
 
     Raises:
         CheckpointError: it cannot be written, or what was written does not read back the same.
     """
-    tensors = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+    state = model.state_dict()
+    own = {name: state[key].detach().cpu() for name, key in checkpoint_names(model).items()}
     for layout, name in LAYOUTS.items():
-        folder = config.folder / name
+        folder, shape, tensors = config.folder / name, model.config, own
         for file in ("config.json", "model.safetensors"):
             (folder / file).unlink(missing_ok=True)
-        write_checkpoint(folder, model.config, tensors, layout=layout)
+        if layout not in ARCHITECTURES[shape.algorithm]:
+            continue
+        if shape.tied_tables and layout == "speculators":
+            shape, tensors = replace(shape, tied_tables=False), {n: x.cpu() for n, x in expanded(own, target).items()}
+        write_checkpoint(folder, shape, tensors, layout=layout)
         _, back = read_checkpoint(folder)
         if back.keys() != tensors.keys() or not all(torch.equal(back[key], tensors[key]) for key in tensors):
             raise CheckpointError(f"{folder} does not read back as it was written; the disk may be damaged")
     return config.folder / LAYOUTS["z-lab"]
 
 
-def engine_tau(config: TrainConfig, drafter: Path, answers: list[Answer], num_draft_tokens: int) -> tuple[float, float]:
-    """tau of the exported drafter in the engine on the prompts of `answers`, and the share of answers that came out the same.
+def engine_run(config: TrainConfig, drafter: Path, answers: list[Answer], shape: BlockShape) -> tuple[float, list[Answer]]:
+    """tau of the exported drafter in the engine on the prompts of `answers`, and what the engine answered, in their order.
 
-    Every step drafts `num_draft_tokens`: the replay counts whole blocks, and a k chosen by speed would not agree with it.
+    Every step drafts a block of `shape`: the replay counts whole blocks, and one chosen by speed would not agree with it.
 
     Raises:
         SpecDecError: the drafter or the engine fails.
     """
+    engine = EngineConfig(
+        max_num_seqs=min(config.max_num_seqs, len(answers)),
+        num_draft_tokens=None if shape.is_tree else shape.drafts,
+        tree_nodes=shape.drafts if shape.is_tree else None,
+    )
     decoder = SpecDecoder.from_pretrained(
         config.model,
         drafter=str(drafter.resolve()),
         device=config.device,
         dtype=config.dtype,
         attention=config.attention,
-        engine=EngineConfig(max_num_seqs=min(config.max_num_seqs, len(answers)), num_draft_tokens=num_draft_tokens),
+        engine=engine,
     )
-    results: list[GenerationResult] = []
-    for few_shot, stop in ((False, ()), (True, (FEW_SHOT_STOP,))):
-        prompts = [list(answer.prompt_ids) for answer in answers if answer.few_shot == few_shot]
-        if prompts:
-            part = decoder.generate(prompts, SamplingParams(max_tokens=config.max_tokens, stop=stop))
-            assert isinstance(part, list)
-            results += part
+    handles = [decoder.session.submit(list(answer.prompt_ids), sampling_of(config, answer)) for answer in answers]
+    results = [handle.result() for handle in handles]
     failed = next((result.error for result in results if result.error), None)
     if failed:
         raise SpecDecError(f"the engine failed on a held-out prompt: {failed}")
-    stored = sorted(answers, key=lambda answer: answer.few_shot)  # the order of the results
-    same = sum(result.token_ids == list(answer.answer_ids) for result, answer in zip(results, stored, strict=True))
-    return pooled(result.stats for result in results).tau, same / len(answers)
+    answered = [replace(answer, answer_ids=result.token_ids) for answer, result in zip(answers, results, strict=True)]
+    return pooled(result.stats for result in results).tau, answered
 
 
-def write_report(config: TrainConfig, agreement: Agreement, about: dict[str, Any]) -> Path:
-    """Writes the figures to `report.json` and returns its path."""
+def sampling_of(config: TrainConfig, answer: Answer) -> SamplingParams:
+    """How an answer is drawn again."""
+    return SamplingParams(
+        max_tokens=config.max_tokens,
+        temperature=answer.temperature,
+        top_p=config.top_p if answer.temperature > 0 else 1.0,
+        seed=answer.seed,
+        stop=(FEW_SHOT_STOP,) if answer.few_shot else (),
+    )
+
+
+def write_report(config: TrainConfig, agreements: dict[str, Agreement], about: dict[str, Any]) -> Path:
+    """Writes the figures to `report.json` and returns its path; those of the first are at the top level, too."""
     path = config.folder / "report.json"
     figures = {
-        "tau_replayed": agreement.replayed,
-        "tau_engine": agreement.engine,
-        "difference": agreement.difference,
-        "same_answers": agreement.same_answers,
+        name: {
+            "tau_replayed": agreement.replayed,
+            "tau_engine": agreement.engine,
+            "difference": agreement.difference,
+            "same_answers": agreement.same_answers,
+        }
+        for name, agreement in agreements.items()
     }
-    write_text(path, json.dumps(figures | about, indent=2) + "\n")
+    first = next(iter(figures.values()))
+    write_text(path, json.dumps(first | {"drafts": figures} | about, indent=2) + "\n")
     return path

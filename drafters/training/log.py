@@ -10,8 +10,10 @@ from tqdm import tqdm
 from specdec.files import disk_errors, write_atomically
 from specdec.packages import install_command
 
-COLUMNS = ("step", "minutes", "epoch", "loss", "train_tau", "row1", "lr", "grad_norm", "sequences_per_second", "tau")
-"""`train_tau` and `row1` are teacher-forced on training answers at random anchors; `tau` is replayed on held-out answers."""
+COLUMNS = (
+    "step", "minutes", "epoch", "loss", "train_tau", "row1", "lr", "grad_norm", "sequences_per_second", "tau", "tree", "sampled",
+)  # fmt: skip
+"""`train_tau` is teacher-forced on training answers at random anchors; `row1` and the last three are replayed on held-out ones."""
 
 
 class TrainLog:

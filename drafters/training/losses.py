@@ -1,18 +1,18 @@
-"""Losses of a block, and the output head in chunks: logits of all rows at once would not fit.
+"""The loss of a block's rows, and chunks of blocks: logits of all rows at once would not fit.
 
 Position weights: exponential decay (DFlash, arXiv 2602.06036), or D-PACE, which weighs a position by what it adds to the expected
 accepted length.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-Head = Callable[[Tensor], Tensor]
-"""Final hidden states [..., H] to logits [..., V]."""
+Step = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]]
+"""`(hidden, labels, valid, previous, teacher_hidden) -> (loss, weight, matches)` of some blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +22,22 @@ class LossConfig:
     Attributes:
         gamma: positions over which weights fall to 1/e; None weighs by D-PACE.
         dpace_alpha: smoothing of D-PACE's probabilities, 0 for none.
+        dpace_candidates: tokens of a row that a tree may hold, 1 for a chain.
         ce, kl, tv: factors of the cross-entropy with the label, of KL(target || drafter), of the total variation between both.
+        selector: of the cross-entropy among the candidates, for a head that corrects no other tokens.
+        confidence: of a confidence's binary cross-entropy with what the target would accept.
+        base_until: share of the run over which the loss moves from the logits without the head to those with it.
     """
 
     gamma: float | None = 7.0
     dpace_alpha: float = 0.5
+    dpace_candidates: int = 1
     ce: float = 1.0
     kl: float = 0.0
     tv: float = 0.0
+    selector: float = 1.0
+    confidence: float = 0.0
+    base_until: float = 0.0
 
 
 def default_gamma(block_size: int) -> float:
@@ -46,19 +54,29 @@ def decay_weights(num_rows: int, gamma: float, device: torch.device | None = Non
     return torch.exp(-torch.arange(num_rows, dtype=torch.float32, device=device) / gamma)
 
 
-def dpace_weights(label_probs: Tensor, valid: Tensor, alpha: float) -> Tensor:
+def dpace_weights(label_probs: Tensor, valid: Tensor, alpha: float, candidates: int = 1) -> Tensor:
     """Weights of D-PACE, float32 [..., K] and without gradient.
 
     The expected accepted length is the sum over m of the product of the first m probabilities; a row weighs as much as all
-    products that it is part of.
+    products that it is part of. A tree has several candidates in a row: the probability that one of n draws is the label takes the
+    place of the label's own, so that late rows, which a chain hardly reaches, weigh more.
 
     Args:
         label_probs: probability [..., K] of the label in each row.
         valid: bool [..., K], rows that have a label; a prefix of the block.
         alpha: probabilities become (1 - alpha) * p + alpha.
+        candidates: n.
     """
-    smoothed = torch.where(valid, (1 - alpha) * label_probs.detach().float() + alpha, 0.0)
+    reached = 1 - (1 - label_probs.detach().float()) ** candidates
+    smoothed = torch.where(valid, (1 - alpha) * reached + alpha, 0.0)
     return smoothed.cumprod(dim=-1).flip(-1).cumsum(dim=-1).flip(-1) * valid
+
+
+def block_weights(label_probs: Tensor, valid: Tensor, config: LossConfig) -> Tensor:
+    """float32 [..., K], of rows whose labels have these probabilities [..., K]; 0 where `valid` is False."""
+    if config.gamma is None:
+        return dpace_weights(label_probs, valid, config.dpace_alpha, config.dpace_candidates)
+    return decay_weights(valid.shape[-1], config.gamma, valid.device) * valid
 
 
 def block_loss(
@@ -80,10 +98,7 @@ def block_loss(
     log_probs = draft_log_probs.gather(-1, labels[..., None]).squeeze(-1)
     with torch.no_grad():
         matches = (log_probs >= draft_log_probs.amax(dim=-1)) & valid
-        if config.gamma is None:
-            weights = dpace_weights(log_probs.exp(), valid, config.dpace_alpha)
-        else:
-            weights = decay_weights(labels.shape[-1], config.gamma, labels.device) * valid
+        weights = block_weights(log_probs.exp(), valid, config)
     loss = -config.ce * log_probs
     if config.kl or config.tv:
         assert teacher is not None, "distillation needs the target's logits"
@@ -98,9 +113,8 @@ def block_loss(
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Computes the gradient of the hidden states beside the loss, chunk by chunk, so that a chunk's logits can go at once.
-
-    The head is frozen: nothing else needs a gradient.
+    """Computes gradients beside the loss, chunk by chunk, so that a chunk's logits can go at once: those of the hidden states, and
+    of the weights that `step` reads, summed over the chunks in float32.
     """
 
     @staticmethod
@@ -109,66 +123,69 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden: Tensor,
         labels: Tensor,
         valid: Tensor,
+        previous: Tensor,
         teacher_hidden: Tensor | None,
         step: Callable[..., Any],
         chunks: int,
+        *weights: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         gradient = torch.empty_like(hidden)
+        sums = [torch.zeros_like(x, dtype=torch.float32) for x in weights]
         loss, weight = hidden.new_zeros((), dtype=torch.float32), hidden.new_zeros((), dtype=torch.float32)
         matches = []
         teachers = [None] * chunks if teacher_hidden is None else teacher_hidden.tensor_split(chunks)
-        parts = zip(*(x.tensor_split(chunks) for x in (hidden, gradient, labels, valid)), teachers, strict=True)
-        for part, into, part_labels, part_valid, part_teacher in parts:
+        parts = zip(*(x.tensor_split(chunks) for x in (hidden, gradient, labels, valid, previous)), teachers, strict=True)
+        for part, into, *given in parts:
             with torch.enable_grad():
                 leaf = part.detach().requires_grad_()
-                part_loss, part_weight, part_matches = step(leaf, part_labels, part_valid, part_teacher)
-                into.copy_(torch.autograd.grad(part_loss, leaf)[0])
+                part_loss, part_weight, part_matches = step(leaf, *given)
+                found = torch.autograd.grad(part_loss, [leaf, *weights], allow_unused=True)
+            into.copy_(found[0])
+            for total, part_gradient in zip(sums, found[1:], strict=True):
+                if part_gradient is not None:
+                    total += part_gradient
             loss += part_loss.detach()
             weight += part_weight
             matches.append(part_matches)
-        ctx.save_for_backward(gradient)
+        ctx.save_for_backward(gradient, *sums)
         matched = torch.cat(matches)
         ctx.mark_non_differentiable(weight, matched)
         return loss, weight, matched
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = ctx.saved_tensors
-        return gradient * gradients[0].to(gradient.dtype), None, None, None, None, None
+        gradient, *sums = ctx.saved_tensors
+        return gradient * gradients[0].to(gradient.dtype), *[None] * 6, *(total * gradients[0] for total in sums)
 
 
 class ChunkedLoss:
-    """`block_loss` over any number of blocks with bounded memory.
+    """A loss of any number of blocks with bounded memory.
 
     Args:
-        head: the frozen output head of the drafter.
-        teacher_head: that of the target, with all the target does to its logits; for distillation.
-        config: what is minimised.
+        step: loss of some blocks from (hidden, labels, valid, previous, teacher_hidden), as `drafters.training.objective` has it.
         rows: most rows whose logits exist at once.
+        weights: that `step` reads, and which are trained.
         compile: fuse the passes over the logits.
     """
 
-    def __init__(
-        self, head: Head, config: LossConfig, *, rows: int, teacher_head: Head | None = None, compile: bool = False
-    ) -> None:
-        self.rows = rows
-
-        def step(hidden: Tensor, labels: Tensor, valid: Tensor, teacher_hidden: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-            teacher = None
-            if teacher_hidden is not None:
-                assert teacher_head is not None
-                with torch.no_grad():
-                    teacher = teacher_head(teacher_hidden)
-            return block_loss(head(hidden), labels, valid, config, teacher)
-
+    def __init__(self, step: Step, *, rows: int, weights: Sequence[Tensor] = (), compile: bool = False) -> None:
+        self.rows, self._weights = rows, list(weights)
         self._step = torch.compile(step) if compile else step
 
     def __call__(
-        self, hidden: Tensor, labels: Tensor, valid: Tensor, teacher_hidden: Tensor | None = None
+        self, hidden: Tensor, labels: Tensor, valid: Tensor, previous: Tensor, teacher_hidden: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Like `block_loss`, from final hidden states [n, K, H] of the drafter and, for distillation, of the target."""
-        chunks = -(-labels.numel() // self.rows)
+        """Sums of the losses and of their weights, and bool [n, K] whether a row's best token is its label.
+
+        Args:
+            hidden: [n, K, H], final hidden states of the drafter.
+            labels: int64 [n, K].
+            valid: bool [n, K].
+            previous: int64 [n, K], the tokens before.
+            teacher_hidden: [n, K, H] of the target, for distillation.
+        """
+        chunks = min(max(-(-labels.numel() // self.rows), 1), len(labels))
         result: tuple[Tensor, Tensor, Tensor] = _ChunkedLoss.apply(
-            hidden, labels, valid, teacher_hidden, self._step, min(max(chunks, 1), len(labels))
+            hidden, labels, valid, previous, teacher_hidden, self._step, chunks, *self._weights
         )
         return result

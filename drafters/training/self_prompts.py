@@ -1,12 +1,15 @@
 """Prompts that the target writes itself: given the beginning of a user's turn, it goes on as a user would.
 
-The method is Magpie's (Xu et al., arXiv 2406.08464). It needs no data, and reaches whatever the target was taught to answer.
+The method is Magpie's (Xu et al., arXiv 2406.08464). It needs no data, and reaches whatever the target was taught to answer. Some
+turns are begun for it (`drafters.training.openings`).
 """
 
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 from drafters.training.config import TrainConfig
+from drafters.training.openings import opening
 from drafters.training.provenance import check_origin, origin_of, write_origin
 from drafters.training.shards import Say, missing_shards, plan_shards, read_shard, run_shards, stable_seed, write_shards
 from specdec.config import SamplingParams
@@ -17,7 +20,7 @@ from specdec.errors import InvalidInputError
 MAX_PROMPT_TOKENS = 256
 TEMPERATURE = 0.9
 """At 1 a small target's prompts are often gibberish, at 0.8 they are often the same."""
-_SETTINGS = ("model", "seed", "self_prompts", "shard_size")
+_SETTINGS = ("model", "seed", "self_prompts", "opening_share", "shard_size")
 _MARK = "THE-PROMPT"
 
 
@@ -44,11 +47,14 @@ def write_self_prompts(
     def start(index: int) -> tuple[list[int], SamplingParams]:
         seed = stable_seed(config.seed, "prompt", index)
         sampling = SamplingParams(max_tokens=MAX_PROMPT_TOKENS, temperature=TEMPERATURE, seed=seed, stop_token_ids=stop)
-        return prefix, sampling
+        _, begun = _begun(config, index)
+        return [*prefix, *decoder.tokenizer(begun, add_special_tokens=False)["input_ids"]] if begun else prefix, sampling
 
     def record(result: GenerationResult, index: int) -> dict[str, Any] | None:
-        text = decoder.tokenizer.decode(result.token_ids, skip_special_tokens=True).strip()
-        return {"index": index, "prompt": text} if text and result.finish_reason == "stop" else None
+        kind, begun = _begun(config, index)
+        text = (begun + decoder.tokenizer.decode(result.token_ids, skip_special_tokens=True)).strip()
+        told = bool(result.token_ids) and text and result.finish_reason == "stop"
+        return {"index": index, "prompt": text, "kind": kind} if told else None
 
     if rank == 0:
         write_origin(folder, origin, decoder)
@@ -87,6 +93,12 @@ def user_turn(decoder: SpecDecoder) -> tuple[list[int], tuple[int, ...]]:
         raise InvalidInputError(f"the chat template of {decoder.verifier.name!r} drops a user's words; set self-prompts to 0")
     prefix, suffix = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, after))
     return prefix, tuple(token for token in suffix[:1] if token in tokenizer.all_special_ids)
+
+
+def _begun(config: TrainConfig, index: int) -> tuple[str, str]:
+    """Kind and beginning of prompt `index`: its own opening, or nothing."""
+    random = Random(stable_seed(config.seed, "opening", index))
+    return opening(random) if random.random() < config.opening_share else ("", "")
 
 
 def _plan(config: TrainConfig) -> dict[str, Any]:

@@ -5,12 +5,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from drafters.dflash.checkpoint import read_checkpoint
 from drafters.dflash.config import DFlashConfig, default_taps
+from drafters.dflash.convolution import DFlashConvolution
 from drafters.dflash.model import DFlashModel
+from drafters.dflash.tied import checkpoint_names, tie
 from drafters.training.config import TrainConfig
+from drafters.training.heads import init_head, new_head
 from specdec.errors import InvalidInputError
 from specdec.layers.rotary import STATIC_ROPE_TYPES
 
@@ -22,23 +25,56 @@ def make_drafter(config: TrainConfig, verifier: Any, tokenizer: Any) -> DFlashMo
         InvalidInputError: a tap or the mask token does not suit the target.
         CheckpointError: `init` cannot be read.
     """
-    if config.init is not None:
-        shape, tensors = read_checkpoint(config.init)
-        if "lm_head.weight" in tensors or "embed_tokens.weight" in tensors or shape.draft_vocab_size is not None:
+    known: dict[str, Tensor] = {}
+    if config.init is None:
+        shape = new_config(config, verifier, tokenizer)
+    else:
+        shape, known = read_checkpoint(config.init)
+        if "lm_head.weight" in known or "embed_tokens.weight" in known or shape.draft_vocab_size is not None:
             raise InvalidInputError(
                 f"drafter {config.init!r} brings its own embeddings or head, which training does not touch; start from one that"
                 " borrows the target's, or leave --init out"
             )
+        if peculiar := (*shape.peculiarities, *(["its own mask row"] if "mask_embedding" in known else [])):
+            raise InvalidInputError(
+                f"drafter {config.init!r} has {' and '.join(peculiar)}, which training does not know; leave --init out"
+            )
         _check_taps(shape.target_layer_ids, verifier)
-        model = DFlashModel(replace(shape, coupling=None))  # it was fitted to what the drafter said before
-        model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
-        return model
-    model = DFlashModel(new_config(config, verifier, tokenizer))
+        shape = replace(shape, coupling=None)  # it was fitted to what the drafter said before
+    model = DFlashModel(_with_options(shape, config))
+    if model.config.tied_tables:
+        tie(model, verifier)
     generator = torch.Generator().manual_seed(config.seed)
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
+    names = checkpoint_names(model)
+    new = {names[name] for name in names.keys() - known.keys()}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and f"{name}.weight" in new:
             nn.init.normal_(module.weight, std=0.02, generator=generator)
+    for name, module in model.named_modules():
+        if isinstance(module, DFlashConvolution) and f"{name}.base_kernel" in new:
+            module.make_identity()
+    some = torch.arange(min(1000, verifier.vocab_size), device=verifier.device)
+    init_head(model, new, generator, verifier.embed(some).float().std().item())
+    model.load_state_dict({names[name]: tensor.float() for name, tensor in known.items()}, strict=False)
     return model
+
+
+def _with_options(shape: DFlashConfig, config: TrainConfig) -> DFlashConfig:
+    """`shape` with what the options add; what a checkpoint has stays.
+
+    Raises:
+        InvalidInputError: the checkpoint has another head.
+    """
+    head = new_head(config)
+    if shape.head is not None and head not in (None, shape.head):
+        raise InvalidInputError(
+            f"drafter {config.init!r} has another head, {shape.head}; leave --head out, or start without --init"
+        )
+    if shape.head is None and head is not None:
+        shape = replace(shape, head=head, tied_tables=config.tied_tables)
+    if config.convolutions and not shape.convolves:
+        shape = replace(shape, conv_kernel_size=2, conv_group_size=16)
+    return shape
 
 
 def new_config(config: TrainConfig, verifier: Any, tokenizer: Any) -> DFlashConfig:

@@ -11,8 +11,8 @@ from torch import distributed as dist
 from drafters.training.answers import write_answers
 from drafters.training.config import TrainConfig
 from drafters.training.dataset import Answer, AnswerSet, read_answers
-from drafters.training.evaluate import replay
-from drafters.training.finish import Agreement, engine_tau, export, write_report
+from drafters.training.evaluate import replay, shapes_of
+from drafters.training.finish import LAYOUTS, Agreement, engine_run, export, write_report
 from drafters.training.self_prompts import write_self_prompts
 from drafters.training.shape import make_drafter
 from drafters.training.state import load_state, load_weights
@@ -109,7 +109,8 @@ def _train(config: TrainConfig, device: torch.device) -> bool:
 
 
 def _finish(config: TrainConfig, device: torch.device) -> bool:
-    answers = [a for a in read_answers(config.folder / "answers", "heldout") if len(a.answer_ids) >= 2][: config.finish_prompts]
+    stored = [a for a in read_answers(config.folder / "answers", "heldout") if len(a.answer_ids) >= 2]
+    greedy, drawn = ([a for a in stored if (a.temperature > 0) == sampled][: config.finish_prompts] for sampled in (False, True))
     verifier, tokenizer = _load_target(config, device)
     model = make_drafter(config, verifier, tokenizer)
     target = Target(verifier, model.config.target_layer_ids, distribution=config.uses_teacher)
@@ -120,24 +121,32 @@ def _finish(config: TrainConfig, device: torch.device) -> bool:
         say(f"finish: training stopped at step {state['step']}, before its end")
     load_weights(model, state)
     model.to(device, target.dtype)
-    heldout = _heldout_set(config, verifier, answers, model.config.mask_token_id)
-    replayed = replay(model, target, heldout, config).tau
-    folder = export(config, model)
-    num_draft_tokens = model.config.max_draft_tokens
-    agreement = Agreement(replayed, *engine_tau(config, folder, answers, num_draft_tokens))
+    folder = export(config, model, verifier)
+    chain, *trees = shapes_of(model.config.max_draft_tokens, target.verifier.vocab_size)
+    runs = [(greedy, chain), *((answers, shape) for answers in (greedy, drawn) for shape in trees[:1])]
+    agreements = {}
+    for answers, shape in (run for run in runs if run[0]):
+        tau, answered = engine_run(config, folder, answers, shape)
+        heldout = _heldout_set(config, verifier, answered, model.config.mask_token_id)
+        name = f"{'sampled ' * (answers is drawn)}{shape}"
+        replayed = replay(model, target, heldout, config).tau(shape, sampled=answers is drawn)
+        same = sum(a.answer_ids == list(b.answer_ids) for a, b in zip(answered, answers, strict=True)) / len(answers)
+        agreements[name] = Agreement(replayed, tau, same)
+        say(f"finish: drafts {name}: tau {replayed:.3f} in training, {tau:.3f} in the engine; {same:.0%} of answers as before")
     about = {
         "step": state["step"],
-        "num_prompts": len(answers),
+        "num_prompts": len(greedy),
         "max_tokens": config.max_tokens,
-        "num_draft_tokens": num_draft_tokens,
+        "num_draft_tokens": model.config.max_draft_tokens,
         "target": config.model,
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": str(device),
     }
-    report = write_report(config, agreement, about)
-    say(f"finish: tau {agreement.replayed:.3f} in training, {agreement.engine:.3f} in the engine; see {report}")
-    agreement.check(config.tolerance)
-    say(f"finish: the drafter is {folder}, and for speculators {config.folder / 'drafter-speculators'}")
+    report = write_report(config, agreements, about)
+    for name, agreement in agreements.items():
+        agreement.check(config.tolerance, name)
+    others = [str(path) for name in LAYOUTS.values() if (path := config.folder / name) != folder and path.exists()]
+    say(f"finish: the drafter is {' and, for other programs, '.join([str(folder), *others])}; figures: {report}")
     return True
 
 

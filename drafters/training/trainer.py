@@ -18,9 +18,11 @@ from drafters.training.blocks import SequenceBatch, block_hidden, make_blocks, s
 from drafters.training.config import TrainConfig
 from drafters.training.dataset import AnswerSet
 from drafters.training.evaluate import replay
+from drafters.training.heads import HEAD_MODULES
 from drafters.training.log import TrainLog
 from drafters.training.losses import ChunkedLoss, LossConfig, default_gamma
 from drafters.training.mask import use_flex
+from drafters.training.objective import Objective
 from drafters.training.optimizer import MasterAdamW, lr_factor
 from drafters.training.state import load_state, save_state
 from drafters.training.target import Target
@@ -64,13 +66,12 @@ class Trainer:
         self.model = model.to(target.dtype)
         self.flex = use_flex(config.mask_path, target.device)
         gamma = None if config.loss == "dpace" else config.gamma or default_gamma(model.config.block_size)
-        self.loss = ChunkedLoss(
-            target.head,
-            LossConfig(gamma=gamma, dpace_alpha=config.dpace_alpha, ce=config.ce, kl=config.kl, tv=config.tv),
-            rows=config.loss_rows,
-            teacher_head=target.head,
-            compile=config.compile,
-        )
+        shared = ("dpace_alpha", "dpace_candidates", "ce", "kl", "tv", "selector", "confidence", "base_until")
+        losses = LossConfig(gamma=gamma, **{name: getattr(config, name) for name in shared})
+        head = None if model.config.head is None else model.config.head.head(model, target.embed)
+        self.objective = Objective(target.head, losses, head=head, teacher=target.head)
+        own = [parameter for name, parameter in model.named_parameters() if name.partition(".")[0] in HEAD_MODULES]
+        self.loss = ChunkedLoss(self.objective, rows=config.loss_rows, weights=own, compile=config.compile)
         self.step, self.seconds = 0, 0.0  # seconds of all runs, as far as the last line of the log
         self._seconds_before, self._clock = 0.0, 0.0
         self.tau: float | None = None
@@ -141,6 +142,7 @@ class Trainer:
         timed = self.config.max_minutes is not None
         while self.step < first + count and (timed or self.step < self._num_steps):
             factor = lr_factor(self._step_progress(), warmup=self.config.warmup, floor=self.config.min_lr)
+            self.objective.move(self._step_progress())
             weight_sum = torch.zeros((), device=self.target.device)
             for micro in range(self.config.accumulation):
                 weight_sum += self._forward_backward(micro, totals)
@@ -193,7 +195,8 @@ class Trainer:
             teacher = (
                 final_hidden.gather(1, rows[:, :, None].expand(-1, -1, final_hidden.shape[2])).view(hidden.shape).flatten(0, 1)
             )
-        loss, weight, matches = self.loss(hidden.flatten(0, 1), blocks.labels.flatten(0, 1), blocks.valid.flatten(0, 1), teacher)
+        labels, valid_rows, previous = (part.flatten(0, 1) for part in (blocks.labels, blocks.valid, blocks.previous))
+        loss, weight, matches = self.loss(hidden.flatten(0, 1), labels, valid_rows, previous, teacher)
         torch.autograd.backward(loss)
         totals += torch.stack([loss.detach(), weight, valid.sum().float(), matches.cumprod(dim=-1).sum().float()])
         return weight
@@ -214,10 +217,15 @@ class Trainer:
     def _evaluate(self, log: TrainLog, row: dict[str, Any]) -> None:
         """Writes `row` with tau; every process evaluates, so that none runs ahead into a timeout."""
         result = replay(self.model, self.target, self.heldout, self.config)
-        self.tau = result.tau
+        self.tau = result.tau()
         rates = " ".join(f"{rate:.2f}" for rate in result.row_rates)
-        log.write(row | {"tau": result.tau, "row1": result.row_rates[0]}, self.progress)
-        log.say(f"step {self.step}: tau {result.tau:.3f} on {len(self.heldout)} held-out answers; accepted up to row: {rates}")
+        figures = result.figures()
+        trees = {column: figures.get(name) for column, name in (("tree", "tree 16"), ("sampled", "sampled tree 16"))}
+        log.write(row | {"tau": self.tau, "row1": result.row_rates[0]} | trees, self.progress)
+        taus = ", ".join(f"{name}: {tau:.3f}" for name, tau in figures.items())
+        recall = " ".join(f"{rate:.2f}" for rate in result.recall)
+        log.say(f"step {self.step}: tau on {len(self.heldout)} held-out answers by drafts: {taus}")
+        log.say(f"  accepted up to row: {rates}; held by the candidates: {recall}")
 
     def _save(self) -> None:
         if self.rank == 0:

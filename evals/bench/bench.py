@@ -226,6 +226,8 @@ class Bench:
 
         def run(side: _Side, title: str) -> Pass:
             on_turn = self._on_turn(f"{where} {side.title} {title}")
+            if not side.peer:
+                side.decoder.engine.reset()  # no pass may copy what one before it wrote
             return run_set(side.decoder, prompts, sampling, raw=config.raw, on_turn=on_turn, generate=side.generate)
 
         for side in sides if config.warmup else ():

@@ -12,6 +12,9 @@ from huggingface_hub import try_to_load_from_cache
 from specdec.attention.mla import MlaBackend
 from specdec.decoder import SpecDecoder
 from specdec.provenance import dtype_name, origin_of_run, sha256_of
+from specdec.registry import parts_of
+
+_WITHOUT_FILES = ("none", "ngram", "suffix")
 
 
 def provenance(decoder: SpecDecoder, drafters: Sequence[str]) -> dict[str, Any]:
@@ -28,7 +31,7 @@ def provenance(decoder: SpecDecoder, drafters: Sequence[str]) -> dict[str, Any]:
         "kv_dtype": dtype_name(attention.spec.kv_dtype),
         "prefill_dtype": dtype_name(attention.prefill_dtype if isinstance(attention, MlaBackend) else attention.spec.dtype),
         "target": checkpoint(verifier.name),
-        "drafters": {name: _drafter_checkpoint(name) for name in drafters if name not in ("none", "ngram")},
+        "drafters": {name: _drafter_checkpoint(name) for one in drafters for name in parts_of(one) if name not in _WITHOUT_FILES},
     }
 
 

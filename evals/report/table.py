@@ -54,17 +54,21 @@ def bench_table(report: Report) -> list[str]:
 
 def _shapes_and_ranks(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Of sides whose drafts form trees or are chosen step by step, which they were, and which of a tree were accepted."""
-    shapes, ranks = [], []
+    shapes, ranks, parts = [], [], []
     for row in rows:
         title = part_title(row["prompt_set"], row["temperature"], row["concurrency"], row["drafter"], row["k"])
         if row["k"] == "auto" and "steps_by_shape" in row["acceptance"]:  # reports of before trees have none
             shapes.append((f"  {title}:", steps_of_shapes(row["acceptance"]["steps_by_shape"])))
         if row["acceptance"] and row["acceptance"].get("share_by_rank"):
             ranks.append((f"  {title}:", _shares(row["acceptance"]["share_by_rank"])))
+        if row["acceptance"] and len(by_part := row["acceptance"].get("by_part", [])) > 1:
+            parts.append((f"  {title}:", _by_part(row["drafter"], by_part)))
     lines = ["", "drafts chosen step by step:", *align(shapes, left=(0, 1))] if shapes else []
     if ranks:
         lines += ["", "accepted drafts of trees, by rank among the candidates of their position, the likeliest first:"]
         lines += align(ranks, left=(0, 1))
+    if parts:
+        lines += ["", "drafters by turns, and how many drafts of a step of each were accepted:", *align(parts, left=(0, 1))]
     return lines
 
 
@@ -189,6 +193,19 @@ def steps_of_shapes(steps: Mapping[str, int]) -> str:
     '7 in 1 step, tree 15 in 300 steps'
     """
     return ", ".join(f"{shape} in {counted(count, 'step')}" for shape, count in steps.items())
+
+
+def _by_part(drafter: str, by_part: Sequence[Sequence[float]]) -> str:
+    """See `AcceptanceStats.by_part`.
+
+    >>> _by_part("suffix+ngram", [(2, 1.25), (1, 0.0)])
+    'suffix in 2 steps 1.25, ngram in 1 step 0.00'
+    """
+    names = drafter.split("+")
+    return ", ".join(
+        f"{short_name(name)} in {counted(int(steps), 'step')} {mean:.2f}"
+        for name, (steps, mean) in zip(names, by_part, strict=False)
+    )
 
 
 def _shares(values: Sequence[float]) -> str:

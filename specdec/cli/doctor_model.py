@@ -8,7 +8,7 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 from specdec.errors import InvalidInputError
-from specdec.registry import PARTS, drafter_name, resolve
+from specdec.registry import PARTS, drafter_name, parts_of, resolve
 
 if TYPE_CHECKING:
     import torch
@@ -60,18 +60,18 @@ def run_model(args: argparse.Namespace) -> int:
     if needs.predicts:
         _say("prediction", "layers for multi-token prediction are in the checkpoint: --drafter mtp")
     missing = list(needs.missing)
-    missing += _drafter(args, needs)
+    for name in parts_of(drafter_name(args.drafter, args.model)):
+        missing += _drafter(name, needs)
     for index, reason in enumerate(missing):
         _say("missing" if index == 0 else "", reason)
     _say("would run", "no" if missing else "yes")
     return int(bool(missing))
 
 
-def _drafter(args: argparse.Namespace, needs: Any) -> list[str]:
+def _drafter(name: str, needs: Any) -> list[str]:
     """Says what drafts, and returns what is in its way."""
     if not needs.hidden_size:
         return []  # nothing to fit
-    name = drafter_name(args.drafter, args.model)
     fit = resolve(PARTS, "fit", "part")(name, needs)
     if fit.problems:
         _say("drafter", f"{name}: {fit.algorithm}")
@@ -82,6 +82,8 @@ def _drafter(args: argparse.Namespace, needs: Any) -> list[str]:
     words += [f"{fit.numbers / 1e6:,.0f} M parameters"] if fit.numbers else []
     words += ["fits"] if fit.taps else []
     _say("drafter", f"{name}: {', '.join(words)}" if words else name)
+    if fit.license:
+        _say("", fit.license)
     return []
 
 

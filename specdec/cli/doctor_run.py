@@ -18,7 +18,7 @@ from specdec.layers.aiter_layers import check_aiter_layers, unsupported_reasons
 from specdec.layers.argmax import check_argmax
 from specdec.layers.cache_rows import check_cache_rows
 from specdec.layers.experts import check_experts
-from specdec.layers.fused import check_embedding, check_few_rows, check_fused_layers
+from specdec.layers.fused import check_embedding, check_few_rows, check_fused_layers, check_grouped_convolution
 from specdec.layers.packed_check import check_packed
 from specdec.layers.recurrence_check import check_recurrence
 from specdec.registry import ATTENTION_BACKENDS, VERIFIERS, resolve
@@ -83,6 +83,7 @@ def kinds(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype | N
     yield Kind("packed", (half,), missing, partial(check_packed, device, half))
     yield Kind("experts", (dtype,), missing, partial(check_experts, device, dtype))
     yield Kind("recurrence", (dtype,), missing, partial(check_recurrence, device, dtype))
+    yield Kind("grouped_convolution", (dtype,), missing, partial(check_grouped_convolution, device, dtype))
     yield Kind("fused_layers", (dtype,), missing, partial(check_fused_layers, device, dtype))
     yield Kind("aiter_layers", (dtype,), unsupported_reasons(device, dtype), partial(check_aiter_layers, device, dtype))
     yield _captured_step(spec)

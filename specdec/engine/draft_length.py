@@ -37,7 +37,7 @@ _PATIENCE = 12  # steps that a shape is kept for longer when too few of its time
 _STEADY = 4  # steps before the choice is looked at again
 _CLEARLY = 1.03  # how many times as fast another k must seem to replace the one at work: less may be chance
 _NEW = 15  # steps that a kind of step costs once, until a capture has shown what it takes
-_WRITE_OFF = 100  # steps among which that is divided when kinds are compared
+_WRITE_OFF = 100  # tokens among which that is divided when kinds are compared
 _LEAST_COST = 0.02  # of a step, for measuring one that seems to cost nothing
 
 
@@ -110,8 +110,8 @@ class Prospects:
         return _NEW * min(self.seconds.values()) if self.new_seconds is None else self.new_seconds
 
     def pace(self, shape: BlockShape, *, among: float = float("inf")) -> float:
-        """Seconds per token; a capture is divided among so many steps."""
-        return (self.seconds[shape] + self.capture(shape) / among) / self.tokens[shape]
+        """Seconds per token; a capture is divided among so many tokens, of which no shape needs more than another."""
+        return self.seconds[shape] / self.tokens[shape] + self.capture(shape) / among
 
     def lost(self, shape: BlockShape, other: BlockShape) -> float:
         """Seconds that a step takes longer than its tokens would take in the shape `other`."""
@@ -148,7 +148,7 @@ class DraftLength:
     def __init__(self, rungs: Sequence[BlockShape]) -> None:
         self.rungs = tuple(rungs)
         self._chains = [shape for shape in self.rungs if not shape.is_tree]
-        self._acceptance = {sampled: BlockAcceptance(self.rungs) for sampled in (False, True)}
+        self._acceptance = {sampled: BlockAcceptance(self.rungs, sampled=sampled) for sampled in (False, True)}
         self._times: dict[Situation, StepTimes] = {}
         self._at_work: dict[Situation, BlockShape] = {}  # what was found best
         self._missed: dict[Situation, float] = {}  # seconds, for want of a capture

@@ -172,11 +172,13 @@ class SpecEngine:
             self._finish(request, "cancelled")
 
     def reset(self) -> None:
-        """Forgets all requests, results and cached prefixes, as after an error in the midst of a step."""
+        """Forgets all requests, results, cached prefixes and past outputs, as after an error in the midst of a step."""
         for request in [*self.scheduler.waiting, *self.scheduler.working]:
             request.status, request.finish_reason = Status.FINISHED, "error"
         self.pool.reset()
         self.scheduler.reset()
+        if self.runner.drafter:
+            self.runner.drafter.forget()
         self.results.reset()
         self._touched.clear()
         self._previous_end = None

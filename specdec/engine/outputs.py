@@ -49,6 +49,7 @@ class GenerationResult:
                 request.num_emitted,
                 request.tree_sizes,
                 [request.num_by_rank[rank] for rank in range(max(request.num_by_rank, default=-1) + 1)],
+                request.parts,
             ),
         )
 

@@ -47,6 +47,7 @@ class Request:
     num_accepted: list[int] = field(default_factory=list)  # per verify step: drafts kept, after stop conditions
     num_emitted: list[int] = field(default_factory=list)  # per verify step: tokens output
     tree_sizes: list[int] = field(default_factory=list)  # per verify step: drafts of its tree, 0 for a chain
+    parts: list[int] = field(default_factory=list)  # per verify step: which part of a composition drafted
     num_by_rank: Counter[int] = field(default_factory=Counter)  # drafts of trees that were kept, by their rank
 
     status: Status = Status.WAITING

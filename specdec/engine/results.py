@@ -13,7 +13,7 @@ from specdec.core import AcceptOutput, DraftOutput
 from specdec.engine.request import Request
 from specdec.engine.timing import StepClock
 
-_COUNTS = 3  # columns before the tokens: accepted drafts, offered drafts, whether the logits were finite
+_COUNTS = 3  # columns before the tokens: accepted drafts, offered drafts, and whether the logits were finite with twice the part
 
 
 @dataclass(slots=True)
@@ -29,6 +29,7 @@ class StepResult:
         logprobs: one per token, or empty when nobody in the batch asked.
         rows: of a tree, the rows that were kept, from the anchor's child on.
         ranks: of a tree, the places of these drafts among the candidates of their positions.
+        part: of a composition of drafters, whose drafts they were; 0 for any other.
     """
 
     shape: BlockShape | None
@@ -39,6 +40,7 @@ class StepResult:
     logprobs: list[float]
     rows: Sequence[int] = ()
     ranks: Sequence[int] = ()
+    part: int = 0
 
 
 @dataclass(slots=True)
@@ -71,10 +73,10 @@ class FinishedStep:
         logprobs = self.table[:, -width:].flatten().view(torch.float64).tolist() if has_logprobs else []
         for index, request in enumerate(self.requests):
             row = index * columns
-            num_accepted, num_drafts, finite = values[row : row + _COUNTS]
+            num_accepted, num_drafts, told = values[row : row + _COUNTS]
             token_ids = values[row + _COUNTS : row + _COUNTS + num_accepted + 1]
             own = logprobs[index * width : (index + 1) * width]
-            result = StepResult(self.shape, num_accepted, num_drafts, finite == 1, token_ids, own)
+            result = StepResult(self.shape, num_accepted, num_drafts, told % 2 == 1, token_ids, own, part=told // 2)
             if shape.is_tree:
                 start = row + _COUNTS + width
                 result.rows = values[start : start + num_accepted]
@@ -97,7 +99,10 @@ def result_table(shape: BlockShape, accept: AcceptOutput, draft: DraftOutput | N
     Returns:
         int64 [num_reqs, num_columns(shape, ...)]; `out` when it is given.
     """
-    counts = (accept.num_accepted, _positions_offered(shape, accept, draft), accept.finite.long())
+    told = accept.finite.long()
+    if draft is not None and draft.part is not None:
+        told = torch.add(told, draft.part, alpha=2)
+    counts = (accept.num_accepted, _positions_offered(shape, accept, draft), told)
     columns = [*(count[:, None] for count in counts), accept.token_ids]
     if accept.path is not None:
         assert draft is not None and draft.tree is not None
@@ -200,6 +205,7 @@ def append_tokens(request: Request, result: StepResult, eos_token_ids: Sequence[
         request.num_accepted.append(num_accepted)
         request.num_emitted.append(len(tokens))
         request.tree_sizes.append(result.shape.drafts if result.shape.is_tree else 0)
+        request.parts.append(result.part)
         for rank in result.ranks[:num_accepted]:
             request.num_by_rank[rank] += 1
     return reason

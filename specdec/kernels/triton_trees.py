@@ -1,4 +1,4 @@
-"""Draft trees in Triton, one program of one warp per request: what `specdec.sampling.trees` builds and walks.
+"""Draft trees and chains in Triton, one program of one warp per request: what `specdec.sampling.trees` builds and walks.
 
 The builder keeps the best draft that is not yet chosen behind each one that is, and the best that remains of its siblings: the next
 of the tree is among them. A sum of scores is compared as one integer with the draft's depth, parent and candidate, which also tells
@@ -103,6 +103,39 @@ def best_first(edges: Tensor, num_nodes: int) -> tuple[Tensor, ...]:
             edges, *found, totals, *edges.stride()[:3], NODES=num_nodes, DEPTH=depth, COUNT=count, **options
         )
     return *found, totals
+
+
+@triton.jit
+def _best_chain_kernel(
+    edges: tl.tensor,  # float32 [requests, DEPTH, COUNT, COUNT]
+    ranks: tl.tensor,  # int64 [requests, DEPTH]
+    request_stride: tl.tensor,
+    depth_stride: tl.tensor,
+    parent_stride: tl.tensor,
+    DEPTH: tl.constexpr,
+    COUNT: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    request = tl.program_id(0).to(tl.int64)
+    edges += request * request_stride
+    rank = tl.zeros([], tl.int32)
+    await_previous(OVERLAP)
+    for position in range(DEPTH):
+        best = tl.max(_children(edges + rank * parent_stride, 0.0, 0, 0, COUNT), 0)
+        rank = 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32)
+        tl.store(ranks + request * DEPTH + position, rank.to(tl.int64))
+        edges += depth_stride
+
+
+def best_chain(edges: Tensor) -> Tensor:
+    """See `specdec.sampling.trees.best_chain`; the last axis of `edges` is contiguous."""
+    num_reqs, depth, _, count = edges.shape
+    assert edges.dtype == torch.float32 and edges.stride(-1) == 1 and count <= 256
+    ranks = torch.empty(num_reqs, depth, dtype=torch.int64, device=edges.device)
+    options = {"num_warps": 1, **overlap_options(edges.device)}
+    with on_device(edges):
+        _best_chain_kernel[(num_reqs,)](edges, ranks, *edges.stride()[:3], DEPTH=depth, COUNT=count, **options)
+    return ranks
 
 
 @triton.jit

@@ -37,8 +37,10 @@ class AiterOps(TritonOps):
         device, dtype, mixes: see `TritonOps`.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, *, mixes: bool = False, recurs: bool = False) -> None:
-        super().__init__(device, dtype, mixes=mixes, recurs=recurs)
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, *, mixes: bool = False, recurs: bool = False, convolves: bool = False
+    ) -> None:
+        super().__init__(device, dtype, mixes=mixes, recurs=recurs, convolves=convolves)
         self._aiter = aiter.load(AiterLayers)
 
     def norm(self, x: Tensor, norm: Norm, ahead: Linear | None = None) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from specdec.attention.backend import AttentionBackend
 from specdec.attention.mla import MlaBackend
 from specdec.layers.attention import Attention, Rows
+from specdec.layers.grouped_convolution import GroupedConvolution
 from specdec.layers.layer_inputs import InputGate
 from specdec.layers.linear import Linear
 from specdec.layers.mlp import FeedForward, MixtureOfExperts, MlpBesideExperts
@@ -29,6 +30,7 @@ class DecoderLayer:
         output: projection of what attention gives.
         input_gate: a third sublayer, which adds what the layer has of the token itself; None where there is none.
         factor: [1], of the stream after the layer; None is 1.
+        convolution: of what attention is given, and of what its projection puts out; None where there is none.
     """
 
     input_norm: Norm | None
@@ -40,6 +42,7 @@ class DecoderLayer:
     output_norm: Norm | None = None
     input_gate: InputGate | None = None
     factor: Tensor | None = None
+    convolution: GroupedConvolution | None = None
 
     @property
     def first_norm(self) -> Norm | None:
@@ -49,10 +52,11 @@ class DecoderLayer:
     @property
     def linears(self) -> tuple[Linear, ...]:
         """Its weights that every token reads, the first product's first."""
+        convolution = () if self.convolution is None else (self.convolution.projection,)
         attention = () if self.attention is None else self.attention.linears
         output = () if self.output is None else (self.output,)
         mlp = () if self.mlp is None else self.mlp.linears
-        return (*attention, *output, *mlp, *(() if self.input_gate is None else self.input_gate.linears))
+        return (*convolution, *attention, *output, *mlp, *(() if self.input_gate is None else self.input_gate.linears))
 
 
 class Decoder:
@@ -130,15 +134,16 @@ class Decoder:
             angles: of the rows.
             backends: attention over the caches, one per layer.
             caches, plans: one per layer, the plans of its backend.
-            taps: layers whose raw outputs are wanted.
-            keep: rows of [T, ...] that go on after the last attention, since nothing sees the others any more; None for all.
+            taps: layers whose raw outputs are wanted; -1 is the embeddings.
+            keep: rows of [T, ...] that are wanted; they alone go on after the last attention, unless a convolution after it sees
+                others, too. None for all.
             inputs: [T, layers, P], for layers with an `input_gate`.
             embeddings: [T, H], for layers that see them, where they are not `hidden`.
 
         Returns:
             [T or rows kept, H] after the final norm, and the raw outputs [T, H] of the layers in `taps`.
         """
-        ops, tapped, residual = self.ops, dict[int, Tensor](), hidden
+        ops, tapped, residual = self.ops, {-1: hidden}, hidden
         shared = {EMBEDDINGS: hidden if embeddings is None else embeddings}
         first = self.layers[0]
         normed = hidden if first.first_norm is None else ops.norm(hidden, first.first_norm, self._first_weights[0])
@@ -146,15 +151,21 @@ class Decoder:
             following = self._first_weights[index + 1]
             if layer.attention is not None and layer.output is not None:
                 rows = Rows(backends[index], caches[index], plans[index], angles, shared)
-                attended = layer.attention(ops, normed, rows, layer.output)
-                if keep is not None and following is None:
-                    attended, residual = keep(attended), keep(residual)
-                join = self._attention_joins[index]
-                normed, residual = ops.project_add(layer.output, attended, residual, join, self._second_weights[index])
+                join, second = self._attention_joins[index], self._second_weights[index]
+                if (convolution := layer.convolution) is not None:
+                    dynamic = ops.project(convolution.projection, normed)
+                    attended = layer.attention(ops, ops.mix_rows(normed, dynamic, convolution, 0), rows, layer.output)
+                    output = ops.mix_rows(ops.project(layer.output, attended), dynamic, convolution, 1)
+                    normed, residual = ops.add(output, residual, join, second)
+                else:
+                    attended = layer.attention(ops, normed, rows, layer.output)
+                    if keep is not None and following is None:
+                        attended, residual, keep = keep(attended), keep(residual), None
+                    normed, residual = ops.project_add(layer.output, attended, residual, join, second)
             if layer.mlp is not None:
                 normed, residual = layer.mlp(ops, normed, residual, self._mlp_joins[index], following)
             if layer.input_gate is not None and inputs is not None:
                 normed, residual = layer.input_gate(ops, residual, inputs[:, index], self._gate_joins[index], following)
             if index in taps:
                 tapped[index] = residual
-        return normed, [tapped[index] for index in taps]
+        return normed if keep is None else keep(normed), [tapped[index] for index in taps]

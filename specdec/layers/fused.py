@@ -10,6 +10,8 @@ from torch.nn import functional as F
 from specdec.attention.backend import AttentionBackend
 from specdec.deviation import Deviation, deviation, mismatches, normal, worst
 from specdec.kv_cache import KVLayerSpec
+from specdec.layers.grouped_convolution import Side
+from specdec.layers.grouped_convolution import mix_rows as plainly_mix_rows
 from specdec.self_check import passes
 
 EPSILON = 1e-5
@@ -30,6 +32,11 @@ def multiplies_few_rows(device: torch.device, dtype: torch.dtype) -> bool:
 def embeds(device: torch.device) -> bool:
     """Whether fused layers look up embeddings with our own kernel."""
     return passes("embedding", device, partial(check_embedding, device))
+
+
+def convolves_on_triton(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether fused layers mix the rows of blocks with our own kernel."""
+    return passes("grouped_convolution", device, partial(check_grouped_convolution, device, dtype), dtype)
 
 
 def check_fused_layers(device: torch.device, dtype: torch.dtype) -> Deviation:
@@ -60,6 +67,20 @@ def check_embedding(device: torch.device) -> Deviation:
 
     table, ids = normal(9, 1500).half(), torch.tensor([[8, 0, 3], [3, 5, 8]])
     return mismatches(embed(ids.to(device), table.to(device)), F.embedding(ids, table))
+
+
+def check_grouped_convolution(device: torch.device, dtype: torch.dtype) -> Deviation:
+    """Blocks of two lengths, more channels than a program takes, and both sides."""
+    from specdec.kernels.triton_grouped_convolution import mix_rows  # it imports Triton
+
+    def off(width: int, hidden: int, taps: int, side: Side) -> Deviation:
+        shapes = (3 * width, hidden), (3 * width, 2 * taps * hidden // 16), (2, taps, hidden)
+        x, dynamic, base = (normal(*shape).to(dtype) for shape in shapes)
+        got = mix_rows(x.to(device), dynamic.to(device), base.to(device), width, side)
+        exact = plainly_mix_rows(x.double(), dynamic.double(), base.double(), width, side)
+        return deviation(got, plainly_mix_rows(x, dynamic, base, width, side), exact)
+
+    return worst([off(8, 1056, 2, 0), off(3, 96, 3, 1)])
 
 
 def _norm_deviations(device: torch.device, dtype: torch.dtype) -> Iterator[Deviation]:

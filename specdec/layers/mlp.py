@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.experts import Experts
+from specdec.layers.grouped_convolution import GroupedConvolution
 from specdec.layers.linear import Linear
 from specdec.layers.norm import Norm
 from specdec.layers.ops import Join, Ops
@@ -46,6 +47,31 @@ class GatedMLP:
     def __call__(self, ops: Ops, hidden: Tensor, residual: Tensor, join: Join, ahead: Linear | None) -> tuple[Tensor, Tensor]:
         """See `FeedForward.__call__`."""
         return ops.project_add(self.down, ops.gated(self.gate_up, hidden, self.activation, self.down), residual, join, ahead)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ConvolvedMLP:
+    """A gated MLP between two convolutions, as in DFlash 2.
+
+    Attributes:
+        mlp: between them.
+        convolution: of what it is given, and of what it puts out.
+    """
+
+    mlp: GatedMLP
+    convolution: GroupedConvolution
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """See `FeedForward.linears`."""
+        return self.convolution.projection, *self.mlp.linears
+
+    def __call__(self, ops: Ops, hidden: Tensor, residual: Tensor, join: Join, ahead: Linear | None) -> tuple[Tensor, Tensor]:
+        """See `FeedForward.__call__`."""
+        dynamic, down = ops.project(self.convolution.projection, hidden), self.mlp.down
+        given = ops.mix_rows(hidden, dynamic, self.convolution, 0)
+        product = ops.project(down, ops.gated(self.mlp.gate_up, given, self.mlp.activation, down))
+        return ops.add(ops.mix_rows(product, dynamic, self.convolution, 1), residual, join, ahead)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

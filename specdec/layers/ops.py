@@ -18,6 +18,7 @@ from specdec.kv_cache import LayerCache, StateCache
 from specdec.layers.activation import activate
 from specdec.layers.convolution import convolve
 from specdec.layers.experts import apply_experts
+from specdec.layers.grouped_convolution import GroupedConvolution, Side, mix_rows
 from specdec.layers.linear import Linear
 from specdec.layers.norm import GroupNorm, Norm, gated_norm, rms_norm
 from specdec.layers.recurrence import Recurrence, RecurrentRows, recur
@@ -136,6 +137,9 @@ class Ops(Protocol):
     def convolve(self, joined: Tensor, kernel: Tensor, bias: Tensor | None, cache: StateCache, rows: RecurrentRows) -> Tensor:
         """See `specdec.layers.convolution.convolve`."""
 
+    def mix_rows(self, x: Tensor, dynamic: Tensor, convolution: GroupedConvolution, side: Side) -> Tensor:
+        """See `specdec.layers.grouped_convolution.mix_rows`, for [T, H]."""
+
     def gated_norm(self, x: Tensor, gate: Tensor, norm: GroupNorm) -> Tensor:
         """`x` [T, groups * V], each group normed and before or after that times the SiLU of `gate` like it."""
 
@@ -242,6 +246,10 @@ class TorchOps:
         """See `Ops.convolve`."""
         return convolve(joined, kernel, bias, cache, rows)
 
+    def mix_rows(self, x: Tensor, dynamic: Tensor, convolution: GroupedConvolution, side: Side) -> Tensor:
+        """See `Ops.mix_rows`."""
+        return mix_rows(x, dynamic, convolution.base, convolution.width, side)
+
     def gated_norm(self, x: Tensor, gate: Tensor, norm: GroupNorm) -> Tensor:
         """See `Ops.gated_norm`."""
         return gated_norm(x, gate, norm)
@@ -250,7 +258,7 @@ class TorchOps:
         return residual if join.norm is None else rms_norm(residual, join.norm), residual
 
 
-def ops_for(backend: AttentionBackend | MlaBackend, *, mixes: bool = False, recurs: bool = False) -> Ops:
+def ops_for(backend: AttentionBackend | MlaBackend, *, mixes: bool = False, recurs: bool = False, convolves: bool = False) -> Ops:
     """What computes the layers around `backend`: our kernels where it and the device suit them.
 
     Around latent attention they compute recurrent layers alone, not yet the others. AITER's take the place of some of ours where
@@ -260,6 +268,7 @@ def ops_for(backend: AttentionBackend | MlaBackend, *, mixes: bool = False, recu
         backend: attention.
         mixes: layers have experts.
         recurs: layers are recurrent.
+        convolves: there are convolutions around sublayers.
     """
     from specdec.layers.fused import fuses_layers
 
@@ -271,7 +280,7 @@ def ops_for(backend: AttentionBackend | MlaBackend, *, mixes: bool = False, recu
         if takes_aiter_layers(backend, fused=fused):
             from specdec.layers.aiter_ops import AiterOps  # it imports Triton
 
-            return AiterOps(device, dtype, mixes=mixes, recurs=recurs)
+            return AiterOps(device, dtype, mixes=mixes, recurs=recurs, convolves=convolves)
     if isinstance(backend, MlaBackend) and recurs and not unavailable_reasons(device):
         from specdec.layers.recurrence_check import recurs_on_triton
 
@@ -283,4 +292,4 @@ def ops_for(backend: AttentionBackend | MlaBackend, *, mixes: bool = False, recu
         return TorchOps()
     from specdec.layers.triton_ops import TritonOps
 
-    return TritonOps(device, dtype, mixes=mixes, recurs=recurs)
+    return TritonOps(device, dtype, mixes=mixes, recurs=recurs, convolves=convolves)

@@ -140,6 +140,24 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
+def rotation_order(head_dim: int, rotated: int, *, interleaved: bool) -> Tensor | None:
+    """Order of a head's numbers in which RoPE turns number `i` against number `i + head_dim / 2`, whatever the model pairs.
+
+    Queries and keys are put into it alike, so their products stay what they are. The numbers that are not rotated come last in
+    both halves. None where the order is that already.
+
+    >>> rotation_order(8, 4, interleaved=False), rotation_order(8, 4, interleaved=True), rotation_order(8, 8, interleaved=False)
+    (tensor([0, 1, 4, 5, 2, 3, 6, 7]), tensor([0, 2, 4, 5, 1, 3, 6, 7]), None)
+    """
+    if rotated == head_dim and not interleaved:
+        return None
+    numbers = torch.arange(head_dim)
+    pairs = numbers[:rotated].view(-1, 2) if interleaved else numbers[:rotated].view(2, -1).t()
+    first, second = pairs.unbind(-1)
+    rest = numbers[rotated:].view(2, -1)
+    return torch.cat([first, rest[0], second, rest[1]])
+
+
 def half_angles(
     position_ids: Tensor, frequencies: Tensor, dtype: torch.dtype, *, amplitude: float | Tensor = 1.0
 ) -> tuple[Tensor, Tensor]:

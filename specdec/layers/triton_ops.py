@@ -22,6 +22,7 @@ from specdec.kernels.triton_embedding import embed
 from specdec.kernels.triton_experts import experts as mix
 from specdec.kernels.triton_experts import unsupported_reasons
 from specdec.kernels.triton_gated_norm import gated_norm, sigmoid_gate
+from specdec.kernels.triton_grouped_convolution import mix_rows
 from specdec.kernels.triton_linear import MOST_ROWS
 from specdec.kernels.triton_norm import add_rms_norm, rms_norm
 from specdec.kernels.triton_recurrence import recur
@@ -31,7 +32,9 @@ from specdec.kernels.triton_short_convolution import convolve
 from specdec.kv_cache import LayerCache, StateCache
 from specdec.layers.convolution import convolve as plainly_convolve
 from specdec.layers.experts import apply_experts, experts_on_triton
-from specdec.layers.fused import embeds, multiplies_few_rows
+from specdec.layers.fused import convolves_on_triton, embeds, multiplies_few_rows
+from specdec.layers.grouped_convolution import GroupedConvolution, Side
+from specdec.layers.grouped_convolution import mix_rows as plainly_mix_rows
 from specdec.layers.linear import Linear
 from specdec.layers.norm import GroupNorm, Norm
 from specdec.layers.ops import Heads, Join
@@ -50,10 +53,14 @@ class TritonOps:
         dtype: of the rows.
         mixes: there will be experts, which are then chosen and multiplied with by our kernels, if those pass their check.
         recurs: the same of recurrent layers.
+        convolves: the same of convolutions around sublayers.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, *, mixes: bool = False, recurs: bool = False) -> None:
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, *, mixes: bool = False, recurs: bool = False, convolves: bool = False
+    ) -> None:
         self._embeds, self._multiplies_few_rows = embeds(device), multiplies_few_rows(device, dtype)
+        self._convolves = convolves and convolves_on_triton(device, dtype)
         self._mixes = mixes and experts_on_triton(device, dtype)
         self._recurs = recurs and recurs_on_triton(device, dtype)
         self._suited: dict[int, bool] = {}  # whether the kernels have these experts, by the object that they are
@@ -172,6 +179,10 @@ class TritonOps:
     def convolve(self, joined: Tensor, kernel: Tensor, bias: Tensor | None, cache: StateCache, rows: RecurrentRows) -> Tensor:
         """See `Ops.convolve`."""
         return (convolve if self._recurs else plainly_convolve)(joined, kernel, bias, cache, rows)
+
+    def mix_rows(self, x: Tensor, dynamic: Tensor, convolution: GroupedConvolution, side: Side) -> Tensor:
+        """See `Ops.mix_rows`."""
+        return (mix_rows if self._convolves else plainly_mix_rows)(x, dynamic, convolution.base, convolution.width, side)
 
     def gated_norm(self, x: Tensor, gate: Tensor, norm: GroupNorm) -> Tensor:
         """See `Ops.gated_norm`."""

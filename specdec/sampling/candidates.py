@@ -83,12 +83,22 @@ def plain_candidates(
 
 def _best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Columns int64 and log-probabilities float32 [rows, count] of the highest of float32 [rows, V]."""
+    if count == 1:
+        best = scores.max(dim=-1, keepdim=True)  # of equal ones the first, too
+        columns, highest = best.indices, best.values
+    else:
+        columns = _highest(scores, count)
+        highest = scores.gather(-1, columns)
+    logprobs = highest - scores.logsumexp(dim=-1, keepdim=True)
+    return columns, torch.where(logprobs.isnan(), -torch.inf, logprobs.clamp(max=0.0))
+
+
+def _highest(scores: Tensor, count: int) -> Tensor:
+    """Columns int64 [rows, count] of the highest of float32 [rows, V]; `topk` alone would take any of equal ones."""
     bits = (scores + 0.0).view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # ascends as the scores do
     keys = (order.long() << 32) | torch.arange(0x7FFFFFFF, 0x7FFFFFFF - scores.shape[-1], -1, device=scores.device)
-    columns = 0x7FFFFFFF - (keys.topk(count, dim=-1).values & 0x7FFFFFFF)
-    logprobs = scores.gather(-1, columns) - scores.logsumexp(dim=-1, keepdim=True)
-    return columns, torch.where(logprobs.isnan(), -torch.inf, logprobs.clamp(max=0.0))
+    return 0x7FFFFFFF - (keys.topk(count, dim=-1).values & 0x7FFFFFFF)
 
 
 @lru_cache(maxsize=16)

@@ -96,7 +96,7 @@ def gumbel(bits: Tensor, tokens: int | Tensor) -> Tensor:
 
     Args:
         bits: int64 [...], of `stream`.
-        tokens: V, for all those of a vocabulary, or which, int64 [V].
+        tokens: V, for all those of a vocabulary, or which, int64 [V] or [..., V].
 
     Returns:
         float32 [..., V], -log(E), between -2.9 and 22.2.

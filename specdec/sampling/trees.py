@@ -52,6 +52,31 @@ def best_first(scores: Tensor, num_nodes: int) -> BestPaths:
     return _level_beams(edges, num_nodes)
 
 
+def best_chain(edges: Tensor) -> Tensor:
+    """The path that takes the highest score behind the candidate before, of equal ones the first.
+
+    Args:
+        edges: float32 [num_reqs, K, C, C], as of `best_first`; any numbers.
+
+    Returns:
+        int64 [num_reqs, K], the candidate of each position.
+    """
+    if builds_on_triton(edges.device):
+        from specdec.kernels import triton_trees  # it imports Triton
+
+        return triton_trees.best_chain(edges)
+    return _followed_edges(edges)
+
+
+def _followed_edges(edges: Tensor) -> Tensor:
+    """`best_chain` in plain torch."""
+    ranks = [torch.zeros_like(edges[:, 0, 0, 0], dtype=torch.int64)]
+    for position in range(edges.shape[1]):
+        row = edges[:, position].gather(1, ranks[-1][:, None, None].expand(-1, 1, edges.shape[-1])).squeeze(1)
+        ranks.append(row.sort(dim=1, descending=True, stable=True).indices[:, 0])
+    return torch.stack(ranks[1:], dim=1)
+
+
 def _level_beams(edges: Tensor, num_nodes: int) -> BestPaths:
     """`best_first` in plain torch."""
     num_reqs, depth, _, count = edges.shape
@@ -139,6 +164,7 @@ def check_trees(device: torch.device) -> Deviation:
     for shape, num_nodes in (((2, 7, 8), 64), ((2, 5, 4, 4), 20)):
         scores = -torch.randint(8, shape, generator=generator) / 4
         edges = scores if scores.ndim == 4 else scores[:, :, None].expand(-1, -1, shape[-1], -1)
+        found.append(mismatches(triton_trees.best_chain(edges.to(device)), _followed_edges(edges)))
         on_device = triton_trees.best_first(edges.to(device), num_nodes)
         tree, places, totals = _level_beams(edges, num_nodes)
         plain = (tree.parents, tree.depths, tree.ancestors, tree.ranks, places, totals)

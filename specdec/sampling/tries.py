@@ -29,7 +29,7 @@ class ScoredDrafts(NamedTuple):
     num_drafts: Tensor
 
 
-def trie(continuations: Tensor, lengths: Tensor, weights: Tensor, num_nodes: int, *, keep: float = 1.0) -> ScoredDrafts:
+def trie(continuations: Tensor, lengths: Tensor, weights: Tensor, num_nodes: int, *, keep: float | Tensor = 1.0) -> ScoredDrafts:
     """The tree of what followed earlier occurrences of a text's end: a path is as probable as the occurrences that begin so weigh.
 
     The probability of a path is that of suffix decoding (snowflakedb/ArcticInference), the shares of its branches multiplied, times
@@ -40,21 +40,29 @@ def trie(continuations: Tensor, lengths: Tensor, weights: Tensor, num_nodes: int
         lengths: int64 [num_reqs, M], tokens of each that count; 0 where there is none.
         weights: float32 [num_reqs, M], above 0, say ones or less for those further back.
         num_nodes: N, at most 64.
-        keep: probability that the text goes on as before, per token.
+        keep: probability that the text goes on as before, per token; one for all, or float32 [num_reqs, M] for each occurrence.
     """
-    length = continuations.shape[2]
-    depths = torch.arange(1, length + 1, device=continuations.device)[:, None, None]  # entries by depth, then occurrence
-    within = (depths > torch.arange(length, device=continuations.device)) & (depths <= lengths[:, None, :, None])
-    paths = torch.where(within, continuations[:, None], -1).flatten(1, 2)
-    same = _same(paths, paths)
-    agreeing = same.unflatten(2, (length, -1)).unflatten(1, (length, -1)).diagonal(dim1=1, dim2=3)  # [num_reqs, M, M, depth]
+    places = torch.arange(continuations.shape[2], device=continuations.device)
+    depths = places[:, None, None] + 1  # entries by depth, then occurrence
+    tokens = torch.where(places < lengths[..., None], continuations, -1)
+    agreeing = common_prefixes(tokens)[:, None] >= depths  # [num_reqs, K, M, M]
     # Added up in one order for every depth, so that rounding makes no path likelier than its beginning.
     own = torch.where(lengths > 0, weights, 0.0)
-    mass = torch.where(agreeing.permute(0, 3, 1, 2), own[:, None, None], 0.0).sum(dim=3)
-    share = mass / own.sum(dim=1)[:, None, None] * keep ** depths.squeeze(2)
-    drafts = _best(paths, same, share.flatten(1), num_nodes, length)
+    kept = own[:, None] * (keep[:, None] if isinstance(keep, Tensor) else keep) ** depths.squeeze(2)
+    share = torch.where(agreeing, kept[:, :, None], 0.0).sum(dim=3) / own.sum(dim=1)[:, None, None]
+    is_first = ~agreeing.tril(-1).any(dim=3)
+    paths = torch.where((places < depths) & (depths <= lengths[:, None, :, None]), tokens[:, None], -1)
+    drafts = _best(paths.flatten(1, 2), is_first.flatten(1), share.flatten(1), num_nodes, len(places))
     counts = torch.arange(num_nodes, device=paths.device) < drafts.num_drafts[:, None]
     return drafts._replace(scores=torch.where(counts, drafts.scores, 0.0).log().cummin(dim=1).values)
+
+
+def common_prefixes(paths: Tensor) -> Tensor:
+    """int64 [num_reqs, M, M]: how many tokens two of the paths int64 [num_reqs, M, K] begin with alike; they end where one is below
+    0.
+    """
+    alike = (paths[:, :, None] == paths[:, None]) & (paths >= 0)[:, None]
+    return alike.long().cumprod(dim=3).sum(dim=3)
 
 
 def merge_trees(one: ScoredDrafts, other: ScoredDrafts, num_nodes: int, depth: int) -> ScoredDrafts:
@@ -68,7 +76,9 @@ def merge_trees(one: ScoredDrafts, other: ScoredDrafts, num_nodes: int, depth: i
     paths = torch.cat([_paths(one, depth), _paths(other, depth)], dim=1)
     same = _same(paths, paths)
     scores = torch.cat([one.scores, other.scores], dim=1)
-    return _best(paths, same, torch.where(same, scores[:, None], -torch.inf).amax(dim=2), num_nodes, depth)
+    entries = torch.arange(paths.shape[1], device=paths.device)
+    is_first = ~(same & (entries < entries[:, None])).any(dim=2)
+    return _best(paths, is_first, torch.where(same, scores[:, None], -torch.inf).amax(dim=2), num_nodes, depth)
 
 
 def _paths(drafts: ScoredDrafts, depth: int) -> Tensor:
@@ -85,16 +95,18 @@ def _same(paths: Tensor, others: Tensor) -> Tensor:
     return (paths[:, :, None] == others[:, None]).all(dim=3)
 
 
-def _best(paths: Tensor, same: Tensor, scores: Tensor, num_nodes: int, depth: int) -> ScoredDrafts:
+def _best(paths: Tensor, is_first: Tensor, scores: Tensor, num_nodes: int, depth: int) -> ScoredDrafts:
     """The best of the paths int64 [num_reqs, P, D], filled up with -1, among which is the beginning of each, likelier than it.
 
-    `same` and `scores` are of all of them; empty ones are no paths.
+    Args:
+        paths: empty ones are no paths.
+        is_first: bool [num_reqs, P], of those that are alike the first.
+        scores: float32 [num_reqs, P].
+        num_nodes, depth: see `merge_trees`.
     """
     count = paths.shape[1]
     assert num_nodes <= min(MOST_NODES, count)
-    entries = torch.arange(count, device=paths.device)
     depths = (paths >= 0).sum(dim=2)
-    is_first = ~(same & (entries < entries[:, None])).any(dim=2)
     scores = torch.where(is_first & (depths > 0), scores, -torch.inf)
     by_depth = depths.sort(dim=1, stable=True).indices
     best = by_depth.gather(1, scores.gather(1, by_depth).sort(dim=1, descending=True, stable=True).indices)[:, :num_nodes]

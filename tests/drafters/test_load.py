@@ -35,8 +35,15 @@ Patch = pytest.MonkeyPatch
         ({"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "dspark"}}, "dflash"),
         ({"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "dspark", "markov_rank": 8}}, "dspark"),
         ({"speculators_model_type": "eagle3", "architectures": ["Eagle3DraftModel"]}, "eagle3"),
+        ({"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": {}}, "eagle3"),
+        ({"architectures": ["Qwen3Eagle3Model"], "target_layer_ids": [1]}, "eagle3"),
+        ({"speculators_config": {"algorithm": "peagle"}}, "peagle"),
         ({"speculators_config": {"algorithm": "mtp"}}, "mtp"),
         ({"medusa_num_heads": 4}, "medusa"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, "draft-model"),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "draft-model"),
+        ({"architectures": ["Gemma4AssistantForCausalLM"]}, "mtp"),
+        ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "Eagle3DeepseekV2ForCausalLM"),
     ],
 )
 def test_algorithm(raw: dict[str, Any], algorithm: str) -> None:
@@ -47,16 +54,13 @@ def test_algorithm(raw: dict[str, Any], algorithm: str) -> None:
 @pytest.mark.parametrize(
     ("raw", "said"),
     [
-        ({"architectures": ["DFlash2DraftModel"]}, "'dflash2' (DFlash 2, which adds convolutions"),
-        ({"speculators_model_type": "dspark", "markov_rank": 16}, "'dspark' (DSpark, which adds a Markov head"),
-        ({"architectures": ["Gemma4DSparkModel"], "markov_rank": 0}, "'Gemma4DSparkModel' (DSpark"),
-        ({"architectures": ["DominoDraftModel"]}, "'domino' (Domino"),
-        ({"architectures": ["DFlashLagunaForCausalLM"]}, "'DFlashLagunaForCausalLM' (DFlash on layers of its own"),
-        ({"architectures": ["LlamaForCausalLMEagle3"]}, "'LlamaForCausalLMEagle3' (EAGLE-3, a head of one layer"),
-        ({"speculators_model_type": "peagle"}, "'peagle' (P-EAGLE"),
+        ({"architectures": ["XPressDraftModel"]}, "'XPressDraftModel' (XPress"),
+        ({"architectures": ["OtherDSparkModel"], "markov_rank": 0}, "'OtherDSparkModel' (DSpark"),
+        ({"architectures": ["DFlashOtherForCausalLM"]}, "'DFlashOtherForCausalLM' (DFlash on layers of its own"),
+        ({"architectures": ["OtherForCausalLMEagle3"]}, "'OtherForCausalLMEagle3' (EAGLE-3 on layers of its own"),
         ({"medusa_num_heads": 4}, "'medusa' (Medusa"),
         ({"architectures": ["Qwen3NextMTP"]}, "'Qwen3NextMTP' (multi-token prediction"),
-        ({"architectures": ["Qwen3ForCausalLM"]}, "'Qwen3ForCausalLM' (a language model of its own"),
+        ({"architectures": ["OtherAssistantForCausalLM"]}, "'OtherAssistantForCausalLM' (a head that reads its target's own"),
         ({"architectures": ["Other"]}, "'Other' is not supported yet"),
         ({"hidden_size": 3}, "names no architecture"),
     ],
@@ -81,8 +85,8 @@ def test_a_registered_algorithm_loads_its_checkpoints(tmp_path: Path, monkeypatc
         seen.extend([path, verifier])
         return NGramDrafter()
 
-    register_drafter("eagle3", load)
-    (tmp_path / "config.json").write_text('{"speculators_model_type": "eagle3"}')
+    register_drafter("eagle4", load)
+    (tmp_path / "config.json").write_text('{"speculators_model_type": "eagle4"}')
     verifier = FakeVerifier()
     assert isinstance(load_drafter(tmp_path, verifier=verifier), NGramDrafter)
     assert seen == [tmp_path, verifier]

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from evals.manual_prompts import MANUAL_KINDS
 from evals.prompt_sets import SET_NAMES, load_prompt_set, read_bundled
 from specdec.errors import InvalidInputError
 from tests.evals.tiny import write_jsonl
@@ -101,4 +102,13 @@ def test_unknown_names_and_limits_outside_the_set_are_refused() -> None:
     with pytest.raises(InvalidInputError, match="limit is 0"):
         load_prompt_set("bundled", limit=0)
     assert len(load_prompt_set("bundled", limit=3).items) == 3
-    assert {"gsm8k", "math500", "humaneval", "mbpp", "mt-bench", "bundled"} == set(SET_NAMES)
+    assert {"gsm8k", "math500", "humaneval", "mbpp", "mt-bench", "bundled", *MANUAL_KINDS} == set(SET_NAMES)
+
+
+@pytest.mark.parametrize("kind", MANUAL_KINDS)
+def test_prompts_from_the_manual(kind: str) -> None:
+    """Catches a manual that yields too few prompts, prompts twice, and passages that are missing."""
+    prompts = [item.turns[0] for item in load_prompt_set(kind).items]
+    assert len(prompts) >= 12 and len(set(prompts)) == len(prompts)
+    assert max(map(len, prompts)) < 6000
+    assert kind not in ("summaries", "translation", "retrieval") or min(map(len, prompts)) > 200

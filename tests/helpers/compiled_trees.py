@@ -41,6 +41,15 @@ def tree_kernels(target: "Target") -> Iterator[tuple[str, Any]]:
         "best paths",
         compiled(triton_trees._best_first_kernel, pointers=fields | paths, constants=shape | {"COUNT": 16}, num_warps=1),
     )
+    yield (
+        "best chain",
+        compiled(
+            triton_trees._best_chain_kernel,
+            pointers={"edges": "fp32", "ranks": "i64"},
+            constants={"DEPTH": 15, "COUNT": 16} | overlap,
+            num_warps=1,
+        ),
+    )
     yield "walk", compiled(triton_trees._walk_kernel, pointers=fields | paths, constants=shape, num_warps=1)
     yield (
         "rows of a path",

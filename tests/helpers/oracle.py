@@ -8,6 +8,8 @@ from transformers import PreTrainedModel
 
 from drafters.dflash.coupling import Coupling, CouplingTable
 from drafters.dflash.drafter import BoundDFlash
+from drafters.dflash.drafts import Drafts
+from drafters.head import Head
 from specdec.config import DraftSampling
 from specdec.core import AcceptOutput, DecodeBatch, Drafter, PrefillBatch, Verifier, VerifyOutput
 from specdec.kv_cache import LayerCache
@@ -21,13 +23,20 @@ class OracleDrafter(Drafter):
         logits: float32 [texts, length, V], at each position for the token behind it.
         k: most drafts of a path.
         coupling: weights of these logits and of the shared noise; None are ones.
+        head: what corrects these logits, which it takes for hidden states, too.
     """
 
     draws_trees = True
-    target_ids: Tensor | None = None
 
-    def __init__(self, texts: dict[tuple[int, ...], list[int]], logits: Tensor, k: int, coupling: Coupling | None = None) -> None:
-        self.coupling = coupling
+    def __init__(
+        self,
+        texts: dict[tuple[int, ...], list[int]],
+        logits: Tensor,
+        k: int,
+        coupling: Coupling | None = None,
+        head: Head | None = None,
+    ) -> None:
+        self.coupling, self.head = coupling, head
         self.texts, self.logits, self.max_draft_tokens = {text: i for i, text in enumerate(texts)}, logits, k
 
     def bind(
@@ -43,8 +52,8 @@ class BoundOracle(BoundDFlash):
 
     def __init__(self, drafter: OracleDrafter, max_num_seqs: int, draft_sampling: DraftSampling) -> None:
         self.drafter: OracleDrafter = drafter  # type: ignore[assignment]
-        self.draft_sampling, self.table = draft_sampling, drafter.logits
-        self._coupling = None if drafter.coupling is None else CouplingTable(drafter.coupling, torch.device("cpu"))
+        coupling = None if drafter.coupling is None else CouplingTable(drafter.coupling, torch.device("cpu"))
+        self.drafts, self.table = Drafts(draft_sampling, coupling, None, drafter.head), drafter.logits
         self.texts = torch.zeros(max_num_seqs, dtype=torch.int64)
 
     def begin(self, slot: int, token_ids: Sequence[int]) -> None:

@@ -52,6 +52,7 @@ from transformers import (
 from drafters.dflash.config import DFlashConfig
 from drafters.dflash.drafter import DFlashDrafter
 from drafters.dflash.model import DFlashModel
+from drafters.head import HeadConfig
 from specdec.attention.selector import select_backend
 from specdec.core import Verifier
 from tests.helpers.tiny_hybrids import hybrid_configs
@@ -343,8 +344,9 @@ def random_dflash(
     head_dim: int = 8,
     seed: int = 0,
     taps: tuple[int, ...] = (0, 2, 3),
+    head: HeadConfig | None = None,
 ) -> DFlashDrafter:
-    """A DFlash drafter with random weights, one full layer and two sliding ones."""
+    """A DFlash drafter with random weights, one full layer and two sliding ones; with a head, the anchor's row predicts."""
     torch.manual_seed(seed)
     config = DFlashConfig(
         block_size=block_size,
@@ -361,6 +363,8 @@ def random_dflash(
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         max_position_embeddings=512,
         num_target_layers=verifier.num_layers,
+        sample_from_anchor=head is not None,
+        head=head,
     )
     return DFlashDrafter(DFlashModel(config), verifier)
 

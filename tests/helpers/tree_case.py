@@ -51,6 +51,18 @@ def assert_as_heap(best: BestPaths, scores: Tensor, num_nodes: int) -> list[list
     return requests
 
 
+def chain_by_hand(scores: Tensor) -> list[list[int]]:
+    """The first best candidate behind the one before, of each request, in plain Python."""
+    chains = []
+    for table in scores.tolist():
+        chain = [0]
+        for position in table:
+            row = position[chain[-1]] if isinstance(position[0], list) else position
+            chain.append(row.index(max(row)))
+        chains.append(chain[1:])
+    return chains
+
+
 def choices(best: BestPaths, seed: int) -> tuple[Tensor, Tensor]:
     """Tokens of the drafts, different ones for siblings, and of the target: mostly those of a child."""
     generator = torch.Generator().manual_seed(seed)

@@ -7,6 +7,8 @@ whose tests need kernels run on CUDA devices as they are, and elsewhere in a pro
 """
 
 import os
+from dataclasses import replace
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -20,10 +22,33 @@ def require_triton() -> torch.device:
     if find_spec("triton") is None:
         pytest.skip("triton is not installed", allow_module_level=True)
     if os.environ.get("TRITON_INTERPRET") == "1":
+        _hasten()
         return torch.device("cpu")
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device; test_triton_interpreted.py runs this file", allow_module_level=True)
     return torch.device("cuda", torch.cuda.current_device())
+
+
+@cache
+def _hasten() -> None:
+    """Leaves out what more than doubles the interpreter's time and adds nothing.
+
+    It makes Triton's language its own at every launch and at every call within a kernel: here once per module, for good. And it
+    computes whether integers overflow, which it looks at in its debug mode alone.
+    """
+    interpreter: Any = import_module("triton.runtime.interpreter")
+    adapt, builder = interpreter._patch_lang, interpreter.interpreter_builder
+    adapted = set()
+
+    def adapt_once(function: Any) -> Any:
+        if function.__module__ not in adapted:
+            adapt(function)
+            adapted.add(function.__module__)
+        return interpreter._LangPatchScope()  # of no changes, which restores nothing
+
+    interpreter._patch_lang = adapt_once
+    assert not builder.options.debug
+    builder.options = replace(builder.options, sanitize_overflow=False)
 
 
 def compile_for(

@@ -129,6 +129,20 @@ def test_features_are_raw_layer_outputs(fuse: bool) -> None:
     assert (last - plain[4][0]).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize("fuse", [False, True])
+def test_embeddings_are_a_feature_too(fuse: bool) -> None:
+    """Tap -1 is what the first layer is given, scaled, beside the layers' outputs in the order that was asked for."""
+    model = plain_model("gemma2")
+    sequence = random_prompts(1, seed=5)[0]
+    with torch.inference_mode():
+        plain = model(torch.tensor([sequence]), output_hidden_states=True).hidden_states
+    run = PackedRun(paged_verifier(model, BLOCK, fuse=fuse), [sequence])
+    (features,) = run.forward([(0, 0, len(sequence))], aux=(-1, 0))
+    embeddings, first = features.chunk(2, dim=-1)
+    torch.testing.assert_close(embeddings, plain[0][0])
+    torch.testing.assert_close(first, plain[1][0], atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize(
     "rope",
     [

@@ -17,6 +17,7 @@ from drafters.dflash.checkpoint import read_checkpoint, write_checkpoint
 from drafters.dflash.config import DFlashConfig
 from specdec.errors import CheckpointError
 from tests.drafters.tiny import HIDDEN, TINY, VOCAB, tiny_tensors, write_tiny_dflash
+from tests.helpers import quantized
 
 REDUCED = replace(TINY, draft_vocab_size=30, attention_bias=True)
 
@@ -137,13 +138,13 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda p: rewrite(p, lambda t: t | {"fc.weight": torch.zeros(HIDDEN, 2 * HIDDEN)}),
         r"tensor fc.weight has shape \[32, 64\], config.json asks for \[32, 96\]",
     ),
-    "fused": (
+    "joined": (
         lambda p: rewrite(p, lambda t: t | {"layers.0.self_attn.qkv_proj.weight": torch.zeros(2, 2)}),
-        "tensor layers.0.self_attn.qkv_proj.weight belongs to a fused or gated layer",
+        r"tensor layers.0.self_attn.qkv_proj.weight has 2 rows, config.json asks for 128",
     ),
     "gated": (
         lambda p: rewrite(p, lambda t: t | {"layers.0.self_attn.g_proj.weight": torch.zeros(2, 2)}),
-        "g_proj.weight belongs to a fused or gated layer",
+        "g_proj.weight is no part of a DFlash drafter",
     ),
     "unknown tensor": (
         lambda p: rewrite(p, lambda t: t | {"markov_head.markov_w1.weight": torch.zeros(2, 2)}),
@@ -151,13 +152,21 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "quantized": (
         lambda p: rewrite(p, lambda t: t | {"fc.weight": t["fc.weight"].to(torch.int8)}),
-        "tensor fc.weight is torch.int8; quantized weights are not read",
+        "tensor fc.weight is torch.int8; config.json has no quantization_config for it",
     ),
     "reordered full vocabulary": (
         lambda p: rewrite(p, lambda t: t | {"d2t": torch.ones(VOCAB, dtype=torch.long)}),
         "d2t reorders a full vocabulary",
     ),
-    "mask embedding": (lambda p: (p / "mask_embedding.pt").touch(), "mask_embedding.pt is not supported yet"),
+    "mask row": (lambda p: (p / "mask_embedding.pt").touch(), "mask_embedding.pt is damaged"),
+    "mask row of another token": (
+        lambda p: torch.save({"mask_token_id": 7, "embedding": torch.zeros(32)}, p / "mask_embedding.pt"),
+        "mask_embedding.pt is of token 7, mask_token_id is 60",
+    ),
+    "mask row of another width": (
+        lambda p: torch.save(torch.zeros(31), p / "mask_embedding.pt"),
+        "mask_embedding.pt holds no row of 32 numbers",
+    ),
 }
 
 
@@ -235,3 +244,49 @@ def test_write_refuses(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"tensor fc\.weight is missing"):
         write_checkpoint(tmp_path / "e", TINY, tensors)
     assert [entry.name for entry in tmp_path.iterdir()] == ["d"]
+
+
+QUANTIZED: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], quantized.Written]]] = {
+    "nvfp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, lambda weight: quantized.nvfp4(weight, divides=False)),
+    "fp8": (
+        {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme": "dynamic"},
+        lambda weight: quantized.float8(weight, (16, 16)),
+    ),
+}
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_quantized_weights_become_plain_numbers(kind: str, apart: bool, tmp_path: Path) -> None:
+    """Products of the layers as a publisher quantizes them; what the format is stands in either file."""
+    path = write_tiny_dflash(tmp_path / "drafter")
+    quantization, write = QUANTIZED[kind]
+    plain = load_file(path / "model.safetensors")
+    stored, numbers = dict[str, Tensor](), dict[str, Tensor]()
+    for name, tensor in plain.items():
+        module = name.removesuffix(".weight")
+        if module.endswith("_proj"):
+            written = write(tensor)
+            stored |= {f"{module}.{part}": value for part, value in written.parts.items()}
+            stored[f"{module}.input_scale"] = torch.tensor(3.0)
+            numbers[name] = written.numbers.float()
+        else:
+            stored[name] = numbers[name] = tensor
+    save_file(stored, path / "model.safetensors")
+    raw = json.loads((path / "config.json").read_text())
+    if apart:
+        (path / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
+    else:
+        raw["quantization_config"] = quantization
+    (path / "config.json").write_text(json.dumps(raw | {"dtype": "float32"}))
+    tensors = read_checkpoint(path)[1]
+    assert tensors.keys() == numbers.keys()
+    assert all(tensors[name].equal(tensor) for name, tensor in numbers.items())
+
+
+def test_quantizations_that_are_not_read_are_named(tmp_path: Path) -> None:
+    path = write_tiny_dflash(tmp_path / "drafter")
+    raw = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(raw | {"quantization_config": {"quant_method": "quark"}}))
+    with pytest.raises(CheckpointError, match=r"drafter '.*': weights quantized with 'quark' are not read"):
+        read_checkpoint(path)

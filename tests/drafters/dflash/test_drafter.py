@@ -36,6 +36,7 @@ from tests.helpers.guards import no_host_sync
 
 FLOATS = (torch.float32, torch.float64)
 REDUCED = replace(TINY, draft_vocab_size=30)
+CONVOLVED = replace(TINY, conv_kernel_size=2, conv_group_size=4)
 
 
 def bound(
@@ -61,7 +62,7 @@ def verifier_of(dtype: torch.dtype) -> FakeVerifier:
 
 def test_state_dict_is_the_checkpoint() -> None:
     """Module and file agree on every name and shape, so that training can write what it trains."""
-    for config in (TINY, REDUCED, replace(TINY, attention_bias=True, target_hidden_size=48)):
+    for config in (TINY, REDUCED, replace(TINY, attention_bias=True, target_hidden_size=48), CONVOLVED):
         state = DFlashModel(config).state_dict()
         assert {name: tuple(tensor.shape) for name, tensor in state.items()} == tensor_shapes(config)
 
@@ -206,7 +207,7 @@ def test_reduced_vocabulary() -> None:
     own = drafter.logits(drafter.draft_hidden(batch))
     assert own.shape == (2, 4, 30)
     assert torch.equal(drafter.propose(batch).token_ids, 2 * own.argmax(-1))
-    drafter.draft_sampling = "probabilistic"
+    drafter.drafts.draft_sampling = "probabilistic"
     draft = drafter.propose(rig.batch([3, 5], [9, 14], 4, temperature=0.7))
     assert draft.probs is not None and draft.candidate_ids is not None
     assert draft.candidate_ids.shape == draft.probs.shape == (2, 4, 30)
@@ -330,7 +331,7 @@ def test_runs_share_the_weights() -> None:
     def weights() -> list[object]:
         network = drafter.network
         linears = [linear for layer in network._decoder.layers for linear in layer.linears]
-        return [network._context_kv, network._features, *linears]
+        return [network._context._projection, network._context._features, *linears]
 
     before = weights()
     one, two = (Rig(drafter, verifier).bound for _ in range(2))

@@ -13,6 +13,8 @@ from drafters.dflash.config import DFlashConfig
 from drafters.dflash.coupling import Coupling
 from drafters.dflash.layout import config_json, parse_config
 from drafters.dflash.model import DFlashModel
+from drafters.dflash2.selector import SelectorConfig
+from drafters.dspark.markov import MarkovConfig
 from specdec.errors import CheckpointError
 from specdec.layers.rotary import Angles, Rope, rotate
 from tests.drafters.tiny import TINY
@@ -97,7 +99,15 @@ def test_values_are_found_in_either_place(section: str) -> None:
 ALIGNMENTS: list[tuple[str, dict[str, Any], bool, int]] = [
     ("z-lab", zlab(), False, 7),
     ("z-lab stated", zlab(own={"sample_from_anchor": True}), True, 8),
-    ("projector of dspark", zlab(own={"projector_type": "dspark"}), False, 7),
+    ("projector of dspark without a Markov head", zlab(own={"projector_type": "dspark"}), False, 7),
+    ("ModelOpt's DSpark", zlab(own={"projector_type": "dspark", "shift_label": True, "markov_rank": 4}), True, 8),
+    ("DeepSpec's DSpark", zlab(architectures=["Qwen3DSparkModel"], markov_rank=4), True, 8),
+    ("SpecForge's DSpark", zlab(architectures=["DSparkDraftModel"], own={"projector_type": "dspark", "markov_rank": 4}), True, 8),
+    ("vLLM's key", zlab(architectures=["Qwen3DSparkModel"], markov_rank=4, dspark_bonus_anchor=True), False, 7),
+    ("shifted labels", zlab(own={"shift_label": True}), True, 8),
+    ("DFlash 2", zlab(architectures=["DFlash2DraftModel"], own={"selector_rank": 4, "selector_top_k": 8}), False, 7),
+    ("speculators dspark", speculators("dspark", tokens=8, markov_rank=4), True, 8),
+    ("speculators dspark stated", speculators("dspark", markov_rank=4, sample_from_anchor=False), False, 7),
     ("z-lab next-token family", zlab(architectures=["Qwen3DSparkModel"], markov_rank=0), True, 8),
     ("speculators", speculators(), False, 7),
     ("speculators stated", speculators(tokens=8, sample_from_anchor=True), True, 8),
@@ -140,6 +150,9 @@ KINDS: list[tuple[str, dict[str, Any], list[int | None], list[bool]]] = [
     ("explicit types win", zlab(use_sliding_window=True, sliding_window=9, max_window_layers=3, layer_types=[S, F, F]),
      [9, None, None], [True, False, False]),
     ("speculators", speculators(layers={"layer_types": [S, F, F], "sliding_window": 9}), [9, None, None], [True, False, False]),
+    ("speculators DFlash 2",
+     speculators("dflash2", layers={"layer_types": [S, S, F], "sliding_window": 9}, selector_rank=4, selector_top_k=4),
+     [9, 9, None], [False] * 3),
     ("speculators non-causal", speculators(layers={"layer_types": [S, F, F], "sliding_window": 9}, sliding_window_non_causal=True),
      [9, None, None], [False] * 3),
     ("speculators is_causal moved", speculators(layers={"layer_types": [S, F, F], "sliding_window": 9, "is_causal": False}),
@@ -165,12 +178,25 @@ def test_default_taps() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    (zlab(architectures=["DFlash2DraftModel"]), r"'dflash2' \(DFlash 2, .*\) is not supported yet"),
+    (zlab(architectures=["DominoDraftModel"]), "config.json lacks emb_dim"),
+    (zlab(architectures=["DominoDraftModel"], own={"emb_dim": 4, "gru_hidden_dim": 0}), "gru_hidden_dim is 0"),
+    (zlab(architectures=["DominoDraftModel"], own={"use_hidden_proj": True}), "Domino with use_hidden_proj True"),
+    (zlab(architectures=["DFlash2DraftModel"]), "lacks selector_rank"),
+    (zlab(architectures=["DFlash2DraftModel"], own={"selector_rank": 8, "selector_top_k": 65}), "selector_top_k is 65"),
+    (zlab(architectures=["DFlash2DraftModel"], own={"selector_rank": 8, "selector_top_k": 62}), "vocabulary has 61 tokens"),
+    (zlab(architectures=["DSparkDraftModel"], markov_rank=8, markov_head_type="gru"), "markov_head_type is 'gru'; supported: va"),
+    (zlab(architectures=["DSparkDraftModel"], markov_rank=-1), r"markov_rank is -1; it must lie in \[1"),
+    (zlab(architectures=["DSparkDraftModel"], markov_rank=8, dspark_draft_topk=0), "dspark_draft_topk is 0"),
+    (zlab(architectures=["DSparkDraftModel"], markov_rank=8, markov_head_type="rnn", sample_from_anchor=False), "'rnn' without"),
+    (zlab(sample_from_anchor=True, dspark_bonus_anchor=True), "sample_from_anchor and dspark_bonus_anchor disagree"),
     (zlab(own={"dflash_query_causal": True}), r"dflash_config says dflash_query_causal, which .* not know \(known: .*causal_head"),
     (zlab(own={"log_snr_conditioning": None}), "dflash_config says log_snr_conditioning"),
     (zlab(own={"causal_head": "yes"}), "causal_head is 'yes'; it must be true or false"),
     (zlab(own={"attention_mode": "mla"}), "attention_mode 'mla'"),
-    (zlab(own={"attention_sink_bias": True}), "attention_sink_bias True"),
+    (zlab(own={"attention_sink_bias": 1}), "attention_sink_bias is 1; it must be true or false"),
+    (zlab(partial_rotary_factor=0.2), "RoPE turns 3.2 of 16 numbers of a head"),
+    (zlab(architectures=["DFlashLagunaForCausalLM"], gating="per-token"), "gating is 'per-token'; supported: true"),
+    (zlab(architectures=["Gemma4DSparkModel"], markov_rank=0, enable_moe_block=True), "enable_moe_block True"),
     (zlab(own={"use_aux_hidden_state": False}), "use_aux_hidden_state False"),
     (zlab(is_neox_style=False), "is_neox_style False"),
     (zlab(remove=("architectures", "dflash_config")), "names no architecture"),
@@ -188,14 +214,17 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (zlab(own={"use_swa": True}), "layer 0 is sliding_attention"),
     (zlab(layer_types=[F, F]), "for each of 3 layers"),
     (zlab(layer_types=["chunked_attention"] * 3), "chunked_attention"),
-    (zlab(own={"target_layer_ids": [-1, 2]}), "the embedding output cannot be tapped"),
-    (speculators(aux_hidden_state_layer_ids=[0, 3, 5]), "the embedding output cannot be tapped"),
+    (zlab(own={"target_layer_ids": [-2, 2]}), "layers 0, 1, ... or -1 for the embedding output"),
+    (speculators(aux_hidden_state_layer_ids=[-1, 3, 5]), "layers 0, 1, ... or -1 for the embedding output"),
     (zlab(own={"target_layer_ids": "1,2"}), "must be a list of integers"),
     (zlab(own={"mask_token_id": 61}), "mask_token_id 61 lies outside 61 embeddings"),
     (zlab(remove=("rope_theta",)), "rope_theta is None"),
     (zlab(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "'dynamic' is not supported"),
     (zlab(rope_scaling={"type": "longrope"}), "'longrope' is not supported"),
-    (zlab(rope_parameters={F: {"rope_theta": 1e4}, S: {"rope_theta": 1e4}}), "one set for all layers"),
+    (
+        zlab(rope_parameters={F: {"rope_theta": 1e4}, S: {"rope_theta": 1e4}}, layer_types=[S, S, F], sliding_window=4),
+        "one set for all layers",
+    ),
     (speculators(tokens=8), "speculative_tokens is 8, but block_size 8 with sample_from_anchor false gives 7"),
     (speculators(tokens=7, sample_from_anchor=True), "speculative_tokens is 7, but block_size 8 with sample_from_anchor true"),
     (zlab(draft_vocab_size=62), "draft_vocab_size is 62"),
@@ -229,7 +258,11 @@ def test_refusals(raw: dict[str, Any], message: str) -> None:
 ROUND_TRIPS: dict[str, DFlashConfig] = {
     "plain": TINY,
     "sliding": replace(TINY, windows=(9, 9, None), causal=(True, True, False)),
+    "convolutions": replace(TINY, conv_kernel_size=2, conv_group_size=4),
     "sliding non-causal": replace(TINY, windows=(9, None, 9)),
+    "selector": replace(TINY, windows=(9,) * 3, head=SelectorConfig(4, 8), conv_kernel_size=2, conv_group_size=4),
+    "Markov head": replace(TINY, sample_from_anchor=True, head=MarkovConfig(4, "gated", has_confidence=True)),
+    "Markov head on masks": replace(TINY, head=MarkovConfig(4, has_confidence=True, confidence_sees_token=False, draft_top_k=5)),
     "everything": replace(
         TINY,
         attention_bias=True,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen3Config
 
 from drafters.dflash.config import DFlashConfig
 from drafters.dflash.drafter import BoundDFlash, load_dflash
@@ -44,6 +45,7 @@ KINDS: dict[str, DFlashConfig] = {
         TINY,
         rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32},
     ),
+    "convolutions": replace(TINY, conv_kernel_size=2, conv_group_size=4, windows=(WINDOW,) * 3),
     "softcap": replace(TINY, output_multiplier=2.0, final_logit_softcapping=3.0, input_embedding_scale=1.5),
 }
 ROUNDS = [(7, 3, 0), (7, 0, 7), (3, 3, 1), (7, 7, 2), (1, 1, 0), (7, 2, 5), (7, 5, 6)]  # k, accepted of either request
@@ -75,12 +77,21 @@ class ReferenceRequest:
         return hidden[0, 1 : k + 1]
 
 
+def their_model(path: Path, config: DFlashConfig) -> Any:
+    """The public class of this kind; DFlash 2 has a selector, which has no part in its hidden states and logits."""
+    if not config.convolves:
+        return reference.DFlashDraftModel.from_pretrained(path, dtype=torch.float32).eval()
+    raw = Qwen3Config.from_pretrained(path)
+    raw.dflash_config |= {"selector_rank": 4, "selector_top_k": 2}
+    return reference.DFlash2DraftModel.from_pretrained(path, config=raw, dtype=torch.float32).eval()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_hidden_states_and_logits(kind: str, tmp_path: Path) -> None:
     """Every kind of layer, two requests that accept differently, a context that outgrows the window, k that varies."""
     target, verifier = tiny_target(), FakeVerifier()
     path = write_tiny_dflash(tmp_path / "drafter", KINDS[kind])
-    theirs = reference.DFlashDraftModel.from_pretrained(path, dtype=torch.float32).eval()
+    theirs = their_model(path, KINDS[kind])
     wide = copy.deepcopy(theirs).double()
     rig = Rig(load_dflash(path, verifier=verifier), verifier)
     ours = rig.bound

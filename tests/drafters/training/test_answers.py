@@ -39,6 +39,7 @@ def question(text: str, answer: str | None = "worked") -> TrainingPrompt:
 
 def small_config(folder: Path, **changes: Any) -> TrainConfig:
     values: dict[str, Any] = {"max_tokens": 6, "heldout": 3, "shard_size": 8, "max_prompts": 20, "temperatures": (0.0, 0.7)}
+    values |= {"heldout_temperature": 1.3}
     return toy_config(folder, **values | changes)
 
 
@@ -137,11 +138,12 @@ def test_answers_are_the_targets_own_with_their_origin(tmp_path: Path) -> None:
     assert run_stages(("answers",), small_config(tmp_path))
     records = shards(tmp_path)
     assert {name: len(rows) for name, rows in records.items()} == {
-        "heldout-00000.jsonl.gz": 3, "train-00000.jsonl.gz": 8, "train-00001.jsonl.gz": 8, "train-00002.jsonl.gz": 8,
+        "heldout-00000.jsonl.gz": 6, "train-00000.jsonl.gz": 8, "train-00001.jsonl.gz": 8, "train-00002.jsonl.gz": 8,
         "train-00003.jsonl.gz": 8, "train-00004.jsonl.gz": 2,
     }  # fmt: skip
     rows = [row for part in records.values() for row in part]
     assert sum(row["temperature"] == 0.0 for row in rows) == 3 + 17
+    assert [row["temperature"] for row in records["heldout-00000.jsonl.gz"]] == [0.0] * 3 + [1.3] * 3
     decoder = SpecDecoder.from_pretrained(str(tmp_path / "target"), drafter=None, device="cpu", dtype="float32")
     for row in rows[:8]:
         sampling = SamplingParams(max_tokens=6, temperature=row["temperature"], seed=row["seed"])
@@ -213,7 +215,7 @@ def test_prompts_longer_than_the_context_are_refused_first_or_left_out(tmp_path:
         run_stages(("answers",), config)
     monkeypatch.undo()
     assert run_stages(("answers",), replace(config, skip_long=True))
-    assert sum(map(len, shards(tmp_path).values())) == 3 + 2 * 13
+    assert sum(map(len, shards(tmp_path).values())) == 2 * 3 + 2 * 13
 
 
 def test_a_wrong_tap_does_not_wait_for_the_answers(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drafters.training.blocks import SequenceBatch, block_hidden, make_blocks, sample_anchors
@@ -15,6 +15,7 @@ from drafters.training.dataset import Answer, AnswerSet
 from drafters.training.evaluate import replay
 from drafters.training.losses import ChunkedLoss, LossConfig, block_loss, decay_weights, dpace_weights
 from drafters.training.mask import BlockAttention, Kind, use_flex
+from drafters.training.objective import Objective
 from drafters.training.optimizer import MasterAdamW
 from drafters.training.target import Target
 from specdec.errors import InvalidInputError
@@ -122,6 +123,7 @@ def test_labels_follow_the_anchor_and_end_with_the_answer() -> None:
     blocks = make_blocks(batch, torch.tensor([[3, 7]]), torch.tensor([[True, True]]), num_rows=4)
     assert blocks.labels[0, 0].tolist() == [104, 105, 106, 107]
     assert blocks.valid.tolist() == [[[True] * 4, [True, True, False, False]]]
+    assert blocks.previous[0, 0].tolist() == [103, 104, 105, 106]
 
 
 def test_weights() -> None:
@@ -132,6 +134,11 @@ def test_weights() -> None:
     smoothed = [(1 - alpha) * p + alpha for p in probs]
     expected = [sum(math.prod(smoothed[: m + 1]) for m in range(j, 3)) if valid[j] else 0.0 for j in range(4)]
     torch.testing.assert_close(dpace_weights(torch.tensor([probs]), torch.tensor([valid]), alpha), torch.tensor([expected]))
+    of_four = [1 - (1 - p) ** 4 for p in probs]  # that one of four draws is the label
+    torch.testing.assert_close(
+        dpace_weights(torch.tensor([probs]), torch.tensor([valid]), alpha, candidates=4),
+        dpace_weights(torch.tensor([of_four]), torch.tensor([valid]), alpha),
+    )
 
 
 @pytest.mark.parametrize("config", [LossConfig(), LossConfig(gamma=None), LossConfig(gamma=3.0, ce=0.1, kl=0.7, tv=0.9)])
@@ -175,11 +182,104 @@ def test_chunked_loss_has_the_gradient_of_the_whole(config: LossConfig) -> None:
     loss, weight, matches = block_loss(whole @ head.T, labels, valid, config, teacher @ head.T)
     torch.autograd.backward(3 * loss)
     parts = hidden.clone().requires_grad_()
-    chunked = ChunkedLoss(lambda h: h @ head.T, config, rows=7, teacher_head=lambda h: h @ head.T)
-    part_loss, part_weight, part_matches = chunked(parts, labels, valid, teacher)
+    chunked = ChunkedLoss(Objective(lambda h: h @ head.T, config, teacher=lambda h: h @ head.T), rows=7)
+    part_loss, part_weight, part_matches = chunked(parts, labels, valid, labels, teacher)
     torch.autograd.backward(3 * part_loss)
     torch.testing.assert_close((part_loss, part_weight, parts.grad), (loss, weight, whole.grad))
     assert torch.equal(part_matches, matches)
+
+
+class TinyHead(nn.Module):
+    """A Markov head of rank 2 over 9 tokens, corrected from `first_slot` on, or among `num_candidates` alone."""
+
+    has_state, gathered_bytes = False, 0
+
+    def __init__(self, first_slot: int = 0, num_candidates: int | None = None) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.first_slot, self.num_candidates = first_slot, num_candidates
+        self.table, self.right = (nn.Parameter(torch.randn(9, 2, generator=generator)) for _ in "lr")
+        self.gate, self.told = (nn.Parameter(torch.randn(6, size, generator=generator)) for size in (2, 1))
+
+    def left(self, hidden: Tensor, previous: Tensor, state: Tensor | None) -> tuple[Tensor, None]:
+        return self.table[previous] * (hidden @ self.gate), None
+
+    def confidences(self, hidden: Tensor, previous: Tensor) -> Tensor:
+        return torch.sigmoid(hidden @ self.told).squeeze(-1)
+
+
+TO_LOGITS = torch.randn(9, 6, generator=torch.Generator().manual_seed(2))
+
+
+def head_blocks() -> dict[str, Tensor]:
+    """Five blocks of three rows."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, teacher_hidden = (torch.randn(5, 3, 6, generator=generator) for _ in "ab")
+    labels, previous = (torch.randint(9, (5, 3), generator=generator) for _ in "ab")
+    valid = torch.rand(5, 3, generator=generator) < 0.8
+    return {"hidden": hidden, "labels": labels, "valid": valid, "previous": previous, "teacher_hidden": teacher_hidden}
+
+
+@torch.no_grad()
+def rows_of_a_head(config: LossConfig, head: TinyHead, base_share: float = 0.0) -> float:
+    """The loss of `head_blocks`, row by row."""
+    blocks, total = head_blocks(), 0.0
+    for block in range(5):
+        hidden, labels, valid = (blocks[name][block] for name in ("hidden", "labels", "valid"))
+        base, edges = hidden @ TO_LOGITS.T, []
+        for row in range(3):
+            left = head.table[blocks["previous"][block, row]] * (hidden[row] @ head.gate)
+            edges.append(base[row] + head.right @ left * (row >= head.first_slot))
+        final = torch.stack(edges)
+        loss, _, _ = block_loss(final[None], labels[None], valid[None], config)
+        based, _, _ = block_loss(base[None], labels[None], valid[None], config)
+        if head.num_candidates is None:
+            total += float(loss * (1 - base_share) + based * base_share)
+            if config.confidence:
+                p = (blocks["teacher_hidden"][block] @ TO_LOGITS.T).softmax(-1)
+                wanted = 1 - 0.5 * (final.softmax(-1) - p).abs().sum(-1)
+                told = torch.sigmoid(hidden @ head.told).squeeze(-1)
+                total -= config.confidence * float(((wanted * told.log() + (1 - wanted) * (1 - told).log()) * valid).sum())
+            continue
+        total += float(based)
+        for row in range(3):
+            chosen = base[row].topk(head.num_candidates).indices.tolist()
+            if labels[row] not in chosen:
+                chosen[-1] = int(labels[row])
+            logprob = final[row][chosen].log_softmax(-1)[chosen.index(int(labels[row]))]
+            total -= config.selector * float(logprob * decay_weights(3, config.gamma or 0)[row] * valid[row])
+    return total
+
+
+@pytest.mark.parametrize(
+    ("config", "head", "share"),
+    [
+        (LossConfig(), TinyHead(), 0.0),
+        (LossConfig(gamma=None, confidence=0.5, base_until=1.0), TinyHead(first_slot=1), 0.3),
+        (LossConfig(selector=2.0), TinyHead(num_candidates=3), 0.0),
+    ],
+)
+def test_loss_with_a_head_is_its_definition_and_trains_it(config: LossConfig, head: TinyHead, share: float) -> None:
+    """Catches a wrong predecessor, slot, candidate or share, and gradients of the head's weights that chunks lose or scale."""
+    blocks = head_blocks()
+    found = []
+    for rows in (99, 4):
+        objective = Objective(lambda h: h @ TO_LOGITS.T, config, head=head, teacher=lambda h: h @ TO_LOGITS.T)
+        objective.move(1 - share)
+        given = blocks | {"hidden": blocks["hidden"].clone().requires_grad_()}
+        if rows == 99:
+            loss, weight, matches = objective(**given)
+        else:
+            loss, weight, matches = ChunkedLoss(objective, rows=rows, weights=list(head.parameters()))(**given)
+        for parameter in head.parameters():
+            parameter.grad = None
+        torch.autograd.backward(3 * loss)
+        grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in head.parameters()]
+        found.append((loss, weight, given["hidden"].grad, grads))
+        assert not matches[~blocks["valid"]].any()
+    assert found[0][0].item() == pytest.approx(rows_of_a_head(config, head, share), rel=1e-5)
+    torch.testing.assert_close(found[1], found[0])
+    assert all(gradient.abs().sum() > 0 for gradient in found[1][3][:3])
 
 
 class TinyVerifier:
@@ -191,7 +291,7 @@ class TinyVerifier:
     def __init__(self, model: Any = None) -> None:
         self.model: Any = model or tiny_target()
         self.layers = self.model.model.layers
-        self.num_layers = len(self.layers)
+        self.num_layers, self.vocab_size = len(self.layers), self.model.config.vocab_size
 
     def keep_layers(self, count: int) -> None:
         del self.layers[count:]
@@ -290,9 +390,11 @@ def test_replay_walks_as_a_live_run_would() -> None:
         emitted.append(len(answer.answer_ids) - 1)
     answer_set = AnswerSet(answers, device=torch.device("cpu"), max_length=99, bucket=8, mask_token_id=TINY.mask_token_id)
     result = replay(model, target, answer_set, TrainConfig(batch_size=2, anchors=7, loss_rows=11))
-    assert sorted(zip(result.num_emitted, result.num_steps, strict=True)) == sorted(zip(emitted, steps, strict=True))
+    assert sorted((count, chain[0]) for count, chain in zip(result.num_emitted, result.num_steps, strict=True)) == sorted(
+        zip(emitted, steps, strict=True)
+    )
     assert sum(steps) < sum(emitted), "the test needs accepted drafts"
-    assert result.tau == sum(emitted) / sum(steps)
+    assert result.tau() == sum(emitted) / sum(steps)
 
 
 def one_block(model: Any, target: Target, ids: list[int], anchor: int) -> list[int]:

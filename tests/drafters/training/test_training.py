@@ -24,7 +24,7 @@ from drafters.training.stages import run_stages
 from drafters.training.trainer import Trainer
 from specdec.cli.main import main
 from specdec.errors import CapacityError, CheckpointError, InvalidInputError, SpecDecError
-from tests.drafters.training.toy import MASK, as_flags, one_thread, toy_config, write_prompts, write_target  # noqa: F401
+from tests.drafters.training.toy import MASK, VOCAB, as_flags, one_thread, toy_config, write_prompts, write_target  # noqa: F401
 from tests.helpers.guards import no_host_sync
 
 pytestmark = pytest.mark.slow
@@ -82,6 +82,11 @@ def test_a_run_ends_with_a_drafter_that_does_in_the_engine_what_training_said(to
     assert report(toy)["tau_replayed"] == pytest.approx(trained, rel=1e-4)
     assert report(toy)["tau_engine"] == pytest.approx(trained, rel=0.02)
     assert report(toy)["same_answers"] == 1.0
+    drafts = report(toy)["drafts"]
+    assert list(drafts) == ["7", "tree 16", "sampled tree 16"]
+    for figures in drafts.values():
+        assert figures["tau_engine"] == pytest.approx(figures["tau_replayed"], rel=0.02)
+    assert len({figures["tau_engine"] for figures in drafts.values()}) == 3
 
 
 def test_both_layouts_hold_the_same_drafter(toy: Path) -> None:
@@ -151,6 +156,31 @@ def test_windows_dpace_distillation_and_accumulation_agree_with_the_engine_too(a
     assert run_stages(("train", "finish"), config)
     assert report(answered)["tau_engine"] > 1.4
     assert read_checkpoint(answered / "run" / "drafter")[0].windows == (8, None)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"head": "selector", "head_candidates": 8, "tied_tables": True},
+        {"head": "markov", "head_candidates": 0, "convolutions": True, "kl": 0.3, "confidence": 0.2, "base_until": 0.5},
+    ],
+)
+def test_a_head_is_trained_on_an_earlier_drafter_and_agrees_with_the_engine(
+    toy: Path, answered: Path, changes: dict[str, Any]
+) -> None:
+    """Catches a new head that changes drafts before it has learned, learns nothing, or drafts otherwise in the engine."""
+    config = toy_config(answered, init=str(toy / "run" / "drafter"), head_rank=8, max_steps=60, **changes)
+    assert run_stages(("train", "finish"), config)
+    first, last = log_rows(answered)[0], log_rows(answered)[-1]
+    assert float(first["tree"]) == pytest.approx(report(toy)["drafts"]["tree 16"]["tau_replayed"], rel=1e-4)
+    for figures in report(answered)["drafts"].values():
+        assert figures["tau_engine"] == pytest.approx(figures["tau_replayed"], rel=0.02)
+    assert float(last["tree"]) > float(first["tree"])
+    tied, whole = (read_checkpoint(answered / "run" / name) for name in ("drafter", "drafter-speculators"))
+    assert tied[0].tied_tables == config.tied_tables and not whole[0].tied_tables
+    assert tied[0].head == whole[0].head
+    learned = [name for name in whole[1] if name.endswith(("markov_w2.weight", "successor_codebook"))]
+    assert [whole[1][name].shape for name in learned] == [(VOCAB, 8)] and whole[1][learned[0]].any()
 
 
 @pytest.mark.slow

@@ -184,7 +184,7 @@ def test_what_is_missing_is_named(config: dict[str, Any], reason: str, capsys: p
             {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [1, 36]}},
             "it taps layer 36 of a target whose last layer is 35",
         ),
-        ({"architectures": ["LlamaForCausalLMEagle3"], "dflash_config": None}, "EAGLE-3"),
+        ({"architectures": ["Eagle3DeepseekV2ForCausalLM"], "dflash_config": None}, "EAGLE-3"),
         ({"block_size": None}, "config.json lacks block_size"),
     ],
     ids=["hidden size", "vocabulary", "taps", "algorithm", "config"],
@@ -249,3 +249,14 @@ def test_only_config_files_are_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert set(asked) <= {"config.json", "generation_config.json", "model.safetensors.index.json"}
     with pytest.raises(CheckpointError, match="give a folder with config"):
         hub.json_file("/nowhere", "config.json", what="target")
+
+
+def test_a_language_model_as_drafter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By its own config: what it needs to run is what it needs to draft."""
+    target = folder(tmp_path / "target", QWEN3_8B)
+    draft = folder(tmp_path / "draft", QWEN3_8B, architectures=["Qwen3ForCausalLM"], num_hidden_layers=2, vocab_size=1000)
+    said = doctor(capsys, target, "--drafter", draft)
+    assert said["drafter"].startswith(f"{draft}: draft-model, 7 drafts, ") and said["would run"] == "yes"
+    hybrid = {"model_type": "nemotron_h", "architectures": ["NemotronHForCausalLM"]}
+    said = doctor(capsys, target, "--drafter", folder(tmp_path / "hybrid", hybrid), status=1)
+    assert "cannot have recurrent layers" in said["missing"]

@@ -170,6 +170,15 @@ def test_what_an_estimate_makes_look_bad_is_tried_in_the_end() -> None:
     assert chosen[-500:].count(7) > 450
 
 
+def test_what_has_to_be_captured_either_way_does_not_count() -> None:
+    """Catches a new batch size that drafts where that is slower, as if fewer steps made its capture cheaper."""
+    choice = DraftLength(shapes(MOST, trees=0))
+    for shape, seconds in ((BlockShape(0), 0.87e-3), (BlockShape(3), 1.2e-3)):
+        for _ in range(30):
+            choice.observe(8, shape, [1, 0, 0] if shape.drafts else [0, 0, 0], seconds)
+    assert choice.choose(4, news=lambda: lambda shape: True, new_seconds=0.05) == BlockShape(0)
+
+
 def test_a_new_batch_size_begins_with_what_others_have_shown() -> None:
     """A batch that drains meets 13 sizes; most of their 78 kinds of steps, each a graph to capture, need not be tried."""
     choice, tried = ChainLength(MOST), set()

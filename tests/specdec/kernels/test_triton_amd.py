@@ -44,6 +44,7 @@ from specdec.kernels import (  # noqa: E402
     triton_embedding,
     triton_experts,
     triton_gated_norm,
+    triton_grouped_convolution,
     triton_linear,
     triton_norm,
     triton_packed,
@@ -423,6 +424,10 @@ def test_checks_notice_what_is_wrong(amd: Amd) -> None:
         "experts": (
             partial(experts.check_experts, DEVICE, torch.float16),
             [(triton_experts, "experts"), (triton_router, "route")],
+        ),
+        "grouped_convolution": (
+            partial(fused.check_grouped_convolution, DEVICE, torch.float16),
+            [(triton_grouped_convolution, "mix_rows")],
         ),
         # In two, for the interpreter takes long over the first.
         "recurrence": (

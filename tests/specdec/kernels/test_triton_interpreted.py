@@ -23,7 +23,7 @@ triton = pytest.importorskip("triton")
         ["router", "experts"],
         ["packed", "packed_experts"],
         ["recurrence"],
-        ["recurrence_chunks", "gated_norm", "short_convolution"],
+        ["recurrence_chunks", "gated_norm", "short_convolution", "grouped_convolution"],
     ],
 )
 def test_kernels_in_the_interpreter(names: list[str]) -> None:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from specdec.sampling.trees import best_first, builds_on_triton, check_trees, walk
-from tests.helpers.tree_case import SHAPES, Shape, assert_as_heap, assert_walked, choices, on, scores_of
+from specdec.sampling.trees import best_chain, best_first, builds_on_triton, check_trees, walk
+from tests.helpers.tree_case import SHAPES, Shape, assert_as_heap, assert_walked, chain_by_hand, choices, on, scores_of
 from tests.helpers.triton_interpreter import require_triton
 
 DEVICE = require_triton()
@@ -23,6 +23,14 @@ def test_as_ddtree(shape: Shape) -> None:
         token_ids, target_ids = choices(best, seed)
         walked = walk(token_ids.to(DEVICE), found.tree, target_ids.to(DEVICE), min(shape[1], num_nodes))
         assert_walked(walked[0].cpu(), walked[1].cpu(), nodes, token_ids, target_ids)
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[4]], ids=str)
+def test_best_chain(shape: Shape) -> None:
+    """Behind each candidate its own best one, of equal ones the first; also where requests do not lie next to each other."""
+    scores, _ = scores_of(shape)
+    assert best_chain(scores.to(DEVICE)).tolist() == chain_by_hand(scores)
+    assert best_chain(scores.to(DEVICE)[:, ::2]).tolist() == chain_by_hand(scores[:, ::2])
 
 
 def test_what_is_no_number_harms_nobody() -> None:

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from specdec.sampling.trees import best_first, walk
+from specdec.sampling.trees import best_chain, best_first, walk
 from tests.helpers.guards import no_host_sync
-from tests.helpers.tree_case import SHAPES, Shape, assert_as_heap, assert_walked, choices, scores_of
+from tests.helpers.tree_case import SHAPES, Shape, assert_as_heap, assert_walked, chain_by_hand, choices, scores_of
 from tests.helpers.tree_oracle import heap_tree, walk_tree
 
 
@@ -23,6 +23,15 @@ def test_as_ddtree(shape: Shape) -> None:
             walked = walk(token_ids, best.tree, target_ids, min(shape[1], num_nodes))
         accepted += assert_walked(*walked, nodes, token_ids, target_ids)
     assert accepted >= shape[0] * 8  # at least a token a step
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[4]], ids=str)
+def test_best_chain(shape: Shape) -> None:
+    """Behind each candidate its own best one, of equal ones the first."""
+    scores, _ = scores_of(shape)
+    with no_host_sync():
+        ranks = best_chain(scores)
+    assert ranks.tolist() == chain_by_hand(scores)
 
 
 def test_a_smaller_tree_is_the_beginning_of_a_larger_one() -> None:

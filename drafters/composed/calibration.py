@@ -1,0 +1,51 @@
+"""What forecasts are worth: drafters count their expectations in different ways, and what was accepted lately puts them right."""
+
+import torch
+from torch import Tensor
+
+MEMORY = 256
+"""Observations after which one weighs 1/e."""
+PRIOR = 4
+"""Observations that a forecast itself counts as."""
+_PER_DOUBLING = 3  # buckets, of one more than the forecast
+_BUCKETS = 6 * _PER_DOUBLING + 1  # up to 63 drafts
+
+
+class Calibration:
+    """The mean error of late forecasts that were alike, for each drafter; of chains and of trees.
+
+    Args:
+        count: P, drafters.
+        device: where.
+    """
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self._first = _BUCKETS * torch.arange(count, device=device)[:, None]  # bucket of each drafter
+        self._errors = torch.zeros(2, count * _BUCKETS, device=device)  # sums, of chains and of trees
+        self._weights = torch.zeros_like(self._errors)
+
+    def corrected(self, forecasts: Tensor, *, of_trees: bool) -> Tensor:
+        """float32 [P, num_reqs], how many drafts will be accepted, for `forecasts` float32 [P, num_reqs]."""
+        errors, weights = self._errors[int(of_trees)], self._weights[int(of_trees)]
+        buckets = self._buckets(forecasts)
+        return forecasts + errors[buckets] / (weights[buckets] + PRIOR)
+
+    def observe(self, forecasts: Tensor, accepted: Tensor, counts: Tensor, *, of_trees: bool) -> None:
+        """Takes over a step: what was accepted float32 [P, num_reqs] of drafts with these forecasts.
+
+        Args:
+            forecasts: float32 [P, num_reqs], not corrected.
+            accepted: of each drafter's drafts, whether it was its turn or not.
+            counts: float32 [num_reqs], 1 for each request that is to count, and 0.
+            of_trees: the drafts formed trees.
+        """
+        buckets = self._buckets(forecasts).flatten()
+        seen = counts.expand_as(forecasts)
+        for sums, news in ((self._errors, seen * (accepted - forecasts)), (self._weights, seen)):
+            late = torch.zeros_like(sums[0]).index_add_(0, buckets, news.flatten())
+            number = torch.zeros_like(late).index_add_(0, buckets, seen.flatten())
+            sums[int(of_trees)].mul_((1 - 1 / MEMORY) ** number).add_(late)
+
+    def _buckets(self, forecasts: Tensor) -> Tensor:
+        """int64 [P, num_reqs], places in the tables."""
+        return self._first + (_PER_DOUBLING * (forecasts + 1).log2()).long().clamp(0, _BUCKETS - 1)

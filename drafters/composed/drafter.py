@@ -1,0 +1,171 @@
+"""A composition of drafters: copying where a text repeats itself, a model where it does not.
+
+Every drafter drafts in every step, and for each request the drafts are verified of which most are expected to be accepted. What a
+drafter expects is put right by what was accepted of its drafts lately. The tokens that the target puts out tell that of all
+drafters, not of the chosen one alone, so none has to be tried for it. Drafts are point masses, so whose they are changes no output.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from drafters.composed.agreement import agreement
+from drafters.composed.calibration import Calibration
+from specdec.blocks import BlockShape, DraftTree
+from specdec.config import DraftSampling
+from specdec.core import AcceptOutput, BoundDrafter, DecodeBatch, Drafter, DraftOutput, PrefillBatch, Verifier, VerifyOutput
+from specdec.errors import InvalidInputError
+from specdec.kv_cache import LayerCache, LayerSpec
+
+
+class ComposedDrafter(Drafter):
+    """Several drafters as one; see `specdec.core.Drafter`.
+
+    Args:
+        parts: two or more, each for the same target; of equal prospects the first drafts.
+
+    Raises:
+        InvalidInputError: fewer than two.
+    """
+
+    def __init__(self, parts: Sequence[Drafter]) -> None:
+        if len(parts) < 2:
+            raise InvalidInputError(f"a composition has {len(parts)} drafter; name two or more, such as suffix+smollm2-dflash")
+        self.parts = tuple(parts)
+        self.max_draft_tokens = max(part.max_draft_tokens for part in parts)
+        self.num_lookahead_tokens = max(part.num_lookahead_tokens for part in parts)
+        self.tokens_ahead = max(part.tokens_ahead for part in parts)
+        self.aux_layer_ids = tuple(dict.fromkeys(layer for part in parts for layer in part.aux_layer_ids))
+        self.draws_trees = all(part.draws_trees for part in parts)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights that drafting reads in a step."""
+        return sum(part.weight_bytes for part in self.parts)
+
+    @property
+    def kv_specs(self) -> Sequence[LayerSpec]:
+        """Cache layers of all parts."""
+        return [spec for part in self.parts for spec in part.kv_specs]
+
+    def bind(
+        self, verifier: Verifier, caches: Sequence[LayerCache], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling
+    ) -> "BoundComposed":
+        """See `specdec.core.Drafter.bind`.
+
+        Raises:
+            InvalidInputError: probabilistic drafts, which are judged by the distribution of one drafter.
+        """
+        if draft_sampling == "probabilistic":
+            raise InvalidInputError(
+                "draft_sampling is 'probabilistic' and composed drafters give point masses; choose 'coupled' or 'greedy'"
+            )
+        rest, bound = list(caches), []
+        for part in self.parts:
+            own, rest = rest[: len(part.kv_specs)], rest[len(part.kv_specs) :]
+            limits = {"max_num_seqs": max_num_seqs, "max_len": max_len}
+            bound.append(part.bind(verifier, own, **limits, draft_sampling=draft_sampling))
+        return BoundComposed(self, bound, max_num_seqs, verifier)
+
+
+class BoundComposed(BoundDrafter):
+    """The drafters of one engine; see `specdec.core.BoundDrafter`.
+
+    Args:
+        drafter: which they are.
+        parts: in the same order.
+        max_num_seqs: slots of requests.
+        verifier: the target.
+    """
+
+    def __init__(self, drafter: ComposedDrafter, parts: Sequence[BoundDrafter], max_num_seqs: int, verifier: Verifier) -> None:
+        self._drafter, self.parts, self._hidden_size = drafter, list(parts), verifier.hidden_size
+        for part in self.parts:
+            part.forecasts = True
+        self.most_deferred = min((part.most_deferred for part in parts if part.most_deferred), default=0)
+        self.calibration = Calibration(len(self.parts), verifier.device)
+        self._begun = torch.zeros(max_num_seqs, device=verifier.device)  # rows that only pad a batch never are
+        self._step: tuple[list[DraftOutput], Tensor, Tensor] | None = None  # drafts, and forecasts before and after correction
+
+    def begin(self, slot: int, token_ids: Sequence[int]) -> None:
+        """See `BoundDrafter.begin`."""
+        self._begun[slot] = 1
+        for part in self.parts:
+            part.begin(slot, token_ids)
+
+    def forget(self) -> None:
+        """What past requests have left in the parts; how forecasts fared is kept, as the engine keeps its steps' times."""
+        for part in self.parts:
+            part.forget()
+
+    def prefill(self, batch: PrefillBatch, verify: VerifyOutput) -> None:
+        """See `BoundDrafter.prefill`."""
+        for number, part in enumerate(self.parts):
+            part.prefill(batch, self._taps_of(number, verify))
+
+    def propose(self, batch: DecodeBatch) -> DraftOutput:
+        """The drafts of the part whose forecast, put right, is the highest."""
+        drafts = [self._padded(part.propose(self._limited(number, batch)), batch) for number, part in enumerate(self.parts)]
+        zeros = torch.zeros_like(batch.anchors, dtype=torch.float32)
+        forecasts = torch.stack([zeros if draft.forecast is None else draft.forecast for draft in drafts])
+        corrected = self.calibration.corrected(forecasts, of_trees=batch.shape.is_tree)
+        best, part = corrected.max(dim=0)
+        self._step = drafts, forecasts, corrected
+
+        def chosen(tensors: Sequence[Tensor]) -> Tensor:
+            return torch.stack(list(tensors)).gather(0, part[:, None].expand_as(tensors[0])[None]).squeeze(0)
+
+        counts = [torch.full_like(part, batch.k) if draft.num_drafts is None else draft.num_drafts for draft in drafts]
+        trees = [draft.tree for draft in drafts if draft.tree is not None]
+        fields = ("parents", "depths", "ancestors", "ranks")
+        return DraftOutput(
+            chosen([draft.token_ids for draft in drafts]),
+            num_drafts=torch.stack(counts).gather(0, part[None]).squeeze(0),
+            tree=DraftTree(*(chosen([getattr(tree, field) for tree in trees]) for field in fields)) if trees else None,
+            forecast=best if self.forecasts else None,
+            part=part,
+        )
+
+    def commit(self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput) -> None:
+        """Every part takes over the context, whoever drafted; forecasts are compared with what came out."""
+        if self._step is not None:
+            (drafts, forecasts, corrected), self._step = (
+                self._step,
+                None,
+            )  # nothing outlives a step, for its memory may be a graph's
+            counts = accept.num_accepted + 1
+            accepted = torch.stack([agreement(draft, accept.token_ids, counts) for draft in drafts])
+            # What fits everything that came out might have gone on: for as long as it was expected to.
+            observed = torch.where(accepted < counts, accepted.float(), torch.maximum(accepted.float(), corrected))
+            counted = self._begun.index_select(0, batch.slots)
+            self.calibration.observe(forecasts, observed, counted, of_trees=batch.shape.is_tree)
+        for number, part in enumerate(self.parts):
+            part.commit(batch, token_ids, accept, self._taps_of(number, verify))
+
+    def _limited(self, number: int, batch: DecodeBatch) -> DecodeBatch:
+        """The batch for a part that may give fewer drafts than another."""
+        shape, most = batch.shape, self._drafter.parts[number].max_draft_tokens
+        if shape.depth <= most:
+            return batch
+        return replace(batch, shape=BlockShape(shape.drafts, most) if shape.is_tree else BlockShape(most))
+
+    def _padded(self, draft: DraftOutput, batch: DecodeBatch) -> DraftOutput:
+        """The same with as many columns as the block has drafts."""
+        missing = batch.k - draft.token_ids.shape[1]
+        if not missing:
+            return draft
+        counts = draft.num_drafts
+        if counts is None:
+            counts = torch.full_like(batch.anchors, draft.token_ids.shape[1])
+        return replace(draft, token_ids=F.pad(draft.token_ids, (0, missing)), num_drafts=counts)
+
+    def _taps_of(self, number: int, verify: VerifyOutput) -> VerifyOutput:
+        """What the target put out, with the layers that a part taps."""
+        every, own = self._drafter.aux_layer_ids, self._drafter.parts[number].aux_layer_ids
+        if verify.aux_hidden is None or not own or own == every:
+            return verify
+        layers = verify.aux_hidden.split(self._hidden_size, dim=-1)
+        return VerifyOutput(verify.logits, torch.cat([layers[every.index(layer)] for layer in own], dim=-1))

@@ -1,0 +1,124 @@
+"""`specdec convert`: writes a drafter's checkpoint in another public layout."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specdec.errors import CheckpointError, InvalidInputError
+
+if TYPE_CHECKING:
+    from drafters.dflash.config import DFlashConfig
+
+LAYOUTS = ("z-lab", "speculators", "sglang")
+
+_EPILOG = """\
+example:
+  specdec convert RedHatAI/Qwen3-8B-speculator.dflash qwen3-8b-dflash --to z-lab --model Qwen/Qwen3-8B
+
+Every layout that can be loaded can be read. DFlash and its relatives are written in the layouts of z-lab and speculators, EAGLE-3
+in those of sglang and speculators. A layout that has no words for what a drafter does is refused. The card with the license goes
+along.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `specdec convert`."""
+    parser.usage = "%(prog)s SOURCE FOLDER --to LAYOUT [--model NAME]"
+    parser.epilog = _EPILOG
+    parser.add_argument("source", metavar="SOURCE", help="a drafter: its folder, or its name on the hub")
+    parser.add_argument("folder", metavar="FOLDER", help="what to make; it must not exist yet, or be empty")
+    parser.add_argument("--to", required=True, choices=LAYOUTS, metavar="LAYOUT", help=f"one of {', '.join(LAYOUTS)}")
+    parser.add_argument("--model", metavar="NAME", help="the target, where the source does not say enough of it")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs `specdec convert`; 0 when the folder is written.
+
+    Raises:
+        SpecDecError: the source cannot be read, the layout cannot express it, or the folder cannot be written.
+    """
+    note = convert(args.source, args.folder, args.to, target=args.model)
+    print(f"written to {args.folder} in the layout of {args.to}")
+    if note:
+        print(note)
+    return 0
+
+
+def convert(source: str | Path, folder: str | Path, layout: str, *, target: str | None = None) -> str | None:
+    """Writes the drafter in `source` to `folder` in another layout.
+
+    Args:
+        source: a folder, or a name on the hub.
+        folder: to make.
+        layout: one of `LAYOUTS`.
+        target: name of the target, from whose config.json come its name and layers where the source does not say them.
+
+    Returns:
+        What is to be said of its license, see `drafters.license`.
+
+    Raises:
+        CheckpointError: see `run`.
+        InvalidInputError: no such layout.
+    """
+    from drafters.algorithms import algorithm_of
+    from drafters.checkpoint import CONFIG, find_folder, naming, read_json
+    from drafters.dflash.heads import ALGORITHMS
+    from drafters.license import CARD, license_note
+
+    if layout not in LAYOUTS:
+        raise InvalidInputError(f"unknown layout {layout!r} (known: {', '.join(LAYOUTS)})")
+    found, made = find_folder(source), Path(folder).expanduser()
+    with naming(source):
+        raw = read_json(found / CONFIG)
+        algorithm = algorithm_of(raw)
+        if algorithm in ALGORITHMS:
+            _convert_dflash(found, made, layout, target)
+        elif algorithm in ("eagle3", "peagle"):
+            _convert_eagle3(found, made, layout)
+        else:
+            raise CheckpointError(f"drafters of algorithm {algorithm!r} are not converted; DFlash's and EAGLE-3's are")
+    if (found / CARD).is_file():
+        shutil.copy(found / CARD, made / CARD)
+    return license_note(found / CARD, raw)
+
+
+def _convert_dflash(source: Path, folder: Path, layout: str, target: str | None) -> None:
+    from drafters.dflash.checkpoint import read_checkpoint, write_checkpoint
+
+    if layout == "sglang":
+        raise CheckpointError("SGLang reads DFlash drafters in z-lab's layout; use --to z-lab")
+    config, tensors = read_checkpoint(source)
+    if target is not None:
+        config = _with_target(config, target)
+    write_checkpoint(folder, config, tensors, layout="z-lab" if layout == "z-lab" else "speculators")
+
+
+def _convert_eagle3(source: Path, folder: Path, layout: str) -> None:
+    from drafters.eagle3.checkpoint import read_checkpoint
+    from drafters.eagle3.layout import write_checkpoint
+
+    if layout == "z-lab":
+        raise CheckpointError("z-lab's layout has no words for EAGLE-3; use --to sglang or --to speculators")
+    config, tensors = read_checkpoint(source)
+    write_checkpoint(folder, config, tensors, "sglang" if layout == "sglang" else "speculators")
+
+
+def _with_target(config: DFlashConfig, name: str) -> DFlashConfig:
+    """The config with what the source does not say of its target."""
+    from specdec.hub import json_file
+
+    raw: dict[str, Any] = json_file(name, "config.json", what="target") or {}
+    layers = raw.get("text_config", raw).get("num_hidden_layers")
+    stated = config.num_target_layers
+    if not isinstance(layers, int) or stated not in (None, layers):
+        raise CheckpointError(f"the drafter was made for {stated} target layers, and {name!r} has {layers}; name its own target")
+    return replace(
+        config,
+        num_target_layers=layers,
+        verifier_name=config.verifier_name or name,
+        verifier_architectures=config.verifier_architectures or tuple(raw.get("architectures") or ()),
+    )

@@ -1,0 +1,112 @@
+"""Families of DFlash drafters, by the class that their `config.json` names: what it leaves unsaid, and how their layers differ."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from drafters.dflash.config import AttentionGate, LatentSizes
+from drafters.keys import Keys, require
+
+_SILU: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu",)}
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What the class of a drafter stands for.
+
+    Attributes:
+        defaults: values of keys that its files leave out.
+        plain_values: values of keys that the layers have.
+        laguna: taps have norms, layers norm the context, and attention is gated.
+        gemma: layers are those of Gemma 4.
+        mixes_taps: every layer mixes the taps for itself (DFlare).
+        latent: attention is latent.
+    """
+
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    plain_values: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: _SILU)
+    laguna: bool = False
+    gemma: bool = False
+    mixes_taps: bool = False
+    latent: bool = False
+
+    def sizes(self, keys: Keys) -> LatentSizes | None:
+        """Of latent attention; None without it.
+
+        Raises:
+            CheckpointError: one is missing.
+        """
+        if not self.latent:
+            return None
+        interleaved = keys.flag("rope_interleave")
+        return LatentSizes(
+            query_rank=keys.integer("q_lora_rank"),
+            rank=keys.required("kv_lora_rank"),
+            nope=keys.required("qk_nope_head_dim"),
+            rope=keys.required("qk_rope_head_dim"),
+            value=keys.required("v_head_dim"),
+            interleaved=interleaved is None or interleaved,
+        )
+
+    def gate(self, keys: Keys) -> AttentionGate | None:
+        """Of attention's output, as Laguna's `gating` says; its absence means one for each head.
+
+        Raises:
+            CheckpointError: another kind.
+        """
+        if not self.laguna:
+            return None
+        stated = keys.find("gating")
+        names: dict[Any, AttentionGate | None] = {
+            None: "per-head",
+            True: "per-head",
+            False: None,
+            "disabled": None,
+            "per-head": "per-head",
+            "per-element": "per-element",
+        }
+        known = isinstance(stated, bool | str | None) and stated in names
+        require(known, f"gating is {stated!r}; supported: true, false, 'per-head', 'per-element' and 'disabled'")
+        return names[stated]
+
+
+_K3 = Family(
+    latent=True,
+    defaults={"block_size": 7},  # which the published config leaves to the engine's options
+    plain_values={
+        **_SILU,
+        "attention_bias": (False,),
+        "aux_hidden_stream": ("prefix",),
+        "mla_use_nope": (False,),
+        "mla_use_output_gate": (False,),
+    },
+)
+
+_FAMILIES = {
+    "K3DSparkModel": _K3,
+    "KimiK3DSpark5MLADraftModel": _K3,
+    "DFlareDraftModel": Family(mixes_taps=True),
+    "DFlashLagunaForCausalLM": Family(laguna=True),
+    "Gemma4DSparkModel": Family(
+        gemma=True,
+        plain_values={
+            "hidden_activation": ("gelu_pytorch_tanh",),
+            "enable_moe_block": (False,),
+            "hidden_size_per_layer_input": (0,),
+            "num_kv_shared_layers": (0,),
+            "use_double_wide_mlp": (False,),
+        },
+    ),
+    # Rows of a block see each other, whatever its windows; embeddings are raw rows of the target's table.
+    "MuseGlimmerAssistantModel": Family(defaults={"is_causal": False, "input_embedding_scale": 1.0, "vocab_size": 202_048}),
+}
+
+
+def family_of(raw: Mapping[str, Any]) -> Family:
+    """The family of a drafter with this `config.json`; plain DFlash for classes that are not listed."""
+    name = (raw.get("architectures") or [None])[0]
+    if raw.get("speculators_model_type") == "dflare":
+        name = "DFlareDraftModel"
+    if raw.get("model_type") == "k3_dspark":
+        name = "K3DSparkModel"
+    return _FAMILIES.get(name, Family())

@@ -1,0 +1,1 @@
+"""Domino: DFlash's backbone with a recurrent head over the drafted tokens."""

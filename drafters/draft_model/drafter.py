@@ -1,0 +1,84 @@
+"""An independent draft model (Leviathan et al., arXiv 2211.17192): a small language model that writes ahead of the large one."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from drafters.checkpoint import CONFIG, find_folder, read_json
+from drafters.draft_model.network import DraftModelNetwork
+from drafters.draft_model.vocabulary import common_tokens
+from drafters.sequential.drafter import USUAL_DRAFTS, BoundSequential, SequentialDrafter
+from specdec.attention.mla import MlaBackend
+from specdec.config import DraftSampling
+from specdec.core import BoundDrafter, DecodeBatch, DraftOutput, Verifier
+from specdec.errors import InvalidInputError
+from specdec.registry import TOKENIZERS, VERIFIERS, resolve
+
+
+class DraftModel(SequentialDrafter):
+    """A language model made ready to draft for a target; see `specdec.core.Drafter`.
+
+    Args:
+        model: the draft model, loaded as a target is: on the target's device, with its type, block size and type of cache.
+        verifier: the target.
+        num_tokens: ids that both vocabularies have in common, from 0 on; None for all of the smaller one.
+        max_draft_tokens: largest k.
+
+    Raises:
+        CheckpointError: a model that cannot draft.
+    """
+
+    def __init__(
+        self, model: Verifier, verifier: Verifier, *, num_tokens: int | None = None, max_draft_tokens: int = USUAL_DRAFTS
+    ) -> None:
+        network = DraftModelNetwork(model, verifier, model.vocab_size if num_tokens is None else num_tokens)
+        super().__init__(network, verifier, max_draft_tokens=max_draft_tokens)
+        self.longest = model.max_model_len
+
+    def bound(self, caches: Sequence[Any], max_num_seqs: int, draft_sampling: DraftSampling) -> BoundDrafter:
+        """See `SequentialDrafter.bound`."""
+        return BoundDraftModel(self, caches, max_num_seqs, draft_sampling)
+
+
+class BoundDraftModel(BoundSequential):
+    """A `DraftModel` in one engine; it drafts nothing for a request that is longer than the model was made for."""
+
+    def __init__(self, drafter: DraftModel, caches: Sequence[Any], max_num_seqs: int, draft_sampling: DraftSampling) -> None:
+        super().__init__(drafter, caches, max_num_seqs, draft_sampling)
+        self._longest = drafter.longest
+
+    def propose(self, batch: DecodeBatch) -> DraftOutput:
+        """Drafts a chain, one token after another."""
+        output = super().propose(batch)
+        if batch.max_seq_len <= self._longest:
+            return output
+        num_drafts = (self._longest - batch.seq_lens).clamp(0, batch.k)
+        forecast = None if output.forecast is None else output.forecast.minimum(num_drafts)
+        return replace(output, num_drafts=num_drafts, forecast=forecast)
+
+
+def load_draft_model(path: str | Path | None, *, verifier: Verifier) -> DraftModel:
+    """Loads a language model from a folder, or the hub, to draft for `verifier`.
+
+    Raises:
+        InvalidInputError: no path.
+        SpecDecError: a model that cannot be read or cannot draft, or another tokenizer than the target's.
+    """
+    if path is None:
+        raise InvalidInputError("a draft model needs a checkpoint; give its folder or hub name")
+    folder, shared = find_folder(path), verifier.attention.spec
+    latent = "kv_lora_rank" in read_json(folder / CONFIG)
+    same_kind = not latent or isinstance(verifier.attention, MlaBackend)
+    named = verifier.attention.name if latent else verifier.attention.mha_backend.name
+    model, tokenizer = resolve(VERIFIERS, "hf", "verifier")(
+        folder,
+        device=verifier.device,
+        dtype=verifier.dtype,
+        attention=named if same_kind else "auto",
+        block_size=shared.block_size,
+        cache_dtype=shared.cache_dtype,
+    )
+    model.name = str(path)
+    target_tokenizer = resolve(TOKENIZERS, "hf", "tokenizer")(verifier.name)
+    return DraftModel(model, verifier, num_tokens=common_tokens(target_tokenizer, tokenizer))

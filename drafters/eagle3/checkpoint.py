@@ -1,0 +1,97 @@
+"""Checkpoints of EAGLE-3 heads on disk."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from drafters.checkpoint import CONFIG, check_tensors, find_folder, naming, own_tensors, read_json, read_tensors
+from drafters.eagle3.config import Eagle3Config, parse_config
+from drafters.keys import require
+
+
+def read_checkpoint(path: str | Path) -> tuple[Eagle3Config, dict[str, Tensor]]:
+    """Reads a head from a folder, or from the hub when `path` is an `owner/name` and no such folder exists.
+
+    Returns:
+        The configuration, and tensors on the CPU in the type of the file: those of `tensor_shapes`, and where the checkpoint brings
+        its own `embed_tokens.weight` and `lm_head.weight`. Of sglang's names `midlayer` is `layers.0`.
+
+    Raises:
+        CheckpointError: nothing there, damaged or incomplete files, another kind of drafter.
+    """
+    folder = find_folder(path)
+    with naming(path):
+        config = parse_config(read_json(folder / CONFIG))
+        tensors = own_tensors(read_tensors(folder))
+        if config.draft_vocab_size is None:
+            offsets = tensors.pop("d2t", None)
+            require(offsets is None or not offsets.any(), "d2t reorders a full vocabulary, which is not supported")
+        for index in range(1, len(config.windows)):  # sglang calls the norm before a further layer's attention so
+            name = f"layers.{index}.input_layernorm.weight"
+            if name not in tensors and f"layers.{index}.hidden_norm.weight" in tensors:
+                tensors[name] = tensors.pop(f"layers.{index}.hidden_norm.weight")
+        _check(config, tensors)
+    return config, tensors
+
+
+def target_ids(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> Tensor | None:
+    """Target token of every draft token, int64 [draft_vocab_size]; None where they are the same."""
+    if config.draft_vocab_size is None:
+        return None
+    return torch.arange(config.draft_vocab_size) + tensors["d2t"].long()
+
+
+def tensor_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that a checkpoint of `config` must hold."""
+    layers = config.layers
+    hidden, inner, head_dim = layers.hidden_size, layers.intermediate_size, layers.head_dim
+    query, kv, taps = layers.num_attention_heads * head_dim, layers.num_key_value_heads * head_dim, config.num_taps
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, taps * config.tap_width), "norm.weight": (hidden,)}
+    for index in range(layers.num_hidden_layers):
+        given = hidden if index else 2 * hidden
+        layer: dict[str, tuple[int, ...]] = {
+            "input_layernorm.weight": (hidden,),
+            "self_attn.q_proj.weight": (query, given),
+            "self_attn.k_proj.weight": (kv, given),
+            "self_attn.v_proj.weight": (kv, given),
+            "self_attn.o_proj.weight": (hidden, query),
+            "post_attention_layernorm.weight": (hidden,),
+            "mlp.gate_proj.weight": (inner, hidden),
+            "mlp.up_proj.weight": (inner, hidden),
+            "mlp.down_proj.weight": (hidden, inner),
+        }
+        if index == 0:
+            layer["hidden_norm.weight"] = (hidden,)
+        if config.has_head_norms:
+            layer |= {"self_attn.q_norm.weight": (head_dim,), "self_attn.k_norm.weight": (head_dim,)}
+        if layers.attention_bias:
+            layer |= {f"self_attn.{name}_proj.bias": layer[f"self_attn.{name}_proj.weight"][:1] for name in "qkvo"}
+        if getattr(layers, "mlp_bias", False):
+            layer |= {f"mlp.{name}_proj.bias": layer[f"mlp.{name}_proj.weight"][:1] for name in ("gate", "up", "down")}
+        shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
+    if config.fc_bias:
+        shapes["fc.bias"] = (hidden,)
+    if config.norm_before_fc:
+        shapes["input_norm.weight"] = (taps * config.tap_width,)
+    if config.fc_norm:
+        shapes |= {f"fc_norm.{index}.weight": (config.tap_width,) for index in range(taps)}
+    if config.mask_token_id is not None:
+        shapes["mask_hidden"] = (1, 1, taps * config.tap_width)
+    if config.draft_vocab_size is not None:
+        shapes |= {"lm_head.weight": (config.draft_vocab_size, hidden), "d2t": (config.draft_vocab_size,)}
+    if config.own_embeddings:
+        shapes["embed_tokens.weight"] = (config.vocab_size, hidden)
+    return shapes
+
+
+def _check(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> None:
+    """What `config` asks for, and a vocabulary map that maps into the vocabulary."""
+    vocabulary = (config.vocab_size, config.layers.hidden_size)
+    optional = {"embed_tokens.weight": vocabulary, "lm_head.weight": vocabulary}
+    check_tensors(tensors, tensor_shapes(config), optional, kind="EAGLE-3")
+    targets = target_ids(config, tensors)
+    if targets is not None:
+        inside = bool(((targets >= 0) & (targets < config.vocab_size)).all()) and targets.unique().numel() == targets.numel()
+        require(inside, f"d2t does not map {config.draft_vocab_size} draft tokens to distinct tokens below {config.vocab_size}")

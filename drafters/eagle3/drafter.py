@@ -1,0 +1,68 @@
+"""EAGLE-3 and P-EAGLE heads as drafters."""
+
+from pathlib import Path
+
+from torch import Tensor
+
+from drafters.checkpoint import check_target
+from drafters.eagle3.checkpoint import read_checkpoint
+from drafters.eagle3.config import Eagle3Config
+from drafters.eagle3.network import Eagle3Network
+from drafters.sequential.drafter import SequentialDrafter
+from specdec.core import Verifier
+from specdec.errors import InvalidInputError
+
+
+def eagle3_drafter(config: Eagle3Config, tensors: dict[str, Tensor], verifier: Verifier) -> SequentialDrafter:
+    """A head made ready for a target.
+
+    Args:
+        config: of the head.
+        tensors: see `drafters.eagle3.checkpoint.read_checkpoint`.
+        verifier: the target.
+
+    Raises:
+        CheckpointError: the head was trained for another target.
+        BackendError: the target's attention backend cannot serve its layers.
+    """
+    borrows = "embed_tokens.weight" not in tensors or ("lm_head.weight" not in tensors and not config.layers.tie_word_embeddings)
+    check_fit(config, verifier, borrows=borrows)
+    placed = {
+        name: tensor.to(verifier.device, verifier.dtype if tensor.is_floating_point() else None) for name, tensor in tensors.items()
+    }
+    return SequentialDrafter(Eagle3Network(config, placed, verifier), verifier, max_draft_tokens=config.max_draft_tokens)
+
+
+def check_fit(config: Eagle3Config, verifier: Verifier, *, borrows: bool) -> None:
+    """Refuses a target that the head was not trained for.
+
+    Args:
+        config: of the head.
+        verifier: the target, of which it looks at the shape alone.
+        borrows: the head lacks embeddings or an output head of its own.
+
+    Raises:
+        CheckpointError: everything that does not fit.
+    """
+    check_target(
+        verifier,
+        taps=config.taps(verifier.num_layers),
+        tap_width=config.tap_width,
+        hidden_size=config.layers.hidden_size if borrows else None,
+        vocab_size=config.vocab_size,
+        num_layers=None,
+        made_for=config.verifier_name,
+    )
+
+
+def load_eagle3(path: str | Path | None, *, verifier: Verifier) -> SequentialDrafter:
+    """Loads an EAGLE-3 or P-EAGLE head in sglang's or the speculators layout from a folder or the hub.
+
+    Raises:
+        InvalidInputError: no path.
+        CheckpointError: see `read_checkpoint`.
+    """
+    if path is None:
+        raise InvalidInputError("the eagle3 drafter needs a checkpoint; give its folder or hub name")
+    config, tensors = read_checkpoint(path)
+    return eagle3_drafter(config, tensors, verifier)

@@ -1,0 +1,107 @@
+"""Writing EAGLE-3 heads, in the layout of sglang and SpecForge or in that of speculators."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from drafters.checkpoint import write_folder
+from drafters.eagle3.checkpoint import target_ids
+from drafters.eagle3.config import Eagle3Config
+from drafters.keys import require
+
+Layout = Literal["sglang", "speculators"]
+
+_NOT_OF_LAYERS = {
+    "_name_or_path", "architectures", "auto_map", "draft_vocab_size", "dtype", "eagle_config", "target_hidden_size", "torch_dtype",
+    "transformers_version",
+}  # fmt: skip
+"""What a flat config.json says beside its layers."""
+
+
+def write_checkpoint(path: Path, config: Eagle3Config, tensors: Mapping[str, Tensor], layout: Layout) -> None:
+    """Writes a head as a new folder that appears whole or not at all.
+
+    Args:
+        path: folder to make; it must not exist yet, or be empty.
+        config, tensors: as `drafters.eagle3.checkpoint.read_checkpoint` returns them.
+        layout: of names and config.json.
+
+    Raises:
+        CheckpointError: what the layout cannot express, a taken path, or a failed write.
+    """
+    dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
+    written = _to_sglang(config, dtype) if layout == "sglang" else _to_speculators(config, dtype)
+    stored = {_name(name, layout): tensor.contiguous() for name, tensor in tensors.items()}
+    targets = target_ids(config, tensors)
+    if targets is not None:
+        stored["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, targets, True)
+    write_folder(path, written, stored)
+
+
+def _name(name: str, layout: Layout) -> str:
+    return name.replace("layers.0.", "midlayer.", 1) if layout == "sglang" else name
+
+
+def _layers(config: Eagle3Config, dtype: str) -> dict[str, Any]:
+    """What both layouts say about layers, in the words of Transformers 5 and 4."""
+    stated = {name: value for name, value in config.layers.to_dict().items() if name not in _NOT_OF_LAYERS}
+    rope = dict(config.layers.rope_parameters)
+    scaling = rope if rope["rope_type"] != "default" else None
+    return stated | {"dtype": dtype, "rope_theta": rope["rope_theta"], "rope_scaling": scaling}
+
+
+def _flags(config: Eagle3Config) -> dict[str, bool]:
+    """The norms of a head."""
+    names = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    return {name: getattr(config, name) for name in names}
+
+
+def _to_sglang(config: Eagle3Config, dtype: str) -> dict[str, Any]:
+    require(config.mask_token_id is None, "a head that drafts in parallel (P-EAGLE) has no words in the sglang layout")
+    require(not config.has_head_norms, "norms of queries and keys have no words in the sglang layout")
+    require(len(config.windows) == 1, f"a head of {len(config.windows)} layers has no words in the sglang layout")
+    own: dict[str, Any] = {"use_aux_hidden_state": True, **{name: True for name, value in _flags(config).items() if value}}
+    if config.stated_taps is not None:
+        own["eagle_aux_hidden_state_layer_ids"] = list(config.stated_taps)
+    return {
+        **_layers(config, dtype),
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
+        "target_hidden_size": config.tap_width,
+        "embed_requires_grad": config.own_embeddings,
+        "bias": config.fc_bias,
+        "eagle_config": own,
+    }
+
+
+def _to_speculators(config: Eagle3Config, dtype: str) -> dict[str, Any]:
+    kind = "eagle3" if config.mask_token_id is None else "peagle"
+    require(not config.fc_bias, "a bias of fc has no words in the speculators layout")
+    method = {
+        "proposal_type": "greedy",
+        "speculative_tokens": config.max_draft_tokens,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    taps = config.stated_taps
+    return {
+        "architectures": ["Eagle3Speculator" if kind == "eagle3" else "PEagleSpeculator"],
+        "speculators_model_type": kind,
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [method],
+            "verifier": {"name_or_path": config.verifier_name, "architectures": []},
+        },
+        "transformer_layer_config": _layers(config, dtype),
+        "dtype": dtype,
+        "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
+        "target_hidden_size": config.tap_width,
+        "eagle_aux_hidden_state_layer_ids": None if taps is None else [tap + 1 for tap in taps],
+        "embed_requires_grad": config.own_embeddings,
+        **_flags(config),
+        **({} if config.mask_token_id is None else {"mask_token_id": config.mask_token_id}),
+    }

@@ -1,0 +1,182 @@
+"""The network of an EAGLE-3 head on the decoder stack, over the paged cache."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from drafters.eagle3.checkpoint import target_ids
+from drafters.eagle3.config import Eagle3Config
+from drafters.sequential.network import Mask, Rows, SequentialNetwork, attention_like
+from specdec.attention.backend import AttentionBackend
+from specdec.core import Verifier
+from specdec.kv_cache import KVLayerSpec, LayerSpec
+from specdec.layers.attention import HeadAttention
+from specdec.layers.attention import Rows as AttentionRows
+from specdec.layers.decoder import Decoder, DecoderLayer
+from specdec.layers.linear import Linear, linear
+from specdec.layers.mlp import GatedMLP
+from specdec.layers.norm import Norm
+from specdec.layers.ops import Heads, Ops, ops_for
+from specdec.layers.rotary import Rope
+from specdec.layers.shared_block import EMBEDDINGS
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionToBoth:
+    """Attention that is given the embeddings, normed, and the stream side by side.
+
+    Attributes:
+        attention: of twice the width.
+        norm: of the embeddings.
+    """
+
+    attention: HeadAttention
+    norm: Norm
+
+    @property
+    def rope(self) -> Rope | None:
+        """See `Attention.rope`."""
+        return self.attention.rope
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """See `Attention.linears`."""
+        return self.attention.linears
+
+    def __call__(self, ops: Ops, hidden: Tensor, rows: AttentionRows, ahead: Linear) -> Tensor:
+        """See `Attention.__call__`."""
+        embeddings = ops.norm(rows.shared[EMBEDDINGS], self.norm)
+        return self.attention(ops, torch.cat([embeddings, hidden], dim=1), rows, ahead)
+
+
+class Eagle3Network(SequentialNetwork):
+    """An EAGLE-3 head (arXiv 2503.01840): the target's low, middle and high features, projected together, beside the embedding of
+    the next token. Drafted tokens have the head's own output for features.
+
+    Args:
+        config: of the head.
+        tensors: see `drafters.eagle3.checkpoint.read_checkpoint`; on the target's device and in its type.
+        verifier: the target, from which it borrows embeddings or head that it lacks.
+
+    Raises:
+        BackendError: the target's attention backend cannot serve the layers.
+    """
+
+    def __init__(self, config: Eagle3Config, tensors: Mapping[str, Tensor], verifier: Verifier) -> None:
+        self._config, self._verifier, layers = config, verifier, config.layers
+        self._attention: AttentionBackend = attention_like(
+            verifier,
+            num_heads=layers.num_attention_heads,
+            num_kv_heads=layers.num_key_value_heads,
+            head_dim=layers.head_dim,
+            windows=config.windows,
+        )
+        self._ops = ops_for(self._attention)
+        self._rope = Rope.of(layers.rope_parameters, layers.head_dim, layers.max_position_embeddings).to(verifier.device)
+        self._fc = linear(tensors["fc.weight"], tensors.get("fc.bias"))
+        weights = _Weights(tensors, layers.rms_norm_eps)
+        self._taps_norm = weights.norm("input_norm") if config.norm_before_fc else None
+        self._tap_norms = [weights.norm(f"fc_norm.{index}") for index in range(config.num_taps)] if config.fc_norm else []
+        self._stream_norm = weights.norm("layers.0.hidden_norm")
+        self._table = tensors.get("embed_tokens.weight")
+        head = tensors.get("lm_head.weight")
+        if head is None and layers.tie_word_embeddings:
+            head = self._table
+        self._head = None if head is None else linear(head)
+        decoder_layers = [self._layer(index, weights) for index in range(layers.num_hidden_layers)]
+        self._decoder = Decoder(decoder_layers, weights.norm("norm"), ops=self._ops)
+        self.aux_layer_ids, self.feature_size = config.taps(verifier.num_layers), layers.hidden_size
+        ids = target_ids(config, tensors)
+        self.target_ids = None if ids is None else ids.to(verifier.device)
+        if config.mask_token_id is not None:
+            self.mask = Mask(config.mask_token_id, self.condense(tensors["mask_hidden"].flatten(0, 1))[0])
+
+    @property
+    def kv_specs(self) -> Sequence[LayerSpec]:
+        """See `SequentialNetwork.kv_specs`."""
+        layers = self._config.layers
+        return [KVLayerSpec(layers.num_key_value_heads, layers.head_dim)] * layers.num_hidden_layers
+
+    @property
+    def weight_bytes(self) -> int:
+        """See `SequentialNetwork.weight_bytes`."""
+        target = self._verifier
+        borrowed = target.vocab_size * target.hidden_size * target.dtype.itemsize
+        return self._decoder.nbytes + self._fc.nbytes + (borrowed if self._head is None else self._head.nbytes)
+
+    def condense(self, aux_hidden: Tensor) -> Tensor:
+        """Features [T, H] of the target's tapped layers side by side."""
+        if self._taps_norm is not None:
+            aux_hidden = self._ops.norm(aux_hidden, self._taps_norm)
+        if self._tap_norms:
+            taps = aux_hidden.chunk(len(self._tap_norms), dim=-1)
+            aux_hidden = torch.cat(
+                [self._ops.norm(tap.contiguous(), norm) for tap, norm in zip(taps, self._tap_norms, strict=True)], dim=-1
+            )
+        return self._fc(aux_hidden)
+
+    def forward(self, rows: Rows, caches: Sequence[Any], wanted: Tensor | None) -> Tensor:
+        """Hidden states [n, 2, H]: normed, for the head, and the stream itself."""
+        assert rows.features is not None
+        embeddings = self._verifier.embed(rows.token_ids) if self._table is None else self._ops.embed(rows.token_ids, self._table)
+        hidden = rows.features
+        if self._config.norm_before_residual:
+            hidden = self._ops.norm(hidden, self._stream_norm)
+        angles = self._decoder.angles(rows.position_ids, self._attention.spec.dtype)
+        count = len(self._decoder.layers)
+        normed, (stream,) = self._decoder(
+            hidden,
+            angles,
+            [self._attention] * count,
+            caches,
+            [self._attention.plan(rows.metadata)] * count,
+            (count - 1,),
+            keep=None if wanted is None else lambda x: x.index_select(0, wanted),
+            embeddings=embeddings,
+        )
+        return torch.stack([normed, stream], dim=1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `SequentialNetwork.logits`."""
+        normed = hidden[:, 0].contiguous()
+        return self._verifier.head(normed) if self._head is None else self._head(normed)
+
+    def next_features(self, hidden: Tensor) -> Tensor:
+        """The stream, or in EAGLE-3.1 what the head is given."""
+        return hidden[:, 0 if self._config.norm_output else 1].contiguous()
+
+    def _layer(self, index: int, weights: "_Weights") -> DecoderLayer:
+        config, name = self._config, f"layers.{index}"
+        heads = Heads(
+            scale=config.layers.head_dim**-0.5,
+            window=config.windows[index],
+            query_norm=weights.norm(f"{name}.self_attn.q_norm") if config.has_head_norms else None,
+            key_norm=weights.norm(f"{name}.self_attn.k_norm") if config.has_head_norms else None,
+        )
+        qkv = weights.join(f"{name}.self_attn", "q_proj", "k_proj", "v_proj")
+        attention, input_norm = HeadAttention(qkv, heads, self._rope), weights.norm(f"{name}.input_layernorm")
+        stream_norm = None if config.norm_before_residual else self._stream_norm
+        return DecoderLayer(
+            input_norm=input_norm if index else stream_norm,
+            attention=attention if index else AttentionToBoth(attention, input_norm),
+            output=weights.join(f"{name}.self_attn", "o_proj"),
+            mlp_norm=weights.norm(f"{name}.post_attention_layernorm"),
+            mlp=GatedMLP(weights.join(f"{name}.mlp", "gate_proj", "up_proj"), weights.join(f"{name}.mlp", "down_proj")),
+        )
+
+
+class _Weights(NamedTuple):
+    tensors: Mapping[str, Tensor]
+    epsilon: float
+
+    def norm(self, name: str) -> Norm:
+        return Norm(self.tensors[f"{name}.weight"], self.epsilon)
+
+    def join(self, module: str, *names: str) -> Linear:
+        """Projections as one product."""
+        weight = torch.cat([self.tensors[f"{module}.{name}.weight"] for name in names])
+        biases = [self.tensors[f"{module}.{name}.bias"] for name in names if f"{module}.{name}.bias" in self.tensors]
+        return linear(weight, torch.cat(biases) if biases else None)

@@ -1,0 +1,115 @@
+"""What a head adds to DFlash's parallel drafting: the token before a draft has a say in it.
+
+The backbone gives every slot of a block its hidden state and logits, whatever the other slots hold. A head corrects these logits by
+a product of low rank, `logit[child] + <left[parent], right[child]>`: `left` is computed from the token before, the slot's hidden
+state and, in some heads, from all tokens before; `right` is a table. DSpark's Markov heads, DFlash 2's selector and Domino all are
+of this form. `drafters.dflash.drafts` draws chains and trees with it; plain DFlash has no head.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class HeadSizes(NamedTuple):
+    """What a head takes over from its backbone.
+
+    Attributes:
+        hidden_size: H.
+        vocab_size: V, tokens of the target, which come before a draft.
+        draft_vocab_size: tokens that can be drafted, V unless the drafter's vocabulary is reduced.
+    """
+
+    hidden_size: int
+    vocab_size: int
+    draft_vocab_size: int
+
+
+class Head(Protocol):
+    """A head with its weights, in training as in drafting."""
+
+    @property
+    def right(self) -> Tensor:
+        """[draft_vocab_size, r]."""
+
+    @property
+    def has_state(self) -> bool:
+        """Whether `left` depends on more tokens than the one before, so that slots have to be drafted in order."""
+
+    @property
+    def first_slot(self) -> int:
+        """The first slot whose logits are corrected; 0 is the one behind the anchor."""
+
+    @property
+    def num_candidates(self) -> int | None:
+        """Tokens of a slot, those of the highest logits, that are corrected for a chain; None corrects the whole vocabulary."""
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of tables of which drafting reads a few rows alone."""
+
+    def left(self, hidden: Tensor, previous: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The left side of a slot's correction.
+
+        Args:
+            hidden: [..., H], final hidden states of slots.
+            previous: int64 [...], tokens of the target that come before; the anchor before the first slot. Its axes and those of
+                `hidden` are broadcast.
+            state: [..., S] as the slot before left it; None in the first slot, and for a head without one.
+
+        Returns:
+            [..., r], and the state [..., S] for the next slot, None for a head without one.
+        """
+
+    def confidences(self, hidden: Tensor, previous: Tensor) -> Tensor | None:
+        """float32 [...], the probability that a slot's draft is accepted if those before it are; None where nothing was trained
+        to tell it. Arguments are those of `left`.
+        """
+
+
+class HeadConfig(Protocol):
+    """What `config.json` says about a head."""
+
+    @property
+    def algorithm(self) -> str:
+        """What a drafter with it is called, as in `drafters.algorithms`."""
+
+    def check(self, sizes: HeadSizes, *, sample_from_anchor: bool) -> None:
+        """Refuses a backbone that does not suit it.
+
+        Raises:
+            CheckpointError: it does not.
+        """
+
+    def modules(self, sizes: HeadSizes) -> Mapping[str, nn.Module]:
+        """Its weights, by the name before theirs in a checkpoint. A model has them as its own children."""
+
+    def head(self, model: nn.Module, embed: Callable[[Tensor], Tensor]) -> Head:
+        """The head of a model that has these modules.
+
+        Args:
+            model: on its device and in its type.
+            embed: scaled input embeddings [..., H] of tokens of the target, int64 [...].
+        """
+
+    def json(self) -> dict[str, Any]:
+        """As `config.json` holds it, next to what it says about the backbone."""
+
+
+def left_sides(head: Head, hidden: Tensor, previous: Tensor) -> Tensor:
+    """The left sides [..., K, r] of all slots behind known tokens, as in training.
+
+    Args:
+        head: the head.
+        hidden: [..., K, H].
+        previous: int64 [..., K], the anchor and the tokens of the slots but the last.
+    """
+    if not head.has_state:
+        return head.left(hidden, previous, None)[0]
+    sides, state = [], None
+    for slot in range(hidden.shape[-2]):
+        left, state = head.left(hidden[..., slot, :], previous[..., slot], state)
+        sides.append(left)
+    return torch.stack(sides, dim=-2)

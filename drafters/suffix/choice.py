@@ -1,0 +1,47 @@
+"""Which of several continuations to draft: the one that is expected to be accepted for longest.
+
+Suffix decoding (arXiv 2411.04975, snowflakedb/ArcticInference) takes what followed the last m tokens, for every m: a token is as
+probable there as it is frequent among the occurrences of these m tokens, and a match of m tokens is trusted for no more than m
+tokens to come. The expected drafts that are accepted are the sum of these probabilities; the m with the highest sum is taken.
+A product of such frequencies is the share of the occurrences that begin with the whole path. So the sum for one occurrence's
+continuation is the mean, over all occurrences, of how far they agree with it.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec.sampling.tries import common_prefixes
+
+
+class Choice(NamedTuple):
+    """The best continuation of each row.
+
+    Attributes:
+        scores: float32 [num_reqs], expected drafts accepted; 0 where there is no match.
+        places: int64 [num_reqs], which of the C occurrences.
+    """
+
+    scores: Tensor
+    places: Tensor
+
+
+def best_continuation(continuations: Tensor, lengths: Tensor, longest: int) -> Choice:
+    """The continuation of the highest score; of equal ones that of a longer match, then the one that comes first.
+
+    Args:
+        continuations: int64 [num_reqs, C, K], less than 0 past the end of each.
+        lengths: int64 [num_reqs, C], of the matches; 0 where there is none.
+        longest: a longer match counts as one of so many tokens.
+    """
+    count = continuations.shape[1]
+    if count == 1:
+        agreed = (continuations[:, 0] >= 0).sum(dim=1)
+        return Choice(torch.minimum(lengths[:, 0].clamp(max=longest), agreed).float(), torch.zeros_like(agreed))
+    levels = torch.arange(longest, 0, -1, device=lengths.device)[:, None]  # m, the longest first
+    counts = lengths[:, None] >= levels  # [num_reqs, M, C]
+    agreed = torch.minimum(common_prefixes(continuations)[:, None], levels[..., None]) * counts[:, :, None]
+    means = agreed.sum(dim=3) / counts.sum(dim=2, keepdim=True).clamp(min=1)
+    scores, cells = torch.where(counts, means, 0.0).flatten(1).max(dim=1)
+    return Choice(scores, cells % count)

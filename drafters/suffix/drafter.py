@@ -1,0 +1,169 @@
+"""Suffix decoding (arXiv 2411.04975, snowflakedb/ArcticInference) on tensors, so that one code serves every device.
+
+What ArcticInference keeps as suffix trees, of each request and of past outputs, is found by comparing here: every step searches
+a pool of past outputs and the request's own text for the request's last tokens. The best occurrences are followed back and
+forth, and counted alike wherever they are. A chain is the continuation that is expected to be accepted for longest (`choice`),
+a tree holds what followed all of them. Every chain has k drafts, whatever they promise, since the step has k rows either way.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from drafters.suffix.choice import best_continuation
+from drafters.suffix.matches import continued, find, last_tokens
+from drafters.suffix.pool import TextPool
+from specdec.config import DraftSampling
+from specdec.core import AcceptOutput, BoundDrafter, DecodeBatch, Drafter, DraftOutput, Verifier, VerifyOutput
+from specdec.errors import InvalidInputError
+from specdec.kv_cache import LayerCache
+from specdec.sampling.tries import trie
+
+COMPARED = 4
+"""Tokens by which all occurrences are told apart; those found are followed further back."""
+LONGEST = 64
+"""Most tokens of a match."""
+POOL_CONTEXT = 4
+"""Tokens of a prompt's end that the pool keeps before its output, so that the output's beginning can be found."""
+TREE_OCCURRENCES = 8
+"""Occurrences of which a tree is made, or as many as it takes to fill it."""
+_BY_LENGTH = 4.0  # times as much does a match weigh as one that is a token shorter
+_BY_AGE = 0.9  # the same, of one that is next in order
+_SHORTEST = -16  # tokens by which a match may be shorter and still weigh less; bounds the weights
+
+
+class SuffixDrafter(Drafter):
+    """Copies what followed earlier occurrences of the text's end; see `specdec.core.Drafter`.
+
+    Args:
+        max_draft_tokens: largest k.
+        longest: most tokens of a match that are looked at, and for which one is trusted.
+        shortest: tokens of a match that counts. A short one costs nothing: the step has k rows either way.
+        occurrences: of which a chain is the best; 1 takes the longest match, the latest of equal ones.
+        pool_tokens: of past outputs that are kept for all requests; 0 keeps none.
+
+    Raises:
+        InvalidInputError: a number out of range.
+    """
+
+    draws_trees = True
+
+    def __init__(
+        self,
+        *,
+        max_draft_tokens: int = 31,
+        longest: int = 16,
+        shortest: int = 1,
+        occurrences: int = 16,
+        pool_tokens: int = 2**15,
+    ) -> None:
+        _at_least(1, max_draft_tokens=max_draft_tokens, occurrences=occurrences)
+        _at_least(0, pool_tokens=pool_tokens)
+        if not 1 <= shortest <= longest <= LONGEST:
+            raise InvalidInputError(f"shortest is {shortest} and longest {longest}; they must be ordered, from 1 to {LONGEST}")
+        self.max_draft_tokens, self.occurrences, self.pool_tokens = max_draft_tokens, occurrences, pool_tokens
+        self.longest, self.shortest = longest, shortest
+        self.compared = min(longest, max(COMPARED, shortest))
+
+    def bind(
+        self, verifier: Verifier, caches: Sequence[LayerCache], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling
+    ) -> "BoundSuffix":
+        """See `specdec.core.Drafter.bind`; copied drafts are point masses under any `draft_sampling`."""
+        # The rows of a step reach k positions past the last one that a request may keep.
+        width = max_len + self.max_draft_tokens + 1
+        return BoundSuffix(self, torch.zeros(max_num_seqs, width, dtype=torch.int32, device=verifier.device))
+
+
+class BoundSuffix(BoundDrafter):
+    """The texts of the requests of one engine, and the outputs of those before them; see `specdec.core.BoundDrafter`.
+
+    A request's output goes to the pool when the next one gets its slot.
+
+    Args:
+        drafter: how to look.
+        history: int32 [max_num_seqs, positions], taken over.
+    """
+
+    def __init__(self, drafter: SuffixDrafter, history: Tensor) -> None:
+        self._drafter, self.history = drafter, history
+        self.pool = TextPool(drafter.pool_tokens, history.device) if drafter.pool_tokens else None
+        self._spans = torch.zeros(2, len(history), dtype=torch.int64, device=history.device)  # of what is to go to the pool
+
+    def begin(self, slot: int, token_ids: Sequence[int]) -> None:
+        """Uploads the tokens of a request, and pools the output of the one that had its slot."""
+        if self.pool:
+            self.pool.add(self.history[slot], *self._spans[:, slot])
+            self._spans[:, slot] = max(0, len(token_ids) - POOL_CONTEXT)
+        self.history[slot, : len(token_ids)] = torch.tensor(token_ids, dtype=torch.int32, device=self.history.device)
+
+    def forget(self) -> None:
+        """Empties the pool."""
+        if self.pool:
+            self.pool.clear()
+            self._spans.zero_()
+
+    def propose(self, batch: DecodeBatch) -> DraftOutput:
+        """Drafts for every request whose last tokens occurred before: k in a chain, up to k in a tree; and 0 for the others."""
+        self._store(batch, batch.anchors[:, None])
+        texts, first = self.history[:, : batch.max_seq_len].index_select(0, batch.slots), 0
+        if self.pool:
+            first = len(self.pool.tokens)
+            texts = torch.cat([self.pool.tokens.expand(len(texts), -1), texts], dim=1)
+        last = batch.seq_lens[:, None] + first  # place of the anchor
+        shape, drafter = batch.shape, self._drafter
+        # Of a tree so many that there could be k drafts.
+        count = max(TREE_OCCURRENCES, -(-batch.k // shape.depth)) if shape.is_tree else drafter.occurrences
+        suffix = last_tokens(texts, first, last, drafter.longest)
+        found = find(texts, suffix, count, compared=drafter.compared, shortest=drafter.shortest, before=last)
+        continuations = continued(texts, first, last, found.ends, shape.depth)
+        return self._tree(batch, continuations, found.lengths) if shape.is_tree else self._chain(continuations, found.lengths)
+
+    def _chain(self, continuations: Tensor, lengths: Tensor) -> DraftOutput:
+        """The best continuation."""
+        scores, places = best_continuation(continuations, lengths, self._drafter.longest)
+        tokens = continuations.gather(1, places[:, None, None].expand(-1, -1, continuations.shape[2])).squeeze(1)
+        num_drafts = (tokens >= 0).sum(dim=1) * (scores > 0)
+        return DraftOutput(tokens.clamp(min=0), num_drafts=num_drafts, forecast=scores if self.forecasts else None)
+
+    def _tree(self, batch: DecodeBatch, continuations: Tensor, lengths: Tensor) -> DraftOutput:
+        """All continuations, put together; the longer and later a match, the more its own weighs."""
+        ages = torch.arange(lengths.shape[1], device=lengths.device)
+        longest = lengths.amax(dim=1, keepdim=True)
+        weights = _BY_LENGTH ** (lengths - longest).clamp(min=_SHORTEST) * _BY_AGE**ages
+        keep = lengths / (lengths + 1)  # so that a match is expected to go on for as many tokens as it has
+        tokens = (continuations >= 0).sum(dim=2) * (lengths > 0)
+        drafts = trie(continuations, tokens, weights, batch.k, keep=keep)
+        forecast = None
+        if self.forecasts:
+            counts = torch.arange(batch.k, device=lengths.device) < drafts.num_drafts[:, None]
+            forecast = torch.where(counts, drafts.scores.exp(), 0.0).sum(dim=1)
+        return DraftOutput(drafts.token_ids, num_drafts=drafts.num_drafts, tree=drafts.tree, forecast=forecast)
+
+    def commit(self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput) -> None:
+        """Stores the verified rows; those past the accepted ones lie beyond the next anchor, where nothing looks."""
+        self._store(batch, token_ids)
+        if self.pool:
+            self._spans[1].index_copy_(0, batch.slots, batch.seq_lens + accept.num_accepted + 1)
+
+    def _store(self, batch: DecodeBatch, token_ids: Tensor) -> None:
+        """Writes `token_ids` [num_reqs, n] to the positions from the anchor on."""
+        self.history.index_put_((batch.slots[:, None], batch.positions(token_ids.shape[1])), token_ids.int())
+
+
+def _at_least(least: int, **numbers: int) -> None:
+    for name, number in numbers.items():
+        if number < least:
+            raise InvalidInputError(f"{name} is {number}; it must be at least {least}")
+
+
+def load_suffix(path: str | Path | None = None, *, verifier: Verifier) -> SuffixDrafter:
+    """The suffix drafter with its defaults.
+
+    Raises:
+        InvalidInputError: a path, for there is no checkpoint to read.
+    """
+    if path is not None:
+        raise InvalidInputError(f"the suffix drafter has no checkpoint; leave out {str(path)!r}")
+    return SuffixDrafter()

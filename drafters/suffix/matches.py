@@ -1,0 +1,79 @@
+"""Where a text's end occurred before, and what followed it there; every shape is known beforehand and the host never waits."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+NOTHING = -1
+"""Stands between texts, and for what is not there; no token has it."""
+_BEFORE_THE_TEXT = -2  # in an end that is shorter than what is compared; equal to nothing
+
+
+class Matches(NamedTuple):
+    """Occurrences of a text's end, the longest first as far as `find` compares, and of equal ones the latest.
+
+    Attributes:
+        ends: int64 [num_reqs, C], place of the last token of each.
+        lengths: int64 [num_reqs, C], how many tokens up to there are the same; 0 where there is no match.
+    """
+
+    ends: Tensor
+    lengths: Tensor
+
+
+def last_tokens(texts: Tensor, first: int, last: Tensor, count: int) -> Tensor:
+    """int32 [num_reqs, count]: tokens of `texts` int32 [num_reqs, width] from `last` int64 [num_reqs, 1] back to `first`."""
+    places = last - torch.arange(count, device=texts.device)
+    return torch.where(places >= first, texts.gather(1, places.clamp(min=0)), _BEFORE_THE_TEXT)
+
+
+def find(texts: Tensor, suffix: Tensor, count: int, *, compared: int, shortest: int, before: Tensor) -> Matches:
+    """The `count` best occurrences of a suffix.
+
+    Args:
+        texts: int32 [num_reqs, width], where to look.
+        suffix: int32 [num_reqs, M], the latest token first.
+        count: C.
+        compared: tokens by which matches are told apart everywhere, at most M; only the C found are followed back up to M.
+        shortest: tokens of a match that counts, at most `compared`.
+        before: int64 [num_reqs, 1], matches end before this place.
+    """
+    width = texts.shape[1]
+    columns = torch.arange(width, dtype=torch.int32, device=texts.device)
+    matched = (texts == suffix[:, :1]) & (columns < before)
+    lengths = matched.int()
+    for j in range(1, min(compared, width)):
+        matched = matched[:, 1:] & (texts[:, : width - j] == suffix[:, j : j + 1])
+        lengths[:, j:] += matched
+    order = torch.where(lengths >= shortest, lengths * width + columns, -1)
+    best, ends = F.pad(order, (0, max(0, count - width)), value=-1).topk(count, dim=1)
+    found = torch.where(best >= 0, best // width, 0).long()
+    more = torch.arange(compared, suffix.shape[1], device=texts.device)
+    if len(more):
+        places = ends[..., None] - more
+        earlier = texts.gather(1, places.clamp(0, width - 1).flatten(1)).view_as(places)
+        agrees = (earlier == suffix[:, None, compared:]) & (places >= 0)
+        found = found + (found == compared) * agrees.long().cumprod(dim=2).sum(dim=2)
+    return Matches(ends, found)
+
+
+def continued(texts: Tensor, first: int, last: Tensor, ends: Tensor, count: int) -> Tensor:
+    """int64 [num_reqs, C, count], what follows matches; `NOTHING` past the end of a past text.
+
+    In the request's own text, a continuation that reaches the end goes on from its start, as an overlapping copy does in LZ77.
+
+    Args:
+        texts: int32 [num_reqs, width], past texts, each with `NOTHING` behind it, and then the request's own.
+        first: where that begins.
+        last: int64 [num_reqs, 1], the place of its last token.
+        ends: int64 [num_reqs, C], of the matches.
+        count: tokens.
+    """
+    period = (last - ends).clamp(min=1)
+    if first:
+        period = torch.where(ends >= first, period, count)
+    places = ends[..., None] + 1 + torch.arange(count, device=texts.device) % period[..., None]
+    tokens = texts.gather(1, places.clamp(max=texts.shape[1] - 1).flatten(1)).view_as(places).long()
+    return torch.where(tokens.cummin(dim=2).values < 0, NOTHING, tokens) if first else tokens

@@ -1,0 +1,53 @@
+"""The head of a new drafter, and its first weights: those that correct nothing yet."""
+
+import torch
+from torch import nn
+
+from drafters.dflash2.selector import SelectorConfig
+from drafters.domino.gru import DominoConfig
+from drafters.dspark.markov import MarkovConfig
+from drafters.head import HeadConfig
+from drafters.training.config import TrainConfig
+
+HEAD_MODULES = ("markov_head", "candidate_selector", "confidence_head", "prefix_gru", "embed_proj")
+"""What a model calls the parts of its head."""
+KINDS = {"markov": "vanilla", "gated": "gated"}
+"""DSpark's heads by the names of options."""
+
+
+def new_head(config: TrainConfig) -> HeadConfig | None:
+    """The head that the options ask for."""
+    if config.head == "selector":
+        return SelectorConfig(config.head_rank, config.head_candidates or 16)
+    if config.head in KINDS:
+        return MarkovConfig(
+            config.head_rank, KINDS[config.head], has_confidence=config.confidence > 0, draft_top_k=config.head_candidates or None
+        )
+    if config.head == "domino":
+        return DominoConfig(config.head_rank, config.head_state)
+    return None
+
+
+@torch.no_grad()
+def init_head(model: nn.Module, names: set[str], generator: torch.Generator, scale: float) -> None:
+    """First weights of a head: the right side is zero, so that drafts begin as those of the backbone.
+
+    Args:
+        model: has the head.
+        names: of its parameters that are new.
+        generator: draws them.
+        scale: of an embedding's numbers, for projections of embeddings.
+    """
+    for name, parameter in model.named_parameters():
+        if name not in names or name.partition(".")[0] not in HEAD_MODULES:
+            continue
+        if any(part in name for part in ("markov_w2", "successor_codebook", "embed_proj.2")) or name.endswith("bias"):
+            parameter.zero_()
+        elif "parametrizations" in name:  # so that a row of the table has numbers around 1
+            nn.init.normal_(parameter, std=1 / (scale * parameter.shape[1] ** 0.5), generator=generator)
+        elif "markov_w1" in name or "predecessor_codebook" in name:
+            nn.init.normal_(parameter, generator=generator)
+        elif "prefix_gru" in name:
+            nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5, generator=generator)
+        else:
+            nn.init.normal_(parameter, std=0.02, generator=generator)

@@ -1,0 +1,113 @@
+"""What a block is trained for: its backbone's logits, and those that a head makes of them.
+
+A head (`drafters.head`) corrects logits by the token before. In training that is the answer's own token, which is exact: what a run
+drafts behind its first wrong token is thrown away.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from drafters.head import Head, left_sides
+from drafters.training.losses import LossConfig, block_loss, block_weights
+
+ToLogits = Callable[[Tensor], Tensor]
+"""Final hidden states [..., H] to logits [..., V]."""
+
+
+class Objective:
+    """Loss of some blocks, for `ChunkedLoss`.
+
+    Args:
+        to_logits: the frozen output head of the drafter.
+        config: what is minimised.
+        head: the drafter's, trained with it; None without one.
+        teacher: the output head of the target, with all the target does to its logits; for distillation.
+
+    Attributes:
+        base_share: float32 scalar, how much of the loss is that of the logits without the head; None is nothing. Beside a strong
+            head the backbone would else not learn what it can say alone (Domino begins with 1 and falls to 0).
+    """
+
+    def __init__(
+        self, to_logits: ToLogits, config: LossConfig, *, head: Head | None = None, teacher: ToLogits | None = None
+    ) -> None:
+        self._to_logits, self._config, self._head, self._teacher = to_logits, config, head, teacher
+        self.base_share: Tensor | None = None
+
+    def move(self, progress: float) -> None:
+        """Sets `base_share` for `progress` of the run, in [0, 1]."""
+        until = self._config.base_until
+        if self._head is None or progress >= until:
+            self.base_share = None
+            return
+        share = 1 - progress / until
+        if self.base_share is None:
+            self.base_share = torch.tensor(share, device=self._head.right.device)
+        else:
+            self.base_share.fill_(share)  # the same tensor, or the loss would be compiled again
+
+    def __call__(
+        self, hidden: Tensor, labels: Tensor, valid: Tensor, previous: Tensor, teacher_hidden: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Sum of the weighted losses, sum of the weights, and bool [n, K], as `block_loss` gives them.
+
+        Args:
+            hidden: [n, K, H].
+            labels, previous: int64 [n, K].
+            valid: bool [n, K].
+            teacher_hidden: [n, K, H] of the target for the same positions.
+        """
+        config, head, teacher = self._config, self._head, None
+        if teacher_hidden is not None:
+            assert self._teacher is not None
+            with torch.no_grad():
+                teacher = self._teacher(teacher_hidden)
+        base = self._to_logits(hidden)
+        if head is None:
+            return block_loss(base, labels, valid, config, teacher)
+        left = left_sides(head, hidden, previous)
+        if head.num_candidates is not None:
+            return self._chosen(base, left, labels, valid, teacher, head)
+        left = F.pad(left[:, head.first_slot :], (0, 0, head.first_slot, 0))
+        final = torch.addmm(base.flatten(0, 1), left.flatten(0, 1), head.right.T).view_as(base)
+        loss, weight, matches = block_loss(final, labels, valid, config, teacher)
+        if self.base_share is not None:
+            base_loss, base_weight, _ = block_loss(base, labels, valid, config, teacher)
+            loss, weight = torch.lerp(loss, base_loss, self.base_share), torch.lerp(weight, base_weight, self.base_share)
+        if config.confidence:
+            loss = loss + config.confidence * self._confidence(final, teacher, hidden, previous, valid)
+        return loss, weight, matches
+
+    def _chosen(
+        self, base: Tensor, left: Tensor, labels: Tensor, valid: Tensor, teacher: Tensor | None, head: Head
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The backbone's loss, and the cross-entropy among its candidates; a label that is none takes the last one's place."""
+        config = self._config
+        loss, weight, _ = block_loss(base, labels, valid, config, teacher)
+        assert head.num_candidates is not None
+        with torch.no_grad():
+            tokens = base.topk(head.num_candidates, dim=-1).indices
+            held = (tokens == labels[..., None]).any(dim=-1)
+            best = tokens[..., :-1], torch.where(held, tokens[..., -1], labels)[..., None]
+            tokens = torch.cat(best, dim=-1)
+        edges = base.gather(-1, tokens).float() + (head.right[tokens] @ left[..., None]).squeeze(-1).float()
+        logprobs = edges.log_softmax(dim=-1)
+        of_label = torch.where(tokens == labels[..., None], logprobs, 0.0).sum(dim=-1)
+        with torch.no_grad():
+            weights = block_weights(of_label.exp(), valid, config)
+            matches = (of_label >= logprobs.amax(dim=-1)) & held & valid
+        chosen = torch.where(valid, -weights * of_label, 0.0).sum()
+        return loss + config.selector * chosen, weight, matches
+
+    def _confidence(self, final: Tensor, teacher: Tensor | None, hidden: Tensor, previous: Tensor, valid: Tensor) -> Tensor:
+        """Binary cross-entropy with 1 - TV, the probability that rejection sampling accepts a draft, summed over the rows."""
+        assert self._head is not None and teacher is not None, "confidences learn from the target's distribution"
+        said = self._head.confidences(hidden, previous)
+        assert said is not None, "the head has no confidence"
+        with torch.no_grad():
+            apart = (final.softmax(dim=-1, dtype=torch.float32) - teacher.softmax(dim=-1, dtype=torch.float32)).abs().sum(dim=-1)
+        rows = F.binary_cross_entropy(said.clamp(1e-6, 1 - 1e-6), 1 - apart / 2, reduction="none")
+        return torch.where(valid, rows, 0.0).sum()

@@ -1,0 +1,54 @@
+"""How many public drafters load; `python -m tests.checks.public_drafters` says what is in the way of the others."""
+
+from collections import Counter
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+
+from tests.checks import public_targets
+from tests.checks.public_drafters import Row, main, refusal, rows
+
+ASSISTANTS = 5 if find_spec("transformers.models.gemma4_assistant") else 0
+LEAST = {"DFlash": 85, "EAGLE-3": 46, "MTP": 25 + ASSISTANTS}
+"""Rows of each family that load; a number here only grows."""
+
+
+@pytest.fixture(scope="module")
+def found() -> list[tuple[Row, str | None]]:
+    """Every row, and what is in its way; what is no refusal but an error of ours raises here."""
+    return [(row, refusal(row)) for row in rows()]
+
+
+def test_rows_are_those_of_the_list() -> None:
+    """The same drafters in the same order as in the list of targets."""
+    listed = public_targets.data()["drafters"] + public_targets.data()["others"]
+    assert [(row.checkpoint, row.target) for row in rows()] == [(entry["checkpoint"], entry["target"]) for entry in listed]
+    assert Counter(row.family for row in rows()) == {"DFlash": 89, "EAGLE-3": 55, "MTP": 46}
+
+
+def test_the_count_does_not_fall(found: list[tuple[Row, str | None]]) -> None:
+    loaded = Counter(row.family for row, reason in found if reason is None)
+    assert all(loaded[family] >= least for family, least in LEAST.items()), loaded
+
+
+def test_every_refusal_is_one_line(found: list[tuple[Row, str | None]]) -> None:
+    reasons = [reason for _, reason in found if reason is not None]
+    assert all(reason and "\n" not in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("layout", ["z-lab", "z-lab DFlash 2", "SpecForge DSpark", "speculators DFlash", "speculators EAGLE-3"])
+def test_a_wrong_tensor_is_refused(layout: str) -> None:
+    """The check itself can fail: a shape, a name, and a key that nobody writes."""
+    row = next(row for row in rows() if row.layout == layout)
+    assert refusal(row) is None
+    assert "fc.weight has shape" in str(refusal(replace(row, shapes=row.shapes | {"fc.weight": "H H"})))
+    assert "stray" in str(refusal(replace(row, shapes=row.shapes | {"stray.weight": "H"})))
+    place = "dflash_config" if "dflash_config" in row.config else None
+    twisted = row.config | ({place: row.config[place] | {"twist": 1}} if place else {"twist": 1})
+    assert f"{place or 'config.json'} says twist, which this loader does not know" in str(refusal(replace(row, config=twisted)))
+
+
+def test_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--layout", "z-lab"]) == 0
+    assert capsys.readouterr().out.startswith("11 of 11 drafters load: DFlash\n")

@@ -1,0 +1,41 @@
+"""What training says the shipped drafter will do, and what the engine does with it."""
+
+import pytest
+import torch
+
+from drafters.dflash.checkpoint import read_checkpoint
+from drafters.dflash.model import DFlashModel
+from drafters.shipped import shipped_drafter_path
+from drafters.training.config import TrainConfig
+from drafters.training.dataset import Answer, AnswerSet
+from drafters.training.evaluate import replay
+from drafters.training.finish import engine_run
+from drafters.training.target import Target
+from specdec.blocks import BlockShape
+from specdec.decoder import SpecDecoder
+from specdec.registry import VERIFIERS, resolve
+from tests.drafters.training.toy import one_thread  # noqa: F401
+
+QUESTIONS = ("Count from 1 to 30.", "Write a Python function that adds two numbers.", "Why is the sky blue?")
+
+
+@pytest.mark.slow
+def test_the_forecast_of_the_shipped_drafter_is_what_the_engine_does() -> None:
+    """Greedy and sampled, with the fitted weights of the noise: catches a replay that ranks, draws or walks in another way."""
+    config = TrainConfig(out="unused", device="cpu", dtype="float32", max_tokens=24, batch_size=6, anchors=8, loss_rows=120)
+    shape = BlockShape(16, 15)
+    tokenize = SpecDecoder.from_pretrained("embedded", drafter=None, device="cpu", dtype="float32").tokenize
+    prompts = [tokenize([{"role": "user", "content": question}]) for question in QUESTIONS]
+    verifier, _ = resolve(VERIFIERS, "hf", "verifier")(
+        "embedded", device=torch.device("cpu"), dtype=torch.float32, attention="auto", fuse=False
+    )
+    shipped, tensors = read_checkpoint(shipped_drafter_path())
+    model = DFlashModel(shipped)
+    model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+    target = Target(verifier, shipped.target_layer_ids)
+    for temperature in (0.0, 1.0):
+        asked = [Answer(prompt, (), temperature=temperature, seed=seed) for seed, prompt in enumerate(prompts)]
+        tau, answers = engine_run(config, shipped_drafter_path(), asked, shape)
+        heldout = AnswerSet(answers, device=torch.device("cpu"), max_length=999, bucket=1, mask_token_id=shipped.mask_token_id)
+        assert replay(model, target, heldout, config).tau(shape, sampled=temperature > 0) == pytest.approx(tau, rel=0.02)
+        assert tau > 1.5

@@ -1,0 +1,106 @@
+"""Whatever a head corrects, what comes out is what plain decoding writes; no step waits for the device."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from drafters.dflash2.selector import SelectorConfig
+from drafters.dspark.markov import MarkovConfig
+from drafters.head import Head, HeadConfig, HeadSizes
+from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.core import DecodeBatch, Drafter, Verifier
+from specdec.engine.engine import SpecEngine
+from specdec.engine.request import Request
+from tests.helpers.guards import no_host_sync
+from tests.helpers.oracle import OracleDrafter, disturbed_logits
+from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_model, random_dflash, random_prompts
+
+SEEDS, MAX_TOKENS, K = 60, 12, 5
+HEADS: dict[str, HeadConfig] = {
+    "vanilla": MarkovConfig(4),
+    "gated of few": MarkovConfig(4, "gated", draft_top_k=8),
+    "rnn": MarkovConfig(4, "rnn", has_confidence=True),
+    "selector": SelectorConfig(4, 8),
+}
+CASES = [
+    ("vanilla", {"num_draft_tokens": K}),
+    ("vanilla", {"tree_nodes": 12}),
+    ("gated of few", {"num_draft_tokens": K}),
+    ("rnn", {"num_draft_tokens": K}),
+    ("rnn", {"tree_nodes": 20}),
+    ("selector", {"num_draft_tokens": K}),
+    ("selector", {"tree_nodes": 12, "draft_sampling": "greedy"}),
+]
+
+
+def small_head(config: HeadConfig) -> Head:
+    """Random weights that leave most of what the given logits say."""
+    torch.manual_seed(1)
+    model = nn.Module()
+    for name, module in config.modules(HeadSizes(VOCAB, VOCAB, VOCAB)).items():
+        model.add_module(name, module.requires_grad_(False))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    return config.head(model, lambda tokens: tokens)
+
+
+class Case:
+    """A target, prompts, what plain decoding writes greedily and with seeds, and logits to draft from."""
+
+    def __init__(self) -> None:
+        model = plain_model("llama")
+        self.verifier: Verifier = paged_verifier(model)
+        self.prompts = [[3 + i % 90, 5, *prompt[:6]] for i, prompt in enumerate(random_prompts(SEEDS))]
+        self.plain = self.run(None, num_draft_tokens=None)
+        self.texts = {tuple(request.prompt_token_ids): request.output_token_ids for request in self.plain}
+        self.logits: Tensor = disturbed_logits(model, [request.token_ids for request in self.plain], spread=1.0)
+
+    def run(self, drafter: Drafter | None, **changes: Any) -> list[Request]:
+        """Every third request greedy, in one engine whose every step runs under the guard."""
+        memory = CacheConfig(memory_bytes=2**24, prefix_caching=False)
+        engine = SpecEngine(self.verifier, drafter, EngineConfig(max_num_seqs=20, cache=memory, **changes))
+        launch = engine.runner.step
+
+        def guarded(batch: DecodeBatch) -> Any:
+            with no_host_sync():
+                return launch(batch)
+
+        engine.runner.step = guarded  # type: ignore[method-assign]
+        requests = [
+            engine.add_request(
+                prompt,
+                SamplingParams(max_tokens=MAX_TOKENS, temperature=(0.0, 1.0, 0.7)[seed % 3], top_k=20, seed=seed, ignore_eos=True),
+            )
+            for seed, prompt in enumerate(self.prompts)
+        ]
+        while engine.has_work:
+            engine.step()
+        return requests
+
+
+@cache
+def case() -> Case:
+    return Case()
+
+
+@pytest.mark.parametrize(("name", "shape"), CASES)
+def test_the_tokens_of_plain_decoding(name: str, shape: dict[str, Any]) -> None:
+    """Greedy and sampled in one batch, in chains and trees of drafts that are often right."""
+    drafter = OracleDrafter(case().texts, case().logits, K, head=small_head(HEADS[name]))
+    requests = case().run(drafter, **shape)
+    assert [request.output_token_ids for request in requests] == [request.output_token_ids for request in case().plain]
+    emitted = [count for request in requests for count in request.num_emitted]
+    assert sum(emitted) / len(emitted) > 1.3 and 1 in emitted
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_drawn_drafts_of_a_whole_drafter(name: str) -> None:
+    """A drafter with random weights, drawn from: greedy requests beside sampled ones are those of plain decoding; nothing waits."""
+    drafter = random_dflash(case().verifier, block_size=K, head=HEADS[name])
+    requests = case().run(drafter, num_draft_tokens=K, draft_sampling="probabilistic")
+    plain = case().plain
+    assert [request.output_token_ids for request in requests[::3]] == [request.output_token_ids for request in plain[::3]]
+    assert all(len(request.output_token_ids) == MAX_TOKENS for request in requests)
