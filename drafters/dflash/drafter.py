@@ -91,7 +91,10 @@ class DFlashDrafter(Drafter):
         model, target = self.model, self.verifier
         own = sum(parameter.nbytes for parameter in model.parameters())
         unread = 0 if model.embed_tokens is None else model.embed_tokens.weight.nbytes
-        unread += 0 if self.head is None else self.head.gathered_bytes
+        if self.head is not None:
+            unread += self.head.gathered_bytes
+            if self.head.num_candidates is None:  # its table is read for every slot
+                own += (self.max_draft_tokens - 1) * self.head.right.nbytes
         borrowed = target.vocab_size * target.hidden_size * target.dtype.itemsize if model.lm_head is None else 0
         return own - unread + borrowed
 

@@ -137,6 +137,15 @@ def test_reduced_vocabulary(tmp_path: Path) -> None:
             assert drafter.propose(batch).token_ids[request].tolist() == expected
 
 
+def test_bytes_that_a_step_reads(tmp_path: Path) -> None:
+    """W1 is read by rows; W2 whole for each of eight slots, or by rows, too, where few candidates are corrected."""
+    plain = headed(tmp_path / "plain", with_head(MarkovConfig(8, draft_top_k=5), sample_from_anchor=True))[0].drafter
+    full = headed(tmp_path / "full", with_head(MarkovConfig(8), sample_from_anchor=True))[0].drafter
+    assert full.weight_bytes - plain.weight_bytes == 8 * (VOCAB * 8 * 4)
+    own = sum(tensor.nbytes for name, tensor in full.model.state_dict().items() if "markov" not in name)
+    assert plain.weight_bytes == own + VOCAB * HIDDEN * 4  # and the borrowed head
+
+
 @pytest.mark.parametrize("sees_token", [True, False])
 def test_forecast(sees_token: bool, tmp_path: Path) -> None:
     """The expected number of accepted drafts, if each is kept with the head's confidence."""
