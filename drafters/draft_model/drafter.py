@@ -53,7 +53,9 @@ class BoundDraftModel(BoundSequential):
         output = super().propose(batch)
         if batch.max_seq_len <= self._longest:
             return output
-        return replace(output, num_drafts=(self._longest - batch.seq_lens).clamp(0, batch.k))
+        num_drafts = (self._longest - batch.seq_lens).clamp(0, batch.k)
+        forecast = None if output.forecast is None else output.forecast.minimum(num_drafts)
+        return replace(output, num_drafts=num_drafts, forecast=forecast)
 
 
 def load_draft_model(path: str | Path | None, *, verifier: Verifier) -> DraftModel:

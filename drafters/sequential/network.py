@@ -55,8 +55,8 @@ class SequentialNetwork(Protocol):
         """Bytes of the weights that a forward reads, with what it borrows of the target."""
 
     def condense(self, aux_hidden: Tensor) -> Tensor:
-        """Features [T, F] of positions, from the target's tapped layers side by side [T, taps * H]."""
-        raise AssertionError("a network without features condenses none")
+        """Features [T, F] of positions, from the target's tapped layers side by side [T, taps * H]; as they are by default."""
+        return aux_hidden
 
     def forward(self, rows: Rows, caches: Sequence[Any], wanted: Tensor | None) -> Tensor:
         """Writes the keys and values of rows to `caches`, one per entry of `kv_specs`.

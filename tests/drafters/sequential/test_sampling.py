@@ -103,25 +103,30 @@ def test_forecasts_are_of_the_drafts_own_probabilities(draft_sampling: str) -> N
 
 
 @torch.inference_mode()
-def test_a_reduced_vocabulary_says_what_its_probabilities_are_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reduced_vocabulary_says_what_its_probabilities_are_of() -> None:
     """Drafts are tokens of the target, and each has the probability that their distribution states."""
     verifier = paged_verifier(plain_model("llama"))
     drafter = toy_drafter(verifier, K, reduced=True)
     assert isinstance(drafter.network, ToyNetwork)
-    outputs: list[tuple[DecodeBatch, DraftOutput]] = []
+    outputs: list[DraftOutput] = []
 
     def listening(engine: SpecEngine) -> None:
         bound = engine.runner.drafter
         assert bound is not None
         propose = bound.propose
-        monkeypatch.setattr(bound, "propose", lambda batch: outputs.append((batch, propose(batch))) or outputs[-1][1])
+
+        def proposing(batch: DecodeBatch) -> DraftOutput:
+            outputs.append(propose(batch))
+            return outputs[-1]
+
+        bound.propose = proposing  # type: ignore[method-assign]
 
     sampling = SamplingParams(max_tokens=30, temperature=1.0, seed=3, ignore_eos=True)
     _, _, noted = noted_run(
         verifier, drafter, random_prompts(3), sampling=sampling, draft_sampling="probabilistic", prepare=listening
     )
     rows = iter(noted)
-    for _, output in outputs:
+    for output in outputs:
         assert output.probs is not None and output.candidate_ids is not None
         for tokens, probs, ids in zip(output.token_ids, output.probs, output.candidate_ids, strict=True):
             torch.testing.assert_close(probs, next(rows).logits.softmax(-1))
