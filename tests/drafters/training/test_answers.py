@@ -231,7 +231,7 @@ def test_few_shot_answers_end_where_the_next_question_begins(tmp_path: Path) -> 
         "\n".join(json.dumps({"question": f"w{i} w{i + 1}", "answer": f"w{i + 2}"}) for i in range(4, 24))
     )
     config = small_config(tmp_path, prompts=(str(tmp_path / "prompts.jsonl"),), few_shot_share=1.0, few_shot=2, temperatures=(0.0,))
-    config = replace(config, max_prompts=None)
+    config = replace(config, max_prompts=None, heldout_temperature=0.0)
     original = answers.FEW_SHOT_STOP
     try:
         answers.FEW_SHOT_STOP = " w"  # the toy never says "Question:", but says a second word
