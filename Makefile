@@ -72,4 +72,6 @@ $(VENV)/.dev: $(VENV)/.package
 	@$(BIN)/python -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("triton"))' || $(PIP_INSTALL) $(PINS) --editable '.[triton]'
 	@# The public DFlash implementation, which tests compare with; its dependencies serve its own benchmarks.
 	@$(PIP_INSTALL) --no-deps dflash==0.1.0
+	@# Likewise vLLM's trainer of drafters: the public DSpark, DFlash 2 and EAGLE-3.
+	@$(PIP_INSTALL) --no-deps speculators==0.9.0
 	@touch $@

@@ -20,6 +20,8 @@ _ARCHITECTURES = {
     "Eagle3DraftModel": "eagle3",
     "PEagleSpeculator": "peagle",
     "Gemma4DSparkModel": "dspark",
+    "K3DSparkModel": "dspark",
+    "KimiK3DSpark5MLADraftModel": "dspark",
     "Gemma4AssistantForCausalLM": "mtp",
     "Gemma4UnifiedAssistantForCausalLM": "mtp",
     "MTPDraftModel": "mtp",
@@ -52,7 +54,8 @@ def stated_algorithm(raw: Mapping[str, Any]) -> str:
     projector = own.get("projector_type") or raw.get("projector_type")
     name = raw.get("speculators_model_type") or section(raw, "speculators_config").get("algorithm")
     if name is None:
-        kinds = ["dflash"] * bool(own) + ["medusa"] * ("medusa_num_heads" in raw)
+        kinds = ["dspark"] * (raw.get("model_type") == "k3_dspark")  # whose published config names no architecture
+        kinds += ["dflash"] * bool(own) + ["medusa"] * ("medusa_num_heads" in raw)
         names = raw.get("architectures") or kinds
         require(
             isinstance(names, list) and bool(names), "config.json names no architecture; a DFlash drafter says DFlashDraftModel"

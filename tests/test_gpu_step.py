@@ -11,6 +11,7 @@ import torch
 
 from drafters.dflash2.selector import SelectorConfig
 from drafters.dspark.markov import MarkovConfig
+from drafters.head import HeadConfig
 from drafters.ngram import NGramDrafter
 from specdec.attention.selector import select_backend
 from specdec.config import CacheConfig, DraftSampling, EngineConfig, SamplingParams
@@ -54,8 +55,8 @@ def test_captured_steps_equal_eager_ones_and_nothing_waits(name: str, backend: s
     verifier = paged_verifier(plain_model(name), 16, device="cuda", backend=partial(select_backend, backend))
     outputs = []
     for graphs in (False, True):
-        head = {"dspark": MarkovConfig(8, "rnn"), "dflash2": SelectorConfig(8, 6)}.get(drafter)
-        drafts = {"none": None, "ngram": NGramDrafter()}.get(drafter) or random_dflash(verifier, head=head)
+        heads: dict[str, HeadConfig] = {"dspark": MarkovConfig(8, "rnn"), "dflash2": SelectorConfig(8, 6)}
+        drafts = {"none": None, "ngram": NGramDrafter()}.get(drafter) or random_dflash(verifier, head=heads.get(drafter))
         cache = CacheConfig(memory_bytes=2**26)
         engine = guarded(
             SpecEngine(

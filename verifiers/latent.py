@@ -1,16 +1,12 @@
 """Building latent attention from the tensors of its families."""
 
-import math
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from specdec.attention.mla import MlaSpec
-from specdec.layers.latent_attention import Indexer, LatentAttention, split_up
+from specdec.layers.latent_attention import Indexer, LatentAttention, halves_first, latent_scale, split_up
 from specdec.layers.norm import Norm
 from specdec.layers.rotary import Rope
-from verifiers.weights import Reorder, Weights
+from verifiers.weights import Weights
 
 INTERLEAVED_INDEXERS = frozenset({"glm_moe_dsa"})
 """Model types whose indexer pairs neighbors in its RoPE; the others pair halves there, whatever their attention does."""
@@ -30,8 +26,8 @@ def latent_attention(weights: Weights, config: Any, spec: MlaSpec, rope: Rope | 
         interleaved: the model's RoPE turns neighboring numbers; they are stored in the order of halves here.
     """
     size, head = spec.qk_rope_head_dim, spec.qk_nope_head_dim + spec.qk_rope_head_dim
-    latent_order = _halves(spec.latent_dim, spec.kv_lora_rank, size) if interleaved else None
-    query_order = _halves(head, spec.qk_nope_head_dim, size) if interleaved else None
+    latent_order = halves_first(spec.latent_dim, spec.kv_lora_rank, size) if interleaved else None
+    query_order = halves_first(head, spec.qk_nope_head_dim, size) if interleaved else None
     compresses = weights.has("q_a_proj.weight")
     if compresses:
         down = weights.linear("q_a_proj", "kv_a_proj_with_mqa", reorder=(None, latent_order))
@@ -44,14 +40,14 @@ def latent_attention(weights: Weights, config: Any, spec: MlaSpec, rope: Rope | 
         latent_norm=_norm(weights, "kv_a_layernorm"),
         up=split_up(weights.tensor("kv_b_proj.weight"), spec),
         rope=rope,
-        scale=_scale(config, head),
+        scale=latent_scale(getattr(config, "rope_parameters", None) or {}, head),
         indexer=_indexer(weights.under("indexer."), config, size) if weights.has("indexer.wk.weight") else None,
     )
 
 
 def _indexer(weights: Weights, config: Any, rope_dim: int) -> Indexer:
     turned = config.model_type in INTERLEAVED_INDEXERS
-    order = _halves(config.index_head_dim, 0, rope_dim) if turned else None
+    order = halves_first(config.index_head_dim, 0, rope_dim) if turned else None
     gain, bias = weights.tensor("k_norm.weight"), weights.tensor("k_norm.bias")
     return Indexer(
         query=weights.linear("wq_b", reorder=(order,)),
@@ -64,23 +60,3 @@ def _indexer(weights: Weights, config: Any, rope_dim: int) -> Indexer:
 
 def _norm(weights: Weights, name: str) -> Norm:
     return Norm(weights.tensor(f"{name}.weight"), EPSILON)
-
-
-def _scale(config: Any, head_dim: int) -> float:
-    """Factor of the scores, with the square of YaRN's amplitude where the config states `mscale_all_dim`."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    mscale = rope.get("mscale_all_dim") if rope.get("rope_type", "default") != "default" else None
-    amplitude = 1 + 0.1 * mscale * math.log(rope["factor"]) if mscale and rope["factor"] > 1 else 1.0
-    return float(head_dim**-0.5 * amplitude**2)
-
-
-def _halves(width: int, start: int, size: int) -> Reorder:
-    """In blocks of `width` rows, puts every second of the `size` from `start` on before the others between them."""
-    numbers = torch.arange(width)
-    turned = numbers[start : start + size].view(-1, 2).t().flatten()
-    order = torch.cat([numbers[:start], turned, numbers[start + size :]])
-
-    def reorder(rows: Tensor) -> Tensor:
-        return rows.unflatten(0, (-1, width))[:, order.to(rows.device)].flatten(0, 1)
-
-    return reorder

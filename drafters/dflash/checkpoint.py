@@ -18,7 +18,7 @@ from drafters.checkpoint import (
     read_tensors,
     write_folder,
 )
-from drafters.dflash.config import DFlashConfig
+from drafters.dflash.config import DFlashConfig, LatentSizes
 from drafters.dflash.heads import head_names
 from drafters.dflash.layout import Layout, config_json, parse_config
 from drafters.dflash.names import zlab_names
@@ -126,6 +126,9 @@ def tensor_shapes(config: DFlashConfig) -> dict[str, tuple[int, ...]]:
         "mlp.up_proj.weight": (inner, hidden),
         "mlp.down_proj.weight": (hidden, inner),
     }
+    if config.latent is not None:
+        layer = {name: shape for name, shape in layer.items() if not name.startswith("self_attn.")}
+        layer |= {f"self_attn.{name}.weight": shape for name, shape in _latent_shapes(config, config.latent).items()}
     if config.keys_as_values:
         del layer["self_attn.v_proj.weight"]
     if config.gemma:
@@ -162,6 +165,25 @@ def tensor_shapes(config: DFlashConfig) -> dict[str, tuple[int, ...]]:
         if config.tied_tables:
             shapes |= {name: (shapes[name][1], hidden) for name in TIED if name in shapes}
     return shapes
+
+
+def _latent_shapes(config: DFlashConfig, sizes: LatentSizes) -> dict[str, tuple[int, ...]]:
+    """Of latent attention, by module."""
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    query = heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"q_proj": (query, hidden)}
+    if sizes.query_rank is not None:
+        shapes = {
+            "q_a_proj": (sizes.query_rank, hidden),
+            "q_a_layernorm": (sizes.query_rank,),
+            "q_b_proj": (query, sizes.query_rank),
+        }
+    return shapes | {
+        "kv_a_proj_with_mqa": (sizes.rank + sizes.rope, hidden),
+        "kv_a_layernorm": (sizes.rank,),
+        "kv_b_proj": (heads * (sizes.nope + sizes.value), sizes.rank),
+        "o_proj": (hidden, heads * sizes.value),
+    }
 
 
 def _check_tensors(config: DFlashConfig, tensors: Mapping[str, Tensor]) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from drafters.dflash.coupling import Coupling
 from drafters.head import HeadConfig, HeadSizes
@@ -11,6 +11,25 @@ from specdec.layers.rotary import STATIC_ROPE_TYPES
 
 MOST_LAYERS = MOST_DRAFTS = 1024
 """More layers, or drafts per block, than any drafter has: a number beyond comes from a damaged file."""
+
+
+class LatentSizes(NamedTuple):
+    """Latent attention (MLA) of the draft layers, see `specdec.attention.mla`.
+
+    Attributes:
+        query_rank: of compressed queries; None where they are not compressed.
+        rank: of the compressed key and value.
+        nope, rope: unrotated and rotated numbers of a query head.
+        value: numbers of a value head.
+        interleaved: RoPE turns neighboring numbers instead of halves.
+    """
+
+    query_rank: int | None
+    rank: int
+    nope: int
+    rope: int
+    value: int
+    interleaved: bool = True
 
 
 AttentionGate = Literal["per-head", "per-element"]
@@ -55,6 +74,7 @@ class DFlashConfig:
             apart from its rows (DFlare, arXiv 2606.02091).
         gemma: layers are those of Gemma 4 instead of Qwen3 (DeepSpec): norms around both sublayers, normed values, unscaled scores.
         keys_as_values: values are the keys before their norm.
+        latent: sizes of latent attention (Kimi K3); None for attention with heads of their own keys. `head_dim` is that of queries.
         head: what corrects the logits behind each token; None for plain DFlash.
         tied_tables: the head's tables are projections of the target's own, see `drafters.dflash.tied`.
         coupling: weights of its probabilities and of the shared noise; None are ones.
@@ -94,6 +114,7 @@ class DFlashConfig:
     mixes_taps: bool = False
     gemma: bool = False
     keys_as_values: bool = False
+    latent: LatentSizes | None = None
     head: HeadConfig | None = None
     tied_tables: bool = False
     coupling: Coupling | None = None
@@ -138,11 +159,23 @@ class DFlashConfig:
             f"RoPE turns {rotated:g} of {self.head_dim} numbers of a head; it must be an even part of them",
         )
         self._check_convolutions()
+        if self.latent is not None:
+            self._check_latent(self.latent)
         require(self.head is not None or not self.tied_tables, "tied_tables without a head; leave it out")
         if self.head is not None:
             self.head.check(self.head_sizes, sample_from_anchor=self.sample_from_anchor)
         if self.coupling is not None:
             self.coupling.check(self.max_draft_tokens)
+
+    def _check_latent(self, latent: LatentSizes) -> None:
+        sizes = (latent.rank, latent.nope, latent.rope, latent.value, 1 if latent.query_rank is None else latent.query_rank)
+        right = min(sizes) >= 1 and max(sizes) < 2**31 and latent.rope % 2 == 0
+        require(right, f"{latent} are no sizes of latent attention; they must be positive and below 2**31, and rope even")
+        plain = not (self.attention_bias or self.attention_sinks or self.gemma or self.mixes_taps or self.convolves)
+        require(
+            plain and self.attention_gate is None and self.attention_value_scale == 1 and set(self.windows) == {None},
+            "a drafter with latent attention has neither windows nor biases, gates, sinks or convolutions; this one says it has",
+        )
 
     def _check_convolutions(self) -> None:
         taps, group = self.conv_kernel_size, self.conv_group_size
@@ -169,6 +202,7 @@ class DFlashConfig:
             "norms of taps": self.tap_norms,
             "a mixture of taps in every layer": self.mixes_taps,
             "Gemma's layers": self.gemma,
+            "latent attention": self.latent is not None,
             "the embedding output as a tap": min(self.target_layer_ids) < 0,
         }
         return tuple(name for name, has in found.items() if has)

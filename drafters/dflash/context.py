@@ -39,10 +39,11 @@ class Context:
             features: [T, num_taps * H_target].
 
         Returns:
-            [T, num_layers, 1 or 2, num_kv_heads, head_dim].
+            [T, num_layers, 1 or 2, num_kv_heads, head_dim], or latents [T, num_layers, rank + rope].
         """
         config, ops = self._config, self._ops
-        shape = (config.num_hidden_layers, -1, config.num_key_value_heads, config.head_dim)
+        shape: tuple[int, ...] = (config.num_hidden_layers, -1, config.num_key_value_heads, config.head_dim)
+        shape = shape if config.latent is None else shape[:2]
         if self._tap_norms:
             taps = features.split(config.tap_width, dim=1)
             normed = [ops.norm(tap.contiguous(), norm) for tap, norm in zip(taps, self._tap_norms, strict=True)]

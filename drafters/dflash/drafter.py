@@ -7,6 +7,7 @@ drafter's paged cache. The block `[anchor, mask, mask, ...]` then runs through t
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,14 +17,16 @@ from drafters.dflash.checkpoint import read_checkpoint, target_ids
 from drafters.dflash.config import DFlashConfig
 from drafters.dflash.coupling import CouplingTable
 from drafters.dflash.drafts import Drafts, Slots
+from drafters.dflash.latent import latent_backend
 from drafters.dflash.model import DFlashModel
 from drafters.dflash.network import DFlashNetwork
 from drafters.dflash.tied import expanded
 from specdec.attention.backend import AttentionBackend, AttentionSpec, Visibility
+from specdec.attention.mla import MlaBackend
 from specdec.config import DraftSampling
 from specdec.core import AcceptOutput, BoundDrafter, DecodeBatch, Drafter, DraftOutput, PrefillBatch, Verifier, VerifyOutput
 from specdec.errors import BackendError, InvalidInputError
-from specdec.kv_cache import NULL_BLOCK, KVLayerSpec, LayerCache
+from specdec.kv_cache import NULL_BLOCK, KVLayerSpec
 from specdec.layers.rotary import Angles, Rope
 
 MOST_DEFERRED = 16
@@ -58,7 +61,7 @@ class DFlashDrafter(Drafter):
             made_for=config.verifier_name,
         )
         self.config, self.verifier = config, verifier
-        self.attention = _attention(config, verifier)
+        self.attention = _attention(config, verifier) if config.latent is None else latent_backend(config, verifier)
         self.model = model.requires_grad_(False).eval().to(verifier.device, verifier.dtype)
         self.network = DFlashNetwork(self.model, self.attention)
         self.max_draft_tokens = config.max_draft_tokens
@@ -76,9 +79,11 @@ class DFlashDrafter(Drafter):
         self.head = None if config.head is None else config.head.head(self.model, self.embed)
 
     @property
-    def kv_specs(self) -> list[KVLayerSpec]:
+    def kv_specs(self) -> list[Any]:
         """One paged cache per draft layer."""
-        return [KVLayerSpec(self.config.num_key_value_heads, self.config.head_dim)] * self.config.num_hidden_layers
+        heads = KVLayerSpec(self.config.num_key_value_heads, self.config.head_dim)
+        layer = self.attention.cache_spec if isinstance(self.attention, MlaBackend) else heads
+        return [layer] * self.config.num_hidden_layers
 
     @property
     def weight_bytes(self) -> int:
@@ -86,7 +91,10 @@ class DFlashDrafter(Drafter):
         model, target = self.model, self.verifier
         own = sum(parameter.nbytes for parameter in model.parameters())
         unread = 0 if model.embed_tokens is None else model.embed_tokens.weight.nbytes
-        unread += 0 if self.head is None else self.head.gathered_bytes
+        if self.head is not None:
+            unread += self.head.gathered_bytes
+            if self.head.num_candidates is None:  # its table is read for every slot
+                own += (self.max_draft_tokens - 1) * self.head.right.nbytes
         borrowed = target.vocab_size * target.hidden_size * target.dtype.itemsize if model.lm_head is None else 0
         return own - unread + borrowed
 
@@ -96,7 +104,7 @@ class DFlashDrafter(Drafter):
         return rows if self.embedding_scale == 1 else rows * self.embedding_scale
 
     def bind(
-        self, verifier: Verifier, caches: Sequence[LayerCache], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling
+        self, verifier: Verifier, caches: Sequence[Any], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling
     ) -> "BoundDFlash":
         """See `specdec.core.Drafter.bind`.
 
@@ -126,9 +134,7 @@ class BoundDFlash(BoundDrafter):
 
     most_deferred = MOST_DEFERRED
 
-    def __init__(
-        self, drafter: DFlashDrafter, caches: Sequence[LayerCache], max_num_seqs: int, draft_sampling: DraftSampling
-    ) -> None:
+    def __init__(self, drafter: DFlashDrafter, caches: Sequence[Any], max_num_seqs: int, draft_sampling: DraftSampling) -> None:
         self.drafter, self.caches = drafter, list(caches)
         self._block: tuple[Tensor, dict[Rope, Angles]] | None = None  # position ids of the block, and their angles
         target, device = drafter.verifier, drafter.verifier.device

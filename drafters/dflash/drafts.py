@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from drafters.dflash.coupling import CouplingTable
-from drafters.dflash.edges import edges_of
+from drafters.dflash.edges import edges_of, logprobs_of
 from drafters.head import Head
 from specdec.blocks import MOST_NODES
 from specdec.config import DraftSampling
@@ -37,6 +37,15 @@ class Slots(NamedTuple):
 
     hidden: Tensor
     logits: Tensor
+
+
+class _Block(NamedTuple):
+    """A block to be drafted: its batch, its slots, and the weights of coupled drafts, None for ones or where there is no noise."""
+
+    batch: DecodeBatch
+    slots: Slots
+    weights: Tensor | None  # float32 [2, num_reqs, depth], of `drafters.dflash.coupling`
+    sees_noise: bool
 
 
 class Chosen(NamedTuple):
@@ -81,52 +90,59 @@ class Drafts:
 
     def of(self, batch: DecodeBatch, slots: Slots) -> DraftOutput:
         """The block of each request."""
+        sees_noise, weights = self.draft_sampling != "greedy" and not batch.sampling.plan.all_greedy, None
+        if sees_noise and self._coupling is not None:
+            weights = self._coupling.at(batch.sampling.temperature, batch.shape.depth)
+        block = _Block(batch, slots, weights, sees_noise)
         if batch.shape.is_tree:
-            return self._tree(batch, slots)
+            return self._tree(block)
         if self._head is None:
-            return self._chain(batch, slots, [self._choose(batch, slots.logits, 0)])
+            return self._chain(block, [self._choose(block, slots.logits, 0)])
         if self._head.num_candidates is None:
-            return self._chain(batch, slots, self._one_by_one(batch, slots, self._head))
-        return self._path(batch, slots, self._head, self._head.num_candidates)
+            return self._chain(block, self._one_by_one(block, self._head))
+        return self._path(block, self._head, self._head.num_candidates)
 
-    def _choose(self, batch: DecodeBatch, logits: Tensor, first: int) -> Chosen:
+    def _choose(self, block: _Block, logits: Tensor, first: int) -> Chosen:
         """Of slots `first` and so on, as many as `logits` [num_reqs, n, draft_vocab_size] has, each for itself."""
+        batch = block.batch
         if self.draft_sampling == "probabilistic" and not batch.sampling.plan.all_greedy:
             probs = processed_probs(logits, batch.sampling)
             numbers = of_step(batch.seq_lens, batch.k)[:, first : first + logits.shape[1]]
             columns = sample_from(probs, uniform(batch.sampling.seeds, numbers, Purpose.DRAFT))
             own = probs.gather(-1, columns[..., None]).squeeze(-1) if self.forecasts else None
             return Chosen(self._to_target(columns), probs, own)
-        if not self.forecasts and (self.draft_sampling == "greedy" or batch.sampling.plan.all_greedy):
+        if not self.forecasts and not block.sees_noise:
             return Chosen(self._to_target(argmax(logits)[0]))
-        token_ids, scores = self._candidates(batch, logits, 1, first)
+        token_ids, scores = self._candidates(block, logits, 1, first)
         return Chosen(token_ids.squeeze(-1), own=scores.squeeze(-1).exp() if self.forecasts else None)
 
-    def _one_by_one(self, batch: DecodeBatch, slots: Slots, head: Head) -> list[Chosen]:
+    def _one_by_one(self, block: _Block, head: Head) -> list[Chosen]:
         """Each slot corrected behind the token of the one before, over the whole vocabulary."""
         assert self._correction is not None
+        batch, slots = block.batch, block.slots
         previous, state, chosen = batch.anchors, None, []
         for slot in range(batch.shape.depth):
-            logits = slots.logits[:, slot]
             left, state = head.left(slots.hidden[:, slot], previous, state)
+            logits = slots.logits[:, slot]
             if slot >= head.first_slot:
-                logits = logits + self._correction(left)
-            chosen.append(self._choose(batch, logits[:, None], slot))
+                logits = self._correction(left, logits)
+            chosen.append(self._choose(block, logits[:, None], slot))
             previous = chosen[-1].token_ids[:, 0]
         return chosen
 
-    def _chain(self, batch: DecodeBatch, slots: Slots, parts: Sequence[Chosen]) -> DraftOutput:
+    def _chain(self, block: _Block, parts: Sequence[Chosen]) -> DraftOutput:
         """The choices for all slots, in order."""
         token_ids, probs, own = (_joined(fields) for fields in zip(*parts, strict=True))
         assert token_ids is not None
         columns = None if probs is None or self._target_ids is None else self._target_ids.expand(probs.shape)
-        forecast = self._forecast(batch, slots, token_ids, own)
+        forecast = self._forecast(block, token_ids, own)
         return DraftOutput(token_ids, probs=probs, candidate_ids=columns, forecast=forecast)
 
-    def _path(self, batch: DecodeBatch, slots: Slots, head: Head, count: int) -> DraftOutput:
+    def _path(self, block: _Block, head: Head, count: int) -> DraftOutput:
         """The chain that takes the best candidate behind the one before; where drafts are drawn, only candidates are."""
-        draws = self.draft_sampling == "probabilistic" and not batch.sampling.plan.all_greedy
-        candidate_ids, edges = self._edges(batch, slots, head, min(count, slots.logits.shape[-1]), noise=not draws)
+        batch, draws = block.batch, self.draft_sampling == "probabilistic" and block.sees_noise
+        block = block._replace(sees_noise=block.sees_noise and not draws)  # it takes no part in which candidates may be drawn
+        candidate_ids, scores, edges = self._edges(block, head, min(count, block.slots.logits.shape[-1]))
         if draws:
             edges = edges / batch.sampling.temperature[:, None, None, None].clamp(min=COLDEST)
             bits = stream(batch.sampling.seeds, of_step(batch.seq_lens, batch.k), Purpose.DRAFT)
@@ -137,63 +153,56 @@ class Drafts:
         if not draws and not self.forecasts:
             return DraftOutput(token_ids)
         before = F.pad(ranks[:, :-1], (1, 0))
-        rows = edges.gather(2, before[..., None, None].expand(-1, -1, 1, edges.shape[-1])).squeeze(2)
+        table = edges if draws else logprobs_of(edges, scores)
+        rows = table.gather(2, before[..., None, None].expand(-1, -1, 1, table.shape[-1])).squeeze(2)
         probs = rows.softmax(dim=-1) if draws else rows.exp()
-        forecast = self._forecast(batch, slots, token_ids, probs.gather(-1, ranks[..., None]).squeeze(-1))
+        forecast = self._forecast(block, token_ids, probs.gather(-1, ranks[..., None]).squeeze(-1))
         if not draws:
             return DraftOutput(token_ids, forecast=forecast)
         return DraftOutput(token_ids, probs=probs, candidate_ids=candidate_ids, forecast=forecast)
 
-    def _tree(self, batch: DecodeBatch, slots: Slots) -> DraftOutput:
+    def _tree(self, block: _Block) -> DraftOutput:
         """The tree of the likeliest paths; without a head as if every position's token did not depend on those before it."""
+        batch = block.batch
         count = min(MOST_CANDIDATES if batch.shape.depth > 1 else MOST_NODES, batch.k)  # one position has no more paths than tokens
         if self._head is None:
-            token_ids, scores = self._candidates(batch, slots.logits, count)
+            token_ids, scores = self._candidates(block, block.slots.logits, count)
         else:
-            token_ids, scores = self._edges(batch, slots, self._head, count)
+            token_ids, scores, edges = self._edges(block, self._head, count)
+            scores = logprobs_of(edges, scores)
         best = best_first(scores, batch.k)
         forecast = best.scores.exp().sum(dim=1) if self.forecasts else None
         return DraftOutput(token_ids.flatten(1).gather(1, best.places), tree=best.tree, forecast=forecast)
 
-    def _edges(self, batch: DecodeBatch, slots: Slots, head: Head, count: int, *, noise: bool = True) -> tuple[Tensor, Tensor]:
-        """Candidates int64 [num_reqs, depth, count], and what the head says about them, see `edges_of`."""
-        token_ids, scores = self._candidates(batch, slots.logits, count, noise=noise)
+    def _edges(self, block: _Block, head: Head, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Candidates int64 [num_reqs, depth, count], their scores without the head, and its table, see `edges_of`."""
+        batch, slots, scale = block.batch, block.slots, None
+        token_ids, scores = self._candidates(block, slots.logits, count)
         columns = token_ids if self._columns is None else self._columns[token_ids]
-        scale = None
-        if noise and self._sees_noise(batch):
-            temperature, weights = batch.sampling.temperature[:, None], self._weights(batch)
-            trust = torch.ones_like(scores[..., 0]) if weights is None else weights[0]
+        if block.sees_noise:
+            temperature = batch.sampling.temperature[:, None]
+            trust = torch.ones_like(scores[..., 0]) if block.weights is None else block.weights[0]
             scale = torch.where(temperature > 0, trust / temperature.clamp(min=COLDEST), 1.0)
-        return token_ids, edges_of(head, slots.hidden, batch.anchors, token_ids, columns, scores, scale)
+        return token_ids, scores, edges_of(head, slots.hidden, batch.anchors, token_ids, columns, scores, scale)
 
-    def _candidates(
-        self, batch: DecodeBatch, logits: Tensor, count: int, first: int = 0, *, noise: bool = True
-    ) -> tuple[Tensor, Tensor]:
+    def _candidates(self, block: _Block, logits: Tensor, count: int, first: int = 0) -> tuple[Tensor, Tensor]:
         """The `count` likeliest tokens of slots `first` and so on, given the noise that the target will choose by if it is seen."""
-        end = first + logits.shape[1]
-        weights, sampling = None, batch.sampling
-        if not (noise and self._sees_noise(batch)):
-            sampling = replace(sampling, plan=SamplingPlan.of([]))  # as of greedy requests
-        elif (table := self._weights(batch)) is not None:
-            weights = table[..., first:end].contiguous()
+        batch, end = block.batch, first + logits.shape[1]
+        sampling = (
+            batch.sampling if block.sees_noise else replace(batch.sampling, plan=SamplingPlan.of([]))
+        )  # as of greedy requests
+        weights = None if block.weights is None or not block.sees_noise else block.weights[..., first:end].contiguous()
         positions = batch.positions(batch.shape.depth + 1)[:, 1 + first : 1 + end]
         return candidates(logits, sampling, positions, count, weights=weights, target_ids=self._target_ids)
 
-    def _sees_noise(self, batch: DecodeBatch) -> bool:
-        return self.draft_sampling != "greedy" and not batch.sampling.plan.all_greedy
-
-    def _weights(self, batch: DecodeBatch) -> Tensor | None:
-        """float32 [2, num_reqs, depth] of `drafters.dflash.coupling`; None are ones."""
-        return None if self._coupling is None else self._coupling.at(batch.sampling.temperature, batch.shape.depth)
-
-    def _forecast(self, batch: DecodeBatch, slots: Slots, token_ids: Tensor, probs: Tensor | None) -> Tensor | None:
+    def _forecast(self, block: _Block, token_ids: Tensor, probs: Tensor | None) -> Tensor | None:
         """Expected accepted drafts float32 [num_reqs] of a chain, from what the head trusts in, or else from the drafts' own
         probabilities float32 [num_reqs, depth].
         """
         if not self.forecasts:
             return None
-        previous = torch.cat([batch.anchors[:, None], token_ids[:, :-1]], dim=1)
-        trusted = None if self._head is None else self._head.confidences(slots.hidden, previous)
+        previous = torch.cat([block.batch.anchors[:, None], token_ids[:, :-1]], dim=1)
+        trusted = None if self._head is None else self._head.confidences(block.slots.hidden, previous)
         kept = probs if trusted is None else trusted
         assert kept is not None
         return kept.cumprod(dim=1).sum(dim=1)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from drafters.dflash.config import AttentionGate
+from drafters.dflash.config import AttentionGate, LatentSizes
 from drafters.keys import Keys, require
 
 _SILU: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu",)}
@@ -20,6 +20,7 @@ class Family:
         laguna: taps have norms, layers norm the context, and attention is gated.
         gemma: layers are those of Gemma 4.
         mixes_taps: every layer mixes the taps for itself (DFlare).
+        latent: attention is latent.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -27,6 +28,25 @@ class Family:
     laguna: bool = False
     gemma: bool = False
     mixes_taps: bool = False
+    latent: bool = False
+
+    def sizes(self, keys: Keys) -> LatentSizes | None:
+        """Of latent attention; None without it.
+
+        Raises:
+            CheckpointError: one is missing.
+        """
+        if not self.latent:
+            return None
+        interleaved = keys.flag("rope_interleave")
+        return LatentSizes(
+            query_rank=keys.integer("q_lora_rank"),
+            rank=keys.required("kv_lora_rank"),
+            nope=keys.required("qk_nope_head_dim"),
+            rope=keys.required("qk_rope_head_dim"),
+            value=keys.required("v_head_dim"),
+            interleaved=interleaved is None or interleaved,
+        )
 
     def gate(self, keys: Keys) -> AttentionGate | None:
         """Of attention's output, as Laguna's `gating` says; its absence means one for each head.
@@ -50,7 +70,21 @@ class Family:
         return names[stated]
 
 
+_K3 = Family(
+    latent=True,
+    defaults={"block_size": 7},  # which the published config leaves to the engine's options
+    plain_values={
+        **_SILU,
+        "attention_bias": (False,),
+        "aux_hidden_stream": ("prefix",),
+        "mla_use_nope": (False,),
+        "mla_use_output_gate": (False,),
+    },
+)
+
 _FAMILIES = {
+    "K3DSparkModel": _K3,
+    "KimiK3DSpark5MLADraftModel": _K3,
     "DFlareDraftModel": Family(mixes_taps=True),
     "DFlashLagunaForCausalLM": Family(laguna=True),
     "Gemma4DSparkModel": Family(
@@ -73,4 +107,6 @@ def family_of(raw: Mapping[str, Any]) -> Family:
     name = (raw.get("architectures") or [None])[0]
     if raw.get("speculators_model_type") == "dflare":
         name = "DFlareDraftModel"
+    if raw.get("model_type") == "k3_dspark":
+        name = "K3DSparkModel"
     return _FAMILIES.get(name, Family())

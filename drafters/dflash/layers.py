@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from drafters.dflash.config import DFlashConfig
 from drafters.dflash.convolution import DFlashConvolution
+from drafters.dflash.latent import LatentProjections
 from specdec.layers.rotary import rotate
 
 Keep = Callable[[Tensor], Tensor]
@@ -80,7 +81,8 @@ class DFlashLayer(nn.Module):
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.self_attn = DFlashAttention(config)
+        self.self_attn: DFlashAttention | LatentProjections
+        self.self_attn = DFlashAttention(config) if config.latent is None else LatentProjections(config)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = DFlashMLP(config)
         self.attention_conv = DFlashConvolution(config) if config.convolves else None
@@ -96,6 +98,7 @@ class DFlashLayer(nn.Module):
     ) -> Tensor:
         """[..., H] to [..., H], of the rows to keep."""
         normed = self.input_layernorm(hidden)
+        assert isinstance(self.self_attn, DFlashAttention), "latent attention runs on the decoder stack alone"
         if self.attention_conv is None or self.mlp_conv is None:
             query, key, value = self.self_attn.project(normed, cos, sin)
             attended = self.self_attn.scaled(attend(query, key, value), normed)

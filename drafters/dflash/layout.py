@@ -9,7 +9,7 @@ from drafters.dflash.config import MOST_LAYERS, DFlashConfig, default_taps
 from drafters.dflash.coupling import parse_coupling
 from drafters.dflash.families import Family, family_of
 from drafters.dflash.heads import ALGORITHMS, ARCHITECTURES, HEAD_KEYS, parse_head, predicts_from_anchor
-from drafters.keys import Keys, is_number, require, section
+from drafters.keys import Keys, check_known, is_number, require, section
 
 Layout = Literal["z-lab", "speculators"]
 T = TypeVar("T")
@@ -33,6 +33,9 @@ _OWN_KEYS = {
     "loss_decay_gamma", "num_anchors",  # of training
 }  # fmt: skip
 
+_BESIDE_LAYERS = {"coupling", "dflare_config", "dflash_config", "embed_requires_grad", "max_anchors"}
+"""What else a file of speculators may say."""
+
 
 def parse_config(raw: Mapping[str, Any]) -> DFlashConfig:
     """Reads the content of `config.json` in either layout.
@@ -44,7 +47,7 @@ def parse_config(raw: Mapping[str, Any]) -> DFlashConfig:
     require(algorithm in ALGORITHMS, unsupported(algorithm))
     own, family = section(raw, "dflash_config") or section(raw, "dflare_config"), family_of(raw)
     keys = Keys([own, raw, section(raw, "transformer_layer_config"), family.defaults])
-    _check_keys(keys, own, family)
+    _check_keys(raw, keys, own, family)
     layer_count = keys.required("num_hidden_layers")
     require(1 <= layer_count <= MOST_LAYERS, f"num_hidden_layers is {layer_count}; it must lie in [1, {MOST_LAYERS:,}]")
     # Speculators' DFlash 2 looks both ways unless it says otherwise.
@@ -64,10 +67,8 @@ def parse_config(raw: Mapping[str, Any]) -> DFlashConfig:
         hidden_size=hidden_size,
         intermediate_size=keys.required("intermediate_size"),
         num_attention_heads=heads,
-        num_key_value_heads=keys.required(
-            "num_global_key_value_heads" if family.gemma and keys_as_values else "num_key_value_heads"
-        ),
-        head_dim=_or(keys.integer("global_head_dim" if family.gemma else "head_dim"), hidden_size // max(heads, 1)),
+        num_key_value_heads=keys.required("num_global_key_value_heads" if keys_as_values else "num_key_value_heads"),
+        head_dim=_head_dim(keys, family, hidden_size // max(heads, 1)),
         vocab_size=vocab_size,
         rope_parameters=_rope_parameters(keys, windows),
         max_position_embeddings=keys.required("max_position_embeddings"),
@@ -78,7 +79,7 @@ def parse_config(raw: Mapping[str, Any]) -> DFlashConfig:
         output_multiplier=_or(keys.number("output_multiplier"), _or(keys.number("logit_scale"), 1.0)),
         final_logit_softcapping=keys.number("final_logit_softcapping") or None,
         draft_vocab_size=None if draft_vocab_size == vocab_size else draft_vocab_size,
-        num_target_layers=keys.integer("num_target_layers"),
+        num_target_layers=keys.integer("target_num_hidden_layers" if family.latent else "num_target_layers"),
         target_hidden_size=keys.integer("target_hidden_size"),
         verifier_name=verifier.get("name_or_path") or keys.find("verifier_name_or_path"),
         verifier_architectures=tuple(architectures),
@@ -87,11 +88,12 @@ def parse_config(raw: Mapping[str, Any]) -> DFlashConfig:
         attention_sinks=_or(keys.flag("attention_sink_bias"), False),
         attention_value_scale=_or(keys.number("attention_value_scale"), 1.0),
         attention_gate=family.gate(keys),
-        tap_norms=family.laguna,
+        tap_norms=family.laguna or _or(keys.flag("fc_norm"), False),
         norms_context=family.laguna,
         mixes_taps=family.mixes_taps,
         gemma=family.gemma,
         keys_as_values=keys_as_values,
+        latent=family.sizes(keys),
         head=parse_head(algorithm, keys),
         tied_tables=_or(keys.flag("tied_tables"), False),
         coupling=parse_coupling(raw.get("coupling")),
@@ -116,15 +118,21 @@ def _or(value: T | None, default: T) -> T:
     return default if value is None else value
 
 
-def _check_keys(keys: Keys, own: Mapping[str, Any], family: Family) -> None:
-    """Refuses what would change the maths: keys of `dflash_config` that are not known, and values of relatives."""
+def _head_dim(keys: Keys, family: Family, default: int) -> int:
+    """Numbers of a query head."""
+    if sizes := family.sizes(keys):
+        return sizes.nope + sizes.rope
+    return _or(keys.integer("global_head_dim" if family.gemma else "head_dim"), default)
+
+
+def _check_keys(raw: Mapping[str, Any], keys: Keys, own: Mapping[str, Any], family: Family) -> None:
+    """Refuses what would change the maths: keys of `dflash_config`, or in the layout of speculators beside the layers, that are not
+    known, and values of relatives.
+    """
     known = _OWN_KEYS | HEAD_KEYS | _PLAIN_VALUES.keys()
-    unknown = [name for name in own if name not in known]
-    require(
-        not unknown,
-        f"dflash_config says {unknown[0] if unknown else ''}, which this loader does not know (known: {', '.join(sorted(known))});"
-        " take it out of config.json if the drafter is the same without it",
-    )
+    check_known(own, known, "dflash_config")
+    if "speculators_model_type" in raw:
+        check_known(raw, known | _BESIDE_LAYERS, "config.json")
     for key, plain in (_PLAIN_VALUES | dict(family.plain_values)).items():
         value = keys.find(key)
         require(value is None or value in plain, f"DFlash with {key} {value!r} is not supported yet; supported: {plain[0]!r}")

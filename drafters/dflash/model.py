@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drafters.dflash.config import DFlashConfig
-from drafters.dflash.layers import DFlashLayer, GemmaLayer, Keep, turned, values_of
+from drafters.dflash.latent import LatentProjections
+from drafters.dflash.layers import DFlashAttention, DFlashLayer, GemmaLayer, Keep, turned, values_of
 from specdec.layers.rotary import Angles, Rope
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -111,12 +112,17 @@ class DFlashModel(nn.Module):
     def context_projection(self) -> tuple[Tensor, Tensor | None, Tensor]:
         """Key and value projections of all layers as one weight and bias, and the key norms [num_layers, head_dim].
 
-        Where layers norm the context, the weight of their norm is a part of it.
+        Where layers norm the context, the weight of their norm is a part of it. Of latent attention it is what makes the latents,
+        and the norms [num_layers, rank] are those of their compressed parts.
         """
+        if self.config.latent is not None:
+            latents = [cast(LatentProjections, cast(DFlashLayer, layer).self_attn) for layer in self.layers]
+            gains: list[Tensor] = [latent.kv_a_layernorm.weight for latent in latents]
+            return torch.cat([latent.kv_a_proj_with_mqa.weight for latent in latents]), None, torch.stack(gains)
         layers = [cast(DFlashLayer, layer) for layer in self.layers]
         weights, biases = list[Tensor](), list[Tensor]()
         for layer in layers:
-            attention = layer.self_attn
+            attention = cast(DFlashAttention, layer.self_attn)
             pair = (
                 (attention.k_proj_target, attention.v_proj_target)
                 if self.config.mixes_taps
@@ -128,7 +134,7 @@ class DFlashModel(nn.Module):
                     weights.append(projection.weight if gain is None else projection.weight * gain)
                     biases.append(projection.bias)
         bias = torch.cat(biases) if self.config.attention_bias else None
-        norms: list[Tensor] = [layer.self_attn.k_norm.weight for layer in layers]
+        norms: list[Tensor] = [cast(DFlashAttention, layer.self_attn).k_norm.weight for layer in layers]
         return torch.cat(weights), bias, torch.stack(norms)
 
     def _angles(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -139,6 +145,8 @@ class DFlashModel(nn.Module):
 
 def rope_of(config: DFlashConfig, *, whole: bool) -> Rope:
     """The rotation of heads: of all their numbers, in the order that the decoder stack wants, or of the turned ones alone."""
+    if config.latent is not None:
+        return Rope.of(config.rope_parameters, config.latent.rope, config.max_position_embeddings)
     # mscale and mscale_all_dim describe the target's attention; drafters are trained with YaRN's plain 1 + 0.1 ln(factor).
     parameters = {name: value for name, value in config.rope_parameters.items() if not name.startswith("mscale")}
     rope = Rope.of(parameters, config.head_dim, config.max_position_embeddings)

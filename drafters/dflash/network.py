@@ -8,18 +8,20 @@ from torch import Tensor, nn
 
 from drafters.dflash.context import Context, norm_of
 from drafters.dflash.convolution import DFlashConvolution
+from drafters.dflash.latent import LatentProjections, split_latents
 from drafters.dflash.layers import DFlashAttention, DFlashLayer, GemmaLayer, Keep
 from drafters.dflash.model import DFlashModel, rope_of
 from specdec.attention.backend import AttentionBackend
-from specdec.kv_cache import LayerCache
+from specdec.attention.mla import MlaBackend
 from specdec.layers.attention import HeadAttention
 from specdec.layers.decoder import Decoder, DecoderLayer
 from specdec.layers.grouped_convolution import GroupedConvolution
+from specdec.layers.latent_attention import LatentAttention
 from specdec.layers.linear import Linear, linear
 from specdec.layers.mlp import ConvolvedMLP, GatedMLP
 from specdec.layers.norm import Norm
 from specdec.layers.ops import Heads, ops_for
-from specdec.layers.rotary import Angles, Rope, rotation_order
+from specdec.layers.rotary import Angles, Rope, rotate, rotation_order
 
 
 class DFlashNetwork:
@@ -34,7 +36,7 @@ class DFlashNetwork:
         head: the drafter's own head; None where it borrows the target's.
     """
 
-    def __init__(self, model: DFlashModel, attention: AttentionBackend) -> None:
+    def __init__(self, model: DFlashModel, attention: AttentionBackend | MlaBackend) -> None:
         self._config, self._attention = model.config, attention
         self._ops = ops_for(attention, convolves=model.config.convolves)
         self._backends = [attention] * len(model.layers)
@@ -45,8 +47,9 @@ class DFlashNetwork:
         layers = [self._layer(cast(DFlashLayer | GemmaLayer, layer), index) for index, layer in enumerate(model.layers)]
         self._decoder = Decoder(layers, norm_of(model.norm, model.config.gemma), ops=self._ops)
         self._context = Context(model, self._ops)
-        attentions = [cast(DFlashLayer, layer).self_attn for layer in model.layers]
-        self._key_norms = [norm_of(attention.k_norm, model.config.gemma) for attention in attentions]
+        rounds_last, gains = model.config.gemma, model.context_projection()[2]
+        wide = torch.promote_types(gains.dtype, torch.float32) if rounds_last else gains.dtype
+        self._norms = [Norm(gain.to(wide), model.config.rms_norm_eps) for gain in gains]
         self._table = None if model.embed_tokens is None else model.embed_tokens.weight
         self.head = None if model.lm_head is None else linear(model.lm_head.weight)
 
@@ -63,7 +66,7 @@ class DFlashNetwork:
         self,
         embeddings: Tensor,
         angles: dict[Rope, Angles],
-        caches: Sequence[LayerCache],
+        caches: Sequence[Any],
         plans: Mapping[bool, Any],
         keep: Keep,
     ) -> Tensor:
@@ -74,22 +77,29 @@ class DFlashNetwork:
         layer_plans = [plans[causal] for causal in self._config.causal]
         return self._decoder(embeddings, angles, self._backends, caches, layer_plans, keep=keep)[0]
 
-    def write_context(
-        self, features: Tensor, angles: dict[Rope, Angles], caches: Sequence[LayerCache], slot_mapping: Tensor
-    ) -> None:
+    def write_context(self, features: Tensor, angles: dict[Rope, Angles], caches: Sequence[Any], slot_mapping: Tensor) -> None:
         """Writes what rows of the target's features [T, num_taps * H_target] contribute to every layer's cache."""
         rows, turn = self._context.rows(features), angles[self._rope]
+        if isinstance(self._attention, MlaBackend):
+            compressed, key_rope = split_latents(rows, self._config)
+            rotated = rotate(key_rope, *turn.doubled)  # the same for all layers, which stand where heads do
+            for index, (cache, norm) in enumerate(zip(caches, self._norms, strict=True)):
+                part = self._ops.norm(compressed[:, index].contiguous(), norm)
+                self._attention.write(cache, part, rotated[:, index], slot_mapping)
+            return
         values = rows[:, :, -1]
         if self._value_norm is not None:
             values = self._ops.norm(values.reshape(-1, values.shape[-1]), self._value_norm).view(values.shape)
-        for index, (cache, norm) in enumerate(zip(caches, self._key_norms, strict=True)):
+        for index, (cache, norm) in enumerate(zip(caches, self._norms, strict=True)):
             self._ops.write(self._attention, rows[:, index, 0], values[:, index], norm, turn, cache, slot_mapping)
 
     def _layer(self, layer: DFlashLayer | GemmaLayer, index: int) -> DecoderLayer:
         gemma, mlp = self._config.gemma, layer.mlp
         shared: dict[str, Any] = {
             "input_norm": norm_of(layer.input_layernorm, gemma),
-            "attention": self._attention_of(layer.self_attn, index),
+            "attention": self._latent_attention_of(layer.self_attn)
+            if isinstance(layer.self_attn, LatentProjections)
+            else self._attention_of(layer.self_attn, index),
             "output": _join(layer.self_attn.o_proj),
         }
         gated = GatedMLP(_join(mlp.gate_proj, mlp.up_proj), _join(mlp.down_proj), "gelu_tanh" if gemma else "silu")
@@ -108,6 +118,10 @@ class DFlashNetwork:
             mlp=gated if layer.mlp_conv is None else ConvolvedMLP(gated, _convolution(layer.mlp_conv)),
             convolution=None if layer.attention_conv is None else _convolution(layer.attention_conv),
         )
+
+    def _latent_attention_of(self, attention: LatentProjections) -> LatentAttention:
+        assert isinstance(self._attention, MlaBackend)
+        return attention.on_the_stack(self._config, _join(*attention.first), self._rope, self._attention.spec)
 
     def _attention_of(self, attention: DFlashAttention, index: int) -> HeadAttention:
         config, sinks = self._config, attention.attention_sink_bias
@@ -136,12 +150,16 @@ def _convolution(module: DFlashConvolution) -> GroupedConvolution:
 @torch.no_grad()
 def _pair_up(model: DFlashModel, rope: Rope) -> None:
     """Puts the numbers of query and key heads into the order in which the decoder stack rotates them."""
+    if model.config.latent is not None:
+        for layer in model.layers:
+            cast(LatentProjections, cast(DFlashLayer, layer).self_attn).put_halves_first(model.config)
+        return
     width = model.config.head_dim
     order = rotation_order(width, rope.rotated or width, interleaved=False)
     if order is None:
         return
     for layer in model.layers:
-        attention = cast(DFlashLayer, layer).self_attn
+        attention = cast(DFlashAttention, cast(DFlashLayer, layer).self_attn)
         for projection in (attention.q_proj, attention.k_proj, attention.k_proj_target):
             for parameter in () if projection is None else projection.parameters():
                 parameter.data = parameter.data.unflatten(0, (-1, width))[:, order].flatten(0, 1)

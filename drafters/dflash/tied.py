@@ -1,8 +1,8 @@
 """Tables of a head that are made of the target's own, for targets whose vocabulary would outweigh the drafter.
 
 A head of rank r has a table [V, r] of the tokens before, and one of the tokens that it corrects: beside a small target most of the
-drafter. With `tied_tables` it has projections [r, H] in their place. The first table is P emb(x) of the target's input embeddings, the
-second Q head(y) of the rows of its output head. The method is ours; what runs is the same head.
+drafter. With `tied_tables` it has projections [r, H] in their place. The first table is P emb(x) of the target's input embeddings,
+the second Q head(y) of the rows of its output head. The method is ours; what runs is the same head.
 """
 
 from collections.abc import Mapping

@@ -55,7 +55,8 @@ class BoundDraftModel(BoundSequential):
             return output
         room = self._longest - batch.seq_lens
         num_drafts = (room >= batch.shape.depth) * batch.k if batch.shape.is_tree else room.clamp(0, batch.k)
-        return replace(output, num_drafts=num_drafts)
+        forecast = None if output.forecast is None else output.forecast.minimum(num_drafts)
+        return replace(output, num_drafts=num_drafts, forecast=forecast)
 
 
 def load_draft_model(path: str | Path | None, *, verifier: Verifier) -> DraftModel:

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import LlamaConfig, Qwen3Config
 
 from drafters.algorithms import algorithm_of
-from drafters.keys import Keys, require, section
+from drafters.keys import Keys, check_known, require, section
 from drafters.sequential.drafter import USUAL_DRAFTS
 from specdec.layers.rotary import STATIC_ROPE_TYPES
 
@@ -37,6 +37,9 @@ _OWN_KEYS = {
     "eagle_aux_hidden_state_layer_ids", "fc_norm", "norm_before_fc", "norm_before_residual", "norm_output",
     "parallel_draft_heads_num_layers",
 }  # fmt: skip
+
+_BESIDE_LAYERS = {"bias", "draft_vocab_size", "eagle_config", "embed_requires_grad", "mask_token_id", "target_hidden_size"}
+"""What else a file of speculators may say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +114,7 @@ def parse_config(raw: Mapping[str, Any]) -> Eagle3Config:
     parallel = algorithm_of(raw) == "peagle"
     own, shape = section(raw, "eagle_config"), section(raw, "transformer_layer_config") or raw
     keys = Keys([own, raw, shape])
-    _check_keys(keys, own)
+    _check_keys(raw, keys, own)
     layers = _layers(shape)
     draft_vocab_size = keys.integer("draft_vocab_size")
     reduced = draft_vocab_size is not None and draft_vocab_size != layers.vocab_size
@@ -140,15 +143,14 @@ def parse_config(raw: Mapping[str, Any]) -> Eagle3Config:
     return config
 
 
-def _check_keys(keys: Keys, own: Mapping[str, Any]) -> None:
-    """Refuses what would change the maths: keys of `eagle_config` that are not known, and values of relatives."""
+def _check_keys(raw: Mapping[str, Any], keys: Keys, own: Mapping[str, Any]) -> None:
+    """Refuses what would change the maths: keys of `eagle_config`, or in the layout of speculators beside the layers, that are not
+    known, and values of relatives.
+    """
     known = _OWN_KEYS | _PLAIN_VALUES.keys()
-    unknown = [name for name in own if name not in known]
-    require(
-        not unknown,
-        f"eagle_config says {unknown[0] if unknown else ''}, which this loader does not know (known: {', '.join(sorted(known))});"
-        " take it out of config.json if the drafter is the same without it",
-    )
+    check_known(own, known, "eagle_config")
+    if "speculators_model_type" in raw:
+        check_known(raw, known | _BESIDE_LAYERS, "config.json")
     for key, plain in _PLAIN_VALUES.items():
         value = keys.find(key)
         require(value is None or value in plain, f"EAGLE-3 with {key} {value!r} is not supported yet; supported: {plain[0]!r}")

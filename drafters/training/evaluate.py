@@ -1,8 +1,8 @@
 """tau without the engine: the drafts of every anchor at once, then the walk that a live run would take over them.
 
 Live anchors are not spread evenly over an answer: each follows a rejection or a fully accepted block. So the answer is walked
-from its first token, each step jumping by the drafts it accepted and one more, as the engine does. Chains and trees are built by the
-engine's own functions; where the target sampled, its seed gives the noise back that the drafts are chosen with.
+from its first token, each step jumping by the drafts it accepted and one more, as the engine does. Drafts come from the run's own
+functions; where the target sampled, its seed gives the noise back that they are chosen with.
 """
 
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ class ReplayResult:
     recall: list[float]
 
     def figures(self) -> dict[str, float]:
-        """tau by how it decodes: "15", "tree 16", "tree 64" and "candidates" of greedy answers, and "sampled 15", ... of those that were drawn."""
+        """tau by drafts: "15", "tree 16", "tree 64", "candidates" of greedy answers, "sampled 15", ... of those that were drawn."""
         names = [*map(str, self.shapes), "candidates"]
         kinds = [sampled for sampled in (False, True) if any((t > 0) == sampled for t in self.temperatures)]
         return {f"{'sampled ' * sampled}{name}": self._tau(i, sampled) for sampled in kinds for i, name in enumerate(names)}
@@ -182,12 +182,12 @@ class _Drafts:
         labels = blocks.labels.masked_fill(~blocks.valid, -1)
         size = max(self._rows // labels.shape[2], 1)
         tables = (hidden, anchors, blocks.previous[:, :, 0], labels, owners)
-        found = [self._of_blocks(*part, sampling) for part in zip(*(x.flatten(0, 1).split(size) for x in tables), strict=True)]
+        found = [self._of_blocks(sampling, *part) for part in zip(*(x.flatten(0, 1).split(size) for x in tables), strict=True)]
         accepted, inside = (torch.cat(parts).unflatten(0, anchors.shape) for parts in zip(*found, strict=True))
         return accepted, inside
 
     def _of_blocks(
-        self, hidden: Tensor, anchors: Tensor, anchor_ids: Tensor, labels: Tensor, owners: Tensor, sampling: SamplingTensors
+        self, sampling: SamplingTensors, hidden: Tensor, anchors: Tensor, anchor_ids: Tensor, labels: Tensor, owners: Tensor
     ) -> tuple[Tensor, Tensor]:
         depth, device = labels.shape[1], labels.device
         chain, *trees = self.shapes

@@ -60,14 +60,14 @@ class Agreement:
         if not self.difference <= tolerance:
             raise SpecDecError(
                 f"tau with drafts {drafts} is {self.replayed:.3f} in training and {self.engine:.3f} in the engine,"
-                f" {100 * self.difference:.1f}% apart where {100 * tolerance:.1f}% is allowed ({100 * self.same_answers:.0f}% of the"
-                " answers are the same): suspect, in this order, row alignment, tap numbering, chat template, a mask leak, RoPE;"
-                " the exported drafter is kept"
+                f" {100 * self.difference:.1f}% apart where {100 * tolerance:.1f}% is allowed ({100 * self.same_answers:.0f}% of"
+                " the answers are the same): suspect, in this order, row alignment, tap numbering, chat template, a mask leak,"
+                " RoPE; the exported drafter is kept"
             )
 
 
 def export(config: TrainConfig, model: DFlashModel, target: Verifier) -> Path:
-    """Writes the drafter in both layouts, if both know its kind, replacing an earlier export of the same run, and returns the z-lab folder.
+    """Writes the drafter in both layouts, if both know its kind, over an earlier export, and returns the z-lab folder.
 
     Tied tables are kept so in the first layout; the second one has them whole.
 

@@ -13,7 +13,7 @@ from specdec.packages import install_command
 COLUMNS = (
     "step", "minutes", "epoch", "loss", "train_tau", "row1", "lr", "grad_norm", "sequences_per_second", "tau", "tree", "sampled",
 )  # fmt: skip
-"""`train_tau` is teacher-forced on training answers at random anchors; `row1`, `tau` and behind are replayed on held-out answers."""
+"""`train_tau` is teacher-forced on training answers at random anchors; `row1` and the last three are replayed on held-out ones."""
 
 
 class TrainLog:

@@ -26,6 +26,7 @@ class LossConfig:
         ce, kl, tv: factors of the cross-entropy with the label, of KL(target || drafter), of the total variation between both.
         selector: of the cross-entropy among the candidates, for a head that corrects no other tokens.
         confidence: of a confidence's binary cross-entropy with what the target would accept.
+        base_until: share of the run over which the loss moves from the logits without the head to those with it.
     """
 
     gamma: float | None = 7.0
@@ -36,6 +37,7 @@ class LossConfig:
     tv: float = 0.0
     selector: float = 1.0
     confidence: float = 0.0
+    base_until: float = 0.0
 
 
 def default_gamma(block_size: int) -> float:

@@ -27,8 +27,8 @@ class Objective:
         teacher: the output head of the target, with all the target does to its logits; for distillation.
 
     Attributes:
-        base_share: float32 scalar, how much of the loss is that of the logits without the head. Beside a strong head the backbone
-            would else not learn what it can say alone (Domino begins with 1 and falls to 0).
+        base_share: float32 scalar, how much of the loss is that of the logits without the head; None is nothing. Beside a strong
+            head the backbone would else not learn what it can say alone (Domino begins with 1 and falls to 0).
     """
 
     def __init__(
@@ -36,6 +36,18 @@ class Objective:
     ) -> None:
         self._to_logits, self._config, self._head, self._teacher = to_logits, config, head, teacher
         self.base_share: Tensor | None = None
+
+    def move(self, progress: float) -> None:
+        """Sets `base_share` for `progress` of the run, in [0, 1]."""
+        until = self._config.base_until
+        if self._head is None or progress >= until:
+            self.base_share = None
+            return
+        share = 1 - progress / until
+        if self.base_share is None:
+            self.base_share = torch.tensor(share, device=self._head.right.device)
+        else:
+            self.base_share.fill_(share)  # the same tensor, or the loss would be compiled again
 
     def __call__(
         self, hidden: Tensor, labels: Tensor, valid: Tensor, previous: Tensor, teacher_hidden: Tensor | None

@@ -89,10 +89,10 @@ _WORDS = {
     "number": "2 3 4 5 6 7 8 10 12 15 20 24 30 36 48 60 75 100 120 250",
     "tone": "polite formal friendly short clear cheerful confident simple",
     "tongue": "French German Spanish Italian Portuguese Dutch Chinese Japanese Russian Latin",
-    "topic": "history music cooking gardening football bees volcanoes money sleep robots rivers elections trains chess medicine dogs"
-    " painting electricity space birds bread cities democracy dinosaurs dreams energy fashion festivals forests glass health islands"
-    " jobs language marriage mathematics memory mountains oceans photography plants poetry recycling schools ships snow stars sugar"
-    " theater travel vaccines water weather whales wine winter",
+    "topic": "history music cooking gardening football bees volcanoes money sleep robots rivers elections trains chess medicine"
+    " dogs painting electricity space birds bread cities democracy dinosaurs dreams energy fashion festivals forests glass"
+    " health islands jobs language marriage mathematics memory mountains oceans photography plants poetry recycling schools"
+    " ships snow stars sugar theater travel vaccines water weather whales wine winter",
     "name": "Ada Ben Carla Diego Emma Farid Grace Hugo Ines Jonas Kira Leo Maya Nina Omar Paula Quentin Rosa Sven Tara",
 }
 

@@ -132,9 +132,7 @@ def _finish(config: TrainConfig, device: torch.device) -> bool:
         replayed = replay(model, target, heldout, config).tau(shape, sampled=answers is drawn)
         same = sum(a.answer_ids == list(b.answer_ids) for a, b in zip(answered, answers, strict=True)) / len(answers)
         agreements[name] = Agreement(replayed, tau, same)
-        say(
-            f"finish: drafts {name}: tau {replayed:.3f} in training, {tau:.3f} in the engine, {100 * same:.0f}% of the answers as before"
-        )
+        say(f"finish: drafts {name}: tau {replayed:.3f} in training, {tau:.3f} in the engine; {same:.0%} of answers as before")
     about = {
         "step": state["step"],
         "num_prompts": len(greedy),

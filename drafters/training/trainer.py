@@ -66,10 +66,10 @@ class Trainer:
         self.model = model.to(target.dtype)
         self.flex = use_flex(config.mask_path, target.device)
         gamma = None if config.loss == "dpace" else config.gamma or default_gamma(model.config.block_size)
-        shared = ("dpace_alpha", "dpace_candidates", "ce", "kl", "tv", "selector", "confidence")
+        shared = ("dpace_alpha", "dpace_candidates", "ce", "kl", "tv", "selector", "confidence", "base_until")
         losses = LossConfig(gamma=gamma, **{name: getattr(config, name) for name in shared})
-        self.head = None if model.config.head is None else model.config.head.head(model, target.embed)
-        self.objective = Objective(target.head, losses, head=self.head, teacher=target.head)
+        head = None if model.config.head is None else model.config.head.head(model, target.embed)
+        self.objective = Objective(target.head, losses, head=head, teacher=target.head)
         own = [parameter for name, parameter in model.named_parameters() if name.partition(".")[0] in HEAD_MODULES]
         self.loss = ChunkedLoss(self.objective, rows=config.loss_rows, weights=own, compile=config.compile)
         self.step, self.seconds = 0, 0.0  # seconds of all runs, as far as the last line of the log
@@ -142,7 +142,7 @@ class Trainer:
         timed = self.config.max_minutes is not None
         while self.step < first + count and (timed or self.step < self._num_steps):
             factor = lr_factor(self._step_progress(), warmup=self.config.warmup, floor=self.config.min_lr)
-            self._set_base_share()
+            self.objective.move(self._step_progress())
             weight_sum = torch.zeros((), device=self.target.device)
             for micro in range(self.config.accumulation):
                 weight_sum += self._forward_backward(micro, totals)
@@ -176,16 +176,6 @@ class Trainer:
             return max(self.progress, 1e-3)
         return (self.step + 0.5) / self._num_steps
 
-    def _set_base_share(self) -> None:
-        """Moves the loss from the backbone's logits to those of the head."""
-        until, progress = self.config.base_until, self._step_progress()
-        if self.head is None or progress >= until:
-            self.objective.base_share = None
-        elif self.objective.base_share is None:
-            self.objective.base_share = torch.full((), 1 - progress / until, device=self.target.device)
-        else:
-            self.objective.base_share.fill_(1 - progress / until)
-
     def _forward_backward(self, micro: int, totals: Tensor) -> Tensor:
         """Leaves the gradient of the summed loss in the model, adds to `totals`, and returns the sum of the weights."""
         batch, share = self._batch(micro)
@@ -205,8 +195,8 @@ class Trainer:
             teacher = (
                 final_hidden.gather(1, rows[:, :, None].expand(-1, -1, final_hidden.shape[2])).view(hidden.shape).flatten(0, 1)
             )
-        rows = (hidden, blocks.labels, blocks.valid, blocks.previous)
-        loss, weight, matches = self.loss(*(part.flatten(0, 1) for part in rows), teacher)
+        labels, valid_rows, previous = (part.flatten(0, 1) for part in (blocks.labels, blocks.valid, blocks.previous))
+        loss, weight, matches = self.loss(hidden.flatten(0, 1), labels, valid_rows, previous, teacher)
         torch.autograd.backward(loss)
         totals += torch.stack([loss.detach(), weight, valid.sum().float(), matches.cumprod(dim=-1).sum().float()])
         return weight

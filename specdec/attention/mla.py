@@ -157,6 +157,17 @@ class MlaBackend(ABC):
         """Work that all layers of one forward share."""
 
     @abstractmethod
+    def write(self, cache: LatentCache, compressed: Tensor, key_rope: Tensor, slot_mapping: Tensor) -> None:
+        """Writes latents of positions that no row attends from, such as a drafter's context.
+
+        Args:
+            cache: the layer's cache.
+            compressed: [num_tokens, kv_lora_rank], after its norm.
+            key_rope: [num_tokens, qk_rope_head_dim], rotated.
+            slot_mapping: int64 [num_tokens].
+        """
+
+    @abstractmethod
     def run(
         self, rows: MlaRows, up: UpProjection, cache: LatentCache, plan: Any, *, scale: float, selected: Tensor | None = None
     ) -> Tensor:

@@ -160,8 +160,9 @@ class Rig:
             device=verifier.device,
         )
         for layer in cache.layers:  # what was never written must never matter
-            layer.key.normal_(std=30)
-            layer.value.normal_(std=30)
+            for tensor in layer:
+                if tensor.is_floating_point():
+                    tensor.normal_(std=30)
         order = torch.randperm(num_reqs * num_blocks, generator=torch.Generator().manual_seed(5)) + 1
         self.block_table = order.int().view(num_reqs, num_blocks)
         self.bound = drafter.bind(

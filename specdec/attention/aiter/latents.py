@@ -63,7 +63,7 @@ class LatentKernels:
         """Slots of a cache that the kernels can address."""
         self._one = torch.ones(1, dtype=torch.float32, device=spec.device)
 
-    def write(self, cache: LatentCache, rows: MlaRows, slot_mapping: Tensor) -> None:
+    def write(self, cache: LatentCache, compressed: Tensor, key_rope: Tensor, slot_mapping: Tensor) -> None:
         """Stores the latents at `slot_mapping`, converted to the type of the cache.
 
         Raises:
@@ -74,7 +74,6 @@ class LatentKernels:
             raise CapacityError(
                 f"the KV cache has {num_slots:,} tokens and AITER's latent kernels address {self.max_tokens:,}: give it less memory"
             )
-        compressed, key_rope = rows.compressed, rows.key_rope
         if self.is_fp8:  # the writer converts without saturating
             most = torch.finfo(self.spec.kv_dtype).max
             compressed, key_rope = compressed.clamp(-most, most), key_rope.clamp(-most, most)

@@ -131,13 +131,17 @@ class RocmAiterMlaBackend(MlaBackend):
                 plan.fp8_prefill = self._fp8_prefill.plan(group)
         return plan
 
+    def write(self, cache: LatentCache, compressed: Tensor, key_rope: Tensor, slot_mapping: Tensor) -> None:
+        """See `MlaBackend.write`."""
+        self._kernels.write(cache, compressed, key_rope, slot_mapping)
+
     def run(
         self, rows: MlaRows, up: UpProjection, cache: LatentCache, plan: MlaPlan, *, scale: float, selected: Tensor | None = None
     ) -> Tensor:
         """See `MlaBackend.run`."""
         assert selected is None, "a model with an indexer runs on rocm_aiter_mla_sparse"
         assert plan.number == self._num_plans, "a newer plan has taken over the memory of this one"
-        self._kernels.write(cache, rows, plan.slot_mapping)
+        self._kernels.write(cache, rows.compressed, rows.key_rope, plan.slot_mapping)
         layer = MlaLayer(up, cache, scale)
 
         def attend_group(group: Group, rows: MlaRows) -> Tensor:

@@ -81,6 +81,10 @@ class RocmAiterMlaSparseBackend(SparseMlaBackend):
         """See `SparseMlaBackend.select`."""
         return self._indexer.select(rows, cache.index_key, plan)
 
+    def write(self, cache: LatentCache, compressed: Tensor, key_rope: Tensor, slot_mapping: Tensor) -> None:
+        """See `MlaBackend.write`."""
+        self._kernels.write(cache, compressed, key_rope, slot_mapping)
+
     def run(
         self, rows: MlaRows, up: UpProjection, cache: LatentCache, plan: SparsePlan, *, scale: float, selected: Tensor | None = None
     ) -> Tensor:
@@ -91,7 +95,7 @@ class RocmAiterMlaSparseBackend(SparseMlaBackend):
         """
         assert selected is not None, "every layer of a model with an indexer brings a selection"
         assert plan.serial == plan.buffers.serial, "a newer plan has taken this plan's buffers"
-        self._kernels.write(cache, rows, plan.metadata.slot_mapping)
+        self._kernels.write(cache, rows.compressed, rows.key_rope, plan.metadata.slot_mapping)
         plan.list_slots(selected, self.spec.block_size)
         entries = plan.entries()
         # What AITER would fill in itself; left out, some versions drop the plan for one of their own.

@@ -75,6 +75,10 @@ class TorchRefMlaBackend(SparseMlaBackend):
             _put(selected[:, : chosen.shape[-1]], segment.rows, segment.kept, chosen.flatten(0, 1).int())
         return selected
 
+    def write(self, cache: LatentCache, compressed: Tensor, key_rope: Tensor, slot_mapping: Tensor) -> None:
+        """See `MlaBackend.write`."""
+        cache.latent.flatten(0, 1).index_copy_(0, slot_mapping, torch.cat([compressed, key_rope], dim=-1))
+
     def run(
         self,
         rows: MlaRows,
@@ -87,8 +91,7 @@ class TorchRefMlaBackend(SparseMlaBackend):
     ) -> Tensor:
         """See `MlaBackend.run`."""
         rank, num_heads = self.spec.kv_lora_rank, self.spec.num_heads
-        latent = torch.cat([rows.compressed, rows.key_rope], dim=-1)
-        cache.latent.flatten(0, 1).index_copy_(0, plan.slot_mapping, latent)
+        self.write(cache, rows.compressed, rows.key_rope, plan.slot_mapping)
         query = torch.cat([_per_head(rows.query_nope, up.key), rows.query_rope], dim=-1)  # [num_tokens, heads, latent_dim]
         attended = query.new_empty(len(query), num_heads, rank)
         for segment in plan.segments:

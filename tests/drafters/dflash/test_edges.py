@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from drafters.dflash.coupling import Coupling
 from drafters.dflash.drafts import Drafts, Slots
 from drafters.dflash2.selector import SelectorConfig
 from drafters.dspark.markov import MarkovConfig
@@ -35,14 +36,14 @@ HEADS: dict[str, HeadConfig] = {
 def correction(head: HeadConfig, tensors: dict[str, Tensor], paper: Any, hidden: Tensor, previous: int) -> Tensor:
     """[V] of the next slot, by the published formulas."""
     if isinstance(head, MarkovConfig):
-        return paper.correction(hidden, previous)  # type: ignore[no-any-return]
+        return paper.correction(hidden, previous)
     own = {name.removeprefix("candidate_selector."): tensor for name, tensor in tensors.items()}
     left = own["predecessor_codebook"][previous] * (own["hidden_projection.weight"] @ hidden)
     return own["successor_codebook"] @ left
 
 
 def edges_by_hand(config: Any, request: int, depth: int, count: int) -> tuple[list[list[int]], list[list[list[float]]]]:
-    """Candidates of every slot, the best first, and the table of `edges_of`; states are those along the best chain."""
+    """Candidates of every slot, the best first, and the table of `logprobs_of`; states are those along the best chain."""
     hidden, logits = backbone(config, request)
     tensors, log_q = head_tensors(config), logits.log_softmax(-1)
     columns = log_q.topk(count).indices.tolist()
@@ -106,8 +107,10 @@ def test_chains_over_edges(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["vanilla", "selector"])
 def test_coupled_drafts(kind: str, tmp_path: Path) -> None:
-    """What the target would choose with its noise if it had the corrected logits: of all tokens, or of the best candidates."""
-    temperature, config = 6.0, with_head(HEADS[kind])
+    """What the target would choose with its noise if it had the corrected logits, both weighted: of all tokens or candidates."""
+    trust, believed = torch.linspace(0.1, 1.1, 7), torch.linspace(1.2, 0.3, 7)  # of log q and of the noise, by slot
+    coupling = Coupling((1.0,), (tuple(trust.tolist()),), (tuple(believed.tolist()),))
+    temperature, config = 12.0, with_head(HEADS[kind], coupling=coupling)
     drafter, rig = headed(tmp_path / "drafter", config, draft_sampling="coupled")
     batch = rig.batch(ANCHORS, LENGTHS, 6, temperature)
     with no_host_sync(), torch.inference_mode():
@@ -119,10 +122,10 @@ def test_coupled_drafts(kind: str, tmp_path: Path) -> None:
         paper = PaperMarkov(config.head, tensors) if isinstance(config.head, MarkovConfig) else None
         previous, expected, greedy = ANCHORS[request], [], []
         for slot in range(6):
-            scores = logits[slot] / temperature + noise[request, slot]
-            added = correction(HEADS[kind], tensors, paper, hidden[slot], previous) / temperature
+            scores = trust[slot] * logits[slot] / temperature + believed[slot] * noise[request, slot]
+            added = correction(HEADS[kind], tensors, paper, hidden[slot], previous) * trust[slot] / temperature
             allowed = scores.topk(6).indices if kind == "selector" else torch.arange(VOCAB)
-            greedy.append(int(allowed[(scores + added - noise[request, slot])[allowed].argmax()]))
+            greedy.append(int(allowed[(scores + added - believed[slot] * noise[request, slot])[allowed].argmax()]))
             previous = int(allowed[(scores + added)[allowed].argmax()])
             expected.append(previous)
         assert draft.token_ids[request].tolist() == expected

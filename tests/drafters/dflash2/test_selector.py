@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 import torch
 
+from drafters.dflash.edges import edges_of
 from drafters.dflash2.selector import SelectorConfig
 from specdec.sampling.noise import Purpose, gumbel, of_step, stream
 from tests.drafters.heads import ANCHORS, LENGTHS, headed, with_head
 from tests.drafters.tiny import FakeVerifier
+from tests.helpers.speculators_reference import speculators
 
 reference: Any = pytest.importorskip("dflash.model")
 
@@ -56,3 +58,26 @@ def test_probabilities_are_the_authors(tmp_path: Path, monkeypatch: pytest.Monke
     drawn = (draft.probs.log() + noise.gather(-1, draft.candidate_ids)).argmax(-1, keepdim=True)
     assert torch.equal(draft.candidate_ids.gather(-1, drawn).squeeze(-1), draft.token_ids), "drawn by numbers of the step"
     assert drafter.propose(rig.batch(ANCHORS, LENGTHS, K)).probs is None, "greedy requests alone need no distribution"
+
+
+def test_edges_are_those_of_speculators(tmp_path: Path) -> None:
+    """Their selector takes our weights by name, and behind every candidate scores the others as we do."""
+    public = speculators("models.dflash2.model_definitions")
+    drafter, rig = headed(tmp_path / "drafter", CONFIG)
+    model = drafter.drafter.model
+    theirs = public.CandidateSelector(
+        vocab_size=CONFIG.vocab_size, hidden_size=CONFIG.hidden_size, rank=8, top_k=6, initializer_range=0.02
+    )
+    theirs.load_state_dict(model.get_submodule("candidate_selector").state_dict())
+    hidden = drafter.draft_hidden(rig.batch(ANCHORS, LENGTHS, K))
+    logits = FakeVerifier().head(hidden)
+    candidates = logits.topk(6).indices
+    before = torch.cat([torch.tensor(ANCHORS)[:, None, None].expand(-1, 1, 6), candidates[:, :-1]], dim=1)
+    head = drafter.drafter.head
+    assert head is not None
+    ours = edges_of(
+        head, hidden, torch.tensor(ANCHORS), candidates, candidates, logits.log_softmax(-1).gather(-1, candidates), None
+    )
+    for rank in range(6):
+        scores = theirs.score_candidates(logits, hidden, before[..., rank], candidates).softmax(-1)
+        torch.testing.assert_close(ours[:, :, rank].softmax(-1), scores, atol=1e-4, rtol=1e-4)

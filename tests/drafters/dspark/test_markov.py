@@ -1,7 +1,6 @@
 """DSpark's heads: their formulas, the authors' drafts, and what a trained confidence forecasts."""
 
 from dataclasses import replace
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from drafters.head import left_sides
 from tests.drafters.heads import ANCHORS, LENGTHS, PaperMarkov, backbone, head_tensors, headed, with_head
 from tests.drafters.tiny import HIDDEN, VOCAB
 from tests.helpers.bounds import assert_as_exact
+from tests.helpers.speculators_reference import speculators
 
 KINDS = ("vanilla", "gated", "rnn")
 FULL = MarkovConfig(8, has_confidence=True)
@@ -59,23 +59,10 @@ def test_formula(kind: str) -> None:
     assert_as_exact(ours, *expected)
 
 
-def speculators_heads() -> Any:
-    """The public heads of vllm-project/speculators; the file by itself, since the package asks for a server's client."""
-    package = find_spec("speculators")
-    if package is None or package.submodule_search_locations is None:
-        pytest.skip("the public speculators package is not installed")
-    file = Path(package.submodule_search_locations[0]) / "models" / "dspark" / "model_definitions.py"
-    spec = spec_from_file_location("speculators_dspark_heads", file)
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_as_speculators(kind: str) -> None:
     """The public heads take our weights by name, and say the same."""
-    public, config = speculators_heads(), with_head(replace(FULL, kind=kind), sample_from_anchor=True)
+    public, config = speculators("models.dspark.model_definitions"), with_head(replace(FULL, kind=kind), sample_from_anchor=True)
     model = DFlashModel(config)
     model.load_state_dict(head_tensors(config))
     assert config.head is not None
@@ -148,6 +135,15 @@ def test_reduced_vocabulary(tmp_path: Path) -> None:
                 previous = 2 * int(column)  # the tiny drafter's map
                 expected.append(previous)
             assert drafter.propose(batch).token_ids[request].tolist() == expected
+
+
+def test_bytes_that_a_step_reads(tmp_path: Path) -> None:
+    """W1 is read by rows; W2 whole for each of eight slots, or by rows, too, where few candidates are corrected."""
+    plain = headed(tmp_path / "plain", with_head(MarkovConfig(8, draft_top_k=5), sample_from_anchor=True))[0].drafter
+    full = headed(tmp_path / "full", with_head(MarkovConfig(8), sample_from_anchor=True))[0].drafter
+    assert full.weight_bytes - plain.weight_bytes == 8 * (VOCAB * 8 * 4)
+    own = sum(tensor.nbytes for name, tensor in full.model.state_dict().items() if "markov" not in name)
+    assert plain.weight_bytes == own + VOCAB * HIDDEN * 4  # and the borrowed head
 
 
 @pytest.mark.parametrize("sees_token", [True, False])

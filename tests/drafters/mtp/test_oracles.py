@@ -45,8 +45,8 @@ def close(got: Tensor, expected: Tensor) -> bool:
 @torch.inference_mode()
 def test_logits_are_those_of_transformers_own_class(name: str, tmp_path: Path) -> None:
     """It reads the same files, and finds the same hidden states in the same order."""
-    if not hasattr(modeling_layers, "MtpModel"):
-        pytest.skip("this transformers has no MtpModel")
+    if not hasattr(getattr(modeling_layers, "MtpModel", None), "forward_layer"):
+        pytest.skip("this transformers has no MtpModel whose layers can be run alone")
     from transformers.cache_utils import MtpCache
     from transformers.modeling_layers import MtpModel
 

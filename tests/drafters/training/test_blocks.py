@@ -192,7 +192,7 @@ def test_chunked_loss_has_the_gradient_of_the_whole(config: LossConfig) -> None:
 class TinyHead(nn.Module):
     """A Markov head of rank 2 over 9 tokens, corrected from `first_slot` on, or among `num_candidates` alone."""
 
-    has_state = False
+    has_state, gathered_bytes = False, 0
 
     def __init__(self, first_slot: int = 0, num_candidates: int | None = None) -> None:
         super().__init__()
@@ -231,8 +231,8 @@ def rows_of_a_head(config: LossConfig, head: TinyHead, base_share: float = 0.0) 
             left = head.table[blocks["previous"][block, row]] * (hidden[row] @ head.gate)
             edges.append(base[row] + head.right @ left * (row >= head.first_slot))
         final = torch.stack(edges)
-        loss, weight, _ = block_loss(final[None], labels[None], valid[None], config)
-        based, base_weight, _ = block_loss(base[None], labels[None], valid[None], config)
+        loss, _, _ = block_loss(final[None], labels[None], valid[None], config)
+        based, _, _ = block_loss(base[None], labels[None], valid[None], config)
         if head.num_candidates is None:
             total += float(loss * (1 - base_share) + based * base_share)
             if config.confidence:
@@ -255,7 +255,7 @@ def rows_of_a_head(config: LossConfig, head: TinyHead, base_share: float = 0.0) 
     ("config", "head", "share"),
     [
         (LossConfig(), TinyHead(), 0.0),
-        (LossConfig(gamma=None, confidence=0.5), TinyHead(first_slot=1), 0.3),
+        (LossConfig(gamma=None, confidence=0.5, base_until=1.0), TinyHead(first_slot=1), 0.3),
         (LossConfig(selector=2.0), TinyHead(num_candidates=3), 0.0),
     ],
 )
@@ -265,7 +265,7 @@ def test_loss_with_a_head_is_its_definition_and_trains_it(config: LossConfig, he
     found = []
     for rows in (99, 4):
         objective = Objective(lambda h: h @ TO_LOGITS.T, config, head=head, teacher=lambda h: h @ TO_LOGITS.T)
-        objective.base_share = torch.tensor(share) if share else None
+        objective.move(1 - share)
         given = blocks | {"hidden": blocks["hidden"].clone().requires_grad_()}
         if rows == 99:
             loss, weight, matches = objective(**given)

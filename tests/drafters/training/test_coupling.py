@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,15 @@ from torch import Tensor
 
 from drafters.dflash.checkpoint import read_checkpoint, write_checkpoint
 from drafters.dflash.config import DFlashConfig
+from drafters.dflash.edges import edges_of
+from drafters.dflash.model import DFlashModel
+from drafters.dflash2.selector import SelectorConfig
+from drafters.domino.gru import DominoConfig
+from drafters.head import HeadConfig
 from drafters.training import coupling
 from drafters.training.coupling import Choices, fit_weights
 from specdec.cli.main import main
-from tests.drafters.tiny import tiny_tensors
+from tests.drafters.tiny import TINY, tiny_tensors
 from tests.drafters.training.toy import MASK, VOCAB, one_thread, write_prompts, write_target  # noqa: F401
 
 TRUE = torch.tensor([[1.0, 0.9, 0.8], [0.7, 0.6, 0.5]], dtype=torch.float64)  # a and b of three slots
@@ -78,6 +84,30 @@ def test_alternatives_stand_for_the_whole_vocabulary() -> None:
     sums = (found.logprobs / 2 + noise.new_tensor(0.3) * found.noise + found.counts).exp().sum(-1)
     ratio = sums / (logprobs / 2 + 0.3 * noise).exp().sum(-1)
     assert abs(ratio.mean() - 1) < 5 * ratio.std() / math.sqrt(count)
+
+
+@pytest.mark.parametrize("config", [SelectorConfig(3, 8), DominoConfig(3, 4)])
+def test_a_head_says_along_an_answer_what_it_says_in_a_run(config: HeadConfig) -> None:
+    """Behind tokens that are known it gives its candidates the very scores that a tree would have for them."""
+    torch.manual_seed(0)
+    model = DFlashModel(replace(TINY, head=config)).requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.normal_()
+    head = config.head(model, torch.nn.Embedding(TINY.vocab_size, TINY.hidden_size).requires_grad_(False))
+    hidden, temperature = torch.randn(2, 4, TINY.hidden_size), 0.7
+    logprobs = (torch.randn(2, 4, TINY.vocab_size) / temperature).log_softmax(-1)
+    scores, token_ids = logprobs.topk(coupling.MOST_CANDIDATES, dim=-1)
+    anchors = torch.tensor([3, 5])
+    tables = edges_of(head, hidden, anchors, token_ids, token_ids, scores, torch.full((2, 4), 1 / temperature))
+    ranks = tables[:, 0, 0].argmax(-1)  # along the best chain, which is where a recurrent state is exact
+    path, expected = [ranks], [tables[:, 0, 0]]
+    for slot in range(1, 4):
+        expected.append(tables[torch.arange(2), slot, path[-1]])
+        path.append(expected[-1].argmax(-1))
+    tokens = token_ids.gather(2, torch.stack(path, dim=1)[..., None]).squeeze(2)
+    previous = torch.cat([anchors[:, None], tokens[:, :-1]], dim=1)
+    coupling._share_out(head, logprobs, logprobs.clone(), hidden, previous, temperature)
+    torch.testing.assert_close(logprobs.gather(2, token_ids), torch.stack(expected, dim=1))
 
 
 @pytest.fixture(scope="module")

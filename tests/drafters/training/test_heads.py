@@ -41,11 +41,11 @@ def test_tied_tables_are_projections_of_the_targets_own(head: HeadConfig) -> Non
     """While training as when loaded, and the gradient reaches the projection."""
     verifier = FakeVerifier()
     model = DFlashModel(replace(TINY, head=head, tied_tables=True))
-    tie(model, verifier)  # type: ignore[arg-type]
+    tie(model, verifier)
     names = checkpoint_names(model)
     stored = {name: 0.1 * torch.randn(model.state_dict()[key].shape) for name, key in names.items()}
     model.load_state_dict({names[name]: tensor for name, tensor in stored.items()})
-    tables = expanded(stored, verifier)  # type: ignore[arg-type]
+    tables = expanded(stored, verifier)
     whole = DFlashModel(replace(TINY, head=head))
     whole.load_state_dict(tables)
     tied_head, whole_head = (head.head(each, verifier.embed) for each in (model, whole))

@@ -168,7 +168,7 @@ def test_windows_dpace_distillation_and_accumulation_agree_with_the_engine_too(a
 def test_a_head_is_trained_on_an_earlier_drafter_and_agrees_with_the_engine(
     toy: Path, answered: Path, changes: dict[str, Any]
 ) -> None:
-    """Catches a new head that changes drafts before it has learned, or learns nothing, and one that drafts otherwise in the engine."""
+    """Catches a new head that changes drafts before it has learned, learns nothing, or drafts otherwise in the engine."""
     config = toy_config(answered, init=str(toy / "run" / "drafter"), head_rank=8, max_steps=60, **changes)
     assert run_stages(("train", "finish"), config)
     first, last = log_rows(answered)[0], log_rows(answered)[-1]

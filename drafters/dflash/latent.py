@@ -1,0 +1,106 @@
+"""Latent attention of draft layers (DeepSeek-V2, arXiv 2405.04434): projections as a module, and on the decoder stack."""
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from drafters.dflash.config import DFlashConfig
+from specdec.attention.mla import MlaBackend, MlaSpec
+from specdec.core import Verifier
+from specdec.errors import BackendError
+from specdec.layers.latent_attention import LatentAttention, halves_first, latent_scale, split_up
+from specdec.layers.linear import Linear, linear
+from specdec.layers.norm import Norm
+from specdec.layers.rotary import Rope
+
+
+class LatentProjections(nn.Module):
+    """Weights of one layer's attention, which runs on the decoder stack alone."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        sizes, hidden, eps = config.latent, config.hidden_size, config.rms_norm_eps
+        assert sizes is not None
+        query, compressed = config.num_attention_heads * config.head_dim, sizes.query_rank
+        self.q_proj = nn.Linear(hidden, query, bias=False) if compressed is None else None
+        self.q_a_proj = None if compressed is None else nn.Linear(hidden, compressed, bias=False)
+        self.q_a_layernorm = None if compressed is None else nn.RMSNorm(compressed, eps=eps)
+        self.q_b_proj = None if compressed is None else nn.Linear(compressed, query, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(hidden, sizes.rank + sizes.rope, bias=False)
+        self.kv_a_layernorm = nn.RMSNorm(sizes.rank, eps=eps)
+        self.kv_b_proj = nn.Linear(sizes.rank, config.num_attention_heads * (sizes.nope + sizes.value), bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * sizes.value, hidden, bias=False)
+
+    @property
+    def first(self) -> list[nn.Linear]:
+        """The projections of the layer's input."""
+        return [cast(nn.Linear, self.q_proj if self.q_a_proj is None else self.q_a_proj), self.kv_a_proj_with_mqa]
+
+    @torch.no_grad()
+    def put_halves_first(self, config: DFlashConfig) -> None:
+        """Puts neighbors that RoPE turns against each other half the rotated part apart, as the decoder stack has them."""
+        sizes = config.latent
+        assert sizes is not None
+        if not sizes.interleaved:
+            return
+        query = cast(nn.Linear, self.q_proj if self.q_b_proj is None else self.q_b_proj)
+        for projection, width, start in (
+            (query, config.head_dim, sizes.nope),
+            (self.kv_a_proj_with_mqa, sizes.rank + sizes.rope, sizes.rank),
+        ):
+            projection.weight.data = halves_first(width, start, sizes.rope)(projection.weight.data)
+
+    def on_the_stack(self, config: DFlashConfig, down: Linear, rope: Rope, spec: MlaSpec) -> LatentAttention:
+        """The attention over the paged cache; `down` is the product of `first`."""
+        query = None
+        if self.q_a_layernorm is not None and self.q_b_proj is not None:
+            query = Norm(self.q_a_layernorm.weight.detach(), config.rms_norm_eps), linear(self.q_b_proj.weight)
+        return LatentAttention(
+            down=down,
+            query=query,
+            latent_norm=Norm(self.kv_a_layernorm.weight.detach(), config.rms_norm_eps),
+            up=split_up(self.kv_b_proj.weight.detach(), spec),
+            rope=rope,
+            scale=latent_scale(config.rope_parameters, config.head_dim),
+        )
+
+
+def latent_backend(config: DFlashConfig, verifier: Verifier) -> MlaBackend:
+    """The target's kind of latent attention, for the draft layers' shape.
+
+    Raises:
+        BackendError: the target has none, or it cannot serve the draft layers.
+    """
+    sizes, attention = config.latent, verifier.attention
+    assert sizes is not None
+    if not isinstance(attention, MlaBackend):
+        raise BackendError(
+            f"this drafter has latent attention, and the target's backend {attention.name!r} serves other attention;"
+            " choose a drafter that was made for this target"
+        )
+    shared = attention.spec
+    spec = MlaSpec(
+        device=shared.device,
+        dtype=shared.dtype,
+        num_heads=config.num_attention_heads,
+        kv_lora_rank=sizes.rank,
+        qk_nope_head_dim=sizes.nope,
+        qk_rope_head_dim=sizes.rope,
+        v_head_dim=sizes.value,
+        block_size=shared.block_size,
+        non_causal=not all(config.causal),
+        cache_dtype=shared.cache_dtype,
+    )
+    backend = type(attention)
+    if reasons := backend.unsupported_reasons(spec):
+        raise BackendError(f"attention backend {backend.name!r} cannot serve this drafter: {'; '.join(reasons)}; choose another")
+    return backend(spec)
+
+
+def split_latents(rows: Tensor, config: DFlashConfig) -> tuple[Tensor, Tensor]:
+    """Compressed parts and parts to rotate of latents [T, layers, rank + rope]."""
+    sizes = config.latent
+    assert sizes is not None
+    compressed, key_rope = rows.split([sizes.rank, sizes.rope], dim=-1)
+    return compressed, key_rope
