@@ -70,6 +70,18 @@ def test_drafts_are_those_of_transformers(name: str, clusters: bool, tmp_path: P
     assert min(wrong.values()) > 10 * TOLERANCE, wrong
 
 
+def test_trees_are_drawn(tmp_path: Path) -> None:
+    """Their likeliest path is the chain; catches a hidden state of another row than the last of the path."""
+    target, assistant, verifier, drafter = case("gemma4", tmp_path)
+    sampling = SamplingParams(max_tokens=8, ignore_eos=True)
+    prompts, tree = random_prompts(2), {"tree_nodes": 40, "num_draft_tokens": "auto"}
+    _, requests, noted = noted_run(verifier, drafter, prompts, sampling=sampling, **tree)
+    _, chains, _ = noted_run(verifier, drafter, prompts, sampling=sampling, num_draft_tokens=K)
+    assert [one.token_ids for one in requests] == [one.token_ids for one in chains]
+    assert any(count > 1 for one in requests for count in one.num_emitted)
+    assert worst(target, assistant, noted) < TOLERANCE
+
+
 def test_accepted_drafts_leave_their_hidden_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With drafts that are right up to each depth in turn; catches a hidden state of another row of the step before."""
     target, assistant, verifier, drafter = case("gemma4", tmp_path)
