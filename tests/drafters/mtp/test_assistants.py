@@ -74,8 +74,8 @@ def test_trees_are_drawn(tmp_path: Path) -> None:
     """Their likeliest path is the chain; catches a hidden state of another row than the last of the path."""
     target, assistant, verifier, drafter = case("gemma4", tmp_path)
     sampling = SamplingParams(max_tokens=8, ignore_eos=True)
-    prompts, tree = random_prompts(2), {"tree_nodes": 40, "num_draft_tokens": "auto"}
-    _, requests, noted = noted_run(verifier, drafter, prompts, sampling=sampling, **tree)
+    prompts = random_prompts(2)
+    _, requests, noted = noted_run(verifier, drafter, prompts, sampling=sampling, tree_nodes=40, num_draft_tokens="auto")
     _, chains, _ = noted_run(verifier, drafter, prompts, sampling=sampling, num_draft_tokens=K)
     assert [one.token_ids for one in requests] == [one.token_ids for one in chains]
     assert any(count > 1 for one in requests for count in one.num_emitted)
