@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import DeepseekV3Config
 
-from drafters.checkpoint import CONFIG, check_tensors, find_folder, naming, own_tensors, read_json, read_tensors
+from drafters.checkpoint import CONFIG, check_tensors, find_folder, naming, own_tensors, plain_tensors, read_json, read_tensors
 from drafters.eagle3.config import Eagle3Config, parse_config
 from drafters.keys import require
 
@@ -24,8 +24,9 @@ def read_checkpoint(path: str | Path) -> tuple[Eagle3Config, dict[str, Tensor]]:
     """
     folder = find_folder(path)
     with naming(path):
-        config = parse_config(read_json(folder / CONFIG))
-        tensors = own_tensors(read_tensors(folder))
+        raw = read_json(folder / CONFIG)
+        config = parse_config(raw)
+        tensors = own_tensors(plain_tensors(folder, raw, read_tensors(folder)))
         if config.draft_vocab_size is None:
             offsets = tensors.pop("d2t", None)
             require(offsets is None or not offsets.any(), "d2t reorders a full vocabulary, which is not supported")
