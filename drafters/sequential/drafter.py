@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafters.sequential.choice import Choice, choose
+from drafters.sequential.drafts import TokenByToken
 from drafters.sequential.network import Rows, SequentialNetwork
 from specdec.attention.backend import AttentionMetadata
 from specdec.config import DraftSampling
@@ -29,11 +29,15 @@ MOST_DEFERRED = 16
 class SequentialDrafter(Drafter):
     """A network made ready for one target; see `specdec.core.Drafter`.
 
+    Its trees are a chain with other candidates beside each of its tokens: they take no more forwards than the chain.
+
     Args:
         network: proposes tokens.
         verifier: the target.
         max_draft_tokens: largest k.
     """
+
+    draws_trees = True
 
     def __init__(self, network: SequentialNetwork, verifier: Verifier, *, max_draft_tokens: int) -> None:
         self.network, self.verifier, self.max_draft_tokens = network, verifier, max_draft_tokens
@@ -71,7 +75,7 @@ class SequentialDrafter(Drafter):
         return BoundSequential(self, caches, max_num_seqs, draft_sampling)
 
 
-class BoundSequential(BoundDrafter):
+class BoundSequential(TokenByToken):
     """A `SequentialDrafter` over the paged cache of one engine; see `specdec.core.BoundDrafter`.
 
     Args:
@@ -84,7 +88,7 @@ class BoundSequential(BoundDrafter):
     most_deferred = MOST_DEFERRED
 
     def __init__(self, drafter: SequentialDrafter, caches: Sequence[Any], max_num_seqs: int, draft_sampling: DraftSampling) -> None:
-        self.network, self.caches, self.draft_sampling = drafter.network, list(caches), draft_sampling
+        super().__init__(drafter.network, caches, draft_sampling)
         self._ahead = drafter.tokens_ahead
         # Without features the rows of accepted drafts stay, and only that of the last one is missing, beside the anchor's.
         self._most_lacking = drafter.max_draft_tokens + 1 if self._ahead else 2
@@ -111,24 +115,14 @@ class BoundSequential(BoundDrafter):
         self._due.index_copy_(0, batch.slots, positions + 1 - self._ahead)
 
     def propose(self, batch: DecodeBatch) -> DraftOutput:
-        """Drafts a chain: all tokens at once with a mask, else one after another."""
-        network, last = self.network, batch.seq_lens - self._ahead
+        """Drafts a chain or a tree: all tokens at once with a mask, else one after another."""
+        network, depth, last = self.network, batch.shape.depth, batch.seq_lens - self._ahead
         parallel = network.mask is not None
-        wanted = batch.k if parallel else 1
+        wanted = depth if parallel else 1
         hidden = self._write_lacking(batch, last, batch.anchors, self._most_lacking, wanted)
         # Of rows without features those of accepted drafts are right, and `commit` takes back the others.
-        self._due.index_copy_(0, batch.slots, batch.seq_lens + (0 if self._ahead else batch.k))
-        choices = [self._choose(batch, hidden, 0, wanted)]
-        if not parallel and batch.k > 1:
-            for draft, (position_ids, metadata) in enumerate(self._single_rows(batch), start=1):
-                rows = Rows(choices[-1].token_ids.flatten(), network.next_features(hidden), position_ids, metadata)
-                hidden = network.forward(rows, self.caches, None)
-                choices.append(self._choose(batch, hidden, draft, 1))
-        token_ids, probs, own = (_side_by_side(parts) for parts in zip(*choices, strict=True))
-        assert token_ids is not None
-        candidate_ids = None if probs is None or network.target_ids is None else network.target_ids.expand(probs.shape)
-        forecast = None if own is None else own.cumprod(dim=1).sum(dim=1)
-        return DraftOutput(token_ids, probs=probs, candidate_ids=candidate_ids, forecast=forecast)
+        self._due.index_copy_(0, batch.slots, batch.seq_lens + (0 if self._ahead else depth))
+        return self._drafts(batch, hidden, wanted, [] if parallel or depth == 1 else self._single_rows(batch))
 
     def commit(self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput) -> None:
         """Keeps tokens and features of the verified rows; writes what was put off when that is due."""
@@ -138,8 +132,9 @@ class BoundSequential(BoundDrafter):
         if self._ahead:
             self._keep_features(batch.slots[:, None], positions, self._condense(verify))
         else:
-            next_lens = batch.seq_lens + accept.num_accepted + 1
-            self._due.index_copy_(0, batch.slots, torch.minimum(self._due.index_select(0, batch.slots), next_lens))
+            # The last draft of a path may be another than the one that the network went on from.
+            right = batch.seq_lens + accept.num_accepted + (0 if batch.shape.is_tree else 1)
+            self._due.index_copy_(0, batch.slots, torch.minimum(self._due.index_select(0, batch.slots), right))
         if batch.context == "all":
             assert width == 1, "context is put off in steps without drafts"
             newest = accept.next_anchors if self._ahead else batch.anchors
@@ -191,13 +186,13 @@ class BoundSequential(BoundDrafter):
 
     def _single_rows(self, batch: DecodeBatch) -> list[tuple[Tensor, AttentionMetadata]]:
         """Position ids int64 [num_reqs] and metadata of the forwards for the drafts after the first one."""
-        width, behind = batch.shape.rows, 1 - self._ahead  # the first of these rows lies so far behind the anchor
+        depth, width, behind = batch.shape.depth, batch.shape.depth + 1, 1 - self._ahead  # rows begin so far behind the anchor
         slots = batch.slot_mapping(width).view(-1, width).t().contiguous()
         position_ids = batch.position_ids(width).view(-1, width).t().contiguous()
-        ends = torch.arange(behind + 1, behind + batch.k, dtype=torch.int32, device=slots.device)
+        ends = torch.arange(behind + 1, behind + depth, dtype=torch.int32, device=slots.device)
         seq_lens = batch.seq_lens.int() + ends[:, None]
         single = []
-        for row in range(batch.k - 1):
+        for row in range(depth - 1):
             metadata = AttentionMetadata.uniform(
                 1,
                 seq_lens[row],
@@ -209,10 +204,6 @@ class BoundSequential(BoundDrafter):
             single.append((position_ids[row + behind], metadata))
         return single
 
-    def _choose(self, batch: DecodeBatch, hidden: Tensor, first: int, count: int) -> Choice:
-        logits = self.network.logits(hidden).view(batch.num_reqs, count, -1)
-        return choose(batch, logits, first, self.draft_sampling, self.network.target_ids, wants_own=self.forecasts)
-
     def _condense(self, verify: VerifyOutput) -> Tensor:
         assert verify.aux_hidden is not None, "the engine taps aux_layer_ids"
         return self.network.condense(verify.aux_hidden)
@@ -223,9 +214,3 @@ class BoundSequential(BoundDrafter):
     def _cells(self, slots: Tensor, positions: Tensor) -> Tensor:
         """Where the ring holds what belongs to positions int64 [...] of requests in `slots`, which fits them."""
         return slots * self._size + positions % self._size
-
-
-def _side_by_side(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """Parts [num_reqs, n, ...] joined, or None where there are none."""
-    there = [part for part in parts if part is not None]
-    return torch.cat(there, dim=1) if there else None

@@ -80,6 +80,23 @@ def _at(text: list[int], position: int, otherwise: int) -> int:
     return text[position] if position < len(text) else otherwise
 
 
+@pytest.mark.parametrize("kind", ["pairs", "tokens", "pairs at once"])
+def test_trees_leave_rows_as_they_should_be(kind: str) -> None:
+    """Paths that end in another token than the one that the network went on from; their rows are made anew."""
+    model, verifier, network = case(**KINDS[kind])
+    drafter = SequentialDrafter(network, verifier, max_draft_tokens=K)
+    sampling = SamplingParams(max_tokens=40, ignore_eos=True)
+    _, requests, noted = noted_run(verifier, drafter, random_prompts(3), sampling=sampling, tree_nodes=40, num_draft_tokens="auto")
+    emitted = [count for request in requests for count in request.num_emitted]
+    by_request = {(one.request.request_id, one.length): one for one in noted}
+    others = 0
+    for one in noted:  # accepted, and not what the chain has
+        token = one.request.token_ids[one.length + 1 : one.length + 2]
+        others += (one.request.request_id, one.length + 1) not in by_request and token != one.drafts[:1]
+    assert others > 5 and max(emitted) > 1
+    check_drafts(model, network, noted, least=20)
+
+
 @pytest.mark.parametrize("kind", ["pairs", "tokens"])
 def test_reused_prefixes_have_their_rows(kind: str) -> None:
     """Prompts that part at a block's border, and behind it; catches a pair that is cached with the token of another prompt."""
@@ -122,9 +139,9 @@ def test_drafts_at_the_end_of_the_model_are_like_any_others() -> None:
 def test_padding_requests_of_a_prefill_touch_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that only pads has no last row; catches one that is taken from the request before it."""
     _, verifier, network = case()
-    bound: Any = SequentialDrafter(network, verifier, max_draft_tokens=K).bind(
-        verifier, [], max_num_seqs=3, max_len=64, draft_sampling="greedy"
-    )
+    drafter = SequentialDrafter(network, verifier, max_draft_tokens=K)
+    bound = drafter.bind(verifier, [], max_num_seqs=3, max_len=64, draft_sampling="greedy")
+    assert isinstance(bound, BoundSequential)
     seen: list[Rows] = []
     monkeypatch.setattr(network, "forward", lambda rows, caches, wanted: seen.append(rows))
     table = torch.zeros(3, 16, dtype=torch.int32)
