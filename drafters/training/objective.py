@@ -93,8 +93,8 @@ class Objective:
     def _chosen(
         self, base: Tensor, left: Tensor, labels: Tensor, valid: Tensor, teacher: Tensor | None, head: Head
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The backbone's loss, and the cross-entropy among its candidates, whose logits are corrected, and the logits. A label that is
-        no candidate takes the last one's place.
+        """The backbone's loss and the cross-entropy among its candidates, whose logits are corrected, and all logits. A label that
+        is no candidate takes the last one's place.
         """
         config = self._config
         loss, weight, _ = block_loss(base, labels, valid, config, teacher)

@@ -239,7 +239,7 @@ def rows_of_a_head(config: LossConfig, head: TinyHead, base_share: float = 0.0) 
             total += float(based)
         q = final.softmax(-1) if head.num_candidates is None else base.softmax(-1)
         for row in range(3 if head.num_candidates else 0):
-            chosen = base[row].topk(head.num_candidates).indices.tolist()
+            chosen = base[row].topk(head.num_candidates or 0).indices.tolist()
             if labels[row] not in chosen:
                 chosen[-1] = int(labels[row])
             logprob = final[row][chosen].log_softmax(-1)[chosen.index(int(labels[row]))]
