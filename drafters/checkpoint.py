@@ -154,7 +154,10 @@ def check_tensors(
     require(not missing, f"tensor {missing[0] if missing else ''}{others} missing; config.json asks for {len(needed)} tensors")
     shapes = {**optional, **needed}
     unknown = [name for name in tensors if name not in shapes]
-    require(not unknown, f"tensor {unknown[0] if unknown else ''} is no part of a {kind} drafter ({len(unknown)} such tensors)")
+    article = "an" if kind[0] in "AEIOU" else "a"
+    require(
+        not unknown, f"tensor {unknown[0] if unknown else ''} is no part of {article} {kind} drafter ({len(unknown)} such tensors)"
+    )
     for name, tensor in tensors.items():
         found, expected = list(tensor.shape), list(shapes[name])
         require(found == expected, f"tensor {name} has shape {found}, config.json asks for {expected}")

@@ -12,6 +12,9 @@ from drafters.checkpoint import CONFIG, check_target
 from drafters.dflash.checkpoint import tensor_shapes
 from drafters.dflash.heads import ALGORITHMS
 from drafters.dflash.layout import parse_config
+from drafters.eagle3 import config as eagle3
+from drafters.eagle3.checkpoint import tensor_shapes as eagle3_shapes
+from drafters.eagle3.drafter import check_fit
 from drafters.license import CARD, license_note
 from drafters.sequential.drafter import USUAL_DRAFTS
 from drafters.shipped import shipped_drafter_path
@@ -111,6 +114,8 @@ def fit_of(raw: Mapping[str, Any], target: TargetShape) -> Fit:
         return Fit("unknown", problems=(str(error),))
     if algorithm not in DRAFTERS:
         return Fit(algorithm, problems=(unsupported(algorithm).partition(";")[0],))
+    if algorithm in ("eagle3", "peagle"):
+        return _fit_of_eagle3(algorithm, raw, target)
     if algorithm not in ALGORITHMS:
         return Fit(algorithm)  # one that was registered: what its config has to say, its loader knows
     try:
@@ -125,6 +130,20 @@ def fit_of(raw: Mapping[str, Any], target: TargetShape) -> Fit:
             made_for=config.verifier_name,
         )
     except CheckpointError as error:
-        return Fit(algorithm, problems=(str(error).partition("; choose one made for it")[0],))
+        return _misfit(algorithm, error)
     numbers = sum(prod(shape) for shape in tensor_shapes(config).values())
     return Fit(algorithm, config.max_draft_tokens, config.target_layer_ids, numbers)
+
+
+def _fit_of_eagle3(algorithm: str, raw: Mapping[str, Any], target: TargetShape) -> Fit:
+    try:
+        config = eagle3.parse_config(raw)
+        check_fit(config, cast(Verifier, target), borrows=not config.own_embeddings)
+    except CheckpointError as error:
+        return _misfit(algorithm, error)
+    numbers = sum(prod(shape) for shape in eagle3_shapes(config).values())
+    return Fit(algorithm, config.max_draft_tokens, config.taps(target.num_layers), numbers)
+
+
+def _misfit(algorithm: str, error: CheckpointError) -> Fit:
+    return Fit(algorithm, problems=(str(error).partition("; choose one made for it")[0],))

@@ -2,7 +2,7 @@
 
 import math
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from specdec.errors import CheckpointError
@@ -12,6 +12,35 @@ def require(ok: bool, message: str) -> None:
     """Raises a CheckpointError with `message` unless `ok`."""
     if not ok:
         raise CheckpointError(message)
+
+
+_OF_SPECULATORS = {
+    "_name_or_path", "architectures", "auto_map", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id",
+    "has_no_defaults_at_init", "id2label", "is_encoder_decoder", "label2id", "model_type", "output_attentions",
+    "output_hidden_states", "pad_token_id", "problem_type", "return_dict", "speculators_config", "speculators_model_type",
+    "speculators_version", "tie_word_embeddings", "torch_dtype", "transformer_layer_config", "transformers_version", "use_cache",
+}  # fmt: skip
+"""What every config.json in the layout of speculators may say."""
+
+
+def check_known(place: Mapping[str, Any], known: Iterable[str], name: str) -> None:
+    """Refuses a key that nobody reads: it might change the maths, and acceptance would drop without any error.
+
+    Args:
+        place: an object of config.json.
+        known: keys that it may have; of the file in the layout of speculators, besides those that all such files have.
+        name: of the object, for messages.
+
+    Raises:
+        CheckpointError: another key.
+    """
+    allowed = {*known, *(_OF_SPECULATORS if "speculators_model_type" in place else ())}
+    unknown = [key for key in place if key not in allowed]
+    require(
+        not unknown,
+        f"{name} says {unknown[0] if unknown else ''}, which this loader does not know (known: {', '.join(sorted(allowed))});"
+        " take it out of config.json if the drafter is the same without it",
+    )
 
 
 def is_number(value: object) -> bool:

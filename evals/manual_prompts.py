@@ -1,14 +1,20 @@
-"""Prompts of five kinds made from the manual and the standard library of the Python that runs: text that every machine has.
+"""Prompts of six kinds made from the manual and the standard library of the Python that runs: text that every machine has.
 
 No drafter of ours is trained on them. The manual differs between versions of Python, so two reports compare where the hashes of
 their prompts agree.
 """
 
+import ast
+import base64
 import bisect
+import calendar
 import colorsys
 import fractions
+import gettext
 import heapq
 import inspect
+import posixpath
+import shutil
 import statistics
 import string
 import textwrap
@@ -18,6 +24,8 @@ from pydoc_data.topics import topics
 _LANGUAGES = ("French", "German", "Spanish", "Italian")
 _MODULES = (statistics, textwrap, bisect, heapq, string, fractions, colorsys)
 _LENGTHS = range(200, 700)  # characters of a paragraph
+_EDITED = (bisect, posixpath, colorsys, heapq, textwrap, calendar, base64, gettext, statistics, shutil)
+_EDITED_LENGTHS = range(400, 1400)  # characters of a function
 
 
 def _paragraphs() -> list[str]:
@@ -35,6 +43,16 @@ def _code() -> Iterator[str]:
                 about = textwrap.indent(f'"""{doc.split(">>>")[0].strip()}\n"""', "    ")
                 signature = f"def {name}{inspect.signature(function)}:"
                 yield f"Complete this Python function; answer with the whole function.\n\n```python\n{signature}\n{about}\n```"
+
+
+def _editing() -> Iterator[str]:
+    for module in _EDITED:
+        source = inspect.getsource(module)
+        functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+        texts = [(node.name, ast.get_source_segment(source, node) or "") for node in functions]
+        for name, text in [(name, text) for name, text in texts if len(text) in _EDITED_LENGTHS][:2]:
+            before = f"Original file:\n\n```python\n{text}\n```"
+            yield f"{before}\n\nThe same file, in which the function is called `{name}_new`:\n\n```python\n"
 
 
 def _translation() -> Iterator[str]:
@@ -64,6 +82,7 @@ def _retrieval() -> Iterator[str]:
 
 MANUAL_KINDS: dict[str, Callable[[], Iterator[str]]] = {
     "code": _code,
+    "editing": _editing,
     "translation": _translation,
     "summaries": _summaries,
     "questions": _questions,

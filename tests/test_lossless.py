@@ -1,10 +1,12 @@
 """The test that matters most: speculative output equals plain output, token for token, in float32."""
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
 
+from drafters.composed.drafter import ComposedDrafter
 from drafters.draft_model.drafter import DraftModel
 from drafters.ngram import NGramDrafter
 from drafters.suffix.drafter import SuffixDrafter
@@ -43,6 +45,9 @@ DRAFTERS: dict[str, Callable[[Outputs, Verifier], Drafter | None]] = {
     "plain": lambda outputs, verifier: None,
     "ngram": lambda outputs, verifier: NGramDrafter(max_draft_tokens=K),
     "suffix": lambda outputs, verifier: SuffixDrafter(max_draft_tokens=K, pool_tokens=100),
+    "suffix+dflash": lambda outputs, verifier: ComposedDrafter(
+        [SuffixDrafter(max_draft_tokens=K + 2, pool_tokens=100), random_dflash(verifier, block_size=K + 1)]
+    ),
     "dflash": lambda outputs, verifier: random_dflash(verifier, block_size=K + 1),
     "draft_model": lambda outputs, verifier: DraftModel(paged_verifier(plain_model("qwen3", 5)), verifier, max_draft_tokens=K),
     "eagle3": lambda outputs, verifier: random_eagle3(verifier, K),
@@ -67,17 +72,17 @@ def ways() -> Iterator[Any]:
             yield pytest.param(name, *way, marks=() if quick else pytest.mark.slow)
 
 
-@pytest.fixture(scope="module")
-def case(request: pytest.FixtureRequest) -> tuple[Verifier, Outputs]:
+@cache
+def case(name: str) -> tuple[Verifier, Outputs]:
     """A target and what transformers' `generate` makes of 5 prompts."""
-    model = plain_model(request.param)
+    model = plain_model(name)
     return paged_verifier(model), {tuple(p): plain_greedy(model, p, MAX_TOKENS) for p in random_prompts(5)}
 
 
-@pytest.mark.parametrize(("case", "drafter", "batch", "depth"), ways(), indirect=["case"])
-def test_greedy_equals_generate(case: tuple[Verifier, Outputs], drafter: str, batch: int, depth: int) -> None:
+@pytest.mark.parametrize(("name", "drafter", "batch", "depth"), list(ways()))
+def test_greedy_equals_generate(name: str, drafter: str, batch: int, depth: int) -> None:
     """Every architecture, drafter and batch size; results read at once or one step late, in turns."""
-    verifier, outputs = case
+    verifier, outputs = case(name)
     prompts = [list(p) for p in outputs]
     got = run(verifier, DRAFTERS[drafter](outputs, verifier), prompts, engine_config(batch, pipeline_depth=depth))
     assert got == list(outputs.values())

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from drafters.composed.drafter import ComposedDrafter
+from drafters.draft_model.drafter import DraftModel
 from drafters.ngram import NGramDrafter
 from drafters.suffix.drafter import SuffixDrafter
 from specdec.config import SamplingParams
@@ -77,8 +79,9 @@ def guarded_run(
 @pytest.mark.parametrize(
     ("name", "sampling"),
     [
-        *itertools.product(["llama"], SAMPLINGS),
-        *(pytest.param(*both, marks=pytest.mark.slow) for both in itertools.product(["gemma3", "gpt_oss"], SAMPLINGS)),
+        *itertools.product(["llama"], SAMPLINGS),  # which begin where a model ends: one each of the others
+        pytest.param("gemma3", "penalized", marks=pytest.mark.slow),
+        pytest.param("gpt_oss", "filtered", marks=pytest.mark.slow),
         ("deepseek_v2", "greedy"),
         ("glm_moe_dsa", "greedy"),
     ],
@@ -91,7 +94,9 @@ def test_step_never_waits(name: str, sampling: str) -> None:
     params, verifier = SamplingParams(max_tokens=MAX_TOKENS, **SAMPLINGS[sampling]), paged_verifier(model)
     scripted, eagle3 = ScriptedDrafter(outputs, 3, [{1}]), random_eagle3(verifier, 3)
     copying = (NGramDrafter(max_draft_tokens=3), SuffixDrafter(max_draft_tokens=3))
-    for drafter in (None, scripted, *copying, random_dflash(verifier), eagle3):
+    small = DraftModel(paged_verifier(plain_model("llama", 5, max_position_embeddings=20)), verifier, max_draft_tokens=3)
+    composed = ComposedDrafter([*copying, random_dflash(verifier)])
+    for drafter in (None, scripted, *copying, composed, random_dflash(verifier), eagle3, small):
         guarded_run(verifier, drafter, prompts, params)
     for drafter in (random_dflash(verifier), eagle3):  # others have no distribution
         guarded_run(verifier, drafter, prompts, params, "probabilistic")

@@ -3,7 +3,6 @@
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import lru_cache
 from itertools import cycle
 from typing import Any
 
@@ -13,15 +12,15 @@ from torch.nn import functional as F
 
 from specdec.blocks import MOST_NODES, DraftTree
 from specdec.config import SamplingParams
-from specdec.core import DecodeBatch, ForwardInput, Verifier
+from specdec.core import DecodeBatch, ForwardInput
 from specdec.engine.engine import SpecEngine
 from specdec.errors import InvalidInputError
 from specdec.layers.cache_rows import CacheRows
 from tests.helpers.scripted_trees import FIRST, ScriptedTrees
 from tests.helpers.tiny_hybrids import hybrid_configs
-from tests.helpers.tiny_models import CONFIGS, LATENT_CONFIGS, paged_verifier, plain_greedy, plain_model, random_prompts
+from tests.helpers.tiny_models import CONFIGS, LATENT_CONFIGS
 from tests.helpers.trees import random_trees
-from tests.test_lossless import MAX_TOKENS, Outputs, engine_config, run
+from tests.test_lossless import MAX_TOKENS, case, engine_config, run
 
 QUICK = ("llama", "gemma2", "gpt_oss", "deepseek_v3")
 """One of each kind: fused, windows and softcaps in transformers' own modules, sinks, latent."""
@@ -31,13 +30,6 @@ WAYS = [(3, 1, 0), (12, 3, 1), (MOST_NODES, 3, 0), (16, 1, 1), (31, 5, 1)]
 
 CHAINS_ALONE = (*hybrid_configs({}), "kimi_linear", "deepseek_v32", "glm_moe_dsa", "llama4")
 SERVING = [name for name in (*CONFIGS, *LATENT_CONFIGS) if name not in CHAINS_ALONE]
-
-
-@lru_cache(maxsize=1)
-def case(name: str) -> tuple[Verifier, Outputs]:
-    """A target and what transformers' `generate` makes of 5 prompts."""
-    model = plain_model(name)
-    return paged_verifier(model), {tuple(p): plain_greedy(model, p, MAX_TOKENS) for p in random_prompts(5)}
 
 
 def decode(name: str, drafts: int, batch: int, **changes: Any) -> list[list[int]]:

@@ -85,6 +85,7 @@ def layers_config(config: Any, family: PredictionFamily) -> Any:
         "mlp_layer_types": [family.feed_forward] * len(kinds),
         "indexer_types": ["full"] * len(kinds),
         "first_k_dense_replace": 0,
+        "moe_layer_start_index": len(kinds) if family.feed_forward == "dense" else 0,
     }
     for name, value in entries.items():
         if getattr(own, name, None) is not None:
@@ -95,7 +96,8 @@ def layers_config(config: Any, family: PredictionFamily) -> Any:
 def _layers(verifier: DecoderVerifier, folder: Path, config: Any, family: PredictionFamily) -> PredictionLayers:
     own, width = layers_config(config, family), verifier.hidden_size
     backend = _backend(verifier, own)
-    extra = {"embedding_norm": [width], "hidden_norm": [width], "norm": [width], "projection": [width, 2 * width]}
+    extra = {"embedding_norm": [width], "hidden_norm": [width], "projection": [width, 2 * width]}
+    extra |= {"norm": [width]} if family.has_norm else {}
     weights = _read(verifier, folder, own, partial(prediction_name, config=config, family=family), shapes_of(own), extra)
     builder = _builder(own, backend, weights)
     return PredictionLayers(
@@ -170,8 +172,9 @@ def _common(
 ) -> dict[str, Any]:
     """What all kinds of `PredictionLayers` have; every tensor that is left in `weights` is one too many."""
     layers = [builder.layer(index, weights.under(f"model.layers.{index}.")) for index in range(own.num_hidden_layers)]
-    norm, projection = builder.norm(weights, "norm"), weights.linear("projection")
+    norm = builder.norm(weights, "norm") if weights.has("norm.weight") else verifier.final_norm
     assert norm is not None
+    projection = weights.linear("projection")
     weights.check_all_taken()
     mixes = any(hasattr(layer.mlp, "experts") for layer in layers)
     return {

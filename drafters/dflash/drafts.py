@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from drafters.dflash.coupling import CouplingTable
-from drafters.dflash.edges import edges_of
+from drafters.dflash.edges import edges_of, logprobs_of
 from drafters.head import Head
 from specdec.blocks import MOST_NODES
 from specdec.config import DraftSampling
@@ -122,10 +122,10 @@ class Drafts:
         batch, slots = block.batch, block.slots
         previous, state, chosen = batch.anchors, None, []
         for slot in range(batch.shape.depth):
-            logits = slots.logits[:, slot]
             left, state = head.left(slots.hidden[:, slot], previous, state)
+            logits = slots.logits[:, slot]
             if slot >= head.first_slot:
-                logits = logits + self._correction(left)
+                logits = self._correction(left, logits)
             chosen.append(self._choose(block, logits[:, None], slot))
             previous = chosen[-1].token_ids[:, 0]
         return chosen
@@ -142,7 +142,7 @@ class Drafts:
         """The chain that takes the best candidate behind the one before; where drafts are drawn, only candidates are."""
         batch, draws = block.batch, self.draft_sampling == "probabilistic" and block.sees_noise
         block = block._replace(sees_noise=block.sees_noise and not draws)  # it takes no part in which candidates may be drawn
-        candidate_ids, edges = self._edges(block, head, min(count, block.slots.logits.shape[-1]))
+        candidate_ids, scores, edges = self._edges(block, head, min(count, block.slots.logits.shape[-1]))
         if draws:
             edges = edges / batch.sampling.temperature[:, None, None, None].clamp(min=COLDEST)
             bits = stream(batch.sampling.seeds, of_step(batch.seq_lens, batch.k), Purpose.DRAFT)
@@ -153,7 +153,8 @@ class Drafts:
         if not draws and not self.forecasts:
             return DraftOutput(token_ids)
         before = F.pad(ranks[:, :-1], (1, 0))
-        rows = edges.gather(2, before[..., None, None].expand(-1, -1, 1, edges.shape[-1])).squeeze(2)
+        table = edges if draws else logprobs_of(edges, scores)
+        rows = table.gather(2, before[..., None, None].expand(-1, -1, 1, table.shape[-1])).squeeze(2)
         probs = rows.softmax(dim=-1) if draws else rows.exp()
         forecast = self._forecast(block, token_ids, probs.gather(-1, ranks[..., None]).squeeze(-1))
         if not draws:
@@ -167,13 +168,14 @@ class Drafts:
         if self._head is None:
             token_ids, scores = self._candidates(block, block.slots.logits, count)
         else:
-            token_ids, scores = self._edges(block, self._head, count)
+            token_ids, scores, edges = self._edges(block, self._head, count)
+            scores = logprobs_of(edges, scores)
         best = best_first(scores, batch.k)
         forecast = best.scores.exp().sum(dim=1) if self.forecasts else None
         return DraftOutput(token_ids.flatten(1).gather(1, best.places), tree=best.tree, forecast=forecast)
 
-    def _edges(self, block: _Block, head: Head, count: int) -> tuple[Tensor, Tensor]:
-        """Candidates int64 [num_reqs, depth, count], and what the head says about them, see `edges_of`."""
+    def _edges(self, block: _Block, head: Head, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Candidates int64 [num_reqs, depth, count], their scores without the head, and its table, see `edges_of`."""
         batch, slots, scale = block.batch, block.slots, None
         token_ids, scores = self._candidates(block, slots.logits, count)
         columns = token_ids if self._columns is None else self._columns[token_ids]
@@ -181,7 +183,7 @@ class Drafts:
             temperature = batch.sampling.temperature[:, None]
             trust = torch.ones_like(scores[..., 0]) if block.weights is None else block.weights[0]
             scale = torch.where(temperature > 0, trust / temperature.clamp(min=COLDEST), 1.0)
-        return token_ids, edges_of(head, slots.hidden, batch.anchors, token_ids, columns, scores, scale)
+        return token_ids, scores, edges_of(head, slots.hidden, batch.anchors, token_ids, columns, scores, scale)
 
     def _candidates(self, block: _Block, logits: Tensor, count: int, first: int = 0) -> tuple[Tensor, Tensor]:
         """The `count` likeliest tokens of slots `first` and so on, given the noise that the target will choose by if it is seen."""

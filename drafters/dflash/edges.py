@@ -11,11 +11,7 @@ from specdec.layers.argmax import argmax
 def edges_of(
     head: Head, hidden: Tensor, anchors: Tensor, token_ids: Tensor, columns: Tensor, scores: Tensor, scale: Tensor | None
 ) -> Tensor:
-    """The head's table for `specdec.sampling.trees.best_chain` and `best_first`.
-
-    Probabilities are normalized over the candidates: the head shares out among them what they have without it, all together. Over
-    the whole vocabulary it would also move some to or from the other tokens; that would cost a product with all of `right` for
-    each candidate before.
+    """The head's table for `specdec.sampling.trees.best_chain`: the scores, and the head's corrections of them.
 
     A head with a state has one along each path. Here all paths to a slot have the state of the best chain before it, so the table
     is exact behind every token of that chain.
@@ -30,31 +26,42 @@ def edges_of(
         scale: float32 [num_reqs, K], factor on the head's corrections; None are ones.
 
     Returns:
-        float32 [num_reqs, K, C, C], log-probabilities, by the candidate before and the candidate; in the first slot all of those
-        before are the anchor.
+        float32 [num_reqs, K, C, C], by the candidate before and the candidate; before the first slot all of them are the anchor.
     """
     right = F.embedding(columns, head.right)
     before = torch.cat([anchors[:, None, None].expand(-1, 1, token_ids.shape[2]), token_ids[:, :-1]], dim=1)
-    factor = torch.ones_like(scores[..., 0]) if scale is None else scale
     if head.has_state:
-        bonus = _behind_the_best(head, hidden, before, right, scores, factor)
-    else:
-        left, _ = head.left(hidden[:, :, None], before, None)
-        bonus = torch.matmul(left, right.mT).float() * factor[..., None, None]
+        return _behind_the_best(head, hidden, before, right, scores, scale)
+    left, _ = head.left(hidden[:, :, None], before, None)
+    bonus = torch.matmul(left, right.mT).float()
+    if scale is not None:
+        bonus = bonus * scale[..., None, None]
+    if head.first_slot:
         bonus[:, : head.first_slot] = 0
-    shared = torch.logsumexp(scores, dim=-1)[..., None, None]
-    return ((scores[:, :, None] + bonus).log_softmax(dim=-1) + shared).clamp(max=0)
+    return scores[:, :, None] + bonus
 
 
-def _behind_the_best(head: Head, hidden: Tensor, before: Tensor, right: Tensor, scores: Tensor, factor: Tensor) -> Tensor:
-    """Corrections float32 [num_reqs, K, C, C] of a head whose states follow the best chain, slot by slot."""
+def logprobs_of(edges: Tensor, scores: Tensor) -> Tensor:
+    """The table as log-probabilities, for `specdec.sampling.trees.best_first`; both are those of `edges_of`.
+
+    They are normalized over the candidates: the head shares out among them what they have without it, all together. Over the whole
+    vocabulary it would also move some to or from the other tokens; that would cost a product with all of `right` for each candidate
+    before.
+    """
+    return (edges.log_softmax(dim=-1) + scores.logsumexp(dim=-1)[..., None, None]).clamp(max=0)
+
+
+def _behind_the_best(head: Head, hidden: Tensor, before: Tensor, right: Tensor, scores: Tensor, scale: Tensor | None) -> Tensor:
+    """The table of a head whose states follow the best chain, slot by slot."""
     tables, state, rank = [], None, torch.zeros_like(before[:, 0, :1])
     for slot in range(before.shape[1]):
         left, states = head.left(hidden[:, slot, None], before[:, slot], state)
         assert states is not None, "a head that has a state leaves one"
-        bonus = torch.matmul(left, right[:, slot].mT).float() * factor[:, slot, None, None]
-        tables.append(bonus if slot >= head.first_slot else torch.zeros_like(bonus))
         state = states.gather(1, rank[..., None].expand(-1, -1, states.shape[-1]))
-        chosen = tables[-1].gather(1, rank[..., None].expand(-1, -1, bonus.shape[-1])).squeeze(1)
-        rank = argmax(scores[:, slot] + chosen)[0][:, None]
+        bonus = torch.matmul(left, right[:, slot].mT).float()
+        if scale is not None:
+            bonus = bonus * scale[:, slot, None, None]
+        table = scores[:, slot, None] + (bonus if slot >= head.first_slot else torch.zeros_like(bonus))
+        tables.append(table)
+        rank = argmax(table.gather(1, rank[..., None].expand(-1, -1, table.shape[-1])).squeeze(1))[0][:, None]
     return torch.stack(tables, dim=1)

@@ -49,11 +49,14 @@ class BoundDraftModel(BoundSequential):
         self._longest = drafter.longest
 
     def propose(self, batch: DecodeBatch) -> DraftOutput:
-        """Drafts a chain, one token after another."""
+        """Drafts a chain or a tree, one token after another."""
         output = super().propose(batch)
         if batch.max_seq_len <= self._longest:
             return output
-        return replace(output, num_drafts=(self._longest - batch.seq_lens).clamp(0, batch.k))
+        room = self._longest - batch.seq_lens
+        num_drafts = (room >= batch.shape.depth) * batch.k if batch.shape.is_tree else room.clamp(0, batch.k)
+        forecast = None if output.forecast is None else output.forecast.minimum(num_drafts)
+        return replace(output, num_drafts=num_drafts, forecast=forecast)
 
 
 def load_draft_model(path: str | Path | None, *, verifier: Verifier) -> DraftModel:

@@ -1,7 +1,6 @@
 """A language model as a network that drafts token by token."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,15 +40,11 @@ class DraftModelNetwork(SequentialNetwork):
         # A target may have tokens that the model lacks; it drafts a few of its own ids alone then.
         partial = self.num_tokens < target.vocab_size
         self.target_ids = torch.arange(self.num_tokens, device=target.device) if partial else None
-        self._layers_before = len(target.kv_specs)
 
     @property
     def kv_specs(self) -> Sequence[LayerSpec]:
-        """See `SequentialNetwork.kv_specs`; a layer that reads another's cache counts from the target's first."""
-        shift = self._layers_before
-        return [
-            replace(spec, layer=spec.layer + shift) if isinstance(spec, SharedLayerSpec) else spec for spec in self.model.kv_specs
-        ]
+        """See `SequentialNetwork.kv_specs`; of layers that store something."""
+        return [spec for spec in self.model.kv_specs if not isinstance(spec, SharedLayerSpec)]
 
     @property
     def weight_bytes(self) -> int:
@@ -61,8 +56,10 @@ class DraftModelNetwork(SequentialNetwork):
         token_ids = rows.token_ids
         if self.target_ids is not None:
             token_ids = token_ids.where(token_ids < self.num_tokens, 0)  # of a token that it lacks it learns the place alone
-        position_ids = rows.position_ids.clamp(max=self.model.max_model_len - 1)
-        return self.model.forward(ForwardInput(token_ids, position_ids, rows.metadata, logit_rows=wanted), caches).logits
+        position_ids, stored, held = rows.position_ids.clamp(max=self.model.max_model_len - 1), iter(caches), list[Any]()
+        for spec in self.model.kv_specs:
+            held.append(held[spec.layer] if isinstance(spec, SharedLayerSpec) else next(stored))
+        return self.model.forward(ForwardInput(token_ids, position_ids, rows.metadata, logit_rows=wanted), held).logits
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `SequentialNetwork.logits`: those of common tokens."""

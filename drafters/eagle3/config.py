@@ -2,19 +2,27 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
-from transformers import LlamaConfig, Qwen3Config
+from transformers import DeepseekV3Config, LlamaConfig, Qwen3Config
 
 from drafters.algorithms import algorithm_of
-from drafters.keys import Keys, require, section
+from drafters.keys import Keys, check_known, require, section
 from drafters.sequential.drafter import USUAL_DRAFTS
 from specdec.layers.rotary import STATIC_ROPE_TYPES
 
 MOST_DRAFTS = 64
 """More than any head is trained for."""
 
-_LAYERS = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+Layers: TypeAlias = LlamaConfig | Qwen3Config | DeepseekV3Config
+"""What a head's layers may be like."""
+
+_LAYERS: dict[str, type[Layers]] = {
+    "llama": LlamaConfig,
+    "qwen3": Qwen3Config,
+    "deepseek_v3": DeepseekV3Config,
+    "kimi_k2": DeepseekV3Config,
+}
 _USUAL_TAPS = 3
 
 # Keys of relatives that would change the maths, with the values under which they do not.
@@ -38,13 +46,16 @@ _OWN_KEYS = {
     "parallel_draft_heads_num_layers",
 }  # fmt: skip
 
+_BESIDE_LAYERS = {"bias", "draft_vocab_size", "eagle_config", "embed_requires_grad", "mask_token_id", "target_hidden_size"}
+"""What else a file of speculators may say."""
+
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Config:
     """Everything needed to run an EAGLE-3 head (arXiv 2503.01840), or one that drafts in parallel (P-EAGLE).
 
     Attributes:
-        layers: what the decoder layers are like, a config of Llama or Qwen3.
+        layers: what the decoder layers are like, a config of Llama, Qwen3, or DeepSeek-V3 without experts.
         vocab_size: of the target.
         draft_vocab_size: of a reduced vocabulary with a head of its own, or None.
         stated_taps: tapped decoder layers of the target, 0-based; None where it depends on their number.
@@ -61,7 +72,7 @@ class Eagle3Config:
         verifier_name: the target it was trained for, when stated.
     """
 
-    layers: LlamaConfig | Qwen3Config
+    layers: Layers
     vocab_size: int
     draft_vocab_size: int | None
     stated_taps: tuple[int, ...] | None
@@ -87,6 +98,11 @@ class Eagle3Config:
         """Whether queries and keys are normed."""
         return isinstance(self.layers, Qwen3Config)
 
+    @property
+    def is_latent(self) -> bool:
+        """Whether attention is latent (arXiv 2405.04434)."""
+        return isinstance(self.layers, DeepseekV3Config)
+
     def taps(self, num_target_layers: int) -> tuple[int, ...]:
         """Tapped layers of a target of so many, 0-based: those stated, or a low, a middle and a high one."""
         return default_taps(num_target_layers) if self.stated_taps is None else self.stated_taps
@@ -111,7 +127,7 @@ def parse_config(raw: Mapping[str, Any]) -> Eagle3Config:
     parallel = algorithm_of(raw) == "peagle"
     own, shape = section(raw, "eagle_config"), section(raw, "transformer_layer_config") or raw
     keys = Keys([own, raw, shape])
-    _check_keys(keys, own)
+    _check_keys(raw, keys, own)
     layers = _layers(shape)
     draft_vocab_size = keys.integer("draft_vocab_size")
     reduced = draft_vocab_size is not None and draft_vocab_size != layers.vocab_size
@@ -140,21 +156,20 @@ def parse_config(raw: Mapping[str, Any]) -> Eagle3Config:
     return config
 
 
-def _check_keys(keys: Keys, own: Mapping[str, Any]) -> None:
-    """Refuses what would change the maths: keys of `eagle_config` that are not known, and values of relatives."""
+def _check_keys(raw: Mapping[str, Any], keys: Keys, own: Mapping[str, Any]) -> None:
+    """Refuses what would change the maths: keys of `eagle_config`, or in the layout of speculators beside the layers, that are not
+    known, and values of relatives.
+    """
     known = _OWN_KEYS | _PLAIN_VALUES.keys()
-    unknown = [name for name in own if name not in known]
-    require(
-        not unknown,
-        f"eagle_config says {unknown[0] if unknown else ''}, which this loader does not know (known: {', '.join(sorted(known))});"
-        " take it out of config.json if the drafter is the same without it",
-    )
+    check_known(own, known, "eagle_config")
+    if "speculators_model_type" in raw:
+        check_known(raw, known | _BESIDE_LAYERS, "config.json")
     for key, plain in _PLAIN_VALUES.items():
         value = keys.find(key)
         require(value is None or value in plain, f"EAGLE-3 with {key} {value!r} is not supported yet; supported: {plain[0]!r}")
 
 
-def _layers(shape: Mapping[str, Any]) -> LlamaConfig | Qwen3Config:
+def _layers(shape: Mapping[str, Any]) -> Layers:
     """What the layers are like, read by Transformers, which knows every way of writing RoPE's parameters."""
     kind = shape.get("model_type")
     require(kind in _LAYERS, f"layers of type {kind!r} are not supported in an EAGLE-3 head; supported: {', '.join(_LAYERS)}")
@@ -172,6 +187,8 @@ def _layers(shape: Mapping[str, Any]) -> LlamaConfig | Qwen3Config:
         f"{layers.num_attention_heads} query heads on {layers.num_key_value_heads} key heads of {layers.head_dim}:"
         " the first must be a multiple of the second, the third even",
     )
+    biased = isinstance(layers, DeepseekV3Config) and layers.attention_bias
+    require(not biased, "attention_bias is true, which latent attention is not supported with; it must be false")
     rope_type = layers.rope_parameters.get("rope_type")
     if rope_type == "mrope":  # positions of text are the same on all its axes
         rope_type = layers.rope_parameters["rope_type"] = "default"
@@ -199,7 +216,7 @@ def _stated_taps(raw: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[int, .
     return taps
 
 
-def _windows(layers: LlamaConfig | Qwen3Config) -> tuple[int | None, ...]:
+def _windows(layers: Layers) -> tuple[int | None, ...]:
     kinds: Sequence[str] = getattr(layers, "layer_types", None) or ["full_attention"] * layers.num_hidden_layers
     known = len(kinds) == layers.num_hidden_layers and set(kinds) <= {"full_attention", "sliding_attention"}
     require(known, f"layer_types is {kinds!r}; it must name full_attention or sliding_attention for each layer")

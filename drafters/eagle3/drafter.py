@@ -26,6 +26,24 @@ def eagle3_drafter(config: Eagle3Config, tensors: dict[str, Tensor], verifier: V
         BackendError: the target's attention backend cannot serve its layers.
     """
     borrows = "embed_tokens.weight" not in tensors or ("lm_head.weight" not in tensors and not config.layers.tie_word_embeddings)
+    check_fit(config, verifier, borrows=borrows)
+    placed = {
+        name: tensor.to(verifier.device, verifier.dtype if tensor.is_floating_point() else None) for name, tensor in tensors.items()
+    }
+    return SequentialDrafter(Eagle3Network(config, placed, verifier), verifier, max_draft_tokens=config.max_draft_tokens)
+
+
+def check_fit(config: Eagle3Config, verifier: Verifier, *, borrows: bool) -> None:
+    """Refuses a target that the head was not trained for.
+
+    Args:
+        config: of the head.
+        verifier: the target, of which it looks at the shape alone.
+        borrows: the head lacks embeddings or an output head of its own.
+
+    Raises:
+        CheckpointError: everything that does not fit.
+    """
     check_target(
         verifier,
         taps=config.taps(verifier.num_layers),
@@ -35,10 +53,6 @@ def eagle3_drafter(config: Eagle3Config, tensors: dict[str, Tensor], verifier: V
         num_layers=None,
         made_for=config.verifier_name,
     )
-    placed = {
-        name: tensor.to(verifier.device, verifier.dtype if tensor.is_floating_point() else None) for name, tensor in tensors.items()
-    }
-    return SequentialDrafter(Eagle3Network(config, placed, verifier), verifier, max_draft_tokens=config.max_draft_tokens)
 
 
 def load_eagle3(path: str | Path | None, *, verifier: Verifier) -> SequentialDrafter:

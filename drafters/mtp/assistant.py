@@ -28,6 +28,7 @@ class AssistantDrafter(SequentialDrafter):
         max_draft_tokens: largest k.
     """
 
+    draws_trees = False
     network: PredictionNetwork
 
     def __init__(self, network: PredictionNetwork, verifier: Verifier, *, max_draft_tokens: int) -> None:

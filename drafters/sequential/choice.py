@@ -15,6 +15,13 @@ from specdec.sampling.sampler import sample_from
 from specdec.sampling.tensors import SamplingPlan
 
 
+class Guesses(NamedTuple):
+    """The likeliest tokens of some positions."""
+
+    token_ids: Tensor  # int64 [num_reqs, n, C], of the target
+    scores: Tensor  # float32 [num_reqs, n, C], their log-probabilities in falling order
+
+
 class Choice(NamedTuple):
     """Drafts of some positions.
 
@@ -56,13 +63,24 @@ def choose(
         columns = sample_from(probs, uniform(sampling.seeds, numbers, Purpose.DRAFT))
         own = probs.gather(-1, columns[..., None]).squeeze(-1) if wants_own else None
         return Choice(_to_target(columns, target_ids), probs, own)
+    if (draft_sampling == "greedy" or sampling.plan.all_greedy) and not wants_own:
+        return Choice(_to_target(argmax(logits)[0], target_ids))
+    token_ids, scores = guess(batch, logits, first, 1, draft_sampling, target_ids)
+    return Choice(token_ids.squeeze(-1), own=scores.squeeze(-1).exp() if wants_own else None)
+
+
+def guess(
+    batch: DecodeBatch, logits: Tensor, first: int, count: int, draft_sampling: DraftSampling, target_ids: Tensor | None
+) -> Guesses:
+    """The `count` likeliest tokens of each of a few drafts, given the noise that the target will choose by if drafts are coupled.
+
+    Arguments as of `choose`.
+    """
+    sampling = batch.sampling
     if draft_sampling == "greedy":
         sampling = replace(sampling, plan=SamplingPlan.of([]))  # as of greedy requests
-    if sampling.plan.all_greedy and not wants_own:
-        return Choice(_to_target(argmax(logits)[0], target_ids))
-    positions = batch.positions(first + count + 1)[:, first + 1 :]
-    token_ids, scores = candidates(logits, sampling, positions, 1, target_ids=target_ids)
-    return Choice(token_ids.squeeze(-1), own=scores.squeeze(-1).exp() if wants_own else None)
+    positions = batch.positions(first + logits.shape[1] + 1)[:, first + 1 :]
+    return Guesses(*candidates(logits, sampling, positions, count, target_ids=target_ids))
 
 
 def _to_target(draft_ids: Tensor, target_ids: Tensor | None) -> Tensor:

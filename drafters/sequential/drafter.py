@@ -11,29 +11,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafters.sequential.choice import Choice, choose
+from drafters.sequential.choice import Choice, Guesses, choose, guess
 from drafters.sequential.network import Rows, SequentialNetwork
 from specdec.attention.backend import AttentionMetadata
 from specdec.config import DraftSampling
 from specdec.core import AcceptOutput, BoundDrafter, DecodeBatch, Drafter, DraftOutput, PrefillBatch, Verifier, VerifyOutput
 from specdec.errors import InvalidInputError
 from specdec.kv_cache import LayerSpec
+from specdec.sampling.trees import best_first
 
 USUAL_DRAFTS = 7
 """Drafts of a step at most, where a checkpoint does not say: each costs a forward, and is less sure than the one before it."""
 
 MOST_DEFERRED = 16
 """Steps without drafts whose context is put off at most."""
+MOST_CANDIDATES = 16
+"""Tokens per position among which a tree of many positions chooses."""
+_UNKNOWN = -1e9  # score behind a token whose followers were not asked for: below all that is known, and finite
 
 
 class SequentialDrafter(Drafter):
     """A network made ready for one target; see `specdec.core.Drafter`.
+
+    Its trees are a chain with other candidates beside each of its tokens: they take no more forwards than the chain.
 
     Args:
         network: proposes tokens.
         verifier: the target.
         max_draft_tokens: largest k.
     """
+
+    draws_trees = True
 
     def __init__(self, network: SequentialNetwork, verifier: Verifier, *, max_draft_tokens: int) -> None:
         self.network, self.verifier, self.max_draft_tokens = network, verifier, max_draft_tokens
@@ -99,7 +107,7 @@ class BoundSequential(BoundDrafter):
         """Writes the rows of a prompt chunk. Of a pair whose token is not known yet the features stay in the ring."""
         rows, starts = batch.forward, batch.forward.metadata.query_start_loc
         counts = starts.diff() if rows.row_counts is None else rows.row_counts
-        last = (starts[:-1] + counts - 1).clamp(min=0).long()
+        last = (starts[:-1] + counts.clamp(min=1) - 1).long()  # a request that only pads has no rows
         token_ids, features = rows.token_ids, None
         if self._ahead:
             token_ids = token_ids.roll(-1).index_copy_(0, last, batch.next_token_ids)
@@ -111,24 +119,41 @@ class BoundSequential(BoundDrafter):
         self._due.index_copy_(0, batch.slots, positions + 1 - self._ahead)
 
     def propose(self, batch: DecodeBatch) -> DraftOutput:
-        """Drafts a chain: all tokens at once with a mask, else one after another."""
-        network, last = self.network, batch.seq_lens - self._ahead
+        """Drafts a chain or a tree: all tokens at once with a mask, else one after another."""
+        network, depth, last = self.network, batch.shape.depth, batch.seq_lens - self._ahead
+        choose = self._guess if batch.shape.is_tree else self._choose
         parallel = network.mask is not None
-        wanted = batch.k if parallel else 1
+        wanted = depth if parallel else 1
         hidden = self._write_lacking(batch, last, batch.anchors, self._most_lacking, wanted)
         # Of rows without features those of accepted drafts are right, and `commit` takes back the others.
-        self._due.index_copy_(0, batch.slots, batch.seq_lens + (0 if self._ahead else batch.k))
-        choices = [self._choose(batch, hidden, 0, wanted)]
-        if not parallel and batch.k > 1:
+        self._due.index_copy_(0, batch.slots, batch.seq_lens + (0 if self._ahead else depth))
+        choices = [choose(batch, hidden, 0, wanted)]
+        if not parallel and depth > 1:
             for draft, (position_ids, metadata) in enumerate(self._single_rows(batch), start=1):
-                rows = Rows(choices[-1].token_ids.flatten(), network.next_features(hidden), position_ids, metadata)
+                newest = choices[-1].token_ids.view(batch.num_reqs, -1)[:, 0]  # the likeliest, where there are several
+                rows = Rows(newest, network.next_features(hidden), position_ids, metadata)
                 hidden = network.forward(rows, self.caches, None)
-                choices.append(self._choose(batch, hidden, draft, 1))
+                choices.append(choose(batch, hidden, draft, 1))
+        if batch.shape.is_tree:
+            return self._tree(batch, *(torch.cat(parts, dim=1) for parts in zip(*choices, strict=True)))
         token_ids, probs, own = (_side_by_side(parts) for parts in zip(*choices, strict=True))
         assert token_ids is not None
         candidate_ids = None if probs is None or network.target_ids is None else network.target_ids.expand(probs.shape)
         forecast = None if own is None else own.cumprod(dim=1).sum(dim=1)
         return DraftOutput(token_ids, probs=probs, candidate_ids=candidate_ids, forecast=forecast)
+
+    def _tree(self, batch: DecodeBatch, token_ids: Tensor, scores: Tensor) -> DraftOutput:
+        """The likeliest paths through guesses [num_reqs, depth, C].
+
+        Drafted one after another, they are those behind the likeliest tokens before them, so that others have nothing behind them.
+        """
+        if self.network.mask is None:
+            edges = torch.full_like(scores, _UNKNOWN)[:, :, None].repeat(1, 1, scores.shape[-1], 1)
+            edges[:, :, 0] = scores
+            scores = edges
+        best = best_first(scores, batch.k)
+        forecast = best.scores.exp().sum(dim=1) if self.forecasts else None
+        return DraftOutput(token_ids.flatten(1).gather(1, best.places), tree=best.tree, forecast=forecast)
 
     def commit(self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput) -> None:
         """Keeps tokens and features of the verified rows; writes what was put off when that is due."""
@@ -138,8 +163,9 @@ class BoundSequential(BoundDrafter):
         if self._ahead:
             self._keep_features(batch.slots[:, None], positions, self._condense(verify))
         else:
-            next_lens = batch.seq_lens + accept.num_accepted + 1
-            self._due.index_copy_(0, batch.slots, torch.minimum(self._due.index_select(0, batch.slots), next_lens))
+            # The last draft of a path may be another than the one that the network went on from.
+            right = batch.seq_lens + accept.num_accepted + (0 if batch.shape.is_tree else 1)
+            self._due.index_copy_(0, batch.slots, torch.minimum(self._due.index_select(0, batch.slots), right))
         if batch.context == "all":
             assert width == 1, "context is put off in steps without drafts"
             newest = accept.next_anchors if self._ahead else batch.anchors
@@ -191,13 +217,13 @@ class BoundSequential(BoundDrafter):
 
     def _single_rows(self, batch: DecodeBatch) -> list[tuple[Tensor, AttentionMetadata]]:
         """Position ids int64 [num_reqs] and metadata of the forwards for the drafts after the first one."""
-        width, behind = batch.shape.rows, 1 - self._ahead  # the first of these rows lies so far behind the anchor
+        depth, width, behind = batch.shape.depth, batch.shape.depth + 1, 1 - self._ahead  # rows begin so far behind the anchor
         slots = batch.slot_mapping(width).view(-1, width).t().contiguous()
         position_ids = batch.position_ids(width).view(-1, width).t().contiguous()
-        ends = torch.arange(behind + 1, behind + batch.k, dtype=torch.int32, device=slots.device)
+        ends = torch.arange(behind + 1, behind + depth, dtype=torch.int32, device=slots.device)
         seq_lens = batch.seq_lens.int() + ends[:, None]
         single = []
-        for row in range(batch.k - 1):
+        for row in range(depth - 1):
             metadata = AttentionMetadata.uniform(
                 1,
                 seq_lens[row],
@@ -212,6 +238,12 @@ class BoundSequential(BoundDrafter):
     def _choose(self, batch: DecodeBatch, hidden: Tensor, first: int, count: int) -> Choice:
         logits = self.network.logits(hidden).view(batch.num_reqs, count, -1)
         return choose(batch, logits, first, self.draft_sampling, self.network.target_ids, wants_own=self.forecasts)
+
+    def _guess(self, batch: DecodeBatch, hidden: Tensor, first: int, count: int) -> Guesses:
+        """So many candidates as a tree of the step's size may need, if each but the likeliest ends a path."""
+        logits, depth = self.network.logits(hidden).view(batch.num_reqs, count, -1), batch.shape.depth
+        most = max(min(MOST_CANDIDATES, batch.k), -(-batch.k // depth))
+        return guess(batch, logits, first, min(most, logits.shape[-1]), self.draft_sampling, self.network.target_ids)
 
     def _condense(self, verify: VerifyOutput) -> Tensor:
         assert verify.aux_hidden is not None, "the engine taps aux_layer_ids"

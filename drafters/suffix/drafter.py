@@ -1,9 +1,9 @@
 """Suffix decoding (arXiv 2411.04975, snowflakedb/ArcticInference) on tensors, so that one code serves every device.
 
-What ArcticInference keeps as suffix trees is found by comparing here: the request's own text, and a pool of past outputs, are
-searched for the request's last tokens in every step. The best occurrences of either are followed back and forth. A chain is the
-continuation that is expected to be accepted for longest (`choice`), from the request or from the pool. A tree holds what followed
-all of them. Every chain has k drafts, whatever they promise, since the step has k rows either way.
+What ArcticInference keeps as suffix trees, of each request and of past outputs, is found by comparing here: a pool of past outputs
+and the request's own text are searched for the request's last tokens in every step. The best occurrences are followed back and
+forth, and counted alike wherever they are. A chain is the continuation that is expected to be accepted for longest (`choice`), a
+tree holds what followed all of them. Every chain has k drafts, whatever they promise, since the step has k rows either way.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from drafters.suffix.choice import best_continuation
-from drafters.suffix.matches import Matches, find, following, last_tokens, repeated
+from drafters.suffix.matches import continued, find, last_tokens
 from drafters.suffix.pool import TextPool
 from specdec.config import DraftSampling
 from specdec.core import AcceptOutput, BoundDrafter, DecodeBatch, Drafter, DraftOutput, Verifier, VerifyOutput
@@ -28,7 +28,7 @@ LONGEST = 64
 POOL_CONTEXT = 4
 """Tokens of a prompt's end that the pool keeps before its output, so that the output's beginning can be found."""
 TREE_OCCURRENCES = 8
-"""Occurrences in each text of which a tree is made, or as many as it takes to fill it."""
+"""Occurrences of which a tree is made, or as many as it takes to fill it."""
 _BY_LENGTH = 4.0  # times as much does a match weigh as one that is a token shorter
 _BY_AGE = 0.9  # the same, of one that is next in order
 _SHORTEST = -16  # tokens by which a match may be shorter and still weigh less; bounds the weights
@@ -41,8 +41,7 @@ class SuffixDrafter(Drafter):
         max_draft_tokens: largest k.
         longest: most tokens of a match that are looked at, and for which one is trusted.
         shortest: tokens of a match that counts. A short one costs nothing: the step has k rows either way.
-        occurrences: of which a chain is the best, in the request and in the pool each; 1 takes the longest match, the latest of
-            equal ones.
+        occurrences: of which a chain is the best; 1 takes the longest match, the latest of equal ones.
         pool_tokens: of past outputs that are kept for all requests; 0 keeps none.
 
     Raises:
@@ -107,30 +106,30 @@ class BoundSuffix(BoundDrafter):
 
     def propose(self, batch: DecodeBatch) -> DraftOutput:
         """Drafts for every request whose last tokens occurred before: k in a chain, up to k in a tree; and 0 for the others."""
-        last = batch.seq_lens[:, None]  # position of the anchor
         self._store(batch, batch.anchors[:, None])
-        texts = self.history[:, : batch.max_seq_len].index_select(0, batch.slots)
-        suffix = last_tokens(texts, last, self._drafter.longest)
-        return self._tree(batch, texts, suffix, last) if batch.shape.is_tree else self._chain(batch, texts, suffix, last)
+        texts, first = self.history[:, : batch.max_seq_len].index_select(0, batch.slots), 0
+        if self.pool:
+            first = len(self.pool.tokens)
+            texts = torch.cat([self.pool.tokens.expand(len(texts), -1), texts], dim=1)
+        last = batch.seq_lens[:, None] + first  # place of the anchor
+        shape, drafter = batch.shape, self._drafter
+        # Of a tree so many that there could be k drafts.
+        count = max(TREE_OCCURRENCES, -(-batch.k // shape.depth)) if shape.is_tree else drafter.occurrences
+        suffix = last_tokens(texts, first, last, drafter.longest)
+        found = find(texts, suffix, count, compared=drafter.compared, shortest=drafter.shortest, before=last)
+        continuations = continued(texts, first, last, found.ends, shape.depth)
+        return self._tree(batch, continuations, found.lengths) if shape.is_tree else self._chain(continuations, found.lengths)
 
-    def _chain(self, batch: DecodeBatch, texts: Tensor, suffix: Tensor, last: Tensor) -> DraftOutput:
-        """The best continuation; of equal ones that of the request itself."""
-        found = self._found(texts, suffix, last, self._drafter.occurrences, batch.k)
-        matches, continuations = (torch.stack(parts, dim=1).flatten(0, 1) for parts in zip(*found, strict=True))
-        scores, places = best_continuation(continuations, matches, self._drafter.longest)
-        scores, source = scores.view(-1, len(found)).max(dim=1)
-        rows = torch.arange(0, len(places), len(found), device=places.device) + source
-        tokens = continuations[rows, places[rows]]
+    def _chain(self, continuations: Tensor, lengths: Tensor) -> DraftOutput:
+        """The best continuation."""
+        scores, places = best_continuation(continuations, lengths, self._drafter.longest)
+        tokens = continuations.gather(1, places[:, None, None].expand(-1, -1, continuations.shape[2])).squeeze(1)
         num_drafts = (tokens >= 0).sum(dim=1) * (scores > 0)
         return DraftOutput(tokens.clamp(min=0), num_drafts=num_drafts, forecast=scores if self.forecasts else None)
 
-    def _tree(self, batch: DecodeBatch, texts: Tensor, suffix: Tensor, last: Tensor) -> DraftOutput:
-        """What followed the best matches, put together; the longer and later a match, the more its continuation weighs."""
-        depth = batch.shape.depth
-        count = max(TREE_OCCURRENCES, -(-batch.k // depth))  # so many that there could be k drafts
-        found = self._found(texts, suffix, last, count, depth)
-        lengths, continuations = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
-        ages = torch.arange(count, device=texts.device).repeat(len(found))
+    def _tree(self, batch: DecodeBatch, continuations: Tensor, lengths: Tensor) -> DraftOutput:
+        """All continuations, put together; the longer and later a match, the more its own weighs."""
+        ages = torch.arange(lengths.shape[1], device=lengths.device)
         longest = lengths.amax(dim=1, keepdim=True)
         weights = _BY_LENGTH ** (lengths - longest).clamp(min=_SHORTEST) * _BY_AGE**ages
         keep = lengths / (lengths + 1)  # so that a match is expected to go on for as many tokens as it has
@@ -138,23 +137,9 @@ class BoundSuffix(BoundDrafter):
         drafts = trie(continuations, tokens, weights, batch.k, keep=keep)
         forecast = None
         if self.forecasts:
-            counts = torch.arange(batch.k, device=texts.device) < drafts.num_drafts[:, None]
+            counts = torch.arange(batch.k, device=lengths.device) < drafts.num_drafts[:, None]
             forecast = torch.where(counts, drafts.scores.exp(), 0.0).sum(dim=1)
         return DraftOutput(drafts.token_ids, num_drafts=drafts.num_drafts, tree=drafts.tree, forecast=forecast)
-
-    def _found(self, texts: Tensor, suffix: Tensor, last: Tensor, count: int, most: int) -> list[tuple[Tensor, Tensor]]:
-        """Lengths [num_reqs, count] of matches and what follows them [num_reqs, count, most], in the request and in the pool."""
-        drafter = self._drafter
-
-        def matches(where: Tensor, before: Tensor | None = None) -> Matches:
-            return find(where, suffix, count, compared=drafter.compared, shortest=drafter.shortest, before=before)
-
-        own = matches(texts, last)
-        found = [(own.lengths, repeated(texts, last, own.ends, most))]
-        if self.pool:
-            past = matches(self.pool.tokens)
-            found.append((past.lengths, following(self.pool.tokens, past.ends, most)))
-        return found
 
     def commit(self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput) -> None:
         """Stores the verified rows; those past the accepted ones lie beyond the next anchor, where nothing looks."""

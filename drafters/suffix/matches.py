@@ -15,7 +15,7 @@ class Matches(NamedTuple):
     """Occurrences of a text's end, the longest first as far as `find` compares, and of equal ones the latest.
 
     Attributes:
-        ends: int64 [num_reqs, C], position of the last token of each.
+        ends: int64 [num_reqs, C], place of the last token of each.
         lengths: int64 [num_reqs, C], how many tokens up to there are the same; 0 where there is no match.
     """
 
@@ -23,30 +23,26 @@ class Matches(NamedTuple):
     lengths: Tensor
 
 
-def last_tokens(texts: Tensor, last: Tensor, count: int) -> Tensor:
-    """int32 [num_reqs, count]: the tokens of `texts` int32 [num_reqs, width] up to position `last` int64 [num_reqs, 1], the latest
-    first.
-    """
+def last_tokens(texts: Tensor, first: int, last: Tensor, count: int) -> Tensor:
+    """int32 [num_reqs, count]: tokens of `texts` int32 [num_reqs, width] from `last` int64 [num_reqs, 1] back to `first`."""
     places = last - torch.arange(count, device=texts.device)
-    return torch.where(places >= 0, texts.gather(1, places.clamp(min=0)), _BEFORE_THE_TEXT)
+    return torch.where(places >= first, texts.gather(1, places.clamp(min=0)), _BEFORE_THE_TEXT)
 
 
-def find(texts: Tensor, suffix: Tensor, count: int, *, compared: int, shortest: int = 1, before: Tensor | None = None) -> Matches:
+def find(texts: Tensor, suffix: Tensor, count: int, *, compared: int, shortest: int, before: Tensor) -> Matches:
     """The `count` best occurrences of a suffix.
 
     Args:
-        texts: int32 [num_reqs or 1, width], where to look; one for all requests, or one for each.
+        texts: int32 [num_reqs, width], where to look.
         suffix: int32 [num_reqs, M], the latest token first.
         count: C.
         compared: tokens by which matches are told apart everywhere, at most M; only the C found are followed back up to M.
         shortest: tokens of a match that counts, at most `compared`.
-        before: int64 [num_reqs, 1], matches end before this position; None for all.
+        before: int64 [num_reqs, 1], matches end before this place.
     """
     width = texts.shape[1]
     columns = torch.arange(width, dtype=torch.int32, device=texts.device)
-    matched = texts == suffix[:, :1]
-    if before is not None:
-        matched = matched & (columns < before)
+    matched = (texts == suffix[:, :1]) & (columns < before)
     lengths = matched.int()
     for j in range(1, min(compared, width)):
         matched = matched[:, 1:] & (texts[:, : width - j] == suffix[:, j : j + 1])
@@ -57,31 +53,25 @@ def find(texts: Tensor, suffix: Tensor, count: int, *, compared: int, shortest: 
     more = torch.arange(compared, suffix.shape[1], device=texts.device)
     if len(more):
         places = ends[..., None] - more
-        earlier = texts.expand(len(suffix), -1).gather(1, places.clamp(0, width - 1).flatten(1)).view_as(places)
+        earlier = texts.gather(1, places.clamp(0, width - 1).flatten(1)).view_as(places)
         agrees = (earlier == suffix[:, None, compared:]) & (places >= 0)
         found = found + (found == compared) * agrees.long().cumprod(dim=2).sum(dim=2)
     return Matches(ends, found)
 
 
-def repeated(texts: Tensor, last: Tensor, ends: Tensor, count: int) -> Tensor:
-    """int64 [num_reqs, C, count], what follows matches in the texts int32 [num_reqs, width] that they are the end of.
+def continued(texts: Tensor, first: int, last: Tensor, ends: Tensor, count: int) -> Tensor:
+    """int64 [num_reqs, C, count], what follows matches; `NOTHING` past the end of a past text.
 
-    A continuation that reaches the end of its text goes on from its start, as an overlapping copy does in LZ77.
+    In the request's own text, a continuation that reaches the end goes on from its start, as an overlapping copy does in LZ77.
 
     Args:
-        texts: of the requests.
-        last: int64 [num_reqs, 1], position of their last tokens.
+        texts: int32 [num_reqs, width], past texts, each with `NOTHING` behind it, and then the request's own.
+        first: where that begins.
+        last: int64 [num_reqs, 1], the place of its last token.
         ends: int64 [num_reqs, C], of the matches.
         count: tokens.
     """
-    steps = torch.arange(count, device=texts.device) % (last - ends).clamp(min=1)[..., None]
-    places = (ends[..., None] + 1 + steps).clamp(max=texts.shape[1] - 1)
-    return texts.gather(1, places.flatten(1)).view_as(places).long()
-
-
-def following(pool: Tensor, ends: Tensor, count: int) -> Tensor:
-    """int64 [num_reqs, C, count], what follows matches in a pool int32 [1, width] of texts; `NOTHING` past the end of each."""
-    width = pool.shape[1]
-    places = ends[..., None] + torch.arange(1, count + 1, device=pool.device)
-    tokens = torch.where(places < width, pool[0][places.clamp(max=width - 1)], NOTHING).long()
-    return torch.where(tokens.cummin(dim=2).values < 0, NOTHING, tokens)
+    steps = torch.arange(count, device=texts.device) % (last - ends).clamp(min=1)[..., None]  # a past text ends before that
+    places = ends[..., None] + 1 + steps
+    tokens = texts.gather(1, places.clamp(max=texts.shape[1] - 1).flatten(1)).view_as(places).long()
+    return torch.where(tokens.cummin(dim=2).values < 0, NOTHING, tokens) if first else tokens

@@ -14,15 +14,14 @@ class TextPool:
         device: where.
 
     Attributes:
-        tokens: int32 [1, size].
+        tokens: int32 [size + 1], the last of them always `NOTHING`.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
         self._size = size
-        # One more cell takes what is not to be kept.
-        self._cells = torch.full((size + 1,), NOTHING, dtype=torch.int32, device=device)
+        # The last cell takes what is not to be kept.
+        self.tokens = torch.full((size + 1,), NOTHING, dtype=torch.int32, device=device)
         self._next = torch.zeros((), dtype=torch.int64, device=device)
-        self.tokens = self._cells[None, :size]
 
     def add(self, text: Tensor, start: Tensor, end: Tensor) -> None:
         """Adds the tokens `start` to `end` - 1 of a text int32 [width]; both int64 [] on the device. Of a long one the end."""
@@ -32,10 +31,10 @@ class TextPool:
         tokens = torch.where(places < end, tokens, NOTHING)
         kept = (places >= start) & (places <= end) & (start < end)
         cells = torch.where(kept, (self._next + places - start) % self._size, self._size)
-        self._cells.index_copy_(0, cells, torch.where(kept, tokens, NOTHING))
+        self.tokens.index_copy_(0, cells, torch.where(kept, tokens, NOTHING))
         self._next.copy_((self._next + kept.sum()) % self._size)
 
     def clear(self) -> None:
         """Forgets all of them."""
-        self._cells.fill_(NOTHING)
+        self.tokens.fill_(NOTHING)
         self._next.zero_()

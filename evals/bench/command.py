@@ -29,8 +29,8 @@ examples:
   specdec bench compare before.json after.json
   specdec bench show report.json --html report.html
 
-Sets: bundled (comes with the package), gsm8k, math500, humaneval, mbpp, mt-bench (from the hub), code, translation, summaries,
-questions, retrieval (made from the manual of the Python that runs), or any JSONL file with --data.
+Sets: bundled (comes with the package), gsm8k, math500, humaneval, mbpp, mt-bench (from the hub), code, editing, translation,
+summaries, questions, retrieval (made from the manual of the Python that runs), or any JSONL file with --data.
 docs/evaluation.md says what is measured and how, and documents the report.
 """
 

@@ -22,8 +22,8 @@ class ModelConfig:
 
     Attributes:
         model: the target: embedded, a folder, or a hub name.
-        drafter: auto (smollm2-dflash for the embedded model, else ngram), smollm2-dflash, ngram, suffix, a checkpoint (folder
-            or hub name), several of these with + between them, or none.
+        drafter: auto (smollm2-dflash for the embedded model, else ngram), smollm2-dflash, ngram, suffix, mtp, a checkpoint of a
+            drafter or a small language model (folder or hub name), several of these with + between them, or none.
     """
 
     model: str = "embedded"

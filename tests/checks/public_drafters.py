@@ -31,6 +31,8 @@ from torch import Tensor
 
 from drafters.fit import fit_of
 from drafters.load import load_drafter
+from specdec.attention.mla import MlaSpec
+from specdec.attention.torch_ref.mla import TorchRefMlaBackend
 from specdec.errors import SpecDecError
 from tests.checks import public_predictions
 from tests.drafters.tiny import FakeVerifier, tiny_target
@@ -199,6 +201,10 @@ def _tiny_verifier(row: Row, config: Mapping[str, Any]) -> FakeVerifier:
     vocabulary = row.vocab_size or sizes.get("vocab_size", TINY["vocab_size"])
     verifier = FakeVerifier(tiny_target(hidden_size=width, vocab_size=vocabulary, num_hidden_layers=1))
     verifier.name, verifier.num_layers = row.target, row.target_layers
+    if "latent" in row.layout:  # such drafters take the target's kind of attention
+        shape = {key: sizes[key] for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")}
+        spec = MlaSpec(verifier.device, verifier.dtype, num_heads=sizes["num_attention_heads"], **shape, block_size=4)
+        verifier.attention = TorchRefMlaBackend(spec)  # type: ignore[assignment]
     return verifier
 
 

@@ -16,7 +16,7 @@ from drafters.eagle3.checkpoint import read_checkpoint as eagle3_checkpoint
 from drafters.license import CARD
 from specdec.cli.main import main
 from specdec.errors import CheckpointError
-from tests.checks.public_drafters import rows, shrunk, write
+from tests.checks.public_drafters import Row, rows, shrunk, write
 from tests.drafters.tiny import TARGET_LAYERS, TINY, write_tiny_dflash
 
 MIXED = replace(TINY, windows=(16, 16, None), causal=(True, True, False))
@@ -69,24 +69,41 @@ def test_mixed_layers_in_words_of_z_lab(tmp_path: Path) -> None:
 
 
 LAYOUTS = (
-    "z-lab", "z-lab, Qwen3.5 on", "speculators DFlash", "DeepSpec DFlash", "JetSpec", "z-lab DFlash 2", "speculators DFlash 2",
-    "DeepSpec DSpark", "SpecForge DSpark", "ModelOpt DSpark", "speculators DSpark",
+    "z-lab", "z-lab, Qwen3.5 on", "speculators DFlash", "DeepSpec DFlash", "z-lab DFlash 2", "speculators DFlash 2",
+    "DeepSpec DSpark", "SpecForge DSpark", "ModelOpt DSpark", "speculators DSpark", "Muse", "ModelOpt",
 )  # fmt: skip
-PUBLIC = [next(row for row in rows() if row.layout == layout) for layout in LAYOUTS]
+UNSAID = {
+    "JetSpec": "no key in the speculators layout",
+    "Domino": "the speculators layout has no domino",
+    "Laguna": "can be read, but not written",
+    "MiMo": "can be read, but not written",
+    "DeepSpec DFlash, Gemma 4": "can be read, but not written",
+}
+"""What is said of those that the layout of speculators has no words for."""
 
 
-@pytest.mark.parametrize("row", PUBLIC, ids=lambda row: row.layout)
-def test_public_drafters(row: Any, tmp_path: Path) -> None:
-    """Scaled down: through the speculators layout and back to z-lab's; causal full layers have no words in the first."""
-    (tmp_path / "a").mkdir()
-    write(tmp_path / "a", shrunk(row.config), row)
-    (tmp_path / "target").mkdir()
-    (tmp_path / "target" / "config.json").write_text(json.dumps({"num_hidden_layers": row.target_layers}))
-    source, target = tmp_path / "a", str(tmp_path / "target")
-    if row.layout == "JetSpec":
-        with pytest.raises(CheckpointError, match="no key in the speculators layout"):
-            convert(source, tmp_path / "b", "speculators", target=target)
-        return
+def scaled_down(layout: str, folder: Path) -> tuple[Row, Path, str]:
+    """The first public drafter of a layout, its folder, and one that stands for its target."""
+    row = next(row for row in rows() if row.layout == layout)
+    for name in ("a", "target"):
+        (folder / name).mkdir()
+    write(folder / "a", shrunk(row.config), row)
+    (folder / "target" / "config.json").write_text(json.dumps({"num_hidden_layers": row.target_layers}))
+    return row, folder / "a", str(folder / "target")
+
+
+@pytest.mark.parametrize("layout", UNSAID)
+def test_public_drafters_that_cannot_be_converted(layout: str, tmp_path: Path) -> None:
+    _, source, target = scaled_down(layout, tmp_path)
+    with pytest.raises(CheckpointError, match=UNSAID[layout]):
+        convert(source, tmp_path / "b", "speculators", target=target)
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_public_drafters(layout: str, tmp_path: Path) -> None:
+    """Scaled down: through the speculators layout and back to z-lab's."""
+    row, source, target = scaled_down(layout, tmp_path)
     convert(source, tmp_path / "b", "speculators", target=target)
     convert(tmp_path / "b", tmp_path / "c", "z-lab")
     config = read_checkpoint(source)[0]

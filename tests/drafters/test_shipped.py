@@ -92,7 +92,7 @@ def test_a_path_is_refused() -> None:
 def test_every_verb_explains_the_default(verb: str, capsys: Capture) -> None:
     assert main([verb, "--help"]) == 0
     assert "--drafter NAME" in (text := " ".join(capsys.readouterr().out.split())) or "--drafter NAME [NAME ...]" in text
-    assert "auto (smollm2-dflash for the embedded model, else ngram), smollm2-dflash, ngram, a checkpoint" in text
+    assert "auto (smollm2-dflash for the embedded model, else ngram), smollm2-dflash, ngram, suffix, mtp, a checkpoint" in text
 
 
 def test_a_sweep_names_what_auto_stands_for_and_knows_each_drafters_k() -> None:

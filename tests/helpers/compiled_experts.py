@@ -11,8 +11,12 @@ if TYPE_CHECKING:
     from tests.helpers.compiled_kernels import Target
 
 
-def expert_kernels(target: "Target") -> Iterator[tuple[str, Any]]:
-    """Routers of Qwen3-30B-A3B, DeepSeek-V2 and DeepSeek-V3; products of the first, and of gpt-oss."""
+def expert_kernels(target: "Target", *, whole: bool) -> Iterator[tuple[str, Any]]:
+    """Routers of Qwen3-30B-A3B, DeepSeek-V2 and DeepSeek-V3; products of the first, and of gpt-oss; or just two."""
+    if not whole:
+        yield "product of 8 rows with experts, gated", expert_product(target, 8, True)
+        yield "product of 4,096 rows with experts", expert_product(target, 4096, False)
+        return
     softmax, groups = Routing(128, 8), Routing(160, 6, num_groups=8, topk_groups=3, renormalized=False)
     sigmoid = Routing(256, 8, "sigmoid", biased=True, num_groups=8, topk_groups=4)
     for title, routing, parts in (("softmax", softmax, 4), ("softmax in groups", groups, 1), ("sigmoid in groups", sigmoid, 1)):

@@ -42,12 +42,14 @@ class Target:
         shared_memory: bytes that one program can have.
         eight_bits: Triton's name of the 8-bit float it computes with; None when there is none.
         is_cdna: AMD's for computing, which `auto` serves.
+        leads: stands for the others of its maker in all that multiplies no matrices and has no tile that depends on the memory.
     """
 
     compiler: tuple[str, int | str, int]
     shared_memory: int
     eight_bits: str | None = "fp8e4nv"
     is_cdna: bool = False
+    leads: bool = False
 
     @property
     def overlaps(self) -> bool:
@@ -65,9 +67,9 @@ def _amd(name: str, threads: int, **options: Any) -> Target:
 
 
 TARGETS = {
-    "sm_90": Target(("cuda", 90, 32), 227 * 1024),
+    "sm_90": Target(("cuda", 90, 32), 227 * 1024, leads=True),
     "sm_89": Target(("cuda", 89, 32), 99 * 1024),
-    "gfx942": _amd("gfx942", 64, eight_bits="fp8e4b8", is_cdna=True),
+    "gfx942": _amd("gfx942", 64, eight_bits="fp8e4b8", is_cdna=True, leads=True),
     "gfx950": _amd("gfx950", 64, is_cdna=True),
     "gfx1100": _amd("gfx1100", 32, eight_bits=None),
     "gfx1201": _amd("gfx1201", 32),
@@ -89,15 +91,23 @@ def use_of(kernel: Any) -> Use:
 
 
 def kernels(target: Target, *, every_shape: bool = True) -> Iterator[tuple[str, Any]]:
-    """Name and compiled form of every kernel, in shapes of an 8 B model and of the embedded one, or in few of them."""
+    """Name and compiled form of every kernel, in shapes of an 8 B model and of the embedded one.
+
+    Without `every_shape` a target that leads has few shapes of attention, and any other just one or two of every kernel whose code
+    its matrix instructions and its memory decide.
+    """
+    whole = every_shape or target.leads
     yield from attention_kernels(target, every_shape=every_shape)
-    yield from other_kernels(target)
-    yield from argmax_kernels(target)
-    yield from sampler_kernels(target)
-    yield from expert_kernels(target)
-    yield from packed_kernels(target)
-    yield from recurrence_kernels(target)
-    yield from tree_kernels(target)
+    if whole:
+        yield from other_kernels(target)
+        yield from argmax_kernels(target)
+        yield from sampler_kernels(target)
+    yield from product_kernels(target)
+    yield from expert_kernels(target, whole=whole)
+    yield from packed_kernels(target, whole=whole)
+    yield from recurrence_kernels(target, whole=whole)
+    if whole:
+        yield from tree_kernels(target)
 
 
 def attention_kernels(target: Target, *, every_shape: bool) -> Iterator[tuple[str, Any]]:
@@ -253,8 +263,6 @@ def other_kernels(target: Target) -> Iterator[tuple[str, Any]]:
             constants=sizes | {"BLOCK": triton_grouped_convolution.CHANNELS_PER_PROGRAM, **overlap},
         ),
     )
-    for gated, splits, count in ((False, 2, 64), (True, 1, 16)):
-        yield f"product of {count} rows" + (" with SwiGLU" if gated else ""), few_rows(target, gated, splits, count)
     heads = dict.fromkeys(("query", "key", "value", "rotated", "key_cache", "value_cache", "cos", "sin"), "bf16")
     heads |= {"query_norm": "bf16", "key_norm": "bf16", "value_norm": "fp32", "slot_mapping": "i64"}
     rope = partial(compiled, triton_rope._rope_store_kernel, floats=("epsilon", "limit"))
@@ -265,6 +273,12 @@ def other_kernels(target: Target) -> Iterator[tuple[str, Any]]:
     if target.eight_bits:
         eight = dict.fromkeys(("key_cache", "value_cache"), target.eight_bits)
         yield "8-bit cache write", rope(pointers=heads | eight, constants=shape | absent)
+
+
+def product_kernels(target: Target) -> Iterator[tuple[str, Any]]:
+    """Split and gated."""
+    for gated, splits, count in ((False, 2, 64), (True, 1, 16)):
+        yield f"product of {count} rows" + (" with SwiGLU" if gated else ""), few_rows(target, gated, splits, count)
 
 
 def few_rows(target: Target, gated: bool, splits: int, count: int) -> Any:

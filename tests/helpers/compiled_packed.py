@@ -12,9 +12,22 @@ from tests.helpers.triton_interpreter import compile_for
 if TYPE_CHECKING:
     from tests.helpers.compiled_kernels import Target
 
+GPT_OSS = (2880, 2880, 4, 32)
+"""Inputs, width, experts of a row, experts."""
 
-def packed_kernels(target: "Target") -> Iterator[tuple[str, Any]]:
-    """Products of an 8 B model, few rows and many, with each code; experts of gpt-oss and of Qwen3-30B-A3B; numbers in memory."""
+
+def packed_kernels(target: "Target", *, whole: bool) -> Iterator[tuple[str, Any]]:
+    """Products of an 8 B model, few rows and many, with each code; experts of gpt-oss and of Qwen3-30B-A3B; numbers in memory.
+
+    Or each code once, with few rows, 64 or many.
+    """
+    if not whole:
+        yield "product of 64 rows in e4m3", product(target, "e4m3", 128, 64, gated=True)
+        yield "product of 256 rows in int8", product(target, "int8", 4096, 256)
+        yield "product of 8 rows in int4", product(target, "int4", 128, 8, gated=True, zeros=True)
+        yield "product of 64 rows with experts in e2m1", experts(target, "e2m1", 32, 64, GPT_OSS, "swiglu_oai")
+        yield "product of 4,096 rows with experts in e2m1", experts(target, "e2m1", 32, 4096, GPT_OSS, "swiglu_oai")
+        return
     cases: tuple[tuple[Code, int, bool, bool], ...]
     cases = ("e4m3", 128, True, False), ("int8", 4096, False, False), ("int4", 128, True, True)
     for code, group, gated, zeros in cases:
@@ -25,8 +38,7 @@ def packed_kernels(target: "Target") -> Iterator[tuple[str, Any]]:
     yield "product of 256 rows in int4", product(target, "int4", 128, 256)
     yield "product of 8 rows in e4m3, float16", product(target, "e4m3", 128, 8, dtype="fp16")
     for rows in (1, 64, 4096):
-        sizes = (2880, 2880, 4, 32)
-        yield f"product of {rows:,} rows with experts in e2m1", experts(target, "e2m1", 32, rows, sizes, "swiglu_oai")
+        yield f"product of {rows:,} rows with experts in e2m1", experts(target, "e2m1", 32, rows, GPT_OSS, "swiglu_oai")
         yield f"product of {rows:,} rows with experts in e4m3", experts(target, "e4m3", 128, rows, (2048, 768, 8, 128), "silu")
     weight = shell("int4", 128, 4096, 4096, True)
     constants = codes_of(weight, target, zeros=True)

@@ -26,8 +26,14 @@ INTEGERS = dict.fromkeys(("slots", "starts", "counts", "lengths"), "i64") | {"fi
 FLOATS = {"factors": "fp32", "gates": "fp32", "state": "fp32", "skip": "fp32", "rate": "fp32", "sums": "fp32"}
 
 
-def recurrence_kernels(target: "Target") -> Iterator[tuple[str, Any]]:
-    """Layers of Qwen3.5-9B, of a Mamba-2 hybrid and of Kimi Linear: steps, prompts, and what gates their output."""
+def recurrence_kernels(target: "Target", *, whole: bool) -> Iterator[tuple[str, Any]]:
+    """Layers of Qwen3.5-9B, of a Mamba-2 hybrid and of Kimi Linear: steps, prompts, and what gates their output.
+
+    Or just those that multiply matrices.
+    """
+    if not whole:
+        yield from chunk_kernels(target, whole=False)
+        return
     for title, sizes in (("delta rule", DELTA), ("Mamba-2", PLAIN), ("decays by key", BY_KEY)):
         yield f"inputs of a recurrence, {title}", inputs(target, sizes)
         for final in (False, True):
@@ -58,7 +64,7 @@ def recurrence_kernels(target: "Target") -> Iterator[tuple[str, Any]]:
         )
         yield f"norm with a gate{title}", norm
     constants = {"BLOCK": triton_gated_norm.BLOCK, "OVERLAP": target.overlaps}
-    yield from chunk_kernels(target)
+    yield from chunk_kernels(target, whole=True)
     yield "sigmoid gate", compile_for(triton_gated_norm._sigmoid_gate_kernel, target.compiler, pointers=gates, constants=constants)
 
 
@@ -106,12 +112,14 @@ def serial(target: "Target", sizes: dict[str, Any], dtype: str = "bf16", **const
     )
 
 
-def chunk_kernels(target: "Target") -> Iterator[tuple[str, Any]]:
-    """Those of prompts."""
+def chunk_kernels(target: "Target", *, whole: bool) -> Iterator[tuple[str, Any]]:
+    """Those of prompts, or those of them that multiply matrices in half precision."""
     cases = ("delta rule", DELTA, "bf16"), ("Mamba-2", PLAIN, "bf16"), ("decays by key", BY_KEY, "bf16"), ("float32", DELTA, "fp32")
     for title, sizes, dtype in cases:
         if (dtype == "fp32" or sizes is BY_KEY) and not (target.overlaps or target.is_cdna):
             continue  # it takes a compiler long
+        if dtype == "fp32" and not whole:
+            continue
         types = INTEGERS | FLOATS | {"channels": dtype, "output": dtype, "meetings": dtype, "systems": "fp32", "inverses": "fp32"}
         constants: dict[str, Any] = sizes | {"KEYS": 128, "OVERLAP": target.overlaps}
         if sizes is BY_KEY:
@@ -136,6 +144,8 @@ def chunk_kernels(target: "Target") -> Iterator[tuple[str, Any]]:
                 num_stages=chunks.stages_for(target.shared_memory),
             ),
         )
+    if not whole:
+        return
     yield (
         "inverses of a recurrence's chunks",
         compile_for(

@@ -1,19 +1,23 @@
 """Tiny Gemma 4 assistants on disk, and transformers' own classes with the same weights."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig, PreTrainedModel
+from transformers import AutoConfig, Gemma4TextConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from tests.helpers.tiny_models import VOCAB, plain_model, tiny_tokenizer
 
 WIDTH = 24
 """Of an assistant's layers; its targets are wider."""
+TOKENS = VOCAB + 1
+"""Of targets and assistants, so that they make clusters of two."""
 
 
 @contextmanager
@@ -30,8 +34,21 @@ def sharing() -> Iterator[None]:
             "reuse" if layer >= first else "store" if layer in last.values() else None for layer in range(config.num_hidden_layers)
         ]
 
-    with patch.object(Gemma4TextConfig, "kv_sharing_modes", property(modes), create=True):
+    with ExitStack() as stack:
+        for kind in {Gemma4TextConfig, type(AutoConfig.for_model(_text_type(unified=True)))}:
+            stack.enter_context(patch.object(kind, "kv_sharing_modes", property(modes), create=True))
         yield
+
+
+def _text_type(*, unified: bool) -> str:
+    """Of an assistant's layers; the 12B model's are of a type of their own, where transformers has it."""
+    return "gemma4_unified_text" if unified and "gemma4_unified_text" in CONFIG_MAPPING_NAMES else "gemma4_text"
+
+
+def assistant_class(config: Any) -> Any:
+    """Transformers' class of an assistant, which none of its auto classes has."""
+    folder = import_module(f"transformers.models.{config.model_type}")
+    return getattr(folder, type(config).__name__.replace("Config", "ForCausalLM"))
 
 
 def write_assistant(path: Path, target: PreTrainedModel, *, clusters: bool = False, seed: int = 3) -> PreTrainedModel:
@@ -49,8 +66,13 @@ def write_assistant(path: Path, target: PreTrainedModel, *, clusters: bool = Fal
     text |= {"head_dim": 16, "num_key_value_heads": 2, "global_head_dim": 24, "max_position_embeddings": 512}
     if getattr(theirs, "attention_k_eq_v", False):
         text |= {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
-    config = Gemma4AssistantConfig(
-        text_config=Gemma4TextConfig(
+    kind = _text_type(unified="unified" in theirs.model_type)
+    if kind == "gemma4_text":
+        text |= {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+    config = AutoConfig.for_model(
+        kind.replace("_text", "_assistant"),
+        text_config=AutoConfig.for_model(
+            kind,
             **text,
             hidden_size=WIDTH,
             intermediate_size=40,
@@ -58,18 +80,17 @@ def write_assistant(path: Path, target: PreTrainedModel, *, clusters: bool = Fal
             layer_types=["sliding_attention", "sliding_attention", "full_attention"],
             num_attention_heads=4,
             num_kv_shared_layers=3,
-            hidden_size_per_layer_input=0,
-            vocab_size_per_layer_input=0,
             initializer_range=0.3,
             pad_token_id=0,
         ),
         backbone_hidden_size=theirs.hidden_size,
         use_ordered_embeddings=clusters,
-        num_centroids=VOCAB,
+        num_centroids=TOKENS // 2,
         centroid_intermediate_top_k=9,
     )
     with sharing():
-        model = Gemma4AssistantForCausalLM._from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+        made = assistant_class(config)._from_config(config, attn_implementation="eager", dtype=torch.float32)
+    model: PreTrainedModel = made.eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -80,7 +101,7 @@ def write_assistant(path: Path, target: PreTrainedModel, *, clusters: bool = Fal
             if name.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5)
             if name.endswith("token_ordering"):
-                buffer.copy_(torch.randperm(VOCAB))
+                buffer.copy_(torch.randperm(TOKENS))
     model.save_pretrained(path)
     return model
 
@@ -88,7 +109,7 @@ def write_assistant(path: Path, target: PreTrainedModel, *, clusters: bool = Fal
 def gemma4_target(path: Path, name: str, seed: int = 0) -> PreTrainedModel:
     """Saves a tiny Gemma 4 of that name and returns it."""
     with sharing():
-        model = plain_model(name, seed)
+        model = plain_model(name, seed, vocab_size=TOKENS, vocab_size_per_layer_input=TOKENS)
     model.save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
     return model

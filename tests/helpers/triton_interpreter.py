@@ -33,10 +33,10 @@ def require_triton() -> torch.device:
 def _hasten() -> None:
     """Leaves out what more than doubles the interpreter's time and adds nothing.
 
-    It makes Triton's language its own at every launch and again at every call within a kernel: here once per module, for good. And it
-    computes whether integers overflow, which only a debug option has it look at.
+    It makes Triton's language its own at every launch and at every call within a kernel: here once per module, for good. And it
+    computes whether integers overflow, which it looks at in its debug mode alone.
     """
-    interpreter = import_module("triton.runtime.interpreter")
+    interpreter: Any = import_module("triton.runtime.interpreter")
     adapt, builder = interpreter._patch_lang, interpreter.interpreter_builder
     adapted = set()
 

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from drafters.dflash.convolution import DFlashConvolution
 from drafters.dflash.model import DFlashModel
+from drafters.training.config import TrainConfig
 from drafters.training.shape import make_drafter
 from specdec.errors import CheckpointError
 from tests.drafters.dflash.test_drafter import dense_hidden
@@ -77,8 +78,7 @@ def test_new_ones_change_nothing() -> None:
 def test_training_starts_from_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its random first weights leave convolutions alone."""
     monkeypatch.setattr("drafters.training.shape.new_config", lambda *_: CONVOLVED)
-    config: Any = type("Config", (), {"init": None, "seed": 3})
-    model = make_drafter(config, None, None)
+    model = make_drafter(TrainConfig(out="nowhere"), FakeVerifier(), None)
     fresh = DFlashConvolution(CONVOLVED).state_dict()
     for module in (module for module in model.modules() if isinstance(module, DFlashConvolution)):
         assert all(tensor.equal(fresh[name]) for name, tensor in module.state_dict().items())

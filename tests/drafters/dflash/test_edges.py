@@ -43,7 +43,7 @@ def correction(head: HeadConfig, tensors: dict[str, Tensor], paper: Any, hidden:
 
 
 def edges_by_hand(config: Any, request: int, depth: int, count: int) -> tuple[list[list[int]], list[list[list[float]]]]:
-    """Candidates of every slot, the best first, and the table of `edges_of`; states are those along the best chain."""
+    """Candidates of every slot, the best first, and the table of `logprobs_of`; states are those along the best chain."""
     hidden, logits = backbone(config, request)
     tensors, log_q = head_tensors(config), logits.log_softmax(-1)
     columns = log_q.topk(count).indices.tolist()

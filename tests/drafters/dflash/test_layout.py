@@ -10,8 +10,9 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from drafters.dflash.config import DFlashConfig
+from drafters.dflash.config_json import config_json
 from drafters.dflash.coupling import Coupling
-from drafters.dflash.layout import config_json, parse_config
+from drafters.dflash.layout import parse_config
 from drafters.dflash.model import DFlashModel
 from drafters.dflash2.selector import SelectorConfig
 from drafters.dspark.markov import MarkovConfig
@@ -188,6 +189,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (zlab(architectures=["DSparkDraftModel"], markov_rank=-1), r"markov_rank is -1; it must lie in \[1"),
     (zlab(architectures=["DSparkDraftModel"], markov_rank=8, dspark_draft_topk=0), "dspark_draft_topk is 0"),
     (zlab(architectures=["DSparkDraftModel"], markov_rank=8, markov_head_type="rnn", sample_from_anchor=False), "'rnn' without"),
+    (zlab(architectures=["DSparkDraftModel"], markov_rank=8, markov_window=3), "config.json says markov_window of a head"),
     (zlab(sample_from_anchor=True, dspark_bonus_anchor=True), "sample_from_anchor and dspark_bonus_anchor disagree"),
     (zlab(own={"dflash_query_causal": True}), r"dflash_config says dflash_query_causal, which .* not know \(known: .*causal_head"),
     (zlab(own={"log_snr_conditioning": None}), "dflash_config says log_snr_conditioning"),

@@ -7,15 +7,26 @@ import pytest
 import torch
 from torch import Tensor
 
+from drafters.composed.drafter import ComposedDrafter
 from drafters.draft_model.drafter import DraftModel
+from drafters.ngram import NGramDrafter
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
-from specdec.core import Verifier
+from specdec.core import Drafter, Verifier
 from specdec.decoder import SpecDecoder, find_drafter
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request
 from specdec.errors import CheckpointError, InvalidInputError
+from tests.drafters.eagle3.heads import random_eagle3
 from tests.drafters.sequential.toy import Noted, check_drafts, noted_run
-from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_greedy, plain_model, random_prompts, tiny_tokenizer
+from tests.helpers.tiny_models import (
+    VOCAB,
+    paged_verifier,
+    plain_greedy,
+    plain_model,
+    random_dflash,
+    random_prompts,
+    tiny_tokenizer,
+)
 
 K = 4
 
@@ -45,7 +56,7 @@ def check_text(model: Any, noted: list[Noted], *, every: int = 6) -> None:
             assert drafts[: len(own)] == own
 
 
-def run(verifier: Verifier, drafter: DraftModel | None, prompts: list[list[int]], **changes: Any) -> list[Request]:
+def run(verifier: Verifier, drafter: Drafter | None, prompts: list[list[int]], **changes: Any) -> list[Request]:
     """All prompts in one engine; `changes` are of its config or of sampling."""
     sampling: dict[str, Any] = {name: changes.pop(name) for name in ("temperature", "top_k", "max_tokens") if name in changes}
     options: dict[str, Any] = {
@@ -136,6 +147,19 @@ def test_beyond_its_own_length_it_drafts_nothing(target: Verifier) -> None:
     assert drafted.output_token_ids == plain.output_token_ids
     # Drafts of the step at length 18 are those for positions 19 and 20: the model has positions 0 to 19.
     assert drafted.num_emitted == [5, 5, 5, 3, *[1] * 21]
+
+
+def test_beside_another_drafter(target: Verifier) -> None:
+    """Each has its own caches in the target's blocks, and the one that is right is believed before long."""
+    model = plain_model("gemma4_shared")
+    verifier = paged_verifier(model)
+    both = ComposedDrafter([random_dflash(verifier), DraftModel(paged_verifier(model), verifier, max_draft_tokens=K)])
+    prompts = random_prompts(3)
+    plain, drafted = run(verifier, None, prompts, max_tokens=60), run(verifier, both, prompts, max_tokens=60)
+    assert [request.output_token_ids for request in drafted] == [request.output_token_ids for request in plain]
+    assert all(set(request.num_emitted[-4:-1]) == {K + 1} for request in drafted)
+    eagle3 = random_eagle3(target, K)
+    assert ComposedDrafter([NGramDrafter(), eagle3]).tokens_ahead == eagle3.tokens_ahead == 1
 
 
 @pytest.mark.parametrize(

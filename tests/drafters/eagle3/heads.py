@@ -50,11 +50,11 @@ SPECULATORS: dict[str, Any] = {
 }
 
 
-def head_tensors(raw: Mapping[str, Any], seed: int = 1, **shapes: tuple[int, ...]) -> dict[str, Tensor]:
-    """Random weights, norms around 1, and for a reduced vocabulary a map to every second token; `shapes` are of more tensors."""
-    generator = torch.Generator().manual_seed(seed)
+def head_tensors(raw: Mapping[str, Any], extra: Mapping[str, tuple[int, ...]] | None = None) -> dict[str, Tensor]:
+    """Random weights, norms around 1, and for a reduced vocabulary a map to every second token; `extra` are further shapes."""
+    generator = torch.Generator().manual_seed(1)
     config, tensors = parse_config(raw), {}
-    for name, shape in {**tensor_shapes(config), **shapes}.items():
+    for name, shape in {**tensor_shapes(config), **(extra or {})}.items():
         random = torch.randn(shape, generator=generator)
         tensors[name] = 1 + 0.3 * random if "norm" in name else 0.3 * random
     if config.draft_vocab_size is not None:

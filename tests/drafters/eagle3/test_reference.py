@@ -66,7 +66,7 @@ def test_the_papers_formulas(taps: str, own_embeddings: bool, tmp_path: Path) ->
     changes, states = TAPS[taps]
     raw = {**SGLANG, **changes}
     extra = {"embed_tokens.weight": (LLAMA["vocab_size"], LLAMA["hidden_size"])} if own_embeddings else {}
-    tensors = head_tensors(raw, **extra)
+    tensors = head_tensors(raw, extra)
     model, drafter, noted = run(write_head(tmp_path / "head", raw, tensors))
     assert drafter.max_draft_tokens == 7
     table = tensors.get("embed_tokens.weight", model.get_input_embeddings().weight)
@@ -133,7 +133,7 @@ def test_speculators_eagle3(variant: str, tmp_path: Path) -> None:
     """The logits of every draft are those of its own unrolled steps."""
     speculators("models.eagle3.core")
     raw = {**SPECULATORS, **VARIANTS[variant]}
-    tensors = head_tensors(raw, **{"lm_head.weight": (raw["draft_vocab_size"], LLAMA["hidden_size"])})
+    tensors = head_tensors(raw, {"lm_head.weight": (raw["draft_vocab_size"], LLAMA["hidden_size"])})
     # Its unrolled steps leave a window where it is at the first of them; in decoding it goes along.
     model, _, noted = run(write_head(tmp_path / "head", raw, tensors), k=1 if variant == "windows" else 4)
     reference, calls = reference_model("eagle3", "Eagle3", raw, tensors, model.get_input_embeddings().weight)

@@ -5,16 +5,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from drafters.load import load_drafter
-from drafters.mtp.assistant import AssistantDrafter
+from drafters.mtp.assistant import AssistantDrafter, BoundAssistant
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
-from specdec.core import Drafter, Verifier
+from specdec.core import DecodeBatch, Drafter, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.errors import CheckpointError
 from tests.drafters.sequential.toy import Noted, noted_run
 from tests.helpers.tiny_assistants import assistant_logits, gemma4_target, write_assistant
-from tests.helpers.tiny_models import WINDOW, random_prompts
+from tests.helpers.tiny_models import CONFIGS, WINDOW, random_prompts
 from verifiers.load import load_verifier
 
 K = 3
@@ -52,6 +53,7 @@ def worst(target: Any, assistant: Any, noted: list[Noted], wrong: str = "") -> f
         ("gemma4", False),
         ("gemma4_shared", True),
         pytest.param("gemma4_moe", False, marks=pytest.mark.slow),
+        *[pytest.param("gemma4_unified", False, marks=pytest.mark.slow)] * ("gemma4_unified" in CONFIGS),
         pytest.param("gemma4", True, marks=pytest.mark.slow),
     ],
 )
@@ -65,6 +67,27 @@ def test_drafts_are_those_of_transformers(name: str, clusters: bool, tmp_path: P
     assert worst(target, assistant, noted) < TOLERANCE
     wrong = {kind: worst(target, assistant, noted, kind) for kind in ("position", "order", "scale")}
     assert min(wrong.values()) > 10 * TOLERANCE, wrong
+
+
+def test_accepted_drafts_leave_their_hidden_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With drafts that are right up to each depth in turn; catches a hidden state of another row of the step before."""
+    target, assistant, verifier, drafter = case("gemma4", tmp_path)
+    options: dict[str, Any] = {"num_draft_tokens": K, "max_num_seqs": 1}
+    _, (plain,), _ = noted_run(verifier, drafter, [[5, 9, 33]], **options)
+    offered, steps = BoundAssistant._choose, [0]
+
+    def right(self: BoundAssistant, batch: DecodeBatch, hidden: Tensor, first: int, count: int) -> Any:
+        chosen = offered(self, batch, hidden, first, count)
+        steps[0] += first == 0
+        position = int(batch.seq_lens) + first + 1
+        if first >= steps[0] % (K + 1) or position >= len(plain.token_ids):
+            return chosen
+        return chosen._replace(token_ids=torch.tensor([[plain.token_ids[position]]]))
+
+    monkeypatch.setattr(BoundAssistant, "_choose", right)
+    _, (request,), noted = noted_run(verifier, drafter, [[5, 9, 33]], **options)
+    assert request.token_ids == plain.token_ids and {1, 2, 3, 4} <= set(request.num_emitted)
+    assert worst(target, assistant, noted) < TOLERANCE
 
 
 def test_nothing_is_cached_twice(tmp_path: Path) -> None:

@@ -6,10 +6,13 @@ import pytest
 import torch
 
 from drafters.sequential.drafter import MOST_DEFERRED, BoundSequential, SequentialDrafter
+from drafters.sequential.network import Rows
+from specdec.attention.backend import AttentionMetadata
 from specdec.config import CacheConfig, SamplingParams
+from specdec.core import ForwardInput, PrefillBatch, VerifyOutput
 from specdec.engine.engine import SpecEngine
 from specdec.kv_cache import prefix_hashes
-from tests.drafters.sequential.toy import case, check_drafts, noted_run
+from tests.drafters.sequential.toy import HIDDEN, TAPS, case, check_drafts, noted_run
 from tests.helpers.tiny_models import random_prompts
 
 K = 4
@@ -77,6 +80,23 @@ def _at(text: list[int], position: int, otherwise: int) -> int:
     return text[position] if position < len(text) else otherwise
 
 
+@pytest.mark.parametrize("kind", ["pairs", "tokens", "pairs at once"])
+def test_trees_leave_rows_as_they_should_be(kind: str) -> None:
+    """Paths that end in another token than the one that the network went on from; their rows are made anew."""
+    model, verifier, network = case(**KINDS[kind])
+    drafter = SequentialDrafter(network, verifier, max_draft_tokens=K)
+    sampling = SamplingParams(max_tokens=40, ignore_eos=True)
+    _, requests, noted = noted_run(verifier, drafter, random_prompts(3), sampling=sampling, tree_nodes=40, num_draft_tokens="auto")
+    emitted = [count for request in requests for count in request.num_emitted]
+    by_request = {(one.request.request_id, one.length): one for one in noted}
+    others = 0
+    for one in noted:  # accepted, and not what the chain has
+        token = one.request.token_ids[one.length + 1 : one.length + 2]
+        others += (one.request.request_id, one.length + 1) not in by_request and token != one.drafts[:1]
+    assert others > 5 and max(emitted) > 1
+    check_drafts(model, network, noted, least=20)
+
+
 @pytest.mark.parametrize("kind", ["pairs", "tokens"])
 def test_reused_prefixes_have_their_rows(kind: str) -> None:
     """Prompts that part at a block's border, and behind it; catches a pair that is cached with the token of another prompt."""
@@ -114,3 +134,22 @@ def test_drafts_at_the_end_of_the_model_are_like_any_others() -> None:
     _, requests, noted = noted_run(verifier, drafter, random_prompts(3, longest=20), max_model_len=30)
     assert any(len(request.token_ids) == 30 for request in requests)
     check_drafts(model, network, [one for one in noted if one.length + K < 30])
+
+
+def test_padding_requests_of_a_prefill_touch_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that only pads has no last row; catches one that is taken from the request before it."""
+    _, verifier, network = case()
+    drafter = SequentialDrafter(network, verifier, max_draft_tokens=K)
+    bound = drafter.bind(verifier, [], max_num_seqs=3, max_len=64, draft_sampling="greedy")
+    assert isinstance(bound, BoundSequential)
+    seen: list[Rows] = []
+    monkeypatch.setattr(network, "forward", lambda rows, caches, wanted: seen.append(rows))
+    table = torch.zeros(3, 16, dtype=torch.int32)
+    lengths, counts = torch.tensor([4, 4, 4], dtype=torch.int32), torch.tensor([3, 4, 0])
+    metadata = AttentionMetadata.uniform(4, lengths, table, torch.zeros(12, dtype=torch.long), max_seq_len=4)
+    tokens, features = torch.arange(10, 22), torch.randn(12, len(TAPS) * HIDDEN)
+    rows = ForwardInput(tokens, torch.arange(4).repeat(3), metadata, row_counts=counts)
+    bound.prefill(PrefillBatch(rows, torch.arange(3), torch.tensor([50, 60, 0])), VerifyOutput(torch.zeros(0), features))
+    assert seen[0].token_ids[[2, 7]].tolist() == [50, 60] and seen[0].token_ids[:2].tolist() == [11, 12]
+    assert bound._due[:2].tolist() == [2, 3]
+    torch.testing.assert_close(bound._features[1, 3], network.condense(features[7:8])[0])

@@ -39,6 +39,7 @@ def cached(engine: SpecEngine, blocks: slice) -> list[torch.Tensor]:
     ("drafter", "sampling", "changes"),
     [
         ("pairs", "greedy", {}),
+        ("tokens", "mixed", {"tree_nodes": 12}),
         ("tokens", "mixed", {}),
         ("pairs at once", "greedy", {}),
         ("eagle3", "mixed", {"draft_sampling": "probabilistic"}),

@@ -53,8 +53,22 @@ def test_a_target_that_drafts_for_itself_is_right(draft_sampling: str) -> None:
         assert [request.num_emitted for request in requests] == [[K + 1] * 5] * 3, kind
 
 
+@pytest.mark.parametrize("nodes", [1, 64])
+def test_the_trees_of_a_target_that_drafts_for_itself(nodes: int) -> None:
+    """Where a tree has room for all candidates, its likeliest path is in it, and is right."""
+    verifier = paged_verifier(plain_model("llama"))
+    drafter = SequentialDrafter(SelfNetwork(verifier), verifier, max_draft_tokens=K)
+    depth = min(nodes, K)
+    for seed, kind in enumerate(KINDS[:3]):
+        sampling = SamplingParams(max_tokens=4 * (depth + 1) + 1, ignore_eos=True, seed=seed, **kind)
+        _, requests, _ = noted_run(
+            verifier, drafter, random_prompts(3), sampling=sampling, tree_nodes=nodes, num_draft_tokens="auto"
+        )
+        assert [request.num_emitted for request in requests] == [[depth + 1] * 4] * 3, kind
+
+
 @pytest.mark.parametrize("kind", [{}, {"features": False}, {"parallel": True}, {"reduced": True}], ids=str)
-@pytest.mark.parametrize("draft_sampling", ["coupled", "greedy"])
+@pytest.mark.parametrize("draft_sampling", ["coupled", "greedy", "trees"])
 def test_point_masses_leave_the_text_of_a_seed(kind: dict[str, Any], draft_sampling: str) -> None:
     """Output with a seed is that without drafts, in batches of requests of every kind."""
     verifier = paged_verifier(plain_model("llama"))
@@ -67,7 +81,8 @@ def test_point_masses_leave_the_text_of_a_seed(kind: dict[str, Any], draft_sampl
         return [request.output_token_ids for request in requests]
 
     plain = texts(SpecEngine(verifier))
-    engine, _, _ = noted_run(verifier, toy_drafter(verifier, K, **kind), [], draft_sampling=draft_sampling)
+    options = {"tree_nodes": 12, "num_draft_tokens": "auto"} if draft_sampling == "trees" else {"draft_sampling": draft_sampling}
+    engine, _, _ = noted_run(verifier, toy_drafter(verifier, K, **kind), [], **options)
     assert texts(engine) == plain
 
 
@@ -103,25 +118,30 @@ def test_forecasts_are_of_the_drafts_own_probabilities(draft_sampling: str) -> N
 
 
 @torch.inference_mode()
-def test_a_reduced_vocabulary_says_what_its_probabilities_are_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reduced_vocabulary_says_what_its_probabilities_are_of() -> None:
     """Drafts are tokens of the target, and each has the probability that their distribution states."""
     verifier = paged_verifier(plain_model("llama"))
     drafter = toy_drafter(verifier, K, reduced=True)
     assert isinstance(drafter.network, ToyNetwork)
-    outputs: list[tuple[DecodeBatch, DraftOutput]] = []
+    outputs: list[DraftOutput] = []
 
     def listening(engine: SpecEngine) -> None:
         bound = engine.runner.drafter
         assert bound is not None
         propose = bound.propose
-        monkeypatch.setattr(bound, "propose", lambda batch: outputs.append((batch, propose(batch))) or outputs[-1][1])
+
+        def proposing(batch: DecodeBatch) -> DraftOutput:
+            outputs.append(propose(batch))
+            return outputs[-1]
+
+        bound.propose = proposing  # type: ignore[method-assign]
 
     sampling = SamplingParams(max_tokens=30, temperature=1.0, seed=3, ignore_eos=True)
     _, _, noted = noted_run(
         verifier, drafter, random_prompts(3), sampling=sampling, draft_sampling="probabilistic", prepare=listening
     )
     rows = iter(noted)
-    for _, output in outputs:
+    for output in outputs:
         assert output.probs is not None and output.candidate_ids is not None
         for tokens, probs, ids in zip(output.token_ids, output.probs, output.candidate_ids, strict=True):
             torch.testing.assert_close(probs, next(rows).logits.softmax(-1))

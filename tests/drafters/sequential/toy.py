@@ -136,7 +136,10 @@ def plain_logits(network: Any, text: Sequence[int], aux_hidden: Tensor | None, d
 
 
 class Noted(NamedTuple):
-    """Drafts of a request after `length` tokens and its anchor, and the logits [k, V'] that they were chosen by."""
+    """Drafts of a request after `length` tokens and its anchor, and the logits [k, V'] that they were chosen by.
+
+    Of a tree they are the likeliest token of each position.
+    """
 
     request: Request
     length: int
@@ -159,25 +162,30 @@ def noted_run(
     engine = SpecEngine(verifier, drafter, EngineConfig(**{**options, **changes}))
     noted: list[Noted] = []
     bound: Any = engine.runner.drafter
-    propose = bound.propose
-
-    choose, chosen_by = bound._choose, list[Tensor]()
+    propose, choose, guess = bound.propose, bound._choose, getattr(bound, "_guess", None)
+    chosen = list[tuple[Tensor, Tensor]]()  # tokens, and the logits that they were chosen by
 
     def choosing(batch: DecodeBatch, hidden: Tensor, first: int, count: int) -> Any:
-        chosen_by.append(bound.network.logits(hidden).view(batch.num_reqs, count, -1))
-        return choose(batch, hidden, first, count)
+        choice = choose(batch, hidden, first, count)
+        chosen.append((choice.token_ids, bound.network.logits(hidden).view(batch.num_reqs, count, -1)))
+        return choice
+
+    def guessing(batch: DecodeBatch, hidden: Tensor, first: int, count: int) -> Any:
+        assert guess is not None
+        guesses = guess(batch, hidden, first, count)
+        chosen.append((guesses.token_ids[..., 0], bound.network.logits(hidden).view(batch.num_reqs, count, -1)))
+        return guesses
 
     def noting(batch: DecodeBatch) -> DraftOutput:
-        chosen_by.clear()
+        chosen.clear()
         output = propose(batch)
         by_slot = {request.slot: request for request in engine.scheduler.working}
-        columns = zip(
-            batch.slots.tolist(), batch.seq_lens.tolist(), output.token_ids.tolist(), torch.cat(chosen_by, 1), strict=True
-        )
-        noted.extend(Noted(by_slot[slot], length, drafts, logits) for slot, length, drafts, logits in columns)
+        drafts, logits = (torch.cat(parts, dim=1) for parts in zip(*chosen, strict=True))
+        columns = zip(batch.slots.tolist(), batch.seq_lens.tolist(), drafts.tolist(), logits, strict=True)
+        noted.extend(Noted(by_slot[slot], length, tokens, rows) for slot, length, tokens, rows in columns)
         return output
 
-    bound.propose, bound._choose = noting, choosing
+    bound.propose, bound._choose, bound._guess = noting, choosing, guessing
     with pytest.MonkeyPatch.context() as patch:
         if shapes is not None:
             assert engine.draft_length is not None

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafters.ngram import NGramDrafter
-from drafters.suffix.drafter import COMPARED, SuffixDrafter, load_suffix
+from drafters.suffix.drafter import COMPARED, BoundSuffix, SuffixDrafter, load_suffix
 from drafters.suffix.matches import NOTHING
 from drafters.suffix.pool import TextPool
 from specdec.blocks import BlockShape
@@ -25,12 +25,12 @@ class Occurrence(NamedTuple):
     """One match of a text's end, and what followed it."""
 
     length: int
-    order: tuple[int, int]
+    order: tuple[int, bool, int]
     continuation: tuple[int, ...]
 
 
 def occurrences(suffixes: Text, texts: list[Text], *, own: bool, longest: int, shortest: int, k: int) -> list[Occurrence]:
-    """All of them, best first, by a dictionary of every suffix of every beginning of `texts`."""
+    """All of them, by a dictionary of every suffix of every beginning of `texts`."""
     places: dict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
     for number, text in enumerate(texts):
         for end in range(len(text) - own):
@@ -46,9 +46,9 @@ def occurrences(suffixes: Text, texts: list[Text], *, own: bool, longest: int, s
             for i in range(k):
                 text.append(text[end + 1 + i])  # over its own end
         if length >= shortest:
-            age = sum(map(len, texts[:number])) + number + end
-            found.append(Occurrence(length, (min(length, max(COMPARED, shortest)), age), tuple(text[end + 1 : end + 1 + k])))
-    return sorted(found, key=lambda one: one.order, reverse=True)
+            age = own, sum(map(len, texts[:number])) + number + end
+            found.append(Occurrence(length, (min(length, max(COMPARED, shortest)), *age), tuple(text[end + 1 : end + 1 + k])))
+    return found
 
 
 def expected_accepted(path: tuple[int, ...], m: int, among: list[Occurrence]) -> float:
@@ -92,6 +92,11 @@ def most_frequent(found: list[Occurrence], longest: int) -> float:
     return top
 
 
+def pool_of(rig: Rig) -> TextPool:
+    assert isinstance(rig.bound, BoundSuffix) and rig.bound.pool
+    return rig.bound.pool
+
+
 def rig_of(texts: list[Text], past: list[Text], **options: int) -> Rig:
     """Requests with `texts`, whose last token is the anchor, and `past` in the pool."""
     rig = Rig(SuffixDrafter(**options), FakeVerifier(), num_reqs=len(texts))
@@ -99,8 +104,9 @@ def rig_of(texts: list[Text], past: list[Text], **options: int) -> Rig:
     for slot, text in enumerate(texts):
         rig.bound.begin(slot, text)
     for text in past:
+        pool = pool_of(rig)
         row = torch.tensor(text, dtype=torch.int32)
-        rig.bound.pool.add(row, torch.tensor(0), torch.tensor(len(text)))
+        pool.add(row, torch.tensor(0), torch.tensor(len(text)))
     return rig
 
 
@@ -131,14 +137,12 @@ def test_chains_against_a_dictionary(texts: list[Text], past: list[Text], k: int
     assert draft.num_drafts is not None and draft.forecast is not None
     for row, text in enumerate(texts):
         limit = {"longest": longest, "shortest": shortest, "k": k}
-        own = occurrences(text, [text], own=True, **limit)[:few]
-        pool = occurrences(text, past, own=False, **limit)[:few]
-        expected = best(own, longest)
-        if (other := best(pool, longest))[0] > expected[0] + 1e-5:
-            expected = other
+        found = occurrences(text, [text], own=True, **limit) + occurrences(text, past, own=False, **limit)
+        found = sorted(found, key=lambda one: one.order, reverse=True)[:few]
+        expected = best(found, longest)
         assert draft.forecast[row].item() == pytest.approx(expected[0], abs=1e-5)
         assert tuple(draft.token_ids[row, : draft.num_drafts[row]].tolist()) == expected[1]
-        assert expected[0] >= max(most_frequent(own, longest), most_frequent(pool, longest)) - 1e-5
+        assert expected[0] >= most_frequent(found, longest) - 1e-5
     assert draft.token_ids.min() >= 0
 
 
@@ -151,6 +155,14 @@ def test_frequency_beats_recency_and_length_what_is_trusted() -> None:
     longer = [6, 1, 2, 3, 4, 5, 0, 1, 2, 9, 1, 2, 9, 6, 1, 2]
     draft = propose(rig_of([longer], []), [longer], BlockShape(3))
     assert draft.token_ids.tolist() == [[3, 4, 5]] and draft.forecast is not None and draft.forecast.item() == 3
+
+
+def test_no_match_reaches_beyond_the_beginning() -> None:
+    """Of a text of one token, nor from the request's into a past text."""
+    for text, past in (([1] * 6, []), ([1] * 6, [[1] * 4])):
+        draft = propose(rig_of([text], past, pool_tokens=5 * len(past)), [text], BlockShape(9))
+        assert draft.forecast is not None and draft.forecast.tolist() == [5] and draft.num_drafts is not None
+        assert draft.token_ids.tolist() == [[1] * 9] and draft.num_drafts.tolist() == [9]
 
 
 def test_past_outputs_are_found() -> None:
@@ -170,7 +182,7 @@ def test_past_outputs_are_found() -> None:
         assert draft.num_drafts is not None
         assert draft.num_drafts.tolist()[slot] == 2, "the last draft was not accepted, so the output ends before it"
         assert draft.token_ids[slot, :2].tolist() == [23, 24]
-    kept = [token for token in rig.bound.pool.tokens[0].tolist() if token != NOTHING]
+    kept = [token for token in pool_of(rig).tokens.tolist() if token != NOTHING]
     assert kept == [52, 53, 54, 55, 20, 21, 22, 23, 24, 0]
     rig.bound.forget()
     draft = propose(rig, [[9, 21, 22], [9, 21, 22]], BlockShape(4))
@@ -193,7 +205,7 @@ def test_a_pool_keeps_the_latest_tokens(texts: list[tuple[int, int]], size: int)
         if length:
             everything += [*text[start : start + length].tolist()[-(size - 1) :], NOTHING]
     end = int(pool._next)
-    assert pool.tokens[0].roll(-end).tolist() == everything[-size:]
+    assert pool.tokens[:-1].roll(-end).tolist() == everything[-size:]
 
 
 def paths_of(draft: DraftOutput, row: int) -> list[tuple[int, ...]]:
@@ -210,12 +222,12 @@ def test_trees_hold_both_texts() -> None:
     text, past = [1, 2, 3, 4, 8, 1, 2, 3], [[1, 2, 3, 5, 6], [2, 3, 5, 7]]
     draft = propose(rig_of([text, [9]], past, max_draft_tokens=4), [text, [9]], BlockShape(7, 3))
     found = paths_of(draft, 0)
-    # A match of m tokens goes on with probability m / (m + 1) for each; one that is shorter weighs a quarter, a later one 0.9.
-    whole, later = 1 + 1 + 0.9 / 4, 0.9 / 4
-    shares = {(4,): 3 / 4, (5,): 3 / 4 + later * 2 / 3, (4, 8): (3 / 4) ** 2, (5, 6): (3 / 4) ** 2, (4, 8, 1): (3 / 4) ** 3}
-    shares |= {(5, 7): later * (2 / 3) ** 2}
+    # A match of m tokens goes on with probability m / (m + 1) for each; one that is shorter weighs a quarter, the next one 0.9.
+    once, twice = 0.9, 0.9**2 / 4
+    shares = {(4,): 3 / 4, (5,): once * 3 / 4 + twice * 2 / 3, (4, 8): (3 / 4) ** 2, (5, 6): once * (3 / 4) ** 2}
+    shares |= {(4, 8, 1): (3 / 4) ** 3, (5, 7): twice * (2 / 3) ** 2}
     assert found == sorted(shares, key=lambda path: -shares[path])
-    assert draft.forecast is not None and draft.forecast.tolist() == pytest.approx([sum(shares.values()) / whole, 0])
+    assert draft.forecast is not None and draft.forecast.tolist() == pytest.approx([sum(shares.values()) / (1 + once + twice), 0])
     assert paths_of(draft, 1) == []
 
 

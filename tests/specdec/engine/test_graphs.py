@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from drafters.composed.drafter import ComposedDrafter
 from drafters.ngram import NGramDrafter
 from drafters.suffix.drafter import SuffixDrafter
 from specdec.blocks import BlockShape
@@ -116,6 +117,9 @@ DRAFTERS: dict[str, Callable[[Case], Drafter | None]] = {
     "plain": lambda case: None,
     "ngram": lambda case: NGramDrafter(max_draft_tokens=K),
     "suffix": lambda case: SuffixDrafter(max_draft_tokens=K, pool_tokens=100),
+    "suffix+dflash": lambda case: ComposedDrafter(
+        [SuffixDrafter(max_draft_tokens=K, pool_tokens=100), random_dflash(case.verifier, block_size=K + 1)]
+    ),
     "dflash": lambda case: random_dflash(case.verifier, block_size=K + 1),
     "right": lambda case: ScriptedDrafter(case.outputs, K),
     "wrong": lambda case: ScriptedDrafter(case.outputs, K, [{0}, {1}, {2, 3}, set()]),
@@ -183,7 +187,7 @@ def test_captured_equals_eager(case: Case, drafter: str, batch: int, sampling: s
     assert engine.slots.seq_lens[engine.slots.padding_slot] == 0
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "dflash"])
+@pytest.mark.parametrize("drafter", ["ngram", "suffix+dflash"])
 def test_captured_equals_eager_under_preemption(case: Case, drafter: str) -> None:
     """A cache far too small: requests lose their slots and blocks and come back in others."""
     engine = case.engine(drafter, 3, capture=True, num_blocks=22, pipeline_depth=1)

@@ -6,6 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from drafters.dflash2.selector import SelectorConfig
+from drafters.dspark.markov import MarkovConfig
+from drafters.head import HeadConfig
 from specdec.blocks import DraftTree
 from specdec.config import SamplingParams
 from specdec.core import AcceptOutput, DecodeBatch, DraftOutput, VerifyOutput
@@ -20,6 +23,8 @@ from tests.helpers.tiny_models import random_dflash
 from tests.helpers.tree_engine import DRAFTS, MAX_TOKENS, SAMPLINGS, TREES, TreeCase, finish, tokens
 from tests.specdec.engine.test_graphs import Recorder, refuse
 
+HEADS: dict[str, HeadConfig] = {"tree over edges": SelectorConfig(8, 6), "chain of a head with a state": MarkovConfig(8, "rnn")}
+
 
 @pytest.fixture(scope="module")
 def case() -> TreeCase:
@@ -30,7 +35,8 @@ def case() -> TreeCase:
 def test_a_step_never_waits(case: TreeCase, sampling: str) -> None:
     """Draft, verify, accept, moves and commit under the guard, of scripted trees and of DFlash's; coupled chains, too."""
     drafters = [ScriptedTrees(case.outputs_of(sampling), TREES), random_dflash(case.verifier), random_dflash(case.verifier)]
-    for drafter, changes in zip(drafters, ({}, {}, {"tree_nodes": 0}), strict=True):
+    drafters += [random_dflash(case.verifier, head=head) for head in HEADS.values()]
+    for drafter, changes in zip(drafters, ({}, {}, {"tree_nodes": 0}, {}, {"tree_nodes": 0}), strict=True):
         engine = case.engine(drafter, pipeline_depth=1, draft_sampling="coupled", **changes)
         launch, launches = engine.runner.step, list[bool]()
 
@@ -46,11 +52,12 @@ def test_a_step_never_waits(case: TreeCase, sampling: str) -> None:
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("drafter", ["scripted", "dflash", "coupled chain"])
+@pytest.mark.parametrize("drafter", ["scripted", "dflash", "coupled chain", *HEADS])
 def test_captured_equals_eager(case: TreeCase, drafter: str, sampling: str) -> None:
     """Recorded operations replayed, without any Python of a step, in a batch that is padded; results read one step late."""
-    made = ScriptedTrees(case.outputs_of(sampling), TREES) if drafter == "scripted" else random_dflash(case.verifier)
-    engine = case.engine(made, pipeline_depth=1, max_num_seqs=3, **({"tree_nodes": 0} if drafter == "coupled chain" else {}))
+    scripted = ScriptedTrees(case.outputs_of(sampling), TREES)
+    made = scripted if drafter == "scripted" else random_dflash(case.verifier, head=HEADS.get(drafter))
+    engine = case.engine(made, pipeline_depth=1, max_num_seqs=3, **({"tree_nodes": 0} if "chain" in drafter else {}))
     engine.runner.graphs = StepGraphs(recorder := Recorder(), engine.slots, engine.runner.step_table)
     engine.slots.decode_batch = refuse  # type: ignore[assignment, method-assign]
     requests = [

@@ -34,7 +34,10 @@ def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_every_kernel(name: str) -> None:
-    """Fits the target's memory, uses its matrix instructions, and on CDNA spills nothing; on sm_90 waits for the one before it."""
+    """Fits the target's memory, uses its matrix instructions, and on CDNA spills nothing; on sm_90 waits for the one before it.
+
+    Every kernel for the target that leads its maker's, and elsewhere what its matrix instructions and its memory decide.
+    """
     target = TARGETS[name]
     for title, kernel in kernels(target, every_shape=False):
         assembly = kernel.asm[target.assembly]

@@ -34,7 +34,7 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "e4m3": Case("e4m3", 128, 9, 4, 256, 128),
+    "e4m3": Case("e4m3", 128, 5, 3, 256, 128),
     "int4": Case("int4", 32, 12, 2, 128, 96, zero=8.0),
     "e2m1, gpt-oss": Case("e2m1", 32, 5, 3, 96, 160, "swiglu_oai", biased=True),
     "int8, zeros": Case("int8", 64, 7, 2, 72, 88, "gelu", 3.5, True),

@@ -1,0 +1,296 @@
+"""Compositions: who drafts, what forecasts become, and that no output depends on it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from drafters.composed.agreement import agreement
+from drafters.composed.calibration import MEMORY, PRIOR, Calibration
+from drafters.composed.drafter import BoundComposed, ComposedDrafter
+from drafters.suffix.drafter import SuffixDrafter
+from specdec.blocks import BlockShape
+from specdec.config import CacheConfig, DraftSampling, EngineConfig, SamplingParams
+from specdec.core import BoundDrafter, DecodeBatch, Drafter, DraftOutput, Verifier, VerifyOutput
+from specdec.decoder import find_drafter
+from specdec.engine.engine import SpecEngine
+from specdec.engine.request import Request
+from specdec.errors import InvalidInputError
+from specdec.kv_cache import LayerCache
+from specdec.metrics import pooled
+from specdec.sampling.trees import best_first
+from tests.drafters.tiny import FakeVerifier, Rig
+from tests.helpers.guards import no_host_sync
+from tests.helpers.scripted import ScriptedDrafter
+from tests.helpers.tiny_models import paged_verifier, plain_greedy, plain_model, random_dflash, random_prompts
+
+
+class Fixed(Drafter, BoundDrafter):
+    """Proposes the same tokens for every request, and promises what it is told to."""
+
+    def __init__(self, token_ids: Sequence[int], forecasts: Sequence[float] | None, taps: tuple[int, ...] = ()) -> None:
+        self.tokens, self.promised = torch.tensor([token_ids]), None if forecasts is None else torch.tensor(forecasts)
+        self.max_draft_tokens, self.aux_layer_ids = len(token_ids), taps
+        self.committed: list[VerifyOutput] = []
+
+    def bind(
+        self, verifier: Verifier, caches: Sequence[LayerCache], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling
+    ) -> "Fixed":
+        return self
+
+    def propose(self, batch: DecodeBatch) -> DraftOutput:
+        assert self.forecasts, "a composition asks for them"
+        return DraftOutput(self.tokens[:, : batch.k].expand(batch.num_reqs, -1), forecast=self.promised)
+
+    def commit(self, batch: DecodeBatch, token_ids: Tensor, accept: Any, verify: VerifyOutput) -> None:
+        self.committed.append(verify)
+
+
+def rig_of(*parts: Drafter) -> Rig:
+    """Two requests."""
+    rig = Rig(ComposedDrafter(parts), FakeVerifier())
+    for slot in range(2):
+        rig.bound.begin(slot, [1, 2])
+    return rig
+
+
+def test_the_highest_forecast_drafts() -> None:
+    """For every request for itself; of equal ones the first part; a part that gives fewer drafts is filled up."""
+    rig = rig_of(Fixed([3, 4, 5, 6], [2.0, 0.5]), Fixed([7, 8], [1.5, 0.6]), Fixed([9, 10, 11], None))
+    batch = rig.batch([1, 1], [3, 3], 4)
+    with no_host_sync():
+        draft = rig.bound.propose(batch)
+    assert draft.token_ids.tolist() == [[3, 4, 5, 6], [7, 8, 0, 0]]
+    assert draft.num_drafts is not None and draft.num_drafts.tolist() == [4, 2]
+    assert draft.part is not None and draft.part.tolist() == [0, 1] and draft.forecast is None
+    rig = rig_of(Fixed([3, 4], [1.0, 1.0]), Fixed([7, 8], [1.0, 1.0]))
+    rig.bound.forecasts = True
+    draft = rig.bound.propose(rig.batch([1, 1], [3, 3], 1))
+    assert draft.token_ids.tolist() == [[3], [3]] and draft.forecast is not None and draft.forecast.tolist() == [1, 1]
+
+
+def test_promises_are_put_right() -> None:
+    """The second part's drafts are right all along; that is seen while the first drafts, and soon it is the second's turn."""
+    rig = rig_of(Fixed([3, 4, 5], [3.0, 3.0]), Fixed([7, 8, 9], [0.5, 0.5]))
+    turns = []
+    for _ in range(8):
+        batch = rig.batch([1, 1], [3, 3], 3)
+        draft = rig.bound.propose(batch)
+        assert draft.part is not None
+        turns.append(int(draft.part[0]))
+        assert draft.part.tolist() == [turns[-1]] * 2
+        right = torch.tensor([[1, 7, 8, 20]] * 2)  # of which the chosen drafts are accepted as far as they go
+        taken = torch.tensor([2, 2]) if turns[-1] else torch.tensor([0, 0])
+        output = right[:, 1:]
+        accept = type("Accept", (), {"token_ids": output, "num_accepted": taken})()
+        rig.bound.commit(batch, torch.cat([batch.anchors[:, None], draft.token_ids], dim=1), accept, VerifyOutput(torch.zeros(0)))
+    assert turns[0] == 0 and turns[-1] == 1 and sorted(turns) == turns
+
+
+def test_drafts_that_may_have_gone_on_are_not_held_against_a_part() -> None:
+    """The first drafts and errs; the second has all that came out, and nobody knows how much more."""
+    rig = rig_of(Fixed([7, 9, 9], [3.5, 3.5]), Fixed([7, 8, 9], [3.0, 3.0]), Fixed([7, 6, 9], [3.0, 3.0]))
+    batch = rig.batch([1, 1], [3, 3], 3)
+    draft = rig.bound.propose(batch)
+    accept = type("Accept", (), {"token_ids": torch.tensor([[7, 8, 0, 0]] * 2), "num_accepted": torch.tensor([1, 1])})()
+    rig.bound.commit(batch, torch.cat([batch.anchors[:, None], draft.token_ids], dim=1), accept, VerifyOutput(torch.zeros(0)))
+    assert isinstance(rig.bound, BoundComposed)
+    found = rig.bound.calibration.corrected(torch.tensor([[3.5], [3.0], [3.0]]), of_trees=False)
+    assert found[1, 0] == 3 and found[2, 0] < 3 and found[0, 0] < 3
+
+
+def test_calibration_against_running_means() -> None:
+    """Errors by drafter and size of forecast, chains apart from trees; what does not count leaves no trace."""
+    calibration = Calibration(2, torch.device("cpu"))
+    forecasts = torch.tensor([[2.0, 2.0, 9.0], [2.0, 0.0, 0.5]])
+    accepted = torch.tensor([[1.0, 4.0, 0.0], [3.0, 1.0, 5.0]])
+    counts = torch.tensor([1.0, 1.0, 0.0])
+    with no_host_sync():
+        for _ in range(2):
+            calibration.observe(forecasts, accepted, counts, of_trees=False)
+        found = calibration.corrected(forecasts, of_trees=False)
+    kept = 1 - 1 / MEMORY
+
+    def late(errors: list[float]) -> float:
+        sums = (sum(errors) * (kept ** len(errors) + 1), len(errors) * (kept ** len(errors) + 1))
+        return sums[0] / (sums[1] + PRIOR)
+
+    expected = [[2 + late([-1.0, 2.0]), 2 + late([-1.0, 2.0]), 9.0], [2 + late([1.0]), late([1.0]), 0.5]]
+    torch.testing.assert_close(found, torch.tensor(expected))
+    torch.testing.assert_close(calibration.corrected(forecasts, of_trees=True), forecasts)
+    for _ in range(3 * MEMORY):
+        calibration.observe(forecasts, accepted, counts, of_trees=True)
+    assert calibration.corrected(forecasts, of_trees=True)[1, 0].item() == pytest.approx(3, abs=0.05)
+
+
+def walked(draft: DraftOutput, row: int, output: list[int]) -> int:
+    """Tokens of `output` that a path from the anchor has."""
+    count = draft.token_ids.shape[1] if draft.num_drafts is None else int(draft.num_drafts[row])
+    here, taken = 0, 0
+    while taken < len(output):
+        parents = range(count) if draft.tree is None else [int(parent) for parent in draft.tree.parents[row, :count]]
+        if draft.tree is None:
+            following = [i + 1 for i in parents if i == here]
+        else:
+            following = [i + 1 for i, parent in enumerate(parents) if parent == here]
+        found = [i for i in following if int(draft.token_ids[row, i - 1]) == output[taken]]
+        if not found:
+            break
+        here, taken = found[0], taken + 1
+    return taken
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**20), tree=st.booleans())
+def test_agreement_against_a_walk(seed: int, tree: bool) -> None:
+    """Chains and trees, some of whose drafts do not count, and outputs that end early."""
+    generator = torch.Generator().manual_seed(seed)
+    output = torch.randint(2, (5, 5), generator=generator)
+    num_drafts = torch.randint(8, (5,), generator=generator)
+    draft = DraftOutput(torch.randint(2, (5, 7), generator=generator), num_drafts=num_drafts if seed % 2 else None)
+    if tree:
+        best = best_first(-torch.rand(5, 4, 2, generator=generator), 7)
+        draft = DraftOutput(best.places % 2, num_drafts=draft.num_drafts, tree=best.tree)
+    counts = torch.randint(1, 6, (5,), generator=generator)
+    with no_host_sync():
+        found = agreement(draft, output, counts)
+    assert found.tolist() == [walked(draft, row, output[row, : counts[row]].tolist()) for row in range(5)]
+
+
+def test_every_part_gets_its_layers() -> None:
+    """Of the layers that are tapped for all of them; the cache is shared out in the same order."""
+    one, two, three = Fixed([1, 2], [1.0], (4, 1)), Fixed([1], [0.0]), Fixed([1], [0.0], (1, 7))
+    drafter = ComposedDrafter([one, two, three])
+    assert drafter.aux_layer_ids == (4, 1, 7)
+    rig = Rig(drafter, FakeVerifier(), num_reqs=1)
+    width = FakeVerifier().hidden_size
+    hidden = torch.arange(2.0)[:, None] + 100 * torch.tensor([4.0, 1.0, 7.0]).repeat_interleave(width)
+    rig.commit(rig.batch([1], [3], 1), torch.tensor([[1, 1]]), [0], hidden)
+    for part in (one, three):
+        aux = part.committed[0].aux_hidden
+        assert aux is not None
+        assert aux[:, ::width].tolist() == [[100 * layer + row for layer in part.aux_layer_ids] for row in range(2)]
+
+
+TAPS = {"one": (0, 2, 3), "other": (1, 3)}
+
+
+@pytest.fixture(scope="module")
+def case() -> tuple[Verifier, dict[tuple[int, ...], list[int]]]:
+    model = plain_model("llama")
+    return paged_verifier(model), {tuple(p): plain_greedy(model, p, 30) for p in random_prompts(5)}
+
+
+def decoded(
+    verifier: Verifier, drafter: Drafter | None, prompts: list[list[int]], sampling: dict[str, Any], **changes: Any
+) -> tuple[list[Request], SpecEngine]:
+    """All prompts at once."""
+    options = {"num_draft_tokens": None, "cache": CacheConfig(memory_bytes=2**22), **changes}
+    engine = SpecEngine(verifier, drafter, EngineConfig(max_num_seqs=3, max_prefill_tokens=13, **options))
+    requests = [
+        engine.add_request(prompt, SamplingParams(max_tokens=30, seed=seed, **sampling)) for seed, prompt in enumerate(prompts)
+    ]
+    while engine.has_work:
+        engine.step()
+    return requests, engine
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "chain": {},
+    "tree": {"tree_nodes": 9},
+    "chosen": {"num_draft_tokens": "auto"},
+    "uncoupled": {"draft_sampling": "greedy", "pipeline_depth": 1},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8}], ids=["greedy", "sampled"])
+def test_output_is_that_of_plain_decoding(
+    case: tuple[Verifier, dict[tuple[int, ...], list[int]]], way: str, sampling: dict[str, Any]
+) -> None:
+    """Copies beside two models that tap other layers and draft fewer tokens."""
+    verifier, prompts = case[0], [list(prompt) for prompt in case[1]]
+    drafter = ComposedDrafter(
+        [SuffixDrafter(max_draft_tokens=9, pool_tokens=200)]
+        + [random_dflash(verifier, block_size=4 + seed, seed=seed, taps=taps) for seed, taps in enumerate(TAPS.values())]
+    )
+    requests, _ = decoded(verifier, drafter, prompts, sampling, **WAYS[way])
+    plain, _ = decoded(verifier, None, prompts, sampling)
+    assert [request.output_token_ids for request in requests] == [request.output_token_ids for request in plain]
+    assert sampling or [request.output_token_ids for request in requests] == list(case[1].values())
+
+
+def test_the_better_part_comes_to_draft_and_is_told(case: tuple[Verifier, dict[tuple[int, ...], list[int]]]) -> None:
+    """Neither promises anything; the second is right, also after a preemption, and the statistics say whose drafts they were."""
+    verifier, outputs = case
+    drafter = ComposedDrafter([ScriptedDrafter(outputs, 4, [{0}]), ScriptedDrafter(outputs, 4)])
+    specs = sum(spec.bytes_per_token(verifier.dtype) for spec in verifier.kv_specs)
+    requests, engine = decoded(verifier, drafter, [list(p) for p in outputs], {}, cache=CacheConfig(memory_bytes=22 * 4 * specs))
+    assert engine.scheduler.num_preemptions > 0
+    assert [request.output_token_ids for request in requests] == list(outputs.values())
+    (wrong, right) = pooled(_stats(request) for request in requests).by_part
+    assert 1 <= wrong[0] <= 3 and wrong[1] == 0
+    assert right[0] > 20 and right[1] > 3
+    assert {request.parts[-1] for request in requests} == {1}
+
+
+def _stats(request: Request) -> Any:
+    from specdec.engine.outputs import GenerationResult
+
+    return GenerationResult.of(request, "").stats
+
+
+def test_a_reset_forgets_past_outputs(case: tuple[Verifier, dict[tuple[int, ...], list[int]]]) -> None:
+    """The same prompt takes fewer steps the second time, and after a reset as many as at first: passes of a benchmark are alike."""
+    verifier, prompts = case[0], [list(prompt) for prompt in case[1]]
+    config = EngineConfig(max_num_seqs=1, num_draft_tokens=4, cache=CacheConfig(memory_bytes=2**22))
+    engine = SpecEngine(verifier, ComposedDrafter([SuffixDrafter(), ScriptedDrafter(case[1], 4, [{0}])]), config)
+    steps = []
+    for turn in range(3):
+        if turn == 2:
+            engine.reset()
+        request = engine.add_request(prompts[0], SamplingParams(max_tokens=30))
+        while engine.has_work:
+            engine.step()
+        steps.append(len(request.num_emitted))
+    assert steps[1] < steps[0] == steps[2]
+
+
+def test_names_with_a_plus_are_composed() -> None:
+    """In the order of their names; each is looked up before a target is loaded."""
+    drafter = find_drafter("suffix+ngram")(FakeVerifier())
+    assert isinstance(drafter, ComposedDrafter)
+    assert [type(part).__name__ for part in drafter.parts] == ["SuffixDrafter", "NGramDrafter"]
+    assert drafter.max_draft_tokens == 31 and drafter.draws_trees
+    for name, message in (
+        ("suffix+nothing", "unknown drafter 'nothing'"),
+        ("suffix+", "write names with"),
+        ("none+ngram", "such as"),
+    ):
+        with pytest.raises(InvalidInputError, match=message):
+            find_drafter(name)
+
+
+def test_what_cannot_be_composed() -> None:
+    """A single drafter, and drafts that are drawn."""
+    with pytest.raises(InvalidInputError, match="has 1 drafter; name two or more"):
+        ComposedDrafter([SuffixDrafter()])
+    with pytest.raises(InvalidInputError, match="'probabilistic' and composed drafters give point masses; choose 'coupled'"):
+        Rig(ComposedDrafter([SuffixDrafter(), SuffixDrafter()]), FakeVerifier(), draft_sampling="probabilistic")
+
+
+def test_trees_of_different_depths() -> None:
+    """A part that drafts fewer positions makes a tree as large and less deep."""
+    parts = [SuffixDrafter(max_draft_tokens=6), SuffixDrafter(max_draft_tokens=2)]
+    rig = rig_of(*parts)
+    rig.bound.begin(0, [1, 2, 3, 4, 5, 6, 1, 2])
+    batch = rig.batch([2, 2], [7, 1], 6)
+    batch.shape = BlockShape(6, 6)
+    with no_host_sync():
+        draft = rig.bound.propose(batch)
+    assert draft.tree is not None and draft.part is not None and draft.part[0] == 0
+    assert draft.token_ids[0].tolist() == [3, 4, 5, 6, 1, 2] and draft.tree.depths[0].tolist() == [1, 2, 3, 4, 5, 6]
