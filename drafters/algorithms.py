@@ -16,6 +16,7 @@ _ARCHITECTURES = {
     "DSparkDraftModel": "dspark",
     "LlamaForCausalLMEagle3": "eagle3",
     "Qwen3Eagle3Model": "eagle3",
+    "Eagle3DeepseekV2ForCausalLM": "eagle3",
     "Eagle3Speculator": "eagle3",
     "Eagle3DraftModel": "eagle3",
     "PEagleSpeculator": "peagle",

@@ -19,8 +19,9 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Starts with the slow ones, whole files in the interpreter first, so that no worker is left alone with them in the end."""
-    items.sort(key=lambda item: (item.get_closest_marker("slow") is None, "test_triton_interpreted" not in item.nodeid))
+    """Starts with the slow ones, the longest before all, so that no worker is left alone with them in the end."""
+    longest = "test_triton_interpreted", "test_triton_compile"  # whole files in the interpreter, and all kernels of a target
+    items.sort(key=lambda item: (item.get_closest_marker("slow") is None, not any(name in item.nodeid for name in longest)))
 
 
 @pytest.fixture(autouse=True)

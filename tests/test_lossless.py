@@ -1,7 +1,7 @@
 """The test that matters most: speculative output equals plain output, token for token, in float32."""
 
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import pytest
@@ -72,7 +72,7 @@ def ways() -> Iterator[Any]:
             yield pytest.param(name, *way, marks=() if quick else pytest.mark.slow)
 
 
-@lru_cache(maxsize=1)  # ways of one target follow each other
+@cache
 def case(name: str) -> tuple[Verifier, Outputs]:
     """A target and what transformers' `generate` makes of 5 prompts."""
     model = plain_model(name)

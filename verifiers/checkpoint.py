@@ -209,7 +209,7 @@ class _Reader:
         sources = self._parts[module]
         parts = {part: self._files.read(source).to(self._device) for part, source in sources.items()}
         if set(parts) == {"weight"}:
-            return self._number(module, plain_float8(module, parts["weight"]))
+            return self._number(f"{module}.weight", plain_float8(module, parts["weight"]))
         assert self._format is not None
         source = next(iter(sources.values())).rpartition(".")[0]
         self._format.check(module, parts)

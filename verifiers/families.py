@@ -128,6 +128,17 @@ def _glm(config: Any, common: Mapping[str, Any]) -> Description:
     return Description(**common, interleaved=True)
 
 
+def _ernie4_5_moe(config: Any, common: Mapping[str, Any]) -> Description:
+    routing = Routing(config.num_experts, config.num_experts_per_tok, biased=True)
+    return Description(**common, names=((r"\.moe_statics\.", "."),), interleaved=True, routing=routing, wide_router=True)
+
+
+def _hy_v3(config: Any, common: Mapping[str, Any]) -> Description:
+    names, experts = ((r"\.mlp\.(?=e_score_correction_bias$)", ".mlp.gate."),), config.num_local_experts
+    routing = Routing(experts, config.num_experts_per_tok, scores="sigmoid", biased=True, scaling=config.router_scaling_factor)
+    return Description(**common, names=names, norms_of_queries="each head", routing=routing, wide_router=True)
+
+
 def _olmoe(config: Any, common: Mapping[str, Any]) -> Description | None:
     if config.clip_qkv is not None:
         return None
@@ -237,6 +248,7 @@ FAMILIES: dict[str, Callable[[Any, Mapping[str, Any]], Description | None]] = {
     "deepseek_v32": _deepseek_v3,
     "dots1": _glm4_moe,
     "ernie4_5": _glm,
+    "ernie4_5_moe": _ernie4_5_moe,
     "glm": _glm,
     "glm4": _glm4,
     "glm4_moe": _glm4_moe,
@@ -244,6 +256,7 @@ FAMILIES: dict[str, Callable[[Any, Mapping[str, Any]], Description | None]] = {
     "glm_moe_dsa": _deepseek_v3,
     "gpt_oss": _gpt_oss,
     "granite": _granite,
+    "hy_v3": _hy_v3,
     "laguna": _laguna,
     "llama": _llama,
     "llama4_text": _llama4,

@@ -85,6 +85,7 @@ def router(weights: Weights, description: Description) -> Router:
     assert routing is not None, "a family with experts says how they are chosen"
     scope = next(weights.under(name) for name in ("router.", "router.proj.", "gate.") if weights.has(f"{name}weight"))
     weight, gate_bias, bias = scope.tensor("weight"), scope.optional("bias"), scope.optional("e_score_correction_bias")
+    bias = None if bias is None else bias.flatten()  # ERNIE's has an axis of one
     if specdec.device.rocm_architecture(weight.device) is not None:
         reasons = aiter_reasons(routing, weight.device)
         if not reasons:  # its kernels read the bias in the type of the logits

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 DROPPED = re.compile(
     r"^(model\.)?(visual|vision_\w+|audio_\w+|embed_vision|embed_audio|multi_modal_projector|multimodal_projector|mm_projector"
-    r"|mtp)\.|^(talker|code2wav|token2wav)\.|rotary_emb\.inv_freq$"
+    r"|mtp|mtp_\w+)\.|^(talker|code2wav|token2wav)\.|rotary_emb\.inv_freq$"
 )
 """Towers of composites, layers that draft, and what is computed from the config."""
 
@@ -29,10 +29,16 @@ RENAMED = (
 
 RENAMED_IN = {
     "axk1": ((re.compile(r"(?<=\d\.)post_mlp_layernorm"), "mlp.post_mlp_layernorm"),),
+    "ernie4_5_moe": ((re.compile(r"\.mlp\.moe_statics\."), ".mlp.gate.moe_statics."),),
     "granitemoehybrid": (
         (re.compile(r"(?<=\d\.)mlp\.input_linear\.weight$"), "block_sparse_moe.experts.gate_up_proj"),
         (re.compile(r"(?<=\d\.)mlp\.output_linear\.weight$"), "block_sparse_moe.experts.down_proj"),
         (re.compile(r"(?<=\d\.)mlp\.router\.layer\."), "block_sparse_moe.router."),
+    ),
+    "hy_v3": (
+        (re.compile(r"\.mlp\.router\.gate\."), ".mlp.gate."),
+        (re.compile(r"\.mlp\.expert_bias$"), ".mlp.e_score_correction_bias"),
+        (re.compile(r"\.mlp\.shared_mlp\."), ".mlp.shared_experts."),
     ),
     "kimi_linear": ((re.compile(r"(?<=\.self_attn\.)(?=f_a_proj\.|f_b_proj\.|dt_bias$|A_log$)"), "forget_gate."),),
     "laguna": (

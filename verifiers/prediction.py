@@ -67,7 +67,7 @@ def _of_speculators(verifier: DecoderVerifier, folder: Path, entries: Mapping[st
     stated = entries.get("transformer_layer_config")
     if not isinstance(stated, Mapping) or entries.get("num_nextn_predict_layers", 1) != 1:
         raise CheckpointError("config.json describes no single layer (transformer_layer_config, num_nextn_predict_layers 1)")
-    config = config_of(dict(stated))
+    config = _config(stated)
     for name in ("hidden_size", "vocab_size"):
         found, wanted = getattr(config, name), getattr(verifier, name)
         if found != wanted:
@@ -85,6 +85,7 @@ def layers_config(config: Any, family: PredictionFamily) -> Any:
         "mlp_layer_types": [family.feed_forward] * len(kinds),
         "indexer_types": ["full"] * len(kinds),
         "first_k_dense_replace": 0,
+        "moe_layer_start_index": len(kinds) if family.feed_forward == "dense" else 0,
     }
     for name, value in entries.items():
         if getattr(own, name, None) is not None:
@@ -95,7 +96,8 @@ def layers_config(config: Any, family: PredictionFamily) -> Any:
 def _layers(verifier: DecoderVerifier, folder: Path, config: Any, family: PredictionFamily) -> PredictionLayers:
     own, width = layers_config(config, family), verifier.hidden_size
     backend = _backend(verifier, own)
-    extra = {"embedding_norm": [width], "hidden_norm": [width], "norm": [width], "projection": [width, 2 * width]}
+    extra = {"embedding_norm": [width], "hidden_norm": [width], "projection": [width, 2 * width]}
+    extra |= {"norm": [width]} if family.has_norm else {}
     weights = _read(verifier, folder, own, partial(prediction_name, config=config, family=family), shapes_of(own), extra)
     builder = _builder(own, backend, weights)
     return PredictionLayers(
@@ -107,20 +109,18 @@ def _layers(verifier: DecoderVerifier, folder: Path, config: Any, family: Predic
 
 
 def _assistant(verifier: DecoderVerifier, folder: Path, entries: Mapping[str, Any]) -> PredictionLayers:
-    text = dict(entries["text_config"])
-    text["num_kv_shared_layers"] = text["num_hidden_layers"]
-    text["sliding_window"] += 1  # what lies exactly a window away is seen, as transformers has it
-    config = config_of(text)
+    # What equals a default of transformers is missing in the file.
+    text = _config(entries.get("text_config"))
+    shared = {"num_kv_shared_layers": text.num_hidden_layers}
+    # What lies exactly a window away is seen, as transformers has it.
+    config = _config(entries.get("text_config"), **shared, sliding_window=text.sliding_window + 1)
     width, hidden, vocabulary = verifier.hidden_size, config.hidden_size, verifier.vocab_size
-    if (entries.get("backbone_hidden_size"), config.vocab_size) != (width, vocabulary):
-        raise CheckpointError(
-            f"it was made for a target of width {entries.get('backbone_hidden_size')} and {config.vocab_size} tokens;"
-            f" {verifier.name!r} has {width} and {vocabulary}"
-        )
+    if config.vocab_size != vocabulary:
+        raise CheckpointError(f"it was made for a target of {config.vocab_size} tokens; {verifier.name!r} has {vocabulary}")
     backend = _backend(verifier, config)
     extra = {"projection": [hidden, 2 * width], "back": [width, hidden], "norm": [hidden], "head": [vocabulary, hidden]}
     # transformers may refuse to make a model whose layers all read the keys of others.
-    whole = shapes_of(config_of(text | {"num_kv_shared_layers": 0}))
+    whole = shapes_of(_config(entries.get("text_config"), num_kv_shared_layers=0))
     shapes = {name: shape for name, shape in whole.items() if not re.search(r"\.(k_proj|v_proj|k_norm|v_norm)\.", name)}
     weights = _read(verifier, folder, config, partial(prediction_name, config=config, family=ASSISTANT), shapes, extra)
     builder = _builder(config, backend, weights)
@@ -129,19 +129,29 @@ def _assistant(verifier: DecoderVerifier, folder: Path, entries: Mapping[str, An
         hidden_norm=None,
         head=weights.linear("head"),
         back=weights.linear("back"),
-        clusters=_clusters(weights.under("masked_embedding."), entries) if entries.get("use_ordered_embeddings") else None,
+        clusters=_clusters(weights.under("masked_embedding."), entries),
         reads_target=True,
         **_common(verifier, config, backend, builder, weights),
         kv_specs=_of_target(verifier, config),
     )
 
 
-def _clusters(weights: Weights, entries: Mapping[str, Any]) -> ClusteredHead:
-    ordering = weights.tensor("token_ordering").long()
-    count = int(entries["num_centroids"])
+def _config(stated: Any, **changes: Any) -> Any:
+    """The config of a text model that the entries of a nested one make, with `changes`."""
+    try:
+        return config_of({**stated, **changes})
+    except Exception as error:  # transformers believes what files say: a damaged one ends in any kind of error
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise CheckpointError(f"its config.json describes no layers ({reason[:200]}); fetch it again") from error
+
+
+def _clusters(weights: Weights, entries: Mapping[str, Any]) -> ClusteredHead | None:
+    if not weights.has("centroids.weight"):
+        return None
+    ordering, centroids = weights.tensor("token_ordering").long(), weights.linear("centroids")
     places = torch.arange(len(ordering), device=ordering.device)
-    cluster_of = torch.empty_like(ordering).index_copy_(0, ordering, places // (len(ordering) // count))
-    return ClusteredHead(weights.linear("centroids"), cluster_of, int(entries["centroid_intermediate_top_k"]))
+    cluster_of = torch.empty_like(ordering).index_copy_(0, ordering, places // (len(ordering) // centroids.out_features))
+    return ClusteredHead(centroids, cluster_of, int(entries.get("centroid_intermediate_top_k", 32)))
 
 
 def _of_target(verifier: DecoderVerifier, config: Any) -> Sequence[LayerSpec]:
@@ -151,7 +161,7 @@ def _of_target(verifier: DecoderVerifier, config: Any) -> Sequence[LayerSpec]:
         CheckpointError: there is none, or its heads differ.
     """
     target = verifier.config
-    last = dict(zip(target.layer_types, cache_layers(target), strict=True))
+    last = dict(zip(getattr(target, "layer_types", None) or (), cache_layers(target), strict=False))
     specs = []
     for layer, kind in enumerate(config.layer_types):
         ours = head_shape(config, layer)
@@ -170,8 +180,9 @@ def _common(
 ) -> dict[str, Any]:
     """What all kinds of `PredictionLayers` have; every tensor that is left in `weights` is one too many."""
     layers = [builder.layer(index, weights.under(f"model.layers.{index}.")) for index in range(own.num_hidden_layers)]
-    norm, projection = builder.norm(weights, "norm"), weights.linear("projection")
+    norm = builder.norm(weights, "norm") if weights.has("norm.weight") else verifier.final_norm
     assert norm is not None
+    projection = weights.linear("projection")
     weights.check_all_taken()
     mixes = any(hasattr(layer.mlp, "experts") for layer in layers)
     return {

@@ -1,7 +1,7 @@
 """Where checkpoints keep layers for multi-token prediction, and what kind of layers these are.
 
 Sources: transformers' `MtpModel`, and `gemma4_assistant` for the assistants; vllm-project/vllm `*_mtp.py` and sgl-project/sglang
-`*_nextn.py` for Qwen, Nemotron and MiMo; vllm-project/speculators for its own layout.
+`*_nextn.py` for Qwen, Nemotron, MiMo and Hy3; PaddlePaddle/FastDeploy `ernie4_5_mtp.py`; vllm-project/speculators for its layout.
 """
 
 import re
@@ -31,7 +31,7 @@ class PredictionFamily(NamedTuple):
     Attributes:
         names: expressions for names in files, once these are like those of a text model, and what they become: `embedding_norm`,
             `hidden_norm`, `projection`, `norm`, and `model.layers.0` and so on. `{layers}` stands for the number of the target's
-            layers. The first that matches counts.
+            layers. The first that matches counts. Without a `norm` it is the target's.
         kinds: of the layers, as `layer_types` of a config, from the target's.
         feed_forward: of each layer, as `mlp_layer_types`, where the config has such.
     """
@@ -39,6 +39,11 @@ class PredictionFamily(NamedTuple):
     names: Sequence[tuple[str, str]]
     kinds: Kinds = _full
     feed_forward: str = "sparse"
+
+    @property
+    def has_norm(self) -> bool:
+        """Whether a norm of its own follows the layers."""
+        return any(replacement == "norm." for _, replacement in self.names)
 
 
 _QWEN = (
@@ -52,9 +57,15 @@ _APPENDED = (
     (r"^model\.layers\.{layers}\.enorm\.", "embedding_norm."),
     (r"^model\.layers\.{layers}\.hnorm\.", "hidden_norm."),
     (r"^model\.layers\.{layers}\.eh_proj\.", "projection."),
-    (r"^model\.layers\.{layers}\.shared_head\.norm\.", "norm."),
+    (r"^model\.layers\.{layers}\.(?:shared_head\.norm|final_layernorm)\.", "norm."),
     # Copies of the target's embeddings and head lie there, too.
     (r"^model\.layers\.{layers}\.(?!embed_tokens\.|shared_head\.)", "model.layers.0."),
+)
+_ERNIE = (
+    (r"^model\.mtp_emb_norm\.0\.", "embedding_norm."),
+    (r"^model\.mtp_hidden_norm\.0\.", "hidden_norm."),
+    (r"^model\.mtp_linear_proj\.0\.", "projection."),
+    (r"^model\.mtp_block\.0\.", "model.layers.0."),
 )
 _MIMO = (
     (r"^model\.mtp\.layers\.0\.enorm\.", "embedding_norm."),
@@ -78,9 +89,11 @@ QWEN = PredictionFamily(_QWEN)
 FAMILIES = {
     "deepseek_v3": DEEPSEEK,
     "deepseek_v32": DEEPSEEK,
+    "ernie4_5_moe": PredictionFamily(_ERNIE, feed_forward="dense"),
     "glm4_moe": DEEPSEEK,
     "glm4_moe_lite": DEEPSEEK,
     "glm_moe_dsa": DEEPSEEK,
+    "hy_v3": DEEPSEEK,
     "mellum": PredictionFamily(_QWEN, _sliding),
     "mimo_v2_flash": PredictionFamily(_MIMO, _sliding, feed_forward="dense"),
     "nemotron_h": PredictionFamily(_NEMOTRON, _blocks),

@@ -19,8 +19,9 @@ from drafters.checkpoint import (
     write_folder,
 )
 from drafters.dflash.config import DFlashConfig, LatentSizes
+from drafters.dflash.config_json import config_json
 from drafters.dflash.heads import head_names
-from drafters.dflash.layout import Layout, config_json, parse_config
+from drafters.dflash.layout import Layout, parse_config
 from drafters.dflash.names import zlab_names
 from drafters.dflash.tied import TIED
 from drafters.keys import require

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from drafters.dflash.config import DFlashConfig
+from drafters.sequential.network import latent_like
 from specdec.attention.mla import MlaBackend, MlaSpec
 from specdec.core import Verifier
-from specdec.errors import BackendError
 from specdec.layers.latent_attention import LatentAttention, halves_first, latent_scale, split_up
 from specdec.layers.linear import Linear, linear
 from specdec.layers.norm import Norm
@@ -72,30 +72,17 @@ def latent_backend(config: DFlashConfig, verifier: Verifier) -> MlaBackend:
     Raises:
         BackendError: the target has none, or it cannot serve the draft layers.
     """
-    sizes, attention = config.latent, verifier.attention
+    sizes = config.latent
     assert sizes is not None
-    if not isinstance(attention, MlaBackend):
-        raise BackendError(
-            f"this drafter has latent attention, and the target's backend {attention.name!r} serves other attention;"
-            " choose a drafter that was made for this target"
-        )
-    shared = attention.spec
-    spec = MlaSpec(
-        device=shared.device,
-        dtype=shared.dtype,
+    return latent_like(
+        verifier,
         num_heads=config.num_attention_heads,
-        kv_lora_rank=sizes.rank,
-        qk_nope_head_dim=sizes.nope,
-        qk_rope_head_dim=sizes.rope,
-        v_head_dim=sizes.value,
-        block_size=shared.block_size,
+        rank=sizes.rank,
+        nope=sizes.nope,
+        rope=sizes.rope,
+        value=sizes.value,
         non_causal=not all(config.causal),
-        cache_dtype=shared.cache_dtype,
     )
-    backend = type(attention)
-    if reasons := backend.unsupported_reasons(spec):
-        raise BackendError(f"attention backend {backend.name!r} cannot serve this drafter: {'; '.join(reasons)}; choose another")
-    return backend(spec)
 
 
 def split_latents(rows: Tensor, config: DFlashConfig) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""`config.json` of a DFlash drafter in the two public layouts, z-lab's and speculators'."""
+"""Reading the `config.json` of a DFlash drafter, in any public layout."""
 
 import reprlib
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from drafters.algorithms import algorithm_of, unsupported
 from drafters.dflash.config import MOST_LAYERS, DFlashConfig, default_taps
 from drafters.dflash.coupling import parse_coupling
 from drafters.dflash.families import Family, family_of
-from drafters.dflash.heads import ALGORITHMS, ARCHITECTURES, HEAD_KEYS, parse_head, predicts_from_anchor
+from drafters.dflash.heads import ALGORITHMS, HEAD_KEYS, parse_head, predicts_from_anchor
 from drafters.keys import Keys, check_known, is_number, require, section
 
 Layout = Literal["z-lab", "speculators"]
@@ -100,18 +100,6 @@ def parse_config(raw: Mapping[str, Any]) -> DFlashConfig:
     )
     _check_alignment(raw, config)
     return config
-
-
-def config_json(config: DFlashConfig, layout: Layout, *, dtype: str) -> dict[str, Any]:
-    """The content of `config.json` for tensors of type `dtype`, such as "bfloat16".
-
-    Raises:
-        CheckpointError: the layout cannot express this drafter.
-    """
-    peculiar = config.peculiarities
-    require(not peculiar, f"a drafter with {' and '.join(peculiar)} can be read, but not written in the public layouts")
-    written = _to_zlab(config, dtype) if layout == "z-lab" else _to_speculators(config, dtype)
-    return written | ({} if config.coupling is None else {"coupling": config.coupling.json()})
 
 
 def _or(value: T | None, default: T) -> T:
@@ -224,113 +212,3 @@ def _check_alignment(raw: Mapping[str, Any], config: DFlashConfig) -> None:
             f"speculative_tokens is {stated}, but block_size {config.block_size} with sample_from_anchor"
             f" {str(config.sample_from_anchor).lower()} gives {config.max_draft_tokens}; correct the wrong one in config.json",
         )
-
-
-def _layer_section(config: DFlashConfig, dtype: str) -> dict[str, Any]:
-    """What both layouts say about the draft layers: a Qwen3 configuration and the rarer values of the drafter."""
-    windows = {window for window in config.windows if window is not None}
-    require(len(windows) <= 1, f"layers have windows of {sorted(windows)}; config.json can name one for all of them")
-    section: dict[str, Any] = {
-        "model_type": "qwen3",
-        "dtype": dtype,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "attention_bias": config.attention_bias,
-        "rms_norm_eps": config.rms_norm_eps,
-        "vocab_size": config.vocab_size,
-        "tie_word_embeddings": False,
-        "max_position_embeddings": config.max_position_embeddings,
-        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in config.windows],
-        "use_sliding_window": bool(windows),
-        "sliding_window": max(windows, default=None),
-        "max_window_layers": config.windows.index(max(windows)) if windows else config.num_hidden_layers,
-        "rope_theta": config.rope_parameters["rope_theta"],
-        "rope_parameters": dict(config.rope_parameters),
-    }
-    optional = {
-        # What Transformers 4 reads; it agrees with rope_parameters.
-        "rope_scaling": dict(config.rope_parameters) if config.rope_parameters["rope_type"] != "default" else None,
-        "num_target_layers": config.num_target_layers,
-        "input_embedding_scale": config.input_embedding_scale,
-        "output_multiplier": config.output_multiplier if config.output_multiplier != 1 else None,
-        "final_logit_softcapping": config.final_logit_softcapping,
-    }
-    return section | {name: value for name, value in optional.items() if value is not None}
-
-
-def _convolutions(config: DFlashConfig) -> dict[str, Any]:
-    sizes = {"conv_kernel_size": config.conv_kernel_size, "conv_group_size": config.conv_group_size}
-    return sizes if config.convolves else {}
-
-
-def _to_zlab(config: DFlashConfig, dtype: str) -> dict[str, Any]:
-    require(
-        config.num_target_layers is not None,
-        "num_target_layers is unknown; the z-lab layout needs the target's layer count (specdec convert --model)",
-    )
-    by_kind = all(causal == (window is not None) for window, causal in zip(config.windows, config.causal, strict=True))
-    require(by_kind or len(set(config.causal)) == 1, f"causality {config.causal} by layer has no key in the z-lab layout")
-    own = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids), **_convolutions(config)}
-    head = {} if config.head is None else config.head.json()
-    if config.tied_tables:
-        own["tied_tables"] = True
-    if config.sample_from_anchor or head:
-        own["sample_from_anchor"] = config.sample_from_anchor
-    own |= head | ({"projector_type": "dspark"} if config.algorithm == "dspark" else {})
-    architecture = ARCHITECTURES[config.algorithm]["z-lab"]
-    result = {"architectures": [architecture], **_layer_section(config, dtype), "block_size": config.block_size}
-    optional = {
-        "is_causal": None if by_kind else config.causal[0],
-        "draft_vocab_size": config.draft_vocab_size,
-        "target_hidden_size": config.target_hidden_size,
-        "verifier_name_or_path": config.verifier_name,
-        "verifier_architectures": list(config.verifier_architectures) or None,
-    }
-    return result | {name: value for name, value in optional.items() if value is not None} | {"dflash_config": own}
-
-
-def _to_speculators(config: DFlashConfig, dtype: str) -> dict[str, Any]:
-    sliding = {causal for window, causal in zip(config.windows, config.causal, strict=True) if window is not None}
-    full = {causal for window, causal in zip(config.windows, config.causal, strict=True) if window is None}
-    require(True not in full and len(sliding) <= 1, f"causality {config.causal} by layer has no key in the speculators layout")
-    require(
-        config.num_target_layers is None or config.num_target_layers - 1 not in config.target_layer_ids,
-        f"tap {(config.num_target_layers or 0) - 1} is the target's last layer, which the speculators layout cannot name",
-    )
-    require(not config.tied_tables, "tied tables have no key in the speculators layout; write the tables themselves")
-    architecture = ARCHITECTURES[config.algorithm].get("speculators")
-    require(architecture is not None, f"the speculators layout has no {config.algorithm}; write the z-lab layout")
-    method = {
-        "proposal_type": "greedy",
-        "speculative_tokens": config.max_draft_tokens,
-        "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
-    }
-    verifier = {"name_or_path": config.verifier_name, "architectures": list(config.verifier_architectures)}
-    return {
-        "architectures": [architecture],
-        "speculators_model_type": config.algorithm,
-        "speculators_config": {
-            "algorithm": config.algorithm,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [method],
-            "verifier": verifier,
-        },
-        "transformer_layer_config": _layer_section(config, dtype),
-        "dtype": dtype,
-        "block_size": config.block_size,
-        "mask_token_id": config.mask_token_id,
-        "aux_hidden_state_layer_ids": [i + 1 for i in config.target_layer_ids],
-        "sample_from_anchor": config.sample_from_anchor,
-        # Of a drafter without windows vLLM takes the answer for its full layers.
-        "sliding_window_non_causal": True not in sliding,
-        "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
-        "target_hidden_size": config.target_hidden_size,
-        **_convolutions(config),
-        **({} if config.head is None else config.head.json()),
-    }

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import DeepseekV3Config
 
 from drafters.checkpoint import CONFIG, check_tensors, find_folder, naming, own_tensors, plain_tensors, read_json, read_tensors
 from drafters.eagle3.config import Eagle3Config, parse_config
@@ -63,6 +64,8 @@ def tensor_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
             "mlp.up_proj.weight": (inner, hidden),
             "mlp.down_proj.weight": (hidden, inner),
         }
+        if isinstance(layers, DeepseekV3Config):
+            layer = {name: shape for name, shape in layer.items() if "self_attn" not in name} | latent_shapes(layers, given)
         if index == 0:
             layer["hidden_norm.weight"] = (hidden,)
         if config.has_head_norms:
@@ -85,6 +88,27 @@ def tensor_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
     if config.own_embeddings:
         shapes["embed_tokens.weight"] = (config.vocab_size, hidden)
     return shapes
+
+
+def latent_shapes(layers: DeepseekV3Config, given: int) -> dict[str, tuple[int, ...]]:
+    """Tensors of latent attention to an input of `given` numbers."""
+    heads, rank, rope, compressed = layers.num_attention_heads, layers.kv_lora_rank, layers.qk_rope_head_dim, layers.q_lora_rank
+    query = heads * (layers.qk_nope_head_dim + rope)
+    shapes: dict[str, tuple[int, ...]] = {
+        "kv_a_proj_with_mqa.weight": (rank + rope, given),
+        "kv_a_layernorm.weight": (rank,),
+        "kv_b_proj.weight": (heads * (layers.qk_nope_head_dim + layers.v_head_dim), rank),
+        "o_proj.weight": (layers.hidden_size, heads * layers.v_head_dim),
+    }
+    if compressed is None:
+        shapes["q_proj.weight"] = (query, given)
+    else:
+        shapes |= {
+            "q_a_proj.weight": (compressed, given),
+            "q_a_layernorm.weight": (compressed,),
+            "q_b_proj.weight": (query, compressed),
+        }
+    return {f"self_attn.{name}": shape for name, shape in shapes.items()}
 
 
 def _check(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> None:

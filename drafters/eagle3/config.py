@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
-from transformers import LlamaConfig, Qwen3Config
+from transformers import DeepseekV3Config, LlamaConfig, Qwen3Config
 
 from drafters.algorithms import algorithm_of
 from drafters.keys import Keys, check_known, require, section
@@ -14,7 +14,15 @@ from specdec.layers.rotary import STATIC_ROPE_TYPES
 MOST_DRAFTS = 64
 """More than any head is trained for."""
 
-_LAYERS = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+Layers: TypeAlias = LlamaConfig | Qwen3Config | DeepseekV3Config
+"""What a head's layers may be like."""
+
+_LAYERS: dict[str, type[Layers]] = {
+    "llama": LlamaConfig,
+    "qwen3": Qwen3Config,
+    "deepseek_v3": DeepseekV3Config,
+    "kimi_k2": DeepseekV3Config,
+}
 _USUAL_TAPS = 3
 
 # Keys of relatives that would change the maths, with the values under which they do not.
@@ -47,7 +55,7 @@ class Eagle3Config:
     """Everything needed to run an EAGLE-3 head (arXiv 2503.01840), or one that drafts in parallel (P-EAGLE).
 
     Attributes:
-        layers: what the decoder layers are like, a config of Llama or Qwen3.
+        layers: what the decoder layers are like, a config of Llama, Qwen3, or DeepSeek-V3 without experts.
         vocab_size: of the target.
         draft_vocab_size: of a reduced vocabulary with a head of its own, or None.
         stated_taps: tapped decoder layers of the target, 0-based; None where it depends on their number.
@@ -64,7 +72,7 @@ class Eagle3Config:
         verifier_name: the target it was trained for, when stated.
     """
 
-    layers: LlamaConfig | Qwen3Config
+    layers: Layers
     vocab_size: int
     draft_vocab_size: int | None
     stated_taps: tuple[int, ...] | None
@@ -89,6 +97,11 @@ class Eagle3Config:
     def has_head_norms(self) -> bool:
         """Whether queries and keys are normed."""
         return isinstance(self.layers, Qwen3Config)
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether attention is latent (arXiv 2405.04434)."""
+        return isinstance(self.layers, DeepseekV3Config)
 
     def taps(self, num_target_layers: int) -> tuple[int, ...]:
         """Tapped layers of a target of so many, 0-based: those stated, or a low, a middle and a high one."""
@@ -156,7 +169,7 @@ def _check_keys(raw: Mapping[str, Any], keys: Keys, own: Mapping[str, Any]) -> N
         require(value is None or value in plain, f"EAGLE-3 with {key} {value!r} is not supported yet; supported: {plain[0]!r}")
 
 
-def _layers(shape: Mapping[str, Any]) -> LlamaConfig | Qwen3Config:
+def _layers(shape: Mapping[str, Any]) -> Layers:
     """What the layers are like, read by Transformers, which knows every way of writing RoPE's parameters."""
     kind = shape.get("model_type")
     require(kind in _LAYERS, f"layers of type {kind!r} are not supported in an EAGLE-3 head; supported: {', '.join(_LAYERS)}")
@@ -174,6 +187,8 @@ def _layers(shape: Mapping[str, Any]) -> LlamaConfig | Qwen3Config:
         f"{layers.num_attention_heads} query heads on {layers.num_key_value_heads} key heads of {layers.head_dim}:"
         " the first must be a multiple of the second, the third even",
     )
+    biased = isinstance(layers, DeepseekV3Config) and layers.attention_bias
+    require(not biased, "attention_bias is true, which latent attention is not supported with; it must be false")
     rope_type = layers.rope_parameters.get("rope_type")
     if rope_type == "mrope":  # positions of text are the same on all its axes
         rope_type = layers.rope_parameters["rope_type"] = "default"
@@ -201,7 +216,7 @@ def _stated_taps(raw: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[int, .
     return taps
 
 
-def _windows(layers: LlamaConfig | Qwen3Config) -> tuple[int | None, ...]:
+def _windows(layers: Layers) -> tuple[int | None, ...]:
     kinds: Sequence[str] = getattr(layers, "layer_types", None) or ["full_attention"] * layers.num_hidden_layers
     known = len(kinds) == layers.num_hidden_layers and set(kinds) <= {"full_attention", "sliding_attention"}
     require(known, f"layer_types is {kinds!r}; it must name full_attention or sliding_attention for each layer")

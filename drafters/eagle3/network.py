@@ -6,16 +6,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import DeepseekV3Config
 
 from drafters.eagle3.checkpoint import target_ids
 from drafters.eagle3.config import Eagle3Config
+from drafters.eagle3.latent import latent_attention, latent_backend
 from drafters.sequential.network import Mask, Rows, SequentialNetwork, attention_like
 from specdec.attention.backend import AttentionBackend
+from specdec.attention.mla import MlaBackend
 from specdec.core import Verifier
 from specdec.kv_cache import KVLayerSpec, LayerSpec
 from specdec.layers.attention import HeadAttention
 from specdec.layers.attention import Rows as AttentionRows
 from specdec.layers.decoder import Decoder, DecoderLayer
+from specdec.layers.latent_attention import LatentAttention
 from specdec.layers.linear import Linear, linear
 from specdec.layers.mlp import GatedMLP
 from specdec.layers.norm import Norm
@@ -33,7 +37,7 @@ class AttentionToBoth:
         norm: of the embeddings.
     """
 
-    attention: HeadAttention
+    attention: HeadAttention | LatentAttention
     norm: Norm
 
     @property
@@ -67,13 +71,7 @@ class Eagle3Network(SequentialNetwork):
 
     def __init__(self, config: Eagle3Config, tensors: Mapping[str, Tensor], verifier: Verifier) -> None:
         self._config, self._verifier, layers = config, verifier, config.layers
-        self._attention: AttentionBackend = attention_like(
-            verifier,
-            num_heads=layers.num_attention_heads,
-            num_kv_heads=layers.num_key_value_heads,
-            head_dim=layers.head_dim,
-            windows=config.windows,
-        )
+        self._attention = _attention(config, verifier)
         self._ops = ops_for(self._attention)
         self._rope = Rope.of(layers.rope_parameters, layers.head_dim, layers.max_position_embeddings).to(verifier.device)
         self._fc = linear(tensors["fc.weight"], tensors.get("fc.bias"))
@@ -98,6 +96,8 @@ class Eagle3Network(SequentialNetwork):
     def kv_specs(self) -> Sequence[LayerSpec]:
         """See `SequentialNetwork.kv_specs`."""
         layers = self._config.layers
+        if isinstance(self._attention, MlaBackend):
+            return [self._attention.cache_spec] * layers.num_hidden_layers
         return [KVLayerSpec(layers.num_key_value_heads, layers.head_dim)] * layers.num_hidden_layers
 
     @property
@@ -150,14 +150,7 @@ class Eagle3Network(SequentialNetwork):
 
     def _layer(self, index: int, weights: "_Weights") -> DecoderLayer:
         config, name = self._config, f"layers.{index}"
-        heads = Heads(
-            scale=config.layers.head_dim**-0.5,
-            window=config.windows[index],
-            query_norm=weights.norm(f"{name}.self_attn.q_norm") if config.has_head_norms else None,
-            key_norm=weights.norm(f"{name}.self_attn.k_norm") if config.has_head_norms else None,
-        )
-        qkv = weights.join(f"{name}.self_attn", "q_proj", "k_proj", "v_proj")
-        attention, input_norm = HeadAttention(qkv, heads, self._rope), weights.norm(f"{name}.input_layernorm")
+        attention, input_norm = self._attention_of(index, weights), weights.norm(f"{name}.input_layernorm")
         stream_norm = None if config.norm_before_residual else self._stream_norm
         return DecoderLayer(
             input_norm=input_norm if index else stream_norm,
@@ -166,6 +159,33 @@ class Eagle3Network(SequentialNetwork):
             mlp_norm=weights.norm(f"{name}.post_attention_layernorm"),
             mlp=GatedMLP(weights.join(f"{name}.mlp", "gate_proj", "up_proj"), weights.join(f"{name}.mlp", "down_proj")),
         )
+
+    def _attention_of(self, index: int, weights: "_Weights") -> HeadAttention | LatentAttention:
+        config, name = self._config, f"layers.{index}.self_attn"
+        if isinstance(config.layers, DeepseekV3Config):
+            assert isinstance(self._attention, MlaBackend)
+            return latent_attention(weights.tensors, name, config.layers, self._rope, self._attention.spec)
+        heads = Heads(
+            scale=config.layers.head_dim**-0.5,
+            window=config.windows[index],
+            query_norm=weights.norm(f"{name}.q_norm") if config.has_head_norms else None,
+            key_norm=weights.norm(f"{name}.k_norm") if config.has_head_norms else None,
+        )
+        return HeadAttention(weights.join(name, "q_proj", "k_proj", "v_proj"), heads, self._rope)
+
+
+def _attention(config: Eagle3Config, verifier: Verifier) -> AttentionBackend | MlaBackend:
+    """The target's kind of attention, for the head's layers."""
+    layers = config.layers
+    if isinstance(layers, DeepseekV3Config):
+        return latent_backend(layers, verifier)
+    return attention_like(
+        verifier,
+        num_heads=layers.num_attention_heads,
+        num_kv_heads=layers.num_key_value_heads,
+        head_dim=layers.head_dim,
+        windows=config.windows,
+    )
 
 
 class _Weights(NamedTuple):

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from drafters.mtp.network import PredictionNetwork
-from drafters.sequential.choice import Choice, choose
 from drafters.sequential.drafter import SequentialDrafter
+from drafters.sequential.drafts import TokenByToken
 from drafters.sequential.network import Rows
 from specdec.attention.backend import AttentionMetadata
 from specdec.config import DraftSampling
-from specdec.core import AcceptOutput, BoundDrafter, DecodeBatch, DraftOutput, PrefillBatch, Verifier, VerifyOutput
+from specdec.core import AcceptOutput, DecodeBatch, DraftOutput, PrefillBatch, Verifier, VerifyOutput
 
 
 class AssistantDrafter(SequentialDrafter):
@@ -28,7 +28,6 @@ class AssistantDrafter(SequentialDrafter):
         max_draft_tokens: largest k.
     """
 
-    draws_trees = False
     network: PredictionNetwork
 
     def __init__(self, network: PredictionNetwork, verifier: Verifier, *, max_draft_tokens: int) -> None:
@@ -40,7 +39,7 @@ class AssistantDrafter(SequentialDrafter):
         return BoundAssistant(self, caches, max_num_seqs, draft_sampling)
 
 
-class BoundAssistant(BoundDrafter):
+class BoundAssistant(TokenByToken):
     """An `AssistantDrafter` beside the target's cache of one engine; see `specdec.core.BoundDrafter`.
 
     Args:
@@ -51,7 +50,7 @@ class BoundAssistant(BoundDrafter):
     """
 
     def __init__(self, drafter: AssistantDrafter, caches: Sequence[Any], max_num_seqs: int, draft_sampling: DraftSampling) -> None:
-        self.network, self.caches, self.draft_sampling = drafter.network, list(caches), draft_sampling
+        super().__init__(drafter.network, caches, draft_sampling)
         target = drafter.verifier
         self._hidden = torch.zeros(max_num_seqs, target.hidden_size, dtype=target.dtype, device=target.device)
 
@@ -62,7 +61,7 @@ class BoundAssistant(BoundDrafter):
         self._keep(batch.slots, verify, (starts[:-1] + counts - 1).clamp(min=0).long())
 
     def propose(self, batch: DecodeBatch) -> DraftOutput:
-        """Drafts one token after another, each of the one before it."""
+        """Drafts a chain or a tree, one token after another."""
         metadata = AttentionMetadata.uniform(
             1,
             batch.seq_lens.clamp(min=1).int(),  # requests that only pad the batch may have read nothing
@@ -71,24 +70,14 @@ class BoundAssistant(BoundDrafter):
             max_seq_len=batch.max_seq_len,
             min_seq_len=batch.min_seq_len,
         )
-        hidden, newest = self._hidden.index_select(0, batch.slots), batch.anchors
-        choices = []
-        for draft in range(batch.k):
-            out = self.network.forward(Rows(newest, hidden, batch.position_ids(1), metadata), self.caches, None)
-            choices.append(self._choose(batch, out, draft, 1))
-            hidden, newest = self.network.next_features(out), choices[-1].token_ids[:, 0]
-        token_ids = torch.cat([choice.token_ids for choice in choices], dim=1)
-        probs = [choice.probs for choice in choices if choice.probs is not None]
-        return DraftOutput(token_ids, probs=torch.cat(probs, dim=1) if probs else None)
+        hidden, position_ids = self._hidden.index_select(0, batch.slots), batch.position_ids(1)
+        out = self.network.forward(Rows(batch.anchors, hidden, position_ids, metadata), self.caches, None)
+        return self._drafts(batch, out, 1, [(position_ids, metadata)] * (batch.shape.depth - 1))[0]
 
     def commit(self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput) -> None:
         """Keeps the hidden state of the last row that was accepted."""
         first = torch.arange(0, token_ids.numel(), token_ids.shape[1], device=token_ids.device)
         self._keep(batch.slots, verify, first + accept.num_accepted)
-
-    def _choose(self, batch: DecodeBatch, hidden: Tensor, first: int, count: int) -> Choice:
-        logits = self.network.logits(hidden).view(batch.num_reqs, count, -1)
-        return choose(batch, logits, first, self.draft_sampling, self.network.target_ids)
 
     def _keep(self, slots: Tensor, verify: VerifyOutput, rows: Tensor) -> None:
         assert verify.aux_hidden is not None, "the engine taps aux_layer_ids"

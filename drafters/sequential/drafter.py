@@ -11,23 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafters.sequential.choice import Choice, Guesses, choose, guess
+from drafters.sequential.drafts import TokenByToken
 from drafters.sequential.network import Rows, SequentialNetwork
 from specdec.attention.backend import AttentionMetadata
 from specdec.config import DraftSampling
 from specdec.core import AcceptOutput, BoundDrafter, DecodeBatch, Drafter, DraftOutput, PrefillBatch, Verifier, VerifyOutput
 from specdec.errors import InvalidInputError
 from specdec.kv_cache import LayerSpec
-from specdec.sampling.trees import best_first
 
 USUAL_DRAFTS = 7
 """Drafts of a step at most, where a checkpoint does not say: each costs a forward, and is less sure than the one before it."""
 
 MOST_DEFERRED = 16
 """Steps without drafts whose context is put off at most."""
-MOST_CANDIDATES = 16
-"""Tokens per position among which a tree of many positions chooses."""
-_UNKNOWN = -1e9  # score behind a token whose followers were not asked for: below all that is known, and finite
 
 
 class SequentialDrafter(Drafter):
@@ -79,7 +75,7 @@ class SequentialDrafter(Drafter):
         return BoundSequential(self, caches, max_num_seqs, draft_sampling)
 
 
-class BoundSequential(BoundDrafter):
+class BoundSequential(TokenByToken):
     """A `SequentialDrafter` over the paged cache of one engine; see `specdec.core.BoundDrafter`.
 
     Args:
@@ -92,7 +88,7 @@ class BoundSequential(BoundDrafter):
     most_deferred = MOST_DEFERRED
 
     def __init__(self, drafter: SequentialDrafter, caches: Sequence[Any], max_num_seqs: int, draft_sampling: DraftSampling) -> None:
-        self.network, self.caches, self.draft_sampling = drafter.network, list(caches), draft_sampling
+        super().__init__(drafter.network, caches, draft_sampling)
         self._ahead = drafter.tokens_ahead
         target = drafter.verifier
         device, self._dtype = target.device, target.dtype
@@ -132,42 +128,15 @@ class BoundSequential(BoundDrafter):
     def propose(self, batch: DecodeBatch) -> DraftOutput:
         """Drafts a chain or a tree: all tokens at once with a mask, else one after another."""
         network, depth, last = self.network, batch.shape.depth, batch.seq_lens - self._ahead
-        choose = self._guess if batch.shape.is_tree else self._choose
         parallel = network.mask is not None
         wanted = depth if parallel else 1
         hidden = self._write_lacking(batch, last, batch.anchors, self._most_lacking, wanted)
         # Of rows without features those of accepted drafts are right, and `commit` takes back the others.
         self._due.index_copy_(0, batch.slots, batch.seq_lens + (0 if self._ahead else depth))
-        choices = [choose(batch, hidden, 0, wanted)]
-        if not parallel and depth > 1:
-            for draft, (position_ids, metadata) in enumerate(self._single_rows(batch), start=1):
-                newest = choices[-1].token_ids.view(batch.num_reqs, -1)[:, 0]  # the likeliest, where there are several
-                rows = Rows(newest, network.next_features(hidden), position_ids, metadata)
-                hidden = network.forward(rows, self.caches, None)
-                choices.append(choose(batch, hidden, draft, 1))
+        output, tokens = self._drafts(batch, hidden, wanted, [] if parallel or depth == 1 else self._single_rows(batch))
         if not self._ahead:
-            likeliest = torch.cat([choice.token_ids.view(batch.num_reqs, wanted, -1)[..., 0] for choice in choices], dim=1)
-            self._drafted.narrow(1, 0, depth).index_copy_(0, batch.slots, likeliest)
-        if batch.shape.is_tree:
-            return self._tree(batch, *(torch.cat(parts, dim=1) for parts in zip(*choices, strict=True)))
-        token_ids, probs, own = (_side_by_side(parts) for parts in zip(*choices, strict=True))
-        assert token_ids is not None
-        candidate_ids = None if probs is None or network.target_ids is None else network.target_ids.expand(probs.shape)
-        forecast = None if own is None else own.cumprod(dim=1).sum(dim=1)
-        return DraftOutput(token_ids, probs=probs, candidate_ids=candidate_ids, forecast=forecast)
-
-    def _tree(self, batch: DecodeBatch, token_ids: Tensor, scores: Tensor) -> DraftOutput:
-        """The likeliest paths through guesses [num_reqs, depth, C].
-
-        Drafted one after another, they are those behind the likeliest tokens before them, so that others have nothing behind them.
-        """
-        if self.network.mask is None:
-            edges = torch.full_like(scores, _UNKNOWN)[:, :, None].repeat(1, 1, scores.shape[-1], 1)
-            edges[:, :, 0] = scores
-            scores = edges
-        best = best_first(scores, batch.k)
-        forecast = best.scores.exp().sum(dim=1) if self.forecasts else None
-        return DraftOutput(token_ids.flatten(1).gather(1, best.places), tree=best.tree, forecast=forecast)
+            self._drafted.narrow(1, 0, depth).index_copy_(0, batch.slots, tokens)
+        return output
 
     def commit(self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput) -> None:
         """Keeps tokens and features of the verified rows; writes what was put off when that is due."""
@@ -258,16 +227,6 @@ class BoundSequential(BoundDrafter):
             single.append((position_ids[row + behind], metadata))
         return single
 
-    def _choose(self, batch: DecodeBatch, hidden: Tensor, first: int, count: int) -> Choice:
-        logits = self.network.logits(hidden).view(batch.num_reqs, count, -1)
-        return choose(batch, logits, first, self.draft_sampling, self.network.target_ids, wants_own=self.forecasts)
-
-    def _guess(self, batch: DecodeBatch, hidden: Tensor, first: int, count: int) -> Guesses:
-        """So many candidates as a tree of the step's size may need, if each but the likeliest ends a path."""
-        logits, depth = self.network.logits(hidden).view(batch.num_reqs, count, -1), batch.shape.depth
-        most = max(min(MOST_CANDIDATES, batch.k), -(-batch.k // depth))
-        return guess(batch, logits, first, min(most, logits.shape[-1]), self.draft_sampling, self.network.target_ids)
-
     def _condense(self, verify: VerifyOutput) -> Tensor:
         assert verify.aux_hidden is not None, "the engine taps aux_layer_ids"
         return self.network.condense(verify.aux_hidden)
@@ -278,9 +237,3 @@ class BoundSequential(BoundDrafter):
     def _cells(self, slots: Tensor, positions: Tensor) -> Tensor:
         """Where the ring holds what belongs to positions int64 [...] of requests in `slots`, which fits them."""
         return slots * self._size + positions % self._size
-
-
-def _side_by_side(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """Parts [num_reqs, n, ...] joined, or None where there are none."""
-    there = [part for part in parts if part is not None]
-    return torch.cat(there, dim=1) if there else None

@@ -1,9 +1,9 @@
 """Suffix decoding (arXiv 2411.04975, snowflakedb/ArcticInference) on tensors, so that one code serves every device.
 
-What ArcticInference keeps as suffix trees, of each request and of past outputs, is found by comparing here: every step searches
-a pool of past outputs and the request's own text for the request's last tokens. The best occurrences are followed back and
-forth, and counted alike wherever they are. A chain is the continuation that is expected to be accepted for longest (`choice`),
-a tree holds what followed all of them. Every chain has k drafts, whatever they promise, since the step has k rows either way.
+What ArcticInference keeps as suffix trees, of each request and of past outputs, is found by comparing here: a pool of past outputs
+and the request's own text are searched for the request's last tokens in every step. The best occurrences are followed back and
+forth, and counted alike wherever they are. A chain is the continuation that is expected to be accepted for longest (`choice`), a
+tree holds what followed all of them. Every chain has k drafts, whatever they promise, since the step has k rows either way.
 """
 
 from collections.abc import Sequence

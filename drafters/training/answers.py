@@ -98,6 +98,7 @@ class _Writer:
         self.config, self.decoder, self.prompts = config, decoder, prompts
         self.limit = decoder.engine.max_model_len - 1
         self.num_skipped = 0
+        self._last: tuple[TrainingPrompt, list[int]] | None = None
 
     def check_lengths(self, shards: Mapping[str, Sequence[Job]]) -> None:
         """Refuses a prompt that is too long before any work starts.
@@ -141,9 +142,10 @@ class _Writer:
 
     def _tokenize(self, job: Job) -> list[int]:
         prompt = job.prompt
-        if prompt.few_shot:
-            return self.decoder.tokenize(self._few_shot_text(prompt))
-        return tokenized(self.decoder, prompt)
+        if self._last is None or self._last[0] is not prompt:  # a prompt's answers come one after the other
+            text = self._few_shot_text(prompt) if prompt.few_shot else None
+            self._last = prompt, tokenized(self.decoder, prompt) if text is None else self.decoder.tokenize(text)
+        return list(self._last[1])
 
     def _few_shot_text(self, prompt: TrainingPrompt) -> str:
         """Worked examples of the prompt's own choice, none of them the prompt itself."""

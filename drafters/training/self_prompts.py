@@ -44,17 +44,20 @@ def write_self_prompts(
     decoder = load_decoder()
     prefix, stop = user_turn(decoder)
 
+    def begun(index: int) -> list[int]:
+        ids: list[int] = decoder.tokenizer(_opening(config, index)[1], add_special_tokens=False)["input_ids"]
+        return ids
+
     def start(index: int) -> tuple[list[int], SamplingParams]:
         seed = stable_seed(config.seed, "prompt", index)
         sampling = SamplingParams(max_tokens=MAX_PROMPT_TOKENS, temperature=TEMPERATURE, seed=seed, stop_token_ids=stop)
-        _, begun = _begun(config, index)
-        return [*prefix, *decoder.tokenizer(begun, add_special_tokens=False)["input_ids"]] if begun else prefix, sampling
+        return [*prefix, *begun(index)], sampling
 
     def record(result: GenerationResult, index: int) -> dict[str, Any] | None:
-        kind, begun = _begun(config, index)
-        text = (begun + decoder.tokenizer.decode(result.token_ids, skip_special_tokens=True)).strip()
-        told = bool(result.token_ids) and text and result.finish_reason == "stop"
-        return {"index": index, "prompt": text, "kind": kind} if told else None
+        text = decoder.tokenizer.decode([*begun(index), *result.token_ids], skip_special_tokens=True).strip()
+        said = decoder.tokenizer.decode(result.token_ids, skip_special_tokens=True).strip()
+        whole = said and result.finish_reason == "stop"
+        return {"index": index, "kind": _opening(config, index)[0], "prompt": text} if whole else None
 
     if rank == 0:
         write_origin(folder, origin, decoder)
@@ -95,8 +98,8 @@ def user_turn(decoder: SpecDecoder) -> tuple[list[int], tuple[int, ...]]:
     return prefix, tuple(token for token in suffix[:1] if token in tokenizer.all_special_ids)
 
 
-def _begun(config: TrainConfig, index: int) -> tuple[str, str]:
-    """Kind and beginning of prompt `index`: its own opening, or nothing."""
+def _opening(config: TrainConfig, index: int) -> tuple[str, str]:
+    """Kind and beginning of prompt `index`: an opening, or nothing."""
     random = Random(stable_seed(config.seed, "opening", index))
     return opening(random) if random.random() < config.opening_share else ("", "")
 

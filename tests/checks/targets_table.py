@@ -36,6 +36,7 @@ _SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v32": ("DeepSeek-V3.2", {}),
     "dots1": ("dots.llm1", {"n_routed_experts": 128, "num_experts_per_tok": 6}),
     "ernie4_5": ("ERNIE 4.5 0.3B", {}),
+    "ernie4_5_moe": ("ERNIE 4.5 21B-A3B", {}),
     "falcon_h1": (
         "Falcon-H1 34B",
         {
@@ -53,6 +54,7 @@ _SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("GLM-4 9B", {"num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128}),
     "glm4_moe_lite": ("GLM-4.7-Flash", {}),
     "glm_moe_dsa": ("GLM-5", {}),
+    "hy_v3": ("Hy3", {}),
     "granite": ("Granite 3.3 8B", {"num_hidden_layers": 40, "hidden_size": 4096, "num_key_value_heads": 8}),
     "granitemoehybrid": (
         "Granite 4.0 H Small",

@@ -43,7 +43,7 @@ Patch = pytest.MonkeyPatch
         ({"architectures": ["Qwen3ForCausalLM"]}, "draft-model"),
         ({"architectures": ["Gemma3ForConditionalGeneration"]}, "draft-model"),
         ({"architectures": ["Gemma4AssistantForCausalLM"]}, "mtp"),
-        ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "Eagle3DeepseekV2ForCausalLM"),
+        ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "eagle3"),
     ],
 )
 def test_algorithm(raw: dict[str, Any], algorithm: str) -> None:

@@ -11,6 +11,7 @@ from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
     DeepseekV32Config,
+    Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Gemma2Config,
     Gemma3TextConfig,
@@ -22,6 +23,7 @@ from transformers import (
     GlmMoeDsaConfig,
     GptOssConfig,
     GraniteConfig,
+    HYV3Config,
     KimiLinearConfig,
     Llama4TextConfig,
     LlamaConfig,
@@ -148,6 +150,18 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         attn_scale=0.7,
     ),
     "ernie4_5": lambda: Ernie4_5Config(**_COMMON, use_bias=True),
+    "ernie4_5_moe": lambda: Ernie4_5_MoeConfig(
+        **_COMMON, use_bias=True, moe_intermediate_size=24, moe_num_experts=4, moe_k=2, moe_num_shared_experts=1
+    ),
+    "hy_v3": lambda: HYV3Config(
+        **_COMMON,
+        mlp_layer_types=["dense", *["sparse"] * 3],
+        moe_intermediate_size=24,
+        num_experts=8,
+        num_experts_per_tok=2,
+        num_shared_experts=1,
+        router_scaling_factor=1.5,
+    ),
     "glm": lambda: GlmConfig(**_COMMON, attention_bias=True, rope_parameters=_PARTIAL),
     "mellum": lambda: MellumConfig(
         **_COMMON,
@@ -261,7 +275,7 @@ def plain_model(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("sinks") or "norm" in parameter_name:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
-            if parameter_name.endswith(("router.scale", "per_expert_scale", "gate.e_score_correction_bias")):
+            if parameter_name.endswith(("router.scale", "per_expert_scale", "e_score_correction_bias")):
                 parameter.add_(torch.randn_like(parameter) * 0.3)
             if parameter_name.endswith("A_log"):  # by default a state forgets all within a token or two
                 parameter.uniform_(-2, 0)
@@ -270,7 +284,7 @@ def plain_model(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
             if name in hybrid_configs(_COMMON) and parameter_name.endswith(".bias"):
                 parameter.normal_(std=0.1)
         for buffer_name, buffer in model.named_buffers():
-            keeps_states = name in hybrid_configs(_COMMON) or name == "kimi_linear"
+            keeps_states = name in hybrid_configs(_COMMON) or name in ("kimi_linear", "hy_v3")
             if keeps_states and buffer_name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(std=0.2)
         for buffer_name, buffer in model.named_buffers():

@@ -47,6 +47,19 @@ APPENDED = Layout(
     "model.layers.",
     [(r"^model\.layers\.0", "model.layers.{T}")],
 )
+HUNYUAN = APPENDED._replace(
+    parts={**APPENDED.parts, "norm": "model.layers.{T}.final_layernorm"},
+    within=[
+        *APPENDED.within,
+        (r"\.mlp\.gate\.", ".mlp.router.gate."),
+        (r"\.mlp\.e_score_correction_bias", ".mlp.expert_bias"),
+        (r"\.shared_experts\.", ".shared_mlp."),
+    ],
+)
+ERNIE = Layout(
+    {part: f"model.{name}.0" for part, name in zip(PARTS[:3], ("mtp_emb_norm", "mtp_hidden_norm", "mtp_linear_proj"), strict=True)},
+    "model.mtp_block.",
+)
 MIMO = Layout(
     {
         part: f"model.mtp.layers.0.{name}"
@@ -82,6 +95,8 @@ CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
     "mellum": (QWEN, {"layer_types": ["sliding_attention"], **SPARSE}),
     "deepseek_v3": (APPENDED, {"first_k_dense_replace": 0}),
     "deepseek_v32": (APPENDED, {"first_k_dense_replace": 0, **SPARSE}),
+    "ernie4_5_moe": (ERNIE, {"moe_layer_start_index": 1}),
+    "hy_v3": (HUNYUAN, SPARSE),
     "glm4_moe": (APPENDED, {"first_k_dense_replace": 0}),
     "glm4_moe_lite": (APPENDED, SPARSE),
     "glm_moe_dsa": (APPENDED, {**SPARSE, "indexer_types": ["full"]}),
@@ -167,15 +182,17 @@ def final_norm(model: PreTrainedModel) -> Any:
     return base.norm_f if hasattr(base, "norm_f") else base.norm
 
 
-def reference(name: str, seed: int = 0) -> Reference:
-    """A target of that name and layers beside it."""
-    target = plain_model(name, seed)
+def reference(name: str, seed: int = 0, **entries: Any) -> Reference:
+    """A target of that name and layers beside it; `entries` of its config are others."""
+    target = plain_model(name, seed, **entries)
     changes = CASES[name][1] if name in CASES else FULL
     config = copy.deepcopy(target.config)
     count = len(changes.get("layer_types") or [0])
-    changed = {**changes, "num_hidden_layers": count}
+    changed = {**entries, **changes, "num_hidden_layers": count}
     layers = plain_model(name, seed + 1, **{entry: value for entry, value in changed.items() if hasattr(config, entry)})
     norm = final_norm(layers)
+    if name in CASES and "norm" not in CASES[name][0].parts:
+        norm.load_state_dict(final_norm(target).state_dict())
     norms = copy.deepcopy(norm), copy.deepcopy(norm)
     with torch.no_grad():
         for one in norms:
@@ -193,8 +210,11 @@ def write_target(path: Path, ref: Reference, layout: Layout, *, own: bool = True
     if not own:
         return path
     tensors = load_file(path / "model.safetensors")
-    further = {layout.name(one, config.num_hidden_layers): tensor for one, tensor in experts_apart(ref.tensors()).items()}
-    if layout is APPENDED:
+    written = {
+        one: tensor for one, tensor in experts_apart(ref.tensors()).items() if "norm" in layout.parts or one != "norm.weight"
+    }
+    further = {layout.name(one, config.num_hidden_layers): tensor for one, tensor in written.items()}
+    if layout in (APPENDED, HUNYUAN):
         scope = f"model.layers.{config.num_hidden_layers}."
         further |= {f"{scope}{name}.weight": tensors["lm_head.weight"].clone() for name in ("embed_tokens", "shared_head.head")}
     further |= {scope + "mlp.down_proj.weight": torch.zeros(3, 3) for scope in layout.further}

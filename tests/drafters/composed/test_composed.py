@@ -11,7 +11,7 @@ from torch import Tensor
 
 from drafters.composed.agreement import agreement
 from drafters.composed.calibration import MEMORY, PRIOR, Calibration
-from drafters.composed.drafter import ComposedDrafter
+from drafters.composed.drafter import BoundComposed, ComposedDrafter
 from drafters.suffix.drafter import SuffixDrafter
 from specdec.blocks import BlockShape
 from specdec.config import CacheConfig, DraftSampling, EngineConfig, SamplingParams
@@ -89,6 +89,18 @@ def test_promises_are_put_right() -> None:
         accept = type("Accept", (), {"token_ids": output, "num_accepted": taken})()
         rig.bound.commit(batch, torch.cat([batch.anchors[:, None], draft.token_ids], dim=1), accept, VerifyOutput(torch.zeros(0)))
     assert turns[0] == 0 and turns[-1] == 1 and sorted(turns) == turns
+
+
+def test_drafts_that_may_have_gone_on_are_not_held_against_a_part() -> None:
+    """The first drafts and errs; the second has all that came out, and nobody knows how much more."""
+    rig = rig_of(Fixed([7, 9, 9], [3.5, 3.5]), Fixed([7, 8, 9], [3.0, 3.0]), Fixed([7, 6, 9], [3.0, 3.0]))
+    batch = rig.batch([1, 1], [3, 3], 3)
+    draft = rig.bound.propose(batch)
+    accept = type("Accept", (), {"token_ids": torch.tensor([[7, 8, 0, 0]] * 2), "num_accepted": torch.tensor([1, 1])})()
+    rig.bound.commit(batch, torch.cat([batch.anchors[:, None], draft.token_ids], dim=1), accept, VerifyOutput(torch.zeros(0)))
+    assert isinstance(rig.bound, BoundComposed)
+    found = rig.bound.calibration.corrected(torch.tensor([[3.5], [3.0], [3.0]]), of_trees=False)
+    assert found[1, 0] == 3 and found[2, 0] < 3 and found[0, 0] < 3
 
 
 def test_calibration_against_running_means() -> None:
@@ -233,7 +245,7 @@ def _stats(request: Request) -> Any:
 
 
 def test_a_reset_forgets_past_outputs(case: tuple[Verifier, dict[tuple[int, ...], list[int]]]) -> None:
-    """A prompt takes fewer steps the second time, and as many as at first after a reset; so passes of a benchmark are alike."""
+    """The same prompt takes fewer steps the second time, and after a reset as many as at first: passes of a benchmark are alike."""
     verifier, prompts = case[0], [list(prompt) for prompt in case[1]]
     config = EngineConfig(max_num_seqs=1, num_draft_tokens=4, cache=CacheConfig(memory_bytes=2**22))
     engine = SpecEngine(verifier, ComposedDrafter([SuffixDrafter(), ScriptedDrafter(case[1], 4, [{0}])]), config)

@@ -10,8 +10,9 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from drafters.dflash.config import DFlashConfig
+from drafters.dflash.config_json import config_json
 from drafters.dflash.coupling import Coupling
-from drafters.dflash.layout import config_json, parse_config
+from drafters.dflash.layout import parse_config
 from drafters.dflash.model import DFlashModel
 from drafters.dflash2.selector import SelectorConfig
 from drafters.dspark.markov import MarkovConfig

@@ -11,8 +11,9 @@ from torch.nn import functional as F
 
 from drafters.dflash.checkpoint import read_checkpoint
 from drafters.dflash.config import DFlashConfig
+from drafters.dflash.config_json import config_json
 from drafters.dflash.drafter import BoundDFlash
-from drafters.dflash.layout import config_json, parse_config
+from drafters.dflash.layout import parse_config
 from drafters.dflash.model import DFlashModel
 from drafters.domino.gru import DominoConfig
 from drafters.head import left_sides

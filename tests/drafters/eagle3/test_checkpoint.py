@@ -107,7 +107,7 @@ TENSORS: list[tuple[dict[str, Any], str]] = [
     ({"fc.weight": torch.zeros(32, 64)}, "tensor fc.weight has shape [32, 64], config.json asks for [32, 96]"),
     ({"layers.0.self_attn.q_norm.weight": torch.ones(12)}, "q_norm.weight is no part of an EAGLE-3 drafter"),
     ({"d2t": torch.full((40,), 90)}, "d2t does not map 40 draft tokens to distinct tokens below 97"),
-    ({"lm_head.weight": torch.zeros(40, 32, dtype=torch.int8)}, "config.json has no quantization_config for it"),
+    ({"lm_head.weight": torch.zeros(40, 32, dtype=torch.int8)}, "tensor lm_head.weight is torch.int8"),
 ]
 
 

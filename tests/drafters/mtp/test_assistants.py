@@ -1,5 +1,6 @@
 """Gemma 4's assistants draft what transformers' own class makes of the same weights, on the keys and values of their target."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,18 @@ def test_drafts_are_those_of_transformers(name: str, clusters: bool, tmp_path: P
     assert min(wrong.values()) > 10 * TOLERANCE, wrong
 
 
+def test_trees_are_drawn(tmp_path: Path) -> None:
+    """Their likeliest path is the chain; catches a hidden state of another row than the last of the path."""
+    target, assistant, verifier, drafter = case("gemma4", tmp_path)
+    sampling = SamplingParams(max_tokens=8, ignore_eos=True)
+    prompts = random_prompts(2)
+    _, requests, noted = noted_run(verifier, drafter, prompts, sampling=sampling, tree_nodes=40, num_draft_tokens="auto")
+    _, chains, _ = noted_run(verifier, drafter, prompts, sampling=sampling, num_draft_tokens=K)
+    assert [one.token_ids for one in requests] == [one.token_ids for one in chains]
+    assert any(count > 1 for one in requests for count in one.num_emitted)
+    assert worst(target, assistant, noted) < TOLERANCE
+
+
 def test_accepted_drafts_leave_their_hidden_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With drafts that are right up to each depth in turn; catches a hidden state of another row of the step before."""
     target, assistant, verifier, drafter = case("gemma4", tmp_path)
@@ -114,3 +127,31 @@ def test_an_assistant_of_another_target_is_refused(tmp_path: Path) -> None:
     write_assistant(tmp_path / "wrong", gemma4_target(tmp_path / "other", "gemma4_shared"))
     with pytest.raises(CheckpointError, match="layer 2 reads 2 key heads of 24 of a layer of kind 'full_attention'"):
         load_drafter(tmp_path / "wrong", verifier=verifier)
+
+
+def test_entries_that_equal_defaults_may_be_missing(tmp_path: Path) -> None:
+    """As transformers leaves them out; what its tensors tell is not asked of the config."""
+    _, _, verifier, drafter = case("gemma4_shared", tmp_path, clusters=True)
+    path = tmp_path / "assistant" / "config.json"
+    entries = json.loads(path.read_text())
+    for name in ("backbone_hidden_size", "num_centroids", "use_ordered_embeddings"):
+        entries.pop(name, None)
+    entries["text_config"].pop("sliding_window")
+    path.write_text(json.dumps(entries))
+    prompts, sampling = random_prompts(2, longest=6), SamplingParams(max_tokens=2, ignore_eos=True)
+    runs = [
+        noted_run(verifier, one, prompts, num_draft_tokens=1, sampling=sampling)[2]
+        for one in (drafter, load_drafter(tmp_path / "assistant", verifier=verifier))
+    ]
+    for one, other in zip(*runs, strict=True):
+        torch.testing.assert_close(one.logits, other.logits)
+
+
+@pytest.mark.parametrize("change", [{"text_config": None}, {"text_config": {"model_type": "gemma4_text", "layer_types": 3}}])
+def test_a_damaged_config_is_one_line(change: dict[str, Any], tmp_path: Path) -> None:
+    _, _, verifier, _ = case("gemma4", tmp_path)
+    path = tmp_path / "assistant" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(CheckpointError, match=r"its config\.json describes no layers") as caught:
+        load_drafter(tmp_path / "assistant", verifier=verifier)
+    assert "\n" not in str(caught.value)

@@ -16,10 +16,10 @@ from specdec.config import CacheConfig, EngineConfig
 from specdec.core import Verifier
 from specdec.errors import CheckpointError
 from tests.drafters.mtp.test_layers import case
-from tests.drafters.mtp.test_oracles import TEXT, ours, write_speculators
-from tests.helpers import quantized
-from tests.helpers.tiny_models import paged_verifier, plain_greedy, plain_model, random_prompts
-from tests.helpers.tiny_predictions import CASES, reference, write_target
+from tests.drafters.mtp.test_oracles import TEXT, close, ours, write_speculators
+from tests.helpers import quantized, tiny_composites
+from tests.helpers.tiny_models import paged_verifier, plain_greedy, plain_model, random_prompts, tiny_tokenizer
+from tests.helpers.tiny_predictions import CASES, QWEN, reference, write_target
 from tests.test_lossless import run as decode
 from tests.verifiers.test_load_quantized import FP8
 from tests.verifiers.test_quantized_checkpoint import BLOCK as SCALED
@@ -81,6 +81,24 @@ def test_quantized_layers_are_read_as_those_of_the_target(name: str, tmp_path: P
     hidden = torch.randn(len(TEXT) - 1, ref.target.config.hidden_size, generator=torch.Generator().manual_seed(0))
     packed, wide = (ours(load_mtp(verifier=load(folder)), hidden) for folder in (tmp_path / "fp8", plain))
     torch.testing.assert_close(packed, wide, rtol=1e-5, atol=1e-5)
+
+
+def test_layers_of_a_multimodal_checkpoint_are_found(tmp_path: Path) -> None:
+    """Beside the tensors of a composite, and built from the config of its text part, whose RoPE is its own."""
+    model: Any = tiny_composites.composite("qwen3_5")
+    tiny_composites.save(model, tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    text = model.config.text_config
+    ref = reference("qwen3_5", rope_parameters=text.rope_parameters)
+    assert ref.target.config.rope_parameters != plain_model("qwen3_5").config.rope_parameters
+    path = tmp_path / "model.safetensors"
+    own = {QWEN.name(name, text.num_hidden_layers): tensor.contiguous() for name, tensor in ref.tensors().items()}
+    save_file(load_file(path) | own, path, {"format": "pt"})
+    verifier = load(tmp_path)
+    hidden = torch.randn(len(TEXT) - 1, text.hidden_size, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        expected = verifier.head(ref.out(ref.row(verifier.embed(torch.tensor(TEXT[1:])), hidden))[0])
+        assert close(ours(load_mtp(verifier=verifier), hidden), expected)
 
 
 def test_a_target_without_such_layers_is_refused(tmp_path: Path) -> None:

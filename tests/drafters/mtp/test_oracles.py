@@ -18,6 +18,7 @@ from specdec.attention.backend import AttentionMetadata
 from specdec.core import Verifier
 from specdec.kv_cache import PagedKVCache
 from tests.drafters.mtp.test_layers import TOLERANCE, case
+from tests.helpers.speculators_reference import speculators
 from tests.helpers.tiny_models import WINDOW
 from tests.helpers.tiny_predictions import APPENDED, CASES, SPECULATORS, Reference, reference, write_target
 from verifiers.load import load_verifier
@@ -113,7 +114,7 @@ def test_the_layout_of_speculators_is_read(separate: tuple[Reference, Verifier, 
 @torch.inference_mode()
 def test_logits_are_those_of_speculators(separate: tuple[Reference, Verifier, Path]) -> None:
     """What its own class makes of the same tensors."""
-    mtp = pytest.importorskip("speculators.models.mtp")
+    mtp = speculators("models.mtp")
     ref, verifier, folder = separate
     config = mtp.MTPSpeculatorConfig.model_validate(speculators_config(ref) | {"transformer_layer_config": ref.target.config})
     config.transformer_layer_config._attn_implementation = "eager"

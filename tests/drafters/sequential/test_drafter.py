@@ -171,9 +171,9 @@ def test_drafts_at_the_end_of_the_model_are_like_any_others() -> None:
 def test_padding_requests_of_a_prefill_touch_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that only pads has no last row; catches one that is taken from the request before it."""
     _, verifier, network = case()
-    bound: Any = SequentialDrafter(network, verifier, max_draft_tokens=K).bind(
-        verifier, [], max_num_seqs=3, max_len=64, draft_sampling="greedy"
-    )
+    drafter = SequentialDrafter(network, verifier, max_draft_tokens=K)
+    bound = drafter.bind(verifier, [], max_num_seqs=3, max_len=64, draft_sampling="greedy")
+    assert isinstance(bound, BoundSequential)
     seen: list[Rows] = []
     monkeypatch.setattr(network, "forward", lambda rows, caches, wanted: seen.append(rows))
     table = torch.zeros(3, 16, dtype=torch.int32)

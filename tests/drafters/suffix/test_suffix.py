@@ -100,11 +100,11 @@ def pool_of(rig: Rig) -> TextPool:
 def rig_of(texts: list[Text], past: list[Text], **options: int) -> Rig:
     """Requests with `texts`, whose last token is the anchor, and `past` in the pool."""
     rig = Rig(SuffixDrafter(**options), FakeVerifier(), num_reqs=len(texts))
-    pool = pool_of(rig)
     rig.bound.forecasts = True
     for slot, text in enumerate(texts):
         rig.bound.begin(slot, text)
     for text in past:
+        pool = pool_of(rig)
         row = torch.tensor(text, dtype=torch.int32)
         pool.add(row, torch.tensor(0), torch.tensor(len(text)))
     return rig
@@ -155,6 +155,14 @@ def test_frequency_beats_recency_and_length_what_is_trusted() -> None:
     longer = [6, 1, 2, 3, 4, 5, 0, 1, 2, 9, 1, 2, 9, 6, 1, 2]
     draft = propose(rig_of([longer], []), [longer], BlockShape(3))
     assert draft.token_ids.tolist() == [[3, 4, 5]] and draft.forecast is not None and draft.forecast.item() == 3
+
+
+def test_no_match_reaches_beyond_the_beginning() -> None:
+    """Of a text of one token, nor from the request's into a past text."""
+    for text, past in (([1] * 6, []), ([1] * 6, [[1] * 4])):
+        draft = propose(rig_of([text], past, pool_tokens=5 * len(past)), [text], BlockShape(9))
+        assert draft.forecast is not None and draft.forecast.tolist() == [5] and draft.num_drafts is not None
+        assert draft.token_ids.tolist() == [[1] * 9] and draft.num_drafts.tolist() == [9]
 
 
 def test_past_outputs_are_found() -> None:

@@ -231,7 +231,7 @@ def test_few_shot_answers_end_where_the_next_question_begins(tmp_path: Path) -> 
         "\n".join(json.dumps({"question": f"w{i} w{i + 1}", "answer": f"w{i + 2}"}) for i in range(4, 24))
     )
     config = small_config(tmp_path, prompts=(str(tmp_path / "prompts.jsonl"),), few_shot_share=1.0, few_shot=2, temperatures=(0.0,))
-    config = replace(config, max_prompts=None)
+    config = replace(config, max_prompts=None, heldout_temperature=0.0)
     original = answers.FEW_SHOT_STOP
     try:
         answers.FEW_SHOT_STOP = " w"  # the toy never says "Question:", but says a second word
@@ -285,6 +285,27 @@ def test_the_target_writes_prompts_of_its_own(tmp_path: Path) -> None:
     assert run_stages(("answers",), config) and before == [path.read_bytes() for path in paths]
     with pytest.raises(InvalidInputError, match="holds prompts that were written with another self-prompts"):
         run_stages(("answers",), replace(config, self_prompts=21))
+
+
+@pytest.mark.slow
+def test_the_target_goes_on_with_prompts_that_are_begun_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches openings that the target does not see, or that are no part of the prompt, and a share that is ignored."""
+    write_chat_target(tmp_path)
+    monkeypatch.setattr(self_prompts, "opening", lambda random: ("two words", "w7 w8"))
+    config = small_config(tmp_path, prompts=(), max_prompts=None, self_prompts=24, opening_share=0.5)
+    assert run_stages(("answers",), config)
+    paths = sorted((tmp_path / "run" / "prompts").glob("*.jsonl.gz"))
+    records = [json.loads(line) for path in paths for line in gzip.decompress(path.read_bytes()).splitlines()]
+    begun = [record for record in records if record["kind"]]
+    assert 3 < len(begun) < len(records) - 3
+    decoder = SpecDecoder.from_pretrained(str(tmp_path / "target"), drafter=None, device="cpu", dtype="float32")
+    prefix, _ = self_prompts.user_turn(decoder)
+    for record in begun[:4]:
+        seed = shards_module.stable_seed(config.seed, "prompt", record["index"])
+        sampling = SamplingParams(max_tokens=256, temperature=self_prompts.TEMPERATURE, seed=seed)
+        result = decoder.generate([*prefix, 7, 8], sampling)
+        assert not isinstance(result, list)
+        assert record["prompt"] == "w7 w8 " + decoder.tokenizer.decode(result.token_ids, skip_special_tokens=True)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from drafters.dflash.checkpoint import read_checkpoint, write_checkpoint
 from drafters.dflash.config import DFlashConfig
-from drafters.dflash.edges import edges_of
+from drafters.dflash.edges import edges_of, logprobs_of
 from drafters.dflash.model import DFlashModel
 from drafters.dflash2.selector import SelectorConfig
 from drafters.domino.gru import DominoConfig
@@ -99,6 +99,7 @@ def test_a_head_says_along_an_answer_what_it_says_in_a_run(config: HeadConfig) -
     scores, token_ids = logprobs.topk(coupling.MOST_CANDIDATES, dim=-1)
     anchors = torch.tensor([3, 5])
     tables = edges_of(head, hidden, anchors, token_ids, token_ids, scores, torch.full((2, 4), 1 / temperature))
+    tables = logprobs_of(tables, scores)
     ranks = tables[:, 0, 0].argmax(-1)  # along the best chain, which is where a recurrent state is exact
     path, expected = [ranks], [tables[:, 0, 0]]
     for slot in range(1, 4):

@@ -19,7 +19,7 @@ from specdec.errors import CapacityError, InvalidInputError
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_model, tiny_tokenizer
 
-NUM_THREADS, NUM_PROMPTS = 8, 50
+NUM_THREADS, NUM_PROMPTS = 8, 25
 PATIENCE = 120  # seconds after which a test says that somebody waits for ever
 
 
