@@ -16,6 +16,9 @@ _ARCHITECTURES = {
     "DSparkDraftModel": "dspark",
     "LlamaForCausalLMEagle3": "eagle3",
     "Qwen3Eagle3Model": "eagle3",
+    "Eagle3LlamaForCausalLM": "eagle3",
+    "Eagle3Qwen2_5vlForCausalLM": "eagle3",
+    "Eagle3Qwen3vlForCausalLM": "eagle3",
     "Eagle3DeepseekV2ForCausalLM": "eagle3",
     "Eagle3Speculator": "eagle3",
     "Eagle3DraftModel": "eagle3",
@@ -80,7 +83,10 @@ def algorithm_of(raw: Mapping[str, Any]) -> str:
     rank = section(raw, "dflash_config").get("markov_rank") or raw.get("markov_rank")
     if name in ("dflash", "dspark"):
         return "dspark" if rank else "dflash"
-    return "draft-model" if name.endswith(_LANGUAGE_MODELS) and _family(name) is None else name
+    if not name.endswith(_LANGUAGE_MODELS) or _family(name) is not None:
+        return name
+    # SafeAILab's own EAGLE-3 heads are called like the model whose layer they have; no such model has a vocabulary for drafts.
+    return "draft-model" if raw.get("draft_vocab_size") is None else "eagle3"
 
 
 def _family(name: str) -> str | None:

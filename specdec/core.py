@@ -227,6 +227,7 @@ class DraftOutput:
         tree: how the drafts hang together, when the block is a tree; None is a chain.
         forecast: float32 [num_reqs], how many drafts the drafter expects to be accepted, of a chain or of the best path through a
             tree; None unless `BoundDrafter.forecasts` asks for it.
+        scores: float32 [num_reqs, k], log-probabilities of a tree's paths in falling order; None unless forecasts are asked for.
         part: int64 [num_reqs], which part of a composition drafted; None for any other drafter.
     """
 
@@ -236,6 +237,7 @@ class DraftOutput:
     candidate_ids: Tensor | None = None
     tree: DraftTree | None = None
     forecast: Tensor | None = None
+    scores: Tensor | None = None
     part: Tensor | None = None
 
 

@@ -160,7 +160,7 @@ class AcceptanceStats:
             "steps_by_shape": self.steps_by_shape,
             "num_by_rank": self.num_by_rank,
             "share_by_rank": self.share_by_rank,
-            "by_part": self.by_part,
+            "by_part": [list(part) for part in self.by_part],  # as JSON has it
         }
 
 

@@ -94,8 +94,11 @@ DRAFTERS: dict[str, MakeDrafter] = {
 }
 
 
-@pytest.mark.parametrize(("batch", "num_prompts"), [(8, 8), (3, 4), (1, 2)])
-@pytest.mark.parametrize("drafter", DRAFTERS)
+WAYS = [("plain", 8, 8), ("ngram", 3, 4), ("dflash", 8, 8), ("dflash", 1, 2), ("right", 3, 4), ("wrong", 8, 8), ("wrong", 1, 2)]
+"""Drafters, each in the largest batch or where requests wait; `tests/test_lossless.py` has them in every batch, of tiny models."""
+
+
+@pytest.mark.parametrize(("drafter", "batch", "num_prompts"), WAYS)
 def test_greedy_equals_generate(
     target: tuple[Verifier, SpecDecoder],
     outputs: dict[tuple[int, ...], list[int]],

@@ -1,8 +1,9 @@
 """A composition of drafters: copying where a text repeats itself, a model where it does not.
 
-Every drafter drafts in every step, and for each request the drafts are verified of which most are expected to be accepted. What a
-drafter expects is put right by what was accepted of its drafts lately. The tokens that the target puts out tell that of all
-drafters, not of the chosen one alone, so none has to be tried for it. Drafts are point masses, so whose they are changes no output.
+Every drafter drafts in every step. For each request the chain is verified of which most drafts are expected to be accepted, or the
+union of the trees (`union`). What a drafter expects is put right by what was accepted of its drafts lately. The tokens that the
+target puts out tell that of all drafters, not of the chosen one alone, so none has to be tried for it. Drafts are point masses, so
+whose they are changes no output.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,8 @@ from torch.nn import functional as F
 
 from drafters.composed.agreement import agreement
 from drafters.composed.calibration import Calibration
-from specdec.blocks import BlockShape, DraftTree
+from drafters.composed.union import LEAST, union
+from specdec.blocks import BlockShape
 from specdec.config import DraftSampling
 from specdec.core import AcceptOutput, BoundDrafter, DecodeBatch, Drafter, DraftOutput, PrefillBatch, Verifier, VerifyOutput
 from specdec.errors import InvalidInputError
@@ -89,7 +91,8 @@ class BoundComposed(BoundDrafter):
         self.most_deferred = min((part.most_deferred for part in parts if part.most_deferred), default=0)
         self.calibration = Calibration(len(self.parts), verifier.device)
         self._begun = torch.zeros(max_num_seqs, device=verifier.device)  # rows that only pad a batch never are
-        self._step: tuple[list[DraftOutput], Tensor, Tensor] | None = None  # drafts, and forecasts before and after correction
+        # Drafts of the parts, forecasts before and after correction, and what was verified.
+        self._step: tuple[list[DraftOutput], Tensor, Tensor, DraftOutput] | None = None
 
     def allow(self, most_drafts: int) -> None:
         """See `BoundDrafter.allow`."""
@@ -113,37 +116,31 @@ class BoundComposed(BoundDrafter):
             part.prefill(batch, self._taps_of(number, verify))
 
     def propose(self, batch: DecodeBatch) -> DraftOutput:
-        """The drafts of the part whose forecast, put right, is the highest."""
+        """The chain whose forecast, put right, is the highest; the union of trees.
+
+        Raises:
+            InvalidInputError: a part draws trees without scores.
+        """
         drafts = [self._padded(part.propose(self._limited(number, batch)), batch) for number, part in enumerate(self.parts)]
         zeros = torch.zeros_like(batch.anchors, dtype=torch.float32)
         forecasts = torch.stack([zeros if draft.forecast is None else draft.forecast for draft in drafts])
         corrected = self.calibration.corrected(forecasts, of_trees=batch.shape.is_tree)
-        best, part = corrected.max(dim=0)
-        self._step = drafts, forecasts, corrected
-
-        def chosen(tensors: Sequence[Tensor]) -> Tensor:
-            return torch.stack(list(tensors)).gather(0, part[:, None].expand_as(tensors[0])[None]).squeeze(0)
-
-        counts = [torch.full_like(part, batch.k) if draft.num_drafts is None else draft.num_drafts for draft in drafts]
-        trees = [draft.tree for draft in drafts if draft.tree is not None]
-        fields = ("parents", "depths", "ancestors", "ranks")
-        return DraftOutput(
-            chosen([draft.token_ids for draft in drafts]),
-            num_drafts=torch.stack(counts).gather(0, part[None]).squeeze(0),
-            tree=DraftTree(*(chosen([getattr(tree, field) for tree in trees]) for field in fields)) if trees else None,
-            forecast=best if self.forecasts else None,
-            part=part,
-        )
+        if batch.shape.is_tree:
+            output = union(drafts, corrected / forecasts.clamp(min=LEAST), batch.shape)
+        else:
+            output = _chosen(drafts, corrected)
+        output.forecast = corrected.amax(dim=0) if self.forecasts else None
+        self._step = drafts, forecasts, corrected, output
+        return output
 
     def commit(self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput) -> None:
         """Every part takes over the context, whoever drafted; forecasts are compared with what came out."""
         if self._step is not None:
-            (drafts, forecasts, corrected), self._step = (
-                self._step,
-                None,
-            )  # nothing outlives a step, for its memory may be a graph's
+            (drafts, forecasts, corrected, output), self._step = self._step, None  # nothing outlives a step: it may be a graph's
             counts = accept.num_accepted + 1
             accepted = torch.stack([agreement(draft, accept.token_ids, counts) for draft in drafts])
+            if batch.shape.is_tree and output.part is not None:
+                output.part.copy_(accepted.max(dim=0).indices)
             # What fits everything that came out might have gone on: for as long as it was expected to.
             observed = torch.where(accepted < counts, accepted.float(), torch.maximum(accepted.float(), corrected))
             counted = self._begun.index_select(0, batch.slots)
@@ -175,3 +172,15 @@ class BoundComposed(BoundDrafter):
             return verify
         layers = verify.aux_hidden.split(self._hidden_size, dim=-1)
         return VerifyOutput(verify.logits, torch.cat([layers[every.index(layer)] for layer in own], dim=-1))
+
+
+def _chosen(drafts: Sequence[DraftOutput], forecasts: Tensor) -> DraftOutput:
+    """For each request the chain of the highest of `forecasts` float32 [P, num_reqs], of equal ones the first."""
+    part = forecasts.max(dim=0).indices
+    token_ids = torch.stack([draft.token_ids for draft in drafts])
+    counts = [torch.full_like(part, token_ids.shape[2]) if draft.num_drafts is None else draft.num_drafts for draft in drafts]
+    return DraftOutput(
+        token_ids.gather(0, part[:, None].expand_as(token_ids[0])[None]).squeeze(0),
+        num_drafts=torch.stack(counts).gather(0, part[None]).squeeze(0),
+        part=part,
+    )

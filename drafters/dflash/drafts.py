@@ -171,8 +171,10 @@ class Drafts:
             token_ids, scores, edges = self._edges(block, self._head, count)
             scores = logprobs_of(edges, scores)
         best = best_first(scores, batch.k)
-        forecast = best.scores.exp().sum(dim=1) if self.forecasts else None
-        return DraftOutput(token_ids.flatten(1).gather(1, best.places), tree=best.tree, forecast=forecast)
+        output = DraftOutput(token_ids.flatten(1).gather(1, best.places), tree=best.tree)
+        if self.forecasts:
+            output.forecast, output.scores = best.scores.exp().sum(dim=1), best.scores
+        return output
 
     def _edges(self, block: _Block, head: Head, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Candidates int64 [num_reqs, depth, count], their scores without the head, and its table, see `edges_of`."""

@@ -135,11 +135,11 @@ class BoundSuffix(BoundDrafter):
         keep = lengths / (lengths + 1)  # so that a match is expected to go on for as many tokens as it has
         tokens = (continuations >= 0).sum(dim=2) * (lengths > 0)
         drafts = trie(continuations, tokens, weights, batch.k, keep=keep)
-        forecast = None
+        output = DraftOutput(drafts.token_ids, num_drafts=drafts.num_drafts, tree=drafts.tree)
         if self.forecasts:
             counts = torch.arange(batch.k, device=lengths.device) < drafts.num_drafts[:, None]
-            forecast = torch.where(counts, drafts.scores.exp(), 0.0).sum(dim=1)
-        return DraftOutput(drafts.token_ids, num_drafts=drafts.num_drafts, tree=drafts.tree, forecast=forecast)
+            output.forecast, output.scores = torch.where(counts, drafts.scores.exp(), 0.0).sum(dim=1), drafts.scores
+        return output
 
     def commit(self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput) -> None:
         """Stores the verified rows; those past the accepted ones lie beyond the next anchor, where nothing looks."""

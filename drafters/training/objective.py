@@ -70,21 +70,32 @@ class Objective:
             return block_loss(base, labels, valid, config, teacher)
         left = left_sides(head, hidden, previous)
         if head.num_candidates is not None:
-            return self._chosen(base, left, labels, valid, teacher, head)
+            loss, weight, matches, said = self._chosen(base, left, labels, valid, teacher, head)
+        else:
+            loss, weight, matches, said = self._corrected(base, left, labels, valid, teacher, head)
+        if config.confidence:
+            loss = loss + config.confidence * self._confidence(said, teacher, hidden, previous, valid)
+        return loss, weight, matches
+
+    def _corrected(
+        self, base: Tensor, left: Tensor, labels: Tensor, valid: Tensor, teacher: Tensor | None, head: Head
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The loss of logits that are corrected over the whole vocabulary, and the logits."""
+        config = self._config
         left = F.pad(left[:, head.first_slot :], (0, 0, head.first_slot, 0))
         final = torch.addmm(base.flatten(0, 1), left.flatten(0, 1), head.right.T).view_as(base)
         loss, weight, matches = block_loss(final, labels, valid, config, teacher)
         if self.base_share is not None:
             base_loss, base_weight, _ = block_loss(base, labels, valid, config, teacher)
             loss, weight = torch.lerp(loss, base_loss, self.base_share), torch.lerp(weight, base_weight, self.base_share)
-        if config.confidence:
-            loss = loss + config.confidence * self._confidence(final, teacher, hidden, previous, valid)
-        return loss, weight, matches
+        return loss, weight, matches, final
 
     def _chosen(
         self, base: Tensor, left: Tensor, labels: Tensor, valid: Tensor, teacher: Tensor | None, head: Head
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The backbone's loss, and the cross-entropy among its candidates; a label that is none takes the last one's place."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The backbone's loss and the cross-entropy among its candidates, whose logits are corrected, and all logits. A label that
+        is no candidate takes the last one's place.
+        """
         config = self._config
         loss, weight, _ = block_loss(base, labels, valid, config, teacher)
         assert head.num_candidates is not None
@@ -93,14 +104,18 @@ class Objective:
             held = (tokens == labels[..., None]).any(dim=-1)
             best = tokens[..., :-1], torch.where(held, tokens[..., -1], labels)[..., None]
             tokens = torch.cat(best, dim=-1)
-        edges = base.gather(-1, tokens).float() + (head.right[tokens] @ left[..., None]).squeeze(-1).float()
+        old = base.gather(-1, tokens).float()
+        edges = old + (F.embedding(tokens, head.right) @ left[..., None]).squeeze(-1).float()
         logprobs = edges.log_softmax(dim=-1)
         of_label = torch.where(tokens == labels[..., None], logprobs, 0.0).sum(dim=-1)
         with torch.no_grad():
             weights = block_weights(of_label.exp(), valid, config)
             matches = (of_label >= logprobs.amax(dim=-1)) & held & valid
+            final = base
+            if config.confidence:  # the candidates keep the probability that they have together
+                final = base.float().scatter(-1, tokens, logprobs + old.logsumexp(dim=-1, keepdim=True))
         chosen = torch.where(valid, -weights * of_label, 0.0).sum()
-        return loss + config.selector * chosen, weight, matches
+        return loss + config.selector * chosen, weight, matches, final
 
     def _confidence(self, final: Tensor, teacher: Tensor | None, hidden: Tensor, previous: Tensor, valid: Tensor) -> Tensor:
         """Binary cross-entropy with 1 - TV, the probability that rejection sampling accepts a draft, summed over the rows."""

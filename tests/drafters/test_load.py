@@ -42,6 +42,7 @@ Patch = pytest.MonkeyPatch
         ({"medusa_num_heads": 4}, "medusa"),
         ({"architectures": ["Qwen3ForCausalLM"]}, "draft-model"),
         ({"architectures": ["Gemma3ForConditionalGeneration"]}, "draft-model"),
+        ({"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 32000}, "eagle3"),
         ({"architectures": ["Gemma4AssistantForCausalLM"]}, "mtp"),
         ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "eagle3"),
     ],

@@ -1,6 +1,7 @@
 """Compositions: who drafts, what forecasts become, and that no output depends on it."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -292,5 +293,49 @@ def test_trees_of_different_depths() -> None:
     batch.shape = BlockShape(6, 6)
     with no_host_sync():
         draft = rig.bound.propose(batch)
-    assert draft.tree is not None and draft.part is not None and draft.part[0] == 0
+    assert draft.tree is not None and draft.num_drafts is not None and draft.num_drafts.tolist() == [6, 0]
     assert draft.token_ids[0].tolist() == [3, 4, 5, 6, 1, 2] and draft.tree.depths[0].tolist() == [1, 2, 3, 4, 5, 6]
+
+
+class Star(Fixed):
+    """Its tokens are candidates for one position, the first with probability 0.5, the next with half of that."""
+
+    draws_trees = True
+
+    def propose(self, batch: DecodeBatch) -> DraftOutput:
+        scores = torch.log(0.5 ** torch.arange(1.0, 1 + batch.k)).expand(batch.num_reqs, 1, -1)
+        best = best_first(scores, batch.k)
+        tokens = self.tokens.expand(batch.num_reqs, -1).gather(1, best.places)
+        return DraftOutput(tokens, tree=best.tree, scores=best.scores, forecast=best.scores.exp().sum(dim=1))
+
+
+def test_trees_are_united_as_far_as_they_are_trusted() -> None:
+    """The best of both at first; what is never accepted gives way; it is told whose tree had what was accepted."""
+    rig = rig_of(Star([3, 4, 5, 6], None), Star([13, 14, 5, 16], None))
+    found, parts = [], []
+    for _ in range(12):
+        batch = rig.batch([1, 1], [3, 3], 4)
+        batch.shape = BlockShape(4, 1)
+        with no_host_sync():
+            draft = rig.bound.propose(batch)
+        assert draft.part is not None
+        found.append(draft.token_ids[0].tolist())
+        output = torch.tensor([[13, 0]] * 2)
+        accept = type("Accept", (), {"token_ids": output, "num_accepted": torch.tensor([1, 1])})()
+        rig.bound.commit(batch, torch.cat([batch.anchors[:, None], output[:, :1]], dim=1), accept, VerifyOutput(torch.zeros(0)))
+        parts.append(draft.part.tolist())
+    assert found[0] == [3, 13, 4, 14] and found[-1][:3] == [13, 14, 5] and parts[-1] == [1, 1]
+
+
+def test_trees_without_scores_are_refused() -> None:
+    """There is no telling which of their paths belong into a union."""
+
+    class Unscored(Star):
+        def propose(self, batch: DecodeBatch) -> DraftOutput:
+            return replace(super().propose(batch), scores=None)
+
+    rig = rig_of(Star([3, 4], None), Unscored([3, 4], None))
+    batch = rig.batch([1, 1], [3, 3], 2)
+    batch.shape = BlockShape(2, 1)
+    with pytest.raises(InvalidInputError, match=r"without DraftOutput\.scores; use tree_nodes=0"):
+        rig.bound.propose(batch)

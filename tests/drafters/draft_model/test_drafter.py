@@ -47,7 +47,7 @@ def draft_model(verifier: Verifier, name: str = "qwen3", *, k: int = K, seed: in
     return model, drafter
 
 
-def check_text(model: Any, noted: list[Noted], *, every: int = 6) -> None:
+def check_text(model: Any, noted: list[Noted], *, every: int = 12) -> None:
     """Drafts are what `generate` of the draft model goes on with, as far as its end of text."""
     for request, length, drafts, _ in noted[::every]:
         text = request.token_ids[: length + 1]
@@ -85,7 +85,7 @@ def test_drafts_are_those_of_generate(target: Verifier, name: str, depth: int) -
     """Families of each kind, batches of unlike lengths, prompts in chunks; catches a shift and a row that is missing or stays."""
     model, drafter = draft_model(target, name)
     _, _, noted = noted_run(target, drafter, random_prompts(5), pipeline_depth=depth)
-    check_drafts(model, drafter.network, noted, least=40)
+    check_drafts(model, drafter.network, noted[::4], least=10)
     check_text(model, noted)
 
 
@@ -93,7 +93,7 @@ def test_a_latent_target_with_an_ordinary_draft_model() -> None:
     verifier = paged_verifier(plain_model("deepseek_v3"))
     model, drafter = draft_model(verifier, "llama")
     _, _, noted = noted_run(verifier, drafter, random_prompts(3))
-    check_drafts(model, drafter.network, noted, least=20)
+    check_drafts(model, drafter.network, noted[::3], least=8)
 
 
 def test_preempted_requests_draft_as_before(target: Verifier) -> None:
@@ -104,7 +104,7 @@ def test_preempted_requests_draft_as_before(target: Verifier) -> None:
     engine, _, noted = noted_run(target, drafter, random_prompts(5), cache=CacheConfig(memory_bytes=memory))
     assert engine.scheduler.num_preemptions > 0
     assert engine.pool.num_blocks == 30
-    check_drafts(model, drafter.network, noted, least=20)
+    check_drafts(model, drafter.network, noted[::3], least=8)
 
 
 @pytest.mark.parametrize("k", [0, 1, 2, 5, 7])
@@ -133,7 +133,7 @@ def test_vocabularies_of_unlike_sizes(target: Verifier, vocabulary: int) -> None
     model, drafter = draft_model(target, vocab_size=vocabulary)
     _, requests, noted = noted_run(target, drafter, random_prompts(4))
     assert max(token for one in noted for token in one.drafts) < min(vocabulary, VOCAB)
-    check_drafts(model, drafter.network, noted, least=20)
+    check_drafts(model, drafter.network, noted[::3], least=8)
     assert vocabulary > VOCAB or any(token >= vocabulary for request in requests for token in request.token_ids)
     drawn = run(target, drafter, random_prompts(3), temperature=1.0, draft_sampling="probabilistic")
     assert all(len(request.output_token_ids) == 24 for request in drawn)

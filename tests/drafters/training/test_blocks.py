@@ -235,19 +235,20 @@ def rows_of_a_head(config: LossConfig, head: TinyHead, base_share: float = 0.0) 
         based, _, _ = block_loss(base[None], labels[None], valid[None], config)
         if head.num_candidates is None:
             total += float(loss * (1 - base_share) + based * base_share)
-            if config.confidence:
-                p = (blocks["teacher_hidden"][block] @ TO_LOGITS.T).softmax(-1)
-                wanted = 1 - 0.5 * (final.softmax(-1) - p).abs().sum(-1)
-                told = torch.sigmoid(hidden @ head.told).squeeze(-1)
-                total -= config.confidence * float(((wanted * told.log() + (1 - wanted) * (1 - told).log()) * valid).sum())
-            continue
-        total += float(based)
-        for row in range(3):
-            chosen = base[row].topk(head.num_candidates).indices.tolist()
+        else:
+            total += float(based)
+        q = final.softmax(-1) if head.num_candidates is None else base.softmax(-1)
+        for row in range(3 if head.num_candidates else 0):
+            chosen = base[row].topk(head.num_candidates or 0).indices.tolist()
             if labels[row] not in chosen:
                 chosen[-1] = int(labels[row])
             logprob = final[row][chosen].log_softmax(-1)[chosen.index(int(labels[row]))]
             total -= config.selector * float(logprob * decay_weights(3, config.gamma or 0)[row] * valid[row])
+            q[row, chosen] = final[row][chosen].softmax(-1) * q[row, chosen].sum()
+        p = (blocks["teacher_hidden"][block] @ TO_LOGITS.T).softmax(-1)
+        wanted = 1 - 0.5 * (q - p).abs().sum(-1)
+        told = torch.sigmoid(hidden @ head.told).squeeze(-1)
+        total -= config.confidence * float(((wanted * told.log() + (1 - wanted) * (1 - told).log()) * valid).sum())
     return total
 
 
@@ -256,7 +257,7 @@ def rows_of_a_head(config: LossConfig, head: TinyHead, base_share: float = 0.0) 
     [
         (LossConfig(), TinyHead(), 0.0),
         (LossConfig(gamma=None, confidence=0.5, base_until=1.0), TinyHead(first_slot=1), 0.3),
-        (LossConfig(selector=2.0), TinyHead(num_candidates=3), 0.0),
+        (LossConfig(selector=2.0, confidence=0.5), TinyHead(num_candidates=3), 0.0),
     ],
 )
 def test_loss_with_a_head_is_its_definition_and_trains_it(config: LossConfig, head: TinyHead, share: float) -> None:

@@ -88,10 +88,10 @@ def test_greedy_generations_of_the_embedded_model_equal_those_of_hf() -> None:
     """The same with a real model in float32."""
     from verifiers.embedded import embedded_model_path
 
-    engine = EngineConfig(num_draft_tokens=None, max_num_seqs=10, max_model_len=512, cache=CacheConfig(memory_bytes=2**29))
+    engine = EngineConfig(num_draft_tokens=None, max_num_seqs=4, max_model_len=512, cache=CacheConfig(memory_bytes=2**29))
     decoder = SpecDecoder.from_pretrained("embedded", drafter="ngram", device="cpu", dtype="float32", engine=engine)
-    hf = HFLM(pretrained=str(embedded_model_path()), dtype="float32", device="cpu", batch_size=10)
-    requests = [(text, {"until": ["Question:"], "max_gen_toks": 12}) for text in prompts_of_gsm8k(15)]
+    hf = HFLM(pretrained=str(embedded_model_path()), dtype="float32", device="cpu", batch_size=4)
+    requests = [(text, {"until": ["Question:"], "max_gen_toks": 12}) for text in prompts_of_gsm8k(6)]
     models = (hf, SpecdecLM(decoder=decoder))
     expected, found = (model.generate_until(instances("generate_until", *requests), disable_tqdm=True) for model in models)
     assert found == expected
@@ -101,7 +101,7 @@ def test_accuracy_of_the_embedded_model_is_the_same_with_drafts(tmp_path: Path, 
     """40 samples of GSM8K from `$SPECDEC_DATA/gsm8k` where that is there, else a few bundled problems, in float32."""
     data = Path(os.environ.get("SPECDEC_DATA", ".")) / "gsm8k"
     local = (data / "test.jsonl").is_file()
-    source = ["--tasks", "gsm8k", "--data", f"gsm8k={data}", "--limit", "40"] if local else ["--tasks", "bundled", "--limit", "4"]
+    source = ["--tasks", "gsm8k", "--data", f"gsm8k={data}", "--limit", "40"] if local else ["--tasks", "bundled", "--limit", "2"]
     limits = ["--max-tokens", "128" if local else "24", "--max-model-len", "2048", "--max-num-seqs", "4"]
     assert main(["eval", *source, *limits, "--device", "cpu", "--dtype", "float32", "--out", str(tmp_path / "run")]) == 0
     (task,) = read_report(tmp_path / "run" / "report.json")["tasks"]

@@ -80,6 +80,16 @@ def test_shapes_of_sides_chosen_step_by_step_are_told(report: dict[str, Any]) ->
     assert "tiny T=0 c=1 ngram k=auto:  0 in 1 step, 7 in 12 steps, tree 15 in 300 steps" in text
 
 
+def test_who_drafted_is_told(report: dict[str, Any]) -> None:
+    """Of compositions alone."""
+    assert "by turns" not in format_report(report)
+    composed = copy.deepcopy(report)
+    composed["rows"][1] |= {"drafter": "suffix+ngram"}
+    composed["rows"][1]["acceptance"]["by_part"] = [[12, 3.5], [300, 1.25]]
+    text = format_report(composed)
+    assert "by turns" in text and "  suffix in 12 steps 3.50, ngram in 300 steps 1.25" in text
+
+
 def test_reports_of_before_trees_are_still_shown(report: dict[str, Any]) -> None:
     """Catches a field that an older report of the same version lacks."""
     old = copy.deepcopy(report)
@@ -87,7 +97,7 @@ def test_reports_of_before_trees_are_still_shown(report: dict[str, Any]) -> None
     for row in old["rows"]:
         row |= {"k": "auto"} if row["k"] else {}
         del row["tree_step"]
-        for field in ("num_verified", "steps_by_shape", "num_by_rank", "share_by_rank"):
+        for field in ("num_verified", "steps_by_shape", "num_by_rank", "share_by_rank", "by_part"):
             del row["acceptance"][field]
     assert "ngram" in format_report(old) and "by rank" not in format_report(old)
     assert html_report(old).count("<svg") == 4

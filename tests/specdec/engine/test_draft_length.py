@@ -263,9 +263,12 @@ class AnySchedule(DraftLength):
         return self.rng.choice(self.rungs)
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_p": 0.9, "seed": 3}], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("drafter", DRAFTERS)
+SAMPLED = {"temperature": 0.9, "top_p": 0.9, "seed": 3}
+# Every pair of drafter, sampling and depth.
+SCHEDULED = [(drafter, sampling, (i + j) % 2) for i, drafter in enumerate(DRAFTERS) for j, sampling in enumerate(({}, SAMPLED))]
+
+
+@pytest.mark.parametrize(("drafter", "sampling", "depth"), SCHEDULED)
 def test_no_schedule_of_k_changes_an_output(case: Case, drafter: str, sampling: dict[str, Any], depth: int) -> None:
     """Any order of k, 0 among them, gives exactly the tokens of plain decoding."""
     plain = [request.output_token_ids for request in case.run(case.engine(None), **sampling)]

@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from drafters.composed.drafter import ComposedDrafter
 from drafters.dflash2.selector import SelectorConfig
 from drafters.dspark.markov import MarkovConfig
 from drafters.head import HeadConfig
+from drafters.suffix.drafter import SuffixDrafter
 from specdec.blocks import DraftTree
 from specdec.config import SamplingParams
-from specdec.core import AcceptOutput, DecodeBatch, DraftOutput, VerifyOutput
+from specdec.core import AcceptOutput, DecodeBatch, Drafter, DraftOutput, VerifyOutput
 from specdec.engine import acceptance, step
 from specdec.engine.graphs import StepGraphs
 from specdec.engine.step import StepRunner
@@ -36,7 +38,8 @@ def test_a_step_never_waits(case: TreeCase, sampling: str) -> None:
     """Draft, verify, accept, moves and commit under the guard, of scripted trees and of DFlash's; coupled chains, too."""
     drafters = [ScriptedTrees(case.outputs_of(sampling), TREES), random_dflash(case.verifier), random_dflash(case.verifier)]
     drafters += [random_dflash(case.verifier, head=head) for head in HEADS.values()]
-    for drafter, changes in zip(drafters, ({}, {}, {"tree_nodes": 0}, {}, {"tree_nodes": 0}), strict=True):
+    drafters.append(ComposedDrafter([SuffixDrafter(), random_dflash(case.verifier)]))
+    for drafter, changes in zip(drafters, ({}, {}, {"tree_nodes": 0}, {}, {"tree_nodes": 0}, {}), strict=True):
         engine = case.engine(drafter, pipeline_depth=1, draft_sampling="coupled", **changes)
         launch, launches = engine.runner.step, list[bool]()
 
@@ -52,11 +55,13 @@ def test_a_step_never_waits(case: TreeCase, sampling: str) -> None:
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("drafter", ["scripted", "dflash", "coupled chain", *HEADS])
+@pytest.mark.parametrize("drafter", ["scripted", "dflash", "coupled chain", "composed", *HEADS])
 def test_captured_equals_eager(case: TreeCase, drafter: str, sampling: str) -> None:
     """Recorded operations replayed, without any Python of a step, in a batch that is padded; results read one step late."""
     scripted = ScriptedTrees(case.outputs_of(sampling), TREES)
-    made = scripted if drafter == "scripted" else random_dflash(case.verifier, head=HEADS.get(drafter))
+    made: Drafter = scripted if drafter == "scripted" else random_dflash(case.verifier, head=HEADS.get(drafter))
+    if drafter == "composed":
+        made = ComposedDrafter([SuffixDrafter(), made])
     engine = case.engine(made, pipeline_depth=1, max_num_seqs=3, **({"tree_nodes": 0} if "chain" in drafter else {}))
     engine.runner.graphs = StepGraphs(recorder := Recorder(), engine.slots, engine.runner.step_table)
     engine.slots.decode_batch = refuse  # type: ignore[assignment, method-assign]

@@ -1,0 +1,41 @@
+"""One tree of several drafters' trees: the most probable paths of all, as probable as late acceptance says."""
+
+from collections.abc import Sequence
+from functools import partial, reduce
+
+import torch
+from torch import Tensor
+
+from specdec.blocks import BlockShape
+from specdec.core import DraftOutput
+from specdec.errors import InvalidInputError
+from specdec.sampling.tries import ScoredDrafts, merge_trees
+
+LEAST = 0.05
+"""Forecasts, and their ratios, count as no less: late acceptance says little about what is hardly ever accepted."""
+
+
+def union(drafts: Sequence[DraftOutput], trust: Tensor, shape: BlockShape) -> DraftOutput:
+    """The best `shape.drafts` paths of all trees; one that is in several has the highest of its probabilities.
+
+    Args:
+        drafts: trees with scores.
+        trust: float32 [P, num_reqs], how many times as many drafts of each are accepted as it forecasts; more than once as many
+            changes nothing, so that no path is likelier than its beginning.
+        shape: of the block.
+
+    Raises:
+        InvalidInputError: a tree without scores.
+    """
+    trees = []
+    for draft, factor in zip(drafts, trust, strict=True):
+        if draft.tree is None or draft.scores is None:
+            raise InvalidInputError(
+                "a drafter of this composition draws trees without DraftOutput.scores; use tree_nodes=0, which makes chains"
+            )
+        counts = torch.full_like(draft.tree.parents[:, 0], shape.drafts) if draft.num_drafts is None else draft.num_drafts
+        scores = draft.scores + factor.clamp(LEAST, 1.0).log()[:, None]
+        trees.append(ScoredDrafts(draft.tree, draft.token_ids, scores, counts))
+    merged = reduce(partial(merge_trees, num_nodes=shape.drafts, depth=shape.depth), trees)
+    part = torch.zeros_like(merged.num_drafts)  # known once some are accepted
+    return DraftOutput(merged.token_ids, num_drafts=merged.num_drafts, tree=merged.tree, scores=merged.scores, part=part)
