@@ -412,6 +412,10 @@ class BoundDrafter(Protocol):
     """Set before the first step by who wants `DraftOutput.forecast`, which may cost something; a drafter that has none leaves it
     None."""
 
+    def allow(self, most_drafts: int) -> None:
+        """Told before the first request by who composes drafters: the drafts of a step may be another's, up to so many."""
+        return
+
     def begin(self, slot: int, token_ids: Sequence[int]) -> None:
         """A request with all its known tokens starts in `slot`; runs between steps."""
         return

@@ -87,11 +87,17 @@ class BoundComposed(BoundDrafter):
         self._drafter, self.parts, self._hidden_size = drafter, list(parts), verifier.hidden_size
         for part in self.parts:
             part.forecasts = True
+            part.allow(drafter.max_draft_tokens)
         self.most_deferred = min((part.most_deferred for part in parts if part.most_deferred), default=0)
         self.calibration = Calibration(len(self.parts), verifier.device)
         self._begun = torch.zeros(max_num_seqs, device=verifier.device)  # rows that only pad a batch never are
         # Drafts of the parts, forecasts before and after correction, and what was verified.
         self._step: tuple[list[DraftOutput], Tensor, Tensor, DraftOutput] | None = None
+
+    def allow(self, most_drafts: int) -> None:
+        """See `BoundDrafter.allow`."""
+        for part in self.parts:
+            part.allow(max(most_drafts, self._drafter.max_draft_tokens))
 
     def begin(self, slot: int, token_ids: Sequence[int]) -> None:
         """See `BoundDrafter.begin`."""

@@ -90,14 +90,25 @@ class BoundSequential(TokenByToken):
     def __init__(self, drafter: SequentialDrafter, caches: Sequence[Any], max_num_seqs: int, draft_sampling: DraftSampling) -> None:
         super().__init__(drafter.network, caches, draft_sampling)
         self._ahead = drafter.tokens_ahead
+        target = drafter.verifier
+        device, self._dtype = target.device, target.dtype
         # Without features the rows of accepted drafts stay, and only that of the last one is missing, beside the anchor's.
-        self._most_lacking = drafter.max_draft_tokens + 1 if self._ahead else 2
-        device, dtype = drafter.verifier.device, drafter.verifier.dtype
-        self._size = max(drafter.max_draft_tokens + 1, self._most_lacking + MOST_DEFERRED)
-        # Token and features of position p lie in column p % _size. The cache lacks rows from position `_due` on.
-        self._tokens = torch.zeros(max_num_seqs, self._size, dtype=torch.int64, device=device)
-        self._features = torch.zeros(max_num_seqs, self._size, drafter.network.feature_size, dtype=dtype, device=device)
+        self._most_drafts, lacking = drafter.max_draft_tokens, drafter.max_draft_tokens + 1 if self._ahead else 2
+        self._drafted = torch.zeros(max_num_seqs, self._most_drafts, dtype=torch.int64, device=device)
         self._due = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self._allocate(max(lacking + MOST_DEFERRED, self._most_drafts + 1), lacking)
+
+    def allow(self, most_drafts: int) -> None:
+        """See `BoundDrafter.allow`: of another's drafts all rows are missing."""
+        lacking = max(most_drafts, self._most_drafts) + 1
+        self._allocate(lacking + MOST_DEFERRED, lacking)
+
+    def _allocate(self, size: int, most_lacking: int) -> None:
+        """The ring: token and features of position p lie in column p % size. The cache lacks rows from position `_due` on."""
+        self._size, self._most_lacking = size, most_lacking
+        num_slots, device = len(self._due), self._due.device
+        self._tokens = torch.zeros(num_slots, size, dtype=torch.int64, device=device)
+        self._features = torch.zeros(num_slots, size, self.network.feature_size, dtype=self._dtype, device=device)
 
     def prefill(self, batch: PrefillBatch, verify: VerifyOutput) -> None:
         """Writes the rows of a prompt chunk. Of a pair whose token is not known yet the features stay in the ring."""
@@ -122,7 +133,10 @@ class BoundSequential(TokenByToken):
         hidden = self._write_lacking(batch, last, batch.anchors, self._most_lacking, wanted)
         # Of rows without features those of accepted drafts are right, and `commit` takes back the others.
         self._due.index_copy_(0, batch.slots, batch.seq_lens + (0 if self._ahead else depth))
-        return self._drafts(batch, hidden, wanted, [] if parallel or depth == 1 else self._single_rows(batch))
+        output, tokens = self._drafts(batch, hidden, wanted, [] if parallel or depth == 1 else self._single_rows(batch))
+        if not self._ahead:
+            self._drafted.narrow(1, 0, depth).index_copy_(0, batch.slots, tokens)
+        return output
 
     def commit(self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput) -> None:
         """Keeps tokens and features of the verified rows; writes what was put off when that is due."""
@@ -132,14 +146,23 @@ class BoundSequential(TokenByToken):
         if self._ahead:
             self._keep_features(batch.slots[:, None], positions, self._condense(verify))
         else:
-            # The last draft of a path may be another than the one that the network went on from.
-            right = batch.seq_lens + accept.num_accepted + (0 if batch.shape.is_tree else 1)
-            self._due.index_copy_(0, batch.slots, torch.minimum(self._due.index_select(0, batch.slots), right))
+            self._take_back(batch, token_ids, accept)
         if batch.context == "all":
             assert width == 1, "context is put off in steps without drafts"
             newest = accept.next_anchors if self._ahead else batch.anchors
             self._write_lacking(batch, batch.seq_lens, newest, self._most_lacking + MOST_DEFERRED, 1)
             self._due.index_copy_(0, batch.slots, batch.seq_lens + 1)
+
+    def _take_back(self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput) -> None:
+        """Counts rows of drafts as lacking from the first on that is not what was accepted.
+
+        What was accepted may also be another candidate of a tree, or another drafter's draft.
+        """
+        count = min(token_ids.shape[1] - 1, self._most_drafts)
+        own = self._drafted.index_select(0, batch.slots)[:, :count]
+        agreeing = (own == token_ids[:, 1 : count + 1]).long().cumprod(dim=1).sum(dim=1)
+        right = batch.seq_lens + 1 + torch.minimum(agreeing, accept.num_accepted)
+        self._due.index_copy_(0, batch.slots, torch.minimum(self._due.index_select(0, batch.slots), right))
 
     def _write_lacking(self, batch: DecodeBatch, last: Tensor, newest: Tensor, most: int, wanted: int) -> Tensor:
         """Writes the rows from `_due` to `last`, and behind them those of masks.

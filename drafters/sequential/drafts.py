@@ -32,8 +32,12 @@ class TokenByToken(BoundDrafter):
 
     def _drafts(
         self, batch: DecodeBatch, hidden: Tensor, count: int, single_rows: Sequence[tuple[Tensor, AttentionMetadata]]
-    ) -> DraftOutput:
-        """The drafts that hidden states [num_reqs * count, ...] predict, then one of a forward of each of `single_rows`."""
+    ) -> tuple[DraftOutput, Tensor]:
+        """The drafts that hidden states [num_reqs * count, ...] predict, then one of a forward of each of `single_rows`.
+
+        Returns:
+            The block, and the tokens int64 [num_reqs, depth] that each draft was made behind: of a tree the likeliest ones.
+        """
         network, choose = self.network, self._guess if batch.shape.is_tree else self._choose
         choices = [choose(batch, hidden, 0, count)]
         for draft, (position_ids, metadata) in enumerate(single_rows, start=1):
@@ -42,12 +46,13 @@ class TokenByToken(BoundDrafter):
             hidden = network.forward(rows, self.caches, None)
             choices.append(choose(batch, hidden, draft, 1))
         if batch.shape.is_tree:
-            return self._tree(batch, *(torch.cat(parts, dim=1) for parts in zip(*choices, strict=True)))
+            guesses = Guesses(*(torch.cat(parts, dim=1) for parts in zip(*choices, strict=True)))
+            return self._tree(batch, *guesses), guesses.token_ids[..., 0]
         token_ids, probs, own = (_side_by_side(parts) for parts in zip(*choices, strict=True))
         assert token_ids is not None
         candidate_ids = None if probs is None or network.target_ids is None else network.target_ids.expand(probs.shape)
         forecast = None if own is None else own.cumprod(dim=1).sum(dim=1)
-        return DraftOutput(token_ids, probs=probs, candidate_ids=candidate_ids, forecast=forecast)
+        return DraftOutput(token_ids, probs=probs, candidate_ids=candidate_ids, forecast=forecast), token_ids
 
     def _tree(self, batch: DecodeBatch, token_ids: Tensor, scores: Tensor) -> DraftOutput:
         """The likeliest paths through guesses [num_reqs, depth, C].

@@ -1,18 +1,21 @@
 """Token-by-token drafts in a running engine are those of a network that reads the whole text anew for each of them."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from drafters.composed.drafter import ComposedDrafter
 from drafters.sequential.drafter import MOST_DEFERRED, BoundSequential, SequentialDrafter
 from drafters.sequential.network import Rows
 from specdec.attention.backend import AttentionMetadata
 from specdec.config import CacheConfig, SamplingParams
-from specdec.core import ForwardInput, PrefillBatch, VerifyOutput
+from specdec.core import DecodeBatch, DraftOutput, ForwardInput, PrefillBatch, Verifier, VerifyOutput
 from specdec.engine.engine import SpecEngine
 from specdec.kv_cache import prefix_hashes
 from tests.drafters.sequential.toy import HIDDEN, TAPS, case, check_drafts, noted_run
+from tests.helpers.scripted import BoundScript, ScriptedDrafter
 from tests.helpers.tiny_models import random_prompts
 
 K = 4
@@ -76,6 +79,19 @@ def test_accepted_drafts_leave_rows_as_they_should_be(kind: str, monkeypatch: py
     check_drafts(model, network, noted, least=5)
 
 
+class SureDrafter(ScriptedDrafter):
+    """One that always expects all its drafts to be accepted."""
+
+    def bind(self, verifier: Verifier, caches: Any, *, max_num_seqs: int, max_len: int, draft_sampling: Any) -> BoundScript:
+        return SureScript(self, verifier, max_num_seqs, max_len)
+
+
+class SureScript(BoundScript):
+    def propose(self, batch: DecodeBatch) -> DraftOutput:
+        output = super().propose(batch)
+        return replace(output, forecast=torch.full((batch.num_reqs,), 11.0))
+
+
 def _at(text: list[int], position: int, otherwise: int) -> int:
     return text[position] if position < len(text) else otherwise
 
@@ -94,6 +110,22 @@ def test_trees_leave_rows_as_they_should_be(kind: str) -> None:
         token = one.request.token_ids[one.length + 1 : one.length + 2]
         others += (one.request.request_id, one.length + 1) not in by_request and token != one.drafts[:1]
     assert others > 5 and max(emitted) > 1
+    check_drafts(model, network, noted, least=20)
+
+
+@pytest.mark.parametrize("kind", ["pairs", "tokens"])
+def test_drafts_of_another_drafter_leave_rows_as_they_should_be(kind: str) -> None:
+    """In a composition, whose other part drafts more tokens of a step than this one may, and is right up to some depth."""
+    model, verifier, network = case(**KINDS[kind])
+    prompts = random_prompts(3)
+    drafter = SequentialDrafter(network, verifier, max_draft_tokens=K)
+    _, plain, _ = noted_run(verifier, drafter, prompts, sampling=SamplingParams(max_tokens=60, ignore_eos=True))
+    outputs = {tuple(request.prompt_token_ids): request.output_token_ids for request in plain}
+    composed = ComposedDrafter([drafter, SureDrafter(outputs, 11, [{3}, {7}, set()])])
+    sampling = SamplingParams(max_tokens=50, ignore_eos=True)
+    _, requests, noted = noted_run(verifier, composed, prompts, sampling=sampling)
+    assert [request.output_token_ids for request in requests] == [output[:50] for output in outputs.values()]
+    assert [max(request.num_emitted) for request in requests] == [4, 8, 12]
     check_drafts(model, network, noted, least=20)
 
 

@@ -161,7 +161,7 @@ def noted_run(
     options = {"max_num_seqs": 3, "max_prefill_tokens": 13, "cache": CacheConfig(memory_bytes=2**22), "num_draft_tokens": None}
     engine = SpecEngine(verifier, drafter, EngineConfig(**{**options, **changes}))
     noted: list[Noted] = []
-    bound: Any = engine.runner.drafter
+    bound: Any = getattr(engine.runner.drafter, "parts", [engine.runner.drafter])[0]  # of a composition the first
     propose, choose, guess = bound.propose, bound._choose, getattr(bound, "_guess", None)
     chosen = list[tuple[Tensor, Tensor]]()  # tokens, and the logits that they were chosen by
 
