@@ -206,7 +206,7 @@ def test_damaged_or_foreign_drafter(folders: Path, tmp_path: Path, capsys: Captu
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("abc", "--drafter", "ngramm"), ("unknown drafter 'ngramm'", "auto, ngram, suffix, dflash, ", "smollm2-dflash, none")),
+        (("abc", "--drafter", "ngramm"), ("unknown drafter 'ngramm'", "known: auto, ngram, suffix, dflash")),
         (
             ("abc", "--drafter", "smollm2-dflash"),
             ("made for embedded", "does not fit", "vocabulary has 49152 tokens, the target's 97"),

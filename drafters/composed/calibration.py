@@ -21,14 +21,12 @@ class Calibration:
 
     def __init__(self, count: int, device: torch.device) -> None:
         self._first = _BUCKETS * torch.arange(count, device=device)[:, None]  # bucket of each drafter
-        self._errors = torch.zeros(2, count * _BUCKETS, device=device)  # sums, of chains and of trees
-        self._weights = torch.zeros_like(self._errors)
+        self._sums = torch.zeros(2, 2, count * _BUCKETS, device=device)  # of chains and of trees, errors and observations
 
     def corrected(self, forecasts: Tensor, *, of_trees: bool) -> Tensor:
         """float32 [P, num_reqs], how many drafts will be accepted, for `forecasts` float32 [P, num_reqs]."""
-        errors, weights = self._errors[int(of_trees)], self._weights[int(of_trees)]
-        buckets = self._buckets(forecasts)
-        return forecasts + errors[buckets] / (weights[buckets] + PRIOR)
+        errors, observations = self._sums[int(of_trees)][:, self._buckets(forecasts)]
+        return forecasts + errors / (observations + PRIOR)
 
     def observe(self, forecasts: Tensor, accepted: Tensor, counts: Tensor, *, of_trees: bool) -> None:
         """Takes over a step: what was accepted float32 [P, num_reqs] of drafts with these forecasts.
@@ -39,12 +37,10 @@ class Calibration:
             counts: float32 [num_reqs], 1 for each request that is to count, and 0.
             of_trees: the drafts formed trees.
         """
-        buckets = self._buckets(forecasts).flatten()
-        seen = counts.expand_as(forecasts)
-        for sums, news in ((self._errors, seen * (accepted - forecasts)), (self._weights, seen)):
-            late = torch.zeros_like(sums[0]).index_add_(0, buckets, news.flatten())
-            number = torch.zeros_like(late).index_add_(0, buckets, seen.flatten())
-            sums[int(of_trees)].mul_((1 - 1 / MEMORY) ** number).add_(late)
+        sums, seen = self._sums[int(of_trees)], counts.expand_as(forecasts)
+        news = torch.stack([seen * (accepted - forecasts), seen]).flatten(1)
+        late = torch.zeros_like(sums).index_add_(1, self._buckets(forecasts).flatten(), news)
+        sums.mul_((1 - 1 / MEMORY) ** late[1]).add_(late)
 
     def _buckets(self, forecasts: Tensor) -> Tensor:
         """int64 [P, num_reqs], places in the tables."""
