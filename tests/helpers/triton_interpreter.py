@@ -36,7 +36,7 @@ def _hasten() -> None:
     It makes Triton's language its own at every launch and at every call within a kernel: here once per module, for good. And it
     computes whether integers overflow, which it looks at in its debug mode alone.
     """
-    interpreter = import_module("triton.runtime.interpreter")
+    interpreter: Any = import_module("triton.runtime.interpreter")
     adapt, builder = interpreter._patch_lang, interpreter.interpreter_builder
     adapted = set()
 
