@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from specdec.attention.backend import AttentionMetadata
-from specdec.core import ForwardInput, Verifier
+from specdec.batch import ForwardInput
+from specdec.core import Verifier
 from specdec.kv_cache import LayerSpec, PagedKVCache, blocks_for
 
 

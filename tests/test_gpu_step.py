@@ -14,8 +14,8 @@ from drafters.dspark.markov import MarkovConfig
 from drafters.head import HeadConfig
 from drafters.ngram import NGramDrafter
 from specdec.attention.selector import select_backend
+from specdec.batch import DecodeBatch
 from specdec.config import CacheConfig, DraftSampling, EngineConfig, SamplingParams
-from specdec.core import DecodeBatch
 from specdec.engine.engine import SpecEngine
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts
 

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from drafters.dflash2.selector import SelectorConfig
 from drafters.dspark.markov import MarkovConfig
 from drafters.head import Head, HeadConfig, HeadSizes
+from specdec.batch import DecodeBatch
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
-from specdec.core import DecodeBatch, Drafter, Verifier
+from specdec.core import Drafter, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request
 from tests.helpers.guards import no_host_sync

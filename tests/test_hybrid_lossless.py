@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from specdec.batch import ForwardInput
 from specdec.blocks import BlockShape
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
-from specdec.core import ForwardInput, Verifier
+from specdec.core import Verifier
 from specdec.engine import build
 from specdec.engine.engine import SpecEngine
 from specdec.kv_cache import StateCache

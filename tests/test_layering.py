@@ -27,6 +27,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"attention"},
         {"layers"},
         {"sampling"},
+        {"batch"},
         {"core"},
         {"scratch", "engine"},
         {"decoder", "provenance"},

@@ -10,9 +10,9 @@ import pytest
 from torch import Tensor
 from torch.nn import functional as F
 
+from specdec.batch import DecodeBatch, ForwardInput
 from specdec.blocks import MOST_NODES, DraftTree
 from specdec.config import SamplingParams
-from specdec.core import DecodeBatch, ForwardInput
 from specdec.engine.engine import SpecEngine
 from specdec.errors import InvalidInputError
 from specdec.layers.cache_rows import CacheRows

@@ -10,7 +10,8 @@ from torch import Tensor
 from specdec.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
 from specdec.attention.chunks import in_chunks
 from specdec.attention.mla import MlaBackend
-from specdec.core import ForwardInput, RoutedExperts, VerifyOutput
+from specdec.batch import ForwardInput
+from specdec.core import RoutedExperts, VerifyOutput
 from specdec.kernels.packed import PackedWeight
 from specdec.kv_cache import StateCache, StateLayerSpec
 from specdec.layers.decoder import Decoder

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from specdec.attention.backend import AttentionBackend
 from specdec.attention.mla import MlaBackend
-from specdec.core import ForwardInput, RoutedExperts, Verifier, VerifyOutput
+from specdec.batch import ForwardInput
+from specdec.core import RoutedExperts, Verifier, VerifyOutput
 from specdec.errors import UnsupportedModelError
 from verifiers.decoder import DecoderVerifier
 from verifiers.description import Description

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.core import ForwardInput
+from specdec.batch import ForwardInput
 from specdec.kv_cache import StateLayerSpec
 from specdec.layers.attention import Attention
 from specdec.layers.linear import Linear, linear

@@ -16,9 +16,10 @@ from torch.nn import functional as F
 from drafters.composed.agreement import agreement
 from drafters.composed.calibration import Calibration
 from drafters.composed.union import LEAST, union
+from specdec.batch import DecodeBatch, PrefillBatch
 from specdec.blocks import BlockShape
 from specdec.config import DraftSampling
-from specdec.core import AcceptOutput, BoundDrafter, DecodeBatch, Drafter, DraftOutput, PrefillBatch, Verifier, VerifyOutput
+from specdec.core import AcceptOutput, BoundDrafter, Drafter, DraftOutput, Verifier, VerifyOutput
 from specdec.errors import InvalidInputError
 from specdec.kv_cache import LayerCache, LayerSpec
 

@@ -23,8 +23,9 @@ from drafters.dflash.network import DFlashNetwork
 from drafters.dflash.tied import expanded
 from specdec.attention.backend import AttentionBackend, AttentionSpec, Visibility
 from specdec.attention.mla import MlaBackend
+from specdec.batch import DecodeBatch, PrefillBatch
 from specdec.config import DraftSampling
-from specdec.core import AcceptOutput, BoundDrafter, DecodeBatch, Drafter, DraftOutput, PrefillBatch, Verifier, VerifyOutput
+from specdec.core import AcceptOutput, BoundDrafter, Drafter, DraftOutput, Verifier, VerifyOutput
 from specdec.errors import BackendError, InvalidInputError
 from specdec.kv_cache import NULL_BLOCK, KVLayerSpec
 from specdec.layers.rotary import Angles, Rope

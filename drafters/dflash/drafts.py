@@ -11,9 +11,10 @@ from torch.nn import functional as F
 from drafters.dflash.coupling import CouplingTable
 from drafters.dflash.edges import edges_of, logprobs_of
 from drafters.head import Head
+from specdec.batch import DecodeBatch
 from specdec.blocks import MOST_NODES
 from specdec.config import DraftSampling
-from specdec.core import DecodeBatch, DraftOutput
+from specdec.core import DraftOutput
 from specdec.layers.argmax import argmax
 from specdec.layers.linear import linear
 from specdec.sampling.candidates import candidates

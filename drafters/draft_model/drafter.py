@@ -10,8 +10,9 @@ from drafters.draft_model.network import DraftModelNetwork
 from drafters.draft_model.vocabulary import common_tokens
 from drafters.sequential.drafter import USUAL_DRAFTS, BoundSequential, SequentialDrafter
 from specdec.attention.mla import MlaBackend
+from specdec.batch import DecodeBatch
 from specdec.config import DraftSampling
-from specdec.core import BoundDrafter, DecodeBatch, DraftOutput, Verifier
+from specdec.core import BoundDrafter, DraftOutput, Verifier
 from specdec.errors import InvalidInputError
 from specdec.registry import TOKENIZERS, VERIFIERS, resolve
 

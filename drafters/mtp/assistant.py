@@ -15,8 +15,9 @@ from drafters.sequential.drafter import SequentialDrafter
 from drafters.sequential.drafts import TokenByToken
 from drafters.sequential.network import Rows
 from specdec.attention.backend import AttentionMetadata
+from specdec.batch import DecodeBatch, PrefillBatch
 from specdec.config import DraftSampling
-from specdec.core import AcceptOutput, DecodeBatch, DraftOutput, PrefillBatch, Verifier, VerifyOutput
+from specdec.core import AcceptOutput, DraftOutput, Verifier, VerifyOutput
 
 
 class AssistantDrafter(SequentialDrafter):

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from specdec.batch import DecodeBatch
 from specdec.config import DraftSampling
-from specdec.core import DecodeBatch
 from specdec.layers.argmax import argmax
 from specdec.sampling.candidates import candidates
 from specdec.sampling.filters import processed_probs

@@ -14,8 +14,9 @@ from torch import Tensor
 from drafters.sequential.drafts import TokenByToken
 from drafters.sequential.network import Rows, SequentialNetwork
 from specdec.attention.backend import AttentionMetadata
+from specdec.batch import DecodeBatch, PrefillBatch
 from specdec.config import DraftSampling
-from specdec.core import AcceptOutput, BoundDrafter, DecodeBatch, Drafter, DraftOutput, PrefillBatch, Verifier, VerifyOutput
+from specdec.core import AcceptOutput, BoundDrafter, Drafter, DraftOutput, Verifier, VerifyOutput
 from specdec.errors import InvalidInputError
 from specdec.kv_cache import LayerSpec
 

@@ -9,8 +9,9 @@ from torch import Tensor
 from drafters.sequential.choice import Choice, Guesses, choose, guess
 from drafters.sequential.network import Rows, SequentialNetwork
 from specdec.attention.backend import AttentionMetadata
+from specdec.batch import DecodeBatch
 from specdec.config import DraftSampling
-from specdec.core import BoundDrafter, DecodeBatch, DraftOutput
+from specdec.core import BoundDrafter, DraftOutput
 from specdec.sampling.trees import best_first
 
 MOST_CANDIDATES = 16

@@ -15,8 +15,9 @@ from torch import Tensor
 from drafters.suffix.choice import best_continuation
 from drafters.suffix.matches import continued, find, last_tokens
 from drafters.suffix.pool import TextPool
+from specdec.batch import DecodeBatch
 from specdec.config import DraftSampling
-from specdec.core import AcceptOutput, BoundDrafter, DecodeBatch, Drafter, DraftOutput, Verifier, VerifyOutput
+from specdec.core import AcceptOutput, BoundDrafter, Drafter, DraftOutput, Verifier, VerifyOutput
 from specdec.errors import InvalidInputError
 from specdec.kv_cache import LayerCache
 from specdec.sampling.tries import trie

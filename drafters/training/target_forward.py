@@ -11,7 +11,7 @@ from transformers import AttentionInterface
 
 from drafters.training.blocks import SequenceBatch
 from specdec.attention.backend import AttentionMetadata
-from specdec.core import ForwardInput
+from specdec.batch import ForwardInput
 from specdec.kv_cache import PagedKVCache, blocks_for
 
 ATTENTION_NAME = "specdec_causal"

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.batch import DecodeBatch
 from specdec.blocks import BlockShape
 from specdec.config import CacheConfig, DraftSampling, EngineConfig, SamplingParams
-from specdec.core import BoundDrafter, DecodeBatch, Drafter, DraftOutput, Verifier
+from specdec.core import BoundDrafter, Drafter, DraftOutput, Verifier
 from specdec.engine.buckets import batch_bucket
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request, Status

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from evals.prompt_sets import PromptSet
 from evals.runner import most_tokens, run_set
+from specdec.batch import DecodeBatch, PrefillBatch
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
-from specdec.core import AcceptOutput, BoundDrafter, DecodeBatch, Drafter, DraftOutput, PrefillBatch, VerifyOutput
+from specdec.core import AcceptOutput, BoundDrafter, Drafter, DraftOutput, VerifyOutput
 from specdec.decoder import SpecDecoder
 
 MOST_TOKENS = 64

@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
+from specdec.batch import DecodeBatch
 from specdec.config import CacheConfig, DraftSampling, EngineConfig, SamplingParams
-from specdec.core import BoundDrafter, DecodeBatch, Drafter, DraftOutput, Verifier
+from specdec.core import BoundDrafter, Drafter, DraftOutput, Verifier
 from specdec.deviation import Deviation, worst
 from specdec.engine import graphs
 from specdec.engine.prefill_graphs import LEAST_ROWS, most_prefill_rows

@@ -18,8 +18,8 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from specdec.batch import Context, DecodeBatch
 from specdec.blocks import BlockShape
-from specdec.core import Context, DecodeBatch
 from specdec.engine.buckets import BATCH_SIZES, batch_bucket, length_bucket
 from specdec.engine.results import num_columns
 from specdec.engine.slots import Selection, SlotState, longest, min_seq_len

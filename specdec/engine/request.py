@@ -24,7 +24,7 @@ class Request:
     """One sequence on the host.
 
     Set by the caller: `request_id`, `prompt_token_ids`, `sampling`, `seed`, `max_total_len` (prompt and output together), `long`
-    (see `specdec.core.ForwardInput.long`).
+    (see `specdec.batch.ForwardInput.long`).
     Set by the engine as results arrive: `output_token_ids`, `logprobs`, `finish_reason`, `error`, the step counts.
     Set by the scheduler and the engine between steps: `status`, `slot`, `block_ids`, `num_prefilled`, `state_row`,
     `num_deferred`, `num_kv_tokens`, `in_flight`, `first_token_unread`.

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from specdec.attention.backend import AttentionMetadata
+from specdec.batch import Context, DecodeBatch, ForwardInput, PrefillBatch
 from specdec.blocks import BlockShape
-from specdec.core import AcceptOutput, Context, DecodeBatch, ForwardInput, PrefillBatch
+from specdec.core import AcceptOutput
 from specdec.engine.request import Request
 from specdec.engine.scheduler import Chunk, prefill_tokens
 from specdec.kv_cache.block_pool import NULL_BLOCK
@@ -44,7 +45,7 @@ class SlotState:
         vocab_size: width of the table of tokens seen, which exists once a request has a repetition penalty.
         device: where the tensors live.
         num_lookahead_tokens: see `specdec.core.Drafter.num_lookahead_tokens`.
-        tells_long: the target asks which requests are long, see `specdec.core.ForwardInput.long`.
+        tells_long: the target asks which requests are long, see `specdec.batch.ForwardInput.long`.
     """
 
     def __init__(

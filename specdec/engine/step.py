@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.batch import Context, DecodeBatch, PrefillBatch
 from specdec.blocks import BlockShape
-from specdec.core import AcceptOutput, BoundDrafter, Context, DecodeBatch, DraftOutput, PrefillBatch, Verifier, VerifyOutput
+from specdec.core import AcceptOutput, BoundDrafter, DraftOutput, Verifier, VerifyOutput
 from specdec.engine.acceptance import accept
 from specdec.engine.graphs import StepGraphs
 from specdec.engine.prefill_graphs import PrefillGraphs

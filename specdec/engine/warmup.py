@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 
+from specdec.batch import Context
 from specdec.blocks import BlockShape
 from specdec.config import SamplingParams
-from specdec.core import Context
 from specdec.engine.buckets import batches, lengths
 from specdec.engine.draft_length import MOST_TREE_ROWS, ladder
 from specdec.engine.engine import SpecEngine

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from specdec.attention.backend import AttentionMetadata, AttentionSpec
 from specdec.attention.torch_ref.fa import TorchRefBackend
 from specdec.attention.triton.fa import TritonFaBackend
-from specdec.core import ForwardInput
+from specdec.batch import ForwardInput
 from specdec.kv_cache import KVLayerSpec, LayerCache, PagedKVCache, blocks_for
 from verifiers.decoder import DecoderVerifier
 from verifiers.families import describe

@@ -16,9 +16,10 @@ from drafters.dflash.layout import Layout
 from drafters.dflash.model import DFlashModel
 from specdec.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
 from specdec.attention.torch_ref.fa import TorchRefBackend
+from specdec.batch import DecodeBatch, ForwardInput, PrefillBatch
 from specdec.blocks import BlockShape
 from specdec.config import SamplingParams
-from specdec.core import AcceptOutput, DecodeBatch, Drafter, ForwardInput, PrefillBatch, VerifyOutput
+from specdec.core import AcceptOutput, Drafter, VerifyOutput
 from specdec.kv_cache import PagedKVCache
 from specdec.sampling.tensors import SamplingTensors
 

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
+from specdec.batch import DecodeBatch
 from specdec.config import DraftSampling
-from specdec.core import BoundDrafter, DecodeBatch, Drafter, DraftOutput, Verifier
+from specdec.core import BoundDrafter, Drafter, DraftOutput, Verifier
 from specdec.kv_cache import LayerCache
 
 

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_scale
 
 from specdec.attention.backend import AttentionMetadata
-from specdec.core import ForwardInput, Verifier
+from specdec.batch import ForwardInput
+from specdec.core import Verifier
 from specdec.errors import CheckpointError
 from specdec.kv_cache import PagedKVCache, blocks_for
 from specdec.layers.linear import BlockedLinear, DenseLinear, can_block, linear

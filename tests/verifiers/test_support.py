@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from specdec.attention.backend import AttentionMetadata
-from specdec.core import ForwardInput
+from specdec.batch import ForwardInput
 from specdec.errors import UnsupportedModelError
 from specdec.kv_cache import PagedKVCache
 from tests.helpers.bounds import assert_as_exact, in_float64

@@ -14,9 +14,10 @@ from drafters.composed.agreement import agreement
 from drafters.composed.calibration import MEMORY, PRIOR, Calibration
 from drafters.composed.drafter import BoundComposed, ComposedDrafter
 from drafters.suffix.drafter import SuffixDrafter
+from specdec.batch import DecodeBatch
 from specdec.blocks import BlockShape
 from specdec.config import CacheConfig, DraftSampling, EngineConfig, SamplingParams
-from specdec.core import BoundDrafter, DecodeBatch, Drafter, DraftOutput, Verifier, VerifyOutput
+from specdec.core import BoundDrafter, Drafter, DraftOutput, Verifier, VerifyOutput
 from specdec.decoder import find_drafter
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request

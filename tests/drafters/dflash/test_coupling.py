@@ -8,9 +8,10 @@ import torch
 
 from drafters.dflash.coupling import Coupling, CouplingTable
 from drafters.dflash.drafter import BoundDFlash, DFlashDrafter
+from specdec.batch import DecodeBatch
 from specdec.blocks import BlockShape
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
-from specdec.core import DecodeBatch, DraftOutput
+from specdec.core import DraftOutput
 from specdec.engine.engine import SpecEngine
 from specdec.sampling.candidates import candidates
 from specdec.sampling.tensors import SamplingTensors

@@ -9,9 +9,10 @@ import torch
 
 from drafters.dflash import drafter as module
 from drafters.dflash.drafter import MOST_DEFERRED, BoundDFlash
+from specdec.batch import DecodeBatch
 from specdec.blocks import BlockShape
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
-from specdec.core import DecodeBatch, DraftOutput
+from specdec.core import DraftOutput
 from specdec.engine.engine import SpecEngine
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts
 

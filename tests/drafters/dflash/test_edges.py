@@ -14,8 +14,9 @@ from drafters.dflash.drafts import Drafts, Slots
 from drafters.dflash2.selector import SelectorConfig
 from drafters.dspark.markov import MarkovConfig
 from drafters.head import HeadConfig, HeadSizes
+from specdec.batch import DecodeBatch
 from specdec.blocks import BlockShape
-from specdec.core import DecodeBatch, DraftOutput
+from specdec.core import DraftOutput
 from specdec.sampling.noise import Purpose, gumbel, stream
 from specdec.sampling.tensors import SamplingTensors
 from tests.drafters.heads import ANCHORS, LENGTHS, PaperMarkov, backbone, head_tensors, headed, with_head

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from drafters.load import load_drafter
 from drafters.mtp.assistant import AssistantDrafter, BoundAssistant
+from specdec.batch import DecodeBatch
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
-from specdec.core import DecodeBatch, Drafter, Verifier
+from specdec.core import Drafter, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.errors import CheckpointError
 from tests.drafters.sequential.toy import Noted, noted_run

@@ -10,8 +10,9 @@ from drafters.composed.drafter import ComposedDrafter
 from drafters.sequential.drafter import MOST_DEFERRED, BoundSequential, SequentialDrafter
 from drafters.sequential.network import Rows
 from specdec.attention.backend import AttentionMetadata
+from specdec.batch import DecodeBatch, ForwardInput, PrefillBatch
 from specdec.config import CacheConfig, SamplingParams
-from specdec.core import DecodeBatch, DraftOutput, ForwardInput, PrefillBatch, Verifier, VerifyOutput
+from specdec.core import DraftOutput, Verifier, VerifyOutput
 from specdec.engine.engine import SpecEngine
 from specdec.kv_cache import prefix_hashes
 from tests.drafters.sequential.toy import HIDDEN, TAPS, case, check_drafts, noted_run

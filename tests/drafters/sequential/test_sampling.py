@@ -9,8 +9,9 @@ from torch import Tensor
 
 from drafters.sequential.drafter import SequentialDrafter
 from drafters.sequential.network import Rows, SequentialNetwork
+from specdec.batch import DecodeBatch, ForwardInput
 from specdec.config import SamplingParams
-from specdec.core import DecodeBatch, DraftOutput, ForwardInput, Verifier
+from specdec.core import DraftOutput, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.kv_cache import LayerSpec
 from specdec.sampling.noise import Purpose, gumbel, stream

@@ -12,9 +12,10 @@ from torch.nn import functional as F
 from drafters.sequential.drafter import SequentialDrafter
 from drafters.sequential.network import Mask, Rows, SequentialNetwork, attention_like
 from specdec.attention.backend import AttentionBackend
+from specdec.batch import DecodeBatch
 from specdec.blocks import BlockShape
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
-from specdec.core import DecodeBatch, Drafter, DraftOutput, Verifier
+from specdec.core import Drafter, DraftOutput, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request
 from specdec.kv_cache import KVLayerSpec, LayerSpec

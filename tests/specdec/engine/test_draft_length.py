@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from drafters.ngram import NGramDrafter
+from specdec.batch import DecodeBatch, ForwardInput
 from specdec.blocks import BlockShape
 from specdec.cli import generate as generate_command
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
-from specdec.core import DecodeBatch, Drafter, DraftOutput, ForwardInput, Verifier, VerifyOutput
+from specdec.core import Drafter, DraftOutput, Verifier, VerifyOutput
 from specdec.engine.buckets import BATCH_SIZES
 from specdec.engine.draft_length import DraftLength, ladder, shapes
 from specdec.engine.engine import SpecEngine

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from specdec.batch import DecodeBatch, ForwardInput
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
-from specdec.core import DecodeBatch, DraftOutput, ForwardInput, Verifier, VerifyOutput
+from specdec.core import DraftOutput, Verifier, VerifyOutput
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request
 from specdec.errors import CapacityError, InvalidInputError

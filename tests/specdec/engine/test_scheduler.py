@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from specdec.batch import DecodeBatch
 from specdec.blocks import BlockShape
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
-from specdec.core import DecodeBatch, Drafter, DraftOutput, Verifier
+from specdec.core import Drafter, DraftOutput, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request, Status
 from specdec.engine.scheduler import Chunk, Scheduler

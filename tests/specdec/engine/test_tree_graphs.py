@@ -11,9 +11,10 @@ from drafters.dflash2.selector import SelectorConfig
 from drafters.dspark.markov import MarkovConfig
 from drafters.head import HeadConfig
 from drafters.suffix.drafter import SuffixDrafter
+from specdec.batch import DecodeBatch
 from specdec.blocks import DraftTree
 from specdec.config import SamplingParams
-from specdec.core import AcceptOutput, DecodeBatch, Drafter, DraftOutput, VerifyOutput
+from specdec.core import AcceptOutput, Drafter, DraftOutput, VerifyOutput
 from specdec.engine import acceptance, step
 from specdec.engine.graphs import StepGraphs
 from specdec.engine.step import StepRunner

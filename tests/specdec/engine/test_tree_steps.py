@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from specdec import SpecDecoder
+from specdec.batch import DecodeBatch, ForwardInput
 from specdec.blocks import BlockShape
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
-from specdec.core import DecodeBatch, DraftOutput, ForwardInput, Verifier, VerifyOutput
+from specdec.core import DraftOutput, Verifier, VerifyOutput
 from specdec.errors import InvalidInputError
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.scripted_trees import FIRST, BoundTrees, ScriptedTrees

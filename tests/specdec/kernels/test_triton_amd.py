@@ -19,8 +19,9 @@ from specdec.attention import check
 from specdec.attention.aiter import fa as rocm_aiter_fa
 from specdec.attention.selector import select_backend
 from specdec.attention.triton.fa import TritonFaBackend
+from specdec.batch import DecodeBatch
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
-from specdec.core import DecodeBatch, DraftOutput
+from specdec.core import DraftOutput
 from specdec.deviation import Deviation
 from specdec.engine import build, graph_check, graphs
 from specdec.engine.engine import SpecEngine

@@ -32,8 +32,9 @@ from specdec.attention.aiter.mla import RocmAiterMlaBackend
 from specdec.attention.aiter.mla_sparse import RocmAiterMlaSparseBackend
 from specdec.attention.mla import IndexerRows
 from specdec.attention.torch_ref.mla import TorchRefMlaBackend
+from specdec.batch import DecodeBatch
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
-from specdec.core import DecodeBatch, Drafter, Verifier
+from specdec.core import Drafter, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.errors import BackendError
 from specdec.kv_cache import LatentCache
