@@ -146,8 +146,8 @@ def test_chains_and_trees_in_any_order(depth: int) -> None:
     drafter.wrong_at = [{1}, {0}, {4}]  # of chains
     engine = SpecEngine(verifier, drafter, engine_config(3, num_draft_tokens="auto", pipeline_depth=depth))
     turns = cycle(random.Random(depth).sample(engine.shapes, len(engine.shapes)))
-    assert engine.draft_length is not None
-    engine.draft_length.choose = lambda num_reqs, **_: next(turns)  # type: ignore[method-assign]
+    assert engine.block_choice is not None
+    engine.block_choice.choose = lambda num_reqs, **_: next(turns)  # type: ignore[method-assign]
     for _ in range(3):
         requests = [engine.add_request(list(prompt), SamplingParams(max_tokens=MAX_TOKENS)) for prompt in outputs]
         while engine.has_work:

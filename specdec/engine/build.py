@@ -9,8 +9,8 @@ from specdec.attention import selector
 from specdec.blocks import MOST_NODES, BlockShape
 from specdec.config import EngineConfig
 from specdec.core import Drafter, Verifier
+from specdec.engine.block_choice import MOST_TREE_ROWS, checked_draft_tokens, shapes
 from specdec.engine.buckets import BATCH_SIZES, batch_bucket
-from specdec.engine.draft_length import MOST_TREE_ROWS, checked_draft_tokens, shapes
 from specdec.engine.graph_check import check_captured_step
 from specdec.engine.graphs import Capture, CudaCapture, StepGraphs, captures_graphs
 from specdec.engine.memory import plan_cache

@@ -23,8 +23,8 @@ import torch
 from specdec.blocks import BlockShape
 from specdec.config import EngineConfig, SamplingParams
 from specdec.core import Drafter, Verifier
+from specdec.engine.block_choice import BlockChoice, ladder
 from specdec.engine.build import build_engine
-from specdec.engine.draft_length import DraftLength, ladder
 from specdec.engine.request import Request, Status
 from specdec.engine.results import FinishedStep, ResultQueue, append_tokens
 from specdec.engine.scheduler import Chunk, Schedule
@@ -49,7 +49,7 @@ class SpecEngine:
 
     Attributes:
         shapes: of the blocks that steps may have.
-        draft_length: chooses the shape of every step; None when it is fixed.
+        block_choice: chooses the shape of every step; None when it is fixed.
         runner: launches the work of a step; holds what is captured.
     """
 
@@ -62,7 +62,7 @@ class SpecEngine:
         self.max_model_len, self.pipeline_depth = parts.max_model_len, parts.pipeline_depth
         self.timer, self.kv_cache, self.pool = parts.timer, parts.kv_cache, parts.pool
         self.scheduler, self.slots, self.runner = parts.scheduler, parts.slots, parts.runner
-        self.draft_length = DraftLength(self.shapes) if len(self.shapes) > 1 else None
+        self.block_choice = BlockChoice(self.shapes) if len(self.shapes) > 1 else None
         self.clock = StepClock(verifier.device)
         self.results = ResultQueue(self.clock)
         self._overshoot = parts.overshoot
@@ -79,7 +79,7 @@ class SpecEngine:
     @property
     def k(self) -> int | str:
         """Drafts per step: a number of a chain, "tree N", or "auto" where their shape is chosen step by step."""
-        if self.draft_length:
+        if self.block_choice:
             return "auto"
         return str(self.shapes[0]) if self.shapes[0].is_tree else self.num_draft_tokens
 
@@ -216,20 +216,20 @@ class SpecEngine:
     def _shape(self, requests: Sequence[Request]) -> BlockShape:
         """Shape of blocks for a step of these requests: fixed or what pays most; a chain is shorter when none has room for it."""
         shape = self.shapes[-1]
-        if self.draft_length and requests:
+        if self.block_choice and requests:
             graphs = self.runner.graphs
-            shape = self.draft_length.choose(
+            shape = self.block_choice.choose(
                 len(requests),
                 sampled=_any_sampled(requests),
                 news=partial(self.runner.news, requests),
                 new_seconds=graphs.capture_seconds if graphs else None,
             )
-        if shape.is_tree and (not self.draft_length or self.scheduler.has_room(requests, shape.drafts)):
+        if shape.is_tree and (not self.block_choice or self.scheduler.has_room(requests, shape.drafts)):
             return shape  # what reaches too far is cut off
         k = shape.depth
         if not any(request.num_left >= k for request in requests):  # the first one has, nearly always
             k = max((request.num_left for request in requests), default=0)
-        if self.draft_length or self.runner.graphs:  # few values, so that each is measured and captured
+        if self.block_choice or self.runner.graphs:  # few values, so that each is measured and captured
             k = next(rung for rung in ladder(self.num_draft_tokens) if rung >= k)
         return BlockShape(k)
 
@@ -258,9 +258,9 @@ class SpecEngine:
         """Takes over results, oldest first, until only `leave` launched steps are unread."""
         for step in self.results.receive(leave):
             num_accepted, paths = self._take_over(step)
-            if self.draft_length and step.shape is not None:
+            if self.block_choice and step.shape is not None:
                 sampled = _any_sampled(step.requests)
-                self.draft_length.observe(len(step.requests), step.shape, num_accepted, step.seconds, sampled=sampled, paths=paths)
+                self.block_choice.observe(len(step.requests), step.shape, num_accepted, step.seconds, sampled=sampled, paths=paths)
 
     def _take_over(self, step: FinishedStep) -> tuple[list[int], list[Sequence[int]]]:
         """Adds a step's tokens to its requests; returns the drafts accepted by each that had not ended before, and their rows."""

@@ -14,8 +14,8 @@ import torch
 from specdec.batch import Context
 from specdec.blocks import BlockShape
 from specdec.config import SamplingParams
+from specdec.engine.block_choice import MOST_TREE_ROWS, ladder
 from specdec.engine.buckets import batches, lengths
-from specdec.engine.draft_length import MOST_TREE_ROWS, ladder
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request
 from specdec.engine.scheduler import Chunk
@@ -78,12 +78,12 @@ def _steps(engine: SpecEngine, sampling: SamplingParams) -> Iterator[WarmUpShape
     """Decode steps, by bound, batch and the shape of blocks."""
     eager, most, steady_len = not engine.runner.graphs, engine.config.max_num_seqs, engine.verifier.attention.steady_len
     sizes, blocks = batches(most), engine.shapes
-    if not engine.draft_length and not blocks[0].is_tree:  # the last steps of an output offer as many as there is room for
+    if not engine.block_choice and not blocks[0].is_tree:  # the last steps of an output offer as many as there is room for
         blocks = tuple(map(BlockShape, range(engine.num_draft_tokens + 1) if eager else ladder(engine.num_draft_tokens)))
     for bound in _bounds(engine, finer=eager):
         for num_reqs in sorted({*sizes, *range(1, min(most, UNPADDED) + 1)}) if eager else sizes:
             for shape in blocks if num_reqs in sizes else blocks[-1:]:
-                if shape.is_tree and engine.draft_length and num_reqs * shape.rows > MOST_TREE_ROWS:
+                if shape.is_tree and engine.block_choice and num_reqs * shape.rows > MOST_TREE_ROWS:
                     continue
                 title = f"decode {num_reqs} x {shape.rows} rows{' of trees' * shape.is_tree}, up to {bound:,} tokens"
                 contexts: tuple[Context, ...] = ("now",) if shape.drafts or not engine.runner.most_deferred else ("later", "all")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from specdec.blocks import MOST_NODES, BlockShape
-from specdec.engine.draft_length import DraftLength, shapes
-from tests.helpers.draft_length_world import in_mood
+from specdec.engine.block_choice import BlockChoice, shapes
+from tests.helpers.block_choice_world import in_mood
 from tests.helpers.tree_oracle import Node, heap_tree
 
 MOST = 15
@@ -16,10 +16,10 @@ MOST = 15
 
 
 class TreeLength:
-    """A `DraftLength` of chains and trees, told of a tree the rows that were accepted."""
+    """A `BlockChoice` of chains and trees, told of a tree the rows that were accepted."""
 
     def __init__(self) -> None:
-        self.choice = DraftLength(shapes(MOST, trees=MOST_NODES))
+        self.choice = BlockChoice(shapes(MOST, trees=MOST_NODES))
         self.rungs = self.choice.rungs
 
     def choose(self, num_reqs: int) -> BlockShape:
@@ -32,7 +32,7 @@ class TreeLength:
 
 @dataclass(frozen=True)
 class TreeWorld:
-    """What decoding would be like; see `tests.helpers.draft_length_world.World`.
+    """What decoding would be like; see `tests.helpers.block_choice_world.World`.
 
     Attributes:
         time: undisturbed time of a step, by requests and the shape of their blocks.

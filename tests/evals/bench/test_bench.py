@@ -22,7 +22,7 @@ from specdec.blocks import BlockShape
 from specdec.cli.main import main
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
-from specdec.engine.draft_length import DraftLength
+from specdec.engine.block_choice import BlockChoice
 from specdec.engine.engine import SpecEngine
 from specdec.errors import InvalidInputError
 from tests.evals.tiny import PROMPTS, PROVENANCE, tiny_decoder, tiny_report
@@ -195,7 +195,7 @@ def test_a_k_chosen_step_by_step_is_a_side_of_its_own(
 ) -> None:
     """Catches a side called auto whose k is fixed, and a report that nothing can show."""
     choices = cycle((0, 7, 3))
-    monkeypatch.setattr(DraftLength, "choose", lambda self, num_reqs, **_: BlockShape(next(choices)))
+    monkeypatch.setattr(BlockChoice, "choose", lambda self, num_reqs, **_: BlockShape(next(choices)))
     file = tmp_path / "report.json"
     sweep = ["bench", "--limit", "4", "--max-tokens", "32", "--repeats", "1", "--drafter", "ngram", "-k", "2", "auto"]
     assert main([*sweep, "--out", str(file)]) == 0

@@ -5,9 +5,9 @@ import random
 import pytest
 
 from specdec.blocks import BlockShape
+from specdec.engine.block_choice import MOST_TREE_ROWS
 from specdec.engine.draft_acceptance import BlockAcceptance
-from specdec.engine.draft_length import MOST_TREE_ROWS
-from tests.helpers.draft_length_world import decode
+from tests.helpers.block_choice_world import decode
 from tests.helpers.tree_world import MOST, TreeLength, TreeWorld
 
 STEPS = 2000

@@ -135,7 +135,7 @@ class Run:
     tokens: list[float] = field(default_factory=list)
 
 
-class DraftLength:
+class BlockChoice:
     """Chooses the shape of every step's blocks.
 
     Args:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from specdec.blocks import BlockShape
+from specdec.engine.block_choice import BlockChoice, shapes
 from specdec.engine.buckets import batch_bucket
-from specdec.engine.draft_length import DraftLength, shapes
 
 CAPTURE = 15
 """Plain steps that the first step of a kind takes longer."""
@@ -20,7 +20,7 @@ Block = Any
 
 
 class Chooser(Protocol):
-    """What chooses k; see `specdec.engine.draft_length.DraftLength`."""
+    """What chooses k; see `specdec.engine.block_choice.BlockChoice`."""
 
     rungs: tuple[Block, ...]
 
@@ -52,10 +52,10 @@ class Place(Protocol):
 
 
 class ChainLength:
-    """A `DraftLength` that chooses among chains, each named by its number of drafts."""
+    """A `BlockChoice` that chooses among chains, each named by its number of drafts."""
 
     def __init__(self, most: int) -> None:
-        self.choice = DraftLength(shapes(most, trees=0))
+        self.choice = BlockChoice(shapes(most, trees=0))
         self.rungs = tuple(shape.drafts for shape in self.choice.rungs)
 
     def choose(self, num_reqs: int, *, news: Callable[[], Callable[[int], bool]] | None = None, **options: Any) -> int:

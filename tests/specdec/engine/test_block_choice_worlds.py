@@ -3,7 +3,7 @@
 import pytest
 
 from specdec.engine.draft_acceptance import AcceptanceEstimate
-from tests.helpers.draft_length_world import ChainLength, Time, World, decode
+from tests.helpers.block_choice_world import ChainLength, Time, World, decode
 
 MOST = 15
 STEPS = 2000

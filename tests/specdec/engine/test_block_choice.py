@@ -13,14 +13,14 @@ from specdec.blocks import BlockShape
 from specdec.cli import generate as generate_command
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import Drafter, DraftOutput, Verifier, VerifyOutput
+from specdec.engine.block_choice import BlockChoice, ladder, shapes
 from specdec.engine.buckets import BATCH_SIZES
-from specdec.engine.draft_length import DraftLength, ladder, shapes
 from specdec.engine.engine import SpecEngine
 from specdec.engine.graphs import StepGraphs
 from specdec.engine.request import Request
 from specdec.engine.step_times import StepSize, StepTimes
 from specdec.metrics import AcceptanceStats, pooled
-from tests.helpers.draft_length_world import ChainLength
+from tests.helpers.block_choice_world import ChainLength
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import paged_verifier, plain_greedy, plain_model, random_dflash, random_prompts
 
@@ -173,7 +173,7 @@ def test_what_an_estimate_makes_look_bad_is_tried_in_the_end() -> None:
 
 def test_what_has_to_be_captured_either_way_does_not_count() -> None:
     """Catches a new batch size that drafts where that is slower, as if fewer steps made its capture cheaper."""
-    choice = DraftLength(shapes(MOST, trees=0))
+    choice = BlockChoice(shapes(MOST, trees=0))
     for shape, seconds in ((BlockShape(0), 0.87e-3), (BlockShape(3), 1.2e-3)):
         for _ in range(30):
             choice.observe(8, shape, [1, 0, 0] if shape.drafts else [0, 0, 0], seconds)
@@ -253,7 +253,7 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
 }
 
 
-class AnySchedule(DraftLength):
+class AnySchedule(BlockChoice):
     """Chooses at random."""
 
     def __init__(self, most: int, seed: int) -> None:
@@ -275,7 +275,7 @@ def test_no_schedule_of_k_changes_an_output(case: Case, drafter: str, sampling: 
     plain = [request.output_token_ids for request in case.run(case.engine(None), **sampling)]
     for seed in range(3):
         engine = case.engine(DRAFTERS[drafter](case), num_draft_tokens="auto", pipeline_depth=depth)
-        engine.draft_length = AnySchedule(4, seed)
+        engine.block_choice = AnySchedule(4, seed)
         assert [request.output_token_ids for request in case.run(engine, **sampling)] == plain
         assert {shape.drafts for shape in engine.timer.steps_by_shape} == {0, 1, 3, 4}
 
@@ -292,7 +292,7 @@ def test_surplus_steps_teach_nothing(case: Case) -> None:
             num_rows += num_reqs
             taught.extend(num_accepted)
 
-    engine.draft_length = Listening(4, 1)
+    engine.block_choice = Listening(4, 1)
     requests = case.run(engine)
     assert len(taught) == sum(len(request.num_accepted) for request in requests) < num_rows
 
@@ -304,8 +304,8 @@ def test_plain_steps_keep_the_drafters_context(case: Case, drafter: str) -> None
     def proposals(choose: Callable[[int], int]) -> dict[tuple[int, int], list[int]]:
         engine = case.engine(DRAFTERS[drafter](case), num_draft_tokens="auto")
         with recorded(engine) as found:
-            assert engine.draft_length is not None
-            engine.draft_length.choose = lambda num_reqs, **_: BlockShape(choose(num_reqs))  # type: ignore[method-assign]
+            assert engine.block_choice is not None
+            engine.block_choice.choose = lambda num_reqs, **_: BlockShape(choose(num_reqs))  # type: ignore[method-assign]
             case.run(engine)
         return found
 
@@ -323,8 +323,8 @@ def test_a_smaller_k_only_cuts_the_drafts(case: Case) -> None:
         drafter = random_dflash(case.verifier, block_size=MOST + 1)
         engine = case.engine(drafter, **changes)
         with recorded(engine) as found:
-            if engine.draft_length:
-                engine.draft_length = AnySchedule(MOST, seed=1)
+            if engine.block_choice:
+                engine.block_choice = AnySchedule(MOST, seed=1)
             case.run(engine)
         return found, engine
 
@@ -426,7 +426,7 @@ def test_the_hosts_time_counts_between_steps(case: Case, monkeypatch: pytest.Mon
 def test_the_choice_is_shown(case: Case) -> None:
     """Catches a choice that nobody sees."""
     engine = case.engine(ScriptedDrafter(case.outputs, 4), num_draft_tokens="auto")
-    engine.draft_length = AnySchedule(4, seed=0)
+    engine.block_choice = AnySchedule(4, seed=0)
     requests = case.run(engine)
     counts = ", ".join(f"{shape} in {count:,} steps" for shape, count in sorted(engine.timer.steps_by_shape.items()))
     assert f"drafts offered: {counts}" in generate_command.format_timing(engine.timer)
@@ -440,6 +440,6 @@ def test_k_is_fixed_unless_asked_for(case: Case) -> None:
     """With a number, every step has the k it was given, but for the last ones of an output."""
     engine = case.engine(ScriptedDrafter(case.outputs, 8, [{0}]), num_draft_tokens=3)
     (request,) = case.run(engine, case.prompts[:1])
-    assert engine.draft_length is None
+    assert engine.block_choice is None
     assert set(request.num_drafted[:-4]) == {3}
-    assert case.engine(None, num_draft_tokens="auto").draft_length is None
+    assert case.engine(None, num_draft_tokens="auto").block_choice is None
