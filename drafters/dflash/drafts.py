@@ -1,13 +1,13 @@
 """From a block's hidden states and base logits to its drafts: a chain or a tree, with a head or without one."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from drafters.choice import MOST_CANDIDATES, Choice, Guesses, choose, guess, side_by_side
 from drafters.dflash.coupling import CouplingTable
 from drafters.dflash.edges import edges_of, logprobs_of
 from drafters.head import Head
@@ -15,17 +15,10 @@ from specdec.batch import DecodeBatch
 from specdec.blocks import MOST_NODES
 from specdec.config import DraftSampling
 from specdec.core import DraftOutput
-from specdec.layers.argmax import argmax
 from specdec.layers.linear import linear
-from specdec.sampling.candidates import candidates
-from specdec.sampling.filters import COLDEST, processed_probs
-from specdec.sampling.noise import Purpose, gumbel, of_step, stream, uniform
-from specdec.sampling.sampler import sample_from
-from specdec.sampling.tensors import SamplingPlan
+from specdec.sampling.filters import COLDEST
+from specdec.sampling.noise import Purpose, gumbel, of_step, stream
 from specdec.sampling.trees import best_chain, best_first
-
-MOST_CANDIDATES = 16
-"""Tokens per position among which a tree chooses; of trees of up to 64 drafts more change nothing."""
 
 
 class Slots(NamedTuple):
@@ -47,20 +40,6 @@ class _Block(NamedTuple):
     slots: Slots
     weights: Tensor | None  # float32 [2, num_reqs, depth], of `drafters.dflash.coupling`
     sees_noise: bool
-
-
-class Chosen(NamedTuple):
-    """Tokens of n slots.
-
-    Attributes:
-        token_ids: int64 [num_reqs, n].
-        dense: float32 [num_reqs, n, draft_vocab_size], what they were drawn from; None for point masses.
-        own: float32 [num_reqs, n], their own probabilities; None where nobody asked.
-    """
-
-    token_ids: Tensor
-    dense: Tensor | None = None
-    own: Tensor | None = None
 
 
 class Drafts:
@@ -103,21 +82,19 @@ class Drafts:
             return self._chain(block, self._one_by_one(block, self._head))
         return self._path(block, self._head, self._head.num_candidates)
 
-    def _choose(self, block: _Block, logits: Tensor, first: int) -> Chosen:
+    def _choose(self, block: _Block, logits: Tensor, first: int) -> Choice:
         """Of slots `first` and so on, as many as `logits` [num_reqs, n, draft_vocab_size] has, each for itself."""
-        batch = block.batch
-        if self.draft_sampling == "probabilistic" and not batch.sampling.plan.all_greedy:
-            probs = processed_probs(logits, batch.sampling)
-            numbers = of_step(batch.seq_lens, batch.k)[:, first : first + logits.shape[1]]
-            columns = sample_from(probs, uniform(batch.sampling.seeds, numbers, Purpose.DRAFT))
-            own = probs.gather(-1, columns[..., None]).squeeze(-1) if self.forecasts else None
-            return Chosen(self._to_target(columns), probs, own)
-        if not self.forecasts and not block.sees_noise:
-            return Chosen(self._to_target(argmax(logits)[0]))
-        token_ids, scores = self._candidates(block, logits, 1, first)
-        return Chosen(token_ids.squeeze(-1), own=scores.squeeze(-1).exp() if self.forecasts else None)
+        return choose(
+            block.batch,
+            logits,
+            first,
+            self.draft_sampling,
+            self._target_ids,
+            weights=block.weights,
+            wants_own=self.forecasts,
+        )
 
-    def _one_by_one(self, block: _Block, head: Head) -> list[Chosen]:
+    def _one_by_one(self, block: _Block, head: Head) -> list[Choice]:
         """Each slot corrected behind the token of the one before, over the whole vocabulary."""
         assert self._correction is not None
         batch, slots = block.batch, block.slots
@@ -131,9 +108,9 @@ class Drafts:
             previous = chosen[-1].token_ids[:, 0]
         return chosen
 
-    def _chain(self, block: _Block, parts: Sequence[Chosen]) -> DraftOutput:
+    def _chain(self, block: _Block, parts: Sequence[Choice]) -> DraftOutput:
         """The choices for all slots, in order."""
-        token_ids, probs, own = (_joined(fields) for fields in zip(*parts, strict=True))
+        token_ids, probs, own = (side_by_side(fields) for fields in zip(*parts, strict=True))
         assert token_ids is not None
         columns = None if probs is None or self._target_ids is None else self._target_ids.expand(probs.shape)
         forecast = self._forecast(block, token_ids, own)
@@ -167,7 +144,7 @@ class Drafts:
         batch = block.batch
         count = min(MOST_CANDIDATES if batch.shape.depth > 1 else MOST_NODES, batch.k)  # one position has no more paths than tokens
         if self._head is None:
-            token_ids, scores = self._candidates(block, block.slots.logits, count)
+            token_ids, scores = self._candidates(block, count)
         else:
             token_ids, scores, edges = self._edges(block, self._head, count)
             scores = logprobs_of(edges, scores)
@@ -180,7 +157,7 @@ class Drafts:
     def _edges(self, block: _Block, head: Head, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Candidates int64 [num_reqs, depth, count], their scores without the head, and its table, see `edges_of`."""
         batch, slots, scale = block.batch, block.slots, None
-        token_ids, scores = self._candidates(block, slots.logits, count)
+        token_ids, scores = self._candidates(block, count)
         columns = token_ids if self._columns is None else self._columns[token_ids]
         if block.sees_noise:
             temperature = batch.sampling.temperature[:, None]
@@ -188,15 +165,10 @@ class Drafts:
             scale = torch.where(temperature > 0, trust / temperature.clamp(min=COLDEST), 1.0)
         return token_ids, scores, edges_of(head, slots.hidden, batch.anchors, token_ids, columns, scores, scale)
 
-    def _candidates(self, block: _Block, logits: Tensor, count: int, first: int = 0) -> tuple[Tensor, Tensor]:
-        """The `count` likeliest tokens of slots `first` and so on, given the noise that the target will choose by if it is seen."""
-        batch, end = block.batch, first + logits.shape[1]
-        sampling = (
-            batch.sampling if block.sees_noise else replace(batch.sampling, plan=SamplingPlan.of([]))
-        )  # as of greedy requests
-        weights = None if block.weights is None or not block.sees_noise else block.weights[..., first:end].contiguous()
-        positions = batch.positions(batch.shape.depth + 1)[:, 1 + first : 1 + end]
-        return candidates(logits, sampling, positions, count, weights=weights, target_ids=self._target_ids)
+    def _candidates(self, block: _Block, count: int) -> Guesses:
+        """The `count` likeliest tokens of every slot, given the noise that the target will choose by if it is seen."""
+        draft_sampling = self.draft_sampling if block.sees_noise else "greedy"
+        return guess(block.batch, block.slots.logits, 0, count, draft_sampling, self._target_ids, weights=block.weights)
 
     def _forecast(self, block: _Block, token_ids: Tensor, probs: Tensor | None) -> Tensor | None:
         """Expected accepted drafts float32 [num_reqs] of a chain, from what the head trusts in, or else from the drafts' own
@@ -209,15 +181,6 @@ class Drafts:
         kept = probs if trusted is None else trusted
         assert kept is not None
         return kept.cumprod(dim=1).sum(dim=1)
-
-    def _to_target(self, draft_ids: Tensor) -> Tensor:
-        return draft_ids if self._target_ids is None else self._target_ids[draft_ids]
-
-
-def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """Parts [num_reqs, n, ...] side by side, or None of parts that are not there."""
-    there = [part for part in parts if part is not None]
-    return None if not there else there[0] if len(there) == 1 else torch.cat(there, dim=1)
 
 
 def _inverse(target_ids: Tensor) -> Tensor:

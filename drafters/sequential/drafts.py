@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafters.sequential.choice import Choice, Guesses, choose, guess
+from drafters.choice import MOST_CANDIDATES, Choice, Guesses, choose, guess, side_by_side
 from drafters.sequential.network import Rows, SequentialNetwork
 from specdec.attention.backend import AttentionMetadata
 from specdec.batch import DecodeBatch
@@ -14,8 +14,6 @@ from specdec.config import DraftSampling
 from specdec.core import BoundDrafter, DraftOutput
 from specdec.sampling.trees import best_first
 
-MOST_CANDIDATES = 16
-"""Tokens per position among which a tree of many positions chooses."""
 _UNKNOWN = -1e9  # score behind a token whose followers were not asked for: below all that is known, and finite
 
 
@@ -49,7 +47,7 @@ class TokenByToken(BoundDrafter):
         if batch.shape.is_tree:
             guesses = Guesses(*(torch.cat(parts, dim=1) for parts in zip(*choices, strict=True)))
             return self._tree(batch, *guesses), guesses.token_ids[..., 0]
-        token_ids, probs, own = (_side_by_side(parts) for parts in zip(*choices, strict=True))
+        token_ids, probs, own = (side_by_side(parts) for parts in zip(*choices, strict=True))
         assert token_ids is not None
         candidate_ids = None if probs is None or network.target_ids is None else network.target_ids.expand(probs.shape)
         forecast = None if own is None else own.cumprod(dim=1).sum(dim=1)
@@ -77,9 +75,3 @@ class TokenByToken(BoundDrafter):
         logits, depth = self.network.logits(hidden).view(batch.num_reqs, count, -1), batch.shape.depth
         most = max(min(MOST_CANDIDATES, batch.k), -(-batch.k // depth))
         return guess(batch, logits, first, min(most, logits.shape[-1]), self.draft_sampling, self.network.target_ids)
-
-
-def _side_by_side(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """Parts [num_reqs, n, ...] joined, or None where there are none."""
-    there = [part for part in parts if part is not None]
-    return torch.cat(there, dim=1) if there else None

@@ -1,8 +1,10 @@
-"""Which token a row of logits drafts."""
+"""Which tokens rows of logits draft, each row for itself."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from specdec.batch import DecodeBatch
@@ -13,6 +15,9 @@ from specdec.sampling.filters import processed_probs
 from specdec.sampling.noise import Purpose, of_step, uniform
 from specdec.sampling.sampler import sample_from
 from specdec.sampling.tensors import SamplingPlan
+
+MOST_CANDIDATES = 16
+"""Tokens per position among which a tree of many positions chooses; of trees of up to 64 drafts more change nothing."""
 
 
 class Guesses(NamedTuple):
@@ -44,6 +49,7 @@ def choose(
     draft_sampling: DraftSampling,
     target_ids: Tensor | None,
     *,
+    weights: Tensor | None = None,
     wants_own: bool = False,
 ) -> Choice:
     """Chooses one token for each of a few drafts.
@@ -54,6 +60,7 @@ def choose(
         first: which draft the first of them is, from 0.
         draft_sampling: how drafts are drawn.
         target_ids: int64 [V'], the target's token of each column; None where they are the same.
+        weights: float32 [2, num_reqs, depth], of coupled drafts, see `specdec.sampling.candidates`; None are ones.
         wants_own: asks for `Choice.own`.
     """
     count, sampling = logits.shape[1], batch.sampling
@@ -65,22 +72,37 @@ def choose(
         return Choice(_to_target(columns, target_ids), probs, own)
     if (draft_sampling == "greedy" or sampling.plan.all_greedy) and not wants_own:
         return Choice(_to_target(argmax(logits)[0], target_ids))
-    token_ids, scores = guess(batch, logits, first, 1, draft_sampling, target_ids)
+    token_ids, scores = guess(batch, logits, first, 1, draft_sampling, target_ids, weights=weights)
     return Choice(token_ids.squeeze(-1), own=scores.squeeze(-1).exp() if wants_own else None)
 
 
 def guess(
-    batch: DecodeBatch, logits: Tensor, first: int, count: int, draft_sampling: DraftSampling, target_ids: Tensor | None
+    batch: DecodeBatch,
+    logits: Tensor,
+    first: int,
+    count: int,
+    draft_sampling: DraftSampling,
+    target_ids: Tensor | None,
+    *,
+    weights: Tensor | None = None,
 ) -> Guesses:
     """The `count` likeliest tokens of each of a few drafts, given the noise that the target will choose by if drafts are coupled.
 
     Arguments as of `choose`.
     """
-    sampling = batch.sampling
+    sampling, end = batch.sampling, first + logits.shape[1]
     if draft_sampling == "greedy":
-        sampling = replace(sampling, plan=SamplingPlan.of([]))  # as of greedy requests
-    positions = batch.positions(first + logits.shape[1] + 1)[:, first + 1 :]
-    return Guesses(*candidates(logits, sampling, positions, count, target_ids=target_ids))
+        sampling, weights = replace(sampling, plan=SamplingPlan.of([])), None  # as of greedy requests
+    if weights is not None:
+        weights = weights[..., first:end].contiguous()
+    positions = batch.positions(batch.shape.depth + 1)[:, first + 1 : end + 1]
+    return Guesses(*candidates(logits, sampling, positions, count, weights=weights, target_ids=target_ids))
+
+
+def side_by_side(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Parts [num_reqs, n, ...] joined, or None where there are none."""
+    there = [part for part in parts if part is not None]
+    return None if not there else there[0] if len(there) == 1 else torch.cat(there, dim=1)
 
 
 def _to_target(draft_ids: Tensor, target_ids: Tensor | None) -> Tensor:
