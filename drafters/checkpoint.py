@@ -18,7 +18,7 @@ from torch import Tensor
 
 from drafters.keys import require, section
 from specdec.core import Verifier
-from specdec.errors import CheckpointError
+from specdec.errors import CheckpointError, InvalidInputError
 from specdec.registry import WEIGHT_READERS, resolve
 
 CONFIG = "config.json"
@@ -164,6 +164,19 @@ def check_tensors(
         require(
             name == "d2t" or tensor.is_floating_point(),
             f"tensor {name} is {tensor.dtype}; config.json has no quantization_config for it",
+        )
+
+
+def check_same_target(own: Verifier, verifier: Verifier) -> None:
+    """Refuses to bind a drafter that was made ready for a target, its own, to another one.
+
+    Raises:
+        InvalidInputError: it is another.
+    """
+    if verifier is not own:
+        raise InvalidInputError(
+            f"this drafter was made ready for {own.name!r} as loaded earlier, not for this {verifier.name!r};"
+            " load it again beside the target it serves"
         )
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafters.checkpoint import check_target
+from drafters.attention import attention_like
+from drafters.checkpoint import check_same_target, check_target
 from drafters.dflash.checkpoint import read_checkpoint, target_ids
 from drafters.dflash.config import DFlashConfig
 from drafters.dflash.coupling import CouplingTable
@@ -21,12 +22,12 @@ from drafters.dflash.latent import latent_backend
 from drafters.dflash.model import DFlashModel
 from drafters.dflash.network import DFlashNetwork
 from drafters.dflash.tied import expanded
-from specdec.attention.backend import AttentionBackend, AttentionSpec, Visibility
+from specdec.attention.backend import AttentionBackend, Visibility
 from specdec.attention.mla import MlaBackend
 from specdec.batch import DecodeBatch, PrefillBatch
 from specdec.config import DraftSampling
 from specdec.core import AcceptOutput, BoundDrafter, Drafter, DraftOutput, Verifier, VerifyOutput
-from specdec.errors import BackendError, InvalidInputError
+from specdec.errors import InvalidInputError
 from specdec.kv_cache import NULL_BLOCK, KVLayerSpec
 from specdec.layers.rotary import Angles, Rope
 
@@ -112,11 +113,7 @@ class DFlashDrafter(Drafter):
         Raises:
             InvalidInputError: another target than the one this was made for.
         """
-        if verifier is not self.verifier:
-            raise InvalidInputError(
-                f"this drafter was made ready for {self.verifier.name!r} as loaded earlier, not for this {verifier.name!r};"
-                " load it again beside the target it serves"
-            )
+        check_same_target(self.verifier, verifier)
         return BoundDFlash(self, caches, max_num_seqs, draft_sampling)
 
 
@@ -242,23 +239,15 @@ class BoundDFlash(BoundDrafter):
 
 def _attention(config: DFlashConfig, verifier: Verifier) -> AttentionBackend:
     """The target's kind of attention, for the draft layers' shape."""
-    shared = verifier.attention.spec
-    spec = AttentionSpec(
-        device=shared.device,
-        dtype=shared.dtype,
-        block_size=shared.block_size,
-        cache_dtype=shared.cache_dtype,
+    return attention_like(
+        verifier,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
-        windows=frozenset(config.windows),
+        windows=config.windows,
         non_causal=not all(config.causal),
         sinks=config.attention_sinks,
     )
-    backend = verifier.attention.mha_backend
-    if reasons := backend.unsupported_reasons(spec):
-        raise BackendError(f"attention backend {backend.name!r} cannot serve this drafter: {'; '.join(reasons)}; choose another")
-    return backend(spec)
 
 
 def load_dflash(path: str | Path | None, *, verifier: Verifier) -> DFlashDrafter:

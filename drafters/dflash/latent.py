@@ -5,8 +5,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from drafters.attention import latent_like
 from drafters.dflash.config import DFlashConfig
-from drafters.sequential.network import latent_like
 from specdec.attention.mla import MlaBackend, MlaSpec
 from specdec.core import Verifier
 from specdec.layers.latent_attention import LatentAttention, halves_first, latent_scale, split_up

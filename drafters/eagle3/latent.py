@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import DeepseekV3Config
 
-from drafters.sequential.network import latent_like
+from drafters.attention import latent_like
 from specdec.attention.mla import MlaBackend, MlaSpec
 from specdec.core import Verifier
 from specdec.layers.latent_attention import LatentAttention, halves_first, latent_scale, split_up

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from transformers import DeepseekV3Config
 
+from drafters.attention import attention_like
 from drafters.eagle3.checkpoint import target_ids
 from drafters.eagle3.config import Eagle3Config
 from drafters.eagle3.latent import latent_attention, latent_backend
-from drafters.sequential.network import Mask, Rows, SequentialNetwork, attention_like
+from drafters.sequential.network import Mask, Rows, SequentialNetwork
 from specdec.attention.backend import AttentionBackend
 from specdec.attention.mla import MlaBackend
 from specdec.core import Verifier

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drafters.checkpoint import check_same_target
 from drafters.sequential.drafts import TokenByToken
 from drafters.sequential.network import Rows, SequentialNetwork
 from specdec.attention.backend import AttentionMetadata
 from specdec.batch import DecodeBatch, PrefillBatch
 from specdec.config import DraftSampling
 from specdec.core import AcceptOutput, BoundDrafter, Drafter, DraftOutput, Verifier, VerifyOutput
-from specdec.errors import InvalidInputError
 from specdec.kv_cache import LayerSpec
 
 USUAL_DRAFTS = 7
@@ -64,11 +64,7 @@ class SequentialDrafter(Drafter):
         Raises:
             InvalidInputError: another target than the one this was made for.
         """
-        if verifier is not self.verifier:
-            raise InvalidInputError(
-                f"this drafter was made ready for {self.verifier.name!r} as loaded earlier, not for this {verifier.name!r};"
-                " load it again beside the target it serves"
-            )
+        check_same_target(self.verifier, verifier)
         return self.bound(caches, max_num_seqs, draft_sampling)
 
     def bound(self, caches: Sequence[Any], max_num_seqs: int, draft_sampling: DraftSampling) -> BoundDrafter:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from drafters.attention import attention_like
 from drafters.sequential.drafter import SequentialDrafter
-from drafters.sequential.network import Mask, Rows, SequentialNetwork, attention_like
+from drafters.sequential.network import Mask, Rows, SequentialNetwork
 from specdec.attention.backend import AttentionBackend
 from specdec.batch import DecodeBatch
 from specdec.blocks import BlockShape

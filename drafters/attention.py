@@ -1,0 +1,90 @@
+"""Attention for a drafter's layers: the target's kind, for another shape."""
+
+from collections.abc import Sequence
+
+from specdec.attention.backend import AttentionBackend, AttentionSpec
+from specdec.attention.mla import MlaBackend, MlaSpec
+from specdec.core import Verifier
+from specdec.errors import BackendError
+
+
+def attention_like(
+    verifier: Verifier,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    windows: Sequence[int | None],
+    non_causal: bool = False,
+    sinks: bool = False,
+) -> AttentionBackend:
+    """Attention of the target's kind for layers with ordinary heads.
+
+    Args:
+        verifier: the target.
+        num_heads, num_kv_heads, head_dim: of every layer.
+        windows: of each layer in tokens, None for full attention.
+        non_causal: blocks whose rows see each other in both directions are needed.
+        sinks: heads have a learned sink.
+
+    Raises:
+        BackendError: the target's attention backend cannot serve them.
+    """
+    shared = verifier.attention.spec
+    spec = AttentionSpec(
+        device=shared.device,
+        dtype=shared.dtype,
+        block_size=shared.block_size,
+        cache_dtype=shared.cache_dtype,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        windows=frozenset(windows),
+        non_causal=non_causal,
+        sinks=sinks,
+    )
+    backend = verifier.attention.mha_backend
+    if reasons := backend.unsupported_reasons(spec):
+        raise BackendError(f"attention backend {backend.name!r} cannot serve this drafter: {'; '.join(reasons)}; choose another")
+    return backend(spec)
+
+
+def latent_like(
+    verifier: Verifier, *, num_heads: int, rank: int, nope: int, rope: int, value: int, non_causal: bool = False
+) -> MlaBackend:
+    """Latent attention of the target's kind, for layers of that shape.
+
+    Args:
+        verifier: the target.
+        num_heads: query heads.
+        rank: numbers of the compressed key and value.
+        nope, rope: unrotated and rotated numbers of a query head.
+        value: numbers of a value head.
+        non_causal: blocks whose rows see each other in both directions are needed.
+
+    Raises:
+        BackendError: the target has no latent attention, or its backend cannot serve the layers.
+    """
+    attention = verifier.attention
+    if not isinstance(attention, MlaBackend):
+        raise BackendError(
+            f"this drafter has latent attention, and the target's backend {attention.name!r} serves other attention;"
+            " choose a drafter that was made for this target"
+        )
+    shared = attention.spec
+    spec = MlaSpec(
+        device=shared.device,
+        dtype=shared.dtype,
+        num_heads=num_heads,
+        kv_lora_rank=rank,
+        qk_nope_head_dim=nope,
+        qk_rope_head_dim=rope,
+        v_head_dim=value,
+        block_size=shared.block_size,
+        non_causal=non_causal,
+        cache_dtype=shared.cache_dtype,
+    )
+    backend = type(attention)
+    if reasons := backend.unsupported_reasons(spec):
+        raise BackendError(f"attention backend {backend.name!r} cannot serve this drafter: {'; '.join(reasons)}; choose another")
+    return backend(spec)
