@@ -379,12 +379,11 @@ def test_a_drafter_embeds_with_its_own_table() -> None:
     """And with the target's when it has none."""
     verifier = verifier_on("triton_fa", plain_model("llama"))
     drafter = random_dflash(verifier)
-    bound = drafter.bind(verifier, [], max_num_seqs=1, max_len=64, draft_sampling="greedy")
     ids = torch.tensor([3, 5, 3], device=DEVICE)
     for own in (None, torch.nn.Embedding(verifier.vocab_size, verifier.hidden_size, device=DEVICE)):
         drafter.model.embed_tokens = own
         drafter.network._table = None if own is None else own.weight
-        assert bound._embed(ids).equal(verifier._embedding[ids] if own is None else own.weight[ids])  # type: ignore[attr-defined]
+        assert drafter.embed(ids).equal(verifier._embedding[ids] if own is None else own.weight[ids])
 
 
 def test_joined_draft_projections_share_memory() -> None:
