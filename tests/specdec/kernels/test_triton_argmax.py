@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafters.dflash import drafter as dflash
+from drafters import choice
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.core import AcceptOutput
 from specdec.engine import acceptance
@@ -160,10 +160,10 @@ def test_greedy_tokens_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> No
         return call
 
     monkeypatch.setattr(triton_argmax, "argmax", counted("kernel", argmax))
-    for name, module in (("target", acceptance), ("drafter", dflash)):
+    for name, module in (("target", acceptance), ("drafter", choice)):
         monkeypatch.setattr(module, "argmax", counted(name, module.argmax))
     tokens = generate()
     assert calls["target"] and calls["drafter"] and calls["kernel"] == calls["target"] + calls["drafter"]
-    for module in (acceptance, dflash):
+    for module in (acceptance, choice):
         monkeypatch.setattr(module, "argmax", torchs_argmax)
     assert generate() == tokens

@@ -377,7 +377,7 @@ def test_step_never_waits() -> None:
 
 def test_a_drafter_embeds_with_its_own_table() -> None:
     """And with the target's when it has none."""
-    verifier = verifier_on("triton_fa", plain_model("llama"))
+    verifier: Any = verifier_on("triton_fa", plain_model("llama"))
     drafter = random_dflash(verifier)
     ids = torch.tensor([3, 5, 3], device=DEVICE)
     for own in (None, torch.nn.Embedding(verifier.vocab_size, verifier.hidden_size, device=DEVICE)):
