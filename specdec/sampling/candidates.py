@@ -13,6 +13,7 @@ from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from specdec.config import SamplingParams
 from specdec.deviation import Deviation, worst
@@ -22,6 +23,8 @@ from specdec.sampling.noise import Purpose, gumbel, stream
 from specdec.sampling.sampler import CACHED_NUMBERS
 from specdec.sampling.tensors import SamplingTensors
 from specdec.self_check import passes
+
+_GROUP = 64  # columns; large enough for few groups, and small enough for few columns in those that are looked at
 
 
 def candidates(
@@ -94,7 +97,16 @@ def _best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _highest(scores: Tensor, count: int) -> Tensor:
-    """Columns int64 [rows, count] of the highest of float32 [rows, V]; `topk` alone would take any of equal ones."""
+    """Columns int64 [rows, count] of the highest of float32 [rows, V], of equal ones the first."""
+    # They lie in as many groups of columns, those of the highest maxima: the maximum of any other comes after one of each.
+    groups = F.pad(scores, (0, -scores.shape[-1] % _GROUP), value=-torch.inf).unflatten(-1, (-1, _GROUP))
+    best = _first_highest(groups.amax(dim=-1), min(count, groups.shape[1])).sort(dim=-1).values
+    places = _first_highest(groups.gather(1, best[..., None].expand(-1, -1, _GROUP)).flatten(1), count)
+    return best.gather(1, places // _GROUP) * _GROUP + places % _GROUP
+
+
+def _first_highest(scores: Tensor, count: int) -> Tensor:
+    """Columns int64 [rows, count] of the highest; `topk` alone would take any of equal ones."""
     bits = (scores + 0.0).view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # ascends as the scores do
     keys = (order.long() << 32) | torch.arange(0x7FFFFFFF, 0x7FFFFFFF - scores.shape[-1], -1, device=scores.device)

@@ -80,3 +80,15 @@ def test_rows_that_are_not_finite(value: float) -> None:
     token_ids, logprobs = candidates(logits, sampling, positions, 4)
     assert ((token_ids >= 0) & (token_ids < 211)).all() and logprobs[:, 1].isneginf().all()
     assert torch.equal(token_ids[:, ::2], usual[0][:, ::2]) and torch.equal(logprobs[:, ::2], usual[1][:, ::2])
+
+
+@pytest.mark.parametrize("vocab_size", [7, 64, 65, 1000])
+def test_of_equal_ones_the_first_wherever_they_lie(vocab_size: int) -> None:
+    """Catches a tie between groups of columns, or with what pads the last one, that goes to a later column."""
+    scores = torch.randn(4, vocab_size, generator=torch.Generator().manual_seed(vocab_size)).mul(2).round()
+    scores[1], scores[2, ::2], scores[3, : vocab_size // 2] = 0.0, -0.0, -1e9
+    for count in (2, 7, min(vocab_size, 64)):
+        sampling = SamplingTensors.neutral(4, torch.device("cpu"))
+        found, _ = candidates(scores[:, None], sampling, torch.zeros(4, 1, dtype=torch.int64), count)
+        expected = scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+        assert found[:, 0].equal(expected)
