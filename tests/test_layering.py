@@ -36,7 +36,7 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "drafters": [
         {"keys"},
-        {"algorithms", "attention", "checkpoint", "choice", "head", "license"},
+        {"algorithms", "attention", "checkpoint", "choice", "head", "license", "vocabulary"},
         {"dspark", "dflash2", "domino", "sequential", "suffix", "composed"},
         {"dflash", "draft_model", "eagle3", "mtp", "ngram"},
         {"load", "shipped"},

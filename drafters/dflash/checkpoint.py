@@ -25,6 +25,7 @@ from drafters.dflash.layout import Layout, parse_config
 from drafters.dflash.names import zlab_names
 from drafters.dflash.tied import TIED
 from drafters.keys import require
+from drafters.vocabulary import check_map, drafted, without_full_map
 from specdec.errors import CheckpointError
 
 _MASK = "mask_embedding.pt"
@@ -50,8 +51,7 @@ def read_checkpoint(path: str | Path) -> tuple[DFlashConfig, dict[str, Tensor]]:
         if (folder / _MASK).exists():
             tensors["mask_embedding"] = _mask_embedding(folder / _MASK, config)
         if config.draft_vocab_size is None:
-            offsets = tensors.pop("d2t", None)
-            require(offsets is None or not offsets.any(), "d2t reorders a full vocabulary, which is not supported")
+            tensors = without_full_map(tensors)
         _check_tensors(config, tensors)
     return config, tensors
 
@@ -81,7 +81,7 @@ def write_checkpoint(
     dtype = dtype or tensors["fc.weight"].dtype
     stored = {name: (t.to(dtype) if t.is_floating_point() else t).detach().cpu().contiguous() for name, t in tensors.items()}
     if "d2t" in stored:
-        stored["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, target_ids(stored["d2t"]), True)
+        stored["t2d"] = drafted(stored["d2t"], config.vocab_size)
     write_folder(Path(path), config_json(config, layout, dtype=str(dtype).removeprefix("torch.")), stored)
 
 
@@ -103,11 +103,6 @@ def _mask_embedding(file: Path, config: DFlashConfig) -> Tensor:
     require(right, f"{file.name} holds no row of {config.hidden_size} numbers; download it again")
     assert isinstance(content, Tensor)
     return content.reshape(-1)
-
-
-def target_ids(d2t: Tensor) -> Tensor:
-    """Target token of every draft token, int64 [draft_vocab_size], from the offsets `d2t`."""
-    return torch.arange(d2t.shape[0], device=d2t.device) + d2t.long()
 
 
 def tensor_shapes(config: DFlashConfig) -> dict[str, tuple[int, ...]]:
@@ -193,6 +188,4 @@ def _check_tensors(config: DFlashConfig, tensors: Mapping[str, Tensor]) -> None:
     optional = {"embed_tokens.weight": vocabulary, "lm_head.weight": vocabulary, "mask_embedding": (config.hidden_size,)}
     check_tensors(tensors, tensor_shapes(config), optional, kind="DFlash")
     if config.draft_vocab_size is not None:
-        targets = target_ids(tensors["d2t"])
-        inside = bool(((targets >= 0) & (targets < config.vocab_size)).all()) and targets.unique().numel() == targets.numel()
-        require(inside, f"d2t does not map {config.draft_vocab_size} draft tokens to distinct tokens below {config.vocab_size}")
+        check_map(tensors, config.vocab_size)

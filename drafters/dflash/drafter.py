@@ -14,7 +14,7 @@ from torch import Tensor
 
 from drafters.attention import attention_like
 from drafters.checkpoint import check_same_target, check_target
-from drafters.dflash.checkpoint import read_checkpoint, target_ids
+from drafters.dflash.checkpoint import read_checkpoint
 from drafters.dflash.config import DFlashConfig
 from drafters.dflash.coupling import CouplingTable
 from drafters.dflash.drafts import Drafts, Slots
@@ -22,6 +22,7 @@ from drafters.dflash.latent import latent_backend
 from drafters.dflash.model import DFlashModel
 from drafters.dflash.network import DFlashNetwork
 from drafters.dflash.tied import expanded
+from drafters.vocabulary import target_ids
 from specdec.attention.backend import AttentionBackend, Visibility
 from specdec.attention.mla import MlaBackend
 from specdec.batch import DecodeBatch, PrefillBatch

@@ -3,13 +3,12 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from torch import Tensor
 from transformers import DeepseekV3Config
 
 from drafters.checkpoint import CONFIG, check_tensors, find_folder, naming, own_tensors, plain_tensors, read_json, read_tensors
 from drafters.eagle3.config import Eagle3Config, parse_config
-from drafters.keys import require
+from drafters.vocabulary import check_map, without_full_map
 
 
 def read_checkpoint(path: str | Path) -> tuple[Eagle3Config, dict[str, Tensor]]:
@@ -28,21 +27,13 @@ def read_checkpoint(path: str | Path) -> tuple[Eagle3Config, dict[str, Tensor]]:
         config = parse_config(raw)
         tensors = own_tensors(plain_tensors(folder, raw, read_tensors(folder)))
         if config.draft_vocab_size is None:
-            offsets = tensors.pop("d2t", None)
-            require(offsets is None or not offsets.any(), "d2t reorders a full vocabulary, which is not supported")
+            tensors = without_full_map(tensors)
         for index in range(1, len(config.windows)):  # sglang calls the norm before a further layer's attention so
             name = f"layers.{index}.input_layernorm.weight"
             if name not in tensors and f"layers.{index}.hidden_norm.weight" in tensors:
                 tensors[name] = tensors.pop(f"layers.{index}.hidden_norm.weight")
         _check(config, tensors)
     return config, tensors
-
-
-def target_ids(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> Tensor | None:
-    """Target token of every draft token, int64 [draft_vocab_size]; None where they are the same."""
-    if config.draft_vocab_size is None:
-        return None
-    return torch.arange(config.draft_vocab_size) + tensors["d2t"].long()
 
 
 def tensor_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
@@ -116,7 +107,5 @@ def _check(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> None:
     vocabulary = (config.vocab_size, config.layers.hidden_size)
     optional = {"embed_tokens.weight": vocabulary, "lm_head.weight": vocabulary}
     check_tensors(tensors, tensor_shapes(config), optional, kind="EAGLE-3")
-    targets = target_ids(config, tensors)
-    if targets is not None:
-        inside = bool(((targets >= 0) & (targets < config.vocab_size)).all()) and targets.unique().numel() == targets.numel()
-        require(inside, f"d2t does not map {config.draft_vocab_size} draft tokens to distinct tokens below {config.vocab_size}")
+    if config.draft_vocab_size is not None:
+        check_map(tensors, config.vocab_size)

@@ -4,13 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from drafters.checkpoint import write_folder
-from drafters.eagle3.checkpoint import target_ids
 from drafters.eagle3.config import Eagle3Config
 from drafters.keys import require
+from drafters.vocabulary import drafted
 
 Layout = Literal["sglang", "speculators"]
 
@@ -36,9 +35,8 @@ def write_checkpoint(path: Path, config: Eagle3Config, tensors: Mapping[str, Ten
     dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
     written = _to_sglang(config, dtype) if layout == "sglang" else _to_speculators(config, dtype)
     stored = {_name(name, layout): tensor.contiguous() for name, tensor in tensors.items()}
-    targets = target_ids(config, tensors)
-    if targets is not None:
-        stored["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, targets, True)
+    if config.draft_vocab_size is not None:
+        stored["t2d"] = drafted(tensors["d2t"], config.vocab_size)
     write_folder(path, written, stored)
 
 

@@ -9,10 +9,10 @@ from torch import Tensor
 from transformers import DeepseekV3Config
 
 from drafters.attention import attention_like
-from drafters.eagle3.checkpoint import target_ids
 from drafters.eagle3.config import Eagle3Config
 from drafters.eagle3.latent import latent_attention, latent_backend
 from drafters.sequential.network import Mask, Rows, SequentialNetwork
+from drafters.vocabulary import target_ids
 from specdec.attention.backend import AttentionBackend
 from specdec.attention.mla import MlaBackend
 from specdec.core import Verifier
@@ -88,8 +88,7 @@ class Eagle3Network(SequentialNetwork):
         decoder_layers = [self._layer(index, weights) for index in range(layers.num_hidden_layers)]
         self._decoder = Decoder(decoder_layers, weights.norm("norm"), ops=self._ops)
         self.aux_layer_ids, self.feature_size = config.taps(verifier.num_layers), layers.hidden_size
-        ids = target_ids(config, tensors)
-        self.target_ids = None if ids is None else ids.to(verifier.device)
+        self.target_ids = None if config.draft_vocab_size is None else target_ids(tensors["d2t"])
         if config.mask_token_id is not None:
             self.mask = Mask(config.mask_token_id, self.condense(tensors["mask_hidden"].flatten(0, 1))[0])
 

@@ -63,8 +63,10 @@ class TokenByToken(BoundDrafter):
             edges[:, :, 0] = scores
             scores = edges
         best = best_first(scores, batch.k)
-        forecast = best.scores.exp().sum(dim=1) if self.forecasts else None
-        return DraftOutput(token_ids.flatten(1).gather(1, best.places), tree=best.tree, forecast=forecast)
+        output = DraftOutput(token_ids.flatten(1).gather(1, best.places), tree=best.tree)
+        if self.forecasts:
+            output.forecast, output.scores = best.scores.exp().sum(dim=1), best.scores
+        return output
 
     def _choose(self, batch: DecodeBatch, hidden: Tensor, first: int, count: int) -> Choice:
         logits = self.network.logits(hidden).view(batch.num_reqs, count, -1)

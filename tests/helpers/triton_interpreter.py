@@ -37,6 +37,8 @@ def _hasten() -> None:
     computes whether integers overflow, which it looks at in its debug mode alone.
     """
     interpreter: Any = import_module("triton.runtime.interpreter")
+    if not all(hasattr(interpreter, name) for name in ("_patch_lang", "_LangPatchScope", "interpreter_builder")):
+        return  # another version of Triton, which is as slow as it is
     adapt, builder = interpreter._patch_lang, interpreter.interpreter_builder
     adapted = set()
 

@@ -25,6 +25,7 @@ from specdec.errors import InvalidInputError
 from specdec.kv_cache import LayerCache
 from specdec.metrics import pooled
 from specdec.sampling.trees import best_first
+from tests.drafters.eagle3.heads import random_eagle3
 from tests.drafters.tiny import FakeVerifier, Rig
 from tests.helpers.guards import no_host_sync
 from tests.helpers.scripted import ScriptedDrafter
@@ -214,12 +215,10 @@ WAYS: dict[str, dict[str, Any]] = {
 def test_output_is_that_of_plain_decoding(
     case: tuple[Verifier, dict[tuple[int, ...], list[int]]], way: str, sampling: dict[str, Any]
 ) -> None:
-    """Copies beside two models that tap other layers and draft fewer tokens."""
+    """Copies beside models that tap other layers and draft fewer tokens, one of them token by token."""
     verifier, prompts = case[0], [list(prompt) for prompt in case[1]]
-    drafter = ComposedDrafter(
-        [SuffixDrafter(max_draft_tokens=9, pool_tokens=200)]
-        + [random_dflash(verifier, block_size=4 + seed, seed=seed, taps=taps) for seed, taps in enumerate(TAPS.values())]
-    )
+    models = [random_dflash(verifier, block_size=4 + seed, seed=seed, taps=taps) for seed, taps in enumerate(TAPS.values())]
+    drafter = ComposedDrafter([SuffixDrafter(max_draft_tokens=9, pool_tokens=200), *models, random_eagle3(verifier, 3)])
     requests, _ = decoded(verifier, drafter, prompts, sampling, **WAYS[way])
     plain, _ = decoded(verifier, None, prompts, sampling)
     assert [request.output_token_ids for request in requests] == [request.output_token_ids for request in plain]
