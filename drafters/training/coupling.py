@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafters.dflash.drafts import MOST_CANDIDATES
+from drafters.choice import MOST_CANDIDATES
 from drafters.dflash.model import DFlashModel
 from drafters.head import Head, left_sides
 from drafters.training.blocks import SequenceBatch, block_hidden, make_blocks

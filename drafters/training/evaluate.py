@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from drafters.choice import MOST_CANDIDATES
 from drafters.dflash.coupling import CouplingTable
-from drafters.dflash.drafts import MOST_CANDIDATES, Drafts, Slots
+from drafters.dflash.drafts import Drafts, Slots
 from drafters.dflash.model import DFlashModel
 from drafters.training.blocks import Blocks, block_hidden, make_blocks
 from drafters.training.config import TrainConfig

@@ -17,7 +17,7 @@ Step = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, T
 
 @dataclass(frozen=True, slots=True)
 class LossConfig:
-    """What is minimised.
+    """What is minimized.
 
     Attributes:
         gamma: positions over which weights fall to 1/e; None weighs by D-PACE.
@@ -88,7 +88,7 @@ def block_loss(
         logits: [n, K, V] of the predicting rows.
         labels: int64 [n, K].
         valid: bool [n, K].
-        config: what is minimised.
+        config: what is minimized.
         teacher: logits [n, K, V] of the target for the same positions; needed for `kl` and `tv`.
 
     Returns:

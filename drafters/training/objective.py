@@ -22,7 +22,7 @@ class Objective:
 
     Args:
         to_logits: the frozen output head of the drafter.
-        config: what is minimised.
+        config: what is minimized.
         head: the drafter's, trained with it; None without one.
         teacher: the output head of the target, with all the target does to its logits; for distillation.
 
