@@ -107,6 +107,17 @@ class PackedWeight:
         zero = None if self.zero is None else self.zero[..., start:end, :]
         return replace(self, codes=self.codes[..., start:end, :], scale=self.scale[..., start:end, :], zero=zero)
 
+    def inputs(self, start: int, end: int) -> PackedWeight:
+        """The inputs from `start` to before `end` as views, as long as codes lie in the order of inputs; groups stay whole."""
+        assert self.run == 1 and not start % self.group and not (self.halves and start % 2), "whole groups, before `arranged`"
+        last = end == self.in_features
+        assert last or not end % self.group, "whole groups"
+        codes = slice(start // (1 + self.halves), None if last else end // (1 + self.halves))
+        groups = slice(start // self.group, None if last else end // self.group)
+        zero = None if self.zero is None else self.zero[..., groups]
+        padding = self.padding if last else 0
+        return replace(self, codes=self.codes[..., codes], scale=self.scale[..., groups], zero=zero, padding=padding)
+
     def expert(self, number: int) -> PackedWeight:
         """One of the weights along the first axis, as views."""
         zero = None if self.zero is None else self.zero[number]

@@ -38,6 +38,15 @@ def broadcast(x: Tensor, group: Group | None) -> Tensor:
     return x
 
 
+def all_agree(flag: bool, group: Group | None) -> bool:
+    """Whether all ranks say so; the hosts exchange it."""
+    if group is None:
+        return flag
+    said = torch.tensor(int(flag))
+    dist.all_reduce(said, dist.ReduceOp.MIN, group=group.host_group)
+    return bool(said)
+
+
 def _in_order(x: Tensor, group: Group) -> Tensor:
     """The sum with rank 0's first, each step rounded to the type of `x`."""
     first, *others = _gathered(x, group).unbind(0)
