@@ -118,7 +118,7 @@ class Share:
         if axis == -2:
             return whole.select(torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces]).to(whole.device))
         (piece,) = pieces
-        if piece.start % whole.group or (len(piece) % whole.group and piece.stop != whole.in_features):
+        if not (whole.divides(piece.start) and whole.divides(piece.stop)):
             raise UnsupportedModelError(
                 f"{name!r} of target {self._name!r} has scales for groups of {whole.group} of its {whole.in_features} inputs, which"
                 f" {self.group.size} ranks do not divide; start fewer ranks, or take the checkpoint in plain numbers"
