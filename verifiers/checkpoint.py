@@ -13,7 +13,6 @@ from torch import Tensor
 
 from specdec.errors import CheckpointError
 from specdec.kernels.packed import PackedWeight
-from specdec.parallel.collectives import all_agree
 from specdec.parallel.group import Group
 from verifiers.formats.float8 import plain_float8
 from verifiers.formats.format import Format, Stored
@@ -283,7 +282,7 @@ def _settle_head(weights: dict[str, Stored], config: Any, group: Group | None) -
     if tied and embedding is None and head is not None:
         weights[EMBEDDING] = weights.pop(HEAD)
     elif tied and isinstance(embedding, Tensor) and isinstance(head, Tensor):
-        if all_agree(torch.equal(embedding, head), group):
+        if torch.equal(embedding, head) if group is None else group.all_agree(torch.equal(embedding, head)):
             del weights[HEAD]
     elif not tied and head is None:
         raise CheckpointError(f"there is no {HEAD!r} and it is not tied to the embeddings; fetch the whole checkpoint again")
