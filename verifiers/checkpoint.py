@@ -13,6 +13,7 @@ from torch import Tensor
 
 from specdec.errors import CheckpointError
 from specdec.kernels.packed import PackedWeight
+from specdec.parallel.collectives import all_agree
 from specdec.parallel.group import Group
 from verifiers.formats.float8 import plain_float8
 from verifiers.formats.format import Format, Stored
@@ -281,9 +282,8 @@ def _settle_head(weights: dict[str, Stored], config: Any, group: Group | None) -
     tied = getattr(config, "tie_word_embeddings", False)
     if tied and embedding is None and head is not None:
         weights[EMBEDDING] = weights.pop(HEAD)
-    elif tied and isinstance(embedding, Tensor) and isinstance(head, Tensor):
-        if torch.equal(embedding, head) if group is None else group.all_agree(torch.equal(embedding, head)):
-            del weights[HEAD]
+    elif isinstance(embedding, Tensor) and isinstance(head, Tensor) and tied and all_agree(torch.equal(embedding, head), group):
+        del weights[HEAD]
     elif not tied and head is None:
         raise CheckpointError(f"there is no {HEAD!r} and it is not tied to the embeddings; fetch the whole checkpoint again")
 

@@ -1,6 +1,6 @@
 """What the ranks of a group exchange on their devices. Every function is called by all ranks, in the same order.
 
-Nothing here reads a value on the host, so a forward with them can be captured in a graph.
+Nothing here reads a value on the host, so a forward with them can be captured in a graph; `all_agree` and `least` are for hosts.
 """
 
 import torch
@@ -39,3 +39,15 @@ def broadcast(x: Tensor, group: Group | None) -> Tensor:
     if group is not None:
         dist.broadcast(x, group_src=0, group=group.device_group)
     return x
+
+
+def all_agree(flag: bool, group: Group | None) -> bool:
+    """Whether all ranks say so; the hosts exchange it."""
+    if group is None:
+        return flag
+    return bool(least(int(flag), group))
+
+
+def least(number: int, group: Group | None) -> int:
+    """The smallest of all ranks' numbers; the hosts exchange it."""
+    return number if group is None else group.least(number)

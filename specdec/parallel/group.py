@@ -40,11 +40,11 @@ class Group:
     ordered: bool = False
     one_shot: OneShot | None = None
 
-    def all_agree(self, flag: bool) -> bool:
-        """Whether all ranks say so; the hosts exchange it."""
-        said = torch.tensor(int(flag))
+    def least(self, number: int) -> int:
+        """The smallest of all ranks' numbers; the hosts exchange it."""
+        said = torch.tensor(number)
         dist.all_reduce(said, dist.ReduceOp.MIN, group=self.host_group)
-        return bool(said)
+        return int(said)
 
     def share(self, count: int) -> range:
         """Which of `count` things, neighbors that `size` divides, are this rank's."""
@@ -91,4 +91,10 @@ def join_group(device: torch.device, *, ordered: bool = False, timeout: timedelt
         return None
     world, host_group = dist.group.WORLD, dist.new_group(backend="gloo", timeout=timeout)
     group = Group(dist.get_rank(), dist.get_world_size(), world, host_group, ordered)
-    return replace(group, one_shot=one_shot(group.size, world, device, group.all_agree))
+    return replace(group, one_shot=one_shot(group.size, world, device, group.least))
+
+
+def group_of(target: object) -> Group | None:
+    """The ranks that compute a target together; None for a process alone, of whose targets not all know of groups."""
+    group: Group | None = getattr(target, "group", None)
+    return group

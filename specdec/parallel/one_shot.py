@@ -61,12 +61,12 @@ class OneShot:
         return all(found)
 
 
-def one_shot(size: int, process_group: Any, device: torch.device, agree: Callable[[bool], bool]) -> OneShot | None:
+def one_shot(size: int, process_group: Any, device: torch.device, least: Callable[[int], int]) -> OneShot | None:
     """This rank's, once all have agreed with the reference; None where there is none, which one line of the log says of a GPU.
 
     Args:
         size, process_group, device: see `OneShot`.
-        agree: whether all ranks say yes.
+        least: the smallest of all ranks' numbers.
     """
     if device.type != "cuda" or torch.version.hip:
         return None
@@ -75,9 +75,9 @@ def one_shot(size: int, process_group: Any, device: torch.device, agree: Callabl
         made = OneShot(size, process_group, device)
     except (RuntimeError, ImportError, AttributeError) as error:  # no memory that is shared, or a torch without it
         reason = " ".join(str(error).split())[:200]
-    if agree(made is not None):
+    if least(made is not None):
         assert made is not None
-        if agree(made.is_right()):
+        if least(made.is_right()):
             return made
         reason = "its sums are not those in the order of ranks"
     logger.warning("ranks add up by NCCL alone, not in one kernel: %s", reason)

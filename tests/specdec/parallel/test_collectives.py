@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.parallel.collectives import all_reduce, broadcast, gather_last
+from specdec.parallel.collectives import all_agree, all_reduce, broadcast, gather_last
 from specdec.parallel.group import Group
 from tests.helpers.ranks import run_ranks
 
@@ -39,7 +39,7 @@ def gathered(group: Group) -> tuple[Tensor, Tensor, bool, bool]:
     """Columns of all ranks but the last one's last, a row of rank 0, and what ranks agree on."""
     own = torch.arange(6).view(2, 3) + 100 * group.rank
     row = broadcast(torch.tensor([group.rank, 7]), group)
-    return gather_last(own, group, 3 * group.size - 1), row, group.all_agree(True), group.all_agree(group.rank != 2)
+    return gather_last(own, group, 3 * group.size - 1), row, all_agree(True, group), all_agree(group.rank != 2, group)
 
 
 def both(group: Group) -> tuple[dict[tuple[bool, torch.dtype], Sums], tuple[Tensor, Tensor, bool, bool]]:
@@ -69,4 +69,4 @@ def test_a_row_has_the_same_bits_alone_and_among_others_in_the_ordered_mode() ->
 def test_one_process_is_no_group() -> None:
     """Nothing is copied, nor rounded."""
     x = torch.randn(3)
-    assert all_reduce(x, None) is x and gather_last(x, None, 3) is x and broadcast(x, None) is x
+    assert all_reduce(x, None) is x and gather_last(x, None, 3) is x and broadcast(x, None) is x and all_agree(True, None)
