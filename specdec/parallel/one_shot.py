@@ -29,16 +29,17 @@ class OneShot:
         size: ranks.
         process_group: of torch, over the device.
         device: of this rank.
+        most: bytes of a message; None takes `most_bytes`.
 
     Raises:
         RuntimeError: the devices do not share memory.
     """
 
-    def __init__(self, size: int, process_group: Any, device: torch.device) -> None:
+    def __init__(self, size: int, process_group: Any, device: torch.device, most: int | None = None) -> None:
         import torch.distributed._symmetric_memory as symmetric
 
         self._sum = torch.ops.symm_mem.one_shot_all_reduce_copy
-        self.most_bytes = most_bytes(size)
+        self.most_bytes = most or most_bytes(size)
         self._size, self._process_group, self._name = size, process_group, process_group.group_name
         self._memory = symmetric.empty(self.most_bytes, dtype=torch.uint8, device=device)
         symmetric.rendezvous(self._memory, process_group)
