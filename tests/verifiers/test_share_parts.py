@@ -79,6 +79,7 @@ def test_packed_weights_are_divided_by_outputs_and_by_groups_of_inputs(case: str
         parts = [rank[name].dequantized() for rank in ranks]
         if name.endswith("gate_up_proj"):
             parts = [half for halves in zip(*(part.chunk(2, dim=1) for part in parts), strict=True) for half in halves]
+        assert all(rank[name].codes.untyped_storage().nbytes() < weight.codes.nbytes for rank in ranks), "the rest is not kept"
         joined = torch.cat(parts, dim=-1 if re.search(r"\.(o|down)_proj", name) else -2)
         assert torch.equal(joined, weight.dequantized()), name
 
