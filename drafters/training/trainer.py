@@ -66,7 +66,7 @@ class Trainer:
         self.model = model.to(target.dtype)
         self.flex = use_flex(config.mask_path, target.device)
         gamma = None if config.loss == "dpace" else config.gamma or default_gamma(model.config.block_size)
-        shared = ("dpace_alpha", "dpace_candidates", "ce", "kl", "tv", "selector", "confidence", "base_until")
+        shared = ("dpace_alpha", "dpace_candidates", "ce", "kl", "tv", "selector", "confidence", "base_until", "base_share", "head_loss")
         losses = LossConfig(gamma=gamma, **{name: getattr(config, name) for name in shared})
         head = None if model.config.head is None else model.config.head.head(model, target.embed)
         self.objective = Objective(target.head, losses, head=head, teacher=target.head)
