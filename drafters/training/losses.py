@@ -24,8 +24,8 @@ class LossConfig:
         dpace_alpha: smoothing of D-PACE's probabilities, 0 for none.
         dpace_candidates: tokens of a row that a tree may hold, 1 for a chain.
         ce, kl, tv: factors of the cross-entropy with the label, of KL(target || drafter), of the total variation between both.
-        head_loss: "candidates" trains a head that corrects candidates alone to choose among them, "vocabulary" to correct all tokens;
-            "auto" is the first. A head without candidates learns the second.
+        head_loss: what a head that corrects candidates alone learns: to choose among them ("candidates"), or to correct all
+            tokens ("vocabulary"), as a head without candidates does.
         selector: factor of the cross-entropy among the candidates, where a head learns that.
         confidence: of a confidence's binary cross-entropy with what the target would accept.
         base_until: share of the run over which the loss moves from the logits without the head to those with it.
@@ -40,7 +40,7 @@ class LossConfig:
     tv: float = 0.0
     selector: float = 1.0
     confidence: float = 0.0
-    head_loss: str = "auto"
+    head_loss: str = "candidates"
     base_until: float = 0.0
     base_share: float = 0.0
 
