@@ -290,8 +290,8 @@ MIXED = [
     SamplingParams(temperature=1.3, top_p=0.7, min_p=0.1),
     SamplingParams(temperature=0.9, repetition_penalty=1.5),
     SamplingParams(repetition_penalty=1.5),
-    SamplingParams(temperature=0.8, logit_bias={1: 3.0, 2: -2.0}, frequency_penalty=0.5, presence_penalty=0.5, top_logprobs=2),
-    SamplingParams(min_tokens=3, stop_token_ids=(0, 1), logit_bias={1: 9.0, 4: 9.0}),
+    SamplingParams(temperature=0.8, logit_bias=((1, 3.0), (2, -2.0)), frequency_penalty=0.5, presence_penalty=0.5, top_logprobs=2),
+    SamplingParams(min_tokens=3, stop_token_ids=(0, 1), logit_bias=((1, 9.0), (4, 9.0))),
 ]
 
 

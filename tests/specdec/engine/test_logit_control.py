@@ -94,7 +94,7 @@ def test_greedy_equals_generate() -> None:
         ends = [*control.get("stop_token_ids", ()), *target().eos_token_ids]
         options = {"sequence_bias": {(token,): value for token, value in BIAS.items()}, "max_new_tokens": MAX_TOKENS}
         least = {"min_new_tokens": control["min_tokens"]} if "min_tokens" in control else {}
-        whole = model.generate(prompt, do_sample=False, eos_token_id=ends, **options, **least)[0]  # type: ignore[operator]
+        whole = model.generate(prompt, do_sample=False, eos_token_id=ends, **options, **least)[0]
         assert request.output_token_ids == whole[prompt.shape[1] :].tolist()
     assert not set(plain()[1].output_token_ids[:13]) & set(ENDS) and plain()[1].output_token_ids[-1] in ENDS
 

@@ -1,5 +1,6 @@
 """Log-probabilities of prompts: those of the target, whatever is cached, chunked or preempted."""
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -14,6 +15,7 @@ from specdec.engine import prefill_graphs, scheduler
 from specdec.engine.engine import SpecEngine
 from specdec.engine.outputs import GenerationResult
 from specdec.engine.request import Request
+from specdec.engine.scheduler import Chunk
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash
 from tests.specdec.engine.test_graphs import Case
 from tests.specdec.engine.test_prefill_graphs import captured_engine
@@ -112,20 +114,14 @@ def test_rows_are_told_once_under_preemption() -> None:
 def test_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step asks for the logits of no more rows than memory was planned for, however long its chunks may be."""
     monkeypatch.setattr(scheduler, "MOST_ROWS_TO_SCORE", 5)
-    engine, rows = engine_for(max_prefill_tokens=100), []
-    prefill = engine.runner.prefill_step
+    engine = engine_for(max_prefill_tokens=100)
+    rows, prefill = [], engine.runner.prefill
 
-    def counting(batch: Any) -> Tensor:
-        logits = prefill(batch)
-        rows.append(len(logits) - int(rows_that_end(batch)))
-        return logits
+    def counting(chunks: Sequence[Chunk]) -> Any:
+        rows.append(sum(len(chunk.rows_to_score) for chunk in chunks))
+        return prefill(chunks)
 
-    def rows_that_end(batch: Any) -> int:
-        return len(batch.forward.logit_rows) - sum(len(c.rows_to_score) for c in chunks[-1])
-
-    chunks, packed = [], engine.slots.prefill_batch
-    engine.slots.prefill_batch = lambda some: (chunks.append(list(some)), packed(some))[1]  # type: ignore[method-assign, func-returns-value]
-    engine.runner.prefill_step = counting  # type: ignore[method-assign]
+    engine.runner.prefill = counting  # type: ignore[method-assign]
     results = finish(engine, *[engine.add_request(p, SamplingParams(max_tokens=1, prompt_logprobs=1)) for p in PROMPTS])
     for result in results:
         check(result, 1)

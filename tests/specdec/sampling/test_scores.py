@@ -17,12 +17,12 @@ from specdec.sampling.tensors import SamplingTensors
 V, PROMPT, OUTPUT, ROWS = 24, 4, 3, 4
 PARAMS = [
     SamplingParams(),
-    SamplingParams(logit_bias={1: 2.5, 7: -3.0}),
+    SamplingParams(logit_bias=((1, 2.5), (7, -3.0))),
     SamplingParams(min_tokens=5, stop_token_ids=(2, 9)),
-    SamplingParams(logit_bias={2: 9.0}, min_tokens=6, stop_token_ids=(2,), repetition_penalty=1.4),
+    SamplingParams(logit_bias=((2, 9.0),), min_tokens=6, stop_token_ids=(2,), repetition_penalty=1.4),
     SamplingParams(presence_penalty=0.7),
     SamplingParams(frequency_penalty=-0.4, repetition_penalty=0.8),
-    SamplingParams(frequency_penalty=0.9, presence_penalty=-0.2, logit_bias={3: 1.0}, min_tokens=4, stop_token_ids=(1, 3, 5)),
+    SamplingParams(frequency_penalty=0.9, presence_penalty=-0.2, logit_bias=((3, 1.0),), min_tokens=4, stop_token_ids=(1, 3, 5)),
 ]
 
 
@@ -33,10 +33,10 @@ def reference(params: SamplingParams, path: list[int], logits: Tensor) -> Tensor
         chain.append(SequenceBiasLogitsProcessor({(token,): value for token, value in params.logit_bias}))
     if params.min_tokens:
         ends = list(params.stop_token_ids)
-        chain.append(MinNewTokensLengthLogitsProcessor(PROMPT, params.min_tokens, ends, device="cpu"))  # type: ignore[arg-type]
+        chain.append(MinNewTokensLengthLogitsProcessor(PROMPT, params.min_tokens, ends, device="cpu"))
     if params.repetition_penalty != 1:
         chain.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
-    scores: Tensor = chain(torch.tensor([path]), logits[None].clone())[0]  # type: ignore[arg-type]
+    scores: Tensor = chain(torch.tensor([path]), logits[None].clone())[0]
     for token, count in Counter(path[PROMPT:]).items():
         scores[token] -= params.frequency_penalty * count + params.presence_penalty
     return scores
