@@ -111,6 +111,17 @@ def test_rows_are_told_once_under_preemption() -> None:
         check(result, 1)
 
 
+def test_preemption_within_a_prompt() -> None:
+    """Rows that were told are not told again, although their blocks are found in the cache only in part."""
+    engine = engine_for(max_prefill_tokens=7)
+    request = engine.add_request(PROMPTS[0], SamplingParams(max_tokens=2, prompt_logprobs=1))
+    engine.step()
+    engine.step()
+    engine.scheduler._preempt(request)
+    (result,) = finish(engine, request)
+    check(result, 1)
+
+
 def test_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step asks for the logits of no more rows than memory was planned for, however long its chunks may be."""
     monkeypatch.setattr(scheduler, "MOST_ROWS_TO_SCORE", 5)
