@@ -19,6 +19,7 @@ from specdec.batch import DecodeBatch, ForwardInput, PrefillBatch
 from specdec.blocks import DraftTree
 from specdec.config import DraftSampling
 from specdec.kv_cache import LayerSpec
+from specdec.sampling.logprobs import Logprobs
 
 
 @dataclass(slots=True)
@@ -78,7 +79,7 @@ class AcceptOutput:
         num_accepted: int64 [num_reqs], in [0, depth].
         next_anchors: int64 [num_reqs], the recovered or bonus token.
         finite: bool [num_reqs], False when logits behind a counted token were NaN or infinite.
-        logprobs: float32 [num_reqs, depth + 1] under the target's unprocessed logits, or None when nobody asked.
+        logprobs: of `token_ids`, under the target's unprocessed logits; None when nobody asked.
         path: int64 [num_reqs, depth + 1], rows of a tree that were accepted, that of the anchor first; entries past
             `num_accepted` are rows that were not. None in a chain, whose rows follow each other.
     """
@@ -87,7 +88,7 @@ class AcceptOutput:
     num_accepted: Tensor
     next_anchors: Tensor
     finite: Tensor
-    logprobs: Tensor | None = None
+    logprobs: Logprobs | None = None
     path: Tensor | None = None
 
 

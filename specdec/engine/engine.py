@@ -15,6 +15,7 @@ accelerator they are read while the next step runs.
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -114,7 +115,7 @@ class SpecEngine:
             InvalidInputError: see `check_tokens`.
             CapacityError: it cannot fit the model or the cache, even alone.
         """
-        sampling = sampling or SamplingParams()
+        sampling = self._with_all_ends(sampling or SamplingParams())
         prompt = list(prompt_token_ids)
         total = self._total_len(prompt, sampling)
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
@@ -126,7 +127,7 @@ class SpecEngine:
 
     def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
         """Raises what `new_request` would."""
-        self._total_len(prompt_token_ids, sampling)
+        self._total_len(prompt_token_ids, self._with_all_ends(sampling))
 
     def check_tokens(self, prompt: Sequence[int]) -> None:
         """Whether the target can read a prompt, however long.
@@ -149,10 +150,30 @@ class SpecEngine:
                 " so give text alone"
             )
 
+    def _with_all_ends(self, sampling: SamplingParams) -> SamplingParams:
+        """The same, naming the model's own end-of-sequence ids as well where what ends the output must be known beforehand."""
+        if not sampling.min_tokens or sampling.ignore_eos:
+            return sampling
+        ends = dict.fromkeys([*sampling.stop_token_ids, *self.verifier.eos_token_ids])
+        return replace(sampling, stop_token_ids=tuple(ends))
+
+    def _check_tokens_of(self, sampling: SamplingParams) -> None:
+        """Raises where the sampling names tokens that the target does not have."""
+        size, ends = self.verifier.vocab_size, sampling.stop_token_ids if sampling.min_tokens else ()
+        for token in [*ends, *(token for token, _ in sampling.logit_bias)]:
+            if not 0 <= token < size:
+                raise InvalidInputError(f"logit_bias or min_tokens concerns token {token}; ids of this model lie in [0, {size})")
+        most = max(sampling.top_logprobs, sampling.prompt_logprobs or 0)
+        if most > size:
+            raise InvalidInputError(
+                f"{most} log-probabilities per token are asked for and this model has {size} tokens; ask for fewer"
+            )
+
     def _total_len(self, prompt: Sequence[int], sampling: SamplingParams) -> int:
         """Most tokens of prompt and output together."""
         self.check_tokens(prompt)
-        if len(prompt) >= self.max_model_len:
+        self._check_tokens_of(sampling)
+        if len(prompt) + min(sampling.max_tokens, 1) > self.max_model_len:
             raise CapacityError(
                 f"the prompt has {len(prompt)} tokens and the limit is {self.max_model_len} for prompt and output together;"
                 " shorten it or raise max_model_len, if the model allows more"
@@ -235,14 +256,14 @@ class SpecEngine:
 
     def _prefill(self, chunks: list[Chunk]) -> None:
         """Launches the prefill of prompt chunks, and the first token of every prompt that ends among them."""
-        table = self.runner.prefill(chunks)
+        table, scored = self.runner.prefill(chunks)
         newly_started = [chunk.request for chunk in chunks if samples_first_token(chunk)]
         rows = [(chunk.request.slot, self.scheduler.prefilled(chunk)) for chunk in chunks]
         self.runner.copy_states([(slot, row) for slot, row in rows if row is not None])
-        if table is not None:
-            for request in newly_started:
-                request.first_token_unread = True
-            self.results.send(newly_started, None, table)
+        for request in newly_started:
+            request.first_token_unread = True
+        if table is not None or scored is not None:
+            self.results.send(newly_started, None, table, scored=scored)
 
     def _decode(self, requests: list[Request], shape: BlockShape) -> None:
         """Launches a decode step."""
@@ -257,6 +278,8 @@ class SpecEngine:
     def _read_results(self, leave: int = 0) -> None:
         """Takes over results, oldest first, until only `leave` launched steps are unread."""
         for step in self.results.receive(leave):
+            if step.scored:
+                step.scored.take_over()
             num_accepted, paths = self._take_over(step)
             if self.block_choice and step.shape is not None:
                 sampled = _any_sampled(step.requests)

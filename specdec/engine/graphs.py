@@ -260,7 +260,7 @@ class StepGraphs(ShapeGraphs[StepShape, StepGraph]):
         self._selection = None
         self._slots.fill_(state.padding_slot)
         slots = self._slots[: shape.num_reqs]
-        columns = num_columns(shape.block, logprobs=plan.logprobs)
+        columns = num_columns(shape.block, plan)
         table = torch.zeros(shape.num_reqs, columns, dtype=torch.int64, device=state.device)
 
         def launch() -> None:

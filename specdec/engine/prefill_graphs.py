@@ -85,7 +85,7 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
 
         Returns:
             Logits [n, V] after the chunks that `samples_first_token`; None when nothing was done, because the chunks are too long
-            or too many, or there is no graph for them.
+            or too many, or rows inside them are asked for, or there is no graph for them.
 
         Raises:
             BackendError: graphs are required and the device refuses to capture the prefill.
@@ -123,7 +123,7 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
         num_reqs = batch_bucket(len(chunks))
         num_rows = max(LEAST_ROWS, power_of_two(max(chunk.end - chunk.start for chunk in chunks)))
         end = max(chunk.start for chunk in chunks) + num_rows
-        if num_reqs * num_rows > self._most_rows or end > longest:
+        if num_reqs * num_rows > self._most_rows or end > longest or any(chunk.rows_to_score for chunk in chunks):
             return None
         return PrefillShape(num_reqs, num_rows, length_bucket(end, longest))
 

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from specdec.engine.request import Request, Status
 from specdec.kv_cache import BlockPool, blocks_for, prefix_hashes
 
+MOST_ROWS_TO_SCORE = 1024
+"""Of a step: enough to keep a device busy, few enough that their logits over a large vocabulary fit its memory."""
+
 
 @dataclass(slots=True)
 class Chunk:
@@ -17,6 +20,14 @@ class Chunk:
     end: int
     admitted: bool  # the request got its slot in this step
     last: bool  # nothing of the prefill is left after it
+
+    @property
+    def rows_to_score(self) -> range:
+        """Positions of rows that are to tell the log-probability of the prompt token behind them."""
+        request = self.request
+        if not request.num_to_score:
+            return range(0)
+        return range(max(self.start, request.num_scored), min(self.end, len(request.prompt_token_ids) - 1))
 
 
 @dataclass(slots=True)
@@ -187,6 +198,9 @@ class Scheduler:
         prompt_end = len(request.prompt_token_ids)
         if start < prompt_end < end:
             end = prompt_end  # what was generated before a preemption comes by itself: backends round prompts only
+        if request.num_to_score:
+            room = MOST_ROWS_TO_SCORE - sum(len(chunk.rows_to_score) for chunk in chunks)
+            end = min(end, start + max(room, 1))
         end = self._snapshot_end(start, end, total)
         if end > start:
             chunks.append(Chunk(request, start, end, admitted=admitted, last=end == total))
@@ -207,8 +221,9 @@ class Scheduler:
         if self.prefix_caching:
             kind = b"long" if request.long else b""
             digests = prefix_hashes(tokens, self.block_size, kind=kind, ahead=self._tokens_ahead)
-        # The last token is always computed: its logits choose the first output token.
-        cached = self.pool.match(digests[: (len(tokens) - 1) // self.block_size])
+        # The last token is always computed: its logits choose the first output token. So are all whose logits are asked for.
+        most = request.num_scored if request.num_to_score else len(tokens) - 1
+        cached = self.pool.match(digests[: most // self.block_size])
         missing = blocks_for(len(tokens) + max(self.num_draft_tokens + 1, self.num_lookahead_tokens), self.block_size) - len(cached)
         if missing + len(self.working) > self.pool.num_free:
             self.pool.release(cached)

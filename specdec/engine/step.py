@@ -15,13 +15,15 @@ from specdec.engine.acceptance import accept
 from specdec.engine.graphs import StepGraphs
 from specdec.engine.prefill_graphs import PrefillGraphs
 from specdec.engine.request import Request
-from specdec.engine.results import result_table
+from specdec.engine.results import ScoredPrompts, result_table
 from specdec.engine.scheduler import Chunk
 from specdec.engine.slots import SlotState, samples_first_token
 from specdec.engine.timing import StepClock, StepTimer
 from specdec.kv_cache import copy_states
 from specdec.layers.cache_rows import CacheRows
+from specdec.sampling.logprobs import logprobs_of
 from specdec.sampling.tensors import SamplingPlan
+from specdec.sizes import power_of_two
 
 
 class StepRunner:
@@ -169,11 +171,12 @@ class StepRunner:
             return graph.table, start
         return self.step_table(self._slots.decode_batch(selection, shape, context)), start
 
-    def prefill(self, chunks: Sequence[Chunk]) -> Tensor | None:
+    def prefill(self, chunks: Sequence[Chunk]) -> tuple[Tensor | None, ScoredPrompts | None]:
         """Writes the KV of prompt chunks and chooses the first token of every prompt that ends among them.
 
         Returns:
-            The table of those prompts, whose requests are those of the chunks that `samples_first_token`; None without any.
+            The table of those prompts, whose requests are those of the chunks that `samples_first_token`; None without any. And
+            what is told of prompt tokens; None where nobody asks.
         """
         with self._timer.phase("schedule"):
             newcomers = [chunk.request for chunk in chunks if chunk.admitted]
@@ -192,7 +195,20 @@ class StepRunner:
             logits = self.prefill_step(batch)
         with self._timer.phase("accept"):
             self._slots.end_prefill(chunks)
-            return self._first_tokens([chunk.request for chunk in chunks if samples_first_token(chunk)], logits)
+            ended = [chunk.request for chunk in chunks if samples_first_token(chunk)]
+            return self._first_tokens(ended, logits[: len(ended)]), self._scores(chunks, logits[len(ended) :])
+
+    def _scores(self, chunks: Sequence[Chunk], logits: Tensor) -> ScoredPrompts | None:
+        """Log-probabilities of prompt tokens from the logits [n, V] of the rows before them."""
+        rows = [(chunk.request, chunk.rows_to_score) for chunk in chunks]
+        scored = [(request, len(some)) for request, some in rows if some]
+        if not scored:
+            return None
+        tokens = [token for request, some in rows for token in request.prompt_token_ids[some.start + 1 : some.stop + 1]]
+        for request, count in scored:
+            request.num_scored += count
+        top = power_of_two(max(request.sampling.prompt_logprobs or 0 for request, _ in scored))
+        return ScoredPrompts(scored, logprobs_of(logits, self._slots.tensor(tokens), top).packed().view(len(tokens), -1))
 
     def copy_states(self, rows: Sequence[tuple[int, int]]) -> None:
         """Copies recurrent states, of all layers, from the first row of each pair to the second."""

@@ -151,7 +151,8 @@ EVERY_OPTION = """
     --max-num-seqs 3 --max-model-len 99 --max-prefill-tokens 64 -k 0 --tree 0 --draft-sampling probabilistic --pipeline-depth 1
     --no-graphs --timing --kv-memory 2M --no-prefix-caching
     --max-tokens 9 --temperature 0.7 --top-k 5 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.2 --seed 4 --stop a --stop b
-    --stop-token-ids 7 --ignore-eos --logprobs
+    --stop-token-ids 7 --ignore-eos --logprobs --top-logprobs 2 --prompt-logprobs 1 --min-tokens 3 --presence-penalty 0.5
+    --frequency-penalty 0.6
 """
 
 
@@ -162,8 +163,15 @@ def test_options_reach_the_api(monkeypatch: Patch) -> None:
     for config, made in ((SamplingParams, sampling_params(parsed)), (EngineConfig, engine_config(parsed))):
         default = config()
         same = {one.name for one in fields(config) if getattr(made, one.name) == getattr(default, one.name)}
-        assert same <= {"seed"}, f"{config.__name__} has fields without an option: {same}"
-    assert sampling_params(parsed) == SamplingParams(9, 0.7, 5, 0.9, 0.1, 1.2, 4, ("a", "b"), (7,), True, True)
+        assert same <= {"seed", "logit_bias"}, f"{config.__name__} has fields without an option: {same}"
+    assert sampling_params(parsed) == SamplingParams(
+        *(9, 0.7, 5, 0.9, 0.1, 1.2, 4, ("a", "b"), (7,), True, True),
+        top_logprobs=2,
+        prompt_logprobs=1,
+        min_tokens=3,
+        presence_penalty=0.5,
+        frequency_penalty=0.6,
+    )
     asked = loaded(monkeypatch, *line)
     assert asked.pop("engine") == EngineConfig(
         3, 99, 64, 0, "probabilistic", 1, False, True, None, CacheConfig(2 * 2**20, False), 0
