@@ -21,7 +21,7 @@ FLOORS: dict[str, list[set[str]]] = {
     "specdec": [
         {"errors", "sizes", "deviation", "blocks"},
         {"amd_gpus", "config", "metrics", "registry", "files", "hub", "packages"},
-        {"device", "kv_cache"},
+        {"device", "kv_cache", "parallel"},
         {"self_check"},
         {"kernels"},
         {"attention"},
