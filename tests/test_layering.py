@@ -30,7 +30,8 @@ FLOORS: dict[str, list[set[str]]] = {
         {"batch"},
         {"core"},
         {"scratch", "engine"},
-        {"decoder", "provenance"},
+        {"decoder", "provenance", "journal"},
+        {"cluster"},
         {"cli"},
         {"__init__", "__main__"},
     ],
@@ -47,7 +48,7 @@ FLOORS: dict[str, list[set[str]]] = {
     "evals": [
         {"divergence", "manual_prompts", "roofline", "speed"},
         {"prompt_sets"},
-        {"runner", "report"},
+        {"runner", "report", "system"},
         {"peers", "profile", "accuracy"},
         {"bench"},
         {"__init__"},
@@ -59,6 +60,7 @@ CONFINED = {
     "aiter": "specdec/kernels/aiter*.py",
     "triton": "specdec/kernels/triton_*.py",
     "lm_eval": "evals/accuracy/lm_eval_*.py",
+    "ray": "specdec/cluster/*.py",
 }
 """Libraries that only some files may import, so that everything else works without them."""
 

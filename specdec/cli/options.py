@@ -9,10 +9,13 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from specdec.cli.fields import add_options, from_options, kinds_of
+from specdec.cluster.config import ClusterConfig
 from specdec.config import CacheConfig, EngineConfig, LoadConfig, SamplingParams
+from specdec.errors import InvalidInputError
 from specdec.packages import require_ours
 
 if TYPE_CHECKING:
+    from specdec.cluster.pool import Pool
     from specdec.decoder import SpecDecoder
 
 
@@ -47,6 +50,44 @@ def engine_options(parser: argparse.ArgumentParser, names: Collection[str] | Non
 def sampling_options(parser: argparse.ArgumentParser, names: Collection[str] | None = None, **options: Any) -> None:
     """The group of options that say how requests are decoded; `names` and `options` as `add_options` takes them."""
     add_options(parser.add_argument_group("sampling"), SamplingParams, names, **options)
+
+
+def ray_options(parser: argparse.ArgumentParser) -> None:
+    """The group of options about a cluster."""
+    group = parser.add_argument_group("cluster")
+    group.add_argument(
+        "--ray",
+        nargs="?",
+        const="",
+        metavar="ADDRESS",
+        help="decode with the engines of a Ray cluster: that of this machine or of RAY_ADDRESS, or the one at ADDRESS",
+    )
+    add_options(group, ClusterConfig)
+
+
+def cluster_config(args: argparse.Namespace) -> ClusterConfig:
+    """The engines that the options describe.
+
+    Raises:
+        InvalidInputError: there is no cluster that they would be about.
+    """
+    config = ClusterConfig(**from_options(ClusterConfig, args))
+    if args.ray is None and config != ClusterConfig():
+        raise InvalidInputError("--engines, --gpus-per-engine and --cpus-per-engine are about a cluster; add --ray")
+    return config
+
+
+def load_pool(args: argparse.Namespace, drafter: str | None, engine: EngineConfig) -> Pool:
+    """The engines of a cluster that decode as the options say; each loads when it has something to do.
+
+    Raises:
+        SpecDecError: see `Pool.of`.
+    """
+    from specdec.cluster.config import EngineSpec
+    from specdec.cluster.pool import Pool
+
+    load = LoadConfig(**from_options(LoadConfig, args))
+    return Pool.of(args.ray, cluster_config(args), EngineSpec(args.model, drafter, load, engine))
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:

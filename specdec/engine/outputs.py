@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from specdec.engine.request import Request
 from specdec.metrics import AcceptanceStats
@@ -70,6 +72,11 @@ class GenerationResult:
     def refused(cls, error: Exception) -> GenerationResult:
         """What an input becomes that cannot be served."""
         return cls([], "", [], "error", error=str(error))
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> GenerationResult:
+        """The result that `dataclasses.asdict` made this of, also by way of JSON."""
+        return cls(**{**given, "stats": AcceptanceStats(**given["stats"])})
 
 
 @dataclass(slots=True)
