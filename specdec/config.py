@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from specdec.blocks import MOST_NODES
 from specdec.errors import InvalidInputError
+from specdec.grammar.grammar import Grammar
 
 DraftSampling = Literal["coupled", "greedy", "probabilistic"]
 CacheDtype = Literal["auto", "fp8"]
@@ -75,8 +76,8 @@ def _sequence(config: Any, name: str, noun: str) -> tuple[Any, ...]:
 class SamplingParams:
     """How one request is decoded.
 
-    Processing order of the logits, the same at every verified position and the same as Transformers': repetition penalty,
-    temperature, top-k, top-p, min-p.
+    Processing order of the logits, the same at every verified position and the same as Transformers': grammar, repetition
+    penalty, temperature, top-k, top-p, min-p.
 
     Attributes:
         max_tokens: most new tokens, at least 1.
@@ -90,6 +91,7 @@ class SamplingParams:
         stop_token_ids: token ids that end the output, beside the model's own end-of-sequence ids.
         ignore_eos: do not stop at the model's end-of-sequence ids.
         logprobs: return the log-probability of each output token under the target's unprocessed logits.
+        grammar: what the output must look like; it ends with an end-of-sequence token once it is complete.
     """
 
     max_tokens: int = 256
@@ -103,6 +105,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: bool = False
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         _integers(self, "max_tokens", "top_k", "seed")
@@ -130,6 +133,10 @@ class SamplingParams:
             self.seed is None or 0 <= self.seed < 2**63,
             f"seed is {self.seed}; it must lie in [0, 2**63), or be left out for a random one",
         )
+        right = self.grammar is None or isinstance(self.grammar, Grammar)
+        _require(right, f"grammar is {reprlib.repr(self.grammar)}; make one with Grammar.json_schema, regex, choice, ebnf or json_object")
+        right = self.grammar is None or not self.ignore_eos
+        _require(right, "ignore_eos is asked for with a grammar, which says itself where the output may end; leave out one of the two")
         _require(all(self.stop), "stop holds an empty string, which would end every output at once; remove it")
 
 

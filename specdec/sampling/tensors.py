@@ -25,6 +25,7 @@ class SamplingPlan(NamedTuple):
         max_top_k: bound of the requests' top-k, 0 when nobody has one; a power of two, so that few values occur.
         any_top_p, any_min_p: a request filters so.
         logprobs: a request wants log-probabilities.
+        guided: a request has a grammar.
     """
 
     penalized: bool
@@ -33,6 +34,7 @@ class SamplingPlan(NamedTuple):
     any_top_p: bool
     any_min_p: bool
     logprobs: bool
+    guided: bool = False
 
     @property
     def filtered(self) -> bool:
@@ -50,6 +52,7 @@ class SamplingPlan(NamedTuple):
             any_top_p=any(p.top_p < 1 for p in sampled),
             any_min_p=any(p.min_p > 0 for p in sampled),
             logprobs=any(p.logprobs for p in params),
+            guided=any(p.grammar is not None for p in params),
         )
 
 
