@@ -134,9 +134,13 @@ class SamplingParams:
             f"seed is {self.seed}; it must lie in [0, 2**63), or be left out for a random one",
         )
         right = self.grammar is None or isinstance(self.grammar, Grammar)
-        _require(right, f"grammar is {reprlib.repr(self.grammar)}; make one with Grammar.json_schema, regex, choice, ebnf or json_object")
+        _require(
+            right, f"grammar is {reprlib.repr(self.grammar)}; make one with Grammar.json_schema, regex, choice, ebnf or json_object"
+        )
         right = self.grammar is None or not self.ignore_eos
-        _require(right, "ignore_eos is asked for with a grammar, which says itself where the output may end; leave out one of the two")
+        _require(
+            right, "ignore_eos is asked for with a grammar, which says itself where the output may end; leave out one of the two"
+        )
         _require(all(self.stop), "stop holds an empty string, which would end every output at once; remove it")
 
 

@@ -172,7 +172,9 @@ class SpecEngine:
         self.check_tokens(prompt)
         if sampling.grammar is not None:
             if self.grammars is None:
-                raise InvalidInputError("a grammar needs the target's tokenizer and this engine has none; give it a GrammarCompiler")
+                raise InvalidInputError(
+                    "a grammar needs the target's tokenizer and this engine has none; give it a GrammarCompiler"
+                )
             self.grammars.check()
         if len(prompt) >= self.max_model_len:
             raise CapacityError(

@@ -106,9 +106,7 @@ class GuidedGraphs(CapturedSteps[GuidedGraph]):
         parts: launches the parts of a step.
     """
 
-    def __init__(
-        self, capture: Capture, state: SlotState, parts: Parts, *, steady_len: int = 0, required: bool = True
-    ) -> None:
+    def __init__(self, capture: Capture, state: SlotState, parts: Parts, *, steady_len: int = 0, required: bool = True) -> None:
         super().__init__(capture, state, steady_len=steady_len, required=required)
         self._parts = parts
         self._words = torch.empty(0, dtype=torch.int32, device=state.device)

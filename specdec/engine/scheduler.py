@@ -175,10 +175,10 @@ class Scheduler:
         for request in [r for r in self.working if r.status is Status.PREFILLING]:
             budget = self._take(chunks, request, budget, admitted=False)
         while admit and budget > 0 and self._free_slots:
-            request = next((request for request in self.waiting if request.may_start), None)
-            if request is None or not self._admit(request):
+            first = next((request for request in self.waiting if request.may_start), None)
+            if first is None or not self._admit(first):
                 break
-            budget = self._take(chunks, request, budget, admitted=True)
+            budget = self._take(chunks, first, budget, admitted=True)
         return chunks
 
     def _take(self, chunks: list[Chunk], request: Request, budget: int, *, admitted: bool) -> int:

@@ -41,7 +41,9 @@ class Grammar:
         if self.kind == "choice":
             choices = _parsed("the list of choices", self.text)
             if not isinstance(choices, list) or not choices or not all(isinstance(one, str) and one for one in choices):
-                raise InvalidInputError(f"choices are {reprlib.repr(choices)}; give a list of at least one string, none of them empty")
+                raise InvalidInputError(
+                    f"choices are {reprlib.repr(choices)}; give a list of at least one string, none of them empty"
+                )
         if self.kind == "json_schema":
             reasons = unsupported(_parsed("the JSON schema", self.text))
             if reasons:

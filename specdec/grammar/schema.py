@@ -1,7 +1,8 @@
 """JSON schemas of which xgrammar would not hold to every word: it leaves out what it does not know, with a warning at most.
 
-Refused is what would let an invalid document pass. What makes it stricter than the schema is let be: it writes no properties that the
-schema does not name, and takes a pattern for the whole of a string. Read from xgrammar 0.2.8, with documents that are valid and not.
+Refused is what would let an invalid document pass. What makes it stricter than the schema is let be: it writes no properties that
+the schema does not name, and takes a pattern for the whole of a string. Found with xgrammar 0.2.8, by documents that are valid and
+others that are not.
 """
 
 from __future__ import annotations
@@ -98,9 +99,11 @@ def unsupported(schema: Any, path: str = "#") -> list[str]:
 
 def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Schemas within a schema, those that are left out aside; a bool says whether something is allowed at all."""
-    for keyword in ("items", "additionalProperties", "unevaluatedItems", "unevaluatedProperties", "propertyNames"):
+    for keyword in ("items", "additionalProperties", "unevaluatedItems", "unevaluatedProperties"):
         if isinstance(schema.get(keyword), Mapping):
             yield keyword, schema[keyword]
+    if isinstance(schema.get("propertyNames"), Mapping):
+        yield "propertyNames", {"type": "string"} | schema["propertyNames"]
     for keyword in ("anyOf", "oneOf", "allOf", "prefixItems"):
         for index, part in enumerate(schema.get(keyword, ())):
             yield f"{keyword}/{index}", part
@@ -139,7 +142,9 @@ def _without_type(schema: Mapping[str, Any], path: str) -> list[str]:
     """Keywords of strings and numbers need the type beside them; those of arrays and objects bring it along."""
     if "type" in schema:
         return []
-    return [f"{keyword} without a type at {path}" for name in ("string", "number") for keyword in OF_TYPE[name] if keyword in schema]
+    return [
+        f"{keyword} without a type at {path}" for name in ("string", "number") for keyword in OF_TYPE[name] if keyword in schema
+    ]
 
 
 def _numbers(schema: Mapping[str, Any], path: str) -> list[str]:

@@ -13,6 +13,7 @@ from specdec.deviation import Deviation, mismatches, worst
 from specdec.kernels.triton_launch import unavailable_reasons
 from specdec.self_check import passes
 
+
 @dataclass(slots=True)
 class TokenMasks:
     """Masks of the requests of a batch that have a grammar.
