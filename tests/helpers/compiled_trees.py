@@ -1,4 +1,4 @@
-"""The kernels of draft trees, and of grammars' masks, compiled for machines that need not be here; see `tests.helpers.compiled_kernels`."""
+"""The kernels of draft trees and of masks, compiled for machines that need not be here; see `tests.helpers.compiled_kernels`."""
 
 from collections.abc import Iterator
 from functools import partial

@@ -1,4 +1,4 @@
-"""Outputs that follow a grammar: exact with drafts of every kind, eager and captured, under pressure, and when they cannot go on."""
+"""Outputs that follow a grammar: exact with drafts of every kind, eager and captured, under pressure, and at a dead end."""
 
 import json
 import re
@@ -153,7 +153,7 @@ def test_batches_without_a_grammar_are_one_graph(case: GuidedCase) -> None:
     engine = case.engine(random_dflash(case.verifier, block_size=K + 1), pipeline_depth=1, max_num_seqs=2)
     recorder = captured(engine)
     free = engine.add_request(case.prompts[2], SamplingParams(max_tokens=60, ignore_eos=True))
-    counts = []
+    counts: list[int] = []
     while engine.has_work:
         if len(free.output_token_ids) > 10 and not counts:
             counts.append(recorder.num_replays - engine.timer.num_steps)
