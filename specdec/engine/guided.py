@@ -4,6 +4,7 @@ Which tokens may follow a row depends on the drafts before it, and these exist o
 three parts, each a graph of its own where steps are captured, and the host works while the target does:
 
     draft    -> drafts, which start on their way to the host
+                drafts that a grammar refuses give way to the likeliest token of the drafter's that it allows, if there are some
     verify      the host meanwhile follows the drafts in each request's grammar, and masks start on their way back
     accept   -> the masks are applied to the target's logits before anything else
 
@@ -54,12 +55,15 @@ class GuidedStep:
         table: where the results go; None makes a new one.
 
     Attributes:
-        drafts: int64 [num_reqs, N], or [num_reqs, 2 N] with the parents of a tree behind them; what the host has to know.
+        told: int64 [num_reqs, N], the drafts; [num_reqs, 2 N] with the parents of a tree behind them, [num_reqs, N (C + 1)] with
+            the alternatives of every slot. It is what the host has to know.
+        mends: whether there are alternatives.
         table: see `specdec.engine.results.result_table`.
     """
 
-    drafts: Tensor
+    told: Tensor
     table: Tensor
+    mends = False
 
     def __init__(self, parts: Parts, gather: Callable[[], DecodeBatch], masks: TokenMasks, table: Tensor | None = None) -> None:
         self.masks = masks
@@ -69,8 +73,15 @@ class GuidedStep:
         """The first part."""
         self._batch = self._gather()
         self._block = block = self._parts.draft(self._batch)
-        tree = block.draft.tree if block.draft else None
-        self.drafts = block.token_ids[:, 1:] if tree is None else torch.cat([block.token_ids[:, 1:], tree.parents], dim=1)
+        self.told = block.token_ids[:, 1:]
+        if block.draft and block.draft.tree:
+            self.told = torch.cat([self.told, block.draft.tree.parents], dim=1)
+        elif block.draft and block.draft.alternatives is not None:
+            self.told, self.mends = torch.cat([self.told, block.draft.alternatives.flatten(1)], dim=1), True
+
+    def replace(self, drafts: Tensor) -> None:
+        """Puts other drafts int64 [n, N], on the host, in the place of those of the first n requests, before `verify`."""
+        self._block.token_ids[: len(drafts), 1:].copy_(drafts, non_blocking=True)
 
     def verify(self) -> None:
         """The second part."""
@@ -129,13 +140,27 @@ def run_guided(launches: GuidedStep | GuidedGraph, requests: Sequence[Request], 
     """Launches a step of `requests`, all of whose results have been read, and makes its masks meanwhile; gives its table."""
     step = launches if isinstance(launches, GuidedStep) else launches.step
     launches.draft()
-    drafts = OnItsWay(step.drafts[: len(requests)]) if shape.drafts else None
+    coming = OnItsWay(step.told[: len(requests)]) if shape.drafts else None
+    told: list[list[int]] = [[] for _ in requests]
+    if coming and step.mends:
+        with timer.phase("grammar"):
+            told = [_mended(request, row, shape.drafts) for request, row in zip(requests, coming.read(), strict=True)]
+            step.replace(torch.tensor(told, pin_memory=step.told.is_cuda))
     launches.verify()
     with timer.phase("grammar"):
-        told = drafts.read() if drafts else [[] for _ in requests]
+        if coming and not step.mends:
+            told = coming.read()
         put(step.masks, fill(requests, shape.rows, told, step.masks))
     launches.accept()
     return step.table
+
+
+def _mended(request: Request, told: list[int], count: int) -> list[int]:
+    """The drafts of a request out of `GuidedStep.told`, those that its grammar refuses replaced."""
+    drafts, most = told[:count], len(told) // count - 1
+    if request.grammar is None:
+        return drafts
+    return request.grammar.mended(drafts, [told[start : start + most] for start in range(count, len(told), most)])
 
 
 class OnItsWay:
@@ -163,7 +188,7 @@ def fill(requests: Sequence[Request], rows: int, drafts: Sequence[Sequence[int]]
     Args:
         requests: of the batch.
         rows: of a block.
-        drafts: of each request, with the parents of a tree behind them; see `GuidedStep.drafts`.
+        drafts: of each request, with the parents of a tree behind them.
         like: where they will go.
     """
     guided = [(index, request.grammar) for index, request in enumerate(requests) if request.grammar is not None]

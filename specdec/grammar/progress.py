@@ -82,6 +82,23 @@ class GrammarProgress:
                 dead.append(row)
         self.dead_ends = frozenset(dead)
 
+    def mended(self, drafts: Sequence[int], alternatives: Sequence[Sequence[int]]) -> list[int]:
+        """The drafts of a chain, and in the place of those that the grammar refuses the first alternative that it allows.
+
+        From a slot on that has none they stay as they are: no more than those before can be accepted.
+        """
+        kept: list[int] = []
+        for draft, others in zip(drafts, alternatives, strict=True):
+            token = next((token for token in (draft, *others) if self._matcher.accept_token(token)), None)
+            if token is None:
+                break
+            kept.append(token)
+            if token in self._eos_token_ids:
+                break
+        if kept:
+            self._matcher.rollback(len(kept))
+        return [*kept, *drafts[len(kept) :]]
+
     def _refused_or_last(self, mask: Tensor, token: int) -> bool:
         """Whether a row of `token` needs no mask: `mask`, of the row before it, does not allow it, or the output ends with it."""
         return token in self._eos_token_ids or token >= 32 * len(mask) or not int(mask[token // 32]) >> token % 32 & 1

@@ -12,9 +12,10 @@ import torch
 pytest.importorskip("xgrammar")
 
 from drafters.ngram import NGramDrafter
+from specdec.batch import DecodeBatch
 from specdec.blocks import BlockShape
 from specdec.config import SamplingParams
-from specdec.core import Drafter
+from specdec.core import Drafter, DraftOutput
 from specdec.decoder import SpecDecoder
 from specdec.engine.graphs import StepGraphs
 from specdec.engine.guided import GuidedGraphs
@@ -125,6 +126,36 @@ def test_drafts_change_nothing(case: GuidedCase, name: str, sampling: str, depth
         assert sum(sum(request.num_accepted) for request in requests) > 20
     if recorder:
         assert recorder.num_replays > engine.timer.num_steps  # three for a step in parts
+
+
+@pytest.mark.parametrize("capture", [False, True])
+def test_refused_drafts_give_way(case: GuidedCase, monkeypatch: pytest.MonkeyPatch, capture: bool) -> None:
+    """A drafter whose every draft is refused, and the right token among its alternatives, is right all the same."""
+    script = drafter(case, "scripted", "greedy")
+    used = {token for row in tokens(case.plain["greedy"]) for token in row}
+    wrong = min(set(range(3, case.verifier.vocab_size)) - used)
+    bind = script.bind
+
+    def bound(*args: Any, **options: Any) -> Any:
+        made = bind(*args, **options)
+        propose = made.propose
+
+        def refused(batch: DecodeBatch) -> DraftOutput:
+            right: torch.Tensor = propose(batch).token_ids
+            return DraftOutput(torch.full_like(right, wrong), alternatives=torch.stack([right + 1, right, right], dim=2))
+
+        made.propose = refused  # type: ignore[method-assign]
+        return made
+
+    monkeypatch.setattr(script, "bind", bound)
+    monkeypatch.setattr(script, "wrong_at", [set()])
+    engine = case.engine(script)
+    if capture:
+        captured(engine)
+    requests = case.run(engine)
+    assert tokens(requests) == tokens(case.plain["greedy"])
+    assert sum(sum(r.num_accepted) for r in requests if r.sampling.grammar) > 20
+    assert not any(requests[2].num_accepted)  # nothing is refused without a grammar
 
 
 def test_probabilistic_drafts(case: GuidedCase) -> None:

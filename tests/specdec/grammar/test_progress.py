@@ -82,3 +82,21 @@ def test_logits(dtype: torch.dtype) -> None:
                 refused = place is not None and not int(words[place, row, token // 32]) >> token % 32 & 1
                 expected = -torch.inf if refused else logits[request, row, token]
                 assert masked[request, row, token] == expected
+
+
+@pytest.mark.parametrize(
+    ("drafts", "alternatives", "expected"),
+    [
+        ("abc", ["xx", "xx", "xx"], "abc"),
+        ("xbx", ["ya", "xx", "xc"], "abc"),
+        ("xbx", ["za", "xx", "ab"], "abx"),  # none fits the last slot
+        ("xxx", ["bc", "ab", "ab"], "xxx"),
+        ("abcx$x", ["xx", "xx", "xx", "$a", "ab", "ab"], "abc$$x"),  # behind the end
+    ],
+)
+def test_mended(drafts: str, alternatives: list[str], expected: str) -> None:
+    """Without a trace; the first that fits is taken."""
+    progress = COMPILER.start(Grammar.regex("abc"))
+    for _ in range(2):
+        assert progress.mended(ids(drafts), [ids(others) for others in alternatives]) == ids(expected)
+    assert masks_of(progress, "") == ["a"]
