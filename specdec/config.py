@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from specdec.blocks import MOST_NODES
 from specdec.errors import InvalidInputError
+from specdec.grammar.grammar import Grammar
 
 DraftSampling = Literal["coupled", "greedy", "probabilistic"]
 CacheDtype = Literal["auto", "fp8"]
@@ -82,8 +83,8 @@ MOST_TOP_LOGPROBS = 64
 class SamplingParams:
     """How one request is decoded.
 
-    Processing order of the logits, the same at every verified position and the same as Transformers': bias and least length,
-    repetition penalty, frequency and presence penalty, temperature, top-k, top-p, min-p.
+    Processing order of the logits, the same at every verified position and the same as Transformers': grammar, bias and least
+    length, repetition penalty, frequency and presence penalty, temperature, top-k, top-p, min-p.
 
     Attributes:
         max_tokens: most new tokens, at least 1; 0 with `prompt_logprobs`, which then are all that is asked for.
@@ -105,6 +106,7 @@ class SamplingParams:
         presence_penalty: taken off the logit of every token of the output so far; negative numbers favor it.
         frequency_penalty: the same, as often as the output has the token.
         logit_bias: numbers added to the logits of tokens, by id: a mapping or pairs.
+        grammar: what the output must look like; it ends with an end-of-sequence token once it is complete.
     """
 
     max_tokens: int = 256
@@ -124,6 +126,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         _integers(self, "max_tokens", "top_k", "seed", "top_logprobs", "prompt_logprobs", "min_tokens")
@@ -168,6 +171,15 @@ class SamplingParams:
         _require(
             self.seed is None or 0 <= self.seed < 2**63,
             f"seed is {self.seed}; it must lie in [0, 2**63), or be left out for a random one",
+        )
+        right = self.grammar is None or isinstance(self.grammar, Grammar)
+        _require(
+            right, f"grammar is {reprlib.repr(self.grammar)}; make one with Grammar.json_schema, regex, choice, ebnf or json_object"
+        )
+        ends = "ignore_eos" if self.ignore_eos else "min_tokens" if self.min_tokens else ""
+        _require(
+            self.grammar is None or not ends,
+            f"{ends} is asked for with a grammar, which says itself where the output may end; leave out one of the two",
         )
         _require(all(self.stop), "stop holds an empty string, which would end every output at once; remove it")
 

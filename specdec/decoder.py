@@ -28,6 +28,7 @@ from specdec.engine.outputs import GenerationResult, StreamChunk
 from specdec.engine.session import Session
 from specdec.engine.text import token_ids
 from specdec.errors import InvalidInputError, SpecDecError
+from specdec.grammar.compiler import GrammarCompiler
 from specdec.registry import CHECKPOINTS, COMPOSITION, DRAFTERS, VERIFIERS, drafter_name, import_attribute, parts_of, resolve
 from specdec.scratch import next_token_logits
 
@@ -69,7 +70,7 @@ class SpecDecoder:
             raise InvalidInputError(f"the engine's config is a {type(config).__name__}; give an EngineConfig")
         self.verifier = verifier
         self.tokenizer = tokenizer
-        self.engine = SpecEngine(verifier, drafter, config)
+        self.engine = SpecEngine(verifier, drafter, config, GrammarCompiler(tokenizer, verifier.vocab_size, verifier.eos_token_ids))
         self.session = Session(self.engine, tokenizer)
 
     @classmethod

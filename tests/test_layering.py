@@ -20,7 +20,9 @@ MAY_IMPORT: dict[str, set[str]] = {
 FLOORS: dict[str, list[set[str]]] = {
     "specdec": [
         {"errors", "sizes", "deviation", "blocks"},
-        {"amd_gpus", "config", "metrics", "registry", "files", "hub", "packages"},
+        {"packages"},
+        {"grammar"},
+        {"amd_gpus", "config", "metrics", "registry", "files", "hub"},
         {"device", "kv_cache", "parallel"},
         {"self_check"},
         {"kernels"},
@@ -61,6 +63,7 @@ CONFINED = {
     "triton": "specdec/kernels/triton_*.py",
     "lm_eval": "evals/accuracy/lm_eval_*.py",
     "ray": "specdec/cluster/*.py",
+    "xgrammar": "specdec/grammar/*.py",
 }
 """Libraries that only some files may import, so that everything else works without them."""
 

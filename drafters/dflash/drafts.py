@@ -77,7 +77,10 @@ class Drafts:
         if batch.shape.is_tree:
             return self._tree(block)
         if self._head is None:
-            return self._chain(block, [self._choose(block, slots.logits, 0)])
+            chain = self._chain(block, [self._choose(block, slots.logits, 0)])
+            if batch.sampling.plan.guided and chain.probs is None:
+                chain.alternatives = self._candidates(block, MOST_CANDIDATES).token_ids
+            return chain
         if self._head.num_candidates is None:
             return self._chain(block, self._one_by_one(block, self._head))
         return self._path(block, self._head, self._head.num_candidates)

@@ -13,6 +13,7 @@ from specdec.engine.block_choice import MOST_TREE_ROWS, checked_draft_tokens, sh
 from specdec.engine.buckets import BATCH_SIZES, batch_bucket
 from specdec.engine.graph_check import check_captured_step
 from specdec.engine.graphs import Capture, CudaCapture, StepGraphs, captures_graphs
+from specdec.engine.guided import GuidedGraphs
 from specdec.engine.memory import plan_cache
 from specdec.engine.prefill_graphs import PrefillGraphs, most_prefill_rows
 from specdec.engine.scheduler import Scheduler
@@ -22,7 +23,7 @@ from specdec.engine.timing import StepTimer
 from specdec.errors import InvalidInputError
 from specdec.kv_cache import BlockPool, PagedKVCache, blocks_for, bytes_per_slot
 from specdec.layers import argmax, cache_rows
-from specdec.sampling import candidates, sampler, trees
+from specdec.sampling import candidates, masks, sampler, trees
 
 PREFILL_TOKENS_BESIDE = 2048
 """Prompt tokens of a step beside requests that decode: they wait for the chunk, about ten of their steps with a model of 8 B on an
@@ -85,6 +86,7 @@ def build_engine(verifier: Verifier, drafter: Drafter | None, config: EngineConf
         candidates.finds_on_triton,
         trees.builds_on_triton,
         cache_rows.moves_on_triton,
+        masks.masks_on_triton,
     ):
         runs(device)  # a self-check, if there is one, belongs before the first step
     captures = captures_graphs(device, config.graphs, partial(check_captured_step, verifier), verifier.attention.name)
@@ -205,6 +207,7 @@ def capture_steps(runner: StepRunner, slots: SlotState, capture: Capture, prefil
     """Has the steps of `runner` captured from now on, and prefills of up to so many rows."""
     steady_len = runner.verifier.attention.steady_len
     runner.graphs = StepGraphs(capture, slots, runner.step_table, steady_len=steady_len, required=required)
+    runner.guided_graphs = GuidedGraphs(capture, slots, runner, steady_len=steady_len, required=required)
     if prefill_rows:
         runner.prefill_graphs = PrefillGraphs(
             capture, slots, runner.prefill_step, dtype=runner.verifier.dtype, most_rows=prefill_rows, required=required

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from specdec.config import SamplingParams
+from specdec.grammar.progress import GrammarProgress
 from specdec.sampling.logprobs import Top
 
 
@@ -25,7 +26,7 @@ class Request:
     """One sequence on the host.
 
     Set by the caller: `request_id`, `prompt_token_ids`, `sampling`, `seed`, `max_total_len` (prompt and output together), `long`
-    (see `specdec.batch.ForwardInput.long`).
+    (see `specdec.batch.ForwardInput.long`), `grammar` (of an output that has one, until the request ends).
     Set by the engine as results arrive: `output_token_ids`, all log-probabilities, `finish_reason`, `error`, the step counts.
     Set by the scheduler and the engine between steps: `status`, `slot`, `block_ids`, `num_scored`, `num_prefilled`, `state_row`,
     `num_deferred`, `num_kv_tokens`, `in_flight`, `first_token_unread`.
@@ -40,6 +41,7 @@ class Request:
     on_tokens: Callable[[Request, list[int]], int | None] | None = None
     """Called with the tokens about to be added; returns how many to keep when a stop string ends among them, else None."""
 
+    grammar: GrammarProgress | None = None
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[Top] = field(default_factory=list)  # one per output token
@@ -74,6 +76,11 @@ class Request:
     def token_ids(self) -> list[int]:
         """Prompt and output so far."""
         return self.prompt_token_ids + self.output_token_ids
+
+    @property
+    def may_start(self) -> bool:
+        """Whether its grammar, if it has one, is compiled."""
+        return self.grammar is None or self.grammar.ready
 
     @property
     def kv_tokens_bound(self) -> int:

@@ -44,7 +44,8 @@ def prefill_tokens(request: Request) -> list[int]:
 
 
 class Scheduler:
-    """First come, first served; the last to arrive is the first to be preempted, so the oldest request always advances.
+    """First come, first served, those aside whose grammar is not ready yet; the last to arrive is the first to be preempted, so the
+    oldest request always advances.
 
     All state is on the host. Requests hold blocks for everything they have prefilled and for every position that launched steps
     may write, whatever those steps will turn out to have accepted.
@@ -184,11 +185,11 @@ class Scheduler:
         chunks: list[Chunk] = []
         for request in [r for r in self.working if r.status is Status.PREFILLING]:
             budget = self._take(chunks, request, budget, admitted=False)
-        while admit and budget > 0 and self.waiting and self._free_slots:
-            request = self.waiting[0]
-            if not self._admit(request):
+        while admit and budget > 0 and self._free_slots:
+            first = next((request for request in self.waiting if request.may_start), None)
+            if first is None or not self._admit(first):
                 break
-            budget = self._take(chunks, request, budget, admitted=True)
+            budget = self._take(chunks, first, budget, admitted=True)
         return chunks
 
     def _take(self, chunks: list[Chunk], request: Request, budget: int, *, admitted: bool) -> int:
@@ -234,7 +235,7 @@ class Scheduler:
         request.slot = self._free_slots.pop()
         request.status = Status.PREFILLING
         self._digests[request.request_id] = digests
-        self.waiting.pop(0)
+        self.waiting.remove(request)
         insort(self.working, request, key=_arrival)
         return True
 

@@ -197,7 +197,7 @@ class TinyHead(nn.Module):
     def __init__(self, first_slot: int = 0, num_candidates: int | None = None) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(1)
-        self.first_slot, self.num_candidates = first_slot, num_candidates
+        self.first_slot, self.num_candidates, self.compares_candidates = first_slot, num_candidates, num_candidates is not None
         self.table, self.right = (nn.Parameter(torch.randn(9, 2, generator=generator)) for _ in "lr")
         self.gate, self.told = (nn.Parameter(torch.randn(6, size, generator=generator)) for size in (2, 1))
 
