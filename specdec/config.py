@@ -90,6 +90,8 @@ class SamplingParams:
         stop_token_ids: token ids that end the output, beside the model's own end-of-sequence ids.
         ignore_eos: do not stop at the model's end-of-sequence ids.
         logprobs: return the log-probability of each output token under the target's unprocessed logits.
+        cache_salt: prompts share cached beginnings only with those of the same salt, such as a tenant's name; None is a salt, too.
+        read_prefix_cache: begin with what the cache has of the prompt; False computes all of it, and still offers it to others.
     """
 
     max_tokens: int = 256
@@ -103,11 +105,16 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: bool = False
+    cache_salt: str | None = None
+    read_prefix_cache: bool = True
 
     def __post_init__(self) -> None:
         _integers(self, "max_tokens", "top_k", "seed")
         _numbers(self, "temperature", "top_p", "min_p", "repetition_penalty")
-        _flags(self, "ignore_eos", "logprobs")
+        _flags(self, "ignore_eos", "logprobs", "read_prefix_cache")
+        salt = self.cache_salt
+        right = salt is None or (isinstance(salt, str) and salt != "")
+        _require(right, f"cache_salt is {reprlib.repr(salt)}; it must be a string that is not empty, or be left out")
         stop = (self.stop,) if isinstance(self.stop, str) else _sequence(self, "stop", "strings")
         wrong = next((entry for entry in stop if not isinstance(entry, str)), None)
         _require(all(isinstance(entry, str) for entry in stop), f"stop holds {reprlib.repr(wrong)}; it must be a list of strings")
@@ -185,7 +192,7 @@ class CacheConfig:
 
     Attributes:
         memory_bytes: budget for all key and value tensors; None takes what the device has room for (`specdec.device`).
-        prefix_caching: keep full prompt blocks of finished requests and share them with requests that begin alike.
+        prefix_caching: keep full blocks of prompts and outputs, and share them with requests that begin alike.
     """
 
     memory_bytes: int | None = None

@@ -31,7 +31,7 @@ from specdec.engine.scheduler import Chunk, Schedule
 from specdec.engine.slots import samples_first_token
 from specdec.engine.timing import StepClock
 from specdec.errors import CapacityError, InvalidInputError
-from specdec.kv_cache import blocks_for
+from specdec.kv_cache import PrefixCounts, blocks_for
 
 OnTokens = Callable[[Request, list[int]], int | None]
 
@@ -82,6 +82,11 @@ class SpecEngine:
         if self.block_choice:
             return "auto"
         return str(self.shapes[0]) if self.shapes[0].is_tree else self.num_draft_tokens
+
+    @property
+    def prefix_counts(self) -> PrefixCounts:
+        """Tokens of all requests so far that were looked for in the cache, and found there."""
+        return self.scheduler.prefix.counts
 
     @property
     def has_work(self) -> bool:
@@ -247,11 +252,12 @@ class SpecEngine:
     def _decode(self, requests: list[Request], shape: BlockShape) -> None:
         """Launches a decode step."""
         shape, context = self.runner.due(requests, shape)
+        self.runner.copy_states(self.scheduler.prefix.copies(requests))
         table, start = self.runner.decode(requests, shape, self.clock, self._previous_end, context)
         for request in requests:
             request.in_flight.append(shape.depth)
         with self.timer.phase("collect"):
-            self._previous_end = self.results.send(requests, shape, table, start)
+            self._previous_end = self.results.send(requests, shape, table, start, context)
         self.timer.count_step(shape)
 
     def _read_results(self, leave: int = 0) -> None:
@@ -280,6 +286,9 @@ class SpecEngine:
             touched[request.request_id] = request
             if result.finite:
                 reason = append_tokens(request, result, eos_token_ids)
+                if result.shape is not None:
+                    start = request.num_kv_tokens - len(result.token_ids)
+                    self.scheduler.prefix.committed(request, start, step.context, plain=result.shape.depth == 0)
             else:
                 reason = "error"
                 request.error = (

@@ -21,6 +21,7 @@ class GenerationResult:
         logprobs: one per output token when asked for, under the target's unprocessed logits; else None.
         seed: seed of the request's random stream; the same seed repeats the output.
         stats: how the drafts of each verify step fared.
+        num_cached_tokens: of the prompt, which the cache had already.
     """
 
     prompt_token_ids: list[int]
@@ -31,6 +32,7 @@ class GenerationResult:
     logprobs: list[float] | None = None
     seed: int = 0
     stats: AcceptanceStats = field(default_factory=lambda: AcceptanceStats([], [], []))
+    num_cached_tokens: int = 0
 
     @classmethod
     def of(cls, request: Request, text: str) -> GenerationResult:
@@ -43,6 +45,7 @@ class GenerationResult:
             error=request.error,
             logprobs=request.logprobs if request.sampling.logprobs else None,
             seed=request.seed,
+            num_cached_tokens=request.num_cached_tokens or 0,
             stats=AcceptanceStats(
                 request.num_drafted,
                 request.num_accepted,

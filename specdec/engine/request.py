@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from specdec.config import SamplingParams
+from specdec.kv_cache import Snapshot
 
 
 class Status(Enum):
@@ -26,8 +27,8 @@ class Request:
     Set by the caller: `request_id`, `prompt_token_ids`, `sampling`, `seed`, `max_total_len` (prompt and output together), `long`
     (see `specdec.batch.ForwardInput.long`).
     Set by the engine as results arrive: `output_token_ids`, `logprobs`, `finish_reason`, `error`, the step counts.
-    Set by the scheduler and the engine between steps: `status`, `slot`, `block_ids`, `num_prefilled`, `state_row`,
-    `num_deferred`, `num_kv_tokens`, `in_flight`, `first_token_unread`.
+    Set by the scheduler and the engine between steps: `status`, `slot`, `block_ids`, `num_prefilled`, `snapshot`,
+    `num_cached_tokens`, `num_deferred`, `num_kv_tokens`, `in_flight`, `first_token_unread`.
     """
 
     request_id: int
@@ -54,7 +55,8 @@ class Request:
     slot: int = -1
     block_ids: list[int] = field(default_factory=list)
     num_prefilled: int = 0  # tokens whose KV the prefill has written or found in the cache
-    state_row: int | None = None  # of the state caches, the snapshot that its prefill goes on from
+    snapshot: Snapshot | None = None  # recurrent states that its prefill goes on from
+    num_cached_tokens: int | None = None  # of those, the tokens found in the cache when it was first admitted
     num_deferred: int = 0  # last steps whose context the drafter has put off
     num_kv_tokens: int = 0  # L, as far as results have been read
     in_flight: list[int] = field(default_factory=list)  # most drafts that each launched step whose result is unread can keep
@@ -64,6 +66,11 @@ class Request:
     def token_ids(self) -> list[int]:
         """Prompt and output so far."""
         return self.prompt_token_ids + self.output_token_ids
+
+    @property
+    def num_tokens(self) -> int:
+        """How many these are."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
     def kv_tokens_bound(self) -> int:

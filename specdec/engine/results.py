@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.batch import Context
 from specdec.blocks import BlockShape
 from specdec.core import AcceptOutput, DraftOutput
 from specdec.engine.request import Request
@@ -52,12 +53,14 @@ class FinishedStep:
         requests: its batch.
         table: int64 [num_reqs, columns], on the host; see `result_table`.
         seconds: from the stamp that `send` was given to the arrival of the results; None without a stamp.
+        context: which the drafter took over.
     """
 
     shape: BlockShape | None
     requests: list[Request]
     table: Tensor
     seconds: float | None
+    context: Context = "now"
 
     def results(self) -> Iterator[tuple[Request, StepResult]]:
         """What the step gave each request.
@@ -91,6 +94,7 @@ class _Launched:
     table: Tensor  # int64 [num_reqs, columns], on the host once the device has come past `end`
     start: Any
     end: Any
+    context: Context
 
 
 def result_table(shape: BlockShape, accept: AcceptOutput, draft: DraftOutput | None = None, out: Tensor | None = None) -> Tensor:
@@ -147,7 +151,9 @@ class ResultQueue:
         """Forgets what is unread."""
         self._launched.clear()
 
-    def send(self, requests: list[Request], shape: BlockShape | None, table: Tensor, start: Any = None) -> Any:
+    def send(
+        self, requests: list[Request], shape: BlockShape | None, table: Tensor, start: Any = None, context: Context = "now"
+    ) -> Any:
         """Starts the copy of a step's results to the host, into pinned memory when they come from an accelerator.
 
         Args:
@@ -155,6 +161,7 @@ class ResultQueue:
             shape: of the step's blocks; None for first tokens.
             table: from `result_table`, one row per request; further rows belong to nobody.
             start: stamp of the step's beginning, when its time is wanted.
+            context: which the drafter takes over.
 
         Returns:
             Stamp of its end.
@@ -166,7 +173,7 @@ class ResultQueue:
         else:
             table = table.clone()  # the next replay of a captured step writes to the same table
         end = self._clock.stamp()
-        self._launched.append(_Launched(requests, shape, table, start, end))
+        self._launched.append(_Launched(requests, shape, table, start, end, context))
         return end
 
     def receive(self, leave: int = 0) -> Iterator[FinishedStep]:
@@ -175,7 +182,7 @@ class ResultQueue:
             step = self._launched.popleft()
             self._clock.wait(step.end)
             seconds = None if step.start is None else self._clock.seconds(step.start, step.end)
-            yield FinishedStep(step.shape, step.requests, step.table, seconds)
+            yield FinishedStep(step.shape, step.requests, step.table, seconds, step.context)
 
 
 def append_tokens(request: Request, result: StepResult, eos_token_ids: Sequence[int]) -> str | None:
