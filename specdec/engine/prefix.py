@@ -147,6 +147,9 @@ class PrefixCache:
             end = -(-in_state // self.block_size) * self.block_size
             may_hold = len(request.in_flight) <= 1 and end <= request.kv_tokens_bound
             if sequence.copied is None and may_hold and end >= sequence.last_end + SNAPSHOT_SPACING:
+                if sequence.kept is not None and not self.pool.has_free_row:
+                    self.pool.drop_snapshot(sequence.kept)  # rather than another request's
+                    sequence.kept = None
                 row = self.pool.take_row()
                 if row is not None:
                     sequence.copied = _Copied(end, Snapshot(row, end - in_state))

@@ -130,6 +130,11 @@ class BlockPool:
         """Whether a block is offered for reuse and has no snapshot yet."""
         return block in self._digest_of and block not in self._snapshot_of
 
+    @property
+    def has_free_row(self) -> bool:
+        """Whether `take_row` gives a row without taking it from a snapshot."""
+        return bool(self._free_rows)
+
     def take_row(self) -> int | None:
         """A row for a snapshot, that of the least recently used one if there is no other; None where all are taken."""
         if self._free_rows:
