@@ -21,6 +21,7 @@ from specdec.engine.request import Request
 from specdec.errors import InvalidInputError
 from specdec.kv_cache import BlockPool, StateCache, prefix_hashes
 from tests.drafters.sequential.toy import toy_drafter
+from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts
 
 BLOCK = 4
@@ -176,7 +177,7 @@ def test_preempted_requests_take_back_what_they_had(verifier: Verifier) -> None:
             assert engine.pool.num_used == 0
 
 
-@pytest.mark.parametrize(("drafts", "depth"), [("plain", 1), ("dflash", 0), ("dflash", 1), ("pairs", 1)])
+@pytest.mark.parametrize(("drafts", "depth"), [("plain", 0), ("plain", 1), ("dflash", 0), ("dflash", 1), ("pairs", 1)])
 def test_states_of_generated_tokens(drafts: str, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recurrent layers go on in the midst of the last answer, from states with tokens pending; catches states of another place."""
     monkeypatch.setattr(module, "SNAPSHOT_SPACING", 2 * BLOCK)
@@ -203,6 +204,20 @@ def test_states_of_generated_tokens(drafts: str, depth: int, monkeypatch: pytest
             assert len(engine.pool._free_rows) + len(engine.pool._snapshot_of) == 3
     assert pendings == {0} if drafts == "plain" else max(pendings) > 0, pendings
     assert any(isinstance(layer, StateCache) for layer in engine.kv_cache.layers)
+
+
+@pytest.mark.parametrize("stop", range(3, 9))
+def test_an_output_that_is_cut_within_a_step(verifier: Verifier, stop: int) -> None:
+    """What a step committed past a stop token is nobody's text."""
+    prompt = list(range(10, 18))
+    with an_engine(verifier, caching=False) as plain:
+        whole = finish(plain, plain.add_request(prompt, GREEDY))[0]
+    config = EngineConfig(num_draft_tokens=12, cache=CacheConfig(memory_bytes=2**22))
+    engine = SpecEngine(verifier, ScriptedDrafter({tuple(prompt): whole}, 12), config)
+    request = engine.add_request(prompt, SamplingParams(max_tokens=30, ignore_eos=True, stop_token_ids=(whole[stop],)))
+    finish(engine, request)
+    assert request.finish_reason == "stop"
+    assert len(engine.pool.match(prefix_hashes(prompt + whole, BLOCK))) == request.num_tokens // BLOCK
 
 
 def test_who_shares_with_whom(verifier: Verifier) -> None:
