@@ -107,6 +107,8 @@ class SamplingParams:
         frequency_penalty: the same, as often as the output has the token.
         logit_bias: numbers added to the logits of tokens, by id: a mapping or pairs.
         grammar: what the output must look like; it ends with an end-of-sequence token once it is complete.
+        cache_salt: prompts share cached beginnings only with those of the same salt, such as a tenant's name; None is a salt, too.
+        read_prefix_cache: begin with what the cache has of the prompt; False computes all of it, and still offers it to others.
     """
 
     max_tokens: int = 256
@@ -128,10 +130,16 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     grammar: Grammar | None = None
 
+    cache_salt: str | None = None
+    read_prefix_cache: bool = True
+
     def __post_init__(self) -> None:
         _integers(self, "max_tokens", "top_k", "seed", "top_logprobs", "prompt_logprobs", "min_tokens")
         _numbers(self, "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-        _flags(self, "ignore_eos", "logprobs")
+        _flags(self, "ignore_eos", "logprobs", "read_prefix_cache")
+        salt = self.cache_salt
+        right = salt is None or (isinstance(salt, str) and salt != "")
+        _require(right, f"cache_salt is {reprlib.repr(salt)}; it must be a string that is not empty, or be left out")
         stop = (self.stop,) if isinstance(self.stop, str) else _sequence(self, "stop", "strings")
         wrong = next((entry for entry in stop if not isinstance(entry, str)), None)
         _require(all(isinstance(entry, str) for entry in stop), f"stop holds {reprlib.repr(wrong)}; it must be a list of strings")
@@ -270,7 +278,7 @@ class CacheConfig:
 
     Attributes:
         memory_bytes: budget for all key and value tensors; None takes what the device has room for (`specdec.device`).
-        prefix_caching: keep full prompt blocks of finished requests and share them with requests that begin alike.
+        prefix_caching: keep full blocks of prompts and outputs, and share them with requests that begin alike.
     """
 
     memory_bytes: int | None = None

@@ -196,6 +196,8 @@ class Drafter(Protocol):
     tokens_ahead: int = 0
     """Tokens after a position that what drafting caches for the position depends on. A block of a cached prefix is reused by
     requests that have them in common as well."""
+    late_context: bool = False
+    """Whether drafting caches what belongs to a step's tokens when the next step drafts, and not when the step commits them."""
     draws_trees: bool = False
     """Whether drafts form a tree where the shape of the block asks for one. Its paths are up to `max_draft_tokens` long."""
 

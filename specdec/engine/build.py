@@ -16,6 +16,7 @@ from specdec.engine.graphs import Capture, CudaCapture, StepGraphs, captures_gra
 from specdec.engine.guided import GuidedGraphs
 from specdec.engine.memory import plan_cache
 from specdec.engine.prefill_graphs import PrefillGraphs, most_prefill_rows
+from specdec.engine.prefix import PrefixCache
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.slots import SlotState
 from specdec.engine.step import StepRunner
@@ -118,16 +119,23 @@ def build_engine(verifier: Verifier, drafter: Drafter | None, config: EngineConf
     target_caches, drafter_caches = kv_cache.layers[: len(target_specs)], kv_cache.layers[len(target_specs) :]
 
     pool = BlockPool(num_blocks, snapshots if recurrent else None)
+    prefix = PrefixCache(
+        pool,
+        block_size,
+        enabled=config.cache.prefix_caching,
+        tokens_ahead=drafter.tokens_ahead if drafter else 0,
+        late_context=drafter.late_context if drafter else False,
+        recurrent=recurrent,
+    )
     scheduler = Scheduler(
         pool,
         block_size=block_size,
         max_num_seqs=config.max_num_seqs,
         max_prefill_tokens=config.max_prefill_tokens or (512 if device.type == "cpu" else verifier.attention.prefill_tokens),
         max_tokens_beside=config.max_prefill_tokens or PREFILL_TOKENS_BESIDE,
-        prefix_caching=config.cache.prefix_caching,
+        prefix=prefix,
         num_draft_tokens=reserved,
         num_lookahead_tokens=num_lookahead_tokens,
-        tokens_ahead=drafter.tokens_ahead if drafter else 0,
         snapshot_tokens=SNAPSHOT_TOKENS if recurrent else None,
     )
     slots = SlotState(

@@ -33,7 +33,7 @@ from specdec.engine.slots import samples_first_token
 from specdec.engine.timing import StepClock
 from specdec.errors import CapacityError, InvalidInputError
 from specdec.grammar.compiler import GrammarCompiler, wait_for
-from specdec.kv_cache import blocks_for
+from specdec.kv_cache import PrefixCounts, blocks_for
 
 IDLE_SECONDS = 0.02
 """How long a step without work waits for a grammar to be compiled, before it looks for new requests."""
@@ -97,6 +97,11 @@ class SpecEngine:
         if self.block_choice:
             return "auto"
         return str(self.shapes[0]) if self.shapes[0].is_tree else self.num_draft_tokens
+
+    @property
+    def prefix_counts(self) -> PrefixCounts:
+        """Tokens of all requests so far that were looked for in the cache, and found there."""
+        return self.scheduler.prefix.counts
 
     @property
     def has_work(self) -> bool:
@@ -313,11 +318,12 @@ class SpecEngine:
     def _decode(self, requests: list[Request], shape: BlockShape) -> None:
         """Launches a decode step."""
         shape, context = self.runner.due(requests, shape)
+        self.runner.copy_states(self.scheduler.prefix.copies(requests))
         table, start = self.runner.decode(requests, shape, self.clock, self._previous_end, context)
         for request in requests:
             request.in_flight.append(shape.depth)
         with self.timer.phase("collect"):
-            self._previous_end = self.results.send(requests, shape, table, start)
+            self._previous_end = self.results.send(requests, shape, table, start, context=context)
         self.timer.count_step(shape)
 
     def _read_results(self, leave: int = 0) -> None:
@@ -353,6 +359,9 @@ class SpecEngine:
                 if grammar and not reason and not grammar.advance(request.output_token_ids[known:]):
                     reason = "error"
                     request.error = f"the grammar refuses one of the output tokens after the first {known}, which its mask allowed"
+                if result.shape is not None:
+                    start = request.num_kv_tokens - len(result.token_ids)
+                    self.scheduler.prefix.committed(request, start, step.context, plain=result.shape.depth == 0)
             elif grammar and not grammar.dead_ends.isdisjoint([0, *(result.rows or range(1, result.num_accepted + 1))]):
                 reason = "error"
                 request.error = (

@@ -28,6 +28,7 @@ class GenerationResult:
         prompt_top_logprobs: the same of the likeliest tokens, and of the token itself.
         seed: seed of the request's random stream; the same seed repeats the output.
         stats: how the drafts of each verify step fared.
+        num_cached_tokens: of the prompt, which the cache had already.
     """
 
     prompt_token_ids: list[int]
@@ -41,6 +42,7 @@ class GenerationResult:
     prompt_top_logprobs: list[Top | None] | None = None
     seed: int = 0
     stats: AcceptanceStats = field(default_factory=lambda: AcceptanceStats([], [], []))
+    num_cached_tokens: int = 0
 
     @classmethod
     def of(cls, request: Request, text: str) -> GenerationResult:
@@ -58,6 +60,7 @@ class GenerationResult:
             prompt_logprobs=[None, *request.prompt_logprobs] if scored else None,
             prompt_top_logprobs=[None, *request.prompt_top_logprobs] if scored else None,
             seed=request.seed,
+            num_cached_tokens=request.num_cached_tokens or 0,
             stats=AcceptanceStats(
                 request.num_drafted,
                 request.num_accepted,

@@ -16,7 +16,7 @@ from specdec.core import Verifier
 from specdec.engine.buckets import batch_bucket, batches, length_bucket, lengths
 from specdec.engine.graphs import Capture, ShapeGraphs
 from specdec.engine.scheduler import Chunk, prefill_tokens
-from specdec.engine.slots import SlotState, cache_slots, next_token, samples_first_token
+from specdec.engine.slots import SlotState, cache_slots, most_pending, next_token, samples_first_token
 from specdec.kv_cache.block_pool import NULL_BLOCK
 from specdec.sizes import power_of_two
 
@@ -90,7 +90,7 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
         Raises:
             BackendError: graphs are required and the device refuses to capture the prefill.
         """
-        shape = self._shape(chunks)
+        shape = None if most_pending(chunks) else self._shape(chunks)
         graph = self.obtain(shape, self._captured) if shape else None
         if shape is None or graph is None:
             return None

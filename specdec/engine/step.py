@@ -213,7 +213,7 @@ class StepRunner:
         with self._timer.phase("schedule"):
             newcomers = [chunk.request for chunk in chunks if chunk.admitted]
             self._slots.begin(newcomers)
-            self.copy_states([(request.state_row, request.slot) for request in newcomers if request.state_row is not None])
+            self.copy_states([(request.snapshot.row, request.slot) for request in newcomers if request.snapshot is not None])
             if self.drafter:
                 for request in newcomers:
                     self.drafter.begin(request.slot, request.token_ids)
