@@ -29,7 +29,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"sampling"},
         {"batch"},
         {"core"},
-        {"scratch", "engine"},
+        {"scratch", "engine", "loading"},
         {"decoder", "provenance"},
         {"cli"},
         {"__init__", "__main__"},

@@ -190,6 +190,14 @@ class SpecEngine:
         Returns:
             Requests that have new tokens or have finished since the last call.
         """
+        leave = self._launch()
+        with self.timer.phase("collect"):
+            self._read_results(leave)
+        touched, self._touched = self._touched, {}
+        return list(touched.values())
+
+    def _launch(self) -> int:
+        """Launches the next step; gives how many launched steps may stay unread."""
         with self.timer.phase("schedule"):
             shape, work = self._schedule()
         if work.prefill:
@@ -198,10 +206,7 @@ class SpecEngine:
             self._previous_end = None
         if work.decode:
             self._decode(work.decode, shape)
-        with self.timer.phase("collect"):
-            self._read_results(leave=self.pipeline_depth if work.prefill or work.decode else 0)
-        touched, self._touched = self._touched, {}
-        return list(touched.values())
+        return self.pipeline_depth if work.prefill or work.decode else 0
 
     def _schedule(self) -> tuple[BlockShape, Schedule]:
         """The shape of blocks and the work of the next step."""

@@ -12,6 +12,7 @@ from specdec.batch import Context, DecodeBatch, PrefillBatch
 from specdec.blocks import BlockShape
 from specdec.core import AcceptOutput, BoundDrafter, DraftOutput, Verifier, VerifyOutput
 from specdec.engine.acceptance import accept
+from specdec.engine.agreement import agreed
 from specdec.engine.graphs import StepGraphs
 from specdec.engine.prefill_graphs import PrefillGraphs
 from specdec.engine.request import Request
@@ -21,6 +22,7 @@ from specdec.engine.slots import SlotState, samples_first_token
 from specdec.engine.timing import StepClock, StepTimer
 from specdec.kv_cache import copy_states
 from specdec.layers.cache_rows import CacheRows
+from specdec.parallel.group import group_of
 from specdec.sampling.tensors import SamplingPlan
 
 
@@ -57,6 +59,7 @@ class StepRunner:
         self.verifier, self.drafter = verifier, drafter
         self._rows = CacheRows(caches) if trees else None
         self._max_pending = most_rows if drafter else 0
+        self._group = group_of(verifier)
         self.graphs: StepGraphs | None = None
         self.prefill_graphs: PrefillGraphs | None = None
         self._caches, self._aux_layer_ids = caches, aux_layer_ids
@@ -76,7 +79,7 @@ class StepRunner:
             verify = self.verifier.forward(rows, self._caches, self._aux_layer_ids)
         with self._timer.phase("accept"):
             logits = verify.logits.view(*token_ids.shape, -1)
-            accepted = accept(token_ids, logits, draft, batch.sampling, positions, batch.shape.depth)
+            accepted = agreed(accept(token_ids, logits, draft, batch.sampling, positions, batch.shape.depth), self._group)
             if accepted.path is not None:
                 token_ids, verify = self._follow(batch, accepted.path, token_ids, verify)
             self._slots.commit(batch, token_ids, accepted)
@@ -208,6 +211,6 @@ class StepRunner:
         sampling = state.sampling.select(slots, SamplingPlan.of([request.sampling for request in requests]))
         last_tokens = state.anchors.index_select(0, slots)[:, None]
         last_positions = state.seq_lens.index_select(0, slots)[:, None] - 1
-        accepted = accept(last_tokens, logits[:, None], None, sampling, last_positions)
+        accepted = agreed(accept(last_tokens, logits[:, None], None, sampling, last_positions), self._group)
         state.anchors.index_copy_(0, slots, accepted.next_anchors)
         return result_table(BlockShape(0), accepted)

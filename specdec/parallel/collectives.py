@@ -42,9 +42,16 @@ def all_agree(flag: bool, group: Group | None) -> bool:
     """Whether all ranks say so; the hosts exchange it."""
     if group is None:
         return flag
-    said = torch.tensor(int(flag))
+    return bool(least(int(flag), group))
+
+
+def least(number: int, group: Group | None) -> int:
+    """The smallest of all ranks' numbers; the hosts exchange it."""
+    if group is None:
+        return number
+    said = torch.tensor(number)
     dist.all_reduce(said, dist.ReduceOp.MIN, group=group.host_group)
-    return bool(said)
+    return int(said)
 
 
 def _in_order(x: Tensor, group: Group) -> Tensor:

@@ -76,3 +76,9 @@ def join_group(device: torch.device, *, ordered: bool = False, timeout: timedelt
         return None
     world = dist.group.WORLD
     return Group(dist.get_rank(), dist.get_world_size(), world, dist.new_group(backend="gloo", timeout=timeout), ordered)
+
+
+def group_of(target: object) -> Group | None:
+    """The ranks that compute a target together; None for a process alone, of whose targets not all know of groups."""
+    group: Group | None = getattr(target, "group", None)
+    return group
