@@ -14,6 +14,7 @@ from specdec.errors import CapacityError, InvalidInputError
 from specdec.parallel import mirror as mirrors
 from specdec.parallel.group import WITHOUT_MULTICAST, join_group
 from specdec.parallel.mirror import Mirror, Ranks
+from specdec.parallel.rank import Settings, one_line, quieten
 from specdec.parallel.siblings import PATIENCE, Siblings
 
 MEETING = timedelta(minutes=5)
@@ -100,14 +101,16 @@ class Started(Ranks):
 
     Args:
         siblings: the processes.
+        threads: of torch that this one had before.
     """
 
-    def __init__(self, siblings: Siblings) -> None:
-        self._siblings = siblings
+    def __init__(self, siblings: Siblings, threads: int) -> None:
+        self._siblings, self._threads = siblings, threads
 
     def end(self, *, kill: bool) -> None:
         """See `Ranks.end`."""
         self._siblings.end(kill=kill)
+        torch.set_num_threads(self._threads)
         if dist.get_backend() == "gloo":  # NCCL would wait for captured graphs, which refer to its communicator
             dist.destroy_process_group()
 
@@ -124,14 +127,26 @@ def _check_size(size: int, found: int, who: str) -> None:
 def _start(size: int, device: torch.device) -> Mirror:
     where = rank_device(device, 0, size)
     store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False, timeout=MEETING)
-    settings: dict[int, dict[str, object]] = {
-        rank: {"path": sys.path, "rank": rank, "size": size, "port": store.port, "device": where.type, "parent": os.getpid()}
-        for rank in range(1, size)
-    }
-    siblings = Siblings(settings)
+    threads = torch.get_num_threads()
+    each = threads if where.type == "cuda" or "OMP_NUM_THREADS" in os.environ else max(1, threads // size)
+    siblings = Siblings(
+        {
+            rank: Settings(
+                path=sys.path,
+                rank=rank,
+                size=size,
+                port=store.port,
+                device=where.type,
+                threads=each,
+                parent=os.getpid(),
+            )
+            for rank in range(1, size)
+        }
+    )
     try:
         siblings.wait()
-        mirror = _meet(0, size, store, where, Started(siblings))
+        torch.set_num_threads(each)
+        mirror = _meet(0, size, store, where, Started(siblings, threads))
     except BaseException:
         siblings.end(kill=True)
         raise
@@ -156,8 +171,6 @@ def _meet(rank: int, size: int, store: dist.Store, device: torch.device, ranks: 
 
 
 def _join_torchrun(device: torch.device) -> Mirror:
-    from specdec.parallel.rank import one_line, quieten
-
     size = torchrun_size()
     group = join_group(rank_device(device, int(os.environ.get("LOCAL_RANK", os.environ["RANK"])), size))
     assert group is not None, "torchrun has started several ranks"

@@ -176,6 +176,7 @@ class Mirror:
                 self._ended = "the tensor-parallel group has been closed"
                 try:
                     self.say([END])
+                    self._wire.flush()
                 except RuntimeError:
                     self._release(kill=True)
                 else:
@@ -221,7 +222,9 @@ class Mirror:
             _Pickler(out, self._by_id).dump((*call, gone))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             self._gone.extend(gone)
-            raise Unsendable(f"the other ranks cannot be told of this call: {_first_line(error)}; give names and numbers") from error
+            raise Unsendable(
+                f"the other ranks cannot be told of this call: {_first_line(error)}; give names and numbers"
+            ) from error
         return out.getvalue()
 
     def _obey(self, payload: bytes) -> None:

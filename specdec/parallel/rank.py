@@ -18,6 +18,7 @@ class Settings(TypedDict):
         rank, size: its place in the group.
         port: of the store where the ranks meet.
         device: "cuda" or "cpu".
+        threads: of torch.
         parent: process id of rank 0.
     """
 
@@ -26,6 +27,7 @@ class Settings(TypedDict):
     size: int
     port: int
     device: str
+    threads: int
     parent: int
 
 
@@ -36,8 +38,11 @@ def main(settings: Settings) -> NoReturn:
     quieten()
     status = 0
     try:
+        import torch
+
         from specdec.parallel.launch import join
 
+        torch.set_num_threads(settings["threads"])
         print("ready", file=words, flush=True)
         mirror = join(settings["rank"], settings["size"], settings["port"], settings["device"])
         mirror.follow()

@@ -11,9 +11,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from specdec.errors import SpecDecError
+from specdec.parallel.rank import Settings
 
 START = "import json, sys; said = json.loads(sys.stdin.readline()); sys.path[:] = said['path']; \
 from specdec.parallel.rank import main; main(said)"
@@ -34,11 +35,11 @@ class Sibling(threading.Thread):
 
     Args:
         rank: which one.
-        settings: what it is told, see `specdec.parallel.rank.Settings`.
+        settings: what it is told.
         ended: called with it when its process has ended, asked to or not.
     """
 
-    def __init__(self, rank: int, settings: dict[str, object], ended: Callable[["Sibling"], None]) -> None:
+    def __init__(self, rank: int, settings: Settings, ended: Callable[["Sibling"], None]) -> None:
         super().__init__(name=f"specdec rank {rank}", daemon=True)
         self.rank = rank
         self._settings, self._ended_call = settings, ended
@@ -50,9 +51,6 @@ class Sibling(threading.Thread):
     def run(self) -> None:
         """Starts the process and stays until it ends."""
         environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-        if self._settings["device"] == "cpu":
-            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-            environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // int(str(self._settings["size"])))))
         self._process = subprocess.Popen(
             [sys.executable, "-c", START], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
         )
@@ -84,8 +82,8 @@ class Sibling(threading.Thread):
         return f"rank {self.rank} of the tensor-parallel group {why}"
 
     def kill(self) -> None:
-        """Ends it at once."""
-        if self._process is not None:
+        """Ends it at once, unless it has ended."""
+        if self._process is not None:  # which knows
             self._process.kill()
 
 
@@ -99,7 +97,7 @@ class Siblings:
         on_loss: told one line when a rank has ended unasked.
     """
 
-    def __init__(self, settings: dict[int, dict[str, object]]) -> None:
+    def __init__(self, settings: Mapping[int, Settings]) -> None:
         self._lock = threading.Lock()
         self._closing = False
         self._lost: list[Sibling] = []
@@ -122,12 +120,11 @@ class Siblings:
     def end(self, *, kill: bool) -> None:
         """Waits for all to end, at most `PATIENCE`, or ends them at once."""
         self._closing = True
-        limit = time.monotonic() + (0 if kill else PATIENCE)
+        limit = time.monotonic() + PATIENCE
+        while not kill and any(sibling.is_alive() for sibling in self._all) and time.monotonic() < limit:
+            time.sleep(0.01)
         for sibling in self._all:
-            sibling.join(max(0.0, limit - time.monotonic()))
-        for sibling in self._all:
-            if sibling.is_alive():
-                sibling.kill()
+            sibling.kill()
 
     def why_ended(self) -> str | None:
         """One line about the rank that ended first unasked; waits a moment for it."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,18 +39,29 @@ class Wire:
         # Of its own, so that what hosts exchange within a step cannot be taken for what begins the next one.
         self._group = dist.new_group(backend="gloo", timeout=_FOREVER)
         assert group.size == dist.get_world_size(self._group)
-        self._numbers = torch.zeros(NUMBERS, dtype=torch.int64)
+        self._under_way: list[tuple[Any, Tensor]] = []  # with what they send
 
     def say(self, numbers: Sequence[int], payload: bytes = b"") -> None:
-        """Sends a message; returns once it is on its way, whatever the others do.
+        """Sends a message, without waiting for those who are not listening yet.
 
         Raises:
             RuntimeError: a rank has ended.
         """
-        self._numbers.copy_(torch.tensor([len(payload), *numbers, *[0] * (NUMBERS - 1 - len(numbers))]))
-        self._broadcast(self._numbers)
+        self.flush()
+        data = [torch.tensor([len(payload), *numbers, *[0] * (NUMBERS - 1 - len(numbers))])]
         if payload:
-            self._broadcast(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+            data.append(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+        self._under_way = [(dist.broadcast(one, group_src=0, group=self._group, async_op=True), one) for one in data]
+
+    def flush(self) -> None:
+        """Waits until the last message has come to all.
+
+        Raises:
+            RuntimeError: a rank has ended.
+        """
+        under_way, self._under_way = self._under_way, []
+        for work, _ in under_way:
+            work.wait()
 
     def hear(self) -> Message:
         """Waits for the next message, however long.
@@ -58,12 +69,10 @@ class Wire:
         Raises:
             RuntimeError: a rank has ended.
         """
-        self._broadcast(self._numbers)
-        length, *numbers = self._numbers.tolist()
-        payload = torch.empty(length, dtype=torch.uint8)
-        if length:
-            self._broadcast(payload)
-        return Message(numbers, payload.numpy().tobytes())
+        length, *numbers = self._heard(torch.zeros(NUMBERS, dtype=torch.int64)).tolist()
+        payload = self._heard(torch.empty(length, dtype=torch.uint8)).numpy().tobytes() if length else b""
+        return Message(numbers, payload)
 
-    def _broadcast(self, data: Tensor) -> None:
+    def _heard(self, data: Tensor) -> Tensor:
         dist.broadcast(data, group_src=0, group=self._group)
+        return data
