@@ -3,14 +3,15 @@
 import math
 import operator
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, Literal
 
 from specdec.blocks import MOST_NODES
 from specdec.errors import InvalidInputError
+from specdec.grammar.grammar import Grammar
 
 DraftSampling = Literal["coupled", "greedy", "probabilistic"]
 CacheDtype = Literal["auto", "fp8"]
@@ -71,15 +72,22 @@ def _sequence(config: Any, name: str, noun: str) -> tuple[Any, ...]:
     return tuple(value if value is not None else ())
 
 
+MOST_EDITS = 1024
+"""Tokens that the bias and the least length of a request may name together."""
+
+MOST_TOP_LOGPROBS = 64
+"""Log-probabilities per position at most."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one request is decoded.
 
-    Processing order of the logits, the same at every verified position and the same as Transformers': repetition penalty,
-    temperature, top-k, top-p, min-p.
+    Processing order of the logits, the same at every verified position and the same as Transformers': grammar, bias and least
+    length, repetition penalty, frequency and presence penalty, temperature, top-k, top-p, min-p.
 
     Attributes:
-        max_tokens: most new tokens, at least 1.
+        max_tokens: most new tokens, at least 1; 0 with `prompt_logprobs`, which then are all that is asked for.
         temperature: 0 decodes greedily; otherwise logits are divided by it.
         top_k: keep the `top_k` most likely tokens; 0 keeps all.
         top_p: keep the smallest set whose probability reaches `top_p`, in (0, 1]; 1 keeps all.
@@ -90,6 +98,17 @@ class SamplingParams:
         stop_token_ids: token ids that end the output, beside the model's own end-of-sequence ids.
         ignore_eos: do not stop at the model's end-of-sequence ids.
         logprobs: return the log-probability of each output token under the target's unprocessed logits.
+        top_logprobs: return so many of the likeliest tokens at each output token, too, with theirs.
+        prompt_logprobs: return the same of every prompt token but the first, with so many of the likeliest; None returns none.
+            Such a prompt is computed anew, whatever the prefix cache holds.
+        min_tokens: least new tokens before an end-of-sequence id or one of `stop_token_ids`, which cannot be chosen until then, and
+            before the text in which a stop string is found.
+        presence_penalty: taken off the logit of every token of the output so far; negative numbers favor it.
+        frequency_penalty: the same, as often as the output has the token.
+        logit_bias: numbers added to the logits of tokens, by id: a mapping or pairs.
+        grammar: what the output must look like; it ends with an end-of-sequence token once it is complete.
+        cache_salt: prompts share cached beginnings only with those of the same salt, such as a tenant's name; None is a salt, too.
+        read_prefix_cache: begin with what the cache has of the prompt; False computes all of it, and still offers it to others.
     """
 
     max_tokens: int = 256
@@ -103,18 +122,49 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: bool = False
+    top_logprobs: int = 0
+    prompt_logprobs: int | None = None
+    min_tokens: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    grammar: Grammar | None = None
+
+    cache_salt: str | None = None
+    read_prefix_cache: bool = True
 
     def __post_init__(self) -> None:
-        _integers(self, "max_tokens", "top_k", "seed")
-        _numbers(self, "temperature", "top_p", "min_p", "repetition_penalty")
-        _flags(self, "ignore_eos", "logprobs")
+        _integers(self, "max_tokens", "top_k", "seed", "top_logprobs", "prompt_logprobs", "min_tokens")
+        _numbers(self, "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+        _flags(self, "ignore_eos", "logprobs", "read_prefix_cache")
+        salt = self.cache_salt
+        right = salt is None or (isinstance(salt, str) and salt != "")
+        _require(right, f"cache_salt is {reprlib.repr(salt)}; it must be a string that is not empty, or be left out")
         stop = (self.stop,) if isinstance(self.stop, str) else _sequence(self, "stop", "strings")
         wrong = next((entry for entry in stop if not isinstance(entry, str)), None)
         _require(all(isinstance(entry, str) for entry in stop), f"stop holds {reprlib.repr(wrong)}; it must be a list of strings")
         object.__setattr__(self, "stop", stop)
         ids = _sequence(self, "stop_token_ids", "token ids")
         object.__setattr__(self, "stop_token_ids", tuple(as_integer("one of stop_token_ids", token) for token in ids))
-        _require(self.max_tokens >= 1, f"max_tokens is {self.max_tokens}; it must be at least 1")
+        object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
+        least = 1 if self.prompt_logprobs is None else 0
+        _require(self.max_tokens >= least, f"max_tokens is {self.max_tokens}; it must be at least {least}")
+        for name in ("top_logprobs", "prompt_logprobs"):
+            count = getattr(self, name) or 0
+            _require(0 <= count <= MOST_TOP_LOGPROBS, f"{name} is {count}; it must lie in [0, {MOST_TOP_LOGPROBS}]")
+        object.__setattr__(self, "logprobs", self.logprobs or self.top_logprobs > 0)
+        _require(
+            0 <= self.min_tokens <= self.max_tokens,
+            f"min_tokens is {self.min_tokens}; it must lie in [0, {self.max_tokens}], max_tokens being the most",
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            penalty = getattr(self, name)
+            _require(abs(penalty) <= 1e6, f"{name} is {penalty}; it must lie in [-1e6, 1e6], where 0 is off")
+        named = len(self.logit_bias) + (len(self.stop_token_ids) if self.min_tokens else 0)
+        _require(
+            named <= MOST_EDITS,
+            f"logit_bias, and stop_token_ids until min_tokens, name {named} tokens; they may name {MOST_EDITS} together",
+        )
         _require(
             math.isfinite(self.temperature) and self.temperature >= 0,
             f"temperature is {self.temperature}; it must be 0 (greedy) or a positive finite number",
@@ -130,7 +180,50 @@ class SamplingParams:
             self.seed is None or 0 <= self.seed < 2**63,
             f"seed is {self.seed}; it must lie in [0, 2**63), or be left out for a random one",
         )
+        right = self.grammar is None or isinstance(self.grammar, Grammar)
+        _require(
+            right, f"grammar is {reprlib.repr(self.grammar)}; make one with Grammar.json_schema, regex, choice, ebnf or json_object"
+        )
+        ends = "ignore_eos" if self.ignore_eos else "min_tokens" if self.min_tokens else ""
+        _require(
+            self.grammar is None or not ends,
+            f"{ends} is asked for with a grammar, which says itself where the output may end; leave out one of the two",
+        )
         _require(all(self.stop), "stop holds an empty string, which would end every output at once; remove it")
+
+    def choice(self, index: int) -> "SamplingParams":
+        """Those of output number `index` of several from one prompt: its seed lies so much higher, and of those that go on only the
+        first scores the prompt.
+
+        >>> SamplingParams(seed=7, prompt_logprobs=2).choice(3) == SamplingParams(seed=10)
+        True
+        """
+        if index == 0:
+            return self
+        seed = None if self.seed is None else (self.seed + index) % 2**63
+        return replace(self, seed=seed, prompt_logprobs=None if self.max_tokens else self.prompt_logprobs)
+
+
+def _bias(given: Any) -> tuple[tuple[int, float], ...]:
+    """What `logit_bias` says, in the order of the tokens.
+
+    >>> _bias({"7": 1, 5: -2.5})
+    ((5, -2.5), (7, 1.0))
+    """
+    pairs = given.items() if isinstance(given, Mapping) else given
+    right = isinstance(pairs, Iterable) and not isinstance(pairs, str | bytes)
+    _require(right, f"logit_bias is {reprlib.repr(given)}; it must map token ids to numbers")
+    found: dict[int, float] = {}
+    for pair in pairs:
+        right = isinstance(pair, tuple | list) and len(pair) == 2
+        _require(right, f"logit_bias holds {reprlib.repr(pair)}; it must map token ids to numbers")
+        token, value = pair
+        token = int(token) if isinstance(token, str) and token.isdecimal() else as_integer("a token of logit_bias", token)
+        right = isinstance(value, Real) and not isinstance(value, bool) and abs(float(value)) <= 1e6
+        _require(right, f"logit_bias of token {token} is {reprlib.repr(value)}; it must be a number in [-1e6, 1e6]")
+        _require(token not in found, f"logit_bias names token {token} twice; name it once")
+        found[token] = float(value)
+    return tuple(sorted(found.items()))
 
 
 DEFAULT_BLOCK_SIZE = 16
@@ -152,6 +245,8 @@ class LoadConfig:
             "model" in the model's own type everywhere.
         weights: "as-stored" leaves quantized weights packed where a kernel multiplies with them, in half precision on an
             accelerator; "bfloat16" makes plain numbers of them when they are read, as everywhere else.
+        tensor_parallel: processes, each with an accelerator of its own, that compute the target together; None takes those that
+            `torchrun` has started for a command, and one otherwise.
     """
 
     device: str = "auto"
@@ -161,6 +256,7 @@ class LoadConfig:
     kv_dtype: CacheDtype = "auto"
     prefill_dtype: PrefillDtype = "auto"
     weights: WeightForm = "as-stored"
+    tensor_parallel: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("device", "dtype", "attention"):
@@ -168,7 +264,9 @@ class LoadConfig:
             right = isinstance(value, str) or type(value).__module__ == "torch"  # torch's devices and types say their names
             _require(right, f"{name} is {reprlib.repr(value)}; it must be a string")
             object.__setattr__(self, name, str(value).removeprefix("torch."))
-        _integers(self, "block_size")
+        _integers(self, "block_size", "tensor_parallel")
+        right = self.tensor_parallel is None or self.tensor_parallel >= 1
+        _require(right, f"tensor_parallel is {self.tensor_parallel}; it must be at least 1")
         _require(self.block_size >= 1, f"block_size is {self.block_size}; it must be at least 1 token")
         _require(self.kv_dtype in ("auto", "fp8"), f"kv_dtype is {self.kv_dtype!r}; choose 'auto' or 'fp8'")
         right = self.prefill_dtype in ("auto", "model")
@@ -185,7 +283,7 @@ class CacheConfig:
 
     Attributes:
         memory_bytes: budget for all key and value tensors; None takes what the device has room for (`specdec.device`).
-        prefix_caching: keep full prompt blocks of finished requests and share them with requests that begin alike.
+        prefix_caching: keep full blocks of prompts and outputs, and share them with requests that begin alike.
     """
 
     memory_bytes: int | None = None

@@ -19,6 +19,7 @@ from specdec.batch import DecodeBatch, ForwardInput, PrefillBatch
 from specdec.blocks import DraftTree
 from specdec.config import DraftSampling
 from specdec.kv_cache import LayerSpec
+from specdec.sampling.logprobs import Logprobs
 
 
 @dataclass(slots=True)
@@ -56,6 +57,8 @@ class DraftOutput:
             tree; None unless `BoundDrafter.forecasts` asks for it.
         scores: float32 [num_reqs, k], log-probabilities of a tree's paths in falling order; None unless forecasts are asked for.
         part: int64 [num_reqs], which part of a composition drafted; None for any other drafter.
+        alternatives: int64 [num_reqs, k, C], tokens of each slot of a chain of point masses, the likeliest first; None unless an
+            output follows a grammar (`SamplingPlan.guided`), which may refuse the draft, and the drafter has some.
     """
 
     token_ids: Tensor
@@ -66,6 +69,7 @@ class DraftOutput:
     forecast: Tensor | None = None
     scores: Tensor | None = None
     part: Tensor | None = None
+    alternatives: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -78,7 +82,7 @@ class AcceptOutput:
         num_accepted: int64 [num_reqs], in [0, depth].
         next_anchors: int64 [num_reqs], the recovered or bonus token.
         finite: bool [num_reqs], False when logits behind a counted token were NaN or infinite.
-        logprobs: float32 [num_reqs, depth + 1] under the target's unprocessed logits, or None when nobody asked.
+        logprobs: of `token_ids`, under the target's unprocessed logits; None when nobody asked.
         path: int64 [num_reqs, depth + 1], rows of a tree that were accepted, that of the anchor first; entries past
             `num_accepted` are rows that were not. None in a chain, whose rows follow each other.
     """
@@ -87,7 +91,7 @@ class AcceptOutput:
     num_accepted: Tensor
     next_anchors: Tensor
     finite: Tensor
-    logprobs: Tensor | None = None
+    logprobs: Logprobs | None = None
     path: Tensor | None = None
 
 
@@ -192,6 +196,8 @@ class Drafter(Protocol):
     tokens_ahead: int = 0
     """Tokens after a position that what drafting caches for the position depends on. A block of a cached prefix is reused by
     requests that have them in common as well."""
+    late_context: bool = False
+    """Whether drafting caches what belongs to a step's tokens when the next step drafts, and not when the step commits them."""
     draws_trees: bool = False
     """Whether drafts form a tree where the shape of the block asks for one. Its paths are up to `max_draft_tokens` long."""
 

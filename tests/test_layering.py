@@ -20,7 +20,9 @@ MAY_IMPORT: dict[str, set[str]] = {
 FLOORS: dict[str, list[set[str]]] = {
     "specdec": [
         {"errors", "sizes", "deviation", "blocks"},
-        {"amd_gpus", "config", "metrics", "registry", "files", "hub", "packages"},
+        {"packages"},
+        {"grammar"},
+        {"amd_gpus", "config", "metrics", "registry", "files", "hub"},
         {"device", "kv_cache", "parallel"},
         {"self_check"},
         {"kernels"},
@@ -29,8 +31,9 @@ FLOORS: dict[str, list[set[str]]] = {
         {"sampling"},
         {"batch"},
         {"core"},
-        {"scratch", "engine"},
-        {"decoder", "provenance"},
+        {"scratch", "engine", "loading"},
+        {"decoder", "provenance", "journal"},
+        {"cluster"},
         {"cli"},
         {"__init__", "__main__"},
     ],
@@ -47,7 +50,7 @@ FLOORS: dict[str, list[set[str]]] = {
     "evals": [
         {"divergence", "manual_prompts", "roofline", "speed"},
         {"prompt_sets"},
-        {"runner", "report"},
+        {"runner", "report", "system"},
         {"peers", "profile", "accuracy"},
         {"bench"},
         {"__init__"},
@@ -59,6 +62,8 @@ CONFINED = {
     "aiter": "specdec/kernels/aiter*.py",
     "triton": "specdec/kernels/triton_*.py",
     "lm_eval": "evals/accuracy/lm_eval_*.py",
+    "ray": "specdec/cluster/*.py",
+    "xgrammar": "specdec/grammar/*.py",
 }
 """Libraries that only some files may import, so that everything else works without them."""
 

@@ -27,7 +27,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"temperature": 0.8, "seed": 3},
     "filtered": {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 3, "logprobs": True},
-    "penalized": {"repetition_penalty": 1.3},
+    "penalized": {"repetition_penalty": 1.3, "presence_penalty": 0.3, "logit_bias": {3: 2.0}, "min_tokens": 4, "top_logprobs": 3},
 }
 
 

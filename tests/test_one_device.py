@@ -16,6 +16,7 @@ from specdec.attention.selector import select_backend
 from specdec.config import CacheConfig, EngineConfig
 from specdec.core import Drafter, Verifier
 from specdec.engine.engine import SpecEngine
+from specdec.sampling.edits import Edits
 from specdec.sampling.tensors import SamplingPlan
 from tests.helpers.tiny_models import CONFIGS, random_dflash
 from verifiers.hf import verifier_for
@@ -26,7 +27,7 @@ META = torch.device("meta")
 PLANS = {
     "greedy": SamplingPlan(False, True, 0, False, False, False),
     "filtered": SamplingPlan(False, False, 32, True, True, True),
-    "penalized": SamplingPlan(True, False, 0, False, False, False),
+    "penalized": SamplingPlan(True, False, 0, False, False, True, top_logprobs=4, edits=8, counted=True),
 }
 
 
@@ -56,7 +57,9 @@ def test_a_step_stays_on_its_device(name: str, fuse: bool) -> None:
         cache = CacheConfig(memory_bytes=2**20)
         config = EngineConfig(num_draft_tokens=None, max_num_seqs=4, draft_sampling="probabilistic", cache=cache)
         engine = SpecEngine(verifier, drafter, config)
-        engine.slots.sampling.seen = torch.zeros(5, verifier.vocab_size, dtype=torch.bool, device=META)
+        state = engine.slots.sampling
+        state.seen = torch.zeros(5, verifier.vocab_size, dtype=torch.bool, device=META)
+        state.counts, state.edits = torch.zeros_like(state.seen, dtype=torch.int32), Edits.none(5, META)
         slots = torch.empty(3, dtype=torch.int64, device=META)
         if drafter is drafters[-1]:
             drafter.network.angles(slots)  # type: ignore[union-attr]  # a prefill has brought its frequencies over

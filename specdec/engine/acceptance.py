@@ -17,8 +17,11 @@ from torch.nn import functional as F
 from specdec.core import AcceptOutput, DraftOutput
 from specdec.layers.argmax import argmax
 from specdec.sampling.filters import processed_probs
+from specdec.sampling.logprobs import Logprobs, logprobs_of
+from specdec.sampling.masks import TokenMasks, mask_logits
 from specdec.sampling.noise import Purpose, of_step, uniform
-from specdec.sampling.sampler import penalized, sample, sample_from
+from specdec.sampling.sampler import sample, sample_from
+from specdec.sampling.scores import scored
 from specdec.sampling.tensors import SamplingTensors
 from specdec.sampling.trees import walk
 
@@ -30,6 +33,7 @@ def accept(
     sampling: SamplingTensors,
     positions: Tensor,
     depth: int | None = None,
+    masks: TokenMasks | None = None,
 ) -> AcceptOutput:
     """Decides one step for every request; shapes are static and the host never waits.
 
@@ -43,6 +47,7 @@ def accept(
         sampling: sampling state of the requests.
         positions: int64 [num_reqs, k + 1].
         depth: most drafts of a path of a tree, see `specdec.blocks.BlockShape`.
+        masks: what the grammars of requests allow; applied to `logits` in place, or to a copy where log-probabilities are wanted.
 
     Returns:
         The outcome. A request whose logits are not finite says so in `finite`; its tokens are valid ids without meaning, and
@@ -54,12 +59,16 @@ def accept(
     num_drafts = None if draft is None else draft.num_drafts
     tree = None if draft is None else draft.tree
 
-    scores = logits if sampling.seen is None else penalized(logits, sampling, tokens, tree)
+    raw = logits
+    if masks is not None:
+        logits = logits.clone() if sampling.plan.logprobs else logits.contiguous()
+        mask_logits(logits, masks)
+    scores = scored(logits, sampling, tokens, positions, tree)
     if sampling.plan.all_greedy or draft is None or draft.probs is None or k == 0:
         token_ids, finite = argmax(scores) if sampling.plan.all_greedy else sample(scores, sampling, positions + 1)
         if draft is not None and tree is not None:
             path, num_accepted = walk(draft.token_ids, tree, token_ids, depth or k, num_drafts)
-            return _along(path, num_accepted, token_ids, finite, logits if sampling.plan.logprobs else None)
+            return _along(path, num_accepted, token_ids, finite, _logprobs(raw, token_ids, sampling))
         num_accepted = _prefix_length(token_ids[:, :k] == drafts, num_drafts)
     else:
         assert tree is None, "what is rejected on another branch would have to leave the residual, too"
@@ -73,11 +82,11 @@ def accept(
         num_accepted=num_accepted,
         next_anchors=token_ids.gather(1, num_accepted[:, None]).squeeze(1),
         finite=_prefix_length(finite) > num_accepted,
-        logprobs=_logprobs(logits, token_ids) if sampling.plan.logprobs else None,
+        logprobs=_logprobs(raw, token_ids, sampling),
     )
 
 
-def _along(path: Tensor, num_accepted: Tensor, token_ids: Tensor, finite: Tensor, logits: Tensor | None) -> AcceptOutput:
+def _along(path: Tensor, num_accepted: Tensor, token_ids: Tensor, finite: Tensor, logprobs: Logprobs | None) -> AcceptOutput:
     """What the target chose along a path through a tree, from its choices `token_ids` [num_reqs, k + 1] behind all rows."""
     chosen = token_ids.gather(1, path)
     return AcceptOutput(
@@ -85,7 +94,7 @@ def _along(path: Tensor, num_accepted: Tensor, token_ids: Tensor, finite: Tensor
         num_accepted=num_accepted,
         next_anchors=chosen.gather(1, num_accepted[:, None]).squeeze(1),
         finite=_prefix_length(finite.gather(1, path)) > num_accepted,
-        logprobs=None if logits is None else _logprobs(logits, token_ids).gather(1, path),
+        logprobs=None if logprobs is None else logprobs.along(path),
         path=path,
     )
 
@@ -148,7 +157,6 @@ def _draft_distributions(draft: DraftOutput, like: Tensor) -> Tensor:
     return torch.zeros_like(like[:, 1:]).scatter(-1, draft.candidate_ids, probs)
 
 
-def _logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
-    """float32 [num_reqs, k + 1]: log-probabilities of `token_ids` under the unprocessed logits."""
-    scores = logits.float()
-    return scores.gather(-1, token_ids[..., None]).squeeze(-1) - scores.logsumexp(dim=-1)
+def _logprobs(logits: Tensor, token_ids: Tensor, sampling: SamplingTensors) -> Logprobs | None:
+    """Those of `token_ids` int64 [num_reqs, k + 1], under the unprocessed logits; None when nobody asked."""
+    return logprobs_of(logits, token_ids, sampling.plan.top_logprobs) if sampling.plan.logprobs else None

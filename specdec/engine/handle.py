@@ -209,10 +209,10 @@ class Handle:
 
     def _chunk(self) -> StreamChunk:
         request, text = self.request, self._text
-        tokens = request.output_token_ids[self._num_shown :]
-        self._num_shown = len(request.output_token_ids)
+        since, self._num_shown = self._num_shown, len(request.output_token_ids)
+        tokens, logprobs, top = request.output_token_ids[since:], request.logprobs[since:], request.top_logprobs[since:]
         if request.status is not Status.FINISHED:
-            return StreamChunk(self._index, text.take() if text else "", tokens)
+            return StreamChunk(self._index, text.take() if text else "", tokens, None, logprobs, top)
         tail = text.finish() if text else self._decode(request.output_token_ids)
         self._result = GenerationResult.of(request, text.text if text else tail)
-        return StreamChunk(self._index, tail, tokens, self._result)
+        return StreamChunk(self._index, tail, tokens, self._result, logprobs, top)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from specdec.engine.request import Request
 from specdec.metrics import AcceptanceStats
+from specdec.sampling.logprobs import Top
 
 
 @dataclass(slots=True)
@@ -19,8 +22,13 @@ class GenerationResult:
         finish_reason: "stop", "length", "cancelled" or "error".
         error: one line, when the reason is "error".
         logprobs: one per output token when asked for, under the target's unprocessed logits; else None.
+        top_logprobs: one per output token when asked for: log-probabilities of the likeliest tokens, and of the token itself.
+        prompt_logprobs: one per prompt token when asked for, under the target's unprocessed logits after the tokens before it; the
+            first is None.
+        prompt_top_logprobs: the same of the likeliest tokens, and of the token itself.
         seed: seed of the request's random stream; the same seed repeats the output.
         stats: how the drafts of each verify step fared.
+        num_cached_tokens: of the prompt, which the cache had already.
     """
 
     prompt_token_ids: list[int]
@@ -29,20 +37,30 @@ class GenerationResult:
     finish_reason: str
     error: str | None = None
     logprobs: list[float] | None = None
+    top_logprobs: list[Top] | None = None
+    prompt_logprobs: list[float | None] | None = None
+    prompt_top_logprobs: list[Top | None] | None = None
     seed: int = 0
     stats: AcceptanceStats = field(default_factory=lambda: AcceptanceStats([], [], []))
+    num_cached_tokens: int = 0
 
     @classmethod
     def of(cls, request: Request, text: str) -> GenerationResult:
         """What a finished request has become."""
+        params = request.sampling
+        scored = params.prompt_logprobs is not None
         return cls(
             prompt_token_ids=request.prompt_token_ids,
             text=text,
             token_ids=request.output_token_ids,
             finish_reason=request.finish_reason or "cancelled",
             error=request.error,
-            logprobs=request.logprobs if request.sampling.logprobs else None,
+            logprobs=request.logprobs if params.logprobs else None,
+            top_logprobs=request.top_logprobs if params.top_logprobs else None,
+            prompt_logprobs=[None, *request.prompt_logprobs] if scored else None,
+            prompt_top_logprobs=[None, *request.prompt_top_logprobs] if scored else None,
             seed=request.seed,
+            num_cached_tokens=request.num_cached_tokens or 0,
             stats=AcceptanceStats(
                 request.num_drafted,
                 request.num_accepted,
@@ -58,6 +76,11 @@ class GenerationResult:
         """What an input becomes that cannot be served."""
         return cls([], "", [], "error", error=str(error))
 
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> GenerationResult:
+        """The result that `dataclasses.asdict` made this of, also by way of JSON."""
+        return cls(**{**given, "stats": AcceptanceStats(**given["stats"])})
+
 
 @dataclass(slots=True)
 class StreamChunk:
@@ -67,6 +90,7 @@ class StreamChunk:
         index: which of the inputs.
         text: new text; may lag the tokens while a character or a possible stop string is incomplete.
         token_ids: new tokens.
+        logprobs, top_logprobs: of these tokens, as in `GenerationResult`; empty when not asked for.
         result: the whole result, on the last chunk of an input; None before.
     """
 
@@ -74,3 +98,5 @@ class StreamChunk:
     text: str
     token_ids: list[int]
     result: GenerationResult | None = None
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[Top] = field(default_factory=list)

@@ -215,7 +215,7 @@ class Session:
             raise InvalidInputError("stop strings need a tokenizer and the session has none; give it one, or use stop_token_ids")
         decoder = None
         if self.tokenizer is not None and (sampling.stop or (text and incremental)):
-            decoder = IncrementalDecoder(self.tokenizer, sampling.stop)
+            decoder = IncrementalDecoder(self.tokenizer, sampling.stop, min_tokens=sampling.min_tokens)
         push = None if decoder is None else lambda request, tokens: decoder.push(tokens)
         request = self.engine.new_request(token_ids(prompt), sampling, on_tokens=push)
         handle = Handle(self, stream, request, index, decoder, self._decode if text else lambda tokens: "", incremental)

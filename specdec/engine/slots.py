@@ -13,6 +13,7 @@ from specdec.core import AcceptOutput
 from specdec.engine.request import Request
 from specdec.engine.scheduler import Chunk, prefill_tokens
 from specdec.kv_cache.block_pool import NULL_BLOCK
+from specdec.sampling.edits import Edits, num_edits
 from specdec.sampling.tensors import SamplingPlan, SamplingTensors
 
 
@@ -84,9 +85,11 @@ class SlotState:
         rows = SamplingTensors.of(
             [request.sampling for request in requests],
             [request.seed for request in requests],
+            firsts=[len(request.prompt_token_ids) for request in requests],
             pin=self.device.type == "cuda",
         )
         self.sampling.put(slots, rows)
+        self._begin_edits(requests, slots)
         if self.long is not None:
             self.long.index_copy_(0, slots, self.tensor([request.long for request in requests]).bool())
         for request in requests:
@@ -96,6 +99,21 @@ class SlotState:
                     self.sampling.seen = torch.zeros(self.num_slots, self.vocab_size, dtype=torch.bool, device=self.device)
                 self.sampling.seen[request.slot] = False
                 self.sampling.seen[request.slot].index_fill_(0, self.tensor(prefill_tokens(request)), True)
+            if request.sampling.presence_penalty != 0 or request.sampling.frequency_penalty != 0:
+                if self.sampling.counts is None:
+                    self.sampling.counts = torch.zeros(self.num_slots, self.vocab_size, dtype=torch.int32, device=self.device)
+                self.sampling.counts[request.slot] = 0
+                known = self.tensor(request.output_token_ids[:-1])  # after a preemption; the last one is the anchor
+                self.sampling.counts[request.slot].index_add_(0, known, torch.ones_like(known, dtype=torch.int32))
+
+    def _begin_edits(self, requests: Sequence[Request], slots: Tensor) -> None:
+        """Writes what these requests change of single logits; from the first one that does on, also that others change none."""
+        params = [request.sampling for request in requests]
+        if self.sampling.edits is None and any(map(num_edits, params)):
+            self.sampling.edits = Edits.none(self.num_slots, self.device)
+        if self.sampling.edits is not None:
+            firsts = [len(request.prompt_token_ids) for request in requests]
+            self.sampling.edits.put(slots, params, firsts, pin=self.device.type == "cuda")
 
     def extend_block_tables(self, requests: Sequence[Request]) -> None:
         """Writes the entries of blocks that `requests` have got since the last call."""
@@ -127,14 +145,18 @@ class SlotState:
             self.anchors.index_copy_(0, slots, anchors)
 
     def prefill_batch(self, chunks: Sequence[Chunk]) -> PrefillBatch:
-        """Packs chunks. Logits are asked for the last row of every prompt that ends here and has no known anchor."""
+        """Packs chunks. Logits are asked for the last row of every prompt that ends here and has no known anchor, and behind these
+        for those of `Chunk.rows_to_score`.
+        """
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
         logit_rows: list[int] = []
+        scored_rows: list[int] = []
         long: list[int] = []
         for chunk in chunks:
             long += [chunk.request.long] * (chunk.end - chunk.start)
+            scored_rows += [len(tokens) + position - chunk.start for position in chunk.rows_to_score]
             tokens += prefill_tokens(chunk.request)[chunk.start : chunk.end]
             positions += range(chunk.start, chunk.end)
             slots += cache_slots(chunk, self.block_size)
@@ -147,9 +169,17 @@ class SlotState:
             self.block_table.index_select(0, slot_rows),
             self.tensor(slots),
         )
-        wanted = self.tensor(logit_rows)
+        wanted = self.tensor(logit_rows + scored_rows)
         is_long = None if self.long is None else self.tensor(long).bool()
-        rows = ForwardInput(self.tensor(tokens), self.tensor(positions), metadata, logit_rows=wanted, long=is_long, slots=slot_rows)
+        rows = ForwardInput(
+            self.tensor(tokens),
+            self.tensor(positions),
+            metadata,
+            logit_rows=wanted,
+            long=is_long,
+            slots=slot_rows,
+            max_pending=most_pending(chunks),
+        )
         return PrefillBatch(forward=rows, slots=slot_rows, next_token_ids=self.tensor([next_token(chunk) for chunk in chunks]))
 
     def select(self, requests: Sequence[Request]) -> Selection:
@@ -164,8 +194,7 @@ class SlotState:
             slots = self.slot_indices(selection.requests)
             selection.tensors = slots, self.sampling.select(slots, selection.plan)
         slots, sampling = selection.tensors
-        if selection.plan.penalized and self.sampling.seen is not None:
-            sampling.seen = self.sampling.seen.index_select(0, slots)  # the only numbers that a step changes
+        sampling.select_past(slots, self.sampling)
         bounds = {"max_seq_len": self.max_seq_len(selection.requests, shape.drafts), "min_seq_len": min_seq_len(selection.requests)}
         return self.gather(slots, sampling, shape=shape, context=context, **bounds)
 
@@ -218,13 +247,16 @@ class SlotState:
         """
         self.seq_lens.index_add_(0, batch.slots, accept.num_accepted + 1)
         self.anchors.index_copy_(0, batch.slots, accept.next_anchors)
-        seen = self.sampling.seen
-        if batch.sampling.plan.penalized and seen is not None:
+        plan, seen, counts = batch.sampling.plan, self.sampling.seen, self.sampling.counts
+        if plan.penalized or plan.counted:
             kept = torch.arange(token_ids.shape[1], device=self.device) <= accept.num_accepted[:, None]
             tokens = torch.where(kept, token_ids, token_ids[:, :1])
-            cells = batch.slots[:, None] * seen.shape[1] + tokens
-            # Not `seen[...] = True`: a number assigned through an index tensor is copied from the host, which waits.
-            seen.view(-1).index_fill_(0, cells.view(-1), True)
+            cells = (batch.slots[:, None] * self.vocab_size + tokens).view(-1)
+            if plan.penalized and seen is not None:
+                # Not `seen[...] = True`: a number assigned through an index tensor is copied from the host, which waits.
+                seen.view(-1).index_fill_(0, cells, True)
+            if plan.counted and counts is not None:
+                counts.view(-1).scatter_add_(0, cells, kept.int().view(-1))
 
     def rest_padding(self) -> None:
         """Takes the padding slot back to where it began, so that it never outgrows its block table."""
@@ -268,6 +300,11 @@ def next_token(chunk: Chunk) -> int:
     """The token after a chunk; 0 where it is yet to be chosen."""
     tokens = chunk.request.token_ids
     return tokens[chunk.end] if chunk.end < len(tokens) else 0
+
+
+def most_pending(chunks: Sequence[Chunk]) -> int:
+    """See `ForwardInput.max_pending`: those of the snapshots that prefills go on from."""
+    return max((chunk.request.snapshot.pending for chunk in chunks if chunk.admitted and chunk.request.snapshot), default=0)
 
 
 def samples_first_token(chunk: Chunk) -> bool:

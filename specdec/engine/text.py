@@ -51,13 +51,17 @@ class IncrementalDecoder:
         tokenizer: decodes ids to text.
         stop: strings that end the output. The one completed first wins, whichever way it is cut into tokens; of two completed
             by the same character, the longer one.
+        min_tokens: tokens in whose text no stop string is looked for.
         skip_special_tokens: leave special tokens out of the text; a stop string then cannot match one.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = (), *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = (), *, min_tokens: int = 0, skip_special_tokens: bool = True
+    ) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._longest_stop = max(map(len, self._stop), default=0)
+        self._num_exempt, self._search_from = min_tokens, 0  # tokens before the search begins, and where it will
         self._skip_special_tokens = skip_special_tokens
         self._window: list[int] = []  # the context, then the pending tokens
         self._num_context = 0  # tokens whose text is settled, kept for what they do to the next ones
@@ -91,9 +95,11 @@ class IncrementalDecoder:
             self._append(token_ids)
             return None
         for num_kept, token_id in enumerate(token_ids, start=1):
-            search_from = max(0, len(self._text) - self._longest_stop + 1)
+            search_from = max(self._search_from, len(self._text) - self._longest_stop + 1)
             self._append([token_id])
-            if self._cut_at_stop(search_from):
+            if self._num_exempt:
+                self._num_exempt, self._search_from = self._num_exempt - 1, len(self._text)
+            elif self._cut_at_stop(search_from):
                 return num_kept
         return None
 

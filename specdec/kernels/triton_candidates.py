@@ -32,8 +32,8 @@ def number_of(order: tl.tensor) -> tl.tensor:
 @triton.jit
 def _slice_candidates_kernel(
     logits: tl.tensor,  # [groups, width, vocab_size]
-    floats: tl.tensor,  # float32 [4, groups]: temperature, top-p, min-p, penalty
-    ints: tl.tensor,  # int64 [2, groups]: top-k, seed
+    floats: tl.tensor,  # float32 [6, groups]: temperature, top-p, min-p, then penalties
+    ints: tl.tensor,  # int64 [3, groups]: top-k, seed, first position
     positions: tl.tensor,  # int64 [groups * width]
     least: tl.tensor,  # float32 [groups * width]
     weights: tl.tensor,  # float32 [2, groups * width], of log-probability and noise, or None

@@ -50,8 +50,8 @@ def _settings(floats: tl.tensor, ints: tl.tensor, groups: tl.tensor, group: tl.t
 @triton.jit
 def _group_max_kernel(
     logits: tl.tensor,  # [groups, width, vocab_size]
-    floats: tl.tensor,  # float32 [4, groups]: temperature, top-p, min-p, penalty
-    ints: tl.tensor,  # int64 [2, groups]: top-k, seed
+    floats: tl.tensor,  # float32 [6, groups]: temperature, top-p, min-p, then penalties
+    ints: tl.tensor,  # int64 [3, groups]: top-k, seed, first position
     highest: tl.tensor,  # [groups * width, num_groups], of the logits' type
     parts: tl.tensor,  # float32 [groups * width, slices, 2]: the best logit, and the sum of exp((x - best) / temperature)
     groups: tl.tensor,
@@ -176,8 +176,8 @@ def _mass_listed(
 @triton.jit
 def _least_kept_kernel(
     logits: tl.tensor,  # [groups, width, vocab_size]
-    floats: tl.tensor,  # float32 [4, groups]
-    ints: tl.tensor,  # int64 [2, groups]
+    floats: tl.tensor,  # float32 [6, groups]
+    ints: tl.tensor,  # int64 [3, groups]
     highest: tl.tensor,  # [groups * width, num_groups]
     parts: tl.tensor,  # float32 [groups * width, slices, 2]
     listed: tl.tensor,  # int32 [groups * width, num_groups]

@@ -48,8 +48,8 @@ def gumbel(bits: tl.tensor, token: tl.tensor) -> tl.tensor:
 @triton.jit
 def _draw_kernel(
     logits: tl.tensor,  # [groups, width, vocab_size]
-    floats: tl.tensor,  # float32 [4, groups]
-    ints: tl.tensor,  # int64 [2, groups]
+    floats: tl.tensor,  # float32 [6, groups]
+    ints: tl.tensor,  # int64 [3, groups]
     positions: tl.tensor,  # int64 [groups * width]
     least: tl.tensor,  # float32 [groups * width]
     keys: tl.tensor,  # int64 [groups * width, slices]

@@ -90,13 +90,13 @@ def _best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
         best = scores.max(dim=-1, keepdim=True)  # of equal ones the first, too
         columns, highest = best.indices, best.values
     else:
-        columns = _highest(scores, count)
+        columns = highest_columns(scores, count)
         highest = scores.gather(-1, columns)
     logprobs = highest - scores.logsumexp(dim=-1, keepdim=True)
     return columns, torch.where(logprobs.isnan(), -torch.inf, logprobs.clamp(max=0.0))
 
 
-def _highest(scores: Tensor, count: int) -> Tensor:
+def highest_columns(scores: Tensor, count: int) -> Tensor:
     """Columns int64 [rows, count] of the highest of float32 [rows, V], of equal ones the first."""
     # They lie in as many groups of columns, those of the highest maxima: the maximum of any other comes after one of each.
     groups = F.pad(scores, (0, -scores.shape[-1] % _GROUP), value=-torch.inf).unflatten(-1, (-1, _GROUP))

@@ -24,7 +24,7 @@ def filtered_scores(logits: Tensor, sampling: SamplingTensors) -> Tensor:
     Every row is computed from its own values only, bit for bit the same whichever filters its neighbors use.
 
     Args:
-        logits: [num_reqs, n, V], after the repetition penalty if there is one.
+        logits: [num_reqs, n, V], see `specdec.sampling.scores.scored`.
         sampling: of the requests; rows of greedy ones have no meaning.
 
     Returns:

@@ -1,4 +1,4 @@
-"""From logits to tokens, batched: the repetition penalty and the draw.
+"""From scores to tokens, batched: the draw.
 
 A token is drawn by adding a Gumbel variable of its own to every token's score and taking the highest (the Gumbel-max trick, arXiv
 1411.0030): no sum over the vocabulary, and whoever guesses the token can know the noise beforehand.
@@ -9,9 +9,7 @@ from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from specdec.blocks import DraftTree
 from specdec.config import SamplingParams
 from specdec.deviation import Deviation
 from specdec.kernels.triton_launch import unavailable_reasons
@@ -25,40 +23,13 @@ CACHED_NUMBERS = 2**16
 """How many numbers a CPU draws from at once: those of more rows would leave its cache between two operations."""
 
 
-def penalized(logits: Tensor, sampling: SamplingTensors, tokens: Tensor, tree: DraftTree | None = None) -> Tensor:
-    """Applies the repetition penalty to rows that were fed `tokens`: a row counts the tokens up to its own, on its path of a tree.
-
-    Args:
-        logits: [num_reqs, n, V].
-        sampling: `seen` must be there; requests with penalty 1 are left as they are.
-        tokens: int64 [num_reqs, n], the anchor, then the drafts.
-        tree: how the drafts hang together; None is a chain.
-
-    Returns:
-        float32 [num_reqs, n, V].
-    """
-    assert sampling.seen is not None, "no request has a repetition penalty"
-    width = tokens.shape[1]
-    if tree is None:
-        counted = torch.ones(width, width, dtype=torch.bool, device=tokens.device).tril()
-    else:
-        drafts = torch.arange(width - 1, device=tokens.device)
-        counted = F.pad((tree.ancestors[..., None] >> drafts) & 1, (1, 0, 1, 0)).bool()
-    # Row j names the tokens that it counts; in place of others it names the anchor again, which every row has.
-    fed = torch.where(counted, tokens[:, None, :], tokens[:, :1, None])
-    seen = sampling.seen[:, None, :].repeat(1, width, 1).scatter_(-1, fed, True)
-    scores = logits.float()
-    penalty = sampling.repetition_penalty[:, None, None]
-    return torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
-
-
 def sample(logits: Tensor, sampling: SamplingTensors, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Draws a token from each row; a greedy request gets its best one.
 
     Every row is computed from its own values only, bit for bit the same whichever filters its neighbors use.
 
     Args:
-        logits: [num_reqs, n, V], after the repetition penalty if there is one.
+        logits: [num_reqs, n, V], see `specdec.sampling.scores.scored`.
         sampling: of the requests.
         positions: int64 [num_reqs, n], of the tokens to draw.
 

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from specdec.config import SamplingParams
+from specdec.sampling.edits import Edits, num_edits
 from specdec.sizes import power_of_two
 
-_FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty")
-_NEUTRAL = (0.0, 1.0, 0.0, 1.0)  # greedy, nothing filtered, nothing penalized
+_FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_NEUTRAL = (0.0, 1.0, 0.0, 1.0, 0.0, 0.0)  # greedy, nothing filtered, nothing penalized
 
 
 class SamplingPlan(NamedTuple):
@@ -25,6 +26,10 @@ class SamplingPlan(NamedTuple):
         max_top_k: bound of the requests' top-k, 0 when nobody has one; a power of two, so that few values occur.
         any_top_p, any_min_p: a request filters so.
         logprobs: a request wants log-probabilities.
+        top_logprobs: bound of the likeliest tokens that a request wants with them; a power of two or 0.
+        edits: bound of the tokens whose logits a request has changed by itself, see `specdec.sampling.edits`; likewise.
+        counted: a request has a presence or a frequency penalty.
+        guided: a request has a grammar.
     """
 
     penalized: bool
@@ -33,6 +38,10 @@ class SamplingPlan(NamedTuple):
     any_top_p: bool
     any_min_p: bool
     logprobs: bool
+    top_logprobs: int = 0
+    edits: int = 0
+    counted: bool = False
+    guided: bool = False
 
     @property
     def filtered(self) -> bool:
@@ -50,6 +59,10 @@ class SamplingPlan(NamedTuple):
             any_top_p=any(p.top_p < 1 for p in sampled),
             any_min_p=any(p.min_p > 0 for p in sampled),
             logprobs=any(p.logprobs for p in params),
+            top_logprobs=power_of_two(max((p.top_logprobs for p in params), default=0)),
+            edits=power_of_two(max((num_edits(p) for p in params), default=0)),
+            counted=any(p.presence_penalty != 0 or p.frequency_penalty != 0 for p in params),
+            guided=any(p.grammar is not None for p in params),
         )
 
 
@@ -59,29 +72,44 @@ class SamplingTensors:
 
     Attributes:
         plan: of the batch.
-        floats: float32 [4, num_reqs]: temperature (0 is greedy), top-p, min-p, repetition penalty.
-        ints: int64 [2, num_reqs]: top-k (0 is off), seed.
+        floats: float32 [6, num_reqs]: temperature (0 is greedy), top-p, min-p, and the penalties for repetition, presence and
+            frequency.
+        ints: int64 [3, num_reqs]: top-k (0 is off), seed, and the position of the first output token.
         seen: bool [num_reqs, V], tokens before the anchor that the repetition penalty counts; None when no request has one.
+        counts: int32 [num_reqs, V], how often the output before the anchor has each token; None when no request has a presence or
+            frequency penalty.
+        edits: of single logits; None when no request has any.
     """
 
     plan: SamplingPlan
     floats: Tensor
     ints: Tensor
     seen: Tensor | None = None
+    counts: Tensor | None = None
+    edits: Edits | None = None
 
     @classmethod
     def neutral(cls, num_rows: int, device: torch.device) -> SamplingTensors:
         """Rows of requests that decode greedily."""
         floats = torch.tensor(_NEUTRAL, device=device)[:, None].repeat(1, num_rows)
-        return cls(SamplingPlan.of([]), floats, torch.zeros(2, num_rows, dtype=torch.int64, device=device))
+        return cls(SamplingPlan.of([]), floats, torch.zeros(3, num_rows, dtype=torch.int64, device=device))
 
     @classmethod
     def of(
-        cls, params: Sequence[SamplingParams], seeds: Sequence[int], *, seen: Tensor | None = None, pin: bool = False
+        cls,
+        params: Sequence[SamplingParams],
+        seeds: Sequence[int],
+        *,
+        firsts: Sequence[int] | None = None,
+        seen: Tensor | None = None,
+        pin: bool = False,
     ) -> SamplingTensors:
-        """The numbers of these requests on the host, in pinned memory with `pin`."""
+        """The numbers of these requests on the host, in pinned memory with `pin`; `firsts` are the positions of their first output
+        tokens, 0 when left out.
+        """
         floats = torch.tensor([[getattr(p, name) for p in params] for name in _FLOATS], dtype=torch.float32, pin_memory=pin)
-        ints = torch.tensor([[p.top_k for p in params], list(seeds)], dtype=torch.int64, pin_memory=pin)
+        rows = [[p.top_k for p in params], list(seeds), list(firsts or [0] * len(params))]
+        ints = torch.tensor(rows, dtype=torch.int64, pin_memory=pin)
         return cls(SamplingPlan.of(params), floats, ints, seen)
 
     def put(self, slots: Tensor, other: SamplingTensors) -> None:
@@ -92,12 +120,24 @@ class SamplingTensors:
     def select(self, slots: Tensor, plan: SamplingPlan) -> SamplingTensors:
         """The columns `slots` int64 [n], as far as `plan` reads them; only device operations."""
         assert self.seen is not None or not plan.penalized
+        assert self.counts is not None or not plan.counted
+        assert self.edits is not None or not plan.edits
+        plain = plan.all_greedy and not plan.counted
         return SamplingTensors(
             plan,
-            floats=self.floats[:, :0] if plan.all_greedy and not plan.penalized else self.floats.index_select(1, slots),
-            ints=self.ints[:, :0] if plan.all_greedy else self.ints.index_select(1, slots),
+            floats=self.floats[:, :0] if plain and not plan.penalized else self.floats.index_select(1, slots),
+            ints=self.ints[:, :0] if plain else self.ints.index_select(1, slots),
             seen=self.seen.index_select(0, slots) if plan.penalized and self.seen is not None else None,
+            counts=self.counts.index_select(0, slots) if plan.counted and self.counts is not None else None,
+            edits=self.edits.select(slots, plan.edits) if plan.edits and self.edits is not None else None,
         )
+
+    def select_past(self, slots: Tensor, table: SamplingTensors) -> None:
+        """Gathers anew from `table` what a step changes: the tokens that penalties count."""
+        if self.plan.penalized and table.seen is not None:
+            self.seen = table.seen.index_select(0, slots)
+        if self.plan.counted and table.counts is not None:
+            self.counts = table.counts.index_select(0, slots)
 
     @property
     def temperature(self) -> Tensor:
@@ -120,6 +160,16 @@ class SamplingTensors:
         return self.floats[3]
 
     @property
+    def presence_penalty(self) -> Tensor:
+        """float32 [num_reqs]."""
+        return self.floats[4]
+
+    @property
+    def frequency_penalty(self) -> Tensor:
+        """float32 [num_reqs]."""
+        return self.floats[5]
+
+    @property
     def top_k(self) -> Tensor:
         """int64 [num_reqs]."""
         return self.ints[0]
@@ -128,3 +178,8 @@ class SamplingTensors:
     def seeds(self) -> Tensor:
         """int64 [num_reqs]."""
         return self.ints[1]
+
+    @property
+    def firsts(self) -> Tensor:
+        """int64 [num_reqs], the positions of the first output tokens."""
+        return self.ints[2]

@@ -16,7 +16,7 @@ TREES: list[Parents] = random_trees(4, DRAFTS)
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
-    "penalized": {"repetition_penalty": 1.8},
+    "penalized": {"repetition_penalty": 1.8, "frequency_penalty": 0.6, "logit_bias": {3: 2.0, 4: -2.0}, "top_logprobs": 3},
     "sampled": {"temperature": 0.8},
     "filtered": {"temperature": 1.1, "top_k": 30, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.3, "logprobs": True},
 }

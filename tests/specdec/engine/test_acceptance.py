@@ -21,6 +21,7 @@ from specdec.config import SamplingParams
 from specdec.core import AcceptOutput, DraftOutput
 from specdec.engine import acceptance
 from specdec.engine.acceptance import accept
+from specdec.sampling.edits import Edits
 from specdec.sampling.noise import Purpose, of_step, uniform
 from specdec.sampling.sampler import sample, sample_from
 from specdec.sampling.tensors import SamplingTensors
@@ -42,7 +43,15 @@ def sampling_for(params: list[SamplingParams], repeat: int = 1) -> SamplingTenso
     """Request `i` of `len(params) * repeat` has seed `i` and setting `i % len(params)`; penalties have seen nothing yet."""
     params = params * repeat
     penalized = any(p.repetition_penalty != 1 for p in params)
-    return tensors(params, torch.zeros(len(params), V).bool() if penalized else None)
+    sampling = tensors(params, torch.zeros(len(params), V).bool() if penalized else None)
+    sampling.ints[2] = START
+    if sampling.plan.counted:
+        sampling.counts = torch.zeros(len(params), V, dtype=torch.int32)
+    if sampling.plan.edits:
+        every, edits = torch.arange(len(params)), Edits.none(len(params), torch.device("cpu"))
+        edits.put(every, params, [START] * len(params))
+        sampling.edits = edits.select(every, sampling.plan.edits)
+    return sampling
 
 
 def propose(form: str, anchors: Tensor, positions: Tensor, seeds: Tensor, k: int, num_drafts: Tensor | None) -> DraftOutput:
@@ -120,6 +129,7 @@ FILTERS: dict[str, dict[str, Any]] = {
     "top-p": {"top_p": 0.8},
     "min-p": {"min_p": 0.15},
     "all filters": {"top_k": 4, "top_p": 0.9, "min_p": 0.05},
+    "bias": {"logit_bias": {1: 1.5, 3: -1.0, 4: -100.0}},
 }
 
 
@@ -280,12 +290,15 @@ MIXED = [
     SamplingParams(temperature=1.3, top_p=0.7, min_p=0.1),
     SamplingParams(temperature=0.9, repetition_penalty=1.5),
     SamplingParams(repetition_penalty=1.5),
+    SamplingParams(temperature=0.8, logit_bias=((1, 3.0), (2, -2.0)), frequency_penalty=0.5, presence_penalty=0.5, top_logprobs=2),
+    SamplingParams(min_tokens=3, stop_token_ids=(0, 1), logit_bias=((1, 9.0), (4, 9.0))),
 ]
 
 
 def rows(sampling: SamplingTensors, index: Tensor) -> SamplingTensors:
-    seen = None if sampling.seen is None else sampling.seen[index]
-    return replace(sampling, floats=sampling.floats[:, index], ints=sampling.ints[:, index], seen=seen)
+    seen, counts = (None if x is None else x[index] for x in (sampling.seen, sampling.counts))
+    edits = None if sampling.edits is None else Edits(*(getattr(sampling.edits, name)[index] for name in Edits.__slots__))
+    return replace(sampling, floats=sampling.floats[:, index], ints=sampling.ints[:, index], seen=seen, counts=counts, edits=edits)
 
 
 def pick(draft: DraftOutput, index: Tensor) -> DraftOutput:
@@ -303,8 +316,10 @@ def test_results_do_not_depend_on_neighbors(form: str) -> None:
 
     order = torch.randperm(count, generator=torch.Generator().manual_seed(1))
     shuffled = accept(tokens[order], TARGET[tokens[order]], pick(draft, order), rows(sampling, order), positions)
-    for name in ("token_ids", "num_accepted", "next_anchors", "finite", "logprobs"):
+    for name in ("token_ids", "num_accepted", "next_anchors", "finite"):
         assert torch.equal(getattr(shuffled, name), getattr(together, name)[order]), name
+    for one, other in zip(shuffled.logprobs or (), together.logprobs or (), strict=True):
+        assert torch.equal(one, other[order])
 
     for i in range(count):
         one = torch.tensor([i])
@@ -314,7 +329,7 @@ def test_results_do_not_depend_on_neighbors(form: str) -> None:
         end = int(together.num_accepted[i]) + 1
         assert result.num_accepted.item() + 1 == end
         assert torch.equal(result.token_ids[0, :end], together.token_ids[i, :end])
-        assert torch.equal(result.logprobs[0, :end], together.logprobs[i, :end])  # type: ignore[index]
+        assert torch.equal(result.logprobs.values[0, :end], together.logprobs.values[i, :end])  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(("bad", "where"), [(torch.nan, slice(None)), (torch.nan, 2), (torch.inf, 2), (-torch.inf, slice(None))])
@@ -394,8 +409,8 @@ def test_logprobs_are_those_of_the_unprocessed_logits(form: str, dtype: torch.dt
     logits = TARGET[tokens].to(dtype)
     result = accept(tokens, logits, draft, sampling, START + torch.arange(K + 1).expand_as(tokens))
     expected = logits.double().log_softmax(-1).gather(-1, result.token_ids[..., None]).squeeze(-1)
-    assert result.logprobs is not None and result.logprobs.dtype == torch.float32
-    assert (result.logprobs - expected).abs().max() < 1e-5
+    assert result.logprobs is not None and result.logprobs.values.dtype == torch.float32
+    assert (result.logprobs.values - expected).abs().max() < 1e-5
 
 
 class Recorder(TorchDispatchMode):
@@ -457,9 +472,10 @@ def test_the_host_never_waits(form: str, k: int, params: list[SamplingParams]) -
         return x.to("meta") if isinstance(x, Tensor) else x
 
     planned = accept(as_meta(tokens), as_meta(logits), meta(draft), meta(sampling), as_meta(positions))
-    for name in ("token_ids", "num_accepted", "next_anchors", "finite", "logprobs"):
-        a, b = getattr(planned, name), getattr(result, name)
-        assert (a.shape, a.dtype) == (b.shape, b.dtype), name
+    names = ("token_ids", "num_accepted", "next_anchors", "finite")
+    pairs = [(getattr(planned, name), getattr(result, name)) for name in names]
+    for a, b in [*pairs, *zip(planned.logprobs or (), result.logprobs or (), strict=True)]:
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
 
 
 def test_all_greedy_makes_no_float_copy_of_the_logits() -> None:

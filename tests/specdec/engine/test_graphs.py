@@ -126,14 +126,16 @@ DRAFTERS: dict[str, Callable[[Case], Drafter | None]] = {
     "wrong": lambda case: ScriptedDrafter(case.outputs, K, [{0}, {1}, {2, 3}, set()]),
 }
 
+MIXED: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.8},
+    {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "logprobs": True},
+    {"repetition_penalty": 1.3, "top_logprobs": 3},
+    {"logit_bias": {3: 4.0, 5: -4.0}, "min_tokens": 9, "stop_token_ids": (3, 4), "frequency_penalty": 0.4},
+]
 SAMPLINGS: dict[str, Callable[[int], dict[str, Any]]] = {
     "greedy": lambda index: {},
-    "mixed": lambda index: [
-        {},
-        {"temperature": 0.8, "seed": index},
-        {"temperature": 0.9, "top_k": 20 + index, "top_p": 0.9, "min_p": 0.01, "seed": index, "logprobs": True},
-        {"repetition_penalty": 1.3},
-    ][index % 4],
+    "mixed": lambda index: {**MIXED[index % len(MIXED)], "seed": index},
 }
 
 
@@ -182,6 +184,7 @@ def test_captured_equals_eager(case: Case, drafter: str, batch: int, sampling: s
         assert one.output_token_ids == other.output_token_ids
         assert one.num_accepted[:-1] == other.num_accepted[:-1]  # a last step may offer more drafts than there is room for
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+        assert [list(top) for top in one.top_logprobs] == [list(top) for top in other.top_logprobs]
     if sampling == "greedy":
         assert [r.output_token_ids for r in captured] == beginnings(case, captured)
     assert recorder(engine).num_replays == engine.timer.num_steps > 10

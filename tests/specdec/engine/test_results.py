@@ -10,8 +10,10 @@ from specdec.blocks import BlockShape, DraftTree
 from specdec.config import SamplingParams
 from specdec.core import AcceptOutput, DraftOutput
 from specdec.engine.request import Request
-from specdec.engine.results import FinishedStep, ResultQueue, StepResult, num_columns, result_table
+from specdec.engine.results import FinishedStep, ResultQueue, StepResult, TokenLogprobs, num_columns, result_table
 from specdec.engine.timing import StepClock
+from specdec.sampling.logprobs import Logprobs
+from specdec.sampling.tensors import SamplingPlan
 
 
 def requests(count: int) -> list[Request]:
@@ -27,7 +29,8 @@ def sent_and_received(batch: list[Request], shape: BlockShape | None, table: Ten
 
 def test_every_request_gets_its_own_row() -> None:
     """Catches rows and columns mixed up, log-probabilities that lose digits, and rows that pad the batch."""
-    logprobs = torch.tensor([[-0.1, -0.2, -0.3], [-1.1, -1.2, -1.3], [-9.0, -9.0, -9.0]])
+    values = torch.tensor([[-0.1, -0.2, -0.3], [-1.1, -1.2, -1.3], [-9.0, -9.0, -9.0]])
+    logprobs = Logprobs(values, torch.arange(18).view(3, 3, 2), torch.arange(18).view(3, 3, 2) / -7)
     accept = AcceptOutput(
         token_ids=torch.tensor([[11, 12, 13], [21, 22, 23], [91, 92, 93]]),
         num_accepted=torch.tensor([2, 0, 1]),
@@ -38,12 +41,16 @@ def test_every_request_gets_its_own_row() -> None:
     table = result_table(
         BlockShape(2), accept, DraftOutput(torch.zeros(3, 2, dtype=torch.int64), num_drafts=torch.tensor([2, 1, 2]))
     )
-    assert table.shape[1] == num_columns(BlockShape(2), logprobs=True)
+    assert table.shape[1] == num_columns(BlockShape(2), SamplingPlan.of([SamplingParams(top_logprobs=2)]))
     batch = requests(2)
     step = sent_and_received(batch, BlockShape(2), table)
+
+    def of(request: int) -> list[TokenLogprobs]:
+        return list(zip(*(x[request].tolist() for x in logprobs), strict=True))
+
     assert list(step.results()) == [
-        (batch[0], StepResult(BlockShape(2), 2, 2, True, [11, 12, 13], logprobs[0].tolist())),
-        (batch[1], StepResult(BlockShape(2), 0, 1, False, [21], logprobs[1].tolist())),
+        (batch[0], StepResult(BlockShape(2), 2, 2, True, [11, 12, 13], of(0))),
+        (batch[1], StepResult(BlockShape(2), 0, 1, False, [21], of(1))),
     ]
 
 

@@ -166,5 +166,6 @@ def test_sampling_state_that_nobody_reads_is_left_out() -> None:
         sampling = state.sampling.select(state.slot_indices(requests), plan_of(requests))
         return [*sampling.floats.tolist(), *sampling.ints.tolist()]
 
-    assert rows([greedy]) == [[]] * 6
-    assert rows([greedy, warm]) == [[0, 0.5], [1, pytest.approx(0.9)], [0, 0], [1, 1.5], [0, 0], [2**63 - 1, 2**63 - 4]]
+    assert rows([greedy]) == [[]] * 9
+    floats = [[0, 0.5], [1, pytest.approx(0.9)], [0, 0], [1, 1.5], [0, 0], [0, 0]]
+    assert rows([greedy, warm]) == [*floats, [0, 0], [2**63 - 1, 2**63 - 4], [2, 2]]

@@ -215,6 +215,18 @@ def test_nothing_is_kept_after_a_stop() -> None:
     assert decoder.finish() == decoder.text == "a"
 
 
+@pytest.mark.parametrize(("min_tokens", "num_kept", "text"), [(0, 2, "a"), (1, 2, "a"), (2, 4, "a.b"), (4, None, "a.b.c")])
+def test_no_stop_is_found_before_the_least_length(min_tokens: int, num_kept: int | None, text: str) -> None:
+    """Nor in the text of those tokens afterwards, however many tokens come at once."""
+    for size in (1, 5):
+        decoder, tokens = IncrementalDecoder(byte_level_tokenizer(), ["."], min_tokens=min_tokens), character_tokens("a.b.c")
+        kept = 0
+        for start in range(0, len(tokens), size):
+            keep = decoder.push(tokens[start : start + size])
+            kept += keep if keep is not None else len(tokens[start : start + size])
+        assert (kept, decoder.finish() or decoder.text) == (num_kept or 5, text)
+
+
 def test_decodes_a_short_window_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches decoding the whole output for every token, whose cost grows with the square of the length."""
     tokenizer = byte_level_tokenizer()

@@ -18,7 +18,8 @@ from specdec.core import AcceptOutput, Drafter, DraftOutput, VerifyOutput
 from specdec.engine import acceptance, step
 from specdec.engine.graphs import StepGraphs
 from specdec.engine.step import StepRunner
-from specdec.sampling.sampler import penalized
+from specdec.sampling import scores
+from specdec.sampling.scores import penalized
 from specdec.sampling.tensors import SamplingTensors
 from tests.helpers.guards import no_host_sync
 from tests.helpers.scripted_trees import BoundTrees, ScriptedTrees
@@ -110,12 +111,12 @@ def by_rows(fed: Tensor, logits: Tensor, draft: Any, sampling: Any, positions: T
     return acceptance.accept(fed, logits, draft, sampling, positions[:, :1] + torch.arange(positions.shape[1]), depth)
 
 
-def of_rows_before(logits: Tensor, sampling: SamplingTensors, fed: Tensor, tree: DraftTree | None) -> Tensor:
-    """The penalty of a chain."""
-    return penalized(logits, sampling, fed)
+def of_rows_before(logits: Tensor, sampling: SamplingTensors, fed: Tensor, positions: Tensor, tree: DraftTree | None) -> Tensor:
+    """The penalties of a chain."""
+    return penalized(logits, sampling, fed, positions)
 
 
-BREAKS = [("penalized", acceptance, "penalized", of_rows_before), ("sampled", step, "accept", by_rows)]
+BREAKS = [("penalized", scores, "penalized", of_rows_before), ("sampled", step, "accept", by_rows)]
 
 
 @pytest.mark.parametrize(("sampling", "module", "name", "broken"), BREAKS, ids=["penalty", "noise"])

@@ -16,6 +16,7 @@ from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -25,7 +26,8 @@ from specdec.config import SamplingParams
 from specdec.sampling import filters
 from specdec.sampling.filters import processed_probs
 from specdec.sampling.noise import Purpose, gumbel, stream, uniform
-from specdec.sampling.sampler import penalized, sample, sample_from
+from specdec.sampling.sampler import sample, sample_from
+from specdec.sampling.scores import penalized
 from specdec.sampling.tensors import SamplingPlan, SamplingTensors
 
 MASK = 2**64 - 1
@@ -43,6 +45,8 @@ def tensors(params: list[SamplingParams], seen: Tensor | None = None) -> Samplin
 def transformers_probs(params: SamplingParams, input_ids: Tensor, logits: Tensor) -> Tensor:
     """Probabilities [n, V] as Transformers' own processors give them, in the order in which `generate` applies them."""
     chain: Any = LogitsProcessorList()
+    if params.logit_bias:
+        chain.append(SequenceBiasLogitsProcessor({(token,): value for token, value in params.logit_bias}))
     if params.repetition_penalty != 1:
         chain.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
     if params.temperature > 0:
@@ -128,7 +132,7 @@ def test_every_combination_in_one_batch_equals_transformers(coarse: bool) -> Non
     seen = torch.zeros(len(GRID), vocab_size, dtype=torch.bool).scatter(1, history[:, :prompt_len], True)
     sampling = tensors(GRID, seen)
     untouched = logits.clone(), seen.clone()
-    scores = penalized(logits, sampling, history[:, prompt_len:])
+    scores = penalized(logits, sampling, history[:, prompt_len:], torch.arange(width).expand(len(GRID), -1))
     probs = processed_probs(scores, sampling)
     assert torch.equal(logits, untouched[0]) and torch.equal(seen, untouched[1])
     assert probs.dtype == torch.float32
@@ -157,7 +161,7 @@ def test_alone_or_among_all_others_gives_the_same_bits(params: SamplingParams) -
 def test_penalty_of_one_leaves_logits_as_they_are() -> None:
     logits = random_logits(2, 3, 10, seed=3)
     sampling = tensors([SamplingParams(), SamplingParams(repetition_penalty=2.0)], torch.ones(2, 10, dtype=torch.bool))
-    scores = penalized(logits, sampling, torch.zeros(2, 3, dtype=torch.long))
+    scores = penalized(logits, sampling, *torch.zeros(2, 2, 3, dtype=torch.long))
     assert torch.equal(scores[0], logits[0])
     assert not torch.equal(scores[1], logits[1])
 

@@ -1,0 +1,65 @@
+"""From the target's logits to the scores that tokens are chosen by: edits of single logits, then penalties for what came before."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specdec.blocks import DraftTree
+from specdec.sampling.tensors import SamplingTensors
+
+
+def scored(logits: Tensor, sampling: SamplingTensors, tokens: Tensor, positions: Tensor, tree: DraftTree | None = None) -> Tensor:
+    """Logits as the requests want them, before temperature and filters.
+
+    Args:
+        logits: [num_reqs, n, V] of rows that were fed `tokens`.
+        sampling: of the requests.
+        tokens: int64 [num_reqs, n], the anchor, then the drafts.
+        positions: int64 [num_reqs, n], of these tokens; a row chooses the token behind its own.
+        tree: how the drafts hang together; None is a chain.
+
+    Returns:
+        float32 [num_reqs, n, V], or `logits` themselves where no request changes any.
+    """
+    if sampling.edits is not None:
+        logits = sampling.edits.apply(logits, positions + 1)
+    if sampling.seen is None and sampling.counts is None:
+        return logits
+    return penalized(logits, sampling, tokens, positions, tree)
+
+
+def penalized(
+    logits: Tensor, sampling: SamplingTensors, tokens: Tensor, positions: Tensor, tree: DraftTree | None = None
+) -> Tensor:
+    """Applies the penalties: a row counts the tokens up to its own, on its path of a tree. Arguments as of `scored`.
+
+    The repetition penalty (Keskar et al., arXiv 1909.05858) counts prompt and output; those for presence and frequency, as in
+    OpenAI's API, count the output alone.
+
+    Returns:
+        float32 [num_reqs, n, V].
+    """
+    counted, scores = _counted(tokens, tree), logits.float()
+    if sampling.seen is not None:
+        # Row j names the tokens that it counts; in place of others it names the anchor again, which every row has.
+        fed = torch.where(counted, tokens[:, None, :], tokens[:, :1, None])
+        seen = sampling.seen[:, None, :].repeat(1, tokens.shape[1], 1).scatter_(-1, fed, True)
+        penalty = sampling.repetition_penalty[:, None, None]
+        scores = torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
+    if sampling.counts is not None:
+        ours = counted & (positions >= sampling.firsts[:, None])[:, None, :]
+        fed = tokens[:, None, :].expand_as(ours)
+        counts = sampling.counts[:, None, :].repeat(1, tokens.shape[1], 1).scatter_add_(-1, fed, ours.int())
+        frequency, presence = (x[:, None, None] for x in (sampling.frequency_penalty, sampling.presence_penalty))
+        scores = scores - frequency * counts - presence * (counts > 0)
+    return scores
+
+
+def _counted(tokens: Tensor, tree: DraftTree | None) -> Tensor:
+    """bool [num_reqs or 1, n, n]: which tokens of the block each row has before it or is fed itself."""
+    width = tokens.shape[1]
+    if tree is None:
+        return torch.ones(1, width, width, dtype=torch.bool, device=tokens.device).tril().expand(len(tokens), -1, -1)
+    drafts = torch.arange(width - 1, device=tokens.device)
+    above = F.pad((tree.ancestors[..., None] >> drafts) & 1, (0, 0, 1, 0))  # of the anchor no draft
+    return F.pad(above, (1, 0), value=1).bool()
