@@ -108,14 +108,15 @@ class PackedWeight:
         return replace(self, codes=self.codes[..., start:end, :], scale=self.scale[..., start:end, :], zero=zero)
 
     def inputs(self, start: int, end: int) -> PackedWeight:
-        """The inputs from `start` to before `end` as views; see `divides`."""
+        """The inputs from `start` to before `end`, copied, so that the others need not be kept; see `divides`."""
         assert self.run == 1 and self.divides(start) and self.divides(end), "whole groups, before `arranged`"
         last = end == self.in_features
         codes = slice(start // (1 + self.halves), None if last else end // (1 + self.halves))
         groups = slice(None) if self.group >= self.in_features else slice(start // self.group, -(-end // self.group))
-        zero = None if self.zero is None else self.zero[..., groups]
+        zero = None if self.zero is None else self.zero[..., groups].clone()
+        own = _bytes(self.codes)[..., codes].clone(memory_format=torch.contiguous_format).view(self.codes.dtype)
         padding = self.padding if last else 0
-        return replace(self, codes=self.codes[..., codes], scale=self.scale[..., groups], zero=zero, padding=padding)
+        return replace(self, codes=own, scale=self.scale[..., groups].clone(), zero=zero, padding=padding)
 
     def divides(self, start: int) -> bool:
         """Whether a part may begin or end at an input: between bytes, and between groups unless one has all inputs."""

@@ -75,14 +75,14 @@ def join_group(device: torch.device, *, ordered: bool = False, timeout: timedelt
     Raises:
         InvalidInputError: variables are missing.
     """
-    if not dist.is_initialized():
-        size = os.environ.get("WORLD_SIZE", "1")
-        if size == "1":
-            return None
+    size, begins = os.environ.get("WORLD_SIZE", "1"), not dist.is_initialized()
+    if begins and size == "1":
+        return None
+    os.environ.update(WITHOUT_MULTICAST)
+    if begins:
         missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
             raise InvalidInputError(f"WORLD_SIZE is {size} and {', '.join(missing)} is not set; start the ranks with torchrun")
-        os.environ.update(WITHOUT_MULTICAST)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         backend = "nccl" if device.type == "cuda" else "gloo"  # which on ROCm is RCCL

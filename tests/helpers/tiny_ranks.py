@@ -7,20 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.attention.selector import select_backend
 from specdec.config import CacheConfig, EngineConfig, SamplingParams
 from specdec.engine.engine import SpecEngine
 from specdec.parallel.group import Group
 from tests.helpers.tiny_models import random_dflash, random_prompts
-from tests.verifiers.test_hf import PackedRun
-from verifiers.checkpoint import read_weights
-from verifiers.complete import complete, shapes_of
+from tests.verifiers.test_hf import BLOCK, PackedRun
 from verifiers.decoder import DecoderVerifier
-from verifiers.families import describe
-from verifiers.shape import backend_spec
-from verifiers.shares import Share, shared
-from verifiers.weights import Weights
-from verifiers.wrappers import read_config
+from verifiers.load import load_verifier
 
 SEQUENCE = [*range(3, 60)]
 
@@ -43,24 +36,15 @@ class Made(NamedTuple):
     bytes_per_token: int  # of the cache
 
 
-def read_target(folder: Path, group: Group | None, dtype: torch.dtype = torch.float32) -> DecoderVerifier:
-    """A rank's share of the target in a folder, or all of it."""
-    config = read_config(str(folder))
-    description = describe(shared(config, group))
-    assert description is not None
-    share = None if group is None else Share(config, description, group, name=folder.name)
-    if share is not None:
-        share.check(shapes_of(config))
-    device = torch.device("cpu")
-    spec = backend_spec(shared(config, group), device=device, dtype=dtype, block_size=4)
-    read = read_weights(folder, config, device=device, dtype=dtype, as_stored=False, share=share)
-    weights = Weights(complete(read, config, share), group=group)
-    return DecoderVerifier(config, description, weights, name=folder.name, backend=select_backend("torch_ref", spec))
-
-
 def make(group: Group | None, folders: Mapping[str, Path], ways: Mapping[str, Way]) -> dict[str, Made]:
     """Logits of a sequence in three chunks, and what an engine with a drafter writes, of every target."""
-    return {name: _made(read_target(folder, group), ways[name]) for name, folder in folders.items()}
+    made, device = {}, torch.device("cpu")
+    for name, folder in folders.items():
+        options: dict[str, Any] = {"attention": "torch_ref", "block_size": BLOCK, "group": group}
+        verifier, _ = load_verifier(folder, device=device, dtype=torch.float32, **options)
+        assert isinstance(verifier, DecoderVerifier)
+        made[name] = _made(verifier, ways[name])
+    return made
 
 
 def _made(verifier: DecoderVerifier, way: Way) -> Made:

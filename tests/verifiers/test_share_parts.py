@@ -10,12 +10,15 @@ from torch import Tensor
 
 from specdec.errors import SpecDecError
 from specdec.kernels.packed import PackedWeight
+from specdec.layers.linear import DenseLinear
+from specdec.layers.sharded import SummedLinear
 from specdec.parallel.group import Group
 from tests.helpers.quantized import quantize_files
 from tests.helpers.tiny_models import CONFIGS, VOCAB, plain_model, tiny_tokenizer
 from tests.verifiers.test_load_quantized import cohere, fp8_target
 from tests.verifiers.test_quantized_checkpoint import CASES, PLAIN
 from verifiers.checkpoint import read_weights
+from verifiers.dummy import dummy_rank
 from verifiers.families import describe
 from verifiers.load import load_verifier
 from verifiers.shares import Share, shared
@@ -76,6 +79,7 @@ def test_packed_weights_are_divided_by_outputs_and_by_groups_of_inputs(case: str
         parts = [rank[name].dequantized() for rank in ranks]
         if name.endswith("gate_up_proj"):
             parts = [half for halves in zip(*(part.chunk(2, dim=1) for part in parts), strict=True) for half in halves]
+        assert all(rank[name].codes.untyped_storage().nbytes() < weight.codes.nbytes for rank in ranks), "the rest is not kept"
         joined = torch.cat(parts, dim=-1 if re.search(r"\.(o|down)_proj", name) else -2)
         assert torch.equal(joined, weight.dequantized()), name
 
@@ -129,6 +133,21 @@ def test_models_of_transformers_modules_are_refused(tmp_path: Path) -> None:
     assert "was asked to run through transformers' modules" in refusal(tmp_path, 2, fuse=False)
     (tmp_path / "model.safetensors").unlink()
     assert "no safetensors files" in refusal(tmp_path, 2)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_random_weights_are_those_of_one_process(name: str) -> None:
+    """Cut, whatever the number of ranks; norms that are centered on 0 scale by 1 as well."""
+    config, device = CONFIGS[name](), torch.device("cpu")
+    whole, *ranks = (
+        dummy_rank(config, group, device, torch.float32, name=name)._decoder.layers[1]
+        for group in (None, Group(0, 2, None, None), Group(1, 2, None, None))
+    )
+    outputs = [layer.output for layer in (whole, *ranks)]
+    first, *parts = [output.part if isinstance(output, SummedLinear) else output for output in outputs]
+    assert isinstance(first, DenseLinear) and all(isinstance(part, DenseLinear) for part in parts)
+    assert torch.equal(torch.cat([part.weight for part in parts], dim=1), first.weight) and first.weight.std() > 0.1  # type: ignore[union-attr]
+    assert whole.input_norm is not None and (whole.input_norm.weight == 1).all()
 
 
 def test_one_process_reads_what_it_always_did() -> None:

@@ -1,5 +1,6 @@
 """Targets that two ranks compute together: what they put out is what one process does, for every family."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.helpers.ranks import run_ranks
-from tests.helpers.tiny_models import _COMMON, CONFIGS, LATENT_CONFIGS, WINDOW, plain_model
+from tests.helpers.tiny_models import _COMMON, CONFIGS, LATENT_CONFIGS, WINDOW, plain_model, tiny_tokenizer
 from tests.helpers.tiny_ranks import SEQUENCE, Made, Way, make
 from tests.helpers.tiny_shapes import shape_configs
 from tests.verifiers.test_hf import check_logits
@@ -32,9 +33,12 @@ def test_two_ranks_do_what_one_process_does(tmp_path: Path, monkeypatch: pytest.
     for name, config in shape_configs(_COMMON, WINDOW, global_kv_heads=RANKS).items():
         monkeypatch.setitem(CONFIGS, name, config)
     models = {name: plain_model(name, **CHANGES.get(name, {})) for name in FAMILIES}
+    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
     folders = {name: tmp_path / name for name in FAMILIES}
     for name, model in models.items():
+        with_biases(model)
         model.save_pretrained(folders[name])
+        shutil.copytree(tmp_path / "tokenizer", folders[name], dirs_exist_ok=True)
     alone, ranks = make(None, folders, WAYS), run_ranks(RANKS, make, folders, WAYS)
     failures = {}
     for name, model in models.items():
@@ -43,6 +47,14 @@ def test_two_ranks_do_what_one_process_does(tmp_path: Path, monkeypatch: pytest.
         except AssertionError as error:
             failures[name] = str(error)
     assert not failures
+
+
+def with_biases(model: PreTrainedModel) -> None:
+    """Random ones in the place of zeros: one that every rank adds, or none, has to show."""
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("bias", "sinks")):
+            parameter.data.normal_(std=0.3, generator=generator)
 
 
 def check(name: str, model: PreTrainedModel, alone: Made, ranks: list[Made]) -> None:
