@@ -146,9 +146,7 @@ class LayerBuilder:
             gates = ("gate_proj",) if description.gated_attention else ("g_proj",) if description.softplus_gates else ()
             qkv = _qkv(weights, spec, reorder, gates)
         function: Any = "sigmoid" if description.gated_attention else "softplus" if description.softplus_gates else None
-        return HeadAttention(
-            qkv, heads, rope, wide, function, description.value_dim, description.value_scale, None if wide is None else weights.group
-        )
+        return HeadAttention(qkv, heads, rope, wide, function, description.value_dim, description.value_scale, weights.group)
 
     def _query_norms(
         self, index: int, weights: Weights, spec: AttentionSpec, reorder: Reorder | None

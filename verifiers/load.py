@@ -203,7 +203,8 @@ def _built(reading: _Reading, config: Any, description: Description) -> Verifier
         share.check(shapes_of(config))
         group = share.group
     generation = json_file(str(reading.folder), "generation_config.json", what="target") or {}
-    read = read_weights(reading.folder, config, device=reading.device, dtype=reading.dtype, as_stored=reading.as_stored, share=share)
+    device, dtype, as_stored = reading.device, reading.dtype, reading.as_stored
+    read = read_weights(reading.folder, config, device=device, dtype=dtype, as_stored=as_stored, share=share)
     eos = eos_token_ids(generation.get("eos_token_id"), config.eos_token_id, reading.eos)
     weights = Weights(complete(read, config, share), group=group)
     checkpoint = Checkpoint(reading.folder, reading.as_stored)

@@ -33,7 +33,8 @@ def mixture(weights: Weights, description: Description) -> MixtureOfExperts:
     latent = None
     if weights.has("fc1_latent_proj.weight"):
         latent = weights.linear("fc1_latent_proj"), weights.linear("fc2_latent_proj")
-    return MixtureOfExperts(router(weights, description), routed, shared, shared_gate, latent, description.weighs_inputs, weights.group)
+    chooses = router(weights, description)
+    return MixtureOfExperts(chooses, routed, shared, shared_gate, latent, description.weighs_inputs, weights.group)
 
 
 def mlp_beside_experts(weights: Weights, description: Description, norm: Callable[[str], Norm | None]) -> MlpBesideExperts:

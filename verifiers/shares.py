@@ -85,7 +85,8 @@ class Share:
         """This rank's part of a tensor called `source` in the files; nothing else of it is read, where it is divided at all."""
         rule, shape = self._rule(name), files.shape(source)
         if rule is None or rule.kind == "first" or -rule.axis > len(shape):
-            return self.part(name, files.read(source))
+            whole = files.read(source)
+            return whole if rule is None else self._plain_part(name, rule, whole)
         axis = len(shape) + rule.axis
         parts = [files.read(source, axis, piece) for piece in self._slices(name, rule, shape[axis])]
         return self._padded(rule, parts[0] if len(parts) == 1 else torch.cat(parts, dim=axis), shape[axis])
@@ -97,10 +98,13 @@ class Share:
             UnsupportedModelError: the ranks do not divide it.
         """
         rule = self._rule(name)
-        if rule is None or -rule.axis > len(whole.shape):
+        if rule is None:
             return whole
-        if isinstance(whole, PackedWeight):
-            return self._packed_part(name, rule, whole)
+        return self._packed_part(name, rule, whole) if isinstance(whole, PackedWeight) else self._plain_part(name, rule, whole)
+
+    def _plain_part(self, name: str, rule: _Rule, whole: Tensor) -> Tensor:
+        if -rule.axis > whole.ndim:
+            return whole  # which will be refused for its shape
         if rule.kind == "first":
             return whole if self.group.rank == 0 else torch.zeros_like(whole)
         size = whole.shape[rule.axis]
@@ -114,7 +118,7 @@ class Share:
         if axis == -2:
             return whole.select(torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces]).to(whole.device))
         (piece,) = pieces
-        if piece.start % whole.group or (len(piece) % whole.group and piece.stop != whole.in_features):
+        if not (whole.divides(piece.start) and whole.divides(piece.stop)):
             raise UnsupportedModelError(
                 f"{name!r} of target {self._name!r} has scales for groups of {whole.group} of its {whole.in_features} inputs, which"
                 f" {self.group.size} ranks do not divide; start fewer ranks, or take the checkpoint in plain numbers"

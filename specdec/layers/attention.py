@@ -57,7 +57,7 @@ class HeadAttention:
         value_dim: numbers of a value head where they are fewer than of a key head. The cache holds zeros behind them, so that to a
             backend keys and values are alike. None for as many.
         value_scale: factor of values.
-        group: ranks that the heads under `wide_norms` are divided among; None for one that has them all.
+        group: ranks that the heads are divided among; None for one that has them all.
     """
 
     qkv: Linear

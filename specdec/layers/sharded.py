@@ -45,9 +45,9 @@ class SummedLinear(Linear):
     def few_rows(
         self, x: Tensor, *, activation: str | None = None, may_split: bool = False, ahead: Tensor | None = None
     ) -> Tensor | None:
-        """See `Linear.few_rows`; it is never left in partial sums."""
-        product = self.part.few_rows(x, activation=activation, may_split=may_split, ahead=ahead)
-        return None if product is None else summed(product, self.group, x.dtype)
+        """See `Linear.few_rows`; never in partial sums, which would take a launch of their own to be added before ranks add."""
+        product = self.part.few_rows(x, activation=activation, ahead=ahead)
+        return None if product is None else all_reduce(product, self.group)
 
 
 class GatheredLinear(Linear):

@@ -1,12 +1,14 @@
-"""What the ranks of a group exchange on their devices. Every function is called by all ranks, in the same order."""
+"""What the ranks of a group exchange on their devices. Every function is called by all ranks, in the same order.
+
+Nothing here reads a value on the host, so a forward with them can be captured in a graph; `all_agree` and `least` are for hosts.
+"""
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from specdec.parallel.group import Group
-
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name up to torch 2.12
+from specdec.parallel.ordered import gathered, sum_in_order
 
 
 def all_reduce(x: Tensor, group: Group | None) -> Tensor:
@@ -16,8 +18,10 @@ def all_reduce(x: Tensor, group: Group | None) -> Tensor:
     """
     if group is None:
         return x
+    if group.one_shot is not None and group.one_shot.takes(x):
+        return group.one_shot(x)
     if group.ordered:
-        return _in_order(x, group)
+        return sum_in_order(x, group.size, group.device_group)
     dist.all_reduce(x, group=group.device_group)
     return x
 
@@ -26,8 +30,7 @@ def gather_last(x: Tensor, group: Group | None, width: int) -> Tensor:
     """Every rank's `x` [..., w] side by side in the order of ranks, of which the first numbers [..., width]."""
     if group is None:
         return x
-    parts = _gathered(x, group)
-    whole = torch.cat(parts.unbind(0), dim=-1)
+    whole = torch.cat(gathered(x, group.size, group.device_group).unbind(0), dim=-1)
     return whole if whole.shape[-1] == width else whole[..., :width].contiguous()
 
 
@@ -47,24 +50,4 @@ def all_agree(flag: bool, group: Group | None) -> bool:
 
 def least(number: int, group: Group | None) -> int:
     """The smallest of all ranks' numbers; the hosts exchange it."""
-    if group is None:
-        return number
-    said = torch.tensor(number)
-    dist.all_reduce(said, dist.ReduceOp.MIN, group=group.host_group)
-    return int(said)
-
-
-def _in_order(x: Tensor, group: Group) -> Tensor:
-    """The sum with rank 0's first, each step rounded to the type of `x`."""
-    first, *others = _gathered(x, group).unbind(0)
-    total = first.clone()
-    for other in others:
-        total += other
-    return total
-
-
-def _gathered(x: Tensor, group: Group) -> Tensor:
-    """[size, ...] of every rank's `x`."""
-    parts = x.new_empty(group.size * x.numel())  # flat, as gloo wants it
-    _all_gather(parts, x.contiguous().view(-1), group=group.device_group)
-    return parts.view(group.size, *x.shape)
+    return number if group is None else group.least(number)

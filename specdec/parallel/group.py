@@ -1,7 +1,7 @@
 """The processes that compute one target together, each with its share of the weights (tensor parallel, arXiv 1909.08053)."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from specdec.errors import InvalidInputError
+from specdec.parallel.one_shot import OneShot, one_shot
 
 WITHOUT_MULTICAST = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
@@ -29,6 +30,7 @@ class Group:
         host_group: exchanges what hosts have to say, always by gloo; nothing else goes over it.
         ordered: sums add in the order of ranks whatever the size of a message, so that a row has the same bits alone and among
             others. Otherwise large messages are added in the order that the backend likes.
+        one_shot: adds small messages up in one kernel, in order; None where the backend alone adds.
     """
 
     rank: int
@@ -36,12 +38,25 @@ class Group:
     device_group: Any
     host_group: Any
     ordered: bool = False
+    one_shot: OneShot | None = None
+
+    def least(self, number: int) -> int:
+        """The smallest of all ranks' numbers; the hosts exchange it."""
+        said = torch.tensor(number)
+        dist.all_reduce(said, dist.ReduceOp.MIN, group=self.host_group)
+        return int(said)
 
     def share(self, count: int) -> range:
         """Which of `count` things, neighbors that `size` divides, are this rank's."""
         assert count % self.size == 0, "refused before"
         each = count // self.size
         return range(self.rank * each, (self.rank + 1) * each)
+
+
+def rank_device(device: torch.device) -> torch.device:
+    """The accelerator of this process: of several of that type the one that LOCAL_RANK names, as torchrun sets it."""
+    local = os.environ.get("LOCAL_RANK")
+    return torch.device(device.type, int(local)) if local is not None and device.type == "cuda" and device.index is None else device
 
 
 def join_group(device: torch.device, *, ordered: bool = False, timeout: timedelta = timedelta(minutes=10)) -> Group | None:
@@ -74,8 +89,9 @@ def join_group(device: torch.device, *, ordered: bool = False, timeout: timedelt
         dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
     if dist.get_world_size() == 1:
         return None
-    world = dist.group.WORLD
-    return Group(dist.get_rank(), dist.get_world_size(), world, dist.new_group(backend="gloo", timeout=timeout), ordered)
+    world, host_group = dist.group.WORLD, dist.new_group(backend="gloo", timeout=timeout)
+    group = Group(dist.get_rank(), dist.get_world_size(), world, host_group, ordered)
+    return replace(group, one_shot=one_shot(group.size, world, device, group.least))
 
 
 def group_of(target: object) -> Group | None:

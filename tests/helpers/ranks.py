@@ -29,7 +29,8 @@ def run_ranks(size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(size)]
         processes = [
-            context.Process(target=_rank, args=(rank, size, folder, pipes[rank][1], work, args), daemon=True) for rank in range(size)
+            context.Process(target=_rank, args=(rank, size, folder, pipes[rank][1], work, args), daemon=True)
+            for rank in range(size)
         ]
         for process in processes:
             process.start()

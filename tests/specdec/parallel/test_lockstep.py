@@ -7,12 +7,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from evals.accuracy.scoring import score
 from specdec import CacheConfig, EngineConfig, SamplingParams, SpecDecoder
 from specdec.cli.main import main
 from specdec.decoder import find_drafter
@@ -115,9 +117,18 @@ def test_prefixes_are_found_and_requests_preempted_alike(one: SpecDecoder, two: 
 
 
 def test_what_is_asked_of_the_target_alone(one: SpecDecoder, two: SpecDecoder) -> None:
-    """Logits outside any engine; they differ by the order in which two halves are added up."""
-    expected, got = (decoder.next_token_logits(PROMPTS[0]) for decoder in (one, two))
-    assert torch.allclose(got, expected, rtol=0, atol=64 * torch.finfo(torch.float32).eps * float(expected.abs().max()))
+    """Logits and scores outside any engine, also while threads decode; they differ by the order in which halves are added up."""
+    with ThreadPoolExecutor(3) as threads:
+        outputs = [threads.submit(two.generate, prompt, max_tokens=20) for prompt in PROMPTS[:2]]
+        asked = threads.submit(two.next_token_logits, PROMPTS[0])
+        scored = next(score(two, [(PROMPTS[0], 3)])).log_probability
+    assert [output.result().token_ids for output in outputs] == [
+        one.generate(one_of, max_tokens=20).token_ids for one_of in PROMPTS[:2]
+    ]
+    expected = one.next_token_logits(PROMPTS[0])
+    bound = 64 * torch.finfo(torch.float32).eps * float(expected.abs().max())
+    assert torch.allclose(asked.result(), expected, rtol=0, atol=bound)
+    assert abs(scored - next(score(one, [(PROMPTS[0], 3)])).log_probability) < 6 * bound
 
 
 def test_the_smallest_cache_counts(one: SpecDecoder, two: SpecDecoder) -> None:
