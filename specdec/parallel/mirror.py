@@ -128,6 +128,8 @@ class Mirror:
             self._inside = True
             try:
                 yield True
+                if self._ended:  # what was waited for has been given up, and its results are void
+                    raise RuntimeError(self._ended)
             except Unsendable:
                 raise
             except BaseException as error:

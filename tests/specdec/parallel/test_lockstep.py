@@ -262,13 +262,14 @@ def _texts(lines: str) -> list[Any]:
 def test_refusals(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More ranks than accelerators, an accelerator by its number, and another number of ranks than torchrun has started."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert launch.rank_device(torch.device("cuda"), 1, 2) == torch.device("cuda", 1)
+    assert launch.device_of_rank(torch.device("cuda"), 1, 2) == torch.device("cuda", 1)
     with pytest.raises(SpecDecError, match="tensor_parallel is 4 and this machine has 2 accelerators; start at most 2 ranks"):
-        launch.rank_device(torch.device("cuda"), 0, 4)
+        launch.device_of_rank(torch.device("cuda"), 0, 4)
     with pytest.raises(
         SpecDecError, match="device is 'cuda:1' and tensor_parallel 2, whose ranks take cuda:0 to cuda:1; give cuda"
     ):
-        launch.rank_device(torch.device("cuda:1"), 0, 2)
+        launch.device_of_rank(torch.device("cuda:1"), 0, 2)
+    monkeypatch.setattr(launch.mirrors, "_current", None)
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(SpecDecError, match="tensor_parallel is 2 and torchrun has started 3 ranks; give 3, or leave it out"):
