@@ -13,7 +13,7 @@ from specdec.config import LoadConfig
 from specdec.core import Verifier
 from specdec.device import cache_dtype, resolve_device, resolve_dtype
 from specdec.parallel.group import Group
-from specdec.parallel.launch import open_ranks, device_of_rank
+from specdec.parallel.launch import device_of_rank, open_ranks
 from specdec.parallel.mirror import Mirror, current
 from specdec.registry import VERIFIERS, resolve
 

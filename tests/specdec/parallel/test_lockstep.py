@@ -21,7 +21,7 @@ from specdec.decoder import find_drafter
 from specdec.engine.outputs import GenerationResult
 from specdec.errors import SpecDecError
 from specdec.parallel import launch
-from specdec.parallel.mirror import everywhere
+from specdec.parallel.mirror import current, everywhere
 from tests.evals.tiny import save_tiny
 from tests.helpers import lockstep_parts as parts
 from tests.helpers.tiny_models import random_prompts
@@ -161,13 +161,19 @@ def test_all_go_on_from_rank_0s_outcome(two: SpecDecoder, monkeypatch: pytest.Mo
     assert everywhere(two.verifier, parts.outcomes_agree, True)
 
 
-def test_a_drafter_of_this_process_is_refused(two: SpecDecoder) -> None:
-    """And what cannot be sent does not harm the group."""
+def test_what_belongs_to_one_process(two: SpecDecoder) -> None:
+    """A drafter of this process is refused; neither what cannot be sent nor a fork harms the group."""
     ready = find_drafter("ngram")(two.verifier)
     with pytest.raises(SpecDecError, match=r"drafter is a .* of this process, and every rank of the target's group makes its own"):
         find_drafter(ready)(two.verifier)
     with pytest.raises(SpecDecError, match="the other ranks cannot be told of this call"):
         everywhere(two.verifier, lambda: None)
+    if (fork := os.fork()) == 0:  # a child that ends as programs do, and would end the group of its parent
+        try:
+            current().end()  # type: ignore[union-attr]
+        finally:
+            os._exit(0)
+    os.waitpid(fork, 0)
     assert two.generate(PROMPTS[0], max_tokens=2).token_ids
 
 
