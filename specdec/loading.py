@@ -13,7 +13,7 @@ from specdec.config import LoadConfig
 from specdec.core import Verifier
 from specdec.device import cache_dtype, resolve_device, resolve_dtype
 from specdec.parallel.group import Group
-from specdec.parallel.launch import open_ranks, rank_device
+from specdec.parallel.launch import device_of_rank, open_ranks
 from specdec.parallel.mirror import Mirror, current
 from specdec.registry import VERIFIERS, resolve
 
@@ -53,7 +53,7 @@ def _load_part(target: str | Path, load: LoadConfig) -> Loaded:
     """This rank's part."""
     ranks = current()
     assert ranks is not None, "ranks have met before"
-    where = rank_device(resolve_device(load.device), ranks.group.rank, ranks.group.size)
+    where = device_of_rank(resolve_device(load.device), ranks.group.rank, ranks.group.size)
     verifier, tokenizer = _load(target, load, where, ranks.group)
     return ranks.keep(verifier), tokenizer
 

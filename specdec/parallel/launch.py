@@ -26,7 +26,7 @@ def torchrun_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
 
 
-def rank_device(device: torch.device, rank: int, size: int) -> torch.device:
+def device_of_rank(device: torch.device, rank: int, size: int) -> torch.device:
     """Where a rank computes: each on an accelerator of its own, all on the CPU if that is asked for.
 
     Raises:
@@ -92,7 +92,7 @@ def follow_torchrun(size: int | None, device: torch.device) -> int:
 
 def join(rank: int, size: int, port: int, device: str) -> Mirror:
     """The end of another rank that rank 0 has started."""
-    where = rank_device(torch.device(device), rank, size)
+    where = device_of_rank(torch.device(device), rank, size)
     return _meet(rank, size, dist.TCPStore("127.0.0.1", port, size, is_master=False, timeout=MEETING), where, None)
 
 
@@ -125,7 +125,7 @@ def _check_size(size: int, found: int, who: str) -> None:
 
 
 def _start(size: int, device: torch.device) -> Mirror:
-    where = rank_device(device, 0, size)
+    where = device_of_rank(device, 0, size)
     store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False, timeout=MEETING)
     threads = torch.get_num_threads()
     each = threads if where.type == "cuda" or "OMP_NUM_THREADS" in os.environ else max(1, threads // size)
@@ -172,7 +172,7 @@ def _meet(rank: int, size: int, store: dist.Store, device: torch.device, ranks: 
 
 def _join_torchrun(device: torch.device) -> Mirror:
     size = torchrun_size()
-    group = join_group(rank_device(device, int(os.environ.get("LOCAL_RANK", os.environ["RANK"])), size))
+    group = join_group(device_of_rank(device, int(os.environ.get("LOCAL_RANK", os.environ["RANK"])), size))
     assert group is not None, "torchrun has started several ranks"
     mirror = mirrors.install(Mirror(group))
     if mirror.leads:

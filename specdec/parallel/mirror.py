@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import io
+import os
 import pickle
 import threading
 from collections import deque
@@ -58,6 +59,7 @@ class Mirror:
     def __init__(self, group: Group, ranks: Ranks | None = None) -> None:
         self.group = group
         self._ranks = ranks
+        self._process = os.getpid()
         self._wire = Wire(group)
         self._lock = threading.RLock()  # callers come one at a time
         self._inside = False
@@ -72,6 +74,10 @@ class Mirror:
     def leads(self) -> bool:
         """Whether this is rank 0."""
         return self.group.rank == 0
+
+    @property
+    def _forked(self) -> bool:
+        return os.getpid() != self._process
 
     @property
     def busy(self) -> bool:
@@ -123,11 +129,17 @@ class Mirror:
             if self._inside or not self.leads:
                 yield False
                 return
+            if self._forked:
+                raise SpecDecError(
+                    "the ranks of this target follow another process, of which this one is a fork; load the target there"
+                )
             if self._ended:
                 raise SpecDecError(f"{self._ended}; load the target again")
             self._inside = True
             try:
                 yield True
+                if self._ended:  # what was waited for has been given up, and its results are void
+                    raise RuntimeError(self._ended)
             except Unsendable:
                 raise
             except BaseException as error:
@@ -172,7 +184,7 @@ class Mirror:
     def end(self) -> None:
         """Ends the group; does nothing when it has ended. On rank 0."""
         with self._lock:
-            if self._ended is None:
+            if self._ended is None and not self._forked:
                 self._ended = "the tensor-parallel group has been closed"
                 try:
                     self.say([END])
@@ -205,7 +217,7 @@ class Mirror:
         if self._ranks is not None:
             return self._ranks.why_ended()
         lost = any(words in str(error) for words in ("Connection closed by peer", "Connection reset by peer", "Broken pipe"))
-        return "another rank of the tensor-parallel group has ended; its own last line says why" if lost else None
+        return "another rank of the tensor-parallel group has ended; torchrun says which" if lost else None
 
     def _release(self, *, kill: bool) -> None:
         global _current

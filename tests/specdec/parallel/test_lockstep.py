@@ -7,19 +7,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from evals.accuracy.scoring import score
 from specdec import CacheConfig, EngineConfig, SamplingParams, SpecDecoder
 from specdec.cli.main import main
 from specdec.decoder import find_drafter
 from specdec.engine.outputs import GenerationResult
 from specdec.errors import SpecDecError
 from specdec.parallel import launch
-from specdec.parallel.mirror import everywhere
+from specdec.parallel.mirror import current, everywhere
 from tests.evals.tiny import save_tiny
 from tests.helpers import lockstep_parts as parts
 from tests.helpers.tiny_models import random_prompts
@@ -115,9 +117,18 @@ def test_prefixes_are_found_and_requests_preempted_alike(one: SpecDecoder, two: 
 
 
 def test_what_is_asked_of_the_target_alone(one: SpecDecoder, two: SpecDecoder) -> None:
-    """Logits outside any engine; they differ by the order in which two halves are added up."""
-    expected, got = (decoder.next_token_logits(PROMPTS[0]) for decoder in (one, two))
-    assert torch.allclose(got, expected, rtol=0, atol=64 * torch.finfo(torch.float32).eps * float(expected.abs().max()))
+    """Logits and scores outside any engine, also while threads decode; they differ by the order in which halves are added up."""
+    with ThreadPoolExecutor(3) as threads:
+        outputs = [threads.submit(two.generate, prompt, max_tokens=20) for prompt in PROMPTS[:2]]
+        asked = threads.submit(two.next_token_logits, PROMPTS[0])
+        scored = next(score(two, [(PROMPTS[0], 3)])).log_probability
+    assert [output.result().token_ids for output in outputs] == [
+        one.generate(one_of, max_tokens=20).token_ids for one_of in PROMPTS[:2]
+    ]
+    expected = one.next_token_logits(PROMPTS[0])
+    bound = 64 * torch.finfo(torch.float32).eps * float(expected.abs().max())
+    assert torch.allclose(asked.result(), expected, rtol=0, atol=bound)
+    assert abs(scored - next(score(one, [(PROMPTS[0], 3)])).log_probability) < 6 * bound
 
 
 def test_the_smallest_cache_counts(one: SpecDecoder, two: SpecDecoder) -> None:
@@ -150,13 +161,19 @@ def test_all_go_on_from_rank_0s_outcome(two: SpecDecoder, monkeypatch: pytest.Mo
     assert everywhere(two.verifier, parts.outcomes_agree, True)
 
 
-def test_a_drafter_of_this_process_is_refused(two: SpecDecoder) -> None:
-    """And what cannot be sent does not harm the group."""
+def test_what_belongs_to_one_process(two: SpecDecoder) -> None:
+    """A drafter of this process is refused; neither what cannot be sent nor a fork harms the group."""
     ready = find_drafter("ngram")(two.verifier)
     with pytest.raises(SpecDecError, match=r"drafter is a .* of this process, and every rank of the target's group makes its own"):
         find_drafter(ready)(two.verifier)
     with pytest.raises(SpecDecError, match="the other ranks cannot be told of this call"):
         everywhere(two.verifier, lambda: None)
+    if (fork := os.fork()) == 0:  # a child that ends as programs do, and would end the group of its parent
+        try:
+            current().end()  # type: ignore[union-attr]
+        finally:
+            os._exit(0)
+    os.waitpid(fork, 0)
     assert two.generate(PROMPTS[0], max_tokens=2).token_ids
 
 
@@ -251,13 +268,14 @@ def _texts(lines: str) -> list[Any]:
 def test_refusals(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More ranks than accelerators, an accelerator by its number, and another number of ranks than torchrun has started."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert launch.rank_device(torch.device("cuda"), 1, 2) == torch.device("cuda", 1)
+    assert launch.device_of_rank(torch.device("cuda"), 1, 2) == torch.device("cuda", 1)
     with pytest.raises(SpecDecError, match="tensor_parallel is 4 and this machine has 2 accelerators; start at most 2 ranks"):
-        launch.rank_device(torch.device("cuda"), 0, 4)
+        launch.device_of_rank(torch.device("cuda"), 0, 4)
     with pytest.raises(
         SpecDecError, match="device is 'cuda:1' and tensor_parallel 2, whose ranks take cuda:0 to cuda:1; give cuda"
     ):
-        launch.rank_device(torch.device("cuda:1"), 0, 2)
+        launch.device_of_rank(torch.device("cuda:1"), 0, 2)
+    monkeypatch.setattr(launch.mirrors, "_current", None)
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(SpecDecError, match="tensor_parallel is 2 and torchrun has started 3 ranks; give 3, or leave it out"):
