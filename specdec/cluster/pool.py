@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -91,7 +92,7 @@ class Pool:
         import ray
 
         task = ray.remote(max_calls=1, max_retries=0, **self._resources)(_with_decoder)
-        with _ray_errors():
+        with ray_errors():
             found: Found = ray.get(task.remote(self.spec, function, *args))
         return found
 
@@ -120,7 +121,7 @@ class Pool:
         calls = ceil(2 * self.spec.engine.max_num_seqs / per_call)  # enough that no engine waits for rows
         waiting = {row.key for row in rows}
         assert len(waiting) == len(rows), "keys are unique"
-        with _ray_errors():
+        with ray_errors():
             data = ray.data.from_items(
                 [{"row": row.to_json()} for row in rows], override_num_blocks=ceil(len(rows) / per_call)
             ).map_batches(
@@ -152,7 +153,7 @@ def _with_decoder(spec: EngineSpec, function: Callable[..., Found], *args: Any) 
 
 
 @contextmanager
-def _ray_errors() -> Iterator[None]:
+def ray_errors() -> Iterator[None]:
     """Errors of ours as they are, and Ray's as one line."""
     from ray.exceptions import RayError
 
@@ -168,6 +169,7 @@ def _ray_errors() -> Iterator[None]:
 
 
 def _line(error: BaseException) -> str:
-    """The last line of an error that says something, without what Ray puts around it."""
+    """The line of an error that names it, without the traceback and the advice that Ray puts around it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1][:300] if lines else type(error).__name__
+    named = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b.*: ", line)]
+    return (named or lines or [type(error).__name__])[-1][:300]

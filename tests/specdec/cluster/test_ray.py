@@ -4,6 +4,7 @@ Ray takes seconds to start, and every engine is a process that imports torch. So
 shows several things.
 """
 
+import csv
 import json
 import os
 import signal
@@ -11,10 +12,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from drafters.training.stages import run_stages
+from specdec.cli.main import main
 from specdec.cluster.config import ClusterConfig, EngineSpec
 from specdec.cluster.journal import ClusterJournal
 from specdec.cluster.pool import Pool
@@ -24,6 +29,7 @@ from specdec.decoder import SpecDecoder
 from specdec.engine.outputs import GenerationResult
 from specdec.errors import SpecDecError
 from specdec.metrics import pooled
+from tests.drafters.training.toy import as_flags, toy_config, write_prompts, write_target
 from tests.evals.tiny import save_tiny
 from tests.helpers.cluster_drafter import HOME, begun
 
@@ -164,3 +170,21 @@ def test_engines_that_differ_are_not_mixed(address: str, folder: Path) -> None:
         list(journal.run(pool, rows))
     assert "another GPU" in str(raised.value)
     assert all(json.loads(line).get("key") != None for line in (folder / "kept.jsonl").read_text().splitlines()[1:])  # noqa: E711
+
+
+@pytest.mark.slow
+def test_training_in_two_processes_of_ray_is_training_in_one(address: str, tmp_path: Path) -> None:
+    """Ray Train makes the process group and calls from a thread; losses are those of one process."""
+    write_target(tmp_path / "target")
+    write_prompts(tmp_path / "prompts.txt", 60)
+    few: dict[str, Any] = {"max_steps": 3, "log_every": 1, "eval_every": 3, "heldout": 8, "batch_size": 4}
+    config = toy_config(tmp_path, **few)
+    assert run_stages(("answers", "train"), config)
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two" / "answers").symlink_to(tmp_path / "run" / "answers")
+    flags = as_flags(replace(config, out=str(tmp_path / "two")))
+    assert main(["train", "train", *flags, "--workers", "2", "--ray", address]) == 0
+    one, two = (list(csv.DictReader((tmp_path / name / "training" / "log.csv").open())) for name in ("run", "two"))
+    assert [row["step"] for row in two] == [row["step"] for row in one]
+    for row, other in zip(two, one, strict=True):
+        assert float(row["loss"]) == pytest.approx(float(other["loss"]), rel=2e-3)
