@@ -48,6 +48,7 @@ class Engine:
                 shape.run()
         end = self._decoder.tokenizer.eos_token_id or 0
         self._decoder.generate([end], SamplingParams(max_tokens=WARMUP_TOKENS, ignore_eos=True))
+        self._decoder.engine.reset()  # no drafter may copy from that
         self._origin, self._node = origin(self._decoder), _address()
         self._gate, self._quiet, self._running = asyncio.Lock(), asyncio.Event(), 0
         self._quiet.set()

@@ -45,7 +45,7 @@ def connect(address: str) -> None:
         try:
             ray.init(address=address or None, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=None)
         except (ConnectionError, ValueError, RuntimeError) as error:
-            raise SpecDecError(f"no Ray cluster answers at {address or 'this machine'!r}: {_line(error)}") from error
+            raise SpecDecError(f"no Ray cluster answers at {address or 'this machine'!r}: {named_line(error)}") from error
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # what goes wrong is told in one line below
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = context.enable_operator_progress_bars = context.print_on_execution_start = False
@@ -92,7 +92,7 @@ class Pool:
         import ray
 
         task = ray.remote(max_calls=1, max_retries=0, **self._resources)(_with_decoder)
-        with ray_errors():
+        with _ray_errors():
             found: Found = ray.get(task.remote(self.spec, function, *args))
         return found
 
@@ -121,7 +121,7 @@ class Pool:
         calls = ceil(2 * self.spec.engine.max_num_seqs / per_call)  # enough that no engine waits for rows
         waiting = {row.key for row in rows}
         assert len(waiting) == len(rows), "keys are unique"
-        with ray_errors():
+        with _ray_errors():
             data = ray.data.from_items(
                 [{"row": row.to_json()} for row in rows], override_num_blocks=ceil(len(rows) / per_call)
             ).map_batches(
@@ -153,7 +153,7 @@ def _with_decoder(spec: EngineSpec, function: Callable[..., Found], *args: Any) 
 
 
 @contextmanager
-def ray_errors() -> Iterator[None]:
+def _ray_errors() -> Iterator[None]:
     """Errors of ours as they are, and Ray's as one line."""
     from ray.exceptions import RayError
 
@@ -165,10 +165,12 @@ def ray_errors() -> Iterator[None]:
             if isinstance(cause, SpecDecError) and not isinstance(cause, RayError):  # Ray makes an error that is both
                 raise cause from error
             cause = getattr(cause, "cause", None) or cause.__cause__
-        raise SpecDecError(f"Ray ended the run: {_line(error)}; what is finished is kept, and the same command goes on") from error
+        raise SpecDecError(
+            f"Ray ended the run: {named_line(error)}; what is finished is kept, and the same command goes on"
+        ) from error
 
 
-def _line(error: BaseException) -> str:
+def named_line(error: BaseException) -> str:
     """The line of an error that names it, without the traceback and the advice that Ray puts around it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     named = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b.*: ", line)]

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from specdec.cluster.pool import connect, ray_errors
+from specdec.cluster.pool import connect, named_line
+from specdec.errors import SpecDecError
 
 
 def run_workers(address: str, function: Callable[..., bool], *args: Any, workers: int | None, folder: Path) -> bool:
@@ -28,16 +29,19 @@ def run_workers(address: str, function: Callable[..., bool], *args: Any, workers
     import ray
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
-
-    def work() -> None:
-        ray.train.report({"returned": function(*args)})
+    from ray.train.v2.api.exceptions import TrainingFailedError
 
     gpus = int(ray.cluster_resources().get("GPU", 0))
     trainer = TorchTrainer(
-        work,
+        lambda: function(*args),
         scaling_config=ScalingConfig(num_workers=workers or max(1, gpus), use_gpu=gpus > 0),
         run_config=RunConfig(storage_path=str(folder.resolve()), name="ray", failure_config=FailureConfig(max_failures=0)),
     )
-    with ray_errors():
-        result = trainer.fit()
-    return bool((result.metrics or {})["returned"])
+    try:
+        return bool(trainer.fit().return_value)
+    except TrainingFailedError as error:
+        failures = [getattr(one, "_base_exc", one) for one in getattr(error, "worker_failures", {}).values()]
+        own = next((one for one in failures if isinstance(one, SpecDecError)), None)
+        if own is not None:
+            raise own from error
+        raise SpecDecError(f"Ray ended the training: {named_line(error)}; the same command goes on from the saved state") from error
