@@ -5,7 +5,8 @@ import os
 import sys
 
 from drafters.training.config import TrainConfig, add_flags, build_config
-from specdec.cli.options import say_gpu
+from specdec.cli.fields import whole_number
+from specdec.cli.options import ray_option, say_gpu
 from specdec.errors import InvalidInputError
 
 STAGES = ("answers", "train", "finish")
@@ -16,6 +17,7 @@ examples:
   specdec train --out run --model path/or/hub-name --self-prompts 20000 --temperatures 0 0.7 --max-minutes 20
   specdec train answers --config run.toml
   torchrun --nproc-per-node 2 -m specdec train train --config run.toml
+  specdec train --config run.toml --ray --workers 8
   specdec train finish --config run.toml
 
 Stages: answers (the target answers the prompts, and may write some itself), train, finish (export, and compare tau with the
@@ -31,6 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("stages", nargs="*", metavar="STAGE", help="answers, train, finish (default: all three)")
     parser.add_argument("--config", metavar="FILE", help="TOML or JSON file with the options below as keys; flags win")
     add_flags(parser)
+    ray_option(parser.add_argument_group("cluster"), "train in processes of a Ray cluster that all see the run's folder")
+    parser.add_argument("--workers", type=whole_number, metavar="N", help="how many with --ray (default: the cluster's GPUs, or 1)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -44,12 +48,32 @@ def run(args: argparse.Namespace) -> int:
     unknown = [stage for stage in stages if stage not in STAGES]
     if unknown:
         raise InvalidInputError(f"unknown stage {unknown[0]!r} (known: {', '.join(STAGES)})")
+    if args.workers is not None and (args.ray is None or args.workers < 1):
+        raise InvalidInputError(f"workers is {args.workers}; give 1 or more, together with --ray")
+    ordered = tuple(stage for stage in STAGES if stage in stages)
+    try:
+        return 0 if (_run_here(ordered, config) if args.ray is None else _run_there(ordered, config, args)) else 1
+    except KeyboardInterrupt:
+        print(f"\nspecdec: what is finished is kept in {config.folder}; the same command goes on from there", file=sys.stderr)
+        raise
+
+
+def _run_here(stages: tuple[str, ...], config: TrainConfig) -> bool:
     from drafters.training.stages import run_stages
 
     if os.environ.get("RANK", "0") == "0":  # once, of all processes
         say_gpu(config.device)
-    try:
-        return 0 if run_stages(tuple(stage for stage in STAGES if stage in stages), config) else 1
-    except KeyboardInterrupt:
-        print(f"\nspecdec: what is finished is kept in {config.folder}; the same command goes on from there", file=sys.stderr)
-        raise
+    return run_stages(stages, config)
+
+
+def _run_there(stages: tuple[str, ...], config: TrainConfig, args: argparse.Namespace) -> bool:
+    from drafters.training.stages import run_stages
+    from specdec.cluster.train import run_workers
+
+    shared, last = tuple(stage for stage in stages if stage != "finish"), tuple(stage for stage in stages if stage == "finish")
+    config.folder.mkdir(parents=True, exist_ok=True)
+    return all(
+        run_workers(args.ray, run_stages, some, config, workers=workers, folder=config.folder)
+        for some, workers in ((shared, args.workers), (last, 1))
+        if some
+    )

@@ -40,7 +40,7 @@ def run_stages(stages: tuple[str, ...], config: TrainConfig) -> bool:
     """
     for stage in stages:
         with process_group(resolve_device(config.device)) as device:
-            if dist.is_initialized() and stage == "finish":
+            if stage == "finish" and dist.is_initialized() and dist.get_world_size() > 1:
                 raise InvalidInputError("the finish stage runs in one process; start it without torchrun")
             complete = {"answers": _answers, "train": _train, "finish": _finish}[stage](config, device)
         gc.collect()  # a model and its hooks refer to each other, and the next stage needs the memory

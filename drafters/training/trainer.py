@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -277,8 +278,11 @@ class Trainer:
 
 @contextmanager
 def _termination() -> Iterator[list[int]]:
-    """A list that a termination signal makes non-empty, so that the loop can end between two steps."""
+    """A list that a termination signal makes non-empty, so that the loop can end between two steps; in the main thread alone."""
     received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():  # under Ray Train, which tells its workers otherwise
+        yield received
+        return
     previous = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
     try:
         yield received
@@ -288,15 +292,18 @@ def _termination() -> Iterator[list[int]]:
 
 @contextmanager
 def process_group(device: torch.device) -> Iterator[torch.device]:
-    """Joins the processes that torchrun started, if it did; yields the device of this one."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    """Joins the processes that torchrun started, if it did; yields the device of this one. A group that exists is left as it is."""
+    joined = dist.is_initialized()
+    if not joined and int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield device
         return
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if not joined:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         yield device
     finally:
-        dist.destroy_process_group()
+        if not joined:
+            dist.destroy_process_group()

@@ -65,14 +65,19 @@ def sampling_options(parser: argparse.ArgumentParser, names: Collection[str] | N
 def ray_options(parser: argparse.ArgumentParser) -> None:
     """The group of options about a cluster."""
     group = parser.add_argument_group("cluster")
+    ray_option(group, "decode with the engines of a Ray cluster")
+    add_options(group, ClusterConfig)
+
+
+def ray_option(group: argparse._ArgumentGroup, purpose: str) -> None:
+    """The option that names a cluster."""
     group.add_argument(
         "--ray",
         nargs="?",
         const="",
         metavar="ADDRESS",
-        help="decode with the engines of a Ray cluster: that of this machine or of RAY_ADDRESS, or the one at ADDRESS",
+        help=f"{purpose}: the one at ADDRESS, else that of this machine or of RAY_ADDRESS, else a new one here",
     )
-    add_options(group, ClusterConfig)
 
 
 def cluster_config(args: argparse.Namespace) -> ClusterConfig:

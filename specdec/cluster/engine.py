@@ -48,19 +48,26 @@ class Engine:
                 shape.run()
         end = self._decoder.tokenizer.eos_token_id or 0
         self._decoder.generate([end], SamplingParams(max_tokens=WARMUP_TOKENS, ignore_eos=True))
+        self._decoder.engine.reset()  # no drafter may copy from that
         self._origin, self._node = origin(self._decoder), _address()
         self._gate, self._quiet, self._running = asyncio.Lock(), asyncio.Event(), 0
         self._quiet.set()
         self._last = 0.0  # when the last answer was done, or the first of a busy time began
         self._broken = False
+        self._calls = set[asyncio.Task[Any] | None]()
 
     async def __call__(self, batch: dict[str, Any]) -> dict[str, list[str]]:
         """Answers of a batch, in its order; other batches run meanwhile."""
         if self._refused is not None:
             return {"answer": [refusal_to_json(self._refused) for _ in batch["row"]]}
-        rows = [Row.from_json(str(text)) for text in batch["row"]]
-        answers = await asyncio.gather(*(self._answer(row) for row in rows))
-        return {"answer": [answer.to_json() for answer in answers]}
+        call = asyncio.current_task()
+        self._calls.add(call)  # neither Ray nor the loop holds a task that waits, and what it waits for is held by it alone
+        try:
+            rows = [Row.from_json(str(text)) for text in batch["row"]]
+            answers = await asyncio.gather(*(self._answer(row) for row in rows))
+            return {"answer": [answer.to_json() for answer in answers]}
+        finally:
+            self._calls.discard(call)
 
     async def _answer(self, row: Row) -> Answer:
         verdict = await self._ledger.verdict.remote(row.key)

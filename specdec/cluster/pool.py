@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ def connect(address: str) -> None:
         try:
             ray.init(address=address or None, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=None)
         except (ConnectionError, ValueError, RuntimeError) as error:
-            raise SpecDecError(f"no Ray cluster answers at {address or 'this machine'!r}: {_line(error)}") from error
+            raise SpecDecError(f"no Ray cluster answers at {address or 'this machine'!r}: {named_line(error)}") from error
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # what goes wrong is told in one line below
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = context.enable_operator_progress_bars = context.print_on_execution_start = False
@@ -164,10 +165,13 @@ def _ray_errors() -> Iterator[None]:
             if isinstance(cause, SpecDecError) and not isinstance(cause, RayError):  # Ray makes an error that is both
                 raise cause from error
             cause = getattr(cause, "cause", None) or cause.__cause__
-        raise SpecDecError(f"Ray ended the run: {_line(error)}; what is finished is kept, and the same command goes on") from error
+        raise SpecDecError(
+            f"Ray ended the run: {named_line(error)}; what is finished is kept, and the same command goes on"
+        ) from error
 
 
-def _line(error: BaseException) -> str:
-    """The last line of an error that says something, without what Ray puts around it."""
+def named_line(error: BaseException) -> str:
+    """The line of an error that names it, without the traceback and the advice that Ray puts around it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1][:300] if lines else type(error).__name__
+    named = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b.*: ", line)]
+    return (named or lines or [type(error).__name__])[-1][:300]

@@ -1,20 +1,22 @@
 """Real engines of a real cluster on this machine: two at a time, and each thing that may go wrong with them.
 
-Ray takes seconds to start, and every engine is a process that imports torch. So one cluster serves the whole file, and each test
-shows several things.
+Ray takes seconds to start, and every engine is a process that imports torch. So one cluster serves all of it, each part shows
+several things, and it is one test, because pytest-xdist would give several tests to several workers, each with a cluster.
 """
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 
+from specdec.cli.main import main
 from specdec.cluster.config import ClusterConfig, EngineSpec
 from specdec.cluster.journal import ClusterJournal
 from specdec.cluster.pool import Pool
@@ -45,25 +47,18 @@ def sampling(index: int) -> SamplingParams:
     return SamplingParams(max_tokens=24, temperature=0.7, seed=3 + index, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    """A cluster of this machine alone."""
+@pytest.mark.slow
+def test_engines_of_a_cluster(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    """What may go wrong with them, and what becomes of the run."""
     context = ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
-    yield context.address_info["gcs_address"]
-    ray.shutdown()
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> SpecDecoder:
-    """One process with the same target."""
-    folder = save_tiny(tmp_path_factory.mktemp("alone"))
-    return SpecDecoder.from_pretrained(folder, drafter="ngram", device="cpu", dtype="float32", engine=engine(2))
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """The target's folder, with what its drafter writes."""
-    return save_tiny(tmp_path)
+    try:
+        folder = save_tiny(tmp_path / "alone")
+        alone = SpecDecoder.from_pretrained(folder, drafter="ngram", device="cpu", dtype="float32", engine=engine(2))
+        for part in (killed_driver, prompt_that_kills, unlike_engines):
+            with subtests.test(part.__name__):
+                part(context.address_info["gcs_address"], alone, save_tiny(tmp_path / part.__name__))
+    finally:
+        ray.shutdown()
 
 
 def plan(folder: Path, **given: object) -> Path:
@@ -83,8 +78,7 @@ def same(found: list[GenerationResult], expected: list[GenerationResult]) -> Non
     assert one.tau > 1, "drafts were accepted"
 
 
-@pytest.mark.slow
-def test_a_killed_driver_goes_on_and_all_is_as_in_one_process(address: str, alone: SpecDecoder, folder: Path) -> None:
+def killed_driver(address: str, alone: SpecDecoder, folder: Path) -> None:
     """`kill -9`, then the same command: what was kept is not computed again, nothing is lost, figures are those of one engine."""
     plan(folder, seconds=0.3)
     prompts, kept = folder / "prompts.txt", folder / "kept.jsonl"
@@ -106,8 +100,9 @@ def test_a_killed_driver_goes_on_and_all_is_as_in_one_process(address: str, alon
     earlier = {pid for pid, _ in begun(folder)}
     assert len(earlier) == 2, "both engines worked"
 
-    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert again.returncode == 0, again.stderr
+    shown = io.StringIO()
+    with redirect_stdout(shown):
+        assert main(command[3:]) == 0
     records = [json.loads(line) for line in kept.read_text().splitlines()]
     assert records[: len(whole)] == whole, "what was kept stays"
     assert len({record["key"] for record in records[1:]}) == len(records) - 1 == len(PROMPTS)
@@ -115,15 +110,14 @@ def test_a_killed_driver_goes_on_and_all_is_as_in_one_process(address: str, alon
     assert len(later) == len(PROMPTS) - (len(whole) - 1), "only what was missing is computed"
 
     expected = [alone.generate(prompt, sampling(0)) for prompt in PROMPTS]
-    shown = [json.loads(line) for line in again.stdout.splitlines()]
-    assert [one["token_ids"] for one in shown] == [one.token_ids for one in expected]
+    printed = [json.loads(line) for line in shown.getvalue().splitlines()]
+    assert [one["token_ids"] for one in printed] == [one.token_ids for one in expected]
     results = [GenerationResult.from_dict(record["results"][0]) for record in records[1:]]
     of_prompt = {tuple(result.prompt_token_ids): result for result in results}
     same([of_prompt[tuple(result.prompt_token_ids)] for result in expected], expected)
 
 
-@pytest.mark.slow
-def test_a_prompt_that_kills_its_engine_costs_the_others_nothing(address: str, alone: SpecDecoder, folder: Path) -> None:
+def prompt_that_kills(address: str, alone: SpecDecoder, folder: Path) -> None:
     """Rows of a killed engine run again, finished ones do not, and who kills an engine alone gets an error."""
     tokens = [alone.tokenize(prompt) for prompt in PROMPTS]
     too_long = list(range(10, 90)) * 2
@@ -151,8 +145,7 @@ def test_a_prompt_that_kills_its_engine_costs_the_others_nothing(address: str, a
     assert [again.get(row.key) is not None for row in rows] == [index in served for index in range(len(rows))]
 
 
-@pytest.mark.slow
-def test_engines_that_differ_are_not_mixed(address: str, folder: Path) -> None:
+def unlike_engines(address: str, alone: SpecDecoder, folder: Path) -> None:
     """The answer of a machine with another GPU ends the run with one line, and is not kept."""
     plan(folder, other_device=True)
     pool = Pool.of(address, TWO, EngineSpec(str(folder), HOME, LOAD, engine(1)))
