@@ -64,7 +64,7 @@ class GrammarCompiler:
             future = self._compiled.pop(grammar, None) or self._submit(grammar)
             self._compiled[grammar] = future  # the latest come last
             self._forget()
-        return GrammarProgress(future, self._eos_token_ids)
+        return GrammarProgress(future, self._eos_token_ids, self._special_token_ids)
 
     def _forget(self) -> None:
         """Lets go of those that were not asked for the longest, as far as they take too much; under the lock."""
@@ -92,12 +92,24 @@ class GrammarCompiler:
         return ThreadPoolExecutor(THREADS, thread_name_prefix="specdec grammar")
 
     @cached_property
+    def _special_token_ids(self) -> frozenset[int]:
+        return frozenset(token for token, added in self._tokenizer.added_tokens_decoder.items() if added.special)
+
+    @cached_property
     def _library(self) -> Any:
         """xgrammar's compiler for this tokenizer. What is made of its vocabulary takes a moment, so it is made once."""
         import xgrammar
 
-        info = xgrammar.TokenizerInfo.from_huggingface(
-            self._tokenizer, vocab_size=self._vocab_size, stop_token_ids=list(self._eos_token_ids)
+        stop = list(self._eos_token_ids)
+        read = xgrammar.TokenizerInfo.from_huggingface(self._tokenizer, vocab_size=self._vocab_size, stop_token_ids=stop)
+        # Special tokens would pass as the text that they are written with, such as <s> in a string, and decoding leaves them out.
+        texts = [b"" if token in self._special_token_ids else text for token, text in enumerate(read.decoded_vocab)]
+        info = xgrammar.TokenizerInfo(
+            texts,
+            xgrammar.VocabType.RAW,
+            vocab_size=self._vocab_size,
+            stop_token_ids=stop,
+            add_prefix_space=read.add_prefix_space,
         )
         return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import jsonschema
 
+from drafters.dflash import drafts
 from specdec.config import EngineConfig, SamplingParams
 from specdec.decoder import SpecDecoder
 from specdec.grammar.grammar import Grammar
@@ -220,12 +221,14 @@ def main() -> int:
     parser.add_argument("--max-num-seqs", type=int, default=8, help="(default %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.0, help="(default %(default)s)")
     parser.add_argument("-k", "--num-draft-tokens", default="auto", help="of the runs with drafts (default %(default)s)")
+    parser.add_argument("--alternatives", type=int, default=drafts.ALTERNATIVES, help="of refused drafts (default %(default)s)")
     parser.add_argument("--dtype", default="auto", help="(default %(default)s)")
     parser.add_argument("--timing", action="store_true", help="say where the time of steps goes")
     parser.add_argument("--free", action="store_true", help="also without a grammar")
     parser.add_argument("--show", action="store_true", help="put schemas into prompts, not the names of their properties alone")
     parser.add_argument("--seed", type=int, default=0, help="of the schemas (default %(default)s)")
     args = parser.parse_args()
+    drafts.ALTERNATIVES = args.alternatives
     draw = random.Random(args.seed)
     schemas = [random_schema(draw) for _ in range(args.schemas)]
     k = args.num_draft_tokens if args.num_draft_tokens == "auto" else int(args.num_draft_tokens)

@@ -1,11 +1,12 @@
 """What a grammar costs the host per request and step: `python -m tests.checks.grammar_host`.
 
-Medians of the processor's time for one request in the midst of a JSON document, with the embedded model's tokenizer. The drafts are the
-tokens that a document goes on with, so the grammar allows all of them, which takes longest.
+Medians of the processor's time for one request in the midst of a JSON document, with the embedded model's tokenizer. The drafts are
+the tokens that a document goes on with, so the grammar allows all of them, which takes longest.
 """
 
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import torch
@@ -51,13 +52,13 @@ def main() -> int:
     drafts = tokenizer(NEXT, add_special_tokens=False)["input_ids"]
     for count in (0, 3, 7, 15):
         rows, chain = torch.empty(count + 1, VOCAB_SIZE // 32, dtype=torch.int32), drafts[:count]
-        masks = microseconds(lambda rows=rows, chain=chain: progress.fill(rows, chain))
+        masks = microseconds(partial(progress.fill, rows, chain))
         refused = [tokenizer.eos_token_id] * count
         others = [[*refused, token] for token in chain]
-        mended = microseconds(lambda refused=refused, others=others: progress.mended(refused, others))
+        mended = microseconds(partial(progress.mended, refused, others))
         logits = torch.zeros(1, count + 1, VOCAB_SIZE)
         held = TokenMasks(rows[None], torch.tensor([0]))
-        applied = microseconds(lambda logits=logits, held=held: mask_logits(logits, held), 30)
+        applied = microseconds(partial(mask_logits, logits, held), 30)
         print(f"{count:>2} drafts: masks {masks:.0f} us, replacing every draft {mended:.0f} us, applying on a CPU {applied:.0f} us")
     return 0
 
