@@ -66,6 +66,12 @@ class GrammarCompiler:
             self._forget()
         return GrammarProgress(future, self._eos_token_ids, self._special_token_ids)
 
+    def after_fork(self) -> None:
+        """In a child process: no thread of the parent's compiles anything here, and no lock is held."""
+        self._lock = Lock()
+        self.__dict__.pop("_threads", None)
+        self._compiled = {grammar: future for grammar, future in self._compiled.items() if future.done()}
+
     def _forget(self) -> None:
         """Lets go of those that were not asked for the longest, as far as they take too much; under the lock."""
         done = {grammar: future for grammar, future in self._compiled.items() if future.done()}
