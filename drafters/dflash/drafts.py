@@ -20,6 +20,9 @@ from specdec.sampling.filters import COLDEST
 from specdec.sampling.noise import Purpose, gumbel, of_step, stream
 from specdec.sampling.trees import best_chain, best_first
 
+ALTERNATIVES = 16
+"""Tokens per slot that may take the place of a draft that a grammar refuses; more of them gain little."""
+
 
 class Slots(NamedTuple):
     """What the backbone says about the slots of a block.
@@ -78,8 +81,8 @@ class Drafts:
             return self._tree(block)
         if self._head is None:
             chain = self._chain(block, [self._choose(block, slots.logits, 0)])
-            if batch.sampling.plan.guided and chain.probs is None:
-                chain.alternatives = self._candidates(block, MOST_CANDIDATES).token_ids
+            if batch.sampling.plan.guided and chain.probs is None and ALTERNATIVES:
+                chain.alternatives = self._candidates(block, ALTERNATIVES).token_ids
             return chain
         if self._head.num_candidates is None:
             return self._chain(block, self._one_by_one(block, self._head))

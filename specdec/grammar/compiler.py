@@ -22,11 +22,8 @@ if TYPE_CHECKING:
 THREADS = 2
 """Grammars that are compiled at once."""
 
-CACHE_BYTES = 2**28
-"""Of compiled grammars that are kept."""
-
-MOST_KEPT = 1024
-"""Grammars whose requests find them compiled."""
+CACHE_BYTES = 2**29
+"""Of compiled grammars that are kept for the next request; those of unfinished requests come on top. A schema takes a few MB."""
 
 WHITESPACE = 16
 """Characters of white space between two parts of JSON: a line's end and its indentation, not a page of blanks."""
@@ -64,12 +61,27 @@ class GrammarCompiler:
     def start(self, grammar: Grammar) -> GrammarProgress:
         """Where an output stands before its first token. Its grammar may be ready only later."""
         with self._lock:
-            future = self._compiled.get(grammar)
-            if future is None:
-                while len(self._compiled) >= MOST_KEPT:
-                    del self._compiled[next(iter(self._compiled))]
-                future = self._compiled[grammar] = self._submit(grammar)
-        return GrammarProgress(future, self._eos_token_ids)
+            future = self._compiled.pop(grammar, None) or self._submit(grammar)
+            self._compiled[grammar] = future  # the latest come last
+            self._forget()
+        return GrammarProgress(future, self._eos_token_ids, self._special_token_ids)
+
+    def after_fork(self) -> None:
+        """In a child process: no thread of the parent's compiles anything here, and no lock is held."""
+        self._lock = Lock()
+        self.__dict__.pop("_threads", None)
+        self._compiled = {grammar: future for grammar, future in self._compiled.items() if future.done()}
+
+    def _forget(self) -> None:
+        """Lets go of those that were not asked for the longest, as far as they take too much; under the lock."""
+        done = {grammar: future for grammar, future in self._compiled.items() if future.done()}
+        sizes = {grammar: future.result().memory_size_bytes for grammar, future in done.items() if not future.exception()}
+        excess = sum(sizes.values()) - CACHE_BYTES
+        for grammar in done:
+            if excess <= 0:
+                break
+            excess -= sizes.get(grammar, 0)
+            del self._compiled[grammar]
 
     def _submit(self, grammar: Grammar) -> Future[xgrammar.CompiledGrammar]:
         if self._in_threads:
@@ -86,14 +98,26 @@ class GrammarCompiler:
         return ThreadPoolExecutor(THREADS, thread_name_prefix="specdec grammar")
 
     @cached_property
+    def _special_token_ids(self) -> frozenset[int]:
+        return frozenset(token for token, added in self._tokenizer.added_tokens_decoder.items() if added.special)
+
+    @cached_property
     def _library(self) -> Any:
         """xgrammar's compiler for this tokenizer. What is made of its vocabulary takes a moment, so it is made once."""
         import xgrammar
 
-        info = xgrammar.TokenizerInfo.from_huggingface(
-            self._tokenizer, vocab_size=self._vocab_size, stop_token_ids=list(self._eos_token_ids)
+        stop = list(self._eos_token_ids)
+        read = xgrammar.TokenizerInfo.from_huggingface(self._tokenizer, vocab_size=self._vocab_size, stop_token_ids=stop)
+        # Special tokens would pass as the text that they are written with, such as <s> in a string, and decoding leaves them out.
+        texts = [b"" if token in self._special_token_ids else text for token, text in enumerate(read.decoded_vocab)]
+        info = xgrammar.TokenizerInfo(
+            texts,
+            xgrammar.VocabType.RAW,
+            vocab_size=self._vocab_size,
+            stop_token_ids=stop,
+            add_prefix_space=read.add_prefix_space,
         )
-        return xgrammar.GrammarCompiler(info, max_threads=THREADS, cache_limit_bytes=CACHE_BYTES)
+        return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
     def _compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
         """Compiles; in a thread.

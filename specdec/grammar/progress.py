@@ -25,15 +25,22 @@ class GrammarProgress:
     Args:
         compiled: the grammar, which may still be compiled.
         eos_token_ids: tokens that end the output.
+        special_token_ids: tokens that are no text; of them the grammar allows those alone.
 
     Attributes:
         dead_ends: rows of the last masks behind which no token may follow, though the grammar allows the row itself.
     """
 
-    def __init__(self, compiled: Future[xgrammar.CompiledGrammar], eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        compiled: Future[xgrammar.CompiledGrammar],
+        eos_token_ids: Sequence[int],
+        special_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
         self.compiled = compiled
         self.dead_ends: frozenset[int] = frozenset()
         self._eos_token_ids = frozenset(eos_token_ids)
+        self._never = special_token_ids - self._eos_token_ids  # of which the library would warn each time
 
     @property
     def ready(self) -> bool:
@@ -89,7 +96,8 @@ class GrammarProgress:
         """
         kept: list[int] = []
         for draft, others in zip(drafts, alternatives, strict=True):
-            token = next((token for token in (draft, *others) if self._matcher.accept_token(token)), None)
+            likely = (token for token in (draft, *others) if token not in self._never)
+            token = next((token for token in likely if self._matcher.accept_token(token)), None)
             if token is None:
                 break
             kept.append(token)

@@ -18,6 +18,7 @@ from typing import Any
 
 import jsonschema
 
+from drafters.dflash import drafts
 from specdec.config import EngineConfig, SamplingParams
 from specdec.decoder import SpecDecoder
 from specdec.grammar.grammar import Grammar
@@ -135,7 +136,7 @@ class Tally:
         texts: by schema.
         tokens, steps, drafted, accepted: of all outputs.
         seconds: of the processor, from the first prompt to the last token: what other programs take does not count.
-        phases: seconds of each part of the steps.
+        phases: seconds of each part of the steps by the clock, where it was taken.
     """
 
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -145,42 +146,48 @@ class Tally:
     seconds: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
 
+    def line(self, name: str) -> str:
+        """All of it but the texts."""
+        outcomes = ", ".join(f"{count} {what}" for what, count in sorted(self.outcomes.items()))
+        speed = f"{self.tokens / self.seconds:.1f} tokens/s, {self.tokens / max(1, self.steps):.2f} tokens per step"
+        phases = "".join(f", {phase} {seconds:.2f}" for phase, seconds in self.phases.items())
+        return f"{name}: {outcomes}; {self.tokens} tokens in {self.seconds:.1f} s of the processor, {speed}{phases}"
+
 
 def tally(
+    found: Tally,
     decoder: SpecDecoder,
     schemas: list[dict[str, Any]],
+    first: int,
     *,
     max_tokens: int,
     temperature: float,
     guided: bool = True,
     show: bool = False,
-) -> Tally:
+) -> None:
     """Documents for schemas, each with a seed of its own.
 
     Args:
+        found: they are added to it.
         decoder: writes them.
         schemas: one a document.
+        first: number of the first.
         max_tokens, temperature: of each.
         guided: hold outputs to their schemas; otherwise the model is left to itself.
         show: put schemas into prompts; otherwise the names of their properties alone, which are read sooner.
     """
-    found = Tally()
-    prompts = []
-    for schema in schemas:
-        told = f" for this schema: {json.dumps(schema)}" if show else f", with {', '.join(schema['properties'])}"
-        content = f"Write one short example as JSON{told}"
-        prompts.append(decoder.tokenize([{"role": "user", "content": content}]))
     asked = []
-    for seed, (prompt, schema) in enumerate(zip(prompts, schemas, strict=True)):
+    for seed, schema in enumerate(schemas, start=first):
+        told = f" for this schema: {json.dumps(schema)}" if show else f", with {', '.join(schema['properties'])}"
+        prompt = decoder.tokenize([{"role": "user", "content": f"Write one short example as JSON{told}"}])
         grammar = Grammar.json_schema(schema) if guided else None
         asked.append((prompt, SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, grammar=grammar)))
-    decoder.engine.timer.reset()
     results: dict[int, Any] = {}
     started = time.process_time()
     for chunk in decoder.session.map(asked):
         if chunk.result is not None:
             results[chunk.index] = chunk.result
-    found.seconds = time.process_time() - started
+    found.seconds += time.process_time() - started
     found.phases = dict(decoder.engine.timer.totals)
     for index, schema in enumerate(schemas):
         result = results[index]
@@ -188,7 +195,6 @@ def tally(
         found.tokens += len(result.token_ids)
         found.steps += result.stats.num_steps
         found.outcomes[outcome(schema, result)] += 1
-    return found
 
 
 def outcome(schema: dict[str, Any], result: Any) -> str:
@@ -207,19 +213,22 @@ def outcome(schema: dict[str, Any], result: Any) -> str:
 
 
 def main() -> int:
-    """Prints a line for each way to decode."""
+    """Prints lines for each way to decode."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--schemas", type=int, default=1000, help="(default %(default)s)")
+    parser.add_argument("--chunk", type=int, default=50, help="schemas between two lines (default %(default)s)")
     parser.add_argument("--max-tokens", type=int, default=200, help="(default %(default)s)")
     parser.add_argument("--max-num-seqs", type=int, default=8, help="(default %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.0, help="(default %(default)s)")
     parser.add_argument("-k", "--num-draft-tokens", default="auto", help="of the runs with drafts (default %(default)s)")
+    parser.add_argument("--alternatives", type=int, default=drafts.ALTERNATIVES, help="of refused drafts (default %(default)s)")
     parser.add_argument("--dtype", default="auto", help="(default %(default)s)")
     parser.add_argument("--timing", action="store_true", help="say where the time of steps goes")
     parser.add_argument("--free", action="store_true", help="also without a grammar")
     parser.add_argument("--show", action="store_true", help="put schemas into prompts, not the names of their properties alone")
     parser.add_argument("--seed", type=int, default=0, help="of the schemas (default %(default)s)")
     args = parser.parse_args()
+    drafts.ALTERNATIVES = args.alternatives
     draw = random.Random(args.seed)
     schemas = [random_schema(draw) for _ in range(args.schemas)]
     k = args.num_draft_tokens if args.num_draft_tokens == "auto" else int(args.num_draft_tokens)
@@ -228,15 +237,14 @@ def main() -> int:
     ways = {"without drafts": (drafting.plain(), True), "with drafts": (drafting, True)}
     if args.free:
         ways |= {"no grammar, without drafts": (drafting.plain(), False), "no grammar, with drafts": (drafting, False)}
-    tallies: dict[str, Tally] = {}
-    for name, (decoder, guided) in ways.items():
-        options = {"max_tokens": args.max_tokens, "temperature": args.temperature, "guided": guided, "show": args.show}
-        found = tallies[name] = tally(decoder, schemas, **options)
-        outcomes = ", ".join(f"{count} {what}" for what, count in sorted(found.outcomes.items()))
-        speed = f"{found.tokens / found.seconds:.1f} tokens/s, {found.tokens / max(1, found.steps):.2f} tokens per step"
-        print(f"{name}: {outcomes}; {found.tokens} tokens in {found.seconds:.1f} s of the processor, {speed}", flush=True)
-        if args.timing:
-            print("  " + ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in found.phases.items()))
+    options = {"max_tokens": args.max_tokens, "temperature": args.temperature, "show": args.show}
+    tallies = {name: Tally() for name in ways}
+    for start in range(0, len(schemas), args.chunk):
+        for name, (decoder, guided) in ways.items():
+            tally(tallies[name], decoder, schemas[start : start + args.chunk], start, guided=guided, **options)
+        print(f"{min(start + args.chunk, len(schemas))} schemas", flush=True)
+        for name, found in tallies.items():
+            print("  " + found.line(name), flush=True)
     plain, drafted = tallies["without drafts"], tallies["with drafts"]
     same = sum(one == other for one, other in zip(plain.texts, drafted.texts, strict=True))
     print(f"{same} of {len(schemas)} outputs are the same with drafts, token for token")

@@ -20,7 +20,7 @@ from specdec.decoder import SpecDecoder
 from specdec.engine.graphs import StepGraphs
 from specdec.engine.guided import GuidedGraphs
 from specdec.errors import InvalidInputError
-from specdec.grammar.compiler import GrammarCompiler
+from specdec.grammar.compiler import GrammarCompiler, wait_for
 from specdec.grammar.grammar import Grammar
 from tests.helpers.guided import GRAMMARS, MAX_TOKENS, SAMPLINGS, GuidedCase, tokens
 from tests.helpers.scripted import ScriptedDrafter
@@ -248,6 +248,22 @@ def test_a_request_waits_outside_the_batch(case: GuidedCase, monkeypatch: pytest
 def test_equal_grammars_are_compiled_once(case: GuidedCase) -> None:
     one, other = (case.grammars.start(Grammar.regex("a+")).compiled for _ in range(2))
     assert one is other and isinstance(one, Future) and one is not case.grammars.start(Grammar.regex("a*")).compiled
+
+
+def test_kept_are_the_latest(case: GuidedCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as there is room for them; after a fork others than the parent's threads compile."""
+    compiler = GrammarCompiler(case.tokenizer, case.verifier.vocab_size, case.verifier.eos_token_ids)
+    first, second, third = Grammar.regex("a{3}"), Grammar.regex("b{3}"), Grammar.regex("c{3}")
+    one, two = compiler.start(first).compiled, compiler.start(second).compiled
+    wait_for([one], 60)
+    room = one.result().memory_size_bytes + two.result().memory_size_bytes
+    monkeypatch.setattr("specdec.grammar.compiler.CACHE_BYTES", room)
+    assert compiler.start(first).compiled is one and compiler.start(third).compiled.result()
+    assert compiler.start(first).compiled is one and compiler.start(second).compiled is not two
+    threads = compiler._threads
+    compiler.after_fork()
+    assert compiler.start(Grammar.regex("d")).compiled.result() and compiler._threads is not threads
+    threads.shutdown()
 
 
 def test_refusals(case: GuidedCase, monkeypatch: pytest.MonkeyPatch) -> None:

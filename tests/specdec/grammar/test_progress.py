@@ -64,6 +64,16 @@ def test_drafts_that_are_no_tokens() -> None:
     assert [allowed(row) for row in masks] == ["a", "*", "*"] and not progress.dead_ends
 
 
+def test_special_tokens_are_no_text() -> None:
+    """<s> fits into any string that is long enough, and would be lost when the output is decoded."""
+    progress = COMPILER.start(Grammar.regex(".+"))
+    assert not any(progress.advance([token]) for token in TOKENIZER.all_special_ids)
+    masks = torch.zeros(1, -(-VOCAB // 32), dtype=torch.int32)
+    progress.fill(masks)
+    assert not any(int(masks[0, token // 32]) >> token % 32 & 1 for token in TOKENIZER.all_special_ids)
+    assert progress.advance(ids("<s>"))  # character by character
+
+
 def test_what_is_read_has_to_fit() -> None:
     progress = COMPILER.start(Grammar.regex("ab+"))
     assert progress.advance(ids("ab")) and not progress.advance(ids("c")) and progress.advance(ids("b"))
@@ -94,9 +104,11 @@ def test_logits(dtype: torch.dtype) -> None:
         ("abcx$x", ["xx", "xx", "xx", "$a", "ab", "ab"], "abc$$x"),  # behind the end
     ],
 )
-def test_mended(drafts: str, alternatives: list[str], expected: str) -> None:
-    """Without a trace; the first that fits is taken."""
+def test_mended(drafts: str, alternatives: list[str], expected: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Without a trace; the first that fits is taken. Nothing is said of special tokens, which drafters may well propose."""
     progress = COMPILER.start(Grammar.regex("abc"))
     for _ in range(2):
-        assert progress.mended(ids(drafts), [ids(others) for others in alternatives]) == ids(expected)
+        special = [token for token in TOKENIZER.all_special_ids if token != EOS]
+        assert progress.mended(ids(drafts), [[*special, *ids(others)] for others in alternatives]) == ids(expected)
     assert masks_of(progress, "") == ["a"]
+    assert capfd.readouterr() == ("", "")
