@@ -239,7 +239,7 @@ class BoundComposed(BoundDrafter):
 
 
 def _chosen(drafts: Mapping[int, DraftOutput], forecasts: Tensor) -> DraftOutput:
-    """For each request the chain of the highest of `forecasts` float32 [P, num_reqs] among those drafted; of equal ones the first."""
+    """For each request the chain of the highest of `forecasts` float32 [P, num_reqs] that was drafted; of equal ones the first."""
     numbers, chains = list(drafts), list(drafts.values())
     if len(chains) == 1:
         part = torch.full_like(chains[0].token_ids[:, 0], numbers[0])
@@ -250,5 +250,7 @@ def _chosen(drafts: Mapping[int, DraftOutput], forecasts: Tensor) -> DraftOutput
     return DraftOutput(
         token_ids.gather(0, place[:, None].expand_as(token_ids[0])[None]).squeeze(0),
         num_drafts=torch.stack(counts).gather(0, place[None]).squeeze(0),
-        part=place if len(numbers) == len(forecasts) else torch.stack([torch.full_like(place, n) for n in numbers]).gather(0, place[None])[0],
+        part=place
+        if len(numbers) == len(forecasts)
+        else torch.stack([torch.full_like(place, n) for n in numbers]).gather(0, place[None])[0],
     )

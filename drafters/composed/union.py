@@ -20,8 +20,8 @@ def union(drafts: Sequence[DraftOutput], trust: Iterable[Tensor], shape: BlockSh
 
     Args:
         drafts: trees with scores.
-        trust: for each of them float32 [num_reqs], how many times as many drafts of each are accepted as it forecasts; more than once as many
-            changes nothing, so that no path is likelier than its beginning.
+        trust: float32 [num_reqs] for each, how many times as many of its drafts are accepted as it forecasts; more than once as
+            many changes nothing, so that no path is likelier than its beginning.
         shape: of the block.
 
     Raises:

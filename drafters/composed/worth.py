@@ -48,7 +48,7 @@ class Worth:
         self._num_skipped = 0
 
     def pays(self, kind: Kind, forecasts: Sequence[float]) -> bool:
-        """Whether models should draft in a step of a kind, for requests of whose other drafts so many are expected to be accepted."""
+        """Whether models should draft in a step of a kind; `forecasts` tell of each request how many others are expected."""
         gains = [self._gains.get(_bucket(forecast)) for forecast in forecasts]
         known = [gain for gain in gains if gain is not None and gain.weight >= ENOUGH]
         models, rest = self._models.get(kind), self._rest.get(kind)

@@ -14,8 +14,8 @@ from specdec.engine.buckets import BATCH_SIZES, batch_bucket
 from specdec.engine.graph_check import check_captured_step
 from specdec.engine.graphs import Capture, CudaCapture, StepGraphs, captures_graphs
 from specdec.engine.memory import plan_cache
-from specdec.engine.prefix import PrefixCache
 from specdec.engine.prefill_graphs import PrefillGraphs, most_prefill_rows
+from specdec.engine.prefix import PrefixCache
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.slots import SlotState
 from specdec.engine.step import StepRunner

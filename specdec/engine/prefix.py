@@ -167,9 +167,7 @@ class PrefixCache:
 
     def _digests(self, request: Request, tokens: Sequence[int]) -> list[bytes]:
         sequence = self._sequences[request.request_id]
-        sequence.digests = prefix_hashes(
-            tokens, self.block_size, root=sequence.root, ahead=self._ahead, known=sequence.digests
-        )
+        sequence.digests = prefix_hashes(tokens, self.block_size, root=sequence.root, ahead=self._ahead, known=sequence.digests)
         return sequence.digests
 
     def _offer(self, request: Request, end: int) -> None:

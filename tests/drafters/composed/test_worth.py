@@ -71,8 +71,8 @@ def run(
 ) -> tuple[list[list[int]], dict[tuple[int, int], list[int]], set[int]]:
     """Outputs, what the model drafted by slot and position, and who drafted."""
     drafter = ComposedDrafter([SuffixDrafter(max_draft_tokens=4, pool_tokens=0), make(verifier)])
-    limits = {"max_num_seqs": 3, "num_draft_tokens": None, "cache": CacheConfig(memory_bytes=2**22), **options}
-    engine = SpecEngine(verifier, drafter, EngineConfig(**limits))  # type: ignore[arg-type]
+    limits: dict[str, Any] = {"max_num_seqs": 3, "num_draft_tokens": None, "cache": CacheConfig(memory_bytes=2**22), **options}
+    engine = SpecEngine(verifier, drafter, EngineConfig(**limits))
     bound: Any = engine.runner.drafter
     assert isinstance(bound, BoundComposed)
     bound.worth.pays = pays  # type: ignore[method-assign]
@@ -140,7 +140,12 @@ def test_it_learns_while_decoding(verifier: Verifier) -> None:
     engine = SpecEngine(verifier, drafter, config)
     bound: Any = engine.runner.drafter
     observe = bound.worth.observe
-    bound.worth.observe = lambda forecasts, gains: (asked.append(1), observe(forecasts, gains))
+
+    def counted(forecasts: Sequence[float], gains: Sequence[float]) -> None:
+        asked.append(1)
+        observe(forecasts, gains)
+
+    bound.worth.observe = counted
     # What steps take is told: no choice by the time of this machine is asserted.
     took = bound.worth.took
     bound.worth.took = lambda kind, rest, models: took(kind, 1.0, None if models is None else 0.4)

@@ -30,7 +30,9 @@ def vllm_0_33(raw: Mapping[str, Any]) -> Layers:
         raw = raw["transformer_layer_config"]
     kinds, stated = raw["layer_types"], raw.get("is_causal", own.get("causal"))
     windows = [own.get("swa_window_size", raw.get("sliding_window")) if kind == "sliding_attention" else None for kind in kinds]
-    return [(window, kind == "sliding_attention" if stated is None else stated) for window, kind in zip(windows, kinds, strict=True)]
+    return [
+        (window, kind == "sliding_attention" if stated is None else stated) for window, kind in zip(windows, kinds, strict=True)
+    ]
 
 
 def vllm_0_23(raw: Mapping[str, Any]) -> Layers:

@@ -135,14 +135,21 @@ def test_what_is_offered_is_what_a_prefill_writes(verifier: Verifier, name: str,
 
 @pytest.mark.parametrize(
     ("name", "sampling"),
-    [("plain", SAMPLED), ("dflash", GREEDY), ("dflash", SAMPLED), ("dflash trees", SAMPLED), ("pairs", GREEDY), ("composed", GREEDY)],
+    [
+        ("plain", SAMPLED),
+        ("dflash", GREEDY),
+        ("dflash", SAMPLED),
+        ("dflash trees", SAMPLED),
+        ("pairs", GREEDY),
+        ("composed", GREEDY),
+    ],
 )
 def test_the_next_turn_of_a_chat(verifier: Verifier, name: str, sampling: SamplingParams) -> None:
     """It computes its own words alone, and says the same as without what was cached."""
     news = [random_prompts(1, seed=seed, longest=12)[0] for seed in range(3)]
 
     def chat(caching: bool) -> tuple[list[list[int]], list[int], SpecEngine]:
-        said, cached, text = [], [], []
+        said, cached, text = list[list[int]](), list[int](), list[int]()
         with an_engine(verifier, name, caching=caching, pipeline_depth=int(name == "dflash")) as engine:
             for words in news:
                 request = engine.add_request(text + words, sampling)
@@ -239,7 +246,7 @@ def test_who_shares_with_whom(verifier: Verifier) -> None:
         assert (engine.prefix_counts.queried, engine.prefix_counts.found) == counts
         assert cached(engine, cache_salt="d") == 4 * BLOCK
     for salt in ("", 7):
-        with pytest.raises(InvalidInputError, match="cache_salt is .*; it must be a string that is not empty, or be left out"):
+        with pytest.raises(InvalidInputError, match=r"cache_salt is .*; it must be a string that is not empty, or be left out"):
             SamplingParams(cache_salt=salt)  # type: ignore[arg-type]
 
 

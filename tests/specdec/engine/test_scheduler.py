@@ -167,7 +167,7 @@ def test_a_newcomer_gets_the_rows_of_its_first_step(verifier: Verifier) -> None:
     """Admitted with less, it would be preempted before its first step, again and again."""
     for num_free, admitted in ((10, 1), (11, 2)):  # 5 blocks each, and one for the first to grow
         pool = BlockPool(1 + num_free)
-        limits = {"block_size": BLOCK, "max_num_seqs": 2, "max_prefill_tokens": 64}
+        limits: dict[str, Any] = {"block_size": BLOCK, "max_num_seqs": 2, "max_prefill_tokens": 64}
         scheduler = Scheduler(pool, **limits, num_lookahead_tokens=ROWS)
         for request_id in range(2):
             scheduler.add(Request(request_id, [5] * BLOCK, SamplingParams(), seed=0, max_total_len=40))
