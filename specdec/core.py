@@ -242,7 +242,7 @@ class BoundDrafter(Protocol):
     None."""
 
     host_may_look: bool = False
-    """Set before the first step where the device is the host, which then waits for nothing when it looks at a tensor."""
+    """Set before every step where the device is the host, which then waits for nothing when it looks at a tensor."""
 
     def allow(self, most_drafts: int) -> None:
         """Told before the first request by who composes drafters: the drafts of a step may be another's, up to so many."""

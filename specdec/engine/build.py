@@ -155,7 +155,6 @@ def build_engine(verifier: Verifier, drafter: Drafter | None, config: EngineConf
             max_len=slots.longest,
             draft_sampling=config.draft_sampling,
         )
-        bound.host_may_look = device.type == "cpu"
     timer = StepTimer(device, enabled=config.timing)
     taps = drafter.aux_layer_ids if drafter else ()
     runner = StepRunner(
@@ -212,8 +211,6 @@ def _most_rows(shape: BlockShape, config: EngineConfig, *, chosen: bool) -> int:
 
 def capture_steps(runner: StepRunner, slots: SlotState, capture: Capture, prefill_rows: int, *, required: bool) -> None:
     """Has the steps of `runner` captured from now on, and prefills of up to so many rows."""
-    if runner.drafter:
-        runner.drafter.host_may_look = False  # a graph knows no way but one
     steady_len = runner.verifier.attention.steady_len
     runner.graphs = StepGraphs(capture, slots, runner.step_table, steady_len=steady_len, required=required)
     if prefill_rows:

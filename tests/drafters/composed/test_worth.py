@@ -125,8 +125,8 @@ def test_who_is_never_left_out(verifier: Verifier) -> None:
     drafter = ComposedDrafter([SuffixDrafter(max_draft_tokens=4), random_dflash(verifier)])
     engine = SpecEngine(verifier, drafter, EngineConfig(num_draft_tokens=None, cache=CacheConfig(memory_bytes=2**22)))
     bound: Any = engine.runner.drafter
-    assert bound.host_may_look
-    bound.host_may_look, bound.worth.pays = False, refuse
+    assert engine.runner.host_may_look
+    engine.runner.host_may_look, bound.worth.pays = False, refuse
     engine.add_request([5, 6, 7], SamplingParams(max_tokens=8))
     while engine.has_work:
         engine.step()
