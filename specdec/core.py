@@ -245,6 +245,9 @@ class BoundDrafter(Protocol):
     """Set before the first step by who wants `DraftOutput.forecast`, which may cost something; a drafter that has none leaves it
     None."""
 
+    host_may_look: bool = False
+    """Set before every step where the device is the host, which then waits for nothing when it looks at a tensor."""
+
     def allow(self, most_drafts: int) -> None:
         """Told before the first request by who composes drafters: the drafts of a step may be another's, up to so many."""
         return

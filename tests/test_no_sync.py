@@ -62,6 +62,7 @@ def guarded_run(
 ) -> list[list[int]]:
     """Outputs of an engine whose every launch runs under the guard."""
     engine = SpecEngine(verifier, drafter, engine_config(3, pipeline_depth=1, draft_sampling=draft_sampling))
+    engine.runner.host_may_look = False  # as on an accelerator
     launch, launches = engine.runner.step, []
 
     def guarded(batch: DecodeBatch) -> Any:

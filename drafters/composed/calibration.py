@@ -34,7 +34,7 @@ class Calibration:
         Args:
             forecasts: float32 [P, num_reqs], not corrected.
             accepted: of each drafter's drafts, whether it was its turn or not.
-            counts: float32 [num_reqs], 1 for each request that is to count, and 0.
+            counts: float32 [num_reqs], or [P, num_reqs] where not all drafted, 1 for each request that is to count, and 0.
             of_trees: the drafts formed trees.
         """
         sums, seen = self._sums[int(of_trees)], counts.expand_as(forecasts)

@@ -1,13 +1,14 @@
 """A composition of drafters: copying where a text repeats itself, a model where it does not.
 
-Every drafter drafts in every step. For each request the chain is verified of which most drafts are expected to be accepted, or the
-union of the trees (`union`). What a drafter expects is put right by what was accepted of its drafts lately. The tokens that the
-target puts out tell that of all drafters, not of the chosen one alone, so none has to be tried for it. Drafts are point masses, so
-whose they are changes no output.
+Every drafter drafts in every step; on a CPU models are left out of a step where they are not worth their time (`worth`). For each
+request the chain is verified of which most drafts are expected to be accepted, or the union of the trees (`union`). What a drafter
+expects is put right by what was accepted of its drafts lately. The tokens that the target puts out tell that of all that drafted,
+not of the chosen one alone, so none has to be tried for it. Drafts are point masses, so whose they are changes no output.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 from drafters.composed.agreement import agreement
 from drafters.composed.calibration import Calibration
 from drafters.composed.union import LEAST, union
+from drafters.composed.worth import Kind, Worth
 from specdec.batch import DecodeBatch, PrefillBatch
 from specdec.blocks import BlockShape
 from specdec.config import DraftSampling
@@ -75,6 +77,30 @@ class ComposedDrafter(Drafter):
         return BoundComposed(self, bound, max_num_seqs, verifier)
 
 
+@dataclass(slots=True)
+class _Step:
+    """What `propose` leaves for `commit`.
+
+    Attributes:
+        drafts: of the parts that drafted, by their numbers.
+        forecasts, corrected: float32 [P, num_reqs], 0 of the others.
+        output: what was verified.
+        looked: what the host expects of the parts that are no models, by request; None where it does not look.
+        kind: of the step.
+        end: when drafting ended.
+        seconds: of parts that are no models, and of the models.
+    """
+
+    drafts: dict[int, DraftOutput]
+    forecasts: Tensor
+    corrected: Tensor
+    output: DraftOutput
+    looked: list[float] | None
+    kind: Kind
+    end: float
+    seconds: tuple[float, float]
+
+
 class BoundComposed(BoundDrafter):
     """The drafters of one engine; see `specdec.core.BoundDrafter`.
 
@@ -93,8 +119,10 @@ class BoundComposed(BoundDrafter):
         self.most_deferred = min((part.most_deferred for part in parts if part.most_deferred), default=0)
         self.calibration = Calibration(len(self.parts), verifier.device)
         self._begun = torch.zeros(max_num_seqs, device=verifier.device)  # rows that only pad a batch never are
-        # Drafts of the parts, forecasts before and after correction, and what was verified.
-        self._step: tuple[list[DraftOutput], Tensor, Tensor, DraftOutput] | None = None
+        # Models that may be left out of a step: all that they keep is written when it is committed.
+        self._optional = [n for n, part in enumerate(drafter.parts) if part.weight_bytes and not part.late_context]
+        self.worth = Worth()
+        self._step: _Step | None = None
 
     def allow(self, most_drafts: int) -> None:
         """See `BoundDrafter.allow`."""
@@ -123,32 +151,66 @@ class BoundComposed(BoundDrafter):
         Raises:
             InvalidInputError: a part draws trees without scores.
         """
-        drafts = [self._padded(part.propose(self._limited(number, batch)), batch) for number, part in enumerate(self.parts)]
-        zeros = torch.zeros_like(batch.anchors, dtype=torch.float32)
-        forecasts = torch.stack([zeros if draft.forecast is None else draft.forecast for draft in drafts])
-        corrected = self.calibration.corrected(forecasts, of_trees=batch.shape.is_tree)
+        kind = batch.num_reqs, batch.shape.rows, batch.shape.is_tree
+        optional = self._optional if self.host_may_look and len(self._optional) < len(self.parts) else []
+        begin = perf_counter()
+        drafts = {n: self._draft(n, batch) for n in range(len(self.parts)) if n not in optional}
+        looked = self._corrected(drafts, batch)[1].amax(dim=0).tolist() if optional else None
+        middle = perf_counter()
+        if looked is not None and self.worth.pays(kind, looked):
+            drafts |= {n: self._draft(n, batch) for n in optional}
+            drafts = dict(sorted(drafts.items()))
+        models = perf_counter() - middle
+        forecasts, corrected = self._corrected(drafts, batch)
         if batch.shape.is_tree:
-            output = union(drafts, corrected / forecasts.clamp(min=LEAST), batch.shape)
+            trust = corrected / forecasts.clamp(min=LEAST)
+            output = union(list(drafts.values()), [trust[n] for n in drafts], batch.shape)
         else:
             output = _chosen(drafts, corrected)
         output.forecast = corrected.amax(dim=0) if self.forecasts else None
-        self._step = drafts, forecasts, corrected, output
+        self._step = _Step(drafts, forecasts, corrected, output, looked, kind, perf_counter(), (middle - begin, models))
         return output
 
     def commit(self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput) -> None:
         """Every part takes over the context, whoever drafted; forecasts are compared with what came out."""
         if self._step is not None:
-            (drafts, forecasts, corrected, output), self._step = self._step, None  # nothing outlives a step: it may be a graph's
-            counts = accept.num_accepted + 1
-            accepted = torch.stack([agreement(draft, accept.token_ids, counts) for draft in drafts])
-            if batch.shape.is_tree and output.part is not None:
-                output.part.copy_(accepted.max(dim=0).indices)
-            # What fits everything that came out might have gone on: for as long as it was expected to.
-            observed = torch.where(accepted < counts, accepted.float(), torch.maximum(accepted.float(), corrected))
-            counted = self._begun.index_select(0, batch.slots)
-            self.calibration.observe(forecasts, observed, counted, of_trees=batch.shape.is_tree)
+            step, self._step = self._step, None  # nothing outlives a step: it may be a graph's
+            self._learn(step, batch, accept)
         for number, part in enumerate(self.parts):
             part.commit(batch, token_ids, accept, self._taps_of(number, verify))
+
+    def _draft(self, number: int, batch: DecodeBatch) -> DraftOutput:
+        return self._padded(self.parts[number].propose(self._limited(number, batch)), batch)
+
+    def _corrected(self, drafts: Mapping[int, DraftOutput], batch: DecodeBatch) -> tuple[Tensor, Tensor]:
+        """Forecasts float32 [P, num_reqs] before and after correction; 0 of parts that did not draft."""
+        zeros = torch.zeros_like(batch.anchors, dtype=torch.float32)
+        told = {n: draft.forecast for n, draft in drafts.items()}
+        forecasts = torch.stack([zeros if (one := told.get(n)) is None else one for n in range(len(self.parts))])
+        corrected = self.calibration.corrected(forecasts, of_trees=batch.shape.is_tree)
+        if len(drafts) < len(self.parts):
+            corrected = torch.stack([corrected[n] if n in drafts else zeros for n in range(len(self.parts))])
+        return forecasts, corrected
+
+    def _learn(self, step: _Step, batch: DecodeBatch, accept: AcceptOutput) -> None:
+        """Compares what was expected with what came out."""
+        counts, drafts, every = accept.num_accepted + 1, step.drafts, range(len(self.parts))
+        right = {n: agreement(draft, accept.token_ids, counts) for n, draft in drafts.items()}
+        accepted = torch.stack([right.get(n, torch.zeros_like(counts)) for n in every])
+        if batch.shape.is_tree and step.output.part is not None:
+            step.output.part.copy_(accepted.max(dim=0).indices)
+        # What fits everything that came out might have gone on: for as long as it was expected to.
+        observed = torch.where(accepted < counts, accepted.float(), torch.maximum(accepted.float(), step.corrected))
+        counted = self._begun.index_select(0, batch.slots)
+        if len(drafts) < len(self.parts):
+            counted = torch.stack([counted if n in drafts else torch.zeros_like(counted) for n in every])
+        self.calibration.observe(step.forecasts, observed, counted, of_trees=batch.shape.is_tree)
+        if step.looked is not None:
+            (others, models), asked = step.seconds, len(drafts) == len(self.parts)
+            self.worth.took(step.kind, others + perf_counter() - step.end, models if asked else None)
+            if asked:
+                without = torch.stack([right[n] for n in every if n not in self._optional]).amax(dim=0)
+                self.worth.observe(step.looked, (accept.num_accepted - without).tolist())
 
     def _limited(self, number: int, batch: DecodeBatch) -> DecodeBatch:
         """The batch for a part that may give fewer drafts than another."""
@@ -176,13 +238,19 @@ class BoundComposed(BoundDrafter):
         return VerifyOutput(verify.logits, torch.cat([layers[every.index(layer)] for layer in own], dim=-1))
 
 
-def _chosen(drafts: Sequence[DraftOutput], forecasts: Tensor) -> DraftOutput:
-    """For each request the chain of the highest of `forecasts` float32 [P, num_reqs], of equal ones the first."""
-    part = forecasts.max(dim=0).indices
-    token_ids = torch.stack([draft.token_ids for draft in drafts])
-    counts = [torch.full_like(part, token_ids.shape[2]) if draft.num_drafts is None else draft.num_drafts for draft in drafts]
+def _chosen(drafts: Mapping[int, DraftOutput], forecasts: Tensor) -> DraftOutput:
+    """For each request the chain of the highest of `forecasts` float32 [P, num_reqs] that was drafted; of equal ones the first."""
+    numbers, chains = list(drafts), list(drafts.values())
+    if len(chains) == 1:
+        part = torch.full_like(chains[0].token_ids[:, 0], numbers[0])
+        return DraftOutput(chains[0].token_ids, num_drafts=chains[0].num_drafts, part=part)
+    place = torch.stack([forecasts[n] for n in numbers]).max(dim=0).indices
+    token_ids = torch.stack([draft.token_ids for draft in chains])
+    counts = [torch.full_like(place, token_ids.shape[2]) if draft.num_drafts is None else draft.num_drafts for draft in chains]
     return DraftOutput(
-        token_ids.gather(0, part[:, None].expand_as(token_ids[0])[None]).squeeze(0),
-        num_drafts=torch.stack(counts).gather(0, part[None]).squeeze(0),
-        part=part,
+        token_ids.gather(0, place[:, None].expand_as(token_ids[0])[None]).squeeze(0),
+        num_drafts=torch.stack(counts).gather(0, place[None]).squeeze(0),
+        part=place
+        if len(numbers) == len(forecasts)
+        else torch.stack([torch.full_like(place, n) for n in numbers]).gather(0, place[None])[0],
     )

@@ -1,6 +1,6 @@
 """One tree of several drafters' trees: the most probable paths of all, as probable as late acceptance says."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial, reduce
 
 import torch
@@ -15,13 +15,13 @@ LEAST = 0.05
 """Forecasts, and their ratios, count as no less: late acceptance says little about what is hardly ever accepted."""
 
 
-def union(drafts: Sequence[DraftOutput], trust: Tensor, shape: BlockShape) -> DraftOutput:
+def union(drafts: Sequence[DraftOutput], trust: Iterable[Tensor], shape: BlockShape) -> DraftOutput:
     """The best `shape.drafts` paths of all trees; one that is in several has the highest of its probabilities.
 
     Args:
         drafts: trees with scores.
-        trust: float32 [P, num_reqs], how many times as many drafts of each are accepted as it forecasts; more than once as many
-            changes nothing, so that no path is likelier than its beginning.
+        trust: float32 [num_reqs] for each, how many times as many of its drafts are accepted as it forecasts; more than once as
+            many changes nothing, so that no path is likelier than its beginning.
         shape: of the block.
 
     Raises:

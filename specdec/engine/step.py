@@ -46,6 +46,7 @@ class StepRunner:
         trees: blocks may be trees.
 
     Attributes:
+        host_may_look: the device is the host, see `BoundDrafter.host_may_look`; not where steps are captured, which go one way.
         graphs: the captured steps; None where steps are launched operation by operation.
         guided_graphs: the same of batches in which outputs follow a grammar.
         prefill_graphs: the captured prefills of short chunks; None where all are launched operation by operation.
@@ -65,6 +66,7 @@ class StepRunner:
     ) -> None:
         self.verifier, self.drafter = verifier, drafter
         self._rows = CacheRows(caches) if trees else None
+        self.host_may_look = slots.device.type == "cpu"
         self._max_pending = most_rows if drafter else 0
         self._group = group_of(verifier)
         self.graphs: StepGraphs | None = None
@@ -180,6 +182,8 @@ class StepRunner:
             The step's table, and the stamp from which its time counts.
         """
         graph = None
+        if self.drafter:
+            self.drafter.host_may_look = self.host_may_look and self.graphs is None
         with self._timer.phase("schedule"):
             self._slots.extend_block_tables(requests)
             selection = self._slots.select(requests)

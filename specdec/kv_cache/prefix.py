@@ -1,4 +1,4 @@
-"""Beginnings of sequences by content: a digest per full block, chained, so that equal digests mean equal tokens from the start."""
+"""Beginnings of sequences by content: one digest per full block, chained, so that equal ones mean equal tokens from the start."""
 
 from array import array
 from collections.abc import Sequence

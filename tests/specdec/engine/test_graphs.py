@@ -104,6 +104,7 @@ class Case:
             drafts,
             EngineConfig(max_num_seqs=batch, max_prefill_tokens=13, cache=cache, **{"num_draft_tokens": None, **changes}),
         )
+        engine.runner.host_may_look = False  # as on an accelerator
         if capture:
             engine.runner.graphs = StepGraphs(Recorder(), engine.slots, engine.runner.step_table)
             engine.slots.decode_batch = refuse  # type: ignore[assignment, method-assign]

@@ -149,8 +149,7 @@ def test_the_next_turn_of_a_chat(verifier: Verifier, name: str, sampling: Sampli
     news = [random_prompts(1, seed=seed, longest=12)[0] for seed in range(3)]
 
     def chat(caching: bool) -> tuple[list[list[int]], list[int], SpecEngine]:
-        said, cached = [], []
-        text: list[int] = []
+        said, cached, text = list[list[int]](), list[int](), list[int]()
         with an_engine(verifier, name, caching=caching, pipeline_depth=int(name == "dflash")) as engine:
             for words in news:
                 request = engine.add_request(text + words, sampling)

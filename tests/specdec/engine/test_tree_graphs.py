@@ -43,6 +43,7 @@ def test_a_step_never_waits(case: TreeCase, sampling: str) -> None:
     drafters.append(ComposedDrafter([SuffixDrafter(), random_dflash(case.verifier)]))
     for drafter, changes in zip(drafters, ({}, {}, {"tree_nodes": 0}, {}, {"tree_nodes": 0}, {}), strict=True):
         engine = case.engine(drafter, pipeline_depth=1, draft_sampling="coupled", **changes)
+        engine.runner.host_may_look = False  # as on an accelerator
         launch, launches = engine.runner.step, list[bool]()
 
         def guarded(batch: DecodeBatch, launch: Any = launch, launches: list[bool] = launches) -> Any:
