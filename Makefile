@@ -67,7 +67,7 @@ $(VENV)/.package: $(VENV)/.python pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.package
 	@echo "Installing the tools for tests and lint."
-	@$(PIP_INSTALL) $(PINS) --editable '.[dev,eval]'
+	@$(PIP_INSTALL) $(PINS) --editable '.[dev,eval,serve]'
 	@# Torch's own Triton stays: that of a ROCm build is another one under the same name.
 	@$(BIN)/python -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("triton"))' || $(PIP_INSTALL) $(PINS) --editable '.[triton]'
 	@# The public DFlash implementation, which tests compare with; its dependencies serve its own benchmarks.

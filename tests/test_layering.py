@@ -32,6 +32,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"scratch", "engine"},
         {"decoder", "provenance"},
         {"cli"},
+        {"serve"},
         {"__init__", "__main__"},
     ],
     "drafters": [
