@@ -50,7 +50,7 @@ def make_cases(decoder: SpecDecoder, seed: int) -> list[tuple[dict[str, Any], li
     rng, cases = random.Random(seed), []
     for number in range(NUM_CASES):
         prompt = "".join(rng.choice("abcdefgh ") for _ in range(rng.randrange(1, 60)))
-        options = {"max_tokens": rng.randrange(1, 40), "temperature": rng.choice([0.0, 1.0]), "seed": number}
+        options: dict[str, Any] = {"max_tokens": rng.randrange(1, 40), "temperature": rng.choice([0.0, 1.0]), "seed": number}
         n = rng.choice([1, 1, 2])
         texts = [decoder.generate(prompt, **{**options, "seed": number + i}).text for i in range(n)]
         cases.append(({"prompt": prompt, "n": n, **options}, texts))
