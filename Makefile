@@ -67,7 +67,10 @@ $(VENV)/.package: $(VENV)/.python pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.package
 	@echo "Installing the tools for tests and lint."
-	@$(PIP_INSTALL) $(PINS) --editable '.[dev,eval,serve]'
+	@$(PIP_INSTALL) $(PINS) --editable '.[dev,eval,ray,serve]'
+	@# Without what it asks for beside these: a torch that has no Triton gets its own below.
+	@$(PIP_INSTALL) $(PINS) --no-deps 'xgrammar>=0.2.8'
+	@$(PIP_INSTALL) $(PINS) 'apache-tvm-ffi>=0.1.11' pydantic
 	@# Torch's own Triton stays: that of a ROCm build is another one under the same name.
 	@$(BIN)/python -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("triton"))' || $(PIP_INSTALL) $(PINS) --editable '.[triton]'
 	@# The public DFlash implementation, which tests compare with; its dependencies serve its own benchmarks.

@@ -58,7 +58,7 @@ def convert(source: str | Path, folder: str | Path, layout: str, *, target: str 
         target: name of the target, from whose config.json come its name and layers where the source does not say them.
 
     Returns:
-        What is to be said of its license, see `drafters.license`.
+        What is to be said of who can read it, and of its license, see `drafters.license`; None where there is nothing.
 
     Raises:
         CheckpointError: see `run`.
@@ -72,29 +72,34 @@ def convert(source: str | Path, folder: str | Path, layout: str, *, target: str 
     if layout not in LAYOUTS:
         raise InvalidInputError(f"unknown layout {layout!r} (known: {', '.join(LAYOUTS)})")
     found, made = find_folder(source), Path(folder).expanduser()
+    note = None
     with naming(source):
         raw = read_json(found / CONFIG)
         algorithm = algorithm_of(raw)
         if algorithm in ALGORITHMS:
-            _convert_dflash(found, made, layout, target)
+            note = _convert_dflash(found, made, layout, target)
         elif algorithm in ("eagle3", "peagle"):
             _convert_eagle3(found, made, layout)
         else:
             raise CheckpointError(f"drafters of algorithm {algorithm!r} are not converted; DFlash's and EAGLE-3's are")
     if (found / CARD).is_file():
         shutil.copy(found / CARD, made / CARD)
-    return license_note(found / CARD, raw)
+    return "\n".join(filter(None, [note, license_note(found / CARD, raw)])) or None
 
 
-def _convert_dflash(source: Path, folder: Path, layout: str, target: str | None) -> None:
+def _convert_dflash(source: Path, folder: Path, layout: str, target: str | None) -> str | None:
     from drafters.dflash.checkpoint import read_checkpoint, write_checkpoint
+    from drafters.dflash.config_json import misreading
+    from drafters.dflash.layout import Layout
 
     if layout == "sglang":
         raise CheckpointError("SGLang reads DFlash drafters in z-lab's layout; use --to z-lab")
     config, tensors = read_checkpoint(source)
     if target is not None:
         config = _with_target(config, target)
-    write_checkpoint(folder, config, tensors, layout="z-lab" if layout == "z-lab" else "speculators")
+    words: Layout = "z-lab" if layout == "z-lab" else "speculators"
+    write_checkpoint(folder, config, tensors, layout=words)
+    return misreading(config, words)
 
 
 def _convert_eagle3(source: Path, folder: Path, layout: str) -> None:

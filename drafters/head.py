@@ -47,6 +47,12 @@ class Head(Protocol):
         """Tokens of a slot, those of the highest logits, that are corrected for a chain; None corrects the whole vocabulary."""
 
     @property
+    def compares_candidates(self) -> bool:
+        """Whether corrections were learned among these candidates alone: then they compare these tokens with each other, and say
+        nothing of others, nor of all of these against others.
+        """
+
+    @property
     def gathered_bytes(self) -> int:
         """Bytes of tables of which drafting reads a few rows alone."""
 

@@ -1,10 +1,9 @@
-"""Many prompts through one engine: a pass over a prompt set, and answers one by one as they finish."""
+"""Many prompts through one engine: a pass over a prompt set."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -12,7 +11,6 @@ from evals.prompt_sets import Item, PromptSet
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
 from specdec.engine.handle import Handle
-from specdec.engine.outputs import GenerationResult
 from specdec.engine.request import Request
 from specdec.engine.session import Session
 from specdec.errors import SpecDecError
@@ -139,19 +137,3 @@ def _decode(
             handle.cancel()
     results = [handle.result() for handle in handles]
     return [Decoded(result.token_ids, result.stats, result.error) for result in results]
-
-
-def answers(
-    decoder: SpecDecoder, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams]
-) -> Iterator[tuple[int, GenerationResult]]:
-    """Decodes prompts that each have their own sampling; yields number and result of each as soon as it is finished.
-
-    A prompt that cannot be served raises before anything is decoded. Closing the iterator early cancels what is unfinished.
-    """
-    pairs = list(zip(prompts, samplings, strict=True))
-    for prompt, sampling in pairs:
-        decoder.engine.check(prompt, sampling)
-    with closing(decoder.session.map(pairs)) as chunks:
-        for chunk in chunks:
-            assert chunk.result is not None, "only the end of an answer is asked for"
-            yield chunk.index, chunk.result

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from specdec.engine.outputs import GenerationResult, StreamChunk
     from specdec.engine.session import Session
     from specdec.errors import SpecDecError
+    from specdec.grammar.grammar import Grammar
     from specdec.metrics import AcceptanceStats
 
 __version__ = "0.1.0"
@@ -28,6 +29,7 @@ _HOMES = {
     "engine.handle": ("Handle", "Stream"),
     "engine.session": ("Session",),
     "errors": ("SpecDecError",),
+    "grammar.grammar": ("Grammar",),
     "metrics": ("AcceptanceStats",),
     "engine.outputs": ("GenerationResult", "StreamChunk"),
 }

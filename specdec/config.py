@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from specdec.blocks import MOST_NODES
 from specdec.errors import InvalidInputError
+from specdec.grammar.grammar import Grammar
 
 DraftSampling = Literal["coupled", "greedy", "probabilistic"]
 CacheDtype = Literal["auto", "fp8"]
@@ -82,8 +83,8 @@ MOST_TOP_LOGPROBS = 64
 class SamplingParams:
     """How one request is decoded.
 
-    Processing order of the logits, the same at every verified position and the same as Transformers': bias and least length,
-    repetition penalty, frequency and presence penalty, temperature, top-k, top-p, min-p.
+    Processing order of the logits, the same at every verified position and the same as Transformers': grammar, bias and least
+    length, repetition penalty, frequency and presence penalty, temperature, top-k, top-p, min-p.
 
     Attributes:
         max_tokens: most new tokens, at least 1; 0 with `prompt_logprobs`, which then are all that is asked for.
@@ -105,6 +106,9 @@ class SamplingParams:
         presence_penalty: taken off the logit of every token of the output so far; negative numbers favor it.
         frequency_penalty: the same, as often as the output has the token.
         logit_bias: numbers added to the logits of tokens, by id: a mapping or pairs.
+        grammar: what the output must look like; it ends with an end-of-sequence token once it is complete.
+        cache_salt: prompts share cached beginnings only with those of the same salt, such as a tenant's name; None is a salt, too.
+        read_prefix_cache: begin with what the cache has of the prompt; False computes all of it, and still offers it to others.
     """
 
     max_tokens: int = 256
@@ -124,11 +128,18 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    grammar: Grammar | None = None
+
+    cache_salt: str | None = None
+    read_prefix_cache: bool = True
 
     def __post_init__(self) -> None:
         _integers(self, "max_tokens", "top_k", "seed", "top_logprobs", "prompt_logprobs", "min_tokens")
         _numbers(self, "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-        _flags(self, "ignore_eos", "logprobs")
+        _flags(self, "ignore_eos", "logprobs", "read_prefix_cache")
+        salt = self.cache_salt
+        right = salt is None or (isinstance(salt, str) and salt != "")
+        _require(right, f"cache_salt is {reprlib.repr(salt)}; it must be a string that is not empty, or be left out")
         stop = (self.stop,) if isinstance(self.stop, str) else _sequence(self, "stop", "strings")
         wrong = next((entry for entry in stop if not isinstance(entry, str)), None)
         _require(all(isinstance(entry, str) for entry in stop), f"stop holds {reprlib.repr(wrong)}; it must be a list of strings")
@@ -168,6 +179,15 @@ class SamplingParams:
         _require(
             self.seed is None or 0 <= self.seed < 2**63,
             f"seed is {self.seed}; it must lie in [0, 2**63), or be left out for a random one",
+        )
+        right = self.grammar is None or isinstance(self.grammar, Grammar)
+        _require(
+            right, f"grammar is {reprlib.repr(self.grammar)}; make one with Grammar.json_schema, regex, choice, ebnf or json_object"
+        )
+        ends = "ignore_eos" if self.ignore_eos else "min_tokens" if self.min_tokens else ""
+        _require(
+            self.grammar is None or not ends,
+            f"{ends} is asked for with a grammar, which says itself where the output may end; leave out one of the two",
         )
         _require(all(self.stop), "stop holds an empty string, which would end every output at once; remove it")
 
@@ -225,6 +245,8 @@ class LoadConfig:
             "model" in the model's own type everywhere.
         weights: "as-stored" leaves quantized weights packed where a kernel multiplies with them, in half precision on an
             accelerator; "bfloat16" makes plain numbers of them when they are read, as everywhere else.
+        tensor_parallel: processes, each with an accelerator of its own, that compute the target together; None takes those that
+            `torchrun` has started for a command, and one otherwise.
     """
 
     device: str = "auto"
@@ -234,6 +256,7 @@ class LoadConfig:
     kv_dtype: CacheDtype = "auto"
     prefill_dtype: PrefillDtype = "auto"
     weights: WeightForm = "as-stored"
+    tensor_parallel: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("device", "dtype", "attention"):
@@ -241,7 +264,9 @@ class LoadConfig:
             right = isinstance(value, str) or type(value).__module__ == "torch"  # torch's devices and types say their names
             _require(right, f"{name} is {reprlib.repr(value)}; it must be a string")
             object.__setattr__(self, name, str(value).removeprefix("torch."))
-        _integers(self, "block_size")
+        _integers(self, "block_size", "tensor_parallel")
+        right = self.tensor_parallel is None or self.tensor_parallel >= 1
+        _require(right, f"tensor_parallel is {self.tensor_parallel}; it must be at least 1")
         _require(self.block_size >= 1, f"block_size is {self.block_size}; it must be at least 1 token")
         _require(self.kv_dtype in ("auto", "fp8"), f"kv_dtype is {self.kv_dtype!r}; choose 'auto' or 'fp8'")
         right = self.prefill_dtype in ("auto", "model")
@@ -258,7 +283,7 @@ class CacheConfig:
 
     Attributes:
         memory_bytes: budget for all key and value tensors; None takes what the device has room for (`specdec.device`).
-        prefix_caching: keep full prompt blocks of finished requests and share them with requests that begin alike.
+        prefix_caching: keep full blocks of prompts and outputs, and share them with requests that begin alike.
     """
 
     memory_bytes: int | None = None

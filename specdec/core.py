@@ -57,6 +57,8 @@ class DraftOutput:
             tree; None unless `BoundDrafter.forecasts` asks for it.
         scores: float32 [num_reqs, k], log-probabilities of a tree's paths in falling order; None unless forecasts are asked for.
         part: int64 [num_reqs], which part of a composition drafted; None for any other drafter.
+        alternatives: int64 [num_reqs, k, C], tokens of each slot of a chain of point masses, the likeliest first; None unless an
+            output follows a grammar (`SamplingPlan.guided`), which may refuse the draft, and the drafter has some.
     """
 
     token_ids: Tensor
@@ -67,6 +69,7 @@ class DraftOutput:
     forecast: Tensor | None = None
     scores: Tensor | None = None
     part: Tensor | None = None
+    alternatives: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -193,6 +196,8 @@ class Drafter(Protocol):
     tokens_ahead: int = 0
     """Tokens after a position that what drafting caches for the position depends on. A block of a cached prefix is reused by
     requests that have them in common as well."""
+    late_context: bool = False
+    """Whether drafting caches what belongs to a step's tokens when the next step drafts, and not when the step commits them."""
     draws_trees: bool = False
     """Whether drafts form a tree where the shape of the block asks for one. Its paths are up to `max_draft_tokens` long."""
 

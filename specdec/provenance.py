@@ -22,7 +22,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 def origin_of_run(verifier: Verifier) -> dict[str, Any]:
     """What every file that a run leaves says of the run: command, versions, target, device and types."""
     return {
-        "command": shlex.join(["specdec", *sys.argv[1:]]),
+        "command": command_line(),
         "commit": commit(),
         "versions": versions(),
         "device": device_name(verifier.device),
@@ -30,6 +30,11 @@ def origin_of_run(verifier: Verifier) -> dict[str, Any]:
         "weights": ", ".join(verifier.weight_codes) or dtype_name(verifier.dtype),
         "attention": verifier.attention.name,
     }
+
+
+def command_line() -> str:
+    """What this process was started with, as a shell reads it."""
+    return shlex.join(["specdec", *sys.argv[1:]])
 
 
 def versions() -> dict[str, str]:

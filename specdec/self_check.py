@@ -42,6 +42,7 @@ NAMES = (
     "candidates",
     "trees",
     "cache_rows",
+    "masks",
     "embedding",
     "few_rows",
     "packed",

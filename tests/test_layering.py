@@ -20,8 +20,10 @@ MAY_IMPORT: dict[str, set[str]] = {
 FLOORS: dict[str, list[set[str]]] = {
     "specdec": [
         {"errors", "sizes", "deviation", "blocks"},
-        {"amd_gpus", "config", "metrics", "registry", "files", "hub", "packages"},
-        {"device", "kv_cache"},
+        {"packages"},
+        {"grammar"},
+        {"amd_gpus", "config", "metrics", "registry", "files", "hub"},
+        {"device", "kv_cache", "parallel"},
         {"self_check"},
         {"kernels"},
         {"attention"},
@@ -29,8 +31,9 @@ FLOORS: dict[str, list[set[str]]] = {
         {"sampling"},
         {"batch"},
         {"core"},
-        {"scratch", "engine"},
-        {"decoder", "provenance"},
+        {"scratch", "engine", "loading"},
+        {"decoder", "provenance", "journal"},
+        {"cluster"},
         {"cli"},
         {"serve"},
         {"__init__", "__main__"},
@@ -48,7 +51,7 @@ FLOORS: dict[str, list[set[str]]] = {
     "evals": [
         {"divergence", "manual_prompts", "roofline", "speed"},
         {"prompt_sets"},
-        {"runner", "report"},
+        {"runner", "report", "system"},
         {"peers", "profile", "accuracy"},
         {"bench"},
         {"__init__"},
@@ -60,6 +63,8 @@ CONFINED = {
     "aiter": "specdec/kernels/aiter*.py",
     "triton": "specdec/kernels/triton_*.py",
     "lm_eval": "evals/accuracy/lm_eval_*.py",
+    "ray": "specdec/cluster/*.py",
+    "xgrammar": "specdec/grammar/*.py",
 }
 """Libraries that only some files may import, so that everything else works without them."""
 

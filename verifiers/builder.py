@@ -1,5 +1,6 @@
 """Building decoder layers from the tensors of their families."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -65,8 +66,8 @@ class LayerBuilder:
 
     def _after_shared_block(self, index: int, weights: Weights) -> DecoderLayer:
         if self._blocks is None:
-            self._blocks = SharedBlocks(self._config, self._description.shared_blocks, weights.tensors)
-        linear_attention, output = mamba(weights.under("linear_attn."), self._config), weights.linear("linear_attn.out_proj")
+            self._blocks = SharedBlocks(self._config, self._description.shared_blocks, replace(weights, prefix=""))
+        linear_attention, output = mamba(weights.under("linear_attn."), self._config), weights.output("linear_attn.out_proj")
         norm, spec = self.norm(weights, self._description.norms.input), self._specs[index]
         assert norm is not None and isinstance(spec, AttentionSpec)
         attention = self._blocks.before(
@@ -145,7 +146,7 @@ class LayerBuilder:
             gates = ("gate_proj",) if description.gated_attention else ("g_proj",) if description.softplus_gates else ()
             qkv = _qkv(weights, spec, reorder, gates)
         function: Any = "sigmoid" if description.gated_attention else "softplus" if description.softplus_gates else None
-        return HeadAttention(qkv, heads, rope, wide, function, description.value_dim, description.value_scale)
+        return HeadAttention(qkv, heads, rope, wide, function, description.value_dim, description.value_scale, weights.group)
 
     def _query_norms(
         self, index: int, weights: Weights, spec: AttentionSpec, reorder: Reorder | None

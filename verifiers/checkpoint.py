@@ -13,12 +13,15 @@ from torch import Tensor
 
 from specdec.errors import CheckpointError
 from specdec.kernels.packed import PackedWeight
+from specdec.parallel.collectives import all_agree
+from specdec.parallel.group import Group
 from verifiers.formats.float8 import plain_float8
 from verifiers.formats.format import Format, Stored
 from verifiers.formats.gguf import gguf_file, read_gguf
 from verifiers.formats.method import format_of
-from verifiers.names import EXPERT, name_of, place_of
+from verifiers.names import EXPERT, class_facts, name_of, place_of
 from verifiers.shape import expert_counts
+from verifiers.shares import Share
 from verifiers.tensor_files import TensorFiles
 
 logger = logging.getLogger(__name__)
@@ -32,9 +35,6 @@ WITHOUT_GATES = {"up_proj": ("up_proj",), "down_proj": ("down_proj",)}
 UNGATED = frozenset({"nemotron_h"})
 """Model types with such experts."""
 
-WIDE = {"lfm2_moe": ("expert_bias",), "olmo_hybrid": ("A_log",)}
-"""What transformers has in float32 and its class does not name."""
-
 CONVOLUTIONS = re.compile(r"^(.*\.)q_conv1d\.weight$")
 """Of queries; transformers has one convolution for queries, keys and values."""
 
@@ -44,7 +44,15 @@ TRANSPOSED = frozenset({"gpt_oss"})
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def read_weights(path: str | Path, config: Any, *, device: torch.device, dtype: torch.dtype, as_stored: bool) -> dict[str, Stored]:
+def read_weights(
+    path: str | Path,
+    config: Any,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    as_stored: bool,
+    share: Share | None = None,
+) -> dict[str, Stored]:
     """All weights of a target; the arguments are those of `read_named`, but a path may also be of a GGUF file or its folder.
 
     Returns:
@@ -56,16 +64,23 @@ def read_weights(path: str | Path, config: Any, *, device: torch.device, dtype: 
     """
     path = Path(path).expanduser()
     if (gguf := gguf_file(path)) is not None:
-        weights = read_gguf(gguf, config, device=device, dtype=dtype)
+        weights = read_gguf(gguf, config, device=device, dtype=dtype, share=share)
     else:
         name = partial(name_of, config=config, ignored=class_facts(config, dtype)[1])
-        weights = read_named(path, config, name, device=device, dtype=dtype, as_stored=as_stored)
-    _settle_head(weights, config)
+        weights = read_named(path, config, name, device=device, dtype=dtype, as_stored=as_stored, share=share)
+    _settle_head(weights, config, None if share is None else share.group)
     return weights
 
 
 def read_named(
-    path: Path, config: Any, name: Callable[[str], str | None], *, device: torch.device, dtype: torch.dtype, as_stored: bool
+    path: Path,
+    config: Any,
+    name: Callable[[str], str | None],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    as_stored: bool,
+    share: Share | None = None,
 ) -> dict[str, Stored]:
     """Those weights of a checkpoint that `name` has a name for.
 
@@ -76,6 +91,8 @@ def read_named(
         device: where they go, one by one.
         dtype: of the model. Parameters that its class keeps in float32 stay so.
         as_stored: quantized weights stay packed where a packed form says the same; otherwise all become numbers of `dtype`.
+        share: what is wanted of each tensor. Of plain ones nothing else is read; quantized ones are read whole, one by one, since
+            their formats differ in what lies where. None for all.
 
     Returns:
         Tensors by name, for `verifiers.weights.Weights`. Packed experts are [E, out, in] whichever way round transformers has them.
@@ -85,7 +102,7 @@ def read_named(
     """
     quantization = quantization_of(path, config)
     form = format_of(quantization) if quantization else None
-    return _Reader(TensorFiles(path), config, name, form, device, dtype, as_stored).read_all()
+    return _Reader(TensorFiles(path), config, name, form, device, dtype, as_stored, share).read_all()
 
 
 def quantization_of(path: Path, config: Any) -> Mapping[str, Any] | None:
@@ -107,7 +124,7 @@ class _Reader:
         files: its tensors.
         config: of the text model.
         form: of quantized weights; None where there are none.
-        name, device, dtype, as_stored: see `read_named`.
+        name, device, dtype, as_stored, share: see `read_named`.
     """
 
     def __init__(
@@ -119,8 +136,10 @@ class _Reader:
         device: torch.device,
         dtype: torch.dtype,
         as_stored: bool,
+        share: Share | None,
     ) -> None:
-        self._files, self._format, self._device, self._dtype, self._as_stored = files, form, device, dtype, as_stored
+        self._files, self._format, self._device, self._dtype = files, form, device, dtype
+        self._as_stored, self._share = as_stored, share
         self._transposed = config.model_type in TRANSPOSED
         self._projections = WITHOUT_GATES if config.model_type in UNGATED else PROJECTIONS
         self._num_experts = (expert_counts(config) or (0, 0))[0]
@@ -141,13 +160,13 @@ class _Reader:
 
     def read_all(self) -> dict[str, Stored]:
         """Every tensor of the model, experts joined."""
-        weights: dict[str, Stored] = {name: self._number(name, self._files.read(source)) for name, source in self._plain.items()}
+        plain = ((name, self._part(name, source)) for name, source in self._plain.items())
+        weights: dict[str, Stored] = {name: self._number(name, tensor) for name, tensor in plain}
         experts = self._experts()
         lone = {module for layer in experts.values() for modules in layer for module in modules}
         for module in self._parts:
             if module not in lone:
-                joined = module.endswith((".experts.gate_up_proj", ".experts.down_proj"))
-                weights[module if joined else f"{module}.weight"] = self._finished(self._stored(module))
+                weights[self._name(module)] = self._finished(self._stored(module))
         for name, layer in experts.items():
             weights[name] = self._finished(self._joined(layer))
         for scope in [found[1] for name in weights if (found := CONVOLUTIONS.match(name))]:
@@ -207,15 +226,26 @@ class _Reader:
     def _stored(self, module: str) -> Stored:
         """The weight of one linear layer or of joined experts, on the device."""
         sources = self._parts[module]
+        name = self._name(module)
+        if set(sources) == {"weight"}:
+            return self._number(name, plain_float8(module, self._part(name, sources["weight"])))
         parts = {part: self._files.read(source).to(self._device) for part, source in sources.items()}
-        if set(parts) == {"weight"}:
-            return self._number(f"{module}.weight", plain_float8(module, parts["weight"]))
         assert self._format is not None
         source = next(iter(sources.values())).rpartition(".")[0]
         self._format.check(module, parts)
         if self._format.lists_as_plain(source):
             self._listed.append(source)
-        return self._format.read(source, parts, self._dtype)
+        stored = self._format.read(source, parts, self._dtype)
+        return stored if self._share is None else self._share.part(name, stored)
+
+    def _part(self, name: str, source: str) -> Tensor:
+        """What is wanted of a tensor that is not quantized, on the CPU."""
+        return self._files.read(source) if self._share is None else self._share.read(name, self._files, source)
+
+    @staticmethod
+    def _name(module: str) -> str:
+        """Of a module's weight; joined experts have the module's own."""
+        return module if module.endswith((".experts.gate_up_proj", ".experts.down_proj")) else f"{module}.weight"
 
     def _number(self, name: str, tensor: Tensor) -> Tensor:
         """A tensor that is not quantized, on the device and in its type."""
@@ -246,27 +276,13 @@ class _Reader:
         return dense.transpose(1, 2).contiguous() if self._transposed and dense.ndim == 3 else dense
 
 
-def class_facts(config: Any, dtype: torch.dtype) -> tuple[list[str], list[str]]:
-    """What transformers' class of a model says of its tensors: expressions for those in float32, and for those to be left out."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    found = found[0] if isinstance(found, tuple) else found
-    kept = set(WIDE.get(config.model_type, ()))
-    if dtype in (torch.float16, torch.bfloat16):
-        kept |= set(getattr(found, "_keep_in_fp32_modules_strict", None) or ())
-    if dtype == torch.float16:
-        kept |= set(getattr(found, "_keep_in_fp32_modules", None) or ())
-    return sorted(kept), list(getattr(found, "_keys_to_ignore_on_load_unexpected", None) or ())
-
-
-def _settle_head(weights: dict[str, Stored], config: Any) -> None:
-    """Leaves out a head that is tied, and makes sure of one that is not."""
+def _settle_head(weights: dict[str, Stored], config: Any, group: Group | None) -> None:
+    """Leaves out a head that is tied, and makes sure of one that is not; ranks that have parts of them do the same."""
     embedding, head = weights.get(EMBEDDING), weights.get(HEAD)
     tied = getattr(config, "tie_word_embeddings", False)
     if tied and embedding is None and head is not None:
         weights[EMBEDDING] = weights.pop(HEAD)
-    elif tied and isinstance(embedding, Tensor) and isinstance(head, Tensor) and torch.equal(embedding, head):
+    elif isinstance(embedding, Tensor) and isinstance(head, Tensor) and tied and all_agree(torch.equal(embedding, head), group):
         del weights[HEAD]
     elif not tied and head is None:
         raise CheckpointError(f"there is no {HEAD!r} and it is not tied to the embeddings; fetch the whole checkpoint again")

@@ -12,6 +12,7 @@ from specdec.errors import CheckpointError
 from specdec.kernels.packed import PackedWeight
 from verifiers.checkpoint import EMBEDDING, HEAD
 from verifiers.formats.format import Stored
+from verifiers.shares import Share
 from verifiers.wrappers import bare_class, text_class
 
 logger = logging.getLogger(__name__)
@@ -34,17 +35,20 @@ def shapes_of(config: Any) -> dict[str, torch.Size]:
     return shapes
 
 
-def complete(weights: Mapping[str, Stored], config: Any) -> dict[str, Stored]:
+def complete(weights: Mapping[str, Stored], config: Any, share: Share | None = None) -> dict[str, Stored]:
     """The weights that the model has a use for, of which none is missing.
 
     Args:
         weights: as `verifiers.checkpoint.read_weights` returns them.
         config: of the text model.
+        share: what they are; None for all of the model.
 
     Raises:
         CheckpointError: one is missing, or has another shape.
     """
-    shapes = shapes_of(config)
+    shapes: Mapping[str, Sequence[int]] = shapes_of(config)
+    if share is not None:
+        shapes = {name: share.shape(name, shape) for name, shape in shapes.items()}
     check_shapes(weights, shapes, getattr(text_class(config), "_keys_to_ignore_on_load_missing", None) or ())
     left = sorted(weights.keys() - shapes.keys() - {HEAD})
     if left:

@@ -18,10 +18,12 @@ from specdec.layers.decoder import Decoder
 from specdec.layers.linear import linear
 from specdec.layers.mlp import MixtureOfExperts, MlpBesideExperts
 from specdec.layers.ops import ops_for
+from specdec.layers.sharded import Embedding, GatheredLinear
 from verifiers.builder import LayerBuilder
 from verifiers.description import Description
 from verifiers.recurrent import recurrent_rows
 from verifiers.shape import layer_caches, layer_kinds, layer_specs, layer_windows, max_model_len, short_len
+from verifiers.shares import shared
 from verifiers.weights import Weights
 
 if TYPE_CHECKING:
@@ -39,9 +41,9 @@ class DecoderVerifier:
     """A decoder seen through the `Verifier` protocol.
 
     Args:
-        config: the model's.
-        description: of its family.
-        weights: its tensors, which are taken over.
+        config: the whole model's.
+        description: of its family, from the config as `verifiers.shares.shared` gives it.
+        weights: its tensors, or a rank's part of them, which are taken over.
         name: how to call it in messages.
         backend: attention over the cache.
         eos: end-of-sequence ids.
@@ -65,26 +67,30 @@ class DecoderVerifier:
         self.checkpoint = checkpoint
         self.name, self.attention, self.eos_token_ids = name, backend, eos
         self.media_token_ids: Mapping[int, str] = {}
-        self.config, self._description = config, description
+        self.config, self.group, self._description = config, weights.group, description
+        own = shared(config, self.group)
         weights.rename(description.names)
-        self._embedding = weights.tensor("model.embed_tokens.weight")
-        self.device, self.dtype = self._embedding.device, self._embedding.dtype
+        table = weights.tensor("model.embed_tokens.weight")
+        self._embedding = Embedding(table, self.group)
+        self.device, self.dtype = table.device, table.dtype
         packed = {weight.code for weight in weights.tensors.values() if isinstance(weight, PackedWeight)}
         self.weight_codes: tuple[str, ...] = () if self.device.type == "cpu" else tuple(sorted(packed))
         head = weights.optional("lm_head.weight")
-        self._head = linear(self._embedding if head is None else head, weights.optional("lm_head.bias"))
+        self._head = linear(table if head is None else head, weights.optional("lm_head.bias"))
+        if self.group is not None:
+            self._head = GatheredLinear(self._head, self.group, config.vocab_size)
         self.hidden_size, self.num_layers = config.hidden_size, config.num_hidden_layers
         self.max_model_len, self.short_len = max_model_len(config), short_len(config)
         self.vocab_size = self._head.out_features
-        self.kv_specs = layer_specs(config, backend)
+        self.kv_specs = layer_specs(own, backend)
         self._places = layer_caches(config)
         self.windows = [window for window, places in zip(layer_windows(config), self._places, strict=True) for _ in places]
         self.embedding_scale = description.embedding_scale_in(self.dtype)
         self.final_softcap = description.final_softcap
         self._states = next((index for index, spec in enumerate(self.kv_specs) if isinstance(spec, StateLayerSpec)), None)
         self._ops = ops_for(backend, mixes=description.routing is not None, recurs=self._states is not None)
-        builder = LayerBuilder(config, description, backend)
-        self._kinds = layer_kinds(config, backend)
+        builder = LayerBuilder(own, description, backend)
+        self._kinds = layer_kinds(own, backend)
         self._inputs = builder.inputs(weights.under("model.")) if description.layer_inputs else None
         layers = [builder.layer(index, weights.under(f"model.layers.{index}.")) for index in range(self.num_layers)]
         final_norm = builder.norm(weights, "model.norm")
@@ -121,7 +127,7 @@ class DecoderVerifier:
 
     def hidden(self, rows: ForwardInput, caches: Sequence[Any], taps: Sequence[int] = ()) -> tuple[Tensor, list[Tensor]]:
         """Hidden states [T, H] after the final norm, and the raw outputs [T, H] of the layers in `taps`."""
-        embeddings = self._ops.embed(rows.token_ids, self._embedding, self.embedding_scale)
+        embeddings = self._embedding(self._ops, rows.token_ids, self.embedding_scale)
         angles = self._decoder.angles(rows.position_ids, self.dtype, rows.long)
         inputs = None if self._inputs is None else self._inputs(self._ops, rows.token_ids, embeddings)
         each = self.attention.each
@@ -146,7 +152,7 @@ class DecoderVerifier:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """See `Verifier.embed`."""
-        return self._ops.embed(token_ids, self._embedding)
+        return self._embedding(self._ops, token_ids)
 
     def head(self, hidden: Tensor) -> Tensor:
         """See `Verifier.head`."""

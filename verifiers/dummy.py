@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +18,16 @@ from specdec.attention.selector import select_backend
 from specdec.core import Verifier
 from specdec.errors import CheckpointError, InvalidInputError, UnsupportedModelError
 from specdec.kernels.packed import PackedWeight
+from specdec.parallel.group import Group
 from verifiers.decoder import DecoderVerifier
+from verifiers.families import describe
+from verifiers.formats.format import Stored
 from verifiers.hf import description_of, verifier_for
 from verifiers.hf_attention import ATTENTION_NAME
 from verifiers.load import NO_FOREIGN_CODE
 from verifiers.quantize import WAYS
 from verifiers.shape import backend_spec, eos_token_ids
+from verifiers.shares import Share, shared
 from verifiers.support import check_supported
 from verifiers.weights import Weights
 from verifiers.wrappers import text_class, text_config
@@ -114,6 +119,51 @@ def dummy_verifier(
         )
     weights, eos = quantized_weights(model, quantize), eos_token_ids(model.config.eos_token_id)
     return DecoderVerifier(model.config, description, weights, name=name, backend=backend, eos=eos)
+
+
+def dummy_rank(
+    config: PreTrainedConfig,
+    group: Group | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    name: str,
+    attention: str = "auto",
+    block_size: int = 16,
+    cache_dtype: torch.dtype | None = None,
+    seed: int = 0,
+) -> DecoderVerifier:
+    """A rank's share of a target with random weights, which are the same whatever the number of ranks; None is a process alone.
+
+    Tensors are made one by one, each from a seed of its own, and cut: at no time is there more than the share and one tensor.
+    Matrices are normal with the config's `initializer_range`, norms scale by 1, all else is 0.
+
+    Raises:
+        BackendError: no backend, or not the named one, can serve the model.
+        UnsupportedModelError: our own layers do not run it, or the ranks do not divide it.
+    """
+    from verifiers.complete import shapes_of
+
+    local = shared(config, group)
+    description = describe(local)
+    if description is None:
+        raise UnsupportedModelError(
+            f"{name!r} of type {config.model_type!r} runs through transformers' modules; give another config"
+        )
+    share = None if group is None else Share(config, description, group, name=name)
+    shapes = shapes_of(config)
+    if share is not None:
+        share.check(shapes)
+    spec = replace(backend_spec(local, device=device, dtype=dtype, block_size=block_size), cache_dtype=cache_dtype)
+    backend, generator, tensors = select_backend(attention, spec), torch.Generator(device), dict[str, Stored]()
+    norm, spread = float(description.norm_kind != "zero_centered"), getattr(config, "initializer_range", 0.02)
+    for key, shape in shapes.items():
+        whole = torch.full(shape, norm if key.endswith("norm.weight") else 0.0, device=device, dtype=dtype)
+        if len(shape) > 1:
+            whole.normal_(std=spread, generator=generator.manual_seed(seed + crc32(key.encode())))
+        tensors[key] = whole if share is None else share.part(key, whole)
+    eos = eos_token_ids(config.eos_token_id)
+    return DecoderVerifier(config, description, Weights(tensors, group=group), name=name, backend=backend, eos=eos)
 
 
 def check_way(quantize: str | None) -> None:

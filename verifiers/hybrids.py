@@ -9,6 +9,7 @@ from torch import Tensor
 
 from specdec.kernels.experts import Routing
 from verifiers.description import AFTER, BEFORE, Description, NormNames, sigmoid_routing
+from verifiers.recurrent import sizes_of
 
 MAMBA = (r"\.mamba\.", ".linear_attn.")
 FEED_FORWARD = (r"\.feed_forward\.", ".mlp.")
@@ -109,8 +110,9 @@ def _bamba(config: Any, common: Mapping[str, Any]) -> Description | None:
 
 def _falcon_h1(config: Any, common: Mapping[str, Any]) -> Description | None:
     gate, down = config.mlp_multipliers
-    inner, keys = config.mamba_n_heads * config.mamba_d_head, config.mamba_n_groups * config.mamba_d_state
-    repeats = torch.tensor([inner, inner, keys, keys, config.mamba_n_heads])
+    sizes = sizes_of(config)
+    inner, keys = sizes.value_heads * sizes.value_dim, sizes.key_heads * sizes.key_dim
+    repeats = torch.tensor([inner, inner, keys, keys, sizes.value_heads])
     rows = torch.tensor(config.ssm_multipliers).repeat_interleave(repeats)
     into = config.attention_in_multiplier
     factors: list[tuple[str, float | Tensor]] = [

@@ -26,11 +26,13 @@ from specdec.errors import CheckpointError, SpecDecError, UnsupportedModelError
 from specdec.hub import json_file, target_folder
 from specdec.layers.linear import can_pack_four_bit
 from specdec.layers.packed_check import keeps_packed
+from specdec.parallel.group import Group
 from verifiers.decoder import Checkpoint, DecoderVerifier
 from verifiers.description import Description
 from verifiers.embedded import FOUR_BIT, embedded_model_path
 from verifiers.families import describe
 from verifiers.shape import backend_spec, eos_token_ids, peculiarity
+from verifiers.shares import Share, shared
 from verifiers.weights import Weights
 
 logger = logging.getLogger(__name__)
@@ -55,6 +57,7 @@ def load_verifier(
     fp8_prefill: bool = True,
     fuse: bool = True,
     as_stored: bool = True,
+    group: Group | None = None,
 ) -> tuple[Verifier, PreTrainedTokenizerBase]:
     """Loads a target and its tokenizer.
 
@@ -69,6 +72,7 @@ def load_verifier(
         fuse: run models of known families as `DecoderVerifier`; otherwise every model runs through its own modules.
         as_stored: quantized weights stay packed where `specdec.layers.packed_check.keeps_packed` says so; otherwise they become
             numbers of `dtype` when they are read.
+        group: the ranks that compute the target together; each calls this, and reads its part. None for a process alone.
 
     Raises:
         UnsupportedModelError: the architecture cannot run yet; said from its config, before weights are read.
@@ -82,7 +86,7 @@ def load_verifier(
     if (local or path.startswith((".", "/", "~"))) and not os.path.isdir(os.path.expanduser(path)):
         raise CheckpointError(f"target {name!r} is not a folder; give a folder with config.json, a hub name, or {EMBEDDED!r}")
     path = os.path.expanduser(path)
-    direct = name == EMBEDDED and fuse
+    direct = name == EMBEDDED and fuse and group is None
     if direct:
         whole = config = _read(name, "config", partial(_read_config, path))
     else:
@@ -93,7 +97,8 @@ def load_verifier(
         config = text_config(whole)
         _check_sizes(name, config)
         check_supported(name, whole)
-    spec = replace(backend_spec(config, device=device, dtype=dtype, block_size=block_size), cache_dtype=cache_dtype)
+    share = None if group is None else _share(config, group, name, fuse)
+    spec = replace(backend_spec(shared(config, group), device=device, dtype=dtype, block_size=block_size), cache_dtype=cache_dtype)
     if isinstance(spec, MlaSpec):
         spec = replace(spec, fp8_prefill=fp8_prefill)
     backend = select_backend(attention, spec)
@@ -109,7 +114,7 @@ def load_verifier(
         return DecoderVerifier(config, description, Weights(dict(tensors)), name=name, backend=backend, eos=eos), tokenizer
 
     packed = as_stored and keeps_packed(device, dtype)
-    reading = _Reading(name, target_folder(path), whole, backend, device, dtype, packed, tokenizer.eos_token_id)
+    reading = _Reading(name, target_folder(path), whole, backend, device, dtype, packed, tokenizer.eos_token_id, share)
     verifier = _own(reading, fuse) or _theirs(reading, path, fuse)
     verifier.media_token_ids = media_token_ids(whole)
     return verifier, tokenizer
@@ -138,6 +143,7 @@ class _Reading(NamedTuple):
     dtype: torch.dtype
     as_stored: bool
     eos: int | None  # as the tokenizer has it
+    share: Share | None = None
 
     @property
     def config(self) -> Any:
@@ -154,15 +160,32 @@ class _Reading(NamedTuple):
         return quantization_of(self.folder, self.config) is not None
 
 
+def _share(config: Any, group: Group, name: str, fuse: bool) -> Share:
+    """This rank's share of a target.
+
+    Raises:
+        UnsupportedModelError: the target cannot be divided.
+    """
+    description = describe(shared(config, group))
+    if description is None or not fuse:
+        why = "was asked to" if description is not None else f"of type {config.model_type!r} has to"
+        raise UnsupportedModelError(
+            f"target {name!r} {why} run through transformers' modules, which are not divided among ranks; start one process"
+        )
+    return Share(config, description, group, name=name)
+
+
 def _own(reading: _Reading, fuse: bool) -> Verifier | None:
     """A target on our own layers, which take its weights from the files; None where transformers' modules have to."""
     from verifiers.wrappers import say_text_only
 
     config = reading.config
-    description = describe(config)
+    description = describe(config) if reading.share is None else reading.share.description
     if description is None or not (fuse or peculiarity(config) or isinstance(reading.backend, MlaBackend)):
         return None
     if not _has_weights(reading.folder):
+        if reading.share is not None:
+            raise CheckpointError(f"target {reading.name!r} has no safetensors files, of which ranks read parts; start one process")
         if reading.quantized:
             raise CheckpointError(f"target {reading.name!r} is quantized and has no safetensors files; take a checkpoint with them")
         logger.warning("%s has no safetensors files, so transformers reads its weights", reading.name)
@@ -173,12 +196,17 @@ def _own(reading: _Reading, fuse: bool) -> Verifier | None:
 
 def _built(reading: _Reading, config: Any, description: Description) -> Verifier:
     from verifiers.checkpoint import read_weights
-    from verifiers.complete import complete
+    from verifiers.complete import complete, shapes_of
 
+    share, group = reading.share, None
+    if share is not None:
+        share.check(shapes_of(config))
+        group = share.group
     generation = json_file(str(reading.folder), "generation_config.json", what="target") or {}
-    read = read_weights(reading.folder, config, device=reading.device, dtype=reading.dtype, as_stored=reading.as_stored)
+    device, dtype, as_stored = reading.device, reading.dtype, reading.as_stored
+    read = read_weights(reading.folder, config, device=device, dtype=dtype, as_stored=as_stored, share=share)
     eos = eos_token_ids(generation.get("eos_token_id"), config.eos_token_id, reading.eos)
-    weights = Weights(complete(read, config))
+    weights = Weights(complete(read, config, share), group=group)
     checkpoint = Checkpoint(reading.folder, reading.as_stored)
     return DecoderVerifier(config, description, weights, name=reading.name, backend=reading.backend, eos=eos, checkpoint=checkpoint)
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -26,12 +27,14 @@ def mixture(weights: Weights, description: Description) -> MixtureOfExperts:
     """The mixture of experts whose tensors these are."""
     routed = _experts(weights.under("experts."), description)
     shared_name = next((name for name in ("shared_experts.", "shared_expert.") if weights.has(f"{name}down_proj.weight")), None)
-    shared = None if shared_name is None else gated_mlp(weights.under(shared_name), description.activation)
+    # What both give is added before the ranks' parts are.
+    shared = None if shared_name is None else gated_mlp(replace(weights.under(shared_name), group=None), description.activation)
     shared_gate = weights.linear("shared_expert_gate") if weights.has("shared_expert_gate.weight") else None
     latent = None
     if weights.has("fc1_latent_proj.weight"):
         latent = weights.linear("fc1_latent_proj"), weights.linear("fc2_latent_proj")
-    return MixtureOfExperts(router(weights, description), routed, shared, shared_gate, latent, description.weighs_inputs)
+    chooses = router(weights, description)
+    return MixtureOfExperts(chooses, routed, shared, shared_gate, latent, description.weighs_inputs, weights.group)
 
 
 def mlp_beside_experts(weights: Weights, description: Description, norm: Callable[[str], Norm | None]) -> MlpBesideExperts:
@@ -50,6 +53,7 @@ def mlp_beside_experts(weights: Weights, description: Description, norm: Callabl
         experts_norm,
         _experts(weights.under("experts."), description),
         output_norm,
+        weights.group,
     )
 
 
@@ -76,7 +80,7 @@ def gated_mlp(weights: Weights, activation: str) -> GatedMLP:
     names: tuple[str, ...] = ("gate_up_proj",) if weights.has("gate_up_proj.weight") else ("gate_proj", "up_proj")
     if activation in PLAIN:
         names = ("up_proj",)
-    return GatedMLP(weights.linear(*names), weights.linear("down_proj"), activation)
+    return GatedMLP(weights.linear(*names), weights.output("down_proj"), activation)
 
 
 def router(weights: Weights, description: Description) -> Router:

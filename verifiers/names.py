@@ -4,6 +4,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 DROPPED = re.compile(
     r"^(model\.)?(visual|vision_\w+|audio_\w+|embed_vision|embed_audio|multi_modal_projector|multimodal_projector|mm_projector"
     r"|mtp|mtp_\w+)\.|^(talker|code2wav|token2wav)\.|rotary_emb\.inv_freq$"
@@ -64,6 +66,9 @@ PARTS = (
 )
 """What follows the name of a linear layer."""
 
+WIDE = {"lfm2_moe": ("expert_bias",), "olmo_hybrid": ("A_log",)}
+"""What transformers has in float32 and its class does not name."""
+
 
 class Place(NamedTuple):
     """What a tensor is."""
@@ -104,3 +109,17 @@ def place_of(name: str) -> Place:
         return Place(merged[1], f"weight_{merged[2]}" if merged[2] else "weight")
     module, _, part = name.rpartition(".")
     return Place(module, part) if part in PARTS else Place(name, None)
+
+
+def class_facts(config: Any, dtype: torch.dtype) -> tuple[list[str], list[str]]:
+    """What transformers' class of a model says of its tensors: expressions for those in float32, and for those to be left out."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    found = found[0] if isinstance(found, tuple) else found
+    kept = set(WIDE.get(config.model_type, ()))
+    if dtype in (torch.float16, torch.bfloat16):
+        kept |= set(getattr(found, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        kept |= set(getattr(found, "_keep_in_fp32_modules", None) or ())
+    return sorted(kept), list(getattr(found, "_keys_to_ignore_on_load_unexpected", None) or ())

@@ -109,6 +109,11 @@ def _layers(verifier: DecoderVerifier, folder: Path, config: Any, family: Predic
 
 
 def _assistant(verifier: DecoderVerifier, folder: Path, entries: Mapping[str, Any]) -> PredictionLayers:
+    if verifier.group is not None:
+        raise CheckpointError(
+            f"it reads keys and values of {verifier.name!r}, of which each of {verifier.group.size} ranks has those of some heads;"
+            " start one process, or choose another drafter"
+        )
     # What equals a default of transformers is missing in the file.
     text = _config(entries.get("text_config"))
     shared = {"num_kv_shared_layers": text.num_hidden_layers}

@@ -30,7 +30,7 @@ ZAMBA_EPSILON = 1e-5
 """The same of Mamba-2 in Zamba2."""
 
 
-class _Sizes(NamedTuple):
+class Sizes(NamedTuple):
     """See `specdec.layers.recurrence.Recurrence`."""
 
     key_heads: int
@@ -69,27 +69,33 @@ def _kind(config: Any, layer: int) -> str | None:
 def state_layer_spec(config: Any, dtype: torch.dtype) -> StateLayerSpec:
     """What one recurrent layer of the model stores per request."""
     if hasattr(config, "conv_L_cache"):
-        return StateLayerSpec(config.hidden_size, config.conv_L_cache, 0, 0, 0, dtype)
-    sizes = _sizes(config)
+        return StateLayerSpec(config.hidden_size // getattr(config, "ranks", 1), config.conv_L_cache, 0, 0, 0, dtype)
+    sizes = sizes_of(config)
     return StateLayerSpec(sizes.width, sizes.taps, sizes.value_heads, sizes.key_dim, sizes.value_dim, dtype)
 
 
-def _sizes(config: Any) -> _Sizes:
+def sizes_of(config: Any) -> Sizes:
+    """Of the recurrent layers of a model, or of a rank's part of them; see `verifiers.shares.shared`."""
+    whole, ranks = _whole_sizes(config), getattr(config, "ranks", 1)
+    return whole._replace(key_heads=whole.key_heads // ranks, value_heads=whole.value_heads // ranks)
+
+
+def _whole_sizes(config: Any) -> Sizes:
     if hasattr(config, "mamba_num_heads"):  # Nemotron-H
         heads, dim = config.mamba_num_heads, config.mamba_head_dim
-        return _Sizes(config.n_groups, heads, config.ssm_state_size, dim, config.conv_kernel, 1)
+        return Sizes(config.n_groups, heads, config.ssm_state_size, dim, config.conv_kernel, 1)
     if hasattr(config, "n_mamba_heads"):  # Zamba2
         heads, dim = config.n_mamba_heads, config.mamba_headdim
-        return _Sizes(config.mamba_ngroups, heads, config.mamba_d_state, dim, config.mamba_d_conv, 1)
+        return Sizes(config.mamba_ngroups, heads, config.mamba_d_state, dim, config.mamba_d_conv, 1)
     if hasattr(config, "mamba_n_heads"):
         heads, dim = config.mamba_n_heads, config.mamba_d_head
-        return _Sizes(config.mamba_n_groups, heads, config.mamba_d_state, dim, config.mamba_d_conv, 1)
+        return Sizes(config.mamba_n_groups, heads, config.mamba_d_state, dim, config.mamba_d_conv, 1)
     if hasattr(config, "linear_num_heads"):  # Kimi Linear
         heads, dim = config.linear_num_heads, config.linear_head_dim
-        return _Sizes(heads, heads, dim, dim, config.linear_conv_kernel_dim, 1 + dim)
+        return Sizes(heads, heads, dim, dim, config.linear_conv_kernel_dim, 1 + dim)
     key_heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
     key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
-    return _Sizes(key_heads, value_heads, key_dim, value_dim, config.linear_conv_kernel_dim, 2)
+    return Sizes(key_heads, value_heads, key_dim, value_dim, config.linear_conv_kernel_dim, 2)
 
 
 def mixer(weights: Weights, config: Any, layer: int, attention: Callable[[], Attention]) -> tuple[Attention | None, Linear | None]:
@@ -102,15 +108,15 @@ def mixer(weights: Weights, config: Any, layer: int, attention: Callable[[], Att
         attention: builds its attention, if it has any.
     """
     if not is_recurrent(config, layer):
-        return (attention(), weights.linear("self_attn.o_proj")) if attends(config, layer) else (None, None)
+        return (attention(), weights.output("self_attn.o_proj")) if attends(config, layer) else (None, None)
     scope = weights.under("linear_attn.")
     if hasattr(config, "conv_L_cache"):
-        return short_convolution(scope), scope.linear("out_proj")
+        return short_convolution(scope), scope.output("out_proj")
     if scope.has("a_proj.weight"):
-        return key_decay_attention(scope, config), scope.linear("out_proj")
-    linear_attention = mamba(scope, config) if _sizes(config).gates == 1 else delta_net(scope, config)
+        return key_decay_attention(scope, config), scope.output("out_proj")
+    linear_attention = mamba(scope, config) if sizes_of(config).gates == 1 else delta_net(scope, config)
     if not attends(config, layer):
-        return linear_attention, scope.linear("out_proj")
+        return linear_attention, scope.output("out_proj")
     return SideBySide(attention(), linear_attention), _joined(weights, "self_attn.o_proj", "linear_attn.out_proj")
 
 
@@ -118,12 +124,12 @@ def _joined(weights: Weights, *names: str) -> Linear:
     """Projections as one of what they are given side by side; what they give is added up."""
     biases = [bias for name in names if (bias := weights.optional(f"{name}.bias")) is not None]
     weight = torch.cat([weights.tensor(f"{name}.weight") for name in names], dim=1)
-    return linear(weight, torch.stack(biases).sum(0) if biases else None)
+    return weights.summed(linear(weight, torch.stack(biases).sum(0) if biases else None))
 
 
 def delta_net(weights: Weights, config: Any) -> LinearAttention:
     """The Gated DeltaNet layer (arXiv 2412.06464) whose tensors these are."""
-    sizes = _sizes(config)
+    sizes = sizes_of(config)
     if weights.has("in_proj_qkvz.weight"):  # the heads that share a key lie together, as Qwen3-Next has them
         heads, shared = sizes.key_heads, sizes.value_heads // sizes.key_heads
         query, key, value, gate = _places(heads, [sizes.key_dim, sizes.key_dim, shared * sizes.value_dim, shared * sizes.value_dim])
@@ -156,7 +162,7 @@ def _places(heads: int, widths: list[int]) -> tuple[Tensor, ...]:
 def key_decay_attention(weights: Weights, config: Any) -> KeyDecayAttention:
     """The Kimi Delta Attention (arXiv 2510.26692) whose tensors these are."""
     recurrence = Recurrence(
-        *_sizes(config)[:4],
+        *sizes_of(config)[:4],
         kernel=weights.tensor("conv1d.weight").squeeze(1),
         kernel_bias=None,
         rate=weights.tensor("A_log").float().exp().flatten(),
@@ -174,7 +180,7 @@ def key_decay_attention(weights: Weights, config: Any) -> KeyDecayAttention:
 
 def mamba(weights: Weights, config: Any) -> LinearAttention:
     """The Mamba-2 layer (arXiv 2405.21060) whose tensors these are."""
-    sizes = _sizes(config)
+    sizes = sizes_of(config)
     keys, values = sizes.key_heads * sizes.key_dim, sizes.value_heads * sizes.value_dim
     widths = [values, values, keys, keys, sizes.value_heads]
     gate, x, b, c, step = torch.arange(sum(widths)).split(widths)

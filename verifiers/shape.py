@@ -57,7 +57,8 @@ def head_shape(config: PreTrainedConfig, layer: int) -> HeadShape:
         kv_heads *= 2  # as its module in Transformers has it; no entry of the config says so
     kinds = getattr(config, "layer_types", None)
     chunked = kinds is not None and kinds[layer] == CHUNKED
-    return HeadShape(heads, kv_heads, head_dim, config.attention_chunk_size if chunked else None)
+    ranks = getattr(config, "ranks", 1)  # see `verifiers.shares.shared`
+    return HeadShape(heads // ranks, kv_heads // ranks, head_dim, config.attention_chunk_size if chunked else None)
 
 
 def cache_layers(config: PreTrainedConfig) -> list[int]:
@@ -100,7 +101,7 @@ def mla_spec(config: PreTrainedConfig, *, device: torch.device, dtype: torch.dty
     return MlaSpec(
         device=device,
         dtype=dtype,
-        num_heads=config.num_attention_heads,
+        num_heads=config.num_attention_heads // getattr(config, "ranks", 1),
         kv_lora_rank=config.kv_lora_rank,
         qk_nope_head_dim=config.qk_nope_head_dim,
         qk_rope_head_dim=config.qk_rope_head_dim,

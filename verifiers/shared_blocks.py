@@ -4,9 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
-
-from specdec.kernels.packed import PackedWeight
 from specdec.layers.attention import HeadAttention
 from specdec.layers.linear import Linear
 from specdec.layers.linear_attention import LinearAttention
@@ -36,12 +33,12 @@ class SharedBlocks:
     Args:
         config: the model's.
         count: of blocks.
-        tensors: of the model, from which they are taken.
+        weights: of the model, from which they are taken.
     """
 
-    def __init__(self, config: Any, count: int, tensors: dict[str, Tensor | PackedWeight]) -> None:
+    def __init__(self, config: Any, count: int, weights: Weights) -> None:
         self._layers = [layer for layer in range(config.num_hidden_layers) if attends(config, layer)]
-        self._count, self._tensors = count, tensors
+        self._count, self._weights = count, weights
         self._blocks: list[_Block] = []
 
     def before(
@@ -88,11 +85,11 @@ class SharedBlocks:
         norm: Callable[[Weights, str], Norm | None],
         activation: str,
     ) -> _Block:
-        weights = Weights(self._tensors, f"model.layers.{layer}.shared_transformer.")
+        weights = self._weights.under(f"model.layers.{layer}.shared_transformer.")
         first, second = norm(weights, "input_layernorm"), norm(weights, "pre_ff_layernorm")
         assert first is not None and second is not None
         heads = attention(weights.under("self_attn."))
-        output, mlp = weights.linear("self_attn.o_proj"), gated_mlp(weights.under("feed_forward."), activation)
+        output, mlp = weights.output("self_attn.o_proj"), gated_mlp(weights.under("feed_forward."), activation)
         return _Block(weights, first, heads, output, second, mlp)
 
 

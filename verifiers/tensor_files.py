@@ -1,6 +1,7 @@
 """The safetensors files of a local checkpoint, from which tensors are read one by one."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,18 +44,30 @@ class TensorFiles:
             )
         self.names = sorted(self._files, key=lambda name: (self._files[name], name))
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, axis: int = 0, piece: range | None = None) -> Tensor:
         """One tensor, on the CPU, in the type of the file.
+
+        Args:
+            name: of it.
+            axis, piece: what is wanted of it, of which nothing else is read; None for all.
 
         Raises:
             CheckpointError: the file that should hold it does not, or is damaged.
         """
+        if piece is None:
+            return self._asked(name, lambda handle: handle.get_tensor(name))
+        return self._asked(name, lambda handle: handle.get_slice(name)[(slice(None),) * axis + (slice(piece.start, piece.stop),)])
+
+    def shape(self, name: str) -> list[int]:
+        """Of one tensor; errors are those of `read`."""
+        return self._asked(name, lambda handle: handle.get_slice(name).get_shape())
+
+    def _asked(self, name: str, ask: Callable[[Any], Any]) -> Any:
         file = self._files[name]
         try:
-            tensor: Tensor = self._handle(file).get_tensor(name)
+            return ask(self._handle(file))
         except SafetensorError as error:
             raise CheckpointError(f"{file!r} does not hold {name!r} ({error}); fetch the whole checkpoint again") from error
-        return tensor
 
     def _handle(self, file: str) -> Any:
         if file not in self._open:

@@ -3,7 +3,7 @@
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from specdec.errors import CheckpointError
 from specdec.kernels.packed import PackedWeight
 from specdec.layers.linear import FourBitWeight, Linear, linear
+from specdec.layers.sharded import SummedLinear
+from specdec.parallel.group import Group
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +34,12 @@ class Weights:
         tensors: which are left; each is popped, and emptied where it is a model's parameter. Weights of linear layers and of
             experts may be packed, as the checkpoint stores them.
         prefix: before every name.
+        group: the ranks that tensors are divided among, of which these are one rank's; None for whole ones.
     """
 
     tensors: dict[str, Tensor | PackedWeight]
     prefix: str = ""
+    group: Group | None = None
 
     @classmethod
     def of_model(cls, model: nn.Module) -> "Weights":
@@ -44,7 +48,7 @@ class Weights:
 
     def under(self, scope: str) -> "Weights":
         """Those whose names begin with this."""
-        return Weights(self.tensors, self.prefix + scope)
+        return replace(self, prefix=self.prefix + scope)
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor of that name."""
@@ -156,6 +160,14 @@ class Weights:
         assert weight is not None
         four_bit = [part for field in ("codes", "scale", "minimum") if (part := self._parts(names, field, orders)) is not None]
         return linear(weight, bias, four_bit=FourBitWeight(*four_bit) if four_bit else None)
+
+    def output(self, name: str) -> Linear:
+        """A projection back to the width of the model, of which ranks have parts."""
+        return self.summed(self.linear(name))
+
+    def summed(self, part: Linear) -> Linear:
+        """A projection whose products are added up over the ranks."""
+        return part if self.group is None else SummedLinear(part, self.group)
 
     def _packed(self, names: Sequence[str], orders: Sequence[Reorder | None]) -> PackedWeight | None:
         """All projections as one packed weight; None, and all left where they are, unless all are packed in one way."""

@@ -41,6 +41,7 @@ class ComposedDrafter(Drafter):
         self.max_draft_tokens = max(part.max_draft_tokens for part in parts)
         self.num_lookahead_tokens = max(part.num_lookahead_tokens for part in parts)
         self.tokens_ahead = max(part.tokens_ahead for part in parts)
+        self.late_context = any(part.late_context for part in parts)
         self.aux_layer_ids = tuple(dict.fromkeys(layer for part in parts for layer in part.aux_layer_ids))
         self.draws_trees = all(part.draws_trees for part in parts)
 

@@ -20,6 +20,13 @@ def config_json(config: DFlashConfig, layout: Layout, *, dtype: str) -> dict[str
     return written | ({} if config.coupling is None else {"coupling": config.coupling.json()})
 
 
+def misreading(config: DFlashConfig, layout: Layout) -> str | None:
+    """Who takes a drafter in a layout for another one, and which layout to give it instead; None where nobody is known to."""
+    if layout == "speculators" and len(set(config.causal)) > 1:
+        return "vLLM 0.33 reads one causality for all layers of this layout, and these differ; give it the layout of z-lab"
+    return None
+
+
 def _layer_section(config: DFlashConfig, dtype: str) -> dict[str, Any]:
     """What both layouts say about the draft layers: a Qwen3 configuration and the rarer values of the drafter."""
     windows = {window for window in config.windows if window is not None}
@@ -71,6 +78,8 @@ def _to_zlab(config: DFlashConfig, dtype: str) -> dict[str, Any]:
     require(by_kind or len(set(config.causal)) == 1, f"causality {config.causal} by layer has no key in the z-lab layout")
     own = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids), **_convolutions(config)}
     head = {} if config.head is None else config.head.json()
+    if len(set(config.causal)) == 1:
+        own["causal"] = config.causal[0]  # all that vLLM 0.23 reads; others need not guess
     if config.tied_tables:
         own["tied_tables"] = True
     if config.sample_from_anchor or head:

@@ -77,7 +77,10 @@ class Drafts:
         if batch.shape.is_tree:
             return self._tree(block)
         if self._head is None:
-            return self._chain(block, [self._choose(block, slots.logits, 0)])
+            chain = self._chain(block, [self._choose(block, slots.logits, 0)])
+            if batch.sampling.plan.guided and chain.probs is None:
+                chain.alternatives = self._candidates(block, MOST_CANDIDATES).token_ids
+            return chain
         if self._head.num_candidates is None:
             return self._chain(block, self._one_by_one(block, self._head))
         return self._path(block, self._head, self._head.num_candidates)
@@ -158,12 +161,20 @@ class Drafts:
         """Candidates int64 [num_reqs, depth, count], their scores without the head, and its table, see `edges_of`."""
         batch, slots, scale = block.batch, block.slots, None
         token_ids, scores = self._candidates(block, count)
-        columns = token_ids if self._columns is None else self._columns[token_ids]
+        columns, compared = self._columns_of(token_ids), None
         if block.sees_noise:
             temperature = batch.sampling.temperature[:, None]
             trust = torch.ones_like(scores[..., 0]) if block.weights is None else block.weights[0]
             scale = torch.where(temperature > 0, trust / temperature.clamp(min=COLDEST), 1.0)
-        return token_ids, scores, edges_of(head, slots.hidden, batch.anchors, token_ids, columns, scores, scale)
+            if head.compares_candidates:  # those it was trained on; the noise makes candidates of others
+                assert head.num_candidates is not None
+                likeliest = self._candidates(block._replace(sees_noise=False), min(head.num_candidates, slots.logits.shape[-1]))
+                compared = Guesses(self._columns_of(likeliest.token_ids), likeliest.scores)
+        return token_ids, scores, edges_of(head, slots.hidden, batch.anchors, token_ids, columns, scores, scale, compared)
+
+    def _columns_of(self, token_ids: Tensor) -> Tensor:
+        """Where in the drafter's vocabulary tokens of the target stand."""
+        return token_ids if self._columns is None else self._columns[token_ids]
 
     def _candidates(self, block: _Block, count: int) -> Guesses:
         """The `count` likeliest tokens of every slot, given the noise that the target will choose by if it is seen."""

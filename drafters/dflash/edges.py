@@ -4,12 +4,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from drafters.choice import Guesses
 from drafters.head import Head
 from specdec.layers.argmax import argmax
 
 
 def edges_of(
-    head: Head, hidden: Tensor, anchors: Tensor, token_ids: Tensor, columns: Tensor, scores: Tensor, scale: Tensor | None
+    head: Head,
+    hidden: Tensor,
+    anchors: Tensor,
+    token_ids: Tensor,
+    columns: Tensor,
+    scores: Tensor,
+    scale: Tensor | None,
+    compared: Guesses | None = None,
 ) -> Tensor:
     """The head's table for `specdec.sampling.trees.best_chain`: the scores, and the head's corrections of them.
 
@@ -24,6 +32,8 @@ def edges_of(
         columns: int64 [num_reqs, K, C], the same in the drafter's vocabulary.
         scores: float32 [num_reqs, K, C], their log-probabilities without the head.
         scale: float32 [num_reqs, K], factor on the head's corrections; None are ones.
+        compared: the tokens, as columns, that a head with `compares_candidates` compares, with their log-probabilities; None where
+            they are the candidates.
 
     Returns:
         float32 [num_reqs, K, C, C], by the candidate before and the candidate; before the first slot all of them are the anchor.
@@ -34,6 +44,8 @@ def edges_of(
         return _behind_the_best(head, hidden, before, right, scores, scale)
     left, _ = head.left(hidden[:, :, None], before, None)
     bonus = torch.matmul(left, right.mT).float()
+    if compared is not None:
+        bonus = _within(compared, head, left, columns, bonus)
     if scale is not None:
         bonus = bonus * scale[..., None, None]
     if head.first_slot:
@@ -49,6 +61,16 @@ def logprobs_of(edges: Tensor, scores: Tensor) -> Tensor:
     before.
     """
     return (edges.log_softmax(dim=-1) + scores.logsumexp(dim=-1)[..., None, None]).clamp(max=0)
+
+
+def _within(compared: Guesses, head: Head, left: Tensor, columns: Tensor, bonus: Tensor) -> Tensor:
+    """Corrections [num_reqs, K, C, C] that leave the tokens the head compares as likely, all together, as they were without it, and
+    other tokens as they were, each.
+    """
+    corrected = compared.scores[:, :, None] + torch.matmul(left, F.embedding(compared.token_ids, head.right).mT).float()
+    gained = corrected.logsumexp(dim=-1) - compared.scores.logsumexp(dim=-1)[:, :, None]
+    known = (columns[..., None] == compared.token_ids[:, :, None]).any(dim=-1)
+    return torch.where(known[:, :, None], bonus - gained[..., None], 0.0)
 
 
 def _behind_the_best(head: Head, hidden: Tensor, before: Tensor, right: Tensor, scores: Tensor, scale: Tensor | None) -> Tensor:

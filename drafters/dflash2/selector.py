@@ -74,6 +74,7 @@ class CandidateSelector(nn.Module):
 
     has_state = False
     first_slot = 0
+    compares_candidates = True
 
     def __init__(self, config: SelectorConfig, sizes: HeadSizes) -> None:
         super().__init__()

@@ -89,6 +89,7 @@ class DominoHead:
 
     has_state = True
     num_candidates = None
+    compares_candidates = False
     gathered_bytes = 0
 
     def __init__(self, config: DominoConfig, model: nn.Module, embed: Callable[[Tensor], Tensor]) -> None:

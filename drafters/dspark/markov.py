@@ -151,6 +151,7 @@ class DSparkHead:
     """Both heads of a model; see `drafters.head.Head`."""
 
     first_slot = 0
+    compares_candidates = False
 
     def __init__(self, config: MarkovConfig, model: nn.Module) -> None:
         self._config, self._markov = config, cast(MarkovHead, model.get_submodule("markov_head"))

@@ -39,6 +39,7 @@ class SequentialDrafter(Drafter):
     """
 
     draws_trees = True
+    late_context = True
 
     def __init__(self, network: SequentialNetwork, verifier: Verifier, *, max_draft_tokens: int) -> None:
         self.network, self.verifier, self.max_draft_tokens = network, verifier, max_draft_tokens

@@ -92,7 +92,9 @@ class TrainConfig:
     tv: float = _option(0.0, "training", "factor of the total variation to the target's distribution")
     selector: float = _option(1.0, "training", "factor of the cross-entropy among the candidates, for a head that chooses there")
     confidence: float = _option(0.0, "training", "factor of the loss of a head's confidences")
+    head_loss: str = _option("candidates", "training", "what a head with candidates learns to correct: candidates or vocabulary")
     base_until: float = _option(0.0, "training", "share of the run over which the loss moves from the backbone to its head")
+    base_share: float = _option(0.0, "training", "share of the loss that stays with the backbone beside its head")
     mask_path: str = _option("auto", "training", "attention of the blocks: flex (FlexAttention), dense, or auto (flex on CUDA)")
     compile: bool = _option(False, "training", "compile the target's layers and the loss; worth it for long runs")
     loss_rows: int = _option(4096, "training", "rows whose logits exist at once")
@@ -131,7 +133,7 @@ class TrainConfig:
             "window",
         ):
             self._check(name, getattr(self, name) is None or getattr(self, name) > 0, "positive")
-        for name in ("base_until", "min_lr", "warmup", "opening_share", "few_shot_share", "dpace_alpha", "top_p"):
+        for name in ("base_until", "base_share", "min_lr", "warmup", "opening_share", "few_shot_share", "dpace_alpha", "top_p"):
             self._check(name, 0 <= getattr(self, name) <= 1, "between 0 and 1")
         zero_or_more = ("variations", "self_prompts", "weight_decay", "ce", "kl", "tv", "selector", "confidence")
         for name in (*zero_or_more, "eval_every", "save_every", "tolerance", "heldout_temperature"):
@@ -142,8 +144,11 @@ class TrainConfig:
         heads = ("none", "markov", "gated", "selector", "domino")
         self._check("head", self.head in heads, f"one of {', '.join(heads)}")
         self._check("confidence", self.confidence == 0 or self.head in ("markov", "gated"), "0 unless the head is markov or gated")
+        self._check("head_loss", self.head_loss in ("candidates", "vocabulary"), "candidates or vocabulary")
         whole = self.head == "domino" or (self.head in ("markov", "gated") and self.head_candidates == 0)
-        self._check("base_until", self.base_until == 0 or whole, "0 unless the head corrects the whole vocabulary")
+        for name in ("base_until", "base_share"):
+            learned = whole or (self.head != "none" and self.head_loss == "vocabulary")
+            self._check(name, getattr(self, name) == 0 or learned, "0 unless the head learns over the whole vocabulary")
         self._check("head_candidates", 0 <= self.head_candidates <= 64, "0 to 64")
         self._check("mask_path", self.mask_path in ("auto", "flex", "dense"), "auto, flex or dense")
         self._check("dtype", self.dtype in ("auto", "float32", "bfloat16"), "auto, float32 or bfloat16")

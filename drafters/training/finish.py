@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from drafters.dflash.checkpoint import read_checkpoint, write_checkpoint
+from drafters.dflash.config_json import misreading
 from drafters.dflash.heads import ARCHITECTURES
 from drafters.dflash.layout import Layout
 from drafters.dflash.model import DFlashModel
@@ -67,9 +68,12 @@ class Agreement:
 
 
 def export(config: TrainConfig, model: DFlashModel, target: Verifier) -> Path:
-    """Writes the drafter in both layouts, if both know its kind, over an earlier export, and returns the z-lab folder.
+    """Writes the drafter in both layouts, if both know its kind and nobody misreads it, over an earlier export.
 
     Tied tables are kept so in the first layout; the second one has them whole.
+
+    Returns:
+        The folder of z-lab's layout.
 
     Raises:
         CheckpointError: it cannot be written, or what was written does not read back the same.
@@ -80,7 +84,7 @@ def export(config: TrainConfig, model: DFlashModel, target: Verifier) -> Path:
         folder, shape, tensors = config.folder / name, model.config, own
         for file in ("config.json", "model.safetensors"):
             (folder / file).unlink(missing_ok=True)
-        if layout not in ARCHITECTURES[shape.algorithm]:
+        if layout not in ARCHITECTURES[shape.algorithm] or misreading(shape, layout):
             continue
         if shape.tied_tables and layout == "speculators":
             shape, tensors = replace(shape, tied_tables=False), {n: x.cpu() for n, x in expanded(own, target).items()}

@@ -24,9 +24,12 @@ class LossConfig:
         dpace_alpha: smoothing of D-PACE's probabilities, 0 for none.
         dpace_candidates: tokens of a row that a tree may hold, 1 for a chain.
         ce, kl, tv: factors of the cross-entropy with the label, of KL(target || drafter), of the total variation between both.
-        selector: of the cross-entropy among the candidates, for a head that corrects no other tokens.
+        head_loss: what a head that corrects candidates alone learns: to choose among them ("candidates"), or to correct all
+            tokens ("vocabulary"), as a head without candidates does.
+        selector: factor of the cross-entropy among the candidates, where a head learns that.
         confidence: of a confidence's binary cross-entropy with what the target would accept.
         base_until: share of the run over which the loss moves from the logits without the head to those with it.
+        base_share: share of the loss that stays with the logits without the head.
     """
 
     gamma: float | None = 7.0
@@ -37,7 +40,9 @@ class LossConfig:
     tv: float = 0.0
     selector: float = 1.0
     confidence: float = 0.0
+    head_loss: str = "candidates"
     base_until: float = 0.0
+    base_share: float = 0.0
 
 
 def default_gamma(block_size: int) -> float:

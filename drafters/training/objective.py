@@ -39,12 +39,12 @@ class Objective:
 
     def move(self, progress: float) -> None:
         """Sets `base_share` for `progress` of the run, in [0, 1]."""
-        until = self._config.base_until
-        if self._head is None or progress >= until:
+        until, share = self._config.base_until, self._config.base_share
+        if progress < until:
+            share = max(share, 1 - progress / until)
+        if self._head is None or not share:
             self.base_share = None
-            return
-        share = 1 - progress / until
-        if self.base_share is None:
+        elif self.base_share is None:
             self.base_share = torch.tensor(share, device=self._head.right.device)
         else:
             self.base_share.fill_(share)  # the same tensor, or the loss would be compiled again
@@ -69,7 +69,7 @@ class Objective:
         if head is None:
             return block_loss(base, labels, valid, config, teacher)
         left = left_sides(head, hidden, previous)
-        if head.num_candidates is not None:
+        if head.num_candidates is not None and config.head_loss != "vocabulary":
             loss, weight, matches, said = self._chosen(base, left, labels, valid, teacher, head)
         else:
             loss, weight, matches, said = self._corrected(base, left, labels, valid, teacher, head)

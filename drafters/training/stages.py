@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+from drafters.dflash.config_json import misreading
 from drafters.training.answers import write_answers
 from drafters.training.config import TrainConfig
 from drafters.training.dataset import Answer, AnswerSet, read_answers
@@ -145,6 +146,8 @@ def _finish(config: TrainConfig, device: torch.device) -> bool:
     report = write_report(config, agreements, about)
     for name, agreement in agreements.items():
         agreement.check(config.tolerance, name)
+    if note := misreading(model.config, "speculators"):
+        say(f"finish: not written in the layout of speculators: {note}")
     others = [str(path) for name in LAYOUTS.values() if (path := config.folder / name) != folder and path.exists()]
     say(f"finish: the drafter is {' and, for other programs, '.join([str(folder), *others])}; figures: {report}")
     return True

@@ -6,14 +6,27 @@ import argparse
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specdec.cli.fields import whole_number
-from specdec.cli.options import engine_config, engine_options, load_decoder, model_options, sampling_options
+from specdec.cli.options import (
+    cluster_config,
+    engine_config,
+    engine_options,
+    load_decoder,
+    load_pool,
+    model_options,
+    ray_options,
+    sampling_options,
+)
 from specdec.errors import InvalidInputError
 from specdec.files import check_writable, make_folder, write_text
 from specdec.packages import install_command
-from specdec.registry import drafter_name
+from specdec.registry import TOKENIZERS, drafter_name, resolve
+
+if TYPE_CHECKING:
+    from evals.system import System
+    from specdec.decoder import SpecDecoder
 
 _EXAMPLES = """\
 examples:
@@ -50,6 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         old={"max_tokens": "--max-gen-toks"},
     )
 
+    ray_options(parser)
+
     add = parser.add_argument_group("output").add_argument
     add("--out", metavar="FOLDER", help="report.json, and finished samples to resume from")
     add("--log-samples", action="store_true", help="write lm-eval's record of every sample, too; needs --out")
@@ -83,10 +98,9 @@ def run(args: argparse.Namespace) -> int:
         check_plotting()
     folder = make_folder(args.out) if args.out else None
     from evals.accuracy.evaluation import EvalConfig, evaluate
-    from evals.report.provenance import provenance
 
-    decoder = load_decoder(args, args.drafter, engine_config(args))
     drafter = drafter_name(args.drafter, args.model)
+    system, origin = _system(args, drafter)
     config = EvalConfig(
         tasks=tuple(args.tasks),
         data=data,
@@ -100,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
         folder=folder,
     )
     try:
-        report = evaluate(decoder, drafter, config, provenance(decoder, [drafter]))
+        report = evaluate(system, drafter, config, origin)
     except KeyboardInterrupt:
         if folder:
             print(f"\nspecdec: finished samples are kept in {folder}; the same command goes on from there", file=sys.stderr)
@@ -109,6 +123,29 @@ def run(args: argparse.Namespace) -> int:
     if args.html:
         write_text(Path(args.html), html_report(report))
     return 0
+
+
+def _system(args: argparse.Namespace, drafter: str) -> tuple[System, dict[str, Any]]:
+    """What answers, and where its figures come from."""
+    from evals.report.provenance import provenance
+    from evals.system import ClusterSystem, LocalSystem
+    from specdec.provenance import command_line
+
+    cluster_config(args)
+    if args.ray is None:
+        decoder = load_decoder(args, args.drafter, engine_config(args))
+        return LocalSystem(decoder), provenance(decoder, [drafter])
+    pool = load_pool(args, args.drafter, engine_config(args))
+    found, origin = pool.call(_provenance_and_origin, drafter)
+    tokenizer = resolve(TOKENIZERS, "hf", "tokenizer")(args.model)
+    return ClusterSystem(pool, tokenizer, origin), found | {"command": command_line(), "num_engines": pool.config.engines}
+
+
+def _provenance_and_origin(decoder: SpecDecoder, drafter: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    from evals.report.provenance import provenance
+    from specdec.cluster.origin import origin
+
+    return provenance(decoder, [drafter]), origin(decoder)
 
 
 def _gen_kwargs(args: argparse.Namespace) -> dict[str, Any]:

@@ -10,18 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evals.accuracy.journal import Journal
-from evals.divergence import explain_divergence, first_divergence
+from evals.divergence import first_divergence
 from evals.report.report import Report, new_report, write_report
 from evals.speed import Speed
-from specdec.config import SamplingParams
-from specdec.decoder import SpecDecoder
+from evals.system import Parting, System
+from specdec.journal import Journal
 from specdec.metrics import mean_tau, pooled
 
 if TYPE_CHECKING:
     from evals.accuracy.lm_eval_model import Sample
-
-WARMUP_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +64,13 @@ class EvalConfig:
         }
 
 
-def evaluate(decoder: SpecDecoder, drafter: str, config: EvalConfig, provenance: dict[str, Any]) -> Report:
+def evaluate(system: System, drafter: str, config: EvalConfig, provenance: dict[str, Any]) -> Report:
     """Evaluates plain and speculative decoding one after the other and compares them.
 
     With a folder, every finished sample is stored at once, and a run that died goes on where it stopped.
 
     Args:
-        decoder: target and drafter.
+        system: target and drafter.
         drafter: its name, for the journals.
         config: what is evaluated.
         provenance: goes into the report.
@@ -87,14 +84,14 @@ def evaluate(decoder: SpecDecoder, drafter: str, config: EvalConfig, provenance:
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it comments every setting
     with tempfile.TemporaryDirectory() as scratch:
         tasks = Tasks(config.tasks, data=config.data, limit=config.limit, folder=Path(scratch))
-        sides = {"plain": decoder.plain(), "speculative": decoder}
+        sides = {"plain": system.plain(), "speculative": system}
         results, samples = {}, {}
         for name, side in sides.items():
             journal = Journal(
                 config.folder / f"{name}.jsonl" if config.folder else None, _journal_settings(side, drafter, provenance)
             )
-            side.generate([side.tokenizer.eos_token_id], SamplingParams(max_tokens=WARMUP_TOKENS, ignore_eos=True))
-            lm = SpecdecLM(decoder=side, journal=journal, seed=config.seed, title=name)
+            side.warm_up()
+            lm = SpecdecLM(system=side, journal=journal, seed=config.seed, title=name)
             results[name] = tasks.evaluate(
                 lm,
                 num_fewshot=config.num_fewshot,
@@ -107,9 +104,9 @@ def evaluate(decoder: SpecDecoder, drafter: str, config: EvalConfig, provenance:
             samples[name] = lm.samples
             if config.log_samples and config.folder:
                 _write_samples(results[name], config.folder, name)
-    report = new_report("specdec-eval", provenance, config.settings | {"drafter": drafter, "k": decoder.engine.k})
+    report = new_report("specdec-eval", provenance, config.settings | {"drafter": drafter, "k": system.settings["k"]})
     report["tasks"] = [
-        _task(decoder, task, {name: results[name]["results"][task] for name in sides}, samples)
+        _task(system, task, {name: results[name]["results"][task] for name in sides}, samples)
         for task in results["plain"]["results"]
     ]
     report["complete"] = True
@@ -118,23 +115,20 @@ def evaluate(decoder: SpecDecoder, drafter: str, config: EvalConfig, provenance:
     return report
 
 
-def _journal_settings(side: SpecDecoder, drafter: str, provenance: dict[str, Any]) -> dict[str, Any]:
+def _journal_settings(side: System, drafter: str, provenance: dict[str, Any]) -> dict[str, Any]:
     """What an answer depends on beside its prompt and sampling; the version of torch decides how sums are rounded."""
-    engine = side.engine
     target = provenance["target"]
     return {
         "target": [target["name"], *target["sha256"].values()],
-        "drafter": drafter if engine.num_draft_tokens else "none",
-        "k": engine.k,
+        "drafter": drafter if side.settings["k"] else "none",
+        **side.settings,
         "dtype": provenance["dtype"],
         "device": provenance["device"],
-        "max_num_seqs": engine.config.max_num_seqs,
-        "max_model_len": engine.max_model_len,
         "torch": provenance["versions"]["torch"],
     }
 
 
-def _task(decoder: SpecDecoder, task: str, metrics: dict[str, dict[str, Any]], samples: dict[str, list[Sample]]) -> dict[str, Any]:
+def _task(system: System, task: str, metrics: dict[str, dict[str, Any]], samples: dict[str, list[Sample]]) -> dict[str, Any]:
     own = {name: [sample for sample in side if sample.task == task] for name, side in samples.items()}
     speeds = {name: _speed(side) for name, side in own.items()}
     pairs = list(zip(own["plain"], own["speculative"], strict=True))
@@ -152,7 +146,7 @@ def _task(decoder: SpecDecoder, task: str, metrics: dict[str, dict[str, Any]], s
             for name, side in own.items()
         },
         "ratio": speeds["speculative"].ratio(speeds["plain"]),
-        "differences": [_difference(decoder, plain, speculative) for plain, speculative in pairs if plain.text != speculative.text],
+        "differences": _differences(system, [(plain, other) for plain, other in pairs if plain.text != other.text]),
     }
 
 
@@ -180,17 +174,21 @@ def _metrics(results: dict[str, Any]) -> dict[str, dict[str, float | None]]:
     return found
 
 
-def _difference(decoder: SpecDecoder, plain: Sample, speculative: Sample) -> dict[str, Any]:
+def _differences(system: System, pairs: list[tuple[Sample, Sample]]) -> list[dict[str, Any]]:
     """Where two answers to one prompt part; margins only for greedy ones, where a tie is what should explain it."""
-    position = first_divergence(plain.token_ids, speculative.token_ids)
-    found: dict[str, Any] = {"doc_id": plain.doc_id, "position": position, "plain_token": None, "speculative_token": None}
-    found |= {"margin": None, "resolution": None}
-    if position is None or not plain.greedy:
-        return found
-    one = explain_divergence(decoder, plain.doc_id, position, plain.prompt_token_ids, plain.token_ids, speculative.token_ids)
-    for name, token_id in (("plain_token", one.plain_token_id), ("speculative_token", one.speculative_token_id)):
-        found[name] = None if token_id is None else decoder.tokenizer.decode([token_id])
-    return found | {"margin": one.margin, "resolution": one.resolution}
+    found: list[dict[str, Any]] = []
+    partings = []
+    for index, (plain, other) in enumerate(pairs):
+        position = first_divergence(plain.token_ids, other.token_ids)
+        found.append({"doc_id": plain.doc_id, "position": position, "plain_token": None, "speculative_token": None})
+        found[-1] |= {"margin": None, "resolution": None}
+        if position is not None and plain.greedy:
+            partings.append(Parting(index, position, plain.prompt_token_ids, plain.token_ids, other.token_ids))
+    for one in system.explain(partings):
+        for name, token_id in (("plain_token", one.plain_token_id), ("speculative_token", one.speculative_token_id)):
+            found[one.index][name] = None if token_id is None else system.tokenizer.decode([token_id])
+        found[one.index] |= {"margin": one.margin, "resolution": one.resolution}
+    return found
 
 
 def _write_samples(results: dict[str, Any], folder: Path, side: str) -> None:

@@ -12,24 +12,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
+import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from evals.accuracy.journal import Journal
 from evals.accuracy.scoring import score
-from evals.runner import answers
+from evals.system import LocalSystem, System
 from specdec.cli.progress import ProgressBar
 from specdec.config import EngineConfig, SamplingParams
 from specdec.decoder import SpecDecoder
 from specdec.errors import InvalidInputError, SpecDecError
+from specdec.journal import Journal
 from specdec.metrics import AcceptanceStats, pooled
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -73,6 +73,7 @@ class SpecdecLM(TemplateLM):
         max_gen_toks: most new tokens where a task does not say.
         seed: request `i` of a call samples with `seed + i`, unless the task's own arguments hold a seed.
         decoder: an existing one instead of all of the above but the last three.
+        system: what generates instead of a decoder, see `evals.system`; then given texts cannot be scored.
         journal: where finished samples are looked up and stored.
         title: in front of the progress bar.
 
@@ -95,29 +96,35 @@ class SpecdecLM(TemplateLM):
         seed: int = 0,
         *,
         decoder: SpecDecoder | None = None,
+        system: System | None = None,
         journal: Journal | None = None,
         title: str = "specdec",
     ) -> None:
         super().__init__()
-        self.decoder = decoder or SpecDecoder.from_pretrained(
-            pretrained,
-            drafter=drafter,
-            device=device or "auto",
-            dtype=dtype,
-            attention=attention,
-            engine=EngineConfig(max_num_seqs=_batch_size(batch_size), max_model_len=max_length, num_draft_tokens=num_draft_tokens),
-        )
-        self.tokenizer = self.decoder.tokenizer
+        if system is None and decoder is None:
+            decoder = SpecDecoder.from_pretrained(
+                pretrained,
+                drafter=drafter,
+                device=device or "auto",
+                dtype=dtype,
+                attention=attention,
+                engine=EngineConfig(
+                    max_num_seqs=_batch_size(batch_size), max_model_len=max_length, num_draft_tokens=num_draft_tokens
+                ),
+            )
+        self.decoder = decoder
+        self._system: System = LocalSystem(decoder) if decoder is not None else cast(System, system)
+        self.tokenizer = self._system.tokenizer
         self.max_gen_toks = max_gen_toks
         self.samples: list[Sample] = []
         self._seed, self._title = seed, title
         self._journal = Journal(None, {}) if journal is None else journal
-        self._device = self.decoder.verifier.device
+        self._device = torch.device("cpu") if decoder is None else decoder.verifier.device
 
     @property
     def max_length(self) -> int:
         """Most tokens of prompt and output together."""
-        return self.decoder.engine.max_model_len
+        return int(self._system.settings["max_model_len"])
 
     @property
     def eot_token_id(self) -> int:
@@ -133,7 +140,7 @@ class SpecdecLM(TemplateLM):
     @property
     def tokenizer_name(self) -> str:
         """Part of the key of lm-eval's request cache."""
-        return self.decoder.verifier.name.replace("/", "__")
+        return self._system.name.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Token ids; without an order, the tokenizer decides on special tokens unless the text begins with one already."""
@@ -156,6 +163,8 @@ class SpecdecLM(TemplateLM):
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
         """Log-probability and greediness of each continuation after its context, cut from the left where it is too long."""
+        if self.decoder is None:
+            raise InvalidInputError("given texts are scored by one engine, not by a cluster; leave out --ray")
         sequences = []
         for _, context, continuation in requests:
             if len(continuation) > self.max_length:
@@ -195,27 +204,29 @@ class SpecdecLM(TemplateLM):
         missing = [index for index in range(len(requests)) if index not in done]
         bar = ProgressBar(self._title, len(requests))
         prompts = [self._prompt(requests[index].args[0], samplings[index]) for index in missing]
-        last = time.perf_counter()
-        for number, result in answers(self.decoder, prompts, [samplings[index] for index in missing]):
-            index, now = missing[number], time.perf_counter()
+        wrong: list[str] = []
+        for answer in self._system.answers(prompts, [samplings[index] for index in missing]):
+            index, result = missing[answer.number], answer.result
             if result.error is not None:
-                raise SpecDecError(f"{requests[index].task_name}, sample {requests[index].doc_id}: {result.error}")
+                wrong.append(f"{requests[index].task_name}, sample {requests[index].doc_id}: {result.error}")
+                continue
             record = {
                 "prompt_token_ids": result.prompt_token_ids,
                 "token_ids": result.token_ids,
                 "text": result.text,
-                "seconds": now - last,
+                "seconds": answer.seconds,
                 "num_drafted": result.stats.num_drafted,
                 "num_accepted": result.stats.num_accepted,
                 "num_emitted": result.stats.num_emitted,
                 "tree_sizes": result.stats.tree_sizes,
                 "num_by_rank": result.stats.num_by_rank,
             }
-            last = now
             self._journal.add(keys[index], record)
             done[index] = _sample(requests[index], samplings[index], record)
             if bar.due:
                 bar.show(len(done), _note(done.values()))
+        if wrong:  # after all others, which the journal now has
+            raise SpecDecError(wrong[0] + (f" (and {len(wrong) - 1} more)" if wrong[1:] else ""))
         if not disable_tqdm:
             bar.finish(len(done), _note(done.values()))
         samples = [done[index] for index in range(len(requests))]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from evals.bench.tree_step import tree_step
 from evals.divergence import first_divergence
@@ -108,6 +108,35 @@ class BenchConfig:
         """How to decode at a temperature."""
         return SamplingParams(self.max_tokens, temperature, top_k=self.top_k, top_p=self.top_p, seed=self.seed)
 
+    def engine(self, concurrency: int, max_model_len: int, k: DraftCount, tree: int | None) -> EngineConfig:
+        """The engine of a side."""
+        return EngineConfig(
+            max_num_seqs=concurrency,
+            max_model_len=max_model_len,
+            num_draft_tokens=k,
+            tree_nodes=tree,
+            graphs=self.graphs,
+            # Without it every pass does the same work, prefill included.
+            cache=CacheConfig(memory_bytes=self.memory_bytes, prefix_caching=False),
+        )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What belongs in the report."""
+        return {
+            "max_tokens": self.max_tokens,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "repeats": self.repeats,
+            "warmup": self.warmup,
+            "seed": self.seed,
+            "raw": self.raw,
+            "graphs": self.graphs,
+            "prompt_sets": [
+                {"name": one.name, "source": one.source, "num_items": len(one.items), "sha256": one.sha256} for one in self.sets
+            ],
+        }
+
 
 @dataclass(slots=True)
 class _Side:
@@ -141,6 +170,23 @@ class _Side:
     @property
     def speed(self) -> Speed:
         return Speed([one.num_tokens for one in self.passes], [one.seconds for one in self.passes])
+
+
+class Measured(Protocol):
+    """What the row of a side is made of."""
+
+    drafter: str
+    peer: Peer | None
+    passes: list[Pass]
+    time_split: dict[str, float] | None
+
+    @property
+    def k(self) -> int | str:
+        """Drafts of its steps."""
+
+    @property
+    def speed(self) -> Speed:
+        """Of its passes."""
 
 
 MOST_WARMUP = 10
@@ -192,24 +238,7 @@ class Bench:
         take turns, so that a change of the machine's speed meets all of them.
         """
         config = self._config
-        report = new_report(
-            "specdec-bench",
-            provenance,
-            {
-                "max_tokens": config.max_tokens,
-                "top_k": config.top_k,
-                "top_p": config.top_p,
-                "repeats": config.repeats,
-                "warmup": config.warmup,
-                "seed": config.seed,
-                "raw": config.raw,
-                "graphs": config.graphs,
-                "prompt_sets": [
-                    {"name": one.name, "source": one.source, "num_items": len(one.items), "sha256": one.sha256}
-                    for one in config.sets
-                ],
-            },
-        )
+        report = new_report("specdec-bench", provenance, config.settings)
         self._bandwidth = measured_bandwidth(self._base.verifier.device)
         report["bandwidth"] = self._bandwidth
         report["rows"] = []
@@ -251,7 +280,7 @@ class Bench:
             seconds = run_set(side.decoder, sample, few, raw=config.raw, on_turn=on_turn).seconds
             side.time_split = time_split(timer.totals, seconds)
         key = {"prompt_set": prompts.name, "temperature": temperature, "concurrency": concurrency}
-        rows = [key | _row(side, sides[0]) | {"roofline": self._roofline(side, concurrency), "tree_step": None} for side in sides]
+        rows = [key | row_of(side, sides[0]) | {"roofline": self._roofline(side, concurrency), "tree_step": None} for side in sides]
         sizes = [Counter(size for one in side.passes[0].answers for size in one.stats.tree_sizes if size) for side in sides]
         drawn = next((index for index, counts in enumerate(sizes) if counts), None)
         if drawn is not None and concurrency == config.concurrencies[0]:  # one tree shows what they are like
@@ -285,16 +314,9 @@ class Bench:
         longest = most_tokens(self._base, prompts, config.max_tokens, raw=config.raw)
 
         def decoder(drafter: Drafter | None, k: DraftCount, tree: int | None = None) -> SpecDecoder:
-            engine = EngineConfig(
-                max_num_seqs=concurrency,
-                max_model_len=min(longest, verifier.max_model_len),
-                num_draft_tokens=k,
-                tree_nodes=tree,
-                graphs=config.graphs,
-                # Without it every pass does the same work, prefill included.
-                cache=CacheConfig(memory_bytes=config.memory_bytes, prefix_caching=False),
+            return SpecDecoder(
+                verifier, tokenizer, drafter, config.engine(concurrency, min(longest, verifier.max_model_len), k, tree)
             )
-            return SpecDecoder(verifier, tokenizer, drafter, engine)
 
         sides = [_Side(PLAIN, decoder(None, None))]
         for (name, drafter), k in product(self.drafters.items(), config.num_draft_tokens):
@@ -313,7 +335,7 @@ def _ask(
     return [Decoded(tokens, AcceptanceStats()) for tokens in peer.generate(prompts, samplings, concurrency=concurrency)]
 
 
-def _row(side: _Side, plain: _Side) -> dict[str, Any]:
+def row_of(side: Measured, plain: Measured) -> dict[str, Any]:
     """Figures of one side; those of acceptance come from its first timed pass."""
     first = side.passes[0].answers
     stats = [answer.stats for answer in first]

@@ -8,13 +8,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specdec.cli.fields import whole_number
-from specdec.cli.options import engine_options, load_decoder, model_options, sampling_options
+from specdec.cli.options import (
+    cluster_config,
+    engine_options,
+    load_decoder,
+    load_pool,
+    model_options,
+    ray_options,
+    sampling_options,
+)
 from specdec.config import EngineConfig
 from specdec.errors import InvalidInputError
 from specdec.files import check_writable, write_text
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from evals.bench.bench import BenchConfig
+    from evals.bench.cluster import Progress
     from evals.report.report import Report
     from evals.runner import OnStep
     from specdec.engine.request import Request
@@ -77,6 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--verify-rows", nargs="+", type=whole_number, default=[8], metavar="N", help="rows per request of a step that verifies "
         "a chain of N - 1 drafts which cost nothing; 1 leaves it out (default 8); --tree adds trees")  # fmt: skip
 
+    ray_options(parser)
+
     add = parser.add_argument_group("output").add_argument
     add("--out", metavar="FILE", help="write the report as JSON, after every part of the sweep")
     add("--html", metavar="FILE", help="write a page with plots that opens without a network")
@@ -95,6 +108,8 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidInputError(f"unknown action {action!r} (known: compare, show; none to measure)")
     if len(files) != counts[action]:
         raise InvalidInputError(f"{action} takes {counts[action]} report files, not {len(files)}; see specdec bench --help")
+    if args.ray is not None and (action != "measure" or args.dummy_weights is not None):
+        raise InvalidInputError("--ray spreads prompt sets over engines; leave it out with compare, show and --dummy-weights")
     if action == "measure" and args.dummy_weights is not None:
         from evals.bench.dummy_command import measure_dummy
 
@@ -119,6 +134,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _measure(args: argparse.Namespace) -> int:
     from evals.bench.bench import Bench
+    from evals.bench.cluster import ClusterBench
     from evals.report.html import check_plotting
     from evals.report.provenance import provenance
     from evals.report.report import write_report
@@ -127,12 +143,22 @@ def _measure(args: argparse.Namespace) -> int:
     if args.html:
         check_plotting()
     config = bench_config(args)
+    cluster_config(args)
     # Only the target is used, so the cache of this decoder is made as small as can be.
-    base = load_decoder(args, None, EngineConfig(max_num_seqs=1, max_model_len=2))
-    bench = Bench(base, config, progress=_progress)
+    smallest = EngineConfig(max_num_seqs=1, max_model_len=2)
+    reports: Iterator[Report]
+    if args.ray is None:
+        base = load_decoder(args, None, smallest)
+        bench = Bench(base, config, progress=_progress)
+        reports = bench.run(provenance(base, list(bench.drafters)))
+    else:
+        if config.peers:
+            raise InvalidInputError("peers are measured beside one engine of this process; leave out --peer or --ray")
+        path = Path(args.out).with_suffix(".answers.jsonl") if args.out else None
+        reports = ClusterBench(load_pool(args, None, smallest), config, path=path, progress=_cluster_progress()).run()
     report: Report | None = None
     try:
-        for report in bench.run(provenance(base, list(bench.drafters))):
+        for report in reports:
             if args.out:
                 write_report(report, Path(args.out))
     except KeyboardInterrupt:
@@ -199,5 +225,23 @@ def _progress(title: str, num_items: int) -> OnStep:
         tokens = sum(len(request.output_token_ids) for request in requests)
         draw = bar.show if done < num_items else bar.finish
         draw(done, f"tau {tau:.2f}  {tokens / (time.perf_counter() - started):.1f} tokens/s")
+
+    return follow
+
+
+def _cluster_progress() -> Progress:
+    """A bar for every pass: finished conversations."""
+    from specdec.cli.progress import ProgressBar
+
+    bars: dict[str, ProgressBar] = {}
+
+    def follow(title: str, done: int, total: int) -> None:
+        if title not in bars:
+            bars[title] = ProgressBar(title, total)
+        bar = bars[title]
+        if done == total:
+            bars.pop(title).finish(done, "")
+        elif bar.due:
+            bar.show(done, "")
 
     return follow

@@ -15,7 +15,7 @@ from specdec.files import check_writable
 
 
 def measure_dummy(args: argparse.Namespace) -> int:
-    """Measures and prints; see `evals.bench.dummy`.
+    """Measures and prints; see `evals.bench.dummy`. Ranks that `torchrun` starts compute the target together; one of them prints.
 
     Raises:
         SpecDecError: an option, the config or the device is wrong.
@@ -25,8 +25,9 @@ def measure_dummy(args: argparse.Namespace) -> int:
     from evals.peers.vllm_steps import library_for
     from evals.report.report import write_report
     from evals.report.table import format_report
+    from specdec.parallel.group import join_group, rank_device
     from specdec.provenance import dtype_name, origin_of_run, sha256_of
-    from verifiers.dummy import check_way, dummy_verifier, experts_met, random_model, read_config
+    from verifiers.dummy import check_way, dummy_rank, dummy_verifier, experts_met, random_model, read_config
     from verifiers.shape import expert_counts
 
     if args.html:
@@ -48,35 +49,42 @@ def measure_dummy(args: argparse.Namespace) -> int:
         quantize=quantize,
     )
     file = config_file(args.dummy_weights)
-    shape, device = read_config(file), resolve_device(args.device)
+    shape, device = read_config(file), rank_device(resolve_device(args.device))
     if config.peers:
         library_for(device)
     say_gpu(args.device)
-    model = random_model(shape, device, resolve_dtype(args.dtype, device), seed=config.seed)
-    met = {rows: experts_met(model, rows) for rows in config.step_rows} if expert_counts(shape) else {}
-    verifier = dummy_verifier(
-        model,
-        name=args.dummy_weights,
-        attention=args.attention,
-        block_size=args.block_size,
-        cache_dtype=cache_dtype(args.kv_dtype, device),
-        fp8_prefill=args.prefill_dtype == "auto",
-        quantize=quantize,
-    )
-    del model  # the verifier may have taken its weights over
+    group, dtype = join_group(device), resolve_dtype(args.dtype, device)
+    choices: dict[str, Any] = {
+        "name": args.dummy_weights,
+        "attention": args.attention,
+        "block_size": args.block_size,
+        "cache_dtype": cache_dtype(args.kv_dtype, device),
+    }
+    met: dict[int, float | None] = {}
+    if group is None:
+        model = random_model(shape, device, dtype, seed=config.seed)
+        met = {rows: experts_met(model, rows) for rows in config.step_rows} if expert_counts(shape) else {}
+        verifier = dummy_verifier(model, fp8_prefill=args.prefill_dtype == "auto", quantize=quantize, **choices)
+        del model  # the verifier may have taken its weights over
+    else:
+        if quantize or config.peers:
+            raise InvalidInputError("several ranks have plain random weights and no peer; leave out --weights and --peer")
+        verifier = dummy_rank(shape, group, device, dtype, seed=config.seed, **choices)
     provenance: dict[str, Any] = origin_of_run(verifier) | {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "kv_dtype": dtype_name(verifier.attention.spec.kv_dtype),
         "target": {"name": args.dummy_weights, "revision": None, "sha256": {file.name: sha256_of(file)}},
         "drafters": {},
+        "ranks": 1 if group is None else group.size,
     }
+    speaks = group is None or group.rank == 0
     report: dict[str, Any] | None = None
     try:
-        for report in DummyBench(verifier, entries(file), config, met=met, progress=_say).run(provenance):
-            if args.out:
+        for report in DummyBench(verifier, entries(file), config, met=met, progress=_say if speaks else None).run(provenance):
+            if args.out and speaks:
                 write_report(report, Path(args.out))
     finally:
-        if report is not None:
+        if report is not None and speaks:
             print(format_report(report))
     return 0
 

@@ -48,8 +48,14 @@ def bench_table(report: Report) -> list[str]:
         f"tokens/s: median of {repeats} timed passes, prefill included; ratio: to plain decoding of the same part of the sweep.",
         f"of bound: to what reading weights and cache alone would allow, at {report['bandwidth'] / 1e9:.0f} GB/s measured here.",
         "tau: tokens output per verify step, pooled over all steps; mean: the mean of the answers' own tau.",
+        *_engines(report["settings"].get("num_engines")),
         *_shapes_and_ranks(report["rows"]),
     ]
+
+
+def _engines(number: int | None) -> list[str]:
+    """What a cluster's speeds are those of."""
+    return [] if number is None else [f"tokens/s are those of one engine, of {number}: all tokens by the time of all engines."]
 
 
 def _shapes_and_ranks(rows: Sequence[dict[str, Any]]) -> list[str]:

@@ -23,6 +23,7 @@ from specdec.layers.packed_check import check_packed
 from specdec.layers.recurrence_check import check_recurrence
 from specdec.registry import ATTENTION_BACKENDS, VERIFIERS, resolve
 from specdec.sampling.candidates import check_candidates
+from specdec.sampling.masks import check_masks
 from specdec.sampling.sampler import check_sampler
 from specdec.sampling.trees import check_trees
 from specdec.self_check import Check, Verdict, run, title, verdict_of
@@ -78,6 +79,7 @@ def kinds(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype | N
     yield Kind("candidates", (), missing, partial(check_candidates, device))
     yield Kind("trees", (), missing, partial(check_trees, device))
     yield Kind("cache_rows", (), missing, partial(check_cache_rows, device))
+    yield Kind("masks", (), missing, partial(check_masks, device))
     yield Kind("embedding", (), missing, partial(check_embedding, device))
     yield Kind("few_rows", (half,), missing, partial(check_few_rows, device, half))
     yield Kind("packed", (half,), missing, partial(check_packed, device, half))

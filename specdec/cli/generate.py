@@ -6,20 +6,31 @@ import argparse
 import sys
 import time
 
+from specdec.cli.answers import ClusterAnswers, LocalAnswers
 from specdec.cli.fields import whole_number
-from specdec.cli.options import engine_config, engine_options, load_decoder, model_options, sampling_options, sampling_params
-from specdec.cli.prompts import model_inputs, read_prompts
+from specdec.cli.options import (
+    cluster_config,
+    engine_config,
+    engine_options,
+    model_options,
+    ray_options,
+    sampling_options,
+    sampling_params,
+)
+from specdec.cli.prompts import read_prompts
 from specdec.cli.result_writer import ResultWriter
-from specdec.cli.summary import describe_drafts, format_summary, format_timing
+from specdec.cli.summary import format_summary, format_timing
 from specdec.errors import InvalidInputError
+from specdec.files import check_writable
 from specdec.packages import require_ours
-from specdec.registry import PARTS, drafter_name, resolve
+from specdec.registry import PARTS, resolve
 
 _EXAMPLES = """\
 examples:
   specdec generate "What is speculative decoding?" --stream
   specdec generate --file questions.jsonl --json > answers.jsonl
   specdec generate "Count to twenty." --compare --repeats 3
+  specdec generate --file questions.jsonl --json --out kept.jsonl --ray
   git diff | specdec generate --system "Write a commit message."
 """
 
@@ -43,7 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             option, dest="num_draft_tokens", action="store_const", const=k, default=argparse.SUPPRESS, help=argparse.SUPPRESS
         )
 
+    ray_options(parser)
+
     add = parser.add_argument_group("output").add_argument
+    add("--out", metavar="FILE", help="keep every finished answer there; the same command after a kill goes on with what is left")
     add("--stream", action="store_true", help="show the text while it is decoded")
     add("--json", action="store_true", help="print one JSON object per prompt")
     add("--compare", action="store_true", help="measure the speed with and without drafts, and compare the outputs")
@@ -61,26 +75,30 @@ def run(args: argparse.Namespace) -> int:
         require_ours("evals")
         status: int = resolve(PARTS, "compare", "part")(args)
         return status
+    check_writable(args.out)
     prompts, sampling, engine = read_prompts(args.prompts, args.file), sampling_params(args), engine_config(args)
-    decoder = load_decoder(args, args.drafter, engine)
-    inputs = model_inputs(prompts, decoder.tokenizer, raw=args.raw, system=args.system)
     writer = ResultWriter(prompts, as_json=args.json, live=args.stream)
+    cluster_config(args)
+    where = LocalAnswers if args.ray is None else ClusterAnswers
+    source = where(args, prompts, sampling, engine)
     started = time.perf_counter()
-    # One input alone raises what is wrong with it; among several, it fails without stopping the others.
-    writer.write(decoder.stream(inputs if len(inputs) > 1 else inputs[0], sampling))
+    writer.write(source)
     seconds = time.perf_counter() - started
     if not args.json:
         gap = "\n" if sys.stdout.isatty() else ""
-        drafts = describe_drafts(decoder, drafter_name(args.drafter, args.model))
-        print(gap + format_summary(writer.results, seconds, drafts), file=sys.stderr)
-    if args.timing:
-        print("\n" + format_timing(decoder.engine.timer), file=sys.stderr)
+        print(gap + format_summary(writer.results, seconds, source.drafts), file=sys.stderr)
+    if args.timing and source.timer is not None:
+        print("\n" + format_timing(source.timer), file=sys.stderr)
     return 1 if writer.num_failed else 0
 
 
 def _check_combination(args: argparse.Namespace) -> None:
     if args.json and args.stream:
         raise InvalidInputError("--stream shows text and --json prints objects; drop one of them")
+    if args.ray is not None and (option := next((name for name in ("stream", "timing", "compare") if getattr(args, name)), None)):
+        raise InvalidInputError(f"--{option} looks at one engine of this process; drop it or --ray")
+    if args.out is not None and (args.stream or args.compare):
+        raise InvalidInputError("--out keeps whole answers; drop it, or --stream and --compare")
     if args.repeats is not None and not args.compare:
         raise InvalidInputError("--repeats is about --compare; add --compare or drop --repeats")
     if args.compare and args.timing:

@@ -6,14 +6,24 @@ import argparse
 import sys
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 from specdec.cli.fields import add_options, from_options, kinds_of
+from specdec.cluster.config import ClusterConfig
 from specdec.config import CacheConfig, EngineConfig, LoadConfig, SamplingParams
+from specdec.errors import InvalidInputError
+from specdec.grammar.grammar import Grammar
 from specdec.packages import require_ours
 
 if TYPE_CHECKING:
+    from specdec.cluster.pool import Pool
     from specdec.decoder import SpecDecoder
+
+GRAMMAR_HELP = (
+    "what the output must look like: json_object, json_schema:SCHEMA, regex:PATTERN, choice:A|B or ebnf:RULES; @FILE in place of"
+    " the text reads it from a file"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +56,48 @@ def engine_options(parser: argparse.ArgumentParser, names: Collection[str] | Non
 
 def sampling_options(parser: argparse.ArgumentParser, names: Collection[str] | None = None, **options: Any) -> None:
     """The group of options that say how requests are decoded; `names` and `options` as `add_options` takes them."""
-    add_options(parser.add_argument_group("sampling"), SamplingParams, names, **options)
+    group = parser.add_argument_group("sampling")
+    add_options(group, SamplingParams, names, **options)
+    if names is None:
+        group.add_argument("--grammar", metavar="KIND[:TEXT]", help=GRAMMAR_HELP)
+
+
+def ray_options(parser: argparse.ArgumentParser) -> None:
+    """The group of options about a cluster."""
+    group = parser.add_argument_group("cluster")
+    group.add_argument(
+        "--ray",
+        nargs="?",
+        const="",
+        metavar="ADDRESS",
+        help="decode with the engines of a Ray cluster: that of this machine or of RAY_ADDRESS, or the one at ADDRESS",
+    )
+    add_options(group, ClusterConfig)
+
+
+def cluster_config(args: argparse.Namespace) -> ClusterConfig:
+    """The engines that the options describe.
+
+    Raises:
+        InvalidInputError: there is no cluster that they would be about.
+    """
+    config = ClusterConfig(**from_options(ClusterConfig, args))
+    if args.ray is None and config != ClusterConfig():
+        raise InvalidInputError("--engines, --gpus-per-engine and --cpus-per-engine are about a cluster; add --ray")
+    return config
+
+
+def load_pool(args: argparse.Namespace, drafter: str | None, engine: EngineConfig) -> Pool:
+    """The engines of a cluster that decode as the options say; each loads when it has something to do.
+
+    Raises:
+        SpecDecError: see `Pool.of`.
+    """
+    from specdec.cluster.config import EngineSpec
+    from specdec.cluster.pool import Pool
+
+    load = LoadConfig(**from_options(LoadConfig, args))
+    return Pool.of(args.ray, cluster_config(args), EngineSpec(args.model, drafter, load, engine))
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
@@ -57,7 +108,25 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
     """The sampling that the options describe."""
-    return SamplingParams(**from_options(SamplingParams, args))
+    grammar = None if args.grammar is None else grammar_of(args.grammar)
+    return SamplingParams(**from_options(SamplingParams, args), grammar=grammar)
+
+
+def grammar_of(option: str) -> Grammar:
+    """The grammar that an option describes, such as "regex:[0-9]+".
+
+    Raises:
+        SpecDecError: there is none of this kind, its text is wrong, or the file that should hold it cannot be read.
+    """
+    kind, _, text = option.partition(":")
+    if text.startswith("@"):
+        try:
+            text = Path(text[1:]).read_text(encoding="utf-8")
+        except (OSError, UnicodeError) as error:
+            raise InvalidInputError(f"the grammar's file {text[1:]!r} cannot be read: {error}") from error
+    if kind == "choice":
+        return Grammar.choice(text.split("|"))
+    return Grammar(cast(Any, kind), text)
 
 
 def load_decoder(args: argparse.Namespace, drafter: str | None, engine: EngineConfig) -> SpecDecoder:

@@ -18,6 +18,7 @@ from specdec.core import AcceptOutput, DraftOutput
 from specdec.layers.argmax import argmax
 from specdec.sampling.filters import processed_probs
 from specdec.sampling.logprobs import Logprobs, logprobs_of
+from specdec.sampling.masks import TokenMasks, mask_logits
 from specdec.sampling.noise import Purpose, of_step, uniform
 from specdec.sampling.sampler import sample, sample_from
 from specdec.sampling.scores import scored
@@ -32,6 +33,7 @@ def accept(
     sampling: SamplingTensors,
     positions: Tensor,
     depth: int | None = None,
+    masks: TokenMasks | None = None,
 ) -> AcceptOutput:
     """Decides one step for every request; shapes are static and the host never waits.
 
@@ -45,6 +47,7 @@ def accept(
         sampling: sampling state of the requests.
         positions: int64 [num_reqs, k + 1].
         depth: most drafts of a path of a tree, see `specdec.blocks.BlockShape`.
+        masks: what the grammars of requests allow; applied to `logits` in place, or to a copy where log-probabilities are wanted.
 
     Returns:
         The outcome. A request whose logits are not finite says so in `finite`; its tokens are valid ids without meaning, and
@@ -56,12 +59,16 @@ def accept(
     num_drafts = None if draft is None else draft.num_drafts
     tree = None if draft is None else draft.tree
 
+    raw = logits
+    if masks is not None:
+        logits = logits.clone() if sampling.plan.logprobs else logits.contiguous()
+        mask_logits(logits, masks)
     scores = scored(logits, sampling, tokens, positions, tree)
     if sampling.plan.all_greedy or draft is None or draft.probs is None or k == 0:
         token_ids, finite = argmax(scores) if sampling.plan.all_greedy else sample(scores, sampling, positions + 1)
         if draft is not None and tree is not None:
             path, num_accepted = walk(draft.token_ids, tree, token_ids, depth or k, num_drafts)
-            return _along(path, num_accepted, token_ids, finite, _logprobs(logits, token_ids, sampling))
+            return _along(path, num_accepted, token_ids, finite, _logprobs(raw, token_ids, sampling))
         num_accepted = _prefix_length(token_ids[:, :k] == drafts, num_drafts)
     else:
         assert tree is None, "what is rejected on another branch would have to leave the residual, too"
@@ -75,7 +82,7 @@ def accept(
         num_accepted=num_accepted,
         next_anchors=token_ids.gather(1, num_accepted[:, None]).squeeze(1),
         finite=_prefix_length(finite) > num_accepted,
-        logprobs=_logprobs(logits, token_ids, sampling),
+        logprobs=_logprobs(raw, token_ids, sampling),
     )
 
 

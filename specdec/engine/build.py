@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
+import torch
+
 from specdec.attention import selector
 from specdec.blocks import MOST_NODES, BlockShape
 from specdec.config import EngineConfig
@@ -13,8 +15,10 @@ from specdec.engine.block_choice import MOST_TREE_ROWS, checked_draft_tokens, sh
 from specdec.engine.buckets import BATCH_SIZES, batch_bucket
 from specdec.engine.graph_check import check_captured_step
 from specdec.engine.graphs import Capture, CudaCapture, StepGraphs, captures_graphs
+from specdec.engine.guided import GuidedGraphs
 from specdec.engine.memory import plan_cache
 from specdec.engine.prefill_graphs import PrefillGraphs, most_prefill_rows
+from specdec.engine.prefix import PrefixCache
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.slots import SlotState
 from specdec.engine.step import StepRunner
@@ -22,7 +26,9 @@ from specdec.engine.timing import StepTimer
 from specdec.errors import InvalidInputError
 from specdec.kv_cache import BlockPool, PagedKVCache, blocks_for, bytes_per_slot
 from specdec.layers import argmax, cache_rows
-from specdec.sampling import candidates, sampler, trees
+from specdec.parallel.collectives import least
+from specdec.parallel.group import group_of
+from specdec.sampling import candidates, masks, sampler, trees
 
 PREFILL_TOKENS_BESIDE = 2048
 """Prompt tokens of a step beside requests that decode: they wait for the chunk, about ten of their steps with a model of 8 B on an
@@ -85,9 +91,13 @@ def build_engine(verifier: Verifier, drafter: Drafter | None, config: EngineConf
         candidates.finds_on_triton,
         trees.builds_on_triton,
         cache_rows.moves_on_triton,
+        masks.masks_on_triton,
     ):
         runs(device)  # a self-check, if there is one, belongs before the first step
-    captures = captures_graphs(device, config.graphs, partial(check_captured_step, verifier), verifier.attention.name)
+    group, wanted = group_of(verifier), config.graphs
+    if group is not None and wanted is None and torch.version.hip:
+        wanted = False  # the check would have one rank wait for another's lock, and that one for its collectives
+    captures = captures_graphs(device, wanted, partial(check_captured_step, verifier), verifier.attention.name)
     graph_rows = max(_most_rows(shape, config, chosen=len(blocks) > 1) for shape in blocks) if captures else 0
     prefill_rows = most_prefill_rows(verifier, config.max_num_seqs) if captures and verifier.attention.captures_prefill else 0
     target_specs, drafter_specs = verifier.kv_specs, drafter.kv_specs if drafter else []
@@ -105,6 +115,7 @@ def build_engine(verifier: Verifier, drafter: Drafter | None, config: EngineConf
         graph_rows=graph_rows,
         prefill_rows=prefill_rows,
     )
+    num_blocks = least(num_blocks, group)
     kv_cache = PagedKVCache(
         [*target_specs, *drafter_specs],
         num_blocks=num_blocks,
@@ -116,16 +127,23 @@ def build_engine(verifier: Verifier, drafter: Drafter | None, config: EngineConf
     target_caches, drafter_caches = kv_cache.layers[: len(target_specs)], kv_cache.layers[len(target_specs) :]
 
     pool = BlockPool(num_blocks, snapshots if recurrent else None)
+    prefix = PrefixCache(
+        pool,
+        block_size,
+        enabled=config.cache.prefix_caching,
+        tokens_ahead=drafter.tokens_ahead if drafter else 0,
+        late_context=drafter.late_context if drafter else False,
+        recurrent=recurrent,
+    )
     scheduler = Scheduler(
         pool,
         block_size=block_size,
         max_num_seqs=config.max_num_seqs,
         max_prefill_tokens=config.max_prefill_tokens or (512 if device.type == "cpu" else verifier.attention.prefill_tokens),
         max_tokens_beside=config.max_prefill_tokens or PREFILL_TOKENS_BESIDE,
-        prefix_caching=config.cache.prefix_caching,
+        prefix=prefix,
         num_draft_tokens=reserved,
         num_lookahead_tokens=num_lookahead_tokens,
-        tokens_ahead=drafter.tokens_ahead if drafter else 0,
         snapshot_tokens=SNAPSHOT_TOKENS if recurrent else None,
     )
     slots = SlotState(
@@ -203,9 +221,16 @@ def _most_rows(shape: BlockShape, config: EngineConfig, *, chosen: bool) -> int:
 
 def capture_steps(runner: StepRunner, slots: SlotState, capture: Capture, prefill_rows: int, *, required: bool) -> None:
     """Has the steps of `runner` captured from now on, and prefills of up to so many rows."""
-    steady_len = runner.verifier.attention.steady_len
-    runner.graphs = StepGraphs(capture, slots, runner.step_table, steady_len=steady_len, required=required)
+    steady_len, group = runner.verifier.attention.steady_len, group_of(runner.verifier)
+    runner.graphs = StepGraphs(capture, slots, runner.step_table, steady_len=steady_len, required=required, group=group)
+    runner.guided_graphs = GuidedGraphs(capture, slots, runner, steady_len=steady_len, required=required, group=group)
     if prefill_rows:
         runner.prefill_graphs = PrefillGraphs(
-            capture, slots, runner.prefill_step, dtype=runner.verifier.dtype, most_rows=prefill_rows, required=required
+            capture,
+            slots,
+            runner.prefill_step,
+            dtype=runner.verifier.dtype,
+            most_rows=prefill_rows,
+            required=required,
+            group=group,
         )

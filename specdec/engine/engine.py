@@ -32,7 +32,11 @@ from specdec.engine.scheduler import Chunk, Schedule
 from specdec.engine.slots import samples_first_token
 from specdec.engine.timing import StepClock
 from specdec.errors import CapacityError, InvalidInputError
-from specdec.kv_cache import blocks_for
+from specdec.grammar.compiler import GrammarCompiler, wait_for
+from specdec.kv_cache import PrefixCounts, blocks_for
+
+IDLE_SECONDS = 0.02
+"""How long a step without work waits for a grammar to be compiled, before it looks for new requests."""
 
 OnTokens = Callable[[Request, list[int]], int | None]
 
@@ -44,6 +48,7 @@ class SpecEngine:
         verifier: the target.
         drafter: proposes drafts; None decodes plainly.
         config: limits and choices.
+        grammars: compiles those of requests, for the target's tokenizer; None refuses requests with a grammar.
 
     Raises:
         SpecDecError: see `specdec.engine.build.build_engine`.
@@ -51,24 +56,33 @@ class SpecEngine:
     Attributes:
         shapes: of the blocks that steps may have.
         block_choice: chooses the shape of every step; None when it is fixed.
+        guided_choice: the same for batches in which an output follows a grammar, whose steps take longer and accept otherwise.
         runner: launches the work of a step; holds what is captured.
     """
 
-    def __init__(self, verifier: Verifier, drafter: Drafter | None = None, config: EngineConfig | None = None) -> None:
+    def __init__(
+        self,
+        verifier: Verifier,
+        drafter: Drafter | None = None,
+        config: EngineConfig | None = None,
+        grammars: GrammarCompiler | None = None,
+    ) -> None:
         self.config = config = config or EngineConfig()
         parts = build_engine(verifier, drafter, config)
-        self.verifier = verifier
+        self.verifier, self.grammars = verifier, grammars
         self.shapes = parts.shapes
         self.drafter = drafter if self.num_draft_tokens else None
         self.max_model_len, self.pipeline_depth = parts.max_model_len, parts.pipeline_depth
         self.timer, self.kv_cache, self.pool = parts.timer, parts.kv_cache, parts.pool
         self.scheduler, self.slots, self.runner = parts.scheduler, parts.slots, parts.runner
         self.block_choice = BlockChoice(self.shapes) if len(self.shapes) > 1 else None
+        self.guided_choice = BlockChoice(self.shapes) if len(self.shapes) > 1 else None
         self.clock = StepClock(verifier.device)
         self.results = ResultQueue(self.clock)
         self._overshoot = parts.overshoot
         self._previous_end: Any = None  # stamp of the last step's end, if nothing has come since
         self._touched: dict[int, Request] = {}
+        self._compiling: list[Request] = []  # requests whose grammars may not be ready yet
         self._next_id = 0
         self._seeds = random.Random(config.seed)
 
@@ -83,6 +97,11 @@ class SpecEngine:
         if self.block_choice:
             return "auto"
         return str(self.shapes[0]) if self.shapes[0].is_tree else self.num_draft_tokens
+
+    @property
+    def prefix_counts(self) -> PrefixCounts:
+        """Tokens of all requests so far that were looked for in the cache, and found there."""
+        return self.scheduler.prefix.counts
 
     @property
     def has_work(self) -> bool:
@@ -100,6 +119,8 @@ class SpecEngine:
     def enqueue(self, request: Request) -> None:
         """Queues what `new_request` has made."""
         self.scheduler.add(request)
+        if request.grammar is not None:
+            self._compiling.append(request)
 
     def new_request(
         self, prompt_token_ids: Sequence[int], sampling: SamplingParams | None = None, *, on_tokens: OnTokens | None = None
@@ -112,7 +133,7 @@ class SpecEngine:
             on_tokens: see `Request.on_tokens`.
 
         Raises:
-            InvalidInputError: see `check_tokens`.
+            InvalidInputError: see `check_tokens`; or there can be no grammars.
             CapacityError: it cannot fit the model or the cache, even alone.
         """
         sampling = self._with_all_ends(sampling or SamplingParams())
@@ -122,6 +143,8 @@ class SpecEngine:
         short_len = self.verifier.short_len
         is_long = short_len is not None and total - 1 > short_len  # the last token is never read
         request = Request(self._next_id, prompt, sampling, seed=seed, max_total_len=total, long=is_long, on_tokens=on_tokens)
+        if self.grammars and sampling.grammar is not None:
+            request.grammar = self.grammars.start(sampling.grammar)
         self._next_id += 1
         return request
 
@@ -173,6 +196,12 @@ class SpecEngine:
         """Most tokens of prompt and output together."""
         self.check_tokens(prompt)
         self._check_tokens_of(sampling)
+        if sampling.grammar is not None:
+            if self.grammars is None:
+                raise InvalidInputError(
+                    "a grammar needs the target's tokenizer and this engine has none; give it a GrammarCompiler"
+                )
+            self.grammars.check()
         if len(prompt) + min(sampling.max_tokens, 1) > self.max_model_len:
             raise CapacityError(
                 f"the prompt has {len(prompt)} tokens and the limit is {self.max_model_len} for prompt and output together;"
@@ -202,6 +231,7 @@ class SpecEngine:
             self.runner.drafter.forget()
         self.results.reset()
         self._touched.clear()
+        self._compiling.clear()
         self._previous_end = None
 
     @torch.inference_mode()
@@ -211,7 +241,19 @@ class SpecEngine:
         Returns:
             Requests that have new tokens or have finished since the last call.
         """
+        leave = self._launch()
+        with self.timer.phase("collect"):
+            self._read_results(leave)
+        touched, self._touched = self._touched, {}
+        return list(touched.values())
+
+    def _launch(self) -> int:
+        """Launches the next step; gives how many launched steps may stay unread."""
+        if self._compiling:
+            self._look_at_grammars()
         with self.timer.phase("schedule"):
+            if any(request.grammar for request in self.scheduler.decoding):
+                self._read_results()  # what may follow depends on what they bring
             shape, work = self._schedule()
         if work.prefill:
             self._prefill(work.prefill)
@@ -219,10 +261,8 @@ class SpecEngine:
             self._previous_end = None
         if work.decode:
             self._decode(work.decode, shape)
-        with self.timer.phase("collect"):
-            self._read_results(leave=self.pipeline_depth if work.prefill or work.decode else 0)
-        touched, self._touched = self._touched, {}
-        return list(touched.values())
+        ahead = (work.prefill or work.decode) and not any(request.grammar for request in work.decode)
+        return self.pipeline_depth if ahead else 0
 
     def _schedule(self) -> tuple[BlockShape, Schedule]:
         """The shape of blocks and the work of the next step."""
@@ -236,10 +276,10 @@ class SpecEngine:
 
     def _shape(self, requests: Sequence[Request]) -> BlockShape:
         """Shape of blocks for a step of these requests: fixed or what pays most; a chain is shorter when none has room for it."""
-        shape = self.shapes[-1]
-        if self.block_choice and requests:
+        shape, choice = self.shapes[-1], self._choice(requests)
+        if choice and requests:
             graphs = self.runner.graphs
-            shape = self.block_choice.choose(
+            shape = choice.choose(
                 len(requests),
                 sampled=_any_sampled(requests),
                 news=partial(self.runner.news, requests),
@@ -253,6 +293,21 @@ class SpecEngine:
         if self.block_choice or self.runner.graphs:  # few values, so that each is measured and captured
             k = next(rung for rung in ladder(self.num_draft_tokens) if rung >= k)
         return BlockShape(k)
+
+    def _choice(self, requests: Sequence[Request]) -> BlockChoice | None:
+        """What chooses the shape of a step of these requests."""
+        return self.guided_choice if any(request.sampling.grammar for request in requests) else self.block_choice
+
+    def _look_at_grammars(self) -> None:
+        """Lets requests begin whose grammars are compiled; waits a moment for one when there is nothing else to do."""
+        if not self.scheduler.working and all(not request.may_start for request in self.scheduler.waiting):
+            wait_for([request.grammar.compiled for request in self._compiling if request.grammar], IDLE_SECONDS)
+        waiting = [request for request in self._compiling if request.grammar]  # others have ended
+        self._compiling = [request for request in waiting if not request.may_start]
+        for request in waiting:
+            if request.may_start and request.grammar and (error := request.grammar.error):
+                request.error = error
+                self._finish(request, "error")
 
     def _prefill(self, chunks: list[Chunk]) -> None:
         """Launches the prefill of prompt chunks, and the first token of every prompt that ends among them."""
@@ -268,11 +323,12 @@ class SpecEngine:
     def _decode(self, requests: list[Request], shape: BlockShape) -> None:
         """Launches a decode step."""
         shape, context = self.runner.due(requests, shape)
+        self.runner.copy_states(self.scheduler.prefix.copies(requests))
         table, start = self.runner.decode(requests, shape, self.clock, self._previous_end, context)
         for request in requests:
             request.in_flight.append(shape.depth)
         with self.timer.phase("collect"):
-            self._previous_end = self.results.send(requests, shape, table, start)
+            self._previous_end = self.results.send(requests, shape, table, start, context=context)
         self.timer.count_step(shape)
 
     def _read_results(self, leave: int = 0) -> None:
@@ -280,10 +336,11 @@ class SpecEngine:
         for step in self.results.receive(leave):
             if step.scored:
                 step.scored.take_over()
+            choice = self._choice(step.requests)
             num_accepted, paths = self._take_over(step)
-            if self.block_choice and step.shape is not None:
+            if choice and step.shape is not None:
                 sampled = _any_sampled(step.requests)
-                self.block_choice.observe(len(step.requests), step.shape, num_accepted, step.seconds, sampled=sampled, paths=paths)
+                choice.observe(len(step.requests), step.shape, num_accepted, step.seconds, sampled=sampled, paths=paths)
 
     def _take_over(self, step: FinishedStep) -> tuple[list[int], list[Sequence[int]]]:
         """Adds a step's tokens to its requests; returns the drafts accepted by each that had not ended before, and their rows."""
@@ -301,12 +358,25 @@ class SpecEngine:
                 request.in_flight.pop(0)
                 request.num_kv_tokens += len(result.token_ids)
             touched[request.request_id] = request
+            known, grammar = len(request.output_token_ids), request.grammar
             if result.finite:
                 reason = append_tokens(request, result, eos_token_ids)
+                if grammar and not reason and not grammar.advance(request.output_token_ids[known:]):
+                    reason = "error"
+                    request.error = f"the grammar refuses one of the output tokens after the first {known}, which its mask allowed"
+                if result.shape is not None:
+                    start = request.num_kv_tokens - len(result.token_ids)
+                    self.scheduler.prefix.committed(request, start, step.context, plain=result.shape.depth == 0)
+            elif grammar and not grammar.dead_ends.isdisjoint([0, *(result.rows or range(1, result.num_accepted + 1))]):
+                reason = "error"
+                request.error = (
+                    f"the grammar allows no token of the vocabulary after {known} output tokens, or a few more;"
+                    " it leads where it cannot go on, so change it"
+                )
             else:
                 reason = "error"
                 request.error = (
-                    f"the target's logits are NaN or infinite after {len(request.output_token_ids)} output tokens;"
+                    f"the target's logits are NaN or infinite after {known} output tokens;"
                     " use --dtype float32 or check the checkpoint"
                 )
             if reason:
@@ -314,7 +384,7 @@ class SpecEngine:
         return num_accepted, paths
 
     def _finish(self, request: Request, reason: str) -> None:
-        request.finish_reason = reason
+        request.finish_reason, request.grammar = reason, None
         self._touched[request.request_id] = request
         blocks = list(request.block_ids)
         freed = self.scheduler.finish(request)

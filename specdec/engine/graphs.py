@@ -24,6 +24,8 @@ from specdec.engine.buckets import BATCH_SIZES, batch_bucket, length_bucket
 from specdec.engine.results import num_columns
 from specdec.engine.slots import Selection, SlotState, longest, min_seq_len
 from specdec.errors import BackendError
+from specdec.parallel.collectives import all_agree
+from specdec.parallel.group import Group
 from specdec.sampling.tensors import SamplingPlan
 from specdec.self_check import Check, passes
 
@@ -121,13 +123,15 @@ class ShapeGraphs(Generic[Shape, Graph]):
 
     Args:
         required: raise when something cannot be captured; otherwise warn, and go on without further graphs.
+        group: ranks that capture together, all or none; None for a process alone.
 
     Attributes:
         graphs: what is captured.
     """
 
-    def __init__(self, *, required: bool) -> None:
+    def __init__(self, *, required: bool, group: Group | None = None) -> None:
         self.graphs: dict[Shape, Graph] = {}
+        self._group = group
         self._required = required
         self._closed = False
 
@@ -151,14 +155,18 @@ class ShapeGraphs(Generic[Shape, Graph]):
             logger.warning("%d graphs are captured, the most there may be; other shapes run without one", MAX_GRAPHS)
             self._closed = True
             return None
+        graph, refusal = None, BackendError("another rank cannot capture this model's step; turn graphs off")
         try:
-            self.graphs[shape] = capture(shape)
+            graph = capture(shape)
         except BackendError as error:
+            refusal = error
+        if not all_agree(graph is not None, self._group) or graph is None:
             if self._required:
-                raise
-            logger.warning("%s. Decoding goes on without further graphs", error)
+                raise refusal
+            logger.warning("%s. Decoding goes on without further graphs", refusal)
             self._closed = True
             return None
+        self.graphs[shape] = graph
         logger.debug("captured: %s", shape)
         return self.graphs[shape]
 
@@ -187,33 +195,32 @@ class StepGraph:
     table: Tensor
 
 
-class StepGraphs(ShapeGraphs[StepShape, StepGraph]):
-    """The captured steps of one engine.
+class CapturedSteps(ShapeGraphs[StepShape, Graph]):
+    """The captured steps of one engine. A subclass gives `_capture_step`.
 
     Args:
         capture: captures device work.
         state: of the requests.
-        step: launches the step of a batch and writes its result table.
         steady_len: see `AttentionBackend.steady_len`.
-        required: see `ShapeGraphs`.
+        required, group: see `ShapeGraphs`.
     """
 
     def __init__(
         self,
         capture: Capture,
         state: SlotState,
-        step: Callable[[DecodeBatch, Tensor], object],
         *,
         steady_len: int = 0,
         required: bool = True,
+        group: Group | None = None,
     ) -> None:
-        super().__init__(required=required)
-        self._capture, self._state, self._step, self._steady_len = capture, state, step, steady_len
+        super().__init__(required=required, group=group)
+        self._capture, self._state, self._steady_len = capture, state, steady_len
         self._slots = torch.full((BATCH_SIZES[-1],), state.padding_slot, dtype=torch.int64, device=state.device)
         self._selection: Selection | None = None  # whose slots the static ones are
         self._seconds: deque[float] = deque(maxlen=9)  # of late captures
 
-    def prepare(self, selection: Selection, block: BlockShape, context: Context = "now") -> StepGraph | None:
+    def prepare(self, selection: Selection, block: BlockShape, context: Context = "now") -> Graph | None:
         """The captured step for a batch, ready to be replayed; captures it when its shape is new.
 
         Returns:
@@ -254,7 +261,7 @@ class StepGraphs(ShapeGraphs[StepShape, StepGraph]):
 
         return shape
 
-    def _captured(self, shape: StepShape) -> StepGraph:
+    def _captured(self, shape: StepShape) -> Graph:
         """Captures a step of padding, so that no request's state moves."""
         state, plan, start = self._state, shape.plan, time.perf_counter()
         self._selection = None
@@ -263,16 +270,56 @@ class StepGraphs(ShapeGraphs[StepShape, StepGraph]):
         columns = num_columns(shape.block, plan)
         table = torch.zeros(shape.num_reqs, columns, dtype=torch.int64, device=state.device)
 
-        def launch() -> None:
+        def gather() -> DecodeBatch:
             bounds = {"max_seq_len": shape.max_seq_len, "min_seq_len": shape.min_seq_len}
             sampling = state.sampling.select(slots, plan)
-            batch = state.gather(slots, sampling, shape=shape.block, context=shape.context, **bounds)
-            self._step(batch, table)
-            state.rest_padding()
+            return state.gather(slots, sampling, shape=shape.block, context=shape.context, **bounds)
 
         # What a steady step finds planned was planned outside any capture, once for its number of rows.
         block = shape.block
         kind = (block.drafts > 0, block.is_tree, shape.context, plan, (shape.num_reqs, block) if shape.min_seq_len else None)
-        replay = self._capture.capture(launch, kind)
+        graph = self._capture_step(shape, gather, table, kind)
         self._seconds.append(time.perf_counter() - start)
-        return StepGraph(replay, table)
+        return graph
+
+    def _capture_step(self, shape: StepShape, gather: Callable[[], DecodeBatch], table: Tensor, kind: Hashable) -> Graph:
+        """Captures a step of the batch that `gather` gives, and leaves the padding slot as it was.
+
+        Args:
+            shape: of the step.
+            gather: to be called within what is captured.
+            table: where the results go.
+            kind: see `Capture.capture`.
+        """
+        raise NotImplementedError
+
+
+class StepGraphs(CapturedSteps[StepGraph]):
+    """The captured steps that are one graph each.
+
+    Args:
+        capture, state, steady_len, required, group: see `CapturedSteps`.
+        step: launches the step of a batch and writes its result table.
+    """
+
+    def __init__(
+        self,
+        capture: Capture,
+        state: SlotState,
+        step: Callable[[DecodeBatch, Tensor], object],
+        *,
+        steady_len: int = 0,
+        required: bool = True,
+        group: Group | None = None,
+    ) -> None:
+        super().__init__(capture, state, steady_len=steady_len, required=required, group=group)
+        self._step = step
+
+    def _capture_step(self, shape: StepShape, gather: Callable[[], DecodeBatch], table: Tensor, kind: Hashable) -> StepGraph:
+        """See `CapturedSteps`."""
+
+        def launch() -> None:
+            self._step(gather(), table)
+            self._state.rest_padding()
+
+        return StepGraph(self._capture.capture(launch, kind), table)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from specdec.engine.request import Request
 from specdec.metrics import AcceptanceStats
@@ -26,6 +28,7 @@ class GenerationResult:
         prompt_top_logprobs: the same of the likeliest tokens, and of the token itself.
         seed: seed of the request's random stream; the same seed repeats the output.
         stats: how the drafts of each verify step fared.
+        num_cached_tokens: of the prompt, which the cache had already.
     """
 
     prompt_token_ids: list[int]
@@ -39,6 +42,7 @@ class GenerationResult:
     prompt_top_logprobs: list[Top | None] | None = None
     seed: int = 0
     stats: AcceptanceStats = field(default_factory=lambda: AcceptanceStats([], [], []))
+    num_cached_tokens: int = 0
 
     @classmethod
     def of(cls, request: Request, text: str) -> GenerationResult:
@@ -56,6 +60,7 @@ class GenerationResult:
             prompt_logprobs=[None, *request.prompt_logprobs] if scored else None,
             prompt_top_logprobs=[None, *request.prompt_top_logprobs] if scored else None,
             seed=request.seed,
+            num_cached_tokens=request.num_cached_tokens or 0,
             stats=AcceptanceStats(
                 request.num_drafted,
                 request.num_accepted,
@@ -70,6 +75,11 @@ class GenerationResult:
     def refused(cls, error: Exception) -> GenerationResult:
         """What an input becomes that cannot be served."""
         return cls([], "", [], "error", error=str(error))
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> GenerationResult:
+        """The result that `dataclasses.asdict` made this of, also by way of JSON."""
+        return cls(**{**given, "stats": AcceptanceStats(**given["stats"])})
 
 
 @dataclass(slots=True)

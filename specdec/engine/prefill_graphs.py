@@ -16,8 +16,9 @@ from specdec.core import Verifier
 from specdec.engine.buckets import batch_bucket, batches, length_bucket, lengths
 from specdec.engine.graphs import Capture, ShapeGraphs
 from specdec.engine.scheduler import Chunk, prefill_tokens
-from specdec.engine.slots import SlotState, cache_slots, next_token, samples_first_token
+from specdec.engine.slots import SlotState, cache_slots, most_pending, next_token, samples_first_token
 from specdec.kv_cache.block_pool import NULL_BLOCK
+from specdec.parallel.group import Group
 from specdec.sizes import power_of_two
 
 LEAST_ROWS = 128
@@ -63,7 +64,7 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
         forward: gives logits [num_reqs, V] of a batch, after all that a prefill writes.
         dtype: of the logits.
         most_rows: of a captured prefill, padding included.
-        required: see `ShapeGraphs`.
+        required, group: see `ShapeGraphs`.
     """
 
     def __init__(
@@ -75,8 +76,9 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
         dtype: torch.dtype,
         most_rows: int,
         required: bool = True,
+        group: Group | None = None,
     ) -> None:
-        super().__init__(required=required)
+        super().__init__(required=required, group=group)
         self._capture, self._state, self._forward = capture, state, forward
         self._dtype, self._most_rows = dtype, most_rows
 
@@ -90,7 +92,7 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
         Raises:
             BackendError: graphs are required and the device refuses to capture the prefill.
         """
-        shape = self._shape(chunks)
+        shape = None if most_pending(chunks) else self._shape(chunks)
         graph = self.obtain(shape, self._captured) if shape else None
         if shape is None or graph is None:
             return None

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from specdec.config import SamplingParams
+from specdec.grammar.progress import GrammarProgress
+from specdec.kv_cache import Snapshot
 from specdec.sampling.logprobs import Top
 
 
@@ -25,10 +27,10 @@ class Request:
     """One sequence on the host.
 
     Set by the caller: `request_id`, `prompt_token_ids`, `sampling`, `seed`, `max_total_len` (prompt and output together), `long`
-    (see `specdec.batch.ForwardInput.long`).
+    (see `specdec.batch.ForwardInput.long`), `grammar` (of an output that has one, until the request ends).
     Set by the engine as results arrive: `output_token_ids`, all log-probabilities, `finish_reason`, `error`, the step counts.
-    Set by the scheduler and the engine between steps: `status`, `slot`, `block_ids`, `num_scored`, `num_prefilled`, `state_row`,
-    `num_deferred`, `num_kv_tokens`, `in_flight`, `first_token_unread`.
+    Set by the scheduler and the engine between steps: `status`, `slot`, `block_ids`, `num_scored`, `num_prefilled`, `snapshot`,
+    `num_cached_tokens`, `num_deferred`, `num_kv_tokens`, `in_flight`, `first_token_unread`.
     """
 
     request_id: int
@@ -40,6 +42,7 @@ class Request:
     on_tokens: Callable[[Request, list[int]], int | None] | None = None
     """Called with the tokens about to be added; returns how many to keep when a stop string ends among them, else None."""
 
+    grammar: GrammarProgress | None = None
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[Top] = field(default_factory=list)  # one per output token
@@ -59,7 +62,8 @@ class Request:
     block_ids: list[int] = field(default_factory=list)
     num_scored: int = 0  # prompt rows whose log-probabilities are launched; these need not be computed again
     num_prefilled: int = 0  # tokens whose KV the prefill has written or found in the cache
-    state_row: int | None = None  # of the state caches, the snapshot that its prefill goes on from
+    snapshot: Snapshot | None = None  # recurrent states that its prefill goes on from
+    num_cached_tokens: int | None = None  # of those, the tokens found in the cache when it was first admitted
     num_deferred: int = 0  # last steps whose context the drafter has put off
     num_kv_tokens: int = 0  # L, as far as results have been read
     in_flight: list[int] = field(default_factory=list)  # most drafts that each launched step whose result is unread can keep
@@ -74,6 +78,16 @@ class Request:
     def token_ids(self) -> list[int]:
         """Prompt and output so far."""
         return self.prompt_token_ids + self.output_token_ids
+
+    @property
+    def may_start(self) -> bool:
+        """Whether its grammar, if it has one, is compiled."""
+        return self.grammar is None or self.grammar.ready
+
+    @property
+    def num_tokens(self) -> int:
+        """How many these are."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
     def kv_tokens_bound(self) -> int:

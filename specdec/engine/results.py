@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.batch import Context
 from specdec.blocks import BlockShape
 from specdec.core import AcceptOutput, DraftOutput
 from specdec.engine.request import Request
@@ -84,6 +85,7 @@ class FinishedStep:
         table: int64 [num_reqs, columns], on the host; see `result_table`.
         seconds: from the stamp that `send` was given to the arrival of the results; None without a stamp.
         scored: of a prefill, whose prompt tokens it scored; see `ScoredPrompts`.
+        context: which the drafter took over.
     """
 
     shape: BlockShape | None
@@ -91,6 +93,7 @@ class FinishedStep:
     table: Tensor
     seconds: float | None
     scored: ScoredPrompts | None = None
+    context: Context = "now"
 
     def results(self) -> Iterator[tuple[Request, StepResult]]:
         """What the step gave each request.
@@ -125,6 +128,7 @@ class _Launched:
     scored: ScoredPrompts | None  # likewise
     start: Any
     end: Any
+    context: Context
 
 
 def result_table(shape: BlockShape, accept: AcceptOutput, draft: DraftOutput | None = None, out: Tensor | None = None) -> Tensor:
@@ -189,6 +193,7 @@ class ResultQueue:
         table: Tensor | None,
         start: Any = None,
         scored: ScoredPrompts | None = None,
+        context: Context = "now",
     ) -> Any:
         """Starts the copy of a step's results to the host, into pinned memory when they come from an accelerator.
 
@@ -198,6 +203,7 @@ class ResultQueue:
             table: from `result_table`, one row per request; further rows belong to nobody. None without requests.
             start: stamp of the step's beginning, when its time is wanted.
             scored: prompt tokens that a prefill has scored.
+            context: which the drafter takes over.
 
         Returns:
             Stamp of its end.
@@ -206,7 +212,7 @@ class ResultQueue:
         if scored is not None:
             scored.table = _on_its_way(scored.table)
         end = self._clock.stamp()
-        self._launched.append(_Launched(requests, shape, table, scored, start, end))
+        self._launched.append(_Launched(requests, shape, table, scored, start, end, context))
         return end
 
     def receive(self, leave: int = 0) -> Iterator[FinishedStep]:
@@ -215,7 +221,7 @@ class ResultQueue:
             step = self._launched.popleft()
             self._clock.wait(step.end)
             seconds = None if step.start is None else self._clock.seconds(step.start, step.end)
-            yield FinishedStep(step.shape, step.requests, step.table, seconds, step.scored)
+            yield FinishedStep(step.shape, step.requests, step.table, seconds, step.scored, step.context)
 
 
 def _on_its_way(table: Tensor) -> Tensor:

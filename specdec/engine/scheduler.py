@@ -4,8 +4,9 @@ from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from specdec.engine.prefix import PrefixCache
 from specdec.engine.request import Request, Status
-from specdec.kv_cache import BlockPool, blocks_for, prefix_hashes
+from specdec.kv_cache import BlockPool, blocks_for
 
 MOST_ROWS_TO_SCORE = 1024
 """Of a step: enough to keep a device busy, few enough that their logits over a large vocabulary fit its memory."""
@@ -44,7 +45,8 @@ def prefill_tokens(request: Request) -> list[int]:
 
 
 class Scheduler:
-    """First come, first served; the last to arrive is the first to be preempted, so the oldest request always advances.
+    """First come, first served, those aside whose grammar is not ready yet; the last to arrive is the first to be preempted, so the
+    oldest request always advances.
 
     All state is on the host. Requests hold blocks for everything they have prefilled and for every position that launched steps
     may write, whatever those steps will turn out to have accepted.
@@ -55,10 +57,9 @@ class Scheduler:
         max_num_seqs: slots for requests in work.
         max_prefill_tokens: tokens of all prefill chunks of a step together.
         max_tokens_beside: the same in a step in which requests decode; None for no difference.
-        prefix_caching: reuse published blocks.
+        prefix: finds and offers what requests have in common; None does neither.
         num_draft_tokens: drafts per step for which there must be room.
         num_lookahead_tokens: see `specdec.core.Drafter.num_lookahead_tokens`.
-        tokens_ahead: see `specdec.core.Drafter.tokens_ahead`.
         snapshot_tokens: tokens to prefill for which a snapshot of recurrent states is worth a step of its own at the end of a
             prompt; None where no layer is recurrent.
     """
@@ -71,26 +72,23 @@ class Scheduler:
         max_num_seqs: int,
         max_prefill_tokens: int,
         max_tokens_beside: int | None = None,
-        prefix_caching: bool,
+        prefix: PrefixCache | None = None,
         num_draft_tokens: int = 0,
         num_lookahead_tokens: int = 0,
-        tokens_ahead: int = 0,
         snapshot_tokens: int | None = None,
     ) -> None:
         self.pool = pool
-        self._snapshot_tokens = snapshot_tokens if prefix_caching else None
+        self.prefix = prefix or PrefixCache(pool, block_size, enabled=False)
+        self._snapshot_tokens = snapshot_tokens if self.prefix.enabled else None
         self.num_draft_tokens, self.num_lookahead_tokens = num_draft_tokens, num_lookahead_tokens
-        self._tokens_ahead = tokens_ahead
         self.block_size = block_size
         self.max_prefill_tokens = max_prefill_tokens
         self.max_tokens_beside = min(max_tokens_beside or max_prefill_tokens, max_prefill_tokens)
-        self.prefix_caching = prefix_caching
         self.max_num_seqs = max_num_seqs
         self.waiting: list[Request] = []  # in order of arrival
         self.working: list[Request] = []  # prefilling or running, in order of arrival
         self.num_preemptions = 0
         self._free_slots: list[int] = []
-        self._digests: dict[int, list[bytes]] = {}  # by request id, while the request is in work
         self.reset()
 
     def reset(self) -> None:
@@ -98,7 +96,7 @@ class Scheduler:
         self.waiting.clear()
         self.working.clear()
         self._free_slots = list(reversed(range(self.max_num_seqs)))
-        self._digests.clear()
+        self.prefix.reset()
 
     def add(self, request: Request) -> None:
         """Queues a request."""
@@ -112,6 +110,7 @@ class Scheduler:
         elif request.status is not Status.FINISHED:
             freed = self._withdraw(request)
         request.status = Status.FINISHED
+        self.prefix.forget(request)
         return freed
 
     @property
@@ -150,13 +149,8 @@ class Scheduler:
         Returns:
             The row that is to keep its recurrent states as they are now; None for no snapshot.
         """
-        request, row = chunk.request, None
-        if self.prefix_caching:
-            digests = self._digests[request.request_id]
-            for index in range(chunk.start // self.block_size, min(chunk.end // self.block_size, len(digests))):
-                self.pool.publish(request.block_ids[index], digests[index])
-            if self._snapshot_tokens is not None and chunk.end % self.block_size == 0:
-                row = self.pool.keep_snapshot(request.block_ids[chunk.end // self.block_size - 1])
+        request = chunk.request
+        row = self.prefix.prefilled(request, chunk.end, last=chunk.last)
         request.num_prefilled = chunk.end
         if chunk.last:
             request.status = Status.RUNNING
@@ -184,11 +178,11 @@ class Scheduler:
         chunks: list[Chunk] = []
         for request in [r for r in self.working if r.status is Status.PREFILLING]:
             budget = self._take(chunks, request, budget, admitted=False)
-        while admit and budget > 0 and self.waiting and self._free_slots:
-            request = self.waiting[0]
-            if not self._admit(request):
+        while admit and budget > 0 and self._free_slots:
+            first = next((request for request in self.waiting if request.may_start), None)
+            if first is None or not self._admit(first):
                 break
-            budget = self._take(chunks, request, budget, admitted=True)
+            budget = self._take(chunks, first, budget, admitted=True)
         return chunks
 
     def _take(self, chunks: list[Chunk], request: Request, budget: int, *, admitted: bool) -> int:
@@ -217,24 +211,17 @@ class Scheduler:
     def _admit(self, request: Request) -> bool:
         """Gives a waiting request a slot and the blocks of its prefill and first step, if those in work can still grow."""
         tokens = prefill_tokens(request)
-        digests: list[bytes] = []
-        if self.prefix_caching:
-            kind = b"long" if request.long else b""
-            digests = prefix_hashes(tokens, self.block_size, kind=kind, ahead=self._tokens_ahead)
-        # The last token is always computed: its logits choose the first output token. So are all whose logits are asked for.
-        most = request.num_scored if request.num_to_score else len(tokens) - 1
-        cached = self.pool.match(digests[: most // self.block_size])
+        cached = self.prefix.match(request, tokens)
         missing = blocks_for(len(tokens) + max(self.num_draft_tokens + 1, self.num_lookahead_tokens), self.block_size) - len(cached)
         if missing + len(self.working) > self.pool.num_free:
             self.pool.release(cached)
             return False
         request.block_ids = cached + self.pool.allocate(missing)
         request.num_prefilled = len(cached) * self.block_size
-        request.state_row = self.pool.snapshot_at(cached[-1]) if cached and self._snapshot_tokens is not None else None
+        self.prefix.admit(request, cached, len(tokens))
         request.slot = self._free_slots.pop()
         request.status = Status.PREFILLING
-        self._digests[request.request_id] = digests
-        self.waiting.pop(0)
+        self.waiting.remove(request)
         insort(self.working, request, key=_arrival)
         return True
 
@@ -248,7 +235,7 @@ class Scheduler:
     def _withdraw(self, request: Request) -> list[int]:
         freed = self.pool.release(request.block_ids)
         self._free_slots.append(request.slot)
-        self._digests.pop(request.request_id)
+        self.prefix.withdraw(request)
         self.working.remove(request)
         request.block_ids, request.slot = [], -1
         request.num_prefilled = request.num_kv_tokens = request.num_deferred = 0

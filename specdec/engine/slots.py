@@ -171,7 +171,15 @@ class SlotState:
         )
         wanted = self.tensor(logit_rows + scored_rows)
         is_long = None if self.long is None else self.tensor(long).bool()
-        rows = ForwardInput(self.tensor(tokens), self.tensor(positions), metadata, logit_rows=wanted, long=is_long, slots=slot_rows)
+        rows = ForwardInput(
+            self.tensor(tokens),
+            self.tensor(positions),
+            metadata,
+            logit_rows=wanted,
+            long=is_long,
+            slots=slot_rows,
+            max_pending=most_pending(chunks),
+        )
         return PrefillBatch(forward=rows, slots=slot_rows, next_token_ids=self.tensor([next_token(chunk) for chunk in chunks]))
 
     def select(self, requests: Sequence[Request]) -> Selection:
@@ -292,6 +300,11 @@ def next_token(chunk: Chunk) -> int:
     """The token after a chunk; 0 where it is yet to be chosen."""
     tokens = chunk.request.token_ids
     return tokens[chunk.end] if chunk.end < len(tokens) else 0
+
+
+def most_pending(chunks: Sequence[Chunk]) -> int:
+    """See `ForwardInput.max_pending`: those of the snapshots that prefills go on from."""
+    return max((chunk.request.snapshot.pending for chunk in chunks if chunk.admitted and chunk.request.snapshot), default=0)
 
 
 def samples_first_token(chunk: Chunk) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,16 +13,21 @@ from specdec.batch import Context, DecodeBatch, PrefillBatch
 from specdec.blocks import BlockShape
 from specdec.core import AcceptOutput, BoundDrafter, DraftOutput, Verifier, VerifyOutput
 from specdec.engine.acceptance import accept
+from specdec.engine.agreement import agreed
+from specdec.engine.block import Block
 from specdec.engine.graphs import StepGraphs
+from specdec.engine.guided import GuidedGraph, GuidedGraphs, GuidedStep, fill, put, run_guided
 from specdec.engine.prefill_graphs import PrefillGraphs
 from specdec.engine.request import Request
 from specdec.engine.results import ScoredPrompts, result_table
 from specdec.engine.scheduler import Chunk
-from specdec.engine.slots import SlotState, samples_first_token
+from specdec.engine.slots import Selection, SlotState, samples_first_token
 from specdec.engine.timing import StepClock, StepTimer
 from specdec.kv_cache import copy_states
 from specdec.layers.cache_rows import CacheRows
+from specdec.parallel.group import group_of
 from specdec.sampling.logprobs import logprobs_of
+from specdec.sampling.masks import TokenMasks
 from specdec.sampling.tensors import SamplingPlan
 from specdec.sizes import power_of_two
 
@@ -41,6 +47,7 @@ class StepRunner:
 
     Attributes:
         graphs: the captured steps; None where steps are launched operation by operation.
+        guided_graphs: the same of batches in which outputs follow a grammar.
         prefill_graphs: the captured prefills of short chunks; None where all are launched operation by operation.
     """
 
@@ -59,33 +66,49 @@ class StepRunner:
         self.verifier, self.drafter = verifier, drafter
         self._rows = CacheRows(caches) if trees else None
         self._max_pending = most_rows if drafter else 0
+        self._group = group_of(verifier)
         self.graphs: StepGraphs | None = None
+        self.guided_graphs: GuidedGraphs | None = None
         self.prefill_graphs: PrefillGraphs | None = None
         self._caches, self._aux_layer_ids = caches, aux_layer_ids
         self._slots, self._timer = slots, timer
 
     def step(self, batch: DecodeBatch) -> tuple[DraftOutput | None, AcceptOutput]:
         """Draft, verify, accept, commit. Nothing in here waits for the device."""
+        block = self.draft(batch)
+        verify = self.verify(batch, block)
+        return block.draft, self.accept(batch, block, verify)
+
+    def draft(self, batch: DecodeBatch) -> Block:
+        """The block of each request."""
         draft, token_ids = None, batch.anchors[:, None]
         if self.drafter and batch.k:
             with self._timer.phase("draft"):
                 draft = self.drafter.propose(batch)
                 token_ids = torch.cat([token_ids, draft.token_ids], dim=1)  # [num_reqs, k+1]
-        tree = draft.tree if draft else None
+        return Block(token_ids, batch.row_positions(draft.tree if draft else None), draft)
+
+    def verify(self, batch: DecodeBatch, block: Block) -> VerifyOutput:
+        """The target's forward over the block."""
         with self._timer.phase("verify"):
-            positions = batch.row_positions(tree)
-            rows = batch.verification(token_ids, positions, tree, max_pending=self._max_pending)
-            verify = self.verifier.forward(rows, self._caches, self._aux_layer_ids)
+            tree = block.draft.tree if block.draft else None
+            rows = batch.verification(block.token_ids, block.positions, tree, max_pending=self._max_pending)
+            return self.verifier.forward(rows, self._caches, self._aux_layer_ids)
+
+    def accept(self, batch: DecodeBatch, block: Block, verify: VerifyOutput, masks: TokenMasks | None = None) -> AcceptOutput:
+        """Acceptance, and the commit. `masks` say which tokens are allowed; the logits are overwritten then."""
+        token_ids = block.token_ids
         with self._timer.phase("accept"):
             logits = verify.logits.view(*token_ids.shape, -1)
-            accepted = accept(token_ids, logits, draft, batch.sampling, positions, batch.shape.depth)
+            accepted = accept(token_ids, logits, block.draft, batch.sampling, block.positions, batch.shape.depth, masks)
+            accepted = agreed(accepted, self._group)
             if accepted.path is not None:
                 token_ids, verify = self._follow(batch, accepted.path, token_ids, verify)
             self._slots.commit(batch, token_ids, accepted)
         if self.drafter:
             with self._timer.phase("context"):
                 self.drafter.commit(batch, token_ids, accepted, verify)
-        return draft, accepted
+        return accepted
 
     def _follow(self, batch: DecodeBatch, path: Tensor, token_ids: Tensor, verify: VerifyOutput) -> tuple[Tensor, VerifyOutput]:
         """Makes a chain of the path through a tree: cached rows move to where those of a chain lie, and others are left behind.
@@ -117,9 +140,11 @@ class StepRunner:
 
     def news(self, requests: Sequence[Request]) -> Callable[[BlockShape], bool]:
         """Tells of any shape whether a step of it would have to be captured first."""
-        if self.graphs is None or self._timer.enabled:
+        selection = self._slots.select(requests)
+        graphs = self.guided_graphs if selection.plan.guided else self.graphs
+        if graphs is None or self._timer.enabled:
             return lambda shape: False
-        is_new = self.graphs.news(self._slots.select(requests))
+        is_new = graphs.news(selection)
         plain: Context = "later" if self.most_deferred else "now"
         return lambda shape: is_new(shape, "now" if shape.drafts else plain)
 
@@ -158,18 +183,29 @@ class StepRunner:
         with self._timer.phase("schedule"):
             self._slots.extend_block_tables(requests)
             selection = self._slots.select(requests)
-            if self.graphs and not self._timer.enabled:  # phases cannot be told apart within a graph
-                num_captured = self.graphs.num_captured
-                graph = self.graphs.prepare(selection, shape, context)
-                if self.graphs.num_captured > num_captured:
+            graphs = self.guided_graphs if selection.plan.guided else self.graphs
+            if graphs and not self._timer.enabled:  # phases cannot be told apart within a graph
+                num_captured = graphs.num_captured
+                graph = graphs.prepare(selection, shape, context)
+                if graphs.num_captured > num_captured:
                     since = None  # a capture is no part of a step's time
         for request in requests if self.most_deferred else ():
             request.num_deferred = request.num_deferred + 1 if context == "later" else 0
         start = clock.stamp() if since is None else since
+        if selection.plan.guided:
+            launches = graph if isinstance(graph, GuidedGraph) else self._guided_step(selection, shape, context)
+            return run_guided(launches, requests, shape, self._timer), start
         if graph:
+            assert not isinstance(graph, GuidedGraph)
             graph.replay()
             return graph.table, start
         return self.step_table(self._slots.decode_batch(selection, shape, context)), start
+
+    def _guided_step(self, selection: Selection, shape: BlockShape, context: Context) -> GuidedStep:
+        """A step in parts, launched operation by operation."""
+        memory = torch.empty(0, dtype=torch.int32, device=self._slots.device)
+        masks = TokenMasks.empty(len(selection.requests), shape.rows, self._slots.vocab_size, memory)
+        return GuidedStep(self, partial(self._slots.decode_batch, selection, shape, context), masks)
 
     def prefill(self, chunks: Sequence[Chunk]) -> tuple[Tensor | None, ScoredPrompts | None]:
         """Writes the KV of prompt chunks and chooses the first token of every prompt that ends among them.
@@ -181,7 +217,7 @@ class StepRunner:
         with self._timer.phase("schedule"):
             newcomers = [chunk.request for chunk in chunks if chunk.admitted]
             self._slots.begin(newcomers)
-            self.copy_states([(request.state_row, request.slot) for request in newcomers if request.state_row is not None])
+            self.copy_states([(request.snapshot.row, request.slot) for request in newcomers if request.snapshot is not None])
             if self.drafter:
                 for request in newcomers:
                     self.drafter.begin(request.slot, request.token_ids)
@@ -224,6 +260,12 @@ class StepRunner:
         sampling = state.sampling.select(slots, SamplingPlan.of([request.sampling for request in requests]))
         last_tokens = state.anchors.index_select(0, slots)[:, None]
         last_positions = state.seq_lens.index_select(0, slots)[:, None] - 1
-        accepted = accept(last_tokens, logits[:, None], None, sampling, last_positions)
+        masks = None
+        if sampling.plan.guided:
+            with self._timer.phase("grammar"):
+                memory = torch.empty(0, dtype=torch.int32, device=state.device)
+                masks = TokenMasks.empty(len(requests), 1, state.vocab_size, memory)
+                put(masks, fill(requests, 1, [[] for _ in requests], masks))
+        accepted = agreed(accept(last_tokens, logits[:, None], None, sampling, last_positions, masks=masks), self._group)
         state.anchors.index_copy_(0, slots, accepted.next_anchors)
         return result_table(BlockShape(0), accepted)

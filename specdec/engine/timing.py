@@ -10,7 +10,7 @@ import torch
 
 from specdec.blocks import BlockShape
 
-PHASES = ("schedule", "prefill", "draft", "verify", "accept", "context", "collect")
+PHASES = ("schedule", "prefill", "draft", "verify", "grammar", "accept", "context", "collect")
 """In the order of a step."""
 
 MODEL_PHASES = ("prefill", "draft", "verify", "context")

@@ -107,6 +107,21 @@ class PackedWeight:
         zero = None if self.zero is None else self.zero[..., start:end, :]
         return replace(self, codes=self.codes[..., start:end, :], scale=self.scale[..., start:end, :], zero=zero)
 
+    def inputs(self, start: int, end: int) -> PackedWeight:
+        """The inputs from `start` to before `end` as views; see `divides`."""
+        assert self.run == 1 and self.divides(start) and self.divides(end), "whole groups, before `arranged`"
+        last = end == self.in_features
+        codes = slice(start // (1 + self.halves), None if last else end // (1 + self.halves))
+        groups = slice(None) if self.group >= self.in_features else slice(start // self.group, -(-end // self.group))
+        zero = None if self.zero is None else self.zero[..., groups]
+        padding = self.padding if last else 0
+        return replace(self, codes=self.codes[..., codes], scale=self.scale[..., groups], zero=zero, padding=padding)
+
+    def divides(self, start: int) -> bool:
+        """Whether a part may begin or end at an input: between bytes, and between groups unless one has all inputs."""
+        whole = self.group >= self.in_features
+        return start in (0, self.in_features) or (start % (1 + self.halves) == 0 and (whole or start % self.group == 0))
+
     def expert(self, number: int) -> PackedWeight:
         """One of the weights along the first axis, as views."""
         zero = None if self.zero is None else self.zero[number]

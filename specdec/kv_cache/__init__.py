@@ -1,6 +1,6 @@
 """What layers keep of requests: paged keys and values, whose blocks have owners, and states with a slot each."""
 
-from specdec.kv_cache.block_pool import NULL_BLOCK, BlockPool, blocks_for, prefix_hashes
+from specdec.kv_cache.block_pool import NULL_BLOCK, BlockPool, Snapshot, blocks_for
 from specdec.kv_cache.cache import (
     KVLayerSpec,
     LatentCache,
@@ -12,6 +12,7 @@ from specdec.kv_cache.cache import (
     bytes_per_slot,
     num_blocks_in_budget,
 )
+from specdec.kv_cache.prefix import PrefixCounts, prefix_hashes, prefix_root
 from specdec.kv_cache.state import StateCache, StateLayerSpec, copy_states
 
 __all__ = [
@@ -23,7 +24,9 @@ __all__ = [
     "LayerCache",
     "LayerSpec",
     "PagedKVCache",
+    "PrefixCounts",
     "SharedLayerSpec",
+    "Snapshot",
     "StateCache",
     "StateLayerSpec",
     "blocks_for",
@@ -31,4 +34,5 @@ __all__ = [
     "copy_states",
     "num_blocks_in_budget",
     "prefix_hashes",
+    "prefix_root",
 ]

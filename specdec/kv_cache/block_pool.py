@@ -1,8 +1,8 @@
-"""Blocks of the KV cache: allocation, reference counts, and reuse of full prompt blocks by content."""
+"""Blocks of the KV cache: allocation, reference counts, and reuse of full blocks by content."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from hashlib import blake2b
+from typing import NamedTuple
 
 NULL_BLOCK = 0
 """Block that padding rows write to. No request owns it and nothing read from it is used."""
@@ -17,33 +17,23 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
-def prefix_hashes(token_ids: Sequence[int], block_size: int, *, kind: bytes = b"", ahead: int = 0) -> list[bytes]:
-    """One digest per full block with `ahead` tokens behind it; a digest covers `kind` and all tokens up to the last of those.
+class Snapshot(NamedTuple):
+    """Recurrent states from which a sequence goes on behind a block.
 
-    >>> a, b = prefix_hashes([1, 2, 3, 4, 5], 2), prefix_hashes([1, 2, 3, 9], 2)
-    >>> len(a), a[0] == b[0], a[1] == b[1]
-    (2, True, False)
-    >>> prefix_hashes([8, 8, 3, 4], 2)[1] == a[1], prefix_hashes([1, 2], 2, kind=b"long")[0] == a[0]
-    (False, False)
-    >>> a, b = prefix_hashes([1, 2, 3, 4, 5], 2, ahead=1), prefix_hashes([1, 2, 3, 4, 6], 2, ahead=1)
-    >>> a[0] == b[0], a[1] == b[1], len(prefix_hashes([1, 2, 3, 4], 2, ahead=1))
-    (True, False, 1)
+    Attributes:
+        row: of the state caches.
+        pending: tokens before the block's end that the states have not taken in; their inputs lie in the row's ring.
     """
-    digests: list[bytes] = []
-    digest = kind
-    width = block_size + ahead
-    for start in range(0, len(token_ids) - width + 1, block_size):
-        content = ",".join(map(str, token_ids[start : start + width])).encode()
-        digest = blake2b(digest + content, digest_size=16).digest()
-        digests.append(digest)
-    return digests
+
+    row: int
+    pending: int = 0
 
 
 class BlockPool:
     """Hands out blocks `1 .. num_blocks - 1`; block 0 is the null block.
 
     A block is *used* while its reference count is above 0. A free block keeps its content, and its digest if it was published,
-    until `allocate` gives it to someone else; the least recently freed goes first.
+    until `allocate` gives it to someone else: first those that nobody can find, then the least recently freed.
 
     Recurrent layers can go on behind a block only where their states at its end were kept, as a *snapshot*; there are few of
     those, and the least recently used goes first.
@@ -64,21 +54,22 @@ class BlockPool:
         """Takes all blocks back and forgets what they hold."""
         num_blocks = self.num_blocks
         self._ref_counts = [0] * num_blocks
-        self._free: OrderedDict[int, None] = OrderedDict((block, None) for block in range(1, num_blocks))
+        self._unpublished: OrderedDict[int, None] = OrderedDict((block, None) for block in range(1, num_blocks))  # free ones
+        self._published: OrderedDict[int, None] = OrderedDict()  # free ones, the least recently freed first
         self._digest_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
         self._free_rows = list(self._snapshots or ())
-        self._row_of: OrderedDict[int, int] = OrderedDict()  # by block, the least recently used first
+        self._snapshot_of: OrderedDict[int, Snapshot] = OrderedDict()  # by block, the least recently used first
 
     @property
     def num_free(self) -> int:
         """Blocks that can be allocated now."""
-        return len(self._free)
+        return len(self._unpublished) + len(self._published)
 
     @property
     def num_used(self) -> int:
         """Blocks referenced by at least one request."""
-        return self.num_blocks - 1 - len(self._free)
+        return self.num_blocks - 1 - self.num_free
 
     def allocate(self, count: int) -> list[int]:
         """Takes `count` free blocks with a reference count of 1 each and forgets their content.
@@ -86,9 +77,9 @@ class BlockPool:
         Raises:
             RuntimeError: fewer than `count` blocks are free; ask `num_free` first.
         """
-        if count > len(self._free):
-            raise RuntimeError(f"{count} blocks asked for, {len(self._free)} free")
-        taken = [self._free.popitem(last=False)[0] for _ in range(count)]
+        if count > self.num_free:
+            raise RuntimeError(f"{count} blocks asked for, {self.num_free} free")
+        taken = [(self._unpublished or self._published).popitem(last=False)[0] for _ in range(count)]
         for block in taken:
             self._forget(block)
             self._ref_counts[block] = 1
@@ -102,12 +93,12 @@ class BlockPool:
                 raise RuntimeError(f"block {block} released more often than taken")
             self._ref_counts[block] -= 1
             if self._ref_counts[block] == 0:
-                self._free[block] = None
+                (self._published if block in self._digest_of else self._unpublished)[block] = None
                 freed.append(block)
         return freed
 
     def publish(self, block: int, digest: bytes) -> None:
-        """Offers a full, written block for reuse under `digest`; a second block with the same content is not offered."""
+        """Offers a full, written block in use for reuse under `digest`; a second block with the same content is not offered."""
         if digest not in self._block_of and block not in self._digest_of:
             self._digest_of[block] = digest
             self._block_of[digest] = block
@@ -123,34 +114,55 @@ class BlockPool:
             if block is None:
                 break
             found.append(block)
-        while self._snapshots is not None and found and found[-1] not in self._row_of:
+        while self._snapshots is not None and found and found[-1] not in self._snapshot_of:
             found.pop()
         for block in found:
-            self._free.pop(block, None)
+            self._published.pop(block, None)
             self._ref_counts[block] += 1
         return found
 
-    def snapshot_at(self, block: int) -> int:
-        """The row that keeps the states at the end of a block that `match` has found to end in a snapshot."""
-        self._row_of.move_to_end(block)
-        return self._row_of[block]
+    def snapshot_at(self, block: int) -> Snapshot:
+        """The states at the end of a block that `match` has found to end in a snapshot."""
+        self._snapshot_of.move_to_end(block)
+        return self._snapshot_of[block]
 
-    def keep_snapshot(self, block: int) -> int | None:
-        """A row for the states at the end of a block; None where it is not offered for reuse, or has its snapshot."""
-        if not self._snapshots or block not in self._digest_of or block in self._row_of:
-            return None
-        row = self._free_rows.pop() if self._free_rows else self._row_of.popitem(last=False)[1]
-        self._row_of[block] = row
-        return row
+    def takes_snapshot(self, block: int) -> bool:
+        """Whether a block is offered for reuse and has no snapshot yet."""
+        return block in self._digest_of and block not in self._snapshot_of
+
+    @property
+    def has_free_row(self) -> bool:
+        """Whether `take_row` gives a row without taking it from a snapshot."""
+        return bool(self._free_rows)
+
+    def take_row(self) -> int | None:
+        """A row for a snapshot, that of the least recently used one if there is no other; None where all are taken."""
+        if self._free_rows:
+            return self._free_rows.pop()
+        return self._snapshot_of.popitem(last=False)[1].row if self._snapshot_of else None
+
+    def return_row(self, row: int) -> None:
+        """Takes back a row of `take_row` that became no snapshot."""
+        self._free_rows.append(row)
+
+    def keep_snapshot(self, block: int, snapshot: Snapshot) -> None:
+        """Keeps the states at the end of a block that `takes_snapshot`, in a row of `take_row`."""
+        self._snapshot_of[block] = snapshot
+
+    def drop_snapshot(self, block: int) -> None:
+        """Takes back the row of a block's snapshot, if it has one."""
+        if block in self._snapshot_of:
+            self._free_rows.append(self._snapshot_of.pop(block).row)
 
     def discard(self, blocks: Sequence[int]) -> None:
         """Withdraws blocks from reuse by content, for example after their request produced non-finite values."""
         for block in blocks:
             self._forget(block)
+            if block in self._published:
+                self._unpublished[block] = self._published.pop(block)
 
     def _forget(self, block: int) -> None:
         digest = self._digest_of.pop(block, None)
         if digest is not None:
             del self._block_of[digest]
-        if block in self._row_of:
-            self._free_rows.append(self._row_of.pop(block))
+        self.drop_snapshot(block)

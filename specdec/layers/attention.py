@@ -14,6 +14,8 @@ from specdec.layers.linear import Linear
 from specdec.layers.norm import Norm
 from specdec.layers.ops import Heads, Ops
 from specdec.layers.rotary import Angles, Rope
+from specdec.layers.sharded import norm_divided
+from specdec.parallel.group import Group
 
 
 class Rows(NamedTuple):
@@ -55,6 +57,7 @@ class HeadAttention:
         value_dim: numbers of a value head where they are fewer than of a key head. The cache holds zeros behind them, so that to a
             backend keys and values are alike. None for as many.
         value_scale: factor of values.
+        group: ranks that the heads are divided among; None for one that has them all.
     """
 
     qkv: Linear
@@ -64,6 +67,7 @@ class HeadAttention:
     gate: Literal["sigmoid", "softplus"] | None = None
     value_dim: int | None = None
     value_scale: float = 1.0
+    group: Group | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -86,7 +90,11 @@ class HeadAttention:
         if self.wide_norms is not None:
             widths = [spec.num_heads * spec.head_dim, *[spec.num_kv_heads * spec.head_dim] * 2]
             query, key, value = qkv.split_with_sizes(widths, dim=1)
-            qkv = torch.cat([ops.norm(query, self.wide_norms[0]), ops.norm(key, self.wide_norms[1]), value], dim=1)
+            if self.group is None:
+                query, key = ops.norm(query, self.wide_norms[0]), ops.norm(key, self.wide_norms[1])
+            else:
+                query, key = norm_divided((query, key), self.wide_norms, self.group)
+            qkv = torch.cat([query, key, value], dim=1)
         angles = None if self.rope is None else rows.angles[self.rope]
         if angles is not None and angles.factors is not None:
             qkv[:, : spec.num_heads * spec.head_dim].mul_(angles.factors)

@@ -12,6 +12,8 @@ from specdec.layers.linear import Linear
 from specdec.layers.norm import Norm
 from specdec.layers.ops import Join, Ops
 from specdec.layers.router import Router
+from specdec.layers.sharded import summed
+from specdec.parallel.group import Group
 
 
 class FeedForward(Protocol):
@@ -85,6 +87,7 @@ class MixtureOfExperts:
         shared_gate: to one number, whose sigmoid weighs what is shared, or None.
         latent: to what the experts are given, and from what they give back to H; None where both are H.
         weighs_inputs: weights are factors of what experts are given, not of what they put out, as in Llama 4.
+        group: ranks that have parts of every expert, and of what is shared; None for one that has them whole.
     """
 
     router: Router
@@ -93,6 +96,7 @@ class MixtureOfExperts:
     shared_gate: Linear | None = None
     latent: tuple[Linear, Linear] | None = None
     weighs_inputs: bool = False
+    group: Group | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -117,6 +121,8 @@ class MixtureOfExperts:
             if self.shared_gate is not None:
                 shared = shared * ops.project(self.shared_gate, hidden).sigmoid()
             output = output + shared if output.ndim == 2 else torch.cat([output, shared[None].to(output.dtype)])
+        if self.group is not None:
+            output = summed(output, self.group, hidden.dtype)
         return ops.add(output, residual, join, ahead)
 
 
@@ -133,6 +139,7 @@ class MlpBesideExperts:
         experts_norm: of what the experts are given of the stream.
         experts: to choose from.
         output_norm: of what they put out.
+        group: see `MixtureOfExperts`.
     """
 
     mlp: GatedMLP
@@ -143,6 +150,7 @@ class MlpBesideExperts:
     experts_norm: Norm
     experts: Experts
     output_norm: Norm
+    group: Group | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -154,7 +162,9 @@ class MlpBesideExperts:
         weights, ids = ops.route(self.router, ops.norm(residual, self.router_norm))
         weights = weights * self.expert_scale[ids]
         routed = ops.experts(self.experts, ops.norm(residual, self.experts_norm), weights, ids)
-        if routed.ndim == 3:
+        if self.group is not None:
+            routed = summed(routed, self.group, hidden.dtype)
+        elif routed.ndim == 3:
             routed = routed.sum(0).to(hidden.dtype)
         down = self.mlp.down
         product = ops.project(down, ops.gated(self.mlp.gate_up, hidden, self.mlp.activation, down))

@@ -29,6 +29,7 @@ class SamplingPlan(NamedTuple):
         top_logprobs: bound of the likeliest tokens that a request wants with them; a power of two or 0.
         edits: bound of the tokens whose logits a request has changed by itself, see `specdec.sampling.edits`; likewise.
         counted: a request has a presence or a frequency penalty.
+        guided: a request has a grammar.
     """
 
     penalized: bool
@@ -40,6 +41,7 @@ class SamplingPlan(NamedTuple):
     top_logprobs: int = 0
     edits: int = 0
     counted: bool = False
+    guided: bool = False
 
     @property
     def filtered(self) -> bool:
@@ -60,6 +62,7 @@ class SamplingPlan(NamedTuple):
             top_logprobs=power_of_two(max((p.top_logprobs for p in params), default=0)),
             edits=power_of_two(max((num_edits(p) for p in params), default=0)),
             counted=any(p.presence_penalty != 0 or p.frequency_penalty != 0 for p in params),
+            guided=any(p.grammar is not None for p in params),
         )
 
 

@@ -103,7 +103,12 @@ class Answer:
     def _figures(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
         prompt, output = sum(map(len, self.prompts)), sum(len(result.token_ids) for result in results)
         return {
-            "usage": {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output},
+            "usage": {
+                "prompt_tokens": prompt,
+                "completion_tokens": output,
+                "total_tokens": prompt + output,
+                "prompt_tokens_details": {"cached_tokens": sum(result.num_cached_tokens for result in results[:: self.n])},
+            },
             "meta_info": meta_info(results),
             "metrics": {"speculative_decoding": speculative_decoding(results)},
         }

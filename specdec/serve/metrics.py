@@ -46,8 +46,10 @@ class Metrics(Collector):
             yield from self._histograms(prefix)
 
     def _counters(self, prefix: str) -> Iterator[Metric]:
-        totals = self._front.totals
+        totals, cached = self._front.totals, self._front.decoder.engine.prefix_counts
         for name, value, text in (
+            ("prefix_cache_queries", cached.queried, "Tokens looked for in the prefix cache."),
+            ("prefix_cache_hits", cached.found, "Tokens found there."),
             ("prompt_tokens", totals.prompt_tokens, "Prompt tokens of outputs that have begun."),
             ("generation_tokens", totals.output_tokens, "Output tokens."),
             ("spec_decode_num_drafts", totals.drafts, "Verify steps that had drafts."),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 from specdec.config import SamplingParams
+from specdec.grammar.fields import grammar_of
 from specdec.serve.errors import RequestError
 from specdec.serve.protocol import GRAMMAR_FIELDS, ChatRequest, CompletionRequest, Generation
 
@@ -47,7 +47,6 @@ def sampling_params(asked: Generation, *, most: int) -> SamplingParams:
     for name in _SAME:
         value = getattr(asked, name)
         if value is not None:
-            _require_field(name)
             values[name] = value
     if asked.top_k is not None:
         values["top_k"] = 0 if asked.top_k == -1 else asked.top_k  # vLLM's word for all
@@ -60,7 +59,7 @@ def sampling_params(asked: Generation, *, most: int) -> SamplingParams:
         values |= {"logprobs": bool(asked.logprobs), "top_logprobs": asked.top_logprobs or 0 if asked.logprobs else 0}
         if asked.top_logprobs and not asked.logprobs:
             raise RequestError(400, "top_logprobs needs logprobs; set it to true", param="top_logprobs")
-    return SamplingParams(**values, **_grammar(asked))
+    return SamplingParams(**values, grammar=grammar_of({name: getattr(asked, name) for name in GRAMMAR_FIELDS}))
 
 
 def _completion_logprobs(asked: CompletionRequest) -> dict[str, Any]:
@@ -73,18 +72,3 @@ def _completion_logprobs(asked: CompletionRequest) -> dict[str, Any]:
         "top_logprobs": asked.logprobs,
         "prompt_logprobs": asked.logprobs if asked.echo else None,
     }
-
-
-def _grammar(asked: Generation) -> dict[str, Any]:
-    """The grammar that an output has to follow, if any."""
-    fields = {name: getattr(asked, name) for name in GRAMMAR_FIELDS if getattr(asked, name) is not None}
-    if not fields or fields == {"response_format": {"type": "text"}}:
-        return {}
-    _require_field("grammar", next(iter(fields)))
-    grammar = import_module("specdec.grammar.fields").grammar_of(fields)
-    return {"grammar": grammar} if grammar else {}
-
-
-def _require_field(name: str, param: str | None = None) -> None:
-    if name not in SamplingParams.__dataclass_fields__:
-        raise RequestError(400, f"{param or name} is not offered by this server; leave it out", param=param or name)

@@ -137,8 +137,8 @@ def what_leaks(live: Live) -> list[str]:
     gc.collect()
     left = {
         "blocks of the cache": engine.pool.num_used,
+        "sequences of the prefix cache": len(engine.scheduler.prefix._sequences),
         "slots": engine.config.max_num_seqs - len(engine.scheduler._free_slots),
-        "digests": len(engine.scheduler._digests),
         "handles": sum(type(thing) is Handle for thing in gc.get_objects()),
     }
     return [f"{count} {what} are left" for what, count in left.items() if count]

@@ -1,10 +1,10 @@
-"""The kernels of draft trees, compiled for machines that need not be here; see `tests.helpers.compiled_kernels`."""
+"""The kernels of draft trees and of masks, compiled for machines that need not be here; see `tests.helpers.compiled_kernels`."""
 
 from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from specdec.kernels import triton_cache_rows, triton_candidates, triton_trees
+from specdec.kernels import triton_cache_rows, triton_candidates, triton_masks, triton_trees
 from specdec.kernels.triton_argmax import SLICE
 from tests.helpers.triton_interpreter import compile_for
 
@@ -57,5 +57,13 @@ def tree_kernels(target: "Target") -> Iterator[tuple[str, Any]]:
             triton_cache_rows._move_rows_kernel,
             pointers=dict.fromkeys(("entries", "slots", "path"), "i64"),
             constants={"WORD": 8, "ALIGNED": True, "BLOCK": triton_cache_rows.PIECE // 8} | overlap,
+        ),
+    )
+    yield (
+        "masks of grammars",
+        compiled(
+            triton_masks._mask_logits_kernel,
+            pointers={"logits": "bf16", "words": "i32", "places": "i64"},
+            constants={"WORDS": triton_masks.WORDS} | overlap,
         ),
     )

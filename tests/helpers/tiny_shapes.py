@@ -9,12 +9,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 _KINDS = ["sliding_attention", "full_attention"]
 
 
-def shape_configs(common: Mapping[str, Any], window: int) -> dict[str, Callable[[], PreTrainedConfig]]:
+def shape_configs(common: Mapping[str, Any], window: int, *, global_kv_heads: int = 1) -> dict[str, Callable[[], PreTrainedConfig]]:
     """Factories by name: Gemma 4 as its 31B, E2B, 26B-A4B and 12B are, as far as this transformers has them, and Laguna.
 
     Args:
         common: entries of all.
         window: of sliding layers.
+        global_kv_heads: of layers whose values are their keys.
     """
     gemma4: dict[str, Any] = {
         **common,
@@ -27,7 +28,7 @@ def shape_configs(common: Mapping[str, Any], window: int) -> dict[str, Callable[
             "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e5},
         },
     }
-    same = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+    same = {"attention_k_eq_v": True, "num_global_key_value_heads": global_kv_heads}
     no_inputs = {"hidden_size_per_layer_input": 0}
     experts = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24}
     found: dict[str, Callable[[], PreTrainedConfig]] = {

@@ -8,6 +8,7 @@ import torch
 
 from specdec.errors import CheckpointError
 from verifiers.formats.format import Stored
+from verifiers.shares import Share
 from verifiers.weights import COMPUTED
 
 
@@ -27,7 +28,9 @@ def gguf_file(path: Path) -> Path | None:
     return found[0]
 
 
-def read_gguf(path: Path, config: Any, *, device: torch.device, dtype: torch.dtype) -> dict[str, Stored]:
+def read_gguf(
+    path: Path, config: Any, *, device: torch.device, dtype: torch.dtype, share: Share | None = None
+) -> dict[str, Stored]:
     """All weights of a GGUF file.
 
     Args:
@@ -35,6 +38,7 @@ def read_gguf(path: Path, config: Any, *, device: torch.device, dtype: torch.dty
         config: of the model.
         device: where they go.
         dtype: of the model.
+        share: what is wanted of each tensor, once transformers has read the file into the memory of the host; None for all.
 
     Returns:
         Tensors by transformers' names.
@@ -63,4 +67,6 @@ def read_gguf(path: Path, config: Any, *, device: torch.device, dtype: torch.dty
     if missing := sorted(report["missing_keys"]):
         raise CheckpointError(f"{path.name!r} lacks {len(missing)} tensors, the first being {missing[0]!r}; fetch it again")
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    return {name: tensor.detach().to(device) for name, tensor in tensors.items() if not name.endswith(COMPUTED)}
+    whole = {name: tensor.detach() for name, tensor in tensors.items() if not name.endswith(COMPUTED)}
+    parts = whole if share is None else {name: share.part(name, tensor) for name, tensor in whole.items()}
+    return {name: part.to(device) for name, part in parts.items()}

@@ -197,7 +197,7 @@ class TinyHead(nn.Module):
     def __init__(self, first_slot: int = 0, num_candidates: int | None = None) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(1)
-        self.first_slot, self.num_candidates = first_slot, num_candidates
+        self.first_slot, self.num_candidates, self.compares_candidates = first_slot, num_candidates, num_candidates is not None
         self.table, self.right = (nn.Parameter(torch.randn(9, 2, generator=generator)) for _ in "lr")
         self.gate, self.told = (nn.Parameter(torch.randn(6, size, generator=generator)) for size in (2, 1))
 
@@ -233,12 +233,10 @@ def rows_of_a_head(config: LossConfig, head: TinyHead, base_share: float = 0.0) 
         final = torch.stack(edges)
         loss, _, _ = block_loss(final[None], labels[None], valid[None], config)
         based, _, _ = block_loss(base[None], labels[None], valid[None], config)
-        if head.num_candidates is None:
-            total += float(loss * (1 - base_share) + based * base_share)
-        else:
-            total += float(based)
-        q = final.softmax(-1) if head.num_candidates is None else base.softmax(-1)
-        for row in range(3 if head.num_candidates else 0):
+        whole = head.num_candidates is None or config.head_loss == "vocabulary"
+        total += float(loss * (1 - base_share) + based * base_share) if whole else float(based)
+        q = final.softmax(-1) if whole else base.softmax(-1)
+        for row in range(0 if whole else 3):
             chosen = base[row].topk(head.num_candidates or 0).indices.tolist()
             if labels[row] not in chosen:
                 chosen[-1] = int(labels[row])
@@ -258,6 +256,7 @@ def rows_of_a_head(config: LossConfig, head: TinyHead, base_share: float = 0.0) 
         (LossConfig(), TinyHead(), 0.0),
         (LossConfig(gamma=None, confidence=0.5, base_until=1.0), TinyHead(first_slot=1), 0.3),
         (LossConfig(selector=2.0, confidence=0.5), TinyHead(num_candidates=3), 0.0),
+        (LossConfig(head_loss="vocabulary", base_share=0.3), TinyHead(num_candidates=3), 0.3),
     ],
 )
 def test_loss_with_a_head_is_its_definition_and_trains_it(config: LossConfig, head: TinyHead, share: float) -> None:

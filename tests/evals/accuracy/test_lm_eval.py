@@ -241,19 +241,19 @@ def test_a_run_that_died_does_not_repeat_finished_samples(
     folder: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
     """Catches lost samples, half a line at the end of the journal, and a resumed run that decodes everything again."""
-    from evals.accuracy import lm_eval_model
+    from evals.system import LocalSystem
 
-    real = lm_eval_model.answers
+    real = LocalSystem.answers
     decoded: list[Any] = []
 
-    def dying(decoder: Any, prompts: Any, samplings: Any) -> Any:
-        for number, result in real(decoder, prompts, samplings):
+    def dying(system: Any, prompts: Any, samplings: Any) -> Any:
+        for answer in real(system, prompts, samplings):
             if len(decoded) == 4:  # all of the plain side, one of the speculative one
                 raise KeyboardInterrupt
-            decoded.append(number)
-            yield number, result
+            decoded.append(answer.number)
+            yield answer
 
-    monkeypatch.setattr(lm_eval_model, "answers", dying)
+    monkeypatch.setattr(LocalSystem, "answers", dying)
     out = tmp_path / "run"
     assert evaluate(folder, out, "--limit", "3", "-k", "8") == 130
     assert "finished samples are kept" in capsys.readouterr().err
@@ -262,12 +262,12 @@ def test_a_run_that_died_does_not_repeat_finished_samples(
     with journal.open("a", encoding="utf-8") as file:
         file.write('{"key": "cut in the mid')
 
-    def counting(decoder: Any, prompts: Any, samplings: Any) -> Any:
+    def counting(system: Any, prompts: Any, samplings: Any) -> Any:
         decoded.extend(prompts)
-        return real(decoder, prompts, samplings)
+        return real(system, prompts, samplings)
 
     decoded.clear()
-    monkeypatch.setattr(lm_eval_model, "answers", counting)
+    monkeypatch.setattr(LocalSystem, "answers", counting)
     assert evaluate(folder, out, "--limit", "3", "-k", "8") == 0
     assert len(decoded) == 2
     resumed = read_report(out / "report.json")["tasks"][0]

@@ -2,6 +2,7 @@
 
 import argparse
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -15,7 +16,8 @@ from specdec.cli.main import Parser, main
 from specdec.cli.options import engine_config, load_decoder, sampling_params, say_gpu
 from specdec.config import CacheConfig, EngineConfig, LoadConfig, SamplingParams
 from specdec.decoder import SpecDecoder
-from specdec.errors import InvalidInputError
+from specdec.errors import InvalidInputError, SpecDecError
+from specdec.grammar.grammar import Grammar
 from specdec.registry import VERBS
 
 Capture = pytest.CaptureFixture[str]
@@ -163,7 +165,7 @@ def test_options_reach_the_api(monkeypatch: Patch) -> None:
     for config, made in ((SamplingParams, sampling_params(parsed)), (EngineConfig, engine_config(parsed))):
         default = config()
         same = {one.name for one in fields(config) if getattr(made, one.name) == getattr(default, one.name)}
-        assert same <= {"seed", "logit_bias"}, f"{config.__name__} has fields without an option: {same}"
+        assert same <= {"seed", "logit_bias", "grammar"}, f"{config.__name__} has fields without an option: {same}"
     assert sampling_params(parsed) == SamplingParams(
         *(9, 0.7, 5, 0.9, 0.1, 1.2, 4, ("a", "b"), (7,), True, True),
         top_logprobs=2,
@@ -178,6 +180,24 @@ def test_options_reach_the_api(monkeypatch: Patch) -> None:
     )
     assert (asked.pop("target"), asked.pop("drafter")) == ("m", "none")
     assert LoadConfig(**asked) == LoadConfig("cpu", "bfloat16", "torch_ref", 32, "fp8", "model", "bfloat16")
+
+
+def test_grammar(tmp_path: Path) -> None:
+    """Of every kind, also from a file; what is wrong with one is said."""
+    parse = verb_parser("generate").parse
+    (tmp_path / "schema.json").write_text('{"type": "null"}')
+    asked = {
+        "json_object": Grammar.json_object(),
+        f"json_schema:@{tmp_path / 'schema.json'}": Grammar.json_schema({"type": "null"}),
+        "regex:a:b|c": Grammar.regex("a:b|c"),
+        "choice:a:b|c": Grammar.choice(["a:b", "c"]),
+        'ebnf:root ::= "a"': Grammar.ebnf('root ::= "a"'),
+    }
+    for option, grammar in asked.items():
+        assert sampling_params(parse(["x", "--grammar", option])) == SamplingParams(grammar=grammar)
+    for option, message in {"xml:a": "choose one of json_schema", f"regex:@{tmp_path / 'none'}": "cannot be read"}.items():
+        with pytest.raises(SpecDecError, match=message):
+            sampling_params(parse(["x", "--grammar", option]))
 
 
 def test_defaults_are_those_of_the_api(monkeypatch: Patch) -> None:

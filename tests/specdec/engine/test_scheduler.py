@@ -167,8 +167,8 @@ def test_a_newcomer_gets_the_rows_of_its_first_step(verifier: Verifier) -> None:
     """Admitted with less, it would be preempted before its first step, again and again."""
     for num_free, admitted in ((10, 1), (11, 2)):  # 5 blocks each, and one for the first to grow
         pool = BlockPool(1 + num_free)
-        limits = {"block_size": BLOCK, "max_num_seqs": 2, "max_prefill_tokens": 64}
-        scheduler = Scheduler(pool, **limits, prefix_caching=False, num_lookahead_tokens=ROWS)
+        limits: dict[str, Any] = {"block_size": BLOCK, "max_num_seqs": 2, "max_prefill_tokens": 64}
+        scheduler = Scheduler(pool, **limits, num_lookahead_tokens=ROWS)
         for request_id in range(2):
             scheduler.add(Request(request_id, [5] * BLOCK, SamplingParams(), seed=0, max_total_len=40))
         work = scheduler.schedule([], 1)
@@ -274,7 +274,7 @@ def test_no_step_drafts_more_than_anyone_has_left(verifier: Verifier) -> None:
 def test_results_are_read_before_anyone_is_preempted() -> None:
     """Without free blocks and with unread results the scheduler decides nothing; once all is read, the last to arrive goes."""
     pool = BlockPool(6)
-    scheduler = Scheduler(pool, block_size=BLOCK, max_num_seqs=2, max_prefill_tokens=64, prefix_caching=False)
+    scheduler = Scheduler(pool, block_size=BLOCK, max_num_seqs=2, max_prefill_tokens=64)
     requests = [Request(i, [5] * 6, SamplingParams(), seed=0, max_total_len=40) for i in range(2)]
     for request in requests:
         scheduler.add(request)
@@ -297,7 +297,7 @@ def test_results_are_read_before_anyone_is_preempted() -> None:
 
 def test_chunks_are_smaller_beside_requests_that_decode() -> None:
     """Those wait for the chunk; while nobody does, a chunk is as large as it may be."""
-    limits: dict[str, Any] = {"block_size": BLOCK, "max_num_seqs": 2, "max_prefill_tokens": 20, "prefix_caching": False}
+    limits: dict[str, Any] = {"block_size": BLOCK, "max_num_seqs": 2, "max_prefill_tokens": 20}
     scheduler = Scheduler(BlockPool(60), max_tokens_beside=6, **limits)
     requests = [Request(i, [5] * 30, SamplingParams(), seed=0, max_total_len=40) for i in range(2)]
     spans = []
@@ -316,7 +316,7 @@ def test_chunks_are_smaller_beside_requests_that_decode() -> None:
 def test_generated_tokens_are_prefilled_by_themselves() -> None:
     """After a preemption: a backend may round prompts, and must not round what decoding has computed unrounded."""
     pool = BlockPool(60)
-    scheduler = Scheduler(pool, block_size=BLOCK, max_num_seqs=2, max_prefill_tokens=20, prefix_caching=False)
+    scheduler = Scheduler(pool, block_size=BLOCK, max_num_seqs=2, max_prefill_tokens=20)
     requests = [Request(i, [5] * 13, SamplingParams(), seed=0, max_total_len=40) for i in range(2)]
     requests[0].output_token_ids = [6] * 5  # prompt, four generated tokens, and the anchor
     for request in requests:

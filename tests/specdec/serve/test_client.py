@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -197,6 +198,7 @@ def test_models_and_tokens(live: Live, client: openai.OpenAI) -> None:
         ({"prompt": []}, 400, None, "the prompt is empty"),
         ({"echo": True, "logprobs": 1, "stream": True}, 400, "stream", "drop stream"),
         ({"guided_grammar": 3}, 400, "guided_grammar", "guided_grammar is 3"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, 400, None, "several grammars"),
         ({"chat_template": "{{ x }}"}, 400, "chat_template", "the template is the model's own"),
     ],
 )
@@ -226,3 +228,14 @@ def test_an_unknown_field_is_warned_of_once(live: Live, caplog: pytest.LogCaptur
     assert [record.getMessage() for record in caplog.records].count(
         "a request has the field 'colour', which is not known and is left alone"
     ) == 1
+
+
+def test_an_output_follows_a_regex_and_salts_part_the_cache(live: Live) -> None:
+    body = {"prompt": "number: ", "max_tokens": 8, "temperature": 0, "guided_regex": "[0-9]{3}x"}
+    (choice,) = httpx.post(live.url + "/v1/completions", json=body).json()["choices"]
+    assert re.fullmatch("[0-9]{3}x", choice["text"]) and choice["finish_reason"] == "stop"
+    cached = []
+    for salt in ("a", "a", "b"):
+        body = {"prompt": "the same long beginning", "max_tokens": 1, "cache_salt": salt}
+        cached.append(httpx.post(live.url + "/v1/completions", json=body).json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert cached[0] == cached[2] == 0 < cached[1]

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from evals.accuracy.journal import Journal
 from specdec.errors import InvalidInputError
+from specdec.journal import Journal
 
 
 def test_records_survive_and_half_a_line_does_not(tmp_path: Path) -> None:

@@ -1,0 +1,161 @@
+"""`specdec bench --ray`: the same sweep, answered by the engines of a cluster."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from evals.bench.bench import PLAIN, Bench, BenchConfig, DraftCount, row_of
+from evals.peers.peer import Peer
+from evals.prompt_sets import PromptSet
+from evals.report.provenance import provenance
+from evals.report.report import new_report
+from evals.report.table import side_name
+from evals.roofline import measured_bandwidth
+from evals.runner import Answer, Pass, most_tokens
+from evals.speed import Speed
+from specdec.cluster.config import EngineSpec
+from specdec.cluster.origin import machine_of, origin
+from specdec.cluster.pool import Pool
+from specdec.cluster.rows import Row
+from specdec.config import SamplingParams
+from specdec.decoder import SpecDecoder
+from specdec.engine.outputs import GenerationResult
+from specdec.errors import SpecDecError
+from specdec.journal import Journal
+from specdec.provenance import command_line
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is running, and how many of how many conversations are done."""
+
+
+class Plan(NamedTuple):
+    """What one of the machines finds out for all: whether the sweep can be run, and what it is run with."""
+
+    drafters: list[str]
+    longest: list[int]
+    bandwidth: float
+    provenance: dict[str, Any]
+    machine: dict[str, Any]
+
+
+def make_plan(decoder: SpecDecoder, config: BenchConfig) -> Plan:
+    """Checks a sweep with the target and every drafter.
+
+    Raises:
+        SpecDecError: see `Bench`.
+    """
+    drafters = list(Bench(decoder, config).drafters)
+    limit = decoder.verifier.max_model_len
+    return Plan(
+        drafters,
+        [min(most_tokens(decoder, one, config.max_tokens, raw=config.raw), limit) for one in config.sets],
+        measured_bandwidth(decoder.verifier.device),
+        provenance(decoder, drafters),
+        machine_of(origin(decoder)),
+    )
+
+
+@dataclass(slots=True)
+class _Side:
+    """One way of decoding, see `evals.bench.bench.Measured`. Seconds are those of all engines together."""
+
+    drafter: str
+    spec: EngineSpec
+    k: int | str = 0
+    passes: list[Pass] = field(default_factory=list)
+    peer: Peer | None = None
+    time_split: dict[str, float] | None = None
+
+    @property
+    def speed(self) -> Speed:
+        return Speed([one.num_tokens for one in self.passes], [one.seconds for one in self.passes])
+
+
+class ClusterBench:
+    """A sweep whose conversations are spread over engines. Speeds are those of one engine, whatever their number.
+
+    Args:
+        pool: its spec names the target, and no drafter.
+        config: what is measured, without peers.
+        path: journal of finished conversations; None keeps none.
+        progress: follows every pass.
+
+    Raises:
+        SpecDecError: see `make_plan`, `Pool` and `Journal`.
+    """
+
+    def __init__(self, pool: Pool, config: BenchConfig, *, path: Path | None = None, progress: Progress | None = None) -> None:
+        self._pool, self._config, self._progress = pool, config, progress
+        self._plan = pool.call(make_plan, config)
+        self._journal = Journal(path, {"model": pool.spec.model} | self._plan.machine, command="bench")
+
+    def run(self) -> Iterator[dict[str, Any]]:
+        """Measures cell by cell, as `Bench.run` does; every pass makes its engines anew."""
+        config, engines = self._config, self._pool.config.engines
+        origin = self._plan.provenance | {"command": command_line()}
+        report = new_report("specdec-bench", origin, config.settings | {"num_engines": engines})
+        report |= {"bandwidth": self._plan.bandwidth, "rows": []}
+        cells = list(product(zip(config.sets, self._plan.longest, strict=True), config.temperatures, config.concurrencies))
+        for number, ((prompts, longest), temperature, concurrency) in enumerate(cells, start=1):
+            sampling = config.sampling(temperature)
+            sides = self._sides(longest, concurrency, sampling)
+            for repeat, side in product(range(config.repeats), sides):
+                title = f"{prompts.name} T={temperature:g} c={concurrency} {side_name(side.drafter, side.k, len(side.drafter))}"
+                side.passes.append(self._pass(side, prompts, sampling, repeat, f"{title} {repeat + 1}/{config.repeats}"))
+            key = {"prompt_set": prompts.name, "temperature": temperature, "concurrency": concurrency}
+            report["rows"] += [key | row_of(side, sides[0]) | {"roofline": None, "tree_step": None} for side in sides]
+            report["complete"] = number == len(cells)
+            yield report
+
+    def _sides(self, longest: int, concurrency: int, sampling: SamplingParams) -> list[_Side]:
+        config = self._config
+        kinds: list[tuple[str, DraftCount, int | None]] = [(PLAIN, None, None)]
+        kinds += [(drafter, k, None) for drafter, k in product(self._plan.drafters, config.num_draft_tokens)]
+        kinds += [(drafter, None, tree) for drafter, tree in product(self._plan.drafters, config.trees)]
+        return [
+            _Side(
+                drafter,
+                replace(
+                    self._pool.spec,
+                    drafter=drafter,
+                    engine=config.engine(concurrency, longest, k, tree),
+                    warm_up=sampling if config.warmup else None,
+                ),
+            )
+            for drafter, k, tree in kinds
+        ]
+
+    def _pass(self, side: _Side, prompts: PromptSet, sampling: SamplingParams, repeat: int, title: str) -> Pass:
+        raw, rows = self._config.raw, list[Row]()
+        for index, item in enumerate(prompts.items):
+            first: Any = item.turns[0] if raw else [{"role": "user", "content": item.turns[0]}]
+            own, follow_ups = replace(sampling, seed=(sampling.seed or 0) + index), () if raw else item.turns[1:]
+            parts = json.dumps([prompts.sha256, index, raw, repr(own), asdict(side.spec), repeat])
+            rows.append(Row(hashlib.sha256(parts.encode()).hexdigest()[:32], first, own, follow_ups))
+        wrong = []
+        missing = [row for row in rows if self._journal.get(row.key) is None]
+        item_of = {row.key: item.item_id for row, item in zip(rows, prompts.items, strict=True)}
+        for done, answer in enumerate(self._pool_of(side).answers(missing, self._plan.machine), start=1 + len(rows) - len(missing)):
+            if answer.error is None:
+                self._journal.add(answer.key, answer.record | {"k": answer.origin["k"]})
+            else:
+                wrong.append(f"{prompts.name} {item_of[answer.key]}: {answer.error}")
+            if self._progress:
+                self._progress(title, done, len(rows))
+        if wrong:  # after all others, which the journal now has
+            raise SpecDecError(wrong[0] + (f" (and {len(wrong) - 1} more)" if wrong[1:] else ""))
+        records = [record for row in rows if (record := self._journal.get(row.key))]
+        side.k = records[0]["k"]
+        turns = [[GenerationResult.from_dict(one) for one in record["results"]] for record in records]
+        results = [one[turn] for turn in range(prompts.num_turns) for one in turns if turn < len(one)]
+        answers = [Answer(one.prompt_token_ids, one.token_ids, one.stats) for one in results]
+        return Pass(answers, sum(record["seconds"] for record in records))
+
+    def _pool_of(self, side: _Side) -> Pool:
+        return replace(self._pool, spec=side.spec)

@@ -1,0 +1,143 @@
+"""What answers the prompts of an evaluation: an engine in this process, or the engines of a cluster."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import astuple, dataclass, replace
+from typing import Any, Protocol
+
+from evals.divergence import Divergence, explain_divergence
+from specdec.cluster.pool import Pool
+from specdec.cluster.rows import Row
+from specdec.config import SamplingParams
+from specdec.decoder import SpecDecoder
+from specdec.engine.outputs import GenerationResult
+
+WARMUP_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """An answer.
+
+    Attributes:
+        number: of its prompt.
+        result: what it is.
+        seconds: since the answer before it, of the same engine; the sum over all of them is the time of decoding.
+    """
+
+    number: int
+    result: GenerationResult
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """Two greedy outputs of one prompt that part; see `evals.divergence.explain_divergence`."""
+
+    index: int
+    position: int
+    prompt: list[int]
+    plain: list[int]
+    speculative: list[int]
+
+
+class System(Protocol):
+    """A target with a drafter, wherever it decodes.
+
+    Attributes:
+        name: of the target.
+        tokenizer: its own.
+        settings: k, max_num_seqs and max_model_len, as far as answers depend on them.
+    """
+
+    name: str
+    tokenizer: Any
+    settings: dict[str, Any]
+
+    def plain(self) -> System:
+        """The same without a drafter."""
+
+    def warm_up(self) -> None:
+        """Decodes a little, so that no answer's time has what only the first one takes."""
+
+    def answers(self, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams]) -> Iterator[Timed]:
+        """Answers as they are finished, of prompts that each have their own sampling.
+
+        Raises:
+            SpecDecError: see the system.
+        """
+
+    def explain(self, partings: Sequence[Parting]) -> list[Divergence]:
+        """What the target made of the tokens before each parting."""
+
+
+class LocalSystem:
+    """One engine; a prompt that cannot be served raises before anything is decoded."""
+
+    def __init__(self, decoder: SpecDecoder) -> None:
+        engine = decoder.engine
+        self.decoder, self.name, self.tokenizer = decoder, decoder.verifier.name, decoder.tokenizer
+        self.settings = {"k": engine.k, "max_num_seqs": engine.config.max_num_seqs, "max_model_len": engine.max_model_len}
+
+    def plain(self) -> LocalSystem:
+        """See `SpecDecoder.plain`."""
+        return LocalSystem(self.decoder.plain())
+
+    def warm_up(self) -> None:
+        """See `System`."""
+        self.decoder.generate([self.tokenizer.eos_token_id], SamplingParams(max_tokens=WARMUP_TOKENS, ignore_eos=True))
+
+    def answers(self, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams]) -> Iterator[Timed]:
+        """See `System`; closing the iterator early cancels what is unfinished."""
+        pairs, last = list(zip(prompts, samplings, strict=True)), time.perf_counter()
+        for prompt, sampling in pairs:
+            self.decoder.engine.check(prompt, sampling)
+        with closing(self.decoder.session.map(pairs)) as chunks:
+            for chunk in chunks:
+                assert chunk.result is not None, "only the end of an answer is asked for"
+                now = time.perf_counter()
+                yield Timed(chunk.index, chunk.result, now - last)
+                last = now
+
+    def explain(self, partings: Sequence[Parting]) -> list[Divergence]:
+        """See `System`."""
+        return _explain(self.decoder, partings)
+
+
+class ClusterSystem:
+    """Engines of a cluster; seconds are those of all of them together.
+
+    Args:
+        pool: the engines.
+        tokenizer: the target's.
+        origin: what every engine has to say of itself; another one's answers are refused.
+    """
+
+    def __init__(self, pool: Pool, tokenizer: Any, origin: dict[str, Any]) -> None:
+        self.name, self.tokenizer = pool.spec.model, tokenizer
+        self.settings = {name: origin[name] for name in ("k", "max_num_seqs", "max_model_len")}
+        self._pool, self._origin = pool, origin
+
+    def plain(self) -> ClusterSystem:
+        """See `System`."""
+        return ClusterSystem(replace(self._pool, spec=self._pool.spec.plain()), self.tokenizer, self._origin | {"k": 0})
+
+    def warm_up(self) -> None:
+        """Nothing, because every engine does so when it is made."""
+
+    def answers(self, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams]) -> Iterator[Timed]:
+        """See `System`; an answer may be an error."""
+        rows = [Row(str(number), *one) for number, one in enumerate(zip(prompts, samplings, strict=True))]
+        for answer in self._pool.answers(rows, self._origin):
+            yield Timed(int(answer.key), answer.results[0], answer.seconds)
+
+    def explain(self, partings: Sequence[Parting]) -> list[Divergence]:
+        """See `System`; one of the machines does it."""
+        return self._pool.call(_explain, partings) if partings else []
+
+
+def _explain(decoder: SpecDecoder, partings: Sequence[Parting]) -> list[Divergence]:
+    return [explain_divergence(decoder, *astuple(parting)) for parting in partings]

@@ -1,0 +1,117 @@
+"""Where the answers of `specdec generate` come from: an engine here or those of a cluster, and what an earlier run has left."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specdec.cli.options import load_decoder, load_pool
+from specdec.cli.prompts import Prompt, model_inputs
+from specdec.cli.summary import counted, describe_drafts
+from specdec.config import EngineConfig, SamplingParams
+from specdec.packages import require_ours
+from specdec.registry import TOKENIZERS, drafter_name, resolve
+
+if TYPE_CHECKING:
+    from specdec.engine.outputs import StreamChunk
+
+COMMAND = "generate"
+
+
+class LocalAnswers:
+    """Chunks of one engine in this process, finished answers of an earlier run first.
+
+    Args:
+        args: options of `specdec generate`.
+        prompts, sampling, engine: made of them.
+
+    Raises:
+        SpecDecError: the model, the drafter or the journal is wrong.
+    """
+
+    def __init__(self, args: argparse.Namespace, prompts: Sequence[Prompt], sampling: SamplingParams, engine: EngineConfig) -> None:
+        from specdec.cluster.origin import origin
+        from specdec.journal import Journal
+
+        decoder = load_decoder(args, args.drafter, engine)
+        self._decoder, self._sampling = decoder, sampling
+        self._inputs = model_inputs(prompts, decoder.tokenizer, raw=args.raw, system=args.system)
+        self._keys = _keys(self._inputs, sampling)
+        settings = _asked(args) | origin(decoder) if args.out else {}
+        self._journal = Journal(Path(args.out) if args.out else None, settings, command=COMMAND)
+        self.drafts = describe_drafts(decoder, drafter_name(args.drafter, args.model))
+        self.timer = decoder.engine.timer
+
+    def __iter__(self) -> Iterator[StreamChunk]:
+        """Chunks as they come."""
+        missing = []
+        for index, key in enumerate(self._keys):
+            if record := self._journal.get(key):
+                yield _stored(index, record)
+            else:
+                missing.append(index)
+        if not missing:
+            return
+        inputs = [self._inputs[index] for index in missing]
+        # One input alone raises what is wrong with it; among several, it fails without stopping the others.
+        for chunk in self._decoder.stream(inputs if len(self._inputs) > 1 else inputs[0], self._sampling):
+            chunk.index = missing[chunk.index]
+            if chunk.result is not None and chunk.result.error is None:
+                self._journal.add(self._keys[chunk.index], {"results": [asdict(chunk.result)]})
+            yield chunk
+
+
+class ClusterAnswers:
+    """The same of a cluster, where an answer is one chunk; the tokenizer alone is loaded here."""
+
+    timer = None
+
+    def __init__(self, args: argparse.Namespace, prompts: Sequence[Prompt], sampling: SamplingParams, engine: EngineConfig) -> None:
+        from specdec.cluster.journal import ClusterJournal
+        from specdec.cluster.rows import Row
+
+        require_ours("drafters", "verifiers")
+        tokenizer = resolve(TOKENIZERS, "hf", "tokenizer")(args.model)
+        inputs = model_inputs(prompts, tokenizer, raw=args.raw, system=args.system)
+        self._rows = [Row(key, given, sampling) for key, given in zip(_keys(inputs, sampling), inputs, strict=True)]
+        self._journal = ClusterJournal(Path(args.out) if args.out else None, _asked(args), command=COMMAND)
+        self._pool = load_pool(args, args.drafter, engine)
+        engines = counted(self._pool.config.engines or 0, "engine")
+        self.drafts = f"drafter {drafter_name(args.drafter, args.model)}, {engines}"
+
+    def __iter__(self) -> Iterator[StreamChunk]:
+        """Answers as they come."""
+        index_of = {row.key: index for index, row in enumerate(self._rows)}
+        for key, index in index_of.items():
+            if record := self._journal.get(key):
+                yield _chunk(index, record["results"][0])
+        for answer in self._journal.run(self._pool, self._rows):
+            yield _chunk(index_of[answer.key], answer.results[0])
+
+
+def _asked(args: argparse.Namespace) -> dict[str, Any]:
+    """What answers depend on beside their keys, as far as the command says it."""
+    return {"model": args.model, "drafter": drafter_name(args.drafter, args.model), "tree_nodes": args.tree_nodes}
+
+
+def _keys(inputs: Sequence[Any], sampling: SamplingParams) -> list[str]:
+    """One key per input: of its place, of what the tokenizer is given, and of how it is decoded."""
+    parts = (json.dumps([index, given, repr(sampling)]) for index, given in enumerate(inputs))
+    return [hashlib.sha256(part.encode()).hexdigest()[:32] for part in parts]
+
+
+def _stored(index: int, record: dict[str, Any]) -> StreamChunk:
+    from specdec.engine.outputs import GenerationResult
+
+    return _chunk(index, GenerationResult.from_dict(record["results"][0]))
+
+
+def _chunk(index: int, result: Any) -> StreamChunk:
+    from specdec.engine.outputs import StreamChunk
+
+    return StreamChunk(index, result.text, result.token_ids, result)

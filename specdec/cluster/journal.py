@@ -1,0 +1,50 @@
+"""Finished answers of a cluster's run on disk: the driver writes them, and they are left out of the next run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from specdec.cluster.pool import Pool
+from specdec.cluster.rows import Answer, Row
+from specdec.engine.outputs import GenerationResult
+from specdec.journal import Journal, settings_of
+
+
+class ClusterJournal:
+    """A journal whose settings name what the engines say of themselves, which the driver hears with the first answer.
+
+    Args:
+        path: the file; None keeps nothing.
+        asked: settings that the command says; a journal begun with others is refused.
+        command: of specdec, whose journal it is.
+
+    Raises:
+        InvalidInputError: see `Journal`.
+    """
+
+    def __init__(self, path: Path | None, asked: dict[str, Any], *, command: str) -> None:
+        self._path, self._asked, self._command = path, asked, command
+        self.origin = {name: value for name, value in settings_of(path).items() if name not in asked}
+        self._journal = Journal(path, asked | self.origin, command=command)
+
+    def get(self, key: str) -> dict[str, Any] | None:
+        """The record under `key`: `results`, and the `seconds` of the engines."""
+        found = self._journal.get(key)
+        return found and {**found, "results": [GenerationResult.from_dict(one) for one in found["results"]]}
+
+    def run(self, pool: Pool, rows: Sequence[Row]) -> Iterator[Answer]:
+        """Answers of the rows that have no record, stored at once; one with an error is not, so the next run asks it again.
+
+        Raises:
+            SpecDecError: see `Pool.answers`; an engine unlike those that began the journal as well.
+        """
+        missing = [row for row in rows if self._journal.get(row.key) is None]
+        for answer in pool.answers(missing, self.origin or None):
+            if not self.origin:
+                self.origin = answer.origin
+                self._journal = Journal(self._path, self._asked | self.origin, command=self._command)
+            if answer.error is None:
+                self._journal.add(answer.key, answer.record)
+            yield answer

@@ -1,0 +1,173 @@
+"""The driver's side of a cluster: rows out, answers in, as they are done."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from math import ceil
+from typing import Any, TypeVar
+
+from specdec.cluster.config import ClusterConfig, EngineSpec
+from specdec.cluster.origin import check_same
+from specdec.cluster.rows import Answer, Row
+from specdec.errors import InvalidInputError, SpecDecError
+from specdec.packages import install_command
+
+Found = TypeVar("Found")
+
+MOST_BLOCKS = 1000
+"""Calls that a run is cut into; beyond it a call has several rows, up to `MOST_ROWS`."""
+MOST_ROWS = 8
+"""Rows of a call, whose answers leave an engine together."""
+
+
+def connect(address: str) -> None:
+    """Joins a Ray cluster, once.
+
+    Args:
+        address: of its head, as `ray.init` takes it; "" takes the one of this machine or of RAY_ADDRESS, and starts one where there
+            is none.
+
+    Raises:
+        InvalidInputError: Ray is not installed.
+        SpecDecError: there is no cluster at the address.
+    """
+    if find_spec("ray") is None:
+        raise InvalidInputError(f"--ray needs Ray, which is not installed; run: {install_command('ray')}")
+    import ray
+    import ray.data
+
+    if not ray.is_initialized():
+        try:
+            ray.init(address=address or None, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=None)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise SpecDecError(f"no Ray cluster answers at {address or 'this machine'!r}: {_line(error)}") from error
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # what goes wrong is told in one line below
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = context.enable_operator_progress_bars = context.print_on_execution_start = False
+    context.execution_no_progress_timeout_s = -1  # an answer may take as long as it takes
+    context.max_errored_blocks = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Engines of a cluster that is connected.
+
+    Attributes:
+        config: how many, see `ClusterConfig.placed`.
+        spec: what each loads.
+    """
+
+    config: ClusterConfig
+    spec: EngineSpec
+
+    @classmethod
+    def of(cls, address: str, config: ClusterConfig, spec: EngineSpec) -> Pool:
+        """Connects, and fits the config to the cluster.
+
+        Raises:
+            SpecDecError: see `connect` and `ClusterConfig.placed`.
+        """
+        connect(address)
+        import ray
+
+        there, machines = ray.cluster_resources(), sum(node["Alive"] for node in ray.nodes())
+        return cls(config.placed(gpus=there.get("GPU", 0), cpus=there.get("CPU", 0), machines=machines), spec)
+
+    @property
+    def _resources(self) -> dict[str, Any]:
+        gpus = {"num_gpus": self.config.gpus_per_engine} if self.config.gpus_per_engine else {}
+        return {"num_cpus": self.config.cpus_per_engine, **gpus}
+
+    def call(self, function: Callable[..., Found], *args: Any) -> Found:
+        """What `function(decoder, *args)` gives on one of the machines, with a decoder of its own.
+
+        Raises:
+            SpecDecError: the function's own, or Ray could not run it.
+        """
+        import ray
+
+        task = ray.remote(max_calls=1, max_retries=0, **self._resources)(_with_decoder)
+        with _ray_errors():
+            found: Found = ray.get(task.remote(self.spec, function, *args))
+        return found
+
+    def answers(self, rows: Sequence[Row], expected: dict[str, Any] | None = None) -> Iterator[Answer]:
+        """Answers of rows in any order, each once.
+
+        Args:
+            rows: with keys of their own.
+            expected: what every engine has to say of itself, or a part of that; the first one's answer says the rest.
+
+        Raises:
+            SpecDecError: an engine cannot be made, or is unlike the others.
+        """
+        if not rows:
+            return
+        import ray.data
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        from specdec.cluster.engine import Engine
+        from specdec.cluster.ledger import Ledger
+
+        assert self.config.engines is not None, "a pool is made by `of`"
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        ledger = ray.remote(Ledger).options(num_cpus=0, scheduling_strategy=here).remote()
+        per_call = min(MOST_ROWS, ceil(len(rows) / MOST_BLOCKS))
+        calls = ceil(2 * self.spec.engine.max_num_seqs / per_call)  # enough that no engine waits for rows
+        waiting = {row.key for row in rows}
+        assert len(waiting) == len(rows), "keys are unique"
+        with _ray_errors():
+            data = ray.data.from_items(
+                [{"row": row.to_json()} for row in rows], override_num_blocks=ceil(len(rows) / per_call)
+            ).map_batches(
+                Engine,
+                fn_constructor_args=(self.spec, ledger),
+                batch_size=per_call,
+                compute=ray.data.ActorPoolStrategy(
+                    size=min(self.config.engines, len(rows)),
+                    max_tasks_in_flight_per_actor=calls,
+                    max_concurrent_calls_per_actor=calls,
+                ),
+                **self._resources,
+            )
+            for text in data.iter_rows():
+                answer = Answer.from_json(text["answer"])
+                check_same(expected or {}, answer.origin, answer.node)
+                expected = answer.origin
+                waiting.remove(answer.key)
+                yield answer
+        if waiting:
+            raise SpecDecError(f"Ray ended the run and {len(waiting)} of {len(rows)} prompts have no answer; run again")
+
+
+def _with_decoder(spec: EngineSpec, function: Callable[..., Found], *args: Any) -> Found:
+    """The task of `Pool.call`."""
+    from specdec.cluster.engine import load
+
+    return function(load(spec), *args)
+
+
+@contextmanager
+def _ray_errors() -> Iterator[None]:
+    """Errors of ours as they are, and Ray's as one line."""
+    from ray.exceptions import RayError
+
+    try:
+        yield
+    except RayError as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, SpecDecError) and not isinstance(cause, RayError):  # Ray makes an error that is both
+                raise cause from error
+            cause = getattr(cause, "cause", None) or cause.__cause__
+        raise SpecDecError(f"Ray ended the run: {_line(error)}; what is finished is kept, and the same command goes on") from error
+
+
+def _line(error: BaseException) -> str:
+    """The last line of an error that says something, without what Ray puts around it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1][:300] if lines else type(error).__name__

@@ -1,0 +1,90 @@
+"""What travels between the driver and the engines, as JSON text: lists of any length, and no types of a table format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from specdec.config import SamplingParams
+from specdec.engine.outputs import GenerationResult
+from specdec.errors import SpecDecError
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A conversation to be answered.
+
+    Attributes:
+        key: names it in a journal; no two rows of a run share one.
+        prompt: text, token ids or chat messages.
+        sampling: how to decode every turn.
+        follow_ups: what the user says next, each behind the answer before it; only after chat messages.
+    """
+
+    key: str
+    prompt: str | Sequence[int] | Sequence[dict[str, str]]
+    sampling: SamplingParams
+    follow_ups: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Row:
+        """The row of a line."""
+        given = json.loads(text)
+        return cls(given["key"], given["prompt"], SamplingParams(**given["sampling"]), tuple(given["follow_ups"]))
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What became of a row.
+
+    Attributes:
+        key: of the row.
+        results: one per turn; the last one has an `error` where the row could not be served.
+        seconds: for which its engine was busy since the answer before it, or since it was idle; the sum over all answers is the
+            time of all engines together.
+        origin: settings of its engine, see `specdec.cluster.origin`; the same for all answers of a run.
+        node: address of the machine.
+    """
+
+    key: str
+    results: list[GenerationResult]
+    seconds: float
+    origin: dict[str, Any]
+    node: str
+
+    @property
+    def error(self) -> str | None:
+        """Why the row could not be served, in one line."""
+        return self.results[-1].error
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Answer:
+        """The answer of a line.
+
+        Raises:
+            SpecDecError: the line is `refusal_to_json`'s.
+        """
+        given = json.loads(text)
+        if "refusal" in given:
+            raise SpecDecError(given["refusal"])
+        return cls(**{**given, "results": [GenerationResult.from_dict(one) for one in given["results"]]})
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What a journal keeps of it."""
+        return {"results": [asdict(result) for result in self.results], "seconds": self.seconds}
+
+
+def refusal_to_json(error: SpecDecError) -> str:
+    """The line of an engine that cannot be made."""
+    return json.dumps({"refusal": str(error)})

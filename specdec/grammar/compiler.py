@@ -1,0 +1,133 @@
+"""Compiling grammars for one tokenizer, in threads, so that no step waits for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import cached_property
+from importlib.util import find_spec
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from specdec.errors import InvalidInputError
+from specdec.grammar.grammar import Grammar
+from specdec.grammar.progress import GrammarProgress
+from specdec.packages import install_command
+
+if TYPE_CHECKING:
+    import xgrammar
+    from transformers import PreTrainedTokenizerBase
+
+THREADS = 2
+"""Grammars that are compiled at once."""
+
+CACHE_BYTES = 2**28
+"""Of compiled grammars that are kept."""
+
+MOST_KEPT = 1024
+"""Grammars whose requests find them compiled."""
+
+WHITESPACE = 16
+"""Characters of white space between two parts of JSON: a line's end and its indentation, not a page of blanks."""
+
+
+class GrammarCompiler:
+    """Compiles grammars and keeps them.
+
+    Args:
+        tokenizer: of the target.
+        vocab_size: V, numbers in a row of the target's logits.
+        eos_token_ids: what may follow a complete output, and ends it.
+        in_threads: compile beside the engine's steps; otherwise at once, so that engines that are to do the same can.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: Sequence[int], *, in_threads: bool = True
+    ) -> None:
+        self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, tuple(eos_token_ids)
+        self._in_threads = in_threads
+        self._compiled: dict[Grammar, Future[xgrammar.CompiledGrammar]] = {}
+        self._lock = Lock()
+
+    def check(self) -> None:
+        """Whether there can be grammars.
+
+        Raises:
+            InvalidInputError: xgrammar is not installed, or the target has no end-of-sequence token.
+        """
+        if find_spec("xgrammar") is None:
+            raise InvalidInputError(f"a grammar needs xgrammar, which is not installed; run: {install_command('grammar')}")
+        if not self._eos_token_ids:
+            raise InvalidInputError("a grammar needs an end-of-sequence token and the target has none; decode without a grammar")
+
+    def start(self, grammar: Grammar) -> GrammarProgress:
+        """Where an output stands before its first token. Its grammar may be ready only later."""
+        with self._lock:
+            future = self._compiled.get(grammar)
+            if future is None:
+                while len(self._compiled) >= MOST_KEPT:
+                    del self._compiled[next(iter(self._compiled))]
+                future = self._compiled[grammar] = self._submit(grammar)
+        return GrammarProgress(future, self._eos_token_ids)
+
+    def _submit(self, grammar: Grammar) -> Future[xgrammar.CompiledGrammar]:
+        if self._in_threads:
+            return self._threads.submit(self._compile, grammar)
+        future: Future[xgrammar.CompiledGrammar] = Future()
+        try:
+            future.set_result(self._compile(grammar))
+        except InvalidInputError as error:
+            future.set_exception(error)
+        return future
+
+    @cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(THREADS, thread_name_prefix="specdec grammar")
+
+    @cached_property
+    def _library(self) -> Any:
+        """xgrammar's compiler for this tokenizer. What is made of its vocabulary takes a moment, so it is made once."""
+        import xgrammar
+
+        info = xgrammar.TokenizerInfo.from_huggingface(
+            self._tokenizer, vocab_size=self._vocab_size, stop_token_ids=list(self._eos_token_ids)
+        )
+        return xgrammar.GrammarCompiler(info, max_threads=THREADS, cache_limit_bytes=CACHE_BYTES)
+
+    def _compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
+        """Compiles; in a thread.
+
+        Raises:
+            InvalidInputError: xgrammar refuses the grammar.
+        """
+        library = self._library
+        try:
+            match grammar.kind:
+                case "json_schema":
+                    return library.compile_json_schema(grammar.text, max_whitespace_cnt=WHITESPACE)
+                case "json_object":
+                    return library.compile_json_schema('{"type": "object"}', max_whitespace_cnt=WHITESPACE, strict_mode=False)
+                case "regex":
+                    return library.compile_regex(grammar.text)
+                case "choice":
+                    return library.compile_grammar(f"root ::= {' | '.join(map(_literal, json.loads(grammar.text)))}")
+                case "ebnf":
+                    return library.compile_grammar(grammar.text)
+        except Exception as error:  # of the library's own types, and others
+            reason = str(error).strip().splitlines()[-1].rpartition(".cc:")[2] or type(error).__name__
+            raise InvalidInputError(f"the grammar of kind {grammar.kind} cannot be compiled: {reason}") from error
+
+
+def wait_for(futures: Iterable[Future[Any]], seconds: float) -> None:
+    """Waits until one of them is done, but no longer than so many seconds."""
+    wait(list(futures), timeout=seconds, return_when=FIRST_COMPLETED)
+
+
+def _literal(text: str) -> str:
+    """A string in GBNF, whose escapes are those of JSON.
+
+    >>> _literal('say "a"')
+    '"say \\\\"a\\\\""'
+    """
+    return json.dumps(text, ensure_ascii=False)

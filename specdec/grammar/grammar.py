@@ -1,0 +1,89 @@
+"""What an output must look like."""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from specdec.errors import InvalidInputError
+from specdec.grammar.schema import unsupported
+
+Kind = Literal["json_schema", "json_object", "regex", "choice", "ebnf"]
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """The form of one output; make it with one of the functions below. Equal grammars are compiled once.
+
+    Attributes:
+        kind: how `text` is read.
+        text: a JSON schema, a regular expression, a list of strings as JSON, or rules in GBNF, whose first is called root; empty
+            for any JSON object.
+
+    Raises:
+        InvalidInputError: nothing could ever match it, or xgrammar would not hold to all that it asks for.
+
+    >>> Grammar.choice(["yes", "no"])
+    Grammar(kind='choice', text='["yes", "no"]')
+    """
+
+    kind: Kind
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise InvalidInputError(f"the grammar's kind is {self.kind!r}; choose one of {', '.join(get_args(Kind))}")
+        if not isinstance(self.text, str) or bool(self.text) == (self.kind == "json_object"):
+            raise InvalidInputError(f"the text of a grammar of kind {self.kind} is {reprlib.repr(self.text)}; it must be a string")
+        if self.kind == "choice":
+            choices = _parsed("the list of choices", self.text)
+            if not isinstance(choices, list) or not choices or not all(isinstance(one, str) and one for one in choices):
+                raise InvalidInputError(
+                    f"choices are {reprlib.repr(choices)}; give a list of at least one string, none of them empty"
+                )
+        if self.kind == "json_schema":
+            reasons = unsupported(_parsed("the JSON schema", self.text))
+            if reasons:
+                raise InvalidInputError(f"the JSON schema asks for what cannot be held to: {'; '.join(reasons)}; leave that out")
+
+    @classmethod
+    def json_schema(cls, schema: str | bool | Mapping[str, Any]) -> Grammar:
+        """JSON that a schema describes. Keys come in the order of `properties`, and none that the schema does not name."""
+        return cls("json_schema", schema if isinstance(schema, str) else _written("the JSON schema", schema))
+
+    @classmethod
+    def json_object(cls) -> Grammar:
+        """Any JSON object."""
+        return cls("json_object")
+
+    @classmethod
+    def regex(cls, pattern: str) -> Grammar:
+        """What a regular expression matches from its first to its last character."""
+        return cls("regex", pattern)
+
+    @classmethod
+    def choice(cls, choices: Sequence[str]) -> Grammar:
+        """One of some strings."""
+        return cls("choice", _written("the list of choices", list(choices)))
+
+    @classmethod
+    def ebnf(cls, rules: str) -> Grammar:
+        """What the rule `root` describes, in the GBNF of llama.cpp."""
+        return cls("ebnf", rules)
+
+
+def _parsed(what: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise InvalidInputError(f"{what} is no JSON: {error}") from error
+
+
+def _written(what: str, value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise InvalidInputError(f"{what} cannot be written as JSON: {error}") from error

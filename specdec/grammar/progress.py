@@ -1,0 +1,126 @@
+"""How far an output has come in its grammar, and which tokens may follow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from specdec.errors import SpecDecError
+
+if TYPE_CHECKING:
+    import xgrammar
+
+PERMISSIVE = -1
+"""A word of a mask that allows its 32 tokens."""
+
+
+class GrammarProgress:
+    """State of one output on the host. Its tokens are those that were read; drafts pass by without a trace.
+
+    Args:
+        compiled: the grammar, which may still be compiled.
+        eos_token_ids: tokens that end the output.
+
+    Attributes:
+        dead_ends: rows of the last masks behind which no token may follow, though the grammar allows the row itself.
+    """
+
+    def __init__(self, compiled: Future[xgrammar.CompiledGrammar], eos_token_ids: Sequence[int]) -> None:
+        self.compiled = compiled
+        self.dead_ends: frozenset[int] = frozenset()
+        self._eos_token_ids = frozenset(eos_token_ids)
+
+    @property
+    def ready(self) -> bool:
+        """Whether masks can be made, or will never be; see `error`."""
+        return self.compiled.done()
+
+    @property
+    def error(self) -> str | None:
+        """Why the grammar could not be compiled; None otherwise. Only when it is ready.
+
+        Raises:
+            Exception: the compiler failed in a way that is no fault of the grammar.
+        """
+        error = self.compiled.exception()
+        if error is not None and not isinstance(error, SpecDecError):
+            raise error
+        return None if error is None else str(error)
+
+    def advance(self, token_ids: Sequence[int]) -> bool:
+        """Takes over output tokens; False if the grammar does not allow one of them."""
+        return all(self._matcher.accept_token(token) for token in token_ids)
+
+    def fill(self, masks: Tensor, drafts: Sequence[int] = (), parents: Sequence[int] | None = None) -> None:
+        """Writes which tokens may follow each row of a block.
+
+        Rows that no output can come to, such as those behind a draft that the grammar refuses, allow everything: nobody asks them.
+
+        Args:
+            masks: int32 [N + 1, ceil(V / 32)], on the host and contiguous. Bit b of word w is token 32 w + b.
+            drafts: N tokens behind the anchor, in a chain unless `parents` says otherwise.
+            parents: of each draft the row that it continues, see `specdec.blocks.DraftTree`.
+        """
+        masks.fill_(PERMISSIVE)
+        if not drafts:
+            self._matcher.fill_next_token_bitmask(masks)
+            self.dead_ends = frozenset() if bool(masks.any()) else frozenset([0])
+            return
+        parents = range(len(drafts)) if parents is None else parents
+        tokens = [0, *drafts]  # the library looks at the drafts alone
+        self._matcher.traverse_draft_tree(*_links(parents), torch.tensor(tokens), masks)
+        dead = []
+        for row in (masks == 0).all(dim=1).nonzero().flatten().tolist():
+            if row and self._refused_or_last(masks[parents[row - 1]], tokens[row]):
+                masks[row] = PERMISSIVE
+            else:
+                dead.append(row)
+        self.dead_ends = frozenset(dead)
+
+    def mended(self, drafts: Sequence[int], alternatives: Sequence[Sequence[int]]) -> list[int]:
+        """The drafts of a chain, and in the place of those that the grammar refuses the first alternative that it allows.
+
+        From a slot on that has none they stay as they are: no more than those before can be accepted.
+        """
+        kept: list[int] = []
+        for draft, others in zip(drafts, alternatives, strict=True):
+            token = next((token for token in (draft, *others) if self._matcher.accept_token(token)), None)
+            if token is None:
+                break
+            kept.append(token)
+            if token in self._eos_token_ids:
+                break
+        if kept:
+            self._matcher.rollback(len(kept))
+        return [*kept, *drafts[len(kept) :]]
+
+    def _refused_or_last(self, mask: Tensor, token: int) -> bool:
+        """Whether a row of `token` needs no mask: `mask`, of the row before it, does not allow it, or the output ends with it."""
+        return token in self._eos_token_ids or token >= 32 * len(mask) or not int(mask[token // 32]) >> token % 32 & 1
+
+    @cached_property
+    def _matcher(self) -> xgrammar.GrammarMatcher:
+        import xgrammar
+
+        return xgrammar.GrammarMatcher(self.compiled.result())
+
+
+def _links(parents: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """int64 [N + 1] twice, of each row its first child and its next sibling, -1 where there is none.
+
+    >>> [links.tolist() for links in _links([0, 1, 0])]
+    [[1, 2, -1, -1], [-1, 3, -1, -1]]
+    """
+    children, siblings, youngest = ([-1] * (len(parents) + 1) for _ in range(3))
+    for row, parent in enumerate(parents, start=1):
+        if youngest[parent] < 0:
+            children[parent] = row
+        else:
+            siblings[youngest[parent]] = row
+        youngest[parent] = row
+    return torch.tensor(children), torch.tensor(siblings)

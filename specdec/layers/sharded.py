@@ -1,0 +1,119 @@
+"""Layers of which every rank of a group has a part: what the parts give is added up, or put side by side, once for a sublayer.
+
+A partial product is rounded to the model's type, then added to those of the other ranks; residual and norm come after that.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdec.layers.linear import Linear
+from specdec.layers.norm import Norm
+from specdec.layers.ops import Ops
+from specdec.parallel.collectives import all_reduce, gather_last
+from specdec.parallel.group import Group
+
+
+class SummedLinear(Linear):
+    """A projection whose inputs are divided: every rank multiplies its own, and the products are added up.
+
+    Args:
+        part: this rank's. A bias is that of rank 0 alone.
+        group: the ranks.
+    """
+
+    def __init__(self, part: Linear, group: Group) -> None:
+        self.part, self.group = part, group
+        self.in_features, self.out_features, self.bias, self.dtype = part.in_features, part.out_features, part.bias, part.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """See `Linear.nbytes`; of this rank."""
+        return self.part.nbytes
+
+    @property
+    def prefetchable(self) -> Tensor | None:
+        """See `Linear.prefetchable`."""
+        return self.part.prefetchable
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """See `Linear.__call__`."""
+        out = all_reduce(self.part(x), self.group)
+        return out if residual is None else out.add_(residual)
+
+    def few_rows(
+        self, x: Tensor, *, activation: str | None = None, may_split: bool = False, ahead: Tensor | None = None
+    ) -> Tensor | None:
+        """See `Linear.few_rows`; it is never left in partial sums."""
+        product = self.part.few_rows(x, activation=activation, may_split=may_split, ahead=ahead)
+        return None if product is None else summed(product, self.group, x.dtype)
+
+
+class GatheredLinear(Linear):
+    """A projection whose outputs are divided evenly, with padding on the last rank: every rank gets them all, in order.
+
+    Args:
+        part: this rank's.
+        group: the ranks.
+        out_features: outputs of all ranks, without padding.
+    """
+
+    def __init__(self, part: Linear, group: Group, out_features: int) -> None:
+        self.part, self.group = part, group
+        self.in_features, self.out_features, self.bias, self.dtype = part.in_features, out_features, part.bias, part.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """See `Linear.nbytes`; of this rank."""
+        return self.part.nbytes
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """See `Linear.__call__`."""
+        out = gather_last(self.part(x), self.group, self.out_features)
+        return out if residual is None else out + residual
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Embedding:
+    """Rows of a table, of which every rank may have a part.
+
+    Attributes:
+        table: [V, H], or this rank's part of it, as long as those of the others.
+        group: the ranks; None for a table that is whole.
+    """
+
+    table: Tensor
+    group: Group | None = None
+
+    def __call__(self, ops: Ops, token_ids: Tensor, scale: float = 1.0) -> Tensor:
+        """Rows [..., H] times `scale`, for int64 ids [...]; see `Ops.embed`. Of the terms of a sum one alone is not 0."""
+        if self.group is None:
+            return ops.embed(token_ids, self.table, scale)
+        places = token_ids - self.group.rank * len(self.table)
+        elsewhere = (places < 0) | (places >= len(self.table))
+        rows = ops.embed(places.masked_fill(elsewhere, 0), self.table, scale)
+        return all_reduce(rows.masked_fill(elsewhere[..., None], 0), self.group)
+
+
+def summed(part: Tensor, group: Group, dtype: torch.dtype) -> Tensor:
+    """[T, H] in that type: the sum over the ranks of [T, H], or of [parts, T, H], which are added up before they are rounded."""
+    return all_reduce((part.sum(0) if part.ndim == 3 else part).to(dtype), group)
+
+
+def norm_divided(parts: tuple[Tensor, ...], norms: tuple[Norm, ...], group: Group) -> list[Tensor]:
+    """Rows [T, ...] that the ranks have parts of, normed whole as `specdec.layers.norm.rms_norm` does.
+
+    Args:
+        parts: this rank's numbers of each kind of row.
+        norms: of each kind, with this rank's part of the weight.
+        group: the ranks.
+    """
+    wide = torch.promote_types(parts[0].dtype, torch.float32)
+    squares = torch.cat([part.to(wide).square().sum(-1, keepdim=True) for part in parts], dim=-1)
+    sums, normed = all_reduce(squares, group).split(1, dim=-1), []
+    for part, norm, total in zip(parts, norms, sums, strict=True):
+        scaled = part * (total / (part.shape[-1] * group.size) + norm.epsilon).rsqrt()
+        early = norm.weight.dtype == part.dtype
+        normed.append(scaled.to(part.dtype) * norm.weight if early else (scaled * norm.weight).to(part.dtype))
+    return normed

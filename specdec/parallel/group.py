@@ -1,0 +1,100 @@
+"""The processes that compute one target together, each with its share of the weights (tensor parallel, arXiv 1909.08053)."""
+
+import os
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from specdec.errors import InvalidInputError
+from specdec.parallel.one_shot import OneShot, one_shot
+
+WITHOUT_MULTICAST = {
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NVSHMEM_DISABLE_NVLS": "1",
+}
+"""What keeps every library from NVLink multicast; each reads its own when the first group is made."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """One rank's view of its group; None in the place of a group is a process alone.
+
+    Attributes:
+        rank: of this process, from 0.
+        size: processes, at least 2.
+        device_group: exchanges tensors on the device, within captured graphs too: NCCL, RCCL, or gloo on a CPU.
+        host_group: exchanges what hosts have to say, always by gloo; nothing else goes over it.
+        ordered: sums add in the order of ranks whatever the size of a message, so that a row has the same bits alone and among
+            others. Otherwise large messages are added in the order that the backend likes.
+        one_shot: adds small messages up in one kernel, in order; None where the backend alone adds.
+    """
+
+    rank: int
+    size: int
+    device_group: Any
+    host_group: Any
+    ordered: bool = False
+    one_shot: OneShot | None = None
+
+    def least(self, number: int) -> int:
+        """The smallest of all ranks' numbers; the hosts exchange it."""
+        said = torch.tensor(number)
+        dist.all_reduce(said, dist.ReduceOp.MIN, group=self.host_group)
+        return int(said)
+
+    def share(self, count: int) -> range:
+        """Which of `count` things, neighbors that `size` divides, are this rank's."""
+        assert count % self.size == 0, "refused before"
+        each = count // self.size
+        return range(self.rank * each, (self.rank + 1) * each)
+
+
+def rank_device(device: torch.device) -> torch.device:
+    """The accelerator of this process: of several of that type the one that LOCAL_RANK names, as torchrun sets it."""
+    local = os.environ.get("LOCAL_RANK")
+    return torch.device(device.type, int(local)) if local is not None and device.type == "cuda" and device.index is None else device
+
+
+def join_group(device: torch.device, *, ordered: bool = False, timeout: timedelta = timedelta(minutes=10)) -> Group | None:
+    """The group that the variables of `torchrun` name: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+
+    A process group that exists already is taken. All ranks call this, in the same order with other collectives.
+
+    Args:
+        device: where this rank computes; an accelerator becomes the current one.
+        ordered: see `Group`.
+        timeout: after which a collective whose other ranks are missing ends in an error.
+
+    Returns:
+        None for a group of one, or where nothing names a group.
+
+    Raises:
+        InvalidInputError: variables are missing.
+    """
+    if not dist.is_initialized():
+        size = os.environ.get("WORLD_SIZE", "1")
+        if size == "1":
+            return None
+        missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise InvalidInputError(f"WORLD_SIZE is {size} and {', '.join(missing)} is not set; start the ranks with torchrun")
+        os.environ.update(WITHOUT_MULTICAST)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        backend = "nccl" if device.type == "cuda" else "gloo"  # which on ROCm is RCCL
+        dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
+    if dist.get_world_size() == 1:
+        return None
+    world, host_group = dist.group.WORLD, dist.new_group(backend="gloo", timeout=timeout)
+    group = Group(dist.get_rank(), dist.get_world_size(), world, host_group, ordered)
+    return replace(group, one_shot=one_shot(group.size, world, device, group.least))
+
+
+def group_of(target: object) -> Group | None:
+    """The ranks that compute a target together; None for a process alone, of whose targets not all know of groups."""
+    group: Group | None = getattr(target, "group", None)
+    return group

@@ -1,0 +1,153 @@
+"""Ranks of one machine: `torchrun --nproc-per-node 2 -m tests.checks.ranks`.
+
+1. Bits: a row of partial products, added over the ranks alone and among others. In order it has to be the same.
+2. Microseconds of a sum over the ranks, by its size, as a captured step has them.
+3. Tokens of a target with random weights, computed by all ranks, beside those that each computes alone: the same in float32.
+
+How long steps of real shapes take on one and on several GPUs, `specdec bench --dummy-weights` tells: docs/tensor-parallel.md.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from evals.bench.dummy_engine import FreeDrafter
+from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.core import Verifier
+from specdec.device import resolve_device
+from specdec.engine.engine import SpecEngine
+from specdec.parallel.collectives import all_reduce
+from specdec.parallel.group import Group, join_group, rank_device
+from specdec.parallel.ordered import gathered
+from verifiers.dummy import dummy_rank
+
+Say = Callable[[str], None]
+
+
+def modes(group: Group) -> dict[str, Group]:
+    """Ways to add."""
+    alone = replace(group, one_shot=None)
+    found = {"the backend's own": alone, "gathered, in order": replace(alone, ordered=True)}
+    return found | ({"one kernel for small ones": group} if group.one_shot is not None else {})
+
+
+def check_bits(group: Group, device: torch.device, say: Say) -> bool:
+    """Lines by mode; whether the modes in order kept the bits, and all ranks had the same."""
+    right = True
+    for dtype in (torch.bfloat16, torch.float32):
+        generator = torch.Generator(device).manual_seed(group.rank)
+        for width in (4096, 8192):
+            rows = torch.randn(16, width, device=device, generator=generator).to(dtype)
+            for name, mode in modes(group).items():
+                among = all_reduce(rows.clone(), mode)
+                alone = torch.cat([all_reduce(row[None].clone(), mode) for row in rows])
+                differ = int((among != alone).sum())
+                everywhere = gathered(among, group.size, group.device_group)
+                same = bool((everywhere == everywhere[0]).all())
+                say(f"{dtype} {width:>6}, {name:<28}{differ / among.numel():>8.2%} of the numbers differ; ranks agree: {same}")
+                right &= same and (differ == 0 or name == "the backend's own")
+    return right
+
+
+def check_times(group: Group, device: torch.device, say: Say, calls: int = 50) -> None:
+    """Lines by bytes of a message."""
+    for kilobytes in (8, 64, 128, 256, 512, 1024, 4096):
+        x = torch.randn(kilobytes * 512, device=device).bfloat16().view(-1, 4096 if kilobytes >= 8 else 1)
+        found = []
+        for name, mode in modes(group).items():
+            if name == "one kernel for small ones" and not (mode.one_shot and mode.one_shot.takes(x)):
+                continue
+            found.append(f"{name} {_microseconds(x, mode, calls):.1f}")
+        say(f"{kilobytes:>6} KiB: {', '.join(found)} us")
+
+
+def _microseconds(x: Tensor, mode: Group, calls: int) -> float:
+    """Of one sum, among many of a captured graph on a GPU."""
+
+    def launch() -> None:
+        for _ in range(calls):
+            all_reduce(x, mode)
+
+    launch()
+    replay, wait = launch, lambda: None
+    if x.is_cuda:
+        stream = torch.cuda.Stream(x.device)
+        stream.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="relaxed"):
+            launch()
+        replay, wait = graph.replay, torch.cuda.synchronize
+    replay()
+    wait()
+    started = time.perf_counter()
+    for _ in range(5):
+        replay()
+    wait()
+    return (time.perf_counter() - started) / 5 / calls * 1e6
+
+
+def tokens(verifier: Verifier, k: int, max_tokens: int) -> list[list[int]]:
+    """Greedy tokens of a few prompts with random drafts."""
+    config = EngineConfig(max_num_seqs=4, max_model_len=256, num_draft_tokens=k or None, cache=CacheConfig(memory_bytes=2**28))
+    engine = SpecEngine(verifier, FreeDrafter(k) if k else None, config)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(2, verifier.vocab_size, (length,), generator=generator).tolist() for length in (3, 17, 40, 90, 33, 8)]
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    requests = [engine.add_request(prompt, sampling) for prompt in prompts]
+    while engine.has_work:
+        engine.step()
+    return [request.output_token_ids for request in requests]
+
+
+def check_tokens(group: Group, device: torch.device, say: Say, *, small: bool) -> bool:
+    """Lines by type and number of drafts; whether all were the same in float32."""
+    hidden, width, layers, heads = (64, 96, 2, 4) if small else (2048, 5632, 8, 16)
+    config = LlamaConfig(
+        hidden_size=hidden, intermediate_size=width, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=group.size, vocab_size=32003, max_position_embeddings=512, initializer_range=0.1,
+    )  # fmt: skip
+    right = True
+    for dtype in (torch.float32, torch.bfloat16):
+        whole, part = (dummy_rank(config, one, device, dtype, name="random") for one in (None, group))
+        for k in (0, 7):
+            together, alone = (tokens(one, k, 8 if small else 64) for one in (part, whole))
+            equal = sum(one == other for one, other in zip(together, alone, strict=True))
+            say(f"{dtype}, {k} drafts: {equal} of {len(alone)} outputs are those of one process")
+            right &= equal == len(alone) or dtype == torch.bfloat16
+    return right
+
+
+def main() -> int:
+    """All checks; rank 0 prints."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--device", default="auto", help="cuda or cpu (default %(default)s)")
+    args = parser.parse_args()
+    device = rank_device(resolve_device(args.device))
+    torch.set_grad_enabled(False)
+    group = join_group(device)
+    if group is None:
+        print("one process is no group; start it with torchrun --nproc-per-node 2 -m tests.checks.ranks")
+        return 2
+
+    def say(line: str) -> None:
+        if group.rank == 0:
+            print(line, flush=True)
+
+    say(f"{group.size} ranks on {torch.cuda.get_device_name() if device.type == 'cuda' else 'cpu'}, torch {torch.__version__}")
+    say(f"small sums in one kernel: {group.one_shot is not None}")
+    small = device.type == "cpu"
+    right = check_bits(group, device, say)
+    check_times(group, device, say, calls=2 if small else 50)
+    right &= check_tokens(group, device, say, small=small)
+    say("right" if right else "WRONG")
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""An n-gram drafter for engines of a cluster that tells what they do, and does what goes wrong there.
+
+The target's folder holds `plan.json` for it, and gets a line in `begun.jsonl` for every prompt that an engine begins.
+"""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from drafters.ngram import load_ngram
+from specdec import provenance
+from specdec.core import BoundDrafter, Drafter, Verifier
+
+HOME = "tests.helpers.cluster_drafter:load"
+WAIT = 120.0
+"""Seconds at most that engines wait for each other."""
+
+
+def begun(folder: Path) -> list[tuple[int, list[int]]]:
+    """Process and prompt of every beginning so far."""
+    path = folder / "begun.jsonl"
+    return [(line["pid"], line["prompt"]) for line in map(json.loads, path.read_text().splitlines())] if path.exists() else []
+
+
+def load(path: Path | None, *, verifier: Verifier) -> Drafter:
+    """The drafter; in the second engine, where the plan says so, on a machine that has another device."""
+    folder = Path(verifier.name)
+    plan = json.loads((folder / "plan.json").read_text())
+    if plan.get("other_device") and list(folder.glob("loaded-*")):
+        provenance.device_name = lambda device: "another GPU"
+    (folder / f"loaded-{os.getpid()}").touch()
+    drafter: Any = load_ngram(path, verifier=verifier)
+    bind = drafter.bind
+
+    def watched(*args: Any, **options: Any) -> BoundDrafter:
+        bound: Any = bind(*args, **options)
+        begin = bound.begin
+
+        def telling(slot: int, token_ids: Sequence[int]) -> None:
+            _begin(folder, plan, list(token_ids))
+            begin(slot, token_ids)
+
+        bound.begin = telling
+        made: BoundDrafter = bound
+        return made
+
+    drafter.bind = watched
+    return drafter
+
+
+def _begin(folder: Path, plan: dict[str, Any], prompt: list[int]) -> None:
+    if len(prompt) < 2:
+        return  # the warm-up
+    with (folder / "begun.jsonl").open("a") as file:
+        file.write(json.dumps({"pid": os.getpid(), "prompt": prompt, "time": time.time()}) + "\n")
+    until = time.monotonic() + WAIT
+    while len(list(folder.glob("loaded-*"))) < 2 and time.monotonic() < until:  # else one engine may do it all
+        time.sleep(0.05)
+    time.sleep(plan.get("seconds", 0.0))
+    if prompt == plan.get("poison"):
+        time.sleep(0.5)  # what was finished before is on its way
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,166 @@
+"""Real engines of a real cluster on this machine: two at a time, and each thing that may go wrong with them.
+
+Ray takes seconds to start, and every engine is a process that imports torch. So one cluster serves the whole file, and each test
+shows several things.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from specdec.cluster.config import ClusterConfig, EngineSpec
+from specdec.cluster.journal import ClusterJournal
+from specdec.cluster.pool import Pool
+from specdec.cluster.rows import Row
+from specdec.config import CacheConfig, EngineConfig, LoadConfig, SamplingParams
+from specdec.decoder import SpecDecoder
+from specdec.engine.outputs import GenerationResult
+from specdec.errors import SpecDecError
+from specdec.metrics import pooled
+from tests.evals.tiny import save_tiny
+from tests.helpers.cluster_drafter import HOME, begun
+
+ray = pytest.importorskip("ray")
+
+ROOT = Path(__file__).parents[3]
+TWO = ClusterConfig(engines=2, gpus_per_engine=0, cpus_per_engine=0.5)
+LOAD = LoadConfig(device="cpu", dtype="float32")
+PROMPTS = ["abcabcab" * (1 + index % 3) + "xyz"[index % 3] * (index // 3) for index in range(12)]
+
+
+def engine(max_num_seqs: int) -> EngineConfig:
+    """Small, with a fixed number of drafts."""
+    return EngineConfig(max_num_seqs=max_num_seqs, max_model_len=128, num_draft_tokens=4, cache=CacheConfig(memory_bytes=2**22))
+
+
+def sampling(index: int) -> SamplingParams:
+    """Sampled, so that a wrong seed shows."""
+    return SamplingParams(max_tokens=24, temperature=0.7, seed=3 + index, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """A cluster of this machine alone."""
+    context = ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
+    yield context.address_info["gcs_address"]
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> SpecDecoder:
+    """One process with the same target."""
+    folder = save_tiny(tmp_path_factory.mktemp("alone"))
+    return SpecDecoder.from_pretrained(folder, drafter="ngram", device="cpu", dtype="float32", engine=engine(2))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The target's folder, with what its drafter writes."""
+    return save_tiny(tmp_path)
+
+
+def plan(folder: Path, **given: object) -> Path:
+    """Says what will happen."""
+    (folder / "plan.json").write_text(json.dumps(given))
+    return folder
+
+
+def same(found: list[GenerationResult], expected: list[GenerationResult]) -> None:
+    """Outputs, accepted and emitted counts, and what is pooled of them."""
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    assert [one.text for one in found] == [one.text for one in expected]
+    assert [one.stats.num_accepted for one in found] == [one.stats.num_accepted for one in expected]
+    assert [one.stats.num_emitted for one in found] == [one.stats.num_emitted for one in expected]
+    one, other = (pooled(result.stats for result in results) for results in (found, expected))
+    assert (one.tau, one.mean_accepted, one.histogram) == (other.tau, other.mean_accepted, other.histogram)
+    assert one.tau > 1, "drafts were accepted"
+
+
+@pytest.mark.slow
+def test_a_killed_driver_goes_on_and_all_is_as_in_one_process(address: str, alone: SpecDecoder, folder: Path) -> None:
+    """`kill -9`, then the same command: what was kept is not computed again, nothing is lost, figures are those of one engine."""
+    plan(folder, seconds=0.3)
+    prompts, kept = folder / "prompts.txt", folder / "kept.jsonl"
+    prompts.write_text("\n".join(PROMPTS))
+    command = [sys.executable, "-m", "specdec", "generate", "--file", str(prompts), "--raw", "--json", "--out", str(kept)]
+    command += ["--model", str(folder), "--drafter", HOME, "--device", "cpu", "--dtype", "float32", "--max-num-seqs", "1"]
+    command += ["--max-model-len", "128", "-k", "4", "--kv-memory", "4M", "--max-tokens", "24", "--ignore-eos"]
+    command += ["--temperature", "0.7", "--seed", "3", "--engines", "2", "--cpus-per-engine", "0.5", "--ray", address]
+
+    first = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    while not kept.exists() or len(kept.read_text().splitlines()) < 3:  # settings and two answers
+        assert first.poll() is None, first.stderr and first.stderr.read()
+        time.sleep(0.02)
+    os.kill(first.pid, signal.SIGKILL)
+    first.communicate()
+    lines = kept.read_text().splitlines(keepends=True)
+    whole = [json.loads(line) for line in lines if line.endswith("\n")]
+    assert 1 + 2 <= len(whole) < 1 + len(PROMPTS), "killed in the middle"
+    earlier = {pid for pid, _ in begun(folder)}
+    assert len(earlier) == 2, "both engines worked"
+
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert again.returncode == 0, again.stderr
+    records = [json.loads(line) for line in kept.read_text().splitlines()]
+    assert records[: len(whole)] == whole, "what was kept stays"
+    assert len({record["key"] for record in records[1:]}) == len(records) - 1 == len(PROMPTS)
+    later = [prompt for pid, prompt in begun(folder) if pid not in earlier]
+    assert len(later) == len(PROMPTS) - (len(whole) - 1), "only what was missing is computed"
+
+    expected = [alone.generate(prompt, sampling(0)) for prompt in PROMPTS]
+    shown = [json.loads(line) for line in again.stdout.splitlines()]
+    assert [one["token_ids"] for one in shown] == [one.token_ids for one in expected]
+    results = [GenerationResult.from_dict(record["results"][0]) for record in records[1:]]
+    of_prompt = {tuple(result.prompt_token_ids): result for result in results}
+    same([of_prompt[tuple(result.prompt_token_ids)] for result in expected], expected)
+
+
+@pytest.mark.slow
+def test_a_prompt_that_kills_its_engine_costs_the_others_nothing(address: str, alone: SpecDecoder, folder: Path) -> None:
+    """Rows of a killed engine run again, finished ones do not, and who kills an engine alone gets an error."""
+    tokens = [alone.tokenize(prompt) for prompt in PROMPTS]
+    too_long = list(range(10, 90)) * 2
+    plan(folder, poison=tokens[4])
+    rows = [Row(str(index), prompt, sampling(index)) for index, prompt in enumerate(PROMPTS)]
+    rows.append(Row("too long", too_long, sampling(0)))
+    journal = ClusterJournal(folder / "kept.jsonl", {"k": 4}, command="bench")
+    answers = {
+        answer.key: answer for answer in journal.run(Pool.of(address, TWO, EngineSpec(str(folder), HOME, LOAD, engine(2))), rows)
+    }
+
+    assert answers.keys() == {row.key for row in rows}
+    assert {key for key, answer in answers.items() if answer.error} == {"4", "too long"}
+    assert "alone" in str(answers["4"].error)
+    assert "limit is 128" in str(answers["too long"].error)
+    served = [index for index in range(len(PROMPTS)) if index != 4]
+    same(
+        [answers[str(index)].results[0] for index in served], [alone.generate(PROMPTS[index], sampling(index)) for index in served]
+    )
+    beginnings = [prompt for _, prompt in begun(folder)]
+    assert beginnings.count(tokens[4]) == 2, "once among others, once alone"
+    # Of the others only the one in the other slot of the engine that died first.
+    assert len(beginnings) - 2 - len(served) <= 1
+    again = ClusterJournal(folder / "kept.jsonl", {"k": 4}, command="bench")
+    assert [again.get(row.key) is not None for row in rows] == [index in served for index in range(len(rows))]
+
+
+@pytest.mark.slow
+def test_engines_that_differ_are_not_mixed(address: str, folder: Path) -> None:
+    """The answer of a machine with another GPU ends the run with one line, and is not kept."""
+    plan(folder, other_device=True)
+    pool = Pool.of(address, TWO, EngineSpec(str(folder), HOME, LOAD, engine(1)))
+    journal = ClusterJournal(folder / "kept.jsonl", {"k": 4}, command="bench")
+    rows = [Row(str(index), prompt, sampling(index)) for index, prompt in enumerate(PROMPTS)]
+    with pytest.raises(
+        SpecDecError, match=r"^the engine on .* has device .* and the run has .* machines that are alike$"
+    ) as raised:
+        list(journal.run(pool, rows))
+    assert "another GPU" in str(raised.value)
+    assert all(json.loads(line).get("key") != None for line in (folder / "kept.jsonl").read_text().splitlines()[1:])  # noqa: E711

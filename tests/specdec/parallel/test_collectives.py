@@ -1,0 +1,72 @@
+"""Sums over ranks: the order in which they are added, and so their bits, on four ranks, since a sum of two has no order."""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec.parallel.collectives import all_agree, all_reduce, broadcast, gather_last
+from specdec.parallel.group import Group
+from tests.helpers.ranks import run_ranks
+
+RANKS, ROWS, WIDTH = 4, 16, 4096
+ROW = 5
+"""Of `ROWS`, the one that is also added alone."""
+
+
+class Sums(NamedTuple):
+    """On one rank."""
+
+    part: Tensor
+    among_others: Tensor
+    alone: Tensor  # as wide as one row
+
+
+def sums(group: Group) -> dict[tuple[bool, torch.dtype], Sums]:
+    """A row of partial products added over the ranks, alone and among others, in either mode."""
+    generator = torch.Generator().manual_seed(group.rank)
+    made = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        part = torch.randn(ROWS, WIDTH, generator=generator).to(dtype)
+        for ordered in (False, True):
+            mode = replace(group, ordered=ordered)
+            made[ordered, dtype] = Sums(part, all_reduce(part.clone(), mode)[ROW], all_reduce(part[ROW : ROW + 1].clone(), mode)[0])
+    return made
+
+
+def gathered(group: Group) -> tuple[Tensor, Tensor, bool, bool]:
+    """Columns of all ranks but the last one's last, a row of rank 0, and what ranks agree on."""
+    own = torch.arange(6).view(2, 3) + 100 * group.rank
+    row = broadcast(torch.tensor([group.rank, 7]), group)
+    return gather_last(own, group, 3 * group.size - 1), row, all_agree(True, group), all_agree(group.rank != 2, group)
+
+
+def both(group: Group) -> tuple[dict[tuple[bool, torch.dtype], Sums], tuple[Tensor, Tensor, bool, bool]]:
+    """All of it in one start of the ranks."""
+    return sums(group), gathered(group)
+
+
+def test_a_row_has_the_same_bits_alone_and_among_others_in_the_ordered_mode() -> None:
+    """And not in the backend's own, or this could not fail. All ranks have the same bits in either."""
+    ranks = run_ranks(RANKS, both)
+    for key in ranks[0][0]:
+        ordered, dtype = key
+        made = [rank[0][key] for rank in ranks]
+        assert all(torch.equal(one.among_others, made[0].among_others) and torch.equal(one.alone, made[0].alone) for one in made)
+        assert torch.equal(made[0].alone, made[0].among_others) is ordered, (ordered, dtype)
+        exact = sum(one.part[ROW].double() for one in made)
+        assert isinstance(exact, Tensor)
+        # Three roundings of sums no larger than that of the sizes.
+        most = 3 * torch.finfo(dtype).eps * torch.stack([one.part[ROW].double().abs() for one in made]).sum(0)
+        assert ((made[0].alone.double() - exact).abs() <= most).all()
+    for columns, row, agreed, disagreed in (rank[1] for rank in ranks):
+        whole = torch.cat([torch.arange(6).view(2, 3) + 100 * rank for rank in range(RANKS)], dim=1)
+        assert torch.equal(columns, whole[:, :-1]) and columns.is_contiguous()
+        assert row.tolist() == [0, 7] and agreed and not disagreed
+
+
+def test_one_process_is_no_group() -> None:
+    """Nothing is copied, nor rounded."""
+    x = torch.randn(3)
+    assert all_reduce(x, None) is x and gather_last(x, None, 3) is x and broadcast(x, None) is x and all_agree(True, None)

@@ -1,0 +1,138 @@
+"""Which parts of a checkpoint a rank reads, and which targets are not divided; no rank needs another one for that."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec.errors import SpecDecError
+from specdec.kernels.packed import PackedWeight
+from specdec.parallel.group import Group
+from tests.helpers.quantized import quantize_files
+from tests.helpers.tiny_models import CONFIGS, VOCAB, plain_model, tiny_tokenizer
+from tests.verifiers.test_load_quantized import cohere, fp8_target
+from tests.verifiers.test_quantized_checkpoint import CASES, PLAIN
+from verifiers.checkpoint import read_weights
+from verifiers.families import describe
+from verifiers.load import load_verifier
+from verifiers.shares import Share, shared
+from verifiers.tensor_files import TensorFiles
+from verifiers.wrappers import read_config
+
+
+def share_of(config: Any, rank: int, size: int = 2) -> Share:
+    group = Group(rank, size, None, None)
+    description = describe(shared(config, group))
+    assert description is not None
+    return Share(config, description, group, name="tiny")
+
+
+def read(folder: Path, config: Any, share: Share | None = None, *, as_stored: bool = False) -> dict[str, Any]:
+    return read_weights(folder, config, device=torch.device("cpu"), dtype=torch.float32, as_stored=as_stored, share=share)
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "mixtral", "gpt_oss", "qwen3_next", "nemotron_h"])
+def test_a_rank_reads_its_slices_and_nothing_else(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes that leave the files are those that stay."""
+    model = plain_model(name)
+    model.save_pretrained(tmp_path)
+    config, taken, whole = model.config, 0, read(tmp_path, model.config)
+    original = TensorFiles.read
+
+    def counting(files: TensorFiles, *args: Any) -> Tensor:
+        nonlocal taken
+        tensor = original(files, *args)
+        taken += tensor.nbytes
+        return tensor
+
+    monkeypatch.setattr(TensorFiles, "read", counting)
+    for rank in range(2):
+        taken, share = 0, share_of(config, rank)
+        parts = read(tmp_path, config, share)
+        tables = [part for part in parts.values() if len(part) == -(-VOCAB // 2)]  # of an odd vocabulary; the last has a row more
+        kept = sum(part.nbytes for part in parts.values()) - rank * sum(table[0].nbytes for table in tables)
+        assert tables and kept == taken < 0.7 * sum(t.nbytes for t in whole.values())
+        for key, part in parts.items():
+            expected = share.part(key, whole[key])
+            assert isinstance(expected, Tensor) and torch.equal(part, expected), key
+            assert tuple(part.shape) == share.shape(key, whole[key].shape)
+
+
+@pytest.mark.parametrize("case", ["int4_zeros", "channel", "awq"])
+def test_packed_weights_are_divided_by_outputs_and_by_groups_of_inputs(case: str, tmp_path: Path) -> None:
+    """Joined again, the parts are the whole."""
+    plain_model("mixtral", intermediate_size=64).save_pretrained(tmp_path / "plain")
+    form, folder = CASES[case], tmp_path / "packed"
+    quantize_files(tmp_path / "plain", folder, form.config, lambda name, weight: None if _is_plain(name) else form.write(weight))
+    config = read_config(str(folder))
+    whole = read(folder, config, as_stored=True)
+    ranks = [read(folder, config, share_of(config, rank), as_stored=True) for rank in range(2)]
+    packed = {name: weight for name, weight in whole.items() if isinstance(weight, PackedWeight)}
+    assert {"model.layers.0.self_attn.o_proj.weight", "model.layers.0.mlp.experts.gate_up_proj"} <= packed.keys()
+    for name, weight in packed.items():
+        parts = [rank[name].dequantized() for rank in ranks]
+        if name.endswith("gate_up_proj"):
+            parts = [half for halves in zip(*(part.chunk(2, dim=1) for part in parts), strict=True) for half in halves]
+        joined = torch.cat(parts, dim=-1 if re.search(r"\.(o|down)_proj", name) else -2)
+        assert torch.equal(joined, weight.dequantized()), name
+
+
+def _is_plain(name: str) -> bool:
+    return name.endswith(".gate") or any(part in name for part in PLAIN)
+
+
+def refusal(folder: Path, size: int, **options: Any) -> str:
+    with pytest.raises(SpecDecError) as caught:
+        load_verifier(folder, device=torch.device("cpu"), dtype=torch.float32, group=Group(0, size, None, None), **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+REFUSED = {
+    "llama": (3, "4 attention heads, which 3 ranks do not divide; start 1"),
+    "mistral": (4, "2 key and value heads, which 4 ranks do not divide; start 2"),
+    "kimi_linear": (2, "3 heads of recurrent layers"),
+    "bamba": (2, "1 groups of such heads that share keys"),
+    "qwen2_moe": (2, r"25 numbers on axis -2 of 'model.layers.0.mlp.experts.gate_up_proj'"),
+}
+"""A number of ranks, and what is said."""
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_divide_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    """Before a weight is read: there is none."""
+    changes = {"bamba": {"mamba_n_groups": 1}, "qwen2_moe": {"moe_intermediate_size": 25}}
+    model = plain_model(name)
+    for key, value in changes.get(name, {}).items():
+        setattr(model.config, key, value)
+    model.config.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    tiny_tokenizer().save_pretrained(tmp_path)
+    size, said = REFUSED[name]
+    assert said in refusal(tmp_path, size)
+
+
+def test_groups_of_inputs_that_do_not_divide_are_refused(tmp_path: Path) -> None:
+    folder = fp8_target(tmp_path, "llama")  # in groups of 24 of 32 inputs
+    assert "which 2 ranks do not divide; start fewer ranks, or take the checkpoint in plain numbers" in refusal(folder, 2)
+
+
+def test_models_of_transformers_modules_are_refused(tmp_path: Path) -> None:
+    """By type, by the user's own choice, and where there are no files to read parts of."""
+    cohere(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    assert "of type 'cohere' has to run through transformers' modules" in refusal(tmp_path, 2)
+    CONFIGS["llama"]().save_pretrained(tmp_path)
+    assert "was asked to run through transformers' modules" in refusal(tmp_path, 2, fuse=False)
+    (tmp_path / "model.safetensors").unlink()
+    assert "no safetensors files" in refusal(tmp_path, 2)
+
+
+def test_one_process_reads_what_it_always_did() -> None:
+    """A config is marked only for a group, and in a copy."""
+    config = CONFIGS["llama"]()
+    assert shared(config, None) is config
+    assert shared(config, Group(0, 2, None, None)).ranks == 2 and not hasattr(config, "ranks")

@@ -1,0 +1,248 @@
+"""What one rank of a group has of a target: which slices of its tensors, and which of its heads (arXiv 1909.08053).
+
+Attention is divided by heads, feed-forward sublayers and every expert by the numbers between their two products, the vocabulary by
+tokens; recurrent layers by their heads. So every rank has the same work whatever experts are chosen. All else is the same on every
+rank: norms, routers, what latent attention caches, embeddings of single layers.
+"""
+
+import copy
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import gcd
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specdec.errors import UnsupportedModelError
+from specdec.kernels.packed import PackedWeight
+from specdec.parallel.group import Group
+from verifiers.description import Description
+from verifiers.formats.format import Stored
+from verifiers.recurrent import attends, is_recurrent, sizes_of
+from verifiers.shape import LATENT_MODELS, head_shape
+from verifiers.tensor_files import TensorFiles
+
+Kind = Literal["slices", "tokens", "first"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """How a tensor is divided.
+
+    Attributes:
+        axis: which is, counted from the last one.
+        parts: how long parts beside each other on that axis are, relative to each other; of each a rank has its slice.
+        kind: "tokens" are divided though their number may not be a multiple, "first" is a term of a sum, which rank 0 alone adds.
+    """
+
+    axis: int = -1
+    parts: tuple[int, ...] = (1,)
+    kind: Kind = "slices"
+
+
+class Share:
+    """One rank's share of a target.
+
+    Args:
+        config: of the whole text model.
+        description: of its family, from the config as `shared` gives it.
+        group: the ranks.
+        name: how to call the target in messages.
+
+    Raises:
+        UnsupportedModelError: there are heads that the ranks do not divide.
+    """
+
+    def __init__(self, config: Any, description: Description, group: Group, *, name: str) -> None:
+        self.group, self.description, self._name = group, description, name
+        for what, count in _heads(config):
+            self._check(what, count)
+        self._rules = [(re.compile(rf"(?:^|\.){expression}$"), rule) for expression, rule in _rules(config, description)]
+        self._transposed = description.transposed_experts or description.interleaved_experts
+
+    def shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """Of this rank's part of a tensor, which is called `name` by transformers and has this shape.
+
+        Raises:
+            UnsupportedModelError: the ranks do not divide it.
+        """
+        rule, local = self._rule(name), list(shape)
+        if rule is not None and rule.kind != "first" and -rule.axis <= len(shape):
+            size = shape[rule.axis]
+            even = rule.kind == "tokens"
+            local[rule.axis] = -(-size // self.group.size) if even else sum(map(len, self._slices(name, rule, size)))
+        return tuple(local)
+
+    def check(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Whether the ranks divide all tensors, whose shapes these are, before one is read; errors are those of `shape`."""
+        for name, shape in shapes.items():
+            self.shape(name, shape)
+
+    def read(self, name: str, files: TensorFiles, source: str) -> Tensor:
+        """This rank's part of a tensor called `source` in the files; nothing else of it is read, where it is divided at all."""
+        rule, shape = self._rule(name), files.shape(source)
+        if rule is None or rule.kind == "first" or -rule.axis > len(shape):
+            whole = files.read(source)
+            return whole if rule is None else self._plain_part(name, rule, whole)
+        axis = len(shape) + rule.axis
+        parts = [files.read(source, axis, piece) for piece in self._slices(name, rule, shape[axis])]
+        return self._padded(rule, parts[0] if len(parts) == 1 else torch.cat(parts, dim=axis), shape[axis])
+
+    def part(self, name: str, whole: Stored) -> Stored:
+        """This rank's part of a tensor that is there; a copy.
+
+        Raises:
+            UnsupportedModelError: the ranks do not divide it.
+        """
+        rule = self._rule(name)
+        if rule is None:
+            return whole
+        return self._packed_part(name, rule, whole) if isinstance(whole, PackedWeight) else self._plain_part(name, rule, whole)
+
+    def _plain_part(self, name: str, rule: _Rule, whole: Tensor) -> Tensor:
+        if -rule.axis > whole.ndim:
+            return whole  # which will be refused for its shape
+        if rule.kind == "first":
+            return whole if self.group.rank == 0 else torch.zeros_like(whole)
+        size = whole.shape[rule.axis]
+        parts = [whole.narrow(rule.axis, piece.start, len(piece)) for piece in self._slices(name, rule, size)]
+        return self._padded(rule, torch.cat(parts, dim=rule.axis), size)
+
+    def _packed_part(self, name: str, rule: _Rule, whole: PackedWeight) -> PackedWeight:
+        # Packed experts lie as [E, out, in] whichever way round transformers has them.
+        axis = -3 - rule.axis if self._transposed and len(whole.shape) == 3 else rule.axis
+        pieces = self._slices(name, rule, whole.shape[axis])
+        if axis == -2:
+            return whole.select(torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces]).to(whole.device))
+        (piece,) = pieces
+        if not (whole.divides(piece.start) and whole.divides(piece.stop)):
+            raise UnsupportedModelError(
+                f"{name!r} of target {self._name!r} has scales for groups of {whole.group} of its {whole.in_features} inputs, which"
+                f" {self.group.size} ranks do not divide; start fewer ranks, or take the checkpoint in plain numbers"
+            )
+        return whole.inputs(piece.start, piece.stop)
+
+    def _rule(self, name: str) -> _Rule | None:
+        for expression, replacement in self.description.names:
+            name = re.sub(expression, replacement, name)
+        return next((rule for expression, rule in self._rules if expression.search(name)), None)
+
+    def _slices(self, name: str, rule: _Rule, size: int) -> list[range]:
+        """Of an axis of that size what this rank has, in order."""
+        if rule.kind == "tokens":
+            each = -(-size // self.group.size)
+            return [range(min(self.group.rank * each, size), min((self.group.rank + 1) * each, size))]
+        slices, start, unit = [], 0, sum(rule.parts)
+        for part in rule.parts:
+            length = size * part // unit
+            if size % unit or length % self.group.size:
+                self._check(f"{length} numbers on axis {rule.axis} of {name!r}", length)
+            own = self.group.share(length)
+            slices.append(range(start + own.start, start + own.stop))
+            start += length
+        return slices
+
+    def _padded(self, rule: _Rule, part: Tensor, size: int) -> Tensor:
+        """With zeros for tokens that there are not."""
+        if rule.kind != "tokens":
+            return part
+        missing = -(-size // self.group.size) - part.shape[rule.axis]
+        return F.pad(part, (0, 0) * (-1 - rule.axis) + (0, missing)) if missing else part
+
+    def _check(self, what: str, count: int) -> None:
+        if count % self.group.size:
+            raise UnsupportedModelError(
+                f"target {self._name!r} has {what}, which {self.group.size} ranks do not divide;"
+                f" start {gcd(count, self.group.size)} or another divisor of {count}"
+            )
+
+
+def shared(config: Any, group: Group | None) -> Any:
+    """The config as `verifiers.shape` and `verifiers.recurrent` read it: with as many heads as a rank has of them."""
+    if group is None:
+        return config
+    local = copy.copy(config)
+    local.ranks = group.size
+    return local
+
+
+def _heads(config: Any) -> Iterator[tuple[str, int]]:
+    """What has to divide, in words, and its number."""
+    for layer in range(config.num_hidden_layers):
+        if attends(config, layer):
+            heads, kv_heads, *_ = head_shape(config, layer)
+            yield f"{heads} attention heads", heads
+            if config.model_type not in LATENT_MODELS:
+                yield f"{kv_heads} key and value heads", kv_heads
+        if is_recurrent(config, layer) and not hasattr(config, "conv_L_cache"):
+            sizes = sizes_of(config)
+            yield f"{sizes.value_heads} heads of recurrent layers", sizes.value_heads
+            yield f"{sizes.key_heads} groups of such heads that share keys", sizes.key_heads
+
+
+def _rules(config: Any, description: Description) -> Iterator[tuple[str, _Rule]]:
+    """Ends of names, once a family's are those of `Description.names`, and how such tensors are divided; the first one counts."""
+    yield from ((rf"{name}\.weight", _Rule(-2, kind="tokens")) for name in ("embed_tokens", "lm_head"))
+    yield r"lm_head\.bias", _Rule(-1, kind="tokens")
+    heads, kv_heads, *_ = head_shape(config, 0)
+    pairs = (1, 1)
+    outputs: list[tuple[str, tuple[int, ...]]] = [
+        (r"self_attn\.(?:q|k|v|g|q_b|kv_b)_proj", (1,)),
+        (r"self_attn\.qkv_proj", (heads, kv_heads, kv_heads)),
+        (r"self_attn\.linear_[qkv]_adapter_list\.\d+\.1", (1,)),
+        (r"gate_up_proj_adapter_list\.\d+\.1", pairs),
+        (r"(?:mlp|feed_forward|shared_experts?|experts\.\d+)\.(?:gate|up)_proj", (1,)),
+        (r"(?:mlp|feed_forward|shared_experts?)\.gate_up_proj", pairs),
+    ]
+    if any(is_recurrent(config, layer) for layer in range(config.num_hidden_layers)):
+        yield from _recurrent_rules(config)
+        outputs += _recurrent_outputs(config)
+    for name, parts in outputs:
+        yield rf"{name}\.weight", _Rule(-2, parts)
+        yield rf"{name}\.bias", _Rule(-1, parts)
+    yield r"(?:o|down|out)_proj\.weight", _Rule(-1)
+    yield r"(?:o|down|out|fc2_latent)_proj\.bias", _Rule(kind="first")
+    yield r"self_attn\.sinks", _Rule()
+    if description.norms_of_queries == "all heads":
+        yield r"self_attn\.[qk]_norm\.weight", _Rule()
+    turned = description.transposed_experts or description.interleaved_experts
+    yield r"experts\.gate_up_proj", _Rule(-1 if turned else -2, (1,) if description.interleaved_experts else pairs)
+    yield r"experts\.gate_up_proj_bias", _Rule(-1, (1,) if description.interleaved_experts else pairs)
+    yield r"experts\.up_proj", _Rule(-2)
+    yield r"experts\.down_proj", _Rule(-2 if turned else -1)
+    yield r"experts\.down_proj_bias", _Rule(kind="first")
+
+
+def _recurrent_rules(config: Any) -> Iterator[tuple[str, _Rule]]:
+    """Of tensors of recurrent layers that are no projections."""
+    channels: tuple[int, ...] = (1,)  # of a short convolution
+    if not hasattr(config, "conv_L_cache"):
+        sizes = sizes_of(config)
+        keys, values = sizes.key_heads * sizes.key_dim, sizes.value_heads * sizes.value_dim
+        channels = (values, keys, keys) if sizes.gates == 1 else (keys, keys, values)
+        if sizes.gates == 1:  # of Mamba-2 the norm's weight is one for each number
+            yield r"linear_attn\.norm\.weight", _Rule()
+    yield r"linear_attn\.conv1d\.weight", _Rule(-3, channels)
+    yield r"linear_attn\.conv1d\.bias", _Rule(-1, channels)
+    yield r"linear_attn\.[qkv]_conv1d\.weight", _Rule(-3)
+    yield r"linear_attn\.A_log", _Rule(-2 if hasattr(config, "linear_num_heads") else -1)  # Kimi's is [1, 1, heads, 1]
+    yield r"linear_attn\.(?:dt_bias|D)", _Rule()
+
+
+def _recurrent_outputs(config: Any) -> list[tuple[str, tuple[int, ...]]]:
+    """Of projections of recurrent layers."""
+    if hasattr(config, "conv_L_cache"):
+        return [(r"linear_attn\.in_proj", (1, 1, 1))]
+    sizes = sizes_of(config)
+    keys, values = sizes.key_heads * sizes.key_dim, sizes.value_heads * sizes.value_dim
+    if sizes.gates == 1:
+        return [(r"linear_attn\.in_proj", (values, values, keys, keys, sizes.value_heads))]
+    if hasattr(config, "linear_num_heads"):  # the few numbers of decays and gates are the same on every rank
+        return [(r"linear_attn\.(?:q_proj|k_proj|v_proj|in_proj_b|a_proj|z_proj)", (1,))]
+    return [
+        (r"linear_attn\.in_proj_qkv", (keys, keys, values)),
+        (r"linear_attn\.(?:q_proj|k_proj|v_proj|in_proj_qkvz|in_proj_ba|in_proj_z|in_proj_a|in_proj_b)", (1,)),
+    ]
