@@ -107,9 +107,9 @@ def test_a_path_leaves_the_context_of_a_chain(case: TreeCase) -> None:
     assert [along_paths[key] for key in common] == [token_by_token[key] for key in common]
 
 
-def by_rows(fed: Tensor, logits: Tensor, draft: Any, sampling: Any, positions: Tensor, depth: int | None = None) -> AcceptOutput:
+def by_rows(fed: Tensor, logits: Tensor, draft: Any, sampling: Any, positions: Tensor, *others: Any, **named: Any) -> AcceptOutput:
     """Acceptance with the noise of rows in place of positions."""
-    return acceptance.accept(fed, logits, draft, sampling, positions[:, :1] + torch.arange(positions.shape[1]), depth)
+    return acceptance.accept(fed, logits, draft, sampling, positions[:, :1] + torch.arange(positions.shape[1]), *others, **named)
 
 
 def of_rows_before(logits: Tensor, sampling: SamplingTensors, fed: Tensor, positions: Tensor, tree: DraftTree | None) -> Tensor:
