@@ -67,7 +67,7 @@ $(VENV)/.package: $(VENV)/.python pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.package
 	@echo "Installing the tools for tests and lint."
-	@$(PIP_INSTALL) $(PINS) --editable '.[dev,eval,ray]'
+	@$(PIP_INSTALL) $(PINS) --editable '.[dev,eval,ray,serve]'
 	@# Without what it asks for beside these: a torch that has no Triton gets its own below.
 	@$(PIP_INSTALL) $(PINS) --no-deps 'xgrammar>=0.2.8'
 	@$(PIP_INSTALL) $(PINS) 'apache-tvm-ffi>=0.1.11' pydantic

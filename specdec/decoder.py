@@ -154,26 +154,34 @@ class SpecDecoder:
         prompts, single = _as_prompts(inputs)
         return self._chunks(prompts, single, _with(sampling, overrides), incremental=True)
 
-    def tokenize(self, prompt: Prompt) -> list[int]:
+    def tokenize(
+        self, prompt: Prompt, *, add_special_tokens: bool | None = None, template: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """Token ids of one prompt; chat messages go through the tokenizer's chat template.
+
+        Args:
+            prompt: one.
+            add_special_tokens: such as a first token that begins every text; None adds them to texts and not to chats, whose
+                templates have them.
+            template: options of the chat template in place of `add_generation_prompt=True`.
 
         Raises:
             InvalidInputError: the prompt is empty or no Unicode text, holds what is no token id, or is a chat that the tokenizer
                 has no template for.
         """
-        return self._tokenize(_listed(prompt))
+        return self._tokenize(_listed(prompt), add_special_tokens, template or {"add_generation_prompt": True})
 
-    def _tokenize(self, prompt: Any) -> list[int]:
+    def _tokenize(self, prompt: Any, add_special_tokens: bool | None, template: Mapping[str, Any]) -> list[int]:
         if isinstance(prompt, str):
-            return self._ids_of(prompt) if prompt else token_ids([])
+            return self._ids_of(prompt, add_special_tokens=add_special_tokens is not False) if prompt else token_ids([])
         if prompt and isinstance(prompt[0], dict):
             if not getattr(self.tokenizer, "chat_template", None):
                 raise InvalidInputError(f"the tokenizer of {self.verifier.name!r} has no chat template; give text or token ids")
             try:
-                text = self.tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
-            except (TemplateError, TypeError) as error:
+                text = self.tokenizer.apply_chat_template(list(prompt), tokenize=False, **template)
+            except (TemplateError, TypeError, ValueError) as error:
                 raise InvalidInputError(f"the chat template of {self.verifier.name!r} refuses these messages: {error}") from error
-            return self._ids_of(text, add_special_tokens=False)
+            return self._ids_of(text, add_special_tokens=bool(add_special_tokens))
         return token_ids(prompt)
 
     def _ids_of(self, text: str, **options: bool) -> list[int]:

@@ -84,6 +84,7 @@ class Verb(NamedTuple):
 
 VERBS = (
     Verb("generate", "complete prompts, or compare the speed with plain decoding", "specdec.cli.generate"),
+    Verb("serve", "answer requests over HTTP, as OpenAI's API has them", "specdec.serve.command"),
     Verb("eval", "score tasks of lm-eval with and without drafts", "evals.accuracy.command"),
     Verb("bench", "measure acceptance and speed over prompt sets", "evals.bench.command"),
     Verb("profile", "show which kernels a decoding step spends its time in, and write a trace", "evals.profile.command"),

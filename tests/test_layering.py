@@ -35,6 +35,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"decoder", "provenance", "journal"},
         {"cluster"},
         {"cli"},
+        {"serve"},
         {"__init__", "__main__"},
     ],
     "drafters": [

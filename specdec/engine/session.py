@@ -285,11 +285,13 @@ class Session:
         with self._lock:
             handles = [handle() for handle in self._handles.values()]
             self._handles, self._new, self._cancelled = {}, [], deque()
-            self.engine.reset()
-            for handle in handles:
-                if handle is not None:
-                    handle.stream.fail(error)
-            self._turns.wake()
+            try:
+                self.engine.reset()
+            finally:  # of a device that is lost, this fails as well
+                for handle in handles:
+                    if handle is not None:
+                        handle.stream.fail(error)
+                self._turns.wake()
 
     def _after_fork(self) -> None:
         """In a child process, where this is the only thread: nobody steps, nobody waits, and no lock is held.

@@ -1,0 +1,1 @@
+"""The optional HTTP server, `specdec serve`: OpenAI's routes around one engine."""

@@ -1,0 +1,55 @@
+"""`specdec serve`: an HTTP server with OpenAI's routes."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+
+from specdec.cli.fields import add_options, from_options
+from specdec.cli.options import engine_config, engine_options, load_decoder, model_options
+from specdec.errors import InvalidInputError
+from specdec.registry import drafter_name
+from specdec.serve.config import ServeConfig
+
+_EXAMPLES = """\
+examples:
+  specdec serve --model Qwen/Qwen3-8B --drafter z-lab/Qwen3-8B-DFlash-b16 --max-num-seqs 64
+  SPECDEC_API_KEY=secret specdec serve --host 0.0.0.0 --port 30000
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `specdec serve`."""
+    parser.usage = "%(prog)s [options]"
+    parser.epilog = _EXAMPLES
+    model_options(parser)
+    engine_options(parser)
+    add_options(parser.add_argument_group("server"), ServeConfig)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs `specdec serve`; 0 after it was told to end, 1 after the engine died.
+
+    Raises:
+        SpecDecError: an option or the model is wrong, or a package is missing.
+    """
+    try:
+        from specdec.serve.front import Front
+        from specdec.serve.server import Server, listen
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] in ("specdec", "torch", "transformers"):
+            raise
+        raise InvalidInputError(
+            f"specdec serve needs {error.name}, which is not installed; pip install 'specdec-dflash[serve]'"
+        ) from error
+    logging.basicConfig(format="specdec: %(message)s", level=logging.WARNING, stream=sys.stderr)
+    config = ServeConfig(**from_options(ServeConfig, args))
+    sock = listen(config)  # a port that is taken is told before a model is loaded
+    front = Front(load_decoder(args, args.drafter, engine_config(args)), config, args.model)
+    server = Server(front, sock)
+    drafter = drafter_name(args.drafter, args.model)
+    print(f"specdec: {front.names[0]} with drafter {drafter} at {server.url}/v1", file=sys.stderr, flush=True)
+    asyncio.run(server.serve_until_stopped())
+    return int(front.dead)

@@ -1,0 +1,79 @@
+"""Answers of `/v1/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+from specdec.engine.outputs import GenerationResult, StreamChunk
+from specdec.sampling.logprobs import Top
+from specdec.serve.answer import Answer
+from specdec.serve.protocol import CompletionRequest
+
+
+class Completion(Answer):
+    """See `Answer`. `echoes` are the texts of the prompts where the request wants them before its outputs."""
+
+    kind = chunk_kind = "text_completion"
+    prefix = "cmpl-"
+    asked: CompletionRequest
+
+    def __init__(self, *arguments: Any, echoes: Sequence[str] | None = None) -> None:
+        super().__init__(*arguments)
+        self._echoes = echoes
+        self._lengths: dict[int, int] = {}  # of texts named by `text_offset` so far
+
+    def choice(self, result: GenerationResult, index: int, first: GenerationResult) -> dict[str, Any]:
+        """An output as a whole."""
+        tokens, values, tops = list(result.token_ids), list(result.logprobs or []), list(result.top_logprobs or [])
+        if first.prompt_logprobs is not None and first.prompt_top_logprobs is not None:
+            tokens, values = first.prompt_token_ids + tokens, [*first.prompt_logprobs, *values]
+            tops = [*first.prompt_top_logprobs, *tops]
+        choice: dict[str, Any] = {
+            "text": self._echo(index) + result.text,
+            "logprobs": None if self.asked.logprobs is None else self._logprobs(index, tokens, values, tops),
+        }
+        if self.asked.return_token_ids:
+            choice["prompt_token_ids"] = result.prompt_token_ids
+        return choice
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """The echo of the prompt."""
+        return {"text": self._echo(index), "logprobs": None} if self._echoes is not None else None
+
+    def delta(self, chunk: StreamChunk) -> dict[str, Any]:
+        """What came of an output."""
+        wanted = self.asked.logprobs is not None and chunk.token_ids
+        some = self._logprobs(chunk.index, chunk.token_ids, chunk.logprobs, chunk.top_logprobs) if wanted else None
+        return {"text": chunk.text, "logprobs": some}
+
+    def _echo(self, index: int) -> str:
+        return self._echoes[index // self.n] if self._echoes is not None else ""
+
+    def _logprobs(
+        self, index: int, tokens: Sequence[int], values: Sequence[float | None], tops: Sequence[Top | None]
+    ) -> dict[str, Any]:
+        names = [self.name(token) for token in tokens]
+        *offsets, end = accumulate(map(len, names), initial=self._lengths.get(index, 0))
+        self._lengths[index] = end
+        return {
+            "tokens": names,
+            "token_logprobs": list(values),
+            "top_logprobs": list(self._tops(tokens, values, tops)),
+            "text_offset": offsets,
+        }
+
+    def _tops(
+        self, tokens: Sequence[int], values: Sequence[float | None], tops: Sequence[Top | None]
+    ) -> Iterator[dict[str, float] | None]:
+        """By text, where of tokens that read alike the likeliest counts; the token itself is among them."""
+        for place, (token, value) in enumerate(zip(tokens, values, strict=True)):
+            top = tops[place] if place < len(tops) else None
+            if value is None:
+                yield None
+                continue
+            named: dict[str, float] = {}
+            for one, its_value in (top or {token: value}).items():
+                named.setdefault(self.name(one), its_value)
+            yield named

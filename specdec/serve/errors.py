@@ -1,0 +1,71 @@
+"""What a client is told when its request cannot be served: OpenAI's error object and a status."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Sequence
+from typing import Any
+
+from specdec.errors import CapacityError, SpecDecError
+
+RETRY_SECONDS = 1
+"""After which a client may ask a busy server again."""
+
+
+class RequestError(Exception):
+    """A request that cannot be served.
+
+    Args:
+        status: of HTTP.
+        message: one line: the value, the limit, the way out.
+        param: the field that it is about.
+        code: a word for programs.
+    """
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """What the answer holds."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Those of the answer."""
+        if self.status == 401:
+            return {"WWW-Authenticate": "Bearer"}
+        return {"Retry-After": str(RETRY_SECONDS)} if self.status == 503 else {}
+
+
+def busy(message: str) -> RequestError:
+    """The server takes nothing now and may later."""
+    return RequestError(503, message, code="server_busy")
+
+
+def engine_failed(error: Exception) -> RequestError:
+    """A defect of ours or the machine's."""
+    return RequestError(500, " ".join(str(error).split()) or type(error).__name__, code="engine_failed")
+
+
+def refused(error: SpecDecError) -> RequestError:
+    """A value out of range, or a prompt that is too long."""
+    return RequestError(400, str(error), code="context_length_exceeded" if isinstance(error, CapacityError) else None)
+
+
+def malformed(problems: Sequence[Any]) -> RequestError:
+    """A body that is not of the form; pydantic's problems, of which the first is told."""
+    problem = problems[0]
+    place = [str(part) for part in problem["loc"] if part != "body"]
+    if problem["type"] == "json_invalid":
+        return RequestError(400, f"the body is not JSON: {problem.get('ctx', {}).get('error', problem['msg'])}")
+    if not place:
+        return RequestError(400, "the body is no JSON object; send one, with Content-Type: application/json")
+    name = place[0]
+    if problem["type"] == "missing":
+        return RequestError(400, f"{'.'.join(place)} is missing; give it", param=name)
+    where = name if problem["type"] != "missing" else ".".join(place)
+    what = "; ".join(dict.fromkeys(one["msg"].lower() for one in problems if one["loc"][1:2] == (name,)))
+    return RequestError(400, f"{where} is {reprlib.repr(problem['input'])}: {what or problem['msg'].lower()}", param=name)

@@ -1,0 +1,257 @@
+"""Between HTTP and the session: who is let in, what is unfinished, and whether the engine lives."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from specdec.config import SamplingParams
+from specdec.decoder import SpecDecoder
+from specdec.engine.handle import Handle, Stream
+from specdec.engine.outputs import GenerationResult, StreamChunk
+from specdec.engine.request import Request
+from specdec.errors import CapacityError
+from specdec.metrics import AcceptanceStats
+from specdec.serve.config import ServeConfig
+from specdec.serve.errors import RequestError, busy, engine_failed
+from specdec.serve.totals import Totals
+
+logger = logging.getLogger(__name__)
+
+
+class Front:
+    """What the routes share; in the event loop alone, but for the engine, which its session's thread steps.
+
+    Args:
+        decoder: serves.
+        config: limits.
+        model: name of the model where the config has none.
+
+    Attributes:
+        names: by which the model is called.
+        totals: what was done so far.
+        draining: nothing new is taken on.
+        dead: the engine failed, and then failed a probe.
+    """
+
+    def __init__(self, decoder: SpecDecoder, config: ServeConfig, model: str) -> None:
+        self.decoder, self.config = decoder, config
+        self.names = config.served_model_name or (model,)
+        self.created = int(time.time())
+        self.totals = Totals()
+        self.draining = self.dead = False
+        self.on_death: Callable[[], object] = lambda: None
+        self._open: set[Outputs] = set()
+        self._probe: asyncio.Task[None] | None = None
+        # One thread: texts become tokens outside the event loop, and never two at once, which tokenizers do not all stand.
+        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="specdec tokenizer")
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody waits for an output."""
+        return not self._open
+
+    @property
+    def num_open(self) -> int:
+        """Unfinished outputs that somebody waits for."""
+        return sum(outputs.num_open for outputs in self._open)
+
+    def check_model(self, name: str | None) -> None:
+        """Raises:
+        RequestError: a request names another model.
+        """
+        if name is not None and name not in self.names:
+            known = ", ".join(self.names)
+            raise RequestError(404, f"there is no model {name[:200]!r} (known: {known})", param="model", code="model_not_found")
+
+    async def in_thread(self, work: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Does what takes the tokenizer, without holding up others."""
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, partial(work, *arguments, **options))
+
+    def check_open(self) -> None:
+        """Raises:
+        RequestError: nothing new is taken on.
+        """
+        if self.dead:
+            raise RequestError(503, "the engine has failed, and the server ends", code="engine_dead")
+        if self.draining:
+            raise busy("the server is about to end; ask another one")
+
+    def submit(self, asked: Sequence[tuple[list[int], SamplingParams]], *, incremental: bool) -> Outputs:
+        """Queues the outputs of one request, all or none.
+
+        Raises:
+            RequestError: they would be too many, now or ever.
+            SpecDecError: see `SpecEngine.new_request`.
+        """
+        self.check_open()
+        limits, session = self.config, self.decoder.session
+        if len(asked) > limits.max_choices:
+            message = f"the request asks for {len(asked)} outputs and the limit is {limits.max_choices}; ask for fewer at once"
+            raise RequestError(400, message)
+        for tokens, sampling in asked:
+            self.decoder.engine.check(tokens, sampling)
+        tokens_asked, tokens_open = sum(len(tokens) for tokens, _ in asked), sum(some.num_prompt_tokens for some in self._open)
+        self._check_room("outputs", len(asked), self.num_open, limits.max_queue)
+        self._check_room("prompt tokens", tokens_asked, tokens_open, limits.max_queued_tokens)
+        outputs = Outputs(self, incremental=incremental)
+        try:
+            for tokens, sampling in asked:
+                outputs.add(tokens, sampling)
+        except CapacityError as error:  # checked above, so the session itself is full or closed
+            outputs.close()
+            raise busy(str(error)) from error
+        session.start()
+        self._open.add(outputs)
+        return outputs
+
+    def ended(self, outputs: Outputs) -> None:
+        """Nobody waits for these any more."""
+        self._open.discard(outputs)
+
+    def engine_failed(self, error: Exception) -> None:
+        """After an error of the engine, which began anew: a token shows whether it can go on."""
+        logger.error("the engine failed: %s", error)
+        if self._probe is None or self._probe.done():
+            self._probe = asyncio.get_running_loop().create_task(self._probe_engine())
+
+    async def _probe_engine(self) -> None:
+        try:
+            result = await self.decoder.session.submit([0], SamplingParams(max_tokens=1), incremental=False, text=False)
+            if result.finish_reason == "error":
+                raise RuntimeError(result.error)
+        except Exception as error:
+            logger.error("the engine failed again, so the server ends: %s", error)
+            self.dead = True
+            self.on_death()
+
+    async def drain(self) -> None:
+        """Takes nothing new on, and waits for what is unfinished, as long as the config allows; then ends it."""
+        self.draining = True
+        until = time.monotonic() + self.config.drain_seconds
+        while not self.idle and not self.dead and time.monotonic() < until:
+            await asyncio.sleep(0.02)
+        await asyncio.to_thread(self.decoder.session.close)
+
+    def _check_room(self, what: str, more: int, now: int, limit: int) -> None:
+        if more > limit:
+            raise RequestError(400, f"the request has {more:,} {what} and the limit is {limit:,}; send less at once")
+        if now + more > limit:
+            raise busy(f"{now:,} {what} are unfinished and the limit is {limit:,}; try again later")
+
+
+class Outputs:
+    """The outputs of one request, in one stream. Closing it cancels what is unfinished.
+
+    Args:
+        front: counts them.
+        incremental: give chunks before the end.
+    """
+
+    def __init__(self, front: Front, *, incremental: bool) -> None:
+        self._front, self._incremental = front, incremental
+        self._stream = Stream(front.decoder.session)
+        self._handles: list[Handle] = []
+        self._arrived = time.perf_counter()
+        self._last: dict[int, float] = {}  # when the last chunk of an output came
+        self._counted: set[int] = set()  # outputs that have ended and are in the totals
+        self.num_prompt_tokens = 0
+
+    @property
+    def num_open(self) -> int:
+        """Outputs that have not ended."""
+        return len(self._handles) - len(self._counted)
+
+    def add(self, tokens: list[int], sampling: SamplingParams) -> None:
+        """Queues one.
+
+        Raises:
+            SpecDecError: see `Session.submit`.
+        """
+        index = len(self._handles)
+        session = self._front.decoder.session
+        handle = session.submit(
+            tokens, sampling, index=index, incremental=self._incremental, stream=self._stream, wait=False
+        )
+        self._handles.append(handle)
+        self.num_prompt_tokens += len(tokens)
+
+    async def chunks(self) -> AsyncIterator[StreamChunk]:
+        """Chunks of all outputs as they come.
+
+        Raises:
+            RequestError: the engine failed, or the server ends.
+        """
+        try:
+            async for chunk in self._stream:
+                self._count(chunk)
+                if chunk.result is not None:
+                    _check_result(chunk.result)
+                yield chunk
+        except RuntimeError as error:
+            if not self._stream.failed:
+                raise
+            self._front.engine_failed(error)
+            raise engine_failed(error) from error
+        finally:
+            self.close()
+
+    async def results(self) -> list[GenerationResult]:
+        """All outputs, in the order in which they were added.
+
+        Raises:
+            RequestError: see `chunks`.
+        """
+        found = {chunk.index: chunk.result async for chunk in self.chunks() if chunk.result is not None}
+        return [found[index] for index in range(len(self._handles))]
+
+    def close(self) -> None:
+        """Cancels what is unfinished."""
+        for handle in self._handles:
+            if not handle.done:
+                handle.cancel()
+        for index, handle in enumerate(self._handles):
+            if index not in self._counted:
+                self._end(index, "error" if self._stream.failed else "cancelled", _stats_so_far(handle.request))
+        self._front.ended(self)
+
+    def _count(self, chunk: StreamChunk) -> None:
+        now, totals, index = time.perf_counter(), self._front.totals, chunk.index
+        if chunk.token_ids:
+            totals.output_tokens += len(chunk.token_ids)
+            if index not in self._last:
+                totals.prompt_tokens += len(self._handles[index].request.prompt_token_ids)
+                if self._incremental:
+                    totals.first_token.add(now - self._arrived)
+            else:
+                totals.between_tokens.add(now - self._last[index])
+            self._last[index] = now
+        if chunk.result is not None:
+            self._end(index, chunk.result.finish_reason, chunk.result.stats)
+
+    def _end(self, index: int, reason: str, stats: AcceptanceStats) -> None:
+        self._counted.add(index)
+        self._front.totals.end(reason, stats)
+        self._front.totals.whole.add(time.perf_counter() - self._arrived)
+
+
+def _stats_so_far(request: Request) -> AcceptanceStats:
+    """Of a request that the engine's thread may be adding a step to."""
+    counts = (request.num_drafted, request.num_accepted, request.num_emitted, request.tree_sizes)
+    steps = min(map(len, counts))
+    return AcceptanceStats(*(some[:steps] for some in counts))
+
+
+def _check_result(result: GenerationResult) -> None:
+    """Raises:
+    RequestError: the output was not finished.
+    """
+    if result.finish_reason == "error":
+        raise engine_failed(RuntimeError(result.error or "the engine failed"))
+    if result.finish_reason == "cancelled":
+        raise busy("the server ends and has cut this output; ask another one")

@@ -1,0 +1,98 @@
+"""`/metrics`: the totals, and the engine as it is now, in Prometheus' text format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
+
+from specdec.serve.front import Front
+from specdec.serve.totals import Times
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+
+class Metrics(Collector):
+    """Makes the metrics anew each time they are asked for.
+
+    Args:
+        front: knows the totals.
+        prefixes: of all names, such as specdec; each gives the whole set.
+    """
+
+    def __init__(self, front: Front, prefixes: Sequence[str]) -> None:
+        self._front, self._prefixes = front, prefixes
+        self._labels = {"model_name": front.names[0], "engine": "0"}
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def text(self) -> bytes:
+        """What a scrape gets."""
+        return generate_latest(self._registry)
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: names are not looked at beforehand."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics."""
+        for prefix in self._prefixes:
+            yield from self._counters(prefix)
+            yield from self._gauges(prefix)
+            yield from self._histograms(prefix)
+
+    def _counters(self, prefix: str) -> Iterator[Metric]:
+        totals = self._front.totals
+        for name, value, text in (
+            ("prompt_tokens", totals.prompt_tokens, "Prompt tokens of outputs that have begun."),
+            ("generation_tokens", totals.output_tokens, "Output tokens."),
+            ("spec_decode_num_drafts", totals.drafts, "Verify steps that had drafts."),
+            ("spec_decode_num_draft_tokens", totals.draft_tokens, "Drafts verified."),
+            ("spec_decode_num_accepted_tokens", sum(totals.accepted), "Drafts accepted."),
+            ("num_preemptions", self._front.decoder.engine.scheduler.num_preemptions, "Requests preempted."),
+        ):
+            yield self._one(CounterMetricFamily(f"{prefix}:{name}", text, labels=list(self._labels)), value)
+        name, text = f"{prefix}:spec_decode_num_accepted_tokens_per_pos", "Drafts accepted by position."
+        yield self._by(CounterMetricFamily(name, text, labels=[*self._labels, "position"]), enumerate(totals.accepted))
+        name, text = f"{prefix}:request_success", "Outputs ended, by reason."
+        yield self._by(CounterMetricFamily(name, text, labels=[*self._labels, "finished_reason"]), totals.finished.items())
+
+    def _gauges(self, prefix: str) -> Iterator[Metric]:
+        engine = self._front.decoder.engine
+        running, blocks = len(engine.scheduler.working), engine.pool.num_blocks - 1
+        for name, value, text in (
+            ("num_requests_running", running, "Outputs in work."),
+            ("num_requests_waiting", max(0, self._front.num_open - running), "Outputs that wait for a place."),
+            ("kv_cache_usage_perc", engine.pool.num_used / blocks, "Share of the cache's blocks in use, from 0 to 1."),
+        ):
+            yield self._one(GaugeMetricFamily(f"{prefix}:{name}", text, labels=list(self._labels)), value)
+
+    def _histograms(self, prefix: str) -> Iterator[Metric]:
+        totals = self._front.totals
+        for name, times, text in (
+            ("time_to_first_token_seconds", totals.first_token, "From a request to its first token, of streams."),
+            ("inter_token_latency_seconds", totals.between_tokens, "Between the steps that add to an output, of streams."),
+            ("e2e_request_latency_seconds", totals.whole, "From a request to its end."),
+        ):
+            family = HistogramMetricFamily(f"{prefix}:{name}", text, labels=list(self._labels))
+            family.add_metric(list(self._labels.values()), buckets=_buckets(times), sum_value=times.sum)
+            yield family
+
+    def _one(self, family: CounterMetricFamily | GaugeMetricFamily, value: float) -> Metric:
+        family.add_metric(list(self._labels.values()), value)
+        return family
+
+    def _by(self, family: CounterMetricFamily, values: Iterable[tuple[object, int]]) -> Metric:
+        for label, value in values:
+            family.add_metric([*self._labels.values(), str(label)], value)
+        return family
+
+
+def _buckets(times: Times) -> list[tuple[str, float]]:
+    """Counts up to each bound, the infinite one last."""
+    bounds = [*(f"{bound:g}" for bound in times.BOUNDS), "+Inf"]
+    return list(zip(bounds, map(float, accumulate(times.counts)), strict=True))

@@ -1,0 +1,164 @@
+"""The requests: the fields of OpenAI's routes, with those that vLLM and SGLang add."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from specdec.serve.errors import RequestError
+
+logger = logging.getLogger(__name__)
+
+GRAMMAR_FIELDS = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_json_object",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
+
+_NO_TOOLS = "this server calls no tools; leave it out"
+_NO_SUCH_TEXT = "this server has no such way to choose tokens; leave it out"
+
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "tools": (([],), _NO_TOOLS),
+    "functions": (([],), _NO_TOOLS),
+    "tool_choice": (("none", "auto"), _NO_TOOLS),
+    "function_call": (("none", "auto"), _NO_TOOLS),
+    "audio": ((), "this server answers in text alone; leave it out"),
+    "modalities": ((["text"],), 'this server answers in text alone; give ["text"]'),
+    "suffix": (("",), "nothing is inserted before a text that follows; leave it out"),
+    "use_beam_search": ((False,), "there is no beam search; leave it out"),
+    "length_penalty": ((1.0,), "there is no beam search; leave it out"),
+    "bad_words": (([],), "forbid tokens with logit_bias, by their ids"),
+    "allowed_token_ids": (([],), _NO_SUCH_TEXT),
+    "logits_processors": (([],), _NO_SUCH_TEXT),
+    "top_a": ((0.0,), _NO_SUCH_TEXT),
+    "typical_p": ((1.0,), _NO_SUCH_TEXT),
+    "include_stop_str_in_output": ((False,), "outputs are cut before a stop string; leave it out"),
+    "skip_special_tokens": ((True,), "special tokens are left out of texts; ask for return_token_ids"),
+    "spaces_between_special_tokens": ((True,), "special tokens are left out of texts; leave it out"),
+    "truncate_prompt_tokens": ((), "prompts are never cut; shorten it"),
+    "prompt_logprobs": ((), "completions give them with echo and logprobs"),
+    "chat_template": ((), "the template is the model's own; leave it out"),
+    "documents": (([],), "give them in the messages or in chat_template_kwargs"),
+    "priority": ((0,), "requests are served in the order in which they come; leave it out"),
+}
+"""Known fields that cannot be honored, by name: values that ask for nothing, and what to do."""
+
+SILENT = {"user", "store", "metadata", "service_tier", "safety_identifier", "return_meta_info", "parallel_tool_calls", "request_id"}
+"""Fields that change no answer of this server."""
+
+_warned: set[str] = set()
+
+
+class Body(BaseModel):
+    """A request. Its types are those of JSON: no number is read from a string."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    def check_others(self) -> None:
+        """Looks at the fields that this class does not have; of unknown ones each is warned of once.
+
+        Raises:
+            RequestError: one cannot be honored.
+        """
+        for name, value in (self.model_extra or {}).items():
+            if name in REFUSED:
+                harmless, way_out = REFUSED[name]
+                if value is not None and value not in harmless:
+                    raise RequestError(400, f"{name} is not offered: {way_out}", param=name)
+            elif name not in SILENT and name not in _warned and len(_warned) < 1000:
+                _warned.add(name)
+                logger.warning("a request has the field %r, which is not known and is left alone", name[:80])
+
+
+class StreamOptions(Body):
+    """Attributes as OpenAI has them."""
+
+    include_usage: bool = False
+
+
+class Generation(Body):
+    """What completions and chats share."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(None, ge=1)
+    best_of: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    logit_bias: dict[str, float] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    cache_salt: str | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_json_object: bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+
+class CompletionRequest(Generation):
+    """`POST /v1/completions`."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0)
+    add_special_tokens: bool = True
+
+
+class Chat(Body):
+    """Messages, and how a template makes a prompt of them."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatRequest(Chat, Generation):
+    """`POST /v1/chat/completions`."""
+
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0)
+
+
+class TokenizeRequest(Body):
+    """`POST /tokenize`: a text, or a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Body):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: list[int]

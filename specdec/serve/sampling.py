@@ -1,0 +1,90 @@
+"""How a request is to be decoded, in the engine's words."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from specdec.config import SamplingParams
+from specdec.serve.errors import RequestError
+from specdec.serve.protocol import GRAMMAR_FIELDS, ChatRequest, CompletionRequest, Generation
+
+COMPLETION_TOKENS = 16
+"""What a completion gets when it does not say, as everywhere."""
+
+_SAME = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+    "logit_bias",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "cache_salt",
+)
+"""Fields that mean the same here and there."""
+
+
+def sampling_params(asked: Generation, *, most: int) -> SamplingParams:
+    """What a request asks for. As everywhere, its temperature is 1 when it does not say, where the engine's own would be 0.
+
+    Args:
+        asked: the request.
+        most: tokens that an output can have.
+
+    Raises:
+        RequestError: a field that cannot be honored.
+        InvalidInputError: a value out of range.
+    """
+    if asked.best_of not in (None, asked.n or 1):
+        raise RequestError(400, f"best_of is {asked.best_of}: outputs are not ranked; leave it out", param="best_of")
+    values: dict[str, Any] = {"temperature": 1.0}
+    for name in _SAME:
+        value = getattr(asked, name)
+        if value is not None:
+            _require_field(name)
+            values[name] = value
+    if asked.top_k is not None:
+        values["top_k"] = 0 if asked.top_k == -1 else asked.top_k  # vLLM's word for all
+    if isinstance(asked, CompletionRequest):
+        values["max_tokens"] = COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens
+        values |= _completion_logprobs(asked)
+    elif isinstance(asked, ChatRequest):
+        limit = asked.max_completion_tokens if asked.max_completion_tokens is not None else asked.max_tokens
+        values["max_tokens"] = most if limit is None else limit
+        values |= {"logprobs": bool(asked.logprobs), "top_logprobs": asked.top_logprobs or 0 if asked.logprobs else 0}
+        if asked.top_logprobs and not asked.logprobs:
+            raise RequestError(400, "top_logprobs needs logprobs; set it to true", param="top_logprobs")
+    return SamplingParams(**values, **_grammar(asked))
+
+
+def _completion_logprobs(asked: CompletionRequest) -> dict[str, Any]:
+    if asked.logprobs is None:
+        return {}
+    if asked.echo and asked.stream:
+        raise RequestError(400, "echo with logprobs comes whole; drop stream", param="stream")
+    return {
+        "logprobs": True,
+        "top_logprobs": asked.logprobs,
+        "prompt_logprobs": asked.logprobs if asked.echo else None,
+    }
+
+
+def _grammar(asked: Generation) -> dict[str, Any]:
+    """The grammar that an output has to follow, if any."""
+    fields = {name: getattr(asked, name) for name in GRAMMAR_FIELDS if getattr(asked, name) is not None}
+    if not fields or fields == {"response_format": {"type": "text"}}:
+        return {}
+    _require_field("grammar", next(iter(fields)))
+    grammar = import_module("specdec.grammar.fields").grammar_of(fields)
+    return {"grammar": grammar} if grammar else {}
+
+
+def _require_field(name: str, param: str | None = None) -> None:
+    if name not in SamplingParams.__dataclass_fields__:
+        raise RequestError(400, f"{param or name} is not offered by this server; leave it out", param=param or name)

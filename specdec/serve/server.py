@@ -1,0 +1,95 @@
+"""Runs the application: listens, and ends in good order."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from types import FrameType
+
+import uvicorn
+
+from specdec.errors import InvalidInputError
+from specdec.serve.app import make_app
+from specdec.serve.config import ServeConfig
+from specdec.serve.front import Front
+
+LAST_SECONDS = 5
+"""For answers to leave after the last output has ended or was cut."""
+
+
+def listen(config: ServeConfig) -> socket.socket:
+    """A socket at the address that the config names.
+
+    Raises:
+        InvalidInputError: there is no such address here, or somebody else has it.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        made = socket.socket(family, kind, protocol)
+        try:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind(address)
+        except OSError:
+            made.close()
+            raise
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise InvalidInputError(f"cannot listen on {config.host}:{config.port}: {reason}; give another --host or --port") from error
+    return made
+
+
+class Server(uvicorn.Server):
+    """A server that takes nothing new on once it is told to end, and gives what is unfinished its time.
+
+    Args:
+        front: what it serves.
+        sock: of `listen`.
+    """
+
+    def __init__(self, front: Front, sock: socket.socket) -> None:
+        super().__init__(
+            uvicorn.Config(
+                make_app(front),
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                lifespan="off",
+                timeout_graceful_shutdown=LAST_SECONDS,
+            )
+        )
+        self._front, self._sock = front, sock
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._draining: asyncio.Task[None] | None = None
+        front.on_death = self.stop
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        host, port = self._sock.getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    async def serve_until_stopped(self) -> None:
+        """Serves; returns once all has ended."""
+        self._loop = asyncio.get_running_loop()
+        await self.serve(sockets=[self._sock])
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """SIGTERM and SIGINT: the first drains, the second ends at once."""
+        if self._front.draining:
+            self.force_exit = self.should_exit = True
+        else:
+            self.stop()
+
+    def stop(self) -> None:
+        """Drains and ends; from any thread, and from the handler of a signal."""
+        assert self._loop is not None, "it does not run yet"
+        self._front.draining = True
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._drain)
+
+    def _drain(self) -> None:
+        if self._draining is None:
+            self._draining = asyncio.get_running_loop().create_task(self._front.drain())
+            self._draining.add_done_callback(lambda task: setattr(self, "should_exit", True))

@@ -1,0 +1,62 @@
+"""What a server has done since its start, in integers and times; from it come the metrics."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from itertools import zip_longest
+
+from specdec.metrics import AcceptanceStats
+
+
+class Times:
+    """How many of some seconds were at most as long as each bound."""
+
+    BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(self.BOUNDS) + 1)
+        self.sum = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Counts one."""
+        self.counts[bisect_left(self.BOUNDS, seconds)] += 1
+        self.sum += seconds
+
+
+class Totals:
+    """Counts of all outputs; acceptance is that of outputs that have ended, cancelled ones among them.
+
+    Attributes:
+        finished: outputs by finish reason.
+        prompt_tokens, output_tokens: of prompts once their first token came, and of outputs as they come.
+        steps: verify steps.
+        step_tokens: what these put out.
+        drafts: verify steps that had drafts.
+        draft_tokens: drafts verified.
+        offered, accepted: by position, verify steps that offered a draft there, and that kept it.
+        first_token, between_tokens, whole: seconds to the first token, between chunks, and to the end.
+    """
+
+    def __init__(self) -> None:
+        self.finished: Counter[str] = Counter()
+        self.prompt_tokens = self.output_tokens = 0
+        self.steps = self.step_tokens = self.drafts = self.draft_tokens = 0
+        self.offered: list[int] = []
+        self.accepted: list[int] = []
+        self.first_token, self.between_tokens, self.whole = Times(), Times(), Times()
+
+    def end(self, reason: str, stats: AcceptanceStats) -> None:
+        """Counts an output that has ended."""
+        self.finished[reason] += 1
+        self.steps += stats.num_steps
+        self.step_tokens += sum(stats.num_emitted)
+        self.drafts += sum(drafted > 0 for drafted in stats.num_drafted)
+        self.draft_tokens += sum(stats.num_verified)
+        kept = [sum(accepted > position for accepted in stats.num_accepted) for position in range(len(stats.num_offered))]
+        self.offered = _added(self.offered, stats.num_offered)
+        self.accepted = _added(self.accepted, kept)
+
+
+def _added(some: list[int], more: list[int]) -> list[int]:
+    return [a + b for a, b in zip_longest(some, more, fillvalue=0)]

@@ -1,0 +1,83 @@
+"""How answers travel: as server-sent events, or whole, and neither for a client that is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from specdec.serve.errors import RequestError
+
+T = TypeVar("T")
+
+
+class ClientGone(Exception):
+    """Nobody reads the answer any more."""
+
+
+async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled when the client goes.
+
+    Raises:
+        ClientGone: it went.
+    """
+    working = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        return working.result()
+    finally:
+        for task in (working, gone):
+            task.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Server-sent events.
+
+    Args:
+        events: JSON objects.
+        close: called at the end, however it comes.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[dict[str, Any]], close: Callable[[], object]) -> None:
+        self._events, self._close = events, close
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends them until they end or the client goes."""
+        try:
+            await unless_gone(receive, self._send(send))
+        except (ClientGone, OSError):
+            pass
+        finally:
+            self._close()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            async for event in self._events:
+                await _send_line(send, json.dumps(event, ensure_ascii=False))
+        except RequestError as error:  # the status has gone out
+            await _send_line(send, json.dumps(error.body))
+        await _send_line(send, "[DONE]")
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _send_line(send: Send, data: str) -> None:
+    # A lone surrogate, which JSON may hold and a prompt echoes, has no UTF-8.
+    await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(errors="replace"), "more_body": True})
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

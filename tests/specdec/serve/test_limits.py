@@ -1,0 +1,193 @@
+"""What a server does when clients leave, come too many or without a key, and when it or its engine ends."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from specdec.cli.main import main
+from tests.helpers.live_server import MODEL, Live, live_server, tiny_decoder, wait_until
+
+LONG = {"prompt": "abc", "max_tokens": 480, "temperature": 0, "ignore_eos": True}
+
+
+@contextmanager
+def running(live: Live, count: int = 1) -> Iterator[None]:
+    """While a stream has begun and nobody reads on."""
+    with httpx.stream("POST", live.url + "/v1/completions", json={**LONG, "stream": True, "n": count}) as stream:
+        next(stream.iter_raw())
+        yield
+
+
+def assert_nothing_is_left(live: Live) -> None:
+    engine, session = live.front.decoder.engine, live.front.decoder.session
+    wait_until(lambda: live.front.idle and session.idle)
+    wait_until(lambda: not engine.has_work and engine.pool.num_used == 0)
+
+
+def test_a_client_that_leaves_a_stream_cancels_it() -> None:
+    with live_server() as live:
+        with running(live, 3):
+            wait_until(lambda: live.front.num_open == 3)
+        assert_nothing_is_left(live)
+        assert live.front.totals.finished == {"cancelled": 3}
+        assert live.front.totals.output_tokens < 3 * 480
+
+
+def test_a_client_that_leaves_while_it_waits_cancels_it() -> None:
+    with live_server() as live:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(live.url + "/v1/completions", json={**LONG, "n": 6}, timeout=0.3)
+        assert_nothing_is_left(live)
+        assert live.front.totals.finished["cancelled"] > 0
+
+
+def test_a_full_queue_is_told_and_room_is_found_again() -> None:
+    with live_server(max_queue=2, max_queued_tokens=100) as live, openai.OpenAI(base_url=live.url + "/v1", api_key="x") as client:
+        with running(live):
+            answer = httpx.post(live.url + "/v1/completions", json={**LONG, "n": 2})
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+            assert "1 outputs are unfinished and the limit is 2" in answer.json()["error"]["message"]
+            answer = httpx.post(live.url + "/v1/completions", json={**LONG, "prompt": "a" * 98})
+            assert answer.status_code == 503 and "3 prompt tokens are unfinished" in answer.json()["error"]["message"]
+            answer = httpx.post(live.url + "/v1/completions", json={**LONG, "n": 3})
+            assert answer.status_code == 400 and "has 3 outputs and the limit is 2" in answer.json()["error"]["message"]
+            assert live.front.num_open == 1
+        assert_nothing_is_left(live)
+        assert client.completions.create(model=MODEL, prompt="a", max_tokens=2, n=2, temperature=0).usage is not None
+
+
+def test_the_key_guards_all_but_health() -> None:
+    with live_server(api_key="right") as live:
+        for key, status in ((None, 401), ("Bearer wrong", 401), ("Basic right", 401), ("Bearer right", 200)):
+            headers = {"Authorization": key} if key else {}
+            for path in ("/v1/models", "/metrics", "/tokenizer_info"):
+                assert httpx.get(live.url + path, headers=headers).status_code == status
+        assert httpx.get(live.url + "/health").status_code == 200
+        assert httpx.options(live.url + "/v1/models").status_code == 405
+        with openai.OpenAI(base_url=live.url + "/v1", api_key="wrong") as client, pytest.raises(openai.AuthenticationError):
+            client.completions.create(model=MODEL, prompt="a", max_tokens=1)
+        with openai.OpenAI(base_url=live.url + "/v1", api_key="right") as client:
+            assert client.completions.create(model=MODEL, prompt="a", max_tokens=1).choices
+
+
+def test_a_body_has_a_limit_with_its_length_and_without() -> None:
+    with live_server(max_body_bytes=1000) as live:
+        body = b'{"prompt": "' + b"a" * 1000 + b'"}'
+        headers = {"Content-Type": "application/json"}
+        for content in (body, iter([body[:600], body[600:]])):
+            answer = httpx.post(live.url + "/v1/completions", content=content, headers=headers)
+            assert answer.status_code == 413 and "more than 1,000 bytes" in answer.json()["error"]["message"]
+
+
+def test_an_end_lets_the_unfinished_finish_and_refuses_the_new() -> None:
+    with live_server(drain_seconds=60.0) as live:
+        made: list[Any] = []
+        waiting = threading.Thread(target=lambda: made.append(httpx.post(live.url + "/v1/completions", json=LONG, timeout=60)))
+        with httpx.Client() as other:
+            assert other.get(live.url + "/health").status_code == 200
+            waiting.start()
+            wait_until(lambda: live.front.num_open == 1)
+            live.server.stop()
+            assert other.get(live.url + "/health").status_code == 503
+            answer = other.post(live.url + "/v1/completions", json=LONG)
+            assert answer.status_code == 503 and "about to end" in answer.json()["error"]["message"]
+            assert live.front.num_open == 1, "the first has not ended, so both answers were given while it went on"
+        waiting.join()
+        assert made[0].json()["usage"]["completion_tokens"] == 480
+        live.join()
+
+
+def test_an_end_without_patience_cuts_what_is_unfinished() -> None:
+    with live_server(drain_seconds=0.0) as live:
+        with httpx.stream("POST", live.url + "/v1/completions", json={**LONG, "stream": True, "n": 4}) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            live.server.stop()
+            *_, error, end = [line for line in lines if line]
+        assert '"code": "server_busy"' in error and end == "data: [DONE]"
+        live.join()
+
+
+def test_an_error_of_the_engine_is_told_and_survived_or_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    with live_server() as live:
+        engine = live.front.decoder.engine
+        step, left = engine.step, [1]
+
+        def fail(times: int) -> None:
+            left[0] = times
+
+        def sometimes() -> Any:
+            if left[0] > 0:
+                left[0] -= 1
+                raise RuntimeError("lost device")
+            return step()
+
+        monkeypatch.setattr(engine, "step", sometimes)
+        answer = httpx.post(live.url + "/v1/completions", json=LONG)
+        assert answer.status_code == 500 and "lost device" in answer.json()["error"]["message"]
+        wait_until(lambda: live.front._probe is not None and live.front._probe.done())
+        assert httpx.post(live.url + "/v1/completions", json={**LONG, "max_tokens": 2}).status_code == 200
+        fail(2)
+        assert httpx.post(live.url + "/v1/completions", json=LONG).status_code == 500
+        live.join()
+        assert live.front.dead
+
+
+def test_a_lost_device_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where an engine cannot even begin anew."""
+
+    def lost() -> Any:
+        raise RuntimeError("lost device")
+
+    with live_server() as live:
+        monkeypatch.setattr(live.front.decoder.engine, "step", lost)
+        monkeypatch.setattr(live.front.decoder.engine, "reset", lost)
+        assert httpx.post(live.url + "/v1/completions", json=LONG, timeout=20).status_code == 500
+        live.join()
+        assert live.front.dead
+
+
+@pytest.mark.slow
+def test_the_command_serves_the_embedded_model_and_ends_at_sigterm() -> None:
+    command = [sys.executable, "-m", "specdec", "serve", "--port", "0", "--device", "cpu", "--max-num-seqs", "2", "--drafter", "ngram"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        line = next(line for line in process.stderr if " at http" in line)
+        with openai.OpenAI(base_url=line.split()[-1], api_key="x") as client:
+            chat: Any = [{"role": "user", "content": "What is the capital of France? One word."}]
+            made = client.chat.completions.create(model="embedded", messages=chat, max_tokens=12, temperature=0)
+            assert "Paris" in (made.choices[0].message.content or "")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--port", "70000"], "port is 70000; it must lie in [0, 65535]"),
+        (["--max-queue", "0"], "max_queue is 0; it must be at least 1"),
+        (["--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid:8000"),
+        (["--api-key", ""], "the API key is empty"),
+        (["--drain-seconds", "-1"], "drain_seconds is -1.0"),
+    ],
+)
+def test_bad_options_are_told_in_one_line(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("specdec: error: ") and words in line
+
+
+def test_a_taken_port_is_told_before_a_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with live_server(tiny_decoder()) as live:
+        assert main(["serve", "--model", "/nowhere", "--port", live.url.rpartition(":")[2]]) == 2
+    assert "already in use; give another --host or --port" in capsys.readouterr().err
