@@ -75,7 +75,14 @@ class Answer:
             end = self.delta(StreamChunk(chunk.index, "", []))
             yield self._framed(
                 self.chunk_kind,
-                [{"index": chunk.index, **end, "finish_reason": chunk.result.finish_reason, "meta_info": meta_info([chunk.result])}],
+                [
+                    {
+                        "index": chunk.index,
+                        **end,
+                        "finish_reason": chunk.result.finish_reason,
+                        "meta_info": meta_info([chunk.result]),
+                    }
+                ],
             )
 
     def closing(self, results: Sequence[GenerationResult]) -> dict[str, Any]:

@@ -178,7 +178,7 @@ def _prompts(given: str | list[str] | list[int] | list[list[int]]) -> list[str |
         return [given]
     if not given or isinstance(given[0], int):
         return [given]  # type: ignore[list-item]
-    return list(given)  # type: ignore[arg-type]
+    return list(given)
 
 
 async def _completion_tokens(front: Front, prompt: str | list[int], asked: CompletionRequest) -> list[int]:

@@ -26,7 +26,9 @@ class Completion(Answer):
 
     def choice(self, result: GenerationResult, index: int, first: GenerationResult) -> dict[str, Any]:
         """An output as a whole."""
-        tokens, values, tops = list(result.token_ids), list(result.logprobs or []), list(result.top_logprobs or [])
+        tokens = list(result.token_ids)
+        values: list[float | None] = [*(result.logprobs or [])]
+        tops: list[Top | None] = [*(result.top_logprobs or [])]
         if first.prompt_logprobs is not None and first.prompt_top_logprobs is not None:
             tokens, values = first.prompt_token_ids + tokens, [*first.prompt_logprobs, *values]
             tops = [*first.prompt_top_logprobs, *tops]

@@ -184,9 +184,7 @@ class Outputs:
         """
         index = len(self._handles)
         session = self._front.decoder.session
-        handle = session.submit(
-            tokens, sampling, index=index, incremental=self._incremental, stream=self._stream, wait=False
-        )
+        handle = session.submit(tokens, sampling, index=index, incremental=self._incremental, stream=self._stream, wait=False)
         self._handles.append(handle)
         self.num_prompt_tokens += len(tokens)
 

@@ -37,7 +37,7 @@ def decoder() -> SpecDecoder:
 
 def test_completions_are_what_the_decoder_generates(client: openai.OpenAI, decoder: SpecDecoder) -> None:
     prompts = ["abc", "some other text"]
-    extra = {"top_k": 20, "min_p": 0.02, "ignore_eos": True, "return_token_ids": True}
+    extra: Any = {"top_k": 20, "min_p": 0.02, "ignore_eos": True, "return_token_ids": True}
     options: Any = {"max_tokens": 12, "temperature": 0.9, "top_p": 0.9, "seed": 11}
     made = client.completions.create(model=MODEL, prompt=prompts, n=2, extra_body=extra, **options)
     del options["seed"], extra["return_token_ids"]
@@ -64,7 +64,7 @@ def test_token_ids_are_a_prompt_and_stops_end_it(client: openai.OpenAI, decoder:
 def test_a_chat_goes_through_the_template(client: openai.OpenAI, decoder: SpecDecoder) -> None:
     made = client.chat.completions.create(model=MODEL, messages=CHAT, max_completion_tokens=9, temperature=0)
     assert made.choices[0].message.content == decoder.generate(CHAT, max_tokens=9).text
-    extra = {"chat_template_kwargs": {"name": "robot"}}
+    extra: Any = {"chat_template_kwargs": {"name": "robot"}}
     made = client.chat.completions.create(model=MODEL, messages=CHAT, max_tokens=9, temperature=0, extra_body=extra)
     assert made.choices[0].message.content == decoder.generate("user: hello\nrobot: ", max_tokens=9).text
     parts: Any = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}, {"role": "assistant", "content": "so be"}]
@@ -111,9 +111,17 @@ def test_log_probabilities_in_both_forms(client: openai.OpenAI, decoder: SpecDec
     assert all(greedy), "the likeliest token's number and the token's own are the same number"
     scored = client.completions.create(model=MODEL, prompt="abc", max_tokens=0, logprobs=1, echo=True)
     assert (scored.choices[0].text, len(scored.choices[0].logprobs.tokens or [])) == ("abc", 3)  # type: ignore[union-attr]
-    want = decoder.generate(CHAT, max_tokens=5, top_logprobs=3)
+    want = decoder.generate("user: xyz", max_tokens=5, top_logprobs=3, ignore_eos=True)
+    chat: Any = [{"role": "user", "content": "xyz"}]
     events = client.chat.completions.create(
-        model=MODEL, messages=CHAT, max_tokens=5, temperature=0, logprobs=True, top_logprobs=3, stream=True
+        model=MODEL,
+        messages=chat,
+        max_tokens=5,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=3,
+        stream=True,
+        extra_body={"ignore_eos": True, "add_generation_prompt": False, "continue_final_message": True},
     )
     entries = [entry for event in events if event.choices[0].logprobs for entry in event.choices[0].logprobs.content or []]
     assert [entry.logprob for entry in entries] == pytest.approx(want.logprobs)
@@ -128,7 +136,11 @@ def test_acceptance_stands_where_clients_look(live: Live, decoder: SpecDecoder) 
     each = [decoder.generate(CHAT, seed=seed, **options).stats for seed in (7, 8)]
     both = pooled(each)
     assert sum(both.num_accepted) > 0
-    for info, stats in ((made["meta_info"], both), (made["choices"][0]["meta_info"], each[0]), (made["choices"][1]["meta_info"], each[1])):
+    for info, stats in (
+        (made["meta_info"], both),
+        (made["choices"][0]["meta_info"], each[0]),
+        (made["choices"][1]["meta_info"], each[1]),
+    ):
         assert (info["spec_verify_ct"], info["spec_accept_length"]) == (stats.num_steps, stats.tau)
     figures = made["metrics"]["speculative_decoding"]
     drafted = [accepted for accepted, offered in zip(both.num_accepted, both.num_drafted, strict=True) if offered]
@@ -148,12 +160,12 @@ def test_metrics_count_what_was_done() -> None:
     labels = 'engine="0",model_name="tiny"'
     for prefix in ("specdec", "vllm"):
         for line in (
-            f'{prefix}:prompt_tokens_total{{{labels}}} 6.0',
-            f'{prefix}:generation_tokens_total{{{labels}}} 60.0',
-            f'{prefix}:spec_decode_num_accepted_tokens_total{{{labels}}} {2.0 * sum(stats.num_accepted)}',
-            f'{prefix}:spec_decode_num_draft_tokens_total{{{labels}}} {2.0 * sum(stats.num_verified)}',
-            f'{prefix}:time_to_first_token_seconds_count{{{labels}}} 1.0',
-            f'{prefix}:e2e_request_latency_seconds_count{{{labels}}} 2.0',
+            f"{prefix}:prompt_tokens_total{{{labels}}} 6.0",
+            f"{prefix}:generation_tokens_total{{{labels}}} 60.0",
+            f"{prefix}:spec_decode_num_accepted_tokens_total{{{labels}}} {2.0 * sum(stats.num_accepted)}",
+            f"{prefix}:spec_decode_num_draft_tokens_total{{{labels}}} {2.0 * sum(stats.num_verified)}",
+            f"{prefix}:time_to_first_token_seconds_count{{{labels}}} 1.0",
+            f"{prefix}:e2e_request_latency_seconds_count{{{labels}}} 2.0",
         ):
             assert line in text.splitlines()
 

@@ -24,7 +24,8 @@ LONG = {"prompt": "abc", "max_tokens": 480, "temperature": 0, "ignore_eos": True
 def running(live: Live, count: int = 1) -> Iterator[None]:
     """While a stream has begun and nobody reads on."""
     with httpx.stream("POST", live.url + "/v1/completions", json={**LONG, "stream": True, "n": count}) as stream:
-        next(stream.iter_raw())
+        parts = stream.iter_raw()  # the stream ends with its iterator
+        next(parts)
         yield
 
 
@@ -159,7 +160,20 @@ def test_a_lost_device_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.slow
 def test_the_command_serves_the_embedded_model_and_ends_at_sigterm() -> None:
-    command = [sys.executable, "-m", "specdec", "serve", "--port", "0", "--device", "cpu", "--max-num-seqs", "2", "--drafter", "ngram"]
+    command = [
+        sys.executable,
+        "-m",
+        "specdec",
+        "serve",
+        "--port",
+        "0",
+        "--device",
+        "cpu",
+        "--max-num-seqs",
+        "2",
+        "--drafter",
+        "ngram",
+    ]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         line = next(line for line in process.stderr if " at http" in line)
