@@ -245,6 +245,8 @@ class LoadConfig:
             "model" in the model's own type everywhere.
         weights: "as-stored" leaves quantized weights packed where a kernel multiplies with them, in half precision on an
             accelerator; "bfloat16" makes plain numbers of them when they are read, as everywhere else.
+        tensor_parallel: processes, each with an accelerator of its own, that compute the target together; None takes those that
+            `torchrun` has started for a command, and one otherwise.
     """
 
     device: str = "auto"
@@ -254,6 +256,7 @@ class LoadConfig:
     kv_dtype: CacheDtype = "auto"
     prefill_dtype: PrefillDtype = "auto"
     weights: WeightForm = "as-stored"
+    tensor_parallel: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("device", "dtype", "attention"):
@@ -261,7 +264,9 @@ class LoadConfig:
             right = isinstance(value, str) or type(value).__module__ == "torch"  # torch's devices and types say their names
             _require(right, f"{name} is {reprlib.repr(value)}; it must be a string")
             object.__setattr__(self, name, str(value).removeprefix("torch."))
-        _integers(self, "block_size")
+        _integers(self, "block_size", "tensor_parallel")
+        right = self.tensor_parallel is None or self.tensor_parallel >= 1
+        _require(right, f"tensor_parallel is {self.tensor_parallel}; it must be at least 1")
         _require(self.block_size >= 1, f"block_size is {self.block_size}; it must be at least 1 token")
         _require(self.kv_dtype in ("auto", "fp8"), f"kv_dtype is {self.kv_dtype!r}; choose 'auto' or 'fp8'")
         right = self.prefill_dtype in ("auto", "model")

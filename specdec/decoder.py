@@ -22,14 +22,15 @@ from specdec.config import (
     WeightForm,
 )
 from specdec.core import Drafter, Verifier
-from specdec.device import cache_dtype, resolve_device, resolve_dtype
-from specdec.engine.engine import SpecEngine
+from specdec.device import resolve_device
+from specdec.engine.lockstep import make_engine
 from specdec.engine.outputs import GenerationResult, StreamChunk
 from specdec.engine.session import Session
 from specdec.engine.text import token_ids
 from specdec.errors import InvalidInputError, SpecDecError
-from specdec.grammar.compiler import GrammarCompiler
-from specdec.registry import CHECKPOINTS, COMPOSITION, DRAFTERS, VERIFIERS, drafter_name, import_attribute, parts_of, resolve
+from specdec.loading import load_target
+from specdec.parallel.mirror import Mirror, everywhere, mirror_of
+from specdec.registry import CHECKPOINTS, COMPOSITION, DRAFTERS, drafter_name, import_attribute, parts_of, resolve
 from specdec.scratch import next_token_logits
 
 if TYPE_CHECKING:
@@ -70,8 +71,9 @@ class SpecDecoder:
             raise InvalidInputError(f"the engine's config is a {type(config).__name__}; give an EngineConfig")
         self.verifier = verifier
         self.tokenizer = tokenizer
-        self.engine = SpecEngine(verifier, drafter, config, GrammarCompiler(tokenizer, verifier.vocab_size, verifier.eos_token_ids))
+        self.engine = make_engine(verifier, drafter, config, tokenizer)
         self.session = Session(self.engine, tokenizer)
+        self._ranks: Mirror | None = None
 
     @classmethod
     def from_pretrained(
@@ -86,6 +88,7 @@ class SpecDecoder:
         kv_dtype: CacheDtype = "auto",
         prefill_dtype: PrefillDtype = "auto",
         weights: WeightForm = "as-stored",
+        tensor_parallel: int | None = None,
         engine: EngineConfig | None = None,
     ) -> SpecDecoder:
         """Loads a target and a drafter.
@@ -96,25 +99,26 @@ class SpecDecoder:
                 hub name of a checkpoint, several of these with + between them, a drafter of your own (see `find_drafter`), or
                 None. "auto" takes smollm2-dflash for the embedded model and n-gram lookup for all others.
             device, dtype, attention, block_size, kv_dtype, prefill_dtype, weights: see `specdec.config.LoadConfig`.
+            tensor_parallel: processes that compute the target together, this one among them: docs/tensor-parallel.md. They are
+                started here, or by `torchrun`. None is this one alone.
             engine: limits and choices.
 
         Raises:
             SpecDecError: one line that names what is wrong with an argument, a checkpoint or their combination.
         """
-        load = LoadConfig(device, dtype, attention, block_size, kv_dtype, prefill_dtype, weights)
+        load = LoadConfig(device, dtype, attention, block_size, kv_dtype, prefill_dtype, weights, tensor_parallel)
         where, make_drafter = resolve_device(load.device), find_drafter(drafter)
-        load_verifier = resolve(VERIFIERS, "hf", "verifier")
-        verifier, tokenizer = load_verifier(
-            target,
-            device=where,
-            dtype=resolve_dtype(load.dtype if load.weights == "as-stored" else load.weights, where),
-            attention=load.attention,
-            block_size=load.block_size,
-            cache_dtype=cache_dtype(load.kv_dtype, where),
-            fp8_prefill=load.prefill_dtype == "auto",
-            as_stored=load.weights == "as-stored",
-        )
-        return cls(verifier, tokenizer, make_drafter(verifier), engine)
+        with load_target(target, load, where) as (verifier, tokenizer, ranks):
+            decoder = cls(verifier, tokenizer, make_drafter(verifier), engine)
+        decoder._ranks = ranks
+        return decoder
+
+    def close(self) -> None:
+        """Cancels what is unfinished, and ends the other processes that compute the target; nothing can be decoded afterwards."""
+        self.session.close()
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            ranks.let_go()
 
     def plain(self) -> SpecDecoder:
         """The same target without a drafter and with a cache of its own: the baseline of every ratio."""
@@ -202,7 +206,7 @@ class SpecDecoder:
         """
         ids = self.tokenize(prompt)
         self.engine.check_tokens(ids)
-        return next_token_logits(self.verifier, ids)
+        return everywhere(self.verifier, next_token_logits, self.verifier, ids)
 
     def _chunks(self, prompts: list[Prompt], single: bool, sampling: SamplingParams, *, incremental: bool) -> Iterator[StreamChunk]:
         """Chunks of all prompts; those that cannot be served come first, as errors."""
@@ -268,6 +272,8 @@ def _with(sampling: SamplingParams | None, overrides: dict[str, Any]) -> Samplin
 def find_drafter(choice: DrafterChoice) -> Callable[[Verifier], Drafter | None]:
     """What makes the drafter once the target is there, so that a wrong name is refused before a target is loaded.
 
+    Ranks that compute the target together each make it.
+
     Args:
         choice: a name in the registry; "auto", which chooses by the target's name (`specdec.registry.drafter_name`); None or
             "none"; a checkpoint by folder or hub name; several of these with + between them, of which in every step the one
@@ -275,14 +281,33 @@ def find_drafter(choice: DrafterChoice) -> Callable[[Verifier], Drafter | None]:
             "module:function"; or a drafter that is ready.
 
     Raises:
-        InvalidInputError: nothing of these.
+        InvalidInputError: nothing of these; or, when it is made, the other ranks cannot make it from what this one knows.
     """
+    make = _maker(choice)
+    return lambda verifier: make(verifier) if mirror_of(verifier) is None else _made_by_all(choice, verifier)
+
+
+def _made_by_all(choice: DrafterChoice, verifier: Verifier) -> Drafter | None:
+    if hasattr(choice, "bind") or getattr(choice, "__module__", None) == "__main__":
+        raise InvalidInputError(
+            f"drafter is a {type(choice).__name__} of this process, and every rank of the target's group makes its own; give a"
+            " name, a checkpoint or module:function"
+        )
+    return everywhere(verifier, _make_drafter, choice, verifier, keep=True)
+
+
+def _make_drafter(choice: DrafterChoice, verifier: Verifier) -> Drafter | None:
+    return _maker(choice)(verifier)
+
+
+def _maker(choice: DrafterChoice) -> Callable[[Verifier], Drafter | None]:
+    """`find_drafter` for one rank."""
     if choice is None or choice == "none":
         return lambda verifier: None
     if isinstance(choice, str) and len(names := parts_of(choice)) > 1:
         return _composed(choice, names)
     if choice in ("auto", "embedded"):
-        return lambda verifier: find_drafter(drafter_name(str(choice), verifier.name))(verifier)
+        return lambda verifier: _maker(drafter_name(str(choice), verifier.name))(verifier)
     path: str | Path | None = None
     if isinstance(choice, str) and choice in DRAFTERS:
         loader = resolve(DRAFTERS, choice, "drafter")
@@ -311,7 +336,7 @@ def find_drafter(choice: DrafterChoice) -> Callable[[Verifier], Drafter | None]:
 def _composed(choice: str, names: Sequence[str]) -> Callable[[Verifier], Drafter]:
     if "" in names or "none" in names:
         raise InvalidInputError(f"drafter is {choice!r}; write names with + between them, such as suffix+auto")
-    makers, compose = [find_drafter(name) for name in names], import_attribute(COMPOSITION)
+    makers, compose = [_maker(name) for name in names], import_attribute(COMPOSITION)
     return lambda verifier: cast(Drafter, compose([make(verifier) for make in makers]))
 
 

@@ -31,7 +31,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"sampling"},
         {"batch"},
         {"core"},
-        {"scratch", "engine"},
+        {"scratch", "engine", "loading"},
         {"decoder", "provenance", "journal"},
         {"cluster"},
         {"cli"},

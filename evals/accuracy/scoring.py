@@ -9,7 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specdec.core import Verifier
 from specdec.decoder import SpecDecoder
+from specdec.parallel.mirror import everywhere
 from specdec.scratch import ScratchCache
 
 MAX_ROWS = 1024
@@ -43,16 +45,16 @@ def score(decoder: SpecDecoder, sequences: Sequence[tuple[Sequence[int], int]]) 
     for sequence in sequences:
         assert 0 < sequence[1] < len(sequence[0]), "a token is scored by the row before it"
         if batch and sum(len(token_ids) for token_ids, _ in [*batch, sequence]) > MAX_ROWS:
-            yield from _score_batch(decoder, batch)
+            yield from everywhere(decoder.verifier, _score_batch, decoder.verifier, batch)
             batch = []
         batch.append(sequence)
     if batch:
-        yield from _score_batch(decoder, batch)
+        yield from everywhere(decoder.verifier, _score_batch, decoder.verifier, batch)
 
 
-def _score_batch(decoder: SpecDecoder, batch: list[tuple[Sequence[int], int]]) -> list[Scored]:
+@torch.inference_mode()
+def _score_batch(verifier: Verifier, batch: list[tuple[Sequence[int], int]]) -> list[Scored]:
     """One forward when the batch has at most `MAX_ROWS` rows; a longer sequence stands alone and takes several."""
-    verifier = decoder.verifier
     # The last token has nothing to predict.
     lengths = [len(token_ids) - 1 for token_ids, _ in batch]
     cache = ScratchCache(verifier, lengths)

@@ -125,8 +125,20 @@ def _dispatch(arguments: list[str]) -> int:
         namespace = parser.parse(arguments[1:])
     except SystemExit:  # argparse has printed --help or --version
         return EXIT_OK
+    if hasattr(namespace, "tensor_parallel"):
+        _join_torchrun(namespace)
     status: int = home.run(namespace)
     return status
+
+
+def _join_torchrun(namespace: argparse.Namespace) -> None:
+    """Under `torchrun` only rank 0 runs the command; this ends the other processes with it."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
+        return
+    from specdec.device import resolve_device
+    from specdec.parallel.launch import follow_torchrun
+
+    namespace.tensor_parallel = follow_torchrun(namespace.tensor_parallel, resolve_device(namespace.device))
 
 
 def _overview() -> Parser:

@@ -35,16 +35,17 @@ def run(args: argparse.Namespace) -> int:
         KeyboardInterrupt: interrupted, after a line that says how far it came.
     """
     from specdec.cli.progress import ProgressBar
-    from specdec.engine.warmup import warm_up_shapes
+    from specdec.engine.warmup import launch_shape, warm_up_shapes
 
     decoder = load_decoder(args, args.drafter, engine_config(args))
-    shapes = warm_up_shapes(decoder.engine, sampling_params(args))
+    sampling = sampling_params(args)
+    shapes = warm_up_shapes(decoder.engine, sampling)
     bar, started, num_failed = ProgressBar("warm-up", len(shapes)), time.perf_counter(), 0
     for index, shape in enumerate(shapes):
         bar.show(index, shape.title)
         before = time.perf_counter()
         try:
-            shape.run()
+            launch_shape(decoder.engine, sampling, index)
         except KeyboardInterrupt:
             bar.close()
             print(f"specdec: {index} of {len(shapes)} shapes are warm; the same command goes on from there", file=sys.stderr)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
+import torch
+
 from specdec.attention import selector
 from specdec.blocks import MOST_NODES, BlockShape
 from specdec.config import EngineConfig
@@ -24,6 +26,8 @@ from specdec.engine.timing import StepTimer
 from specdec.errors import InvalidInputError
 from specdec.kv_cache import BlockPool, PagedKVCache, blocks_for, bytes_per_slot
 from specdec.layers import argmax, cache_rows
+from specdec.parallel.collectives import least
+from specdec.parallel.group import group_of
 from specdec.sampling import candidates, masks, sampler, trees
 
 PREFILL_TOKENS_BESIDE = 2048
@@ -90,7 +94,10 @@ def build_engine(verifier: Verifier, drafter: Drafter | None, config: EngineConf
         masks.masks_on_triton,
     ):
         runs(device)  # a self-check, if there is one, belongs before the first step
-    captures = captures_graphs(device, config.graphs, partial(check_captured_step, verifier), verifier.attention.name)
+    group, wanted = group_of(verifier), config.graphs
+    if group is not None and wanted is None and torch.version.hip:
+        wanted = False  # the check would have one rank wait for another's lock, and that one for its collectives
+    captures = captures_graphs(device, wanted, partial(check_captured_step, verifier), verifier.attention.name)
     graph_rows = max(_most_rows(shape, config, chosen=len(blocks) > 1) for shape in blocks) if captures else 0
     prefill_rows = most_prefill_rows(verifier, config.max_num_seqs) if captures and verifier.attention.captures_prefill else 0
     target_specs, drafter_specs = verifier.kv_specs, drafter.kv_specs if drafter else []
@@ -108,6 +115,7 @@ def build_engine(verifier: Verifier, drafter: Drafter | None, config: EngineConf
         graph_rows=graph_rows,
         prefill_rows=prefill_rows,
     )
+    num_blocks = least(num_blocks, group)
     kv_cache = PagedKVCache(
         [*target_specs, *drafter_specs],
         num_blocks=num_blocks,
@@ -213,10 +221,16 @@ def _most_rows(shape: BlockShape, config: EngineConfig, *, chosen: bool) -> int:
 
 def capture_steps(runner: StepRunner, slots: SlotState, capture: Capture, prefill_rows: int, *, required: bool) -> None:
     """Has the steps of `runner` captured from now on, and prefills of up to so many rows."""
-    steady_len = runner.verifier.attention.steady_len
-    runner.graphs = StepGraphs(capture, slots, runner.step_table, steady_len=steady_len, required=required)
-    runner.guided_graphs = GuidedGraphs(capture, slots, runner, steady_len=steady_len, required=required)
+    steady_len, group = runner.verifier.attention.steady_len, group_of(runner.verifier)
+    runner.graphs = StepGraphs(capture, slots, runner.step_table, steady_len=steady_len, required=required, group=group)
+    runner.guided_graphs = GuidedGraphs(capture, slots, runner, steady_len=steady_len, required=required, group=group)
     if prefill_rows:
         runner.prefill_graphs = PrefillGraphs(
-            capture, slots, runner.prefill_step, dtype=runner.verifier.dtype, most_rows=prefill_rows, required=required
+            capture,
+            slots,
+            runner.prefill_step,
+            dtype=runner.verifier.dtype,
+            most_rows=prefill_rows,
+            required=required,
+            group=group,
         )

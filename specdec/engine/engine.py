@@ -241,6 +241,14 @@ class SpecEngine:
         Returns:
             Requests that have new tokens or have finished since the last call.
         """
+        leave = self._launch()
+        with self.timer.phase("collect"):
+            self._read_results(leave)
+        touched, self._touched = self._touched, {}
+        return list(touched.values())
+
+    def _launch(self) -> int:
+        """Launches the next step; gives how many launched steps may stay unread."""
         if self._compiling:
             self._look_at_grammars()
         with self.timer.phase("schedule"):
@@ -253,11 +261,8 @@ class SpecEngine:
             self._previous_end = None
         if work.decode:
             self._decode(work.decode, shape)
-        with self.timer.phase("collect"):
-            ahead = (work.prefill or work.decode) and not any(request.grammar for request in work.decode)
-            self._read_results(leave=self.pipeline_depth if ahead else 0)
-        touched, self._touched = self._touched, {}
-        return list(touched.values())
+        ahead = (work.prefill or work.decode) and not any(request.grammar for request in work.decode)
+        return self.pipeline_depth if ahead else 0
 
     def _schedule(self) -> tuple[BlockShape, Schedule]:
         """The shape of blocks and the work of the next step."""

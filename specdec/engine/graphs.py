@@ -24,6 +24,8 @@ from specdec.engine.buckets import BATCH_SIZES, batch_bucket, length_bucket
 from specdec.engine.results import num_columns
 from specdec.engine.slots import Selection, SlotState, longest, min_seq_len
 from specdec.errors import BackendError
+from specdec.parallel.collectives import all_agree
+from specdec.parallel.group import Group
 from specdec.sampling.tensors import SamplingPlan
 from specdec.self_check import Check, passes
 
@@ -121,13 +123,15 @@ class ShapeGraphs(Generic[Shape, Graph]):
 
     Args:
         required: raise when something cannot be captured; otherwise warn, and go on without further graphs.
+        group: ranks that capture together, all or none; None for a process alone.
 
     Attributes:
         graphs: what is captured.
     """
 
-    def __init__(self, *, required: bool) -> None:
+    def __init__(self, *, required: bool, group: Group | None = None) -> None:
         self.graphs: dict[Shape, Graph] = {}
+        self._group = group
         self._required = required
         self._closed = False
 
@@ -151,14 +155,18 @@ class ShapeGraphs(Generic[Shape, Graph]):
             logger.warning("%d graphs are captured, the most there may be; other shapes run without one", MAX_GRAPHS)
             self._closed = True
             return None
+        graph, refusal = None, BackendError("another rank cannot capture this model's step; turn graphs off")
         try:
-            self.graphs[shape] = capture(shape)
+            graph = capture(shape)
         except BackendError as error:
+            refusal = error
+        if not all_agree(graph is not None, self._group) or graph is None:
             if self._required:
-                raise
-            logger.warning("%s. Decoding goes on without further graphs", error)
+                raise refusal
+            logger.warning("%s. Decoding goes on without further graphs", refusal)
             self._closed = True
             return None
+        self.graphs[shape] = graph
         logger.debug("captured: %s", shape)
         return self.graphs[shape]
 
@@ -194,7 +202,7 @@ class CapturedSteps(ShapeGraphs[StepShape, Graph]):
         capture: captures device work.
         state: of the requests.
         steady_len: see `AttentionBackend.steady_len`.
-        required: see `ShapeGraphs`.
+        required, group: see `ShapeGraphs`.
     """
 
     def __init__(
@@ -204,8 +212,9 @@ class CapturedSteps(ShapeGraphs[StepShape, Graph]):
         *,
         steady_len: int = 0,
         required: bool = True,
+        group: Group | None = None,
     ) -> None:
-        super().__init__(required=required)
+        super().__init__(required=required, group=group)
         self._capture, self._state, self._steady_len = capture, state, steady_len
         self._slots = torch.full((BATCH_SIZES[-1],), state.padding_slot, dtype=torch.int64, device=state.device)
         self._selection: Selection | None = None  # whose slots the static ones are
@@ -289,7 +298,7 @@ class StepGraphs(CapturedSteps[StepGraph]):
     """The captured steps that are one graph each.
 
     Args:
-        capture, state, steady_len, required: see `CapturedSteps`.
+        capture, state, steady_len, required, group: see `CapturedSteps`.
         step: launches the step of a batch and writes its result table.
     """
 
@@ -301,8 +310,9 @@ class StepGraphs(CapturedSteps[StepGraph]):
         *,
         steady_len: int = 0,
         required: bool = True,
+        group: Group | None = None,
     ) -> None:
-        super().__init__(capture, state, steady_len=steady_len, required=required)
+        super().__init__(capture, state, steady_len=steady_len, required=required, group=group)
         self._step = step
 
     def _capture_step(self, shape: StepShape, gather: Callable[[], DecodeBatch], table: Tensor, kind: Hashable) -> StepGraph:

@@ -29,6 +29,7 @@ from specdec.engine.request import Request
 from specdec.engine.results import result_table
 from specdec.engine.slots import SlotState
 from specdec.engine.timing import StepTimer
+from specdec.parallel.group import Group
 from specdec.sampling.masks import TokenMasks
 
 
@@ -113,12 +114,21 @@ class GuidedGraphs(CapturedSteps[GuidedGraph]):
     """The captured steps in parts of one engine.
 
     Args:
-        capture, state, steady_len, required: see `CapturedSteps`.
+        capture, state, steady_len, required, group: see `CapturedSteps`.
         parts: launches the parts of a step.
     """
 
-    def __init__(self, capture: Capture, state: SlotState, parts: Parts, *, steady_len: int = 0, required: bool = True) -> None:
-        super().__init__(capture, state, steady_len=steady_len, required=required)
+    def __init__(
+        self,
+        capture: Capture,
+        state: SlotState,
+        parts: Parts,
+        *,
+        steady_len: int = 0,
+        required: bool = True,
+        group: Group | None = None,
+    ) -> None:
+        super().__init__(capture, state, steady_len=steady_len, required=required, group=group)
         self._parts = parts
         self._words = torch.empty(0, dtype=torch.int32, device=state.device)
 

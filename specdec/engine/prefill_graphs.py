@@ -18,6 +18,7 @@ from specdec.engine.graphs import Capture, ShapeGraphs
 from specdec.engine.scheduler import Chunk, prefill_tokens
 from specdec.engine.slots import SlotState, cache_slots, most_pending, next_token, samples_first_token
 from specdec.kv_cache.block_pool import NULL_BLOCK
+from specdec.parallel.group import Group
 from specdec.sizes import power_of_two
 
 LEAST_ROWS = 128
@@ -63,7 +64,7 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
         forward: gives logits [num_reqs, V] of a batch, after all that a prefill writes.
         dtype: of the logits.
         most_rows: of a captured prefill, padding included.
-        required: see `ShapeGraphs`.
+        required, group: see `ShapeGraphs`.
     """
 
     def __init__(
@@ -75,8 +76,9 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
         dtype: torch.dtype,
         most_rows: int,
         required: bool = True,
+        group: Group | None = None,
     ) -> None:
-        super().__init__(required=required)
+        super().__init__(required=required, group=group)
         self._capture, self._state, self._forward = capture, state, forward
         self._dtype, self._most_rows = dtype, most_rows
 

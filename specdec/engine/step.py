@@ -13,6 +13,7 @@ from specdec.batch import Context, DecodeBatch, PrefillBatch
 from specdec.blocks import BlockShape
 from specdec.core import AcceptOutput, BoundDrafter, DraftOutput, Verifier, VerifyOutput
 from specdec.engine.acceptance import accept
+from specdec.engine.agreement import agreed
 from specdec.engine.block import Block
 from specdec.engine.graphs import StepGraphs
 from specdec.engine.guided import GuidedGraph, GuidedGraphs, GuidedStep, fill, put, run_guided
@@ -24,6 +25,7 @@ from specdec.engine.slots import Selection, SlotState, samples_first_token
 from specdec.engine.timing import StepClock, StepTimer
 from specdec.kv_cache import copy_states
 from specdec.layers.cache_rows import CacheRows
+from specdec.parallel.group import group_of
 from specdec.sampling.logprobs import logprobs_of
 from specdec.sampling.masks import TokenMasks
 from specdec.sampling.tensors import SamplingPlan
@@ -64,6 +66,7 @@ class StepRunner:
         self.verifier, self.drafter = verifier, drafter
         self._rows = CacheRows(caches) if trees else None
         self._max_pending = most_rows if drafter else 0
+        self._group = group_of(verifier)
         self.graphs: StepGraphs | None = None
         self.guided_graphs: GuidedGraphs | None = None
         self.prefill_graphs: PrefillGraphs | None = None
@@ -98,6 +101,7 @@ class StepRunner:
         with self._timer.phase("accept"):
             logits = verify.logits.view(*token_ids.shape, -1)
             accepted = accept(token_ids, logits, block.draft, batch.sampling, block.positions, batch.shape.depth, masks)
+            accepted = agreed(accepted, self._group)
             if accepted.path is not None:
                 token_ids, verify = self._follow(batch, accepted.path, token_ids, verify)
             self._slots.commit(batch, token_ids, accepted)
@@ -262,6 +266,6 @@ class StepRunner:
                 memory = torch.empty(0, dtype=torch.int32, device=state.device)
                 masks = TokenMasks.empty(len(requests), 1, state.vocab_size, memory)
                 put(masks, fill(requests, 1, [[] for _ in requests], masks))
-        accepted = accept(last_tokens, logits[:, None], None, sampling, last_positions, masks=masks)
+        accepted = agreed(accept(last_tokens, logits[:, None], None, sampling, last_positions, masks=masks), self._group)
         state.anchors.index_copy_(0, slots, accepted.next_anchors)
         return result_table(BlockShape(0), accepted)

@@ -21,6 +21,7 @@ from specdec.engine.request import Request
 from specdec.engine.scheduler import Chunk
 from specdec.kv_cache import blocks_for
 from specdec.kv_cache.block_pool import NULL_BLOCK
+from specdec.parallel.mirror import everywhere
 
 KEYS_PER_KERNEL = 16384
 """Of AITER's paged kernels, which are compiled anew for each further so many keys."""
@@ -52,6 +53,15 @@ def warm_up_shapes(engine: SpecEngine, sampling: SamplingParams | None = None) -
     """
     sampling = sampling or SamplingParams()
     return [*_prefills(engine, sampling), *_steps(engine, sampling)]
+
+
+def launch_shape(engine: SpecEngine, sampling: SamplingParams | None, index: int) -> None:
+    """Launches one of `warm_up_shapes`, on every rank that has a part of the target."""
+    everywhere(engine.verifier, _launch_shape, engine, sampling, index)
+
+
+def _launch_shape(engine: SpecEngine, sampling: SamplingParams | None, index: int) -> None:
+    warm_up_shapes(engine, sampling)[index].run()
 
 
 def _prefills(engine: SpecEngine, sampling: SamplingParams) -> Iterator[WarmUpShape]:

@@ -1,0 +1,206 @@
+"""One engine on all ranks of a group: rank 0's decides, and the others' do the same.
+
+Every rank has the same scheduler, fed with the same requests and the same results, so hosts agree on blocks, prefixes and
+preemptions without a word. What only rank 0 can know goes with the message that begins a step: requests that have come or are
+cancelled, outputs that end at a stop string, and the shape of blocks, which is chosen by measured times. Most steps need no more
+than the numbers of one small message. The others read the results of a step when the next message comes, since only that says
+where an output ends at a stop string; on an accelerator the device has the next step to do meanwhile, so nothing waits.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from collections.abc import Sequence
+from copy import copy
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from specdec.blocks import BlockShape
+from specdec.config import EngineConfig
+from specdec.core import Drafter, Verifier
+from specdec.engine.engine import OnTokens, SpecEngine
+from specdec.engine.request import Request, Status
+from specdec.engine.scheduler import Schedule
+from specdec.grammar.compiler import GrammarCompiler
+from specdec.parallel.mirror import STEP, Mirror, everywhere, mirror_of
+from specdec.parallel.wire import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def make_engine(
+    verifier: Verifier,
+    drafter: Drafter | None = None,
+    config: EngineConfig | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> SpecEngine:
+    """An engine, on every rank that has a part of the target; see `SpecEngine`.
+
+    Args:
+        verifier: the target.
+        drafter: the same on every rank; None decodes plainly.
+        config: limits and choices.
+        tokenizer: of the target; None refuses requests with a grammar.
+    """
+    return everywhere(verifier, _on_this_rank, verifier, drafter, config, tokenizer, keep=True)
+
+
+def _on_this_rank(
+    verifier: Verifier, drafter: Drafter | None, config: EngineConfig | None, tokenizer: PreTrainedTokenizerBase | None
+) -> SpecEngine:
+    mirror, grammars = mirror_of(verifier), None
+    if tokenizer is not None:  # ranks have to have a grammar ready in the same step
+        grammars = GrammarCompiler(tokenizer, verifier.vocab_size, verifier.eos_token_ids, in_threads=mirror is None)
+    if mirror is None:
+        return SpecEngine(verifier, drafter, config, grammars)
+    return (LeadingEngine if mirror.leads else FollowingEngine)(mirror, verifier, drafter, config, grammars)
+
+
+class LeadingEngine(SpecEngine):
+    """Rank 0's engine.
+
+    Args:
+        mirror: the group.
+        about: see `SpecEngine`.
+    """
+
+    def __init__(self, mirror: Mirror, *about: Any) -> None:
+        super().__init__(*about)
+        self._mirror = mirror
+        self._cuts: dict[tuple[int, int], int] = {}
+        self._news: deque[tuple[str, Any]] = deque()
+
+    def enqueue(self, request: Request) -> None:
+        """See `SpecEngine.enqueue`."""
+        told = copy(request)
+        told.on_tokens = told.grammar = None
+        self._news.append(("new", (told, request.on_tokens is not None)))
+        if request.on_tokens is not None:
+            request.on_tokens = partial(self._asked, request.on_tokens)
+        super().enqueue(request)
+
+    def abort(self, request: Request) -> None:
+        """See `SpecEngine.abort`."""
+        if request.status is not Status.FINISHED:
+            self._news.append(("abort", request.request_id))
+        super().abort(request)
+
+    def reset(self) -> None:
+        """See `SpecEngine.reset`."""
+        self._news.append(("reset", None))
+        super().reset()
+
+    def step(self) -> list[Request]:
+        """See `SpecEngine.step`.
+
+        Raises:
+            SpecDecError: another rank has ended; this one's engine is of no use then.
+        """
+        with self._mirror.together():
+            return super().step()
+
+    def _shape(self, requests: Sequence[Request]) -> BlockShape:
+        shape = super()._shape(requests)
+        number = self._mirror.number_of(self)
+        numbers = [STEP, number, shape.drafts, shape.tree_depth, self.timer.enabled, *state_of(self)]
+        payload = pickle.dumps((self._cuts, self._news)) if self._cuts or self._news else b""
+        self._mirror.say(numbers, payload)
+        self._cuts, self._news = {}, deque()
+        return shape
+
+    def _asked(self, on_tokens: OnTokens, request: Request, tokens: list[int]) -> int | None:
+        keep = on_tokens(request, tokens)
+        if keep is not None:
+            self._cuts[_place(request)] = keep
+        return keep
+
+
+class FollowingEngine(SpecEngine):
+    """The engine of another rank.
+
+    Args:
+        mirror: the group.
+        about: see `SpecEngine`.
+    """
+
+    def __init__(self, mirror: Mirror, *about: Any) -> None:
+        super().__init__(*about)
+        self._mirror = mirror
+        self._requests: dict[int, Request] = {}
+        self._cuts: dict[tuple[int, int], int] = {}
+        self._block = BlockShape(0)
+        self._state: list[int] = []
+        self._unread = 0  # launched steps that rank 0 has left unread
+        self._reads = False  # rank 0 has read results since the last launch
+
+    @torch.inference_mode()
+    def follow(self, message: Message) -> None:
+        """Reads what rank 0 has read since its last step, hears its news, and launches the step that the message tells of."""
+        news = self._take(message)
+        if self._reads:
+            self._read_results(leave=self._unread)
+        for kind, what in news:
+            self._hear(kind, what)
+        self._unread, self._reads = self._launch(), True
+        self._requests = {number: one for number, one in self._requests.items() if one.status is not Status.FINISHED}
+        self._touched.clear()
+
+    def _schedule(self) -> tuple[BlockShape, Schedule]:
+        """The same work as rank 0 has, which says so each time that it has read results before it goes on."""
+        while True:
+            self._check()
+            shape = self._block
+            work = self.scheduler.schedule(self.scheduler.decoding, shape.drafts)
+            if work is not None:
+                return shape, work
+            self._take(self._mirror.hear())
+            self._read_results()
+
+    def _take(self, message: Message) -> Sequence[tuple[str, Any]]:
+        """Takes over the numbers of a message, and where outputs end; gives the rest of the news."""
+        _, _, drafts, tree_depth, timed, *state = message.numbers
+        self._block, self._state = BlockShape(drafts, tree_depth), state
+        self.timer.enabled = bool(timed)
+        if not message.payload:
+            return ()
+        cuts, news = pickle.loads(message.payload)
+        self._cuts.update(cuts)
+        return list(news)
+
+    def _hear(self, kind: str, what: Any) -> None:
+        if kind == "new":
+            request, asks = what
+            if asks:
+                request.on_tokens = lambda request, tokens: self._cuts.pop(_place(request), None)
+            if self.grammars and request.sampling.grammar is not None:
+                request.grammar = self.grammars.start(request.sampling.grammar)
+            self._requests[request.request_id] = request
+            self.enqueue(request)
+        elif kind == "abort":
+            self.abort(self._requests[what])
+        else:
+            self.reset()
+            self._requests.clear()
+            self._reads = False
+
+    def _check(self) -> None:
+        """Raises where this rank's schedule is not rank 0's, before their collectives are taken for each other."""
+        own = state_of(self)
+        if own != self._state[: len(own)]:
+            raise RuntimeError(f"this rank's schedule {own} is not rank 0's {self._state[: len(own)]}: a defect of specdec")
+
+
+def state_of(engine: SpecEngine) -> list[int]:
+    """What a schedule depends on, in short: free blocks, requests that wait and that work, preemptions, unread steps."""
+    scheduler = engine.scheduler
+    counts = (engine.pool.num_free, len(scheduler.waiting), len(scheduler.working), scheduler.num_preemptions)
+    return [*counts, len(engine.results)]
+
+
+def _place(request: Request) -> tuple[int, int]:
+    """Where in an output tokens are about to be added."""
+    return request.request_id, len(request.output_token_ids)

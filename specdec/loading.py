@@ -1,0 +1,74 @@
+"""A target as a `LoadConfig` describes it, read by this process alone or in parts by several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from specdec.config import LoadConfig
+from specdec.core import Verifier
+from specdec.device import cache_dtype, resolve_device, resolve_dtype
+from specdec.parallel.group import Group
+from specdec.parallel.launch import open_ranks, rank_device
+from specdec.parallel.mirror import Mirror, current
+from specdec.registry import VERIFIERS, resolve
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    Loaded = tuple[Verifier, PreTrainedTokenizerBase]
+
+
+@contextmanager
+def load_target(
+    target: str | Path, load: LoadConfig, where: torch.device
+) -> Iterator[tuple[Verifier, PreTrainedTokenizerBase, Mirror | None]]:
+    """Gives a target, its tokenizer, and the ranks that compute it together; an error within lets go of them.
+
+    Args:
+        target: see `SpecDecoder.from_pretrained`.
+        load: how.
+        where: what `load.device` stands for in a process alone.
+
+    Raises:
+        SpecDecError: see `SpecDecoder.from_pretrained` and `specdec.parallel.launch.open_ranks`.
+    """
+    if load.tensor_parallel is None or load.tensor_parallel == 1:
+        yield *_load(target, load, where), None
+        return
+    ranks = open_ranks(load.tensor_parallel, where)
+    ranks.hold()
+    try:
+        yield *ranks.run(_load_part, target, load), ranks
+    except BaseException:
+        ranks.let_go()
+        raise
+
+
+def _load_part(target: str | Path, load: LoadConfig) -> Loaded:
+    """This rank's part."""
+    ranks = current()
+    assert ranks is not None, "ranks have met before"
+    where = rank_device(resolve_device(load.device), ranks.group.rank, ranks.group.size)
+    verifier, tokenizer = _load(target, load, where, ranks.group)
+    return ranks.keep(verifier), tokenizer
+
+
+def _load(target: str | Path, load: LoadConfig, where: torch.device, group: Group | None = None) -> Loaded:
+    load_verifier = resolve(VERIFIERS, "hf", "verifier")
+    loaded: Loaded = load_verifier(
+        target,
+        device=where,
+        dtype=resolve_dtype(load.dtype if load.weights == "as-stored" else load.weights, where),
+        attention=load.attention,
+        block_size=load.block_size,
+        cache_dtype=cache_dtype(load.kv_dtype, where),
+        fp8_prefill=load.prefill_dtype == "auto",
+        as_stored=load.weights == "as-stored",
+        group=group,
+    )
+    return loaded

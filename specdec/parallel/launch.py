@@ -1,0 +1,205 @@
+"""How the ranks of a group come to be: started by rank 0 itself, or all of them by `torchrun`."""
+
+import atexit
+import os
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from specdec.errors import CapacityError, InvalidInputError
+from specdec.parallel import mirror as mirrors
+from specdec.parallel.group import WITHOUT_MULTICAST, join_group
+from specdec.parallel.mirror import Mirror, Ranks
+from specdec.parallel.rank import Settings, one_line, quieten
+from specdec.parallel.siblings import PATIENCE, Siblings
+
+MEETING = timedelta(minutes=5)
+"""How long ranks wait for each other at the start, where one may have to import more than another."""
+
+
+def torchrun_size() -> int:
+    """Processes that `torchrun` has started, this one among them; 1 where it has not started this one."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+
+
+def rank_device(device: torch.device, rank: int, size: int) -> torch.device:
+    """Where a rank computes: each on an accelerator of its own, all on the CPU if that is asked for.
+
+    Raises:
+        InvalidInputError: one accelerator is asked for.
+        CapacityError: there are fewer accelerators than ranks.
+    """
+    if device.type != "cuda":
+        return device
+    if device.index is not None:
+        raise InvalidInputError(
+            f"device is '{device}' and tensor_parallel {size}, whose ranks take cuda:0 to cuda:{size - 1}; give cuda, and choose"
+            " among devices with CUDA_VISIBLE_DEVICES"
+        )
+    found = torch.cuda.device_count()
+    if size > found:
+        raise CapacityError(f"tensor_parallel is {size} and this machine has {found} accelerators; start at most {found} ranks")
+    return torch.device("cuda", rank)
+
+
+def open_ranks(size: int, device: torch.device) -> Mirror:
+    """The group of this process, which is rank 0: the one there is, that of `torchrun`, or one that is started now.
+
+    On the other ranks of `torchrun` this follows rank 0 and ends the process with it.
+
+    Args:
+        size: ranks, at least 2.
+        device: "cuda" or "cpu".
+
+    Raises:
+        InvalidInputError: there is a group of another size.
+        CapacityError: there are fewer accelerators than ranks.
+    """
+    existing, started = mirrors.current(), torchrun_size()
+    if existing is not None:
+        _check_size(size, existing.group.size, "this process has a group of")
+        return existing
+    if started > 1:
+        _check_size(size, started, "torchrun has started")
+        return _join_torchrun(device)
+    if dist.is_initialized():
+        raise InvalidInputError(
+            f"tensor_parallel is {size} and this process is in a process group of its own; load the target in a process without one"
+        )
+    return _start(size, device)
+
+
+def follow_torchrun(size: int | None, device: torch.device) -> int:
+    """Joins the group that `torchrun` has started for a command; on ranks but rank 0 this follows it and ends the process.
+
+    Args:
+        size: ranks that the command asks for, if it does.
+        device: "cuda" or "cpu".
+
+    Returns:
+        How many ranks there are.
+
+    Raises:
+        InvalidInputError: the command asks for another number of ranks.
+        CapacityError: there are fewer accelerators than ranks.
+    """
+    return open_ranks(size or torchrun_size(), device).group.size
+
+
+def join(rank: int, size: int, port: int, device: str) -> Mirror:
+    """The end of another rank that rank 0 has started."""
+    where = rank_device(torch.device(device), rank, size)
+    return _meet(rank, size, dist.TCPStore("127.0.0.1", port, size, is_master=False, timeout=MEETING), where, None)
+
+
+class Started(Ranks):
+    """The other ranks, and this one's end of their group.
+
+    Args:
+        siblings: the processes.
+        threads: of torch that this one had before.
+    """
+
+    def __init__(self, siblings: Siblings, threads: int) -> None:
+        self._siblings, self._threads = siblings, threads
+
+    def end(self, *, kill: bool) -> None:
+        """See `Ranks.end`."""
+        self._siblings.end(kill=kill)
+        torch.set_num_threads(self._threads)
+        if dist.get_backend() == "gloo":  # NCCL would wait for captured graphs, which refer to its communicator
+            dist.destroy_process_group()
+
+    def why_ended(self) -> str | None:
+        """See `Ranks.why_ended`."""
+        return self._siblings.why_ended()
+
+
+def _check_size(size: int, found: int, who: str) -> None:
+    if size != found:
+        raise InvalidInputError(f"tensor_parallel is {size} and {who} {found} ranks; give {found}, or leave it out")
+
+
+def _start(size: int, device: torch.device) -> Mirror:
+    where = rank_device(device, 0, size)
+    store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False, timeout=MEETING)
+    threads = torch.get_num_threads()
+    each = threads if where.type == "cuda" or "OMP_NUM_THREADS" in os.environ else max(1, threads // size)
+    siblings = Siblings(
+        {
+            rank: Settings(
+                path=sys.path,
+                rank=rank,
+                size=size,
+                port=store.port,
+                device=where.type,
+                threads=each,
+                parent=os.getpid(),
+            )
+            for rank in range(1, size)
+        }
+    )
+    try:
+        siblings.wait()
+        torch.set_num_threads(each)
+        mirror = _meet(0, size, store, where, Started(siblings, threads))
+    except BaseException:
+        siblings.end(kill=True)
+        raise
+    siblings.on_loss = lambda line: _lost(mirror, line)
+    return _lead(mirror)
+
+
+def _meet(rank: int, size: int, store: dist.Store, device: torch.device, ranks: Ranks | None) -> Mirror:
+    os.environ.update(WITHOUT_MULTICAST)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=size,
+        device_id=device if device.type == "cuda" else None,
+    )
+    group = join_group(device)
+    assert group is not None, "there are several ranks"
+    return mirrors.install(Mirror(group, ranks))
+
+
+def _join_torchrun(device: torch.device) -> Mirror:
+    size = torchrun_size()
+    group = join_group(rank_device(device, int(os.environ.get("LOCAL_RANK", os.environ["RANK"])), size))
+    assert group is not None, "torchrun has started several ranks"
+    mirror = mirrors.install(Mirror(group))
+    if mirror.leads:
+        return _lead(mirror)
+    quieten()
+    try:
+        mirror.follow()
+    except BaseException as error:  # whatever it is, somebody has to be told
+        print(f"specdec: error: rank {group.rank} failed: {one_line(error)}", file=sys.stderr, flush=True)
+        os._exit(1)
+    os._exit(0)
+
+
+def _lead(mirror: Mirror) -> Mirror:
+    atexit.register(mirror.end)
+    return mirror
+
+
+def _lost(mirror: Mirror, line: str) -> None:
+    """A rank has ended unasked: whatever rank 0 waits for will not come. By the thread that has found out."""
+    mirror.lose(line)
+    group = mirror.group.device_group
+    if mirror.busy and dist.get_backend(group) == "nccl":
+        threading.Thread(target=group.abort, daemon=True).start()  # frees a host that waits for the device
+    limit = time.monotonic() + PATIENCE
+    while mirror.busy and time.monotonic() < limit:
+        time.sleep(0.05)
+    if mirror.busy:
+        print(f"specdec: error: {line}", file=sys.stderr, flush=True)
+        os._exit(1)

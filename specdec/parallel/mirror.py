@@ -1,0 +1,302 @@
+"""What rank 0 does with a target, done by every rank of its group.
+
+Only rank 0 runs the user's program. The others wait for what it says, and call the same functions in the same order with the same
+arguments. What such a call has made, a target or an engine, is kept by all ranks under one number, and stands for itself in the
+arguments of later calls. Within such a call all ranks run the same code, so nothing has to be said there.
+
+An error on any rank in the midst of a call leaves others waiting in a collective, so it ends the group.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import pickle
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any, Protocol, TypeVar
+from weakref import finalize
+
+from specdec.errors import InvalidInputError, SpecDecError
+from specdec.parallel.group import Group, group_of
+from specdec.parallel.wire import Message, Wire
+
+Result = TypeVar("Result")
+
+END, CALL, STEP = range(3)
+"""What a message is about: its first number."""
+
+
+class Follower(Protocol):
+    """An engine that is stepped by what rank 0 says."""
+
+    def follow(self, message: Message) -> None:
+        """Does the step that a message tells of."""
+
+
+class Ranks(Protocol):
+    """The processes of a group, as rank 0 started them."""
+
+    def end(self, *, kill: bool) -> None:
+        """Waits for them to end, or ends them."""
+
+    def why_ended(self) -> str | None:
+        """One line about the rank that has ended though nobody asked it to, waiting a moment for it; None if there is none."""
+
+
+class Mirror:
+    """One rank's end of a group that follows rank 0; made by all ranks at once.
+
+    Args:
+        group: the ranks.
+        ranks: whom rank 0 has started; None where somebody else did.
+    """
+
+    def __init__(self, group: Group, ranks: Ranks | None = None) -> None:
+        self.group = group
+        self._ranks = ranks
+        self._wire = Wire(group)
+        self._lock = threading.RLock()  # callers come one at a time
+        self._inside = False
+        self._owners = 0
+        self._ended: str | None = None
+        self._numbers = count(1)
+        self._by_number: dict[int, Any] = {}  # on all ranks but rank 0, whose owners let go of them
+        self._by_id: dict[int, int] = {}  # on rank 0
+        self._gone: deque[int] = deque()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0."""
+        return self.group.rank == 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a call is under way."""
+        return self._inside
+
+    @property
+    def ended(self) -> str | None:
+        """Why the group has ended; None while it lives."""
+        return self._ended
+
+    def run(self, function: Callable[..., Result], *args: Any, keep: bool = False) -> Result:
+        """Calls a function on every rank.
+
+        Args:
+            function: of a module.
+            args: what was kept by an earlier call, or what can be pickled.
+            keep: what the function makes may be an argument later.
+
+        Returns:
+            What it returned on this rank.
+
+        Raises:
+            InvalidInputError: something cannot be sent to the other ranks.
+            SpecDecError: the group has ended, or ends now because of an error on another rank.
+        """
+        with self.together() as outermost:
+            if outermost:
+                if keep:
+                    gc.collect()  # what has been let go of makes room on all ranks
+                self.say([CALL], self._packed((function, args, keep)))
+            result = function(*args)
+            if keep and result is not None:
+                self._keep(result)
+        return result
+
+    def say(self, numbers: list[int], payload: bytes = b"") -> None:
+        """Sends a message; within `together`."""
+        self._wire.say(numbers, payload)
+
+    def hear(self) -> Message:
+        """Waits for the next message; on ranks that follow."""
+        return self._wire.hear()
+
+    @contextmanager
+    def together(self) -> Iterator[bool]:
+        """What all ranks do at the same time; on rank 0 an error ends the group. Gives whether it is the outermost."""
+        with self._lock:
+            if self._inside or not self.leads:
+                yield False
+                return
+            if self._ended:
+                raise SpecDecError(f"{self._ended}; load the target again")
+            self._inside = True
+            try:
+                yield True
+            except Unsendable:
+                raise
+            except BaseException as error:
+                self._fail(error)
+                raise
+            finally:
+                self._inside = False
+
+    def hold(self) -> None:
+        """One more owner; the last one that lets go ends the group."""
+        self._owners += 1
+
+    def let_go(self) -> None:
+        """One owner less."""
+        self._owners -= 1
+        if self._owners <= 0:
+            self.end()
+
+    def keep(self, made: Result) -> Result:
+        """`made` on every rank, which may be an argument of later calls; within a call."""
+        self._keep(made)
+        return made
+
+    def number_of(self, kept: object) -> int:
+        """The number of what was kept; on rank 0."""
+        return self._by_id[id(kept)]
+
+    def follow(self) -> None:
+        """Does what rank 0 says until it says that the group ends; on the other ranks.
+
+        Raises:
+            RuntimeError: a rank has ended.
+        """
+        while (message := self.hear()).numbers[0] != END:
+            kind, number = message.numbers[:2]
+            if kind == STEP:
+                follower: Follower = self._by_number[number]
+                follower.follow(message)
+            else:
+                self._obey(message.payload)
+
+    def end(self) -> None:
+        """Ends the group; does nothing when it has ended. On rank 0."""
+        with self._lock:
+            if self._ended is None:
+                self._ended = "the tensor-parallel group has been closed"
+                try:
+                    self.say([END])
+                    self._wire.flush()
+                except RuntimeError:
+                    self._release(kill=True)
+                else:
+                    self._release(kill=False)
+
+    def lose(self, line: str) -> None:
+        """Takes note that a rank has ended, as `line` says; by the thread that watches it."""
+        self._ended = self._ended or line
+
+    def _fail(self, error: BaseException) -> None:
+        """Ends the group because of an error on rank 0, which may come from another rank's end.
+
+        Raises:
+            SpecDecError: it does.
+        """
+        line = self._why(error)
+        self._ended = self._ended or line or f"the tensor-parallel group has ended after an error: {_first_line(error)}"
+        self._release(kill=True)
+        if line:
+            raise SpecDecError(line) from error
+
+    def _why(self, error: BaseException) -> str | None:
+        """One line about the rank whose end is behind an error; None where there is none."""
+        if isinstance(error, SpecDecError) or not isinstance(error, RuntimeError):
+            return None
+        if self._ranks is not None:
+            return self._ranks.why_ended()
+        lost = any(words in str(error) for words in ("Connection closed by peer", "Connection reset by peer", "Broken pipe"))
+        return "another rank of the tensor-parallel group has ended; its own last line says why" if lost else None
+
+    def _release(self, *, kill: bool) -> None:
+        global _current
+        if _current is self:
+            _current = None
+        if self._ranks is not None:
+            self._ranks.end(kill=kill)
+
+    def _packed(self, call: tuple[Any, ...]) -> bytes:
+        """A call, and the numbers of what rank 0 has let go of."""
+        gone = [self._gone.popleft() for _ in range(len(self._gone))]
+        out = io.BytesIO()
+        try:
+            _Pickler(out, self._by_id).dump((*call, gone))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            self._gone.extend(gone)
+            raise Unsendable(
+                f"the other ranks cannot be told of this call: {_first_line(error)}; give names and numbers"
+            ) from error
+        return out.getvalue()
+
+    def _obey(self, payload: bytes) -> None:
+        function, args, keep, gone = _Unpickler(io.BytesIO(payload), self._by_number).load()
+        for number in gone:
+            del self._by_number[number]
+        if keep:
+            gc.collect()
+        self.run(function, *args, keep=keep)
+
+    def _keep(self, made: object) -> None:
+        number = next(self._numbers)
+        if not self.leads:
+            self._by_number[number] = made
+            return
+        self._by_id[id(made)] = number
+        finalize(made, self._let_go, id(made), number).atexit = False
+
+    def _let_go(self, where: int, number: int) -> None:
+        if self._by_id.get(where) == number:
+            del self._by_id[where]
+        self._gone.append(number)
+
+
+class Unsendable(InvalidInputError):
+    """Said before anything is sent, so the group lives on."""
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, numbers: dict[int, int]) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._numbers = numbers
+
+    def persistent_id(self, obj: Any) -> int | None:
+        return self._numbers.get(id(obj))
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, kept: dict[int, Any]) -> None:
+        super().__init__(file)
+        self._kept = kept
+
+    def persistent_load(self, pid: int) -> Any:
+        return self._kept[pid]
+
+
+_current: Mirror | None = None
+
+
+def current() -> Mirror | None:
+    """The living group of this process, of which there is at most one."""
+    return _current
+
+
+def install(mirror: Mirror) -> Mirror:
+    """Makes it the group of this process."""
+    global _current
+    _current = mirror
+    return mirror
+
+
+def mirror_of(target: object) -> Mirror | None:
+    """The group whose ranks compute a target together; None for one that this process computes alone."""
+    mirror = _current
+    return mirror if mirror is not None and group_of(target) is mirror.group else None
+
+
+def everywhere(target: object, function: Callable[..., Result], *args: Any, keep: bool = False) -> Result:
+    """Calls a function on every rank that has a part of `target`; see `Mirror.run`."""
+    mirror = mirror_of(target)
+    return function(*args) if mirror is None else mirror.run(function, *args, keep=keep)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0][:300] or type(error).__name__

@@ -1,0 +1,95 @@
+"""What single ranks are made to do in tests; called on every rank through `everywhere`, so a module that all can import."""
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import specdec.engine.memory
+from specdec.blocks import BlockShape
+from specdec.core import AcceptOutput
+from specdec.engine.agreement import agreed
+from specdec.engine.graphs import ShapeGraphs
+from specdec.errors import BackendError
+from specdec.parallel.collectives import least
+from specdec.parallel.mirror import current
+
+
+def rank() -> int:
+    """Of this process."""
+    mirror = current()
+    assert mirror is not None
+    return mirror.group.rank
+
+
+def have_memory(*budgets: int) -> None:
+    """From now on each rank finds so many bytes for its cache."""
+    specdec.engine.memory.default_cache_bytes = lambda device: budgets[rank()]
+
+
+def be_killed_in_forward(verifier: Any, calls: int) -> None:
+    """Rank 1 is killed in the midst of a forward, after so many more."""
+    if rank() != 1:
+        return
+    forward, left = verifier.forward, [calls]
+
+    def forward_or_end(*args: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return forward(*args)
+
+    verifier.forward = forward_or_end
+
+
+def lose_a_block(engine: Any) -> None:
+    """Rank 1's schedule becomes another."""
+    if rank() == 1:
+        engine.pool.allocate(1)
+
+
+def num_blocks(engine: Any) -> tuple[int, int]:
+    """The least and the most of all ranks' caches."""
+    mirror = current()
+    assert mirror is not None
+    return least(engine.pool.num_blocks, mirror.group), -least(-engine.pool.num_blocks, mirror.group)
+
+
+def captured(refusing: int) -> tuple[bool, bool]:
+    """Whether rank 0 and whether any rank has a graph, when one rank cannot capture."""
+    mirror = current()
+    assert mirror is not None
+
+    def capture(shape: BlockShape) -> str:
+        if rank() == refusing:
+            raise BackendError("no graphs here")
+        return "a graph"
+
+    graphs: ShapeGraphs[BlockShape, str] = ShapeGraphs(required=False, group=mirror.group)
+    has = graphs.obtain(BlockShape(0), capture) is not None
+    return has, not least(int(not has), mirror.group)
+
+
+def outcomes_agree(path: bool) -> bool:
+    """Whether all ranks go on from the same outcome, though each has found another."""
+    mirror = current()
+    assert mirror is not None
+    number = 5 * rank()
+
+    def tensor(*shape: int) -> torch.Tensor:
+        return torch.arange(torch.Size(shape).numel()).view(shape) + number
+
+    found = AcceptOutput(
+        tensor(2, 4), tensor(2), tensor(2) + 1, torch.tensor([True, rank() == 0]), None, tensor(2, 4) if path else None
+    )
+    got, number = agreed(found, mirror.group), 0
+    same: list[Callable[[], bool]] = [
+        lambda: torch.equal(got.token_ids, tensor(2, 4)),
+        lambda: torch.equal(got.num_accepted, tensor(2)),
+        lambda: torch.equal(got.next_anchors, tensor(2) + 1),
+        lambda: got.finite.tolist() == [True, True],
+        lambda: torch.equal(got.path, tensor(2, 4)) if path and got.path is not None else got.path is None and not path,
+    ]
+    return bool(least(int(all(one() for one in same)), mirror.group))

@@ -1,0 +1,266 @@
+"""Two processes, of which rank 0 is this one, decode as one engine: the tokens are those of a process alone."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec import CacheConfig, EngineConfig, SamplingParams, SpecDecoder
+from specdec.cli.main import main
+from specdec.decoder import find_drafter
+from specdec.engine.outputs import GenerationResult
+from specdec.errors import SpecDecError
+from specdec.parallel import launch
+from specdec.parallel.mirror import everywhere
+from tests.evals.tiny import save_tiny
+from tests.helpers import lockstep_parts as parts
+from tests.helpers.tiny_models import random_prompts
+
+PROMPTS = [*random_prompts(3, seed=4, longest=20), [5, 6, 7, 5, 6, 7, 5, 6]]
+LOAD: dict[str, Any] = {"drafter": "ngram", "device": "cpu", "dtype": "float32"}
+SAMPLED = {"temperature": 0.8, "top_p": 0.9}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def one(folder: Path) -> SpecDecoder:
+    return SpecDecoder.from_pretrained(folder, **LOAD, engine=EngineConfig(max_num_seqs=2))
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> Iterator[SpecDecoder]:
+    decoder = SpecDecoder.from_pretrained(folder, **LOAD, tensor_parallel=2, engine=EngineConfig(max_num_seqs=2))
+    yield decoder
+    decoder.close()
+
+
+def again(decoder: SpecDecoder, **config: Any) -> SpecDecoder:
+    """The same target with another engine."""
+    drafter = find_drafter("ngram")(decoder.verifier)
+    return SpecDecoder(decoder.verifier, decoder.tokenizer, drafter, EngineConfig(max_num_seqs=2, **config))
+
+
+def written(results: list[GenerationResult]) -> list[tuple[list[int], str, str]]:
+    return [(result.token_ids, result.text, result.finish_reason) for result in results]
+
+
+@pytest.mark.parametrize(("k", "sampling"), [(0, SAMPLED), (3, {}), (7, SAMPLED), ("auto", {})], ids=str)
+def test_tokens_are_those_of_one_process(one: SpecDecoder, two: SpecDecoder, k: Any, sampling: dict[str, Any]) -> None:
+    """More prompts than are decoded at once, in chunks."""
+    config = {"num_draft_tokens": k, "max_prefill_tokens": 7, "seed": 3}
+    expected, got = (again(decoder, **config).generate(PROMPTS, max_tokens=14, **sampling) for decoder in (one, two))
+    assert written(got) == written(expected)
+    assert k == "auto" or [result.stats for result in got] == [result.stats for result in expected]
+
+
+def test_what_comes_ends_and_is_cancelled_on_rank_0_alone(one: SpecDecoder, two: SpecDecoder) -> None:
+    """Requests come while others decode, one is cancelled while it waits and one while it decodes, two end at stop strings."""
+    longest = one.generate(PROMPTS[0], max_tokens=40, ignore_eos=True)
+    stop = (longest.text[9:11],)
+    assert 2 <= longest.text.index(stop[0]) <= 9
+    outputs = []
+    for decoder in (one, two):
+        session = again(decoder, num_draft_tokens=3, pipeline_depth=1).session
+        sampling = SamplingParams(max_tokens=40, ignore_eos=True)
+        handles = [
+            session.submit(PROMPTS[0], SamplingParams(max_tokens=40, ignore_eos=True, stop=stop)),
+            session.submit(PROMPTS[1], sampling),
+        ]
+        for step in range(60):
+            session.step()
+            if step == 2:
+                handles += [session.submit(prompt, sampling) for prompt in PROMPTS[2:]]
+                handles.append(session.submit(PROMPTS[0], SamplingParams(max_tokens=30, stop=stop, temperature=0.5, seed=8)))
+            if step == 4:
+                handles[1].cancel()
+                handles[3].cancel()
+            if session.idle:
+                break
+        assert session.idle
+        outputs.append(written([handle.result() for handle in handles]))
+    assert outputs[0] == outputs[1]
+    assert [reason for _, _, reason in outputs[1]][:4] == ["stop", "cancelled", "length", "cancelled"]
+
+
+def test_prefixes_are_found_and_requests_preempted_alike(one: SpecDecoder, two: SpecDecoder) -> None:
+    """A cache that is too small for all; every step compares the schedules of the ranks."""
+    per_block = 16 * sum(spec.bytes_per_token(torch.float32) for spec in one.verifier.kv_specs)
+    prompts = [[*range(3, 36), last] for last in range(4)]
+    outputs = []
+    for decoder, share in ((one, 1), (two, 2)):
+        small = SpecDecoder(
+            decoder.verifier,
+            decoder.tokenizer,
+            find_drafter("ngram")(decoder.verifier),
+            EngineConfig(
+                max_num_seqs=4, num_draft_tokens=3, max_model_len=90, cache=CacheConfig(memory_bytes=11 * per_block // share)
+            ),
+        )
+        first = small.generate(prompts, max_tokens=40, ignore_eos=True)
+        outputs.append(written(first + small.generate(prompts[:2], max_tokens=30, temperature=1.0, seed=2)))
+        assert small.engine.scheduler.num_preemptions > 0
+    assert outputs[0] == outputs[1]
+
+
+def test_what_is_asked_of_the_target_alone(one: SpecDecoder, two: SpecDecoder) -> None:
+    """Logits outside any engine; they differ by the order in which two halves are added up."""
+    expected, got = (decoder.next_token_logits(PROMPTS[0]) for decoder in (one, two))
+    assert torch.allclose(got, expected, rtol=0, atol=64 * torch.finfo(torch.float32).eps * float(expected.abs().max()))
+
+
+def test_the_smallest_cache_counts(one: SpecDecoder, two: SpecDecoder) -> None:
+    """Each rank has room for so many blocks, and all take as many as the one with the least memory."""
+    per_block = 16 * sum(spec.bytes_per_token(torch.float32) for spec in two.verifier.kv_specs)
+    before = parts.specdec.engine.memory.default_cache_bytes
+    everywhere(two.verifier, parts.have_memory, 40 * per_block, 23 * per_block)
+    try:
+        decoder = again(two, num_draft_tokens=3)
+    finally:
+        parts.specdec.engine.memory.default_cache_bytes = before
+    assert everywhere(two.verifier, parts.num_blocks, decoder.engine) == (23, 23)
+    assert written(decoder.generate(PROMPTS, max_tokens=9)) == written(
+        again(one, num_draft_tokens=3).generate(PROMPTS, max_tokens=9)
+    )
+
+
+def test_all_capture_or_none(two: SpecDecoder) -> None:
+    """A graph that one rank cannot capture is used by none."""
+    assert [everywhere(two.verifier, parts.captured, refusing) for refusing in (7, 1, 0)] == [
+        (True, True),
+        (False, False),
+        (False, False),
+    ]
+
+
+def test_all_go_on_from_rank_0s_outcome(two: SpecDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However each rank's own would differ; of trees, too."""
+    assert everywhere(two.verifier, parts.outcomes_agree, False)
+    assert everywhere(two.verifier, parts.outcomes_agree, True)
+
+
+def test_a_drafter_of_this_process_is_refused(two: SpecDecoder) -> None:
+    """And what cannot be sent does not harm the group."""
+    ready = find_drafter("ngram")(two.verifier)
+    with pytest.raises(SpecDecError, match=r"drafter is a .* of this process, and every rank of the target's group makes its own"):
+        find_drafter(ready)(two.verifier)
+    with pytest.raises(SpecDecError, match="the other ranks cannot be told of this call"):
+        everywhere(two.verifier, lambda: None)
+    assert two.generate(PROMPTS[0], max_tokens=2).token_ids
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("killed", "rank 1 of the tensor-parallel group was ended by SIGKILL"),
+        ("astray", r"rank 1 of the tensor-parallel group failed: RuntimeError: this rank's schedule \[.*\] is not rank 0's"),
+    ],
+)
+def test_a_rank_that_ends_in_a_step_ends_the_group(folder: Path, two: SpecDecoder, how: str, said: str) -> None:
+    """With one line, within ten seconds; another group can be started then."""
+    two.close()  # a process has one group at a time
+    decoder = SpecDecoder.from_pretrained(folder, **LOAD, tensor_parallel=2, engine=EngineConfig(max_num_seqs=2))
+    if how == "astray":
+        everywhere(decoder.verifier, parts.lose_a_block, decoder.engine)
+    else:
+        everywhere(decoder.verifier, parts.be_killed_in_forward, decoder.verifier, 4)
+    started = time.monotonic()
+    with pytest.raises(SpecDecError, match=said) as error:
+        decoder.generate(PROMPTS, max_tokens=30, ignore_eos=True)
+    assert time.monotonic() - started < 10 and "\n" not in str(error.value)
+    with pytest.raises(SpecDecError, match="load the target again"):
+        decoder.generate(PROMPTS, max_tokens=3)
+
+
+_ALONE = """
+import os, sys
+from specdec import EngineConfig, SpecDecoder
+from specdec.parallel.mirror import current
+decoder = SpecDecoder.from_pretrained(sys.argv[1], drafter="ngram", device="cpu", dtype="float32", tensor_parallel=2)
+print(current()._ranks._siblings._all[0]._process.pid, flush=True)
+for chunk in decoder.stream([5, 6, 7], max_tokens=400, ignore_eos=True):
+    print("decodes", flush=True)
+"""
+
+
+def test_the_others_end_with_rank_0(folder: Path) -> None:
+    """Of a program without a guard around what it does, killed in the midst of an output."""
+    program = subprocess.Popen([sys.executable, "-c", _ALONE, str(folder)], stdout=subprocess.PIPE, text=True)
+    assert program.stdout is not None
+    sibling = int(program.stdout.readline())
+    assert program.stdout.readline() == "decodes\n"
+    assert is_running(sibling)
+    program.send_signal(signal.SIGKILL)
+    program.wait()
+    limit = time.monotonic() + 10
+    while is_running(sibling) and time.monotonic() < limit:
+        time.sleep(0.05)
+    assert not is_running(sibling)
+
+
+def is_running(process: int) -> bool:
+    """Whether it runs; one that has ended and that nobody has asked about does not."""
+    try:
+        return "State:\tZ" not in Path(f"/proc/{process}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def test_torchrun(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The command line, printed once; tokens are those of one process."""
+    command = [
+        "generate",
+        "abcabc",
+        "one two",
+        "--raw",
+        "--model",
+        str(folder),
+        "--drafter",
+        "ngram",
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+    ]
+    command += ["--max-tokens", "12", "--json"]
+    assert main(command) == 0
+    alone = capfd.readouterr().out
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "specdec", *command]
+    together = subprocess.run(
+        torchrun, capture_output=True, text=True, timeout=240, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert together.returncode == 0, together.stderr
+    assert _texts(together.stdout) == _texts(alone) and alone.count("\n") == 2
+
+
+def _texts(lines: str) -> list[Any]:
+    return [json.loads(line)["text"] for line in lines.splitlines()]
+
+
+def test_refusals(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More ranks than accelerators, an accelerator by its number, and another number of ranks than torchrun has started."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert launch.rank_device(torch.device("cuda"), 1, 2) == torch.device("cuda", 1)
+    with pytest.raises(SpecDecError, match="tensor_parallel is 4 and this machine has 2 accelerators; start at most 2 ranks"):
+        launch.rank_device(torch.device("cuda"), 0, 4)
+    with pytest.raises(
+        SpecDecError, match="device is 'cuda:1' and tensor_parallel 2, whose ranks take cuda:0 to cuda:1; give cuda"
+    ):
+        launch.rank_device(torch.device("cuda:1"), 0, 2)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SpecDecError, match="tensor_parallel is 2 and torchrun has started 3 ranks; give 3, or leave it out"):
+        SpecDecoder.from_pretrained(folder, **LOAD, tensor_parallel=2)
+    with pytest.raises(SpecDecError, match="tensor_parallel is 0; it must be at least 1"):
+        SpecDecoder.from_pretrained(folder, **LOAD, tensor_parallel=0)
