@@ -68,10 +68,10 @@ def test_numbers_are_those_of_the_answers() -> None:
     assert last["step_tokens"] == 450 - 3, "first tokens come from the prefill"
     assert sum(last["accepted"]) == sum(one["spec_accept_token_num"] for one in meta) > 0
     assert sum(last["offered"]) == sum(one["spec_draft_token_num"] for one in meta)
-    assert {"steps", "output_tokens", "offered"} <= last.keys()
     under_way = [one for one in seen if one["running"] == 2]
     assert under_way and all(one["blocks_used"] > 0 for one in under_way) and any(one["waiting"] == 1 for one in under_way)
-    assert len({one["output_tokens"] for one in under_way}) > 1 and any(0 < one["steps"] < last["steps"] for one in under_way)
+    unfinished = [one for one in under_way if one["finished"] == 0]
+    assert len({one["output_tokens"] for one in unfinished}) > 1 and any(one["steps"] > 0 for one in unfinished)
     for name in ("seconds", "output_tokens", "steps", "step_tokens", "finished"):
         values = [one[name] for one in [*seen, last]]
         assert values == sorted(values), f"{name} falls"
