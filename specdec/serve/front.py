@@ -129,7 +129,8 @@ class Front:
 
     async def _probe_engine(self) -> None:
         try:
-            result = await self.decoder.session.submit([0], SamplingParams(max_tokens=1), incremental=False, text=False)
+            token = next(iter(self.decoder.verifier.eos_token_ids), 0)
+            result = await self.decoder.session.submit([token], SamplingParams(max_tokens=1), incremental=False, text=False)
             if result.finish_reason == "error":
                 raise RuntimeError(result.error)
         except Exception as error:

@@ -2,9 +2,9 @@
 
     python -m tests.checks.serve --clients 200 --seconds 120
 
-A tiny model serves in a thread of this process. Every client asks again and again, whole or as a stream, and leaves every third time,
-before its first token or in the midst. Answers are compared with those that the engine gives without a server. At the end no request
-is left, no block of the cache, no handle; the memory of the process is that of a quarter of the time.
+A tiny model serves in a thread of this process. Every client asks again and again, whole or as a stream, and leaves every third
+time, before its first token or in the midst. Answers are compared with those that the engine gives without a server. At the end no
+request is left, no block of the cache, no handle; and the process has hardly grown since a quarter of the time.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def make_cases(decoder: SpecDecoder, seed: int) -> list[tuple[dict[str, Any], li
     rng, cases = random.Random(seed), []
     for number in range(NUM_CASES):
         prompt = "".join(rng.choice("abcdefgh ") for _ in range(rng.randrange(1, 60)))
-        options = {"max_tokens": rng.randrange(1, 40), "temperature": rng.choice([0.0, 1.0]), "seed": number}
+        options: dict[str, Any] = {"max_tokens": rng.randrange(1, 40), "temperature": rng.choice([0.0, 1.0]), "seed": number}
         n = rng.choice([1, 1, 2])
         texts = [decoder.generate(prompt, **{**options, "seed": number + i}).text for i in range(n)]
         cases.append(({"prompt": prompt, "n": n, **options}, texts))
@@ -154,7 +154,8 @@ def check(clients: int, seconds: float, max_queue: int) -> tuple[Report, list[st
     if grown > MORE_MEMORY:
         wrong.append(f"the process has grown by {grown / 2**20:.0f} MiB")
     line = (
-        f"{clients} clients, {seconds:g} s: {dict(report.outcomes)}, {totals.output_tokens:,} tokens, outputs {dict(totals.finished)};"
+        f"{clients} clients, {seconds:g} s: {dict(report.outcomes)};"
+        f" {totals.output_tokens:,} tokens, outputs {dict(totals.finished)};"
         f" first token after {report.quantile(0.5):.3f} s (median), {report.quantile(0.99):.3f} s (p99);"
         f" memory {grown / 2**20:+.1f} MiB since a quarter of the time"
     )

@@ -44,7 +44,7 @@ def test_completions_are_what_the_decoder_generates(client: openai.OpenAI, decod
     for index, choice in enumerate(made.choices):
         want = decoder.generate(prompts[index // 2], seed=11 + index % 2, **options, **extra)
         assert (choice.index, choice.text, choice.finish_reason) == (index, want.text, want.finish_reason)
-        assert choice.token_ids == want.token_ids and choice.prompt_token_ids == want.prompt_token_ids  # type: ignore[attr-defined]
+        assert choice.token_ids == want.token_ids and choice.prompt_token_ids == want.prompt_token_ids
     assert made.usage is not None
     assert (made.usage.prompt_tokens, made.usage.completion_tokens) == (sum(map(len, prompts)), 4 * 12)
     assert made.choices[0].text != made.choices[1].text

@@ -29,27 +29,42 @@ def running(live: Live, count: int = 1) -> Iterator[None]:
         yield
 
 
+def ends_in_engine(live: Live, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Why the engine's requests end, from here on."""
+    engine, reasons = live.front.decoder.engine, []
+    finish = engine._finish
+
+    def noting(request: Any, reason: str) -> None:
+        reasons.append(reason)
+        finish(request, reason)
+
+    monkeypatch.setattr(engine, "_finish", noting)
+    return reasons
+
+
 def assert_nothing_is_left(live: Live) -> None:
     engine, session = live.front.decoder.engine, live.front.decoder.session
     wait_until(lambda: live.front.idle and session.idle)
     wait_until(lambda: not engine.has_work and engine.pool.num_used == 0)
 
 
-def test_a_client_that_leaves_a_stream_cancels_it() -> None:
+def test_a_client_that_leaves_a_stream_cancels_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with live_server() as live:
+        reasons = ends_in_engine(live, monkeypatch)
         with running(live, 3):
             wait_until(lambda: live.front.num_open == 3)
         assert_nothing_is_left(live)
+        assert reasons == ["cancelled"] * 3
         assert live.front.totals.finished == {"cancelled": 3}
-        assert live.front.totals.output_tokens < 3 * 480
 
 
-def test_a_client_that_leaves_while_it_waits_cancels_it() -> None:
+def test_a_client_that_leaves_while_it_waits_cancels_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with live_server() as live:
+        reasons = ends_in_engine(live, monkeypatch)
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(live.url + "/v1/completions", json={**LONG, "n": 6}, timeout=0.3)
+            httpx.post(live.url + "/v1/completions", json={**LONG, "n": 6}, timeout=1.0)
         assert_nothing_is_left(live)
-        assert live.front.totals.finished["cancelled"] > 0
+        assert reasons == ["cancelled"] * 6
 
 
 def test_a_full_queue_is_told_and_room_is_found_again() -> None:
