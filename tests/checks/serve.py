@@ -138,7 +138,7 @@ def what_leaks(live: Live) -> list[str]:
     left = {
         "blocks of the cache": engine.pool.num_used,
         "slots": engine.config.max_num_seqs - len(engine.scheduler._free_slots),
-        "digests": len(engine.scheduler._digests),
+        "digests": len(engine.scheduler.prefix._sequences),
         "handles": sum(type(thing) is Handle for thing in gc.get_objects()),
     }
     return [f"{count} {what} are left" for what, count in left.items() if count]
