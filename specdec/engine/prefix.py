@@ -95,7 +95,7 @@ class PrefixCache:
         request.snapshot = self.pool.snapshot_at(cached[-1]) if cached and self._recurrent else None
         if request.num_cached_tokens is None:  # not again after a preemption
             request.num_cached_tokens = found
-            if request.sampling.read_prefix_cache:
+            if request.sampling.read_prefix_cache and not request.num_to_score:
                 self.counts.queried += num_tokens
                 self.counts.found += found
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.exceptions import HTTPException
 
 from specdec import __version__
@@ -23,6 +23,7 @@ from specdec.serve.guard import Guard
 from specdec.serve.metrics import CONTENT_TYPE, Metrics
 from specdec.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
 from specdec.serve.sampling import sampling_params
+from specdec.serve.status import PAGE, Status
 from specdec.serve.transport import ClientGone, EventStream, unless_gone
 
 
@@ -99,6 +100,7 @@ def _add_tokens(app: FastAPI, front: Front) -> None:
 
 def _add_state(app: FastAPI, front: Front) -> None:
     metrics = Metrics(front, ["specdec", "vllm"] if front.config.vllm_metrics else ["specdec"])
+    status = Status(front)
 
     def described(name: str) -> dict[str, Any]:
         most = front.decoder.engine.max_model_len
@@ -121,6 +123,14 @@ def _add_state(app: FastAPI, front: Front) -> None:
     @app.get("/version")
     async def version() -> dict[str, str]:
         return {"version": __version__}
+
+    @app.get("/", response_class=HTMLResponse)
+    async def page() -> str:
+        return PAGE
+
+    @app.get("/status")
+    async def numbers() -> dict[str, Any]:
+        return status.numbers()
 
     @app.get("/metrics")
     async def scrape() -> Response:

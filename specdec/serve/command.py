@@ -47,9 +47,9 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(format="specdec: %(message)s", level=logging.WARNING, stream=sys.stderr)
     config = ServeConfig(**from_options(ServeConfig, args))
     sock = listen(config)  # a port that is taken is told before a model is loaded
-    front = Front(load_decoder(args, args.drafter, engine_config(args)), config, args.model)
-    server = Server(front, sock)
     drafter = drafter_name(args.drafter, args.model)
+    front = Front(load_decoder(args, args.drafter, engine_config(args)), config, args.model, drafter)
+    server = Server(front, sock)
     print(f"specdec: {front.names[0]} with drafter {drafter} at {server.url}/v1", file=sys.stderr, flush=True)
     asyncio.run(server.serve_until_stopped())
     return int(front.dead)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -31,6 +32,7 @@ class Front:
         decoder: serves.
         config: limits.
         model: name of the model where the config has none.
+        drafter: name of what drafts; None where nothing does.
 
     Attributes:
         names: by which the model is called.
@@ -39,8 +41,8 @@ class Front:
         dead: the engine failed, and then failed a probe.
     """
 
-    def __init__(self, decoder: SpecDecoder, config: ServeConfig, model: str) -> None:
-        self.decoder, self.config = decoder, config
+    def __init__(self, decoder: SpecDecoder, config: ServeConfig, model: str, drafter: str | None = None) -> None:
+        self.decoder, self.config, self.drafter = decoder, config, drafter
         self.names = config.served_model_name or (model,)
         self.created = int(time.time())
         self.totals = Totals()
@@ -60,6 +62,11 @@ class Front:
     def num_open(self) -> int:
         """Unfinished outputs that somebody waits for."""
         return sum(outputs.num_open for outputs in self._open)
+
+    def count(self) -> None:
+        """Adds to the totals what unfinished outputs have come to by now."""
+        for outputs in self._open:
+            outputs.count()
 
     def check_model(self, name: str | None) -> None:
         """Raises:
@@ -161,6 +168,8 @@ class Outputs:
         self._arrived = time.perf_counter()
         self._last: dict[int, float] = {}  # when the last chunk of an output came
         self._counted: set[int] = set()  # outputs that have ended and are in the totals
+        self._tokens: Counter[int] = Counter()  # of each output, those in the totals
+        self._steps: Counter[int] = Counter()
         self.num_prompt_tokens = 0
 
     @property
@@ -214,15 +223,20 @@ class Outputs:
         for handle in self._handles:
             if not handle.done:
                 handle.cancel()
+        for index in range(len(self._handles)):
+            if index not in self._counted:
+                self._end(index, "error" if self._stream.failed else "cancelled")
+        self._front.ended(self)
+
+    def count(self) -> None:
+        """Adds to the totals what is new of each output."""
         for index, handle in enumerate(self._handles):
             if index not in self._counted:
-                self._end(index, "error" if self._stream.failed else "cancelled", _stats_so_far(handle.request))
-        self._front.ended(self)
+                self._add_news(index, handle.request)
 
     def _count(self, chunk: StreamChunk) -> None:
         now, totals, index = time.perf_counter(), self._front.totals, chunk.index
         if chunk.token_ids:
-            totals.output_tokens += len(chunk.token_ids)
             if index not in self._last:
                 totals.prompt_tokens += len(self._handles[index].request.prompt_token_ids)
                 if self._incremental:
@@ -231,19 +245,23 @@ class Outputs:
                 totals.between_tokens.add(now - self._last[index])
             self._last[index] = now
         if chunk.result is not None:
-            self._end(index, chunk.result.finish_reason, chunk.result.stats)
+            self._end(index, chunk.result.finish_reason)
 
-    def _end(self, index: int, reason: str, stats: AcceptanceStats) -> None:
+    def _add_news(self, index: int, request: Request) -> None:
+        """Of a request that the engine's thread may be adding a step to."""
+        totals, tokens = self._front.totals, len(request.output_token_ids)
+        totals.output_tokens += tokens - self._tokens[index]
+        counts = (request.num_drafted, request.num_accepted, request.num_emitted, request.tree_sizes)
+        steps, known = min(map(len, counts)), self._steps[index]
+        if steps > known:
+            totals.add(AcceptanceStats(*(some[known:steps] for some in counts)))
+        self._tokens[index], self._steps[index] = tokens, steps
+
+    def _end(self, index: int, reason: str) -> None:
+        self._add_news(index, self._handles[index].request)
         self._counted.add(index)
-        self._front.totals.end(reason, stats)
+        self._front.totals.finished[reason] += 1
         self._front.totals.whole.add(time.perf_counter() - self._arrived)
-
-
-def _stats_so_far(request: Request) -> AcceptanceStats:
-    """Of a request that the engine's thread may be adding a step to."""
-    counts = (request.num_drafted, request.num_accepted, request.num_emitted, request.tree_sizes)
-    steps = min(map(len, counts))
-    return AcceptanceStats(*(some[:steps] for some in counts))
 
 
 def _check_result(result: GenerationResult) -> None:

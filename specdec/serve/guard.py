@@ -11,8 +11,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from specdec.serve.config import ServeConfig
 from specdec.serve.errors import RequestError
 
-OPEN_PATHS = {"/health", "/version"}
-"""What anybody may ask."""
+OPEN_PATHS = {"/", "/health", "/version"}
+"""What anybody may ask; the page at the root asks for the key before it shows numbers."""
 
 
 class Guard:

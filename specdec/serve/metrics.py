@@ -32,6 +32,7 @@ class Metrics(Collector):
 
     def text(self) -> bytes:
         """What a scrape gets."""
+        self._front.count()
         return generate_latest(self._registry)
 
     def describe(self) -> Iterable[Metric]:

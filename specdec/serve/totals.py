@@ -25,7 +25,7 @@ class Times:
 
 
 class Totals:
-    """Counts of all outputs; acceptance is that of outputs that have ended, cancelled ones among them.
+    """Counts of all outputs, cancelled ones among them.
 
     Attributes:
         finished: outputs by finish reason.
@@ -46,9 +46,8 @@ class Totals:
         self.accepted: list[int] = []
         self.first_token, self.between_tokens, self.whole = Times(), Times(), Times()
 
-    def end(self, reason: str, stats: AcceptanceStats) -> None:
-        """Counts an output that has ended."""
-        self.finished[reason] += 1
+    def add(self, stats: AcceptanceStats) -> None:
+        """Counts verify steps."""
         self.steps += stats.num_steps
         self.step_tokens += sum(stats.num_emitted)
         self.drafts += sum(drafted > 0 for drafted in stats.num_drafted)

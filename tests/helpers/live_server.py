@@ -40,9 +40,9 @@ class Live:
         url: where it listens.
     """
 
-    def __init__(self, decoder: SpecDecoder, **config: Any) -> None:
+    def __init__(self, decoder: SpecDecoder, drafter: str | None = None, **config: Any) -> None:
         settings = ServeConfig(port=0, **config)
-        self.front = Front(decoder, settings, MODEL)
+        self.front = Front(decoder, settings, MODEL, drafter)
         self.server = Server(self.front, listen(settings))
         self.url = self.server.url
         self._thread = threading.Thread(target=lambda: asyncio.run(self.server.serve_until_stopped()), daemon=True)
@@ -64,9 +64,9 @@ def wait_until(done: Any, seconds: float = 30) -> None:
 
 
 @contextmanager
-def live_server(decoder: SpecDecoder | None = None, **config: Any) -> Iterator[Live]:
+def live_server(decoder: SpecDecoder | None = None, drafter: str | None = None, **config: Any) -> Iterator[Live]:
     """A server, which has ended afterwards."""
-    live = Live(decoder or tiny_decoder(), **{"drain_seconds": 0.0, **config})
+    live = Live(decoder or tiny_decoder(), drafter, **{"drain_seconds": 0.0, **config})
     try:
         yield live
     finally:

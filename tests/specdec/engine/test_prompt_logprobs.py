@@ -91,9 +91,12 @@ def test_values_are_the_targets(name: str) -> None:
 def test_the_prefix_cache_is_not_read() -> None:
     """A prompt whose blocks are all cached is scored to the last token, and leaves them for others."""
     engine = engine_for(max_num_seqs=1)
+    counts = engine.scheduler.prefix.counts
     finish(engine, engine.add_request(PROMPTS[0], SamplingParams(max_tokens=2)))
+    asked = counts.queried
     (result,) = finish(engine, engine.add_request(PROMPTS[0], SamplingParams(max_tokens=2, prompt_logprobs=0)))
     check(result, 0)
+    assert counts.queried == asked, "what does not read it counts as no miss"
     reader = engine.add_request(PROMPTS[0], SamplingParams(max_tokens=2))
     engine.step()
     assert reader.num_prefilled > 16, "others do read it"

@@ -1,0 +1,48 @@
+"""The page at `/`, which shows what the server does, and the numbers that it asks for."""
+
+from __future__ import annotations
+
+import time
+from importlib.resources import files
+from typing import Any
+
+from specdec.serve.front import Front
+
+PAGE = files("specdec.serve").joinpath("status.html").read_text("utf-8")
+"""All of it in one file, so that it works without a network."""
+
+
+class Status:
+    """What a server does now, and what it has done since its start.
+
+    Args:
+        front: knows both.
+    """
+
+    def __init__(self, front: Front) -> None:
+        self._front, self._start = front, time.monotonic()
+
+    def numbers(self) -> dict[str, Any]:
+        """Numbers of now, and counts that only rise: a rate is the difference of two, divided by that of their `seconds`."""
+        front = self._front
+        front.count()
+        engine, totals = front.decoder.engine, front.totals
+        running, prefix = len(engine.scheduler.working), engine.scheduler.prefix.counts
+        return {
+            "model": front.names[0],
+            "drafter": front.drafter,
+            "seconds": time.monotonic() - self._start,
+            "running": running,
+            "waiting": max(0, front.num_open - running),
+            "max_num_seqs": engine.config.max_num_seqs,
+            "blocks_used": engine.pool.num_used,
+            "blocks": engine.pool.num_blocks - 1,
+            "finished": sum(totals.finished.values()),
+            "output_tokens": totals.output_tokens,
+            "prompt_tokens": prefix.queried,
+            "cached_tokens": prefix.found,
+            "steps": totals.steps,
+            "step_tokens": totals.step_tokens,
+            "offered": totals.offered,
+            "accepted": totals.accepted,
+        }
