@@ -201,29 +201,32 @@ def test_a_rank_that_ends_in_a_step_ends_the_group(folder: Path, two: SpecDecode
 
 
 _ALONE = """
-import os, sys
+import sys, time
 from specdec import EngineConfig, SpecDecoder
-from specdec.parallel.mirror import current
+from specdec.parallel.mirror import current, everywhere
 decoder = SpecDecoder.from_pretrained(sys.argv[1], drafter="ngram", device="cpu", dtype="float32", tensor_parallel=2)
-print(current()._ranks._siblings._all[0]._process.pid, flush=True)
-for chunk in decoder.stream([5, 6, 7], max_tokens=400, ignore_eos=True):
-    print("decodes", flush=True)
+print(current()._ranks._siblings._all[0]._process.pid, decoder.generate([5, 6, 7], max_tokens=3).token_ids, flush=True)
+everywhere(decoder.verifier, time.sleep, 600)
 """
 
 
-def test_the_others_end_with_rank_0(folder: Path) -> None:
-    """Of a program without a guard around what it does, killed in the midst of an output."""
-    program = subprocess.Popen([sys.executable, "-c", _ALONE, str(folder)], stdout=subprocess.PIPE, text=True)
+@pytest.mark.parametrize("killed", ["rank 0", "rank 1"])
+def test_ranks_that_no_collective_wakes_end_with_each_other(folder: Path, killed: str) -> None:
+    """Of a program without a guard around what it does; both are in the midst of a call, as when a device does not answer."""
+    program = subprocess.Popen(
+        [sys.executable, "-c", _ALONE, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert program.stdout is not None
-    sibling = int(program.stdout.readline())
-    assert program.stdout.readline() == "decodes\n"
+    sibling = int(program.stdout.readline().split()[0])
     assert is_running(sibling)
-    program.send_signal(signal.SIGKILL)
-    program.wait()
+    os.kill(program.pid if killed == "rank 0" else sibling, signal.SIGKILL)
     limit = time.monotonic() + 10
-    while is_running(sibling) and time.monotonic() < limit:
+    while (is_running(sibling) or is_running(program.pid)) and time.monotonic() < limit:
         time.sleep(0.05)
-    assert not is_running(sibling)
+    assert not is_running(sibling) and not is_running(program.pid)
+    said = program.communicate()[1].splitlines()
+    line = "specdec: error: rank 1 of the tensor-parallel group was ended by SIGKILL"
+    assert (killed == "rank 0" or line in said) and program.returncode == (-signal.SIGKILL if killed == "rank 0" else 1)
 
 
 def is_running(process: int) -> bool:
