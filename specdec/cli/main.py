@@ -125,7 +125,7 @@ def _dispatch(arguments: list[str]) -> int:
         namespace = parser.parse(arguments[1:])
     except SystemExit:  # argparse has printed --help or --version
         return EXIT_OK
-    if hasattr(namespace, "tensor_parallel") and not getattr(namespace, "dummy_weights", None):  # whose ranks need no leader
+    if hasattr(namespace, "tensor_parallel") and not getattr(namespace, "dummy_weights", None):  # whose ranks all measure
         _join_torchrun(namespace)
     status: int = home.run(namespace)
     return status
