@@ -94,7 +94,7 @@ class LocalSystem:
         """See `System`; closing the iterator early cancels what is unfinished."""
         pairs, last = list(zip(prompts, samplings, strict=True)), time.perf_counter()
         for prompt, sampling in pairs:
-            self.decoder.engine.check(prompt, sampling)
+            self.decoder.engine.admission.check(prompt, sampling)
         with closing(self.decoder.session.map(pairs)) as chunks:
             for chunk in chunks:
                 assert chunk.result is not None, "only the end of an answer is asked for"

@@ -202,10 +202,10 @@ class SpecDecoder:
         """The target's unprocessed logits after a prompt, float32 [V], computed alone with a cache of their own.
 
         Raises:
-            InvalidInputError: see `tokenize` and `SpecEngine.check_tokens`.
+            InvalidInputError: see `tokenize` and `Admission.check_tokens`.
         """
         ids = self.tokenize(prompt)
-        self.engine.check_tokens(ids)
+        self.engine.admission.check_tokens(ids)
         return everywhere(self.verifier, next_token_logits, self.verifier, ids)
 
     def _chunks(self, prompts: list[Prompt], single: bool, sampling: SamplingParams, *, incremental: bool) -> Iterator[StreamChunk]:
@@ -214,7 +214,7 @@ class SpecDecoder:
         for index, prompt in enumerate(prompts):
             try:
                 token_ids = self.tokenize(prompt)
-                self.engine.check(token_ids, sampling)
+                self.engine.admission.check(token_ids, sampling)
                 served.append((index, token_ids))
             except SpecDecError as error:
                 if single:

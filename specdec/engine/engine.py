@@ -13,9 +13,7 @@ so the host never waits, and an accelerator can replay the step as one graph. On
 accelerator they are read while the next step runs.
 """
 
-import random
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +22,7 @@ import torch
 from specdec.blocks import BlockShape
 from specdec.config import EngineConfig, SamplingParams
 from specdec.core import Drafter, Verifier
+from specdec.engine.admission import Admission, OnTokens
 from specdec.engine.block_choice import BlockChoice, ladder
 from specdec.engine.build import build_engine
 from specdec.engine.request import Request, Status
@@ -31,14 +30,11 @@ from specdec.engine.results import FinishedStep, ResultQueue, append_tokens
 from specdec.engine.scheduler import Chunk, Schedule
 from specdec.engine.slots import samples_first_token
 from specdec.engine.timing import StepClock
-from specdec.errors import CapacityError, InvalidInputError
 from specdec.grammar.compiler import GrammarCompiler, wait_for
-from specdec.kv_cache import PrefixCounts, blocks_for
+from specdec.kv_cache import PrefixCounts
 
 IDLE_SECONDS = 0.02
 """How long a step without work waits for a grammar to be compiled, before it looks for new requests."""
-
-OnTokens = Callable[[Request, list[int]], int | None]
 
 
 class SpecEngine:
@@ -57,6 +53,7 @@ class SpecEngine:
         shapes: of the blocks that steps may have.
         block_choice: chooses the shape of every step; None when it is fixed.
         guided_choice: the same for batches in which an output follows a grammar, whose steps take longer and accept otherwise.
+        admission: makes and checks requests.
         runner: launches the work of a step; holds what is captured.
     """
 
@@ -79,12 +76,18 @@ class SpecEngine:
         self.guided_choice = BlockChoice(self.shapes) if len(self.shapes) > 1 else None
         self.clock = StepClock(verifier.device)
         self.results = ResultQueue(self.clock)
-        self._overshoot = parts.overshoot
         self._previous_end: Any = None  # stamp of the last step's end, if nothing has come since
         self._touched: dict[int, Request] = {}
         self._compiling: list[Request] = []  # requests whose grammars may not be ready yet
-        self._next_id = 0
-        self._seeds = random.Random(config.seed)
+        self.admission = Admission(
+            verifier,
+            max_model_len=self.max_model_len,
+            block_size=self.kv_cache.block_size,
+            num_blocks=self.pool.num_blocks - 1,
+            overshoot=parts.overshoot,
+            grammars=grammars,
+            seed=config.seed,
+        )
 
     @property
     def num_draft_tokens(self) -> int:
@@ -125,96 +128,8 @@ class SpecEngine:
     def new_request(
         self, prompt_token_ids: Sequence[int], sampling: SamplingParams | None = None, *, on_tokens: OnTokens | None = None
     ) -> Request:
-        """A request that is not queued yet.
-
-        Args:
-            prompt_token_ids: at least one token.
-            sampling: how to decode it.
-            on_tokens: see `Request.on_tokens`.
-
-        Raises:
-            InvalidInputError: see `check_tokens`; or there can be no grammars.
-            CapacityError: it cannot fit the model or the cache, even alone.
-        """
-        sampling = self._with_all_ends(sampling or SamplingParams())
-        prompt = list(prompt_token_ids)
-        total = self._total_len(prompt, sampling)
-        seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
-        short_len = self.verifier.short_len
-        is_long = short_len is not None and total - 1 > short_len  # the last token is never read
-        request = Request(self._next_id, prompt, sampling, seed=seed, max_total_len=total, long=is_long, on_tokens=on_tokens)
-        if self.grammars and sampling.grammar is not None:
-            request.grammar = self.grammars.start(sampling.grammar)
-        self._next_id += 1
-        return request
-
-    def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
-        """Raises what `new_request` would."""
-        self._total_len(prompt_token_ids, self._with_all_ends(sampling))
-
-    def check_tokens(self, prompt: Sequence[int]) -> None:
-        """Whether the target can read a prompt, however long.
-
-        Raises:
-            InvalidInputError: it is empty, or holds ids outside the vocabulary or that stand for an image or a sound.
-        """
-        if not prompt:
-            raise InvalidInputError("the prompt is empty; give at least one token")
-        if min(prompt) < 0 or max(prompt) >= self.verifier.vocab_size:
-            raise InvalidInputError(
-                f"the prompt holds token id {min(prompt) if min(prompt) < 0 else max(prompt)}; ids of this model lie in"
-                f" [0, {self.verifier.vocab_size}), so tokenize it with the target's own tokenizer"
-            )
-        media = self.verifier.media_token_ids
-        found = next((token for token in prompt if token in media), None) if media else None
-        if found is not None:
-            raise InvalidInputError(
-                f"the prompt holds token {found}, which stands for {media[found]}; {self.verifier.name!r} runs as a text model,"
-                " so give text alone"
-            )
-
-    def _with_all_ends(self, sampling: SamplingParams) -> SamplingParams:
-        """The same, naming the model's own end-of-sequence ids as well where what ends the output must be known beforehand."""
-        if not sampling.min_tokens or sampling.ignore_eos:
-            return sampling
-        ends = dict.fromkeys([*sampling.stop_token_ids, *self.verifier.eos_token_ids])
-        return replace(sampling, stop_token_ids=tuple(ends))
-
-    def _check_tokens_of(self, sampling: SamplingParams) -> None:
-        """Raises where the sampling names tokens that the target does not have."""
-        size, ends = self.verifier.vocab_size, sampling.stop_token_ids if sampling.min_tokens else ()
-        for token in [*ends, *(token for token, _ in sampling.logit_bias)]:
-            if not 0 <= token < size:
-                raise InvalidInputError(f"logit_bias or min_tokens concerns token {token}; ids of this model lie in [0, {size})")
-        most = max(sampling.top_logprobs, sampling.prompt_logprobs or 0)
-        if most > size:
-            raise InvalidInputError(
-                f"{most} log-probabilities per token are asked for and this model has {size} tokens; ask for fewer"
-            )
-
-    def _total_len(self, prompt: Sequence[int], sampling: SamplingParams) -> int:
-        """Most tokens of prompt and output together."""
-        self.check_tokens(prompt)
-        self._check_tokens_of(sampling)
-        if sampling.grammar is not None:
-            if self.grammars is None:
-                raise InvalidInputError(
-                    "a grammar needs the target's tokenizer and this engine has none; give it a GrammarCompiler"
-                )
-            self.grammars.check()
-        if len(prompt) + min(sampling.max_tokens, 1) > self.max_model_len:
-            raise CapacityError(
-                f"the prompt has {len(prompt)} tokens and the limit is {self.max_model_len} for prompt and output together;"
-                " shorten it or raise max_model_len, if the model allows more"
-            )
-        total = min(len(prompt) + sampling.max_tokens, self.max_model_len)
-        needed = blocks_for(total + self._overshoot, self.kv_cache.block_size)
-        if needed > self.pool.num_blocks - 1:
-            raise CapacityError(
-                f"prompt and output of {total} tokens need {needed} cache blocks and the cache has {self.pool.num_blocks - 1};"
-                " lower max_tokens, shorten the prompt or give the cache more memory"
-            )
-        return total
+        """A request that is not queued yet; see `Admission.new_request`."""
+        return self.admission.new_request(prompt_token_ids, sampling or SamplingParams(), on_tokens)
 
     def abort(self, request: Request) -> None:
         """Ends a request with what it has; does nothing when it is finished."""

@@ -21,7 +21,8 @@ import torch
 from specdec.blocks import BlockShape
 from specdec.config import EngineConfig
 from specdec.core import Drafter, Verifier
-from specdec.engine.engine import OnTokens, SpecEngine
+from specdec.engine.admission import OnTokens
+from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request, Status
 from specdec.engine.scheduler import Schedule
 from specdec.grammar.compiler import GrammarCompiler

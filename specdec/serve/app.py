@@ -84,7 +84,7 @@ def _add_tokens(app: FastAPI, front: Front) -> None:
     async def detokenize(asked: DetokenizeRequest) -> dict[str, Any]:
         front.check_model(asked.model)
         if asked.tokens:
-            decoder.engine.check_tokens(asked.tokens)
+            decoder.engine.admission.check_tokens(asked.tokens)
         return {"prompt": await front.in_thread(tokenizer.decode, asked.tokens)}
 
     @app.get("/tokenizer_info")

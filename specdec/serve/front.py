@@ -102,7 +102,7 @@ class Front:
             message = f"the request asks for {len(asked)} outputs and the limit is {limits.max_choices}; ask for fewer at once"
             raise RequestError(400, message)
         for tokens, sampling in asked:
-            self.decoder.engine.check(tokens, sampling)
+            self.decoder.engine.admission.check(tokens, sampling)
         tokens_asked, tokens_open = sum(len(tokens) for tokens, _ in asked), sum(some.num_prompt_tokens for some in self._open)
         self._check_room("outputs", len(asked), self.num_open, limits.max_queue)
         self._check_room("prompt tokens", tokens_asked, tokens_open, limits.max_queued_tokens)

@@ -278,7 +278,7 @@ def test_refusals(case: GuidedCase, monkeypatch: pytest.MonkeyPatch) -> None:
         engine.add_request([5], params)
     monkeypatch.setattr("specdec.grammar.compiler.find_spec", lambda name: None)
     with pytest.raises(InvalidInputError, match=r"\[grammar\]"):
-        engine.check([5], params)
+        engine.admission.check([5], params)
     with pytest.raises(InvalidInputError, match="ignore_eos"):
         SamplingParams(grammar=Grammar.json_object(), ignore_eos=True)
     with pytest.raises(InvalidInputError, match=r"Grammar\.json_schema"):

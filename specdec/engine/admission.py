@@ -1,0 +1,137 @@
+"""What becomes a request: prompts and wishes that the target, the cache and the grammars can fulfil."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from specdec.config import SamplingParams
+from specdec.core import Verifier
+from specdec.engine.request import Request
+from specdec.errors import CapacityError, InvalidInputError
+from specdec.grammar.compiler import GrammarCompiler
+from specdec.kv_cache import blocks_for
+
+OnTokens = Callable[[Request, list[int]], int | None]
+
+
+class Admission:
+    """Makes and checks requests of one engine.
+
+    Args:
+        verifier: the target.
+        max_model_len: most tokens of prompt and output together.
+        block_size: tokens per block of the cache.
+        num_blocks: that one request can have.
+        overshoot: rows that a step writes beyond the last token.
+        grammars: compiles those of requests; None refuses requests with a grammar.
+        seed: of the seeds of requests without one; None is random.
+    """
+
+    def __init__(
+        self,
+        verifier: Verifier,
+        *,
+        max_model_len: int,
+        block_size: int,
+        num_blocks: int,
+        overshoot: int,
+        grammars: GrammarCompiler | None,
+        seed: int | None,
+    ) -> None:
+        self.verifier, self.grammars = verifier, grammars
+        self.max_model_len, self._block_size, self._num_blocks = max_model_len, block_size, num_blocks
+        self._overshoot = overshoot
+        self._next_id = 0
+        self._seeds = random.Random(seed)
+
+    def new_request(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, on_tokens: OnTokens | None = None) -> Request:
+        """A request that is not queued yet.
+
+        Args:
+            prompt_token_ids: at least one token.
+            sampling: how to decode it.
+            on_tokens: see `Request.on_tokens`.
+
+        Raises:
+            InvalidInputError: see `check_tokens`; or there can be no grammars.
+            CapacityError: it cannot fit the model or the cache, even alone.
+        """
+        sampling = self._with_all_ends(sampling)
+        prompt = list(prompt_token_ids)
+        total = self._total_len(prompt, sampling)
+        seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
+        short_len = self.verifier.short_len
+        is_long = short_len is not None and total - 1 > short_len  # the last token is never read
+        request = Request(self._next_id, prompt, sampling, seed=seed, max_total_len=total, long=is_long, on_tokens=on_tokens)
+        if self.grammars and sampling.grammar is not None:
+            request.grammar = self.grammars.start(sampling.grammar)
+        self._next_id += 1
+        return request
+
+    def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
+        """Raises what `new_request` would."""
+        self._total_len(prompt_token_ids, self._with_all_ends(sampling))
+
+    def check_tokens(self, prompt: Sequence[int]) -> None:
+        """Whether the target can read a prompt, however long.
+
+        Raises:
+            InvalidInputError: it is empty, or holds ids outside the vocabulary or that stand for an image or a sound.
+        """
+        if not prompt:
+            raise InvalidInputError("the prompt is empty; give at least one token")
+        if min(prompt) < 0 or max(prompt) >= self.verifier.vocab_size:
+            raise InvalidInputError(
+                f"the prompt holds token id {min(prompt) if min(prompt) < 0 else max(prompt)}; ids of this model lie in"
+                f" [0, {self.verifier.vocab_size}), so tokenize it with the target's own tokenizer"
+            )
+        media = self.verifier.media_token_ids
+        found = next((token for token in prompt if token in media), None) if media else None
+        if found is not None:
+            raise InvalidInputError(
+                f"the prompt holds token {found}, which stands for {media[found]}; {self.verifier.name!r} runs as a text model,"
+                " so give text alone"
+            )
+
+    def _with_all_ends(self, sampling: SamplingParams) -> SamplingParams:
+        """The same, naming the model's own end-of-sequence ids as well where what ends the output must be known beforehand."""
+        if not sampling.min_tokens or sampling.ignore_eos:
+            return sampling
+        ends = dict.fromkeys([*sampling.stop_token_ids, *self.verifier.eos_token_ids])
+        return replace(sampling, stop_token_ids=tuple(ends))
+
+    def _check_tokens_of(self, sampling: SamplingParams) -> None:
+        """Raises where the sampling names tokens that the target does not have."""
+        size, ends = self.verifier.vocab_size, sampling.stop_token_ids if sampling.min_tokens else ()
+        for token in [*ends, *(token for token, _ in sampling.logit_bias)]:
+            if not 0 <= token < size:
+                raise InvalidInputError(f"logit_bias or min_tokens concerns token {token}; ids of this model lie in [0, {size})")
+        most = max(sampling.top_logprobs, sampling.prompt_logprobs or 0)
+        if most > size:
+            raise InvalidInputError(
+                f"{most} log-probabilities per token are asked for and this model has {size} tokens; ask for fewer"
+            )
+
+    def _total_len(self, prompt: Sequence[int], sampling: SamplingParams) -> int:
+        """Most tokens of prompt and output together."""
+        self.check_tokens(prompt)
+        self._check_tokens_of(sampling)
+        if sampling.grammar is not None:
+            if self.grammars is None:
+                raise InvalidInputError(
+                    "a grammar needs the target's tokenizer and this engine has none; give it a GrammarCompiler"
+                )
+            self.grammars.check()
+        if len(prompt) + min(sampling.max_tokens, 1) > self.max_model_len:
+            raise CapacityError(
+                f"the prompt has {len(prompt)} tokens and the limit is {self.max_model_len} for prompt and output together;"
+                " shorten it or raise max_model_len, if the model allows more"
+            )
+        total = min(len(prompt) + sampling.max_tokens, self.max_model_len)
+        needed = blocks_for(total + self._overshoot, self._block_size)
+        if needed > self._num_blocks:
+            raise CapacityError(
+                f"prompt and output of {total} tokens need {needed} cache blocks and the cache has {self._num_blocks};"
+                " lower max_tokens, shorten the prompt or give the cache more memory"
+            )
+        return total
