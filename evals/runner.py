@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from evals.prompt_sets import Item, PromptSet
-from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
 from specdec.engine.handle import Handle
 from specdec.engine.request import Request
 from specdec.engine.session import Session
 from specdec.errors import SpecDecError
 from specdec.metrics import AcceptanceStats
+from specdec.sampling_params import SamplingParams
 
 OnStep = Callable[[list[Request]], None]
 """Called after every step with all requests of the current turn; its time is part of the measurement."""

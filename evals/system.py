@@ -11,9 +11,9 @@ from typing import Any, Protocol
 from evals.divergence import Divergence, explain_divergence
 from specdec.cluster.pool import Pool
 from specdec.cluster.rows import Row
-from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
 from specdec.engine.outputs import GenerationResult
+from specdec.sampling_params import SamplingParams
 
 WARMUP_TOKENS = 8
 

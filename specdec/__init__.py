@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specdec.config import CacheConfig, EngineConfig, LoadConfig, SamplingParams
+    from specdec.config import CacheConfig, EngineConfig, LoadConfig
     from specdec.core import BoundDrafter, Drafter, Verifier
     from specdec.decoder import SpecDecoder
     from specdec.engine.engine import SpecEngine
@@ -18,11 +18,13 @@ if TYPE_CHECKING:
     from specdec.errors import SpecDecError
     from specdec.grammar.grammar import Grammar
     from specdec.metrics import AcceptanceStats
+    from specdec.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "config": ("CacheConfig", "EngineConfig", "LoadConfig", "SamplingParams"),
+    "config": ("CacheConfig", "EngineConfig", "LoadConfig"),
+    "sampling_params": ("SamplingParams",),
     "core": ("BoundDrafter", "Drafter", "Verifier"),
     "decoder": ("SpecDecoder",),
     "engine.engine": ("SpecEngine",),

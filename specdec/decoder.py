@@ -12,15 +12,7 @@ from typing import TYPE_CHECKING, Any, cast, overload
 from jinja2 import TemplateError
 from torch import Tensor
 
-from specdec.config import (
-    DEFAULT_BLOCK_SIZE,
-    CacheDtype,
-    EngineConfig,
-    LoadConfig,
-    PrefillDtype,
-    SamplingParams,
-    WeightForm,
-)
+from specdec.config import DEFAULT_BLOCK_SIZE, CacheDtype, EngineConfig, LoadConfig, PrefillDtype, WeightForm
 from specdec.core import Drafter, Verifier
 from specdec.device import resolve_device
 from specdec.engine.lockstep import make_engine
@@ -31,6 +23,7 @@ from specdec.errors import InvalidInputError, SpecDecError
 from specdec.loading import load_target
 from specdec.parallel.mirror import Mirror, everywhere, mirror_of
 from specdec.registry import CHECKPOINTS, COMPOSITION, DRAFTERS, drafter_name, import_attribute, parts_of, resolve
+from specdec.sampling_params import SamplingParams
 from specdec.scratch import next_token_logits
 
 if TYPE_CHECKING:

@@ -15,8 +15,9 @@ from drafters.head import HeadConfig
 from drafters.ngram import NGramDrafter
 from specdec.attention.selector import select_backend
 from specdec.batch import DecodeBatch
-from specdec.config import CacheConfig, DraftSampling, EngineConfig, SamplingParams
+from specdec.config import CacheConfig, DraftSampling, EngineConfig
 from specdec.engine.engine import SpecEngine
+from specdec.sampling_params import SamplingParams
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]

@@ -11,10 +11,11 @@ from drafters.dflash2.selector import SelectorConfig
 from drafters.dspark.markov import MarkovConfig
 from drafters.head import Head, HeadConfig, HeadSizes
 from specdec.batch import DecodeBatch
-from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.config import CacheConfig, EngineConfig
 from specdec.core import Drafter, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request
+from specdec.sampling_params import SamplingParams
 from tests.helpers.guards import no_host_sync
 from tests.helpers.oracle import OracleDrafter, disturbed_logits
 from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_model, random_dflash, random_prompts

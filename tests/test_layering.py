@@ -20,9 +20,9 @@ MAY_IMPORT: dict[str, set[str]] = {
 FLOORS: dict[str, list[set[str]]] = {
     "specdec": [
         {"errors", "sizes", "deviation", "blocks"},
-        {"packages"},
+        {"packages", "validation"},
         {"grammar"},
-        {"amd_gpus", "config", "metrics", "registry", "files", "hub"},
+        {"amd_gpus", "config", "sampling_params", "metrics", "registry", "files", "hub"},
         {"device", "kv_cache", "parallel"},
         {"self_check"},
         {"kernels"},

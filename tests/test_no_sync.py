@@ -12,9 +12,9 @@ from drafters.draft_model.drafter import DraftModel
 from drafters.ngram import NGramDrafter
 from drafters.suffix.drafter import SuffixDrafter
 from specdec.batch import DecodeBatch
-from specdec.config import SamplingParams
 from specdec.core import Drafter, Verifier
 from specdec.engine.engine import SpecEngine
+from specdec.sampling_params import SamplingParams
 from tests.drafters.eagle3.heads import random_eagle3
 from tests.helpers.guards import HostSyncError, no_host_sync
 from tests.helpers.scripted import BoundScript, ScriptedDrafter

@@ -25,12 +25,13 @@ from triton.runtime.jit import JITFunction
 
 from specdec.attention.triton import fa as triton_fa
 from specdec.attention.triton.fa import TritonFaBackend
-from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.config import CacheConfig, EngineConfig
 from specdec.engine.engine import SpecEngine
 from specdec.engine.graphs import StepGraphs
 from specdec.kernels import triton_argmax, triton_candidates, triton_linear, triton_sampler
 from specdec.layers import argmax, decoder, linear
 from specdec.sampling import candidates, sampler
+from specdec.sampling_params import SamplingParams
 from tests.helpers.tiny_models import CONFIGS, random_dflash
 from verifiers.hf import verifier_for
 from verifiers.hf_attention import ATTENTION_NAME

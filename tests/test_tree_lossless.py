@@ -12,10 +12,10 @@ from torch.nn import functional as F
 
 from specdec.batch import DecodeBatch, ForwardInput
 from specdec.blocks import MOST_NODES, DraftTree
-from specdec.config import SamplingParams
 from specdec.engine.engine import SpecEngine
 from specdec.errors import InvalidInputError
 from specdec.layers.cache_rows import CacheRows
+from specdec.sampling_params import SamplingParams
 from tests.helpers.scripted_trees import FIRST, ScriptedTrees
 from tests.helpers.tiny_hybrids import hybrid_configs
 from tests.helpers.tiny_models import CONFIGS, LATENT_CONFIGS

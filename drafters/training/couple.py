@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 
 from specdec.cli.fields import add_options, from_options
 from specdec.cli.options import load_decoder
-from specdec.config import EngineConfig, LoadConfig, SamplingParams
+from specdec.config import EngineConfig, LoadConfig
 from specdec.errors import CheckpointError, InvalidInputError, SpecDecError
 from specdec.files import write_text
+from specdec.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -22,12 +22,13 @@ from drafters.training.answers import FEW_SHOT_STOP
 from drafters.training.config import TrainConfig
 from drafters.training.dataset import Answer
 from specdec.blocks import BlockShape
-from specdec.config import EngineConfig, SamplingParams
+from specdec.config import EngineConfig
 from specdec.core import Verifier
 from specdec.decoder import SpecDecoder
 from specdec.errors import CheckpointError, SpecDecError
 from specdec.files import write_text
 from specdec.metrics import pooled
+from specdec.sampling_params import SamplingParams
 
 LAYOUTS: dict[Layout, str] = {"z-lab": "drafter", "speculators": "drafter-speculators"}
 """Folder of each layout."""

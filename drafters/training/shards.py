@@ -14,11 +14,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from specdec.config import SamplingParams
 from specdec.engine.outputs import GenerationResult
 from specdec.engine.session import Session
 from specdec.errors import CheckpointError, SpecDecError
 from specdec.files import write_atomically
+from specdec.sampling_params import SamplingParams
 
 Job = TypeVar("Job")
 Record = TypeVar("Record")

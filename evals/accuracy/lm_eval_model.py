@@ -26,11 +26,12 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from evals.accuracy.scoring import score
 from evals.system import LocalSystem, System
 from specdec.cli.progress import ProgressBar
-from specdec.config import EngineConfig, SamplingParams
+from specdec.config import EngineConfig
 from specdec.decoder import SpecDecoder
 from specdec.errors import InvalidInputError, SpecDecError
 from specdec.journal import Journal
 from specdec.metrics import AcceptanceStats, pooled
+from specdec.sampling_params import SamplingParams
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Generation arguments of a task that mean the same here."""

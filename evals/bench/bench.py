@@ -18,13 +18,14 @@ from evals.report.table import side_name
 from evals.roofline import bound, measured_bandwidth
 from evals.runner import Decoded, Generate, OnStep, OnTurn, Pass, most_tokens, run_set
 from evals.speed import Speed, time_split
-from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.config import CacheConfig, EngineConfig
 from specdec.core import Drafter
 from specdec.decoder import SpecDecoder, find_drafter
 from specdec.engine.build import tree_reasons
 from specdec.errors import InvalidInputError
 from specdec.metrics import AcceptanceStats, mean_tau, pooled
 from specdec.registry import drafter_name
+from specdec.sampling_params import SamplingParams
 
 SPLIT_ITEMS = 4
 """Conversations, or as many as there are at once, that the split of a step's time is taken from."""

@@ -23,12 +23,12 @@ from specdec.cluster.config import EngineSpec
 from specdec.cluster.origin import machine_of, origin
 from specdec.cluster.pool import Pool
 from specdec.cluster.rows import Row
-from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
 from specdec.engine.outputs import GenerationResult
 from specdec.errors import SpecDecError
 from specdec.journal import Journal
 from specdec.provenance import command_line
+from specdec.sampling_params import SamplingParams
 
 Progress = Callable[[str, int, int], None]
 """Called with what is running, and how many of how many conversations are done."""

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from specdec.batch import DecodeBatch
 from specdec.blocks import BlockShape
-from specdec.config import CacheConfig, DraftSampling, EngineConfig, SamplingParams
+from specdec.config import CacheConfig, DraftSampling, EngineConfig
 from specdec.core import BoundDrafter, Drafter, DraftOutput, Verifier
 from specdec.engine.buckets import batch_bucket
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request, Status
 from specdec.errors import CapacityError
 from specdec.sampling.trees import best_first
+from specdec.sampling_params import SamplingParams
 
 WARM_STEPS = 8
 """Steps of every request before the clock starts."""

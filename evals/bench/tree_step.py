@@ -11,9 +11,10 @@ from torch import Tensor
 from evals.prompt_sets import PromptSet
 from evals.runner import most_tokens, run_set
 from specdec.batch import DecodeBatch, PrefillBatch
-from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.config import CacheConfig, EngineConfig
 from specdec.core import AcceptOutput, BoundDrafter, Drafter, DraftOutput, VerifyOutput
 from specdec.decoder import SpecDecoder
+from specdec.sampling_params import SamplingParams
 
 MOST_TOKENS = 64
 """Output tokens of the run, at most."""

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, Protocol
 
-from specdec.config import SamplingParams
 from specdec.core import Verifier
 from specdec.errors import InvalidInputError
 from specdec.registry import resolve
+from specdec.sampling_params import SamplingParams
 
 PEERS = {
     "transformers": "evals.peers.transformers:load_plain",

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, __version__
 
 from evals.peers.peer import only_greedy
 from evals.report.provenance import checkpoint_folder
-from specdec.config import SamplingParams
 from specdec.core import Verifier
+from specdec.sampling_params import SamplingParams
 
 LOOKUP_TOKENS = 10
 """Drafts per step of prompt lookup, the number in Transformers' own examples."""

@@ -16,13 +16,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from evals.report.table import align, drafts_name
 from evals.roofline import measured_bandwidth, step_bytes
-from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request, Status
 from specdec.engine.session import Session
 from specdec.errors import CapacityError, InvalidInputError
 from specdec.files import check_writable
+from specdec.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 from specdec.cli.options import load_decoder, load_pool
 from specdec.cli.prompts import Prompt, model_inputs
 from specdec.cli.summary import counted, describe_drafts
-from specdec.config import EngineConfig, SamplingParams
+from specdec.config import EngineConfig
 from specdec.packages import require_ours
 from specdec.registry import TOKENIZERS, drafter_name, resolve
+from specdec.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from specdec.engine.outputs import StreamChunk

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from specdec.cli.fields import add_options, from_options, kinds_of
 from specdec.cluster.config import ClusterConfig
-from specdec.config import CacheConfig, EngineConfig, LoadConfig, SamplingParams
+from specdec.config import CacheConfig, EngineConfig, LoadConfig
 from specdec.errors import InvalidInputError
 from specdec.grammar.grammar import Grammar
 from specdec.packages import require_ours
+from specdec.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from specdec.cluster.pool import Pool

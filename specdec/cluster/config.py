@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from specdec.config import EngineConfig, LoadConfig, SamplingParams
+from specdec.config import EngineConfig, LoadConfig
 from specdec.errors import InvalidInputError
+from specdec.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,12 @@ from specdec.cluster.config import EngineSpec
 from specdec.cluster.ledger import Verdict
 from specdec.cluster.origin import origin
 from specdec.cluster.rows import Answer, Row, refusal_to_json
-from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
 from specdec.engine.outputs import GenerationResult
 from specdec.engine.warmup import warm_up_shapes
 from specdec.errors import SpecDecError
 from specdec.packages import require_ours
+from specdec.sampling_params import SamplingParams
 
 WARMUP_TOKENS = 8
 """Decoded before the first row, outside every clock."""

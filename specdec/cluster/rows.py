@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from specdec.config import SamplingParams
 from specdec.engine.outputs import GenerationResult
 from specdec.errors import SpecDecError
+from specdec.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,12 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from specdec.config import SamplingParams
 from specdec.core import Verifier
 from specdec.engine.request import Request
 from specdec.errors import CapacityError, InvalidInputError
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.kv_cache import blocks_for
+from specdec.sampling_params import SamplingParams
 
 OnTokens = Callable[[Request, list[int]], int | None]
 

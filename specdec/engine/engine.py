@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from specdec.blocks import BlockShape
-from specdec.config import EngineConfig, SamplingParams
+from specdec.config import EngineConfig
 from specdec.core import Drafter, Verifier
 from specdec.engine.admission import Admission, OnTokens
 from specdec.engine.block_choice import BlockChoice, ladder
@@ -32,6 +32,7 @@ from specdec.engine.slots import samples_first_token
 from specdec.engine.timing import StepClock
 from specdec.grammar.compiler import GrammarCompiler, wait_for
 from specdec.kv_cache import PrefixCounts
+from specdec.sampling_params import SamplingParams
 
 IDLE_SECONDS = 0.02
 """How long a step without work waits for a grammar to be compiled, before it looks for new requests."""

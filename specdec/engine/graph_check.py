@@ -6,13 +6,14 @@ from typing import Any
 import torch
 
 from specdec.batch import DecodeBatch
-from specdec.config import CacheConfig, DraftSampling, EngineConfig, SamplingParams
+from specdec.config import CacheConfig, DraftSampling, EngineConfig
 from specdec.core import BoundDrafter, Drafter, DraftOutput, Verifier
 from specdec.deviation import Deviation, worst
 from specdec.engine import graphs
 from specdec.engine.prefill_graphs import LEAST_ROWS, most_prefill_rows
 from specdec.errors import BackendError
 from specdec.kv_cache import blocks_for
+from specdec.sampling_params import SamplingParams
 
 NUM_DRAFTS = 3
 MAX_TOKENS = 7

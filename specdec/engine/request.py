@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from specdec.config import SamplingParams
 from specdec.grammar.progress import GrammarProgress
 from specdec.kv_cache import Snapshot
 from specdec.sampling.logprobs import Top
+from specdec.sampling_params import SamplingParams
 
 
 class Status(Enum):

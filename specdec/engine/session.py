@@ -17,7 +17,6 @@ from weakref import WeakSet, ref
 
 import torch
 
-from specdec.config import SamplingParams
 from specdec.engine.engine import SpecEngine
 from specdec.engine.handle import Handle, Stream
 from specdec.engine.outputs import StreamChunk
@@ -25,6 +24,7 @@ from specdec.engine.request import Request, Status
 from specdec.engine.text import IncrementalDecoder, token_ids
 from specdec.engine.turns import Turns
 from specdec.errors import CapacityError, InvalidInputError
+from specdec.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from specdec.config import as_integer
 from specdec.errors import InvalidInputError
+from specdec.validation import as_integer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,7 +13,6 @@ import torch
 
 from specdec.batch import Context
 from specdec.blocks import BlockShape
-from specdec.config import SamplingParams
 from specdec.engine.block_choice import MOST_TREE_ROWS, ladder
 from specdec.engine.buckets import batches, lengths
 from specdec.engine.engine import SpecEngine
@@ -22,6 +21,7 @@ from specdec.engine.scheduler import Chunk
 from specdec.kv_cache import blocks_for
 from specdec.kv_cache.block_pool import NULL_BLOCK
 from specdec.parallel.mirror import everywhere
+from specdec.sampling_params import SamplingParams
 
 KEYS_PER_KERNEL = 16384
 """Of AITER's paged kernels, which are compiled anew for each further so many keys."""

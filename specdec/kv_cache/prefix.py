@@ -19,7 +19,7 @@ def prefix_root(*, long: bool, salt: str | None) -> bytes:
 
     Args:
         long: see `specdec.batch.ForwardInput.long`.
-        salt: see `specdec.config.SamplingParams.cache_salt`.
+        salt: see `specdec.sampling_params.SamplingParams.cache_salt`.
 
     >>> prefix_root(long=False, salt=None)
     b''

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec.config import SamplingParams
 from specdec.deviation import Deviation, worst
 from specdec.kernels.triton_launch import unavailable_reasons
 from specdec.sampling.filters import filtered_scores
 from specdec.sampling.noise import Purpose, gumbel, stream
 from specdec.sampling.sampler import CACHED_NUMBERS
 from specdec.sampling.tensors import SamplingTensors
+from specdec.sampling_params import SamplingParams
 from specdec.self_check import passes
 
 _GROUP = 64  # columns; large enough for few groups, and small enough for few columns in those that are looked at

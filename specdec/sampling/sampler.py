@@ -10,13 +10,13 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from specdec.config import SamplingParams
 from specdec.deviation import Deviation
 from specdec.kernels.triton_launch import unavailable_reasons
 from specdec.layers.argmax import argmax
 from specdec.sampling.filters import filtered_scores
 from specdec.sampling.noise import Purpose, gumbel, stream
 from specdec.sampling.tensors import SamplingTensors
+from specdec.sampling_params import SamplingParams
 from specdec.self_check import passes
 
 CACHED_NUMBERS = 2**16

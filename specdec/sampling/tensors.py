@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.config import SamplingParams
 from specdec.sampling.edits import Edits, num_edits
+from specdec.sampling_params import SamplingParams
 from specdec.sizes import power_of_two
 
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")

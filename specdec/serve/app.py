@@ -11,9 +11,9 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.exceptions import HTTPException
 
 from specdec import __version__
-from specdec.config import SamplingParams
 from specdec.engine.outputs import GenerationResult
 from specdec.errors import SpecDecError
+from specdec.sampling_params import SamplingParams
 from specdec.serve.answer import Answer
 from specdec.serve.chat import ChatCompletion, chat_tokens
 from specdec.serve.completion import Completion

@@ -11,13 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
 from specdec.engine.handle import Handle, Stream
 from specdec.engine.outputs import GenerationResult, StreamChunk
 from specdec.engine.request import Request
 from specdec.errors import CapacityError
 from specdec.metrics import AcceptanceStats
+from specdec.sampling_params import SamplingParams
 from specdec.serve.config import ServeConfig
 from specdec.serve.errors import RequestError, busy, engine_failed
 from specdec.serve.totals import Totals

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from specdec.config import SamplingParams
 from specdec.grammar.fields import grammar_of
+from specdec.sampling_params import SamplingParams
 from specdec.serve.errors import RequestError
 from specdec.serve.protocol import GRAMMAR_FIELDS, ChatRequest, CompletionRequest, Generation
 

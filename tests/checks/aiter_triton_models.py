@@ -10,10 +10,11 @@ import torch
 from specdec.attention.aiter.fa import RocmAiterFaBackend
 from specdec.attention.backend import AttentionMetadata
 from specdec.batch import ForwardInput
-from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.config import CacheConfig, EngineConfig
 from specdec.core import Drafter, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.kv_cache import PagedKVCache, blocks_for
+from specdec.sampling_params import SamplingParams
 from tests.helpers.scripted import ScriptedDrafter
 
 NEAR_TIE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}

@@ -19,9 +19,10 @@ from typing import Any
 import jsonschema
 
 from drafters.dflash import drafts
-from specdec.config import EngineConfig, SamplingParams
+from specdec.config import EngineConfig
 from specdec.decoder import SpecDecoder
 from specdec.grammar.grammar import Grammar
+from specdec.sampling_params import SamplingParams
 
 WORDS = [
     "id",

@@ -12,10 +12,11 @@ from typing import Literal, NamedTuple
 
 from evals.peers.transformers import TransformersPeer
 from evals.prompt_sets import load_prompt_set
-from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.config import CacheConfig, EngineConfig
 from specdec.core import Drafter, Verifier
 from specdec.decoder import SpecDecoder
 from specdec.engine.engine import SpecEngine
+from specdec.sampling_params import SamplingParams
 
 
 class Way(NamedTuple):

@@ -19,8 +19,9 @@ import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV32Config, LlamaConfig, PreTrainedConfig
 
 from specdec.cli.options import load_decoder, model_options
-from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.config import CacheConfig, EngineConfig
 from specdec.engine.engine import SpecEngine
+from specdec.sampling_params import SamplingParams
 from tests.checks.step import step_time, wait
 from tests.helpers.tiny_models import tiny_tokenizer
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from evals.bench.dummy_engine import FreeDrafter
-from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.config import CacheConfig, EngineConfig
 from specdec.core import Verifier
 from specdec.device import resolve_device
 from specdec.engine.engine import SpecEngine
@@ -26,6 +26,7 @@ from specdec.parallel.collectives import all_reduce
 from specdec.parallel.group import Group, join_group, rank_device
 from specdec.parallel.one_shot import OneShot
 from specdec.parallel.ordered import gathered
+from specdec.sampling_params import SamplingParams
 from verifiers.dummy import dummy_rank
 
 Say = Callable[[str], None]

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from drafters.ngram import NGramDrafter, load_ngram
 from drafters.suffix import drafter as suffix
 from specdec.blocks import BlockShape
-from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.config import CacheConfig, EngineConfig
 from specdec.core import DraftOutput
 from specdec.engine.engine import SpecEngine
 from specdec.errors import InvalidInputError
 from specdec.sampling.trees import walk
+from specdec.sampling_params import SamplingParams
 from tests.drafters.tiny import BLOCK, FakeVerifier, Rig, tiny_target
 from tests.helpers.guards import no_host_sync
 from tests.helpers.tiny_models import paged_verifier, plain_greedy

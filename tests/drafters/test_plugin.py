@@ -11,9 +11,10 @@ import torch
 
 from specdec import registry
 from specdec.blocks import BlockShape
-from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.config import CacheConfig, EngineConfig
 from specdec.decoder import SpecDecoder, find_drafter
 from specdec.metrics import pooled
+from specdec.sampling_params import SamplingParams
 from tests.drafters.tiny import FakeVerifier, Rig
 from tests.helpers.guards import no_host_sync
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_prompts, tiny_tokenizer

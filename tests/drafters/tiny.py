@@ -18,10 +18,10 @@ from specdec.attention.backend import AttentionBackend, AttentionMetadata, Atten
 from specdec.attention.torch_ref.fa import TorchRefBackend
 from specdec.batch import DecodeBatch, ForwardInput, PrefillBatch
 from specdec.blocks import BlockShape
-from specdec.config import SamplingParams
 from specdec.core import AcceptOutput, Drafter, VerifyOutput
 from specdec.kv_cache import PagedKVCache
 from specdec.sampling.tensors import SamplingTensors
+from specdec.sampling_params import SamplingParams
 
 TARGET_LAYERS, HIDDEN, VOCAB, BLOCK = 6, 32, 61, 4
 

@@ -4,9 +4,10 @@ from typing import Any
 
 from drafters.dflash.drafter import DFlashDrafter
 from specdec.batch import DecodeBatch
-from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.config import CacheConfig, EngineConfig
 from specdec.core import Drafter, Verifier
 from specdec.engine.engine import SpecEngine
+from specdec.sampling_params import SamplingParams
 from tests.helpers.guards import no_host_sync
 from tests.helpers.tiny_models import random_dflash, random_prompts
 

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.config import CacheConfig, EngineConfig
 from specdec.engine.engine import SpecEngine
 from specdec.parallel.group import Group
+from specdec.sampling_params import SamplingParams
 from tests.helpers.tiny_models import random_dflash, random_prompts
 from tests.verifiers.test_hf import BLOCK, PackedRun
 from verifiers.decoder import DecoderVerifier

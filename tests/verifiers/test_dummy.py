@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.config import EngineConfig, SamplingParams
+from specdec.config import EngineConfig
 from specdec.engine.engine import SpecEngine
 from specdec.errors import CheckpointError, InvalidInputError, UnsupportedModelError
 from specdec.kernels.packed import PackedWeight
+from specdec.sampling_params import SamplingParams
 from tests.helpers.tiny_models import CONFIGS, LATENT_CONFIGS, random_prompts
 from verifiers.dummy import dummy_verifier, experts_met, quantized_weights, random_model, read_config
 from verifiers.quantize import WAYS

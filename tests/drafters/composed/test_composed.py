@@ -16,7 +16,7 @@ from drafters.composed.drafter import BoundComposed, ComposedDrafter
 from drafters.suffix.drafter import SuffixDrafter
 from specdec.batch import DecodeBatch
 from specdec.blocks import BlockShape
-from specdec.config import CacheConfig, DraftSampling, EngineConfig, SamplingParams
+from specdec.config import CacheConfig, DraftSampling, EngineConfig
 from specdec.core import BoundDrafter, Drafter, DraftOutput, Verifier, VerifyOutput
 from specdec.decoder import find_drafter
 from specdec.engine.engine import SpecEngine
@@ -25,6 +25,7 @@ from specdec.errors import InvalidInputError
 from specdec.kv_cache import LayerCache
 from specdec.metrics import pooled
 from specdec.sampling.trees import best_first
+from specdec.sampling_params import SamplingParams
 from tests.drafters.eagle3.heads import random_eagle3
 from tests.drafters.tiny import FakeVerifier, Rig
 from tests.helpers.guards import no_host_sync

@@ -10,12 +10,13 @@ from drafters.dflash.coupling import Coupling, CouplingTable
 from drafters.dflash.drafter import BoundDFlash, DFlashDrafter
 from specdec.batch import DecodeBatch
 from specdec.blocks import BlockShape
-from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.config import CacheConfig, EngineConfig
 from specdec.core import DraftOutput
 from specdec.engine.engine import SpecEngine
 from specdec.sampling.candidates import candidates
 from specdec.sampling.tensors import SamplingTensors
 from specdec.sampling.trees import best_first
+from specdec.sampling_params import SamplingParams
 from tests.drafters.tiny import BLOCK, TINY, FakeVerifier, Rig, tiny_drafter, tiny_model, tiny_target
 from tests.helpers.guards import no_host_sync
 from tests.helpers.tiny_models import paged_verifier

@@ -11,9 +11,10 @@ from drafters.dflash import drafter as module
 from drafters.dflash.drafter import MOST_DEFERRED, BoundDFlash
 from specdec.batch import DecodeBatch
 from specdec.blocks import BlockShape
-from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.config import CacheConfig, EngineConfig
 from specdec.core import DraftOutput
 from specdec.engine.engine import SpecEngine
+from specdec.sampling_params import SamplingParams
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts
 
 LONG = MOST_DEFERRED + 5

@@ -13,9 +13,10 @@ from transformers import Qwen3Config
 
 from drafters.dflash.config import DFlashConfig
 from drafters.dflash.drafter import BoundDFlash, load_dflash
-from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.config import CacheConfig, EngineConfig
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request
+from specdec.sampling_params import SamplingParams
 from tests.drafters.tiny import (
     BLOCK,
     TINY,

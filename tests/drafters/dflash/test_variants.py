@@ -23,9 +23,10 @@ from drafters.dflash.model import DFlashModel
 from drafters.dspark.markov import MarkovConfig
 from drafters.load import load_drafter
 from drafters.training.shape import make_drafter
-from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.config import CacheConfig, EngineConfig
 from specdec.engine.engine import SpecEngine
 from specdec.errors import CheckpointError, InvalidInputError
+from specdec.sampling_params import SamplingParams
 from tests.drafters.dflash.test_drafter import dense_hidden
 from tests.drafters.tiny import (
     HIDDEN,

@@ -8,9 +8,10 @@ import torch
 
 from drafters.load import load_drafter
 from drafters.mtp.load import load_mtp
-from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.config import CacheConfig, EngineConfig
 from specdec.core import Drafter, Verifier
 from specdec.engine.engine import SpecEngine
+from specdec.sampling_params import SamplingParams
 from tests.helpers.tiny_assistants import gemma4_target, write_assistant
 from tests.helpers.tiny_models import random_prompts
 from tests.helpers.tiny_predictions import CASES, reference, write_target

@@ -11,10 +11,11 @@ from drafters.sequential.drafter import MOST_DEFERRED, BoundSequential, Sequenti
 from drafters.sequential.network import Rows
 from specdec.attention.backend import AttentionMetadata
 from specdec.batch import DecodeBatch, ForwardInput, PrefillBatch
-from specdec.config import CacheConfig, SamplingParams
+from specdec.config import CacheConfig
 from specdec.core import DraftOutput, Verifier, VerifyOutput
 from specdec.engine.engine import SpecEngine
 from specdec.kv_cache import prefix_hashes
+from specdec.sampling_params import SamplingParams
 from tests.drafters.sequential.toy import HIDDEN, TAPS, case, check_drafts, noted_run
 from tests.helpers.scripted import BoundScript, ScriptedDrafter
 from tests.helpers.tiny_models import random_prompts

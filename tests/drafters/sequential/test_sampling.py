@@ -10,11 +10,11 @@ from torch import Tensor
 from drafters.sequential.drafter import SequentialDrafter
 from drafters.sequential.network import Rows, SequentialNetwork
 from specdec.batch import DecodeBatch, ForwardInput
-from specdec.config import SamplingParams
 from specdec.core import DraftOutput, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.kv_cache import LayerSpec
 from specdec.sampling.noise import Purpose, gumbel, stream
+from specdec.sampling_params import SamplingParams
 from tests.drafters.sequential.toy import ToyNetwork, noted_run, toy_drafter
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_prompts
 

@@ -15,7 +15,7 @@ from drafters.sequential.network import Mask, Rows, SequentialNetwork
 from specdec.attention.backend import AttentionBackend
 from specdec.batch import DecodeBatch
 from specdec.blocks import BlockShape
-from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.config import CacheConfig, EngineConfig
 from specdec.core import Drafter, DraftOutput, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request
@@ -27,6 +27,7 @@ from specdec.layers.mlp import GatedMLP
 from specdec.layers.norm import Norm
 from specdec.layers.ops import Heads, ops_for
 from specdec.layers.rotary import Angles, Rope, rotate
+from specdec.sampling_params import SamplingParams
 from tests.helpers.tiny_models import paged_verifier, plain_model
 
 HIDDEN, HEADS, KV_HEADS, DIM, TAPS = 32, 4, 2, 16, (0, 2)

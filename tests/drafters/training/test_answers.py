@@ -24,10 +24,10 @@ from drafters.training.dataset import read_answers
 from drafters.training.prompts import TrainingPrompt, few_shot_text, make_prompts, read_prompts, vary
 from drafters.training.provenance import PROVENANCE
 from drafters.training.stages import run_stages
-from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
 from specdec.engine.engine import SpecEngine
 from specdec.errors import CapacityError, CheckpointError, InvalidInputError, SpecDecError
+from specdec.sampling_params import SamplingParams
 from tests.drafters.training.toy import as_flags, one_thread, toy_config, write_prompts, write_target  # noqa: F401
 
 QUESTION = "Maria has 12 apples and gives Tom 3. At 10:30 Maria buys 12 more for $1.50 each, 20% off. How many?"

@@ -20,11 +20,11 @@ from evals.report.table import format_report
 from evals.runner import Pass, run_set
 from specdec.blocks import BlockShape
 from specdec.cli.main import main
-from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
 from specdec.engine.block_choice import BlockChoice
 from specdec.engine.engine import SpecEngine
 from specdec.errors import InvalidInputError
+from specdec.sampling_params import SamplingParams
 from tests.evals.tiny import PROMPTS, PROVENANCE, tiny_decoder, tiny_report
 from tests.helpers.tiny_models import random_dflash
 

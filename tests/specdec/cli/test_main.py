@@ -19,13 +19,14 @@ from evals.speed import Speed
 from specdec import __version__
 from specdec.blocks import BlockShape
 from specdec.cli.main import main
-from specdec.config import EngineConfig, SamplingParams
+from specdec.config import EngineConfig
 from specdec.decoder import SpecDecoder
 from specdec.engine.outputs import GenerationResult, StreamChunk
 from specdec.engine.timing import StepTimer
 from specdec.errors import CapacityError
 from specdec.metrics import AcceptanceStats
 from specdec.registry import VERBS
+from specdec.sampling_params import SamplingParams
 from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_model, tiny_tokenizer
 
 Capture = pytest.CaptureFixture[str]

@@ -14,11 +14,12 @@ from specdec.cli import doctor
 from specdec.cli.fields import add_options, byte_size, from_options
 from specdec.cli.main import Parser, main
 from specdec.cli.options import engine_config, load_decoder, sampling_params, say_gpu
-from specdec.config import CacheConfig, EngineConfig, LoadConfig, SamplingParams
+from specdec.config import CacheConfig, EngineConfig, LoadConfig
 from specdec.decoder import SpecDecoder
 from specdec.errors import InvalidInputError, SpecDecError
 from specdec.grammar.grammar import Grammar
 from specdec.registry import VERBS
+from specdec.sampling_params import SamplingParams
 
 Capture = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
@@ -154,7 +155,7 @@ EVERY_OPTION = """
     --no-graphs --timing --kv-memory 2M --no-prefix-caching
     --max-tokens 9 --temperature 0.7 --top-k 5 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.2 --seed 4 --stop a --stop b
     --stop-token-ids 7 --ignore-eos --logprobs --top-logprobs 2 --prompt-logprobs 1 --min-tokens 3 --presence-penalty 0.5
-    --frequency-penalty 0.6
+    --frequency-penalty 0.6 --cache-salt s --no-read-prefix-cache
 """
 
 
@@ -173,6 +174,8 @@ def test_options_reach_the_api(monkeypatch: Patch) -> None:
         min_tokens=3,
         presence_penalty=0.5,
         frequency_penalty=0.6,
+        cache_salt="s",
+        read_prefix_cache=False,
     )
     asked = loaded(monkeypatch, *line)
     assert asked.pop("engine") == EngineConfig(

@@ -21,11 +21,12 @@ from specdec.cluster.config import ClusterConfig, EngineSpec
 from specdec.cluster.journal import ClusterJournal
 from specdec.cluster.pool import Pool
 from specdec.cluster.rows import Row
-from specdec.config import CacheConfig, EngineConfig, LoadConfig, SamplingParams
+from specdec.config import CacheConfig, EngineConfig, LoadConfig
 from specdec.decoder import SpecDecoder
 from specdec.engine.outputs import GenerationResult
 from specdec.errors import SpecDecError
 from specdec.metrics import pooled
+from specdec.sampling_params import SamplingParams
 from tests.evals.tiny import save_tiny
 from tests.helpers.cluster_drafter import HOME, begun
 

@@ -17,7 +17,6 @@ from scipy import stats
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specdec.config import SamplingParams
 from specdec.core import AcceptOutput, DraftOutput
 from specdec.engine import acceptance
 from specdec.engine.acceptance import accept
@@ -25,6 +24,7 @@ from specdec.sampling.edits import Edits
 from specdec.sampling.noise import Purpose, of_step, uniform
 from specdec.sampling.sampler import sample, sample_from
 from specdec.sampling.tensors import SamplingTensors
+from specdec.sampling_params import SamplingParams
 from tests.specdec.sampling.test_sampler import tensors, transformers_probs
 
 V, K, C = 6, 3, 3

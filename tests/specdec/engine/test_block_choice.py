@@ -11,7 +11,7 @@ from drafters.ngram import NGramDrafter
 from specdec.batch import DecodeBatch, ForwardInput
 from specdec.blocks import BlockShape
 from specdec.cli import generate as generate_command
-from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.config import CacheConfig, EngineConfig
 from specdec.core import Drafter, DraftOutput, Verifier, VerifyOutput
 from specdec.engine.block_choice import BlockChoice, ladder, shapes
 from specdec.engine.buckets import BATCH_SIZES
@@ -20,6 +20,7 @@ from specdec.engine.graphs import StepGraphs
 from specdec.engine.request import Request
 from specdec.engine.step_times import StepSize, StepTimes
 from specdec.metrics import AcceptanceStats, pooled
+from specdec.sampling_params import SamplingParams
 from tests.helpers.block_choice_world import ChainLength
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import paged_verifier, plain_greedy, plain_model, random_dflash, random_prompts

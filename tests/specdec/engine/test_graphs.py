@@ -20,7 +20,7 @@ from drafters.ngram import NGramDrafter
 from drafters.suffix.drafter import SuffixDrafter
 from specdec.batch import Context, DecodeBatch
 from specdec.blocks import BlockShape
-from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.config import CacheConfig, EngineConfig
 from specdec.core import Drafter, DraftOutput
 from specdec.engine import buckets, graphs
 from specdec.engine.engine import SpecEngine
@@ -29,6 +29,7 @@ from specdec.engine.request import Request
 from specdec.engine.slots import Selection
 from specdec.kv_cache.block_pool import NULL_BLOCK
 from specdec.sampling.tensors import SamplingPlan
+from specdec.sampling_params import SamplingParams
 from tests.helpers.guards import no_host_sync
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import paged_verifier, plain_greedy, plain_model, random_dflash, random_prompts

@@ -14,7 +14,6 @@ pytest.importorskip("xgrammar")
 from drafters.ngram import NGramDrafter
 from specdec.batch import DecodeBatch
 from specdec.blocks import BlockShape
-from specdec.config import SamplingParams
 from specdec.core import Drafter, DraftOutput
 from specdec.decoder import SpecDecoder
 from specdec.engine.graphs import StepGraphs
@@ -22,6 +21,7 @@ from specdec.engine.guided import GuidedGraphs
 from specdec.errors import InvalidInputError
 from specdec.grammar.compiler import GrammarCompiler, wait_for
 from specdec.grammar.grammar import Grammar
+from specdec.sampling_params import SamplingParams
 from tests.helpers.guided import GRAMMARS, MAX_TOKENS, SAMPLINGS, GuidedCase, tokens
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.scripted_trees import ScriptedTrees

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.config import CacheConfig, EngineConfig
 from specdec.core import Verifier
 from specdec.engine import prefill_graphs
 from specdec.engine.engine import SpecEngine
 from specdec.engine.prefill_graphs import PrefillGraphs
+from specdec.sampling_params import SamplingParams
 from specdec.scratch import next_token_logits
 from tests.helpers.bounds import assert_as_exact, in_float64
 from tests.helpers.scripted import ScriptedDrafter

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from specdec.config import SamplingParams
 from specdec.core import RoutedExperts
 from specdec.engine import graphs, prefill_graphs
 from specdec.engine.engine import SpecEngine
@@ -14,6 +13,7 @@ from specdec.engine.prefill_graphs import PrefillGraphs, PrefillShape, most_pref
 from specdec.engine.request import Request
 from specdec.engine.scheduler import Chunk
 from specdec.kv_cache.block_pool import NULL_BLOCK
+from specdec.sampling_params import SamplingParams
 from tests.specdec.engine.test_graphs import MAX_TOKENS, Case, Recorder, beginnings, run
 
 

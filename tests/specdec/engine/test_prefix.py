@@ -13,13 +13,14 @@ from drafters.composed.drafter import ComposedDrafter
 from drafters.suffix.drafter import SuffixDrafter
 from specdec.batch import DecodeBatch, ForwardInput
 from specdec.blocks import BlockShape
-from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.config import CacheConfig, EngineConfig
 from specdec.core import Drafter, DraftOutput, Verifier, VerifyOutput
 from specdec.engine import prefix as module
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request
 from specdec.errors import InvalidInputError
 from specdec.kv_cache import BlockPool, StateCache, prefix_hashes
+from specdec.sampling_params import SamplingParams
 from tests.drafters.sequential.toy import toy_drafter
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from specdec.blocks import BlockShape, DraftTree
-from specdec.config import SamplingParams
 from specdec.core import AcceptOutput, DraftOutput
 from specdec.engine.request import Request
 from specdec.engine.results import FinishedStep, ResultQueue, StepResult, TokenLogprobs, num_columns, result_table
 from specdec.engine.timing import StepClock
 from specdec.sampling.logprobs import Logprobs
 from specdec.sampling.tensors import SamplingPlan
+from specdec.sampling_params import SamplingParams
 
 
 def requests(count: int) -> list[Request]:

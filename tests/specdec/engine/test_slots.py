@@ -5,12 +5,12 @@ import torch
 from torch import Tensor
 
 from specdec.blocks import BlockShape
-from specdec.config import SamplingParams
 from specdec.engine.request import Request
 from specdec.engine.scheduler import Chunk
 from specdec.engine.slots import SlotState
 from specdec.kv_cache.block_pool import NULL_BLOCK
 from specdec.sampling.tensors import SamplingPlan
+from specdec.sampling_params import SamplingParams
 
 MAX_BLOCKS = 6
 

@@ -13,7 +13,6 @@ from drafters.head import HeadConfig
 from drafters.suffix.drafter import SuffixDrafter
 from specdec.batch import DecodeBatch
 from specdec.blocks import DraftTree
-from specdec.config import SamplingParams
 from specdec.core import AcceptOutput, Drafter, DraftOutput, VerifyOutput
 from specdec.engine import acceptance, step
 from specdec.engine.graphs import StepGraphs
@@ -21,6 +20,7 @@ from specdec.engine.step import StepRunner
 from specdec.sampling import scores
 from specdec.sampling.scores import penalized
 from specdec.sampling.tensors import SamplingTensors
+from specdec.sampling_params import SamplingParams
 from tests.helpers.guards import no_host_sync
 from tests.helpers.scripted_trees import BoundTrees, ScriptedTrees
 from tests.helpers.tiny_models import random_dflash

@@ -12,9 +12,10 @@ from torch import Tensor
 from specdec import SpecDecoder
 from specdec.batch import DecodeBatch, ForwardInput
 from specdec.blocks import BlockShape
-from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.config import CacheConfig, EngineConfig
 from specdec.core import DraftOutput, Verifier, VerifyOutput
 from specdec.errors import InvalidInputError
+from specdec.sampling_params import SamplingParams
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.scripted_trees import FIRST, BoundTrees, ScriptedTrees
 from tests.helpers.tiny_models import random_dflash, tiny_tokenizer

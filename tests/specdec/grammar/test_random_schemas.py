@@ -7,9 +7,9 @@ import pytest
 pytest.importorskip("xgrammar")
 pytest.importorskip("jsonschema")
 
-from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
 from specdec.grammar.grammar import Grammar
+from specdec.sampling_params import SamplingParams
 from tests.checks.grammar import outcome, random_schema
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, tiny_tokenizer
 

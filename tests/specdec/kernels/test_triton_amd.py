@@ -20,7 +20,7 @@ from specdec.attention.aiter import fa as rocm_aiter_fa
 from specdec.attention.selector import select_backend
 from specdec.attention.triton.fa import TritonFaBackend
 from specdec.batch import DecodeBatch
-from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.config import CacheConfig, EngineConfig
 from specdec.core import DraftOutput
 from specdec.deviation import Deviation
 from specdec.engine import build, graph_check, graphs
@@ -28,6 +28,7 @@ from specdec.engine.engine import SpecEngine
 from specdec.errors import BackendError
 from specdec.layers import argmax, experts, fused, packed, packed_check, recurrence_check
 from specdec.sampling import candidates, sampler, trees
+from specdec.sampling_params import SamplingParams
 from tests.helpers.aiter_emulation import Machine, install
 from tests.helpers.packed_weights import packed as packed_weight
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from drafters import choice
-from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.config import CacheConfig, EngineConfig
 from specdec.core import AcceptOutput
 from specdec.engine import acceptance
 from specdec.engine.acceptance import accept
 from specdec.engine.engine import SpecEngine
+from specdec.sampling_params import SamplingParams
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts
 from tests.helpers.triton_interpreter import require_triton
 from tests.specdec.sampling.test_sampler import tensors

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.config import SamplingParams
 from specdec.sampling.candidates import check_candidates, off, plain_candidates
 from specdec.sampling.tensors import SamplingTensors
+from specdec.sampling_params import SamplingParams
 from tests.helpers.triton_interpreter import require_triton
 
 DEVICE = require_triton()

@@ -17,7 +17,7 @@ from specdec.attention.selector import select_backend
 from specdec.attention.torch_ref.fa import TorchRefBackend
 from specdec.attention.triton.fa import TritonFaBackend
 from specdec.batch import DecodeBatch
-from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.config import CacheConfig, EngineConfig
 from specdec.core import DraftOutput, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.kv_cache import KVLayerSpec, LayerCache
@@ -25,6 +25,7 @@ from specdec.layers.linear import DenseLinear
 from specdec.layers.norm import Norm
 from specdec.layers.ops import Heads, Join, TorchOps
 from specdec.layers.rotary import Angles, rotate
+from specdec.sampling_params import SamplingParams
 from tests.helpers.bounds import assert_as_exact
 from tests.helpers.guards import no_host_sync
 from tests.helpers.tiny_models import plain_model, random_dflash, random_prompts

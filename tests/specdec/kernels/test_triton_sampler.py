@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.config import SamplingParams
 from specdec.sampling.filters import filtered_scores
 from specdec.sampling.noise import Purpose, gumbel, stream
 from specdec.sampling.tensors import SamplingTensors
+from specdec.sampling_params import SamplingParams
 from tests.helpers.triton_interpreter import require_triton
 
 DEVICE = require_triton()

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.config import SamplingParams
 from specdec.layers.argmax import argmax
 from specdec.sampling.candidates import candidates, off
 from specdec.sampling.sampler import sample
 from specdec.sampling.tensors import SamplingTensors
+from specdec.sampling_params import SamplingParams
 from tests.helpers.guards import no_host_sync
 
 PARAMS = [

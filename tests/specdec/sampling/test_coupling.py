@@ -9,11 +9,11 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from specdec.config import SamplingParams
 from specdec.sampling.candidates import candidates
 from specdec.sampling.noise import Purpose, gumbel, stream, uniform
 from specdec.sampling.sampler import sample
 from specdec.sampling.tensors import SamplingTensors
+from specdec.sampling_params import SamplingParams
 
 V, SEEDS, POSITIONS = 8, 2000, 200
 TARGET = 1.5 * torch.randn(V, generator=torch.Generator().manual_seed(0))

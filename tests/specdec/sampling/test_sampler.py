@@ -22,13 +22,13 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from specdec.config import SamplingParams
 from specdec.sampling import filters
 from specdec.sampling.filters import processed_probs
 from specdec.sampling.noise import Purpose, gumbel, stream, uniform
 from specdec.sampling.sampler import sample, sample_from
 from specdec.sampling.scores import penalized
 from specdec.sampling.tensors import SamplingPlan, SamplingTensors
+from specdec.sampling_params import SamplingParams
 
 MASK = 2**64 - 1
 GRID = [

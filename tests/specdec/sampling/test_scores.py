@@ -9,10 +9,10 @@ from transformers import LogitsProcessorList, MinNewTokensLengthLogitsProcessor,
 from transformers.generation.logits_process import SequenceBiasLogitsProcessor
 
 from specdec.blocks import DraftTree
-from specdec.config import SamplingParams
 from specdec.sampling.edits import Edits
 from specdec.sampling.scores import scored
 from specdec.sampling.tensors import SamplingTensors
+from specdec.sampling_params import SamplingParams
 
 V, PROMPT, OUTPUT, ROWS = 24, 4, 3, 4
 PARAMS = [

@@ -33,11 +33,12 @@ from specdec.attention.aiter.mla_sparse import RocmAiterMlaSparseBackend
 from specdec.attention.mla import IndexerRows
 from specdec.attention.torch_ref.mla import TorchRefMlaBackend
 from specdec.batch import DecodeBatch
-from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.config import CacheConfig, EngineConfig
 from specdec.core import Drafter, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.errors import BackendError
 from specdec.kv_cache import LatentCache
+from specdec.sampling_params import SamplingParams
 from specdec.scratch import next_token_logits
 from tests.helpers.aiter_emulation import Machine, install
 from tests.helpers.guards import no_host_sync

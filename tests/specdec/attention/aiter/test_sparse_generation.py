@@ -13,10 +13,11 @@ from specdec.attention.aiter.mla_sparse import RocmAiterMlaSparseBackend
 from specdec.attention.mla import IndexerRows
 from specdec.attention.torch_ref.mla import TorchRefMlaBackend
 from specdec.batch import DecodeBatch
-from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.config import CacheConfig, EngineConfig
 from specdec.core import Drafter, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.kv_cache import LatentCache
+from specdec.sampling_params import SamplingParams
 from tests.helpers.aiter_generation import wide_dflash
 from tests.helpers.guards import no_host_sync
 from tests.helpers.sparse_case import FP8, Install, pretend_rocm

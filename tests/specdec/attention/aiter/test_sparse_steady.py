@@ -16,12 +16,13 @@ from torch.utils._pytree import tree_leaves
 from drafters.ngram import NGramDrafter
 from specdec.attention.aiter.mla_sparse import RocmAiterMlaSparseBackend
 from specdec.blocks import BlockShape
-from specdec.config import CacheConfig, EngineConfig, SamplingParams
+from specdec.config import CacheConfig, EngineConfig
 from specdec.core import Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.engine.graphs import StepGraphs
 from specdec.engine.request import Request
 from specdec.engine.slots import Selection
+from specdec.sampling_params import SamplingParams
 from tests.helpers.aiter_emulation import Machine
 from tests.helpers.sparse_case import Install, pretend_rocm
 from tests.helpers.tiny_models import TOPK, paged_verifier, plain_model, random_prompts

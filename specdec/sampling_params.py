@@ -1,0 +1,164 @@
+"""How one request is decoded: a frozen dataclass, validated once when it is made."""
+
+import math
+import reprlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Any
+
+from specdec.grammar.grammar import Grammar
+from specdec.validation import as_integer, flags, integers, numbers, require, sequence
+
+MOST_EDITS = 1024
+"""Tokens that the bias and the least length of a request may name together."""
+
+MOST_TOP_LOGPROBS = 64
+"""Log-probabilities per position at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request is decoded.
+
+    Processing order of the logits, the same at every verified position and the same as Transformers': grammar, bias and least
+    length, repetition penalty, frequency and presence penalty, temperature, top-k, top-p, min-p.
+
+    Attributes:
+        max_tokens: most new tokens, at least 1; 0 with `prompt_logprobs`, which then are all that is asked for.
+        temperature: 0 decodes greedily; otherwise logits are divided by it.
+        top_k: keep the `top_k` most likely tokens; 0 keeps all.
+        top_p: keep the smallest set whose probability reaches `top_p`, in (0, 1]; 1 keeps all.
+        min_p: drop tokens less likely than `min_p` times the most likely one, in [0, 1).
+        repetition_penalty: divides positive and multiplies negative logits of tokens seen in prompt or output; 1 is off.
+        seed: random stream of the request, in [0, 2**63); None draws one, which the result reports.
+        stop: strings that end the output; the text is cut before them.
+        stop_token_ids: token ids that end the output, beside the model's own end-of-sequence ids.
+        ignore_eos: do not stop at the model's end-of-sequence ids.
+        logprobs: return the log-probability of each output token under the target's unprocessed logits.
+        top_logprobs: return so many of the likeliest tokens at each output token, too, with theirs.
+        prompt_logprobs: return the same of every prompt token but the first, with so many of the likeliest; None returns none.
+            Such a prompt is computed anew, whatever the prefix cache holds.
+        min_tokens: least new tokens before an end-of-sequence id or one of `stop_token_ids`, which cannot be chosen until then, and
+            before the text in which a stop string is found.
+        presence_penalty: taken off the logit of every token of the output so far; negative numbers favor it.
+        frequency_penalty: the same, as often as the output has the token.
+        logit_bias: numbers added to the logits of tokens, by id: a mapping or pairs.
+        grammar: what the output must look like; it ends with an end-of-sequence token once it is complete.
+        cache_salt: prompts share cached beginnings only with those of the same salt, such as a tenant's name; None is a salt, too.
+        read_prefix_cache: begin with what the cache has of the prompt; False computes all of it, and still offers it to others.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: bool = False
+    top_logprobs: int = 0
+    prompt_logprobs: int | None = None
+    min_tokens: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    grammar: Grammar | None = None
+
+    cache_salt: str | None = None
+    read_prefix_cache: bool = True
+
+    def __post_init__(self) -> None:
+        integers(self, "max_tokens", "top_k", "seed", "top_logprobs", "prompt_logprobs", "min_tokens")
+        numbers(self, "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+        flags(self, "ignore_eos", "logprobs", "read_prefix_cache")
+        salt = self.cache_salt
+        right = salt is None or (isinstance(salt, str) and salt != "")
+        require(right, f"cache_salt is {reprlib.repr(salt)}; it must be a string that is not empty, or be left out")
+        stop = (self.stop,) if isinstance(self.stop, str) else sequence(self, "stop", "strings")
+        wrong = next((entry for entry in stop if not isinstance(entry, str)), None)
+        require(all(isinstance(entry, str) for entry in stop), f"stop holds {reprlib.repr(wrong)}; it must be a list of strings")
+        object.__setattr__(self, "stop", stop)
+        ids = sequence(self, "stop_token_ids", "token ids")
+        object.__setattr__(self, "stop_token_ids", tuple(as_integer("one of stop_token_ids", token) for token in ids))
+        object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
+        least = 1 if self.prompt_logprobs is None else 0
+        require(self.max_tokens >= least, f"max_tokens is {self.max_tokens}; it must be at least {least}")
+        for name in ("top_logprobs", "prompt_logprobs"):
+            count = getattr(self, name) or 0
+            require(0 <= count <= MOST_TOP_LOGPROBS, f"{name} is {count}; it must lie in [0, {MOST_TOP_LOGPROBS}]")
+        object.__setattr__(self, "logprobs", self.logprobs or self.top_logprobs > 0)
+        require(
+            0 <= self.min_tokens <= self.max_tokens,
+            f"min_tokens is {self.min_tokens}; it must lie in [0, {self.max_tokens}], max_tokens being the most",
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            penalty = getattr(self, name)
+            require(abs(penalty) <= 1e6, f"{name} is {penalty}; it must lie in [-1e6, 1e6], where 0 is off")
+        named = len(self.logit_bias) + (len(self.stop_token_ids) if self.min_tokens else 0)
+        require(
+            named <= MOST_EDITS,
+            f"logit_bias, and stop_token_ids until min_tokens, name {named} tokens; they may name {MOST_EDITS} together",
+        )
+        require(
+            math.isfinite(self.temperature) and self.temperature >= 0,
+            f"temperature is {self.temperature}; it must be 0 (greedy) or a positive finite number",
+        )
+        require(0 <= self.top_k < 2**31, f"top_k is {self.top_k}; it must be 0 (off) or a count below 2**31")
+        require(0 < self.top_p <= 1, f"top_p is {self.top_p}; it must lie in (0, 1], where 1 is off")
+        require(0 <= self.min_p < 1, f"min_p is {self.min_p}; it must lie in [0, 1), where 0 is off")
+        require(
+            1e-30 <= self.repetition_penalty <= 1e30,  # what divides float32 logits without making them infinite
+            f"repetition_penalty is {self.repetition_penalty}; it must lie in [1e-30, 1e30], where 1 is off",
+        )
+        require(
+            self.seed is None or 0 <= self.seed < 2**63,
+            f"seed is {self.seed}; it must lie in [0, 2**63), or be left out for a random one",
+        )
+        right = self.grammar is None or isinstance(self.grammar, Grammar)
+        require(
+            right, f"grammar is {reprlib.repr(self.grammar)}; make one with Grammar.json_schema, regex, choice, ebnf or json_object"
+        )
+        ends = "ignore_eos" if self.ignore_eos else "min_tokens" if self.min_tokens else ""
+        require(
+            self.grammar is None or not ends,
+            f"{ends} is asked for with a grammar, which says itself where the output may end; leave out one of the two",
+        )
+        require(all(self.stop), "stop holds an empty string, which would end every output at once; remove it")
+
+    def choice(self, index: int) -> "SamplingParams":
+        """Those of output number `index` of several from one prompt: its seed lies so much higher, and of those that go on only the
+        first scores the prompt.
+
+        >>> SamplingParams(seed=7, prompt_logprobs=2).choice(3) == SamplingParams(seed=10)
+        True
+        """
+        if index == 0:
+            return self
+        seed = None if self.seed is None else (self.seed + index) % 2**63
+        return replace(self, seed=seed, prompt_logprobs=None if self.max_tokens else self.prompt_logprobs)
+
+
+def _bias(given: Any) -> tuple[tuple[int, float], ...]:
+    """What `logit_bias` says, in the order of the tokens.
+
+    >>> _bias({"7": 1, 5: -2.5})
+    ((5, -2.5), (7, 1.0))
+    """
+    pairs = given.items() if isinstance(given, Mapping) else given
+    right = isinstance(pairs, Iterable) and not isinstance(pairs, str | bytes)
+    require(right, f"logit_bias is {reprlib.repr(given)}; it must map token ids to numbers")
+    found: dict[int, float] = {}
+    for pair in pairs:
+        right = isinstance(pair, tuple | list) and len(pair) == 2
+        require(right, f"logit_bias holds {reprlib.repr(pair)}; it must map token ids to numbers")
+        token, value = pair
+        token = int(token) if isinstance(token, str) and token.isdecimal() else as_integer("a token of logit_bias", token)
+        right = isinstance(value, Real) and not isinstance(value, bool) and abs(float(value)) <= 1e6
+        require(right, f"logit_bias of token {token} is {reprlib.repr(value)}; it must be a number in [-1e6, 1e6]")
+        require(token not in found, f"logit_bias names token {token} twice; name it once")
+        found[token] = float(value)
+    return tuple(sorted(found.items()))

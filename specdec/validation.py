@@ -1,0 +1,65 @@
+"""Checks of the fields of configurations, each with one line that says what is wrong."""
+
+import math
+import operator
+import reprlib
+from collections.abc import Iterable
+from contextlib import suppress
+from numbers import Real
+from typing import Any
+
+from specdec.errors import InvalidInputError
+
+
+def require(ok: bool, message: str) -> None:
+    """Raises `InvalidInputError` with the message unless all is well."""
+    if not ok:
+        raise InvalidInputError(message)
+
+
+def as_integer(name: str, value: Any) -> int:
+    """An integer of any library as Python's own.
+
+    Raises:
+        InvalidInputError: another type; a bool as well, which to Python is an int.
+    """
+    if not isinstance(value, bool):
+        with suppress(TypeError):
+            return operator.index(value)
+    raise InvalidInputError(f"{name} is {reprlib.repr(value)}; it must be an integer")
+
+
+def integers(config: Any, *names: str) -> None:
+    """Makes fields Python's own integers, those of None aside whose default that is."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None or type(config).__dataclass_fields__[name].default is not None:
+            object.__setattr__(config, name, as_integer(name, value))
+
+
+def numbers(config: Any, *names: str) -> None:
+    """Makes fields Python's own floats."""
+    for name in names:
+        value = getattr(config, name)
+        right = isinstance(value, Real) and not isinstance(value, bool)
+        require(right, f"{name} is {reprlib.repr(value)}; it must be a number")
+        try:
+            object.__setattr__(config, name, float(value))
+        except OverflowError:
+            object.__setattr__(config, name, math.inf)
+
+
+def flags(config: Any, *names: str) -> None:
+    """Checks that fields are True or False, or None where that is the default."""
+    for name in names:
+        value = getattr(config, name)
+        right = isinstance(value, bool) or (value is None and type(config).__dataclass_fields__[name].default is None)
+        require(right, f"{name} is {reprlib.repr(value)}; it must be True or False")
+
+
+def sequence(config: Any, name: str, noun: str) -> tuple[Any, ...]:
+    """The entries of a field; none where it is None."""
+    value = getattr(config, name)
+    right = value is None or (isinstance(value, Iterable) and not isinstance(value, str | bytes))
+    require(right, f"{name} is {reprlib.repr(value)}; it must be a list of {noun}")
+    return tuple(value if value is not None else ())
