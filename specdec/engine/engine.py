@@ -67,7 +67,7 @@ class SpecEngine:
     ) -> None:
         self.config = config = config or EngineConfig()
         parts = build_engine(verifier, drafter, config)
-        self.verifier, self.grammars = verifier, grammars
+        self.verifier = verifier
         self.shapes = parts.shapes
         self.drafter = drafter if self.num_draft_tokens else None
         self.max_model_len, self.pipeline_depth = parts.max_model_len, parts.pipeline_depth

@@ -177,8 +177,8 @@ class FollowingEngine(SpecEngine):
             request, asks = what
             if asks:
                 request.on_tokens = lambda request, tokens: self._cuts.pop(_place(request), None)
-            if self.grammars and request.sampling.grammar is not None:
-                request.grammar = self.grammars.start(request.sampling.grammar)
+            if self.admission.grammars and request.sampling.grammar is not None:
+                request.grammar = self.admission.grammars.start(request.sampling.grammar)
             self._requests[request.request_id] = request
             self.enqueue(request)
         elif kind == "abort":

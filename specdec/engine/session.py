@@ -301,8 +301,8 @@ class Session:
         torch.set_num_threads(1)
         self._lock = threading.RLock()
         self._arrived = threading.Condition(self._lock)
-        if self.engine.grammars:
-            self.engine.grammars.after_fork()
+        if self.engine.admission.grammars:
+            self.engine.admission.grammars.after_fork()
         self._thread, stepping = None, self._turns.taken
         self._turns = Turns(self._lock)
         if stepping:

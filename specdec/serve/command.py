@@ -48,8 +48,12 @@ def run(args: argparse.Namespace) -> int:
     config = ServeConfig(**from_options(ServeConfig, args))
     sock = listen(config)  # a port that is taken is told before a model is loaded
     drafter = drafter_name(args.drafter, args.model)
-    front = Front(load_decoder(args, args.drafter, engine_config(args)), config, args.model, drafter)
-    server = Server(front, sock)
-    print(f"specdec: {front.names[0]} with drafter {drafter} at {server.url}/v1", file=sys.stderr, flush=True)
-    asyncio.run(server.serve_until_stopped())
+    decoder = load_decoder(args, args.drafter, engine_config(args))
+    try:
+        front = Front(decoder, config, args.model, drafter)
+        server = Server(front, sock)
+        print(f"specdec: {front.names[0]} with drafter {drafter} at {server.url}/v1", file=sys.stderr, flush=True)
+        asyncio.run(server.serve_until_stopped())
+    finally:
+        decoder.close()  # ends the processes of other ranks, too
     return int(front.dead)

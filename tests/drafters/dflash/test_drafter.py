@@ -288,7 +288,7 @@ def test_jetspec_runs_a_causal_block(tmp_path: Path) -> None:
     """A row sees none after it: the drafts of k rows are the first of the whole block's, from a forward of those rows alone."""
     path = write_tiny_dflash(tmp_path / "d")
     raw = json.loads((path / "config.json").read_text())
-    raw["dflash_config"]["causal_head"] = True
+    raw["dflash_config"] |= {"causal": None, "causal_head": True}
     (path / "config.json").write_text(json.dumps(raw))
     verifier = FakeVerifier()
     drafter = load_dflash(path, verifier=verifier)

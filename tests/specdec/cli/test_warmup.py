@@ -76,6 +76,11 @@ def test_options_are_those_of_generate(capsys: Capture) -> None:
         "--raw",
         "--stream",
         "--json",
+        "--out",
         "--compare",
         "--repeats",
+        "--ray",
+        "--engines",
+        "--gpus-per-engine",
+        "--cpus-per-engine",
     }

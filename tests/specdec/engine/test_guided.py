@@ -231,7 +231,7 @@ def test_a_request_waits_outside_the_batch(case: GuidedCase, monkeypatch: pytest
 
     monkeypatch.setattr(compilers[0], "_compile", slow)
     engine = case.engine(None, max_num_seqs=1)
-    engine.grammars = compilers[0]
+    engine.admission.grammars = compilers[0]
     guided = [engine.add_request(case.prompts[3], SamplingParams(grammar=GRAMMARS[3])) for _ in range(2)]
     free = engine.add_request(case.prompts[2], SamplingParams(max_tokens=5, ignore_eos=True))
     for _ in range(20):
@@ -270,10 +270,10 @@ def test_refusals(case: GuidedCase, monkeypatch: pytest.MonkeyPatch) -> None:
     """By one line each, before the request is queued."""
     params = SamplingParams(grammar=Grammar.json_object())
     engine = case.engine(None)
-    engine.grammars = None
+    engine.admission.grammars = None
     with pytest.raises(InvalidInputError, match="GrammarCompiler"):
         engine.add_request([5], params)
-    engine.grammars = GrammarCompiler(case.tokenizer, case.verifier.vocab_size, ())
+    engine.admission.grammars = GrammarCompiler(case.tokenizer, case.verifier.vocab_size, ())
     with pytest.raises(InvalidInputError, match="end-of-sequence"):
         engine.add_request([5], params)
     monkeypatch.setattr("specdec.grammar.compiler.find_spec", lambda name: None)

@@ -384,7 +384,7 @@ def test_a_drafter_embeds_with_its_own_table() -> None:
     for own in (None, torch.nn.Embedding(verifier.vocab_size, verifier.hidden_size, device=DEVICE)):
         drafter.model.embed_tokens = own
         drafter.network._table = None if own is None else own.weight
-        assert drafter.embed(ids).equal(verifier._embedding[ids] if own is None else own.weight[ids])
+        assert drafter.embed(ids).equal(verifier._embedding.table[ids] if own is None else own.weight[ids])
 
 
 def test_joined_draft_projections_share_memory() -> None:
