@@ -80,6 +80,7 @@ class SpecEngine:
         self._previous_end: Any = None  # stamp of the last step's end, if nothing has come since
         self._touched: dict[int, Request] = {}
         self._compiling: list[Request] = []  # requests whose grammars may not be ready yet
+        self._had_grammars = False  # while it is not, no step looks for them
         self.admission = Admission(
             verifier,
             max_model_len=self.max_model_len,
@@ -125,6 +126,7 @@ class SpecEngine:
         self.scheduler.add(request)
         if request.grammar is not None:
             self._compiling.append(request)
+            self._had_grammars = True
 
     def new_request(
         self, prompt_token_ids: Sequence[int], sampling: SamplingParams | None = None, *, on_tokens: OnTokens | None = None
@@ -168,7 +170,7 @@ class SpecEngine:
         if self._compiling:
             self._look_at_grammars()
         with self.timer.phase("schedule"):
-            if any(request.grammar for request in self.scheduler.decoding):
+            if self._had_grammars and _any_guided(self.scheduler.decoding):
                 self._read_results()  # what may follow depends on what they bring
             shape, work = self._schedule()
         if work.prefill:
@@ -177,8 +179,8 @@ class SpecEngine:
             self._previous_end = None
         if work.decode:
             self._decode(work.decode, shape)
-        ahead = (work.prefill or work.decode) and not any(request.grammar for request in work.decode)
-        return self.pipeline_depth if ahead else 0
+        waits = self._had_grammars and _any_guided(work.decode)
+        return self.pipeline_depth if (work.prefill or work.decode) and not waits else 0
 
     def _schedule(self) -> tuple[BlockShape, Schedule]:
         """The shape of blocks and the work of the next step."""
@@ -212,7 +214,7 @@ class SpecEngine:
 
     def _choice(self, requests: Sequence[Request]) -> BlockChoice | None:
         """What chooses the shape of a step of these requests."""
-        return self.guided_choice if any(request.sampling.grammar for request in requests) else self.block_choice
+        return self.guided_choice if self._had_grammars and _any_guided(requests) else self.block_choice
 
     def _look_at_grammars(self) -> None:
         """Lets requests begin whose grammars are compiled; waits a moment for one when there is nothing else to do."""
@@ -312,3 +314,7 @@ class SpecEngine:
 
 def _any_sampled(requests: Sequence[Request]) -> bool:
     return any(request.sampling.temperature > 0 for request in requests)
+
+
+def _any_guided(requests: Sequence[Request]) -> bool:
+    return any(request.sampling.grammar is not None for request in requests)

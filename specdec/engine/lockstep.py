@@ -61,8 +61,8 @@ def _on_this_rank(
     return (LeadingEngine if mirror.leads else FollowingEngine)(mirror, verifier, drafter, config, grammars)
 
 
-class LeadingEngine(SpecEngine):
-    """Rank 0's engine.
+class _RankEngine(SpecEngine):
+    """The engine of one rank.
 
     Args:
         mirror: the group.
@@ -72,7 +72,14 @@ class LeadingEngine(SpecEngine):
     def __init__(self, mirror: Mirror, *about: Any) -> None:
         super().__init__(*about)
         self._mirror = mirror
-        self._cuts: dict[tuple[int, int], int] = {}
+        self._cuts: dict[tuple[int, int], int] = {}  # where outputs end at stop strings, by `_place`
+
+
+class LeadingEngine(_RankEngine):
+    """Rank 0's engine. Arguments as of every rank's."""
+
+    def __init__(self, mirror: Mirror, *about: Any) -> None:
+        super().__init__(mirror, *about)
         self._news: deque[tuple[str, Any]] = deque()
 
     def enqueue(self, request: Request) -> None:
@@ -120,19 +127,12 @@ class LeadingEngine(SpecEngine):
         return keep
 
 
-class FollowingEngine(SpecEngine):
-    """The engine of another rank.
-
-    Args:
-        mirror: the group.
-        about: see `SpecEngine`.
-    """
+class FollowingEngine(_RankEngine):
+    """The engine of another rank. Arguments as of every rank's."""
 
     def __init__(self, mirror: Mirror, *about: Any) -> None:
-        super().__init__(*about)
-        self._mirror = mirror
+        super().__init__(mirror, *about)
         self._requests: dict[int, Request] = {}
-        self._cuts: dict[tuple[int, int], int] = {}
         self._block = BlockShape(0)
         self._state: list[int] = []
         self._unread = 0  # launched steps that rank 0 has left unread

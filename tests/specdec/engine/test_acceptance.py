@@ -6,8 +6,7 @@ threshold of 1e-6 on about forty p-values, a fresh choice of seeds would raise a
 """
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +24,7 @@ from specdec.sampling.noise import Purpose, of_step, uniform
 from specdec.sampling.sampler import sample, sample_from
 from specdec.sampling.tensors import SamplingTensors
 from specdec.sampling_params import SamplingParams
+from tests.helpers.guards import HostSyncError, no_host_sync
 from tests.specdec.sampling.test_sampler import tensors, transformers_probs
 
 V, K, C = 6, 3, 3
@@ -426,29 +426,9 @@ class Recorder(TorchDispatchMode):
         return result
 
 
-SYNCS = ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select", "unique", "_unique2")
-
-
-@contextmanager
-def no_sync() -> Iterator[None]:
-    """Fails on whatever makes a host wait for its device."""
-
-    def refuse(self: Tensor, *_: object, **__: object) -> Any:
-        raise AssertionError("the host read a tensor")
-
-    with pytest.MonkeyPatch.context() as patch, Recorder() as recorder:
-        for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__"):
-            patch.setattr(Tensor, name, refuse)
-        yield
-    for name, args, _ in recorder.calls:
-        assert name not in SYNCS, name
-        if name in ("index", "index_put", "index_put_"):
-            assert all(i is None or i.dtype != torch.bool for i in args[1]), "indexed by a mask"
-
-
 @pytest.mark.parametrize("read", [Tensor.item, Tensor.nonzero, lambda x: x[x > 0], lambda x: 0 if x else 1, torch.unique])
 def test_the_guard_against_waiting_notices(read: Callable[[Tensor], object]) -> None:
-    with pytest.raises(AssertionError), no_sync():
+    with pytest.raises(HostSyncError), no_host_sync():
         read(torch.ones(1))
 
 
@@ -461,7 +441,7 @@ def test_the_host_never_waits(form: str, k: int, params: list[SamplingParams]) -
     tokens, draft, expected = one_step(form, sampling, k, torch.full((len(sampling.seeds),), min(k, 2)))
     logits = TARGET[tokens]
     positions = START + torch.arange(k + 1).expand_as(tokens)
-    with no_sync():
+    with no_host_sync():
         result = accept(tokens, logits, draft, sampling, positions)
     assert torch.equal(result.token_ids, expected.token_ids)
 
