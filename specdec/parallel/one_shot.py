@@ -1,7 +1,7 @@
 """Sums over ranks in one kernel: each reads all others' terms from memory that they share, in the order of ranks.
 
-torch's own kernel (`torch.ops.symm_mem`), on NVIDIA's GPUs of one machine, for the few rows of a step. It can be captured, and gives
-the same bits whatever the size of a message. NVLink multicast, which it does not need, is never used.
+torch's own kernel (`torch.ops.symm_mem`), on NVIDIA's GPUs of one machine, for the few rows of a step. It can be captured, and
+gives the same bits whatever the size of a message. NVLink multicast, which it does not need, is never used.
 """
 
 import logging
