@@ -1,4 +1,4 @@
-"""AdamW on float32 masters of a model that computes in a lower precision, and the learning rate over the run."""
+"""Optimizers on float32 masters of a model that computes in a lower precision, and the learning rate over the run."""
 
 import math
 from collections.abc import Mapping
@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 
-class MasterAdamW:
-    """AdamW whose weights are float32 copies; the model's own weights are cast from them after every step.
+class MasterOptimizer:
+    """An optimizer whose weights are float32 copies; the model's own weights are cast from them after every step.
 
     The model trains in exactly the type it will draft in, and small updates are not lost to rounding. Gradients of several
     backward passes and of all processes are summed in float32.
@@ -20,20 +20,28 @@ class MasterAdamW:
         lr: peak learning rate; each step gives its own factor.
         weight_decay: on matrices.
         clip: largest norm of the gradient.
+        kind: "adamw"; or "muon", which moves matrices by their orthogonalized momentum
+            (https://kellerjordan.github.io/posts/muon), scaled to the size of AdamW's steps (arXiv 2502.16982), and the rest by
+            AdamW.
     """
 
-    def __init__(self, model: nn.Module, *, lr: float, weight_decay: float, clip: float) -> None:
+    def __init__(self, model: nn.Module, *, lr: float, weight_decay: float, clip: float, kind: str = "adamw") -> None:
         self.names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         self._weights: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.masters: list[Tensor] = [weight.detach().float().clone() for weight in self._weights]
         for master in self.masters:
             master.grad = torch.zeros_like(master)
+        by_muon = [kind == "muon" and master.ndim == 2 for master in self.masters]
+        rest = [master for master, chosen in zip(self.masters, by_muon, strict=True) if not chosen]
         groups = [
-            {"params": [m for m in self.masters if m.ndim >= 2], "weight_decay": weight_decay},
-            {"params": [m for m in self.masters if m.ndim < 2], "weight_decay": 0.0},
+            {"params": [m for m in rest if m.ndim >= 2], "weight_decay": weight_decay},
+            {"params": [m for m in rest if m.ndim < 2], "weight_decay": 0.0},
         ]
         self.lr, self._clip = lr, clip
-        self._adamw = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+        self._parts: dict[str, torch.optim.Optimizer] = {"adamw": torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)}
+        if any(by_muon):
+            matrices = [master for master, chosen in zip(self.masters, by_muon, strict=True) if chosen]
+            self._parts["muon"] = torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
 
     def accumulate(self) -> None:
         """Adds the model's gradients to the masters' and clears them."""
@@ -61,9 +69,10 @@ class MasterAdamW:
             weight_sum = parts[-1][0]
         torch._foreach_mul_(gradients, 1.0 / weight_sum.clamp(min=1e-6))
         norm = nn.utils.clip_grad_norm_(self.masters, self._clip)
-        for group in self._adamw.param_groups:
-            group["lr"] = self.lr * factor
-        self._adamw.step()
+        for part in self._parts.values():
+            for group in part.param_groups:
+                group["lr"] = self.lr * factor
+            part.step()
         self.publish()
         torch._foreach_zero_(gradients)
         return norm
@@ -74,15 +83,17 @@ class MasterAdamW:
         torch._foreach_copy_(self._weights, self.masters)
 
     def state_dict(self) -> dict[str, Any]:
-        """Masters by name and AdamW's own state."""
-        return {"masters": dict(zip(self.names, self.masters, strict=True)), "adamw": self._adamw.state_dict()}
+        """Masters by name and the optimizers' own state."""
+        states = {name: part.state_dict() for name, part in self._parts.items()}
+        return {"masters": dict(zip(self.names, self.masters, strict=True))} | states
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes back what `state_dict` gave, and casts it into the model."""
         for name, master in zip(self.names, self.masters, strict=True):
             master.copy_(state["masters"][name])
-        self._adamw.load_state_dict(state["adamw"])
+        for name, part in self._parts.items():
+            part.load_state_dict(state[name])
         self.publish()
 
     def _gradients(self) -> list[Tensor]:

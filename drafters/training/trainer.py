@@ -24,7 +24,7 @@ from drafters.training.log import TrainLog
 from drafters.training.losses import ChunkedLoss, LossConfig, default_gamma
 from drafters.training.mask import use_flex
 from drafters.training.objective import Objective
-from drafters.training.optimizer import MasterAdamW, lr_factor
+from drafters.training.optimizer import MasterOptimizer, lr_factor
 from drafters.training.state import load_state, save_state
 from drafters.training.target import Target
 from specdec.errors import InvalidInputError, SpecDecError
@@ -63,7 +63,9 @@ class Trainer:
                 f" {self.world}"
             )
         model.to(target.device)  # the masters take the weights before they are rounded
-        self.optimizer = MasterAdamW(model, lr=config.lr, weight_decay=config.weight_decay, clip=config.clip)
+        self.optimizer = MasterOptimizer(
+            model, lr=config.lr, weight_decay=config.weight_decay, clip=config.clip, kind=config.optimizer
+        )
         self.model = model.to(target.dtype)
         self.flex = use_flex(config.mask_path, target.device)
         gamma = None if config.loss == "dpace" else config.gamma or default_gamma(model.config.block_size)

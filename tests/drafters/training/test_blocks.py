@@ -1,5 +1,6 @@
 """Training's parts against definitions written out: mask, leak, anchors, losses, weights, replay, optimizer."""
 
+import copy
 import math
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ from drafters.training.evaluate import replay
 from drafters.training.losses import ChunkedLoss, LossConfig, block_loss, decay_weights, dpace_weights
 from drafters.training.mask import BlockAttention, Kind, use_flex
 from drafters.training.objective import Objective
-from drafters.training.optimizer import MasterAdamW
+from drafters.training.optimizer import MasterOptimizer
 from drafters.training.target import Target
 from specdec.errors import InvalidInputError
 from tests.drafters.tiny import TINY, VOCAB, input_table, tiny_model, tiny_target
@@ -410,7 +411,7 @@ def test_master_weights_keep_updates_that_bfloat16_would_lose() -> None:
     """Catches an optimizer on rounded weights, gradients that are not summed, and a mean over the wrong weight."""
     model = torch.nn.Linear(4, 1, bias=False)
     torch.nn.init.ones_(model.weight)
-    optimizer = MasterAdamW(model, lr=1e-3, weight_decay=0.0, clip=1e9)
+    optimizer = MasterOptimizer(model, lr=1e-3, weight_decay=0.0, clip=1e9)
     model.bfloat16()
     norm = torch.zeros(())
     for _ in range(10):
@@ -422,6 +423,35 @@ def test_master_weights_keep_updates_that_bfloat16_would_lose() -> None:
     torch.testing.assert_close(optimizer.masters[0], torch.full((1, 4), 1 - 10 * 0.5e-3), rtol=0, atol=1e-5)
     assert torch.equal(model.weight, optimizer.masters[0].bfloat16())
     assert (model.weight < 1).all()
+
+
+def test_muon_moves_matrices_by_what_is_orthogonal_and_goes_on_from_its_state() -> None:
+    """Catches an optimizer that is named and not used, one that moves vectors, and momentum lost between two runs."""
+    torch.manual_seed(0)
+    start = torch.nn.Linear(8, 16)
+    gradients = [[torch.randn_like(parameter) for parameter in start.parameters()] for _ in range(3)]
+
+    def optimizer_of() -> MasterOptimizer:
+        return MasterOptimizer(copy.deepcopy(start), lr=1e-2, weight_decay=0.0, clip=1e9, kind="muon")
+
+    def step(optimizer: MasterOptimizer, number: int) -> None:
+        for master, gradient in zip(optimizer.masters, gradients[number], strict=True):
+            master.grad.copy_(gradient)  # type: ignore[union-attr]
+        optimizer.step(torch.tensor(1.0), 1.0)
+
+    one = optimizer_of()
+    step(one, 0)
+    matrix, vector = (master - parameter.detach() for master, parameter in zip(one.masters, start.parameters(), strict=True))
+    values = torch.linalg.svdvals(matrix) / (1e-2 * 0.2 * math.sqrt(16))  # 1 each were the iteration exact
+    assert values.min() > 0.6
+    assert values.max() < 1.3
+    torch.testing.assert_close(vector, -1e-2 * gradients[0][1].sign(), rtol=1e-4, atol=0)  # AdamW's first step
+    step(one, 1)
+    again = optimizer_of()
+    again.load_state_dict(copy.deepcopy(one.state_dict()))
+    for optimizer in (one, again):
+        step(optimizer, 2)
+    assert all(torch.equal(*pair) for pair in zip(one.masters, again.masters, strict=True))
 
 
 def test_answers_that_cannot_be_trained_on_are_counted() -> None:

@@ -19,7 +19,7 @@ from drafters.dflash.config import DFlashConfig
 from drafters.training import finish, state
 from drafters.training.config import TrainConfig
 from drafters.training.log import TrainLog
-from drafters.training.optimizer import MasterAdamW
+from drafters.training.optimizer import MasterOptimizer
 from drafters.training.stages import run_stages
 from drafters.training.trainer import Trainer
 from specdec.cli.main import main
@@ -252,7 +252,7 @@ def test_a_full_disk_keeps_what_was_saved(answered: Path, monkeypatch: pytest.Mo
 
 def test_no_step_makes_the_host_wait(answered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a synchronization in the loop, which would leave an accelerator idle between steps."""
-    forward_backward, optimizer_step = Trainer._forward_backward, MasterAdamW.step
+    forward_backward, optimizer_step = Trainer._forward_backward, MasterOptimizer.step
     guarded = []
 
     def forward(self: Trainer, *args: Any) -> Any:
@@ -261,13 +261,13 @@ def test_no_step_makes_the_host_wait(answered: Path, monkeypatch: pytest.MonkeyP
             guarded.append("forward")
             return forward_backward(self, *args)
 
-    def step(self: MasterAdamW, *args: Any) -> Any:
+    def step(self: MasterOptimizer, *args: Any) -> Any:
         with no_host_sync():
             guarded.append("step")
             return optimizer_step(self, *args)
 
     monkeypatch.setattr(Trainer, "_forward_backward", forward)
-    monkeypatch.setattr(MasterAdamW, "step", step)
+    monkeypatch.setattr(MasterOptimizer, "step", step)
     assert run_stages(("train",), toy_config(answered, max_steps=2, loss="dpace", kl=1.0))
     assert guarded == ["forward", "step"] * 2
 
