@@ -19,6 +19,7 @@ from specdec.config import EngineConfig
 from specdec.core import RoutedExperts, Verifier
 from specdec.errors import InvalidInputError
 from specdec.kv_cache import bytes_per_slot
+from specdec.parallel.group import group_of
 
 Work = Callable[[Sequence[list[int]]], float]
 """Seconds that a side takes for one pass over some prompts."""
@@ -125,7 +126,9 @@ class DummyBench:
         config, verifier = self._config, self._verifier
         self._bandwidth = measured_bandwidth(verifier.device)
         self._progress("vLLM starts" if config.peers else "measuring")
-        peer = self._start_peer() if config.peers else None
+        group = group_of(verifier)
+        # A peer starts ranks of its own; of ours the first one alone asks it, while the others wait for their next step.
+        peer = self._start_peer(1 if group is None else group.size) if config.peers and (group is None or group.rank == 0) else None
         report = new_report(
             "specdec-dummy-bench",
             provenance,
@@ -204,7 +207,7 @@ class DummyBench:
         share = milliseconds / row["ours"]["median"]
         return row | {"roofline": {"bytes": moved, "ms": milliseconds, "share": share}, "distinct_tokens": own.distinct}
 
-    def _start_peer(self) -> VllmSteps:
+    def _start_peer(self, ranks: int) -> VllmSteps:
         verifier, rooms = self._verifier, self._rooms.values()
         dtype = verifier.attention.spec.kv_dtype
         per_token = sum(spec.bytes_per_token(dtype) for spec in verifier.kv_specs)
@@ -218,6 +221,7 @@ class DummyBench:
             max_num_seqs=max(room.num_reqs for room in rooms),
             max_model_len=max(room.max_model_len for room in rooms),
             spare=2 * cache + SPARE,
+            ranks=ranks,
         )
 
     def _experts(self, peer: bool) -> dict[str, Any] | None:

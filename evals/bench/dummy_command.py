@@ -67,8 +67,8 @@ def measure_dummy(args: argparse.Namespace) -> int:
         verifier = dummy_verifier(model, fp8_prefill=args.prefill_dtype == "auto", quantize=quantize, **choices)
         del model  # the verifier may have taken its weights over
     else:
-        if quantize or config.peers:
-            raise InvalidInputError("several ranks have plain random weights and no peer; leave out --weights and --peer")
+        if quantize:
+            raise InvalidInputError("several ranks have plain random weights; leave out --weights")
         verifier = dummy_rank(shape, group, device, dtype, seed=config.seed, **choices)
     provenance: dict[str, Any] = origin_of_run(verifier) | {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),

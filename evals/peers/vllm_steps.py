@@ -16,12 +16,16 @@ import torch
 
 from evals.peers.vllm import import_vllm
 from specdec.errors import InvalidInputError
+from specdec.parallel.group import WITHOUT_MULTICAST
 
 ROUTING = "uniform_random"
 """Strategy of vLLM's routing simulator."""
 
 BIASED_ROUTERS = ("gpt_oss",)
 """Model types whose rows vLLM's dummy weights, which are small, would all send to the experts that a bias prefers."""
+
+OF_A_RANK = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that tell a process which rank of which group it is."""
 
 HEADROOM = 2 * 2**30
 """Bytes of the accelerator that neither side plans with."""
@@ -52,7 +56,8 @@ class VllmSteps:
         dtype: type of weights and activations.
         max_num_seqs: requests at once.
         max_model_len: most tokens of prompt and output together.
-        spare: bytes of the accelerator to leave free beside what is taken already.
+        spare: bytes of each accelerator to leave free beside what is taken already.
+        ranks: GPUs that compute the model together, from the first.
 
     Raises:
         InvalidInputError: see `library_for`.
@@ -61,10 +66,22 @@ class VllmSteps:
     name = "vllm"
 
     def __init__(
-        self, config: dict[str, Any], device: torch.device, dtype: torch.dtype, *, max_num_seqs: int, max_model_len: int, spare: int
+        self,
+        config: dict[str, Any],
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        spare: int,
+        ranks: int = 1,
     ) -> None:
         # Read when its own process starts, which inherits it.
         os.environ["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"] = simulated_routing(config) or ""
+        if ranks > 1:
+            for name in [name for name in os.environ if name in OF_A_RANK or name.startswith("TORCHELASTIC_")]:
+                del os.environ[name]  # our group has met; its processes would take them for their own
+            os.environ |= WITHOUT_MULTICAST | {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
         self._library = library_for(device)
         self.version: str = self._library.__version__
         self._folder = TemporaryDirectory(prefix="specdec-vllm-")
@@ -78,6 +95,7 @@ class VllmSteps:
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             enable_prefix_caching=False,
+            tensor_parallel_size=ranks,
             gpu_memory_utilization=(free - spare - HEADROOM) / total,
             **_options(config),
         ).llm_engine

@@ -26,6 +26,7 @@ from specdec.blocks import BlockShape
 from specdec.cli.main import main
 from specdec.core import RoutedExperts
 from specdec.errors import CapacityError, InvalidInputError
+from specdec.parallel.group import WITHOUT_MULTICAST
 from tests.evals.tiny import PROVENANCE
 from tests.helpers.tiny_models import CONFIGS
 from verifiers.dummy import dummy_verifier, random_model, read_config
@@ -226,6 +227,19 @@ def test_timed_steps_of_vllm_have_all_rows_and_nothing_else(vllm: FakeVllm) -> N
     side.close()
     assert vllm.open == 0
     assert not Path(vllm.started["model"]).exists()
+
+
+def test_a_peer_of_several_ranks_starts_its_own(vllm: FakeVllm, monkeypatch: Patch) -> None:
+    """Catches a peer on one GPU beside ours on two, and one that takes its rank from our group."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "1")
+    for name in (*WITHOUT_MULTICAST, "VLLM_ALLREDUCE_USE_SYMM_MEM"):
+        monkeypatch.setenv(name, "")
+    rooms: Any = {"max_num_seqs": 1, "max_model_len": 64, "spare": 0}
+    VllmSteps({"vocab_size": 9}, GPU, torch.bfloat16, **rooms, ranks=2).close()
+    assert vllm.started["tensor_parallel_size"] == 2
+    assert not {"RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} & set(os.environ)
+    assert os.environ["NCCL_NVLS_ENABLE"] == "0"
 
 
 @pytest.mark.parametrize(
