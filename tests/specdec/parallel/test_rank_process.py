@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -71,23 +72,30 @@ def test_the_signal_of_the_kernel_ends_it() -> None:
 _GUARDED = "import os, sys, time; from specdec.parallel.rank import _end_with; _end_with(os.getppid()); print(flush=True); time.sleep(600)"
 
 
+@contextmanager
+def started(program: str) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes], IO[bytes]]]:
+    """A process with its input and its output, which has ended afterwards."""
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            yield process, process.stdin, process.stdout
+        finally:
+            process.kill()
+
+
 def test_the_end_of_its_input_ends_it() -> None:
     """Though its parent lives."""
-    with subprocess.Popen([sys.executable, "-c", _GUARDED], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdin is not None and process.stdout is not None
-        process.stdout.readline()
+    with started(_GUARDED) as (process, given, said):
+        said.readline()
         assert process.poll() is None
-        process.stdin.close()
+        given.close()
         assert process.wait(10) == 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the signal is Linux's")
 def test_it_does_not_begin_without_its_parent() -> None:
     """Which ended before the kernel had been asked for a signal."""
-    line = json.dumps(settings(1, os.getppid())) + "\n"
-    began = subprocess.Popen([sys.executable, "-c", START], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert began.stdin is not None and began.stdout is not None
-    with began:
-        began.stdin.write(line)
-        began.stdin.flush()  # and stays open
-        assert began.wait(10) == 1 and not began.stdout.read()
+    with started(START) as (process, given, said):
+        given.write(json.dumps(settings(1, os.getppid())).encode() + b"\n")
+        given.flush()  # and stays open
+        assert process.wait(10) == 1 and not said.read()
