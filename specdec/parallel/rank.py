@@ -55,8 +55,9 @@ def main(settings: Settings) -> NoReturn:
 
 
 def quieten() -> None:
-    """Leaves it to rank 0 to print, and to be interrupted from the keyboard."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Leaves it to rank 0 to print, and to end in good order when it is told to by a signal, which often goes to all processes."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     sys.stdout.flush()
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     logging.disable(logging.WARNING)

@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Callable
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -10,11 +11,13 @@ import torch
 import specdec.engine.memory
 from specdec.blocks import BlockShape
 from specdec.core import AcceptOutput
+from specdec.engine import guided
 from specdec.engine.agreement import agreed
 from specdec.engine.graphs import ShapeGraphs
 from specdec.errors import BackendError
 from specdec.parallel.collectives import least
 from specdec.parallel.mirror import current
+from specdec.sampling.masks import TokenMasks
 
 
 def rank() -> int:
@@ -42,6 +45,44 @@ def be_killed_in_forward(verifier: Any, calls: int) -> None:
         return forward(*args)
 
     verifier.forward = forward_or_end
+
+
+def run_out_of_memory(verifier: Any, calls: int) -> None:
+    """Rank 1's device refuses memory between two exchanges of a forward, after so many more."""
+    if rank() != 1:
+        return
+    head, left = verifier.head, [calls]
+
+    def head_or_nothing(*args: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nOf the allocated memory 0 bytes are free.")
+        return head(*args)
+
+    verifier.head = head_or_nothing
+
+
+_masks: list[bytes] = []
+"""Of every row with a grammar, by this rank."""
+
+
+def note_masks() -> None:
+    """From now on each rank keeps the masks that it puts on its device."""
+    put = guided.put
+
+    def put_and_note(masks: TokenMasks, filled: TokenMasks) -> None:
+        _masks.append(filled.words.numpy().tobytes() + filled.places.numpy().tobytes())
+        put(masks, filled)
+
+    guided.put = put_and_note
+
+
+def same_masks() -> tuple[bool, int]:
+    """Whether all ranks have put the same masks on their devices, and how many steps had some."""
+    mirror = current()
+    assert mirror is not None
+    digest = int.from_bytes(sha256(b"".join(_masks)).digest()[:7])
+    return least(digest, mirror.group) == -least(-digest, mirror.group), len(_masks)
 
 
 def lose_a_block(engine: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from drafters.dflash.drafter import DFlashDrafter
 from specdec.config import CacheConfig, EngineConfig
 from specdec.engine.engine import SpecEngine
 from specdec.parallel.group import Group
@@ -35,6 +36,11 @@ class Made(NamedTuple):
     accepted: list[list[int]]
     weight_bytes: int
     bytes_per_token: int  # of the cache
+
+
+def random_drafter(path: Path | None, *, verifier: DecoderVerifier) -> DFlashDrafter:
+    """What every rank makes of `module:function`."""
+    return random_dflash(verifier)
 
 
 def make(group: Group | None, folders: Mapping[str, Path], ways: Mapping[str, Way]) -> dict[str, Made]:

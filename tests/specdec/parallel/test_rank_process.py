@@ -1,0 +1,101 @@
+"""The process of another rank ends with rank 0, by each of its two guards alone, while it waits for nothing that would wake it."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from specdec.parallel.rank import Settings
+from specdec.parallel.siblings import START
+
+_RANK_0 = """
+import json, os, sys, time
+from specdec.parallel.siblings import Siblings
+siblings = Siblings({1: json.loads(sys.argv[1]) | {"parent": os.getpid()}})
+siblings.wait()
+holds_the_pipe = os.fork() or time.sleep(600)
+print(siblings._all[0]._process.pid, holds_the_pipe, flush=True)
+time.sleep(600)
+"""
+
+
+def settings(port: int, parent: int) -> Settings:
+    return Settings(path=sys.path, rank=1, size=2, port=port, device="cpu", threads=1, parent=parent)
+
+
+@contextmanager
+def silent_store() -> Iterator[int]:
+    """The port of a store that takes connections and says nothing, as when rank 0 still imports; it outlives rank 0."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield listening.getsockname()[1]
+
+
+def state(process: int) -> str:
+    """As the kernel has it: S sleeps, Z has ended; empty where there is none."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return ""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the signal is Linux's")
+def test_the_signal_of_the_kernel_ends_it() -> None:
+    """Rank 0 is killed, and a fork of it, such as a program's own worker, still holds the other end of the pipe."""
+    with silent_store() as port:
+        program = subprocess.Popen([sys.executable, "-c", _RANK_0, json.dumps(settings(port, 0))], stdout=subprocess.PIPE)
+        assert program.stdout is not None
+        rank_1, fork = map(int, program.stdout.readline().split())
+        try:
+            assert state(rank_1) in ("R", "S")
+            program.kill()
+            limit = time.monotonic() + 10
+            while state(rank_1) not in ("", "Z") and time.monotonic() < limit:
+                time.sleep(0.02)
+            assert state(rank_1) in ("", "Z") and state(fork) == "S"
+        finally:
+            for process in (fork, rank_1):
+                if state(process):
+                    os.kill(process, signal.SIGKILL)
+            program.wait()
+            program.stdout.close()
+
+
+_GUARDED = "import os, sys, time; from specdec.parallel.rank import _end_with; _end_with(os.getppid()); print(flush=True); time.sleep(600)"
+
+
+@contextmanager
+def started(program: str) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes], IO[bytes]]]:
+    """A process with its input and its output, which has ended afterwards."""
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            yield process, process.stdin, process.stdout
+        finally:
+            process.kill()
+
+
+def test_the_end_of_its_input_ends_it() -> None:
+    """Though its parent lives."""
+    with started(_GUARDED) as (process, given, said):
+        said.readline()
+        assert process.poll() is None
+        given.close()
+        assert process.wait(10) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the signal is Linux's")
+def test_it_does_not_begin_without_its_parent() -> None:
+    """Which ended before the kernel had been asked for a signal."""
+    with started(START) as (process, given, said):
+        given.write(json.dumps(settings(1, os.getppid())).encode() + b"\n")
+        given.flush()  # and stays open
+        assert process.wait(10) == 1 and not said.read()

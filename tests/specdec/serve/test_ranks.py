@@ -1,0 +1,174 @@
+"""A server whose target two ranks compute: answers, leaving clients and ends are those of one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+pytest.importorskip("xgrammar")
+
+from specdec.config import EngineConfig
+from specdec.decoder import SpecDecoder
+from specdec.parallel.mirror import everywhere
+from tests.evals.tiny import save_tiny
+from tests.helpers import lockstep_parts as parts
+from tests.helpers.live_server import Live, live_server, wait_until
+
+LOAD: dict[str, Any] = {"drafter": "tests.helpers.tiny_ranks:random_drafter", "device": "cpu", "dtype": "float32"}
+ENGINE = EngineConfig(max_num_seqs=4, num_draft_tokens=3)
+SCHEMA = {"type": "object", "properties": {"id": {"type": "integer"}}, "required": ["id"]}
+CHAT = {"messages": [{"role": "user", "content": "hello"}]}
+SAMPLED = {"temperature": 0.9, "top_p": 0.9, "seed": 5}
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+LONG = {"prompt": "abc", "max_tokens": 480, "temperature": 0, "ignore_eos": True}
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    (COMPLETIONS, {"prompt": ["abc", "some other text"], "max_tokens": 12, "n": 2, "ignore_eos": True, **SAMPLED}),
+    (CHATS, {**CHAT, "max_tokens": 9, "temperature": 0}),
+    (COMPLETIONS, {"prompt": "number: ", "max_tokens": 9, "guided_regex": "[0-9]{3,6}x", **SAMPLED}),
+    (CHATS, {**CHAT, "max_tokens": 30, "temperature": 0, "guided_json": SCHEMA, "logprobs": True, "top_logprobs": 3}),
+    (COMPLETIONS, {"prompt": "abcabc", "max_tokens": 8, "temperature": 0, "logprobs": 2, "echo": True}),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def one(folder: Path) -> Iterator[Live]:
+    with live_server(SpecDecoder.from_pretrained(folder, **LOAD, engine=ENGINE)) as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> Iterator[Live]:
+    decoder = SpecDecoder.from_pretrained(folder, **LOAD, tensor_parallel=2, engine=ENGINE)
+    with live_server(decoder) as live:
+        yield live
+    decoder.close()
+
+
+def answers(live: Live) -> list[dict[str, Any]]:
+    """Of `REQUESTS`, asked all at once."""
+
+    def ask(request: tuple[str, dict[str, Any]]) -> dict[str, Any]:
+        answer = httpx.post(live.url + request[0], json=request[1], timeout=60)
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    with ThreadPoolExecutor(len(REQUESTS)) as threads:
+        return list(threads.map(ask, REQUESTS))
+
+
+def texts(answer: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Of each output, and its steps and accepted drafts; how many drafts the last steps had depends on its neighbors."""
+    found = [(one["text"] if "text" in one else one["message"]["content"], one) for one in answer["choices"]]
+    counts = ("spec_verify_ct", "spec_accept_token_num")
+    return [(text, one["finish_reason"], *(str(one["meta_info"][name]) for name in counts)) for text, one in found]
+
+
+def numbers(found: Any) -> list[float]:
+    """All log-probabilities in an answer, in its order."""
+    if isinstance(found, dict):
+        return [number for name, part in found.items() if name != "bytes" for number in numbers(part)]
+    if isinstance(found, list):
+        return [number for part in found for number in numbers(part)]
+    return [found] if isinstance(found, float) else []
+
+
+def test_answers_are_those_of_one_process(one: Live, two: Live) -> None:
+    """Texts, how drafts fared, masks of grammars on both ranks, and log-probabilities but for the order of sums."""
+    verifier = two.front.decoder.verifier
+    expected = answers(one)
+    everywhere(verifier, parts.note_masks)
+    got = answers(two)
+    assert [texts(answer) for answer in got] == [texts(answer) for answer in expected]
+    same, steps = everywhere(verifier, parts.same_masks)
+    assert same and steps > 5
+    logits = one.front.decoder.next_token_logits("abcabc")
+    bound = 64 * torch.finfo(torch.float32).eps * float(logits.abs().max())
+    for answer, own in zip(got[3:], expected[3:], strict=True):
+        found, wanted = (numbers(one["choices"][0]["logprobs"]) for one in (answer, own))
+        assert len(found) >= 8 and found == pytest.approx(wanted, rel=0, abs=bound)
+
+
+def test_a_client_that_leaves_cancels_on_both_ranks(one: Live, two: Live) -> None:
+    """In the midst of a stream, while others are in work; each later step compares the ranks' schedules.
+
+    Nor does the other rank end at a signal that service managers send to all processes.
+    """
+    with ThreadPoolExecutor(1) as threads:
+        with httpx.stream("POST", two.url + COMPLETIONS, json={**LONG, "stream": True, "n": 2}) as stream:
+            events = stream.iter_raw()  # the stream ends with its iterator
+            next(events)
+            other = threads.submit(httpx.post, two.url + COMPLETIONS, json={**LONG, "max_tokens": 60}, timeout=60)
+            wait_until(lambda: two.front.num_open == 3)
+            (rank_1,) = children(os.getpid())
+            os.kill(rank_1, signal.SIGTERM)
+        text = other.result().json()["choices"][0]["text"]
+    assert two.front.totals.finished["cancelled"] == 2
+    assert text == one.front.decoder.generate("abc", max_tokens=60, ignore_eos=True).text
+    assert [texts(answer) for answer in answers(two)] == [texts(answer) for answer in answers(one)]
+    engine = two.front.decoder.engine
+    assert not engine.has_work and engine.pool.num_used == 0
+
+
+def test_a_rank_without_memory_ends_the_server_with_one_line(two: Live, caplog: pytest.LogCaptureFixture) -> None:
+    """All who wait are told, whatever they wait for, and within ten seconds the server and the other rank have ended."""
+    decoder = two.front.decoder
+    everywhere(decoder.verifier, parts.run_out_of_memory, decoder.verifier, 20)
+    started = time.monotonic()
+    with ThreadPoolExecutor(1) as threads:
+        whole = threads.submit(httpx.post, two.url + COMPLETIONS, json=LONG, timeout=20)
+        with httpx.stream("POST", two.url + COMPLETIONS, json={**LONG, "stream": True}) as stream:
+            *_, event, end = [line for line in stream.iter_lines() if line]
+        answer = whole.result()
+    line = "rank 1 of the tensor-parallel group failed: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    assert line in event and end == "data: [DONE]"
+    assert answer.status_code == 500 and answer.json()["error"]["message"] == f"the engine failed: {line}"
+    two.join(10)
+    assert time.monotonic() - started < 10 and two.front.dead
+
+
+def children(process: int) -> list[int]:
+    """Ids of the processes that a process has started."""
+    found = subprocess.run(["pgrep", "-P", str(process)], capture_output=True, text=True, check=False).stdout.split()
+    return [int(one) for one in found]
+
+
+def test_sigterm_to_torchrun_lets_the_unfinished_finish(folder: Path, one: Live) -> None:
+    """It passes the signal on to both ranks, and both end when rank 0 has done what it had begun."""
+    options = ["--device", "cpu", "--dtype", "float32", "--drafter", LOAD["drafter"], "-k", "3", "--max-num-seqs", "4", "--port", "0"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    program = subprocess.Popen(
+        [sys.executable, *torchrun, "-m", "specdec", "serve", "--model", str(folder), *options, "--tensor-parallel", "2"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert program.stderr is not None
+    url = next(line for line in program.stderr if " at http" in line).split()[-1].removesuffix("/v1")
+    ranks = children(program.pid)
+    assert len(ranks) == 2
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(httpx.post, url + COMPLETIONS, json=LONG, timeout=60)
+        wait_until(lambda: httpx.get(url + "/status").json()["running"] == 1)
+        program.send_signal(signal.SIGTERM)
+        answer = waiting.result()
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["text"] == one.front.decoder.generate("abc", max_tokens=480, ignore_eos=True).text
+    said = [line for line in program.communicate(timeout=10)[1].splitlines() if "specdec" in line]
+    assert not said, "ranks have ended without a word"
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
