@@ -144,16 +144,28 @@ def test_a_rank_without_memory_ends_the_server_with_one_line(two: Live, caplog: 
 
 def children(process: int) -> list[int]:
     """Ids of the processes that a process has started."""
-    found = subprocess.run(["pgrep", "-P", str(process)], capture_output=True, text=True, check=False).stdout.split()
-    return [int(one) for one in found]
+    return [int(one) for task in Path(f"/proc/{process}/task").iterdir() for one in (task / "children").read_text().split()]
 
 
 def test_sigterm_to_torchrun_lets_the_unfinished_finish(folder: Path, one: Live) -> None:
     """It passes the signal on to both ranks, and both end when rank 0 has done what it had begun."""
-    options = ["--device", "cpu", "--dtype", "float32", "--drafter", LOAD["drafter"], "-k", "3", "--max-num-seqs", "4", "--port", "0"]
+    options = ["--device", "cpu", "--dtype", "float32", "--drafter", LOAD["drafter"], "-k", "3", "--max-num-seqs", "4"]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     program = subprocess.Popen(
-        [sys.executable, *torchrun, "-m", "specdec", "serve", "--model", str(folder), *options, "--tensor-parallel", "2"],
+        [
+            sys.executable,
+            *torchrun,
+            "-m",
+            "specdec",
+            "serve",
+            "--model",
+            str(folder),
+            *options,
+            "--port",
+            "0",
+            "--tensor-parallel",
+            "2",
+        ],
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
