@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 from transformers import DeepseekV3Config, LlamaConfig, Qwen3Config
 
 from drafters.algorithms import algorithm_of
+from drafters.attention import LatentSizes
 from drafters.keys import Keys, check_known, require, section
 from drafters.sequential.drafter import USUAL_DRAFTS
 from specdec.layers.rotary import STATIC_ROPE_TYPES
@@ -99,9 +100,19 @@ class Eagle3Config:
         return isinstance(self.layers, Qwen3Config)
 
     @property
-    def is_latent(self) -> bool:
-        """Whether attention is latent (arXiv 2405.04434)."""
-        return isinstance(self.layers, DeepseekV3Config)
+    def latent(self) -> LatentSizes | None:
+        """Of latent attention (arXiv 2405.04434); None without it."""
+        layers = self.layers
+        if not isinstance(layers, DeepseekV3Config):
+            return None
+        return LatentSizes(
+            query_rank=layers.q_lora_rank,
+            rank=layers.kv_lora_rank,
+            nope=layers.qk_nope_head_dim,
+            rope=layers.qk_rope_head_dim,
+            value=layers.v_head_dim,
+            interleaved=getattr(layers, "rope_interleave", True),
+        )
 
     def taps(self, num_target_layers: int) -> tuple[int, ...]:
         """Tapped layers of a target of so many, 0-based: those stated, or a low, a middle and a high one."""
