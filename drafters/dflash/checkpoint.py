@@ -27,7 +27,7 @@ from drafters.dflash.names import zlab_names
 from drafters.dflash.tied import TIED
 from drafters.keys import require
 from drafters.vocabulary import check_map, drafted, without_full_map
-from specdec.errors import CheckpointError
+from specdec.errors import CheckpointError, one_line
 
 _MASK = "mask_embedding.pt"
 
@@ -95,7 +95,7 @@ def _mask_embedding(file: Path, config: DFlashConfig) -> Tensor:
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, ValueError, UnpicklingError, EOFError) as error:
-        raise CheckpointError(f"{file.name} is damaged ({' '.join(str(error).split())[:120]}); download it again") from error
+        raise CheckpointError(f"{file.name} is damaged ({one_line(error)}); download it again") from error
     if isinstance(content, Mapping):
         token = content.get("mask_token_id", config.mask_token_id)
         require(token == config.mask_token_id, f"{file.name} is of token {token}, mask_token_id is {config.mask_token_id}")

@@ -10,6 +10,7 @@ from drafters.algorithms import algorithm_of
 from drafters.attention import LatentSizes
 from drafters.keys import Keys, check_known, require, section
 from drafters.sequential.drafter import USUAL_DRAFTS
+from specdec.errors import one_line
 from specdec.layers.rotary import STATIC_ROPE_TYPES
 
 MOST_DRAFTS = 64
@@ -191,8 +192,7 @@ def _layers(shape: Mapping[str, Any]) -> Layers:
     try:
         layers = _LAYERS[str(kind)](**shape)
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        require(False, f"the layers' part of config.json is not valid ({reason[:160]}); correct it")
+        require(False, f"the layers' part of config.json is not valid ({one_line(error)}); correct it")
     require(
         layers.num_attention_heads % layers.num_key_value_heads == 0 and layers.head_dim % 2 == 0,
         f"{layers.num_attention_heads} query heads on {layers.num_key_value_heads} key heads of {layers.head_dim}:"
