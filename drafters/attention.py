@@ -1,6 +1,7 @@
 """Attention for a drafter's layers: the target's kind, for another shape."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from specdec.attention.backend import AttentionBackend, AttentionSpec
 from specdec.attention.mla import MlaBackend, MlaSpec
@@ -49,17 +50,32 @@ def attention_like(
     return backend(spec)
 
 
-def latent_like(
-    verifier: Verifier, *, num_heads: int, rank: int, nope: int, rope: int, value: int, non_causal: bool = False
-) -> MlaBackend:
-    """Latent attention of the target's kind, for layers of that shape.
+class LatentSizes(NamedTuple):
+    """Latent attention (MLA) of draft layers, see `specdec.attention.mla`.
+
+    Attributes:
+        query_rank: of compressed queries; None where they are not compressed.
+        rank: of the compressed key and value.
+        nope, rope: unrotated and rotated numbers of a query head.
+        value: numbers of a value head.
+        interleaved: RoPE turns neighboring numbers instead of halves.
+    """
+
+    query_rank: int | None
+    rank: int
+    nope: int
+    rope: int
+    value: int
+    interleaved: bool = True
+
+
+def latent_like(verifier: Verifier, num_heads: int, sizes: LatentSizes, *, non_causal: bool = False) -> MlaBackend:
+    """Latent attention of the target's kind, for layers of these sizes.
 
     Args:
         verifier: the target.
         num_heads: query heads.
-        rank: numbers of the compressed key and value.
-        nope, rope: unrotated and rotated numbers of a query head.
-        value: numbers of a value head.
+        sizes: of a head.
         non_causal: blocks whose rows see each other in both directions are needed.
 
     Raises:
@@ -76,10 +92,10 @@ def latent_like(
         device=shared.device,
         dtype=shared.dtype,
         num_heads=num_heads,
-        kv_lora_rank=rank,
-        qk_nope_head_dim=nope,
-        qk_rope_head_dim=rope,
-        v_head_dim=value,
+        kv_lora_rank=sizes.rank,
+        qk_nope_head_dim=sizes.nope,
+        qk_rope_head_dim=sizes.rope,
+        v_head_dim=sizes.value,
         block_size=shared.block_size,
         non_causal=non_causal,
         cache_dtype=shared.cache_dtype,

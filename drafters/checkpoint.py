@@ -18,7 +18,7 @@ from torch import Tensor
 
 from drafters.keys import require, section
 from specdec.core import Verifier
-from specdec.errors import CheckpointError, InvalidInputError
+from specdec.errors import CheckpointError, InvalidInputError, one_line
 from specdec.registry import WEIGHT_READERS, resolve
 
 CONFIG = "config.json"
@@ -44,7 +44,7 @@ def find_folder(path: str | Path) -> Path:
         return Path(snapshot_download(str(path), allow_patterns=_FILES, ignore_patterns="*/*"))
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise CheckpointError(
-            f"drafter {str(path)!r} is neither a local folder nor to be had from the hub ({_one_line(error)});"
+            f"drafter {str(path)!r} is neither a local folder nor to be had from the hub ({one_line(error)});"
             " check the name and the connection, or give a local folder"
         ) from error
 
@@ -68,7 +68,7 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file.name} is not valid JSON ({_one_line(error)}); download or write it again") from error
+        raise CheckpointError(f"{file.name} is not valid JSON ({one_line(error)}); download or write it again") from error
     require(isinstance(content, dict), f"{file.name} holds no JSON object")
     return dict(content)
 
@@ -95,7 +95,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         try:
             tensors |= load_file(folder / name)
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{name} is damaged or cut short ({_one_line(error)}); download it again") from error
+            raise CheckpointError(f"{name} is damaged or cut short ({one_line(error)}); download it again") from error
     for name, tensor in tensors.items():  # a sum is NaN or infinite where an element is; such drafts would all be rejected
         finite = not tensor.is_floating_point() or bool(tensor.float().sum().isfinite())
         require(finite, f"tensor {name} holds NaN or infinite values; download it again")
@@ -234,12 +234,6 @@ def write_folder(path: Path, config: Mapping[str, Any], tensors: dict[str, Tenso
         save_file(tensors, unfinished / "model.safetensors", metadata={"format": "pt"})
         unfinished.replace(path)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"could not write {str(path)!r}: {_one_line(error)}") from error
+        raise CheckpointError(f"could not write {str(path)!r}: {one_line(error)}") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _one_line(error: Exception) -> str:
-    """The first sentence or so of a library's message."""
-    text = " ".join(str(error).split())
-    return text if len(text) <= 160 else text[:157] + "..."

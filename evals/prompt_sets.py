@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from evals.manual_prompts import MANUAL_KINDS
-from specdec.errors import InvalidInputError
+from specdec.errors import InvalidInputError, one_line
 from specdec.files import read_jsonl
 from specdec.packages import install_command
 
@@ -212,6 +212,5 @@ def _hub_rows(name: str, source: _Source) -> list[tuple[str, Row]]:
     try:
         rows = import_module("datasets").load_dataset(source.hub, source.config, split=source.split)
     except Exception as error:  # the library raises dozens of types; to the user all mean the same
-        reason = " ".join(str(error).split())[:200]
-        raise InvalidInputError(f"cannot get {source.hub!r} from the hub: {reason}; {way_out}") from error
+        raise InvalidInputError(f"cannot get {source.hub!r} from the hub: {one_line(error)}; {way_out}") from error
     return [(f"{source.hub} row {number}", row) for number, row in enumerate(rows)]

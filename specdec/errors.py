@@ -26,3 +26,12 @@ class CheckpointError(SpecDecError):
 
 class BackendError(SpecDecError):
     """An attention backend that is unknown or cannot serve this model on this device."""
+
+
+def one_line(error: BaseException, most: int = 200) -> str:
+    """The beginning of a library's message, of so many characters, on one line; the error's type where it says nothing.
+
+    >>> one_line(ValueError("no such\\n  file")), one_line(KeyError())
+    ('no such file', 'KeyError')
+    """
+    return " ".join(str(error).split())[:most] or type(error).__name__

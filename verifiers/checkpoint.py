@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.errors import CheckpointError
+from specdec.errors import CheckpointError, one_line
 from specdec.kernels.packed import PackedWeight
 from specdec.parallel.collectives import all_agree
 from specdec.parallel.group import Group
 from verifiers.formats.float8 import plain_float8
 from verifiers.formats.format import Format, Stored
 from verifiers.formats.gguf import gguf_file, read_gguf
-from verifiers.formats.method import format_of
+from verifiers.formats.method import format_of, stated_quantization
 from verifiers.names import EXPERT, class_facts, name_of, place_of
 from verifiers.shape import expert_counts
 from verifiers.shares import Share
@@ -107,9 +107,8 @@ def read_named(
 
 def quantization_of(path: Path, config: Any) -> Mapping[str, Any] | None:
     """The `quantization_config` of a checkpoint, from `config` or from its files; None for plain numbers."""
-    stated = getattr(config, "quantization_config", None)
-    if stated:
-        return stated if isinstance(stated, Mapping) else stated.to_dict()
+    if stated := stated_quantization(config):
+        return stated
     whole = _json(path / "config.json")
     for entries in (whole, whole.get("text_config") or {}):
         if entries.get("quantization_config"):
@@ -295,5 +294,5 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise CheckpointError(f"{str(path)!r} is not JSON ({' '.join(str(error).split())}); fetch it again") from error
+        raise CheckpointError(f"{str(path)!r} is not JSON ({one_line(error)}); fetch it again") from error
     return entries if isinstance(entries, dict) else {}

@@ -1,6 +1,6 @@
 """What tells one family of decoders from another, beside its tensors and the sizes in its config."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -99,6 +99,10 @@ class Description:
     def embedding_scale_in(self, dtype: torch.dtype) -> float:
         """Factor of the input embeddings of a model in this type."""
         return torch.tensor(self.embedding_scale, dtype=dtype).item() if self.rounds_embedding_scale else self.embedding_scale
+
+
+Family = Callable[[Any, Mapping[str, Any]], Description | None]
+"""Describes a model from its config and from what is read off all of them; None where our layers lack a part of it."""
 
 
 def sigmoid_routing(config: Any) -> Routing:

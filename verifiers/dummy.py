@@ -4,19 +4,18 @@ It says nothing, and takes as long as the real one: for measuring how fast a sha
 """
 
 import re
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from specdec.attention.mla import MlaSpec
 from specdec.attention.selector import select_backend
 from specdec.core import Verifier
-from specdec.errors import CheckpointError, InvalidInputError, UnsupportedModelError
+from specdec.errors import CheckpointError, InvalidInputError, UnsupportedModelError, one_line
 from specdec.kernels.packed import PackedWeight
 from specdec.parallel.group import Group
 from verifiers.decoder import DecoderVerifier
@@ -47,8 +46,9 @@ def read_config(path: Path) -> PreTrainedConfig:
     try:
         config = text_config(AutoConfig.from_pretrained(path, **NO_FOREIGN_CODE))
     except Exception as error:  # a damaged file ends in any kind of error
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise CheckpointError(f"cannot read a model's config from {str(path)!r}: {reason[:300]}; give a config.json") from error
+        raise CheckpointError(
+            f"cannot read a model's config from {str(path)!r}: {one_line(error, 300)}; give a config.json"
+        ) from error
     if getattr(config, "quantization_config", None):
         raise InvalidInputError(
             f"the config {str(path)!r} describes quantized weights and random ones are plain numbers; remove quantization_config"
@@ -104,11 +104,8 @@ def dummy_verifier(
         InvalidInputError: there is no such way, or our own layers, which alone take packed weights, do not run the model.
     """
     check_way(quantize)
-    spec = backend_spec(model.config, device=model.device, dtype=model.dtype, block_size=block_size)
-    spec = replace(spec, cache_dtype=cache_dtype)
-    if isinstance(spec, MlaSpec):
-        spec = replace(spec, fp8_prefill=fp8_prefill)
-    backend = select_backend(attention, spec)
+    options: dict[str, Any] = {"block_size": block_size, "cache_dtype": cache_dtype, "fp8_prefill": fp8_prefill}
+    backend = select_backend(attention, backend_spec(model.config, device=model.device, dtype=model.dtype, **options))
     if quantize is None:
         return verifier_for(model, name=name, backend=backend, fuse=fuse)
     description = description_of(model)
@@ -154,7 +151,7 @@ def dummy_rank(
     shapes = shapes_of(config)
     if share is not None:
         share.check(shapes)
-    spec = replace(backend_spec(local, device=device, dtype=dtype, block_size=block_size), cache_dtype=cache_dtype)
+    spec = backend_spec(local, device=device, dtype=dtype, block_size=block_size, cache_dtype=cache_dtype)
     backend, generator, tensors = select_backend(attention, spec), torch.Generator(device), dict[str, Stored]()
     norm, spread = float(description.norm_kind != "zero_centered"), getattr(config, "initializer_range", 0.02)
     for key, shape in shapes.items():

@@ -1,12 +1,12 @@
 """The families that run on our own decoder stack, each described from its config."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec.kernels.experts import Routing
 from specdec.layers.activation import LIMIT, SLOPE
 from specdec.layers.rotary import ROPE_TYPES, Temperature
-from verifiers.description import AFTER, AROUND, BEFORE, Description, NormNames, sigmoid_routing
+from verifiers.description import AFTER, AROUND, BEFORE, Description, Family, NormNames, sigmoid_routing
 from verifiers.hybrids import HYBRIDS
 from verifiers.shape import layer_windows
 
@@ -18,6 +18,8 @@ ACTIVATIONS = {
     "relu": "relu",
 }
 """From transformers' names to those of `specdec.layers.activation`."""
+
+AROUND_GLM = NormNames("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 
 
 def describe(config: Any) -> Description | None:
@@ -31,12 +33,9 @@ def describe(config: Any) -> Description | None:
     return family(config, {"ropes": ropes, "activation": activation}) if activation and known else None
 
 
-def _llama(config: Any, common: Mapping[str, Any]) -> Description:
-    return Description(**common)
-
-
-def _qwen3(config: Any, common: Mapping[str, Any]) -> Description:
-    return Description(**common, norms_of_queries="each head")
+def _plain(**options: Any) -> Family:
+    """A family that differs from the Llama family in these entries of its description alone."""
+    return lambda config, common: Description(**common, **options)
 
 
 def _mixtral(config: Any, common: Mapping[str, Any]) -> Description:
@@ -120,14 +119,6 @@ def _laguna(config: Any, common: Mapping[str, Any]) -> Description | None:
     return Description(**common, norms_of_queries="each head", softplus_gates=True, routing=routing)
 
 
-def _olmo2(config: Any, common: Mapping[str, Any]) -> Description:
-    return Description(**common, norms=AFTER, norm_kind="late", norms_of_queries="all heads")
-
-
-def _glm(config: Any, common: Mapping[str, Any]) -> Description:
-    return Description(**common, interleaved=True)
-
-
 def _ernie4_5_moe(config: Any, common: Mapping[str, Any]) -> Description:
     routing = Routing(config.num_experts, config.num_experts_per_tok, biased=True)
     return Description(**common, names=((r"\.moe_statics\.", "."),), interleaved=True, routing=routing, wide_router=True)
@@ -143,11 +134,6 @@ def _olmoe(config: Any, common: Mapping[str, Any]) -> Description | None:
     if config.clip_qkv is not None:
         return None
     return Description(**common, norms_of_queries="all heads", routing=_qwen_routing(config))
-
-
-def _glm4(config: Any, common: Mapping[str, Any]) -> Description:
-    norms = NormNames("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
-    return Description(**common, norms=norms, interleaved=True)
 
 
 def _deepseek_v2(config: Any, common: Mapping[str, Any]) -> Description:
@@ -235,7 +221,7 @@ def _granite(config: Any, common: Mapping[str, Any]) -> Description:
     )
 
 
-FAMILIES: dict[str, Callable[[Any, Mapping[str, Any]], Description | None]] = {
+FAMILIES: dict[str, Family] = {
     **HYBRIDS,
     "gemma": _gemma,
     "gemma2": _gemma2,
@@ -247,10 +233,10 @@ FAMILIES: dict[str, Callable[[Any, Mapping[str, Any]], Description | None]] = {
     "deepseek_v3": _deepseek_v3,
     "deepseek_v32": _deepseek_v3,
     "dots1": _glm4_moe,
-    "ernie4_5": _glm,
+    "ernie4_5": _plain(interleaved=True),
     "ernie4_5_moe": _ernie4_5_moe,
-    "glm": _glm,
-    "glm4": _glm4,
+    "glm": _plain(interleaved=True),
+    "glm4": _plain(norms=AROUND_GLM, interleaved=True),
     "glm4_moe": _glm4_moe,
     "glm4_moe_lite": _deepseek_v3,
     "glm_moe_dsa": _deepseek_v3,
@@ -258,27 +244,27 @@ FAMILIES: dict[str, Callable[[Any, Mapping[str, Any]], Description | None]] = {
     "granite": _granite,
     "hy_v3": _hy_v3,
     "laguna": _laguna,
-    "llama": _llama,
+    "llama": _plain(),
     "llama4_text": _llama4,
     "mellum": _qwen3_moe,
     "mimo_v2_flash": _mimo_v2_flash,
     "ministral3": _ministral3,
-    "mistral": _llama,
+    "mistral": _plain(),
     "mistral4": _mistral4,
     "mixtral": _mixtral,
-    "olmo2": _olmo2,
-    "olmo3": _olmo2,
+    "olmo2": _plain(norms=AFTER, norm_kind="late", norms_of_queries="all heads"),
+    "olmo3": _plain(norms=AFTER, norm_kind="late", norms_of_queries="all heads"),
     "olmoe": _olmoe,
-    "phi3": _llama,
-    "qwen2": _llama,
-    "qwen2_5_vl_text": _llama,
-    "qwen2_vl_text": _llama,
-    "qwen3": _qwen3,
+    "phi3": _plain(),
+    "qwen2": _plain(),
+    "qwen2_5_vl_text": _plain(),
+    "qwen2_vl_text": _plain(),
+    "qwen3": _plain(norms_of_queries="each head"),
     "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qwen3_moe,
-    "qwen3_vl_text": _qwen3,
-    "seed_oss": _llama,
-    "smollm3": _llama,
+    "qwen3_vl_text": _plain(norms_of_queries="each head"),
+    "seed_oss": _plain(),
+    "smollm3": _plain(),
     "youtu": _deepseek_v3,
 }
 """Model types, as transformers names them."""

@@ -1,14 +1,14 @@
 """Families of which some layers keep a state per request, each described from its config."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from specdec.kernels.experts import Routing
-from verifiers.description import AFTER, BEFORE, Description, NormNames, sigmoid_routing
+from verifiers.description import AFTER, BEFORE, Description, Family, NormNames, sigmoid_routing
 from verifiers.recurrent import sizes_of
 
 MAMBA = (r"\.mamba\.", ".linear_attn.")
@@ -191,7 +191,7 @@ def _without_rope(config: Any, common: Mapping[str, Any]) -> dict[str, Any]:
     return {**common, "ropes": [None] * config.num_hidden_layers}
 
 
-HYBRIDS: dict[str, Callable[[Any, Mapping[str, Any]], Description | None]] = {
+HYBRIDS: dict[str, Family] = {
     "bamba": _bamba,
     "falcon_h1": _falcon_h1,
     "granitemoehybrid": _granite_hybrid,

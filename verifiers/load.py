@@ -8,7 +8,6 @@ import json
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,10 +18,10 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from specdec.attention.backend import AttentionBackend
-from specdec.attention.mla import MlaBackend, MlaSpec
+from specdec.attention.mla import MlaBackend
 from specdec.attention.selector import select_backend
 from specdec.core import Verifier
-from specdec.errors import CheckpointError, SpecDecError, UnsupportedModelError
+from specdec.errors import CheckpointError, SpecDecError, UnsupportedModelError, one_line
 from specdec.hub import json_file, target_folder
 from specdec.layers.linear import can_pack_four_bit
 from specdec.layers.packed_check import keeps_packed
@@ -98,10 +97,8 @@ def load_verifier(
         _check_sizes(name, config)
         check_supported(name, whole)
     share = None if group is None else _share(config, group, name, fuse)
-    spec = replace(backend_spec(shared(config, group), device=device, dtype=dtype, block_size=block_size), cache_dtype=cache_dtype)
-    if isinstance(spec, MlaSpec):
-        spec = replace(spec, fp8_prefill=fp8_prefill)
-    backend = select_backend(attention, spec)
+    options: dict[str, Any] = {"block_size": block_size, "cache_dtype": cache_dtype, "fp8_prefill": fp8_prefill}
+    backend = select_backend(attention, backend_spec(shared(config, group), device=device, dtype=dtype, **options))
     tokenizer = load_tokenizer(name)
     if direct:
         tensors = _read(name, "weights", partial(load_file, Path(path) / "model.safetensors"))
@@ -268,17 +265,17 @@ def _read(name: str, what: str, load: Callable[[], Read]) -> Read:
     except SpecDecError:
         raise
     except ImportError as error:  # transformers reads some quantized weights through other packages
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"the {what} of target {name!r} need a package that is not installed: {reason[:300]}") from error
+        raise CheckpointError(
+            f"the {what} of target {name!r} need a package that is not installed: {one_line(error, 300)}"
+        ) from error
     except (MemoryError, torch.OutOfMemoryError):
         raise  # nothing is wrong with the files
     except Exception as error:  # transformers believes what files say: a damaged one ends in any kind of error
-        reason = " ".join(str(error).split()) or type(error).__name__
-        if "trust_remote_code" in reason:
+        if "trust_remote_code" in str(error):
             raise UnsupportedModelError(
                 f"the {what} of target {name!r} need code from its repository, which is never run;"
                 " use a checkpoint whose architecture transformers has itself"
             ) from error
         raise CheckpointError(
-            f"cannot read the {what} of target {name!r}: {reason[:300]}; check the name or folder, or fetch it again"
+            f"cannot read the {what} of target {name!r}: {one_line(error, 300)}; check the name or folder, or fetch it again"
         ) from error

@@ -19,12 +19,12 @@ from specdec.kv_cache import KVLayerSpec, SharedLayerSpec, StateLayerSpec, bytes
 from specdec.layers.packed_check import keeps_packed
 from verifiers.embedded import embedded_model_path
 from verifiers.families import describe
-from verifiers.formats.method import method_of
+from verifiers.formats.method import method_of, stated_quantization
 from verifiers.load import EMBEDDED
 from verifiers.prediction_families import predicts
 from verifiers.shape import INDEXED_MODELS, LATENT_MODELS, backend_spec, layer_caches, layer_specs, layer_windows, max_model_len
 from verifiers.sizes import weight_bytes
-from verifiers.support import quantization_of, unsupported_reasons
+from verifiers.support import unsupported_reasons
 from verifiers.wrappers import config_of, text_config
 
 ROOM = 0.9
@@ -143,7 +143,7 @@ def needs_of(
         return Needs(name=name, model_type=model_type, gpus=gpus, missing=(unknown, *_too_large(gpus, gpu_bytes)))
     text = text_config(config)
     reasons = unsupported_reasons(config)
-    quantization = quantization_of(text)
+    quantization = stated_quantization(text)
     common = {
         "name": name,
         "model_type": config.model_type,

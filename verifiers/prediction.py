@@ -3,7 +3,6 @@
 import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,9 @@ from typing import Any
 import torch
 
 from specdec.attention.backend import AttentionBackend
-from specdec.attention.mla import MlaBackend, MlaSpec
+from specdec.attention.mla import MlaBackend
 from specdec.core import Verifier
-from specdec.errors import BackendError, CheckpointError
+from specdec.errors import BackendError, CheckpointError, one_line
 from specdec.hub import json_file
 from specdec.kv_cache import LayerSpec, SharedLayerSpec
 from specdec.layers.decoder import Decoder
@@ -146,8 +145,7 @@ def _config(stated: Any, **changes: Any) -> Any:
     try:
         return config_of({**stated, **changes})
     except Exception as error:  # transformers believes what files say: a damaged one ends in any kind of error
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise CheckpointError(f"its config.json describes no layers ({reason[:200]}); fetch it again") from error
+        raise CheckpointError(f"its config.json describes no layers ({one_line(error)}); fetch it again") from error
 
 
 def _clusters(weights: Weights, entries: Mapping[str, Any]) -> ClusteredHead | None:
@@ -228,10 +226,8 @@ def _read(
 def _backend(verifier: DecoderVerifier, config: Any) -> AttentionBackend | MlaBackend:
     """The target's kind of attention, for these layers: the very one where they are like the target's."""
     shared = verifier.attention.spec
-    spec = backend_spec(config, device=shared.device, dtype=shared.dtype, block_size=shared.block_size)
-    spec = replace(spec, cache_dtype=shared.cache_dtype)
-    if isinstance(spec, MlaSpec) and isinstance(shared, MlaSpec):
-        spec = replace(spec, fp8_prefill=shared.fp8_prefill)
+    same = ("device", "dtype", "block_size", "cache_dtype", "fp8_prefill")
+    spec = backend_spec(config, **{name: getattr(shared, name) for name in same if hasattr(shared, name)})
     if spec == shared:
         return verifier.attention
     kind: Any = type(verifier.attention)

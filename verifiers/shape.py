@@ -111,10 +111,20 @@ def mla_spec(config: PreTrainedConfig, *, device: torch.device, dtype: torch.dty
     )
 
 
-def backend_spec(config: PreTrainedConfig, *, device: torch.device, dtype: torch.dtype, block_size: int) -> AttentionSpec | MlaSpec:
-    """What the model asks of a backend of its kind."""
-    make = mla_spec if config.model_type in LATENT_MODELS else attention_spec
-    return make(config, device=device, dtype=dtype, block_size=block_size)
+def backend_spec(
+    config: PreTrainedConfig,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    block_size: int,
+    cache_dtype: torch.dtype | None = None,
+    fp8_prefill: bool = True,
+) -> AttentionSpec | MlaSpec:
+    """What the model asks of a backend of its kind; `fp8_prefill` is for latent attention."""
+    if config.model_type in LATENT_MODELS:
+        latent = mla_spec(config, device=device, dtype=dtype, block_size=block_size)
+        return replace(latent, cache_dtype=cache_dtype, fp8_prefill=fp8_prefill)
+    return replace(attention_spec(config, device=device, dtype=dtype, block_size=block_size), cache_dtype=cache_dtype)
 
 
 def layer_specs(config: PreTrainedConfig, backend: AttentionBackend | MlaBackend) -> list[LayerSpec]:

@@ -4,11 +4,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedConfig
 
+from verifiers.complete import shapes_of
 from verifiers.formats.method import method_of
-from verifiers.wrappers import bare_class, text_class
 
 _ALWAYS_PLAIN = ("embed_tokens", "lm_head", "norm", "conv1d", "A_log", "dt_bias", "mlp.gate.", "router", "sinks", "bias")
 """Parts of names of what no format packs."""
@@ -18,17 +17,8 @@ _EXPERTS_ALONE = ("mxfp4",)
 
 
 def parameters(config: PreTrainedConfig) -> dict[str, int]:
-    """Numbers of every parameter of a text model, made without memory from its config; tied ones count once."""
-    own = text_class(config)
-    with torch.device("meta"):
-        model: nn.Module = own(config) if own is not None else bare_class(config)(config)
-    counts = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    tied = bool(getattr(config, "tie_word_embeddings", False))
-    if tied:
-        counts.pop("lm_head.weight", None)
-    elif own is None:
-        counts["lm_head.weight"] = config.vocab_size * config.hidden_size
-    return counts
+    """Numbers in every tensor of a text model, made without memory from its config; tied ones count once."""
+    return {name: shape.numel() for name, shape in shapes_of(config).items()}
 
 
 def weight_bytes(

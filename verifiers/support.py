@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 
 from specdec.errors import CheckpointError, UnsupportedModelError
 from verifiers.families import describe
-from verifiers.formats.method import format_of
+from verifiers.formats.method import format_of, stated_quantization
 from verifiers.hybrids import HYBRIDS
 from verifiers.recurrent import MIXERS_ALONE, STATES
 from verifiers.shape import CHUNKED, INDEXED_MODELS, LATENT_MODELS, rope_kinds, value_widths
@@ -166,17 +166,8 @@ def _latent_reasons(config: PreTrainedConfig) -> Iterator[str]:
         yield "our layers, which alone have latent attention, lack its activation function or its RoPE"
 
 
-def quantization_of(config: PreTrainedConfig) -> dict[str, Any] | None:
-    """How the weights are quantized, as config.json says it; None for plain numbers."""
-    stated = _value(config, "quantization_config")
-    if not stated:
-        return None
-    entries: dict[str, Any] = dict(stated) if isinstance(stated, dict) else stated.to_dict()
-    return entries
-
-
 def _weight_reasons(config: PreTrainedConfig) -> Iterator[str]:
-    quantization = quantization_of(config)
+    quantization = stated_quantization(config)
     if quantization is None:
         return
     try:

@@ -8,7 +8,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from specdec.errors import CheckpointError
+from specdec.errors import CheckpointError, one_line
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -74,8 +74,7 @@ class TensorFiles:
             try:
                 self._open[file] = safe_open(self._folder / file, framework="pt")
             except (SafetensorError, OSError) as error:
-                reason = " ".join(str(error).split())
-                raise CheckpointError(f"{file!r} is damaged ({reason}); fetch the whole checkpoint again") from error
+                raise CheckpointError(f"{file!r} is damaged ({one_line(error)}); fetch the whole checkpoint again") from error
         return self._open[file]
 
 

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
+from drafters.attention import LatentSizes
 from drafters.dflash.coupling import Coupling
 from drafters.head import HeadConfig, HeadSizes
 from drafters.keys import require
@@ -11,25 +12,6 @@ from specdec.layers.rotary import STATIC_ROPE_TYPES
 
 MOST_LAYERS = MOST_DRAFTS = 1024
 """More layers, or drafts per block, than any drafter has: a number beyond comes from a damaged file."""
-
-
-class LatentSizes(NamedTuple):
-    """Latent attention (MLA) of the draft layers, see `specdec.attention.mla`.
-
-    Attributes:
-        query_rank: of compressed queries; None where they are not compressed.
-        rank: of the compressed key and value.
-        nope, rope: unrotated and rotated numbers of a query head.
-        value: numbers of a value head.
-        interleaved: RoPE turns neighboring numbers instead of halves.
-    """
-
-    query_rank: int | None
-    rank: int
-    nope: int
-    rope: int
-    value: int
-    interleaved: bool = True
 
 
 AttentionGate = Literal["per-head", "per-element"]

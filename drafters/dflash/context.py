@@ -12,7 +12,7 @@ from specdec.layers.ops import Ops
 
 
 class Context:
-    """`DFlashModel.context` and the projections behind it.
+    """From features to the rows that layers cache; of drafters that are trained what `DFlashModel.context_kv` does.
 
     Args:
         model: on its device.

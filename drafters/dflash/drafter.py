@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafters.attention import attention_like
+from drafters.attention import attention_like, latent_like
 from drafters.checkpoint import check_same_target, check_target
 from drafters.dflash.checkpoint import read_checkpoint
 from drafters.dflash.config import DFlashConfig
 from drafters.dflash.coupling import CouplingTable
 from drafters.dflash.drafts import Drafts, Slots
-from drafters.dflash.latent import latent_backend
 from drafters.dflash.model import DFlashModel
 from drafters.dflash.network import DFlashNetwork
 from drafters.dflash.tied import expanded
@@ -64,7 +63,7 @@ class DFlashDrafter(Drafter):
             made_for=config.verifier_name,
         )
         self.config, self.verifier = config, verifier
-        self.attention = _attention(config, verifier) if config.latent is None else latent_backend(config, verifier)
+        self.attention = _attention(config, verifier)
         self.model = model.requires_grad_(False).eval().to(verifier.device, verifier.dtype)
         self.network = DFlashNetwork(self.model, self.attention)
         self.max_draft_tokens = config.max_draft_tokens
@@ -238,8 +237,10 @@ class BoundDFlash(BoundDrafter):
         network.write_context(verify.aux_hidden, angles, self.caches, slot_mapping)
 
 
-def _attention(config: DFlashConfig, verifier: Verifier) -> AttentionBackend:
+def _attention(config: DFlashConfig, verifier: Verifier) -> AttentionBackend | MlaBackend:
     """The target's kind of attention, for the draft layers' shape."""
+    if config.latent is not None:
+        return latent_like(verifier, config.num_attention_heads, config.latent, non_causal=not all(config.causal))
     return attention_like(
         verifier,
         num_heads=config.num_attention_heads,

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from drafters.dflash.config import AttentionGate, LatentSizes
+from drafters.attention import LatentSizes
+from drafters.dflash.config import AttentionGate
 from drafters.keys import Keys, require
 
 _SILU: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu",)}

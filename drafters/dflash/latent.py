@@ -5,10 +5,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from drafters.attention import latent_like
 from drafters.dflash.config import DFlashConfig
-from specdec.attention.mla import MlaBackend, MlaSpec
-from specdec.core import Verifier
+from specdec.attention.mla import MlaSpec
 from specdec.layers.latent_attention import LatentAttention, halves_first, latent_scale, split_up
 from specdec.layers.linear import Linear, linear
 from specdec.layers.norm import Norm
@@ -64,25 +62,6 @@ class LatentProjections(nn.Module):
             rope=rope,
             scale=latent_scale(config.rope_parameters, config.head_dim),
         )
-
-
-def latent_backend(config: DFlashConfig, verifier: Verifier) -> MlaBackend:
-    """The target's kind of latent attention, for the draft layers' shape.
-
-    Raises:
-        BackendError: the target has none, or it cannot serve the draft layers.
-    """
-    sizes = config.latent
-    assert sizes is not None
-    return latent_like(
-        verifier,
-        num_heads=config.num_attention_heads,
-        rank=sizes.rank,
-        nope=sizes.nope,
-        rope=sizes.rope,
-        value=sizes.value,
-        non_causal=not all(config.causal),
-    )
 
 
 def split_latents(rows: Tensor, config: DFlashConfig) -> tuple[Tensor, Tensor]:

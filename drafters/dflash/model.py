@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from drafters.dflash.config import DFlashConfig
 from drafters.dflash.latent import LatentProjections
-from drafters.dflash.layers import DFlashAttention, DFlashLayer, GemmaLayer, Keep, turned, values_of
+from drafters.dflash.layers import DFlashAttention, DFlashLayer, turned
 from specdec.layers.rotary import Angles, Rope
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -18,7 +18,8 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class DFlashModel(nn.Module):
-    """The network; `drafters.dflash.network` runs it. All shapes may carry batch axes.
+    """The network; `drafters.dflash.network` drafts with it. Its own forward is for training, which knows no drafter with
+    `DFlashConfig.peculiarities`; all shapes may carry batch axes.
 
     Args:
         config: the drafter.
@@ -33,8 +34,7 @@ class DFlashModel(nn.Module):
         super().__init__()
         hidden, eps, taps = config.hidden_size, config.rms_norm_eps, len(config.target_layer_ids)
         self.config = config
-        layer = GemmaLayer if config.gemma else DFlashLayer
-        self.layers = nn.ModuleList(layer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(DFlashLayer(config) for _ in range(config.num_hidden_layers))
         self.fc = None if config.mixes_taps else nn.Linear(config.feature_size, hidden, bias=False)
         mixture = torch.zeros(config.num_hidden_layers, taps)
         self.layer_fusion_weights = nn.Parameter(mixture) if config.mixes_taps else None
@@ -64,49 +64,27 @@ class DFlashModel(nn.Module):
             Two tensors [..., num_layers, num_kv_heads, head_dim]; keys are normed and rotated.
         """
         config = self.config
+        assert self.fc is not None and not config.peculiarities, "such a drafter runs on the decoder stack alone"
         weight, bias, norms = self.context_projection()
-        shape = (config.num_hidden_layers, -1, config.num_key_value_heads, config.head_dim)
-        if self.layer_fusion_weights is None:
-            rows = F.linear(self.context(features), weight, bias).unflatten(-1, shape)
-        else:  # every layer has rows of its own
-            rows = torch.einsum("...lh,loh->...lo", self.context(features), weight.unflatten(0, (config.num_hidden_layers, -1)))
-            rows = (rows if bias is None else rows + bias.view(config.num_hidden_layers, -1)).flatten(-2).unflatten(-1, shape)
-        key, value = rows[..., 0, :, :], rows[..., -1, :, :]
+        shape = (config.num_hidden_layers, 2, config.num_key_value_heads, config.head_dim)
+        rows = F.linear(self.hidden_norm(self.fc(features)), weight, bias).unflatten(-1, shape)
+        key, value = rows.unbind(-3)
         key = F.rms_norm(key, (config.head_dim,), eps=config.rms_norm_eps) * norms[:, None]
         cos, sin = self._angles(position_ids, key.dtype)
-        return turned(key, cos[..., None, :, :], sin[..., None, :, :]), values_of(value, config)
+        return turned(key, cos[..., None, :, :], sin[..., None, :, :]), value
 
-    def context(self, features: Tensor) -> Tensor:
-        """What is projected to keys and values, from features [..., num_taps * H_target].
-
-        Returns:
-            [..., H], or [..., num_layers, H] where layers have mixtures of their own.
-        """
-        config = self.config
-        taps = features.unflatten(-1, (-1, config.tap_width))
-        if self.aux_hidden_norms is not None:
-            normed = [norm(tap) for norm, tap in zip(self.aux_hidden_norms, taps.unbind(-2), strict=True)]
-            features = torch.cat(normed, dim=-1)
-        if self.layer_fusion_weights is not None:
-            mixture = torch.softmax(self.layer_fusion_weights.float(), dim=-1).to(taps.dtype)
-            return self.hidden_norm(mixture @ taps)
-        assert self.fc is not None
-        context = self.hidden_norm(self.fc(features))
-        return F.rms_norm(context, context.shape[-1:], eps=config.rms_norm_eps) if config.norms_context else context
-
-    def block_forward(self, embeddings: Tensor, position_ids: Tensor, attend: Attend, keep: Keep | None = None) -> Tensor:
+    def block_forward(self, embeddings: Tensor, position_ids: Tensor, attend: Attend) -> Tensor:
         """Final hidden states [..., H], normed, of block rows.
 
         Args:
             embeddings: [..., H], scaled input embeddings of the anchor and the masks; with convolutions [..., n * block_size, H].
             position_ids: int64 [...].
             attend: attention of a layer over its context and the block.
-            keep: rows that are wanted, since nothing sees the others after the last attention; None for all.
         """
         hidden = embeddings
         cos, sin = self._angles(position_ids, hidden.dtype)
         for i, layer in enumerate(self.layers):
-            hidden = layer(hidden, cos, sin, partial(attend, i), keep if i == len(self.layers) - 1 else None)
+            hidden = layer(hidden, cos, sin, partial(attend, i))
         return self.norm(hidden)
 
     def context_projection(self) -> tuple[Tensor, Tensor | None, Tensor]:

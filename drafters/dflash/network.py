@@ -1,6 +1,6 @@
 """A DFlash network laid out for drafting: the layers of `DFlashModel` on the decoder stack, over the paged cache."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from drafters.dflash.context import Context, norm_of
 from drafters.dflash.convolution import DFlashConvolution
 from drafters.dflash.latent import LatentProjections, split_latents
-from drafters.dflash.layers import DFlashAttention, DFlashLayer, GemmaLayer, Keep
+from drafters.dflash.layers import DFlashAttention, DFlashLayer
 from drafters.dflash.model import DFlashModel, rope_of
 from specdec.attention.backend import AttentionBackend
 from specdec.attention.mla import MlaBackend
@@ -22,6 +22,9 @@ from specdec.layers.mlp import ConvolvedMLP, GatedMLP
 from specdec.layers.norm import Norm
 from specdec.layers.ops import Heads, ops_for
 from specdec.layers.rotary import Angles, Rope, rotate, rotation_order
+
+Keep = Callable[[Tensor], Tensor]
+"""Rows of `[rows, ...]` whose final states are wanted."""
 
 
 class DFlashNetwork:
@@ -44,7 +47,7 @@ class DFlashNetwork:
         _pair_up(model, self._rope)
         ones = torch.ones(model.config.head_dim, device=attention.spec.device)
         self._value_norm = Norm(ones, model.config.rms_norm_eps) if model.config.gemma else None
-        layers = [self._layer(cast(DFlashLayer | GemmaLayer, layer), index) for index, layer in enumerate(model.layers)]
+        layers = [self._layer(cast(DFlashLayer, layer), index) for index, layer in enumerate(model.layers)]
         self._decoder = Decoder(layers, norm_of(model.norm, model.config.gemma), ops=self._ops)
         self._context = Context(model, self._ops)
         rounds_last, gains = model.config.gemma, model.context_projection()[2]
@@ -93,7 +96,7 @@ class DFlashNetwork:
         for index, (cache, norm) in enumerate(zip(caches, self._norms, strict=True)):
             self._ops.write(self._attention, rows[:, index, 0], values[:, index], norm, turn, cache, slot_mapping)
 
-    def _layer(self, layer: DFlashLayer | GemmaLayer, index: int) -> DecoderLayer:
+    def _layer(self, layer: DFlashLayer, index: int) -> DecoderLayer:
         gemma, mlp = self._config.gemma, layer.mlp
         shared: dict[str, Any] = {
             "input_norm": norm_of(layer.input_layernorm, gemma),
@@ -103,7 +106,7 @@ class DFlashNetwork:
             "output": _join(layer.self_attn.o_proj),
         }
         gated = GatedMLP(_join(mlp.gate_proj, mlp.up_proj), _join(mlp.down_proj), "gelu_tanh" if gemma else "silu")
-        if isinstance(layer, GemmaLayer):
+        if layer.pre_feedforward_layernorm is not None and layer.post_feedforward_layernorm is not None:  # as Gemma has them
             return DecoderLayer(
                 **shared,
                 attention_norm=norm_of(layer.post_attention_layernorm, gemma),

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from torch import Tensor
-from transformers import DeepseekV3Config
 
+from drafters.attention import LatentSizes
 from drafters.checkpoint import CONFIG, check_tensors, find_folder, naming, own_tensors, plain_tensors, read_json, read_tensors
 from drafters.eagle3.config import Eagle3Config, parse_config
 from drafters.vocabulary import check_map, without_full_map
@@ -55,8 +55,9 @@ def tensor_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
             "mlp.up_proj.weight": (inner, hidden),
             "mlp.down_proj.weight": (hidden, inner),
         }
-        if isinstance(layers, DeepseekV3Config):
-            layer = {name: shape for name, shape in layer.items() if "self_attn" not in name} | latent_shapes(layers, given)
+        if config.latent is not None:
+            layer = {name: shape for name, shape in layer.items() if "self_attn" not in name}
+            layer |= _latent_shapes(config, config.latent, given)
         if index == 0:
             layer["hidden_norm.weight"] = (hidden,)
         if config.has_head_norms:
@@ -81,23 +82,23 @@ def tensor_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def latent_shapes(layers: DeepseekV3Config, given: int) -> dict[str, tuple[int, ...]]:
+def _latent_shapes(config: Eagle3Config, sizes: LatentSizes, given: int) -> dict[str, tuple[int, ...]]:
     """Tensors of latent attention to an input of `given` numbers."""
-    heads, rank, rope, compressed = layers.num_attention_heads, layers.kv_lora_rank, layers.qk_rope_head_dim, layers.q_lora_rank
-    query = heads * (layers.qk_nope_head_dim + rope)
+    heads, hidden = config.layers.num_attention_heads, config.layers.hidden_size
+    query = heads * (sizes.nope + sizes.rope)
     shapes: dict[str, tuple[int, ...]] = {
-        "kv_a_proj_with_mqa.weight": (rank + rope, given),
-        "kv_a_layernorm.weight": (rank,),
-        "kv_b_proj.weight": (heads * (layers.qk_nope_head_dim + layers.v_head_dim), rank),
-        "o_proj.weight": (layers.hidden_size, heads * layers.v_head_dim),
+        "kv_a_proj_with_mqa.weight": (sizes.rank + sizes.rope, given),
+        "kv_a_layernorm.weight": (sizes.rank,),
+        "kv_b_proj.weight": (heads * (sizes.nope + sizes.value), sizes.rank),
+        "o_proj.weight": (hidden, heads * sizes.value),
     }
-    if compressed is None:
+    if sizes.query_rank is None:
         shapes["q_proj.weight"] = (query, given)
     else:
         shapes |= {
-            "q_a_proj.weight": (compressed, given),
-            "q_a_layernorm.weight": (compressed,),
-            "q_b_proj.weight": (query, compressed),
+            "q_a_proj.weight": (sizes.query_rank, given),
+            "q_a_layernorm.weight": (sizes.query_rank,),
+            "q_b_proj.weight": (query, sizes.query_rank),
         }
     return {f"self_attn.{name}": shape for name, shape in shapes.items()}
 

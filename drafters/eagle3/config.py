@@ -7,8 +7,10 @@ from typing import Any, TypeAlias
 from transformers import DeepseekV3Config, LlamaConfig, Qwen3Config
 
 from drafters.algorithms import algorithm_of
+from drafters.attention import LatentSizes
 from drafters.keys import Keys, check_known, require, section
 from drafters.sequential.drafter import USUAL_DRAFTS
+from specdec.errors import one_line
 from specdec.layers.rotary import STATIC_ROPE_TYPES
 
 MOST_DRAFTS = 64
@@ -99,9 +101,19 @@ class Eagle3Config:
         return isinstance(self.layers, Qwen3Config)
 
     @property
-    def is_latent(self) -> bool:
-        """Whether attention is latent (arXiv 2405.04434)."""
-        return isinstance(self.layers, DeepseekV3Config)
+    def latent(self) -> LatentSizes | None:
+        """Of latent attention (arXiv 2405.04434); None without it."""
+        layers = self.layers
+        if not isinstance(layers, DeepseekV3Config):
+            return None
+        return LatentSizes(
+            query_rank=layers.q_lora_rank,
+            rank=layers.kv_lora_rank,
+            nope=layers.qk_nope_head_dim,
+            rope=layers.qk_rope_head_dim,
+            value=layers.v_head_dim,
+            interleaved=getattr(layers, "rope_interleave", True),
+        )
 
     def taps(self, num_target_layers: int) -> tuple[int, ...]:
         """Tapped layers of a target of so many, 0-based: those stated, or a low, a middle and a high one."""
@@ -180,8 +192,7 @@ def _layers(shape: Mapping[str, Any]) -> Layers:
     try:
         layers = _LAYERS[str(kind)](**shape)
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        require(False, f"the layers' part of config.json is not valid ({reason[:160]}); correct it")
+        require(False, f"the layers' part of config.json is not valid ({one_line(error)}); correct it")
     require(
         layers.num_attention_heads % layers.num_key_value_heads == 0 and layers.head_dim % 2 == 0,
         f"{layers.num_attention_heads} query heads on {layers.num_key_value_heads} key heads of {layers.head_dim}:"

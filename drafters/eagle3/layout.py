@@ -31,7 +31,7 @@ def write_checkpoint(path: Path, config: Eagle3Config, tensors: Mapping[str, Ten
     Raises:
         CheckpointError: what the layout cannot express, a taken path, or a failed write.
     """
-    require(not config.is_latent, "a head with latent attention can be read, but not written")
+    require(config.latent is None, "a head with latent attention can be read, but not written")
     dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
     written = _to_sglang(config, dtype) if layout == "sglang" else _to_speculators(config, dtype)
     stored = {_name(name, layout): tensor.contiguous() for name, tensor in tensors.items()}

@@ -6,11 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import DeepseekV3Config
 
-from drafters.attention import attention_like
+from drafters.attention import attention_like, latent_like
 from drafters.eagle3.config import Eagle3Config
-from drafters.eagle3.latent import latent_attention, latent_backend
+from drafters.eagle3.latent import latent_attention
 from drafters.sequential.network import Mask, Rows, SequentialNetwork
 from drafters.vocabulary import target_ids
 from specdec.attention.backend import AttentionBackend
@@ -162,9 +161,10 @@ class Eagle3Network(SequentialNetwork):
 
     def _attention_of(self, index: int, weights: "_Weights") -> HeadAttention | LatentAttention:
         config, name = self._config, f"layers.{index}.self_attn"
-        if isinstance(config.layers, DeepseekV3Config):
+        if config.latent is not None:
             assert isinstance(self._attention, MlaBackend)
-            return latent_attention(weights.tensors, name, config.layers, self._rope, self._attention.spec)
+            parameters, spec = config.layers.rope_parameters, self._attention.spec
+            return latent_attention(weights.tensors, name, config.latent, self._rope, spec, rope_parameters=parameters)
         heads = Heads(
             scale=config.layers.head_dim**-0.5,
             window=config.windows[index],
@@ -177,8 +177,8 @@ class Eagle3Network(SequentialNetwork):
 def _attention(config: Eagle3Config, verifier: Verifier) -> AttentionBackend | MlaBackend:
     """The target's kind of attention, for the head's layers."""
     layers = config.layers
-    if isinstance(layers, DeepseekV3Config):
-        return latent_backend(layers, verifier)
+    if config.latent is not None:
+        return latent_like(verifier, layers.num_attention_heads, config.latent)
     return attention_like(
         verifier,
         num_heads=layers.num_attention_heads,

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from drafters.dflash.model import DFlashModel
-from specdec.errors import CheckpointError
+from specdec.errors import CheckpointError, one_line
 from specdec.files import write_atomically
 
 STATE_FILE = "state.pt"
@@ -29,8 +29,7 @@ def load_state(folder: Path, device: torch.device) -> dict[str, Any] | None:
     try:
         state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
     except Exception as error:  # the kinds of errors a damaged archive raises are many
-        reason = " ".join(str(error).split())[:160]
-        raise CheckpointError(f"{path} is damaged ({reason}); delete it to train from the start") from error
+        raise CheckpointError(f"{path} is damaged ({one_line(error)}); delete it to train from the start") from error
     return state
 
 

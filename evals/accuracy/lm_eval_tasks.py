@@ -15,7 +15,7 @@ from lm_eval.tasks import TaskManager
 
 from evals.accuracy.bundled_task import bundled_task
 from evals.prompt_sets import BUNDLED
-from specdec.errors import InvalidInputError
+from specdec.errors import InvalidInputError, one_line
 from specdec.files import read_jsonl
 
 
@@ -69,9 +69,8 @@ class Tasks:
                 f"a task needs split {error}, which its data lacks; give a folder with one JSONL file per split"
             ) from error
         except (OSError, ValueError, RuntimeError) as error:
-            reason = " ".join(str(error).split())[:200]
             raise InvalidInputError(
-                f"cannot load the data of the tasks: {reason}; name local files with --data TASK=PATH"
+                f"cannot load the data of the tasks: {one_line(error)}; name local files with --data TASK=PATH"
             ) from error
         return tasks
 

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any, Protocol
 
 from specdec.core import Verifier
-from specdec.errors import InvalidInputError
+from specdec.errors import InvalidInputError, one_line
 from specdec.registry import resolve
 from specdec.sampling_params import SamplingParams
 
@@ -57,9 +57,9 @@ def require(module: str, package: str, peer: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        reason = " ".join(str(error).split())[:200]
-        message = f"peer {peer!r} needs the package {package} ({reason}); install it or leave the peer out"
-        raise InvalidInputError(message) from error
+        raise InvalidInputError(
+            f"peer {peer!r} needs the package {package} ({one_line(error)}); install it or leave the peer out"
+        ) from error
 
 
 def only_greedy(peer: str, samplings: Sequence[SamplingParams]) -> None:

@@ -33,7 +33,8 @@ class Attention(Protocol):
 
     @property
     def rope(self) -> Rope | None:
-        """How queries and keys are rotated; None where nothing is."""
+        """How queries and keys are rotated; None, as by default, where nothing is."""
+        return None
 
     @property
     def linears(self) -> tuple[Linear, ...]:

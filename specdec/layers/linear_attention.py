@@ -16,7 +16,7 @@ from specdec.layers.rotary import Rope
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LinearAttention:
+class LinearAttention(Attention):
     """Linear attention whose output is normed by group and gated, as in Qwen3-Next and Mamba-2.
 
     Attributes:
@@ -31,11 +31,6 @@ class LinearAttention:
     recurrence: Recurrence
     norm: GroupNorm | None
     row_gates: Linear | None = None
-
-    @property
-    def rope(self) -> Rope | None:
-        """See `Attention.rope`."""
-        return None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -56,7 +51,7 @@ class LinearAttention:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class KeyDecayAttention:
+class KeyDecayAttention(Attention):
     """Linear attention with a decay per key channel (Kimi Delta Attention, arXiv 2510.26692). Decays and gates come by few numbers.
 
     Attributes:
@@ -72,11 +67,6 @@ class KeyDecayAttention:
     gates: Linear
     recurrence: Recurrence
     norm: GroupNorm
-
-    @property
-    def rope(self) -> Rope | None:
-        """See `Attention.rope`."""
-        return None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -95,7 +85,7 @@ class KeyDecayAttention:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ShortConvolution:
+class ShortConvolution(Attention):
     """A convolution over few rows between two gates, as in LFM2 (arXiv 2511.23404): `after * convolution(before * value)`.
 
     Attributes:
@@ -107,11 +97,6 @@ class ShortConvolution:
     inputs: Linear
     kernel: Tensor
     bias: Tensor | None = None
-
-    @property
-    def rope(self) -> Rope | None:
-        """See `Attention.rope`."""
-        return None
 
     @property
     def linears(self) -> tuple[Linear, ...]:

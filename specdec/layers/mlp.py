@@ -46,6 +46,10 @@ class GatedMLP:
         """See `FeedForward.linears`."""
         return self.gate_up, self.down
 
+    def product(self, ops: Ops, hidden: Tensor) -> Tensor:
+        """What it puts out [T, H] for `hidden` [T, H], before that joins anything."""
+        return ops.project(self.down, ops.gated(self.gate_up, hidden, self.activation, self.down))
+
     def __call__(self, ops: Ops, hidden: Tensor, residual: Tensor, join: Join, ahead: Linear | None) -> tuple[Tensor, Tensor]:
         """See `FeedForward.__call__`."""
         return ops.project_add(self.down, ops.gated(self.gate_up, hidden, self.activation, self.down), residual, join, ahead)
@@ -70,9 +74,8 @@ class ConvolvedMLP:
 
     def __call__(self, ops: Ops, hidden: Tensor, residual: Tensor, join: Join, ahead: Linear | None) -> tuple[Tensor, Tensor]:
         """See `FeedForward.__call__`."""
-        dynamic, down = ops.project(self.convolution.projection, hidden), self.mlp.down
-        given = ops.mix_rows(hidden, dynamic, self.convolution, 0)
-        product = ops.project(down, ops.gated(self.mlp.gate_up, given, self.mlp.activation, down))
+        dynamic = ops.project(self.convolution.projection, hidden)
+        product = self.mlp.product(ops, ops.mix_rows(hidden, dynamic, self.convolution, 0))
         return ops.add(ops.mix_rows(product, dynamic, self.convolution, 1), residual, join, ahead)
 
 
@@ -117,7 +120,7 @@ class MixtureOfExperts:
             output = ops.experts(self.experts, ops.project(self.latent[0], hidden), weights, ids)
             output = ops.project(self.latent[1], output.sum(0).to(hidden.dtype) if output.ndim == 3 else output)
         if self.shared is not None:
-            shared = ops.project(self.shared.down, ops.gated(self.shared.gate_up, hidden, self.shared.activation, self.shared.down))
+            shared = self.shared.product(ops, hidden)
             if self.shared_gate is not None:
                 shared = shared * ops.project(self.shared_gate, hidden).sigmoid()
             output = output + shared if output.ndim == 2 else torch.cat([output, shared[None].to(output.dtype)])
@@ -166,6 +169,6 @@ class MlpBesideExperts:
             routed = summed(routed, self.group, hidden.dtype)
         elif routed.ndim == 3:
             routed = routed.sum(0).to(hidden.dtype)
-        down = self.mlp.down
-        product = ops.project(down, ops.gated(self.mlp.gate_up, hidden, self.mlp.activation, down))
-        return ops.add(ops.norm(product, self.mlp_norm) + ops.norm(routed, self.output_norm), residual, join, ahead)
+        return ops.add(
+            ops.norm(self.mlp.product(ops, hidden), self.mlp_norm) + ops.norm(routed, self.output_norm), residual, join, ahead
+        )

@@ -82,6 +82,5 @@ class AfterSharedBlock:
         first, second = (rows._replace(cache=cache, plan=plan) for cache, plan in zip(rows.cache, rows.plan, strict=True))
         seen = ops.norm(torch.cat([hidden, rows.shared[EMBEDDINGS]], dim=1), self.block_norm)
         attended = ops.project(self.output, self.attention(ops, seen, first, self.output))
-        opened = ops.gated(self.mlp.gate_up, ops.norm(attended, self.mlp_norm), self.mlp.activation, self.mlp.down)
-        added = hidden + ops.project(self.projection, ops.project(self.mlp.down, opened))
+        added = hidden + ops.project(self.projection, self.mlp.product(ops, ops.norm(attended, self.mlp_norm)))
         return self.linear(ops, ops.norm(added, self.norm), second, ahead)

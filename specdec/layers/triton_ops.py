@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from specdec.attention.backend import AttentionBackend
 from specdec.attention.triton.fa import TritonFaBackend
@@ -30,23 +29,20 @@ from specdec.kernels.triton_rope import rope, rope_store
 from specdec.kernels.triton_router import route
 from specdec.kernels.triton_short_convolution import convolve
 from specdec.kv_cache import LayerCache, StateCache
-from specdec.layers.convolution import convolve as plainly_convolve
-from specdec.layers.experts import apply_experts, experts_on_triton
+from specdec.layers.experts import experts_on_triton
 from specdec.layers.fused import convolves_on_triton, embeds, multiplies_few_rows
 from specdec.layers.grouped_convolution import GroupedConvolution, Side
-from specdec.layers.grouped_convolution import mix_rows as plainly_mix_rows
 from specdec.layers.linear import Linear
 from specdec.layers.norm import GroupNorm, Norm
-from specdec.layers.ops import Heads, Join
+from specdec.layers.ops import Heads, Join, TorchOps
 from specdec.layers.recurrence import Recurrence, RecurrentRows
-from specdec.layers.recurrence import recur as plainly
 from specdec.layers.recurrence_check import recurs_on_triton
 from specdec.layers.rotary import Angles
 from specdec.layers.router import Router
 
 
-class TritonOps:
-    """`Ops` in Triton.
+class TritonOps(TorchOps):
+    """`Ops` in Triton, and in plain torch where a kernel does not pass its check or gains nothing.
 
     Args:
         device: where.
@@ -67,10 +63,7 @@ class TritonOps:
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
         """See `Ops.embed`."""
-        if self._embeds:
-            return embed(token_ids, table, scale)
-        rows = F.embedding(token_ids, table)
-        return rows if scale == 1 else rows * scale
+        return embed(token_ids, table, scale) if self._embeds else super().embed(token_ids, table, scale)
 
     def norm(self, x: Tensor, norm: Norm, ahead: Linear | None = None) -> Tensor:
         """See `Ops.norm`."""
@@ -113,7 +106,7 @@ class TritonOps:
     def route(self, router: Router, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """See `Ops.route`."""
         if router.aiter is not None or not self._mixes:
-            return router(hidden)
+            return super().route(router, hidden)
         gate, rows = router.gate, hidden.to(router.gate.dtype)
         logits = gate.few_rows(rows, may_split=True) if self._multiplies_few_rows else None
         return route(gate(rows) if logits is None else logits, router.routing, router.bias)
@@ -124,7 +117,7 @@ class TritonOps:
             self._suited[id(experts)] = self._mixes and not unsupported_reasons(experts, ids.shape[1])
         if self._suited[id(experts)]:
             return mix(x, weights, ids.int(), experts)
-        return apply_experts(x, weights, ids.long(), experts)
+        return super().experts(experts, x, weights, ids.long())
 
     def attend(
         self,
@@ -174,15 +167,17 @@ class TritonOps:
 
     def recur(self, x: Tensor, recurrence: Recurrence, cache: StateCache, rows: RecurrentRows) -> Tensor:
         """See `Ops.recur`."""
-        return (recur if self._recurs else plainly)(x, recurrence, cache, rows)
+        return (recur if self._recurs else super().recur)(x, recurrence, cache, rows)
 
     def convolve(self, joined: Tensor, kernel: Tensor, bias: Tensor | None, cache: StateCache, rows: RecurrentRows) -> Tensor:
         """See `Ops.convolve`."""
-        return (convolve if self._recurs else plainly_convolve)(joined, kernel, bias, cache, rows)
+        return (convolve if self._recurs else super().convolve)(joined, kernel, bias, cache, rows)
 
     def mix_rows(self, x: Tensor, dynamic: Tensor, convolution: GroupedConvolution, side: Side) -> Tensor:
         """See `Ops.mix_rows`."""
-        return (mix_rows if self._convolves else plainly_mix_rows)(x, dynamic, convolution.base, convolution.width, side)
+        if not self._convolves:
+            return super().mix_rows(x, dynamic, convolution, side)
+        return mix_rows(x, dynamic, convolution.base, convolution.width, side)
 
     def gated_norm(self, x: Tensor, gate: Tensor, norm: GroupNorm) -> Tensor:
         """See `Ops.gated_norm`."""

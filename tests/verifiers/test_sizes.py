@@ -8,8 +8,8 @@ from torch import nn
 
 from tests.checks.public_targets import data
 from tests.helpers.tiny_models import CONFIGS, plain_model
+from verifiers.formats.method import stated_quantization
 from verifiers.sizes import parameters, weight_bytes
-from verifiers.support import quantization_of
 from verifiers.wrappers import config_of, text_config
 
 GB = 1e9
@@ -45,7 +45,7 @@ def test_parameters_are_those_of_the_model(name: str) -> None:
 def test_public_sizes(target: str, gigabytes: float) -> None:
     """Within a fiftieth: block scales are not counted, nor what lies in the file beside the model."""
     config = text_of(target)
-    found = weight_bytes(config, quantization_of(config), torch.bfloat16)
+    found = weight_bytes(config, stated_quantization(config), torch.bfloat16)
     assert found / GB == pytest.approx(gigabytes, rel=0.02)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from specdec.errors import CheckpointError
+from specdec.errors import CheckpointError, one_line
 from verifiers.formats.format import Stored
 from verifiers.shares import Share
 from verifiers.weights import COMPUTED
@@ -60,9 +60,8 @@ def read_gguf(
             path.parent, gguf_file=path.name, config=config, dtype=dtype, output_loading_info=True, **options
         )
     except (ValueError, RuntimeError, KeyError, NotImplementedError) as error:
-        reason = " ".join(str(error).split())
         raise CheckpointError(
-            f"transformers does not read {path.name!r} ({reason[:200]}); take the safetensors files of the model"
+            f"transformers does not read {path.name!r} ({one_line(error)}); take the safetensors files of the model"
         ) from error
     if missing := sorted(report["missing_keys"]):
         raise CheckpointError(f"{path.name!r} lacks {len(missing)} tensors, the first being {missing[0]!r}; fetch it again")

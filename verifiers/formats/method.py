@@ -23,6 +23,14 @@ FORMATS: dict[str, Callable[[Mapping[str, Any]], Format]] = {
 """What is read, by `quant_method`."""
 
 
+def stated_quantization(config: Any) -> Mapping[str, Any] | None:
+    """How weights are quantized, as a model's config says it; None for plain numbers."""
+    stated = getattr(config, "quantization_config", None)
+    if not stated:
+        return None
+    return stated if isinstance(stated, Mapping) else dict(stated.to_dict())
+
+
 def method_of(quantization: Mapping[str, Any]) -> str:
     """The name of the method; the files of ModelOpt do not always state it."""
     stated = quantization.get("quant_method") or ("modelopt" if "quant_algo" in quantization else None)

@@ -61,10 +61,41 @@ def verifier_of(dtype: torch.dtype) -> FakeVerifier:
 
 
 def test_state_dict_is_the_checkpoint() -> None:
-    """Module and file agree on every name and shape, so that training can write what it trains."""
-    for config in (TINY, REDUCED, replace(TINY, attention_bias=True, target_hidden_size=48), CONVOLVED):
-        state = DFlashModel(config).state_dict()
-        assert {name: tuple(tensor.shape) for name, tensor in state.items()} == tensor_shapes(config)
+    """The module has the names and shapes of the public layout, so that what it trains is a checkpoint."""
+    hidden, inner, width, query, kv = 32, 48, 16, 64, 32  # of TINY
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (query, hidden),
+        "self_attn.k_proj.weight": (kv, hidden),
+        "self_attn.v_proj.weight": (kv, hidden),
+        "self_attn.o_proj.weight": (hidden, query),
+        "self_attn.q_norm.weight": (width,),
+        "self_attn.k_norm.weight": (width,),
+        "post_attention_layernorm.weight": (hidden,),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+    }
+    plain = {f"layers.{index}.{name}": shape for index in range(3) for name, shape in layer.items()}
+    plain |= {"fc.weight": (hidden, 3 * hidden), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
+    assert tensor_shapes(TINY) == plain
+    biases = {name.replace("weight", "bias"): shape[:1] for name, shape in plain.items() if "self_attn" in name and "proj" in name}
+    wide = {"fc.weight": (hidden, 3 * 48)}
+    assert tensor_shapes(replace(TINY, attention_bias=True, target_hidden_size=48)) == plain | biases | wide
+    reduced = {"lm_head.weight": (REDUCED.draft_vocab_size, hidden), "d2t": (REDUCED.draft_vocab_size,)}
+    assert tensor_shapes(REDUCED) == plain | reduced
+    taps, groups = 2, hidden // 4
+    for name in ("attention_conv", "mlp_conv"):
+        for index in range(3):
+            plain[f"layers.{index}.{name}.base_kernel"] = (2, taps, hidden)
+            plain[f"layers.{index}.{name}.kernel_projection.weight"] = (2 * taps * groups, hidden)
+    assert tensor_shapes(CONVOLVED) == plain
+
+
+def test_sizes_beyond_any_tensor() -> None:
+    """A damaged file asks for more bytes than can be counted; that is said in a line, before anything is read."""
+    with pytest.raises(CheckpointError, match="asks for larger tensors than there can be; download it again"):
+        tensor_shapes(replace(TINY, hidden_size=2**31 - 1, intermediate_size=2**31 - 1))
 
 
 FITS: list[tuple[DFlashConfig, str]] = [

@@ -19,7 +19,6 @@ from torch.nn import functional as F
 from drafters.dflash.checkpoint import read_checkpoint, write_checkpoint
 from drafters.dflash.drafter import BoundDFlash
 from drafters.dflash.layout import parse_config
-from drafters.dflash.model import DFlashModel
 from drafters.dspark.markov import MarkovConfig
 from drafters.load import load_drafter
 from drafters.training.shape import make_drafter
@@ -27,7 +26,6 @@ from specdec.config import CacheConfig, EngineConfig
 from specdec.engine.engine import SpecEngine
 from specdec.errors import CheckpointError, InvalidInputError
 from specdec.sampling_params import SamplingParams
-from tests.drafters.dflash.test_drafter import dense_hidden
 from tests.drafters.tiny import (
     HIDDEN,
     TARGET_LAYERS,
@@ -310,19 +308,6 @@ def test_hidden_states(kind: str, tmp_path: Path) -> None:
             exact = expected_hidden(kind, exact_tensors, rows.double(), block.double())[first:]
         assert_as_exact(hidden[request], plain, exact, factor=4)
         torch.testing.assert_close(hidden[request], plain, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("kind", ["dflare", "gemma"])
-def test_the_module_agrees(kind: str, tmp_path: Path) -> None:
-    """What training and `specdec couple` run has the same states as what drafts; windows are left to its callers."""
-    tensors = random_tensors(kind)
-    config, read = read_checkpoint(write(tmp_path / "drafter", kind, tensors))
-    model = DFlashModel(config, own_embeddings="embed_tokens.weight" in read, own_head="lm_head.weight" in read)
-    model.load_state_dict(read)
-    features, block = torch.randn(11, HIDDEN * len(TAPS)), torch.randn(BLOCK, HIDDEN)
-    torch.testing.assert_close(
-        dense_hidden(model, features, block), expected_hidden(kind, tensors, features, block), atol=1e-4, rtol=1e-4
-    )
 
 
 def test_formulas_of_muse_are_transformers(tmp_path: Path) -> None:
