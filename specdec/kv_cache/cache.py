@@ -13,6 +13,9 @@ from specdec.errors import CapacityError
 from specdec.kv_cache.block_pool import blocks_for
 from specdec.kv_cache.state import StateCache, StateLayerSpec
 
+_ALIGNED = 64
+"""Bytes at whose multiples a tensor of a CPU's caches begins."""
+
 
 class PagedLayerSpec(Protocol):
     """What one attention layer stores per token."""
@@ -20,8 +23,10 @@ class PagedLayerSpec(Protocol):
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of one token in a cache of `dtype`."""
 
-    def allocate(self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> Any:
-        """The layer's cache, zeroed: a named tuple of tensors `[num_blocks, block_size, ...]`."""
+    def allocate(
+        self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, memory: "Memory | None" = None
+    ) -> Any:
+        """The layer's cache, zeroed: a named tuple of tensors `[num_blocks, block_size, ...]`, from `memory` or of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +63,13 @@ class KVLayerSpec:
         """
         return 2 * self.num_kv_heads * self.head_dim * dtype.itemsize
 
-    def allocate(self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> "LayerCache":
+    def allocate(
+        self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, memory: "Memory | None" = None
+    ) -> "LayerCache":
         """See `PagedLayerSpec.allocate`."""
+        memory = memory or Memory([self], num_blocks * block_size, dtype, device)
         shape = (num_blocks, block_size, self.num_kv_heads, self.head_dim)
-        return LayerCache(key=_zeros(shape, dtype, device), value=_zeros(shape, dtype, device))
+        return LayerCache(key=memory.zeros(shape, dtype), value=memory.zeros(shape, dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +94,14 @@ class LatentLayerSpec:
         """
         return self.width * dtype.itemsize + self.index_bytes
 
-    def allocate(self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> "LatentCache":
+    def allocate(
+        self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, memory: "Memory | None" = None
+    ) -> "LatentCache":
         """See `PagedLayerSpec.allocate`."""
+        memory = memory or Memory([self], num_blocks * block_size, dtype, device)
         return LatentCache(
-            latent=_zeros((num_blocks, block_size, self.width), dtype, device),
-            index_key=_zeros((num_blocks, block_size, self.index_bytes), torch.uint8, device),
+            latent=memory.zeros((num_blocks, block_size, self.width), dtype),
+            index_key=memory.zeros((num_blocks, block_size, self.index_bytes), torch.uint8),
         )
 
 
@@ -140,13 +151,15 @@ class PagedKVCache:
         self.block_size = block_size
         lengths = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.layers: list[Any] = []
+        paged = [spec for spec in specs if not isinstance(spec, StateLayerSpec)]
+        memory = Memory(paged, num_blocks * block_size, dtype, device)
         for spec in specs:
             if isinstance(spec, SharedLayerSpec):
                 self.layers.append(self.layers[spec.layer])
             elif isinstance(spec, StateLayerSpec):
                 self.layers.append(spec.allocate_slots(most_rows, lengths))
             else:
-                self.layers.append(spec.allocate(num_blocks, block_size, dtype, device))
+                self.layers.append(spec.allocate(num_blocks, block_size, dtype, device, memory))
 
     def scrub(self, blocks: Sequence[int]) -> None:
         """Zeroes blocks whose content is not finite, before anyone else reads them."""
@@ -159,15 +172,36 @@ class PagedKVCache:
                 tensor.view(torch.uint8).index_fill_(0, index, 0)  # as bytes, since 8-bit floats have no index_fill_
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, not uninitialized memory: a masked key weighs 0, and 0 times NaN would still be NaN.
+class Memory:
+    """Where tensors of caches come from: zeros, not uninitialized memory, as a masked key weighs 0, and 0 times NaN is still NaN.
 
-    On a CPU the pages come from the system as zeros when they are first touched, so a large cache costs neither time nor memory
-    before it is used.
+    On a CPU all are pieces of one, in the order in which they are asked for, so that one operation can move rows of many layers.
+    Its pages come from the system as zeros when they are first touched, so a large cache costs neither time nor memory before it is
+    used.
+
+    Args:
+        specs: of the layers, with up to two tensors each.
+        num_tokens: slots of each.
+        dtype: element type of what is cached.
+        device: of the tensors.
     """
-    if device.type == "cpu":
-        return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
-    return torch.zeros(shape, dtype=dtype, device=device)
+
+    def __init__(
+        self, specs: Sequence[PagedLayerSpec | SharedLayerSpec], num_tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._device, self._free = device, torch.empty(0)
+        if device.type == "cpu":
+            size = sum(num_tokens * spec.bytes_per_token(dtype) + 2 * _ALIGNED for spec in specs)
+            self._free = torch.from_numpy(np.zeros(size, dtype=np.uint8))
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The next tensor."""
+        if self._device.type != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=self._device)
+        first = -self._free.data_ptr() % _ALIGNED
+        end = first + math.prod(shape) * dtype.itemsize
+        piece, self._free = self._free[first:end], self._free[end:]
+        return piece.view(dtype).view(shape)
 
 
 def num_blocks_in_budget(

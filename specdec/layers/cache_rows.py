@@ -8,7 +8,7 @@ from torch import Tensor
 
 from specdec.deviation import Deviation, mismatches, worst
 from specdec.kernels.triton_launch import unavailable_reasons
-from specdec.kv_cache.rows import move_rows, rows_of
+from specdec.kv_cache.rows import move_rows, rows_of, side_by_side
 from specdec.self_check import passes
 
 
@@ -21,7 +21,7 @@ class CacheRows:
 
     def __init__(self, caches: Iterable[object]) -> None:
         self._tensors = rows_of(caches)
-        self._table = None
+        self._table, self._joined = None, side_by_side(self._tensors)
         if self._tensors and moves_on_triton(self._tensors[0].device):
             from specdec.kernels import triton_cache_rows  # it imports Triton
 
@@ -30,7 +30,7 @@ class CacheRows:
     def move(self, slots: Tensor, path: Tensor) -> None:
         """See `specdec.kv_cache.rows.move_rows`; the host never waits."""
         if self._table is None:
-            move_rows(self._tensors, slots, path)
+            move_rows(self._joined, slots, path)
             return
         from specdec.kernels import triton_cache_rows  # it imports Triton
 
@@ -55,6 +55,6 @@ def check_cache_rows(device: torch.device) -> Deviation:
         tensors = [torch.randint(256, (40, size), dtype=torch.uint8, generator=generator) for size in sizes]
         moved = [tensor.to(device, copy=True) for tensor in tensors]
         triton_cache_rows.move_rows(triton_cache_rows.row_table(moved), slots.to(device), path.to(device))
-        move_rows(tensors, slots, path)
+        move_rows(side_by_side(tensors), slots, path)
         found += [mismatches(ours, expected) for ours, expected in zip(moved, tensors, strict=True)]
     return worst(found)

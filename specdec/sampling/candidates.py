@@ -86,20 +86,17 @@ def plain_candidates(
 
 def _best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Columns int64 and log-probabilities float32 [rows, count] of the highest of float32 [rows, V]."""
-    if count == 1:
-        best = scores.max(dim=-1, keepdim=True)  # of equal ones the first, too
-        columns, highest = best.indices, best.values
-    else:
-        columns = highest_columns(scores, count)
-        highest = scores.gather(-1, columns)
-    logprobs = highest - scores.logsumexp(dim=-1, keepdim=True)
+    # `max` gives of equal ones the first, too.
+    columns = scores.max(dim=-1, keepdim=True).indices if count == 1 else highest_columns(scores, count)
+    logprobs = scores.log_softmax(dim=-1).gather(-1, columns)  # on a CPU twice as fast as logsumexp
     return columns, torch.where(logprobs.isnan(), -torch.inf, logprobs.clamp(max=0.0))
 
 
 def highest_columns(scores: Tensor, count: int) -> Tensor:
     """Columns int64 [rows, count] of the highest of float32 [rows, V], of equal ones the first."""
     # They lie in as many groups of columns, those of the highest maxima: the maximum of any other comes after one of each.
-    groups = F.pad(scores, (0, -scores.shape[-1] % _GROUP), value=-torch.inf).unflatten(-1, (-1, _GROUP))
+    spare = -scores.shape[-1] % _GROUP
+    groups = (F.pad(scores, (0, spare), value=-torch.inf) if spare else scores).unflatten(-1, (-1, _GROUP))
     best = _first_highest(groups.amax(dim=-1), min(count, groups.shape[1])).sort(dim=-1).values
     places = _first_highest(groups.gather(1, best[..., None].expand(-1, -1, _GROUP)).flatten(1), count)
     return best.gather(1, places // _GROUP) * _GROUP + places % _GROUP

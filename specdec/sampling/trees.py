@@ -5,6 +5,7 @@ A tree is the better the more probable its paths, for the tokens that a step yie
 """
 
 from functools import lru_cache, partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -41,15 +42,15 @@ def best_first(scores: Tensor, num_nodes: int) -> BestPaths:
             [num_reqs, K, C, C], where each of the C before gives its own to those that follow it; the first position reads row 0.
         num_nodes: N, at most 64 and no more than there are paths.
     """
-    edges = scores if scores.ndim == 4 else scores[:, :, None].expand(-1, -1, scores.shape[-1], -1)
-    depth, count = edges.shape[1], edges.shape[3]
+    depth, count = scores.shape[1], scores.shape[-1]
     assert 1 <= num_nodes <= min(MOST_NODES, sum(count ** min(d, 6) for d in range(1, depth + 1)))
     if builds_on_triton(scores.device):
         from specdec.kernels import triton_trees  # it imports Triton
 
+        edges = scores if scores.ndim == 4 else scores[:, :, None].expand(-1, -1, count, -1)
         parents, depths, ancestors, ranks, places, totals = triton_trees.best_first(edges, num_nodes)
         return BestPaths(DraftTree(parents, depths, ancestors, ranks), places, totals)
-    return _level_beams(edges, num_nodes)
+    return _level_beams(scores, num_nodes)
 
 
 def best_chain(edges: Tensor) -> Tensor:
@@ -77,35 +78,57 @@ def _followed_edges(edges: Tensor) -> Tensor:
     return torch.stack(ranks[1:], dim=1)
 
 
-def _level_beams(edges: Tensor, num_nodes: int) -> BestPaths:
+def _level_beams(scores: Tensor, num_nodes: int) -> BestPaths:
     """`best_first` in plain torch."""
-    num_reqs, depth, _, count = edges.shape
+    depth, count, conditional = scores.shape[1], scores.shape[-1], scores.ndim == 4
     # No level has more than N of the best, and those continue ones of the level above that are among its best.
-    sums, places = edges.new_zeros(num_reqs, 1), torch.zeros(num_reqs, 1, dtype=torch.int64, device=edges.device)
-    levels, first = [], 0  # row of the level's first parent; the anchor is row 0
+    totals, kept = scores.new_zeros(len(scores), 1), torch.zeros(len(scores), 1, dtype=torch.int64, device=scores.device)
+    levels = []
     for position in range(depth):
-        table = edges[:, position].gather(1, (places % count)[..., None].expand(-1, -1, count))
-        paths = (sums[..., None] + table).flatten(1)
-        kept = paths.sort(dim=1, descending=True, stable=True).indices[:, :num_nodes]
-        first, above = first + sums.shape[1], first + kept // count
-        sums, places = paths.gather(1, kept), position * count + kept % count
-        levels.append((sums, places, above))
-    totals, places, above = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
-    best = totals.sort(dim=1, descending=True, stable=True).indices[:, :num_nodes]
-    rows = torch.arange(1, num_nodes + 1, device=best.device).expand(num_reqs, -1)
-    row_of = F.pad(torch.zeros_like(places), (1, 0)).scatter_(1, best + 1, rows)
-    parents, places = row_of.gather(1, above.gather(1, best)), places.gather(1, best)
-    tree = DraftTree(parents, places // count + 1, ancestors_of(parents, depth), places % count)
-    return BestPaths(tree, places, totals.gather(1, best))
+        table = scores[:, position] if conditional else scores[:, position, None]
+        if conditional:
+            table = table.gather(1, (kept % count)[..., None].expand(-1, -1, count))
+        paths = (totals[..., None] + table).flatten(1).sort(dim=1, descending=True, stable=True)
+        totals, kept = paths.values[:, :num_nodes], paths.indices[:, :num_nodes]
+        levels.append((totals, kept))
+    totals, kept = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
+    totals, best = (x[:, :num_nodes] for x in totals.sort(dim=1, descending=True, stable=True))
+    kept, rows = kept.gather(1, best), _rows(tuple(part.shape[1] for part, _ in levels), num_nodes, scores.device)
+    positions, above = rows.positions[best], rows.parents[best] + kept // count
+    ranks = kept % count
+    row_of = rows.none.expand(len(scores), -1).scatter(1, best + 1, rows.of_nodes.expand(len(scores), -1))
+    parents = row_of.gather(1, above)
+    tree = DraftTree(parents, positions + 1, ancestors_of(parents, depth), ranks)
+    return BestPaths(tree, positions * count + ranks, totals)
+
+
+class _Rows(NamedTuple):
+    """The anchor and behind it the paths of all levels, as rows of one table."""
+
+    positions: Tensor  # int64 [paths], of a path's last draft
+    parents: Tensor  # int64 [paths], row of the first path that one of this level may continue
+    of_nodes: Tensor  # int64 [N], 1 to N
+    none: Tensor  # int64 [1 + paths], zeros
+
+
+@lru_cache(maxsize=64)
+def _rows(widths: tuple[int, ...], num_nodes: int, device: torch.device) -> _Rows:
+    """Of levels of so many paths; made once, since on a CPU many small operations are what a tree costs."""
+    firsts = accumulate((1, *widths), initial=0)
+    levels = [torch.full((width,), first, device=device) for width, first in zip(widths, firsts, strict=False)]
+    parents = torch.cat(levels)
+    positions = torch.cat([torch.full_like(level, position) for position, level in enumerate(levels)])
+    return _Rows(positions, parents, torch.arange(1, num_nodes + 1, device=device), parents.new_zeros(1 + len(parents)))
 
 
 def ancestors_of(parents: Tensor, depth: int) -> Tensor:
     """See `DraftTree.ancestors`; of drafts whose `parents` int64 [num_reqs, N] come before them, in paths of at most `depth`."""
-    above = torch.ones_like(parents) << torch.arange(parents.shape[1], device=parents.device)
-    for _ in range((depth - 1).bit_length()):  # each time it reaches twice as far
-        above = above | F.pad(above, (1, 0)).gather(1, parents)
-        parents = F.pad(parents, (1, 0)).gather(1, parents)
-    return above
+    above = F.pad(torch.ones_like(parents) << torch.arange(parents.shape[1], device=parents.device), (1, 0))
+    parents = F.pad(parents, (1, 0))  # the anchor's is itself
+    for reach in range((depth - 1).bit_length()):  # each time it reaches twice as far
+        parents = parents.gather(1, parents) if reach else parents
+        above = above | above.gather(1, parents)
+    return above[:, 1:]
 
 
 def walk(
@@ -166,7 +189,7 @@ def check_trees(device: torch.device) -> Deviation:
         edges = scores if scores.ndim == 4 else scores[:, :, None].expand(-1, -1, shape[-1], -1)
         found.append(mismatches(triton_trees.best_chain(edges.to(device)), _followed_edges(edges)))
         on_device = triton_trees.best_first(edges.to(device), num_nodes)
-        tree, places, totals = _level_beams(edges, num_nodes)
+        tree, places, totals = _level_beams(scores, num_nodes)
         plain = (tree.parents, tree.depths, tree.ancestors, tree.ranks, places, totals)
         found += [mismatches(ours, expected) for ours, expected in zip(on_device, plain, strict=True)]
         target_ids = torch.randint(2, (shape[0], num_nodes + 1), generator=generator)

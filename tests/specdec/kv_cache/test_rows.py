@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from specdec.kv_cache import KVLayerSpec, LatentLayerSpec, PagedKVCache, SharedLayerSpec, StateLayerSpec
-from specdec.kv_cache.rows import rows_of
+from specdec.kv_cache.rows import rows_of, side_by_side
 from tests.helpers.cache_rows_case import SPECS, assert_moves, filled
 
 
@@ -25,3 +25,14 @@ def test_recurrent_layers_have_no_rows() -> None:
     cache = PagedKVCache([spec], num_blocks=2, block_size=4, dtype=torch.float32, device=torch.device("cpu"), num_slots=2)
     with pytest.raises(AssertionError, match="no rows"):
         rows_of(cache.layers)
+
+
+def test_layers_of_a_cpu_lie_side_by_side() -> None:
+    """Rows of all layers of a kind move in one operation, in words; so do those behind a layer of another kind, once more."""
+    specs = [*[KVLayerSpec(3, 64)] * 4, LatentLayerSpec(5, index_bytes=3), *[KVLayerSpec(3, 64)] * 2]
+    cache = filled(specs, torch.bfloat16, torch.device("cpu"))
+    joined = side_by_side(rows_of(cache.layers))
+    assert [tuple(tensor.shape) for tensor in joined] == [(8, 32, 48), (1, 32, 5), (1, 32, 3), (4, 32, 48)]
+    assert [tensor.dtype for tensor in joined] == [torch.int64, torch.int16, torch.uint8, torch.int64]
+    assert all(tensor.data_ptr() % 64 == 0 for layer in cache.layers for tensor in layer)
+    assert_moves(cache)
