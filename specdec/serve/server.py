@@ -18,7 +18,7 @@ LAST_SECONDS = 5
 
 
 def listen(config: ServeConfig) -> socket.socket:
-    """A socket at the address that the config names.
+    """A socket at the address that the config names, which takes no connections before there is a server.
 
     Raises:
         InvalidInputError: there is no such address here, or somebody else has it.
@@ -35,9 +35,12 @@ def listen(config: ServeConfig) -> socket.socket:
             made.close()
             raise
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise InvalidInputError(f"cannot listen on {config.host}:{config.port}: {reason}; give another --host or --port") from error
+        raise _cannot_listen(config.host, config.port, error) from error
     return made
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> InvalidInputError:
+    return InvalidInputError(f"cannot listen on {host}:{port}: {error.strerror or error}; give another --host or --port")
 
 
 class Server(uvicorn.Server):
@@ -46,6 +49,9 @@ class Server(uvicorn.Server):
     Args:
         front: what it serves.
         sock: of `listen`.
+
+    Raises:
+        InvalidInputError: somebody else listens there by now. As long as nobody does, several processes can have an address.
     """
 
     def __init__(self, front: Front, sock: socket.socket) -> None:
@@ -59,6 +65,10 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=LAST_SECONDS,
             )
         )
+        try:
+            sock.listen()
+        except OSError as error:
+            raise _cannot_listen(*sock.getsockname()[:2], error) from error
         self._front, self._sock = front, sock
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -15,6 +16,9 @@ import openai
 import pytest
 
 from specdec.cli.main import main
+from specdec.errors import SpecDecError
+from specdec.serve.config import ServeConfig
+from specdec.serve.server import Server, listen
 from tests.helpers.live_server import MODEL, Live, live_server, tiny_decoder, wait_until
 
 LONG = {"prompt": "abc", "max_tokens": 480, "temperature": 0, "ignore_eos": True}
@@ -220,3 +224,14 @@ def test_a_taken_port_is_told_before_a_model_is_loaded(capsys: pytest.CaptureFix
     with live_server(tiny_decoder()) as live:
         assert main(["serve", "--model", "/nowhere", "--port", live.url.rpartition(":")[2]]) == 2
     assert "already in use; give another --host or --port" in capsys.readouterr().err
+
+
+def test_a_port_that_two_servers_had_while_they_loaded_is_told() -> None:
+    """The one that is ready later ends with a line; before, the kernel gives both the address."""
+    with live_server(tiny_decoder()) as first:
+        config = ServeConfig(port=0)
+        one = listen(config)
+        late = listen(replace(config, port=one.getsockname()[1]))
+        Server(first.front, one)
+        with late, one, pytest.raises(SpecDecError, match=r"^cannot listen on 127.0.0.1:\d+: Address already in use; give another"):
+            Server(first.front, late)
