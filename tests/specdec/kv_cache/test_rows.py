@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specdec.kv_cache import KVLayerSpec, LatentLayerSpec, PagedKVCache, SharedLayerSpec, StateLayerSpec
+from specdec.kv_cache import KVLayerSpec, LatentLayerSpec, LayerSpec, PagedKVCache, SharedLayerSpec, StateLayerSpec
 from specdec.kv_cache.rows import rows_of, side_by_side
 from tests.helpers.cache_rows_case import SPECS, assert_moves, filled
 
@@ -29,7 +29,7 @@ def test_recurrent_layers_have_no_rows() -> None:
 
 def test_layers_of_a_cpu_lie_side_by_side() -> None:
     """Rows of all layers of a kind move in one operation, in words; so do those behind a layer of another kind, once more."""
-    specs = [*[KVLayerSpec(3, 64)] * 4, LatentLayerSpec(5, index_bytes=3), *[KVLayerSpec(3, 64)] * 2]
+    specs: list[LayerSpec] = [*[KVLayerSpec(3, 64)] * 4, LatentLayerSpec(5, index_bytes=3), *[KVLayerSpec(3, 64)] * 2]
     cache = filled(specs, torch.bfloat16, torch.device("cpu"))
     joined = side_by_side(rows_of(cache.layers))
     assert [tuple(tensor.shape) for tensor in joined] == [(8, 32, 48), (1, 32, 5), (1, 32, 3), (4, 32, 48)]
