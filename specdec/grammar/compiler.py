@@ -25,6 +25,9 @@ THREADS = 2
 CACHE_BYTES = 2**29
 """Of compiled grammars that are kept for the next request; those of unfinished requests come on top. A schema takes a few MB."""
 
+LOOSE, STRICT = r"[^\"\\\r\n]", r"[^\0-\x1f\"\\]"
+"""Characters of strings with a length, as xgrammar 0.2.8 writes them into a schema's grammar, and as JSON has them: no tab."""
+
 WHITESPACE = 16
 """Characters of white space between two parts of JSON: a line's end and its indentation, not a page of blanks."""
 
@@ -129,7 +132,10 @@ class GrammarCompiler:
         try:
             match grammar.kind:
                 case "json_schema":
-                    return library.compile_json_schema(grammar.text, max_whitespace_cnt=WHITESPACE)
+                    import xgrammar
+
+                    rules = str(xgrammar.Grammar.from_json_schema(grammar.text, max_whitespace_cnt=WHITESPACE))
+                    return library.compile_grammar(rules.replace(LOOSE, STRICT))
                 case "json_object":
                     return library.compile_json_schema('{"type": "object"}', max_whitespace_cnt=WHITESPACE, strict_mode=False)
                 case "regex":

@@ -195,7 +195,10 @@ def tally(
         found.texts.append(result.token_ids)
         found.tokens += len(result.token_ids)
         found.steps += result.stats.num_steps
-        found.outcomes[outcome(schema, result)] += 1
+        what = outcome(schema, result)
+        found.outcomes[what] += 1
+        if what == "invalid":
+            print(f"invalid: {json.dumps(schema)}: {result.text!r}", flush=True)
 
 
 def outcome(schema: dict[str, Any], result: Any) -> str:

@@ -10,8 +10,11 @@ pytest.importorskip("jsonschema")
 
 import jsonschema
 import xgrammar
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from specdec.errors import InvalidInputError
+from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import Grammar
 from specdec.grammar.schema import unsupported
 
@@ -126,3 +129,27 @@ def test_refused_by_name(schema: Any, reason: str) -> None:
     with pytest.raises(InvalidInputError, match=reason) as caught:
         Grammar.json_schema(schema)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("strings", "right", "wrong"),
+    [
+        ({}, "\u00e9\x7f b", "\t\n\r\x01"),
+        ({"minLength": 1, "maxLength": 2}, "\u00e9\x7f b", "\t\n\r\x01"),
+        ({"minLength": 1}, "\u00e9\x7f b", "\t\n\r\x01"),
+        ({"pattern": "^[^a]{1,2}$"}, "\u00e9\x7f b", "a\t\n\r\x01"),
+    ],
+    ids=str,
+)
+def test_characters_that_json_does_not_have_in_a_string(strings: Any, right: str, wrong: str) -> None:
+    """As they are, in names of properties too. With a length xgrammar itself would let a tab pass."""
+    pieces = ["</s>", *map(chr, [*range(1, 128), 0xE9])]
+    model = models.BPE(vocab={piece: token for token, piece in enumerate(pieces)}, merges=[], unk_token="</s>")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), eos_token="</s>")
+    compiler = GrammarCompiler(tokenizer, len(pieces), [0])
+    named = {"type": "object", "propertyNames": strings, "additionalProperties": {"type": "integer"}}
+    for schema, before in (({"type": "string", **strings}, '"'), (named, '{"')):
+        for character in right + wrong:
+            progress = compiler.start(Grammar.json_schema(schema))
+            fits = progress.advance([pieces.index(one) for one in before + character])
+            assert fits == (character in right), (schema, character)
