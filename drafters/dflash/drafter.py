@@ -137,7 +137,6 @@ class BoundDFlash(BoundDrafter):
 
     @property
     def forecasts(self) -> bool:
-        """See `specdec.core.BoundDrafter.forecasts`."""
         return self.drafts.forecasts
 
     @forecasts.setter

@@ -53,7 +53,6 @@ class FreeDrafter(Drafter):
     def bind(
         self, verifier: Verifier, caches: Sequence[Any], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling
     ) -> BoundDrafter:
-        """See `Drafter.bind`."""
         generator = torch.Generator().manual_seed(1)
         shape = batch_bucket(max_num_seqs), self.max_draft_tokens, CANDIDATES
         first = torch.randint(verifier.vocab_size, (*shape[:2], 1), generator=generator)
