@@ -8,13 +8,14 @@ from typing import Any, Protocol, cast
 import torch
 
 from drafters.algorithms import algorithm_of, unsupported
-from drafters.checkpoint import CONFIG, check_target
+from drafters.checkpoint import CONFIG
+from drafters.dflash import layout as dflash
 from drafters.dflash.checkpoint import tensor_shapes
+from drafters.dflash.drafter import check_fit
 from drafters.dflash.heads import ALGORITHMS
-from drafters.dflash.layout import parse_config
 from drafters.eagle3 import config as eagle3
 from drafters.eagle3.checkpoint import tensor_shapes as eagle3_shapes
-from drafters.eagle3.drafter import check_fit
+from drafters.eagle3.drafter import check_fit as check_head_fit
 from drafters.license import CARD, license_note
 from drafters.sequential.drafter import USUAL_DRAFTS
 from drafters.shipped import shipped_drafter_path
@@ -114,36 +115,18 @@ def fit_of(raw: Mapping[str, Any], target: TargetShape) -> Fit:
         return Fit("unknown", problems=(str(error),))
     if algorithm not in DRAFTERS:
         return Fit(algorithm, problems=(unsupported(algorithm).partition(";")[0],))
-    if algorithm in ("eagle3", "peagle"):
-        return _fit_of_eagle3(algorithm, raw, target)
-    if algorithm not in ALGORITHMS:
+    of_eagle3, shape = algorithm in ("eagle3", "peagle"), cast(Verifier, target)  # of which it looks at the shape alone
+    if not of_eagle3 and algorithm not in ALGORITHMS:
         return Fit(algorithm)  # one that was registered: what its config has to say, its loader knows
     try:
-        config = parse_config(raw)
-        check_target(
-            cast(Verifier, target),  # of which it looks at the shape alone
-            taps=config.target_layer_ids,
-            tap_width=config.tap_width,
-            hidden_size=config.hidden_size,
-            vocab_size=config.vocab_size,
-            num_layers=config.num_target_layers,
-            made_for=config.verifier_name,
-        )
+        if of_eagle3:
+            head = eagle3.parse_config(raw)
+            check_head_fit(head, shape, borrows=not head.own_embeddings)
+            drafts, taps, shapes = head.max_draft_tokens, head.taps(target.num_layers), eagle3_shapes(head)
+        else:
+            config = dflash.parse_config(raw)
+            check_fit(config, shape, borrows=True)
+            drafts, taps, shapes = config.max_draft_tokens, config.target_layer_ids, tensor_shapes(config)
     except CheckpointError as error:
-        return _misfit(algorithm, error)
-    numbers = sum(prod(shape) for shape in tensor_shapes(config).values())
-    return Fit(algorithm, config.max_draft_tokens, config.target_layer_ids, numbers)
-
-
-def _fit_of_eagle3(algorithm: str, raw: Mapping[str, Any], target: TargetShape) -> Fit:
-    try:
-        config = eagle3.parse_config(raw)
-        check_fit(config, cast(Verifier, target), borrows=not config.own_embeddings)
-    except CheckpointError as error:
-        return _misfit(algorithm, error)
-    numbers = sum(prod(shape) for shape in eagle3_shapes(config).values())
-    return Fit(algorithm, config.max_draft_tokens, config.taps(target.num_layers), numbers)
-
-
-def _misfit(algorithm: str, error: CheckpointError) -> Fit:
-    return Fit(algorithm, problems=(str(error).partition("; choose one made for it")[0],))
+        return Fit(algorithm, problems=(str(error).partition("; choose one made for it")[0],))
+    return Fit(algorithm, drafts, taps, sum(map(prod, shapes.values())))

@@ -27,10 +27,10 @@ def measured_bandwidth(device: torch.device, *, repeats: int = 5) -> float:
     best = 0.0
     for job, moved in jobs:
         for repeat in range(repeats + 1):
-            _synchronize(device)
+            synchronize(device)
             started = time.perf_counter()
             job()
-            _synchronize(device)
+            synchronize(device)
             if repeat:  # the first one touches memory for the first time
                 best = max(best, moved / (time.perf_counter() - started))
     return best
@@ -79,6 +79,7 @@ def bound(engine: SpecEngine, *, bandwidth: float, tau: float, num_reqs: int, co
     return {"bytes_per_step": moved, "tokens_per_second": tau * num_reqs * bandwidth / moved}
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

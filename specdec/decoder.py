@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from jinja2 import TemplateError
 from torch import Tensor
@@ -15,14 +14,14 @@ from torch import Tensor
 from specdec.config import DEFAULT_BLOCK_SIZE, CacheDtype, EngineConfig, LoadConfig, PrefillDtype, WeightForm
 from specdec.core import Drafter, Verifier
 from specdec.device import resolve_device
+from specdec.drafter_choice import DrafterChoice, find_drafter
 from specdec.engine.lockstep import make_engine
 from specdec.engine.outputs import GenerationResult, StreamChunk
 from specdec.engine.session import Session
 from specdec.engine.text import token_ids
 from specdec.errors import InvalidInputError, SpecDecError
 from specdec.loading import load_target
-from specdec.parallel.mirror import Mirror, everywhere, mirror_of
-from specdec.registry import CHECKPOINTS, COMPOSITION, DRAFTERS, drafter_name, import_attribute, parts_of, resolve
+from specdec.parallel.mirror import Mirror, everywhere
 from specdec.sampling_params import SamplingParams
 from specdec.scratch import next_token_logits
 
@@ -34,9 +33,6 @@ Prompt = str | Sequence[int] | Tensor | Sequence[dict[str, Any]]
 
 Prompts = list[str] | list[list[int]] | list[list[dict[str, Any]]] | tuple[str, ...] | Sequence[Sequence[int]] | list[Prompt]
 """Many of them."""
-
-DrafterChoice = str | Path | Drafter | Callable[..., Drafter] | None
-"""See `find_drafter`."""
 
 
 class SpecDecoder:
@@ -260,86 +256,3 @@ def _with(sampling: SamplingParams | None, overrides: dict[str, Any]) -> Samplin
     if unknown:
         raise InvalidInputError(f"unknown sampling value {unknown[0]!r} (known: {', '.join(known)})")
     return replace(sampling or SamplingParams(), **overrides)
-
-
-def find_drafter(choice: DrafterChoice) -> Callable[[Verifier], Drafter | None]:
-    """What makes the drafter once the target is there, so that a wrong name is refused before a target is loaded.
-
-    Ranks that compute the target together each make it.
-
-    Args:
-        choice: a name in the registry; "auto", which chooses by the target's name (`specdec.registry.drafter_name`); None or
-            "none"; a checkpoint by folder or hub name; several of these with + between them, of which in every step the one
-            drafts that promises most; a function `(path | None, *, verifier) -> Drafter`, also as
-            "module:function"; or a drafter that is ready.
-
-    Raises:
-        InvalidInputError: nothing of these; or, when it is made, the other ranks cannot make it from what this one knows.
-    """
-    make = _maker(choice)
-    return lambda verifier: make(verifier) if mirror_of(verifier) is None else _made_by_all(choice, verifier)
-
-
-def _made_by_all(choice: DrafterChoice, verifier: Verifier) -> Drafter | None:
-    if hasattr(choice, "bind") or getattr(choice, "__module__", None) == "__main__":
-        raise InvalidInputError(
-            f"drafter is a {type(choice).__name__} of this process, and every rank of the target's group makes its own; give a"
-            " name, a checkpoint or module:function"
-        )
-    return everywhere(verifier, _make_drafter, choice, verifier, keep=True)
-
-
-def _make_drafter(choice: DrafterChoice, verifier: Verifier) -> Drafter | None:
-    return _maker(choice)(verifier)
-
-
-def _maker(choice: DrafterChoice) -> Callable[[Verifier], Drafter | None]:
-    """`find_drafter` for one rank."""
-    if choice is None or choice == "none":
-        return lambda verifier: None
-    if isinstance(choice, str) and len(names := parts_of(choice)) > 1:
-        return _composed(choice, names)
-    if choice in ("auto", "embedded"):
-        return lambda verifier: _maker(drafter_name(str(choice), verifier.name))(verifier)
-    path: str | Path | None = None
-    if isinstance(choice, str) and choice in DRAFTERS:
-        loader = resolve(DRAFTERS, choice, "drafter")
-    elif isinstance(choice, Path) or (isinstance(choice, str) and _is_checkpoint(choice)):
-        loader, path = resolve(CHECKPOINTS, "drafter", "loader"), choice
-    elif isinstance(choice, str) and ":" in choice:
-        loader = import_attribute(choice)
-    elif isinstance(choice, str):
-        raise InvalidInputError(
-            f"unknown drafter {choice!r} (known: auto, {', '.join(DRAFTERS)}, none); a checkpoint is named by its folder or as"
-            " owner/name, a function as module:function"
-        )
-    elif hasattr(choice, "bind") and not isinstance(choice, type):
-        ready = cast(Drafter, choice)
-        return lambda verifier: ready
-    elif callable(choice):
-        loader = choice
-    else:
-        raise InvalidInputError(
-            f"drafter is a {type(choice).__name__}; give a name, a path, a function (path, *, verifier) -> Drafter, a Drafter"
-            " or None"
-        )
-    return lambda verifier: _made(loader(path, verifier=verifier), choice)
-
-
-def _composed(choice: str, names: Sequence[str]) -> Callable[[Verifier], Drafter]:
-    if "" in names or "none" in names:
-        raise InvalidInputError(f"drafter is {choice!r}; write names with + between them, such as suffix+auto")
-    makers, compose = [_maker(name) for name in names], import_attribute(COMPOSITION)
-    return lambda verifier: cast(Drafter, compose([make(verifier) for make in makers]))
-
-
-def _is_checkpoint(name: str) -> bool:
-    """Whether `name` is a folder, or in the form of one or of a hub name."""
-    return os.path.exists(os.path.expanduser(name)) or ("/" in name and ":" not in name)
-
-
-def _made(drafter: Any, choice: object) -> Drafter:
-    if not hasattr(drafter, "bind"):
-        raise InvalidInputError(f"{choice!r} made a {type(drafter).__name__}, which has no bind; see docs/drafters.md")
-    made: Drafter = drafter
-    return made

@@ -31,7 +31,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"sampling"},
         {"batch"},
         {"core"},
-        {"scratch", "engine", "loading"},
+        {"scratch", "engine", "loading", "drafter_choice"},
         {"decoder", "provenance", "journal"},
         {"cluster"},
         {"cli"},

@@ -1,6 +1,6 @@
 """Configuration of a DFlash drafter, whatever checkpoint layout it came in."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -188,6 +188,11 @@ class DFlashConfig:
             "the embedding output as a tap": min(self.target_layer_ids) < 0,
         }
         return tuple(name for name, has in found.items() if has)
+
+    def untrainable(self, tensors: Container[str]) -> str:
+        """What of a checkpoint with these tensors training does not know, in words; "" for nothing."""
+        own_mask = ["its own mask row"] if "mask_embedding" in tensors else []
+        return " and ".join([*self.peculiarities, *own_mask])
 
     @property
     def convolves(self) -> bool:

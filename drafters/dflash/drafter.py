@@ -52,16 +52,7 @@ class DFlashDrafter(Drafter):
 
     def __init__(self, model: DFlashModel, verifier: Verifier) -> None:
         config = model.config
-        borrows = model.embed_tokens is None or model.lm_head is None
-        check_target(
-            verifier,
-            taps=config.target_layer_ids,
-            tap_width=config.tap_width,
-            hidden_size=config.hidden_size if borrows else None,
-            vocab_size=config.vocab_size,
-            num_layers=config.num_target_layers,
-            made_for=config.verifier_name,
-        )
+        check_fit(config, verifier, borrows=model.embed_tokens is None or model.lm_head is None)
         self.config, self.verifier = config, verifier
         self.attention = _attention(config, verifier)
         self.model = model.requires_grad_(False).eval().to(verifier.device, verifier.dtype)
@@ -146,7 +137,6 @@ class BoundDFlash(BoundDrafter):
 
     @property
     def forecasts(self) -> bool:
-        """See `specdec.core.BoundDrafter.forecasts`."""
         return self.drafts.forecasts
 
     @forecasts.setter
@@ -235,6 +225,28 @@ class BoundDFlash(BoundDrafter):
         # The context of a step lies where its block was, when both have as many rows.
         angles = block[1] if block is not None and block[0] is position_ids else network.angles(position_ids)
         network.write_context(verify.aux_hidden, angles, self.caches, slot_mapping)
+
+
+def check_fit(config: DFlashConfig, verifier: Verifier, *, borrows: bool) -> None:
+    """Refuses a target that the drafter was not trained for.
+
+    Args:
+        config: of the drafter.
+        verifier: the target, of which it looks at the shape alone.
+        borrows: the drafter lacks embeddings or an output head of its own.
+
+    Raises:
+        CheckpointError: everything that does not fit.
+    """
+    check_target(
+        verifier,
+        taps=config.target_layer_ids,
+        tap_width=config.tap_width,
+        hidden_size=config.hidden_size if borrows else None,
+        vocab_size=config.vocab_size,
+        num_layers=config.num_target_layers,
+        made_for=config.verifier_name,
+    )
 
 
 def _attention(config: DFlashConfig, verifier: Verifier) -> AttentionBackend | MlaBackend:

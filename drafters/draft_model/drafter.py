@@ -38,7 +38,6 @@ class DraftModel(SequentialDrafter):
         self.longest = model.max_model_len
 
     def bound(self, caches: Sequence[Any], max_num_seqs: int, draft_sampling: DraftSampling) -> BoundDrafter:
-        """See `SequentialDrafter.bound`."""
         return BoundDraftModel(self, caches, max_num_seqs, draft_sampling)
 
 

@@ -49,7 +49,6 @@ class DraftModelNetwork(SequentialNetwork):
 
     @property
     def weight_bytes(self) -> int:
-        """See `SequentialNetwork.weight_bytes`."""
         return self.model.weight_bytes
 
     def forward(self, rows: Rows, caches: Sequence[Any], wanted: Tensor | None) -> Tensor:

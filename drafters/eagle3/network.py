@@ -16,7 +16,7 @@ from specdec.attention.backend import AttentionBackend
 from specdec.attention.mla import MlaBackend
 from specdec.core import Verifier
 from specdec.kv_cache import KVLayerSpec, LayerSpec
-from specdec.layers.attention import HeadAttention
+from specdec.layers.attention import Attention, HeadAttention
 from specdec.layers.attention import Rows as AttentionRows
 from specdec.layers.decoder import Decoder, DecoderLayer
 from specdec.layers.latent_attention import LatentAttention
@@ -29,7 +29,7 @@ from specdec.layers.shared_block import EMBEDDINGS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AttentionToBoth:
+class AttentionToBoth(Attention):
     """Attention that is given the embeddings, normed, and the stream side by side.
 
     Attributes:
@@ -42,16 +42,13 @@ class AttentionToBoth:
 
     @property
     def rope(self) -> Rope | None:
-        """See `Attention.rope`."""
         return self.attention.rope
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """See `Attention.linears`."""
         return self.attention.linears
 
     def __call__(self, ops: Ops, hidden: Tensor, rows: AttentionRows, ahead: Linear) -> Tensor:
-        """See `Attention.__call__`."""
         embeddings = ops.norm(rows.shared[EMBEDDINGS], self.norm)
         return self.attention(ops, torch.cat([embeddings, hidden], dim=1), rows, ahead)
 
@@ -93,7 +90,6 @@ class Eagle3Network(SequentialNetwork):
 
     @property
     def kv_specs(self) -> Sequence[LayerSpec]:
-        """See `SequentialNetwork.kv_specs`."""
         layers = self._config.layers
         if isinstance(self._attention, MlaBackend):
             return [self._attention.cache_spec] * layers.num_hidden_layers
@@ -101,7 +97,6 @@ class Eagle3Network(SequentialNetwork):
 
     @property
     def weight_bytes(self) -> int:
-        """See `SequentialNetwork.weight_bytes`."""
         target = self._verifier
         borrowed = target.vocab_size * target.hidden_size * target.dtype.itemsize
         return self._decoder.nbytes + self._fc.nbytes + (borrowed if self._head is None else self._head.nbytes)
@@ -139,7 +134,6 @@ class Eagle3Network(SequentialNetwork):
         return torch.stack([normed, stream], dim=1)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See `SequentialNetwork.logits`."""
         normed = hidden[:, 0].contiguous()
         return self._verifier.head(normed) if self._head is None else self._head(normed)
 

@@ -36,7 +36,6 @@ class AssistantDrafter(SequentialDrafter):
         self.tokens_ahead = 0  # since nothing is cached
 
     def bound(self, caches: Sequence[Any], max_num_seqs: int, draft_sampling: DraftSampling) -> "BoundAssistant":
-        """See `SequentialDrafter.bound`."""
         return BoundAssistant(self, caches, max_num_seqs, draft_sampling)
 
 

@@ -26,7 +26,6 @@ class PredictionNetwork(SequentialNetwork):
 
     @property
     def kv_specs(self) -> Sequence[LayerSpec]:
-        """See `SequentialNetwork.kv_specs`."""
         return self.layers.kv_specs
 
     @property
@@ -37,11 +36,9 @@ class PredictionNetwork(SequentialNetwork):
         return self.layers.nbytes + borrowed
 
     def condense(self, aux_hidden: Tensor) -> Tensor:
-        """See `SequentialNetwork.condense`."""
         return self.layers.features(aux_hidden)
 
     def forward(self, rows: Rows, caches: Sequence[Any], wanted: Tensor | None) -> Tensor:
-        """See `SequentialNetwork.forward`."""
         assert rows.features is not None
         embeddings = self.verifier.embed(rows.token_ids)
         if self.verifier.embedding_scale != 1:
@@ -49,9 +46,7 @@ class PredictionNetwork(SequentialNetwork):
         return self.layers(embeddings, rows.features, rows.position_ids, rows.metadata, caches, wanted)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See `SequentialNetwork.logits`."""
         return self.verifier.head(hidden) if self.layers.head is None else self.layers.logits(hidden)
 
     def next_features(self, hidden: Tensor) -> Tensor:
-        """See `SequentialNetwork.next_features`."""
         return self.layers.following(hidden)

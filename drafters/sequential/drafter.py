@@ -54,7 +54,6 @@ class SequentialDrafter(Drafter):
 
     @property
     def kv_specs(self) -> Sequence[LayerSpec]:
-        """See `specdec.core.Drafter.kv_specs`."""
         return self.network.kv_specs
 
     def bind(

@@ -3,8 +3,9 @@
 import argparse
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,17 @@ from specdec.files import reason_of
 
 def _option(default: Any, group: str, text: str, **more: str) -> Any:
     return field(default=default, metadata={"group": group, "help": text, **more})
+
+
+_RULES: dict[str, Callable[[float], bool]] = {
+    "at least 1": lambda value: value >= 1,
+    "positive": lambda value: value > 0,
+    "0 or more": lambda value: value >= 0,
+    "between 0 and 1": lambda value: 0 <= value <= 1,
+}
+"""What numbers have to be; None is always allowed."""
+
+_count, _positive, _amount, _share = (partial(_option, rule=rule) for rule in _RULES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,28 +44,28 @@ class TrainConfig:
     device: str = _option("auto", "run", "auto, cpu, cuda or cuda:N")
     dtype: str = _option("auto", "run", "type of the target and of the drafter's forward: auto, float32 or bfloat16")
     seed: int = _option(0, "run", "fixes prompts, answers, order and anchors")
-    stop_after: float | None = _option(None, "run", "minutes after which a stage saves what it has and the command ends")
+    stop_after: float | None = _positive(None, "run", "minutes after which a stage saves what it has and the command ends")
 
     prompts: tuple[str, ...] = _option((), "answers", "text or JSON lines files with prompts; never a test split", metavar="FILE")
-    max_prompts: int | None = _option(None, "answers", "most prompts taken from the files")
-    variations: int = _option(0, "answers", "versions of every question with other numbers and names")
-    self_prompts: int = _option(0, "answers", "prompts that the target writes itself (Magpie), beside the files")
-    opening_share: float = _option(0.0, "answers", "share of these that are begun for it: code, lists, summaries, translation, ...")
-    few_shot_share: float = _option(0.0, "answers", "share of the questions asked as few-shot text instead of in the chat template")
-    few_shot: int = _option(5, "answers", "worked examples in a few-shot prompt")
+    max_prompts: int | None = _positive(None, "answers", "most prompts taken from the files")
+    variations: int = _amount(0, "answers", "versions of every question with other numbers and names")
+    self_prompts: int = _amount(0, "answers", "prompts that the target writes itself (Magpie), beside the files")
+    opening_share: float = _share(0.0, "answers", "share of these that are begun for it: code, lists, summaries, translation, ...")
+    few_shot_share: float = _share(0.0, "answers", "share of the questions asked as few-shot text instead of in the chat template")
+    few_shot: int = _count(5, "answers", "worked examples in a few-shot prompt")
     temperatures: tuple[float, ...] = _option((0.0,), "answers", "one answer per prompt and temperature; 0 is greedy")
-    top_p: float = _option(1.0, "answers", "keep the likeliest tokens that reach P when sampling")
-    max_tokens: int = _option(256, "answers", "most tokens of an answer")
-    heldout: int = _option(64, "answers", "prompts kept out of training, answered greedily, for tau")
-    heldout_temperature: float = _option(1.0, "answers", "of a second answer to each of these; 0 is none")
-    max_num_seqs: int = _option(256, "answers", "answers decoded at once")
+    top_p: float = _share(1.0, "answers", "keep the likeliest tokens that reach P when sampling")
+    max_tokens: int = _count(256, "answers", "most tokens of an answer")
+    heldout: int = _count(64, "answers", "prompts kept out of training, answered greedily, for tau")
+    heldout_temperature: float = _amount(1.0, "answers", "of a second answer to each of these; 0 is none")
+    max_num_seqs: int = _count(256, "answers", "answers decoded at once")
     attention: str = _option("auto", "answers", "attention backend of the engine")
     kv_memory: int | None = _option(None, "answers", "memory for the KV cache")
-    shard_size: int = _option(2048, "answers", "answers per file; a file appears whole or not at all")
+    shard_size: int = _count(2048, "answers", "answers per file; a file appears whole or not at all")
     skip_long: bool = _option(False, "answers", "leave out prompts that do not fit the target's context instead of refusing them")
 
     init: str | None = _option(None, "drafter", "checkpoint to start from; it brings its own shape")
-    layers: int = _option(5, "drafter", "draft layers")
+    layers: int = _count(5, "drafter", "draft layers")
     block_size: int = _option(16, "drafter", "positions of a block, the anchor included")
     taps: tuple[int, ...] = _option((), "drafter", "tapped target layers, 0-based (default: evenly spaced)")
     mask_token: int | None = _option(None, "drafter", "token id of the mask (default: a reserved token that never occurs)")
@@ -62,83 +74,54 @@ class TrainConfig:
     head_dim: int | None = _option(None, "drafter", "size of a head (default: the target's)")
     intermediate: int | None = _option(None, "drafter", "width of the MLP (default: the target's)")
     head: str = _option("none", "drafter", "what the token before a draft has a say through: none, markov, gated, selector, domino")
-    head_rank: int = _option(128, "drafter", "rank of the head's corrections")
-    head_state: int = _option(256, "drafter", "numbers of a recurrent head's state (domino)")
+    head_rank: int = _count(128, "drafter", "rank of the head's corrections")
+    head_state: int = _count(256, "drafter", "numbers of a recurrent head's state (domino)")
     head_candidates: int = _option(16, "drafter", "tokens of a position that the head corrects, the likeliest; 0 is the vocabulary")
     tied_tables: bool = _option(False, "drafter", "the head's tables are projections of the target's own")
     convolutions: bool = _option(False, "drafter", "convolutions around sublayers, as in DFlash 2")
-    window: int | None = _option(None, "drafter", "sliding window of all layers but the last (default: full attention)")
+    window: int | None = _positive(None, "drafter", "sliding window of all layers but the last (default: full attention)")
 
-    batch_size: int = _option(96, "training", "sequences per optimizer step, on all devices together")
-    accumulation: int = _option(1, "training", "forwards that a step is split into, to save memory")
-    anchors: int = _option(24, "training", "blocks per sequence and step")
+    batch_size: int = _count(96, "training", "sequences per optimizer step, on all devices together")
+    accumulation: int = _count(1, "training", "forwards that a step is split into, to save memory")
+    anchors: int = _count(24, "training", "blocks per sequence and step")
     optimizer: str = _option("adamw", "training", "adamw, or muon: by orthogonalized momentum, for matrices")
-    lr: float = _option(6e-4, "training", "peak learning rate")
-    min_lr: float = _option(0.02, "training", "learning rate at the end, as a share of the peak")
-    warmup: float = _option(0.04, "training", "share of the run with a rising learning rate")
-    weight_decay: float = _option(0.01, "training", "of the optimizer, on matrices")
-    clip: float = _option(1.0, "training", "largest norm of the gradient")
-    epochs: float = _option(6.0, "training", "passes over the answers")
-    max_steps: int | None = _option(None, "training", "optimizer steps, instead of epochs")
-    max_minutes: float | None = _option(None, "training", "minutes of training over all runs, instead of epochs or steps")
-    max_length: int = _option(2048, "training", "longest sequence of prompt and answer; longer ones are left out")
+    lr: float = _positive(6e-4, "training", "peak learning rate")
+    min_lr: float = _share(0.02, "training", "learning rate at the end, as a share of the peak")
+    warmup: float = _share(0.04, "training", "share of the run with a rising learning rate")
+    weight_decay: float = _amount(0.01, "training", "of the optimizer, on matrices")
+    clip: float = _positive(1.0, "training", "largest norm of the gradient")
+    epochs: float = _positive(6.0, "training", "passes over the answers")
+    max_steps: int | None = _positive(None, "training", "optimizer steps, instead of epochs")
+    max_minutes: float | None = _positive(None, "training", "minutes of training over all runs, instead of epochs or steps")
+    max_length: int = _positive(2048, "training", "longest sequence of prompt and answer; longer ones are left out")
     loss: str = _option("decay", "training", "weights of the positions: decay (exponential) or dpace")
-    gamma: float | None = _option(None, "training", "positions over which decaying weights fall to 1/e (default: by block size)")
-    dpace_alpha: float = _option(0.5, "training", "smoothing of D-PACE's acceptance probabilities")
-    dpace_candidates: int = _option(
-        1, "training", "tokens of a position that a tree may hold, in D-PACE's weights; 1 is for chains"
-    )
-    ce: float = _option(1.0, "training", "factor of the cross-entropy with the answer's token")
-    kl: float = _option(0.0, "training", "factor of the divergence from the target's distribution")
-    tv: float = _option(0.0, "training", "factor of the total variation to the target's distribution")
-    selector: float = _option(1.0, "training", "factor of the cross-entropy among the candidates, for a head that chooses there")
-    confidence: float = _option(0.0, "training", "factor of the loss of a head's confidences")
+    gamma: float | None = _positive(None, "training", "positions over which decaying weights fall to 1/e (default: by block size)")
+    dpace_alpha: float = _share(0.5, "training", "smoothing of D-PACE's acceptance probabilities")
+    dpace_candidates: int = _count(1, "training", "tokens of a position that a tree may hold, in D-PACE's weights; 1 is for chains")
+    ce: float = _amount(1.0, "training", "factor of the cross-entropy with the answer's token")
+    kl: float = _amount(0.0, "training", "factor of the divergence from the target's distribution")
+    tv: float = _amount(0.0, "training", "factor of the total variation to the target's distribution")
+    selector: float = _amount(1.0, "training", "factor of the cross-entropy among the candidates, for a head that chooses there")
+    confidence: float = _amount(0.0, "training", "factor of the loss of a head's confidences")
     head_loss: str = _option("candidates", "training", "what a head with candidates learns to correct: candidates or vocabulary")
-    base_until: float = _option(0.0, "training", "share of the run over which the loss moves from the backbone to its head")
-    base_share: float = _option(0.0, "training", "share of the loss that stays with the backbone beside its head")
+    base_until: float = _share(0.0, "training", "share of the run over which the loss moves from the backbone to its head")
+    base_share: float = _share(0.0, "training", "share of the loss that stays with the backbone beside its head")
     mask_path: str = _option("auto", "training", "attention of the blocks: flex (FlexAttention), dense, or auto (flex on CUDA)")
     compile: bool = _option(False, "training", "compile the target's layers and the loss; worth it for long runs")
-    loss_rows: int = _option(4096, "training", "rows whose logits exist at once")
-    bucket: int = _option(128, "training", "sequences are padded to multiples of this many tokens")
-    log_every: int = _option(20, "training", "steps between lines of the log")
-    eval_every: float = _option(5.0, "training", "minutes between evaluations of tau on the held-out answers")
-    save_every: float = _option(2.0, "training", "minutes between checkpoints")
+    loss_rows: int = _count(4096, "training", "rows whose logits exist at once")
+    bucket: int = _count(128, "training", "sequences are padded to multiples of this many tokens")
+    log_every: int = _count(20, "training", "steps between lines of the log")
+    eval_every: float = _amount(5.0, "training", "minutes between evaluations of tau on the held-out answers")
+    save_every: float = _amount(2.0, "training", "minutes between checkpoints")
 
-    tolerance: float = _option(0.02, "finish", "largest relative difference of tau between training and the engine")
-    finish_prompts: int = _option(64, "finish", "held-out prompts that the engine answers; no more than were held out")
+    tolerance: float = _amount(0.02, "finish", "largest relative difference of tau between training and the engine")
+    finish_prompts: int = _count(64, "finish", "held-out prompts that the engine answers; no more than were held out")
 
     def __post_init__(self) -> None:
-        positive = ("max_tokens", "max_num_seqs", "shard_size", "layers", "batch_size", "accumulation", "anchors", "loss_rows")
-        for name in (
-            *positive,
-            "dpace_candidates",
-            "head_rank",
-            "head_state",
-            "bucket",
-            "log_every",
-            "finish_prompts",
-            "heldout",
-            "few_shot",
-        ):
-            self._check(name, getattr(self, name) >= 1, "at least 1")
-        for name in (
-            "lr",
-            "clip",
-            "epochs",
-            "max_length",
-            "max_steps",
-            "max_minutes",
-            "max_prompts",
-            "stop_after",
-            "gamma",
-            "window",
-        ):
-            self._check(name, getattr(self, name) is None or getattr(self, name) > 0, "positive")
-        for name in ("base_until", "base_share", "min_lr", "warmup", "opening_share", "few_shot_share", "dpace_alpha", "top_p"):
-            self._check(name, 0 <= getattr(self, name) <= 1, "between 0 and 1")
-        zero_or_more = ("variations", "self_prompts", "weight_decay", "ce", "kl", "tv", "selector", "confidence")
-        for name in (*zero_or_more, "eval_every", "save_every", "tolerance", "heldout_temperature"):
-            self._check(name, getattr(self, name) >= 0, "0 or more")
+        for one in fields(self):
+            value, rule = getattr(self, one.name), one.metadata.get("rule")
+            if rule is not None and value is not None:
+                self._check(one.name, _RULES[rule](value), rule)
         self._check("block_size", self.block_size >= 2, "at least 2, the anchor and one draft")
         self._check("ce", self.ce + self.kl + self.tv > 0, "positive, or kl or tv must be")
         self._check("loss", self.loss in ("decay", "dpace"), "decay or dpace")

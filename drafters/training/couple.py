@@ -94,8 +94,8 @@ def run(args: argparse.Namespace) -> int:
         raise CheckpointError(
             f"drafter {str(folder)!r} has embeddings, a head or scales of its own; weights are fitted where it takes the target's"
         )
-    if peculiar := (*shape.peculiarities, *(["its own mask row"] if "mask_embedding" in tensors else [])):
-        raise CheckpointError(f"drafter {str(folder)!r} has {' and '.join(peculiar)}; weights cannot be fitted for it")
+    if peculiar := shape.untrainable(tensors):
+        raise CheckpointError(f"drafter {str(folder)!r} has {peculiar}; weights cannot be fitted for it")
     temperatures = tuple(sorted(set(config.temperatures)))
     ones = ((1.0,) * shape.max_draft_tokens,) * len(temperatures)
     replace(shape, coupling=Coupling(temperatures, ones, ones))  # what could not be written must not wait for the answers

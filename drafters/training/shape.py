@@ -35,10 +35,8 @@ def make_drafter(config: TrainConfig, verifier: Any, tokenizer: Any) -> DFlashMo
                 f"drafter {config.init!r} brings its own embeddings or head, which training does not touch; start from one that"
                 " borrows the target's, or leave --init out"
             )
-        if peculiar := (*shape.peculiarities, *(["its own mask row"] if "mask_embedding" in known else [])):
-            raise InvalidInputError(
-                f"drafter {config.init!r} has {' and '.join(peculiar)}, which training does not know; leave --init out"
-            )
+        if peculiar := shape.untrainable(known):
+            raise InvalidInputError(f"drafter {config.init!r} has {peculiar}, which training does not know; leave --init out")
         _check_taps(shape.target_layer_ids, verifier)
         shape = replace(shape, coupling=None)  # it was fitted to what the drafter said before
     model = DFlashModel(_with_options(shape, config))

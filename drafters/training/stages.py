@@ -14,11 +14,12 @@ from drafters.training.config import TrainConfig
 from drafters.training.dataset import Answer, AnswerSet, read_answers
 from drafters.training.evaluate import replay, shapes_of
 from drafters.training.finish import LAYOUTS, Agreement, engine_run, export, write_report
+from drafters.training.processes import process_group
 from drafters.training.self_prompts import write_self_prompts
 from drafters.training.shape import make_drafter
 from drafters.training.state import load_state, load_weights
 from drafters.training.target import Target
-from drafters.training.trainer import Trainer, process_group
+from drafters.training.trainer import Trainer
 from specdec.config import CacheConfig, EngineConfig
 from specdec.decoder import SpecDecoder
 from specdec.device import resolve_device, resolve_dtype

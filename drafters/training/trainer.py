@@ -1,12 +1,7 @@
 """The training loop: random anchors, the target's features online, one optimizer step after the other."""
 
 import math
-import os
-import signal
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -25,6 +20,7 @@ from drafters.training.losses import ChunkedLoss, LossConfig, default_gamma
 from drafters.training.mask import use_flex
 from drafters.training.objective import Objective
 from drafters.training.optimizer import MasterOptimizer, lr_factor
+from drafters.training.processes import termination
 from drafters.training.state import load_state, save_state
 from drafters.training.target import Target
 from specdec.errors import InvalidInputError, SpecDecError
@@ -114,7 +110,7 @@ class Trainer:
         self._seconds_before, self._clock = self.seconds, time.perf_counter()
         stop_at = math.inf if config.stop_after is None else self.seconds + 60 * config.stop_after
         try:
-            with _termination() as stopping:
+            with termination() as stopping:
                 if self.step == 0:
                     self._evaluate(log, {"step": 0, "minutes": 0.0})
                     self._save()
@@ -276,36 +272,3 @@ class Trainer:
     def _agreed(self, stop: bool) -> bool:
         """Whether the first process wants to stop."""
         return bool(self._from_first(float(stop)))
-
-
-@contextmanager
-def _termination() -> Iterator[list[int]]:
-    """A list that a termination signal makes non-empty, so that the loop can end between two steps; in the main thread alone."""
-    received: list[int] = []
-    if threading.current_thread() is not threading.main_thread():  # under Ray Train, which tells its workers otherwise
-        yield received
-        return
-    previous = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
-    try:
-        yield received
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
-@contextmanager
-def process_group(device: torch.device) -> Iterator[torch.device]:
-    """Joins the processes that torchrun started, if it did; yields the device of this one. A group that exists is left as it is."""
-    joined = dist.is_initialized()
-    if not joined and int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield device
-        return
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    if not joined:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    try:
-        yield device
-    finally:
-        if not joined:
-            dist.destroy_process_group()

@@ -8,17 +8,15 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from evals.accuracy.lm_eval_sample import Sample
 from evals.divergence import first_divergence
 from evals.report.report import Report, new_report, write_report
 from evals.speed import Speed
 from evals.system import Parting, System
 from specdec.journal import Journal
 from specdec.metrics import mean_tau, pooled
-
-if TYPE_CHECKING:
-    from evals.accuracy.lm_eval_model import Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +50,8 @@ class EvalConfig:
     @property
     def settings(self) -> dict[str, Any]:
         """What belongs in the report."""
-        return {
-            "tasks": list(self.tasks),
-            "data": dict(self.data),
-            "limit": self.limit,
-            "num_fewshot": self.num_fewshot,
-            "chat": self.chat,
-            "system": self.system,
-            "gen_kwargs": dict(self.gen_kwargs),
-            "seed": self.seed,
-        }
+        stated = {name: getattr(self, name) for name in ("limit", "num_fewshot", "chat", "system", "seed")}
+        return stated | {"tasks": list(self.tasks), "data": dict(self.data), "gen_kwargs": dict(self.gen_kwargs)}
 
 
 def evaluate(system: System, drafter: str, config: EvalConfig, provenance: dict[str, Any]) -> Report:

@@ -10,10 +10,7 @@ and `python -m evals.accuracy.lm_eval_model run --model specdec ...` is lm-eval'
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -23,6 +20,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from evals.accuracy.lm_eval_sample import Sample, key_of, note, record_of, sample_of
 from evals.accuracy.scoring import score
 from evals.system import LocalSystem, System
 from specdec.cli.progress import ProgressBar
@@ -30,33 +28,10 @@ from specdec.config import EngineConfig
 from specdec.decoder import SpecDecoder
 from specdec.errors import InvalidInputError, SpecDecError
 from specdec.journal import Journal
-from specdec.metrics import AcceptanceStats, pooled
 from specdec.sampling_params import SamplingParams
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Generation arguments of a task that mean the same here."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One generated answer.
-
-    Attributes:
-        task, doc_id: whose it is.
-        prompt_token_ids, token_ids, text: as in `GenerationResult`.
-        greedy: whether it was decoded greedily.
-        seconds: time since the sample before it was finished; the sum over all samples is the time of decoding.
-        stats: verify steps.
-    """
-
-    task: str
-    doc_id: int
-    prompt_token_ids: list[int]
-    token_ids: list[int]
-    text: str
-    greedy: bool
-    seconds: float
-    stats: AcceptanceStats
 
 
 @register_model("specdec")
@@ -196,12 +171,12 @@ class SpecdecLM(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Answers up to a stop string; all requests are queued at once, whatever their arguments, and batched continuously."""
         samplings = [self._sampling(request.args[1], self._seed + index) for index, request in enumerate(requests)]
-        keys = [_key(request, sampling) for request, sampling in zip(requests, samplings, strict=True)]
+        keys = [key_of(request, sampling) for request, sampling in zip(requests, samplings, strict=True)]
         done: dict[int, Sample] = {}
         for index, key in enumerate(keys):
             record = self._journal.get(key)
             if record is not None:
-                done[index] = _sample(requests[index], samplings[index], record)
+                done[index] = sample_of(requests[index], samplings[index], record)
         missing = [index for index in range(len(requests)) if index not in done]
         bar = ProgressBar(self._title, len(requests))
         prompts = [self._prompt(requests[index].args[0], samplings[index]) for index in missing]
@@ -211,25 +186,15 @@ class SpecdecLM(TemplateLM):
             if result.error is not None:
                 wrong.append(f"{requests[index].task_name}, sample {requests[index].doc_id}: {result.error}")
                 continue
-            record = {
-                "prompt_token_ids": result.prompt_token_ids,
-                "token_ids": result.token_ids,
-                "text": result.text,
-                "seconds": answer.seconds,
-                "num_drafted": result.stats.num_drafted,
-                "num_accepted": result.stats.num_accepted,
-                "num_emitted": result.stats.num_emitted,
-                "tree_sizes": result.stats.tree_sizes,
-                "num_by_rank": result.stats.num_by_rank,
-            }
+            record = record_of(answer)
             self._journal.add(keys[index], record)
-            done[index] = _sample(requests[index], samplings[index], record)
+            done[index] = sample_of(requests[index], samplings[index], record)
             if bar.due:
-                bar.show(len(done), _note(done.values()))
+                bar.show(len(done), note(done.values()))
         if wrong:  # after all others, which the journal now has
             raise SpecDecError(wrong[0] + (f" (and {len(wrong) - 1} more)" if wrong[1:] else ""))
         if not disable_tqdm:
-            bar.finish(len(done), _note(done.values()))
+            bar.finish(len(done), note(done.values()))
         samples = [done[index] for index in range(len(requests))]
         self.samples += samples
         for request, sample in zip(requests, samples, strict=True):
@@ -283,38 +248,6 @@ def _batch_size(value: int | str) -> int:
         return int(value)
     except ValueError:
         raise InvalidInputError(f"batch_size is {value!r}; it must be a whole number or auto") from None
-
-
-def _key(request: Instance, sampling: SamplingParams) -> str:
-    """What a sample's answer depends on, beside the model."""
-    parts = [request.task_name, request.doc_id, request.args[0], repr(sampling)]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
-
-
-def _sample(request: Instance, sampling: SamplingParams, record: Mapping[str, Any]) -> Sample:
-    return Sample(
-        task=request.task_name or "",
-        doc_id=request.doc_id or 0,
-        prompt_token_ids=record["prompt_token_ids"],
-        token_ids=record["token_ids"],
-        text=record["text"],
-        greedy=sampling.temperature == 0,
-        seconds=record["seconds"],
-        stats=AcceptanceStats(
-            record["num_drafted"],
-            record["num_accepted"],
-            record["num_emitted"],
-            record.get("tree_sizes", []),  # journals of before trees
-            record.get("num_by_rank", []),
-        ),
-    )
-
-
-def _note(samples: Iterable[Sample]) -> str:
-    every = list(samples)
-    seconds = sum(sample.seconds for sample in every)
-    tokens = sum(len(sample.token_ids) for sample in every)
-    return f"tau {pooled(sample.stats for sample in every).tau:.2f}  {tokens / seconds if seconds else 0:.1f} tokens/s"
 
 
 if __name__ == "__main__":

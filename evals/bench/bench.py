@@ -4,26 +4,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import Any, Literal, Protocol
+from typing import Any
 
+from evals.bench.config import MOST_WARMUP, BenchConfig, DraftCount
+from evals.bench.side import Side
 from evals.bench.tree_step import tree_step
-from evals.divergence import first_divergence
 from evals.peers.peer import Peer, load_peer
 from evals.prompt_sets import PromptSet
 from evals.report.report import new_report
-from evals.report.table import side_name
+from evals.report.table import PLAIN, side_name
 from evals.roofline import bound, measured_bandwidth
 from evals.runner import Decoded, Generate, OnStep, OnTurn, Pass, most_tokens, run_set
-from evals.speed import Speed, time_split
-from specdec.config import CacheConfig, EngineConfig
+from evals.speed import time_split
+from specdec.config import EngineConfig
 from specdec.core import Drafter
-from specdec.decoder import SpecDecoder, find_drafter
+from specdec.decoder import SpecDecoder
+from specdec.drafter_choice import find_drafter
 from specdec.engine.build import tree_reasons
 from specdec.errors import InvalidInputError
-from specdec.metrics import AcceptanceStats, mean_tau, pooled
+from specdec.metrics import AcceptanceStats, pooled
 from specdec.registry import drafter_name
 from specdec.sampling_params import SamplingParams
 
@@ -32,166 +34,27 @@ SPLIT_ITEMS = 4
 SPLIT_TOKENS = 64
 """Output tokens of each, at most."""
 
-PLAIN = "none"
-DraftCount = int | Literal["auto"] | None
-"""k of a side: a number, the drafter's own (None), or the one that is measured to be fastest, step by step."""
-
 Progress = Callable[[str, int], OnStep]
 """Makes what follows one turn of a pass; called with what is running and the number of its conversations."""
 
 
-@dataclass(frozen=True, slots=True)
-class BenchConfig:
-    """What is measured.
+@dataclass(slots=True, kw_only=True)
+class _Side(Side):
+    """One that an engine decodes, or a peer, beside which the decoder only tokenizes."""
 
-    Attributes:
-        sets: prompt sets.
-        drafters: names or checkpoints, as `SpecDecoder.from_pretrained` takes them.
-        num_draft_tokens: values of k, see `DraftCount`.
-        trees: numbers of drafts that form a tree, further sides beside those of k.
-        temperatures: 0 is greedy.
-        top_k, top_p: of sampled decoding, see `SamplingParams`.
-        concurrencies: conversations decoded at once.
-        max_tokens: most output tokens per turn.
-        repeats: timed passes of every side, taken in turn.
-        warmup: untimed passes before them, and more while steps are still captured, up to `MOST_WARMUP`.
-        seed: item `i` uses `seed + i`.
-        raw: continue prompts as text, without the chat template.
-        peers: other systems to measure beside, see `evals.peers.peer`.
-        graphs: what to capture, see `EngineConfig`.
-        memory_bytes: budget of each side's cache; None takes the device's default.
-    """
-
-    sets: tuple[PromptSet, ...]
-    drafters: tuple[str, ...] = ("auto",)
-    num_draft_tokens: tuple[DraftCount, ...] = (None,)
-    trees: tuple[int, ...] = ()
-    temperatures: tuple[float, ...] = (0.0,)
-    top_k: int = 0
-    top_p: float = 1.0
-    concurrencies: tuple[int, ...] = (1,)
-    max_tokens: int = 256
-    repeats: int = 3
-    warmup: int = 1
-    seed: int = 0
-    raw: bool = False
-    peers: tuple[str, ...] = ()
-    graphs: bool | None = None
-    memory_bytes: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, values in (
-            ("prompt set", self.sets),
-            ("drafter", self.drafters),
-            ("temperature", self.temperatures),
-            ("concurrency", self.concurrencies),
-        ):
-            if not values:
-                raise InvalidInputError(f"no {name} is given; name at least one")
-        if self.repeats < 1:
-            raise InvalidInputError(f"repeats is {self.repeats}; it must be at least 1")
-        if self.warmup < 0:
-            raise InvalidInputError(f"warmup is {self.warmup}; it must be 0 or more passes")
-        if self.peers and max(self.temperatures) > 0:
-            raise InvalidInputError(
-                f"peers are compared in greedy decoding and the temperature is {max(self.temperatures):g}; use temperature 0"
-            )
-        if PLAIN in self.drafters or 0 in self.num_draft_tokens or 0 in self.trees:
-            raise InvalidInputError("plain decoding is always measured; leave out drafter none, k = 0 and trees of 0 drafts")
-        for nodes in self.trees:
-            EngineConfig(tree_nodes=nodes)
-        for temperature in self.temperatures:
-            self.sampling(temperature)
-        for concurrency in self.concurrencies:
-            EngineConfig(max_num_seqs=concurrency)
-
-    def sampling(self, temperature: float) -> SamplingParams:
-        """How to decode at a temperature."""
-        return SamplingParams(self.max_tokens, temperature, top_k=self.top_k, top_p=self.top_p, seed=self.seed)
-
-    def engine(self, concurrency: int, max_model_len: int, k: DraftCount, tree: int | None) -> EngineConfig:
-        """The engine of a side."""
-        return EngineConfig(
-            max_num_seqs=concurrency,
-            max_model_len=max_model_len,
-            num_draft_tokens=k,
-            tree_nodes=tree,
-            graphs=self.graphs,
-            # Without it every pass does the same work, prefill included.
-            cache=CacheConfig(memory_bytes=self.memory_bytes, prefix_caching=False),
-        )
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What belongs in the report."""
-        return {
-            "max_tokens": self.max_tokens,
-            "top_k": self.top_k,
-            "top_p": self.top_p,
-            "repeats": self.repeats,
-            "warmup": self.warmup,
-            "seed": self.seed,
-            "raw": self.raw,
-            "graphs": self.graphs,
-            "prompt_sets": [
-                {"name": one.name, "source": one.source, "num_items": len(one.items), "sha256": one.sha256} for one in self.sets
-            ],
-        }
-
-
-@dataclass(slots=True)
-class _Side:
-    """One way of decoding within a cell, and what its passes gave. With a peer, the decoder only tokenizes."""
-
-    drafter: str
     decoder: SpecDecoder
-    peer: Peer | None = None
     generate: Generate | None = None
-    passes: list[Pass] = field(default_factory=list)
-    time_split: dict[str, float] | None = None
-
-    @property
-    def k(self) -> int | str:
-        if self.peer:
-            return 0
-        return self.decoder.engine.k
 
     @property
     def title(self) -> str:
-        if self.peer:
-            return self.peer.name
-        return side_name(self.drafter, self.k, len(self.drafter))
+        """For who waits."""
+        return self.peer.name if self.peer else side_name(self.drafter, self.k, len(self.drafter))
 
     @property
     def num_captured(self) -> int:
         """Steps that its engine has captured."""
         graphs = None if self.peer else self.decoder.engine.runner.graphs
         return graphs.num_captured if graphs else 0
-
-    @property
-    def speed(self) -> Speed:
-        return Speed([one.num_tokens for one in self.passes], [one.seconds for one in self.passes])
-
-
-class Measured(Protocol):
-    """What the row of a side is made of."""
-
-    drafter: str
-    peer: Peer | None
-    passes: list[Pass]
-    time_split: dict[str, float] | None
-
-    @property
-    def k(self) -> int | str:
-        """Drafts of its steps."""
-
-    @property
-    def speed(self) -> Speed:
-        """Of its passes."""
-
-
-MOST_WARMUP = 10
-"""Untimed passes at most of a side that goes on capturing: where k is chosen step by step, one does not meet all that occurs."""
 
 
 class Bench:
@@ -281,7 +144,7 @@ class Bench:
             seconds = run_set(side.decoder, sample, few, raw=config.raw, on_turn=on_turn).seconds
             side.time_split = time_split(timer.totals, seconds)
         key = {"prompt_set": prompts.name, "temperature": temperature, "concurrency": concurrency}
-        rows = [key | row_of(side, sides[0]) | {"roofline": self._roofline(side, concurrency), "tree_step": None} for side in sides]
+        rows = [key | side.row(sides[0]) | {"roofline": self._roofline(side, concurrency), "tree_step": None} for side in sides]
         sizes = [Counter(size for one in side.passes[0].answers for size in one.stats.tree_sizes if size) for side in sides]
         drawn = next((index for index, counts in enumerate(sizes) if counts), None)
         if drawn is not None and concurrency == config.concurrencies[0]:  # one tree shows what they are like
@@ -314,18 +177,16 @@ class Bench:
         config, verifier, tokenizer = self._config, self._base.verifier, self._base.tokenizer
         longest = most_tokens(self._base, prompts, config.max_tokens, raw=config.raw)
 
-        def decoder(drafter: Drafter | None, k: DraftCount, tree: int | None = None) -> SpecDecoder:
-            return SpecDecoder(
-                verifier, tokenizer, drafter, config.engine(concurrency, min(longest, verifier.max_model_len), k, tree)
-            )
+        def side(name: str, drafter: Drafter | None, k: DraftCount, tree: int | None = None) -> _Side:
+            engine = config.engine(concurrency, min(longest, verifier.max_model_len), k, tree)
+            decoder = SpecDecoder(verifier, tokenizer, drafter, engine)
+            return _Side(drafter=name, k=decoder.engine.k, decoder=decoder)
 
-        sides = [_Side(PLAIN, decoder(None, None))]
-        for (name, drafter), k in product(self.drafters.items(), config.num_draft_tokens):
-            sides.append(_Side(name, decoder(drafter, k)))
-        for (name, drafter), tree in product(self.drafters.items(), config.trees):
-            sides.append(_Side(name, decoder(drafter, None, tree)))
+        sides = [side(PLAIN, None, None)]
+        sides += [side(*named, k) for named, k in product(self.drafters.items(), config.num_draft_tokens)]
+        sides += [side(*named, None, tree) for named, tree in product(self.drafters.items(), config.trees)]
         for peer in self._peers:
-            sides.append(_Side(peer.name, self._base, peer, partial(_ask, peer, concurrency)))
+            sides.append(_Side(drafter=peer.name, peer=peer, decoder=self._base, generate=partial(_ask, peer, concurrency)))
         return sides
 
 
@@ -334,26 +195,3 @@ def _ask(
 ) -> list[Decoded]:
     """A peer in the place of an engine; it shows no progress and tells nothing of its steps."""
     return [Decoded(tokens, AcceptanceStats()) for tokens in peer.generate(prompts, samplings, concurrency=concurrency)]
-
-
-def row_of(side: Measured, plain: Measured) -> dict[str, Any]:
-    """Figures of one side; those of acceptance come from its first timed pass."""
-    first = side.passes[0].answers
-    stats = [answer.stats for answer in first]
-    differing = [
-        index
-        for index, (one, other) in enumerate(zip(plain.passes[0].answers, first, strict=True))
-        if first_divergence(one.token_ids, other.token_ids) is not None
-    ]
-    return {
-        "drafter": side.drafter,
-        "k": side.k,
-        "peer": side.peer.version if side.peer else None,
-        "num_answers": len(first),
-        "speed": side.speed.to_dict(),
-        "ratio": side.speed.ratio(plain.speed),
-        "acceptance": None if side.peer else pooled(stats).to_dict() | {"mean_tau": mean_tau(stats)},
-        "tau_per_answer": [] if side.peer else [one.tau for one in stats],
-        "differing_answers": differing,
-        "time_split": side.time_split,
-    }

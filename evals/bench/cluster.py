@@ -5,20 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from evals.bench.bench import PLAIN, Bench, BenchConfig, DraftCount, row_of
-from evals.peers.peer import Peer
+from evals.bench.bench import Bench
+from evals.bench.config import BenchConfig, DraftCount
+from evals.bench.side import Side
 from evals.prompt_sets import PromptSet
 from evals.report.provenance import provenance
 from evals.report.report import new_report
-from evals.report.table import side_name
+from evals.report.table import PLAIN, side_name
 from evals.roofline import measured_bandwidth
 from evals.runner import Answer, Pass, most_tokens
-from evals.speed import Speed
 from specdec.cluster.config import EngineSpec
 from specdec.cluster.origin import machine_of, origin
 from specdec.cluster.pool import Pool
@@ -61,20 +61,11 @@ def make_plan(decoder: SpecDecoder, config: BenchConfig) -> Plan:
     )
 
 
-@dataclass(slots=True)
-class _Side:
-    """One way of decoding, see `evals.bench.bench.Measured`. Seconds are those of all engines together."""
+@dataclass(slots=True, kw_only=True)
+class _Side(Side):
+    """One that engines of `spec` decode. Seconds are those of all engines together."""
 
-    drafter: str
     spec: EngineSpec
-    k: int | str = 0
-    passes: list[Pass] = field(default_factory=list)
-    peer: Peer | None = None
-    time_split: dict[str, float] | None = None
-
-    @property
-    def speed(self) -> Speed:
-        return Speed([one.num_tokens for one in self.passes], [one.seconds for one in self.passes])
 
 
 class ClusterBench:
@@ -109,7 +100,7 @@ class ClusterBench:
                 title = f"{prompts.name} T={temperature:g} c={concurrency} {side_name(side.drafter, side.k, len(side.drafter))}"
                 side.passes.append(self._pass(side, prompts, sampling, repeat, f"{title} {repeat + 1}/{config.repeats}"))
             key = {"prompt_set": prompts.name, "temperature": temperature, "concurrency": concurrency}
-            report["rows"] += [key | row_of(side, sides[0]) | {"roofline": None, "tree_step": None} for side in sides]
+            report["rows"] += [key | side.row(sides[0]) | {"roofline": None, "tree_step": None} for side in sides]
             report["complete"] = number == len(cells)
             yield report
 
@@ -120,8 +111,8 @@ class ClusterBench:
         kinds += [(drafter, None, tree) for drafter, tree in product(self._plan.drafters, config.trees)]
         return [
             _Side(
-                drafter,
-                replace(
+                drafter=drafter,
+                spec=replace(
                     self._pool.spec,
                     drafter=drafter,
                     engine=config.engine(concurrency, longest, k, tree),

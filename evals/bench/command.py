@@ -24,8 +24,8 @@ from specdec.files import check_writable, write_text
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from evals.bench.bench import BenchConfig
     from evals.bench.cluster import Progress
+    from evals.bench.config import BenchConfig
     from evals.report.report import Report
     from evals.runner import OnStep
     from specdec.engine.request import Request
@@ -172,7 +172,7 @@ def _measure(args: argparse.Namespace) -> int:
 
 def bench_config(args: argparse.Namespace) -> BenchConfig:
     """The options as the API takes them; reads the prompt sets."""
-    from evals.bench.bench import BenchConfig
+    from evals.bench.config import BenchConfig
     from evals.prompt_sets import load_prompt_set, parse_data
 
     files = parse_data(args.data, args.sets, "--sets")

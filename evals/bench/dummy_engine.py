@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evals.roofline import synchronize
 from specdec.batch import DecodeBatch
 from specdec.blocks import BlockShape
 from specdec.config import CacheConfig, DraftSampling, EngineConfig
@@ -53,7 +54,6 @@ class FreeDrafter(Drafter):
     def bind(
         self, verifier: Verifier, caches: Sequence[Any], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling
     ) -> BoundDrafter:
-        """See `Drafter.bind`."""
         generator = torch.Generator().manual_seed(1)
         shape = batch_bucket(max_num_seqs), self.max_draft_tokens, CANDIDATES
         first = torch.randint(verifier.vocab_size, (*shape[:2], 1), generator=generator)
@@ -138,7 +138,7 @@ class OwnSteps:
 
     def prefill(self, prompts: Sequence[list[int]]) -> float:
         """Seconds from the first request to the last one's first token."""
-        self._wait()
+        synchronize(self.engine.verifier.device)
         started = time.perf_counter()
         self._submit(prompts, 1)
         self._drain()
@@ -151,11 +151,11 @@ class OwnSteps:
             self.engine.step()
         for _ in range(WARM_STEPS):
             self.engine.step()
-        self._wait()
+        synchronize(self.engine.verifier.device)
         started = time.perf_counter()
         for _ in range(count):
             self.engine.step()
-        self._wait()
+        synchronize(self.engine.verifier.device)
         seconds = time.perf_counter() - started
         assert all(request.status is Status.RUNNING for request in requests), "a request ended while steps were timed"
         self.distinct = len({request.output_token_ids[-1] for request in requests})
@@ -178,8 +178,4 @@ class OwnSteps:
     def _drain(self) -> None:
         while self.engine.has_work:
             self.engine.step()
-        self._wait()
-
-    def _wait(self) -> None:
-        if self.engine.verifier.device.type == "cuda":
-            torch.cuda.synchronize(self.engine.verifier.device)
+        synchronize(self.engine.verifier.device)

@@ -37,20 +37,16 @@ class RecordingDrafter(BoundDrafter):
         self._draft: DraftOutput | None = None
 
     def begin(self, slot: int, token_ids: Sequence[int]) -> None:
-        """See `BoundDrafter.begin`."""
         self._drafter.begin(slot, token_ids)
 
     def prefill(self, batch: PrefillBatch, verify: VerifyOutput) -> None:
-        """See `BoundDrafter.prefill`."""
         self._drafter.prefill(batch, verify)
 
     def propose(self, batch: DecodeBatch) -> DraftOutput:
-        """See `BoundDrafter.propose`."""
         self._draft = self._drafter.propose(batch)
         return self._draft
 
     def commit(self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput) -> None:
-        """See `BoundDrafter.commit`."""
         self._drafter.commit(batch, token_ids, accept, verify)
         draft, self._draft = self._draft, None  # a step without drafts proposes none
         if draft is None or draft.tree is None or accept.path is None:

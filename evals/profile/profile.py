@@ -10,12 +10,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from evals.report.table import align, drafts_name
-from evals.roofline import measured_bandwidth, step_bytes
+from evals.roofline import measured_bandwidth, step_bytes, synchronize
 from specdec.decoder import SpecDecoder
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request, Status
@@ -143,7 +142,7 @@ def _measure(decoder: SpecDecoder, prompts: Sequence[list[int]], steps: int, war
         with profile(activities=activities) as profiler:
             for _ in range(steps):
                 session.step()
-            _synchronize(engine)
+            synchronize(engine.verifier.device)
         _check_unfinished(requests)
     finally:
         for handle in handles:
@@ -198,18 +197,13 @@ def _check_unfinished(requests: Sequence[Request]) -> None:
 
 def _timed_steps(session: Session, steps: int) -> list[float]:
     """Seconds from the end of one call to the end of the next: on an accelerator each waits for the step before its own."""
-    _synchronize(session.engine)
+    synchronize(session.engine.verifier.device)
     session.step()
     ends = [time.perf_counter()]
     for _ in range(steps):
         session.step()
         ends.append(time.perf_counter())
     return [end - start for start, end in pairwise(ends)]
-
-
-def _synchronize(engine: SpecEngine) -> None:
-    if engine.verifier.device.type == "cuda":
-        torch.cuda.synchronize(engine.verifier.device)
 
 
 def _kernels(averages: Iterable[Any], steps: int, *, on_device: bool) -> list[KernelTime]:

@@ -20,29 +20,27 @@ Row = dict[str, Any]
 
 def acceptance_by_position(rows: Sequence[Row]) -> str:
     """Share of drafts accepted at each position, one line per side with drafts."""
-
-    def draw(axes: Any) -> None:
-        for row in _drafting(rows):
-            rates = row["acceptance"]["acceptance_rate"]
-            axes.plot(range(1, len(rates) + 1), rates, marker="o", markersize=4, label=_label(row))
-        axes.set(xlabel="draft position", ylabel="accepted", ylim=(0, 1.02))
-        _whole_ticks(axes)
-
-    return _svg("acceptance", draw)
+    return _curves("acceptance", _drafting(rows), "acceptance_rate", "draft position", "accepted")
 
 
 def accepted_by_rank(rows: Sequence[Row]) -> str:
     """Of the accepted drafts of trees, the share of every rank, one line per side that has any; empty where none has."""
     own = [row for row in _drafting(rows) if row["acceptance"].get("share_by_rank")]
+    name = "rank among the candidates of a position"
+    return _curves("rank", own, "share_by_rank", name, "share of accepted drafts") if own else ""
+
+
+def _curves(name: str, rows: Sequence[Row], field: str, counted: str, share: str) -> str:
+    """Shares by what is counted from 1, one line per side."""
 
     def draw(axes: Any) -> None:
-        for row in own:
-            shares = row["acceptance"]["share_by_rank"]
+        for row in rows:
+            shares = row["acceptance"][field]
             axes.plot(range(1, len(shares) + 1), shares, marker="o", markersize=4, label=_label(row))
-        axes.set(xlabel="rank among the candidates of a position", ylabel="share of accepted drafts", ylim=(0, 1.02))
+        axes.set(xlabel=counted, ylabel=share, ylim=(0, 1.02))
         _whole_ticks(axes)
 
-    return _svg("rank", draw) if own else ""
+    return _svg(name, draw)
 
 
 def tokens_per_step(rows: Sequence[Row]) -> str:

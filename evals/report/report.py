@@ -13,12 +13,6 @@ from specdec.files import reason_of, write_text
 
 SCHEMA_VERSIONS = {"specdec-bench": 2, "specdec-dummy-bench": 1, "specdec-eval": 1}
 
-_FIELDS = {
-    "specdec-bench": ("provenance", "settings", "complete", "rows"),
-    "specdec-dummy-bench": ("provenance", "settings", "complete", "rows"),
-    "specdec-eval": ("provenance", "settings", "complete", "tasks"),
-}
-
 Report = dict[str, Any]
 
 
@@ -68,7 +62,8 @@ def read_report(path: Path, schema: str | None = None) -> Report:
             f"{str(path)!r} follows version {report.get('schema_version')} of schema {name!r} and this specdec reads version"
             f" {SCHEMA_VERSIONS[name]}; measure again, or read it with the specdec that wrote it"
         )
-    missing = [field for field in _FIELDS[name] if field not in report]
+    needed = ("provenance", "settings", "complete", "tasks" if name == "specdec-eval" else "rows")
+    missing = [field for field in needed if field not in report]
     if missing:
         raise InvalidInputError(f"{str(path)!r} lacks {', '.join(missing)}; it was cut or edited, so measure again")
     return report

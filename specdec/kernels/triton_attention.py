@@ -1,4 +1,4 @@
-"""Paged attention in Triton: one kernel for every phase of decoding, and one that merges the parts of a split context.
+"""Paged attention in Triton: one kernel for every phase of decoding.
 
 A program holds the queries of all heads that share a key head, for a few consecutive rows of one request, and walks over the keys
 they see; so keys are read once per key head, and 5 rows of 3 heads fill 15 of the 16 rows a matrix instruction takes:
@@ -6,7 +6,7 @@ they see; so keys are read once per key head, and 5 rows of 3 heads fill 15 of t
     tile rows     r0h0 r0h1 r0h2 r1h0 r1h1 r1h2 ... r4h2  -
 
 With few programs and a long context the keys are divided among `splits` programs, each of which leaves a partial output and the
-logarithm of its softmax denominator (as in Flash-Decoding); a second kernel merges them. The division follows the lengths on the
+logarithm of its softmax denominator (as in Flash-Decoding); `triton_splits` merges them. The division follows the lengths on the
 device, and the grid depends on host bounds alone, so a captured graph stays right for any lengths below its bound.
 
 A row of a draft tree has a word with a bit for each draft that it sees. As parents come before their children, it sees no key that
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from specdec.kernels.triton_launch import HOPPER_SHARED_MEMORY, num_stages, on_device, overlap_options, shared_memory
 from specdec.kernels.triton_overlap import await_previous
+from specdec.kernels.triton_splits import merge_splits
 from specdec.kv_cache import LayerCache
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -34,8 +35,6 @@ KEY_TILE_BYTES = 16384
 """Keys that one iteration loads; as many values come with them."""
 MOST_PER_WARPS = 64 * 256
 """Numbers of an output that four warps hold."""
-MANY_ROWS = 1024
-"""Rows of one head to merge from which on a program takes several."""
 
 
 class Tile(NamedTuple):
@@ -176,32 +175,6 @@ def _attention_kernel(
         tl.store(log_sums + place, log_sum, mask=real)
 
 
-@triton.jit
-def _merge_kernel(
-    parts: tl.tensor,  # float32 [num_tokens, num_heads, SPLITS, HEAD_DIM]
-    log_sums: tl.tensor,  # float32 [num_tokens, num_heads, SPLITS]
-    output: tl.tensor,  # [num_tokens, num_heads, HEAD_DIM]
-    num_rows: tl.tensor,  # num_tokens * num_heads
-    HEAD_DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
-    ROWS: tl.constexpr,  # per program
-    BLOCK_D: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
-    await_previous(OVERLAP)
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    split = tl.arange(0, SPLITS)
-    dim = tl.arange(0, BLOCK_D)
-    place = row[:, None] * SPLITS + split[None, :]
-    log_sum = tl.load(log_sums + place, mask=(row < num_rows)[:, None], other=0.0)
-    weight = tl.exp2(log_sum - tl.max(log_sum, 1)[:, None])  # every row sees itself, so the maximum is finite
-    weight = weight / tl.sum(weight, 1)[:, None]
-    exists = (row < num_rows)[:, None] & (dim < HEAD_DIM)[None, :]
-    part = tl.load(parts + place[:, :, None] * HEAD_DIM + dim[None, None, :], mask=exists[:, None, :], other=0.0)
-    merged = tl.sum(part * weight[:, :, None], 1)
-    tl.store(output + row[:, None] * HEAD_DIM + dim[None, :], merged.to(output.dtype.element_ty), mask=exists)
-
-
 def tile_for(group: int, query_len: int, head_dim: int, dtype: torch.dtype, memory: int = HOPPER_SHARED_MEMORY) -> Tile:
     """How programs are cut for requests of up to `query_len` rows whose key heads serve `group` query heads each.
 
@@ -312,19 +285,5 @@ def paged_attention(
             **overlap_options(query.device),
         )
         if splits > 1:
-            rows, block_d = num_tokens * num_heads, padded(head_dim)
-            together = max(1, min(8, 16 // splits)) if rows >= MANY_ROWS else 1
-            crowded = together > 1 or splits * max(block_d, 256) > 16 * 256
-            _merge_kernel[(triton.cdiv(rows, together),)](
-                parts,
-                log_sums,
-                output,
-                rows,
-                HEAD_DIM=head_dim,
-                SPLITS=splits,
-                ROWS=together,
-                BLOCK_D=block_d,
-                num_warps=4 if crowded else 1,  # one warp adds up without a barrier, if its registers suffice
-                **overlap_options(query.device),
-            )
+            merge_splits(parts, log_sums, output, padded(head_dim))
     return output

@@ -143,21 +143,9 @@ def _serial_kernel(
         wide_value, scale, strength = value.to(tl.float32), tl.exp(decay), beta
         # The next row is on its way while this one is taken in.
         query, key, value, query_factor, key_factor, decay, beta = _row(
-            channels,
-            factors,
-            gates,
-            in_row + row + 1,
-            head,
-            keys,
-            values,
-            row + 1 < total,
-            KEY_HEADS,
-            VALUE_HEADS,
-            KEY_DIM,
-            VALUE_DIM,
-            DELTA,
-            DECAYS,
-        )
+            channels, factors, gates, in_row + row + 1, head, keys, values, row + 1 < total,
+            KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, DELTA, DECAYS,
+        )  # fmt: skip
         if not FINAL:  # without pending rows it lies there already, unless the sequence begins
             last = (row == pending) & ((pending > 0) | (start == 0))
             if last:

@@ -44,21 +44,18 @@ class AiterOps(TritonOps):
         self._aiter = aiter.load(AiterLayers)
 
     def norm(self, x: Tensor, norm: Norm, ahead: Linear | None = None) -> Tensor:
-        """See `Ops.norm`."""
         if reason := _against_norm(x, norm):
             keep_ours("a norm", reason)
             return super().norm(x, norm, ahead)
         return self._aiter.norm(x, norm.weight, norm.epsilon)
 
     def add(self, x: Tensor, residual: Tensor, join: Join, ahead: Linear | None = None) -> tuple[Tensor, Tensor]:
-        """See `Ops.add`."""
         if join.norm is None or (reason := _against_add(x, residual, join.norm, join)):
             keep_ours("a sum", "nothing is normed after it" if join.norm is None else reason)
             return super().add(x, residual, join, ahead)
         return self._aiter.add_norm(x, residual, join.norm.weight, join.norm.epsilon)
 
     def activate(self, joined: Tensor, activation: str) -> Tensor:
-        """See `TritonOps.activate`."""
         width = joined.shape[1] // (1 if activation in PLAIN else 2)
         if not self._aiter.has_activation(activation) or width % VECTOR or not joined.is_contiguous():
             keep_ours(f"the activation {activation} of {width}", f"AITER has silu and gelu_tanh, of multiples of {VECTOR}")
@@ -75,7 +72,6 @@ class AiterOps(TritonOps):
         plan: Any,
         ahead: Linear,
     ) -> Tensor:
-        """See `Ops.attend`."""
         if angles is None or (reason := _against_rope(backend, qkv, heads, cache)):
             keep_ours("the cache write", "queries and keys are not rotated" if angles is None else reason)
             return super().attend(backend, qkv, heads, angles, cache, plan, ahead)

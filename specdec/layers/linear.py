@@ -74,11 +74,9 @@ class DenseLinear(Linear):
 
     @property
     def nbytes(self) -> int:
-        """See `Linear.nbytes`."""
         return self.weight.nbytes
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """See `Linear.__call__`."""
         if residual is None or x.ndim != 2:
             out = F.linear(x, self.weight, self.bias)
             return out if residual is None else out + residual
@@ -87,7 +85,6 @@ class DenseLinear(Linear):
 
     @cached_property
     def prefetchable(self) -> Tensor | None:
-        """See `Linear.prefetchable`."""
         from specdec.kernels.triton_prefetch import worth_prefetching  # it imports Triton
 
         return self.weight if worth_prefetching(self.weight) else None
@@ -95,7 +92,6 @@ class DenseLinear(Linear):
     def few_rows(
         self, x: Tensor, *, activation: str | None = None, may_split: bool = False, ahead: Tensor | None = None
     ) -> Tensor | None:
-        """See `Linear.few_rows`."""
         from specdec.kernels.triton_linear import few_rows  # it imports Triton
 
         return few_rows(x, self.weight, self.bias, activation=activation, may_split=may_split, ahead=ahead)
@@ -118,11 +114,9 @@ class BlockedLinear(Linear):
 
     @property
     def nbytes(self) -> int:
-        """See `Linear.nbytes`."""
         return self._blocks.numel() * self._blocks.element_size()
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """See `Linear.__call__`."""
         if x.ndim == 2 and x.shape[0] == 1 and self.in_features > LONE_ROW_INPUTS:
             return self._multiply(_twice(x), None if residual is None else _twice(residual))[:1]
         return self._multiply(x, residual)
@@ -165,11 +159,9 @@ class FourBitLinear(BlockedLinear):
 
     @property
     def nbytes(self) -> int:
-        """See `Linear.nbytes`."""
         return self._codes.nbytes + self._scales.nbytes
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """See `Linear.__call__`."""
         if x.ndim != 2 or x.shape[0] > FEW_ROWS:
             return super().__call__(x, residual)
         out = torch._weight_int4pack_mm_for_cpu(x, self._codes, GROUP, self._scales)

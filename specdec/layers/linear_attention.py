@@ -34,11 +34,9 @@ class LinearAttention(Attention):
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """See `Attention.linears`."""
         return (self.inputs,) if self.row_gates is None else (self.inputs, self.row_gates)
 
     def __call__(self, ops: Ops, hidden: Tensor, rows: Rows, ahead: Linear) -> Tensor:
-        """See `Attention.__call__`."""
         assert isinstance(rows.cache, StateCache) and isinstance(rows.plan, RecurrentRows)
         joined, width = ops.project(self.inputs, hidden), self.recurrence.width
         gate = joined[:, width:]
@@ -70,11 +68,9 @@ class KeyDecayAttention(Attention):
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """See `Attention.linears`."""
         return self.inputs, self.decays, self.gates
 
     def __call__(self, ops: Ops, hidden: Tensor, rows: Rows, ahead: Linear) -> Tensor:
-        """See `Attention.__call__`."""
         assert isinstance(rows.cache, StateCache) and isinstance(rows.plan, RecurrentRows)
         few = self.decays.in_features
         joined = ops.project(self.inputs, hidden)
@@ -100,17 +96,15 @@ class ShortConvolution(Attention):
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """See `Attention.linears`."""
         return (self.inputs,)
 
     def __call__(self, ops: Ops, hidden: Tensor, rows: Rows, ahead: Linear) -> Tensor:
-        """See `Attention.__call__`."""
         assert isinstance(rows.cache, StateCache) and isinstance(rows.plan, RecurrentRows)
         return ops.convolve(ops.project(self.inputs, hidden), self.kernel, self.bias, rows.cache, rows.plan)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SideBySide:
+class SideBySide(Attention):
     """Attention and linear attention of the same rows, as in Falcon-H1 (arXiv 2507.22448). One projection takes what both give.
 
     Each has a cache and a plan, in this order.
@@ -121,15 +115,12 @@ class SideBySide:
 
     @property
     def rope(self) -> Rope | None:
-        """See `Attention.rope`."""
         return self.attention.rope
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """See `Attention.linears`."""
         return (*self.attention.linears, *self.linear.linears)
 
     def __call__(self, ops: Ops, hidden: Tensor, rows: Rows, ahead: Linear) -> Tensor:
-        """See `Attention.__call__`."""
         first, second = (rows._replace(cache=cache, plan=plan) for cache, plan in zip(rows.cache, rows.plan, strict=True))
         return torch.cat([self.attention(ops, hidden, first, ahead), self.linear(ops, hidden, second, ahead)], dim=1)

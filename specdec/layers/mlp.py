@@ -28,7 +28,7 @@ class FeedForward(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GatedMLP:
+class GatedMLP(FeedForward):
     """A gated activation between two products (arXiv 2002.05202), or one without a gate.
 
     Attributes:
@@ -43,7 +43,6 @@ class GatedMLP:
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """See `FeedForward.linears`."""
         return self.gate_up, self.down
 
     def product(self, ops: Ops, hidden: Tensor) -> Tensor:
@@ -51,12 +50,11 @@ class GatedMLP:
         return ops.project(self.down, ops.gated(self.gate_up, hidden, self.activation, self.down))
 
     def __call__(self, ops: Ops, hidden: Tensor, residual: Tensor, join: Join, ahead: Linear | None) -> tuple[Tensor, Tensor]:
-        """See `FeedForward.__call__`."""
         return ops.project_add(self.down, ops.gated(self.gate_up, hidden, self.activation, self.down), residual, join, ahead)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ConvolvedMLP:
+class ConvolvedMLP(FeedForward):
     """A gated MLP between two convolutions, as in DFlash 2.
 
     Attributes:
@@ -69,18 +67,16 @@ class ConvolvedMLP:
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """See `FeedForward.linears`."""
         return self.convolution.projection, *self.mlp.linears
 
     def __call__(self, ops: Ops, hidden: Tensor, residual: Tensor, join: Join, ahead: Linear | None) -> tuple[Tensor, Tensor]:
-        """See `FeedForward.__call__`."""
         dynamic = ops.project(self.convolution.projection, hidden)
         product = self.mlp.product(ops, ops.mix_rows(hidden, dynamic, self.convolution, 0))
         return ops.add(ops.mix_rows(product, dynamic, self.convolution, 1), residual, join, ahead)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MixtureOfExperts:
+class MixtureOfExperts(FeedForward):
     """Some experts for each token, and those that all tokens share.
 
     Attributes:
@@ -103,12 +99,10 @@ class MixtureOfExperts:
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """See `FeedForward.linears`."""
         shared = () if self.shared is None else self.shared.linears
         return self.router.gate, *shared, *(() if self.shared_gate is None else (self.shared_gate,)), *(self.latent or ())
 
     def __call__(self, ops: Ops, hidden: Tensor, residual: Tensor, join: Join, ahead: Linear | None) -> tuple[Tensor, Tensor]:
-        """See `FeedForward.__call__`."""
         weights, ids = ops.route(self.router, hidden)
         if self.weighs_inputs:
             given = (hidden[:, None] * weights[..., None].to(hidden.dtype)).flatten(0, 1)
@@ -130,7 +124,7 @@ class MixtureOfExperts:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MlpBesideExperts:
+class MlpBesideExperts(FeedForward):
     """A gated MLP and some experts for each token, both normed before they are added, as in Gemma 4.
 
     Attributes:
@@ -157,11 +151,9 @@ class MlpBesideExperts:
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """See `FeedForward.linears`."""
         return *self.mlp.linears, self.router.gate
 
     def __call__(self, ops: Ops, hidden: Tensor, residual: Tensor, join: Join, ahead: Linear | None) -> tuple[Tensor, Tensor]:
-        """See `FeedForward.__call__`."""
         weights, ids = ops.route(self.router, ops.norm(residual, self.router_norm))
         weights = weights * self.expert_scale[ids]
         routed = ops.experts(self.experts, ops.norm(residual, self.experts_norm), weights, ids)

@@ -144,28 +144,23 @@ class Ops(Protocol):
         """`x` [T, groups * V], each group normed and before or after that times the SiLU of `gate` like it."""
 
 
-class TorchOps:
+class TorchOps(Ops):
     """`Ops` in plain torch."""
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
-        """See `Ops.embed`."""
         rows = F.embedding(token_ids, table)
         return rows if scale == 1 else rows * scale
 
     def norm(self, x: Tensor, norm: Norm, ahead: Linear | None = None) -> Tensor:
-        """See `Ops.norm`."""
         return rms_norm(x, norm)
 
     def project(self, linear: Linear, x: Tensor) -> Tensor:
-        """See `Ops.project`."""
         return linear(x)
 
     def gated(self, linear: Linear, x: Tensor, activation: str, ahead: Linear) -> Tensor:
-        """See `Ops.gated`."""
         return activate(linear(x), activation)
 
     def add(self, x: Tensor, residual: Tensor, join: Join, ahead: Linear | None = None) -> tuple[Tensor, Tensor]:
-        """See `Ops.add`."""
         if x.ndim == 3:
             x = x.sum(0)
         x = x.to(residual.dtype)
@@ -179,17 +174,14 @@ class TorchOps:
     def project_add(
         self, linear: Linear, x: Tensor, residual: Tensor, join: Join, ahead: Linear | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See `Ops.project_add`."""
         if join.after is None and join.scale == 1 and join.factor is None:
             return self._next(linear(x, residual), join)
         return self.add(linear(x), residual, join)
 
     def route(self, router: Router, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Ops.route`."""
         return router(hidden)
 
     def experts(self, experts: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """See `Ops.experts`."""
         return apply_experts(x, weights, ids, experts)
 
     def attend(
@@ -202,7 +194,6 @@ class TorchOps:
         plan: Any,
         ahead: Linear,
     ) -> Tensor:
-        """See `Ops.attend`."""
         num_heads, num_kv_heads = backend.spec.num_heads, backend.spec.num_kv_heads
         stored = min(qkv.shape[1] - num_heads, num_kv_heads)
         rotated, value = qkv[:, : num_heads + stored], qkv[:, -num_kv_heads:]
@@ -230,28 +221,22 @@ class TorchOps:
         cache: LayerCache,
         slot_mapping: Tensor,
     ) -> None:
-        """See `Ops.write`."""
         key = key if key_norm is None else rms_norm(key, key_norm)
         backend.write(cache, rotate(key, *angles.doubled), value, slot_mapping)
 
     def gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        """See `Ops.gate`."""
         return x * gate.sigmoid()
 
     def recur(self, x: Tensor, recurrence: Recurrence, cache: StateCache, rows: RecurrentRows) -> Tensor:
-        """See `Ops.recur`."""
         return recur(x, recurrence, cache, rows)
 
     def convolve(self, joined: Tensor, kernel: Tensor, bias: Tensor | None, cache: StateCache, rows: RecurrentRows) -> Tensor:
-        """See `Ops.convolve`."""
         return convolve(joined, kernel, bias, cache, rows)
 
     def mix_rows(self, x: Tensor, dynamic: Tensor, convolution: GroupedConvolution, side: Side) -> Tensor:
-        """See `Ops.mix_rows`."""
         return mix_rows(x, dynamic, convolution.base, convolution.width, side)
 
     def gated_norm(self, x: Tensor, gate: Tensor, norm: GroupNorm) -> Tensor:
-        """See `Ops.gated_norm`."""
         return gated_norm(x, gate, norm)
 
     def _next(self, residual: Tensor, join: Join) -> tuple[Tensor, Tensor]:

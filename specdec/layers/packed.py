@@ -29,11 +29,9 @@ class PackedLinear(Linear):
 
     @property
     def nbytes(self) -> int:
-        """See `Linear.nbytes`."""
         return self.weight.nbytes
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """See `Linear.__call__`."""
         rows = x.reshape(-1, self.in_features)
         if self._has_kernels and x.dtype == self.dtype:
             from specdec.kernels.triton_packed import product  # it imports Triton
@@ -49,7 +47,6 @@ class PackedLinear(Linear):
 
     @cached_property
     def prefetchable(self) -> Tensor | None:
-        """See `Linear.prefetchable`."""
         if not self._has_kernels:
             return None
         from specdec.kernels.triton_prefetch import worth_prefetching  # it imports Triton
@@ -59,7 +56,6 @@ class PackedLinear(Linear):
     def few_rows(
         self, x: Tensor, *, activation: str | None = None, may_split: bool = False, ahead: Tensor | None = None
     ) -> Tensor | None:
-        """See `Linear.few_rows`."""
         if not self._has_kernels:
             return None
         from specdec.kernels.triton_packed import few_rows  # it imports Triton

@@ -14,9 +14,7 @@ class RecurrentOps(TorchOps):
     """Plain torch but for states and the norms behind them."""
 
     def recur(self, x: Tensor, recurrence: Recurrence, cache: StateCache, rows: RecurrentRows) -> Tensor:
-        """See `Ops.recur`."""
         return recur(x, recurrence, cache, rows)
 
     def gated_norm(self, x: Tensor, gate: Tensor, norm: GroupNorm) -> Tensor:
-        """See `Ops.gated_norm`."""
         return gated_norm(x, gate, **norm._asdict())

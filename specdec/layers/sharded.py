@@ -34,11 +34,9 @@ class SummedLinear(Linear):
 
     @property
     def prefetchable(self) -> Tensor | None:
-        """See `Linear.prefetchable`."""
         return self.part.prefetchable
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """See `Linear.__call__`."""
         out = all_reduce(self.part(x), self.group)
         return out if residual is None else out.add_(residual)
 
@@ -69,7 +67,6 @@ class GatheredLinear(Linear):
         return self.part.nbytes
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """See `Linear.__call__`."""
         out = gather_last(self.part(x), self.group, self.out_features)
         return out if residual is None else out + residual
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdec.layers.attention import HeadAttention, Rows
+from specdec.layers.attention import Attention, HeadAttention, Rows
 from specdec.layers.linear import Linear
 from specdec.layers.linear_attention import LinearAttention
 from specdec.layers.mlp import GatedMLP
@@ -32,18 +32,16 @@ class AdaptedLinear(Linear):
 
     @property
     def nbytes(self) -> int:
-        """See `Linear.nbytes`."""
         return self.base.nbytes + self.down.nbytes + sum(one.nbytes for one in self.up)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """See `Linear.__call__`."""
         few = self.down(x).split_with_sizes([one.in_features for one in self.up], dim=-1)
         added = torch.cat([one(part.contiguous()) for one, part in zip(self.up, few, strict=True)], dim=-1)
         return self.base(x, residual) + added
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AfterSharedBlock:
+class AfterSharedBlock(Attention):
     """Linear attention to the stream and what a shared block makes of it (arXiv 2411.15242), which stays out of the stream itself.
 
     The block sees the stream and the embeddings side by side, and has no residuals. It is given the stream without a norm.
@@ -69,16 +67,13 @@ class AfterSharedBlock:
 
     @property
     def rope(self) -> Rope | None:
-        """See `Attention.rope`."""
         return self.attention.rope
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """See `Attention.linears`."""
         return (*self.attention.linears, self.output, *self.mlp.linears, self.projection, *self.linear.linears)
 
     def __call__(self, ops: Ops, hidden: Tensor, rows: Rows, ahead: Linear) -> Tensor:
-        """See `Attention.__call__`."""
         first, second = (rows._replace(cache=cache, plan=plan) for cache, plan in zip(rows.cache, rows.plan, strict=True))
         seen = ops.norm(torch.cat([hidden, rows.shared[EMBEDDINGS]], dim=1), self.block_norm)
         attended = ops.project(self.output, self.attention(ops, seen, first, self.output))

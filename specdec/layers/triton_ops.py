@@ -62,20 +62,16 @@ class TritonOps(TorchOps):
         self._suited: dict[int, bool] = {}  # whether the kernels have these experts, by the object that they are
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
-        """See `Ops.embed`."""
         return embed(token_ids, table, scale) if self._embeds else super().embed(token_ids, table, scale)
 
     def norm(self, x: Tensor, norm: Norm, ahead: Linear | None = None) -> Tensor:
-        """See `Ops.norm`."""
         return rms_norm(x, norm.weight, norm.epsilon, ahead=_hint(ahead, x))
 
     def project(self, linear: Linear, x: Tensor) -> Tensor:
-        """See `Ops.project`."""
         product = linear.few_rows(x) if self._multiplies_few_rows else None
         return linear(x) if product is None else product
 
     def gated(self, linear: Linear, x: Tensor, activation: str, ahead: Linear) -> Tensor:
-        """See `Ops.gated`."""
         # The next weight is asked for while this product runs, which leaves the memory idle only if its own was asked for.
         hint = None if linear.prefetchable is None else _hint(ahead, x)
         if activation in PLAIN:  # which is not part of a product
@@ -88,7 +84,6 @@ class TritonOps(TorchOps):
         return gated(joined, activation)
 
     def add(self, x: Tensor, residual: Tensor, join: Join, ahead: Linear | None = None) -> tuple[Tensor, Tensor]:
-        """See `Ops.add`."""
         norm, after = join.norm, join.after
         assert norm is None or after is None or norm.epsilon == after.epsilon, "the kernel takes one epsilon"
         epsilon = norm.epsilon if norm is not None else after.epsilon if after is not None else 0.0
@@ -99,12 +94,10 @@ class TritonOps(TorchOps):
     def project_add(
         self, linear: Linear, x: Tensor, residual: Tensor, join: Join, ahead: Linear | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See `Ops.project_add`."""
         product = linear.few_rows(x, may_split=True) if self._multiplies_few_rows else None
         return self.add(linear(x) if product is None else product, residual, join, ahead)
 
     def route(self, router: Router, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Ops.route`."""
         if router.aiter is not None or not self._mixes:
             return super().route(router, hidden)
         gate, rows = router.gate, hidden.to(router.gate.dtype)
@@ -112,7 +105,6 @@ class TritonOps(TorchOps):
         return route(gate(rows) if logits is None else logits, router.routing, router.bias)
 
     def experts(self, experts: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """See `Ops.experts`."""
         if id(experts) not in self._suited:
             self._suited[id(experts)] = self._mixes and not unsupported_reasons(experts, ids.shape[1])
         if self._suited[id(experts)]:
@@ -129,7 +121,6 @@ class TritonOps(TorchOps):
         plan: Any,
         ahead: Linear,
     ) -> Tensor:
-        """See `Ops.attend`."""
         spec = backend.spec
         if qkv.shape[1] == spec.num_heads:  # the cache holds keys and values
             rotated = rope(qkv, **_rotation(angles, heads.query_norm, None))
@@ -154,7 +145,6 @@ class TritonOps(TorchOps):
         cache: LayerCache,
         slot_mapping: Tensor,
     ) -> None:
-        """See `Ops.write`."""
         rotation = _rotation(angles, None, key_norm)
         if isinstance(backend, TritonFaBackend):
             rope_store(None, key, value, cache, slot_mapping, **rotation)
@@ -162,25 +152,20 @@ class TritonOps(TorchOps):
             backend.write(cache, *rotated_rows(None, key, value, **rotation)[1:], slot_mapping)
 
     def gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        """See `Ops.gate`."""
         return sigmoid_gate(x, gate)
 
     def recur(self, x: Tensor, recurrence: Recurrence, cache: StateCache, rows: RecurrentRows) -> Tensor:
-        """See `Ops.recur`."""
         return (recur if self._recurs else super().recur)(x, recurrence, cache, rows)
 
     def convolve(self, joined: Tensor, kernel: Tensor, bias: Tensor | None, cache: StateCache, rows: RecurrentRows) -> Tensor:
-        """See `Ops.convolve`."""
         return (convolve if self._recurs else super().convolve)(joined, kernel, bias, cache, rows)
 
     def mix_rows(self, x: Tensor, dynamic: Tensor, convolution: GroupedConvolution, side: Side) -> Tensor:
-        """See `Ops.mix_rows`."""
         if not self._convolves:
             return super().mix_rows(x, dynamic, convolution, side)
         return mix_rows(x, dynamic, convolution.base, convolution.width, side)
 
     def gated_norm(self, x: Tensor, gate: Tensor, norm: GroupNorm) -> Tensor:
-        """See `Ops.gated_norm`."""
         return gated_norm(x, gate, **norm._asdict())
 
 

@@ -13,7 +13,7 @@ from drafters.load import load_drafter
 from drafters.ngram import NGramDrafter, load_ngram
 from specdec import registry
 from specdec.core import Verifier
-from specdec.decoder import find_drafter
+from specdec.drafter_choice import find_drafter
 from specdec.errors import CheckpointError, InvalidInputError, SpecDecError
 from specdec.registry import register_drafter
 from tests.drafters.tiny import FakeVerifier, write_tiny_dflash

@@ -12,7 +12,8 @@ import torch
 from specdec import registry
 from specdec.blocks import BlockShape
 from specdec.config import CacheConfig, EngineConfig
-from specdec.decoder import SpecDecoder, find_drafter
+from specdec.decoder import SpecDecoder
+from specdec.drafter_choice import find_drafter
 from specdec.metrics import pooled
 from specdec.sampling_params import SamplingParams
 from tests.drafters.tiny import FakeVerifier, Rig

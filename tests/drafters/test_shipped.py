@@ -13,12 +13,13 @@ from drafters.dflash.checkpoint import read_checkpoint
 from drafters.dflash.drafter import DFlashDrafter
 from drafters.ngram import NGramDrafter
 from drafters.shipped import load_shipped, shipped_drafter_path
-from evals.bench.bench import Bench, BenchConfig
+from evals.bench.bench import Bench
+from evals.bench.config import BenchConfig
 from evals.prompt_sets import load_prompt_set
 from evals.report.provenance import provenance
 from specdec import CacheConfig, EngineConfig, SamplingParams, SpecDecoder
 from specdec.cli.main import main
-from specdec.decoder import find_drafter
+from specdec.drafter_choice import find_drafter
 from specdec.engine.request import Request
 from specdec.errors import CheckpointError, InvalidInputError
 from specdec.metrics import pooled

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from evals.accuracy import command as eval_command
-from evals.bench.bench import Bench, BenchConfig
+from evals.bench.bench import Bench
 from evals.bench.cluster import ClusterBench
+from evals.bench.config import BenchConfig
 from evals.report.report import read_report
 from specdec.cli.main import main
 from specdec.cluster.config import ClusterConfig, EngineSpec

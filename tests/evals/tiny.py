@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from evals.bench.bench import Bench, BenchConfig
+from evals.bench.bench import Bench
+from evals.bench.config import BenchConfig
 from evals.prompt_sets import Item, PromptSet
 from specdec.config import EngineConfig
 from specdec.decoder import SpecDecoder

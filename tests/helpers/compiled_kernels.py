@@ -21,6 +21,7 @@ from specdec.kernels import (
     triton_prefill,
     triton_rope,
     triton_sampler,
+    triton_splits,
 )
 from specdec.kernels.triton_launch import AMD_SHARED_MEMORY
 from specdec.layers.activation import ACTIVATIONS
@@ -131,7 +132,7 @@ def attention_kernels(target: Target, *, every_shape: bool) -> Iterator[tuple[st
     yield (
         "merge of a split context",
         compile_for(
-            triton_attention._merge_kernel,
+            triton_splits._merge_kernel,
             target.compiler,
             pointers={"parts": "fp32", "log_sums": "fp32", "output": "bf16"},
             constants={"HEAD_DIM": 128, "SPLITS": 2, "ROWS": 8, "BLOCK_D": 128, "OVERLAP": target.overlaps},

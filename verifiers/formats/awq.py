@@ -39,11 +39,9 @@ class Awq(Format):
         self._plain: Sequence[str] = quantization.get("modules_to_not_convert") or ()
 
     def lists_as_plain(self, module: str) -> bool:
-        """See `Format.lists_as_plain`."""
         return matches(module, self._plain, part_of_name)
 
     def read(self, module: str, parts: Parts, dtype: torch.dtype) -> Stored:
-        """See `Format.read`."""
         codes, zeros = (_ordered(parts[name]).t() for name in ("qweight", "qzeros"))
         group = self._group if self._group > 0 else codes.shape[1]
         return integers(module, paired(codes.contiguous()), parts["scales"].t().float(), zeros, None, 4, group, dtype)

@@ -47,11 +47,9 @@ class CompressedTensors(Format):
         self._schemes = [_scheme(group["targets"], group["weights"]) for group in groups if group.get("weights")]
 
     def lists_as_plain(self, module: str) -> bool:
-        """See `Format.lists_as_plain`."""
         return matches(module, self._plain, name_or_expression)
 
     def read(self, module: str, parts: Parts, dtype: torch.dtype) -> Stored:
-        """See `Format.read`."""
         scheme = self._scheme(module)
         packed, scale = parts.get("weight_packed"), parts["weight_scale"]
         if packed is not None and scheme.kind == "float":

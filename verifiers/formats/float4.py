@@ -20,7 +20,6 @@ class Mxfp4(Format):
     required = (("weight_blocks",), ("weight_scales",))
 
     def read(self, module: str, parts: Parts, dtype: torch.dtype) -> PackedWeight:
-        """See `Format.read`."""
         return float4(module, parts["weight_blocks"].flatten(-2), parts["weight_scales"], MX_GROUP, dtype)
 
 

@@ -29,11 +29,9 @@ class Float8(Format):
         self._plain: Sequence[str] = quantization.get("modules_to_not_convert") or ()
 
     def lists_as_plain(self, module: str) -> bool:
-        """See `Format.lists_as_plain`."""
         return matches(module, self._plain, part_of_name)
 
     def read(self, module: str, parts: Parts, dtype: torch.dtype) -> PackedWeight:
-        """See `Format.read`."""
         scale = next(parts[name] for name in SCALES if name in parts)
         return float8(module, parts["weight"], scale, block_of(scale, parts["weight"], self._block), dtype)
 

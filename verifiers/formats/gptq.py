@@ -39,7 +39,6 @@ class Gptq(Format):
         self._group = int(quantization.get("group_size", 128))
 
     def read(self, module: str, parts: Parts, dtype: torch.dtype) -> Stored:
-        """See `Format.read`."""
         raw = bytes_of(parts["qweight"]).transpose(0, 1).flatten(1).contiguous()
         zeros = bytes_of(parts["qzeros"]).flatten(1)
         if self._bits == 4:

@@ -36,11 +36,9 @@ class ModelOpt(Format):
         self._plain: Sequence[str] = quantization.get("exclude_modules") or quantization.get("ignore") or ()
 
     def lists_as_plain(self, module: str) -> bool:
-        """See `Format.lists_as_plain`."""
         return matches(module, self._plain, pattern)
 
     def read(self, module: str, parts: Parts, dtype: torch.dtype) -> Stored:
-        """See `Format.read`."""
         weight, scale = parts["weight"], parts["weight_scale"]
         if "weight_scale_2" in parts:
             return nvfp4(module, weight, scale, parts["weight_scale_2"], dtype)

@@ -18,7 +18,7 @@ from specdec.batch import DecodeBatch
 from specdec.blocks import BlockShape
 from specdec.config import CacheConfig, DraftSampling, EngineConfig
 from specdec.core import BoundDrafter, Drafter, DraftOutput, Verifier, VerifyOutput
-from specdec.decoder import find_drafter
+from specdec.drafter_choice import find_drafter
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request
 from specdec.errors import InvalidInputError

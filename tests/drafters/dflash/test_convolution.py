@@ -13,7 +13,7 @@ from drafters.dflash.model import DFlashModel
 from drafters.training.config import TrainConfig
 from drafters.training.shape import make_drafter
 from specdec.errors import CheckpointError
-from tests.drafters.dflash.test_drafter import dense_hidden
+from tests.drafters.dflash.test_drafter import bound, dense_hidden
 from tests.drafters.tiny import TINY, FakeVerifier, tiny_drafter, tiny_model, tiny_tensors
 from tests.helpers.bounds import assert_as_exact
 
@@ -64,6 +64,18 @@ def test_blocks_packed_in_a_row() -> None:
     positions = (5 + torch.arange(TINY.block_size)).repeat(3)
     packed = model.block_forward(blocks.flatten(0, 1), positions, attend)
     torch.testing.assert_close(packed.view_as(alone), alone, atol=1e-5, rtol=1e-5)
+
+
+def test_what_trains_is_what_drafts() -> None:
+    """The module has the states of the network on the decoder stack; catches a convolution on the wrong side of its sublayer."""
+    drafter, verifier, rig = bound(CONVOLVED)
+    model = tiny_model(CONVOLVED)
+    hidden = drafter.draft_hidden(rig.batch([3, 5], [9, 14], 7))
+    generator = torch.Generator().manual_seed(2)
+    for request, (anchor, length) in enumerate(((3, 9), (5, 14))):
+        features = torch.randn(length, CONVOLVED.feature_size, generator=generator)
+        block = verifier.embed(torch.tensor([anchor] + [CONVOLVED.mask_token_id] * 7))
+        torch.testing.assert_close(hidden[request], dense_hidden(model, features, block)[1:], atol=1e-4, rtol=1e-4)
 
 
 def test_new_ones_change_nothing() -> None:

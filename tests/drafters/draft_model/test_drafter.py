@@ -12,7 +12,8 @@ from drafters.draft_model.drafter import DraftModel
 from drafters.ngram import NGramDrafter
 from specdec.config import CacheConfig, EngineConfig
 from specdec.core import Drafter, Verifier
-from specdec.decoder import SpecDecoder, find_drafter
+from specdec.decoder import SpecDecoder
+from specdec.drafter_choice import find_drafter
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request
 from specdec.errors import CheckpointError, InvalidInputError

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from drafters.training.trainer import _termination, process_group
+from drafters.training.processes import process_group, termination
 from specdec.cli.main import main
 
 
@@ -30,7 +30,7 @@ def test_a_thread_trains_without_a_signal_handler() -> None:
 
     def enter() -> None:
         try:
-            with _termination() as received:
+            with termination() as received:
                 assert received == []
         except BaseException as error:
             wrong.append(error)

@@ -11,7 +11,8 @@ import pytest
 
 from evals.bench import bench
 from evals.bench import command as bench_command
-from evals.bench.bench import Bench, BenchConfig
+from evals.bench.bench import Bench
+from evals.bench.config import BenchConfig
 from evals.prompt_sets import PromptSet
 from evals.report.compare import compare_reports
 from evals.report.html import html_report
@@ -236,7 +237,7 @@ def test_a_side_warms_up_until_nothing_is_captured(captures: list[int], passes: 
 
     monkeypatch.setattr("evals.bench.bench.run_set", listen)
     monkeypatch.setattr(bench._Side, "num_captured", property(lambda side: [0, *captures][len(done)]))
-    monkeypatch.setattr(Bench, "_sides", lambda self, *where: [bench._Side("plain", self._base)])
+    monkeypatch.setattr(Bench, "_sides", lambda self, *where: [bench._Side(drafter="plain", decoder=self._base)])
     list(Bench(tiny_decoder(), BenchConfig(sets=(PROMPTS,), repeats=1, warmup=2, max_tokens=6)).run(PROVENANCE))
     assert len(done) == passes + 2  # one is timed, one is for the phases
 

@@ -13,7 +13,8 @@ import torch
 
 from drafters.dflash.checkpoint import read_checkpoint
 from drafters.shipped import shipped_drafter_path
-from evals.bench.bench import Bench, BenchConfig
+from evals.bench.bench import Bench
+from evals.bench.config import BenchConfig
 from evals.peers.peer import load_peer
 from evals.report.compare import compare_reports
 from evals.report.html import html_report

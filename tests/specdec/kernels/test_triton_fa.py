@@ -19,7 +19,7 @@ from tests.helpers.triton_interpreter import require_triton
 
 DEVICE = require_triton()
 
-from specdec.kernels import triton_attention  # noqa: E402 (only where Triton can run)
+from specdec.kernels import triton_splits  # noqa: E402 (only where Triton can run)
 
 BLOCK = 16
 UNIFORM = [(21, 5), (64, 5), (5, 5)]
@@ -235,7 +235,7 @@ def test_launch_serves_any_lengths_below_its_bound(splits: int) -> None:
 
 def test_many_rows_are_merged_several_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches rows past the last program's share; 36 rows do not fill five programs of 8."""
-    monkeypatch.setattr(triton_attention, "MANY_ROWS", 8)
+    monkeypatch.setattr(triton_splits, "MANY_ROWS", 8)
     check([(150, 4), (64, 4), (9, 4)], spec(num_heads=3, num_kv_heads=1, head_dim=20), splits=2)
 
 

@@ -17,7 +17,7 @@ import torch
 from evals.accuracy.scoring import score
 from specdec import CacheConfig, EngineConfig, SamplingParams, SpecDecoder
 from specdec.cli.main import main
-from specdec.decoder import find_drafter
+from specdec.drafter_choice import find_drafter
 from specdec.engine.outputs import GenerationResult
 from specdec.errors import SpecDecError
 from specdec.parallel import launch

@@ -1,0 +1,43 @@
+"""The processes of a run: joining those that torchrun started, and ending between two steps when one is told to."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import distributed as dist
+
+
+@contextmanager
+def termination() -> Iterator[list[int]]:
+    """A list that a termination signal makes non-empty, so that the loop can end between two steps; in the main thread alone."""
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():  # under Ray Train, which tells its workers otherwise
+        yield received
+        return
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    try:
+        yield received
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+@contextmanager
+def process_group(device: torch.device) -> Iterator[torch.device]:
+    """Joins the processes that torchrun started, if it did; yields the device of this one. A group that exists is left as it is."""
+    joined = dist.is_initialized()
+    if not joined and int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield device
+        return
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    if not joined:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield device
+    finally:
+        if not joined:
+            dist.destroy_process_group()

@@ -1,0 +1,107 @@
+"""What `specdec bench` measures, checked before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from evals.prompt_sets import PromptSet
+from evals.report.table import PLAIN
+from specdec.config import CacheConfig, EngineConfig
+from specdec.errors import InvalidInputError
+from specdec.sampling_params import SamplingParams
+
+DraftCount = int | Literal["auto"] | None
+"""k of a side: a number, the drafter's own (None), or the one that is measured to be fastest, step by step."""
+
+MOST_WARMUP = 10
+"""Untimed passes at most of a side that goes on capturing: where k is chosen step by step, one does not meet all that occurs."""
+
+
+@dataclass(frozen=True, slots=True)
+class BenchConfig:
+    """What is measured.
+
+    Attributes:
+        sets: prompt sets.
+        drafters: names or checkpoints, as `SpecDecoder.from_pretrained` takes them.
+        num_draft_tokens: values of k, see `DraftCount`.
+        trees: numbers of drafts that form a tree, further sides beside those of k.
+        temperatures: 0 is greedy.
+        top_k, top_p: of sampled decoding, see `SamplingParams`.
+        concurrencies: conversations decoded at once.
+        max_tokens: most output tokens per turn.
+        repeats: timed passes of every side, taken in turn.
+        warmup: untimed passes before them, and more while steps are still captured, up to `MOST_WARMUP`.
+        seed: item `i` uses `seed + i`.
+        raw: continue prompts as text, without the chat template.
+        peers: other systems to measure beside, see `evals.peers.peer`.
+        graphs: what to capture, see `EngineConfig`.
+        memory_bytes: budget of each side's cache; None takes the device's default.
+    """
+
+    sets: tuple[PromptSet, ...]
+    drafters: tuple[str, ...] = ("auto",)
+    num_draft_tokens: tuple[DraftCount, ...] = (None,)
+    trees: tuple[int, ...] = ()
+    temperatures: tuple[float, ...] = (0.0,)
+    top_k: int = 0
+    top_p: float = 1.0
+    concurrencies: tuple[int, ...] = (1,)
+    max_tokens: int = 256
+    repeats: int = 3
+    warmup: int = 1
+    seed: int = 0
+    raw: bool = False
+    peers: tuple[str, ...] = ()
+    graphs: bool | None = None
+    memory_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, values in (
+            ("prompt set", self.sets),
+            ("drafter", self.drafters),
+            ("temperature", self.temperatures),
+            ("concurrency", self.concurrencies),
+        ):
+            if not values:
+                raise InvalidInputError(f"no {name} is given; name at least one")
+        if self.repeats < 1:
+            raise InvalidInputError(f"repeats is {self.repeats}; it must be at least 1")
+        if self.warmup < 0:
+            raise InvalidInputError(f"warmup is {self.warmup}; it must be 0 or more passes")
+        if self.peers and max(self.temperatures) > 0:
+            raise InvalidInputError(
+                f"peers are compared in greedy decoding and the temperature is {max(self.temperatures):g}; use temperature 0"
+            )
+        if PLAIN in self.drafters or 0 in self.num_draft_tokens or 0 in self.trees:
+            raise InvalidInputError("plain decoding is always measured; leave out drafter none, k = 0 and trees of 0 drafts")
+        for nodes in self.trees:
+            EngineConfig(tree_nodes=nodes)
+        for temperature in self.temperatures:
+            self.sampling(temperature)
+        for concurrency in self.concurrencies:
+            EngineConfig(max_num_seqs=concurrency)
+
+    def sampling(self, temperature: float) -> SamplingParams:
+        """How to decode at a temperature."""
+        return SamplingParams(self.max_tokens, temperature, top_k=self.top_k, top_p=self.top_p, seed=self.seed)
+
+    def engine(self, concurrency: int, max_model_len: int, k: DraftCount, tree: int | None) -> EngineConfig:
+        """The engine of a side."""
+        return EngineConfig(
+            max_num_seqs=concurrency,
+            max_model_len=max_model_len,
+            num_draft_tokens=k,
+            tree_nodes=tree,
+            graphs=self.graphs,
+            # Without it every pass does the same work, prefill included.
+            cache=CacheConfig(memory_bytes=self.memory_bytes, prefix_caching=False),
+        )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What belongs in the report."""
+        names = ("max_tokens", "top_k", "top_p", "repeats", "warmup", "seed", "raw", "graphs")
+        sets = [{"name": one.name, "source": one.source, "num_items": len(one.items), "sha256": one.sha256} for one in self.sets]
+        return {name: getattr(self, name) for name in names} | {"prompt_sets": sets}

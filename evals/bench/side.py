@@ -1,0 +1,58 @@
+"""One way of decoding within a part of a sweep, what its passes gave, and the row that a report has of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from evals.divergence import first_divergence
+from evals.peers.peer import Peer
+from evals.runner import Pass
+from evals.speed import Speed
+from specdec.metrics import mean_tau, pooled
+
+
+@dataclass(slots=True, kw_only=True)
+class Side:
+    """A drafter, plain decoding, or a peer.
+
+    Attributes:
+        drafter: its name.
+        k: drafts of its steps.
+        peer: the system that decodes in place of ours.
+        passes: the timed ones.
+        time_split: see `evals.speed.time_split`.
+    """
+
+    drafter: str
+    k: int | str = 0
+    peer: Peer | None = None
+    passes: list[Pass] = field(default_factory=list)
+    time_split: dict[str, float] | None = None
+
+    @property
+    def speed(self) -> Speed:
+        """Of its passes."""
+        return Speed([one.num_tokens for one in self.passes], [one.seconds for one in self.passes])
+
+    def row(self, plain: Side) -> dict[str, Any]:
+        """Figures of the side beside plain decoding; those of acceptance come from its first timed pass."""
+        first = self.passes[0].answers
+        stats = [answer.stats for answer in first]
+        differing = [
+            index
+            for index, (one, other) in enumerate(zip(plain.passes[0].answers, first, strict=True))
+            if first_divergence(one.token_ids, other.token_ids) is not None
+        ]
+        return {
+            "drafter": self.drafter,
+            "k": self.k,
+            "peer": self.peer.version if self.peer else None,
+            "num_answers": len(first),
+            "speed": self.speed.to_dict(),
+            "ratio": self.speed.ratio(plain.speed),
+            "acceptance": None if self.peer else pooled(stats).to_dict() | {"mean_tau": mean_tau(stats)},
+            "tau_per_answer": [] if self.peer else [one.tau for one in stats],
+            "differing_answers": differing,
+            "time_split": self.time_split,
+        }
