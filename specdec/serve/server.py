@@ -68,7 +68,8 @@ class Server(uvicorn.Server):
         try:
             sock.listen()
         except OSError as error:
-            raise _cannot_listen(*sock.getsockname()[:2], error) from error
+            host, port = sock.getsockname()[:2]
+            raise _cannot_listen(host, port, error) from error
         self._front, self._sock = front, sock
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None

@@ -150,7 +150,20 @@ def children(process: int) -> list[int]:
 
 def test_sigterm_to_torchrun_lets_the_unfinished_finish(folder: Path, one: Live) -> None:
     """It passes the signal on to both ranks, and both end when rank 0 has done what it had begun."""
-    options = ["--device", "cpu", "--dtype", "float32", "--drafter", LOAD["drafter"], "-k", "3", "--max-num-seqs", "4", "--port", "0"]
+    options = [
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--drafter",
+        LOAD["drafter"],
+        "-k",
+        "3",
+        "--max-num-seqs",
+        "4",
+        "--port",
+        "0",
+    ]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     program = subprocess.Popen(
         [sys.executable, *torchrun, "-m", "specdec", "serve", "--model", str(folder), *options, "--tensor-parallel", "2"],
