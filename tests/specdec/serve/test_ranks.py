@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -22,6 +23,7 @@ pytest.importorskip("xgrammar")
 from specdec.config import EngineConfig
 from specdec.decoder import SpecDecoder
 from specdec.parallel.mirror import everywhere
+from specdec.sampling_params import SamplingParams
 from tests.evals.tiny import save_tiny
 from tests.helpers import lockstep_parts as parts
 from tests.helpers.live_server import Live, live_server, wait_until
@@ -131,6 +133,7 @@ def test_a_rank_without_memory_ends_the_server_with_one_line(two: Live, caplog: 
     decoder = two.front.decoder
     everywhere(decoder.verifier, parts.run_out_of_memory, decoder.verifier, 20)
     started = time.monotonic()
+    handle = decoder.session.submit([5, 6, 7], SamplingParams(max_tokens=480, ignore_eos=True))
     with ThreadPoolExecutor(1) as threads:
         whole = threads.submit(httpx.post, two.url + COMPLETIONS, json=LONG, timeout=20)
         with httpx.stream("POST", two.url + COMPLETIONS, json={**LONG, "stream": True}) as stream:
@@ -139,6 +142,8 @@ def test_a_rank_without_memory_ends_the_server_with_one_line(two: Live, caplog: 
     line = "rank 1 of the tensor-parallel group failed: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
     assert line in event and end == "data: [DONE]"
     assert answer.status_code == 500 and answer.json()["error"]["message"] == f"the engine failed: {line}"
+    with pytest.raises(RuntimeError, match=re.escape(line)):
+        handle.result()
     two.join(10)
     assert time.monotonic() - started < 10 and two.front.dead
 
@@ -149,6 +154,7 @@ def children(process: int) -> list[int]:
     return [int(one) for one in found]
 
 
+@pytest.mark.slow
 def test_sigterm_to_both_ranks_lets_the_unfinished_finish(folder: Path, one: Live) -> None:
     """Started and told to end as by torchrun, which passes a signal on to all; both end in good order, rank 0 first."""
     with socket.create_server(("127.0.0.1", 0)) as found:
