@@ -124,16 +124,22 @@ class Front:
         self._open.discard(outputs)
 
     def engine_failed(self, error: Exception) -> None:
-        """After an error of the engine, which began anew: a token shows whether it can go on."""
-        logger.error("the engine failed: %s", error)
+        """After an error of the engine, which began anew: a token shows whether it can go on, for without all ranks it cannot."""
+        if self._ranks is not None and self._ranks.ended is not None:
+            self._die(self._ranks.ended)
+            return
+        logger.error("%s", error)
         if self._probe is None or self._probe.done():
             self._probe = asyncio.get_running_loop().create_task(self._probe_engine())
 
     def check_ranks(self) -> None:
         """Notices that a rank has ended while nobody waits for an output, who would be told of it otherwise."""
-        line = None if self._ranks is None else self._ranks.ended
-        if line is not None and self.idle and not self.dead:
-            logger.error("%s, so the server ends", line)
+        if self._ranks is not None and self._ranks.ended is not None and self.idle:
+            self._die(self._ranks.ended)
+
+    def _die(self, line: str) -> None:
+        if not self.dead:
+            logger.error("the server ends: %s", line)
             self.dead = True
             self.on_death()
 
@@ -144,9 +150,7 @@ class Front:
             if result.finish_reason == "error":
                 raise RuntimeError(result.error)
         except Exception as error:
-            logger.error("the engine failed again, so the server ends: %s", error)
-            self.dead = True
-            self.on_death()
+            self._die(str(error))
 
     async def drain(self) -> None:
         """Takes nothing new on, and waits for what is unfinished, as long as the config allows; then ends it."""

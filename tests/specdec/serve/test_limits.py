@@ -187,7 +187,7 @@ def test_a_rank_that_ends_while_nobody_waits_ends_the_server(
         assert httpx.post(live.url + "/v1/completions", json={**LONG, "max_tokens": 2}).status_code == 200
         ranks.ended = "rank 1 of the tensor-parallel group was ended by SIGKILL"
         live.join(10)
-        assert live.front.dead and caplog.messages == [f"{ranks.ended}, so the server ends"]
+        assert live.front.dead and caplog.messages == [f"the server ends: {ranks.ended}"]
 
 
 @pytest.mark.slow

@@ -146,6 +146,7 @@ def test_a_rank_without_memory_ends_the_server_with_one_line(two: Live, caplog: 
         handle.result()
     two.join(10)
     assert time.monotonic() - started < 10 and two.front.dead
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [f"the server ends: {line}"]
 
 
 def children(process: int) -> list[int]:
