@@ -17,6 +17,7 @@ from specdec.engine.outputs import GenerationResult, StreamChunk
 from specdec.engine.request import Request
 from specdec.errors import CapacityError
 from specdec.metrics import AcceptanceStats
+from specdec.parallel.mirror import mirror_of
 from specdec.sampling_params import SamplingParams
 from specdec.serve.config import ServeConfig
 from specdec.serve.errors import RequestError, busy, engine_failed
@@ -38,7 +39,7 @@ class Front:
         names: by which the model is called.
         totals: what was done so far.
         draining: nothing new is taken on.
-        dead: the engine failed, and then failed a probe.
+        dead: the engine failed, and then failed a probe, or one of the ranks that compute its target has ended.
     """
 
     def __init__(self, decoder: SpecDecoder, config: ServeConfig, model: str, drafter: str | None = None) -> None:
@@ -50,6 +51,7 @@ class Front:
         self.on_death: Callable[[], object] = lambda: None
         self._open: set[Outputs] = set()
         self._probe: asyncio.Task[None] | None = None
+        self._ranks = mirror_of(decoder.verifier)
         # One thread: texts become tokens outside the event loop, and never two at once, which tokenizers do not all stand.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="specdec tokenizer")
 
@@ -122,10 +124,24 @@ class Front:
         self._open.discard(outputs)
 
     def engine_failed(self, error: Exception) -> None:
-        """After an error of the engine, which began anew: a token shows whether it can go on."""
-        logger.error("the engine failed: %s", error)
+        """After an error of the engine, which began anew: a token shows whether it can go on, for without all ranks it cannot."""
+        if self._ranks is not None and self._ranks.ended is not None:
+            self._die(self._ranks.ended)
+            return
+        logger.error("%s", error)
         if self._probe is None or self._probe.done():
             self._probe = asyncio.get_running_loop().create_task(self._probe_engine())
+
+    def check_ranks(self) -> None:
+        """Notices that a rank has ended while nobody waits for an output, who would be told of it otherwise."""
+        if self._ranks is not None and self._ranks.ended is not None and self.idle:
+            self._die(self._ranks.ended)
+
+    def _die(self, line: str) -> None:
+        if not self.dead:
+            logger.error("the server ends: %s", line)
+            self.dead = True
+            self.on_death()
 
     async def _probe_engine(self) -> None:
         try:
@@ -134,9 +150,7 @@ class Front:
             if result.finish_reason == "error":
                 raise RuntimeError(result.error)
         except Exception as error:
-            logger.error("the engine failed again, so the server ends: %s", error)
-            self.dead = True
-            self.on_death()
+            self._die(str(error))
 
     async def drain(self) -> None:
         """Takes nothing new on, and waits for what is unfinished, as long as the config allows; then ends it."""

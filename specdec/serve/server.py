@@ -86,6 +86,11 @@ class Server(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         await self.serve(sockets=[self._sock])
 
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second; gives whether the server has been told to end."""
+        self._front.check_ranks()
+        return await super().on_tick(counter)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """SIGTERM and SIGINT: the first drains, the second ends at once."""
         if self._front.draining:

@@ -2,10 +2,10 @@
 
     python -m tests.checks.ray_train --steps 20
 
-A toy target answers once; then the same steps are taken three times: by one process, by one process that adds up the gradients of
-two halves of every batch, and by two workers, each with one of these halves. The first two differ by rounding alone, so the
-workers may differ from either by no more than a few times that; a worker that saw other sequences, or losses that were averaged
-twice, would differ by far more.
+A toy target answers once. Then the same steps are taken three times: by one process, by one process that adds up the gradients of
+two halves of every batch, and by two workers, each with one of these halves. The first two differ by rounding alone, so the workers
+may differ from either by a few times that and the last digit of the log. A worker that saw other sequences, or losses that were
+averaged twice, would differ by far more.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RESOLUTION = 1e-4
 """Of the numbers in `log.csv`, as a share of them: the fifth digit."""
 
 ROOM = 8
-"""How many times the difference of the two splits in one process the workers may differ: their sums have another order again."""
+"""How many times the difference of the two splits in one process the workers may differ, whose sums have another order again."""
 
 
 def losses(folder: Path) -> list[dict[str, float]]:

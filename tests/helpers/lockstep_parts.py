@@ -56,7 +56,9 @@ def run_out_of_memory(verifier: Any, calls: int) -> None:
     def head_or_nothing(*args: Any) -> Any:
         left[0] -= 1
         if left[0] == 0:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nOf the memory 0 bytes are free.")
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.00 GiB.\nOf the allocated memory 0 bytes are free."
+            )
         return head(*args)
 
     verifier.head = head_or_nothing

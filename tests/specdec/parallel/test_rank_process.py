@@ -69,13 +69,9 @@ def test_the_signal_of_the_kernel_ends_it() -> None:
             program.stdout.close()
 
 
-_GUARDED = """
-import os, time
-from specdec.parallel.rank import _end_with
-_end_with(os.getppid())
-print(flush=True)
-time.sleep(600)
-"""
+_GUARDED = (
+    "import os, sys, time; from specdec.parallel.rank import _end_with; _end_with(os.getppid()); print(flush=True); time.sleep(600)"
+)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -175,6 +176,18 @@ def test_a_lost_device_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) ->
         assert httpx.post(live.url + "/v1/completions", json=LONG, timeout=20).status_code == 500
         live.join()
         assert live.front.dead
+
+
+def test_a_rank_that_ends_while_nobody_waits_ends_the_server(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks = SimpleNamespace(ended=None)
+    monkeypatch.setattr("specdec.serve.front.mirror_of", lambda target: ranks)
+    with live_server() as live:
+        assert httpx.post(live.url + "/v1/completions", json={**LONG, "max_tokens": 2}).status_code == 200
+        ranks.ended = "rank 1 of the tensor-parallel group was ended by SIGKILL"
+        live.join(10)
+        assert live.front.dead and caplog.messages == [f"the server ends: {ranks.ended}"]
 
 
 @pytest.mark.slow

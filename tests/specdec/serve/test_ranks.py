@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -21,6 +23,7 @@ pytest.importorskip("xgrammar")
 from specdec.config import EngineConfig
 from specdec.decoder import SpecDecoder
 from specdec.parallel.mirror import everywhere
+from specdec.sampling_params import SamplingParams
 from tests.evals.tiny import save_tiny
 from tests.helpers import lockstep_parts as parts
 from tests.helpers.live_server import Live, live_server, wait_until
@@ -130,6 +133,7 @@ def test_a_rank_without_memory_ends_the_server_with_one_line(two: Live, caplog: 
     decoder = two.front.decoder
     everywhere(decoder.verifier, parts.run_out_of_memory, decoder.verifier, 20)
     started = time.monotonic()
+    handle = decoder.session.submit([5, 6, 7], SamplingParams(max_tokens=480, ignore_eos=True))
     with ThreadPoolExecutor(1) as threads:
         whole = threads.submit(httpx.post, two.url + COMPLETIONS, json=LONG, timeout=20)
         with httpx.stream("POST", two.url + COMPLETIONS, json={**LONG, "stream": True}) as stream:
@@ -138,49 +142,56 @@ def test_a_rank_without_memory_ends_the_server_with_one_line(two: Live, caplog: 
     line = "rank 1 of the tensor-parallel group failed: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
     assert line in event and end == "data: [DONE]"
     assert answer.status_code == 500 and answer.json()["error"]["message"] == f"the engine failed: {line}"
+    with pytest.raises(RuntimeError, match=re.escape(line)):
+        handle.result()
     two.join(10)
     assert time.monotonic() - started < 10 and two.front.dead
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [f"the server ends: {line}"]
 
 
 def children(process: int) -> list[int]:
     """Ids of the processes that a process has started."""
-    return [int(one) for task in Path(f"/proc/{process}/task").iterdir() for one in (task / "children").read_text().split()]
+    found = subprocess.run(["pgrep", "-P", str(process)], capture_output=True, text=True, check=False).stdout.split()
+    return [int(one) for one in found]
 
 
-def test_sigterm_to_torchrun_lets_the_unfinished_finish(folder: Path, one: Live) -> None:
-    """It passes the signal on to both ranks, and both end when rank 0 has done what it had begun."""
-    options = ["--device", "cpu", "--dtype", "float32", "--drafter", LOAD["drafter"], "-k", "3", "--max-num-seqs", "4"]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    program = subprocess.Popen(
-        [
-            sys.executable,
-            *torchrun,
-            "-m",
-            "specdec",
-            "serve",
-            "--model",
-            str(folder),
-            *options,
-            "--port",
-            "0",
-            "--tensor-parallel",
-            "2",
-        ],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert program.stderr is not None
-    url = next(line for line in program.stderr if " at http" in line).split()[-1].removesuffix("/v1")
-    ranks = children(program.pid)
-    assert len(ranks) == 2
-    with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(httpx.post, url + COMPLETIONS, json=LONG, timeout=60)
-        wait_until(lambda: httpx.get(url + "/status").json()["running"] == 1)
-        program.send_signal(signal.SIGTERM)
-        answer = waiting.result()
-    assert answer.status_code == 200, answer.text
-    assert answer.json()["choices"][0]["text"] == one.front.decoder.generate("abc", max_tokens=480, ignore_eos=True).text
-    said = [line for line in program.communicate(timeout=10)[1].splitlines() if "specdec" in line]
-    assert not said, "ranks have ended without a word"
-    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+@pytest.mark.slow
+def test_sigterm_to_both_ranks_lets_the_unfinished_finish(folder: Path, one: Live) -> None:
+    """Started and told to end as by torchrun, which passes a signal on to all; both end in good order, rank 0 first."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    options = [
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--drafter",
+        LOAD["drafter"],
+        "-k",
+        "3",
+        "--max-num-seqs",
+        "4",
+        "--port",
+        "0",
+    ]
+    command = [sys.executable, "-m", "specdec", "serve", "--model", str(folder), *options, "--tensor-parallel", "2"]
+    same = os.environ | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    numbers = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    ranks = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=same | own) for own in numbers]
+    try:
+        assert ranks[0].stderr is not None
+        url = next(line for line in ranks[0].stderr if " at http" in line).split()[-1].removesuffix("/v1")
+        with ThreadPoolExecutor(1) as threads:
+            waiting = threads.submit(httpx.post, url + COMPLETIONS, json=LONG, timeout=60)
+            wait_until(lambda: httpx.get(url + "/status").json()["running"] == 1)
+            for rank in reversed(ranks):
+                rank.send_signal(signal.SIGTERM)
+            answer = waiting.result()
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["text"] == one.front.decoder.generate("abc", max_tokens=480, ignore_eos=True).text
+        said = [line for rank in ranks for line in rank.communicate(timeout=10)[1].splitlines() if "specdec" in line]
+        assert not said and [rank.returncode for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
