@@ -31,10 +31,11 @@ def require_triton() -> torch.device:
 
 @cache
 def _hasten() -> None:
-    """Leaves out what more than doubles the interpreter's time and adds nothing.
+    """Leaves out what takes most of the interpreter's time and adds nothing.
 
-    It makes Triton's language its own at every launch and at every call within a kernel: here once per module, for good. And it
-    computes whether integers overflow, which it looks at in its debug mode alone.
+    It makes Triton's language its own at every launch and at every call within a kernel: here once per module, for good. It computes
+    whether integers overflow, which it looks at in its debug mode alone. And it works out the same types of NumPy, of blocks and of
+    tensors at every operation: here once each.
     """
     interpreter: Any = import_module("triton.runtime.interpreter")
     if not all(hasattr(interpreter, name) for name in ("_patch_lang", "_LangPatchScope", "interpreter_builder")):
@@ -51,6 +52,41 @@ def _hasten() -> None:
     interpreter._patch_lang = adapt_once
     assert not builder.options.debug
     builder.options = replace(builder.options, sanitize_overflow=False)
+    _remember_types(interpreter)
+
+
+def _remember_types(interpreter: Any) -> None:
+    """Attributes of a type of blocks follow from its elements and shape, and the sizes of a tensor from its type's shape.
+
+    A key is what an object is, and not what it equals: the attributes that are kept for it keep it alive.
+    """
+    core = import_module("triton.language.core")
+    numpy_type, make_type, make_tensor = interpreter._get_np_dtype, core.block_type.__init__, core.tensor.__init__
+    numpy_types: dict[int, tuple[Any, Any]] = {}
+    types: dict[tuple[int, tuple[Any, ...]], dict[str, Any]] = {}
+    sizes: dict[int, tuple[Any, Any, Any]] = {}
+
+    def numpy_type_once(kind: Any) -> Any:
+        kind = kind.scalar
+        if (known := numpy_types.get(id(kind))) is None:
+            known = numpy_types[id(kind)] = kind, numpy_type(kind)
+        return known[1]
+
+    def make_type_once(self: Any, element_ty: Any, shape: Any) -> None:
+        key = id(element_ty), tuple(shape)
+        if (known := types.get(key)) is None:
+            make_type(self, element_ty, shape)
+            known = types[key] = dict(vars(self))
+        self.__dict__.update(known)
+
+    def make_tensor_once(self: Any, handle: Any, type: Any) -> None:
+        shape = type.shape if type.is_block() else None
+        if (known := sizes.get(id(shape))) is None:
+            make_tensor(self, handle, type)
+            known = sizes[id(shape)] = shape, self.shape, self.numel
+        self.handle, self.type, self.dtype, (_, self.shape, self.numel) = handle, type, type.scalar, known
+
+    interpreter._get_np_dtype, core.block_type.__init__, core.tensor.__init__ = numpy_type_once, make_type_once, make_tensor_once
 
 
 def compile_for(
