@@ -21,8 +21,9 @@ from torch import Tensor
 from specdec.batch import Context, DecodeBatch
 from specdec.blocks import BlockShape
 from specdec.engine.buckets import BATCH_SIZES, batch_bucket, length_bucket
-from specdec.engine.results import num_columns
-from specdec.engine.slots import Selection, SlotState, longest, min_seq_len
+from specdec.engine.selection import Selection
+from specdec.engine.slots import SlotState
+from specdec.engine.step_table import num_columns
 from specdec.errors import BackendError
 from specdec.parallel.collectives import all_agree
 from specdec.parallel.group import Group
@@ -188,7 +189,7 @@ class StepGraph:
 
     Attributes:
         replay: launches it for the requests in the static slots.
-        table: int64 [num_reqs, columns], its results, the same tensor every time; see `specdec.engine.results.result_table`.
+        table: int64 [num_reqs, columns], its results, the same tensor every time; see `specdec.engine.step_table.result_table`.
     """
 
     replay: Callable[[], None]
@@ -251,9 +252,8 @@ class CapturedSteps(ShapeGraphs[StepShape, Graph]):
 
     def _shapes(self, selection: Selection) -> Callable[[BlockShape, Context], StepShape]:
         """The shape of any step of a batch."""
-        requests, state = selection.requests, self._state
-        size, most = batch_bucket(len(requests)), longest(requests)
-        steady = self._steady_len if min_seq_len(requests) >= self._steady_len else 0
+        state, size, most = self._state, batch_bucket(len(selection.requests)), selection.longest
+        steady = self._steady_len if self._steady_len and selection.shortest >= self._steady_len else 0
 
         def shape(block: BlockShape, context: Context) -> StepShape:
             bound = length_bucket(most + state.step_rows(block.drafts), state.longest)

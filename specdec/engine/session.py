@@ -52,6 +52,7 @@ class Session:
         self._lock = threading.RLock()  # of everything below
         self._arrived = threading.Condition(self._lock)  # for the thread of asynchronous callers
         self._handles: dict[int, ref[Handle]] = {}  # of unfinished requests, by id; theirs who wait
+        self._listening: set[int] = set()  # those of them whose handles get chunks before the end
         self._new: list[Request] = []  # not yet known to the engine
         self._cancelled: deque[Request] = deque()
         self._turns = Turns(self._lock)  # who has the turn steps the engine
@@ -218,8 +219,10 @@ class Session:
             decoder = IncrementalDecoder(self.tokenizer, sampling.stop, min_tokens=sampling.min_tokens)
         push = None if decoder is None else lambda request, tokens: decoder.push(tokens)
         request = self.engine.new_request(token_ids(prompt), sampling, on_tokens=push)
-        handle = Handle(self, stream, request, index, decoder, self._decode if text else lambda tokens: "", incremental)
+        handle = Handle(self, stream, request, index, decoder, self._decode if text else lambda tokens: "")
         self._handles[request.request_id] = ref(handle)
+        if incremental:
+            self._listening.add(request.request_id)
         self._new.append(request)
         stream.open()
         self._arrived.notify()
@@ -265,11 +268,14 @@ class Session:
 
     def _deliver(self, requests: Iterable[Request]) -> None:
         """Hands news to those whom they concern."""
-        for request in requests:
-            known = self._handles.get(request.request_id)
+        finished, listening = Status.FINISHED, self._listening
+        for request in [one for one in requests if one.status is finished or one.request_id in listening]:
+            if request.status is finished:
+                known = self._handles.pop(request.request_id, None)
+                listening.discard(request.request_id)
+            else:
+                known = self._handles.get(request.request_id)
             handle = known() if known is not None else None
-            if request.status is Status.FINISHED:
-                self._handles.pop(request.request_id, None)
             if handle is not None:
                 handle.deliver()
 
@@ -284,7 +290,7 @@ class Session:
         """After an error nobody knows how far the step came: every request ends, and the engine begins anew."""
         with self._lock:
             handles = [handle() for handle in self._handles.values()]
-            self._handles, self._new, self._cancelled = {}, [], deque()
+            self._handles, self._listening, self._new, self._cancelled = {}, set(), [], deque()
             try:
                 self.engine.reset()
             finally:  # of a device that is lost, this fails as well
