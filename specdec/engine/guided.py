@@ -24,7 +24,8 @@ from specdec.batch import DecodeBatch
 from specdec.blocks import BlockShape
 from specdec.core import AcceptOutput, VerifyOutput
 from specdec.engine.block import Block
-from specdec.engine.graphs import Capture, CapturedSteps, StepShape
+from specdec.engine.capture import Capture
+from specdec.engine.graphs import CapturedSteps, StepShape
 from specdec.engine.request import Request
 from specdec.engine.slots import SlotState
 from specdec.engine.step_table import result_table

@@ -25,6 +25,13 @@ def token_ids(prompt: Iterable[Any]) -> list[int]:
     return ids
 
 
+def text_of(tokenizer: PreTrainedTokenizerBase, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+    """Text of tokens that nothing follows."""
+    text = tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)
+    return text
+
+
 _REPLACEMENT = "\ufffd"
 """What a tokenizer writes for bytes that are not UTF-8, and so for a character whose last bytes are still to come."""
 
@@ -129,9 +136,7 @@ class IncrementalDecoder:
             self._shorten_window()
 
     def _decode(self, token_ids: list[int]) -> str:
-        text = self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens, clean_up_tokenization_spaces=False)
-        assert isinstance(text, str)
-        return text
+        return text_of(self._tokenizer, token_ids, skip_special_tokens=self._skip_special_tokens)
 
     def _settled_part(self, new_text: str) -> str:
         if new_text.endswith(_REPLACEMENT):

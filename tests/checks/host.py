@@ -1,7 +1,7 @@
 """What the engine's host work costs per request and step: `python -m tests.checks.host`.
 
-Microseconds of the processor's time in `Session.step` and in reading what it brings, divided by the requests of the step, for a
-tiny target with random weights. What a GPU would do, the captured step, is done by the processor here and its time is left out.
+Microseconds of the processor's time in `Session.step` and in reading what it brings, divided by the requests of the step. What a
+GPU would do, the captured step, is done by the processor here for a target that is a mere table, and its time is left out.
 Each figure is the median of several runs of steps, for requests at different places of their cache blocks.
 """
 
@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from drafters.ngram import NGramDrafter
+from specdec.batch import ForwardInput
 from specdec.config import DEFAULT_BLOCK_SIZE, CacheConfig, EngineConfig
-from specdec.core import Verifier
+from specdec.core import Verifier, VerifyOutput
 from specdec.engine.build import capture_steps
 from specdec.engine.engine import SpecEngine
 from specdec.engine.handle import Handle, Stream
@@ -68,6 +69,18 @@ class Apart:
     def capture(self, launch: Callable[[], None], kind: Hashable) -> Callable[[], None]:
         """See `Capture.capture`."""
         return self.timed(launch)
+
+
+def table_verifier() -> Verifier:
+    """A tiny target whose logits depend on the last token alone, so that steps leave the processor's caches to the host."""
+    verifier = paged_verifier(plain_model("llama", num_hidden_layers=1), DEFAULT_BLOCK_SIZE)
+    table = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0))
+
+    def forward(rows: ForwardInput, *_: Any) -> VerifyOutput:
+        return VerifyOutput(table[rows.token_ids if rows.logit_rows is None else rows.token_ids[rows.logit_rows]])
+
+    verifier.forward = forward  # type: ignore[method-assign, assignment]
+    return verifier
 
 
 def microseconds(verifier: Verifier, num_reqs: int, title: str, runs: int) -> float:
@@ -127,7 +140,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=8, help=f"runs of {RUN} steps (default %(default)s)")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    verifier = paged_verifier(plain_model("llama", num_hidden_layers=1), DEFAULT_BLOCK_SIZE)
+    verifier = table_verifier()
     print(f"microseconds per request and step, Python {sys.version.split()[0]}, torch {torch.__version__}")
     print(f"{'requests':<26}" + "".join(f"{number:>9,}" for number in args.requests))
     for title in args.cases:
