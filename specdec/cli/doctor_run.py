@@ -10,8 +10,8 @@ import specdec.device
 from specdec.attention.backend import AttentionBackend, AttentionSpec
 from specdec.attention.check import check_attention, tiny_spec, types_of
 from specdec.config import DEFAULT_BLOCK_SIZE
+from specdec.engine.capture import has_graphs
 from specdec.engine.graph_check import check_captured_step
-from specdec.engine.graphs import has_graphs
 from specdec.errors import SpecDecError
 from specdec.kernels.triton_launch import unavailable_reasons
 from specdec.layers.aiter_layers import check_aiter_layers, unsupported_reasons

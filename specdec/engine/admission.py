@@ -62,7 +62,16 @@ class Admission:
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
         short_len = self.verifier.short_len
         is_long = short_len is not None and total - 1 > short_len  # the last token is never read
-        request = Request(self._next_id, prompt, sampling, seed=seed, max_total_len=total, long=is_long, on_tokens=on_tokens)
+        request = Request(
+            self._next_id,
+            prompt,
+            sampling,
+            seed=seed,
+            max_total_len=total,
+            stop_ids=frozenset([*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.verifier.eos_token_ids)]),
+            long=is_long,
+            on_tokens=on_tokens,
+        )
         if self.grammars and sampling.grammar is not None:
             request.grammar = self.grammars.start(sampling.grammar)
         self._next_id += 1

@@ -13,8 +13,9 @@ from specdec.config import EngineConfig
 from specdec.core import Drafter, Verifier
 from specdec.engine.block_choice import MOST_TREE_ROWS, checked_draft_tokens, shapes
 from specdec.engine.buckets import BATCH_SIZES, batch_bucket
+from specdec.engine.capture import Capture, CudaCapture, captures_graphs
 from specdec.engine.graph_check import check_captured_step
-from specdec.engine.graphs import Capture, CudaCapture, StepGraphs, captures_graphs
+from specdec.engine.graphs import StepGraphs
 from specdec.engine.guided import GuidedGraphs
 from specdec.engine.memory import plan_cache
 from specdec.engine.prefill_graphs import PrefillGraphs, most_prefill_rows

@@ -25,9 +25,11 @@ from specdec.core import Drafter, Verifier
 from specdec.engine.admission import Admission, OnTokens
 from specdec.engine.block_choice import BlockChoice, ladder
 from specdec.engine.build import build_engine
+from specdec.engine.outcome import take_over
 from specdec.engine.request import Request, Status
-from specdec.engine.results import FinishedStep, ResultQueue, append_tokens
+from specdec.engine.results import ResultQueue
 from specdec.engine.scheduler import Chunk, Schedule
+from specdec.engine.selection import Selection
 from specdec.engine.slots import samples_first_token
 from specdec.engine.timing import StepClock
 from specdec.grammar.compiler import GrammarCompiler, wait_for
@@ -78,9 +80,8 @@ class SpecEngine:
         self.clock = StepClock(verifier.device)
         self.results = ResultQueue(self.clock)
         self._previous_end: Any = None  # stamp of the last step's end, if nothing has come since
-        self._touched: dict[int, Request] = {}
+        self._touched: dict[Request, None] = {}  # in the order in which they had news
         self._compiling: list[Request] = []  # requests whose grammars may not be ready yet
-        self._had_grammars = False  # while it is not, no step looks for them
         self.admission = Admission(
             verifier,
             max_model_len=self.max_model_len,
@@ -126,7 +127,6 @@ class SpecEngine:
         self.scheduler.add(request)
         if request.grammar is not None:
             self._compiling.append(request)
-            self._had_grammars = True
 
     def new_request(
         self, prompt_token_ids: Sequence[int], sampling: SamplingParams | None = None, *, on_tokens: OnTokens | None = None
@@ -163,44 +163,51 @@ class SpecEngine:
         with self.timer.phase("collect"):
             self._read_results(leave)
         touched, self._touched = self._touched, {}
-        return list(touched.values())
+        return list(touched)
 
     def _launch(self) -> int:
         """Launches the next step; gives how many launched steps may stay unread."""
         if self._compiling:
             self._look_at_grammars()
         with self.timer.phase("schedule"):
-            if self._had_grammars and _any_guided(self.scheduler.decoding):
-                self._read_results()  # what may follow depends on what they bring
             shape, work = self._schedule()
         if work.prefill:
             self._prefill(work.prefill)
         if work.prefill or not work.decode:
             self._previous_end = None
-        if work.decode:
-            self._decode(work.decode, shape)
-        waits = self._had_grammars and _any_guided(work.decode)
-        return self.pipeline_depth if (work.prefill or work.decode) and not waits else 0
+        if not work.decode:
+            return self.pipeline_depth if work.prefill else 0
+        batch = self.slots.select(work.decode)
+        self._decode(batch, shape)
+        return 0 if batch.plan.guided else self.pipeline_depth
 
     def _schedule(self) -> tuple[BlockShape, Schedule]:
         """The shape of blocks and the work of the next step."""
         while True:
-            decoding = self.scheduler.decoding
-            shape = self._shape(decoding)
-            work = self.scheduler.schedule(decoding, shape.drafts)
+            batch = self._ready_batch()
+            shape = self._shape(batch)
+            work = self.scheduler.schedule(batch.requests, shape.drafts)
             if work is not None:
                 return shape, work
             self._read_results()
 
-    def _shape(self, requests: Sequence[Request]) -> BlockShape:
-        """Shape of blocks for a step of these requests: fixed or what pays most; a chain is shorter when none has room for it."""
-        shape, choice = self.shapes[-1], self._choice(requests)
+    def _ready_batch(self) -> Selection:
+        """The requests that can decode now."""
+        batch = self.slots.select(self.scheduler.decoding)
+        if not batch.plan.guided or not self.results:
+            return batch
+        self._read_results()  # what may follow depends on what they bring
+        return self.slots.select(self.scheduler.decoding)
+
+    def _shape(self, batch: Selection) -> BlockShape:
+        """Shape of blocks for a step of a batch: fixed or what pays most; a chain is shorter when none has room for it."""
+        requests, shape, choice = batch.requests, self.shapes[-1], self._choice(batch)
         if choice and requests:
             graphs = self.runner.graphs
             shape = choice.choose(
                 len(requests),
-                sampled=_any_sampled(requests),
-                news=partial(self.runner.news, requests),
+                sampled=batch.sampled,
+                news=partial(self.runner.news, batch),
                 new_seconds=graphs.capture_seconds if graphs else None,
             )
         if shape.is_tree and (not self.block_choice or self.scheduler.has_room(requests, shape.drafts)):
@@ -212,9 +219,9 @@ class SpecEngine:
             k = next(rung for rung in ladder(self.num_draft_tokens) if rung >= k)
         return BlockShape(k)
 
-    def _choice(self, requests: Sequence[Request]) -> BlockChoice | None:
-        """What chooses the shape of a step of these requests."""
-        return self.guided_choice if self._had_grammars and _any_guided(requests) else self.block_choice
+    def _choice(self, batch: Selection) -> BlockChoice | None:
+        """What chooses the shape of a batch's steps."""
+        return self.guided_choice if batch.plan.guided else self.block_choice
 
     def _look_at_grammars(self) -> None:
         """Lets requests begin whose grammars are compiled; waits a moment for one when there is nothing else to do."""
@@ -234,19 +241,21 @@ class SpecEngine:
         rows = [(chunk.request.slot, self.scheduler.prefilled(chunk)) for chunk in chunks]
         self.runner.copy_states([(slot, row) for slot, row in rows if row is not None])
         for request in newly_started:
-            request.first_token_unread = True
+            request.num_unread += 1
         if table is not None or scored is not None:
-            self.results.send(newly_started, None, table, scored=scored)
+            self.results.send(Selection(newly_started), None, table, scored=scored)
 
-    def _decode(self, requests: list[Request], shape: BlockShape) -> None:
+    def _decode(self, batch: Selection, shape: BlockShape) -> None:
         """Launches a decode step."""
-        shape, context = self.runner.due(requests, shape)
-        self.runner.copy_states(self.scheduler.prefix.copies(requests))
-        table, start = self.runner.decode(requests, shape, self.clock, self._previous_end, context)
-        for request in requests:
-            request.in_flight.append(shape.depth)
+        shape, context = self.runner.due(batch, shape)
+        self.runner.copy_states(self.scheduler.prefix.copies(batch.requests))
+        table, start = self.runner.decode(batch, shape, self.clock, self._previous_end, context)
+        most = shape.depth + 1
+        for request in batch.requests:
+            request.num_unread += 1
+            request.num_in_flight += most
         with self.timer.phase("collect"):
-            self._previous_end = self.results.send(requests, shape, table, start, context=context)
+            self._previous_end = self.results.send(batch, shape, table, start, context=context)
         self.timer.count_step(shape)
 
     def _read_results(self, leave: int = 0) -> None:
@@ -254,67 +263,23 @@ class SpecEngine:
         for step in self.results.receive(leave):
             if step.scored:
                 step.scored.take_over()
-            choice = self._choice(step.requests)
-            num_accepted, paths = self._take_over(step)
-            if choice and step.shape is not None:
-                sampled = _any_sampled(step.requests)
-                choice.observe(len(step.requests), step.shape, num_accepted, step.seconds, sampled=sampled, paths=paths)
-
-    def _take_over(self, step: FinishedStep) -> tuple[list[int], list[Sequence[int]]]:
-        """Adds a step's tokens to its requests; returns the drafts accepted by each that had not ended before, and their rows."""
-        num_accepted, paths = [], []
-        touched, eos_token_ids = self._touched, self.verifier.eos_token_ids
-        for request, result in step.results():
-            if request.status is Status.FINISHED:
-                continue  # it ended while this step was in flight; what the step added is surplus
-            num_accepted.append(result.num_accepted)
-            if result.rows:
-                paths.append(result.rows)
-            if result.shape is None:
-                request.first_token_unread = False
-            else:
-                request.in_flight.pop(0)
-                request.num_kv_tokens += len(result.token_ids)
-            touched[request.request_id] = request
-            known, grammar = len(request.output_token_ids), request.grammar
-            if result.finite:
-                reason = append_tokens(request, result, eos_token_ids)
-                if grammar and not reason and not grammar.advance(request.output_token_ids[known:]):
-                    reason = "error"
-                    request.error = f"the grammar refuses one of the output tokens after the first {known}, which its mask allowed"
-                if result.shape is not None:
-                    start = request.num_kv_tokens - len(result.token_ids)
-                    self.scheduler.prefix.committed(request, start, step.context, plain=result.shape.depth == 0)
-            elif grammar and not grammar.dead_ends.isdisjoint([0, *(result.rows or range(1, result.num_accepted + 1))]):
-                reason = "error"
-                request.error = (
-                    f"the grammar allows no token of the vocabulary after {known} output tokens, or a few more;"
-                    " it leads where it cannot go on, so change it"
-                )
-            else:
-                reason = "error"
-                request.error = (
-                    f"the target's logits are NaN or infinite after {known} output tokens;"
-                    " use --dtype float32 or check the checkpoint"
-                )
-            if reason:
+            outcome = take_over(step)
+            self._touched.update(dict.fromkeys(outcome.requests))
+            for request, start in zip(outcome.filled, outcome.starts, strict=True):
+                self.scheduler.prefix.committed(request, start, step.context, plain=step.shape == BlockShape(0))
+            for request, reason in outcome.ended:
                 self._finish(request, reason)
-        return num_accepted, paths
+            batch, choice = step.selection, self._choice(step.selection)
+            if choice and step.shape is not None:
+                counts, paths = outcome.num_accepted, outcome.paths
+                choice.observe(len(batch.requests), step.shape, counts, step.seconds, sampled=batch.sampled, paths=paths)
 
     def _finish(self, request: Request, reason: str) -> None:
         request.finish_reason, request.grammar = reason, None
-        self._touched[request.request_id] = request
+        self._touched[request] = None
         blocks = list(request.block_ids)
         freed = self.scheduler.finish(request)
         if reason == "error":
             # Its keys and values may be NaN, and a masked NaN is still NaN to the next owner of the block.
             self.pool.discard(blocks)
             self.kv_cache.scrub(freed)
-
-
-def _any_sampled(requests: Sequence[Request]) -> bool:
-    return any(request.sampling.temperature > 0 for request in requests)
-
-
-def _any_guided(requests: Sequence[Request]) -> bool:
-    return any(request.sampling.grammar is not None for request in requests)

@@ -9,7 +9,7 @@ from specdec.batch import DecodeBatch
 from specdec.config import CacheConfig, DraftSampling, EngineConfig
 from specdec.core import BoundDrafter, Drafter, DraftOutput, Verifier
 from specdec.deviation import Deviation, worst
-from specdec.engine import graphs
+from specdec.engine import capture as capturing
 from specdec.engine.prefill_graphs import LEAST_ROWS, most_prefill_rows
 from specdec.errors import BackendError
 from specdec.kv_cache import blocks_for
@@ -36,7 +36,7 @@ def check_captured_step(verifier: Verifier) -> Deviation:
 
 def _deviation(verifier: Verifier, num_drafts: int) -> Deviation:
     """The same of steps with so many drafts."""
-    tokens, logprobs = _generate(verifier, num_drafts, graphs.CudaCapture(verifier.device))
+    tokens, logprobs = _generate(verifier, num_drafts, capturing.CudaCapture(verifier.device))
     expected_tokens, expected = _generate(verifier, num_drafts, LaunchAgain())
     if tokens != expected_tokens:
         raise BackendError("a captured step gives other tokens than the same step launched operation by operation")
@@ -77,7 +77,7 @@ class BoundCounting(BoundDrafter):
         return DraftOutput((batch.anchors[:, None] + steps) % self._vocab_size)
 
 
-def _generate(verifier: Verifier, num_drafts: int, capture: graphs.Capture) -> tuple[list[list[int]], list[float]]:
+def _generate(verifier: Verifier, num_drafts: int, capture: capturing.Capture) -> tuple[list[list[int]], list[float]]:
     """Tokens of a few requests, and the log-probabilities of all of them, whose steps `capture` repeats."""
     from specdec.engine.build import capture_steps  # which asks for this check
     from specdec.engine.engine import SpecEngine

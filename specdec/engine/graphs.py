@@ -11,9 +11,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import partial
 from statistics import median
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,13 +20,14 @@ from torch import Tensor
 from specdec.batch import Context, DecodeBatch
 from specdec.blocks import BlockShape
 from specdec.engine.buckets import BATCH_SIZES, batch_bucket, length_bucket
-from specdec.engine.results import num_columns
-from specdec.engine.slots import Selection, SlotState, longest, min_seq_len
+from specdec.engine.capture import Capture
+from specdec.engine.selection import Selection
+from specdec.engine.slots import SlotState
+from specdec.engine.step_table import num_columns
 from specdec.errors import BackendError
 from specdec.parallel.collectives import all_agree
 from specdec.parallel.group import Group
 from specdec.sampling.tensors import SamplingPlan
-from specdec.self_check import Check, passes
 
 logger = logging.getLogger(__name__)
 
@@ -36,86 +36,6 @@ Graph = TypeVar("Graph")
 
 MAX_GRAPHS = 256
 """Shapes of steps captured at most, and of prefills; each keeps the nodes of its graph in device memory, and others run without."""
-
-
-class Capture(Protocol):
-    """Turns device work into something that can be repeated."""
-
-    def capture(self, launch: Callable[[], None], kind: Hashable) -> Callable[[], None]:
-        """Runs `launch` as often as it takes, and returns what repeats its device work on the same tensors, which it keeps.
-
-        Work of one `kind` consists of the same operations, on tensors of any sizes.
-        """
-
-
-class CudaCapture:
-    """CUDA graphs, or HIP graphs where torch is built for ROCm.
-
-    All graphs share one memory pool: they are replayed one after another on one stream, and no result stays in the pool.
-
-    Args:
-        device: an accelerator.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
-        self._kinds: set[Hashable] = set()
-
-    def capture(self, launch: Callable[[], None], kind: Hashable) -> Callable[[], None]:
-        """See `Capture.capture`.
-
-        Raises:
-            BackendError: the device refuses to capture what `launch` does.
-        """
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        graph = torch.cuda.CUDAGraph()
-        cause: Exception | None = None
-        try:
-            with torch.cuda.stream(self._stream):
-                if kind not in self._kinds or torch.version.hip:
-                    launch()  # libraries take workspaces and make sure of themselves at first use
-                # Not torch.cuda.graph, which gives all cached memory back first and makes the next steps fetch it anew. Relaxed,
-                # for a kernel that is new for its sizes alone is loaded meanwhile; whether HIP lets that pass is not known, so
-                # there every capture comes second.
-                graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
-                try:
-                    launch()
-                except Exception as error:
-                    cause = error  # after it the end of the capture fails, too, and its error says only that
-                    raise
-                finally:
-                    graph.capture_end()
-            current.wait_stream(self._stream)
-            self._kinds.add(kind)
-        except RuntimeError as error:
-            reason = str(cause or error).partition("\n")[0]
-            raise BackendError(f"{self._device} cannot capture this model's step: {reason}; turn graphs off") from error
-        return partial(_replay, graph, launch)
-
-
-def _replay(graph: torch.cuda.CUDAGraph, launch: Callable[[], None]) -> None:
-    """Replays; `launch` is only held, for a graph knows the addresses of the tensors that it refers to and does not own them."""
-    graph.replay()
-
-
-def captures_graphs(device: torch.device, wanted: bool | None, check: Check, attention: str) -> bool:
-    """Whether steps on `device` are captured: where there are graphs, if `wanted`, or when left open where a captured step passes.
-
-    Args:
-        device: of the target.
-        wanted: None leaves it open.
-        check: compares a captured step with an eager one; see `specdec.self_check`.
-        attention: name of the target's backend, whose kernels would be captured.
-    """
-    return has_graphs(device) and (passes("captured_step", device, check, attention) if wanted is None else wanted)
-
-
-def has_graphs(device: torch.device) -> bool:
-    """Whether torch has graphs of work on `device`."""
-    return device.type == "cuda"
 
 
 class ShapeGraphs(Generic[Shape, Graph]):
@@ -188,7 +108,7 @@ class StepGraph:
 
     Attributes:
         replay: launches it for the requests in the static slots.
-        table: int64 [num_reqs, columns], its results, the same tensor every time; see `specdec.engine.results.result_table`.
+        table: int64 [num_reqs, columns], its results, the same tensor every time; see `specdec.engine.step_table.result_table`.
     """
 
     replay: Callable[[], None]
@@ -251,9 +171,8 @@ class CapturedSteps(ShapeGraphs[StepShape, Graph]):
 
     def _shapes(self, selection: Selection) -> Callable[[BlockShape, Context], StepShape]:
         """The shape of any step of a batch."""
-        requests, state = selection.requests, self._state
-        size, most = batch_bucket(len(requests)), longest(requests)
-        steady = self._steady_len if min_seq_len(requests) >= self._steady_len else 0
+        state, size, most = self._state, batch_bucket(len(selection.requests)), selection.longest
+        steady = self._steady_len if self._steady_len and selection.shortest >= self._steady_len else 0
 
         def shape(block: BlockShape, context: Context) -> StepShape:
             bound = length_bucket(most + state.step_rows(block.drafts), state.longest)

@@ -24,10 +24,11 @@ from specdec.batch import DecodeBatch
 from specdec.blocks import BlockShape
 from specdec.core import AcceptOutput, VerifyOutput
 from specdec.engine.block import Block
-from specdec.engine.graphs import Capture, CapturedSteps, StepShape
+from specdec.engine.capture import Capture
+from specdec.engine.graphs import CapturedSteps, StepShape
 from specdec.engine.request import Request
-from specdec.engine.results import result_table
 from specdec.engine.slots import SlotState
+from specdec.engine.step_table import result_table
 from specdec.engine.timing import StepTimer
 from specdec.parallel.group import Group
 from specdec.sampling.masks import TokenMasks
@@ -59,7 +60,7 @@ class GuidedStep:
         told: int64 [num_reqs, N], the drafts; [num_reqs, 2 N] with the parents of a tree behind them, [num_reqs, N (C + 1)] with
             the alternatives of every slot. It is what the host has to know.
         mends: whether there are alternatives.
-        table: see `specdec.engine.results.result_table`.
+        table: see `specdec.engine.step_table.result_table`.
     """
 
     told: Tensor

@@ -57,7 +57,8 @@ class Stream:
         """
         chunk = None
         while chunk is None:
-            self._session.run_until(lambda: self.ready)
+            if not self.ready:
+                self._session.run_until(lambda: self.ready)
             chunk = self._take(StopIteration)
         return chunk
 
@@ -90,8 +91,10 @@ class Stream:
     def put(self, chunk: StreamChunk) -> None:
         """Takes a chunk."""
         self._chunks.append(chunk)
-        self._num_open -= chunk.result is not None
-        self._notify()
+        if chunk.result is not None:
+            self._num_open -= 1
+        if self._wakes:
+            self._notify()
 
     def fail(self, error: BaseException) -> None:
         """Ends the stream because the engine has failed."""
@@ -137,7 +140,6 @@ class Handle:
         index: number of its chunks.
         text: follows the output token by token; None where only the whole output becomes text.
         decode: turns the whole output into text.
-        incremental: gives chunks before the end.
     """
 
     def __init__(
@@ -148,9 +150,8 @@ class Handle:
         index: int,
         text: IncrementalDecoder | None,
         decode: Callable[[list[int]], str],
-        incremental: bool,
     ) -> None:
-        self.stream, self.request, self.incremental = stream, request, incremental
+        self.stream, self.request = stream, request
         self._session, self._index, self._text, self._decode = session, index, text, decode
         self._num_shown = 0
         self._result: GenerationResult | None = None
@@ -203,14 +204,14 @@ class Handle:
         return self.result()
 
     def deliver(self) -> None:
-        """Puts what is new into the stream; called by the session."""
-        if self.incremental or self.request.status is Status.FINISHED:
-            self.stream.put(self._chunk())
+        """Puts what is new into the stream; called by the session, in the midst of a request only where chunks are wanted then."""
+        self.stream.put(self._chunk())
 
     def _chunk(self) -> StreamChunk:
         request, text = self.request, self._text
         since, self._num_shown = self._num_shown, len(request.output_token_ids)
-        tokens, logprobs, top = request.output_token_ids[since:], request.logprobs[since:], request.top_logprobs[since:]
+        tokens = request.output_token_ids[since:]
+        logprobs, top = (request.logprobs[since:], request.top_logprobs[since:]) if request.logprobs else ([], [])
         if request.status is not Status.FINISHED:
             return StreamChunk(self._index, text.take() if text else "", tokens, None, logprobs, top)
         tail = text.finish() if text else self._decode(request.output_token_ids)

@@ -25,6 +25,7 @@ from specdec.engine.admission import OnTokens
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request, Status
 from specdec.engine.scheduler import Schedule
+from specdec.engine.selection import Selection
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.parallel.mirror import STEP, Mirror, everywhere, mirror_of
 from specdec.parallel.wire import Message
@@ -111,8 +112,8 @@ class LeadingEngine(_RankEngine):
         with self._mirror.together():
             return super().step()
 
-    def _shape(self, requests: Sequence[Request]) -> BlockShape:
-        shape = super()._shape(requests)
+    def _shape(self, batch: Selection) -> BlockShape:
+        shape = super()._shape(batch)
         number = self._mirror.number_of(self)
         numbers = [STEP, number, shape.drafts, shape.tree_depth, self.timer.enabled, *state_of(self)]
         payload = pickle.dumps((self._cuts, self._news)) if self._cuts or self._news else b""
@@ -153,9 +154,9 @@ class FollowingEngine(_RankEngine):
     def _schedule(self) -> tuple[BlockShape, Schedule]:
         """The same work as rank 0 has, which says so each time that it has read results before it goes on."""
         while True:
+            batch, shape = self._ready_batch(), self._block
             self._check()
-            shape = self._block
-            work = self.scheduler.schedule(self.scheduler.decoding, shape.drafts)
+            work = self.scheduler.schedule(batch.requests, shape.drafts)
             if work is not None:
                 return shape, work
             self._take(self._mirror.hear())

@@ -14,7 +14,8 @@ from specdec.attention.backend import AttentionMetadata
 from specdec.batch import ForwardInput, PrefillBatch
 from specdec.core import Verifier
 from specdec.engine.buckets import batch_bucket, batches, length_bucket, lengths
-from specdec.engine.graphs import Capture, ShapeGraphs
+from specdec.engine.capture import Capture
+from specdec.engine.graphs import ShapeGraphs
 from specdec.engine.scheduler import Chunk, prefill_tokens
 from specdec.engine.slots import SlotState, cache_slots, most_pending, next_token, samples_first_token
 from specdec.kv_cache.block_pool import NULL_BLOCK

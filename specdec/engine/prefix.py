@@ -8,6 +8,7 @@ computed among drafts, so in low precision they may round otherwise than those o
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from sys import maxsize
 from typing import NamedTuple
 
 from specdec.batch import Context
@@ -89,6 +90,7 @@ class PrefixCache:
     def admit(self, request: Request, cached: Sequence[int], num_tokens: int) -> None:
         """Notes that a request with so many tokens to prefill begins with these blocks."""
         if not self.enabled:
+            request.offers_from = maxsize
             return
         sequence, found = self._sequences[request.request_id], len(cached) * self.block_size
         sequence.num_offered, sequence.last_end, sequence.kept = len(cached), num_tokens, None
@@ -119,7 +121,7 @@ class PrefixCache:
         return row
 
     def committed(self, request: Request, start: int, context: Context, *, plain: bool) -> None:
-        """Offers what a step has filled whose result was read.
+        """Offers what a step has filled whose result was read; needless while L is below `request.offers_from`.
 
         Args:
             request: has the step's tokens, and was finite.
@@ -143,10 +145,10 @@ class PrefixCache:
         for request in requests:
             sequence = self._sequences[request.request_id]
             in_state = sequence.num_in_state
-            if request.in_flight:  # that step has taken in what the one before it committed
-                in_state = request.num_kv_tokens + (request.in_flight[-1] == 0)
+            if request.num_in_flight:  # that step has taken in what the one before it committed, and its own where it has no drafts
+                in_state = request.num_kv_tokens + (request.num_in_flight == 1)
             end = -(-in_state // self.block_size) * self.block_size
-            may_hold = len(request.in_flight) <= 1 and end <= request.kv_tokens_bound
+            may_hold = request.num_unread - request.first_token_unread <= 1 and end <= request.kv_tokens_bound
             if sequence.copied is None and may_hold and end >= sequence.last_end + SNAPSHOT_SPACING:
                 if sequence.kept is not None and not self.pool.has_free_row:
                     self.pool.drop_snapshot(sequence.kept)  # rather than another request's
@@ -180,6 +182,7 @@ class PrefixCache:
             for index in range(sequence.num_offered, full):
                 self.pool.publish(request.block_ids[index], digests[index])
             sequence.num_offered = full
+        request.offers_from = 0 if self._recurrent else (sequence.num_offered + 1) * self.block_size
 
     def _settle(self, request: Request) -> None:
         """Keeps states that were copied before the step whose result was read, once their block is offered; or gives them up."""

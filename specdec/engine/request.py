@@ -10,6 +10,7 @@ from enum import Enum
 from specdec.grammar.progress import GrammarProgress
 from specdec.kv_cache import Snapshot
 from specdec.sampling.logprobs import Top
+from specdec.sampling.tensors import SamplingPlan
 from specdec.sampling_params import SamplingParams
 
 
@@ -26,11 +27,14 @@ class Status(Enum):
 class Request:
     """One sequence on the host.
 
-    Set by the caller: `request_id`, `prompt_token_ids`, `sampling`, `seed`, `max_total_len` (prompt and output together), `long`
-    (see `specdec.batch.ForwardInput.long`), `grammar` (of an output that has one, until the request ends).
-    Set by the engine as results arrive: `output_token_ids`, all log-probabilities, `finish_reason`, `error`, the step counts.
+    Set by the caller: `request_id`, `prompt_token_ids`, `sampling`, `seed`, `max_total_len` (prompt and output together),
+    `stop_ids` (tokens that end the output), `long` (see `specdec.batch.ForwardInput.long`), `grammar` (of an output that has one,
+    until the request ends).
+    Set by the engine as results arrive: `output_token_ids`, all log-probabilities, `finish_reason`, `error`, `steps`.
     Set by the scheduler and the engine between steps: `status`, `slot`, `block_ids`, `num_scored`, `num_prefilled`, `snapshot`,
-    `num_cached_tokens`, `num_deferred`, `num_kv_tokens`, `in_flight`, `first_token_unread`.
+    `num_cached_tokens`, `offers_from`, `num_deferred`, `num_kv_tokens`, `num_in_flight`, `num_unread`.
+
+    Every step goes through hundreds of these, so what it looks at are plain numbers.
     """
 
     request_id: int
@@ -38,6 +42,7 @@ class Request:
     sampling: SamplingParams
     seed: int
     max_total_len: int
+    stop_ids: frozenset[int] = frozenset()
     long: bool = False
     on_tokens: Callable[[Request, list[int]], int | None] | None = None
     """Called with the tokens about to be added; returns how many to keep when a stop string ends among them, else None."""
@@ -50,11 +55,7 @@ class Request:
     prompt_top_logprobs: list[Top] = field(default_factory=list)
     finish_reason: str | None = None
     error: str | None = None
-    num_drafted: list[int] = field(default_factory=list)  # per verify step: positions for which drafts were offered
-    num_accepted: list[int] = field(default_factory=list)  # per verify step: drafts kept, after stop conditions
-    num_emitted: list[int] = field(default_factory=list)  # per verify step: tokens output
-    tree_sizes: list[int] = field(default_factory=list)  # per verify step: drafts of its tree, 0 for a chain
-    parts: list[int] = field(default_factory=list)  # per verify step: which part of a composition drafted
+    steps: list[int] = field(default_factory=list)  # five numbers per verify step, those of `num_drafted` and what follows it
     num_by_rank: Counter[int] = field(default_factory=Counter)  # drafts of trees that were kept, by their rank
 
     status: Status = Status.WAITING
@@ -65,9 +66,41 @@ class Request:
     snapshot: Snapshot | None = None  # recurrent states that its prefill goes on from
     num_cached_tokens: int | None = None  # of those, the tokens found in the cache when it was first admitted
     num_deferred: int = 0  # last steps whose context the drafter has put off
+    offers_from: int = 0  # L from which on a block may be full that is not yet offered to other requests
     num_kv_tokens: int = 0  # L, as far as results have been read
-    in_flight: list[int] = field(default_factory=list)  # most drafts that each launched step whose result is unread can keep
-    first_token_unread: bool = False  # the prefill has sampled the first anchor, and its result is unread
+    num_in_flight: int = 0  # tokens that launched steps whose results are unread add at most
+    num_unread: int = 0  # launches whose result is unread, each of at least one token: the prefill's last one, and steps
+    max_output_tokens: int = field(init=False)
+    plan: SamplingPlan = field(init=False)  # what its sampling needs
+
+    def __post_init__(self) -> None:
+        self.max_output_tokens = self.max_total_len - len(self.prompt_token_ids)
+        self.plan = SamplingPlan.of([self.sampling])
+
+    @property
+    def num_drafted(self) -> list[int]:
+        """Per verify step the positions for which drafts were offered."""
+        return self.steps[0::5]
+
+    @property
+    def num_accepted(self) -> list[int]:
+        """Per verify step the drafts kept, after stop conditions."""
+        return self.steps[1::5]
+
+    @property
+    def num_emitted(self) -> list[int]:
+        """Per verify step the tokens output."""
+        return self.steps[2::5]
+
+    @property
+    def tree_sizes(self) -> list[int]:
+        """Per verify step the drafts of its tree, 0 for a chain."""
+        return self.steps[3::5]
+
+    @property
+    def parts(self) -> list[int]:
+        """Per verify step which part of a composition drafted."""
+        return self.steps[4::5]
 
     @property
     def num_to_score(self) -> int:
@@ -92,9 +125,14 @@ class Request:
     @property
     def kv_tokens_bound(self) -> int:
         """Upper bound of L on the device, which may be ahead of what the host has read."""
-        return self.num_kv_tokens + sum(self.in_flight) + len(self.in_flight)
+        return self.num_kv_tokens + self.num_in_flight
+
+    @property
+    def first_token_unread(self) -> bool:
+        """Whether the prefill has chosen the first anchor, and its result is unread."""
+        return self.num_unread > 0 and not self.output_token_ids
 
     @property
     def num_left(self) -> int:
         """Output tokens still allowed after the anchor, as far as results have been read."""
-        return self.max_total_len - len(self.prompt_token_ids) - len(self.output_token_ids) - self.first_token_unread
+        return self.max_output_tokens - len(self.output_token_ids) - self.first_token_unread

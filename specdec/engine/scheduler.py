@@ -115,10 +115,15 @@ class Scheduler:
 
     @property
     def decoding(self) -> list[Request]:
-        """Requests to which one more step can still add a token: every step in flight adds at least one."""
-        return [r for r in self.working if r.status is Status.RUNNING and r.num_left > len(r.in_flight)]
+        """Requests to which one more step can still add a token: what is unread adds at least one each."""
+        running = Status.RUNNING
+        return [
+            request
+            for request in self.working
+            if request.status is running and len(request.output_token_ids) + request.num_unread < request.max_output_tokens
+        ]
 
-    def schedule(self, decoding: Sequence[Request], k: int) -> Schedule | None:
+    def schedule(self, decoding: list[Request], k: int) -> Schedule | None:
         """Decides the next step and reserves its blocks.
 
         Args:
@@ -157,20 +162,25 @@ class Scheduler:
             request.num_kv_tokens = chunk.end
         return row
 
-    def _grow(self, decoding: Sequence[Request], k: int) -> list[Request] | None:
+    def _grow(self, decoding: list[Request], k: int) -> list[Request] | None:
         """Requests that decode in this step, each with blocks for all rows of a step from the largest possible L on."""
-        num_rows = max(k + 1, self.num_lookahead_tokens)
+        num_rows, block_size = max(k + 1, self.num_lookahead_tokens), self.block_size
+        preemptions = self.num_preemptions
         for request in decoding:
+            if request.num_kv_tokens + request.num_in_flight + num_rows <= len(request.block_ids) * block_size:
+                continue
             # The last to arrive goes first, which may be this one.
             while request.status is Status.RUNNING:
-                missing = blocks_for(request.kv_tokens_bound + num_rows, self.block_size) - len(request.block_ids)
+                missing = blocks_for(request.kv_tokens_bound + num_rows, block_size) - len(request.block_ids)
                 if missing <= self.pool.num_free:
                     if missing > 0:
                         request.block_ids += self.pool.allocate(missing)
                     break
-                if any(r.in_flight or r.first_token_unread for r in self.working):
+                if any(r.num_unread for r in self.working):
                     return None
                 self._preempt(self.working[-1])
+        if self.num_preemptions == preemptions:
+            return decoding
         return [request for request in decoding if request.status is Status.RUNNING]
 
     def _prefill_chunks(self, budget: int, *, admit: bool) -> list[Chunk]:
@@ -238,7 +248,7 @@ class Scheduler:
         self.prefix.withdraw(request)
         self.working.remove(request)
         request.block_ids, request.slot = [], -1
-        request.num_prefilled = request.num_kv_tokens = request.num_deferred = 0
+        request.num_prefilled = request.num_kv_tokens = request.num_in_flight = request.num_deferred = 0
         return freed
 
 

@@ -8,20 +8,21 @@ may fork. Asynchronous callers cannot step; for them a thread waits in the other
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
-from weakref import WeakSet, ref
 
 import torch
 
+from specdec.engine.callers import Callers
 from specdec.engine.engine import SpecEngine
+from specdec.engine.forks import tell_of_forks
 from specdec.engine.handle import Handle, Stream
 from specdec.engine.outputs import StreamChunk
-from specdec.engine.request import Request, Status
-from specdec.engine.text import IncrementalDecoder, token_ids
+from specdec.engine.request import Request
+from specdec.engine.text import IncrementalDecoder, text_of, token_ids
 from specdec.engine.turns import Turns
 from specdec.errors import CapacityError, InvalidInputError
 from specdec.sampling_params import SamplingParams
@@ -51,23 +52,23 @@ class Session:
         self.max_queue = max_queue or max(MAX_QUEUE, 4 * engine.config.max_num_seqs)
         self._lock = threading.RLock()  # of everything below
         self._arrived = threading.Condition(self._lock)  # for the thread of asynchronous callers
-        self._handles: dict[int, ref[Handle]] = {}  # of unfinished requests, by id; theirs who wait
+        self._callers = Callers()
         self._new: list[Request] = []  # not yet known to the engine
         self._cancelled: deque[Request] = deque()
         self._turns = Turns(self._lock)  # who has the turn steps the engine
         self._thread: threading.Thread | None = None
         self._closed = False
-        _sessions.add(self)
+        tell_of_forks(self)
 
     @property
     def idle(self) -> bool:
         """Whether every request has ended."""
-        return not self._handles
+        return not self._callers
 
     @property
     def has_room(self) -> bool:
         """Whether a request can be submitted without waiting."""
-        return len(self._handles) < self.max_queue
+        return len(self._callers) < self.max_queue
 
     def submit(
         self,
@@ -104,7 +105,7 @@ class Session:
                     return self._add(prompt_token_ids, sampling, index, incremental, text, stream or Stream(self))
                 if not wait:
                     raise CapacityError(
-                        f"{len(self._handles):,} requests are unfinished and the queue holds {self.max_queue:,}; try again later"
+                        f"{len(self._callers):,} requests are unfinished and the queue holds {self.max_queue:,}; try again later"
                     )
             self.run_until(lambda: self.has_room)
 
@@ -165,7 +166,7 @@ class Session:
                     self._step()
                     if on_step is not None:
                         on_step()
-                    if not self._handles and not ready():
+                    if not self._callers and not ready():
                         raise RuntimeError("the session has no request left, and somebody waits for one")
             finally:
                 self._hand_over()
@@ -181,11 +182,10 @@ class Session:
         """Cancels what is unfinished, and ends the thread if there is one. Nothing can be submitted afterwards."""
         with self._lock:
             self._closed = True
-            handles = [handle() for handle in self._handles.values()]
+            handles = self._callers.handles
             self._arrived.notify()
         for handle in handles:
-            if handle is not None:
-                handle.cancel()
+            handle.cancel()
         if self._thread is not None:
             self._thread.join()
 
@@ -200,7 +200,7 @@ class Session:
     def cancel(self, request: Request) -> None:
         """Ends a request with what it has; does nothing when it has ended."""
         with self._lock:
-            if request.request_id not in self._handles:
+            if request not in self._callers:
                 return
             self._cancelled.append(request)
             if not self._turns.claim():
@@ -218,8 +218,9 @@ class Session:
             decoder = IncrementalDecoder(self.tokenizer, sampling.stop, min_tokens=sampling.min_tokens)
         push = None if decoder is None else lambda request, tokens: decoder.push(tokens)
         request = self.engine.new_request(token_ids(prompt), sampling, on_tokens=push)
-        handle = Handle(self, stream, request, index, decoder, self._decode if text else lambda tokens: "", incremental)
-        self._handles[request.request_id] = ref(handle)
+        whole = partial(text_of, self.tokenizer) if text and self.tokenizer is not None else lambda tokens: ""
+        handle = Handle(self, stream, request, index, decoder, whole)
+        self._callers.add(handle, listens=incremental)
         self._new.append(request)
         stream.open()
         self._arrived.notify()
@@ -229,12 +230,12 @@ class Session:
         """What the thread does: steps while there is work, and waits for more."""
         while True:
             with self._lock:
-                while not self._handles and not self._closed:
+                while not self._callers and not self._closed:
                     self._arrived.wait()
-                if not self._handles:
+                if not self._callers:
                     return
             try:
-                self.run_until(lambda: not self._handles)
+                self.run_until(lambda: not self._callers)
             except Exception as error:
                 logger.debug("the engine failed, and who waits for a request has been told: %s", error)
 
@@ -245,7 +246,7 @@ class Session:
                 self._take_over()
             touched = self.engine.step()
             with self._lock:
-                self._deliver(touched)
+                self._callers.deliver(touched)
                 self._turns.wake()
         except BaseException as error:
             self._fail(error)
@@ -261,17 +262,7 @@ class Session:
         for request in cancelled:
             self.engine.abort(request)
         with self._lock:
-            self._deliver(cancelled)
-
-    def _deliver(self, requests: Iterable[Request]) -> None:
-        """Hands news to those whom they concern."""
-        for request in requests:
-            known = self._handles.get(request.request_id)
-            handle = known() if known is not None else None
-            if request.status is Status.FINISHED:
-                self._handles.pop(request.request_id, None)
-            if handle is not None:
-                handle.deliver()
+            self._callers.deliver(cancelled)
 
     def _hand_over(self) -> None:
         """Lets another caller step."""
@@ -283,17 +274,16 @@ class Session:
     def _fail(self, error: BaseException) -> None:
         """After an error nobody knows how far the step came: every request ends, and the engine begins anew."""
         with self._lock:
-            handles = [handle() for handle in self._handles.values()]
-            self._handles, self._new, self._cancelled = {}, [], deque()
+            handles = self._callers.clear()
+            self._new, self._cancelled = [], deque()
             try:
                 self.engine.reset()
             finally:  # of a device that is lost, this fails as well
                 for handle in handles:
-                    if handle is not None:
-                        handle.stream.fail(error)
+                    handle.stream.fail(error)
                 self._turns.wake()
 
-    def _after_fork(self) -> None:
+    def after_fork(self) -> None:
         """In a child process, where this is the only thread: nobody steps, nobody waits, and no lock is held.
 
         OpenMP's threads are gone as well, and torch would wait for them for ever, so it computes on this one.
@@ -307,23 +297,3 @@ class Session:
         self._turns = Turns(self._lock)
         if stepping:
             self._fail(RuntimeError("the process was forked while another thread was decoding"))
-
-    def _decode(self, token_ids: list[int]) -> str:
-        """Text of a whole output."""
-        if self.tokenizer is None:
-            return ""
-        text = self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        assert isinstance(text, str)
-        return text
-
-
-_sessions: WeakSet[Session] = WeakSet()
-
-
-def _after_fork() -> None:
-    for session in list(_sessions):
-        session._after_fork()
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_after_fork)

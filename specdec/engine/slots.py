@@ -12,25 +12,10 @@ from specdec.blocks import BlockShape
 from specdec.core import AcceptOutput
 from specdec.engine.request import Request
 from specdec.engine.scheduler import Chunk, prefill_tokens
+from specdec.engine.selection import Selection
 from specdec.kv_cache.block_pool import NULL_BLOCK
 from specdec.sampling.edits import Edits, num_edits
-from specdec.sampling.tensors import SamplingPlan, SamplingTensors
-
-
-class Selection:
-    """The requests of a batch in their slots. Stays the same object from step to step while the batch has the same requests.
-
-    Attributes:
-        requests: the batch.
-        key: differs between batches of different requests, or of the same in other slots.
-        plan: what their sampling needs.
-    """
-
-    def __init__(self, requests: Sequence[Request]) -> None:
-        self.requests = list(requests)
-        self.key = _key(requests)
-        self.plan = SamplingPlan.of([request.sampling for request in requests])
-        self.tensors: tuple[Tensor, SamplingTensors] | None = None
+from specdec.sampling.tensors import SamplingTensors
 
 
 class SlotState:
@@ -119,13 +104,13 @@ class SlotState:
         """Writes the entries of blocks that `requests` have got since the last call."""
         cells: list[int] = []
         blocks: list[int] = []
-        for request in requests:
-            known, count = self._num_blocks[request.slot], len(request.block_ids)
-            if known < count:
-                row = request.slot * self.block_table.shape[1]
-                cells += range(row + known, row + count)
-                blocks += request.block_ids[known:]
-                self._num_blocks[request.slot] = count
+        num_blocks = self._num_blocks
+        for request in [request for request in requests if num_blocks[request.slot] < len(request.block_ids)]:
+            known, count = num_blocks[request.slot], len(request.block_ids)
+            row = request.slot * self.block_table.shape[1]
+            cells += range(row + known, row + count)
+            blocks += request.block_ids[known:]
+            num_blocks[request.slot] = count
         if cells:
             places, values = self.tensor([cells, blocks])
             self.block_table.view(-1).index_copy_(0, places, values.int())
@@ -184,23 +169,23 @@ class SlotState:
 
     def select(self, requests: Sequence[Request]) -> Selection:
         """The batch of these requests, with what is known of it from the step before."""
-        if self._selection.key != _key(requests):
+        if not self._selection.holds(requests):
             self._selection = Selection(requests)
         return self._selection
 
     def decode_batch(self, selection: Selection, shape: BlockShape, context: Context = "now") -> DecodeBatch:
         """Gathers the rows of a batch for a step of blocks of one shape."""
         if selection.tensors is None:
-            slots = self.slot_indices(selection.requests)
+            slots = self.tensor(selection.slots)
             selection.tensors = slots, self.sampling.select(slots, selection.plan)
         slots, sampling = selection.tensors
         sampling.select_past(slots, self.sampling)
-        bounds = {"max_seq_len": self.max_seq_len(selection.requests, shape.drafts), "min_seq_len": min_seq_len(selection.requests)}
+        bounds = {"max_seq_len": self.max_seq_len(selection, shape.drafts), "min_seq_len": selection.shortest}
         return self.gather(slots, sampling, shape=shape, context=context, **bounds)
 
-    def max_seq_len(self, requests: Sequence[Request], k: int) -> int:
-        """Bound on the positions that a step of `k` drafts writes for any of `requests`, whatever those in flight accept."""
-        return longest(requests) + self.step_rows(k)
+    def max_seq_len(self, selection: Selection, k: int) -> int:
+        """Bound on the positions that a step of `k` drafts writes for any request, whatever those in flight accept."""
+        return selection.longest + self.step_rows(k)
 
     def step_rows(self, k: int) -> int:
         """Positions that a step of `k` drafts writes at most."""
@@ -274,20 +259,6 @@ class SlotState:
     def host_tensor(self, values: Sequence[Any]) -> Tensor:
         """Integers, or rows of them, as int64 in pinned memory for an accelerator: the host would wait for any other copy."""
         return torch.tensor(values, dtype=torch.int64, pin_memory=self.device.type == "cuda")
-
-
-def longest(requests: Sequence[Request]) -> int:
-    """Tokens that each of `requests` has in the cache at most, whatever those in flight accept."""
-    return max(request.kv_tokens_bound for request in requests)
-
-
-def min_seq_len(requests: Sequence[Request]) -> int:
-    """Tokens that each of `requests` has in the cache at least, whatever those in flight accept."""
-    return min(request.num_kv_tokens for request in requests)
-
-
-def _key(requests: Sequence[Request]) -> tuple[int, ...]:
-    return tuple([request.request_id for request in requests] + [request.slot for request in requests])
 
 
 def cache_slots(chunk: Chunk, block_size: int) -> list[int]:

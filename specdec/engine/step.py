@@ -19,9 +19,11 @@ from specdec.engine.graphs import StepGraphs
 from specdec.engine.guided import GuidedGraph, GuidedGraphs, GuidedStep, fill, put, run_guided
 from specdec.engine.prefill_graphs import PrefillGraphs
 from specdec.engine.request import Request
-from specdec.engine.results import ScoredPrompts, result_table
+from specdec.engine.results import ScoredPrompts
 from specdec.engine.scheduler import Chunk
-from specdec.engine.slots import Selection, SlotState, samples_first_token
+from specdec.engine.selection import Selection
+from specdec.engine.slots import SlotState, samples_first_token
+from specdec.engine.step_table import result_table
 from specdec.engine.timing import StepClock, StepTimer
 from specdec.kv_cache import copy_states
 from specdec.layers.cache_rows import CacheRows
@@ -136,13 +138,12 @@ class StepRunner:
         return verify.logits
 
     def step_table(self, batch: DecodeBatch, out: Tensor | None = None) -> Tensor:
-        """A step, and what the host wants to know about it; see `specdec.engine.results.result_table`."""
+        """A step, and what the host wants to know about it; see `specdec.engine.step_table.result_table`."""
         draft, accepted = self.step(batch)
         return result_table(batch.shape, accepted, draft, out)
 
-    def news(self, requests: Sequence[Request]) -> Callable[[BlockShape], bool]:
+    def news(self, selection: Selection) -> Callable[[BlockShape], bool]:
         """Tells of any shape whether a step of it would have to be captured first."""
-        selection = self._slots.select(requests)
         graphs = self.guided_graphs if selection.plan.guided else self.graphs
         if graphs is None or self._timer.enabled:
             return lambda shape: False
@@ -155,24 +156,24 @@ class StepRunner:
         """See `BoundDrafter.most_deferred`."""
         return self.drafter.most_deferred if self.drafter else 0
 
-    def due(self, requests: Sequence[Request], shape: BlockShape) -> tuple[BlockShape, Context]:
+    def due(self, selection: Selection, shape: BlockShape) -> tuple[BlockShape, Context]:
         """The shape of the step that should have `shape`, and which context its drafter takes over.
 
         Before drafts can be made again, one step without any brings the context up to date.
         """
         most = self.most_deferred
-        deferred = max((request.num_deferred for request in requests), default=0) if most else 0
+        deferred = max((request.num_deferred for request in selection.requests), default=0) if most else 0
         if not most or (shape.drafts and not deferred):
             return shape, "now"
         return BlockShape(0), "all" if shape.drafts or deferred + 1 >= most else "later"
 
     def decode(
-        self, requests: Sequence[Request], shape: BlockShape, clock: StepClock, since: Any = None, context: Context = "now"
+        self, selection: Selection, shape: BlockShape, clock: StepClock, since: Any = None, context: Context = "now"
     ) -> tuple[Tensor, Any]:
         """Launches a step.
 
         Args:
-            requests: the batch.
+            selection: the batch.
             shape: of the block of each request.
             clock: stamps the step's beginning.
             since: stamp of the end of the step before, if nothing came in between: the host's time then counts where it is longer.
@@ -185,20 +186,19 @@ class StepRunner:
         if self.drafter:
             self.drafter.host_may_look = self.host_may_look and self.graphs is None
         with self._timer.phase("schedule"):
-            self._slots.extend_block_tables(requests)
-            selection = self._slots.select(requests)
+            self._slots.extend_block_tables(selection.requests)
             graphs = self.guided_graphs if selection.plan.guided else self.graphs
             if graphs and not self._timer.enabled:  # phases cannot be told apart within a graph
                 num_captured = graphs.num_captured
                 graph = graphs.prepare(selection, shape, context)
                 if graphs.num_captured > num_captured:
                     since = None  # a capture is no part of a step's time
-        for request in requests if self.most_deferred else ():
+        for request in selection.requests if self.most_deferred else ():
             request.num_deferred = request.num_deferred + 1 if context == "later" else 0
         start = clock.stamp() if since is None else since
         if selection.plan.guided:
             launches = graph if isinstance(graph, GuidedGraph) else self._guided_step(selection, shape, context)
-            return run_guided(launches, requests, shape, self._timer), start
+            return run_guided(launches, selection.requests, shape, self._timer), start
         if graph:
             assert not isinstance(graph, GuidedGraph)
             graph.replay()

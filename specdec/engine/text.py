@@ -25,8 +25,18 @@ def token_ids(prompt: Iterable[Any]) -> list[int]:
     return ids
 
 
+def text_of(tokenizer: PreTrainedTokenizerBase, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+    """Text of tokens that nothing follows."""
+    text = tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)
+    return text
+
+
 _REPLACEMENT = "\ufffd"
 """What a tokenizer writes for bytes that are not UTF-8, and so for a character whose last bytes are still to come."""
+
+_LONG_WINDOW = 8
+"""Tokens that are decoded again with every new one at most, those of an unfinished character aside."""
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 """How tokenizers with byte fallback spell the token of a single byte."""
@@ -126,9 +136,7 @@ class IncrementalDecoder:
             self._shorten_window()
 
     def _decode(self, token_ids: list[int]) -> str:
-        text = self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens, clean_up_tokenization_spaces=False)
-        assert isinstance(text, str)
-        return text
+        return text_of(self._tokenizer, token_ids, skip_special_tokens=self._skip_special_tokens)
 
     def _settled_part(self, new_text: str) -> str:
         if new_text.endswith(_REPLACEMENT):
@@ -137,24 +145,25 @@ class IncrementalDecoder:
         return "" if isinstance(token, str) and _BYTE_TOKEN.fullmatch(token) else new_text
 
     def _shorten_window(self) -> None:
-        """Keeps the newest tokens that show text as the context; they have used up the first space, if the tokenizer drops it."""
-        if self._num_settled > self._context_length:
+        """Keeps the newest tokens that show text as the context; they have used up the first space, if the tokenizer drops it.
+
+        Not after every token, since the text of what is kept has to be decoded for that.
+        """
+        if self._num_settled == self._context_length:
+            if self._context_length > 0:
+                del self._window[self._num_context :]
+        elif len(self._window) > _LONG_WINDOW:
             del self._window[: self._num_context]
-            self._context_length = self._num_settled = len(self._decode(self._window))
-        elif self._context_length > 0:
-            del self._window[self._num_context :]
-        self._num_context = len(self._window)
+            self._num_settled = len(self._decode(self._window))
+        self._num_context, self._context_length = len(self._window), self._num_settled
 
     def _cut_at_stop(self, search_from: int) -> bool:
-        text = self._text + self._pending_text.rstrip(_REPLACEMENT)
-        ends = []
-        for stop in self._stop:
-            start = text.find(stop, search_from)
-            if start >= 0:
-                ends.append((start + len(stop), start))
-        if not ends:
+        search_from = max(search_from, 0)
+        text = self._text[search_from:] + self._pending_text.rstrip(_REPLACEMENT)
+        starts = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
+        if not starts:
             return False
-        self._text = text[: min(ends)[1]]
+        self._text = self._text[:search_from] + text[: min(starts)[1]]
         self._pending_text = ""
         self._stopped = True
         return True

@@ -18,6 +18,7 @@ from specdec.engine.buckets import batches, lengths
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request
 from specdec.engine.scheduler import Chunk
+from specdec.engine.selection import Selection
 from specdec.kv_cache import blocks_for
 from specdec.kv_cache.block_pool import NULL_BLOCK
 from specdec.parallel.mirror import everywhere
@@ -146,7 +147,7 @@ def _decode(
 ) -> None:
     """A step of requests whose tokens, with those that it writes, are `bound`; the last has at most `shortest` before it."""
     runner, slots = engine.runner, engine.slots
-    known = [max(0, bound - slots.max_seq_len([_request(0, 1, sampling)], shape.drafts))] * num_reqs
+    known = [max(0, bound - slots.max_seq_len(Selection([_request(0, 1, sampling)]), shape.drafts))] * num_reqs
     if shortest is not None:
         known[-1] = min(known[-1], shortest)
 
@@ -157,7 +158,7 @@ def _decode(
         if runner.drafter:
             for request in requests:
                 runner.drafter.begin(request.slot, request.token_ids)
-        runner.decode(requests, shape, engine.clock, context=context)
+        runner.decode(slots.select(requests), shape, engine.clock, context=context)
 
     graphs, runner.graphs = runner.graphs, None
     try:

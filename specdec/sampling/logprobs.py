@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,22 +73,30 @@ def num_packed(top: int) -> int:
     return 1 + 2 * top
 
 
-def unpacked(table: Tensor, columns: int) -> Iterator[tuple[float, Sequence[int], Sequence[float]]]:
-    """What `Logprobs.packed` holds, token by token.
+class Unpacked(Sequence[tuple[float, Sequence[int], Sequence[float]]]):
+    """What `Logprobs.packed` holds, token by token: its log-probability, the likeliest tokens, and theirs.
 
     Args:
         table: int64, on the host, `columns` for each token.
         columns: see `num_packed`.
-
-    Yields:
-        The log-probability of every token, the likeliest tokens, and theirs.
     """
-    rows, top = table.reshape(-1, columns), columns // 2
-    top_ids = rows[:, 1 : 1 + top].flatten().tolist()
-    values = torch.cat([rows[:, :1], rows[:, 1 + top :]], dim=1).view(torch.float64).flatten().tolist()
-    for index in range(len(rows)):
-        start = index * (1 + top)
-        yield values[start], top_ids[index * top : index * top + top], values[start + 1 : start + 1 + top]
+
+    def __init__(self, table: Tensor, columns: int) -> None:
+        rows, self._top = table.reshape(-1, columns), columns // 2
+        self._top_ids = rows[:, 1 : 1 + self._top].flatten().tolist()
+        values = torch.cat([rows[:, :1], rows[:, 1 + self._top :]], dim=1).view(torch.float64)
+        self._values, self._length = values.flatten().tolist(), len(rows)
+
+    def __len__(self) -> int:
+        """Tokens."""
+        return self._length
+
+    def __getitem__(self, index: Any) -> Any:
+        """That of token number `index`."""
+        if index >= self._length:
+            raise IndexError(index)
+        top, start = self._top, index * (1 + self._top)
+        return self._values[start], self._top_ids[index * top : index * top + top], self._values[start + 1 : start + 1 + top]
 
 
 def top_of(token: int, value: float, top_ids: Sequence[int], top_values: Sequence[float], count: int) -> Top:

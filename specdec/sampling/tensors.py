@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -64,6 +64,12 @@ class SamplingPlan(NamedTuple):
             counted=any(p.presence_penalty != 0 or p.frequency_penalty != 0 for p in params),
             guided=any(p.grammar is not None for p in params),
         )
+
+    @classmethod
+    def joined(cls, plans: Iterable[SamplingPlan]) -> SamplingPlan:
+        """The facts of requests together whose own these are."""
+        distinct = {*plans, cls.of([])}
+        return cls(*map(max, zip(*distinct, strict=True)))._replace(all_greedy=all(plan.all_greedy for plan in distinct))
 
 
 @dataclass(slots=True)

@@ -165,9 +165,9 @@ def test_timed_steps_of_ours_have_all_rows_and_nothing_else(shape: BlockShape, m
         log.append("prefill")
         return prefill(chunks)
 
-    def noted_decode(requests: Any, shape: BlockShape, *rest: Any) -> Any:
-        log.append((len(requests), shape.rows))
-        return decode(requests, shape, *rest)
+    def noted_decode(batch: Any, shape: BlockShape, *rest: Any) -> Any:
+        log.append((len(batch.requests), shape.rows))
+        return decode(batch, shape, *rest)
 
     monkeypatch.setattr(runner, "prefill", noted_prefill)
     monkeypatch.setattr(runner, "decode", noted_decode)

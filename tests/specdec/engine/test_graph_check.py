@@ -10,9 +10,10 @@ import specdec.device
 from specdec import self_check
 from specdec.attention.torch_ref.fa import TorchRefBackend
 from specdec.deviation import Deviation
-from specdec.engine import graph_check, graphs
+from specdec.engine import capture as capturing
+from specdec.engine import graph_check
+from specdec.engine.capture import captures_graphs
 from specdec.engine.graph_check import LaunchAgain, check_captured_step
-from specdec.engine.graphs import captures_graphs
 from specdec.engine.prefill_graphs import PrefillShape
 from specdec.errors import BackendError
 from tests.helpers.tiny_models import paged_verifier, plain_model
@@ -26,7 +27,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[Any]], None]:
     """Puts a class in the place of CUDA's graphs."""
 
     def put(capture: type[Any]) -> None:
-        monkeypatch.setattr(graphs, "CudaCapture", lambda device: capture())
+        monkeypatch.setattr(capturing, "CudaCapture", lambda device: capture())
 
     return put
 

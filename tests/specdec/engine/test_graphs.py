@@ -26,7 +26,7 @@ from specdec.engine import buckets, graphs
 from specdec.engine.engine import SpecEngine
 from specdec.engine.graphs import StepGraphs
 from specdec.engine.request import Request
-from specdec.engine.slots import Selection
+from specdec.engine.selection import Selection
 from specdec.kv_cache.block_pool import NULL_BLOCK
 from specdec.sampling.tensors import SamplingPlan
 from specdec.sampling_params import SamplingParams
@@ -220,11 +220,11 @@ def test_what_is_new_is_what_would_be_captured(case: Case) -> None:
     told: list[tuple[bool, bool]] = []
     decode = runner.decode
 
-    def listening(requests: Sequence[Request], k: BlockShape, *args: Any) -> Any:
-        new, count = runner.news(requests)(k), captured.num_captured
-        result = decode(requests, k, *args)
+    def listening(batch: Selection, k: BlockShape, *args: Any) -> Any:
+        new, count = runner.news(batch)(k), captured.num_captured
+        result = decode(batch, k, *args)
         told.append((new, captured.num_captured > count))
-        assert not runner.news(requests)(k)
+        assert not runner.news(batch)(k)
         return result
 
     runner.decode = listening  # type: ignore[method-assign, assignment]
@@ -232,7 +232,7 @@ def test_what_is_new_is_what_would_be_captured(case: Case) -> None:
     assert [new for new, _ in told] == [grew for _, grew in told] and len(set(told)) == 2
     assert captured.capture_seconds is not None and captured.capture_seconds > 0
     runner.graphs = None
-    assert not runner.news(requests)(BlockShape(1))
+    assert not runner.news(Selection(requests))(BlockShape(1))
 
 
 def test_the_bound_of_a_shape_covers_what_drafting_writes(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,7 +328,7 @@ def test_capturing_moves_no_request(case: Case, drafter: str) -> None:
     requests = [engine.add_request(prompt, SamplingParams(max_tokens=MAX_TOKENS)) for prompt in list(case.outputs)[:3]]
     for _ in range(6):
         engine.step()
-    assert any(request.in_flight for request in requests)
+    assert any(request.num_in_flight for request in requests)
 
     def snapshot() -> list[Tensor]:
         tensors = [state.seq_lens, state.anchors, state.block_table, state.sampling.floats.T, state.sampling.ints.T]

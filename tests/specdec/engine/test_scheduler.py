@@ -13,6 +13,7 @@ from specdec.core import Drafter, DraftOutput, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request, Status
 from specdec.engine.scheduler import Chunk, Scheduler
+from specdec.engine.selection import Selection
 from specdec.errors import CapacityError, InvalidInputError
 from specdec.kv_cache import BlockPool, blocks_for, prefix_hashes
 from specdec.sampling_params import SamplingParams
@@ -267,9 +268,10 @@ def test_no_step_drafts_more_than_anyone_has_left(verifier: Verifier) -> None:
     """Drafts past the end of every output would be paid for and thrown away; one request with room is enough to draft them all."""
     engine = SpecEngine(verifier, ScriptedDrafter({}, 8), cache_of(verifier, 50, num_draft_tokens=8))
     requests = [Request(i, [5, 6], SamplingParams(), seed=0, max_total_len=total) for i, total in enumerate((4, 5))]
-    assert engine._shape(requests) == BlockShape(3)
-    assert engine._shape(requests[:1]) == BlockShape(2)
-    assert engine._shape([Request(9, [5, 6], SamplingParams(), seed=0, max_total_len=99), *requests]) == BlockShape(8)
+    more = Request(9, [5, 6], SamplingParams(), seed=0, max_total_len=99)
+    assert engine._shape(Selection(requests)) == BlockShape(3)
+    assert engine._shape(Selection(requests[:1])) == BlockShape(2)
+    assert engine._shape(Selection([more, *requests])) == BlockShape(8)
 
 
 def test_results_are_read_before_anyone_is_preempted() -> None:
@@ -285,11 +287,11 @@ def test_results_are_read_before_anyone_is_preempted() -> None:
         scheduler.prefilled(chunk)
     for request in requests:
         request.num_kv_tokens = 12
-        request.in_flight = [0]
+        request.num_unread = request.num_in_flight = 1
     assert scheduler.schedule(scheduler.decoding, 0) is None
     assert scheduler.num_preemptions == 0
     for request in requests:
-        request.in_flight = []
+        request.num_unread = request.num_in_flight = 0
     work = scheduler.schedule(scheduler.decoding, 0)
     assert work is not None
     assert work.decode == requests[:1]

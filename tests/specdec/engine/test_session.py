@@ -203,7 +203,7 @@ def test_a_queue_is_bounded(verifier: Verifier) -> None:
     def prompts() -> Iterator[tuple[list[int], SamplingParams]]:
         nonlocal most
         for index in range(10):
-            most = max(most, len(session._handles))
+            most = max(most, len(session._callers))
             yield [5, 6 + index], sampling
 
     assert sorted(chunk.index for chunk in session.map(prompts())) == list(range(10))

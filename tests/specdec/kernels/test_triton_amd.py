@@ -23,7 +23,8 @@ from specdec.batch import DecodeBatch
 from specdec.config import CacheConfig, EngineConfig
 from specdec.core import DraftOutput
 from specdec.deviation import Deviation
-from specdec.engine import build, graph_check, graphs
+from specdec.engine import build, graph_check
+from specdec.engine import capture as capturing
 from specdec.engine.engine import SpecEngine
 from specdec.errors import BackendError
 from specdec.layers import argmax, experts, fused, packed, packed_check, recurrence_check
@@ -101,8 +102,8 @@ class Amd:
 
     def __init__(self, patch: pytest.MonkeyPatch, folder: Path) -> None:
         self.patch, self._folder = patch, folder
-        patch.setattr(graphs, "has_graphs", lambda device: True)
-        for module in (graphs, build):
+        patch.setattr(capturing, "has_graphs", lambda device: True)
+        for module in (capturing, build):
             patch.setattr(module, "CudaCapture", Repeat)
         patch.setattr(rocm_aiter_fa, "DTYPES", (torch.float32, *rocm_aiter_fa.DTYPES))
         # The interpreter takes its time: fewer requests, and no prefill padded to 128 rows.
@@ -342,7 +343,7 @@ def test_captured_steps_that_fail_are_left_out(
 ) -> None:
     """Steps are launched one by one then."""
     amd(aiter=None)
-    for module in (graphs, build):
+    for module in (capturing, build):
         amd.patch.setattr(module, "CudaCapture", capture)
     amd.patch.setenv("SPECDEC_KERNELS", "-fused_layers")
     start = Run(caplog)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specdec.sampling.logprobs import ROWS, logprobs_of, num_packed, top_of, unpacked
+from specdec.sampling.logprobs import ROWS, Unpacked, logprobs_of, num_packed, top_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -38,12 +38,12 @@ def test_more_than_the_vocabulary_has() -> None:
 def test_one_tensor_carries_all() -> None:
     found = logprobs_of(torch.randn(3, 2, 50), torch.randint(50, (3, 2)), 4)
     table = torch.cat([torch.full((3, 1), 7), found.packed()], dim=1)[:, 1:]
-    for count, (value, ids, values) in enumerate(unpacked(table, num_packed(4))):
+    for count, (value, ids, values) in enumerate(Unpacked(table, num_packed(4))):
         place = divmod(count, 2)
         assert value == found.values[place].item()
         assert ids == found.top_ids[place].tolist() and values == found.top_values[place].tolist()
     assert count == 5
-    assert next(unpacked(found.packed(), num_packed(4)))[1] == found.top_ids[0, 0].tolist()
+    assert Unpacked(found.packed(), num_packed(4))[0][1] == found.top_ids[0, 0].tolist()
 
 
 def test_the_token_itself_is_always_there() -> None:

@@ -21,7 +21,7 @@ from specdec.core import Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.engine.graphs import StepGraphs
 from specdec.engine.request import Request
-from specdec.engine.slots import Selection
+from specdec.engine.selection import Selection
 from specdec.sampling_params import SamplingParams
 from tests.helpers.aiter_emulation import Machine
 from tests.helpers.sparse_case import Install, pretend_rocm
@@ -86,12 +86,12 @@ def steps_of(engine: SpecEngine, machine: Machine) -> list[tuple[int, int, int]]
     def planned() -> int:
         return sum(call.name == "get_mla_metadata_v1" for call in machine.calls)
 
-    def watched(requests: list[Request], shape: BlockShape, *args: Any) -> Any:
-        least, before = min(request.num_kv_tokens for request in requests), planned()
+    def watched(batch: Selection, shape: BlockShape, *args: Any) -> Any:
+        least, before = min(request.num_kv_tokens for request in batch.requests), planned()
         captured = graphs.num_captured if graphs else 0
-        result = decode(requests, shape, *args)
+        result = decode(batch, shape, *args)
         if graphs is None or graphs.num_captured == captured:  # a capture is launched besides
-            steps.append((len(requests) * shape.rows, least, planned() - before))
+            steps.append((len(batch.requests) * shape.rows, least, planned() - before))
         return result
 
     if graphs is not None:

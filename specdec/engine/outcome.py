@@ -1,0 +1,113 @@
+"""What a finished step does to its requests: they get their tokens, and some of them end."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from specdec.engine.request import Request, Status
+from specdec.engine.results import FinishedStep
+from specdec.sampling.logprobs import Unpacked, top_of
+
+_FINISHED = Status.FINISHED
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a step has done.
+
+    Attributes:
+        requests: that had not ended before.
+        num_accepted: drafts accepted, by each of these.
+        paths: of a tree, the rows of what was accepted, by each of these that accepted any.
+        ended: of these, who ends and why; not yet taken out of the schedule.
+        filled: of these, whose blocks may have become full.
+        starts: of each of those, L before the step.
+    """
+
+    requests: list[Request] = field(default_factory=list)
+    num_accepted: list[int] = field(default_factory=list)
+    paths: list[Sequence[int]] = field(default_factory=list)
+    ended: list[tuple[Request, str]] = field(default_factory=list)
+    filled: list[Request] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+
+
+def take_over(step: FinishedStep) -> Outcome:
+    """Adds what a step gave to its requests. One that ended while the step was in flight gets nothing: it is surplus."""
+    outcome, columns, shape = Outcome(), step.columns(), step.shape
+    depth = shape.depth if shape is not None else 0
+    tree_size = shape.drafts if shape is not None and shape.is_tree else 0
+    results = zip(step.selection.requests, columns.num_accepted, columns.num_drafts, columns.told, strict=True)
+    for index, (request, num_accepted, num_drafts, told) in enumerate(results):
+        if request.status is _FINISHED:
+            continue
+        outcome.requests.append(request)
+        outcome.num_accepted.append(num_accepted)
+        first = index * (depth + 1)
+        tokens = columns.token_ids[first : first + num_accepted + 1]
+        known, start = len(request.output_token_ids), request.num_kv_tokens
+        request.num_unread -= 1
+        if shape is not None:
+            request.num_kv_tokens = start + num_accepted + 1
+            request.num_in_flight -= depth + 1
+        kept_rows = columns.rows[index * depth : index * depth + num_accepted] if tree_size else ()
+        if kept_rows:
+            outcome.paths.append(kept_rows)
+        if told % 2 == 0:
+            request.error = _why_not_finite(request, kept_rows or range(1, num_accepted + 1))
+            outcome.ended.append((request, "error"))
+            continue
+        reason = _append(request, tokens)
+        kept = len(request.output_token_ids) - known
+        if columns.logprobs is not None and request.sampling.logprobs:
+            _append_logprobs(request, tokens[:kept], columns.logprobs, first)
+        if shape is not None:
+            request.steps += (num_drafts, min(num_accepted, kept), kept, tree_size, told // 2)
+            for rank in columns.ranks[index * depth : index * depth + min(num_accepted, kept)] if tree_size else ():
+                request.num_by_rank[rank] += 1
+            if request.num_kv_tokens >= request.offers_from:
+                outcome.filled.append(request)
+                outcome.starts.append(start)
+        if request.grammar is not None and not reason and not request.grammar.advance(tokens):
+            reason = "error"
+            request.error = f"the grammar refuses one of the output tokens after the first {known}, which its mask allowed"
+        if reason:
+            outcome.ended.append((request, reason))
+    return outcome
+
+
+def _append(request: Request, tokens: list[int]) -> str | None:
+    """Adds tokens to the output, up to the first stop token or the token limit; gives why it ends there, None when it goes on."""
+    output, reason = request.output_token_ids, None
+    room = request.max_output_tokens - len(output)
+    if len(tokens) >= room or not request.stop_ids.isdisjoint(tokens):
+        tokens = tokens[:room]
+        end = next((index for index, token in enumerate(tokens) if token in request.stop_ids), None)
+        if end is not None:
+            tokens, reason = tokens[: end + 1], "stop"
+        elif len(tokens) == room:
+            reason = "length"
+    keep = request.on_tokens(request, tokens) if request.on_tokens else None
+    if keep is not None:
+        tokens, reason = tokens[:keep], "stop"
+    output += tokens
+    return reason
+
+
+def _append_logprobs(request: Request, tokens: Sequence[int], logprobs: Unpacked, first: int) -> None:
+    """Adds those of these tokens, the first of which is number `first` of the step's."""
+    for place, token in enumerate(tokens, start=first):
+        value, top_ids, top_values = logprobs[place]
+        request.logprobs.append(value)
+        if request.sampling.top_logprobs:
+            request.top_logprobs.append(top_of(token, value, top_ids, top_values, request.sampling.top_logprobs))
+
+
+def _why_not_finite(request: Request, rows: Sequence[int]) -> str:
+    """Why the logits behind the anchor or one of these rows, which were kept, are not finite."""
+    known = len(request.output_token_ids)
+    if request.grammar is not None and not request.grammar.dead_ends.isdisjoint([0, *rows]):
+        return (
+            f"the grammar allows no token of the vocabulary after {known} output tokens, or a few more;"
+            " it leads where it cannot go on, so change it"
+        )
+    return f"the target's logits are NaN or infinite after {known} output tokens; use --dtype float32 or check the checkpoint"
