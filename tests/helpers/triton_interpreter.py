@@ -33,7 +33,7 @@ def require_triton() -> torch.device:
 def _hasten() -> None:
     """Leaves out what takes most of the interpreter's time and adds nothing.
 
-    It makes Triton's language its own at every launch and at every call within a kernel: here once per module, for good. It computes
+    It makes Triton's language its own at every launch and at every call in a kernel: here once per module, for good. It computes
     whether integers overflow, which it looks at in its debug mode alone. And it works out the same types of NumPy, of blocks and of
     tensors at every operation: here once each.
     """
