@@ -345,6 +345,9 @@ def test_a_config_file_says_the_same_as_flags(tmp_path: Path, capsys: pytest.Cap
         ("steps = 5", "unknown key 'steps'"),
         ('out = "x"\nlr = "high"', "lr is 'high'; it must be a float"),
         ('out = "x"\nlr = -1', "lr is -1.0; it must be positive"),
+        ('out = "x"\nbucket = 0', "bucket is 0; it must be at least 1"),
+        ('out = "x"\nkl = -0.5', "kl is -0.5; it must be 0 or more"),
+        ('out = "x"\nwarmup = 1.5', "warmup is 1.5; it must be between 0 and 1"),
         ("lr = ", "not valid TOML"),
     ]:
         file.write_text(text)

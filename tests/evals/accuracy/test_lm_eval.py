@@ -10,12 +10,15 @@ import pytest
 
 from evals.prompt_sets import load_prompt_set
 from evals.report.report import read_report
+from evals.system import Timed
 from specdec.cli.main import main
 from specdec.config import CacheConfig, EngineConfig
 from specdec.decoder import SpecDecoder
 from specdec.engine.outputs import GenerationResult
 from specdec.engine.request import Request
 from specdec.errors import InvalidInputError
+from specdec.metrics import AcceptanceStats
+from specdec.sampling_params import SamplingParams
 from tests.evals.tiny import save_tiny, write_jsonl
 
 pytest.importorskip("lm_eval", reason="lm-eval comes with the extra eval")
@@ -25,6 +28,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from evals.accuracy.lm_eval_model import SpecdecLM
+from evals.accuracy.lm_eval_sample import record_of, sample_of
 
 pytestmark = pytest.mark.slow
 
@@ -332,3 +336,12 @@ def test_tasks_that_score_given_texts_are_refused(tmp_path: Path, monkeypatch: P
     monkeypatch.setattr(lm_eval_tasks, "bundled_task", lambda folder: task)
     with pytest.raises(InvalidInputError, match="scores given texts"):
         lm_eval_tasks.Tasks(["bundled"], data={}, limit=None, folder=tmp_path)
+
+
+def test_a_record_keeps_all_counts() -> None:
+    """Through JSON, as the journal has it: trees by rank, and which part of a composition drafted."""
+    stats = AcceptanceStats([3, 5], [1, 2], [2, 3], tree_sizes=[0, 5], num_by_rank=[1, 1], parts=[1, 0])
+    result = GenerationResult([1, 2], "text", [7, 8], "length", stats=stats)
+    request = Instance("generate_until", {}, ("prompt", {}), 0, metadata=("task", 4, 1))
+    sample = sample_of(request, SamplingParams(temperature=0), json.loads(json.dumps(record_of(Timed(0, result, 1.5)))))
+    assert sample.stats == stats and sample.token_ids == [7, 8] and (sample.task, sample.doc_id, sample.seconds) == ("task", 4, 1.5)
