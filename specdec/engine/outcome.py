@@ -36,34 +36,38 @@ def take_over(step: FinishedStep) -> Outcome:
     outcome, columns, shape = Outcome(), step.columns(), step.shape
     depth = shape.depth if shape is not None else 0
     tree_size = shape.drafts if shape is not None and shape.is_tree else 0
+    token_ids, logprobs = columns.token_ids, columns.logprobs
     results = zip(step.selection.requests, columns.num_accepted, columns.num_drafts, columns.told, strict=True)
     for index, (request, num_accepted, num_drafts, told) in enumerate(results):
         if request.status is _FINISHED:
             continue
         outcome.requests.append(request)
         outcome.num_accepted.append(num_accepted)
-        first = index * (depth + 1)
-        tokens = columns.token_ids[first : first + num_accepted + 1]
+        first, tree = index * (depth + 1), slice(index * depth, index * depth + num_accepted) if tree_size else None
+        tokens = token_ids[first : first + num_accepted + 1]
         known, start = len(request.output_token_ids), request.num_kv_tokens
         request.num_unread -= 1
         if shape is not None:
             request.num_kv_tokens = start + num_accepted + 1
             request.num_in_flight -= depth + 1
-        kept_rows = columns.rows[index * depth : index * depth + num_accepted] if tree_size else ()
-        if kept_rows:
-            outcome.paths.append(kept_rows)
+        if tree and num_accepted:
+            outcome.paths.append(columns.rows[tree])
         if told % 2 == 0:
-            request.error = _why_not_finite(request, kept_rows or range(1, num_accepted + 1))
+            request.error = _why_not_finite(request, columns.rows[tree] if tree else range(1, num_accepted + 1))
             outcome.ended.append((request, "error"))
             continue
-        reason = _append(request, tokens)
-        kept = len(request.output_token_ids) - known
-        if columns.logprobs is not None and request.sampling.logprobs:
-            _append_logprobs(request, tokens[:kept], columns.logprobs, first)
+        if known + num_accepted + 1 < request.max_output_tokens and request.stop_ids.isdisjoint(tokens) and not request.on_tokens:
+            request.output_token_ids += tokens  # nearly always
+            reason, kept = None, num_accepted + 1
+        else:
+            reason = _append(request, tokens)
+            kept = len(request.output_token_ids) - known
+        if logprobs is not None and request.sampling.logprobs:
+            _append_logprobs(request, tokens[:kept], logprobs, first)
         if shape is not None:
             request.steps += (num_drafts, min(num_accepted, kept), kept, tree_size, told // 2)
-            for rank in columns.ranks[index * depth : index * depth + min(num_accepted, kept)] if tree_size else ():
-                request.num_by_rank[rank] += 1
+            if tree:
+                request.num_by_rank.update(columns.ranks[tree][:kept])
             if request.num_kv_tokens >= request.offers_from:
                 outcome.filled.append(request)
                 outcome.starts.append(start)
@@ -77,19 +81,16 @@ def take_over(step: FinishedStep) -> Outcome:
 
 def _append(request: Request, tokens: list[int]) -> str | None:
     """Adds tokens to the output, up to the first stop token or the token limit; gives why it ends there, None when it goes on."""
-    output, reason = request.output_token_ids, None
-    room = request.max_output_tokens - len(output)
-    if len(tokens) >= room or not request.stop_ids.isdisjoint(tokens):
-        tokens = tokens[:room]
-        end = next((index for index, token in enumerate(tokens) if token in request.stop_ids), None)
-        if end is not None:
-            tokens, reason = tokens[: end + 1], "stop"
-        elif len(tokens) == room:
-            reason = "length"
+    room = request.max_output_tokens - len(request.output_token_ids)
+    tokens, reason = tokens[:room], "length" if len(tokens) >= room else None
+    for index, token in enumerate(tokens):
+        if token in request.stop_ids:
+            tokens, reason = tokens[: index + 1], "stop"
+            break
     keep = request.on_tokens(request, tokens) if request.on_tokens else None
     if keep is not None:
         tokens, reason = tokens[:keep], "stop"
-    output += tokens
+    request.output_token_ids += tokens
     return reason
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from specdec.errors import InvalidInputError
@@ -38,8 +38,13 @@ _REPLACEMENT = "\ufffd"
 _LONG_WINDOW = 8
 """Tokens that are decoded again with every new one at most, those of an unfinished character aside."""
 
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
-"""How tokenizers with byte fallback spell the token of a single byte."""
+
+@lru_cache(maxsize=4)
+def _byte_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Tokens of single bytes, as tokenizers with byte fallback spell them; none of any other tokenizer."""
+    names = [f"<0x{byte:02X}>" for byte in range(256)]
+    found = zip(names, tokenizer.convert_tokens_to_ids(names), strict=True)
+    return frozenset(token for name, token in found if token is not None and tokenizer.convert_ids_to_tokens(token) == name)
 
 
 class IncrementalDecoder:
@@ -68,7 +73,7 @@ class IncrementalDecoder:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = (), *, min_tokens: int = 0, skip_special_tokens: bool = True
     ) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._byte_tokens = tokenizer, _byte_tokens(tokenizer)
         self._stop = tuple(stop)
         self._longest_stop = max(map(len, self._stop), default=0)
         self._num_exempt, self._search_from = min_tokens, 0  # tokens before the search begins, and where it will
@@ -141,8 +146,7 @@ class IncrementalDecoder:
     def _settled_part(self, new_text: str) -> str:
         if new_text.endswith(_REPLACEMENT):
             return new_text.rstrip(_REPLACEMENT)
-        token = self._tokenizer.convert_ids_to_tokens(self._window[-1])
-        return "" if isinstance(token, str) and _BYTE_TOKEN.fullmatch(token) else new_text
+        return "" if self._window[-1] in self._byte_tokens else new_text
 
     def _shorten_window(self) -> None:
         """Keeps the newest tokens that show text as the context; they have used up the first space, if the tokenizer drops it.
