@@ -25,6 +25,7 @@ from specdec.core import Drafter, Verifier
 from specdec.engine.admission import Admission, OnTokens
 from specdec.engine.block_choice import BlockChoice, ladder
 from specdec.engine.build import build_engine
+from specdec.engine.draft_acceptance import Path
 from specdec.engine.request import Request, Status
 from specdec.engine.results import FinishedStep, ResultQueue, append_tokens
 from specdec.engine.scheduler import Chunk, Schedule
@@ -73,8 +74,8 @@ class SpecEngine:
         self.max_model_len, self.pipeline_depth = parts.max_model_len, parts.pipeline_depth
         self.timer, self.kv_cache, self.pool = parts.timer, parts.kv_cache, parts.pool
         self.scheduler, self.slots, self.runner = parts.scheduler, parts.slots, parts.runner
-        self.block_choice = BlockChoice(self.shapes) if len(self.shapes) > 1 else None
-        self.guided_choice = BlockChoice(self.shapes) if len(self.shapes) > 1 else None
+        self.block_choice = self._new_choice()
+        self.guided_choice = self._new_choice()
         self.clock = StepClock(verifier.device)
         self.results = ResultQueue(self.clock)
         self._previous_end: Any = None  # stamp of the last step's end, if nothing has come since
@@ -90,6 +91,12 @@ class SpecEngine:
             grammars=grammars,
             seed=config.seed,
         )
+
+    def _new_choice(self) -> BlockChoice | None:
+        """What chooses the shape of blocks; None when it is fixed."""
+        if len(self.shapes) == 1 or not self.drafter:
+            return None
+        return BlockChoice(self.shapes, likeliest_first=self.drafter.likeliest_first)
 
     @property
     def num_draft_tokens(self) -> int:
@@ -260,8 +267,8 @@ class SpecEngine:
                 sampled = _any_sampled(step.requests)
                 choice.observe(len(step.requests), step.shape, num_accepted, step.seconds, sampled=sampled, paths=paths)
 
-    def _take_over(self, step: FinishedStep) -> tuple[list[int], list[Sequence[int]]]:
-        """Adds a step's tokens to its requests; returns the drafts accepted by each that had not ended before, and their rows."""
+    def _take_over(self, step: FinishedStep) -> tuple[list[int], list[Path]]:
+        """Adds a step's tokens to its requests; returns the drafts accepted by each that had not ended before, and their paths."""
         num_accepted, paths = [], []
         touched, eos_token_ids = self._touched, self.verifier.eos_token_ids
         for request, result in step.results():
@@ -269,7 +276,7 @@ class SpecEngine:
                 continue  # it ended while this step was in flight; what the step added is surplus
             num_accepted.append(result.num_accepted)
             if result.rows:
-                paths.append(result.rows)
+                paths.append(Path(result.rows, result.ranks))
             if result.shape is None:
                 request.first_token_unread = False
             else:
