@@ -116,6 +116,8 @@ def test_a_batch_that_grows_before_anything_is_known() -> None:
     for _ in range(5):
         choice.observe(1, BlockShape(0), [[]], 1.0)
     choice.observe(1, choice.choose(1), [[1]], 1.0)
+    for _ in range(5):
+        choice.observe(2, BlockShape(0), [[], []], 1.0)
     assert choice.choose(2) in choice.rungs
 
 
