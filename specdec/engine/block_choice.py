@@ -5,9 +5,9 @@
 Plain decoding is the shape without drafts, and the first that is measured, so drafts that do not pay are given up. What is
 measured, by the step's number of requests and whether any of them samples, are the times, several steps in a row each, and the
 acceptance, which every step tells of all shapes that its drafts contain. A time that has not been measured lies between those of
-steps that must be shorter and steps that must be longer, so a batch of a new size begins with what others have shown. What is slower
-is tried again now and then, within a share of the time. What is output does not depend on the choice, except that probabilistic
-drafts draw other random tokens of the same distribution.
+steps that must be shorter and steps that must be longer, so a batch of a new size begins with what others have shown. What is
+slower is tried again now and then, within a share of the time. What is output does not depend on the choice, except that
+probabilistic drafts draw other random tokens of the same distribution.
 """
 
 from collections.abc import Callable, Mapping, Sequence
