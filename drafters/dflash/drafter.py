@@ -70,6 +70,7 @@ class DFlashDrafter(Drafter):
         self.embedding_scale = verifier.embedding_scale if config.input_embedding_scale is None else config.input_embedding_scale
         self.softcap = config.final_logit_softcapping or (verifier.final_softcap if unstated else None)
         self.head = None if config.head is None else config.head.head(self.model, self.embed)
+        self.likeliest_first = self.head is None
 
     @property
     def kv_specs(self) -> list[Any]:

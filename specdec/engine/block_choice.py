@@ -4,10 +4,10 @@
 
 Plain decoding is the shape without drafts, and the first that is measured, so drafts that do not pay are given up. What is
 measured, by the step's number of requests and whether any of them samples, are the times, several steps in a row each, and the
-acceptance of every depth. A time that has not been measured lies between those of steps that must be shorter and steps that must be
-longer, so a batch of a new size begins with what others have shown. What is slower is tried again now and then, within a share of
-the time. What is output does not depend on the choice, except that probabilistic drafts draw other random tokens of the same
-distribution.
+acceptance, which every step tells of all shapes that its drafts contain. A time that has not been measured lies between those of
+steps that must be shorter and steps that must be longer, so a batch of a new size begins with what others have shown. What is
+slower is tried again now and then, within a share of the time. What is output does not depend on the choice, except that
+probabilistic drafts draw other random tokens of the same distribution.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 from specdec.blocks import BlockShape
 from specdec.core import Drafter
 from specdec.engine.buckets import batch_bucket
-from specdec.engine.draft_acceptance import BlockAcceptance
+from specdec.engine.draft_acceptance import BlockAcceptance, Path
 from specdec.engine.step_times import ENOUGH, StepSize, StepTimes
 from specdec.errors import InvalidInputError
 
@@ -31,8 +31,9 @@ MOST_TREE_ROWS = 1024
 take least."""
 
 _RUNGS = (0, 1, 3, 7, 15, 31, 63)
-_FIRST = 3  # drafts tried first: many that are wrong cost much, and few tell little
-_FIRST_REQUESTS = 16  # of which so many are then looked at, over as many steps as that takes
+_FIRST_TREE, _FEW = 7, 3  # drafts tried first, in a tree or without: many that are wrong cost much, and few tell little
+_FIRST_REQUESTS = 16  # of so many requests they are then looked at, over as many steps as that takes
+_DEAR = 2  # times as long as a plain step, for which fewer are looked at
 _PATIENCE = 12  # steps that a shape is kept for longer when too few of its times are known yet, or it does better than expected
 _STEADY = 4  # steps before the choice is looked at again
 _CLEARLY = 1.03  # how many times as fast another k must seem to replace the one at work: less may be chance
@@ -140,15 +141,18 @@ class BlockChoice:
 
     Args:
         rungs: what to choose from, as `shapes` gives them.
+        likeliest_first: see `specdec.core.Drafter.likeliest_first`.
 
     Attributes:
         rungs: the same.
     """
 
-    def __init__(self, rungs: Sequence[BlockShape]) -> None:
+    def __init__(self, rungs: Sequence[BlockShape], *, likeliest_first: bool = False) -> None:
         self.rungs = tuple(rungs)
-        self._chains = [shape for shape in self.rungs if not shape.is_tree]
-        self._acceptance = {sampled: BlockAcceptance(self.rungs, sampled=sampled) for sampled in (False, True)}
+        self._acceptance = {
+            sampled: BlockAcceptance(self.rungs, sampled=sampled, likeliest_first=likeliest_first) for sampled in (False, True)
+        }
+        self._untaught = {False, True}  # whether of requests that sample, too little is known of what they accept
         self._times: dict[Situation, StepTimes] = {}
         self._at_work: dict[Situation, BlockShape] = {}  # what was found best
         self._missed: dict[Situation, float] = {}  # seconds, for want of a capture
@@ -190,7 +194,7 @@ class BlockChoice:
         seconds: float | None,
         *,
         sampled: bool = False,
-        paths: Sequence[Sequence[int]] = (),
+        paths: Sequence[Path] = (),
     ) -> None:
         """Takes over the outcome of a step.
 
@@ -200,7 +204,7 @@ class BlockChoice:
             num_accepted: drafts accepted, one entry per request whose text goes on.
             seconds: how long it took; None when it did work that other steps do not.
             sampled: a request in the batch samples.
-            paths: of a tree, the rows of what was accepted, by each of these requests that accepted any.
+            paths: of a tree, what was accepted, by each of these requests that accepted any.
         """
         self._acceptance[sampled].observe(shape, num_accepted, paths)
         if self._run is not None and self._run.shape == shape and num_accepted:
@@ -228,9 +232,16 @@ class BlockChoice:
         seconds = self._seconds(here)
         if not seconds:
             return Run(here, BlockShape(0), ENOUGH)  # what all others are compared with
-        if not acceptance.has_evidence and len(self.rungs) > 1 and times.measured():
-            first = min(BlockShape(_FIRST), self._chains[-1])
-            return Run(here, first, max(ENOUGH, _FIRST_REQUESTS // here.num_reqs))
+        if here.sampled in self._untaught and len(self.rungs) > 1 and times.measured():
+            first, steps = self._first(here, _FIRST_TREE), _FIRST_REQUESTS // here.num_reqs
+            if not acceptance.has_evidence and first.is_tree:
+                return Run(here, first, ENOUGH)
+            self._untaught.discard(here.sampled)
+            if not first.is_tree:
+                return Run(here, first, max(ENOUGH, steps))
+            if seconds.get(first, 0.0) > _DEAR * seconds[BlockShape(0)]:
+                first = self._first(here, _FEW)
+            return Run(here, first, max(1, steps - ENOUGH - 1))
         tokens = {shape: acceptance.expected_tokens(shape) for shape in seconds}
         prospects = Prospects(seconds, tokens, is_new, new_seconds)
         at_work = self._at_work[here] = self._best(here, prospects)
@@ -248,6 +259,12 @@ class BlockChoice:
                     self._spare[new] = 0.0
                     return Run(here, probe, ENOUGH)
         return Run(here, at_work, _STEADY)
+
+    def _first(self, here: Situation, most: int) -> BlockShape:
+        """What tells most about all others for little: a tree of up to so many drafts, or a chain."""
+        small = [shape for shape in self.rungs if 0 < shape.drafts <= (most if shape.is_tree else _FEW)]
+        few = [shape for shape in small if not shape.is_tree or shape.rows * here.num_reqs <= MOST_TREE_ROWS]
+        return max(few, key=lambda shape: (shape.is_tree, shape.drafts), default=self.rungs[1])
 
     def _best(self, here: Situation, prospects: Prospects) -> BlockShape:
         """The shape to work with: the fastest, or the one at work where it is about as fast or a capture does not pay yet."""

@@ -2,7 +2,9 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from math import log2
+from typing import NamedTuple
 
 from specdec.blocks import BlockShape
 
@@ -12,8 +14,10 @@ MEMORY = 64
 _LATE = 8  # the same, of what tells whether acceptance has changed
 _FIRST_GUESS = 0.9  # of the first position before anything is known; high, so that drafting is tried
 _GUESS_WEIGHT = 0.5  # in observations
-_HOPE = {False: 1.3, True: 1.6}  # times as many drafts are accepted of a tree as of a chain, until there has been one; by sampled
-_HOPE_PER_DOUBLING = 1.1  # the same between a tree and one of twice as many drafts
+_HOPE = {False: 0.1, True: 0.25}  # of a chain's accepted drafts so many more with each doubling of a tree's rows; by sampled
+_FADES = 0.5  # of what one doubling gives more, the next one does, until there has been one
+_GROWTH_WEIGHT = 4.0  # accepted drafts that outweigh these guesses
+_LONG = 512  # steps after which what they taught about trees beside each other weighs 1/e
 _CHANGE = 2.5  # standard deviations by which late acceptance must differ to be another one
 
 
@@ -91,41 +95,95 @@ class AcceptanceEstimate:
         return tokens
 
 
+class Path(NamedTuple):
+    """What was accepted of a tree.
+
+    Attributes:
+        rows: of the drafts, from the anchor's child on.
+        ranks: of each among the candidates of its position, see `DraftTree.ranks`.
+    """
+
+    rows: Sequence[int]
+    ranks: Sequence[int]
+
+
+class _Growth:
+    """How many times as many drafts are accepted of a tree as of the next smaller one, by steps that had both.
+
+    Whether a text is easy or hard changes that little, so it is remembered for longer than acceptance.
+    """
+
+    def __init__(self) -> None:
+        self.larger = self.smaller = 0.0
+
+    def observe(self, smaller: float, larger: float) -> None:
+        self.smaller += smaller - self.smaller / _LONG
+        self.larger += larger - self.larger / _LONG
+
+    def times(self, guess: float) -> float:
+        return (self.larger + _GROWTH_WEIGHT * guess) / (self.smaller + _GROWTH_WEIGHT)
+
+
 class BlockAcceptance:
-    """What each shape of a block gives. Chains teach about all chains, by position, and a tree about all smaller ones.
+    """What each shape of a block gives. A step tells about all shapes whose drafts it had: those of a chain or a tree are the first
+    of larger ones, and those of a chain are on one path of a tree.
 
     Args:
         rungs: shapes that steps may have.
         sampled: the target samples, and a tree has what its noise may choose.
+        likeliest_first: see `specdec.core.Drafter.likeliest_first`.
     """
 
-    def __init__(self, rungs: Sequence[BlockShape], *, sampled: bool = False) -> None:
-        self._hope = _HOPE[sampled]
+    def __init__(self, rungs: Sequence[BlockShape], *, sampled: bool = False, likeliest_first: bool = False) -> None:
+        self._hope, self._likeliest_first = _HOPE[sampled], likeliest_first
         self._chain = AcceptanceEstimate(max(shape.depth for shape in rungs if not shape.is_tree))
-        self._trees = {shape: AcceptanceEstimate(shape.depth) for shape in sorted(rungs) if shape.is_tree}
+        self._trees = sorted(shape for shape in rungs if shape.is_tree)
+        self._growths = {tree: _Growth() for tree in self._trees}
+        # What trees are compared with: the chain of as many drafts as the smallest, or else that tree.
+        self._level = self._chain if likeliest_first else AcceptanceEstimate(self._trees[0].depth if self._trees else 0)
 
     @property
     def has_evidence(self) -> bool:
-        """Whether a chain has been verified."""
-        return self._chain.has_evidence
+        """Whether any draft has been verified."""
+        return self._chain.has_evidence or self._level.has_evidence
 
-    def observe(self, shape: BlockShape, num_accepted: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Takes over a step: the drafts that requests accepted, and of a tree their rows, for each request that accepted any."""
+    def observe(self, shape: BlockShape, num_accepted: Sequence[int], paths: Sequence[Path]) -> None:
+        """Takes over a step: the drafts that requests accepted, and of a tree their path, for each request that accepted any."""
         if not shape.is_tree:
             self._chain.observe(shape.drafts, num_accepted)
-        for tree, estimate in self._trees.items() if shape.is_tree else ():
-            if tree.drafts <= shape.drafts:  # the first rows are the smaller tree
-                kept = [sum(row <= tree.drafts for row in path) for path in paths]
-                estimate.observe(tree.depth, kept + [0] * (len(num_accepted) - len(paths)))
+        if not shape.is_tree or not num_accepted:
+            return
+        none = [0] * (len(num_accepted) - len(paths))
+        tried = [tree for tree in self._trees if tree.drafts <= shape.drafts]  # the first rows are the smaller tree
+        kept = {tree: [sum(row <= tree.drafts for row in path.rows) for path in paths] for tree in tried}
+        level = kept[tried[0]]
+        if self._likeliest_first:
+            # How long the likeliest path is in the tree is not known; half of the drafts are on it, nearly always.
+            sure = min(shape.depth, (shape.drafts + 1) // 2)
+            leading = [next((i for i, rank in enumerate(path.ranks) if rank), len(path.ranks)) for path in paths]
+            self._chain.observe(sure, [min(count, sure) for count in leading] + none)
+            level = [min(count, tried[0].depth) for count in leading]
+        else:
+            self._level.observe(tried[0].depth, level + none)
+        totals = [sum(level), *(sum(kept[tree]) for tree in tried)]
+        for tree, (smaller, larger) in zip(tried, pairwise(totals), strict=True):
+            self._growths[tree].observe(smaller / len(num_accepted), larger / len(num_accepted))
 
     def expected_tokens(self, shape: BlockShape) -> float:
         """Tokens that a request gets from a step, on average."""
         if not shape.is_tree:
             return self._chain.expected_tokens(shape.drafts)
-        if self._trees[shape].has_evidence:
-            return self._trees[shape].expected_tokens(shape.depth)
-        known = [tree for tree, estimate in self._trees.items() if tree < shape and estimate.has_evidence]
-        if not known:
-            return 1 + self._hope * (self._chain.expected_tokens(shape.depth) - 1)
-        hope: float = _HOPE_PER_DOUBLING ** log2(shape.rows / known[-1].rows)
-        return 1 + hope * (self.expected_tokens(known[-1]) - 1)
+        smallest = self._trees[0]
+        if not self._growths[smallest].smaller:
+            return 1 + self._hoped(shape)
+        drafts, guess = self._level.expected_tokens(smallest.depth) - 1, 1.0
+        for place, tree in enumerate(self._trees[: self._trees.index(shape) + 1]):
+            if place == 1:
+                guess = self._hoped(tree) / self._hoped(smallest)
+            times = self._growths[tree].times(guess)
+            drafts, guess = drafts * times, 1 + _FADES * (times - 1)
+        return 1 + drafts
+
+    def _hoped(self, tree: BlockShape) -> float:
+        """Drafts accepted of a tree, before there has been one: more than of a chain as deep, the more the larger it is."""
+        return (1 + self._hope * (log2(tree.rows) - 1.5)) * (self._chain.expected_tokens(tree.depth) - 1)

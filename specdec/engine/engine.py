@@ -75,8 +75,8 @@ class SpecEngine:
         self.max_model_len, self.pipeline_depth = parts.max_model_len, parts.pipeline_depth
         self.timer, self.kv_cache, self.pool = parts.timer, parts.kv_cache, parts.pool
         self.scheduler, self.slots, self.runner = parts.scheduler, parts.slots, parts.runner
-        self.block_choice = BlockChoice(self.shapes) if len(self.shapes) > 1 else None
-        self.guided_choice = BlockChoice(self.shapes) if len(self.shapes) > 1 else None
+        self.block_choice = self._new_choice()
+        self.guided_choice = self._new_choice()
         self.clock = StepClock(verifier.device)
         self.results = ResultQueue(self.clock)
         self._previous_end: Any = None  # stamp of the last step's end, if nothing has come since
@@ -91,6 +91,12 @@ class SpecEngine:
             grammars=grammars,
             seed=config.seed,
         )
+
+    def _new_choice(self) -> BlockChoice | None:
+        """What chooses the shape of blocks; None when it is fixed."""
+        if len(self.shapes) == 1 or not self.drafter:
+            return None
+        return BlockChoice(self.shapes, likeliest_first=self.drafter.likeliest_first)
 
     @property
     def num_draft_tokens(self) -> int:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from specdec.engine.draft_acceptance import Path
 from specdec.engine.request import Request, Status
 from specdec.engine.results import FinishedStep
 from specdec.sampling.logprobs import Unpacked, top_of
@@ -17,7 +18,7 @@ class Outcome:
     Attributes:
         requests: that had not ended before.
         num_accepted: drafts accepted, by each of these.
-        paths: of a tree, the rows of what was accepted, by each of these that accepted any.
+        paths: of a tree, what was accepted by each of these that accepted any.
         ended: of these, who ends and why; not yet taken out of the schedule.
         filled: of these, whose blocks may have become full.
         starts: of each of those, L before the step.
@@ -25,7 +26,7 @@ class Outcome:
 
     requests: list[Request] = field(default_factory=list)
     num_accepted: list[int] = field(default_factory=list)
-    paths: list[Sequence[int]] = field(default_factory=list)
+    paths: list[Path] = field(default_factory=list)
     ended: list[tuple[Request, str]] = field(default_factory=list)
     filled: list[Request] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
@@ -51,7 +52,7 @@ def take_over(step: FinishedStep) -> Outcome:
             request.num_kv_tokens = start + num_accepted + 1
             request.num_in_flight -= depth + 1
         if tree and num_accepted:
-            outcome.paths.append(columns.rows[tree])
+            outcome.paths.append(Path(columns.rows[tree], columns.ranks[tree]))
         if told % 2 == 0:
             request.error = _why_not_finite(request, columns.rows[tree] if tree else range(1, num_accepted + 1))
             outcome.ended.append((request, "error"))

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from specdec.blocks import MOST_NODES, BlockShape
 from specdec.engine.block_choice import BlockChoice, shapes
+from specdec.engine.draft_acceptance import Path
 from tests.helpers.block_choice_world import in_mood
 from tests.helpers.tree_oracle import Node, heap_tree
 
@@ -18,15 +19,16 @@ MOST = 15
 class TreeLength:
     """A `BlockChoice` of chains and trees, told of a tree the rows that were accepted."""
 
-    def __init__(self) -> None:
-        self.choice = BlockChoice(shapes(MOST, trees=MOST_NODES))
+    def __init__(self, ranks_of: "Callable[[Sequence[int]], list[int]] | None" = None) -> None:
+        self.choice = BlockChoice(shapes(MOST, trees=MOST_NODES), likeliest_first=ranks_of is not None)
+        self.ranks_of = ranks_of or (lambda rows: [0] * len(rows))
         self.rungs = self.choice.rungs
 
     def choose(self, num_reqs: int) -> BlockShape:
         return self.choice.choose(num_reqs)
 
     def observe(self, num_reqs: int, shape: BlockShape, accepted: Sequence[Sequence[int]], seconds: float | None) -> None:
-        paths = [rows for rows in accepted if rows] if shape.is_tree else []
+        paths = [Path(rows, self.ranks_of(rows)) for rows in accepted if rows] if shape.is_tree else []
         self.choice.observe(num_reqs, shape, [len(rows) for rows in accepted], seconds, paths=paths)
 
 
@@ -50,6 +52,10 @@ class TreeWorld:
     def nodes(self) -> list[Node]:
         """The largest tree."""
         return heap_tree([[math.log(rate) for rate in self.ranks]] * MOST, 63)
+
+    def ranks_of(self, rows: Sequence[int]) -> list[int]:
+        """Of accepted drafts among the candidates of their positions."""
+        return [self.nodes[row - 1].path[-1] for row in rows]
 
     def tokens(self, shape: BlockShape, step: int) -> float:
         """Expected tokens of each request."""
