@@ -128,7 +128,7 @@ def ancestors_of(parents: Tensor, depth: int) -> Tensor:
     for reach in range((depth - 1).bit_length()):  # each time it reaches twice as far
         parents = parents.gather(1, parents) if reach else parents
         above = above | above.gather(1, parents)
-    return above[:, 1:]
+    return above[:, 1:].contiguous()  # as kernels read it
 
 
 def walk(

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from collections.abc import Callable
 from hashlib import sha256
 from typing import Any
@@ -85,6 +86,13 @@ def same_masks() -> tuple[bool, int]:
     assert mirror is not None
     digest = int.from_bytes(sha256(b"".join(_masks)).digest()[:7])
     return least(digest, mirror.group) == -least(-digest, mirror.group), len(_masks)
+
+
+def process_of_rank_1() -> int:
+    """Its id, on all ranks."""
+    mirror = current()
+    assert mirror is not None
+    return least(os.getpid() if rank() == 1 else sys.maxsize, mirror.group)
 
 
 def lose_a_block(engine: Any) -> None:

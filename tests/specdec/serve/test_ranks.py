@@ -112,13 +112,13 @@ def test_a_client_that_leaves_cancels_on_both_ranks(one: Live, two: Live) -> Non
 
     Nor does the other rank end at a signal that service managers send to all processes.
     """
+    rank_1 = everywhere(two.front.decoder.verifier, parts.process_of_rank_1)
     with ThreadPoolExecutor(1) as threads:
         with httpx.stream("POST", two.url + COMPLETIONS, json={**LONG, "stream": True, "n": 2}) as stream:
             events = stream.iter_raw()  # the stream ends with its iterator
             next(events)
             other = threads.submit(httpx.post, two.url + COMPLETIONS, json={**LONG, "max_tokens": 60}, timeout=60)
             wait_until(lambda: two.front.num_open == 3)
-            (rank_1,) = children(os.getpid())
             os.kill(rank_1, signal.SIGTERM)
         text = other.result().json()["choices"][0]["text"]
     assert two.front.totals.finished["cancelled"] == 2
@@ -147,12 +147,6 @@ def test_a_rank_without_memory_ends_the_server_with_one_line(two: Live, caplog: 
     two.join(10)
     assert time.monotonic() - started < 10 and two.front.dead
     assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [f"the server ends: {line}"]
-
-
-def children(process: int) -> list[int]:
-    """Ids of the processes that a process has started."""
-    found = subprocess.run(["pgrep", "-P", str(process)], capture_output=True, text=True, check=False).stdout.split()
-    return [int(one) for one in found]
 
 
 @pytest.mark.slow
