@@ -250,6 +250,9 @@ class BoundDrafter(Protocol):
     host_may_look: bool = False
     """Set before every step where the device is the host, which then waits for nothing when it looks at a tensor."""
 
+    has_outlook: bool = False
+    """`outlook` tells something."""
+
     def allow(self, most_drafts: int) -> None:
         """Told before the first request by who composes drafters: the drafts of a step may be another's, up to so many."""
         return
@@ -265,6 +268,12 @@ class BoundDrafter(Protocol):
     def prefill(self, batch: PrefillBatch, verify: VerifyOutput) -> None:
         """Takes over the context of a prompt chunk."""
         return
+
+    def outlook(self, batch: DecodeBatch) -> Tensor | None:
+        """float32 [num_reqs], how many of `batch.k` drafts in a chain are expected to be accepted, as far as that shows before it
+        is known what the step's blocks will be; None where it does not. Called before `propose` where the host may look.
+        """
+        return None
 
     def propose(self, batch: DecodeBatch) -> DraftOutput:
         """Drafts `batch.k` tokens per request."""

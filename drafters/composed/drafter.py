@@ -145,6 +145,16 @@ class BoundComposed(BoundDrafter):
         for number, part in enumerate(self.parts):
             part.prefill(batch, self._taps_of(number, verify))
 
+    @property
+    def has_outlook(self) -> bool:  # type: ignore[override]
+        """A part has one."""
+        return any(part.has_outlook for part in self.parts)
+
+    def outlook(self, batch: DecodeBatch) -> Tensor | None:
+        """The highest of the parts' that have one."""
+        told = [part.outlook(self._limited(n, batch)) for n, part in enumerate(self.parts) if part.has_outlook]
+        return torch.stack([one for one in told if one is not None]).amax(dim=0) if told else None
+
     def propose(self, batch: DecodeBatch) -> DraftOutput:
         """The chain whose forecast, put right, is the highest; the union of trees.
 

@@ -8,6 +8,7 @@ tree holds what followed all of them. Every chain has k drafts, whatever they pr
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +34,25 @@ TREE_OCCURRENCES = 8
 _BY_LENGTH = 4.0  # times as much does a match weigh as one that is a token shorter
 _BY_AGE = 0.9  # the same, of one that is next in order
 _SHORTEST = -16  # tokens by which a match may be shorter and still weigh less; bounds the weights
+
+
+class _Found(NamedTuple):
+    """Occurrences of the ends of texts.
+
+    Attributes:
+        slots: int64 [num_reqs], of the requests.
+        continuations: int64 [num_reqs, C, K], what followed them; see `continued`.
+        lengths: int64 [num_reqs, C], of the matches, see `Matches`.
+    """
+
+    slots: Tensor
+    continuations: Tensor
+    lengths: Tensor
+
+    def serves(self, batch: DecodeBatch, count: int) -> bool:
+        """Whether the best `count` of a step's texts are among these, with what follows them; the host looks."""
+        _, most, depth = self.continuations.shape
+        return count <= most and batch.shape.depth <= depth and torch.equal(self.slots, batch.slots)
 
 
 class SuffixDrafter(Drafter):
@@ -80,6 +100,8 @@ class SuffixDrafter(Drafter):
 class BoundSuffix(BoundDrafter):
     """The texts of the requests of one engine, and the outputs of those before them; see `specdec.core.BoundDrafter`.
 
+    Where the host may look, the engine asks for the `outlook` first; what was found for that serves the drafts as well.
+
     A request's output goes to the pool when the next one gets its slot.
 
     Args:
@@ -87,13 +109,17 @@ class BoundSuffix(BoundDrafter):
         history: int32 [max_num_seqs, positions], taken over.
     """
 
+    has_outlook = True
+
     def __init__(self, drafter: SuffixDrafter, history: Tensor) -> None:
         self._drafter, self.history = drafter, history
         self.pool = TextPool(drafter.pool_tokens, history.device) if drafter.pool_tokens else None
         self._spans = torch.zeros(2, len(history), dtype=torch.int64, device=history.device)  # of what is to go to the pool
+        self._found: _Found | None = None
 
     def begin(self, slot: int, token_ids: Sequence[int]) -> None:
         """Uploads the tokens of a request, and pools the output of the one that had its slot."""
+        self._found = None
         if self.pool:
             self.pool.add(self.history[slot], *self._spans[:, slot])
             self._spans[:, slot] = max(0, len(token_ids) - POOL_CONTEXT)
@@ -101,25 +127,39 @@ class BoundSuffix(BoundDrafter):
 
     def forget(self) -> None:
         """Empties the pool."""
+        self._found = None
         if self.pool:
             self.pool.clear()
             self._spans.zero_()
 
+    def outlook(self, batch: DecodeBatch) -> Tensor:
+        """See `BoundDrafter.outlook`."""
+        self._found = self._find(batch, self._drafter.occurrences)
+        return best_continuation(self._found.continuations, self._found.lengths, self._drafter.longest).scores
+
     def propose(self, batch: DecodeBatch) -> DraftOutput:
         """Drafts for every request whose last tokens occurred before: k in a chain, up to k in a tree; and 0 for the others."""
+        shape = batch.shape
+        # Of a tree so many that there could be k drafts.
+        count = max(TREE_OCCURRENCES, -(-batch.k // shape.depth)) if shape.is_tree else self._drafter.occurrences
+        found, self._found = self._found, None  # nothing outlives a step: it may be a graph's
+        if found is None or not found.serves(batch, count):
+            found = self._find(batch, count)
+        continuations, lengths = found.continuations[:, :count, : shape.depth], found.lengths[:, :count]
+        return self._tree(batch, continuations, lengths) if shape.is_tree else self._chain(continuations, lengths)
+
+    def _find(self, batch: DecodeBatch, count: int) -> "_Found":
+        """The best `count` occurrences of the texts' ends, and what followed them."""
         self._store(batch, batch.anchors[:, None])
         texts, first = self.history[:, : batch.max_seq_len].index_select(0, batch.slots), 0
         if self.pool:
             first = len(self.pool.tokens)
             texts = torch.cat([self.pool.tokens.expand(len(texts), -1), texts], dim=1)
         last = batch.seq_lens[:, None] + first  # place of the anchor
-        shape, drafter = batch.shape, self._drafter
-        # Of a tree so many that there could be k drafts.
-        count = max(TREE_OCCURRENCES, -(-batch.k // shape.depth)) if shape.is_tree else drafter.occurrences
+        drafter = self._drafter
         suffix = last_tokens(texts, first, last, drafter.longest)
         found = find(texts, suffix, count, compared=drafter.compared, shortest=drafter.shortest, before=last)
-        continuations = continued(texts, first, last, found.ends, shape.depth)
-        return self._tree(batch, continuations, found.lengths) if shape.is_tree else self._chain(continuations, found.lengths)
+        return _Found(batch.slots, continued(texts, first, last, found.ends, batch.shape.depth), found.lengths)
 
     def _chain(self, continuations: Tensor, lengths: Tensor) -> DraftOutput:
         """The best continuation."""
@@ -144,6 +184,7 @@ class BoundSuffix(BoundDrafter):
 
     def commit(self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput) -> None:
         """Stores the verified rows; those past the accepted ones lie beyond the next anchor, where nothing looks."""
+        self._found = None
         self._store(batch, token_ids)
         if self.pool:
             self._spans[1].index_copy_(0, batch.slots, batch.seq_lens + accept.num_accepted + 1)

@@ -4,21 +4,25 @@
 
 Plain decoding is the shape without drafts, and the first that is measured, so drafts that do not pay are given up. What is
 measured, by the step's number of requests and whether any of them samples, are the times, several steps in a row each, and the
-acceptance, which every step tells of all shapes that its drafts contain. A time that has not been measured lies between those of
-steps that must be shorter and steps that must be longer, so a batch of a new size begins with what others have shown. What is
-slower is tried again now and then, within a share of the time. What is output does not depend on the choice, except that
-probabilistic drafts draw other random tokens of the same distribution.
+acceptance, which every step tells of all shapes that its drafts contain. Some drafters tell what to expect before they draft, as
+those that copy do (`BoundDrafter.outlook`). Steps of another outlook are then another kind of steps: a sure copy gets a long block,
+and a text that repeats nothing gets none. A time that has not been measured lies between those of steps that must be shorter and
+steps that must be longer, so a batch of a new size begins with what others have shown. What is slower is tried again now and then,
+within a share of the time. What is output does not depend on the choice, except that probabilistic drafts draw other random tokens
+of the same distribution.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from math import log2
 from typing import Literal, NamedTuple
 
 from specdec.blocks import BlockShape
 from specdec.core import Drafter
 from specdec.engine.buckets import batch_bucket
-from specdec.engine.draft_acceptance import BlockAcceptance, Path
+from specdec.engine.draft_acceptance import FIRST_GUESS, BlockAcceptance, Path
+from specdec.engine.prospects import Prospects
 from specdec.engine.step_times import ENOUGH, StepSize, StepTimes
 from specdec.errors import InvalidInputError
 
@@ -37,7 +41,6 @@ _DEAR = 2  # times as long as a plain step, for which fewer are looked at
 _PATIENCE = 12  # steps that a shape is kept for longer when too few of its times are known yet, or it does better than expected
 _STEADY = 4  # steps before the choice is looked at again
 _CLEARLY = 1.03  # how many times as fast another k must seem to replace the one at work: less may be chance
-_NEW = 15  # steps that a kind of step costs once, until a capture has shown what it takes
 _WRITE_OFF = 100  # tokens among which that is divided when kinds are compared
 _LEAST_COST = 0.02  # of a step, for measuring one that seems to cost nothing
 
@@ -82,41 +85,22 @@ class Situation(NamedTuple):
     Attributes:
         sampled: a request has a temperature: its steps take longer and accept less.
         num_reqs: of the batch, as `batch_bucket` counts them.
+        outlook: the drafter's, by doublings of the tokens that it expects; 0 of one that has none.
     """
 
     sampled: bool
     num_reqs: int
+    outlook: int = 0
 
+    @classmethod
+    def of(cls, num_reqs: int, sampled: bool, outlook: float) -> "Situation":
+        """That of a batch whose requests are expected to accept so many drafts on average."""
+        return cls(sampled, batch_bucket(num_reqs), int(log2(1 + outlook)))
 
-@dataclass(frozen=True, slots=True)
-class Prospects:
-    """What steps are expected to take and to give, by the shape of their blocks.
-
-    Attributes:
-        seconds: of a step.
-        tokens: of each request.
-        is_new: whether a step of a shape would have to be captured first.
-        new_seconds: what that takes, if it is known.
-    """
-
-    seconds: Mapping[BlockShape, float]
-    tokens: dict[BlockShape, float]
-    is_new: Callable[[BlockShape], bool]
-    new_seconds: float | None
-
-    def capture(self, shape: BlockShape) -> float:
-        """Seconds that a step takes longer now."""
-        if not self.is_new(shape):
-            return 0.0
-        return _NEW * min(self.seconds.values()) if self.new_seconds is None else self.new_seconds
-
-    def pace(self, shape: BlockShape, *, among: float = float("inf")) -> float:
-        """Seconds per token; a capture is divided among so many tokens, of which no shape needs more than another."""
-        return self.seconds[shape] / self.tokens[shape] + self.capture(shape) / among
-
-    def lost(self, shape: BlockShape, other: BlockShape) -> float:
-        """Seconds that a step takes longer than its tokens would take in the shape `other`."""
-        return self.seconds[shape] - self.tokens[shape] * self.pace(other)
+    @property
+    def guess(self) -> float:
+        """How likely a draft is accepted, as far as the outlook tells: so likely that as many are accepted on average."""
+        return 1 - 1 / (1.5 * 2**self.outlook) if self.outlook else FIRST_GUESS
 
 
 @dataclass(slots=True)
@@ -149,15 +133,14 @@ class BlockChoice:
 
     def __init__(self, rungs: Sequence[BlockShape], *, likeliest_first: bool = False) -> None:
         self.rungs = tuple(rungs)
-        self._acceptance = {
-            sampled: BlockAcceptance(self.rungs, sampled=sampled, likeliest_first=likeliest_first) for sampled in (False, True)
-        }
+        self._likeliest_first = likeliest_first
+        self._acceptance: dict[tuple[bool, int], BlockAcceptance] = {}  # by whether a request samples, and the outlook
         self._untaught = {False, True}  # whether of requests that sample, too little is known of what they accept
         self._times: dict[Situation, StepTimes] = {}
         self._at_work: dict[Situation, BlockShape] = {}  # what was found best
         self._missed: dict[Situation, float] = {}  # seconds, for want of a capture
         self._estimates: dict[Situation, dict[BlockShape, float]] = {}  # until something new is measured
-        self._run: Run | None = None
+        self._runs: dict[Situation, Run] = {}  # by outlook, of the batch at work
         self._spare = dict.fromkeys(PROBING, 0.0)  # seconds that may go into probing
 
     def choose(
@@ -165,6 +148,7 @@ class BlockChoice:
         num_reqs: int,
         *,
         sampled: bool = False,
+        outlook: float = 0.0,
         news: Callable[[], Callable[[BlockShape], bool]] | None = None,
         new_seconds: float | None = None,
     ) -> BlockShape:
@@ -173,18 +157,20 @@ class BlockChoice:
         Args:
             num_reqs: requests in its batch.
             sampled: any of them samples.
+            outlook: drafts that are expected to be accepted of a request, see `BoundDrafter.outlook`.
             news: gives, when the choice is looked at again, what tells whether a step of a shape would have to be captured first;
                 left out, the first of its kind is new.
             new_seconds: what that takes, once it is known.
         """
-        here = Situation(sampled, batch_bucket(num_reqs))
-        times, run = self._times_of(here), self._run
-        if run is not None and run.here == here:
+        here = Situation.of(num_reqs, sampled, outlook)
+        times, run = self._times_of(here), self._runs.get(here)
+        if run is not None:
             run.steps -= 1
             if run.steps > 0 or (run.steps > -_PATIENCE and (run.shape not in times.measured() or self._promises(run))):
                 return run.shape
-        self._run = self._next_run(here, cache(news() if news else times.is_cold), new_seconds)
-        return self._run.shape
+        run = self._next_run(here, cache(news() if news else times.is_cold), new_seconds)
+        self._runs = {there: one for there, one in self._runs.items() if there[:2] == here[:2]} | {here: run}
+        return run.shape
 
     def observe(
         self,
@@ -194,6 +180,7 @@ class BlockChoice:
         seconds: float | None,
         *,
         sampled: bool = False,
+        outlook: float = 0.0,
         paths: Sequence[Path] = (),
     ) -> None:
         """Takes over the outcome of a step.
@@ -204,15 +191,18 @@ class BlockChoice:
             num_accepted: drafts accepted, one entry per request whose text goes on.
             seconds: how long it took; None when it did work that other steps do not.
             sampled: a request in the batch samples.
+            outlook: what `choose` was told.
             paths: of a tree, what was accepted, by each of these requests that accepted any.
         """
-        self._acceptance[sampled].observe(shape, num_accepted, paths)
-        if self._run is not None and self._run.shape == shape and num_accepted:
-            self._run.tokens.append(1 + sum(num_accepted) / len(num_accepted))
+        here = Situation.of(num_reqs, sampled, outlook)
+        self._acceptance_in(here).observe(shape, num_accepted, paths)
+        run = self._runs.get(here)
+        if run is not None and run.shape == shape and num_accepted:
+            run.tokens.append(1 + sum(num_accepted) / len(num_accepted))
         if seconds is not None:
             for is_new, share in PROBING.items():
                 self._spare[is_new] += share * seconds
-            times = self._times_of(Situation(sampled, batch_bucket(num_reqs)))
+            times = self._times_of(here)
             known = len(times.measured())
             times.observe(shape, seconds)
             if len(times.measured()) != known:
@@ -224,15 +214,15 @@ class BlockChoice:
         seconds = self._seconds(run.here)
         if run.shape == at_work or not run.tokens or at_work not in seconds:
             return False
-        speed = self._acceptance[run.here.sampled].expected_tokens(at_work) / seconds[at_work]
+        speed = self._acceptance_in(run.here).expected_tokens(at_work) / seconds[at_work]
         return sum(run.tokens) / len(run.tokens) > _CLEARLY * speed * seconds[run.shape]
 
     def _next_run(self, here: Situation, is_new: Callable[[BlockShape], bool], new_seconds: float | None) -> Run:
-        times, acceptance = self._times_of(here), self._acceptance[here.sampled]
+        times, acceptance = self._times_of(here), self._acceptance_in(here)
         seconds = self._seconds(here)
         if not seconds:
             return Run(here, BlockShape(0), ENOUGH)  # what all others are compared with
-        if here.sampled in self._untaught and len(self.rungs) > 1 and times.measured():
+        if not here.outlook and here.sampled in self._untaught and len(self.rungs) > 1 and times.measured():
             first, steps = self._first(here, _FIRST_TREE), _FIRST_REQUESTS // here.num_reqs
             if not acceptance.has_evidence and first.is_tree:
                 return Run(here, first, ENOUGH)
@@ -287,7 +277,7 @@ class BlockChoice:
         if estimated is None:
             known = {
                 StepSize(there.num_reqs, shape): took
-                for there, one in self._times.items()
+                for there, one in sorted(self._times.items(), key=lambda item: item[0].outlook == here.outlook)
                 if there.sampled == here.sampled
                 for shape, took in one.measured().items()
             }
@@ -299,6 +289,13 @@ class BlockChoice:
         """Chains, and trees of at most four times the rows that have been tried: the time of a much larger one would be a guess."""
         most = min(MOST_TREE_ROWS // here.num_reqs, 4 * max((step.shape.rows for step in known), default=0))
         return [shape for shape in self.rungs if not shape.is_tree or shape.rows <= most]
+
+    def _acceptance_in(self, here: Situation) -> BlockAcceptance:
+        kind = here.sampled, here.outlook
+        if kind not in self._acceptance:
+            ways = {"sampled": here.sampled, "likeliest_first": self._likeliest_first}
+            self._acceptance[kind] = BlockAcceptance(self.rungs, **ways, guess=here.guess)
+        return self._acceptance[kind]
 
     def _times_of(self, here: Situation) -> StepTimes:
         return self._times.setdefault(here, StepTimes(self.rungs))

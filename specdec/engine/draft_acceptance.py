@@ -12,7 +12,8 @@ MEMORY = 64
 """Steps after which what they taught weighs 1/e; those that did not try a position teach nothing about it."""
 
 _LATE = 8  # the same, of what tells whether acceptance has changed
-_FIRST_GUESS = 0.9  # of the first position before anything is known; high, so that drafting is tried
+FIRST_GUESS = 0.9
+"""Of the first position before anything is known; high, so that drafting is tried."""
 _GUESS_WEIGHT = 0.5  # in observations
 _HOPE = {False: 0.1, True: 0.25}  # of a chain's accepted drafts so many more with each doubling of a tree's rows; by sampled
 _FADES = 0.5  # of what one doubling gives more, the next one does, until there has been one
@@ -62,10 +63,11 @@ class AcceptanceEstimate:
 
     Args:
         most: positions.
+        guess: P at the first position before anything is known.
     """
 
-    def __init__(self, most: int) -> None:
-        self._positions = [_Position() for _ in range(most)]
+    def __init__(self, most: int, guess: float = FIRST_GUESS) -> None:
+        self._positions, self._guess = [_Position() for _ in range(most)], guess
 
     @property
     def has_evidence(self) -> bool:
@@ -87,7 +89,7 @@ class AcceptanceEstimate:
 
     def expected_tokens(self, k: int) -> float:
         """Tokens that a request gets from a step of `k` drafts, on average."""
-        rate, alive, tokens = _FIRST_GUESS, 1.0, 1.0
+        rate, alive, tokens = self._guess, 1.0, 1.0
         for estimate in self._positions[:k]:
             rate = (estimate.accepted + _GUESS_WEIGHT * rate) / (estimate.reached + _GUESS_WEIGHT)
             alive *= rate
@@ -132,15 +134,23 @@ class BlockAcceptance:
         rungs: shapes that steps may have.
         sampled: the target samples, and a tree has what its noise may choose.
         likeliest_first: see `specdec.core.Drafter.likeliest_first`.
+        guess: see `AcceptanceEstimate`.
     """
 
-    def __init__(self, rungs: Sequence[BlockShape], *, sampled: bool = False, likeliest_first: bool = False) -> None:
+    def __init__(
+        self,
+        rungs: Sequence[BlockShape],
+        *,
+        sampled: bool = False,
+        likeliest_first: bool = False,
+        guess: float = FIRST_GUESS,
+    ) -> None:
         self._hope, self._likeliest_first = _HOPE[sampled], likeliest_first
-        self._chain = AcceptanceEstimate(max(shape.depth for shape in rungs if not shape.is_tree))
+        self._chain = AcceptanceEstimate(max(shape.depth for shape in rungs if not shape.is_tree), guess)
         self._trees = sorted(shape for shape in rungs if shape.is_tree)
         self._growths = {tree: _Growth() for tree in self._trees}
         # What trees are compared with: the chain of as many drafts as the smallest, or else that tree.
-        self._level = self._chain if likeliest_first else AcceptanceEstimate(self._trees[0].depth if self._trees else 0)
+        self._level = self._chain if likeliest_first else AcceptanceEstimate(self._trees[0].depth if self._trees else 0, guess)
 
     @property
     def has_evidence(self) -> bool:

@@ -79,6 +79,7 @@ class SpecEngine:
         self.guided_choice = self._new_choice()
         self.clock = StepClock(verifier.device)
         self.results = ResultQueue(self.clock)
+        self._outlook = 0.0  # of the step that is launched next
         self._previous_end: Any = None  # stamp of the last step's end, if nothing has come since
         self._touched: dict[Request, None] = {}  # in the order in which they had news
         self._compiling: list[Request] = []  # requests whose grammars may not be ready yet
@@ -210,9 +211,11 @@ class SpecEngine:
         requests, shape, choice = batch.requests, self.shapes[-1], self._choice(batch)
         if choice and requests:
             graphs = self.runner.graphs
+            self._outlook = self.runner.outlook(batch, self.num_draft_tokens)
             shape = choice.choose(
                 len(requests),
                 sampled=batch.sampled,
+                outlook=self._outlook,
                 news=partial(self.runner.news, batch),
                 new_seconds=graphs.capture_seconds if graphs else None,
             )
@@ -261,7 +264,7 @@ class SpecEngine:
             request.num_unread += 1
             request.num_in_flight += most
         with self.timer.phase("collect"):
-            self._previous_end = self.results.send(batch, shape, table, start, context=context)
+            self._previous_end = self.results.send(batch, shape, table, start, context=context, outlook=self._outlook)
         self.timer.count_step(shape)
 
     def _read_results(self, leave: int = 0) -> None:
@@ -277,8 +280,15 @@ class SpecEngine:
                 self._finish(request, reason)
             batch, choice = step.selection, self._choice(step.selection)
             if choice and step.shape is not None:
-                counts, paths = outcome.num_accepted, outcome.paths
-                choice.observe(len(batch.requests), step.shape, counts, step.seconds, sampled=batch.sampled, paths=paths)
+                choice.observe(
+                    len(batch.requests),
+                    step.shape,
+                    outcome.num_accepted,
+                    step.seconds,
+                    sampled=batch.sampled,
+                    outlook=step.outlook,
+                    paths=outcome.paths,
+                )
 
     def _finish(self, request: Request, reason: str) -> None:
         request.finish_reason, request.grammar = reason, None

@@ -54,6 +54,7 @@ class FinishedStep:
         seconds: from the stamp that `send` was given to the arrival of the results; None without a stamp.
         scored: of a prefill, whose prompt tokens it scored; see `ScoredPrompts`.
         context: which the drafter took over.
+        outlook: on which its shape was chosen, see `BlockChoice.choose`.
     """
 
     shape: BlockShape | None
@@ -62,6 +63,7 @@ class FinishedStep:
     seconds: float | None
     scored: ScoredPrompts | None = None
     context: Context = "now"
+    outlook: float = 0.0
 
     def columns(self) -> StepColumns:
         """What it gave its requests."""
@@ -77,6 +79,7 @@ class _Launched:
     start: Any
     end: Any
     context: Context
+    outlook: float
 
 
 class ResultQueue:
@@ -106,6 +109,7 @@ class ResultQueue:
         start: Any = None,
         scored: ScoredPrompts | None = None,
         context: Context = "now",
+        outlook: float = 0.0,
     ) -> Any:
         """Starts the copy of a step's results to the host, into pinned memory when they come from an accelerator.
 
@@ -116,6 +120,7 @@ class ResultQueue:
             start: stamp of the step's beginning, when its time is wanted.
             scored: prompt tokens that a prefill has scored.
             context: which the drafter takes over.
+            outlook: see `FinishedStep`.
 
         Returns:
             Stamp of its end.
@@ -124,7 +129,7 @@ class ResultQueue:
         if scored is not None:
             scored.table = _on_its_way(scored.table)
         end = self._clock.stamp()
-        self._launched.append(_Launched(selection, shape, table, scored, start, end, context))
+        self._launched.append(_Launched(selection, shape, table, scored, start, end, context, outlook))
         return end
 
     def receive(self, leave: int = 0) -> Iterator[FinishedStep]:
@@ -133,7 +138,7 @@ class ResultQueue:
             step = self._launched.popleft()
             self._clock.wait(step.end)
             seconds = None if step.start is None else self._clock.seconds(step.start, step.end)
-            yield FinishedStep(step.shape, step.selection, step.table, seconds, step.scored, step.context)
+            yield FinishedStep(step.shape, step.selection, step.table, seconds, step.scored, step.context, step.outlook)
 
 
 def _on_its_way(table: Tensor) -> Tensor:

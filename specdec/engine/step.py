@@ -156,6 +156,19 @@ class StepRunner:
         """See `BoundDrafter.most_deferred`."""
         return self.drafter.most_deferred if self.drafter else 0
 
+    def outlook(self, selection: Selection, k: int) -> float:
+        """Drafts that a request is expected to accept of a chain of `k`, on average, where the drafter can tell; else 0."""
+        if not self.drafter or not self.drafter.has_outlook or not self._looks:
+            return 0.0
+        with self._timer.phase("draft"):
+            outlook = self.drafter.outlook(self._slots.decode_batch(selection, BlockShape(k)))
+        return 0.0 if outlook is None else float(outlook.mean())
+
+    @property
+    def _looks(self) -> bool:
+        # Ranks would take what they measure for different.
+        return self.host_may_look and self.graphs is None and self._group is None
+
     def due(self, selection: Selection, shape: BlockShape) -> tuple[BlockShape, Context]:
         """The shape of the step that should have `shape`, and which context its drafter takes over.
 
@@ -184,7 +197,7 @@ class StepRunner:
         """
         graph = None
         if self.drafter:
-            self.drafter.host_may_look = self.host_may_look and self.graphs is None
+            self.drafter.host_may_look = self._looks
         with self._timer.phase("schedule"):
             self._slots.extend_block_tables(selection.requests)
             graphs = self.guided_graphs if selection.plan.guided else self.graphs

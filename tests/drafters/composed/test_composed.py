@@ -77,6 +77,24 @@ def test_the_highest_forecast_drafts() -> None:
     assert draft.token_ids.tolist() == [[3], [3]] and draft.forecast is not None and draft.forecast.tolist() == [1, 1]
 
 
+class Foresighted(Fixed):
+    """It expects the same of every text before it drafts."""
+
+    has_outlook = True
+
+    def outlook(self, batch: DecodeBatch) -> Tensor | None:
+        return self.promised
+
+
+def test_the_highest_outlook_counts() -> None:
+    """Of the parts that have one; a composition of others has none."""
+    rig = rig_of(Fixed([3, 4, 5, 6], [9.0, 9.0]), Foresighted([7, 8], [2.0, 0.5]), Foresighted([7, 8, 9], [1.0, 0.6]))
+    outlook = rig.bound.outlook(rig.batch([1, 1], [3, 3], 4))
+    assert rig.bound.has_outlook and outlook is not None and outlook.tolist() == pytest.approx([2.0, 0.6])
+    rig = rig_of(Fixed([3, 4], [9.0, 9.0]), Fixed([7, 8], [2.0, 0.5]))
+    assert not rig.bound.has_outlook and rig.bound.outlook(rig.batch([1, 1], [3, 3], 2)) is None
+
+
 def test_promises_are_put_right() -> None:
     """The second part's drafts are right all along; that is seen while the first drafts, and soon it is the second's turn."""
     rig = rig_of(Fixed([3, 4, 5], [3.0, 3.0]), Fixed([7, 8, 9], [0.5, 0.5]))

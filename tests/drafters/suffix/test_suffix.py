@@ -1,6 +1,7 @@
 """Suffix decoding against a dictionary of all suffixes with their counts."""
 
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -229,6 +230,31 @@ def test_trees_hold_both_texts() -> None:
     assert found == sorted(shares, key=lambda path: -shares[path])
     assert draft.forecast is not None and draft.forecast.tolist() == pytest.approx([sum(shares.values()) / (1 + once + twice), 0])
     assert paths_of(draft, 1) == []
+
+
+@pytest.mark.parametrize("shape", [BlockShape(3), BlockShape(5), BlockShape(12, 4), BlockShape(60, 5)], ids=str)
+def test_what_an_outlook_found_serves_the_drafts(shape: BlockShape) -> None:
+    """Drafts are those without; only a step of other requests, or one that needs more occurrences, searches again."""
+    many = torch.randint(1, 6, (99,), generator=torch.Generator().manual_seed(0)).tolist()  # more occurrences than any shape takes
+    texts, past = [many, [3, 1, 3, 1, 3], [0]], [[1, 2, 2, 3, 1], [3, 1, 2, 3, 3]]
+    alone = propose(rig_of(texts, past, occurrences=16), texts, shape)
+    rig = rig_of(texts, past, occurrences=16)
+    batch = rig.batch([text[-1] for text in texts], [len(text) - 1 for text in texts], 5)
+    assert isinstance(rig.bound, BoundSuffix)
+    outlook = rig.bound.outlook(batch)
+    chain = propose(rig_of(texts, past, occurrences=16), texts, BlockShape(5))
+    assert chain.forecast is not None and outlook.tolist() == chain.forecast.tolist()
+    assert outlook[0] > 0 == outlook[2]
+    found = rig.bound._found
+    assert found is not None and found.serves(batch, 16) and not found.serves(batch, 17)
+    assert not found.serves(replace(batch, slots=batch.slots.flip(0)), 16)
+    batch.shape = shape
+    draft = rig.bound.propose(batch)
+    counts = alone.num_drafts
+    assert counts is not None and draft.num_drafts is not None and draft.num_drafts.tolist() == counts.tolist()
+    for row, count in enumerate(counts.tolist()):
+        assert draft.token_ids[row, :count].tolist() == alone.token_ids[row, :count].tolist()
+    assert draft.forecast is not None and alone.forecast is not None and draft.forecast.tolist() == alone.forecast.tolist()
 
 
 @pytest.mark.parametrize("drafter", [SuffixDrafter(), NGramDrafter()], ids=["suffix", "ngram"])

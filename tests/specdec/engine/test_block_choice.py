@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -172,6 +173,30 @@ def test_what_an_estimate_makes_look_bad_is_tried_in_the_end() -> None:
     assert chosen[-500:].count(7) > 450
 
 
+def decode_copies(*, told: bool) -> tuple[float, dict[bool, list[int]]]:
+    """Tokens per second where every other five steps copy; and the drafts of steps that do and of others, once some are known."""
+    rng, choice, tokens, seconds = random.Random(0), BlockChoice(shapes(31, trees=0)), 0, 0.0
+    chosen: dict[bool, list[int]] = {False: [], True: []}
+    for step in range(1200):
+        copies = step // 5 % 2 == 0
+        outlook = (14.0 if copies else 0.2) if told else 0.0
+        k = choice.choose(1, outlook=outlook).drafts
+        accepted = next((place for place in range(k) if rng.random() > (0.98 if copies else 0.1)), k)
+        choice.observe(1, BlockShape(k), [accepted], 1 + 0.1 * k, outlook=outlook)
+        if step >= 200:
+            chosen[copies].append(k)
+            tokens, seconds = tokens + accepted + 1, seconds + 1 + 0.1 * k
+    return tokens / seconds, chosen
+
+
+def test_a_sure_copy_gets_a_long_block_and_a_text_without_one_none() -> None:
+    """One who is not told of the outlook takes blocks that are too long for the one and too short for the other."""
+    fast, chosen = decode_copies(told=True)
+    assert sorted(chosen[True])[len(chosen[True]) // 10] >= 15 and sum(chosen[False]) / len(chosen[False]) < 1
+    slow, chosen = decode_copies(told=False)
+    assert fast > 1.2 * slow and sum(chosen[False]) / len(chosen[False]) > 3
+
+
 def test_what_has_to_be_captured_either_way_does_not_count() -> None:
     """Catches a new batch size that drafts where that is slower, as if fewer steps made its capture cheaper."""
     choice = BlockChoice(shapes(MOST, trees=0))
@@ -244,6 +269,24 @@ class Case:
 @pytest.fixture(scope="module")
 def case() -> Case:
     return Case()
+
+
+@pytest.mark.parametrize("copies", [True, False], ids=["ngram", "scripted"])
+def test_the_outlook_comes_to_the_choice(case: Case, copies: bool) -> None:
+    """Before each step, and with its outcome; that of a drafter that has none is 0. No output changes."""
+    drafter = NGramDrafter() if copies else ScriptedDrafter(case.outputs, 3)
+    engine = case.engine(drafter, num_draft_tokens="auto")
+    assert engine.block_choice
+    with (
+        patch.object(engine.block_choice, "choose", wraps=engine.block_choice.choose) as choose,
+        patch.object(engine.block_choice, "observe", wraps=engine.block_choice.observe) as observe,
+    ):
+        requests = case.run(engine)
+    for request, prompt in zip(requests, case.prompts, strict=True):
+        expected = case.outputs[tuple(prompt)]  # up to a stop token
+        assert request.output_token_ids[: len(expected)] == expected
+    told, learned = ([call.kwargs["outlook"] for call in mock.call_args_list] for mock in (choose, observe))
+    assert told == learned and (max(told) > 1) is copies and min(told) == 0
 
 
 DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
