@@ -152,8 +152,9 @@ class BoundComposed(BoundDrafter):
 
     def outlook(self, batch: DecodeBatch) -> Tensor | None:
         """The highest of the parts' that have one."""
-        told = [part.outlook(self._limited(n, batch)) for n, part in enumerate(self.parts) if part.has_outlook]
-        return torch.stack([one for one in told if one is not None]).amax(dim=0) if told else None
+        told = (part.outlook(self._limited(number, batch)) for number, part in enumerate(self.parts))
+        known = [one for one in told if one is not None]
+        return torch.stack(known).amax(dim=0) if known else None
 
     def propose(self, batch: DecodeBatch) -> DraftOutput:
         """The chain whose forecast, put right, is the highest; the union of trees.
