@@ -116,6 +116,7 @@ class BoundComposed(BoundDrafter):
         for part in self.parts:
             part.forecasts = True
             part.allow(drafter.max_draft_tokens)
+        self.has_outlook = any(part.has_outlook for part in parts)
         self.most_deferred = min((part.most_deferred for part in parts if part.most_deferred), default=0)
         self.calibration = Calibration(len(self.parts), verifier.device)
         self._begun = torch.zeros(max_num_seqs, device=verifier.device)  # rows that only pad a batch never are
@@ -144,11 +145,6 @@ class BoundComposed(BoundDrafter):
         """See `BoundDrafter.prefill`."""
         for number, part in enumerate(self.parts):
             part.prefill(batch, self._taps_of(number, verify))
-
-    @property
-    def has_outlook(self) -> bool:  # type: ignore[override]
-        """A part has one."""
-        return any(part.has_outlook for part in self.parts)
 
     def outlook(self, batch: DecodeBatch) -> Tensor | None:
         """The highest of the parts' that have one."""

@@ -41,7 +41,7 @@ _DEAR = 2  # times as long as a plain step, for which fewer are looked at
 _PATIENCE = 12  # steps that a shape is kept for longer when too few of its times are known yet, or it does better than expected
 _STEADY = 4  # steps before the choice is looked at again
 _CLEARLY = 1.03  # how many times as fast another k must seem to replace the one at work: less may be chance
-_WRITE_OFF = 100  # tokens among which that is divided when kinds are compared
+_WRITE_OFF = 100  # tokens among which what a capture takes is divided when kinds are compared
 _LEAST_COST = 0.02  # of a step, for measuring one that seems to cost nothing
 
 
@@ -293,8 +293,9 @@ class BlockChoice:
     def _acceptance_in(self, here: Situation) -> BlockAcceptance:
         kind = here.sampled, here.outlook
         if kind not in self._acceptance:
-            ways = {"sampled": here.sampled, "likeliest_first": self._likeliest_first}
-            self._acceptance[kind] = BlockAcceptance(self.rungs, **ways, guess=here.guess)
+            self._acceptance[kind] = BlockAcceptance(
+                self.rungs, sampled=here.sampled, likeliest_first=self._likeliest_first, guess=here.guess
+            )
         return self._acceptance[kind]
 
     def _times_of(self, here: Situation) -> StepTimes:
