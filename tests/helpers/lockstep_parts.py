@@ -101,6 +101,17 @@ def lose_a_block(engine: Any) -> None:
         engine.pool.allocate(1)
 
 
+def judge_apart(engine: Any) -> None:
+    """Rank 0 takes the models among its drafters to be worth their time and rank 1 does not; nobody asks what drafters expect."""
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a rank looks for itself")
+
+    drafter = engine.runner.drafter
+    assert drafter.has_outlook and drafter._optional
+    drafter.worth.pays, drafter.outlook = lambda *_: rank() == 0, refuse
+
+
 def num_blocks(engine: Any) -> tuple[int, int]:
     """The least and the most of all ranks' caches."""
     mirror = current()

@@ -48,9 +48,9 @@ def two(folder: Path) -> Iterator[SpecDecoder]:
     decoder.close()
 
 
-def again(decoder: SpecDecoder, **config: Any) -> SpecDecoder:
+def again(decoder: SpecDecoder, drafters: str = "ngram", **config: Any) -> SpecDecoder:
     """The same target with another engine."""
-    drafter = find_drafter("ngram")(decoder.verifier)
+    drafter = find_drafter(drafters)(decoder.verifier)
     return SpecDecoder(decoder.verifier, decoder.tokenizer, drafter, EngineConfig(max_num_seqs=2, **config))
 
 
@@ -144,6 +144,14 @@ def test_the_smallest_cache_counts(one: SpecDecoder, two: SpecDecoder) -> None:
     assert written(decoder.generate(PROMPTS, max_tokens=9)) == written(
         again(one, num_draft_tokens=3).generate(PROMPTS, max_tokens=9)
     )
+
+
+@pytest.mark.parametrize("k", [3, "auto"])
+def test_no_rank_goes_by_its_own_clock(one: SpecDecoder, two: SpecDecoder, k: Any) -> None:
+    """Whether models draft: they ask the target's divided head, where a rank that left them out would be missing."""
+    expected, got = (again(decoder, "ngram+tests.helpers.tiny_ranks:random_drafter", num_draft_tokens=k) for decoder in (one, two))
+    everywhere(two.verifier, parts.judge_apart, got.engine)
+    assert written(got.generate(PROMPTS, max_tokens=14)) == written(expected.generate(PROMPTS, max_tokens=14))
 
 
 def test_all_capture_or_none(two: SpecDecoder) -> None:
