@@ -44,6 +44,8 @@ class Target:
         eight_bits: Triton's name of the 8-bit float it computes with; None when there is none.
         is_cdna: AMD's for computing, which `auto` serves.
         leads: stands for the others of its maker in all that multiplies no matrices and has no tile that depends on the memory.
+        follows: another target has the same memory and threads of a warp, so that one of them stands for both in the kernels that
+            take a compiler longest.
     """
 
     compiler: tuple[str, int | str, int]
@@ -51,6 +53,7 @@ class Target:
     eight_bits: str | None = "fp8e4nv"
     is_cdna: bool = False
     leads: bool = False
+    follows: bool = False
 
     @property
     def overlaps(self) -> bool:
@@ -72,7 +75,7 @@ TARGETS = {
     "sm_89": Target(("cuda", 89, 32), 99 * 1024),
     "gfx942": _amd("gfx942", 64, eight_bits="fp8e4b8", is_cdna=True, leads=True),
     "gfx950": _amd("gfx950", 64, is_cdna=True),
-    "gfx1100": _amd("gfx1100", 32, eight_bits=None),
+    "gfx1100": _amd("gfx1100", 32, eight_bits=None, follows=True),
     "gfx1201": _amd("gfx1201", 32),
 }
 
@@ -117,7 +120,8 @@ def attention_kernels(target: Target, *, every_shape: bool) -> Iterator[tuple[st
     small: dict[str, Any] = {"head_dim": 64, "group": 3, "width": 1, "splits": 1, "CAUSAL": False, "WINDOW": 128, "SOFTCAP": True}
     yield "attention, heads of 128", attention(target, "bf16", **wide)
     tree: dict[str, Any] = {**wide, "tree": True}
-    yield "attention of a tree, window", attention(target, "bf16", WINDOW=1024, **tree)
+    if every_shape or not target.follows:
+        yield "attention of a tree, window", attention(target, "bf16", WINDOW=1024, **tree)
     if every_shape:
         yield "attention of a tree", attention(target, "bf16", **tree)
     if every_shape or target.is_cdna:
@@ -145,7 +149,11 @@ def prefill_kernels(target: Target, *, every_shape: bool) -> Iterator[tuple[str,
     earlier: dict[str, Any] = {} if target.overlaps else {"earlier": None, "earlier_log_sums": None}
     yield "attention of prompts, heads of 128", prefill(target, head_dim=128, group=4, sinks=None, **earlier)
     absent: dict[str, Any] = {"earlier": None, "earlier_log_sums": None}
-    yield "attention of prompts, heads of 256, window", prefill(target, head_dim=256, group=2, WINDOW=1024, sinks=None, **absent)
+    if every_shape or not target.follows:
+        yield (
+            "attention of prompts, heads of 256, window",
+            prefill(target, head_dim=256, group=2, WINDOW=1024, sinks=None, **absent),
+        )
     if every_shape or target.is_cdna:
         yield "attention of prompts, heads of 512", prefill(target, head_dim=512, group=8, sinks=None, **absent)
     if every_shape or target.overlaps:

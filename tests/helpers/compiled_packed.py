@@ -19,14 +19,15 @@ GPT_OSS = (2880, 2880, 4, 32)
 def packed_kernels(target: "Target", *, whole: bool) -> Iterator[tuple[str, Any]]:
     """Products of an 8 B model, few rows and many, with each code; experts of gpt-oss and of Qwen3-30B-A3B; numbers in memory.
 
-    Or each code once, with few rows, 64 or many.
+    Or each code once, with few rows, 64 or many; of a target that follows another without experts.
     """
     if not whole:
         yield "product of 64 rows in e4m3", product(target, "e4m3", 128, 64, gated=True)
         yield "product of 256 rows in int8", product(target, "int8", 4096, 256)
         yield "product of 8 rows in int4", product(target, "int4", 128, 8, gated=True, zeros=True)
-        yield "product of 64 rows with experts in e2m1", experts(target, "e2m1", 32, 64, GPT_OSS, "swiglu_oai")
-        yield "product of 4,096 rows with experts in e2m1", experts(target, "e2m1", 32, 4096, GPT_OSS, "swiglu_oai")
+        if not target.follows:
+            yield "product of 64 rows with experts in e2m1", experts(target, "e2m1", 32, 64, GPT_OSS, "swiglu_oai")
+            yield "product of 4,096 rows with experts in e2m1", experts(target, "e2m1", 32, 4096, GPT_OSS, "swiglu_oai")
         return
     cases: tuple[tuple[Code, int, bool, bool], ...]
     cases = ("e4m3", 128, True, False), ("int8", 4096, False, False), ("int4", 128, True, True)

@@ -118,8 +118,8 @@ def chunk_kernels(target: "Target", *, whole: bool) -> Iterator[tuple[str, Any]]
     for title, sizes, dtype in cases:
         if (dtype == "fp32" or sizes is BY_KEY) and not (target.overlaps or target.is_cdna):
             continue  # it takes a compiler long
-        if dtype == "fp32" and not whole:
-            continue
+        if not whole and (dtype == "fp32" or (target.assembly == "amdgcn" and sizes is (DELTA if target.follows else PLAIN))):
+            continue  # another of AMD's has it
         types = INTEGERS | FLOATS | {"channels": dtype, "output": dtype, "meetings": dtype, "systems": "fp32", "inverses": "fp32"}
         constants: dict[str, Any] = sizes | {"KEYS": 128, "OVERLAP": target.overlaps}
         if sizes is BY_KEY:
