@@ -1,5 +1,6 @@
 """What pytest is told about all tests."""
 
+import gc
 import itertools
 
 import pytest
@@ -8,6 +9,7 @@ from specdec import self_check
 from specdec.cli.doctor import describe_device
 
 _folders = itertools.count()
+gc.disable()  # until all tests are collected: what is imported stays
 
 
 def pytest_report_header() -> str:
@@ -22,6 +24,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Starts with the slow ones, the longest before all, so that no worker is left alone with them in the end."""
     longest = "test_triton_interpreted", "test_triton_compile"  # whole files in the interpreter, and all kernels of a target
     items.sort(key=lambda item: (item.get_closest_marker("slow") is None, not any(name in item.nodeid for name in longest)))
+
+
+def pytest_collection_finish() -> None:
+    """From here on the garbage collector looks at what tests make; going through all that was imported takes it half a second."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
