@@ -17,6 +17,8 @@ from pathlib import Path
 from random import Random
 
 from drafters.training.dataset import Answer, read_answers
+from drafters.training.openings import WORDS
+from specdec.cli.fields import whole_number
 from specdec.errors import InvalidInputError, SpecDecError
 from specdec.files import write_text
 from specdec.registry import TOKENIZERS, resolve
@@ -32,7 +34,6 @@ _PROGRAM = re.compile(r"```(\w*)\n(.+?)\n```", re.DOTALL)
 _NAME = re.compile(r"\b(?:def|function|class)\s+(\w+)")
 _WORD = re.compile(r"[A-Za-z]{6,}")
 
-_TONGUES = ("French", "German", "Spanish", "Italian", "Portuguese", "Dutch", "Latin", "Swedish")
 _SUMMARY = (
     "Sum this up in {number}:\n\n{text}",
     "{text}\n\nWhat are the main points of this text?",
@@ -105,14 +106,15 @@ def _prose(forms: Sequence[str], most: int) -> Callable[[Texts, Random], str]:
     def prompt(texts: Texts, random: Random) -> str:
         start = random.randrange(len(texts[0]) - most)  # neighbors are of one answer, as a rule
         parts = texts[0][start : start + random.randint(1, most)]
-        words = _WORD.findall(parts[0]) or [parts[0].split()[0]]
+        words = _WORD.findall(parts[0]) or parts[0].split()
+        random.shuffle(words)
         return random.choice(forms).format(
             text="\n\n".join(parts),
             number=random.choice(_NUMBERS),
-            tongue=random.choice(_TONGUES),
+            tongue=random.choice(WORDS["tongue"].split()),
             tone=random.choice(_TONES),
-            word=random.choice(words),
-            other=random.choice(words),
+            word=words[0],
+            other=random.choice([other for other in words if other != words[0]] or words),
         )
 
     return prompt
@@ -159,8 +161,10 @@ def write_documents(answers: Sequence[Answer], decode: Callable[[Sequence[int]],
     """Writes `count` prompts, and returns how many there are: each occurs once.
 
     Raises:
-        InvalidInputError: the answers hold too few paragraphs, or the file cannot be written.
+        InvalidInputError: no prompt is asked for, the answers hold too few paragraphs, or the file cannot be written.
     """
+    if count < 1:
+        raise InvalidInputError(f"count is {count}; ask for 1 prompt or more")
     texts = texts_of([decode(answer.answer_ids) for answer in answers if answer.temperature <= MOST_TEMPERATURE])
     if len(texts[0]) < FEWEST:
         raise InvalidInputError(f"the answers hold {len(texts[0])} paragraphs, and {FEWEST} are needed; take a folder with more")
@@ -175,8 +179,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Make prompts about texts that the target has written.")
     parser.add_argument("folder", metavar="ANSWERS", help="answers of an earlier run, such as run/answers")
     parser.add_argument("--out", required=True, metavar="FILE", help="JSON lines, for --prompts of specdec train")
-    parser.add_argument("--count", type=int, default=20000, metavar="N", help="prompts (default 20000)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    parser.add_argument("--count", type=whole_number, default=20000, metavar="N", help="prompts (default 20000)")
+    parser.add_argument("--seed", type=whole_number, default=0, metavar="N")
     parser.add_argument("--model", default="embedded", metavar="NAME", help="the target, whose tokens they are")
     args = parser.parse_args()
     try:

@@ -82,7 +82,7 @@ _OPENINGS = {
     ),
 }
 
-_WORDS = {
+WORDS = {
     "language": "Python Python Python JavaScript Java C C++ SQL Rust Go HTML Bash TypeScript R",
     "structure": "list string dictionary file table tree matrix set queue graph",
     "verb": "sort reverse copy read print split merge search count filter",
@@ -95,6 +95,7 @@ _WORDS = {
     " ships snow stars sugar theater travel vaccines water weather whales wine winter",
     "name": "Ada Ben Carla Diego Emma Farid Grace Hugo Ines Jonas Kira Leo Maya Nina Omar Paula Quentin Rosa Sven Tara",
 }
+"""What may stand in a prompt for a name in braces, with spaces between."""
 
 
 def opening(random: Random) -> tuple[str, str]:
@@ -105,7 +106,7 @@ def opening(random: Random) -> tuple[str, str]:
     """
     kind = random.choice(list(_OPENINGS))
     text = random.choice(_OPENINGS[kind])
-    for name, words in _WORDS.items():
+    for name, words in WORDS.items():
         while "{" + name + "}" in text:
             text = text.replace("{" + name + "}", random.choice(words.split()), 1)
     return kind, text

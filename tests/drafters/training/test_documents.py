@@ -50,6 +50,9 @@ def test_a_prompt_holds_what_it_asks_about() -> None:
                 assert ("first", "second", "third", "fourth", "fifth").index(ordinal[1]) < len(inside)
         if match := re.search(r"about (\w+)\?|about (\w+) above", prompt):
             assert (match[1] or match[2]) in inside[0]
+        if match := re.search(r"Write (\w+) in place of (\w+)", prompt):
+            assert match[1] != match[2]
+            assert match[1] in inside[0]
     assert min(seen.values()) > 50
     assert len(seen) == 6
     assert document_prompt(texts, Random(1)) == document_prompt(texts, Random(1))
@@ -68,5 +71,7 @@ def test_the_file_is_one_of_prompts(tmp_path: Path) -> None:
     assert len(questions) == len(set(questions)) == number
     assert not any(PARAGRAPHS[5] in question for question in questions)
     assert {"kind", "prompt"} == set(json.loads(out.read_text().splitlines()[0]))
+    with pytest.raises(InvalidInputError, match="count is 0; ask for 1"):
+        write_documents(answers, decode, 0, 5, out)  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match="the answers hold 40 paragraphs, and 50 are needed"):
         write_documents(answers[:48], decode, 10, 0, out)  # type: ignore[arg-type]
