@@ -1,7 +1,8 @@
 """The likeliest tokens of every row in Triton, with the noise that the target will draw with; see `specdec.sampling.candidates`.
 
-Programs first find the best tokens of their slice of a row, and what the slice adds to the row's normalizer, so that even one row
-keeps many processors busy; then one program per row merges them. As a score and its token are compared as one integer, how a row is
+Programs first find the best token of every group of columns in their slice of a row, and what the slice adds to the row's
+normalizer, so that even one row keeps many processors busy. The best C tokens of a row lie in the C groups whose best ones are
+highest, so one program per row then looks at those alone. As a score and its token are compared as one integer, how a row is
 divided changes no choice.
 """
 
@@ -17,9 +18,10 @@ from specdec.kernels.triton_overlap import await_previous
 from specdec.kernels.triton_sampler import gumbel, noise_bits
 
 MOST_CANDIDATES = 64
+GROUP = 64
+"""Columns: with more of them a row's program would have more tokens to compare, with fewer more groups."""
 
 _LEAST = tl.constexpr(-(2**63))
-_LOW_BITS = tl.constexpr(0x7FFFFFFF)
 _LOWEST_FINITE = tl.constexpr(-3.4028234663852886e38)
 
 
@@ -30,7 +32,7 @@ def number_of(order: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _slice_candidates_kernel(
+def _scores(
     logits: tl.tensor,  # [groups, width, vocab_size]
     floats: tl.tensor,  # float32 [6, groups]: temperature, top-p, min-p, then penalties
     ints: tl.tensor,  # int64 [3, groups]: top-k, seed, first position
@@ -38,25 +40,19 @@ def _slice_candidates_kernel(
     least: tl.tensor,  # float32 [groups * width]
     weights: tl.tensor,  # float32 [2, groups * width], of log-probability and noise, or None
     target_ids: tl.tensor,  # int64 [vocab_size], or None
-    keys: tl.tensor,  # int64 [groups * width, slices, COUNT]
-    parts: tl.tensor,  # float32 [groups * width, slices, 2]: the best score, and the sum of exp(score - best)
     groups: tl.tensor,
     width: tl.tensor,
-    vocab_size: tl.tensor,
     group_stride: tl.tensor,
     row_stride: tl.tensor,
-    COUNT: tl.constexpr,
+    row: tl.tensor,
+    column: tl.tensor,
+    exists: tl.tensor,
     SAMPLED: tl.constexpr,
     FILTERED: tl.constexpr,
-    SLICE: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
-    row = tl.program_id(0).to(tl.int64)
+) -> tl.tensor:
+    """What columns of a row are ranked by, float32; -inf for those that do not exist."""
     group = row // width
-    column = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
-    exists = column < vocab_size
     place = logits + group * group_stride + (row % width) * row_stride
-    await_previous(OVERLAP)
     x = tl.load(place + column, mask=exists, other=-float("inf")).to(tl.float32)
     if SAMPLED:
         temperature = tl.load(floats + group)
@@ -73,54 +69,115 @@ def _slice_candidates_kernel(
                 x = tl.load(weights + row) * x
                 noise = tl.load(weights + groups * width + row) * noise
             x = tl.where(kept, x + noise, -float("inf"))
+    return x
+
+
+@triton.jit
+def _group_maxima_kernel(
+    logits: tl.tensor,  # these and what follows, up to the strides, as in `_scores`
+    floats: tl.tensor,
+    ints: tl.tensor,
+    positions: tl.tensor,
+    least: tl.tensor,
+    weights: tl.tensor,
+    target_ids: tl.tensor,
+    maxima: tl.tensor,  # int64 [groups * width, slices, SLICE // GROUP]
+    parts: tl.tensor,  # float32 [groups * width, slices, 2]: the best score, and the sum of exp(score - best)
+    groups: tl.tensor,
+    width: tl.tensor,
+    vocab_size: tl.tensor,
+    group_stride: tl.tensor,
+    row_stride: tl.tensor,
+    SAMPLED: tl.constexpr,
+    FILTERED: tl.constexpr,
+    SLICE: tl.constexpr,
+    GROUP: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
+    exists = column < vocab_size
+    await_previous(OVERLAP)
+    x = _scores(
+        logits, floats, ints, positions, least, weights, target_ids, groups, width, group_stride, row_stride,
+        row, column, exists, SAMPLED, FILTERED,
+    )  # fmt: skip
     best = tl.max(x, 0)
     # A slice of -inf alone is nothing, not NaN.
     total = tl.sum(tl.exp(x - tl.maximum(best, _LOWEST_FINITE)), 0)
     slot = row * tl.num_programs(1) + tl.program_id(1)
     tl.store(parts + slot * 2, best)
     tl.store(parts + slot * 2 + 1, total)
-    key = tl.where(exists, token_key(x, column), _LEAST)
-    for number in range(COUNT):
-        highest = tl.max(key, 0)
-        tl.store(keys + slot * COUNT + number, highest)
-        key = tl.where(key == highest, _LEAST, key)
+    key = tl.reshape(tl.where(exists, token_key(x, column), _LEAST), [SLICE // GROUP, GROUP])
+    tl.store(maxima + slot * (SLICE // GROUP) + tl.arange(0, SLICE // GROUP), tl.max(key, 1))
 
 
 @triton.jit
-def _merge_candidates_kernel(
-    keys: tl.tensor,  # int64 [rows, SLICES, COUNT]
-    parts: tl.tensor,  # float32 [rows, SLICES, 2]
-    target_ids: tl.tensor,  # int64 [vocab_size], or None
-    token_ids: tl.tensor,  # int64 [rows, COUNT]
-    scores: tl.tensor,  # float32 [rows, COUNT]
+def _row_candidates_kernel(
+    logits: tl.tensor,  # these and what follows, up to the strides, as in `_scores`
+    floats: tl.tensor,
+    ints: tl.tensor,
+    positions: tl.tensor,
+    least: tl.tensor,
+    weights: tl.tensor,
+    target_ids: tl.tensor,
+    maxima: tl.tensor,  # int64 [groups * width, SLICES, SLICE // GROUP]
+    parts: tl.tensor,  # float32 [groups * width, SLICES, 2]
+    token_ids: tl.tensor,  # int64 [groups * width, COUNT]
+    scores: tl.tensor,  # float32 [groups * width, COUNT]
+    groups: tl.tensor,
+    width: tl.tensor,
+    vocab_size: tl.tensor,
+    group_stride: tl.tensor,
+    row_stride: tl.tensor,
+    SAMPLED: tl.constexpr,
+    FILTERED: tl.constexpr,
+    SLICE: tl.constexpr,
+    GROUP: tl.constexpr,
     COUNT: tl.constexpr,
     SLICES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
-    entry = tl.arange(0, triton.next_power_of_2(SLICES * COUNT))
+    entry = tl.arange(0, triton.next_power_of_2(SLICES * (SLICE // GROUP)))
     part = tl.arange(0, triton.next_power_of_2(SLICES))
     number = tl.arange(0, triton.next_power_of_2(COUNT))
     await_previous(OVERLAP)
-    key = tl.load(keys + row * (SLICES * COUNT) + entry, mask=entry < SLICES * COUNT, other=_LEAST)
+    there = entry < SLICES * (SLICE // GROUP)
+    highest = _highest(tl.load(maxima + row * (SLICES * (SLICE // GROUP)) + entry, mask=there, other=_LEAST), number, COUNT)
     of_slices = tl.load(parts + (row * SLICES + part) * 2, mask=part < SLICES, other=-float("inf"))
     totals = tl.load(parts + (row * SLICES + part) * 2 + 1, mask=part < SLICES, other=0.0)
     best = tl.max(of_slices, 0)
     total = tl.sum(tl.exp(of_slices - tl.maximum(best, _LOWEST_FINITE)) * totals, 0)
+    # A group that does not exist has columns beyond the last.
+    first = (0x7FFFFFFF - (highest & 0x7FFFFFFF)).to(tl.int32) // GROUP * GROUP
+    column = tl.ravel(first[:, None] + tl.arange(0, GROUP)[None, :])
+    exists = column < vocab_size
+    x = _scores(
+        logits, floats, ints, positions, least, weights, target_ids, groups, width, group_stride, row_stride,
+        row, column, exists, SAMPLED, FILTERED,
+    )  # fmt: skip
+    chosen = _highest(tl.where(exists, token_key(x, column), _LEAST), number, COUNT)
+    score = number_of((chosen >> 32).to(tl.int32)) - best - tl.log(total)
+    token_id = 0x7FFFFFFF - (chosen & 0x7FFFFFFF)
+    within = number < COUNT
+    if target_ids is not None:
+        token_id = tl.load(target_ids + token_id, mask=within, other=0)
+    tl.store(token_ids + row * COUNT + number, token_id, mask=within)
+    # What is not a number has no probability; and whatever rounds how, no child may be likelier than its parent.
+    score = tl.where(score == score, tl.minimum(score, 0.0), -float("inf"))
+    tl.store(scores + row * COUNT + number, score, mask=within)
+
+
+@triton.jit
+def _highest(key: tl.tensor, number: tl.tensor, COUNT: tl.constexpr) -> tl.tensor:
+    """The COUNT highest of different keys, in falling order, where `number` counts from 0."""
     chosen = tl.full([triton.next_power_of_2(COUNT)], _LEAST, tl.int64)
     for place in range(COUNT):
         highest = tl.max(key, 0)
         chosen = tl.where(number == place, highest, chosen)
         key = tl.where(key == highest, _LEAST, key)
-    score = number_of((chosen >> 32).to(tl.int32)) - best - tl.log(total)
-    column = _LOW_BITS - (chosen & _LOW_BITS)
-    within = number < COUNT
-    if target_ids is not None:
-        column = tl.load(target_ids + column, mask=within, other=0)
-    tl.store(token_ids + row * COUNT + number, column, mask=within)
-    # What is not a number has no probability; and whatever rounds how, no child may be likelier than its parent.
-    score = tl.where(score == score, tl.minimum(score, 0.0), -float("inf"))
-    tl.store(scores + row * COUNT + number, score, mask=within)
+    return chosen
 
 
 def candidates(
@@ -152,29 +209,14 @@ def candidates(
     assert 1 <= count <= min(MOST_CANDIDATES, logits.shape[-1])
     least = least_kept(logits, floats, ints) if filtered else floats  # which is not read then
     rows, slices, device = positions.numel(), triton.cdiv(logits.shape[-1], SLICE), logits.device
-    keys = torch.empty(rows, slices, count, dtype=torch.int64, device=device)
+    maxima = torch.empty(rows, slices, SLICE // GROUP, dtype=torch.int64, device=device)
     parts = torch.empty(rows, slices, 2, dtype=torch.float32, device=device)
     token_ids = torch.empty(*positions.shape, count, dtype=torch.int64, device=device)
     scores = torch.empty(token_ids.shape, dtype=torch.float32, device=device)
-    options = {"COUNT": count, **overlap_options(device)}
+    numbers = (logits, floats, ints, positions.contiguous(), least, weights, target_ids, maxima, parts)
+    sizes = (*logits.shape, *logits.stride()[:2])
+    options = {"SAMPLED": sampled, "FILTERED": filtered, "SLICE": SLICE, "GROUP": GROUP, "num_warps": 4, **overlap_options(device)}
     with on_device(logits):
-        _slice_candidates_kernel[(rows, slices)](
-            logits,
-            floats,
-            ints,
-            positions.contiguous(),
-            least,
-            weights,
-            target_ids,
-            keys,
-            parts,
-            *logits.shape,
-            *logits.stride()[:2],
-            SAMPLED=sampled,
-            FILTERED=filtered,
-            SLICE=SLICE,
-            num_warps=4,
-            **options,
-        )
-        _merge_candidates_kernel[(rows,)](keys, parts, target_ids, token_ids, scores, SLICES=slices, num_warps=4, **options)
+        _group_maxima_kernel[(rows, slices)](*numbers, *sizes, **options)
+        _row_candidates_kernel[(rows,)](*numbers, token_ids, scores, *sizes, COUNT=count, SLICES=slices, **options)
     return token_ids, scores

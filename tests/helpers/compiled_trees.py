@@ -16,22 +16,18 @@ def tree_kernels(target: "Target") -> Iterator[tuple[str, Any]]:
     """Candidates of a vocabulary of 152 k, trees of 64 of them, and the rows of their paths."""
     compiled, overlap = partial(compile_for, target=target.compiler), {"OVERLAP": target.overlaps}
     numbers = {"logits": "bf16", "floats": "fp32", "ints": "i64", "positions": "i64", "least": "fp32", "weights": "fp32"}
-    parts = {"keys": "i64", "parts": "fp32"}
-    sizes = {"COUNT": 16, "target_ids": None} | overlap
+    parts = {"maxima": "i64", "parts": "fp32"}
+    sizes = {"SAMPLED": True, "FILTERED": True, "SLICE": SLICE, "GROUP": triton_candidates.GROUP, "target_ids": None} | overlap
     yield (
         "candidates of a slice",
-        compiled(
-            triton_candidates._slice_candidates_kernel,
-            pointers=numbers | parts,
-            constants=sizes | {"SAMPLED": True, "FILTERED": True, "SLICE": SLICE},
-        ),
+        compiled(triton_candidates._group_maxima_kernel, pointers=numbers | parts, constants=sizes),
     )
     yield (
-        "candidates of slices",
+        "candidates of a row",
         compiled(
-            triton_candidates._merge_candidates_kernel,
-            pointers=parts | {"token_ids": "i64", "scores": "fp32"},
-            constants=sizes | {"SLICES": 38},
+            triton_candidates._row_candidates_kernel,
+            pointers=numbers | parts | {"token_ids": "i64", "scores": "fp32"},
+            constants=sizes | {"COUNT": 16, "SLICES": 38},
         ),
     )
     fields = dict.fromkeys(("parents", "depths", "ancestors", "ranks", "places", "token_ids", "target_ids", "num_drafts"), "i64")
