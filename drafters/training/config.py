@@ -51,6 +51,7 @@ class TrainConfig:
     variations: int = _amount(0, "answers", "versions of every question with other numbers and names")
     self_prompts: int = _amount(0, "answers", "prompts that the target writes itself (Magpie), beside the files")
     opening_share: float = _share(0.0, "answers", "share of these that are begun for it: code, lists, summaries, translation, ...")
+    documents: int = _amount(0, "answers", "prompts about texts that the target wrote in its answers to all others, beside these")
     few_shot_share: float = _share(0.0, "answers", "share of the questions asked as few-shot text instead of in the chat template")
     few_shot: int = _count(5, "answers", "worked examples in a few-shot prompt")
     temperatures: tuple[float, ...] = _option((0.0,), "answers", "one answer per prompt and temperature; 0 is greedy")

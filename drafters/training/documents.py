@@ -1,27 +1,22 @@
 """Prompts about given text: what the target wrote in earlier answers, to be shortened, translated, copied, asked about, rewritten.
 
 A target that writes its own prompts seldom writes long ones, but documents are served every day, and answers to them repeat much of
-the text. So paragraphs and programs of earlier answers become the documents of new prompts:
-
-    python -m drafters.training.documents RUN/answers --count 20000 --out documents.jsonl
-    specdec train --out run-2 --prompts documents.jsonl ...
+the text. So paragraphs and programs of a run's answers become the documents of further prompts, which are answered in a run of
+their own, in the folder `documents` of the first.
 """
 
-import argparse
 import json
 import re
-import sys
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
+from drafters.training.config import TrainConfig
 from drafters.training.dataset import Answer, read_answers
 from drafters.training.openings import WORDS
-from specdec.cli.fields import whole_number
-from specdec.errors import InvalidInputError, SpecDecError
+from specdec.errors import InvalidInputError
 from specdec.files import write_text
-from specdec.registry import TOKENIZERS, resolve
 
 MOST_TEMPERATURE = 0.7
 """Texts drawn above that make little sense where the target is small."""
@@ -157,42 +152,48 @@ _KINDS: dict[str, Callable[[Texts, Random], str]] = {
 }
 
 
-def write_documents(answers: Sequence[Answer], decode: Callable[[Sequence[int]], str], count: int, seed: int, out: Path) -> int:
-    """Writes `count` prompts, and returns how many there are: each occurs once.
+def documents_run(config: TrainConfig) -> TrainConfig:
+    """The run that answers these prompts; of every ten of them at most one is held out."""
+    folder = config.folder / "documents"
+    return replace(
+        config,
+        out=str(folder),
+        prompts=(str(folder / f"prompts-{config.documents}.jsonl"),),
+        max_prompts=None,
+        self_prompts=0,
+        variations=0,
+        few_shot_share=0.0,
+        heldout=min(config.heldout, max(config.documents // 10, 1)),
+        documents=0,
+    )
+
+
+def answers_of(config: TrainConfig, split: str) -> list[Answer]:
+    """All answers of a run, those about documents among them; see `read_answers`."""
+    about = read_answers(documents_run(config).folder / "answers", split) if config.documents else []
+    return read_answers(config.folder / "answers", split) + about
+
+
+def write_documents(config: TrainConfig, decode: Callable[[Sequence[int]], str]) -> None:
+    """Writes the prompts, unless they are there, once all other answers of the run are; each occurs once.
+
+    Args:
+        config: the run.
+        decode: text of the target's tokens.
 
     Raises:
-        InvalidInputError: no prompt is asked for, the answers hold too few paragraphs, or the file cannot be written.
+        InvalidInputError: the answers hold too few paragraphs, or the file cannot be written.
     """
-    if count < 1:
-        raise InvalidInputError(f"count is {count}; ask for 1 prompt or more")
+    out = Path(documents_run(config).prompts[0])
+    if out.exists():
+        return
+    answers = read_answers(config.folder / "answers", "train")
     texts = texts_of([decode(answer.answer_ids) for answer in answers if answer.temperature <= MOST_TEMPERATURE])
     if len(texts[0]) < FEWEST:
-        raise InvalidInputError(f"the answers hold {len(texts[0])} paragraphs, and {FEWEST} are needed; take a folder with more")
-    random = Random(seed)
-    prompts = dict.fromkeys(document_prompt(texts, random) for _ in range(count))
+        raise InvalidInputError(
+            f"the answers hold {len(texts[0])} paragraphs, and {FEWEST} are needed for documents; ask for more answers, or leave"
+            " --documents out"
+        )
+    random = Random(config.seed)
+    prompts = dict.fromkeys(document_prompt(texts, random) for _ in range(config.documents))
     write_text(out, "".join(json.dumps({"prompt": text, "kind": kind}) + "\n" for kind, text in prompts))
-    return len(prompts)
-
-
-def main() -> int:
-    """Runs the command; 1 on an error, told in one line."""
-    parser = argparse.ArgumentParser(description="Make prompts about texts that the target has written.")
-    parser.add_argument("folder", metavar="ANSWERS", help="answers of an earlier run, such as run/answers")
-    parser.add_argument("--out", required=True, metavar="FILE", help="JSON lines, for --prompts of specdec train")
-    parser.add_argument("--count", type=whole_number, default=20000, metavar="N", help="prompts (default 20000)")
-    parser.add_argument("--seed", type=whole_number, default=0, metavar="N")
-    parser.add_argument("--model", default="embedded", metavar="NAME", help="the target, whose tokens they are")
-    args = parser.parse_args()
-    try:
-        tokenizer = resolve(TOKENIZERS, "hf", "tokenizer")(args.model)
-        decode = partial(tokenizer.decode, skip_special_tokens=True)
-        number = write_documents(read_answers(Path(args.folder), "train"), decode, args.count, args.seed, Path(args.out))
-    except SpecDecError as error:
-        print(f"documents: {error}", file=sys.stderr)
-        return 1
-    print(f"{number:,} prompts in {args.out}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -11,7 +11,8 @@ from torch import distributed as dist
 from drafters.dflash.config_json import misreading
 from drafters.training.answers import write_answers
 from drafters.training.config import TrainConfig
-from drafters.training.dataset import Answer, AnswerSet, read_answers
+from drafters.training.dataset import Answer, AnswerSet
+from drafters.training.documents import answers_of, documents_run, write_documents
 from drafters.training.evaluate import replay, shapes_of
 from drafters.training.finish import LAYOUTS, Agreement, engine_run, export, write_report
 from drafters.training.processes import process_group
@@ -77,7 +78,15 @@ def _answers(config: TrainConfig, device: torch.device) -> bool:
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if config.self_prompts and not _everywhere(write_self_prompts(config, load_decoder, say, rank=rank, world=world), device):
         return False
-    return write_answers(config, load_decoder, say, rank=rank, world=world)
+    complete = write_answers(config, load_decoder, say, rank=rank, world=world)
+    if not config.documents:
+        return complete
+    if not _everywhere(complete, device):
+        return False
+    if rank == 0:
+        write_documents(config, lambda ids: load_decoder().tokenizer.decode(ids, skip_special_tokens=True))
+    _everywhere(True, device)
+    return write_answers(documents_run(config), load_decoder, say, rank=rank, world=world)
 
 
 def _everywhere(complete: bool, device: torch.device) -> bool:
@@ -92,12 +101,11 @@ def _train(config: TrainConfig, device: torch.device) -> bool:
     verifier, tokenizer = _load_target(config, device)
     model = make_drafter(config, verifier, tokenizer)
     target = Target(verifier, model.config.target_layer_ids, distribution=config.uses_teacher, compile=config.compile)
-    folder = config.folder / "answers"
     mask = model.config.mask_token_id
     train = AnswerSet(
-        read_answers(folder, "train"), device=device, max_length=config.max_length, bucket=config.bucket, mask_token_id=mask
+        answers_of(config, "train"), device=device, max_length=config.max_length, bucket=config.bucket, mask_token_id=mask
     )
-    heldout = _heldout_set(config, verifier, read_answers(folder, "heldout"), mask)
+    heldout = _heldout_set(config, verifier, answers_of(config, "heldout"), mask)
     trainer = Trainer(config, model, target, train, heldout)
     if trainer.rank == 0:
         size = sum(parameter.numel() for parameter in model.parameters())
@@ -111,7 +119,7 @@ def _train(config: TrainConfig, device: torch.device) -> bool:
 
 
 def _finish(config: TrainConfig, device: torch.device) -> bool:
-    stored = [a for a in read_answers(config.folder / "answers", "heldout") if len(a.answer_ids) >= 2]
+    stored = [a for a in answers_of(config, "heldout") if len(a.answer_ids) >= 2]
     greedy, drawn = ([a for a in stored if (a.temperature > 0) == sampled][: config.finish_prompts] for sampled in (False, True))
     verifier, tokenizer = _load_target(config, device)
     model = make_drafter(config, verifier, tokenizer)

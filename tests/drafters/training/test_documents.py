@@ -1,17 +1,22 @@
 """Prompts about texts of earlier answers: what becomes a text, that each kind holds what it asks about, and what is refused."""
 
-import json
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
-from drafters.training.dataset import Answer
-from drafters.training.documents import document_prompt, texts_of, write_documents
+from drafters.training import documents
+from drafters.training.config import TrainConfig
+from drafters.training.dataset import read_answers
+from drafters.training.documents import answers_of, document_prompt, documents_run, texts_of
 from drafters.training.prompts import read_prompts
+from drafters.training.stages import run_stages
 from specdec.errors import InvalidInputError
+from tests.drafters.training.toy import one_thread, toy_config  # noqa: F401
 
 PARAGRAPHS = [
     f"Paragraph number{i} tells of the wonderful things that happen in place{i}. " * 3 + f"It ends {i}." for i in range(60)
@@ -58,20 +63,37 @@ def test_a_prompt_holds_what_it_asks_about() -> None:
     assert document_prompt(texts, Random(1)) == document_prompt(texts, Random(1))
 
 
-def test_the_file_is_one_of_prompts(tmp_path: Path) -> None:
-    """Catches a file that `specdec train` does not read, prompts that occur twice, and texts drawn at high temperatures."""
-    answers = [Answer([], [i], temperature=1.0 if i % 6 == 5 else 0.7) for i in range(len(ANSWERS))]
+def toy_run(folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> TrainConfig:
+    """A run whose target writes no paragraphs, so that the answers' tokens stand for some."""
+    paragraphs = [f"w{10 + i // 8} w{20 + i % 8} w{30 + i % 7}" for i in range(64)]
+    monkeypatch.setattr(documents, "texts_of", lambda answers: (sorted(set(paragraphs[: len(answers)])), []))
+    values: dict[str, Any] = {"max_tokens": 6, "heldout": 3, "shard_size": 64, "max_prompts": 70, "temperatures": (0.0, 1.0)}
+    return toy_config(folder, **values | {"documents": 40} | changes)
 
-    def decode(ids: list[int]) -> str:
-        return ANSWERS[ids[0]]
 
-    out = tmp_path / "documents.jsonl"
-    number = write_documents(answers, decode, 200, 5, out)  # type: ignore[arg-type]
-    questions = [prompt.question for prompt in read_prompts(out)]
-    assert len(questions) == len(set(questions)) == number
-    assert not any(PARAGRAPHS[5] in question for question in questions)
-    assert {"kind", "prompt"} == set(json.loads(out.read_text().splitlines()[0]))
-    with pytest.raises(InvalidInputError, match="count is 0; ask for 1"):
-        write_documents(answers, decode, 0, 5, out)  # type: ignore[arg-type]
-    with pytest.raises(InvalidInputError, match="the answers hold 40 paragraphs, and 50 are needed"):
-        write_documents(answers[:48], decode, 10, 0, out)  # type: ignore[arg-type]
+def test_a_run_answers_prompts_about_its_own_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches prompts that are not asked, occur twice or change when the run goes on; held-out ones that are trained on; and
+    answers that training does not read.
+    """
+    config = toy_run(tmp_path, monkeypatch)
+    assert run_stages(("answers",), config)
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*.json*")}
+    about = documents_run(config)
+    asked = [prompt.question for prompt in read_prompts(Path(about.prompts[0]))]
+    assert len(asked) == len(set(asked)) > 30
+    counts = {split: len(read_answers(about.folder / "answers", split)) for split in ("train", "heldout")}
+    assert counts == {"train": 2 * (len(asked) - 3), "heldout": 6}
+    for split, number in counts.items():
+        assert len(answers_of(config, split)) == number + len(read_answers(config.folder / "answers", split))
+        assert len(answers_of(replace(config, documents=0), split)) == len(read_answers(config.folder / "answers", split))
+    assert run_stages(("answers",), config)
+    assert {path: path.stat().st_mtime_ns for path in written} == written
+    with pytest.raises(InvalidInputError, match="holds answers that were written with another prompts"):
+        run_stages(("answers",), replace(config, documents=30))
+
+
+def test_texts_are_those_of_likely_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches texts that were drawn at high temperatures, and too few of them."""
+    config = toy_run(tmp_path, monkeypatch, temperatures=(0.0, 0.9), max_prompts=50)
+    with pytest.raises(InvalidInputError, match="the answers hold 47 paragraphs, and 50 are needed for documents; ask for more"):
+        run_stages(("answers",), config)
