@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from specdec.deviation import Deviation, worst
 from specdec.kernels.triton_launch import unavailable_reasons
 from specdec.sampling.filters import filtered_scores
-from specdec.sampling.noise import Purpose, gumbel, stream
+from specdec.sampling.noise import Purpose, gumbel, gumbel_again, stream
 from specdec.sampling.sampler import CACHED_NUMBERS
 from specdec.sampling.tensors import SamplingTensors
 from specdec.sampling_params import SamplingParams
@@ -79,7 +79,7 @@ def plain_candidates(
         a, b = torch.where(greedy, 1.0, a)[:, None], torch.where(greedy, 0.0, b)[:, None]
         tokens, bits = vocab_size if target_ids is None else target_ids, stream(sampling.seeds, positions, Purpose.SAMPLE).flatten()
         parts = zip(*(x.split(most) for x in (scores, a, b, bits)), strict=True)
-        found = [_best(gumbel(bits, tokens).mul_(b).add_(a * scores), count) for scores, a, b, bits in parts]
+        found = [_best(gumbel_again(bits, tokens).mul_(b).add_(a * scores), count) for scores, a, b, bits in parts]
     columns, logprobs = (torch.cat(parts).view(*shape, count) for parts in zip(*found, strict=True))
     return columns if target_ids is None else target_ids[columns], logprobs
 

@@ -5,8 +5,10 @@ drafts, on whether drafts were used at all. The numbers of a position are used o
 block may have depended on them, they are those of the step instead (`of_step`).
 """
 
+from collections import OrderedDict
 from enum import IntEnum
 from functools import lru_cache
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -33,6 +35,12 @@ _FACTORS = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
 _TOKEN_STEP = _signed(0x9E3779B1, 32)
 _TOKEN_FACTORS = (0x7FEB352D, _signed(0x846CA68B, 32))
 _LARGEST = 1 - 2.0**-24  # float32 below 1
+
+REMEMBERED = 2**22
+"""How many variables a CPU keeps, about 16 MiB, of small vocabularies fewer; 0 keeps none."""
+_MOST_ROWS = 256
+_remembered: OrderedDict[tuple[int, int], Tensor] = OrderedDict()  # float32 [V] by bits and V, the oldest first
+_lock = Lock()
 
 
 def _shift_right(bits: Tensor, count: int) -> Tensor:
@@ -114,6 +122,29 @@ def gumbel(bits: Tensor, tokens: int | Tensor) -> Tensor:
     fold(16).bitwise_right_shift_(1).bitwise_and_(2**31 - 1)
     v = torch.add(x, 0.5, out=shifted.view(torch.float32)).mul_(-(2.0**-31)).clamp_(min=-_LARGEST)
     return v.log1p_().neg_().log_().neg_()
+
+
+def gumbel_again(bits: Tensor, tokens: int | Tensor) -> Tensor:
+    """`gumbel`, of bits int64 [n], for which a CPU remembers what it computed last.
+
+    A target draws with the noise that its drafter knew, and the next step drafts anew for the positions behind a rejected draft; and
+    on a CPU the noise of a vocabulary takes several times as long as the rest of choosing a token.
+    """
+    if bits.device.type != "cpu" or not isinstance(tokens, int) or not REMEMBERED:
+        return gumbel(bits, tokens)
+    keys = [(number, tokens) for number in bits.tolist()]
+    with _lock:
+        rows = {key: _remembered[key] for key in keys if key in _remembered}
+    missing = [place for place, key in enumerate(keys) if key not in rows]
+    if missing:
+        rows |= zip((keys[place] for place in missing), gumbel(bits[missing], tokens), strict=True)
+    with _lock:
+        for key in keys:
+            _remembered[key] = rows[key]
+            _remembered.move_to_end(key)
+        while len(_remembered) > max(1, min(_MOST_ROWS, REMEMBERED // tokens)):
+            _remembered.popitem(last=False)
+    return torch.stack([rows[key] for key in keys])
 
 
 @lru_cache(maxsize=16)

@@ -14,7 +14,7 @@ from specdec.deviation import Deviation
 from specdec.kernels.triton_launch import unavailable_reasons
 from specdec.layers.argmax import argmax
 from specdec.sampling.filters import filtered_scores
-from specdec.sampling.noise import Purpose, gumbel, stream
+from specdec.sampling.noise import Purpose, gumbel, gumbel_again, stream
 from specdec.sampling.tensors import SamplingTensors
 from specdec.sampling_params import SamplingParams
 from specdec.self_check import passes
@@ -46,7 +46,7 @@ def sample(logits: Tensor, sampling: SamplingTensors, positions: Tensor) -> tupl
     bits = stream(sampling.seeds, positions, Purpose.SAMPLE).flatten()
     most = max(1, CACHED_NUMBERS // rows.shape[-1]) if rows.device.type == "cpu" else max(1, len(rows))
     parts = zip(rows.split(most), bits.split(most), strict=True)
-    drawn = torch.cat([argmax(gumbel(part, rows.shape[-1]).add_(scores))[0] for scores, part in parts])
+    drawn = torch.cat([argmax(gumbel_again(part, rows.shape[-1]).add_(scores))[0] for scores, part in parts])
     return torch.where(sampling.temperature[:, None] == 0, best, drawn.view_as(best)), finite
 
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from specdec.sampling import noise
+
 _SYNCING_METHODS = ("item", "cpu", "tolist", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
 _SYNCING_OPS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "is_nonzero", "equal")
 
@@ -46,6 +48,7 @@ def no_host_sync() -> Iterator[None]:
         assign(self, index, value)
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(noise, "REMEMBERED", 0)  # a CPU alone looks up what it remembers
         patch.setattr(torch.Tensor, "__setitem__", set_item)
         for name in _SYNCING_METHODS:
             patch.setattr(torch.Tensor, name, refuse(name))

@@ -5,6 +5,7 @@ comparisons in all: a fresh choice of seeds would raise a false alarm in about o
 """
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import Any
 
@@ -22,7 +23,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from specdec.sampling import filters
+from specdec.sampling import filters, noise
 from specdec.sampling.filters import processed_probs
 from specdec.sampling.noise import Purpose, gumbel, stream, uniform
 from specdec.sampling.sampler import sample, sample_from
@@ -221,6 +222,36 @@ def test_noise_is_the_defined_hash_of_position_and_token() -> None:
     tokens = [0, 1, 777, 32_767, 49_999]
     expected = torch.tensor([[python_gumbel(b & MASK, token) for token in tokens] for b in bits.tolist()])
     torch.testing.assert_close(noise[:, tokens], expected, rtol=1e-6, atol=2e-6)
+
+
+def test_a_cpu_computes_noise_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches noise of other positions, requests or vocabularies, noise that a caller has changed, and a store that grows; also
+    with several threads.
+    """
+    computed: list[int] = []
+
+    def counted(bits: Tensor, tokens: int | Tensor) -> Tensor:
+        computed.extend(bits.tolist())
+        return gumbel(bits, tokens)
+
+    monkeypatch.setattr(noise, "gumbel", counted)
+    monkeypatch.setattr(noise, "REMEMBERED", 12 * 700)
+    seen = stream(torch.tensor([3]), torch.arange(9)[None], Purpose.SAMPLE)[0]
+    for part, new in ((seen[:6], 6), (seen[2:7], 1), (seen[5:], 2), (seen[:9], 0), (seen[[4, 4, 1]], 0)):
+        computed.clear()
+        again = noise.gumbel_again(part, 700)
+        assert torch.equal(again, gumbel(part, 700)) and len(computed) == new
+        again.zero_()
+    assert torch.equal(noise.gumbel_again(seen, 300), gumbel(seen, 300))
+    ids = torch.arange(0, 900, 3)
+    assert torch.equal(noise.gumbel_again(seen, ids), gumbel(seen, ids))
+    assert len(noise._remembered) <= 12 * 700 // 300
+    seeds = range(8)
+    bits = [stream(torch.tensor([seed % 3]), torch.arange(40)[None], Purpose.SAMPLE)[0] for seed in seeds]
+    with ThreadPoolExecutor(8) as pool:
+        found = pool.map(lambda one: [noise.gumbel_again(one[i : i + 5], 700) for i in range(30)], bits)
+    for one, rows in zip(bits, found, strict=True):
+        assert all(torch.equal(row, gumbel(one[i : i + 5], 700)) for i, row in enumerate(rows))
 
 
 @pytest.mark.parametrize("family", ["consecutive", "high bits", "largest"])
