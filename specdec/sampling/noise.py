@@ -127,8 +127,8 @@ def gumbel(bits: Tensor, tokens: int | Tensor) -> Tensor:
 def gumbel_again(bits: Tensor, tokens: int | Tensor) -> Tensor:
     """`gumbel`, of bits int64 [n], for which a CPU remembers what it computed last.
 
-    A target draws with the noise that its drafter knew, and the next step drafts anew for the positions behind a rejected draft; and
-    on a CPU the noise of a vocabulary takes several times as long as the rest of choosing a token.
+    A target draws with the noise that its drafter knew, and the next step drafts anew for the positions behind a rejected draft.
+    On a CPU the noise of a vocabulary takes several times as long as the rest of choosing a token.
     """
     if bits.device.type != "cpu" or not isinstance(tokens, int) or not REMEMBERED:
         return gumbel(bits, tokens)
