@@ -203,9 +203,9 @@ class BlockChoice:
             for is_new, share in PROBING.items():
                 self._spare[is_new] += share * seconds
             times = self._times_of(here)
-            known = len(times.measured())
+            known = times.num_measured
             times.observe(shape, seconds)
-            if len(times.measured()) != known:
+            if times.num_measured != known:
                 self._estimates.clear()
 
     def _promises(self, run: Run) -> bool:
@@ -299,4 +299,6 @@ class BlockChoice:
         return self._acceptance[kind]
 
     def _times_of(self, here: Situation) -> StepTimes:
-        return self._times.setdefault(here, StepTimes(self.rungs))
+        if here not in self._times:
+            self._times[here] = StepTimes(self.rungs)
+        return self._times[here]

@@ -23,6 +23,7 @@ class StepTimes:
 
     def __init__(self, rungs: Sequence[BlockShape]) -> None:
         self._samples: dict[BlockShape, deque[float]] = {shape: deque(maxlen=_SAMPLES) for shape in rungs}
+        self._quartiles: dict[BlockShape, float] = {}  # of these, where there are enough
         self._measured_at = dict.fromkeys(rungs, 0)
         self._before: dict[BlockShape, float] = {}  # what was forgotten, until there is something new to compare it with
         self._cold = set(rungs)
@@ -37,18 +38,30 @@ class StepTimes:
         samples = self._samples[shape]
         if self.age(shape) > _FRESH and samples:
             self._before[shape] = _lower_quartile(samples)
-            samples.clear()
+            self._forget(shape)
         samples.append(seconds)
         self._measured_at[shape] = self._num_steps
+        if len(samples) < ENOUGH:
+            return
+        now = self._quartiles[shape] = _lower_quartile(samples)
         if len(samples) == ENOUGH and shape in self._before:
             before = self._before.pop(shape)
-            if max(before, _lower_quartile(samples)) > _CHANGE * min(before, _lower_quartile(samples)):
+            if max(before, now) > _CHANGE * min(before, now):
                 self._forget_old()
 
     def _forget_old(self) -> None:
-        for shape, samples in self._samples.items():
+        for shape in self._samples:
             if self.age(shape) > _FRESH:
-                samples.clear()
+                self._forget(shape)
+
+    def _forget(self, shape: BlockShape) -> None:
+        self._samples[shape].clear()
+        self._quartiles.pop(shape, None)
+
+    @property
+    def num_measured(self) -> int:
+        """Shapes in `measured`."""
+        return len(self._quartiles)
 
     def measured(self) -> dict[BlockShape, float]:
         """Seconds by shape, where there are enough: their lower quartile, as disturbances only lengthen.
@@ -57,9 +70,9 @@ class StepTimes:
         """
         times: dict[BlockShape, float] = {}
         bounds = {False: float("inf"), True: float("inf")}
-        for shape, samples in reversed(self._samples.items()):
-            if len(samples) >= ENOUGH:
-                bounds[shape.is_tree] = times[shape] = min(bounds[shape.is_tree], _lower_quartile(samples))
+        for shape in reversed(self._samples):
+            if shape in self._quartiles:
+                bounds[shape.is_tree] = times[shape] = min(bounds[shape.is_tree], self._quartiles[shape])
         return times
 
     def is_cold(self, shape: BlockShape) -> bool:
