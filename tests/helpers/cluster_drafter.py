@@ -58,9 +58,15 @@ def _begin(folder: Path, plan: dict[str, Any], prompt: list[int]) -> None:
     with (folder / "begun.jsonl").open("a") as file:
         file.write(json.dumps({"pid": os.getpid(), "prompt": prompt, "time": time.time()}) + "\n")
     until = time.monotonic() + WAIT
-    while len(list(folder.glob("loaded-*"))) < 2 and time.monotonic() < until:  # else one engine may do it all
+    while not _both(folder, plan) and time.monotonic() < until:  # else one engine may do it all
         time.sleep(0.05)
     time.sleep(plan.get("seconds", 0.0))
     if prompt == plan.get("poison"):
         time.sleep(0.5)  # what was finished before is on its way
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _both(folder: Path, plan: dict[str, Any]) -> bool:
+    """Whether the second engine is there too; one that is to give itself away must have begun a prompt."""
+    there = {pid for pid, _ in begun(folder)} if plan.get("other_device") else set(folder.glob("loaded-*"))
+    return len(there) >= 2
