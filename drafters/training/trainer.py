@@ -31,6 +31,7 @@ FREE_TO_CHANGE = {
     "prompts", "init", "accumulation",
 }  # fmt: skip
 """Options that may differ when a run is resumed: they change its speed or its end, not what it computes."""
+_MANY = 4  # passes over the answers behind which tau rises little
 
 
 class Trainer:
@@ -75,6 +76,7 @@ class Trainer:
         self.step, self.seconds = 0, 0.0  # seconds of all runs, as far as the last line of the log
         self._seconds_before, self._clock = 0.0, 0.0
         self.tau: float | None = None
+        self._best_tau = 0.0  # of this run
         self._generator = torch.Generator(target.device)
         self._steps_per_epoch = max(len(train) // config.batch_size, 1)
         self._epoch: tuple[int, list[list[int]], Tensor] | None = None
@@ -226,6 +228,12 @@ class Trainer:
         recall = " ".join(f"{rate:.2f}" for rate in result.recall)
         log.say(f"step {self.step}: tau on {len(self.heldout)} held-out answers by drafts: {taus}")
         log.say(f"  accepted up to row: {rates}; held by the candidates: {recall}")
+        passes = self.step / self._steps_per_epoch
+        if self.tau <= self._best_tau and passes >= _MANY:
+            log.say(
+                f"  tau no longer rises, and all answers have been seen {passes:.0f} times: more answers will help, not more steps"
+            )
+        self._best_tau = max(self.tau, self._best_tau)
 
     def _save(self) -> None:
         if self.rank == 0:

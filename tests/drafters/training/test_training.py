@@ -18,6 +18,7 @@ from drafters.dflash.checkpoint import read_checkpoint, write_checkpoint
 from drafters.dflash.config import DFlashConfig
 from drafters.training import finish, state
 from drafters.training.config import TrainConfig
+from drafters.training.dataset import read_answers
 from drafters.training.log import TrainLog
 from drafters.training.optimizer import MasterOptimizer
 from drafters.training.stages import run_stages
@@ -72,6 +73,15 @@ def figures(folder: Path) -> list[tuple[str, ...]]:
 def report(folder: Path) -> dict[str, Any]:
     content: dict[str, Any] = json.loads((folder / "run" / "report.json").read_text())
     return content
+
+
+def test_a_run_says_when_answers_are_too_few(answered: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a run that goes on learning its answers by heart without a word, and one that is told so too early."""
+    config = toy_config(answered, lr=1e-12, max_steps=None, epochs=6.0, eval_every=0.0, log_every=1000)
+    steps = len(read_answers(answered / "run" / "answers", "train")) // config.batch_size
+    assert run_stages(("train",), replace(config, log_every=steps))
+    said = [line for line in capsys.readouterr().err.splitlines() if "tau no longer rises" in line]
+    assert [line.split("seen ")[1].split(" times")[0] for line in said] == ["4", "5", "6"]
 
 
 def test_a_run_ends_with_a_drafter_that_does_in_the_engine_what_training_said(toy: Path) -> None:
