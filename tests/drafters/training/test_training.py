@@ -75,13 +75,17 @@ def report(folder: Path) -> dict[str, Any]:
     return content
 
 
-def test_a_run_says_when_answers_are_too_few(answered: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a run that goes on learning its answers by heart without a word, and one that is told so too early."""
-    config = toy_config(answered, lr=1e-12, max_steps=None, epochs=6.0, eval_every=0.0, log_every=1000)
+@pytest.mark.parametrize("lr", [1e-12, 0.005])
+def test_a_run_says_when_answers_are_too_few(answered: Path, capsys: pytest.CaptureFixture[str], lr: float) -> None:
+    """Catches a run that goes on learning its answers by heart without a word, one that is told so too early, or while it gains."""
+    config = toy_config(answered, lr=lr, max_steps=None, epochs=6.0, eval_every=0.0)
     steps = len(read_answers(answered / "run" / "answers", "train")) // config.batch_size
     assert run_stages(("train",), replace(config, log_every=steps))
     said = [line for line in capsys.readouterr().err.splitlines() if "tau no longer rises" in line]
-    assert [line.split("seen ")[1].split(" times")[0] for line in said] == ["4", "5", "6"]
+    taus = [float(row["tau"]) for row in log_rows(answered) if row["tau"]]
+    expected = [str(passes) for passes in (4, 5, 6) if taus[passes] <= max(taus[:passes])]
+    assert [line.split("seen ")[1].split(" times")[0] for line in said] == expected
+    assert len(expected) == 3 if lr < 1e-9 else taus[4] > max(taus[:4])
 
 
 def test_a_run_ends_with_a_drafter_that_does_in_the_engine_what_training_said(toy: Path) -> None:
