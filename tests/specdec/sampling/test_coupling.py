@@ -9,6 +9,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
+from specdec.sampling import noise as noise_module
 from specdec.sampling.candidates import candidates
 from specdec.sampling.noise import Purpose, gumbel, stream, uniform
 from specdec.sampling.sampler import sample
@@ -18,6 +19,12 @@ from specdec.sampling_params import SamplingParams
 V, SEEDS, POSITIONS = 8, 2000, 200
 TARGET = 1.5 * torch.randn(V, generator=torch.Generator().manual_seed(0))
 AT = torch.arange(POSITIONS).expand(SEEDS, -1)
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeping 400,000 short rows takes ten times as long as computing them; `test_sampler` shows that it changes none."""
+    monkeypatch.setattr(noise_module, "REMEMBERED", 0)
 
 
 def sampling_of(temperature: float = 1.0) -> SamplingTensors:
