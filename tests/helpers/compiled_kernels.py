@@ -97,8 +97,8 @@ def use_of(kernel: Any) -> Use:
 def kernels(target: Target, *, every_shape: bool = True) -> Iterator[tuple[str, Any]]:
     """Name and compiled form of every kernel, in shapes of an 8 B model and of the embedded one.
 
-    Without `every_shape` a target that leads has few shapes of attention, and any other just one or two of every kernel whose code
-    its matrix instructions and its memory decide.
+    Without `every_shape` a target that leads has every kernel, and each of what it is compiled for once or twice; any other just
+    one or two of every kernel whose code its matrix instructions and its memory decide.
     """
     whole = every_shape or target.leads
     yield from attention_kernels(target, every_shape=every_shape)
@@ -107,49 +107,62 @@ def kernels(target: Target, *, every_shape: bool = True) -> Iterator[tuple[str, 
         yield from argmax_kernels(target)
         yield from sampler_kernels(target)
     yield from product_kernels(target)
-    yield from expert_kernels(target, whole=whole)
-    yield from packed_kernels(target, whole=whole)
-    yield from recurrence_kernels(target, whole=whole)
+    yield from expert_kernels(target, whole=whole, every_shape=every_shape)
+    yield from packed_kernels(target, whole=whole, every_shape=every_shape)
+    yield from recurrence_kernels(target, whole=whole, every_shape=every_shape)
     if whole:
         yield from tree_kernels(target)
 
 
 def attention_kernels(target: Target, *, every_shape: bool) -> Iterator[tuple[str, Any]]:
-    """Verification by an 8 B model, of a tree and on an 8-bit cache too; a windowed draft block of a small one; float32."""
+    """Verification by an 8 B model, of a tree and on an 8-bit cache too; a windowed draft block of a small one; float32.
+
+    Without `every_shape` a tree stands for a chain, of which it has all, and on CDNA the tree is verified on the 8-bit cache.
+    """
+    lead = every_shape or target.leads
     wide: dict[str, Any] = {"head_dim": 128, "group": 4, "width": 16, "splits": 8}
     small: dict[str, Any] = {"head_dim": 64, "group": 3, "width": 1, "splits": 1, "CAUSAL": False, "WINDOW": 128, "SOFTCAP": True}
-    yield "attention, heads of 128", attention(target, "bf16", **wide)
     tree: dict[str, Any] = {**wide, "tree": True}
-    if every_shape or not target.follows:
+    if lead or target.follows:
+        yield "attention, heads of 128", attention(target, "bf16", **wide)
+    if not every_shape and target.is_cdna:
+        yield "attention of a tree, window, 8-bit cache", attention(target, "bf16", cache=target.eight_bits, WINDOW=1024, **tree)
+    elif every_shape or not target.follows:
         yield "attention of a tree, window", attention(target, "bf16", WINDOW=1024, **tree)
     if every_shape:
         yield "attention of a tree", attention(target, "bf16", **tree)
     if every_shape or target.is_cdna:
         yield "attention, heads of 512", attention(target, "bf16", head_dim=512, group=8, width=8, splits=8)
-    if target.eight_bits and (every_shape or target.is_cdna):
+    if target.eight_bits and every_shape:
         yield "attention, 8-bit cache", attention(target, "bf16", cache=target.eight_bits, **wide)
-    if every_shape or target.assembly == "ptx":
+    if every_shape or target.overlaps:
         yield "attention, heads of 64, window", attention(target, "bf16", **small)
     yield from prefill_kernels(target, every_shape=every_shape)
     if every_shape or target.overlaps:
         yield "attention, float32", attention(target, "fp32", head_dim=64, group=3, width=5, splits=1)
-    yield (
-        "merge of a split context",
-        compile_for(
-            triton_splits._merge_kernel,
-            target.compiler,
-            pointers={"parts": "fp32", "log_sums": "fp32", "output": "bf16"},
-            constants={"HEAD_DIM": 128, "SPLITS": 2, "ROWS": 8, "BLOCK_D": 128, "OVERLAP": target.overlaps},
-        ),
-    )
+    if lead:
+        yield (
+            "merge of a split context",
+            compile_for(
+                triton_splits._merge_kernel,
+                target.compiler,
+                pointers={"parts": "fp32", "log_sums": "fp32", "output": "bf16"},
+                constants={"HEAD_DIM": 128, "SPLITS": 2, "ROWS": 8, "BLOCK_D": 128, "OVERLAP": target.overlaps},
+            ),
+        )
 
 
 def prefill_kernels(target: Target, *, every_shape: bool) -> Iterator[tuple[str, Any]]:
-    """Prompts of an 8 B model, behind what a library has computed where there is one; wide heads with a window; sinks."""
+    """Prompts of an 8 B model, behind what a library has computed where there is one; wide heads with a window; sinks.
+
+    Without `every_shape` heads of 256 are left to where memory is scarcest, and stand there for those of 128.
+    """
+    wide = every_shape or target.compiler[1] in (89, "gfx942", "gfx1201")
     earlier: dict[str, Any] = {} if target.overlaps else {"earlier": None, "earlier_log_sums": None}
-    yield "attention of prompts, heads of 128", prefill(target, head_dim=128, group=4, sinks=None, **earlier)
+    if every_shape or target.leads or not wide:
+        yield "attention of prompts, heads of 128", prefill(target, head_dim=128, group=4, sinks=None, **earlier)
     absent: dict[str, Any] = {"earlier": None, "earlier_log_sums": None}
-    if every_shape or not target.follows:
+    if wide:
         yield (
             "attention of prompts, heads of 256, window",
             prefill(target, head_dim=256, group=2, WINDOW=1024, sinks=None, **absent),
@@ -157,7 +170,8 @@ def prefill_kernels(target: Target, *, every_shape: bool) -> Iterator[tuple[str,
     if every_shape or target.is_cdna:
         yield "attention of prompts, heads of 512", prefill(target, head_dim=512, group=8, sinks=None, **absent)
     if every_shape or target.overlaps:
-        yield "attention of prompts, heads of 64, sinks", prefill(target, head_dim=64, group=8, **absent)
+        window: dict[str, Any] = {} if every_shape else {"WINDOW": 128}
+        yield "attention of prompts, heads of 64, sinks", prefill(target, head_dim=64, group=8, **window, **absent)
     if target.eight_bits and every_shape:
         eight: dict[str, Any] = {"cache": target.eight_bits, "sinks": None, **absent}
         yield "attention of prompts, 8-bit cache", prefill(target, head_dim=128, group=4, **eight)

@@ -16,31 +16,39 @@ GPT_OSS = (2880, 2880, 4, 32)
 """Inputs, width, experts of a row, experts."""
 
 
-def packed_kernels(target: "Target", *, whole: bool) -> Iterator[tuple[str, Any]]:
+def packed_kernels(target: "Target", *, whole: bool, every_shape: bool) -> Iterator[tuple[str, Any]]:
     """Products of an 8 B model, few rows and many, with each code; experts of gpt-oss and of Qwen3-30B-A3B; numbers in memory.
 
-    Or each code once, with few rows, 64 or many; of a target that follows another without experts.
+    Without `every_shape` each code with few rows and with many, but not every number of few ones. Or each code once, with few rows,
+    64 or many, of two targets with the same memory in one of them.
     """
     if not whole:
-        yield "product of 64 rows in e4m3", product(target, "e4m3", 128, 64, gated=True)
-        yield "product of 256 rows in int8", product(target, "int8", 4096, 256)
-        yield "product of 8 rows in int4", product(target, "int4", 128, 8, gated=True, zeros=True)
         if not target.follows:
+            yield "product of 64 rows in e4m3", product(target, "e4m3", 128, 64, gated=True)
             yield "product of 64 rows with experts in e2m1", experts(target, "e2m1", 32, 64, GPT_OSS, "swiglu_oai")
+        if target.follows or target.is_cdna or target.assembly == "ptx":
+            yield "product of 256 rows in int8", product(target, "int8", 4096, 256)
+            rows = 64 if target.assembly == "ptx" else 8  # of 8 it takes a compiler for NVIDIA's long
+            yield f"product of {rows} rows in int4", product(target, "int4", 128, rows, gated=True, zeros=True)
+        if target.is_cdna:
             yield "product of 4,096 rows with experts in e2m1", experts(target, "e2m1", 32, 4096, GPT_OSS, "swiglu_oai")
         return
+    left_out = ("e4m3", 8), ("int8", 64), ("int4", 64)
     cases: tuple[tuple[Code, int, bool, bool], ...]
     cases = ("e4m3", 128, True, False), ("int8", 4096, False, False), ("int4", 128, True, True)
     for code, group, gated, zeros in cases:
         for rows in (8, 64, 256):
-            if rows <= 64 or not gated:
+            if (rows <= 64 or not gated) and (every_shape or (code, rows) not in left_out):
                 yield f"product of {rows} rows in {code}", product(target, code, group, rows, gated=gated, zeros=zeros)
     yield "product of 64 rows in e2m1", product(target, "e2m1", 32, 64, gated=True)
-    yield "product of 256 rows in int4", product(target, "int4", 128, 256)
+    if every_shape:
+        yield "product of 256 rows in int4", product(target, "int4", 128, 256)
     yield "product of 8 rows in e4m3, float16", product(target, "e4m3", 128, 8, dtype="fp16")
     for rows in (1, 64, 4096):
-        yield f"product of {rows:,} rows with experts in e2m1", experts(target, "e2m1", 32, rows, GPT_OSS, "swiglu_oai")
-        yield f"product of {rows:,} rows with experts in e4m3", experts(target, "e4m3", 128, rows, (2048, 768, 8, 128), "silu")
+        if every_shape or rows > 1:
+            yield f"product of {rows:,} rows with experts in e2m1", experts(target, "e2m1", 32, rows, GPT_OSS, "swiglu_oai")
+        if every_shape or rows == 1:
+            yield f"product of {rows:,} rows with experts in e4m3", experts(target, "e4m3", 128, rows, (2048, 768, 8, 128), "silu")
     weight = shell("int4", 128, 4096, 4096, True)
     constants = codes_of(weight, target, zeros=True)
     del constants["ASSEMBLY"]

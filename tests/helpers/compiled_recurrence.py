@@ -26,17 +26,18 @@ INTEGERS = dict.fromkeys(("slots", "starts", "counts", "lengths"), "i64") | {"fi
 FLOATS = {"factors": "fp32", "gates": "fp32", "state": "fp32", "skip": "fp32", "rate": "fp32", "sums": "fp32"}
 
 
-def recurrence_kernels(target: "Target", *, whole: bool) -> Iterator[tuple[str, Any]]:
+def recurrence_kernels(target: "Target", *, whole: bool, every_shape: bool) -> Iterator[tuple[str, Any]]:
     """Layers of Qwen3.5-9B, of a Mamba-2 hybrid and of Kimi Linear: steps, prompts, and what gates their output.
 
-    Or just those that multiply matrices.
+    Or just those that multiply matrices. Without `every_shape` each layer either keeps states of steps or has the final one alone.
     """
     if not whole:
-        yield from chunk_kernels(target, whole=False)
+        yield from chunk_kernels(target, whole=False, every_shape=every_shape)
         return
     for title, sizes in (("delta rule", DELTA), ("Mamba-2", PLAIN), ("decays by key", BY_KEY)):
-        yield f"inputs of a recurrence, {title}", inputs(target, sizes)
-        for final in (False, True):
+        if every_shape or sizes is not DELTA:  # whose prompts have the same
+            yield f"inputs of a recurrence, {title}", inputs(target, sizes)
+        for final in (False, True) if every_shape else (sizes is PLAIN,):
             yield f"recurrence, {title}" + (", final" if final else ""), serial(target, sizes, FINAL=final)
     yield "inputs of a recurrence, prompts", inputs(target, DELTA, ROWS=triton_recurrence_inputs.ROWS_PER_PROGRAM, KEEPS=False)
     yield "recurrence, float32", serial(target, DELTA, "fp32", FINAL=False)
@@ -64,7 +65,7 @@ def recurrence_kernels(target: "Target", *, whole: bool) -> Iterator[tuple[str, 
         )
         yield f"norm with a gate{title}", norm
     constants = {"BLOCK": triton_gated_norm.BLOCK, "OVERLAP": target.overlaps}
-    yield from chunk_kernels(target, whole=True)
+    yield from chunk_kernels(target, whole=True, every_shape=every_shape)
     yield "sigmoid gate", compile_for(triton_gated_norm._sigmoid_gate_kernel, target.compiler, pointers=gates, constants=constants)
 
 
@@ -112,16 +113,18 @@ def serial(target: "Target", sizes: dict[str, Any], dtype: str = "bf16", **const
     )
 
 
-def chunk_kernels(target: "Target", *, whole: bool) -> Iterator[tuple[str, Any]]:
+def chunk_kernels(target: "Target", *, whole: bool, every_shape: bool) -> Iterator[tuple[str, Any]]:
     """Those of prompts, or those of them that multiply matrices in half precision."""
     cases = ("delta rule", DELTA, "bf16"), ("Mamba-2", PLAIN, "bf16"), ("decays by key", BY_KEY, "bf16"), ("float32", DELTA, "fp32")
     for title, sizes, dtype in cases:
         if (dtype == "fp32" or sizes is BY_KEY) and not (target.overlaps or target.is_cdna):
             continue  # it takes a compiler long
-        if not whole and (dtype == "fp32" or (target.assembly == "amdgcn" and sizes is (DELTA if target.follows else PLAIN))):
-            continue  # another of AMD's has it
+        if not whole and (dtype == "fp32" or sizes is (DELTA if target.follows else PLAIN)):
+            continue  # another of its maker's has it
         types = INTEGERS | FLOATS | {"channels": dtype, "output": dtype, "meetings": dtype, "systems": "fp32", "inverses": "fp32"}
         constants: dict[str, Any] = sizes | {"KEYS": 128, "OVERLAP": target.overlaps}
+        if dtype == "fp32" and target.overlaps and not every_shape:  # CDNA has them at full size, in less memory
+            constants |= {"KEY_DIM": 32, "VALUE_DIM": 32, "KEYS": 32}
         if sizes is BY_KEY:
             within = {name: value for name, value in constants.items() if name != "DELTA"}
             kernel = compile_for(
