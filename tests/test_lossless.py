@@ -66,7 +66,7 @@ WAYS = [(drafter, batch, (i + j) % 2) for i, drafter in enumerate(DRAFTERS) for 
 
 
 def ways() -> Iterator[Any]:
-    """Every way for an architecture of each kind; of the others every seventh, so that all meet all drafters and batches in turn."""
+    """Every way for an architecture of each kind; of the others every seventh, so that all drafters and batches have their turn."""
     for number, name in enumerate((*CONFIGS, "deepseek_v3", "glm_moe_dsa", "mistral4")):
         quick = name in QUICK
         for way in WAYS if quick else WAYS[number % 7 :: 7]:

@@ -5,6 +5,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 from torch import distributed as dist
@@ -34,8 +35,8 @@ def process_group(device: torch.device) -> Iterator[torch.device]:
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    if not joined:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if not joined:  # one that has no answers left to write waits for the others, and torchrun ends all where one fails
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(days=1))
     try:
         yield device
     finally:

@@ -40,17 +40,21 @@ def run_stages(stages: tuple[str, ...], config: TrainConfig) -> bool:
     Raises:
         SpecDecError: an input is wrong, the disk is full, the loss is not finite, or tau in the engine is not that of training.
     """
-    for stage in stages:
-        with process_group(resolve_device(config.device)) as device:
-            if stage == "finish" and dist.is_initialized() and dist.get_world_size() > 1:
-                raise InvalidInputError("the finish stage runs in one process; start it without torchrun")
-            complete = {"answers": _answers, "train": _train, "finish": _finish}[stage](config, device)
-        gc.collect()  # a model and its hooks refer to each other, and the next stage needs the memory
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        if not complete:
-            say(f"{stage}: stopped as asked; the same command goes on from here")
-            return False
+    with process_group(resolve_device(config.device)) as device:
+        if "finish" in stages and dist.is_initialized() and (count := dist.get_world_size()) > 1:
+            raise InvalidInputError(
+                f"the finish stage runs in one process and this run has {count}; give them the stages answers and train, "
+                "then run finish without torchrun"
+            )
+        for stage in stages:
+            # None goes on before all have finished: the next stage reads what they have written.
+            complete = _everywhere({"answers": _answers, "train": _train, "finish": _finish}[stage](config, device), device)
+            gc.collect()  # a model and its hooks refer to each other, and the next stage needs the memory
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            if not complete:
+                say(f"{stage}: stopped as asked; the same command goes on from here")
+                return False
     return True
 
 

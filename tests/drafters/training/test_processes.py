@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import distributed as dist
 
+from drafters.training.config import TrainConfig
 from drafters.training.processes import process_group, termination
+from drafters.training.stages import run_stages
 from specdec.cli.main import main
+from specdec.errors import InvalidInputError
 
 
 def test_a_group_that_exists_is_used_and_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,6 +23,18 @@ def test_a_group_that_exists_is_used_and_left(tmp_path: Path, monkeypatch: pytes
         with process_group(torch.device("cpu")) as device:
             assert (device.type, dist.get_world_size()) == ("cpu", 1)
         assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_finish_is_refused_to_several_processes_before_they_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a refusal that comes when the training is done."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+        with pytest.raises(InvalidInputError, match=r"this run has 4; give them the stages answers and train, then run finish"):
+            run_stages(("answers", "train", "finish"), TrainConfig(out=str(tmp_path / "run"), device="cpu"))
+        assert not (tmp_path / "run").exists()
     finally:
         dist.destroy_process_group()
 
