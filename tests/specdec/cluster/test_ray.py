@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -59,7 +60,15 @@ def test_engines_of_a_cluster(subtests: pytest.Subtests, tmp_path: Path) -> None
             with subtests.test(part.__name__):
                 part(context.address_info["gcs_address"], alone, save_tiny(tmp_path / part.__name__))
     finally:
+        for thread in filter(of_ray_data, threading.enumerate()):
+            thread.join(5)
         ray.shutdown()
+
+
+def of_ray_data(thread: threading.Thread) -> bool:
+    """Whether Ray Data has started it; one that found Ray gone would end this process."""
+    started_by = getattr(thread, "_target", None), type(thread)
+    return any(str(getattr(one, "__module__", "")).startswith("ray.data") for one in started_by)
 
 
 def plan(folder: Path, **given: object) -> Path:
