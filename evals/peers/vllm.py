@@ -151,16 +151,19 @@ def _check_drafter(peer: str, config: DFlashConfig, verifier: Verifier) -> None:
         InvalidInputError: the drafter is not plain DFlash.
     """
     scale = verifier.embedding_scale if config.input_embedding_scale is None else config.input_embedding_scale
-    ignored = {
+    unknown = {
         "a sliding window": any(config.windows),
         "causal layers": any(config.causal),
         "sample_from_anchor": config.sample_from_anchor,
         f"an embedding scale of {scale:g}": scale != 1,
         f"an output multiplier of {config.output_multiplier:g}": config.output_multiplier != 1,
         "a softcap": config.final_logit_softcapping is not None,
+        "a head": config.head is not None,
     }
-    if found := [name for name, there in ignored.items() if there]:
-        raise InvalidInputError(f"peer {peer!r}: the drafter has {', '.join(found)}, which vLLM ignores; measure vllm without it")
+    if found := [name for name, there in unknown.items() if there]:
+        raise InvalidInputError(
+            f"peer {peer!r}: the drafter has {', '.join(found)}, which vLLM 0.23 does not know; measure vllm without it"
+        )
 
 
 def load(detail: str | None, *, verifier: Verifier) -> VllmPeer:
@@ -174,9 +177,7 @@ def load(detail: str | None, *, verifier: Verifier) -> VllmPeer:
         raise InvalidInputError(f"peer {name!r} runs on a GPU and the target is on {verifier.device}; leave it out")
     drafter = str(shipped_drafter_path()) if detail in ("smollm2-dflash", "embedded") else detail
     if drafter is not None and "/" not in drafter and not Path(drafter).exists():
-        raise InvalidInputError(
-            f"peer {name!r} names no drafter checkpoint; give a folder, a hub name or smollm2-dflash behind the colon"
-        )
+        raise InvalidInputError(f"peer {name!r} names no drafter checkpoint; give a folder or a hub name behind the colon")
     if other := next(iter(_alive), None):
         raise InvalidInputError(
             f"a process can hold one vLLM engine and has peer {other.name!r}; measure {name!r} in a run of its own"

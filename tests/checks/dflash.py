@@ -7,25 +7,33 @@ Greedy, float32, on the CPU, whole blocks, prompts in the chat template. There: 
 Transformers' module of the target. Here: our engine, several prompts in a batch. The loop there shortens its blocks near the token
 limit, which changes their drafts; it therefore gets a block more than is asked for, and is cut to what was asked. The exit status
 is 1 when a token or an accepted count differs by more than a near-tie, 2 when an argument is wrong or the package is missing.
+
+The package knows no Markov head, such as the shipped drafter has. Of a drafter with a head that it does not know, both sides run
+the backbone alone.
 """
 
 import argparse
 import sys
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import accumulate, chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from drafters.dflash.checkpoint import read_checkpoint, write_checkpoint
+from drafters.dflash.model import DFlashModel
+from drafters.dflash2.selector import SelectorConfig
 from drafters.shipped import shipped_drafter_path
 from evals.prompt_sets import BUNDLED, load_prompt_set
 from specdec.config import CacheConfig, EngineConfig
@@ -95,6 +103,21 @@ def public_generation(drafter: Any, target: Any, prompt: list[int], tokens: int,
     starts = accumulate(found.acceptance_lengths, initial=1)
     emitted = [min(count, tokens - start) for count, start in zip(found.acceptance_lengths, starts, strict=False) if start < tokens]
     return Generation(found.output_ids[0, len(prompt) :].tolist()[:tokens], emitted, gaps)
+
+
+@contextmanager
+def as_the_package_knows_it(folder: Path) -> Iterator[Path]:
+    """The drafter's folder; where the public package does not know its head, that of a copy without it while the context lasts."""
+    config, tensors = read_checkpoint(folder)
+    if config.head is None or isinstance(config.head, SelectorConfig):
+        yield folder
+        return
+    plain = replace(config, head=None, tied_tables=False)
+    with torch.device("meta"):
+        names = DFlashModel(plain).state_dict().keys()
+    with TemporaryDirectory() as place:
+        write_checkpoint(place, plain, {name: tensors[name] for name in names})
+        yield Path(place)
 
 
 def our_generations(decoder: SpecDecoder, prompts: list[list[int]], tokens: int) -> list[Generation]:
@@ -197,10 +220,12 @@ def main(argv: list[str] | None = None) -> int:
         files = {} if args.set == BUNDLED else {args.set: args.set}
         items = load_prompt_set(args.set, files=files, limit=args.prompts).items
         folder = shipped_drafter_path() if args.drafter == "smollm2-dflash" else Path(args.drafter).resolve()
-        decoder = our_decoder(str(folder))
-        drafter = public_drafter(folder)
+        with as_the_package_knows_it(folder) as known:
+            decoder = our_decoder(str(known))
+            drafter = public_drafter(known)
+        part = "" if known == folder else " without its head"
         print(
-            f"drafter {args.drafter}, k = {drafter.block_size - 1}, set {args.set}, {args.tokens} tokens each;"
+            f"drafter {args.drafter}{part}, k = {drafter.block_size - 1}, set {args.set}, {args.tokens} tokens each;"
             f" dflash {version('dflash')}, torch {torch.__version__}, transformers {version('transformers')}",
             flush=True,
         )

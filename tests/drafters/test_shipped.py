@@ -7,12 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 from drafters import shipped
 from drafters.dflash.checkpoint import read_checkpoint
 from drafters.dflash.drafter import DFlashDrafter
 from drafters.ngram import NGramDrafter
 from drafters.shipped import load_shipped, shipped_drafter_path
+from drafters.training.config import build_config
+from drafters.training.heads import new_head
 from evals.bench.bench import Bench
 from evals.bench.config import BenchConfig
 from evals.prompt_sets import load_prompt_set
@@ -36,8 +40,16 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def of_its_shape(name: str) -> FakeVerifier:
-    """A target that the shipped drafter fits."""
-    verifier = FakeVerifier()
+    """A target that the shipped drafter fits; the tables of its head are made of zeros."""
+
+    class Fitting(FakeVerifier):
+        def embed(self, token_ids: Tensor) -> Tensor:
+            return torch.zeros(*token_ids.shape, self.hidden_size)
+
+        def head(self, hidden: Tensor) -> Tensor:
+            return torch.zeros(*hidden.shape[:-1], self.vocab_size)
+
+    verifier = Fitting()
     verifier.name, verifier.num_layers, verifier.hidden_size, verifier.vocab_size = name, 30, 576, 49152
     return verifier
 
@@ -54,6 +66,13 @@ def test_the_files_are_those_of_the_card() -> None:
     assert (config.block_size, config.num_hidden_layers, config.verifier_name) == (16, 5, "embedded")
     assert (config.num_target_layers, config.hidden_size, config.vocab_size) == (30, 576, 49152)
     assert all(tensor.isfinite().all() for tensor in tensors.values())
+
+
+def test_its_recipe_makes_a_drafter_with_its_head() -> None:
+    """Catches options that this version no longer knows, and a recipe of another drafter."""
+    recipe = build_config({"out": "x"}, str(shipped_drafter_path() / "recipe.toml"))
+    config = read_checkpoint(shipped_drafter_path())[0]
+    assert (new_head(recipe), recipe.tied_tables) == (config.head, config.tied_tables)
 
 
 @pytest.mark.parametrize("name", ["auto", "smollm2-dflash", "embedded"])

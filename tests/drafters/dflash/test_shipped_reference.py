@@ -1,8 +1,10 @@
-"""The shipped drafter in the public `dflash` package: the same tokens and accepted counts as in our engine.
+"""The shipped drafter's backbone in the public `dflash` package: the same tokens and accepted counts as in our engine.
 
-`python -m tests.checks.dflash` does the same on more prompts.
+The package knows no Markov head. `python -m tests.checks.dflash` does the same on more prompts.
 """
 
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 from drafters.shipped import shipped_drafter_path
 from evals.prompt_sets import load_prompt_set
 from specdec.decoder import SpecDecoder
-from tests.checks.dflash import Generation, Tally, check, compare, our_decoder, public_drafter
+from tests.checks.dflash import Generation, Tally, as_the_package_knows_it, check, compare, our_decoder, public_drafter
 
 pytest.importorskip("dflash.model")
 
@@ -21,13 +23,20 @@ CHATS = {item.item_id: item.turns[0] for item in load_prompt_set("bundled").item
 
 
 @pytest.fixture(scope="module")
-def public() -> Any:
-    return public_drafter(shipped_drafter_path())
+def backbone() -> Iterator[Path]:
+    with as_the_package_knows_it(shipped_drafter_path()) as folder:
+        assert folder != shipped_drafter_path()
+        yield folder
 
 
 @pytest.fixture(scope="module")
-def decoder() -> SpecDecoder:
-    return our_decoder("embedded")
+def public(backbone: Path) -> Any:
+    return public_drafter(backbone)
+
+
+@pytest.fixture(scope="module")
+def decoder(backbone: Path) -> SpecDecoder:
+    return our_decoder(str(backbone))
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import torch
 
 from drafters.dflash.checkpoint import read_checkpoint
 from drafters.dflash.model import DFlashModel
+from drafters.dflash.tied import expanded
 from drafters.shipped import shipped_drafter_path
 from drafters.training.config import TrainConfig
 from drafters.training.dataset import Answer, AnswerSet
@@ -31,7 +32,7 @@ def test_the_forecast_of_the_shipped_drafter_is_what_the_engine_does() -> None:
     )
     shipped, tensors = read_checkpoint(shipped_drafter_path())
     model = DFlashModel(shipped)
-    model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+    model.load_state_dict({name: tensor.float() for name, tensor in expanded(tensors, verifier).items()})
     target = Target(verifier, shipped.target_layer_ids)
     for temperature in (0.0, 1.0):
         asked = [Answer(prompt, (), temperature=temperature, seed=seed) for seed, prompt in enumerate(prompts)]

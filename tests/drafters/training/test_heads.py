@@ -33,7 +33,7 @@ def test_recipes_are_read(path: Path) -> None:
     """And say what they are called after."""
     config = build_config({"out": "x"}, str(path))
     algorithm = "dflash" if (head := new_head(config)) is None else head.algorithm
-    assert algorithm == {"small_target": "dflash2"}.get(path.stem, path.stem)
+    assert algorithm == {"small_target": "dspark"}.get(path.stem, path.stem)
 
 
 @pytest.mark.parametrize("head", [MarkovConfig(3), SelectorConfig(3, 8)])
