@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from math import ceil
@@ -135,12 +135,13 @@ class Pool:
                 ),
                 **self._resources,
             )
-            for text in data.iter_rows():
-                answer = Answer.from_json(text["answer"])
-                check_same(expected or {}, answer.origin, answer.node)
-                expected = answer.origin
-                waiting.remove(answer.key)
-                yield answer
+            with closing(iter(data.iter_rows())) as texts:  # else its threads outlive an error, which holds this frame
+                for text in texts:
+                    answer = Answer.from_json(text["answer"])
+                    check_same(expected or {}, answer.origin, answer.node)
+                    expected = answer.origin
+                    waiting.remove(answer.key)
+                    yield answer
         if waiting:
             raise SpecDecError(f"Ray ended the run and {len(waiting)} of {len(rows)} prompts have no answer; run again")
 

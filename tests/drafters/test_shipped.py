@@ -139,10 +139,9 @@ def test_provenance_holds_the_drafters_hash() -> None:
 
 @pytest.mark.slow
 def test_it_drafts_well_for_the_embedded_model() -> None:
-    """Loaded by default, in float32: the same tokens as plain decoding, and tau near the 4.27 that it had when it was added.
+    """Loaded by default, in float32: the same tokens as plain decoding, and tau near the 4.48 that it had when it was added.
 
-    Catches a mask token, rows or an attention mask that changed their meaning: outputs stay right, and tau falls, to 3.08 where
-    the block is made causal.
+    Catches weights that are read as something else: outputs stay right, and tau falls, to 2.0 with another mask token.
     """
     engine = EngineConfig(max_num_seqs=4, max_model_len=512, num_draft_tokens=15, cache=CacheConfig(memory_bytes=2**28))
     decoder = SpecDecoder.from_pretrained(device="cpu", dtype="float32", engine=engine)
@@ -151,7 +150,7 @@ def test_it_drafts_well_for_the_embedded_model() -> None:
     assert isinstance(plain, list)
     assert isinstance(drafted, list)
     assert [result.token_ids for result in drafted] == [result.token_ids for result in plain]
-    assert pooled(result.stats for result in drafted).tau >= 3.5
+    assert pooled(result.stats for result in drafted).tau >= 4.0
 
 
 @pytest.mark.slow
