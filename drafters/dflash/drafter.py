@@ -270,7 +270,7 @@ def load_dflash(path: str | Path | None, *, verifier: Verifier) -> DFlashDrafter
 
     Raises:
         InvalidInputError: no path.
-        CheckpointError: see `read_checkpoint`.
+        CheckpointError: see `read_checkpoint`, or it does not fit the target.
     """
     if path is None:
         raise InvalidInputError("the dflash drafter needs a checkpoint; give its folder or hub name")
@@ -282,5 +282,8 @@ def load_dflash(path: str | Path | None, *, verifier: Verifier) -> DFlashDrafter
             own_head="lm_head.weight" in tensors,
             own_mask="mask_embedding" in tensors,
         )
-    model.load_state_dict(expanded(tensors, verifier) if config.tied_tables else tensors, assign=True)
+    if config.tied_tables:
+        check_fit(config, verifier, borrows=True)
+        tensors = expanded(tensors, verifier)
+    model.load_state_dict(tensors, assign=True)
     return DFlashDrafter(model, verifier)

@@ -89,7 +89,7 @@ def test_a_target_that_would_run(capsys: pytest.CaptureFixture[str], tmp_path: P
 def test_the_embedded_model_and_its_drafter(capsys: pytest.CaptureFixture[str]) -> None:
     said = doctor(capsys, "embedded")
     assert said["cache"].endswith("22.5 KiB per token") and said["weights"].startswith("0.3 GB")
-    assert said["drafter"].startswith("smollm2-dflash: dflash, ") and said["drafter"].endswith("fits")
+    assert said["drafter"].startswith("smollm2-dflash: dspark, ") and said["drafter"].endswith("fits")
     assert doctor(capsys, "embedded", "--drafter", "none")["drafter"] == "none"
 
 
