@@ -85,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
     from drafters.checkpoint import CONFIG, read_json
     from drafters.dflash.checkpoint import read_checkpoint
     from drafters.dflash.coupling import Coupling
+    from drafters.dflash.drafter import check_fit
 
     config, load = CoupleConfig(**from_options(CoupleConfig, args)), LoadConfig(**from_options(LoadConfig, args))
     folder = Path(args.drafter).expanduser()
@@ -100,7 +101,10 @@ def run(args: argparse.Namespace) -> int:
     ones = ((1.0,) * shape.max_draft_tokens,) * len(temperatures)
     replace(shape, coupling=Coupling(temperatures, ones, ones))  # what could not be written must not wait for the answers
     texts = _prompts(config)
-    answers = _answers(config, load_decoder(args, None, EngineConfig(max_num_seqs=config.max_num_seqs)), texts, temperatures)
+    decoder = load_decoder(args, None, EngineConfig(max_num_seqs=config.max_num_seqs))
+    check_fit(shape, decoder.verifier, borrows=True)
+    answers = _answers(config, decoder, texts, temperatures)
+    del decoder
     gc.collect()  # the target is loaded once more
     coupling = _fitted(config, load, shape, tensors, answers)
     write_text(folder / CONFIG, json.dumps(read_json(folder / CONFIG) | {"coupling": coupling.json()}, indent=2) + "\n")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from drafters.dflash.checkpoint import read_checkpoint
 from drafters.dflash.config import DFlashConfig, default_taps
 from drafters.dflash.convolution import DFlashConvolution
+from drafters.dflash.drafter import check_fit
 from drafters.dflash.model import DFlashModel
 from drafters.dflash.tied import checkpoint_names, tie
 from drafters.training.config import TrainConfig
@@ -23,7 +24,7 @@ def make_drafter(config: TrainConfig, verifier: Any, tokenizer: Any) -> DFlashMo
 
     Raises:
         InvalidInputError: a tap or the mask token does not suit the target.
-        CheckpointError: `init` cannot be read.
+        CheckpointError: `init` cannot be read, or was made for another target.
     """
     known: dict[str, Tensor] = {}
     if config.init is None:
@@ -37,6 +38,7 @@ def make_drafter(config: TrainConfig, verifier: Any, tokenizer: Any) -> DFlashMo
             )
         if peculiar := shape.untrainable(known):
             raise InvalidInputError(f"drafter {config.init!r} has {peculiar}, which training does not know; leave --init out")
+        check_fit(shape, verifier, borrows=True)
         _check_taps(shape.target_layer_ids, verifier)
         shape = replace(shape, coupling=None)  # it was fitted to what the drafter said before
     model = DFlashModel(_with_options(shape, config))

@@ -176,3 +176,15 @@ def test_refusals(toy: Path, capsys: pytest.CaptureFixture[str], arguments: Call
         write_drafter(toy / "scaled", output_multiplier=0.5)
     assert arguments(toy) == 2
     assert message in capsys.readouterr().err
+
+
+def test_another_target_is_refused_before_it_answers(
+    toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of as many layers and another width; the drafter's config is as it was."""
+    write_drafter(tmp_path / "wide", hidden_size=64, head_dim=16)
+    before = (tmp_path / "wide" / "config.json").read_text()
+    monkeypatch.setattr("drafters.training.couple._answers", lambda *_: pytest.fail("the target answers"))
+    assert couple(toy, drafter=str(tmp_path / "wide")) == 2
+    assert "its hidden size 64 cannot share embeddings of width 32" in capsys.readouterr().err
+    assert (tmp_path / "wide" / "config.json").read_text() == before

@@ -346,6 +346,14 @@ def test_a_drafter_that_does_not_suit_the_target_is_refused(answered: Path, chan
         run_stages(("train",), toy_config(answered, **changes))
 
 
+def test_a_drafter_of_another_target_is_no_beginning(toy: Path, answered: Path, tmp_path: Path) -> None:
+    """One of another vocabulary, which nothing else in a run looks at before its weights are wrong."""
+    config, tensors = read_checkpoint(toy / "run" / "drafter")
+    write_checkpoint(tmp_path / "other", replace(config, vocab_size=65), tensors)
+    with pytest.raises(CheckpointError, match="its vocabulary has 65 tokens, the target's 64"):
+        run_stages(("train",), toy_config(answered, init=str(tmp_path / "other")))
+
+
 def test_a_run_can_start_from_an_earlier_drafter(toy: Path, answered: Path) -> None:
     """Catches `init` weights that are dropped."""
     run_stages(("train",), toy_config(answered, init=str(toy / "run" / "drafter"), max_steps=1, lr=1e-9))
