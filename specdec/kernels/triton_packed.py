@@ -25,6 +25,8 @@ MOST_ROWS = 64
 """Rows whose bits do not depend on their number."""
 ROWS_AT_ONCE = 32
 """Rows of a program with lanes; more take more programs, which would otherwise run out of memory for what they load ahead."""
+SOME_ROWS = 16
+"""Rows that are multiplied with the columns of a few, or not many more."""
 MOST_TILED_ROWS = 256
 """Rows up to which reading codes again for every tile of rows is cheaper than writing numbers and reading those."""
 SLICE_BYTES = 32 * 2**20
@@ -32,7 +34,7 @@ SLICE_BYTES = 32 * 2**20
 
 
 class Wide(NamedTuple):
-    """What a tile has for more than 8 rows; none of it is the order of a sum."""
+    """What a tile has for more than 8 rows, or more than `SOME_ROWS`; none of it is the order of a sum."""
 
     columns: int
     rows: int  # of a program at most
@@ -49,16 +51,21 @@ class Tile(NamedTuple):
     splits: int = 1  # programs among which the inputs are divided, where the caller can add up
     near: bool = False  # rows of several are kept in the L1 cache, for programs beside this one
     direct: bool = False  # codes come straight to registers, see `specdec.kernels.triton_packed_lanes`; depth is the most at once
-    wide: Wide | None = None  # if direct
+    some: Wide | None = None  # if direct, for 9 to `SOME_ROWS` rows
+    wide: Wide | None = None  # if direct, for more
 
 
 _DIRECT = Tile(16, 4, 1024, direct=True)
 TILES: dict[int, tuple[tuple[int, Tile], ...]] = {
-    8: ((0, Tile(16, 4, 128)),),
+    8: (
+        (16384, _DIRECT._replace(depth=512, some=Wide(16, 16, 256), wide=Wide(16, 32, 128))),
+        (6144, _DIRECT._replace(depth=512, wide=Wide(32, 32, 128))),
+        (0, _DIRECT._replace(depth=512, splits=2, some=Wide(32, 16, 256), wide=Wide(32, 32, 128))),
+    ),
     4: (
-        (16384, _DIRECT._replace(wide=Wide(16, 32, 128))),
+        (16384, _DIRECT._replace(some=Wide(16, 16, 256), wide=Wide(16, 32, 128))),
         (6144, _DIRECT._replace(wide=Wide(32, 16, 256))),
-        (0, _DIRECT._replace(splits=2, wide=Wide(32, 16, 128))),
+        (0, _DIRECT._replace(splits=2, some=Wide(32, 16, 256), wide=Wide(32, 16, 128))),
     ),
 }
 """By bits of a code and least columns of the weight, gate and up counted both, the first that a weight has: what was fastest on an
@@ -68,8 +75,8 @@ numbers of rows have the same; columns may differ."""
 AMD_TILES: dict[int, tuple[tuple[int, Tile], ...]] = dict.fromkeys((4, 8), ((0, Tile(16, 4, 128)),))
 """On AMD's chips, whose matrix instructions take operands in another order; nobody has measured there."""
 
-MOST_SPLIT_INPUTS = 4096
-"""Of a program whose tile has splits, and whose codes come directly: a lane then asks for all of its codes at once."""
+MOST_SPLIT_INPUTS = {8: 8192, 4: 4096}
+"""By bits, of a program whose tile has splits and whose codes come directly: a lane asks for many of its codes at once."""
 
 MOST_SCALES = 8
 """Of a column and lane that are asked for at once with their codes: more would not fit into registers."""
@@ -126,6 +133,8 @@ def tile_for(code: Code, columns: int, inputs: int, *, may_split: bool, amd: boo
 
     >>> [tile_for("int4", 4096, inputs, may_split=True).splits for inputs in (4096, 12288)]
     [2, 3]
+    >>> [tile_for("e4m3", 4096, inputs, may_split=True).splits for inputs in (4096, 12288)]
+    [2, 2]
     >>> tile_for("int4", 4096, 4096, may_split=False).splits
     1
     """
@@ -133,7 +142,7 @@ def tile_for(code: Code, columns: int, inputs: int, *, may_split: bool, amd: boo
     tile = next(tile for least, tile in (AMD_TILES if amd else TILES)[bits] if columns >= least)
     if not may_split:
         return tile._replace(splits=1)
-    least = triton.cdiv(inputs, MOST_SPLIT_INPUTS) if tile.direct and tile.splits > 1 else 1
+    least = triton.cdiv(inputs, MOST_SPLIT_INPUTS[bits]) if tile.direct and tile.splits > 1 else 1
     return tile._replace(splits=max(tile.splits, least))
 
 
@@ -228,8 +237,9 @@ def launch_of(weight: PackedWeight, tile: Tile, rows: int, memory: int, *, gated
     padded = max(least, triton.next_power_of_2(rows))
     columns, depth, stages = tile.columns, tile.depth, 1
     if tile.direct:
-        if tile.wide is not None and rows > 8:
-            columns, padded, depth = tile.wide.columns, min(padded, tile.wide.rows), tile.wide.depth
+        wide = (tile.some if rows <= SOME_ROWS else tile.wide) if rows > 8 else None
+        if wide is not None:
+            columns, padded, depth = wide.columns, min(padded, wide.rows), wide.depth
         depth = min(depth, MOST_SCALES * weight.group)
     else:
         padded = min(padded, ROWS_AT_ONCE if tile.lanes > 1 else MOST_ROWS)
