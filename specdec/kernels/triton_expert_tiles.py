@@ -175,6 +175,6 @@ def multiply_packed(
     zeros = None if zero is None else zero + number * GROUPS
     total, up = packed_sums(
         x + row * x_stride, real[None, :], words + number * ROW_WORDS, scale + number * GROUPS, zeros, 0,
-        WIDTH, INPUTS, ROW_WORDS, CODE, MIDDLE, GROUP, RUN, GATED, DEPTH, LANES, 1, False, ASSEMBLY,
+        WIDTH, INPUTS, ROW_WORDS, CODE, MIDDLE, GROUP, RUN, GATED, DEPTH, LANES, 1, ASSEMBLY,
     )  # fmt: skip
     _finish(total, up, bias, factors, output, expert, pair, real, column, num_pairs, WIDTH, TOP_K, ACTIVATION, BY_RANK)

@@ -25,8 +25,8 @@ MOST_ROWS = 64
 """Rows whose bits do not depend on their number."""
 ROWS_AT_ONCE = 32
 """Rows of a program with lanes; more take more programs, which would otherwise run out of memory for what they load ahead."""
-SOME_ROWS = 16
-"""Rows that are multiplied with the columns of a few, or not many more."""
+MEDIUM_ROWS = 16
+"""Rows up to which a tile's `medium` serves, and `wide` beyond."""
 MOST_TILED_ROWS = 256
 """Rows up to which reading codes again for every tile of rows is cheaper than writing numbers and reading those."""
 SLICE_BYTES = 32 * 2**20
@@ -34,7 +34,7 @@ SLICE_BYTES = 32 * 2**20
 
 
 class Wide(NamedTuple):
-    """What a tile has for more than 8 rows, or more than `SOME_ROWS`; none of it is the order of a sum."""
+    """What a tile has for more than 8 rows; none of it is the order of a sum."""
 
     columns: int
     rows: int  # of a program at most
@@ -49,23 +49,22 @@ class Tile(NamedTuple):
     depth: int  # inputs of a lane per iteration, as far as the weight's runs allow
     stages: int = 4  # most iterations under way at once
     splits: int = 1  # programs among which the inputs are divided, where the caller can add up
-    near: bool = False  # rows of several are kept in the L1 cache, for programs beside this one
     direct: bool = False  # codes come straight to registers, see `specdec.kernels.triton_packed_lanes`; depth is the most at once
-    some: Wide | None = None  # if direct, for 9 to `SOME_ROWS` rows
+    medium: Wide | None = None  # if direct, for 9 to `MEDIUM_ROWS` rows
     wide: Wide | None = None  # if direct, for more
 
 
 _DIRECT = Tile(16, 4, 1024, direct=True)
 TILES: dict[int, tuple[tuple[int, Tile], ...]] = {
     8: (
-        (16384, _DIRECT._replace(depth=512, some=Wide(16, 16, 256), wide=Wide(16, 32, 128))),
+        (16384, _DIRECT._replace(depth=512, medium=Wide(16, 16, 256), wide=Wide(16, 32, 128))),
         (6144, _DIRECT._replace(depth=512, wide=Wide(32, 32, 128))),
-        (0, _DIRECT._replace(depth=512, splits=2, some=Wide(32, 16, 256), wide=Wide(32, 32, 128))),
+        (0, _DIRECT._replace(depth=512, splits=2, medium=Wide(32, 16, 256), wide=Wide(32, 32, 128))),
     ),
     4: (
-        (16384, _DIRECT._replace(some=Wide(16, 16, 256), wide=Wide(16, 32, 128))),
+        (16384, _DIRECT._replace(medium=Wide(16, 16, 256), wide=Wide(16, 32, 128))),
         (6144, _DIRECT._replace(wide=Wide(32, 16, 256))),
-        (0, _DIRECT._replace(splits=2, some=Wide(32, 16, 256), wide=Wide(32, 16, 128))),
+        (0, _DIRECT._replace(splits=2, medium=Wide(32, 16, 256), wide=Wide(32, 16, 128))),
     ),
 }
 """By bits of a code and least columns of the weight, gate and up counted both, the first that a weight has: what was fastest on an
@@ -76,7 +75,7 @@ AMD_TILES: dict[int, tuple[tuple[int, Tile], ...]] = dict.fromkeys((4, 8), ((0, 
 """On AMD's chips, whose matrix instructions take operands in another order; nobody has measured there."""
 
 MOST_SPLIT_INPUTS = {8: 8192, 4: 4096}
-"""By bits, of a program whose tile has splits and whose codes come directly: a lane asks for many of its codes at once."""
+"""By bits, of a program whose tile has splits and whose codes come directly; a lane then asks for many of them at once."""
 
 MOST_SCALES = 8
 """Of a column and lane that are asked for at once with their codes: more would not fit into registers."""
@@ -237,7 +236,7 @@ def launch_of(weight: PackedWeight, tile: Tile, rows: int, memory: int, *, gated
     padded = max(least, triton.next_power_of_2(rows))
     columns, depth, stages = tile.columns, tile.depth, 1
     if tile.direct:
-        wide = (tile.some if rows <= SOME_ROWS else tile.wide) if rows > 8 else None
+        wide = (tile.medium if rows <= MEDIUM_ROWS else tile.wide) if rows > 8 else None
         if wide is not None:
             columns, padded, depth = wide.columns, min(padded, wide.rows), wide.depth
         depth = min(depth, MOST_SCALES * weight.group)
@@ -254,7 +253,6 @@ def launch_of(weight: PackedWeight, tile: Tile, rows: int, memory: int, *, gated
         "DEPTH": depth,
         "LANES": tile.lanes,
         "SPLITS": tile.splits,
-        "NEAR": tile.near and rows > 1,
         "DIRECT": tile.direct,
         "num_warps": tile.lanes if tile.lanes > 1 else 4,
         "num_stages": stages,

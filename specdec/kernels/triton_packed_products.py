@@ -44,7 +44,6 @@ def _add_piece(
     ROW_WORDS: tl.constexpr,
     UNEVEN: tl.constexpr,  # there may be fewer inputs
     GATED: tl.constexpr,
-    NEAR: tl.constexpr,  # inputs are kept in the L1 cache, for programs beside this one
     ASSEMBLY: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Both sums and the products of a span of inputs with their weights."""
@@ -67,7 +66,7 @@ def _add_piece(
         there = mask
         if UNEVEN:
             there = mask & tl.expand_dims(tl.arange(0, RUN) < INPUTS - begin - i * RUN, -1)
-        values = tl.load(inputs + i * RUN, mask=there, other=0.0, cache_modifier=".ca" if NEAR else "")
+        values = tl.load(inputs + i * RUN, mask=there, other=0.0)
         if WHOLE:
             total = tl.dot(numbers[i], values, total)
             if GATED:
@@ -113,7 +112,6 @@ def packed_sums(
     DEPTH: tl.constexpr,
     LANES: tl.constexpr,
     SPLITS: tl.constexpr,
-    NEAR: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Products of rows with columns, float32 [COLUMNS, ROWS], and with those as far behind as `up` is; the same without one."""
@@ -146,7 +144,7 @@ def packed_sums(
         for piece in tl.static_range(DEPTH // SPAN):
             total, up = _add_piece(
                 total, up, tiles + piece * RUN, inputs + piece * SPAN, real, scales, zeros, first + step + piece * SPAN,
-                CODE, MIDDLE, INPUTS, GROUP, WHOLE, RUN, SIDE, ROW_WORDS, UNEVEN, GATED, NEAR, ASSEMBLY,
+                CODE, MIDDLE, INPUTS, GROUP, WHOLE, RUN, SIDE, ROW_WORDS, UNEVEN, GATED, ASSEMBLY,
             )  # fmt: skip
         tiles += DEPTH // COUNT
         inputs += DEPTH
@@ -184,7 +182,6 @@ def packed_kernel(
     DEPTH: tl.constexpr,
     LANES: tl.constexpr,
     SPLITS: tl.constexpr,
-    NEAR: tl.constexpr,
     DIRECT: tl.constexpr,  # see `specdec.kernels.triton_packed.Tile`
     AHEAD: tl.constexpr,
     ASSEMBLY: tl.constexpr,
@@ -216,7 +213,7 @@ def packed_kernel(
         await_previous(OVERLAP)
         total, up = packed_sums(
             rows, there, places, scale + column * GROUPS, zeros, split,
-            WIDTH, INPUTS, ROW_WORDS, CODE, MIDDLE, GROUP, RUN, GATED, DEPTH, LANES, SPLITS, NEAR, ASSEMBLY,
+            WIDTH, INPUTS, ROW_WORDS, CODE, MIDDLE, GROUP, RUN, GATED, DEPTH, LANES, SPLITS, ASSEMBLY,
         )  # fmt: skip
     dtype = output.dtype.element_ty
     if bias is not None:  # of the sum of all splits, so one of them adds it

@@ -70,15 +70,15 @@ def check(got: Tensor, x: Tensor, weight: PackedWeight, bias: Tensor | None, *, 
     assert_as_exact(whole, exact.half(), exact)
 
 
-# One row, some and more than the narrow tile has: every pair of weight, way and number of rows.
-FEW = [(name, how, (1, 5, 40)[(i + j) % 3]) for i, name in enumerate(CASES) for j, how in enumerate(("plain", "gated", "split"))]
+# One row, and some that the medium and the wide tile serve: every pair of weight, way and number of rows.
+FEW = [(name, how, (1, 12, 40)[(i + j) % 3]) for i, name in enumerate(CASES) for j, how in enumerate(("plain", "gated", "split"))]
 
 
 @pytest.mark.parametrize(("name", "how", "rows"), FEW)
 def test_few_rows(monkeypatch: pytest.MonkeyPatch, name: str, how: str, rows: int) -> None:
     """Every code, groups and widths that nothing divides, rows of a wider tensor; sums of splits have one bias; nothing waits."""
     case, gated = CASES[name], how == "gated"
-    tile = Tile(16, 4, 256, splits=2, direct=case.code != "e4m3", some=Wide(16, 16, 128), wide=Wide(32, 16, 128))
+    tile = Tile(16, 4, 256, splits=2, direct=case.code != "e4m3", medium=Wide(16, 16, 128), wide=Wide(32, 16, 128))
     monkeypatch.setattr(triton_packed, "TILES", dict.fromkeys((4, 8), ((0, tile),)))
     triton_packed.tile_for.cache_clear()
     weight, bias = weight_of(case)
