@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from specdec.errors import CheckpointError, InvalidInputError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from drafters.dflash.config import DFlashConfig
 
 LAYOUTS = ("z-lab", "speculators", "sglang")
@@ -20,8 +22,8 @@ example:
   specdec convert RedHatAI/Qwen3-8B-speculator.dflash qwen3-8b-dflash --to z-lab --model Qwen/Qwen3-8B
 
 Every layout that can be loaded can be read. DFlash and its relatives are written in the layouts of z-lab and speculators, EAGLE-3
-in those of sglang and speculators. A layout that has no words for what a drafter does is refused. The card with the license goes
-along.
+in those of sglang and speculators. A layout that has no words for what a drafter does is refused. Tables that a head makes of its
+target's are written whole, for which the target is loaded. The card with the license goes along.
 """
 
 
@@ -55,14 +57,14 @@ def convert(source: str | Path, folder: str | Path, layout: str, *, target: str 
         source: a folder, or a name on the hub.
         folder: to make.
         layout: one of `LAYOUTS`.
-        target: name of the target, from whose config.json come its name and layers where the source does not say them.
+        target: name of the target, from whose config.json come its name and layers where the source does not say them, and from
+            whose weights tied tables; None takes the one that the source names.
 
     Returns:
         What is to be said of who can read it, and of its license, see `drafters.license`; None where there is nothing.
 
     Raises:
-        CheckpointError: see `run`.
-        InvalidInputError: no such layout.
+        SpecDecError: see `run`; or no such layout, or no such target.
     """
     from drafters.algorithms import algorithm_of
     from drafters.checkpoint import CONFIG, find_folder, naming, read_json
@@ -95,7 +97,9 @@ def _convert_dflash(source: Path, folder: Path, layout: str, target: str | None)
     if layout == "sglang":
         raise CheckpointError("SGLang reads DFlash drafters in z-lab's layout; use --to z-lab")
     config, tensors = read_checkpoint(source)
-    if target is not None:
+    if config.tied_tables:
+        config, tensors = _untied(config, tensors, target or config.verifier_name)
+    elif target is not None:
         config = _with_target(config, target)
     words: Layout = "z-lab" if layout == "z-lab" else "speculators"
     write_checkpoint(folder, config, tensors, layout=words)
@@ -110,6 +114,22 @@ def _convert_eagle3(source: Path, folder: Path, layout: str) -> None:
         raise CheckpointError("z-lab's layout has no words for EAGLE-3; use --to sglang or --to speculators")
     config, tensors = read_checkpoint(source)
     write_checkpoint(folder, config, tensors, "sglang" if layout == "sglang" else "speculators")
+
+
+def _untied(config: DFlashConfig, tensors: dict[str, Tensor], name: str | None) -> tuple[DFlashConfig, dict[str, Tensor]]:
+    """The same drafter with whole tables, which other programs can read; made of the target's weights."""
+    import torch
+
+    from drafters.dflash.drafter import check_fit
+    from drafters.dflash.tied import expanded
+    from specdec.registry import VERIFIERS, resolve
+
+    if name is None:
+        raise CheckpointError("the head's tables are made of the target's, and the drafter names none; name it with --model")
+    dtype = next(iter(tensors.values())).dtype
+    verifier, _ = resolve(VERIFIERS, "hf", "verifier")(name, device=torch.device("cpu"), dtype=dtype)
+    check_fit(config, verifier, borrows=True)
+    return replace(config, tied_tables=False), expanded(tensors, verifier)
 
 
 def _with_target(config: DFlashConfig, name: str) -> DFlashConfig:

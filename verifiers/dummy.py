@@ -3,6 +3,7 @@
 It says nothing, and takes as long as the real one: for measuring how fast a shape runs.
 """
 
+import json
 import re
 from itertools import chain
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 from zlib import crc32
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from specdec.attention.selector import select_backend
 from specdec.core import Verifier
@@ -33,6 +36,9 @@ from verifiers.wrappers import text_class, text_config
 
 _LEFT_PLAIN = re.compile(r"\.(in_proj_a|in_proj_b|shared_expert_gate|weights_proj)$")
 """Linear layers of few outputs, which published checkpoints do not quantize."""
+
+_SHARD_BYTES = 4 * 2**30
+"""Of a file of weights; its last tensor may exceed it."""
 
 
 def read_config(path: Path) -> PreTrainedConfig:
@@ -80,6 +86,32 @@ def random_model(config: PreTrainedConfig, device: torch.device, dtype: torch.dt
         if any(part in name for part in wide):
             tensor.data = tensor.data.float()
     return model.eval()
+
+
+@torch.no_grad()
+def write_weights(model: PreTrainedModel, folder: Path, *, wrapped: bool = False) -> None:
+    """Writes the weights of what `random_model` made, so that another system can have the same ones.
+
+    Args:
+        model: whose tensors are published under other names and shapes, which are written.
+        folder: for the safetensors files, and their index.
+        wrapped: name the tensors as within a multimodal checkpoint.
+    """
+    named: dict[str, Tensor] = revert_weight_conversion(model, model.state_dict())
+    if wrapped:
+        named = {re.sub(r"^model\.", "model.language_model.", name): tensor for name, tensor in named.items()}
+    seen, files, shard, size = set[tuple[int, torch.Size]](), dict[str, str](), dict[str, Tensor](), 0
+    for number, (name, tensor) in enumerate(named.items(), start=1):
+        place = tensor.data_ptr(), tensor.shape
+        if place not in seen:  # else it is tied to another one
+            shard[name], size = tensor.to("cpu", copy=True).contiguous(), size + tensor.nbytes
+        seen.add(place)
+        if size >= _SHARD_BYTES or number == len(named):
+            file = f"model-{number}.safetensors"
+            save_file(shard, folder / file, metadata={"format": "pt"})
+            files |= dict.fromkeys(shard, file)
+            shard, size = {}, 0
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}), encoding="utf-8")
 
 
 def dummy_verifier(

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
 from evals.bench.dummy_engine import TREE_DEPTH, WARM_STEPS, OwnSteps, Room
-from evals.peers.vllm_steps import VllmSteps, simulated_routing
+from evals.peers.vllm_steps import VllmSteps
 from evals.report.report import new_report
 from evals.roofline import measured_bandwidth, step_bytes
 from specdec.blocks import BlockShape
 from specdec.config import EngineConfig
-from specdec.core import RoutedExperts, Verifier
+from specdec.core import Verifier
 from specdec.errors import InvalidInputError
 from specdec.kv_cache import bytes_per_slot
 from specdec.parallel.group import group_of
@@ -98,6 +99,7 @@ class DummyBench:
         entries: of its config.json.
         config: what is measured.
         met: different experts that so many rows met, by number of rows; see `verifiers.dummy.experts_met`.
+        weights: folder with the target's weights for the peer, see `verifiers.dummy.write_weights`; None gives it none.
         progress: told what is measured.
 
     Raises:
@@ -111,9 +113,11 @@ class DummyBench:
         config: DummyConfig,
         *,
         met: Mapping[int, float | None] | None = None,
+        weights: Path | None = None,
         progress: Progress | None = None,
     ) -> None:
         self._verifier, self._entries, self._config, self._met = verifier, entries, config, met or {}
+        self._weights = weights
         self._progress = progress or (lambda title: None)
         self._rooms = {(length, count): Room.of(verifier, count, length, config.steps) for length, count in config.cells}
 
@@ -139,7 +143,7 @@ class DummyBench:
             "weight_bytes": verifier.weight_bytes,
             "bandwidth": self._bandwidth,
             "peer": peer.version if peer else None,
-            "experts": self._experts(peer is not None),
+            "experts": self._experts(),
             "rows": [],
         }
         try:
@@ -222,25 +226,19 @@ class DummyBench:
             max_model_len=max(room.max_model_len for room in rooms),
             spare=2 * cache + SPARE,
             ranks=ranks,
+            weights=self._weights,
         )
 
-    def _experts(self, peer: bool) -> dict[str, Any] | None:
-        """How the rows of both sides are sent to experts, and how many they meet; None in a model without."""
+    def _experts(self) -> dict[str, Any] | None:
+        """How many experts rows meet; None in a model without."""
         experts = self._verifier.routed_experts
         if experts is None:
             return None
-        routing = simulated_routing(self._entries) if peer else None
         return {
             "num_experts": experts.num_experts,
             "top_k": experts.top_k,
-            "peer_routing": routing,
             "met": [
-                {
-                    "rows": rows,
-                    "expected": experts.expected(rows),
-                    "measured": self._met.get(rows),
-                    "peer_expected": with_repeats(experts, rows) if routing else None,
-                }
+                {"rows": rows, "expected": experts.expected(rows), "measured": self._met.get(rows)}
                 for rows in self._config.step_rows
             ],
         }
@@ -248,15 +246,6 @@ class DummyBench:
 
 SPARE = 6 * 2**30
 """Bytes of the accelerator for what our engine takes beside weights and cache: prefill, logits and captured steps."""
-
-
-def with_repeats(experts: RoutedExperts, rows: int) -> float:
-    """Experts that rows meet when each of a row's `top_k` is drawn anew and may be one that it has, as vLLM's simulator draws.
-
-    >>> round(with_repeats(RoutedExperts(32, 4, 0), 1), 2)
-    3.82
-    """
-    return experts.num_experts * (1 - (1 - 1 / experts.num_experts) ** (experts.top_k * rows))
 
 
 def _row(seconds: tuple[list[float], list[float]], unit: str, figure: Callable[[float], float]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import argparse
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from specdec.cli.options import say_gpu
@@ -27,7 +28,7 @@ def measure_dummy(args: argparse.Namespace) -> int:
     from evals.report.table import format_report
     from specdec.parallel.group import join_group, rank_device
     from specdec.provenance import dtype_name, origin_of_run, sha256_of
-    from verifiers.dummy import check_way, dummy_rank, dummy_verifier, experts_met, random_model, read_config
+    from verifiers.dummy import check_way, dummy_rank, dummy_verifier, experts_met, random_model, read_config, write_weights
     from verifiers.shape import expert_counts
 
     if args.html:
@@ -61,14 +62,22 @@ def measure_dummy(args: argparse.Namespace) -> int:
         "cache_dtype": cache_dtype(args.kv_dtype, device),
     }
     met: dict[int, float | None] = {}
+    routed = expert_counts(shape) is not None
+    # Which experts rows meet decides how long a step takes, so a peer gets the same ones.
+    weights = TemporaryDirectory(prefix="specdec-weights-") if routed and config.peers else None
     if group is None:
         model = random_model(shape, device, dtype, seed=config.seed)
-        met = {rows: experts_met(model, rows) for rows in config.step_rows} if expert_counts(shape) else {}
+        met = {rows: experts_met(model, rows) for rows in config.step_rows} if routed else {}
+        if weights:
+            _say(f"writing the weights for the peer to {weights.name}")
+            write_weights(model, Path(weights.name), wrapped="text_config" in entries(file))
         verifier = dummy_verifier(model, fp8_prefill=args.prefill_dtype == "auto", quantize=quantize, **choices)
         del model  # the verifier may have taken its weights over
     else:
         if quantize:
             raise InvalidInputError("several ranks have plain random weights; leave out --weights")
+        if weights:
+            raise InvalidInputError("with several ranks a peer's rows would meet other experts than ours; leave out --peer")
         verifier = dummy_rank(shape, group, device, dtype, seed=config.seed, **choices)
     provenance: dict[str, Any] = origin_of_run(verifier) | {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -79,11 +88,15 @@ def measure_dummy(args: argparse.Namespace) -> int:
     }
     speaks = group is None or group.rank == 0
     report: dict[str, Any] | None = None
+    given = Path(weights.name) if weights else None
+    bench = DummyBench(verifier, entries(file), config, met=met, weights=given, progress=_say if speaks else None)
     try:
-        for report in DummyBench(verifier, entries(file), config, met=met, progress=_say if speaks else None).run(provenance):
+        for report in bench.run(provenance):
             if args.out and speaks:
                 write_report(report, Path(args.out))
     finally:
+        if weights:
+            weights.cleanup()
         if report is not None and speaks:
             print(format_report(report))
     return 0

@@ -52,6 +52,7 @@ class Side:
             "speed": self.speed.to_dict(),
             "ratio": self.speed.ratio(plain.speed),
             "acceptance": None if self.peer else pooled(stats).to_dict() | {"mean_tau": mean_tau(stats)},
+            "peer_tau": self.peer.tau if self.peer else None,
             "tau_per_answer": [] if self.peer else [one.tau for one in stats],
             "differing_answers": differing,
             "time_split": self.time_split,

@@ -25,7 +25,7 @@ class LlamaCppPeer:
     """
 
     name = NAME
-    max_concurrency = 1
+    max_concurrency, tau = 1, None
 
     def __init__(self, path: Path, verifier: Verifier) -> None:
         library: Any = require("llama_cpp", "llama-cpp-python", NAME)

@@ -27,11 +27,13 @@ class Peer(Protocol):
         name: as the user gave it.
         version: of the system.
         max_concurrency: conversations it can decode at once; None for any number.
+        tau: tokens per verify step of all that was generated, as it counts them; None where it does not tell.
     """
 
     name: str
     version: str
     max_concurrency: int | None
+    tau: float | None
 
     def generate(self, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams], *, concurrency: int) -> list[list[int]]:
         """Output tokens of every prompt, an end token included, decoding at most `concurrency` of them at a time."""

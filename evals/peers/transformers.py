@@ -28,7 +28,7 @@ class TransformersPeer:
         lookup: draft by prompt lookup, which takes one conversation at a time.
     """
 
-    version = __version__
+    version, tau = __version__, None
 
     def __init__(self, name: str, verifier: Verifier, *, lookup: bool) -> None:
         self.name = name

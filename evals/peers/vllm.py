@@ -11,6 +11,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from weakref import WeakSet
 
+from packaging.version import Version
+
+from drafters.convert import convert
 from drafters.dflash.checkpoint import read_checkpoint
 from drafters.dflash.config import DFlashConfig
 from drafters.shipped import shipped_drafter_path
@@ -22,6 +25,9 @@ from specdec.sampling_params import SamplingParams
 
 MEMORY_SHARE = 0.4
 """Of the accelerator; the other system's weights and cache have to fit beside it."""
+
+KNOWS_HEADS = Version("0.25")
+"""The first release that corrects drafts by a Markov head (DSpark)."""
 
 CONCURRENCY = 256
 """Conversations that vLLM is started for, so that one start serves a sweep."""
@@ -60,20 +66,39 @@ class VllmPeer:
         self.version: str = self._library.__version__
         self._verifier = verifier
         self._options: dict[str, Any] = {}
+        self._written: TemporaryDirectory[str] | None = None
         if drafter is not None:
-            config = read_checkpoint(drafter)[0]
-            _check_drafter(name, config, verifier)
-            self._options["speculative_config"] = {
-                "method": "dflash",
-                "model": str(checkpoint_folder(drafter) or drafter),
-                "num_speculative_tokens": config.max_draft_tokens,
-            }
+            self._options = {"speculative_config": self._speculation(drafter), "disable_log_stats": False}
         folder = checkpoint_folder(verifier.name)
         self._links = None if folder is None else _without_other_weights(folder)
         self._model = self._links.name if self._links else str(folder or verifier.name)
         self._engine: Any = None
         self._most = 0
         self._request_ids = count()
+
+    def _speculation(self, drafter: str) -> dict[str, Any]:
+        """vLLM's options for a drafter, read where it lies; one with a head is written in the layout of speculators before.
+
+        Raises:
+            SpecDecError: the drafter cannot be read, or vLLM would draft otherwise.
+        """
+        config = read_checkpoint(drafter)[0]
+        _check_drafter(self.name, config, self._verifier, self.version)
+        method, model = "dflash", str(checkpoint_folder(drafter) or drafter)
+        if config.head is not None:
+            self._written = TemporaryDirectory(prefix="specdec-vllm-")
+            method, model = "dspark", self._written.name
+            convert(drafter, model, "speculators", target=self._verifier.name if config.tied_tables else None)
+        return {"method": method, "model": model, "num_speculative_tokens": config.max_draft_tokens}
+
+    @property
+    def tau(self) -> float | None:
+        """See `Peer`; an accepted draft behind an output's end counts."""
+        if self._engine is None or not self._options:
+            return None
+        counts = {metric.name: metric.value for metric in self._engine.get_metrics() if hasattr(metric, "value")}
+        steps = counts.get("vllm:spec_decode_num_drafts", 0)
+        return 1 + counts["vllm:spec_decode_num_accepted_tokens"] / steps if steps else None
 
     def generate(self, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams], *, concurrency: int) -> list[list[int]]:
         """See `Peer.generate`. A new conversation begins as soon as one has ended, as in our engine."""
@@ -144,13 +169,14 @@ def _without_other_weights(folder: Path) -> TemporaryDirectory[str] | None:
     return links
 
 
-def _check_drafter(peer: str, config: DFlashConfig, verifier: Verifier) -> None:
-    """Refuses what vLLM 0.23 reads over without an error: it would draft otherwise than the checkpoint means.
+def _check_drafter(peer: str, config: DFlashConfig, verifier: Verifier, version: str) -> None:
+    """Refuses what vLLM reads over without an error: it would draft otherwise than the checkpoint means. Read in 0.23 and 0.26.
 
     Raises:
-        InvalidInputError: the drafter is not plain DFlash.
+        InvalidInputError: the drafter is neither plain DFlash nor, where vLLM knows it, DSpark.
     """
     scale = verifier.embedding_scale if config.input_embedding_scale is None else config.input_embedding_scale
+    knows = Version(version) >= KNOWS_HEADS and config.algorithm == "dspark"
     unknown = {
         "a sliding window": any(config.windows),
         "causal layers": any(config.causal),
@@ -158,11 +184,11 @@ def _check_drafter(peer: str, config: DFlashConfig, verifier: Verifier) -> None:
         f"an embedding scale of {scale:g}": scale != 1,
         f"an output multiplier of {config.output_multiplier:g}": config.output_multiplier != 1,
         "a softcap": config.final_logit_softcapping is not None,
-        "a head": config.head is not None,
+        "a head": config.head is not None and not (knows and getattr(config.head, "kind", None) == "vanilla"),
     }
     if found := [name for name, there in unknown.items() if there]:
         raise InvalidInputError(
-            f"peer {peer!r}: the drafter has {', '.join(found)}, which vLLM 0.23 does not know; measure vllm without it"
+            f"peer {peer!r}: the drafter has {', '.join(found)}, which vLLM {version} does not know; measure vllm without it"
         )
 
 

@@ -18,12 +18,6 @@ from evals.peers.vllm import import_vllm
 from specdec.errors import InvalidInputError
 from specdec.parallel.group import WITHOUT_MULTICAST
 
-ROUTING = "uniform_random"
-"""Strategy of vLLM's routing simulator."""
-
-BIASED_ROUTERS = ("gpt_oss",)
-"""Model types whose rows vLLM's dummy weights, which are small, would all send to the experts that a bias prefers."""
-
 OF_A_RANK = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that tell a process which rank of which group it is."""
 
@@ -42,13 +36,8 @@ def library_for(device: torch.device) -> Any:
     return import_vllm("vllm")
 
 
-def simulated_routing(config: dict[str, Any]) -> str | None:
-    """How vLLM sends the rows of a model with that config to experts where its own random router would not do."""
-    return ROUTING if config.get("model_type") in BIASED_ROUTERS else None
-
-
 class VllmSteps:
-    """vLLM's offline engine with its dummy weights, started when it is made.
+    """vLLM's offline engine, started when it is made.
 
     Args:
         config: the entries of a config.json.
@@ -58,6 +47,7 @@ class VllmSteps:
         max_model_len: most tokens of prompt and output together.
         spare: bytes of each accelerator to leave free beside what is taken already.
         ranks: GPUs that compute the model together, from the first.
+        weights: folder with safetensors files, which gets the config; None takes vLLM's own dummy weights.
 
     Raises:
         InvalidInputError: see `library_for`.
@@ -75,21 +65,22 @@ class VllmSteps:
         max_model_len: int,
         spare: int,
         ranks: int = 1,
+        weights: Path | None = None,
     ) -> None:
-        # Read when its own process starts, which inherits it.
-        os.environ["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"] = simulated_routing(config) or ""
         if ranks > 1:
             for name in [name for name in os.environ if name in OF_A_RANK or name.startswith("TORCHELASTIC_")]:
                 del os.environ[name]  # our group has met; its processes would take them for their own
             os.environ |= WITHOUT_MULTICAST | {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
         self._library = library_for(device)
         self.version: str = self._library.__version__
-        self._folder = TemporaryDirectory(prefix="specdec-vllm-")
-        Path(self._folder.name, "config.json").write_text(json.dumps(config), encoding="utf-8")
+        self._folder = None if weights else TemporaryDirectory(prefix="specdec-vllm-")
+        folder = Path(self._folder.name) if self._folder else weights
+        assert folder is not None
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         free, total = torch.cuda.mem_get_info(device)
         self._engine: Any = self._library.LLM(
-            model=self._folder.name,
-            load_format="dummy",
+            model=str(folder),
+            load_format="auto" if weights else "dummy",
             skip_tokenizer_init=True,
             dtype=str(dtype).removeprefix("torch."),
             max_num_seqs=max_num_seqs,
@@ -113,7 +104,8 @@ class VllmSteps:
     def close(self) -> None:
         """Ends the engine and its process."""
         self._engine.engine_core.shutdown()
-        self._folder.cleanup()
+        if self._folder:
+            self._folder.cleanup()
 
     def _times(self, prompts: Sequence[list[int]], most: int) -> list[float]:
         """Seconds from the first request until every request has 1, 2, ... `most` tokens."""

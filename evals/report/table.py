@@ -25,7 +25,8 @@ def bench_table(report: Report) -> list[str]:
         speed, acceptance = row["speed"]["tokens_per_second"], row["acceptance"]
         plain = row["drafter"] == PLAIN
         limit = row["roofline"]
-        tau = ("", "") if acceptance is None else (f"{acceptance['tau']:.2f}", f"{acceptance['mean_tau']:.2f}")
+        own = (row.get("peer_tau"), None) if acceptance is None else (acceptance["tau"], acceptance["mean_tau"])
+        tau = ["" if one is None else f"{one:.2f}" for one in own]
         rows.append(
             (
                 row["prompt_set"],
@@ -121,16 +122,10 @@ def _experts_met(experts: dict[str, Any] | None, rows: Sequence[dict[str, Any]])
     """How rows were sent to experts, and how many rows had a token of their own: equal ones may choose the same experts."""
     if experts is None:
         return []
-    counts, routing = experts["met"], experts["peer_routing"]
-    lines = [f"experts: {experts['num_experts']} a layer, {experts['top_k']} a row; ours by the router's random weights"]
-    if routing:  # else it has random weights as well
-        lines[0] += f", vLLM's by its simulator ({routing}: each drawn anew, so a row may have one twice)"
-    for one in counts:
+    lines = [f"experts: {experts['num_experts']} a layer, {experts['top_k']} a row, chosen by the router's random weights"]
+    for one in experts["met"]:
         measured = "" if one["measured"] is None else f", {one['measured']:.1f} met by as many random prompts"
-        peer = "" if one["peer_expected"] is None else f"; vLLM {one['peer_expected']:.1f} expected"
-        lines.append(
-            f"  {one['rows']:>5} {'row: ' if one['rows'] == 1 else 'rows:'} {one['expected']:.1f} expected{measured}{peer}"
-        )
+        lines.append(f"  {one['rows']:>5} {'row: ' if one['rows'] == 1 else 'rows:'} {one['expected']:.1f} expected{measured}")
     for row in rows:
         if row["work"] == "plain step" and row["num_reqs"] > 1:
             lines.append(f"  {row['num_reqs']} requests last decoded {row['distinct_tokens']} different tokens")

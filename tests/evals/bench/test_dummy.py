@@ -12,9 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import verifiers.dummy
 from evals import roofline
 from evals.bench import dummy, dummy_engine
-from evals.bench.dummy import DummyBench, DummyConfig, with_repeats
+from evals.bench.dummy import DummyBench, DummyConfig
 from evals.bench.dummy_engine import WARM_STEPS, FreeDrafter, OwnSteps, Room
 from evals.bench.shapes import config_file, names
 from evals.peers import vllm_steps
@@ -24,12 +25,11 @@ from evals.report.report import read_report
 from evals.report.table import format_report
 from specdec.blocks import BlockShape
 from specdec.cli.main import main
-from specdec.core import RoutedExperts
 from specdec.errors import CapacityError, InvalidInputError
 from specdec.parallel.group import WITHOUT_MULTICAST
 from tests.evals.tiny import PROVENANCE
 from tests.helpers.tiny_models import CONFIGS
-from verifiers.dummy import dummy_verifier, random_model, read_config
+from verifiers.dummy import dummy_verifier, random_model, read_config, write_weights
 
 Capture = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
@@ -84,7 +84,6 @@ class FakeVllm:
             monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setattr(vllm_steps, "time", self.clock)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 * 2**30, 140 * 2**30))
-        monkeypatch.setenv("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "")
         monkeypatch.setenv("VLLM_LOGGING_STREAM", "")
 
     def start(self, **options: Any) -> SimpleNamespace:
@@ -216,7 +215,6 @@ def test_timed_steps_of_vllm_have_all_rows_and_nothing_else(vllm: FakeVllm) -> N
     assert vllm.started["load_format"] == "dummy"
     assert (vllm.started["dtype"], vllm.started["max_num_seqs"], vllm.started["max_model_len"]) == ("bfloat16", 3, 64)
     assert vllm.started["config"] == {"vocab_size": 9}
-    assert os.environ["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"] == ""
     assert "limit_mm_per_prompt" not in vllm.started
     assert vllm.started["gpu_memory_utilization"] == pytest.approx(0.5)  # 100 GiB free, 28 to spare and 2 for neither, of 140
     prompts = prompts_of(3)
@@ -242,18 +240,37 @@ def test_a_peer_of_several_ranks_starts_its_own(vllm: FakeVllm, monkeypatch: Pat
     assert os.environ["NCCL_NVLS_ENABLE"] == "0"
 
 
-@pytest.mark.parametrize(
-    ("config", "routing", "told"),
-    [
-        ({"model_type": "gpt_oss"}, "uniform_random", None),
-        ({"model_type": "qwen3_5_moe", "text_config": {}}, "", {"image": 0, "video": 0}),
-    ],
-)
-def test_what_vllm_is_told_of_a_model(vllm: FakeVllm, config: dict[str, Any], routing: str, told: Any) -> None:
-    """Catches rows that all choose the experts that a bias prefers, and a tower that takes memory."""
-    VllmSteps(config, GPU, torch.bfloat16, max_num_seqs=3, max_model_len=64, spare=28 * 2**30)
-    assert os.environ["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"] == routing
-    assert vllm.started.get("limit_mm_per_prompt") == told
+def test_what_vllm_is_told_of_a_multimodal_model(vllm: FakeVllm) -> None:
+    """Catches a tower that takes memory."""
+    VllmSteps({"text_config": {}}, GPU, torch.bfloat16, max_num_seqs=3, max_model_len=64, spare=28 * 2**30)
+    assert vllm.started["limit_mm_per_prompt"] == {"image": 0, "video": 0}
+
+
+def test_vllm_takes_weights_that_lie_in_a_folder(vllm: FakeVllm, tmp_path: Path) -> None:
+    """Catches dummy weights beside which experts would be chosen otherwise, and a folder that a peer takes away."""
+    rooms: Any = {"max_num_seqs": 1, "max_model_len": 64, "spare": 0}
+    VllmSteps({"vocab_size": 9}, GPU, torch.bfloat16, **rooms, weights=tmp_path).close()
+    assert (vllm.started["model"], vllm.started["load_format"]) == (str(tmp_path), "auto")
+    assert vllm.started["config"] == {"vocab_size": 9}
+    assert tmp_path.exists()
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_written_weights_are_those_of_the_model(name: str, tmp_path: Path, monkeypatch: Patch) -> None:
+    """Catches names and shapes that only transformers' modules have."""
+    monkeypatch.setattr(verifiers.dummy, "_SHARD_BYTES", 20_000)
+    model = random_model(CONFIGS[name](), torch.device("cpu"), torch.float32)
+    write_weights(model, tmp_path)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    model.config.save_pretrained(tmp_path)
+    token_ids = torch.tensor([[3, 4, 5, 6]])
+    read = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    model.set_attn_implementation("eager")
+    assert torch.equal(read(token_ids).logits, model(token_ids).logits)
+    write_weights(model, tmp_path, wrapped=True)
+    names = set(json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"])
+    assert "model.language_model.embed_tokens.weight" in names
+    assert all(one.startswith("model.language_model.") for one in names - {"lm_head.weight"})
 
 
 def test_both_sides_are_given_the_same_prompts_in_turn(vllm: FakeVllm, monkeypatch: Patch) -> None:
@@ -292,9 +309,8 @@ def test_both_sides_are_given_the_same_prompts_in_turn(vllm: FakeVllm, monkeypat
     assert sum(title.endswith("warm-up") for title in titles) == 3 * 3
     experts = report["experts"]
     assert [one["rows"] for one in experts["met"]] == [1, 2, 3, 6]
-    assert experts["peer_routing"] == "uniform_random"
     text = format_report(report)
-    assert f"{experts['met'][1]['peer_expected']:.1f} expected" in text
+    assert f"{experts['met'][1]['expected']:.1f} expected" in text
     assert f"2 requests last decoded {plain[1]['distinct_tokens']} different token" in text
 
 
@@ -393,12 +409,3 @@ def test_what_does_not_fit_is_said_before_measuring() -> None:
     verifier = tiny_target("llama")
     with pytest.raises(CapacityError, match="prompts of 500 tokens and 64 steps need"):
         DummyBench(verifier, {}, DummyConfig(prompt_tokens=(500,)))
-
-
-def test_repeated_draws_meet_fewer_experts() -> None:
-    """The two ways of routing, counted by drawing."""
-    experts, generator = RoutedExperts(16, 4, 0), torch.Generator().manual_seed(0)
-    for rows in (1, 3, 9):
-        drawn = [torch.randint(16, (4 * rows,), generator=generator).unique().numel() for _ in range(4000)]
-        assert with_repeats(experts, rows) == pytest.approx(sum(drawn) / len(drawn), rel=0.01)
-        assert with_repeats(experts, rows) < experts.expected(rows)

@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from drafters.dflash.checkpoint import read_checkpoint
+from drafters.dspark.markov import MarkovConfig
+from drafters.shipped import shipped_drafter_path
 from evals.bench.bench import Bench
 from evals.bench.config import BenchConfig
 from evals.peers.peer import load_peer
@@ -98,16 +101,19 @@ class FakeVllm:
         waiting, most_waiting: requests that have not ended, and how many there were at most.
         running: engines that were started and not shut down.
         fails: the next engine does not start.
+        counts: what the engine tells of its drafts.
+        library: the module.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.counts: dict[str, float] = {}
         self.calls: list[dict[str, Any]] = []
         self.waiting: list[tuple[str, list[int]]] = []
         self.most_waiting = 0
         self.running = 0
         self.fails = False
-        library = ModuleType("vllm")
-        library.__version__, library.LLM, library.SamplingParams = "0.0", self.start, lambda **options: options  # type: ignore[attr-defined]
+        self.library = library = ModuleType("vllm")
+        library.__version__, library.LLM, library.SamplingParams = "0.23.0", self.start, lambda **options: options  # type: ignore[attr-defined]
         library.inputs, library.sampling_params = ModuleType("vllm.inputs"), ModuleType("vllm.sampling_params")  # type: ignore[attr-defined]
         library.inputs.tokens_input = lambda token_ids: {"prompt_token_ids": token_ids}
         library.sampling_params.RequestOutputKind = SimpleNamespace(FINAL_ONLY="final only")
@@ -120,7 +126,12 @@ class FakeVllm:
             raise RuntimeError("no memory")
         self.running += 1
         core = SimpleNamespace(shutdown=self.shut_down)
-        return SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core, add_request=self.add_request, step=self.step))
+        engine = SimpleNamespace(engine_core=core, add_request=self.add_request, step=self.step)
+        return SimpleNamespace(llm_engine=engine, get_metrics=self.get_metrics)
+
+    def get_metrics(self) -> list[Any]:
+        counters = [SimpleNamespace(name=f"vllm:spec_decode_num_{name}", value=value) for name, value in self.counts.items()]
+        return [SimpleNamespace(name="vllm:a_histogram", buckets={}), *counters]
 
     def shut_down(self) -> None:
         self.running -= 1
@@ -179,10 +190,39 @@ def test_vllm_has_as_many_conversations_as_asked_for(folder: Path, vllm: FakeVll
         assert vllm.most_waiting == min(concurrency, len(prompts))
 
 
-def test_the_embedded_drafter_has_a_name_and_a_head_that_vllm_does_not_know(folder: Path, vllm: FakeVllm) -> None:
-    """Catches a name that is taken for a folder, and figures of a drafter without half of its parts."""
-    with pytest.raises(InvalidInputError, match=r"peer 'vllm:embedded': the drafter has a head, which vLLM 0\.23 does not know"):
-        load_peer("vllm:embedded", gpu_verifier(folder))
+def test_a_head_goes_to_releases_that_know_it_with_whole_tables(tmp_path: Path, vllm: FakeVllm) -> None:
+    """Catches a head that is left out, tied tables that vLLM would not find, and a name that is taken for a folder."""
+    embedded: Any = SimpleNamespace(
+        name="embedded",
+        dtype=torch.bfloat16,
+        max_model_len=8192,
+        eos_token_ids=(2,),
+        embedding_scale=1.0,
+        device=torch.device("cuda"),
+    )
+    with pytest.raises(InvalidInputError, match=r"peer 'vllm:embedded': the drafter has a head, which vLLM 0\.23\.0 does not know"):
+        load_peer("vllm:embedded", embedded)
+    vllm.library.__version__ = "0.26.0"  # type: ignore[attr-defined]
+    peer = load_peer("vllm:embedded", embedded)
+    assert peer.tau is None  # nothing is generated
+    vllm.counts = {"drafts": 10.0, "accepted_tokens": 35.0}
+    peer.generate([[1]], [SamplingParams()], concurrency=1)
+    asked = vllm.calls[0]["speculative_config"]
+    assert (asked["method"], asked["num_speculative_tokens"]) == ("dspark", 15)
+    config, tensors = read_checkpoint(asked["model"])
+    own, tied = read_checkpoint(shipped_drafter_path())
+    assert config.head == own.head and own.tied_tables and not config.tied_tables
+    table = "markov_head.markov_w2.weight"
+    assert tensors[table].shape == (own.vocab_size, tied[table].shape[0])
+    assert peer.tau == 4.5
+
+
+def test_heads_that_vllm_would_take_for_others_stay_away(folder: Path, tmp_path: Path, vllm: FakeVllm) -> None:
+    """Of DSpark's heads it knows the one that looks at the token before alone."""
+    vllm.library.__version__ = "0.26.0"  # type: ignore[attr-defined]
+    write_tiny_dflash(tmp_path / "drafter", replace(TINY, head=MarkovConfig(rank=4, kind="gated")))
+    with pytest.raises(InvalidInputError, match=r"the drafter has a head, which vLLM 0\.26\.0 does not know"):
+        load_peer(f"vllm:{tmp_path / 'drafter'}", gpu_verifier(folder))
 
 
 def test_vllm_never_holds_two_engines(folder: Path, vllm: FakeVllm) -> None:
@@ -243,7 +283,7 @@ def test_vllm_is_given_no_drafter_that_it_reads_otherwise(
     write_tiny_dflash(tmp_path / "drafter", config)
     name, verifier = f"vllm:{tmp_path / 'drafter'}", gpu_verifier(folder, **target)
     if said is not None:
-        with pytest.raises(InvalidInputError, match=f"the drafter has {said}, which vLLM 0.23 does not know"):
+        with pytest.raises(InvalidInputError, match=f"the drafter has {said}, which vLLM 0.23.0 does not know"):
             load_peer(name, verifier)
         return
     load_peer(name, verifier).generate([[1]], [SamplingParams()], concurrency=1)
