@@ -19,6 +19,7 @@ from drafters.composed.calibration import Calibration
 from drafters.composed.union import LEAST, union
 from drafters.composed.worth import Kind, Worth
 from specdec.batch import DecodeBatch, PrefillBatch
+from specdec.beside import Beside
 from specdec.blocks import BlockShape
 from specdec.config import DraftSampling
 from specdec.core import AcceptOutput, BoundDrafter, Drafter, DraftOutput, Verifier, VerifyOutput
@@ -123,6 +124,8 @@ class BoundComposed(BoundDrafter):
         # Models that may be left out of a step: all that they keep is written when it is committed.
         self._optional = [n for n, part in enumerate(drafter.parts) if part.weight_bytes and not part.late_context]
         self.worth = Worth()
+        self._beside = Beside(verifier.device)
+        self._lookups = [n for n, part in enumerate(drafter.parts) if not part.weight_bytes]
         self._step: _Step | None = None
 
     def allow(self, most_drafts: int) -> None:
@@ -161,12 +164,15 @@ class BoundComposed(BoundDrafter):
         kind = batch.num_reqs, batch.shape.rows, batch.shape.is_tree
         optional = self._optional if self.host_may_look and len(self._optional) < len(self.parts) else []
         begin = perf_counter()
-        drafts = {n: self._draft(n, batch) for n in range(len(self.parts)) if n not in optional}
+        with self._beside.branch():
+            drafts = {n: self._draft(n, batch) for n in self._lookups}
+        drafts |= {n: self._draft(n, batch) for n in range(len(self.parts)) if n not in self._lookups and n not in optional}
+        self._beside.join()
         looked = self._corrected(drafts, batch)[1].amax(dim=0).tolist() if optional else None
         middle = perf_counter()
         if looked is not None and self.worth.pays(kind, looked):
             drafts |= {n: self._draft(n, batch) for n in optional}
-            drafts = dict(sorted(drafts.items()))
+        drafts = dict(sorted(drafts.items()))
         models = perf_counter() - middle
         forecasts, corrected = self._corrected(drafts, batch)
         if batch.shape.is_tree:
@@ -180,11 +186,16 @@ class BoundComposed(BoundDrafter):
 
     def commit(self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput) -> None:
         """Every part takes over the context, whoever drafted; forecasts are compared with what came out."""
-        if self._step is not None:
-            step, self._step = self._step, None  # nothing outlives a step: it may be a graph's
-            self._learn(step, batch, accept)
+        step, self._step = self._step, None  # nothing outlives a step: it may be a graph's
+        with self._beside.branch():
+            if step is not None:
+                self._learn(step, batch, accept)
+            for number in self._lookups:
+                self.parts[number].commit(batch, token_ids, accept, self._taps_of(number, verify))
         for number, part in enumerate(self.parts):
-            part.commit(batch, token_ids, accept, self._taps_of(number, verify))
+            if number not in self._lookups:
+                part.commit(batch, token_ids, accept, self._taps_of(number, verify))
+        self._beside.join()
 
     def _draft(self, number: int, batch: DecodeBatch) -> DraftOutput:
         return self._padded(self.parts[number].propose(self._limited(number, batch)), batch)
