@@ -88,7 +88,8 @@ class DecoderVerifier:
         self.embedding_scale = description.embedding_scale_in(self.dtype)
         self.final_softcap = description.final_softcap
         self._states = next((index for index, spec in enumerate(self.kv_specs) if isinstance(spec, StateLayerSpec)), None)
-        self._ops = ops_for(backend, mixes=description.routing is not None, recurs=self._states is not None)
+        kinds = {"mixes": description.routing is not None, "recurs": self._states is not None}
+        self._ops = ops_for(backend, **kinds, group=self.group, width=self.hidden_size)
         builder = LayerBuilder(own, description, backend)
         self._kinds = layer_kinds(own, backend)
         self._inputs = builder.inputs(weights.under("model.")) if description.layer_inputs else None

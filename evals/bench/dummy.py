@@ -20,6 +20,7 @@ from specdec.config import EngineConfig
 from specdec.core import Verifier
 from specdec.errors import InvalidInputError
 from specdec.kv_cache import bytes_per_slot
+from specdec.parallel.collectives import all_agree
 from specdec.parallel.group import group_of
 
 Work = Callable[[Sequence[list[int]]], float]
@@ -131,7 +132,7 @@ class DummyBench:
         self._bandwidth = measured_bandwidth(verifier.device)
         self._progress("vLLM starts" if config.peers else "measuring")
         group = group_of(verifier)
-        # A peer starts ranks of its own; of ours the first one alone asks it, while the others wait for their next step.
+        # A peer starts ranks of its own; of ours the first one alone asks it.
         peer = self._start_peer(1 if group is None else group.size) if config.peers and (group is None or group.rank == 0) else None
         report = new_report(
             "specdec-dummy-bench",
@@ -194,6 +195,8 @@ class DummyBench:
                     spent = work(prompts)
                     if repeat >= 0:
                         seconds.append(spent)
+            # A rank that went on to its next pass would keep its GPU busy, waiting for the first one, while that one asks the peer.
+            all_agree(True, group_of(self._verifier))
         return ours, theirs
 
     def _prompts(self, prompt_tokens: int, num_reqs: int, repeat: int) -> list[list[int]]:

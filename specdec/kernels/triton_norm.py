@@ -1,4 +1,4 @@
-"""Root mean square norms in Triton, with what surrounds them in a decoder layer: partial sums before, a residual, hints.
+"""Root mean square norms in Triton, with what surrounds them in a decoder layer: sums of parts and ranks, a residual, hints.
 
 Between the matrix products of a verify forward a plain torch layer launches some twenty small kernels, each of which costs more to
 start than to run. All arithmetic is float32; a norm rounds to the model's type before its weight, as transformers does, unless
@@ -10,9 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec.kernels.triton_exchange import sum_over_ranks
 from specdec.kernels.triton_launch import on_device, overlap_options
 from specdec.kernels.triton_overlap import await_previous
 from specdec.kernels.triton_prefetch import hint_options, hint_program, send_hints, surplus
+from specdec.parallel.shared_rows import MOST_ROWS, SharedRows
 
 MANY_ROWS = 512
 """Rows from which on they fill a device several times over."""
@@ -40,8 +42,14 @@ def _rms_norm_kernel(
     part_stride: tl.tensor,
     factor: tl.tensor,  # [1], of the sum, or None
     ahead: tl.tensor,  # weight to send hints about, or None
+    places: tl.tensor,  # memory of all ranks, over which x is added up, or None
+    epochs: tl.tensor,
+    most_tries: tl.tensor,
     WIDTH: tl.constexpr,
     PARTS: tl.constexpr,
+    MOST: tl.constexpr,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
     SCALED: tl.constexpr,  # whether the factor is not 1
     BLOCK: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -64,6 +72,8 @@ def _rms_norm_kernel(
         for part in tl.static_range(1, PARTS):
             rows += tl.load(x + part * part_stride + row * x_stride + column, mask=exists, other=0.0)
         rows = rows.to(dtype).to(tl.float32)  # as a whole product would be
+    if places is not None:
+        rows = sum_over_ranks(rows, row, column, exists, places, epochs, most_tries, WIDTH, MOST, RANK, SIZE, dtype)
     if after is not None:
         after_gain = tl.load(after + column, mask=exists, other=0.0).to(tl.float32)
         scaled = rows * tl.rsqrt(tl.sum(rows * rows, 0) / WIDTH + epsilon)
@@ -99,6 +109,8 @@ def add_rms_norm(
     scale: float = 1.0,
     factor: Tensor | None = None,
     ahead: Tensor | None = None,
+    ranks: SharedRows | None = None,
+    most_tries: int = -1,
 ) -> tuple[Tensor, Tensor]:
     """The norm of `factor * (scale * x + residual)`, and that stream itself; the sum is rounded once.
 
@@ -111,10 +123,12 @@ def add_rms_norm(
         scale: factor of `x` in the sum.
         factor: [1], of the sum, or None.
         ahead: a weight to send hints about meanwhile.
+        ranks: `x` is what this rank gives to a sum over all ranks, of at most `MOST_ROWS` rows; each part is rounded before.
+        most_tries: see `specdec.kernels.triton_exchange`; then the sum may be wrong.
     """
     added = torch.empty_like(residual)
     normed = added if weight is None else torch.empty_like(residual)
-    _launch_norm(x, residual, after, weight, normed, added, epsilon, scale, factor, ahead)
+    _launch_norm(x, residual, after, weight, normed, added, epsilon, scale, factor, ahead, ranks, most_tries)
     return normed, added
 
 
@@ -129,8 +143,11 @@ def _launch_norm(
     scale: float,
     factor: Tensor | None,
     ahead: Tensor | None,
+    ranks: SharedRows | None = None,
+    most_tries: int = -1,
 ) -> None:
     rows, width = x.shape[-2:]
+    assert ranks is None or (rows <= MOST_ROWS and width == ranks.width and normed.dtype == ranks.dtype)
     parts = len(x) if x.ndim == 3 else 1
     assert x.stride(-1) == 1 and (residual is None or residual.is_contiguous())
     block = triton.next_power_of_2(width)
@@ -149,11 +166,17 @@ def _launch_norm(
             scale,
             x.stride(0),
             factor,
+            **hint_options(ahead),
+            places=None if ranks is None else ranks.places,
+            epochs=None if ranks is None else ranks.epochs,
+            most_tries=most_tries,
             WIDTH=width,
             PARTS=parts,
+            MOST=MOST_ROWS,
+            RANK=ranks.rank if ranks else 0,
+            SIZE=ranks.size if ranks else 1,
             SCALED=scale != 1,
             BLOCK=block,
             num_warps=num_warps,
-            **hint_options(ahead),
             **overlap_options(x.device),
         )

@@ -27,6 +27,8 @@ from specdec.layers.norm import Norm
 from specdec.layers.ops import Heads, Join
 from specdec.layers.rotary import Angles
 from specdec.layers.triton_ops import TritonOps
+from specdec.parallel.collectives import summed
+from specdec.parallel.group import Group
 from specdec.sizes import power_of_two
 
 
@@ -49,7 +51,11 @@ class AiterOps(TritonOps):
             return super().norm(x, norm, ahead)
         return self._aiter.norm(x, norm.weight, norm.epsilon)
 
-    def add(self, x: Tensor, residual: Tensor, join: Join, ahead: Linear | None = None) -> tuple[Tensor, Tensor]:
+    def add(
+        self, x: Tensor, residual: Tensor, join: Join, ahead: Linear | None = None, group: Group | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if group is not None:
+            x = summed(x, group, residual.dtype)
         if join.norm is None or (reason := _against_add(x, residual, join.norm, join)):
             keep_ours("a sum", "nothing is normed after it" if join.norm is None else reason)
             return super().add(x, residual, join, ahead)

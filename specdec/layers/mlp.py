@@ -12,7 +12,7 @@ from specdec.layers.linear import Linear
 from specdec.layers.norm import Norm
 from specdec.layers.ops import Join, Ops
 from specdec.layers.router import Router
-from specdec.layers.sharded import summed
+from specdec.parallel.collectives import summed
 from specdec.parallel.group import Group
 
 
@@ -118,9 +118,7 @@ class MixtureOfExperts(FeedForward):
             if self.shared_gate is not None:
                 shared = shared * ops.project(self.shared_gate, hidden).sigmoid()
             output = output + shared if output.ndim == 2 else torch.cat([output, shared[None].to(output.dtype)])
-        if self.group is not None:
-            output = summed(output, self.group, hidden.dtype)
-        return ops.add(output, residual, join, ahead)
+        return ops.add(output, residual, join, ahead, self.group)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

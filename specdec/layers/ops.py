@@ -24,6 +24,8 @@ from specdec.layers.norm import GroupNorm, Norm, gated_norm, rms_norm
 from specdec.layers.recurrence import Recurrence, RecurrentRows, recur
 from specdec.layers.rotary import Angles, rotate
 from specdec.layers.router import Router
+from specdec.parallel.collectives import summed
+from specdec.parallel.group import Group
 from specdec.self_check import named
 
 
@@ -71,8 +73,12 @@ class Ops(Protocol):
     def gated(self, linear: Linear, x: Tensor, activation: str, ahead: Linear) -> Tensor:
         """The gated activation [T, out / 2] of a product that joins gate and up, or [T, out] of one without a gate."""
 
-    def add(self, x: Tensor, residual: Tensor, join: Join, ahead: Linear | None = None) -> tuple[Tensor, Tensor]:
+    def add(
+        self, x: Tensor, residual: Tensor, join: Join, ahead: Linear | None = None, group: Group | None = None
+    ) -> tuple[Tensor, Tensor]:
         """What comes after a sublayer with output `x` [T, H], or [parts, T, H] whose sum it is: see `Join`.
+
+        Of a group of ranks `x` is what this one gives to a sum over all, in which each part is rounded before.
 
         Returns:
             What the next sublayer is given, and the residual stream, [T, H] each.
@@ -160,7 +166,11 @@ class TorchOps(Ops):
     def gated(self, linear: Linear, x: Tensor, activation: str, ahead: Linear) -> Tensor:
         return activate(linear(x), activation)
 
-    def add(self, x: Tensor, residual: Tensor, join: Join, ahead: Linear | None = None) -> tuple[Tensor, Tensor]:
+    def add(
+        self, x: Tensor, residual: Tensor, join: Join, ahead: Linear | None = None, group: Group | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if group is not None:
+            x = summed(x, group, residual.dtype)
         if x.ndim == 3:
             x = x.sum(0)
         x = x.to(residual.dtype)
@@ -243,7 +253,15 @@ class TorchOps(Ops):
         return residual if join.norm is None else rms_norm(residual, join.norm), residual
 
 
-def ops_for(backend: AttentionBackend | MlaBackend, *, mixes: bool = False, recurs: bool = False, convolves: bool = False) -> Ops:
+def ops_for(
+    backend: AttentionBackend | MlaBackend,
+    *,
+    mixes: bool = False,
+    recurs: bool = False,
+    convolves: bool = False,
+    group: Group | None = None,
+    width: int = 0,
+) -> Ops:
     """What computes the layers around `backend`: our kernels where it and the device suit them.
 
     Around latent attention they compute recurrent layers alone, not yet the others. AITER's take the place of some of ours where
@@ -254,7 +272,10 @@ def ops_for(backend: AttentionBackend | MlaBackend, *, mixes: bool = False, recu
         mixes: layers have experts.
         recurs: layers are recurrent.
         convolves: there are convolutions around sublayers.
+        group: ranks that the layers are divided among.
+        width: H, of the rows that these add up.
     """
+    from specdec.layers.exchange import shared_rows
     from specdec.layers.fused import fuses_layers
 
     device, dtype = backend.spec.device, backend.spec.dtype
@@ -277,4 +298,5 @@ def ops_for(backend: AttentionBackend | MlaBackend, *, mixes: bool = False, recu
         return TorchOps()
     from specdec.layers.triton_ops import TritonOps
 
-    return TritonOps(device, dtype, mixes=mixes, recurs=recurs, convolves=convolves)
+    ranks = shared_rows(group, width, device, dtype)
+    return TritonOps(device, dtype, mixes=mixes, recurs=recurs, convolves=convolves, ranks=ranks)

@@ -93,11 +93,6 @@ class Embedding:
         return all_reduce(rows.masked_fill(elsewhere[..., None], 0), self.group)
 
 
-def summed(part: Tensor, group: Group, dtype: torch.dtype) -> Tensor:
-    """[T, H] in that type: the sum over the ranks of [T, H], or of [parts, T, H], which are added up before they are rounded."""
-    return all_reduce((part.sum(0) if part.ndim == 3 else part).to(dtype), group)
-
-
 def norm_divided(parts: tuple[Tensor, ...], norms: tuple[Norm, ...], group: Group) -> list[Tensor]:
     """Rows [T, ...] that the ranks have parts of, normed whole as `specdec.layers.norm.rms_norm` does.
 

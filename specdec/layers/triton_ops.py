@@ -39,6 +39,11 @@ from specdec.layers.recurrence import Recurrence, RecurrentRows
 from specdec.layers.recurrence_check import recurs_on_triton
 from specdec.layers.rotary import Angles
 from specdec.layers.router import Router
+from specdec.layers.sharded import SummedLinear
+from specdec.parallel.collectives import summed
+from specdec.parallel.group import Group
+from specdec.parallel.shared_rows import MOST_ROWS as MOST_SUMMED
+from specdec.parallel.shared_rows import SharedRows
 
 
 class TritonOps(TorchOps):
@@ -50,11 +55,20 @@ class TritonOps(TorchOps):
         mixes: there will be experts, which are then chosen and multiplied with by our kernels, if those pass their check.
         recurs: the same of recurrent layers.
         convolves: the same of convolutions around sublayers.
+        ranks: where few rows are added up over the ranks of a group, in the kernel that follows; None adds them before.
     """
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype, *, mixes: bool = False, recurs: bool = False, convolves: bool = False
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        mixes: bool = False,
+        recurs: bool = False,
+        convolves: bool = False,
+        ranks: SharedRows | None = None,
     ) -> None:
+        self._ranks = ranks
         self._embeds, self._multiplies_few_rows = embeds(device), multiplies_few_rows(device, dtype)
         self._convolves = convolves and convolves_on_triton(device, dtype)
         self._mixes = mixes and experts_on_triton(device, dtype)
@@ -83,19 +97,36 @@ class TritonOps(TorchOps):
         """The activation [T, width] of a product [T, 2 * width], or without a gate [T, width], that has been computed."""
         return gated(joined, activation)
 
-    def add(self, x: Tensor, residual: Tensor, join: Join, ahead: Linear | None = None) -> tuple[Tensor, Tensor]:
+    def add(
+        self, x: Tensor, residual: Tensor, join: Join, ahead: Linear | None = None, group: Group | None = None
+    ) -> tuple[Tensor, Tensor]:
+        ranks = self._ranks if group is not None and len(residual) <= MOST_SUMMED else None
+        if group is not None and ranks is None:
+            x = summed(x, group, residual.dtype)
         norm, after = join.norm, join.after
         assert norm is None or after is None or norm.epsilon == after.epsilon, "the kernel takes one epsilon"
         epsilon = norm.epsilon if norm is not None else after.epsilon if after is not None else 0.0
         weight, after_weight = (None if one is None else one.weight for one in (norm, after))
-        hint = _hint(ahead, residual)
-        return add_rms_norm(x, residual, weight, epsilon, after=after_weight, scale=join.scale, factor=join.factor, ahead=hint)
+        return add_rms_norm(
+            x,
+            residual,
+            weight,
+            epsilon,
+            after=after_weight,
+            scale=join.scale,
+            factor=join.factor,
+            ahead=_hint(ahead, residual),
+            ranks=ranks,
+        )
 
     def project_add(
         self, linear: Linear, x: Tensor, residual: Tensor, join: Join, ahead: Linear | None = None
     ) -> tuple[Tensor, Tensor]:
+        group = None
+        if isinstance(linear, SummedLinear) and self._ranks is not None and len(x) <= MOST_SUMMED:
+            group, linear = linear.group, linear.part
         product = linear.few_rows(x, may_split=True) if self._multiplies_few_rows else None
-        return self.add(linear(x) if product is None else product, residual, join, ahead)
+        return self.add(linear(x) if product is None else product, residual, join, ahead, group)
 
     def route(self, router: Router, hidden: Tensor) -> tuple[Tensor, Tensor]:
         if router.aiter is not None or not self._mixes:

@@ -26,6 +26,11 @@ def all_reduce(x: Tensor, group: Group | None) -> Tensor:
     return x
 
 
+def summed(part: Tensor, group: Group, dtype: torch.dtype) -> Tensor:
+    """[T, H] in that type: the sum over the ranks of [T, H], or of [parts, T, H], which are added up before they are rounded."""
+    return all_reduce((part.sum(0) if part.ndim == 3 else part).to(dtype), group)
+
+
 def gather_last(x: Tensor, group: Group | None, width: int) -> Tensor:
     """Every rank's `x` [..., w] side by side in the order of ranks, of which the first numbers [..., width]."""
     if group is None:

@@ -2,7 +2,8 @@
 
 1. Bits: a row of partial products, added over the ranks alone and among others. In order it has to be the same.
 2. Microseconds of a sum over the ranks, by its size, as a captured step has them.
-3. Tokens of a target with random weights, computed by all ranks, beside those that each computes alone: the same in float32.
+3. The same of a sum with the norm behind it, in two kernels and in one.
+4. Tokens of a target with random weights, computed by all ranks, beside those that each computes alone: the same in float32.
 
 How long steps of real shapes take on one and on several GPUs, `specdec bench --dummy-weights` tells: docs/tensor-parallel.md.
 """
@@ -12,9 +13,9 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
-from torch import Tensor
 from transformers import LlamaConfig
 
 from evals.bench.dummy_engine import FreeDrafter
@@ -22,6 +23,7 @@ from specdec.config import CacheConfig, EngineConfig
 from specdec.core import Verifier
 from specdec.device import resolve_device
 from specdec.engine.engine import SpecEngine
+from specdec.layers.exchange import shared_rows
 from specdec.parallel.collectives import all_reduce
 from specdec.parallel.group import Group, join_group, rank_device
 from specdec.parallel.one_shot import OneShot
@@ -71,21 +73,40 @@ def check_times(group: Group, device: torch.device, say: Say, calls: int = 50) -
         say(f"the kernel for small ones is used up to {group.one_shot.most_bytes // 1024} KiB")
     for kilobytes in SIZES:
         x = torch.randn(kilobytes * 512, device=device).bfloat16().view(-1, 4096)
-        found = [f"{name} {_microseconds(x, mode, calls):.1f}" for name, mode in ways.items()]
+        found = [f"{name} {_microseconds(partial(all_reduce, x, mode), device, calls):.1f}" for name, mode in ways.items()]
         say(f"{kilobytes:>6} KiB: {', '.join(found)} us")
 
 
-def _microseconds(x: Tensor, mode: Group, calls: int) -> float:
-    """Of one sum, among many of a captured graph on a GPU."""
+def check_norms(group: Group, device: torch.device, say: Say) -> None:
+    """Lines by rows."""
+    ranks = shared_rows(group, 4096, device, torch.bfloat16)
+    say(f"sums within norms: {ranks is not None}")
+    if ranks is None:
+        return
+    from specdec.kernels.triton_norm import add_rms_norm  # it imports Triton
+
+    weight = torch.ones(4096, device=device).bfloat16()
+    for rows in (1, 8, 32, 64):
+        x = torch.randn(rows, 4096, device=device).bfloat16()
+        ways: dict[str, Callable[[], object]] = {
+            "in two kernels": lambda x=x: add_rms_norm(all_reduce(x, group), x, weight, 1e-5),  # type: ignore[misc]
+            "in one": lambda x=x: add_rms_norm(x, x, weight, 1e-5, ranks=ranks),  # type: ignore[misc]
+        }
+        found = [f"{name} {_microseconds(way, device, 50):.1f}" for name, way in ways.items()]
+        say(f"{rows:>6} rows of 4096, sum and norm: {', '.join(found)} us")
+
+
+def _microseconds(work: Callable[[], object], device: torch.device, calls: int) -> float:
+    """Of one call, among many of a captured graph on a GPU."""
 
     def launch() -> None:
         for _ in range(calls):
-            all_reduce(x, mode)
+            work()
 
     launch()
     replay, wait = launch, lambda: None
-    if x.is_cuda:
-        stream = torch.cuda.Stream(x.device)
+    if device.type == "cuda":
+        stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="relaxed"):
@@ -152,6 +173,7 @@ def main() -> int:
     small = device.type == "cpu"
     right = check_bits(group, device, say)
     check_times(group, device, say, calls=2 if small else 50)
+    check_norms(group, device, say)
     right &= check_tokens(group, device, say, small=small)
     say("right" if right else "WRONG")
     return 0 if right else 1

@@ -260,11 +260,12 @@ def other_kernels(target: Target) -> Iterator[tuple[str, Any]]:
     of_heads: dict[str, Any] = {"HEAD_DIM": 128, "BLOCK_D": 128, "ROWS": triton_merge.ROWS, **overlap}
     yield "merge of two sets of keys", compiled(triton_merge._merge_two_kernel, pointers=merged, constants=of_heads)
     rows = {"x": "bf16", "residual": "bf16", "weight": "bf16", "normed": "bf16", "added": "bf16"}
+    alone: dict[str, Any] = {"places": None, "epochs": None, "MOST": 64, "RANK": 0, "SIZE": 1}
     for width, parts, kind, warps, around in ((576, 1, "bf16", 8, False), (576, 4, "fp32", 8, False), (4096, 1, "bf16", 16, True)):
         constants: dict[str, Any] = (
             {"WIDTH": width, "PARTS": parts, "SCALED": around, "BLOCK": 1024 if width == 576 else 4096} | overlap | silent
         )
-        constants |= {} if around else {"after": None, "factor": None}
+        constants |= alone | ({} if around else {"after": None, "factor": None})
         kernel = compiled(
             triton_norm._rms_norm_kernel,
             pointers=rows | {"x": kind} | ({"after": "fp32", "factor": "bf16"} if around else {}),
@@ -273,6 +274,27 @@ def other_kernels(target: Target) -> Iterator[tuple[str, Any]]:
             num_warps=warps,
         )
         yield f"norm of {width:,}" + (" over partial sums" if parts > 1 else " twice" if around else ""), kernel
+    ranks = {
+        "WIDTH": 4096,
+        "PARTS": 4,
+        "SCALED": False,
+        "BLOCK": 4096,
+        "after": None,
+        "factor": None,
+        "MOST": 64,
+        "RANK": 1,
+        "SIZE": 2,
+    }
+    yield (
+        "norm over ranks",
+        compiled(
+            triton_norm._rms_norm_kernel,
+            pointers=rows | {"x": "fp32", "places": "i64", "epochs": "i32"},
+            floats=("epsilon", "scale"),
+            constants=ranks | overlap | silent,
+            num_warps=16,
+        ),
+    )
     activation = {"gate_up": "bf16", "output": "bf16"}
     for name in ACTIVATIONS:
         of_kind: dict[str, Any] = {"BLOCK": 1024, "KIND": name, **overlap}

@@ -1,6 +1,7 @@
 """Triton's compiler accepts the kernels for NVIDIA and AMD, which it does without either; the interpreter would let more pass."""
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ def test_hints() -> None:
     """Surplus programs send them before anything waits, one piece per thread; without a weight nothing is left of them."""
     rows = {"x": "bf16", "residual": "bf16", "weight": "bf16", "normed": "bf16", "added": "bf16", "ahead": "bf16"}
     constants: dict[str, Any] = {"WIDTH": 4096, "PARTS": 1, "SCALED": False, "BLOCK": 4096, "OVERLAP": True}
-    constants |= {"after": None, "factor": None}
+    constants |= {"after": None, "factor": None, "places": None, "epochs": None, "MOST": 64, "RANK": 0, "SIZE": 1}
     for hints in ({"AHEAD": 3 * 2**20 + 16}, {"AHEAD": None, "ahead": None}):
         norm = compile_for(
             triton_norm._rms_norm_kernel,
@@ -67,6 +68,14 @@ def test_hints() -> None:
         if "ahead" not in hints:
             sending, _, working = assembly.partition("griddepcontrol.wait")
             assert "prefetch" in sending and "st.global" not in sending and "st.global" in working
+
+
+def test_ranks_see_rows_before_flags() -> None:
+    """Catches flags and looks at them that order nothing beyond one device."""
+    (kernel,) = [kernel for title, kernel in kernels(TARGETS["sm_90"], every_shape=False) if title == "norm over ranks"]
+    assembly = kernel.asm["ptx"]
+    assert re.search(r"atom\S*\.sys\.release\.exch|atom\S*\.release\.sys\S*exch", assembly)
+    assert re.search(r"\.sys\.acquire|\.acquire\.sys", assembly)
 
 
 @pytest.mark.parametrize("name", ["sm_90", "sm_89"])

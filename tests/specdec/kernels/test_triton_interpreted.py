@@ -15,7 +15,7 @@ triton = pytest.importorskip("triton")
 @pytest.mark.parametrize(
     "names",
     [
-        ["layers", "activation", "argmax", "sampler"],
+        ["layers", "activation", "argmax", "sampler", "exchange"],
         ["recurrence", "recurrence_chunks", "gated_norm", "short_convolution", "grouped_convolution"],
         ["amd", "router", "experts"],
         ["fa", "tree_attention", "prefill"],

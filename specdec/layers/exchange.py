@@ -1,0 +1,62 @@
+"""Sums over ranks within the norms that follow them: whether the GPUs of a group can, and do it right."""
+
+import logging
+
+import torch
+from torch import Tensor
+
+from specdec.parallel.collectives import all_reduce
+from specdec.parallel.group import Group
+from specdec.parallel.shared_rows import SharedRows
+
+logger = logging.getLogger(__name__)
+
+MOST_TRIES = 1_000_000
+"""Looks of the check at another rank's flag, which takes it about a second: what does not work is not to hang."""
+
+
+def shared_rows(group: Group | None, width: int, device: torch.device, dtype: torch.dtype) -> SharedRows | None:
+    """Memory for the sums of a group's rows, once all ranks have agreed with the reference; None where there is none.
+
+    Where small sums in one kernel do not work, this does not either; a line of the log has said so.
+
+    Args:
+        group: which all of its ranks ask for, in the same order.
+        width: H, of a row.
+        device: of this rank.
+        dtype: of the rows.
+    """
+    if group is None or group.one_shot is None:
+        return None
+    made, reason = None, "another rank could not"
+    try:
+        made = SharedRows(group.rank, group.size, group.device_group, device, width, dtype)
+    except (RuntimeError, ImportError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:200]
+    if group.least(made is not None):
+        assert made is not None
+        if group.least(_is_right(made, group, device)):
+            return made
+        reason = "its sums are not those in the order of ranks"
+    logger.warning("ranks add up in a kernel before each norm, not in it: %s", reason)
+    return None
+
+
+def _is_right(rows: SharedRows, group: Group, device: torch.device) -> bool:
+    """Whether sums of many rows and of one, a few times in turn, have the bits of those that another kernel adds up."""
+    from specdec.kernels.triton_norm import add_rms_norm  # it imports Triton
+
+    generator = torch.Generator(device).manual_seed(group.rank)
+    weight = torch.linspace(0.5, 1.5, rows.width, device=device).to(rows.dtype)
+
+    def both(part: Tensor) -> list[tuple[Tensor, Tensor]]:
+        residual = torch.zeros_like(part)
+        summed = all_reduce(part.clone(), group)
+        with_ranks = add_rms_norm(part, residual, weight, 1e-5, ranks=rows, most_tries=MOST_TRIES)
+        return list(zip(with_ranks, add_rms_norm(summed, residual, weight, 1e-5), strict=True))
+
+    pairs = []
+    for count in (8, 1, 3, 1, 8):
+        part = torch.randn(count, rows.width, device=device, generator=generator).to(rows.dtype)
+        pairs += both(part)  # all of them, since the other ranks go through them all as well
+    return all(torch.equal(one, other) for one, other in pairs)

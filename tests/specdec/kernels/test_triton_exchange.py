@@ -1,0 +1,93 @@
+"""Sums over ranks within a norm, one rank of three at a time: the memory of the others holds what they would have written."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec.parallel.shared_rows import MOST_ROWS
+from tests.helpers.triton_interpreter import require_triton
+
+DEVICE = require_triton()
+
+from specdec.kernels.triton_norm import add_rms_norm  # noqa: E402 (only where Triton can run)
+
+SIZE, WIDTH = 3, 40
+FLAGS = 2 * MOST_ROWS * WIDTH  # numbers before them
+
+
+class Memory:
+    """Of all ranks, as each sees it; rows of `dtype` in two places, then flags."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._bytes = torch.zeros(SIZE, FLAGS * dtype.itemsize + MOST_ROWS * SIZE * 4, dtype=torch.uint8, device=DEVICE)
+        self.rows = self._bytes[:, : FLAGS * dtype.itemsize].view(dtype).view(SIZE, 2, MOST_ROWS, WIDTH)
+        self.flags = self._bytes[:, FLAGS * dtype.itemsize :].view(torch.int32).view(SIZE, MOST_ROWS, SIZE)
+        self.places = torch.tensor([one.data_ptr() for one in self._bytes], device=DEVICE)
+
+    def of(self, rank: int, epochs: Tensor) -> Any:
+        """What a rank is given."""
+        return SimpleNamespace(rank=rank, size=SIZE, width=WIDTH, dtype=self.rows.dtype, places=self.places, epochs=epochs)
+
+
+def exchanged(memory: Memory, rank: int, parts: Tensor, epochs: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """One rank's norm of the sum of parts [SIZE, (p,) rows, WIDTH], after the others have written theirs and said so."""
+    rows = parts.shape[-2]
+    whole = (parts.sum(1) if parts.ndim == 4 else parts).to(memory.rows.dtype)
+    for row in range(rows):
+        epoch = int(epochs[row]) + 1
+        for other in set(range(SIZE)) - {rank}:
+            memory.rows[other, epoch % 2, row] = whole[other, row]
+            memory.flags[rank, row, other] = epoch
+    residual, weight = torch.ones_like(whole[0]), torch.linspace(0.5, 1.5, WIDTH, device=DEVICE).to(whole.dtype)
+    return add_rms_norm(parts[rank].contiguous(), residual, weight, 1e-6, ranks=memory.of(rank, epochs), **options)
+
+
+def expected(parts: Tensor) -> tuple[Tensor, Tensor]:
+    """The same of a sum in the order of ranks, by the kernel without ranks."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    weight = torch.linspace(0.5, 1.5, WIDTH, device=DEVICE).to(total.dtype)
+    return add_rms_norm(total, torch.ones_like(total), weight, 1e-6)
+
+
+@pytest.mark.parametrize("rank", range(SIZE))
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_sums_have_the_bits_of_the_order_of_ranks(rank: int, dtype: torch.dtype) -> None:
+    """Catches another order, a place that the sum before still uses, a row that nobody is told of, and flags of another row."""
+    memory, epochs = Memory(dtype), torch.zeros(MOST_ROWS, dtype=torch.int32, device=DEVICE)
+    generator = torch.Generator().manual_seed(0)
+    for number, rows in enumerate((3, 1, 2, 1), start=1):
+        parts = torch.randn(SIZE, rows, WIDTH, generator=generator).to(DEVICE, dtype)
+        got = exchanged(memory, rank, parts, epochs)
+        for one, other in zip(got, expected(parts), strict=True):
+            assert torch.equal(one, other)
+        assert epochs[0] == number
+        for other in set(range(SIZE)) - {rank}:
+            assert memory.flags[other, 0, rank] == number
+        assert torch.equal(memory.rows[rank, number % 2, 0], parts[rank, 0])
+    assert epochs.tolist()[:4] == [4, 2, 1, 0]
+
+
+def test_partial_sums_are_rounded_before_ranks_add() -> None:
+    memory, epochs = Memory(torch.float16), torch.zeros(MOST_ROWS, dtype=torch.int32, device=DEVICE)
+    parts = torch.randn(SIZE, 2, 3, WIDTH, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    got = exchanged(memory, 1, parts, epochs)
+    for one, other in zip(got, expected(parts.sum(1).half()), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_rank_that_says_nothing_is_waited_for() -> None:
+    """Catches a sum with what lay there before: with an end to its patience the kernel ends, and is wrong."""
+    memory, epochs = Memory(torch.float32), torch.zeros(MOST_ROWS, dtype=torch.int32, device=DEVICE)
+    parts = torch.randn(SIZE, 1, WIDTH, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    flags, looks = memory.flags, 3
+    memory.of(0, epochs)
+    residual, weight = torch.zeros(1, WIDTH, device=DEVICE), torch.ones(WIDTH, device=DEVICE)
+    _, stream = add_rms_norm(parts[0], residual, weight, 1e-6, ranks=memory.of(0, epochs), most_tries=looks)
+    assert torch.equal(stream, parts[0])  # nobody else has written
+    assert flags[1, 0, 0] == flags[2, 0, 0] == 1
+    assert flags[0].eq(0).all()
