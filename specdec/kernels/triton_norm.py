@@ -28,7 +28,7 @@ def weighted(scaled: tl.tensor, gain: tl.tensor, dtype: tl.constexpr, LATE: tl.c
     return (scaled * gain).to(dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most_tries"])
 def _rms_norm_kernel(
     x: tl.tensor,  # [rows, WIDTH], or float32 [PARTS, rows, WIDTH] whose sum counts
     residual: tl.tensor,  # [rows, WIDTH] or None

@@ -11,8 +11,8 @@ from specdec.parallel.shared_rows import SharedRows
 
 logger = logging.getLogger(__name__)
 
-MOST_TRIES = 1_000_000
-"""Looks of the check at another rank's flag, which takes it about a second: what does not work is not to hang."""
+MOST_TRIES = 10_000_000
+"""Looks of the check at another rank's flag, some ten seconds of them: what does not work is not to hang."""
 
 
 def shared_rows(group: Group | None, width: int, device: torch.device, dtype: torch.dtype) -> SharedRows | None:
@@ -49,14 +49,17 @@ def _is_right(rows: SharedRows, group: Group, device: torch.device) -> bool:
     generator = torch.Generator(device).manual_seed(group.rank)
     weight = torch.linspace(0.5, 1.5, rows.width, device=device).to(rows.dtype)
 
-    def both(part: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def both(part: Tensor, most_tries: int) -> list[tuple[Tensor, Tensor]]:
         residual = torch.zeros_like(part)
         summed = all_reduce(part.clone(), group)
-        with_ranks = add_rms_norm(part, residual, weight, 1e-5, ranks=rows, most_tries=MOST_TRIES)
+        with_ranks = add_rms_norm(part, residual, weight, 1e-5, ranks=rows, most_tries=most_tries)
         return list(zip(with_ranks, add_rms_norm(summed, residual, weight, 1e-5), strict=True))
 
+    both(torch.zeros(1, rows.width, device=device, dtype=rows.dtype), 0)
+    torch.cuda.synchronize(device)
+    group.least(0)  # kernels are compiled on all ranks, which takes one longer than another, before any waits for others
     pairs = []
     for count in (8, 1, 3, 1, 8):
         part = torch.randn(count, rows.width, device=device, generator=generator).to(rows.dtype)
-        pairs += both(part)  # all of them, since the other ranks go through them all as well
+        pairs += both(part, MOST_TRIES)  # all of them, since the other ranks go through them all as well
     return all(torch.equal(one, other) for one, other in pairs)
