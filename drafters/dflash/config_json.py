@@ -94,7 +94,11 @@ def _to_zlab(config: DFlashConfig, dtype: str) -> dict[str, Any]:
         "verifier_name_or_path": config.verifier_name,
         "verifier_architectures": list(config.verifier_architectures) or None,
     }
-    return result | {name: value for name, value in optional.items() if value is not None} | {"dflash_config": own}
+    # Where vLLM 0.33 looks for a Markov head; it cannot read tied tables.
+    top = (
+        head | {"sample_from_anchor": config.sample_from_anchor} if config.algorithm == "dspark" and not config.tied_tables else {}
+    )
+    return result | {name: value for name, value in optional.items() if value is not None} | top | {"dflash_config": own}
 
 
 def _to_speculators(config: DFlashConfig, dtype: str) -> dict[str, Any]:

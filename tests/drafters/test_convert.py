@@ -9,15 +9,19 @@ import pytest
 import torch
 
 from drafters.convert import convert
-from drafters.dflash.checkpoint import read_checkpoint
+from drafters.dflash.checkpoint import read_checkpoint, write_checkpoint
 from drafters.dflash.config import DFlashConfig
 from drafters.dflash.layout import Layout
 from drafters.eagle3.checkpoint import read_checkpoint as eagle3_checkpoint
 from drafters.license import CARD
+from drafters.shipped import shipped_drafter_path
 from specdec.cli.main import main
 from specdec.errors import CheckpointError
 from tests.checks.public_drafters import Row, rows, shrunk, write
 from tests.drafters.tiny import TARGET_LAYERS, TINY, write_tiny_dflash
+from tests.evals.tiny import save_tiny
+from tests.helpers.bounds import assert_as_exact
+from verifiers.load import load_verifier
 
 MIXED = replace(TINY, windows=(16, 16, None), causal=(True, True, False))
 """Sliding layers that are causal, and a full one that is not, as z-lab's drafters have been since Qwen3.5."""
@@ -186,3 +190,31 @@ def test_another_target_is_refused(tmp_path: Path) -> None:
     (tmp_path / "target" / "config.json").write_text(json.dumps({"text_config": {"num_hidden_layers": 9}}))
     with pytest.raises(CheckpointError, match=r"made for 6 target layers, and .* has 9"):
         convert(source, tmp_path / "b", "speculators", target=str(tmp_path / "target"))
+
+
+@pytest.mark.parametrize("layout", ["z-lab", "speculators"])
+def test_tied_tables_are_written_whole(layout: str, tmp_path: Path) -> None:
+    """Catches projections that other programs would take for tables, and tables of another target."""
+    source = shipped_drafter_path()
+    assert convert(source, tmp_path / "made", layout) is None  # nothing to say of readers or license
+    (own, tied), (config, whole) = read_checkpoint(source), read_checkpoint(tmp_path / "made")
+    assert config == replace(own, tied_tables=False)
+    target, _ = load_verifier("embedded", device=torch.device("cpu"), dtype=torch.bfloat16)
+    for name in ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight"):
+        assert whole[name].shape == (config.vocab_size, tied[name].shape[0])
+    rows, projection = target.embed(torch.arange(100)), tied["markov_head.markov_w1.weight"]
+    assert_as_exact(whole["markov_head.markov_w1.weight"][:100], rows @ projection.T, rows.double() @ projection.double().T)
+
+
+def test_tied_tables_of_another_target_are_refused(tmp_path: Path) -> None:
+    target = str(save_tiny(tmp_path / "tiny"))
+    with pytest.raises(CheckpointError, match=r"hidden"):
+        convert(shipped_drafter_path(), tmp_path / "made", "speculators", target=target)
+    assert not (tmp_path / "made").exists()
+
+
+def test_tied_tables_without_a_target_are_refused(tmp_path: Path) -> None:
+    config, tensors = read_checkpoint(shipped_drafter_path())
+    write_checkpoint(tmp_path / "nameless", replace(config, verifier_name=None), tensors)
+    with pytest.raises(CheckpointError, match="name it with --model"):
+        convert(tmp_path / "nameless", tmp_path / "made", "speculators")

@@ -14,7 +14,8 @@ import pytest
 from drafters.convert import convert
 from drafters.dflash.config import DFlashConfig
 from drafters.dflash.config_json import config_json, misreading
-from drafters.dflash.layout import Layout
+from drafters.dflash.layout import Layout, parse_config
+from drafters.dspark.markov import MarkovConfig
 from specdec.errors import CheckpointError
 from tests.drafters.tiny import TINY, write_tiny_dflash
 
@@ -78,6 +79,28 @@ def test_who_reads_what_rightly(name: str) -> None:
     # It is said of what vLLM's present release misreads, and of nothing else.
     assert (misreading(config, "speculators") is None) is ("vllm 0.33" in speculators)
     assert misreading(config, "z-lab") is None
+
+
+def vllm_head(raw: Mapping[str, Any]) -> tuple[int, int, bool]:
+    """Rank of a Markov head, mask token, and whether rows predict the token after their own, as vLLM 0.33 finds them.
+
+    Its `configs/speculators/algos.py` puts them at the top; there its `models/qwen3_dspark.py` and its speculator look for them.
+    """
+    own = raw.get("dflash_config") or {}
+    from_anchor = raw.get("sample_from_anchor", "speculators_model_type" not in raw)
+    return raw["markov_rank"], own.get("mask_token_id", raw.get("mask_token_id")), from_anchor
+
+
+@pytest.mark.parametrize("from_anchor", [True, False])
+@pytest.mark.parametrize("layout", ["z-lab", "speculators"])
+def test_vllm_finds_the_head(layout: Layout, from_anchor: bool) -> None:
+    """Catches a rank that only our own loader finds, and rows that are taken for those of the next position."""
+    config = replace(TINY, head=MarkovConfig(rank=4), sample_from_anchor=from_anchor)
+    raw = config_json(config, layout, dtype="float32")
+    assert vllm_head(raw) == (4, config.mask_token_id, from_anchor)
+    if layout == "z-lab":
+        assert raw["architectures"] == ["DSparkDraftModel"] and raw["model_type"] == "qwen3"  # by which it knows the kind
+    assert parse_config(raw).head == config.head
 
 
 def test_no_value_of_the_flag_serves_mixed_layers() -> None:
