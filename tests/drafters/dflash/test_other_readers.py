@@ -88,7 +88,7 @@ def vllm_head(raw: Mapping[str, Any]) -> tuple[int, int, bool]:
     """
     own = raw.get("dflash_config") or {}
     from_anchor = raw.get("sample_from_anchor", "speculators_model_type" not in raw)
-    return raw["markov_rank"], own.get("mask_token_id", raw.get("mask_token_id")), from_anchor
+    return raw["markov_rank"], own["mask_token_id"] if own else raw["mask_token_id"], from_anchor
 
 
 @pytest.mark.parametrize("from_anchor", [True, False])

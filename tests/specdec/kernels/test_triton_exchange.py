@@ -40,7 +40,7 @@ def exchanged(memory: Memory, rank: int, parts: Tensor, epochs: Tensor, **option
         epoch = int(epochs[row]) + 1
         for other in set(range(SIZE)) - {rank}:
             memory.rows[other, epoch % 2, row] = whole[other, row]
-            memory.flags[rank, row, other] = epoch
+            memory.flags[rank, row, other].fill_(epoch)
     residual, weight = torch.ones_like(whole[0]), torch.linspace(0.5, 1.5, WIDTH, device=DEVICE).to(whole.dtype)
     return add_rms_norm(parts[rank].contiguous(), residual, weight, 1e-6, ranks=memory.of(rank, epochs), **options)
 
@@ -63,8 +63,8 @@ def test_sums_have_the_bits_of_the_order_of_ranks(rank: int, dtype: torch.dtype)
     for number, rows in enumerate((3, 1, 2, 1), start=1):
         parts = torch.randn(SIZE, rows, WIDTH, generator=generator).to(DEVICE, dtype)
         got = exchanged(memory, rank, parts, epochs)
-        for one, other in zip(got, expected(parts), strict=True):
-            assert torch.equal(one, other)
+        for one, right in zip(got, expected(parts), strict=True):
+            assert torch.equal(one, right)
         assert epochs[0] == number
         for other in set(range(SIZE)) - {rank}:
             assert memory.flags[other, 0, rank] == number
