@@ -7,12 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from specdec.layers.linear import DenseLinear
+from specdec.layers.norm import Norm
+from specdec.layers.ops import Join
+from specdec.layers.sharded import SummedLinear
 from specdec.parallel.shared_rows import MOST_ROWS
 from tests.helpers.triton_interpreter import require_triton
 
 DEVICE = require_triton()
 
 from specdec.kernels.triton_norm import add_rms_norm  # noqa: E402 (only where Triton can run)
+from specdec.layers.triton_ops import TritonOps  # noqa: E402
 
 SIZE, WIDTH = 3, 40
 FLAGS = 2 * MOST_ROWS * WIDTH  # numbers before them
@@ -32,17 +37,21 @@ class Memory:
         return SimpleNamespace(rank=rank, size=SIZE, width=WIDTH, dtype=self.rows.dtype, places=self.places, epochs=epochs)
 
 
-def exchanged(memory: Memory, rank: int, parts: Tensor, epochs: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    """One rank's norm of the sum of parts [SIZE, (p,) rows, WIDTH], after the others have written theirs and said so."""
-    rows = parts.shape[-2]
-    whole = (parts.sum(1) if parts.ndim == 4 else parts).to(memory.rows.dtype)
-    for row in range(rows):
+def write(memory: Memory, rank: int, parts: Tensor, epochs: Tensor) -> None:
+    """The others of [SIZE, rows, WIDTH] write their rows for the next sum of `rank`, and say so."""
+    for row in range(parts.shape[1]):
         epoch = int(epochs[row]) + 1
         for other in set(range(SIZE)) - {rank}:
-            memory.rows[other, epoch % 2, row] = whole[other, row]
+            memory.rows[other, epoch % 2, row] = parts[other, row]
             memory.flags[rank, row, other].fill_(epoch)
+
+
+def exchanged(memory: Memory, rank: int, parts: Tensor, epochs: Tensor) -> tuple[Tensor, Tensor]:
+    """One rank's norm of the sum of parts [SIZE, (p,) rows, WIDTH]."""
+    whole = (parts.sum(1) if parts.ndim == 4 else parts).to(memory.rows.dtype)
+    write(memory, rank, whole, epochs)
     residual, weight = torch.ones_like(whole[0]), torch.linspace(0.5, 1.5, WIDTH, device=DEVICE).to(whole.dtype)
-    return add_rms_norm(parts[rank].contiguous(), residual, weight, 1e-6, ranks=memory.of(rank, epochs), **options)
+    return add_rms_norm(parts[rank].contiguous(), residual, weight, 1e-6, ranks=memory.of(rank, epochs))
 
 
 def expected(parts: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,9 +94,29 @@ def test_a_rank_that_says_nothing_is_waited_for() -> None:
     memory, epochs = Memory(torch.float32), torch.zeros(MOST_ROWS, dtype=torch.int32, device=DEVICE)
     parts = torch.randn(SIZE, 1, WIDTH, generator=torch.Generator().manual_seed(2)).to(DEVICE)
     flags, looks = memory.flags, 3
-    memory.of(0, epochs)
     residual, weight = torch.zeros(1, WIDTH, device=DEVICE), torch.ones(WIDTH, device=DEVICE)
     _, stream = add_rms_norm(parts[0], residual, weight, 1e-6, ranks=memory.of(0, epochs), most_tries=looks)
     assert torch.equal(stream, parts[0])  # nobody else has written
     assert flags[1, 0, 0] == flags[2, 0, 0] == 1
     assert flags[0].eq(0).all()
+
+
+def test_layers_leave_the_sum_to_the_norm() -> None:
+    """Catches a sum before the kernel as well, and more rows than it takes."""
+    memory, epochs = Memory(torch.float32), torch.zeros(MOST_ROWS, dtype=torch.int32, device=DEVICE)
+    generator = torch.Generator().manual_seed(3)
+    x, weights = (torch.randn(SIZE, rows, 24, generator=generator).to(DEVICE) for rows in (2, WIDTH))
+    parts = torch.stack([DenseLinear(weight)(rows) for rows, weight in zip(x, weights, strict=True)])
+    write(memory, 1, parts, epochs)
+    ops = TritonOps(DEVICE, torch.float32, ranks=memory.of(1, epochs))
+    nobody: Any = object()  # a group that cannot be asked
+    linear, residual = SummedLinear(DenseLinear(weights[1]), nobody), torch.ones(2, WIDTH, device=DEVICE)
+    join = Join(Norm(torch.linspace(0.5, 1.5, WIDTH, device=DEVICE), 1e-6))
+    for got, right in zip(ops.project_add(linear, x[1], residual, join), expected(parts), strict=True):
+        assert torch.equal(got, right)
+    write(memory, 1, parts, epochs)
+    for got, right in zip(ops.add(parts[1], residual, join, None, nobody), expected(parts), strict=True):
+        assert torch.equal(got, right)
+    many = MOST_ROWS + 1
+    with pytest.raises(AttributeError, match="one_shot"):  # asked for
+        ops.project_add(linear, x[1, :1].expand(many, -1), residual[:1].expand(many, -1).contiguous(), join)
