@@ -17,7 +17,7 @@ from specdec.kv_cache import StateCache, StateLayerSpec
 from specdec.layers.decoder import Decoder
 from specdec.layers.linear import linear
 from specdec.layers.mlp import MixtureOfExperts, MlpBesideExperts
-from specdec.layers.ops import ops_for
+from specdec.layers.ops_choice import ops_for
 from specdec.layers.sharded import Embedding, GatheredLinear
 from verifiers.builder import LayerBuilder
 from verifiers.description import Description

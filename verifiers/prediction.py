@@ -16,7 +16,7 @@ from specdec.errors import BackendError, CheckpointError, one_line
 from specdec.hub import json_file
 from specdec.kv_cache import LayerSpec, SharedLayerSpec
 from specdec.layers.decoder import Decoder
-from specdec.layers.ops import ops_for
+from specdec.layers.ops_choice import ops_for
 from specdec.layers.prediction import ClusteredHead, PredictionLayers
 from verifiers.builder import LayerBuilder
 from verifiers.checkpoint import read_named

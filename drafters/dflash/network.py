@@ -20,7 +20,8 @@ from specdec.layers.latent_attention import LatentAttention
 from specdec.layers.linear import Linear, linear
 from specdec.layers.mlp import ConvolvedMLP, GatedMLP
 from specdec.layers.norm import Norm
-from specdec.layers.ops import Heads, ops_for
+from specdec.layers.ops import Heads
+from specdec.layers.ops_choice import ops_for
 from specdec.layers.rotary import Angles, Rope, rotate, rotation_order
 
 Keep = Callable[[Tensor], Tensor]

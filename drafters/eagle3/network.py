@@ -23,7 +23,8 @@ from specdec.layers.latent_attention import LatentAttention
 from specdec.layers.linear import Linear, linear
 from specdec.layers.mlp import GatedMLP
 from specdec.layers.norm import Norm
-from specdec.layers.ops import Heads, Ops, ops_for
+from specdec.layers.ops import Heads, Ops
+from specdec.layers.ops_choice import ops_for
 from specdec.layers.rotary import Rope
 from specdec.layers.shared_block import EMBEDDINGS
 

@@ -3,6 +3,8 @@
 Inputs may be views of a joined product. All arithmetic is float32.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -174,6 +176,12 @@ def rope_store(
             **overlap_options(key.device),
         )
     return rotated
+
+
+def rotated_rows(query: Tensor | None, key: Tensor, value: Tensor, **rotation: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """What `rope_store` would write, and the query, each as contiguous rows of their own, in the model's type."""
+    rows = LayerCache(*(torch.empty(key.shape, dtype=key.dtype, device=key.device) for _ in "kv"))
+    return rope_store(query, key, value, rows, None, **rotation), rows.key, rows.value
 
 
 def rope(

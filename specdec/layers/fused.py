@@ -108,8 +108,7 @@ def _swiglu_deviation(device: torch.device, dtype: torch.dtype) -> Deviation:
 
 
 def _rope_deviations(device: torch.device, dtype: torch.dtype) -> Iterator[Deviation]:
-    from specdec.kernels.triton_rope import rope_store
-    from specdec.layers.triton_ops import rotated_rows
+    from specdec.kernels.triton_rope import rope_store, rotated_rows
 
     heads, kv_heads, dim = 6, 2, 128
     rows, angles, norm = normal(5, heads + 2 * kv_heads, dim).to(dtype), normal(5, dim // 2), normal(dim).to(dtype)

@@ -11,9 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdec.attention.backend import AttentionBackend
-from specdec.attention.mla import MlaBackend
 from specdec.kernels.experts import Experts
-from specdec.kernels.triton_launch import unavailable_reasons
 from specdec.kv_cache import LayerCache, StateCache
 from specdec.layers.activation import activate
 from specdec.layers.convolution import convolve
@@ -26,7 +24,6 @@ from specdec.layers.rotary import Angles, rotate
 from specdec.layers.router import Router
 from specdec.parallel.collectives import summed
 from specdec.parallel.group import Group
-from specdec.self_check import named
 
 
 class Join(NamedTuple):
@@ -251,52 +248,3 @@ class TorchOps(Ops):
 
     def _next(self, residual: Tensor, join: Join) -> tuple[Tensor, Tensor]:
         return residual if join.norm is None else rms_norm(residual, join.norm), residual
-
-
-def ops_for(
-    backend: AttentionBackend | MlaBackend,
-    *,
-    mixes: bool = False,
-    recurs: bool = False,
-    convolves: bool = False,
-    group: Group | None = None,
-    width: int = 0,
-) -> Ops:
-    """What computes the layers around `backend`: our kernels where it and the device suit them.
-
-    Around latent attention they compute recurrent layers alone, not yet the others. AITER's take the place of some of ours where
-    they are asked for by name.
-
-    Args:
-        backend: attention.
-        mixes: layers have experts.
-        recurs: layers are recurrent.
-        convolves: there are convolutions around sublayers.
-        group: ranks that the layers are divided among.
-        width: H, of the rows that these add up.
-    """
-    from specdec.layers.exchange import shared_rows
-    from specdec.layers.fused import fuses_layers
-
-    device, dtype = backend.spec.device, backend.spec.dtype
-    fused = not isinstance(backend, MlaBackend) and fuses_layers(backend)
-    if named("aiter_layers"):
-        from specdec.layers.aiter_layers import takes_aiter_layers
-
-        if takes_aiter_layers(backend, fused=fused):
-            from specdec.layers.aiter_ops import AiterOps  # it imports Triton
-
-            return AiterOps(device, dtype, mixes=mixes, recurs=recurs, convolves=convolves)
-    if isinstance(backend, MlaBackend) and recurs and not unavailable_reasons(device):
-        from specdec.layers.recurrence_check import recurs_on_triton
-
-        if recurs_on_triton(device, dtype):
-            from specdec.layers.recurrent_ops import RecurrentOps  # it imports Triton
-
-            return RecurrentOps()
-    if not fused:
-        return TorchOps()
-    from specdec.layers.triton_ops import TritonOps
-
-    ranks = shared_rows(group, width, device, dtype)
-    return TritonOps(device, dtype, mixes=mixes, recurs=recurs, convolves=convolves, ranks=ranks)

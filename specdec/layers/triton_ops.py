@@ -25,7 +25,7 @@ from specdec.kernels.triton_grouped_convolution import mix_rows
 from specdec.kernels.triton_linear import MOST_ROWS
 from specdec.kernels.triton_norm import add_rms_norm, rms_norm
 from specdec.kernels.triton_recurrence import recur
-from specdec.kernels.triton_rope import rope, rope_store
+from specdec.kernels.triton_rope import rope, rope_store, rotated_rows
 from specdec.kernels.triton_router import route
 from specdec.kernels.triton_short_convolution import convolve
 from specdec.kv_cache import LayerCache, StateCache
@@ -198,12 +198,6 @@ class TritonOps(TorchOps):
 
     def gated_norm(self, x: Tensor, gate: Tensor, norm: GroupNorm) -> Tensor:
         return gated_norm(x, gate, **norm._asdict())
-
-
-def rotated_rows(query: Tensor | None, key: Tensor, value: Tensor, **rotation: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """What `rope_store` would write, and the query, each as contiguous rows of their own, in the model's type."""
-    rows = LayerCache(*(torch.empty(key.shape, dtype=key.dtype, device=key.device) for _ in "kv"))
-    return rope_store(query, key, value, rows, None, **rotation), rows.key, rows.value
 
 
 def _rotation(angles: Angles | None, query_norm: Norm | None, key_norm: Norm | None) -> dict[str, Any]:

@@ -25,7 +25,8 @@ from specdec.layers.decoder import Decoder, DecoderLayer
 from specdec.layers.linear import linear
 from specdec.layers.mlp import GatedMLP
 from specdec.layers.norm import Norm
-from specdec.layers.ops import Heads, ops_for
+from specdec.layers.ops import Heads
+from specdec.layers.ops_choice import ops_for
 from specdec.layers.rotary import Angles, Rope, rotate
 from specdec.sampling_params import SamplingParams
 from tests.helpers.tiny_models import paged_verifier, plain_model

@@ -445,7 +445,7 @@ def test_checks_notice_what_is_wrong(amd: Amd) -> None:
                 (triton_norm, "add_rms_norm"),
                 (triton_activation, "gated"),
                 (triton_rope, "rope_store"),
-                (triton_ops, "rope_store"),
+                (triton_rope, "rotated_rows"),
             ],
         ),
     }
