@@ -356,6 +356,43 @@ def test_from_a_config_to_a_report(tmp_path: Path, monkeypatch: Patch, capsys: C
     assert "no plots" in capsys.readouterr().err
 
 
+def on_cpu(monkeypatch: Patch) -> None:
+    """The peer takes a target on a CPU, and reading memory takes no time."""
+    monkeypatch.setattr(vllm_steps, "library_for", lambda device: vllm_steps.import_vllm("vllm"))
+    monkeypatch.setattr(dummy, "measured_bandwidth", lambda device: 1e9)
+
+
+def test_a_peer_gets_the_weights_where_experts_are_chosen(tmp_path: Path, vllm: FakeVllm, monkeypatch: Patch) -> None:
+    """Catches weights of its own, with which rows would meet other experts, and weights that stay on the disk."""
+    on_cpu(monkeypatch)
+    found: list[set[str]] = []
+    start = vllm.start
+
+    def noted(**options: Any) -> SimpleNamespace:
+        found.append({file.name for file in Path(options["model"]).iterdir()})
+        return start(**options)
+
+    monkeypatch.setattr(sys.modules["vllm"], "LLM", noted)
+    options = ["--prompt-tokens", "9", "--verify-rows", "1", "--max-tokens", "2", "--repeats", "1", "--warmup", "0"]
+    for name in ("qwen3_moe", "llama"):
+        CONFIGS[name]().to_json_file(tmp_path / "config.json")
+        command = ["bench", "--dummy-weights", str(tmp_path), *options, "--device", "cpu", "--dtype", "float32", "--peer", "vllm"]
+        assert main(command) == 0
+        assert vllm.started["load_format"] == ("auto" if name == "qwen3_moe" else "dummy")
+        assert not Path(vllm.started["model"]).exists()
+    weights, none = found
+    assert weights > none == {"config.json"}
+
+
+def test_ranks_and_experts_leave_no_peer(tmp_path: Path, vllm: FakeVllm, monkeypatch: Patch, capsys: Capture) -> None:
+    on_cpu(monkeypatch)
+    monkeypatch.setattr("specdec.parallel.group.join_group", lambda device: SimpleNamespace(rank=0, size=2))
+    CONFIGS["qwen3_moe"]().to_json_file(tmp_path / "config.json")
+    assert main(["bench", "--dummy-weights", str(tmp_path), "--device", "cpu", "--peer", "vllm"]) == 2
+    assert "leave out --peer" in capsys.readouterr().err
+    assert not vllm.started
+
+
 @pytest.mark.parametrize("weights", ["bfloat16", "fp8"])
 def test_the_way_to_quantize_arrives(weights: str, tmp_path: Path, monkeypatch: Patch) -> None:
     """At the target, and in the report."""
