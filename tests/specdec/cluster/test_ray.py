@@ -166,7 +166,7 @@ def unlike_engines(address: str, alone: SpecDecoder, folder: Path) -> None:
     ) as raised:
         list(journal.run(pool, rows))
     assert "another GPU" in str(raised.value)
-    # Threads that hand rows over end while the error is held. Ray's prefetcher it stops after the last row alone: that one is parked.
+    # Threads that hand rows over end while the error is held. Ray stops its prefetcher after the last row alone; it is parked.
     threads = [thread for thread in threading.enumerate() if of_ray_data(thread) and thread.name != "Prefetcher"]
     for thread in threads:
         thread.join(30)
