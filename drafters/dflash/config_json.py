@@ -94,10 +94,9 @@ def _to_zlab(config: DFlashConfig, dtype: str) -> dict[str, Any]:
         "verifier_name_or_path": config.verifier_name,
         "verifier_architectures": list(config.verifier_architectures) or None,
     }
-    # Where vLLM 0.33 looks for a Markov head; it cannot read tied tables.
-    top = (
-        head | {"sample_from_anchor": config.sample_from_anchor} if config.algorithm == "dspark" and not config.tied_tables else {}
-    )
+    top: dict[str, Any] = {}
+    if config.algorithm == "dspark" and not config.tied_tables:
+        top = head | {"sample_from_anchor": config.sample_from_anchor}  # where vLLM 0.33 looks for a head
     return result | {name: value for name, value in optional.items() if value is not None} | top | {"dflash_config": own}
 
 
