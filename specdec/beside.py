@@ -16,22 +16,19 @@ class Beside:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" and not torch.version.hip else None
-        self._forked = False
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" and not torch.version.hip else None
 
     @contextmanager
     def branch(self) -> Iterator[None]:
         """What is launched within goes on beside what follows, up to `join`."""
-        if self._stream is None or not torch.cuda.is_current_stream_capturing():
+        if self._side is None or not torch.cuda.is_current_stream_capturing():
             yield
             return
-        self._stream.wait_stream(torch.cuda.current_stream())
-        self._forked = True
-        with torch.cuda.stream(self._stream):
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
             yield
 
     def join(self) -> None:
         """What follows is launched behind both."""
-        if self._stream is not None and self._forked:
-            torch.cuda.current_stream().wait_stream(self._stream)
-            self._forked = False
+        if self._side is not None and torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream().wait_stream(self._side)

@@ -27,7 +27,7 @@ class Peer(Protocol):
         name: as the user gave it.
         version: of the system.
         max_concurrency: conversations it can decode at once; None for any number.
-        tau: tokens per verify step of all that was generated, as it counts them; None where it does not tell.
+        tau: tokens per verify step of the last `generate`, as it counts them; None where it does not tell.
     """
 
     name: str

@@ -66,6 +66,7 @@ class VllmPeer:
         self.version: str = self._library.__version__
         self._verifier = verifier
         self._options: dict[str, Any] = {}
+        self.tau: float | None = None  # where an accepted draft behind an output's end counts
         self._written: TemporaryDirectory[str] | None = None
         if drafter is not None:
             self._options = {"speculative_config": self._speculation(drafter), "disable_log_stats": False}
@@ -91,15 +92,6 @@ class VllmPeer:
             convert(drafter, model, "speculators", target=self._verifier.name if config.tied_tables else None)
         return {"method": method, "model": model, "num_speculative_tokens": config.max_draft_tokens}
 
-    @property
-    def tau(self) -> float | None:
-        """See `Peer`; an accepted draft behind an output's end counts."""
-        if self._engine is None or not self._options:
-            return None
-        counts = {metric.name: metric.value for metric in self._engine.get_metrics() if hasattr(metric, "value")}
-        steps = counts.get("vllm:spec_decode_num_drafts", 0)
-        return 1 + counts["vllm:spec_decode_num_accepted_tokens"] / steps if steps else None
-
     def generate(self, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams], *, concurrency: int) -> list[list[int]]:
         """See `Peer.generate`. A new conversation begins as soon as one has ended, as in our engine."""
         only_greedy(self.name, samplings)
@@ -107,6 +99,7 @@ class VllmPeer:
             self._start(max(concurrency, CONCURRENCY))
         engine = self._engine.llm_engine
         numbers = iter(range(len(prompts)))
+        steps, accepted = self._draft_counts()
         places: dict[str, int] = {}
         answers: dict[int, list[int]] = {}
         while len(answers) < len(prompts):
@@ -117,7 +110,16 @@ class VllmPeer:
             for output in engine.step():
                 if output.finished:
                     answers[places.pop(output.request_id)] = list(output.outputs[0].token_ids)
+        steps, accepted = (now - then for now, then in zip(self._draft_counts(), (steps, accepted), strict=True))
+        self.tau = 1 + accepted / steps if steps else None
         return [answers[place] for place in range(len(prompts))]
+
+    def _draft_counts(self) -> tuple[float, float]:
+        """Steps with drafts of all requests so far, and drafts that were accepted in them; 0 without a drafter."""
+        metrics = self._engine.get_metrics() if self._options else []
+        counts = {metric.name: metric.value for metric in metrics if hasattr(metric, "value")}
+        steps, accepted = (counts.get(f"vllm:spec_decode_num_{name}", 0.0) for name in ("drafts", "accepted_tokens"))
+        return steps, accepted
 
     def _params(self, sampling: SamplingParams) -> Any:
         library = self._library

@@ -1,15 +1,12 @@
 """Sums over ranks within the norms that follow them: whether the GPUs of a group can, and do it right."""
 
-import logging
-
 import torch
 from torch import Tensor
 
 from specdec.parallel.collectives import all_reduce
+from specdec.parallel.consent import made_by_all
 from specdec.parallel.group import Group
 from specdec.parallel.shared_rows import SharedRows
-
-logger = logging.getLogger(__name__)
 
 MOST_TRIES = 10_000_000
 """Looks of the check at another rank's flag, some ten seconds of them: what does not work is not to hang."""
@@ -28,18 +25,12 @@ def shared_rows(group: Group | None, width: int, device: torch.device, dtype: to
     """
     if group is None or group.one_shot is None:
         return None
-    made, reason = None, "another rank could not"
-    try:
-        made = SharedRows(group.rank, group.size, group.device_group, device, width, dtype)
-    except (RuntimeError, ImportError, AttributeError) as error:
-        reason = " ".join(str(error).split())[:200]
-    if group.least(made is not None):
-        assert made is not None
-        if group.least(_is_right(made, group, device)):
-            return made
-        reason = "its sums are not those in the order of ranks"
-    logger.warning("ranks add up in a kernel before each norm, not in it: %s", reason)
-    return None
+    return made_by_all(
+        lambda: SharedRows(group.rank, group.size, group.device_group, device, width, dtype),
+        lambda rows: _is_right(rows, group, device),
+        group.least,
+        "ranks add up in a kernel before each norm, not in it",
+    )
 
 
 def _is_right(rows: SharedRows, group: Group, device: torch.device) -> bool:

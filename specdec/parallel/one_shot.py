@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.parallel.consent import made_by_all
 from specdec.parallel.ordered import sum_in_order
 
 logger = logging.getLogger(__name__)
@@ -79,18 +80,8 @@ def one_shot(size: int, process_group: Any, device: torch.device, least: Callabl
     """
     if device.type != "cuda" or torch.version.hip:
         return None
-    made, reason = None, "another rank could not"
-    try:
-        made = OneShot(size, process_group, device)
-    except (RuntimeError, ImportError, AttributeError) as error:  # no memory that is shared, or a torch without it
-        reason = " ".join(str(error).split())[:200]
-    if least(made is not None):
-        assert made is not None
-        if least(made.is_right()):
-            return made
-        reason = "its sums are not those in the order of ranks"
-    logger.warning("ranks add up by NCCL alone, not in one kernel: %s", reason)
-    return None
+    instead = "ranks add up by NCCL alone, not in one kernel"
+    return made_by_all(lambda: OneShot(size, process_group, device), OneShot.is_right, least, instead)
 
 
 def most_bytes(size: int) -> int:
