@@ -41,6 +41,8 @@ NAMES = (
     "sampler",
     "candidates",
     "trees",
+    "tries",
+    "matches",
     "cache_rows",
     "masks",
     "embedding",

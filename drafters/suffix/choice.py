@@ -27,6 +27,27 @@ class Choice(NamedTuple):
     places: Tensor
 
 
+class Chain(NamedTuple):
+    """The best continuation itself.
+
+    Attributes:
+        token_ids: int64 [num_reqs, K], 0 past its end.
+        num_drafts: int64 [num_reqs], its tokens; 0 where there is no match, and then `token_ids` are any valid ones.
+        scores: see `Choice`.
+    """
+
+    token_ids: Tensor
+    num_drafts: Tensor
+    scores: Tensor
+
+
+def best_chain(continuations: Tensor, lengths: Tensor, longest: int) -> Chain:
+    """The tokens of the `best_continuation`, which takes the same."""
+    scores, places = best_continuation(continuations, lengths, longest)
+    tokens = continuations.gather(1, places[:, None, None].expand(-1, -1, continuations.shape[2])).squeeze(1)
+    return Chain(tokens.clamp(min=0), (tokens >= 0).sum(dim=1) * (scores > 0), scores)
+
+
 def best_continuation(continuations: Tensor, lengths: Tensor, longest: int) -> Choice:
     """The continuation of the highest score; of equal ones that of a longer match, then the one that comes first.
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from drafters.suffix.choice import best_continuation
-from drafters.suffix.matches import continued, find, last_tokens
+from drafters.suffix.matches import Limits, Texts
 from drafters.suffix.pool import TextPool
+from drafters.suffix.search import best_chain, search, searches_on_triton
 from specdec.batch import DecodeBatch
 from specdec.config import DraftSampling
 from specdec.core import AcceptOutput, BoundDrafter, Drafter, DraftOutput, Verifier, VerifyOutput
@@ -92,6 +92,7 @@ class SuffixDrafter(Drafter):
         self, verifier: Verifier, caches: Sequence[LayerCache], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling
     ) -> "BoundSuffix":
         """See `specdec.core.Drafter.bind`; copied drafts are point masses under any `draft_sampling`."""
+        searches_on_triton(verifier.device)  # a self-check, if there is one, belongs before the first step
         # The rows of a step reach k positions past the last one that a request may keep.
         width = max_len + self.max_draft_tokens + 1
         return BoundSuffix(self, torch.zeros(max_num_seqs, width, dtype=torch.int32, device=verifier.device))
@@ -135,7 +136,7 @@ class BoundSuffix(BoundDrafter):
     def outlook(self, batch: DecodeBatch) -> Tensor:
         """See `BoundDrafter.outlook`."""
         self._found = self._find(batch, self._drafter.occurrences)
-        return best_continuation(self._found.continuations, self._found.lengths, self._drafter.longest).scores
+        return best_chain(self._found.continuations, self._found.lengths, self._drafter.longest).scores
 
     def propose(self, batch: DecodeBatch) -> DraftOutput:
         """Drafts for every request whose last tokens occurred before: k in a chain, up to k in a tree; and 0 for the others."""
@@ -151,22 +152,15 @@ class BoundSuffix(BoundDrafter):
     def _find(self, batch: DecodeBatch, count: int) -> "_Found":
         """The best `count` occurrences of the texts' ends, and what followed them."""
         self._store(batch, batch.anchors[:, None])
-        texts, first = self.history[:, : batch.max_seq_len].index_select(0, batch.slots), 0
-        if self.pool:
-            first = len(self.pool.tokens)
-            texts = torch.cat([self.pool.tokens.expand(len(texts), -1), texts], dim=1)
-        last = batch.seq_lens[:, None] + first  # place of the anchor
-        drafter = self._drafter
-        suffix = last_tokens(texts, first, last, drafter.longest)
-        found = find(texts, suffix, count, compared=drafter.compared, shortest=drafter.shortest, before=last)
-        return _Found(batch.slots, continued(texts, first, last, found.ends, batch.shape.depth), found.lengths)
+        drafter, pool = self._drafter, self.pool.tokens if self.pool else None
+        texts = Texts(pool, self.history, batch.slots, batch.seq_lens, batch.max_seq_len)
+        limits = Limits(count, drafter.longest, drafter.compared, drafter.shortest, batch.shape.depth)
+        return _Found(batch.slots, *search(texts, limits))
 
     def _chain(self, continuations: Tensor, lengths: Tensor) -> DraftOutput:
         """The best continuation."""
-        scores, places = best_continuation(continuations, lengths, self._drafter.longest)
-        tokens = continuations.gather(1, places[:, None, None].expand(-1, -1, continuations.shape[2])).squeeze(1)
-        num_drafts = (tokens >= 0).sum(dim=1) * (scores > 0)
-        return DraftOutput(tokens.clamp(min=0), num_drafts=num_drafts, forecast=scores if self.forecasts else None)
+        token_ids, num_drafts, scores = best_chain(continuations, lengths, self._drafter.longest)
+        return DraftOutput(token_ids, num_drafts=num_drafts, forecast=scores if self.forecasts else None)
 
     def _tree(self, batch: DecodeBatch, continuations: Tensor, lengths: Tensor) -> DraftOutput:
         """All continuations, put together; the longer and later a match, the more its own weighs."""

@@ -23,6 +23,67 @@ class Matches(NamedTuple):
     lengths: Tensor
 
 
+class Texts(NamedTuple):
+    """Where to look.
+
+    Attributes:
+        pool: int32 [P], past texts with `NOTHING` behind each of them; None for none.
+        history: int32 [max_num_seqs, positions], the requests' own texts.
+        slots: int64 [num_reqs], their rows.
+        seq_lens: int64 [num_reqs], the place of the last token of each.
+        max_seq_len: host bound on the places where these texts end.
+    """
+
+    pool: Tensor | None
+    history: Tensor
+    slots: Tensor
+    seq_lens: Tensor
+    max_seq_len: int
+
+
+class Limits(NamedTuple):
+    """What to look for.
+
+    Attributes:
+        occurrences: C.
+        longest: M, most tokens of a match.
+        compared, shortest: see `find`.
+        depth: K, tokens that follow.
+    """
+
+    occurrences: int
+    longest: int
+    compared: int
+    shortest: int
+    depth: int
+
+
+class Found(NamedTuple):
+    """What followed the best occurrences of texts' ends.
+
+    Attributes:
+        continuations: int64 [num_reqs, C, K], see `continued`; anything where there is no match.
+        lengths: int64 [num_reqs, C], of the matches, see `Matches`.
+    """
+
+    continuations: Tensor
+    lengths: Tensor
+
+
+def search(texts: Texts, limits: Limits) -> Found:
+    """What followed where the ends of requests' texts occurred before, in past texts and in their own."""
+    pool, history, slots, seq_lens, max_seq_len = texts
+    count, longest, compared, shortest, depth = limits
+    columns, first = history[:, :max_seq_len].index_select(0, slots), 0
+    if pool is not None:
+        first = len(pool)
+        columns = torch.cat([pool.expand(len(columns), -1), columns], dim=1)
+    last = seq_lens[:, None] + first
+    suffix = last_tokens(columns, first, last, longest)
+    matches = find(columns, suffix, count, compared=compared, shortest=shortest, before=last)
+    return Found(continued(columns, first, last, matches.ends, depth), matches.lengths)
+
+
 def last_tokens(texts: Tensor, first: int, last: Tensor, count: int) -> Tensor:
     """int32 [num_reqs, count]: tokens of `texts` int32 [num_reqs, width] from `last` int64 [num_reqs, 1] back to `first`."""
     places = last - torch.arange(count, device=texts.device)

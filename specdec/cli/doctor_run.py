@@ -21,11 +21,12 @@ from specdec.layers.experts import check_experts
 from specdec.layers.fused import check_embedding, check_few_rows, check_fused_layers, check_grouped_convolution
 from specdec.layers.packed_check import check_packed
 from specdec.layers.recurrence_check import check_recurrence
-from specdec.registry import ATTENTION_BACKENDS, VERIFIERS, resolve
+from specdec.registry import ATTENTION_BACKENDS, PARTS, VERIFIERS, resolve
 from specdec.sampling.candidates import check_candidates
 from specdec.sampling.masks import check_masks
 from specdec.sampling.sampler import check_sampler
 from specdec.sampling.trees import check_trees
+from specdec.sampling.tries import check_tries
 from specdec.self_check import Check, Verdict, run, title, verdict_of
 
 
@@ -78,6 +79,8 @@ def kinds(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype | N
     yield Kind("sampler", (), missing, partial(check_sampler, device))
     yield Kind("candidates", (), missing, partial(check_candidates, device))
     yield Kind("trees", (), missing, partial(check_trees, device))
+    yield Kind("tries", (), missing, partial(check_tries, device))
+    yield Kind("matches", (), missing, partial(resolve(PARTS, "matches", "part"), device))
     yield Kind("cache_rows", (), missing, partial(check_cache_rows, device))
     yield Kind("masks", (), missing, partial(check_masks, device))
     yield Kind("embedding", (), missing, partial(check_embedding, device))

@@ -29,7 +29,7 @@ from specdec.kv_cache import BlockPool, PagedKVCache, blocks_for, bytes_per_slot
 from specdec.layers import argmax, cache_rows
 from specdec.parallel.collectives import least
 from specdec.parallel.group import group_of
-from specdec.sampling import candidates, masks, sampler, trees
+from specdec.sampling import candidates, masks, sampler, trees, tries
 
 PREFILL_TOKENS_BESIDE = 2048
 """Prompt tokens of a step beside requests that decode: they wait for the chunk, about ten of their steps with a model of 8 B on an
@@ -91,6 +91,7 @@ def build_engine(verifier: Verifier, drafter: Drafter | None, config: EngineConf
         sampler.draws_on_triton,
         candidates.finds_on_triton,
         trees.builds_on_triton,
+        tries.puts_together_on_triton,
         cache_rows.moves_on_triton,
         masks.masks_on_triton,
     ):

@@ -3,13 +3,17 @@
 Paths with the same tokens are one. Any union is exact, since the target's own tokens choose among its drafts.
 """
 
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from specdec.blocks import MOST_NODES, DraftTree
+from specdec.deviation import Deviation, deviation, mismatches, worst
+from specdec.kernels.triton_launch import unavailable_reasons
 from specdec.sampling.trees import ancestors_of
+from specdec.self_check import passes
 
 
 class ScoredDrafts(NamedTuple):
@@ -42,6 +46,16 @@ def trie(continuations: Tensor, lengths: Tensor, weights: Tensor, num_nodes: int
         num_nodes: N, at most 64.
         keep: probability that the text goes on as before, per token; one for all, or float32 [num_reqs, M] for each occurrence.
     """
+    if puts_together_on_triton(continuations.device):
+        from specdec.kernels import triton_tries  # it imports Triton
+
+        keeps = keep if isinstance(keep, Tensor) else torch.full_like(weights, keep)
+        return ScoredDrafts(*triton_tries.trie(continuations, lengths, weights, num_nodes, keeps))
+    return _plain_trie(continuations, lengths, weights, num_nodes, keep)
+
+
+def _plain_trie(continuations: Tensor, lengths: Tensor, weights: Tensor, num_nodes: int, keep: float | Tensor) -> ScoredDrafts:
+    """`trie` in plain torch."""
     places = torch.arange(continuations.shape[2], device=continuations.device)
     depths = places[:, None, None] + 1  # entries by depth, then occurrence
     tokens = torch.where(places < lengths[..., None], continuations, -1)
@@ -73,6 +87,15 @@ def merge_trees(one: ScoredDrafts, other: ScoredDrafts, num_nodes: int, depth: i
         num_nodes: N, at most 64.
         depth: most tokens of a path.
     """
+    if puts_together_on_triton(one.token_ids.device):
+        from specdec.kernels import triton_tries  # it imports Triton
+
+        return ScoredDrafts(*triton_tries.merge(one, other, num_nodes, depth))
+    return _plain_union(one, other, num_nodes, depth)
+
+
+def _plain_union(one: ScoredDrafts, other: ScoredDrafts, num_nodes: int, depth: int) -> ScoredDrafts:
+    """`merge_trees` in plain torch."""
     paths = torch.cat([_paths(one, depth), _paths(other, depth)], dim=1)
     same = _same(paths, paths)
     scores = torch.cat([one.scores, other.scores], dim=1)
@@ -126,3 +149,43 @@ def _best(paths: Tensor, is_first: Tensor, scores: Tensor, num_nodes: int, depth
     )
     token_ids = torch.where(counts, paths.gather(2, last).squeeze(2), 0)
     return ScoredDrafts(tree, token_ids, scores, counts.sum(dim=1))
+
+
+@lru_cache(maxsize=16)
+def puts_together_on_triton(device: torch.device) -> bool:
+    """Whether our kernels make trees out of paths on `device`."""
+    return not unavailable_reasons(device) and passes("tries", device, partial(check_tries, device))
+
+
+def check_tries(device: torch.device) -> Deviation:
+    """Two tries of few different tokens, and their union."""
+    from specdec.kernels import triton_tries
+
+    generator = torch.Generator().manual_seed(0)
+    plain: list[ScoredDrafts] = []
+    found: list[Deviation] = []
+    for count, depth, num_nodes in ((6, 5, 20), (8, 3, 12)):
+        continuations = torch.randint(3, (3, count, depth), generator=generator)
+        lengths = torch.randint(depth + 1, (3, count), generator=generator)
+        weights, keep = torch.rand(2, 3, count, generator=generator) + 0.1
+        drafts = _plain_trie(continuations, lengths, weights, num_nodes, keep)
+        exact = _plain_trie(continuations, lengths, weights.double(), num_nodes, keep.double())
+        moved = continuations.to(device), lengths.to(device), weights.to(device)
+        ours = ScoredDrafts(*triton_tries.trie(*moved, num_nodes, keep.to(device)))
+        found += [*_mismatches(ours, drafts), deviation(ours.scores.exp(), drafts.scores.exp(), exact.scores.exp())]
+        plain.append(drafts)
+    one, other = (_on(device, drafts) for drafts in plain)
+    union, expected = ScoredDrafts(*triton_tries.merge(one, other, 25, 4)), _plain_union(plain[0], plain[1], 25, 4)
+    return worst([*found, *_mismatches(union, expected), mismatches(union.scores, expected.scores)])
+
+
+def _on(device: torch.device, drafts: ScoredDrafts) -> ScoredDrafts:
+    tree, *rest = drafts
+    fields = (tree.parents, tree.depths, tree.ancestors, tree.ranks)
+    return ScoredDrafts(DraftTree(*(tensor.to(device) for tensor in fields)), *(tensor.to(device) for tensor in rest))
+
+
+def _mismatches(ours: ScoredDrafts, expected: ScoredDrafts) -> list[Deviation]:
+    """Of all but the scores."""
+    sides = ((x.token_ids, x.num_drafts, x.tree.parents, x.tree.depths, x.tree.ancestors, x.tree.ranks) for x in (ours, expected))
+    return [mismatches(*pair) for pair in zip(*sides, strict=True)]

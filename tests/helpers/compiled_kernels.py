@@ -26,6 +26,7 @@ from specdec.kernels import (
 from specdec.kernels.triton_launch import AMD_SHARED_MEMORY
 from specdec.layers.activation import ACTIVATIONS
 from tests.helpers.compiled_experts import expert_kernels
+from tests.helpers.compiled_matches import match_kernels
 from tests.helpers.compiled_packed import packed_kernels
 from tests.helpers.compiled_recurrence import recurrence_kernels
 from tests.helpers.compiled_trees import tree_kernels
@@ -112,6 +113,7 @@ def kernels(target: Target, *, every_shape: bool = True) -> Iterator[tuple[str, 
     yield from recurrence_kernels(target, whole=whole, every_shape=every_shape)
     if whole:
         yield from tree_kernels(target)
+        yield from match_kernels(target)
 
 
 def attention_kernels(target: Target, *, every_shape: bool) -> Iterator[tuple[str, Any]]:

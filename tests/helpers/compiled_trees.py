@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from specdec.kernels import triton_cache_rows, triton_candidates, triton_masks, triton_trees
+from specdec.kernels import triton_cache_rows, triton_candidates, triton_masks, triton_trees, triton_tries
 from specdec.kernels.triton_argmax import SLICE
 from tests.helpers.triton_interpreter import compile_for
 
@@ -47,6 +47,26 @@ def tree_kernels(target: "Target") -> Iterator[tuple[str, Any]]:
         ),
     )
     yield "walk", compiled(triton_trees._walk_kernel, pointers=fields | paths, constants=shape, num_warps=1)
+    outcome = {"found": "i64", "scores": "fp32", "num_drafts": "i64"}
+    yield (
+        "trie",
+        compiled(
+            triton_tries._trie_kernel,
+            pointers={"continuations": "i64", "lengths": "i64", "weights": "fp32", "keeps": "fp32"} | outcome,
+            constants={"COUNT": 8, "DEPTH": 31, "NODES": 63} | overlap,
+            num_warps=1,
+        ),
+    )
+    tree = {"tokens": "i64", "parents": "i64", "depths": "i64", "logs": "fp32", "counts": "i64"}
+    yield (
+        "union of trees",
+        compiled(
+            triton_tries._merge_kernel,
+            pointers=tree | {f"other_{name}": kind for name, kind in tree.items()} | outcome,
+            constants={"FIRST": 63, "SECOND": 63, "DEPTH": 15, "NODES": 63} | overlap,
+            num_warps=1,
+        ),
+    )
     yield (
         "rows of a path",
         compiled(

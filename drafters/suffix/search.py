@@ -1,0 +1,71 @@
+"""Searching and choosing on our kernels where they run, and in plain torch (`matches`, `choice`) elsewhere, with equal results.
+
+On a GPU plain torch takes some 60 small kernels for it, which cost more than what they do.
+"""
+
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor
+
+from drafters.suffix import choice, matches
+from drafters.suffix.choice import Chain
+from drafters.suffix.matches import NOTHING, Found, Limits, Texts
+from specdec.deviation import Deviation, mismatches, worst
+from specdec.kernels.triton_launch import unavailable_reasons
+from specdec.self_check import passes
+
+MOST_MATCHES = 64
+"""Of which our kernels keep what followed; more are searched for by plain torch."""
+MOST_TOKENS = 64
+"""Of a continuation, the same."""
+
+
+def search(texts: Texts, limits: Limits) -> Found:
+    """See `drafters.suffix.matches.search`."""
+    if _fits(texts.history.device, limits.occurrences, limits.depth):
+        from specdec.kernels import triton_matches  # it imports Triton
+
+        return Found(*triton_matches.search(*texts, *limits))
+    return matches.search(texts, limits)
+
+
+def best_chain(continuations: Tensor, lengths: Tensor, longest: int) -> Chain:
+    """See `drafters.suffix.choice.best_chain`."""
+    if _fits(lengths.device, *continuations.shape[1:]):
+        from specdec.kernels import triton_choice  # it imports Triton
+
+        return Chain(*triton_choice.best_chain(continuations, lengths, longest))
+    return choice.best_chain(continuations, lengths, longest)
+
+
+def _fits(device: torch.device, count: int, depth: int) -> bool:
+    return count <= MOST_MATCHES and depth <= MOST_TOKENS and searches_on_triton(device)
+
+
+@lru_cache(maxsize=16)
+def searches_on_triton(device: torch.device) -> bool:
+    """Whether our kernels search and choose on `device`."""
+    return not unavailable_reasons(device) and passes("matches", device, partial(check_matches, device))
+
+
+def check_matches(device: torch.device) -> Deviation:
+    """Texts of few different tokens, of several chunks and of one token, with and without past ones."""
+    from specdec.kernels import triton_choice, triton_matches
+
+    generator = torch.Generator().manual_seed(0)
+    history = torch.randint(3, (4, 1500), dtype=torch.int32, generator=generator)
+    pool = torch.where(torch.rand(1100, generator=generator) < 0.02, NOTHING, history[1, :1100])
+    pool[-1] = NOTHING
+    slots, seq_lens = torch.tensor([2, 0, 3]), torch.tensor([1400, 0, 9])
+    moved = history.to(device), slots.to(device), seq_lens.to(device), 1401
+    found = []
+    for past, limits in ((pool, Limits(16, 16, 4, 1, 31)), (None, Limits(12, 7, 4, 1, 5)), (None, Limits(1, 4, 4, 1, 8))):
+        plain = matches.search(Texts(past, history, slots, seq_lens, 1401), limits)
+        ours = triton_matches.search(None if past is None else past.to(device), *moved, *limits)
+        expected = torch.where(plain.lengths[..., None] > 0, plain.continuations, NOTHING)
+        found += [mismatches(ours[0], expected), mismatches(ours[1], plain.lengths)]
+        chosen = triton_choice.best_chain(expected.to(device), plain.lengths.to(device), limits.longest)
+        chains = choice.best_chain(expected, plain.lengths, limits.longest)
+        found += [mismatches(one, other) for one, other in zip(chosen, chains, strict=True)]
+    return worst(found)

@@ -1,0 +1,76 @@
+"""Trees out of paths on kernels, against dictionaries and plain torch; where they run, see `tests.helpers.triton_interpreter`."""
+
+import pytest
+import torch
+
+from specdec.blocks import DraftTree
+from specdec.kernels import triton_tries
+from specdec.sampling.trees import best_first
+from specdec.sampling.tries import ScoredDrafts, check_tries, merge_trees, puts_together_on_triton, trie
+from tests.helpers.trie_case import case, paths_of, shares
+from tests.helpers.triton_interpreter import require_triton
+
+DEVICE = require_triton()
+
+
+def on(device: torch.device, drafts: ScoredDrafts) -> ScoredDrafts:
+    """The same drafts on another device."""
+    tree, *rest = drafts
+    fields = (tree.parents, tree.depths, tree.ancestors, tree.ranks)
+    return ScoredDrafts(DraftTree(*(tensor.to(device) for tensor in fields)), *(tensor.to(device) for tensor in rest))
+
+
+@pytest.mark.parametrize(("seed", "num_nodes", "keep"), [(0, 8, 0.8), (1, 30, 1.0), (2, 1, 0.5), (3, 64, 0.9)])
+def test_tries(seed: int, num_nodes: int, keep: float) -> None:
+    """The best beginnings of what followed, equal ones together; no draft without occurrences."""
+    assert puts_together_on_triton(DEVICE)
+    continuations, lengths, weights = case(seed)
+    wide = torch.cat([continuations, continuations.flip(2)], dim=2).repeat(
+        1, 2, 1
+    )  # of which the first columns are read, in strides
+    lengths, weights = lengths.repeat(1, 2), torch.cat([weights, weights / 3], dim=1)
+    drafts = on(torch.device("cpu"), trie(wide.to(DEVICE)[:, :, :5], lengths.to(DEVICE), weights.to(DEVICE), num_nodes, keep=keep))
+    for i in range(4):
+        tokens = [row[:length] for row, length in zip(wide[i].tolist(), lengths[i].tolist(), strict=True)]
+        expected = shares(tokens, weights[i].tolist(), keep)
+        found = paths_of(drafts, i)
+        assert len(found) == min(num_nodes, len(expected))
+        assert found == pytest.approx({path: expected[path] for path in found}, rel=1e-5)
+        assert sum(found.values()) == pytest.approx(sum(sorted(expected.values(), reverse=True)[:num_nodes]), rel=1e-5)
+    assert drafts.num_drafts[3] == 0 and drafts.tree.parents[3].eq(0).all() and drafts.tree.depths[3].eq(1).all()
+
+
+@pytest.mark.parametrize("num_nodes", [7, 16, 22])
+def test_unions(num_nodes: int) -> None:
+    """The best paths of both, the common ones once; whichever comes first, and also where one tree is within the other."""
+    scores = (2 * torch.randn(4, 4, 3, generator=torch.Generator().manual_seed(4))).log_softmax(-1).sort(descending=True).values
+    best = best_first(scores.to(DEVICE), 12)
+    one = ScoredDrafts(best.tree, best.tree.ranks, best.scores, torch.tensor([12, 12, 9, 12], device=DEVICE))
+    continuations, lengths, weights = (tensor.to(DEVICE) for tensor in case(5))
+    other = trie(continuations, lengths, weights, 10, keep=0.7)
+    for first, second in ((one, other), (other, one), (one, one._replace(scores=one.scores - 0.1))):
+        drafts = on(torch.device("cpu"), merge_trees(first, second, num_nodes, 5))
+        for i in range(4):
+            sides = [paths_of(on(torch.device("cpu"), side), i) for side in (first, second)]
+            expected = {path: max(side.get(path, 0.0) for side in sides) for path in sides[0] | sides[1]}
+            found = paths_of(drafts, i)
+            assert len(found) == min(num_nodes, len(expected))
+            assert found == pytest.approx({path: expected[path] for path in found}, rel=1e-5)
+            assert sum(found.values()) == pytest.approx(sum(sorted(expected.values(), reverse=True)[:num_nodes]), rel=1e-5)
+
+
+def test_the_check_passes() -> None:
+    """Every field as in plain torch, those of drafts that do not count as well."""
+    found = check_tries(DEVICE)
+    assert found.error <= found.bound
+
+
+def test_many_occurrences() -> None:
+    """More than one warp holds pairs of, each of one token."""
+    tokens = torch.arange(40, device=DEVICE).view(1, 40, 1) // 2
+    weights = torch.linspace(1, 2, 40, device=DEVICE)[None]
+    tree, token_ids, _, num_drafts = triton_tries.trie(
+        tokens, torch.ones_like(tokens)[..., 0], weights, 40, torch.ones_like(weights)
+    )
+    assert num_drafts.tolist() == [20] and tree.parents.eq(0).all()
+    assert token_ids[0, :20].tolist() == list(range(19, -1, -1))
