@@ -120,7 +120,7 @@ def _trie_kernel(
 
 
 @triton.jit
-def _merge_kernel(
+def _union_kernel(
     tokens: tl.tensor,  # int64 [requests, FIRST], of the first tree, as all below but where it says otherwise
     parents: tl.tensor,
     depths: tl.tensor,
@@ -212,7 +212,7 @@ def merge(one: Drafts, other: Drafts, num_nodes: int, depth: int) -> Drafts:
     found, scores, num_drafts = _room(num_reqs, num_nodes, one[1].device)
     trees = [part.contiguous() for tree, *rest in (one, other) for part in (rest[0], tree.parents, tree.depths, *rest[1:])]
     with on_device(found):
-        _merge_kernel[(num_reqs,)](
+        _union_kernel[(num_reqs,)](
             *trees,
             found,
             scores,

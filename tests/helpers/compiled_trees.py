@@ -61,7 +61,7 @@ def tree_kernels(target: "Target") -> Iterator[tuple[str, Any]]:
     yield (
         "union of trees",
         compiled(
-            triton_tries._merge_kernel,
+            triton_tries._union_kernel,
             pointers=tree | {f"other_{name}": kind for name, kind in tree.items()} | outcome,
             constants={"FIRST": 63, "SECOND": 63, "DEPTH": 15, "NODES": 63} | overlap,
             num_warps=1,
