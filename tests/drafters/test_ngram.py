@@ -147,7 +147,7 @@ def test_a_tree_holds_what_a_chain_misses() -> None:
     assert {(7, 8, 9, 1), (4, 5, 6, 1)} <= set(paths_of(draft, 0)) and paths_of(draft, 1) == []
     follower = {(): 4, (4,): 5, (4, 5): 6, (4, 5, 6): 1}
     target_ids = torch.tensor([[follower.get(path, 0) for path in [(), *paths_of(draft, 0)]]])
-    target_ids = torch.nn.functional.pad(target_ids, (0, 13 - target_ids.shape[1])).expand(2, -1)
+    target_ids = torch.nn.functional.pad(target_ids, (0, 13 - target_ids.shape[1])).repeat(2, 1)
     assert draft.tree is not None
     _, num_accepted = walk(draft.token_ids, draft.tree, target_ids, 4, draft.num_drafts)
     assert num_accepted.tolist() == [4, 0]
