@@ -187,8 +187,7 @@ class Mirror:
             if self._ended is None and not self._forked:
                 self._ended = "the tensor-parallel group has been closed"
                 try:
-                    self.say([END])
-                    self._wire.flush()
+                    self._wire.close([END])
                 except RuntimeError:
                     self._release(kill=True)
                 else:

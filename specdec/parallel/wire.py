@@ -1,5 +1,6 @@
 """What rank 0 tells the others: messages of a few numbers, with bytes behind them where there is more to say, over gloo."""
 
+import ctypes
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -62,6 +63,20 @@ class Wire:
         under_way, self._under_way = self._under_way, []
         for work, _ in under_way:
             work.wait()
+
+    def close(self, numbers: Sequence[int]) -> None:
+        """Sends the last message, and waits until it has come to all.
+
+        What sends it is kept for ever. Else gloo's thread may be the last to let go of it, for which it needs the interpreter;
+        where that ends meanwhile, the process aborts.
+
+        Raises:
+            RuntimeError: a rank has ended.
+        """
+        self.say(numbers)
+        for work, _ in self._under_way:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(work))
+        self.flush()
 
     def hear(self) -> Message:
         """Waits for the next message, however long.

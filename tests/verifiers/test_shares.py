@@ -23,6 +23,9 @@ CHANGES = {
 }
 """Of configs whose heads two ranks do not divide."""
 
+SEEDS = {"deepseek_v3_halves": 1}
+"""Of models in which a row's last expert and the next one score alike, so that rounding would choose."""
+
 WAYS = {name: Way((0, 3, 7)[number % 3], (0.0, 0.8)[number // 3 % 2]) for number, name in enumerate(FAMILIES)}
 WAYS |= {"llama_tied": Way(7, 0.0), "qwen3": Way(3, 0.8), "qwen3_moe": Way(3, 0.0), "deepseek_v3": Way(7, 0.0)}
 
@@ -32,7 +35,7 @@ def test_two_ranks_do_what_one_process_does(tmp_path: Path, monkeypatch: pytest.
     """Every family in one test, since ranks take seconds to start. Each rank reads its share of the same files."""
     for name, config in shape_configs(_COMMON, WINDOW, global_kv_heads=RANKS).items():
         monkeypatch.setitem(CONFIGS, name, config)
-    models = {name: plain_model(name, **CHANGES.get(name, {})) for name in FAMILIES}
+    models = {name: plain_model(name, SEEDS.get(name, 0), **CHANGES.get(name, {})) for name in FAMILIES}
     tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
     folders = {name: tmp_path / name for name in FAMILIES}
     for name, model in models.items():

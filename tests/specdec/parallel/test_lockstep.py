@@ -245,8 +245,18 @@ def is_running(process: int) -> bool:
         return False
 
 
-def test_torchrun(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The command line, printed once; tokens are those of one process."""
+ENDS_AT_ONCE = """
+import sys
+from specdec.cli.main import main
+status = main(sys.argv[1:])
+sys.setswitchinterval(100)
+sys.exit(status)
+"""
+"""The command line. At its end no other thread gets the interpreter any more, and one that waits for it aborts the process."""
+
+
+def test_torchrun(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The command line, printed once; tokens are those of one process, and its end does not depend on other threads."""
     command = [
         "generate",
         "abcabc",
@@ -264,9 +274,15 @@ def test_torchrun(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     command += ["--max-tokens", "12", "--json"]
     assert main(command) == 0
     alone = capfd.readouterr().out
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "specdec", *command]
+    (tmp_path / "command.py").write_text(ENDS_AT_ONCE, encoding="utf-8")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     together = subprocess.run(
-        torchrun, capture_output=True, text=True, timeout=240, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        [*torchrun, str(tmp_path / "command.py"), *command],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert together.returncode == 0, together.stderr
     assert _texts(together.stdout) == _texts(alone) and alone.count("\n") == 2
