@@ -7,11 +7,11 @@ are written where row `i` of a chain would have them, at L + i.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from torch import Tensor  # the command line reads this file, too, and starts without torch
+    from torch import Tensor, device  # the command line reads this file, too, and starts without torch
 
 MOST_NODES = 64
 """Drafts of a tree at most: each has a bit in a word of 64."""
@@ -72,3 +72,7 @@ class DraftTree:
     depths: Tensor
     ancestors: Tensor
     ranks: Tensor
+
+    def to(self, where: device) -> DraftTree:
+        """The same tree on another device."""
+        return DraftTree(*(getattr(self, field.name).to(where) for field in fields(self)))

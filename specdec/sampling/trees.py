@@ -195,7 +195,6 @@ def check_trees(device: torch.device) -> Deviation:
         target_ids = torch.randint(2, (shape[0], num_nodes + 1), generator=generator)
         num_drafts = torch.randint(num_nodes + 1, shape[:1], generator=generator)
         arguments = tree.ranks, tree, target_ids, shape[1], num_drafts
-        moved = DraftTree(*(tensor.to(device) for tensor in plain[:4]))
-        walked = triton_trees.walk(tree.ranks.to(device), moved, target_ids.to(device), shape[1], num_drafts.to(device))
+        walked = triton_trees.walk(tree.ranks.to(device), tree.to(device), target_ids.to(device), shape[1], num_drafts.to(device))
         found += [mismatches(ours, expected) for ours, expected in zip(walked, _followed(*arguments), strict=True)]
     return worst(found)

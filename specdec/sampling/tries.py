@@ -32,6 +32,10 @@ class ScoredDrafts(NamedTuple):
     scores: Tensor
     num_drafts: Tensor
 
+    def to(self, device: torch.device) -> "ScoredDrafts":
+        """The same drafts on another device."""
+        return ScoredDrafts(self.tree.to(device), *(tensor.to(device) for tensor in self[1:]))
+
 
 def trie(continuations: Tensor, lengths: Tensor, weights: Tensor, num_nodes: int, *, keep: float | Tensor = 1.0) -> ScoredDrafts:
     """The tree of what followed earlier occurrences of a text's end: a path is as probable as the occurrences that begin so weigh.
@@ -174,15 +178,9 @@ def check_tries(device: torch.device) -> Deviation:
         ours = ScoredDrafts(*triton_tries.trie(*moved, num_nodes, keep.to(device)))
         found += [*_mismatches(ours, drafts), deviation(ours.scores.exp(), drafts.scores.exp(), exact.scores.exp())]
         plain.append(drafts)
-    one, other = (_on(device, drafts) for drafts in plain)
+    one, other = (drafts.to(device) for drafts in plain)
     union, expected = ScoredDrafts(*triton_tries.merge(one, other, 25, 4)), _plain_union(plain[0], plain[1], 25, 4)
     return worst([*found, *_mismatches(union, expected), mismatches(union.scores, expected.scores)])
-
-
-def _on(device: torch.device, drafts: ScoredDrafts) -> ScoredDrafts:
-    tree, *rest = drafts
-    fields = (tree.parents, tree.depths, tree.ancestors, tree.ranks)
-    return ScoredDrafts(DraftTree(*(tensor.to(device) for tensor in fields)), *(tensor.to(device) for tensor in rest))
 
 
 def _mismatches(ours: ScoredDrafts, expected: ScoredDrafts) -> list[Deviation]:

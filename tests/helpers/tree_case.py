@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from specdec.blocks import DraftTree
 from specdec.sampling.trees import BestPaths
 from tests.helpers.tree_oracle import Node, heap_tree, walk_tree
 
@@ -90,6 +89,4 @@ def assert_walked(path: Tensor, num_accepted: Tensor, nodes: list[list[Node]], t
 
 def on(device: torch.device, best: BestPaths) -> BestPaths:
     """The same tree on another device."""
-    tree = best.tree
-    moved = [tensor.to(device) for tensor in (tree.parents, tree.depths, tree.ancestors, tree.ranks, best.places, best.scores)]
-    return BestPaths(DraftTree(*moved[:4]), *moved[4:])
+    return BestPaths(best.tree.to(device), best.places.to(device), best.scores.to(device))

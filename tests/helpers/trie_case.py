@@ -2,7 +2,9 @@
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -29,6 +31,20 @@ def paths_of(drafts: ScoredDrafts, request: int) -> Paths:
         found[rows[-1]] = math.exp(drafts.scores[request, i])
     assert list(found.values()) == sorted(found.values(), reverse=True)
     return found
+
+
+def assert_best(drafts: ScoredDrafts, request: int, expected: Paths) -> None:
+    """The drafts are the most probable of `expected`, as many as there is room for, each as probable."""
+    found, num_nodes = paths_of(drafts, request), drafts.token_ids.shape[1]
+    assert len(found) == min(num_nodes, len(expected))
+    assert found == pytest.approx({path: expected[path] for path in found}, rel=1e-5)
+    assert sum(found.values()) == pytest.approx(sum(sorted(expected.values(), reverse=True)[:num_nodes]), rel=1e-5)
+
+
+def union_of(sides: Sequence[ScoredDrafts], request: int) -> Paths:
+    """All paths, each with the highest of its probabilities."""
+    paths = [paths_of(side, request) for side in sides]
+    return {path: max(side.get(path, 0.0) for side in paths) for path in set().union(*paths)}
 
 
 def shares(continuations: list[list[int]], weights: list[float], keep: float) -> Paths:

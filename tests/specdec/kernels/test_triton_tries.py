@@ -3,21 +3,14 @@
 import pytest
 import torch
 
-from specdec.blocks import DraftTree
 from specdec.kernels import triton_tries
 from specdec.sampling.trees import best_first
 from specdec.sampling.tries import ScoredDrafts, check_tries, merge_trees, puts_together_on_triton, trie
-from tests.helpers.trie_case import case, paths_of, shares
+from tests.helpers.trie_case import assert_best, case, shares, union_of
 from tests.helpers.triton_interpreter import require_triton
 
 DEVICE = require_triton()
-
-
-def on(device: torch.device, drafts: ScoredDrafts) -> ScoredDrafts:
-    """The same drafts on another device."""
-    tree, *rest = drafts
-    fields = (tree.parents, tree.depths, tree.ancestors, tree.ranks)
-    return ScoredDrafts(DraftTree(*(tensor.to(device) for tensor in fields)), *(tensor.to(device) for tensor in rest))
+HOST = torch.device("cpu")
 
 
 @pytest.mark.parametrize(("seed", "num_nodes", "keep"), [(0, 8, 0.8), (1, 30, 1.0), (2, 1, 0.5), (3, 64, 0.9)])
@@ -25,18 +18,12 @@ def test_tries(seed: int, num_nodes: int, keep: float) -> None:
     """The best beginnings of what followed, equal ones together; no draft without occurrences."""
     assert puts_together_on_triton(DEVICE)
     continuations, lengths, weights = case(seed)
-    wide = torch.cat([continuations, continuations.flip(2)], dim=2).repeat(
-        1, 2, 1
-    )  # of which the first columns are read, in strides
+    wide = torch.cat([continuations, continuations.flip(2)], dim=2).repeat(1, 2, 1)  # of which some columns are read, in strides
     lengths, weights = lengths.repeat(1, 2), torch.cat([weights, weights / 3], dim=1)
-    drafts = on(torch.device("cpu"), trie(wide.to(DEVICE)[:, :, :5], lengths.to(DEVICE), weights.to(DEVICE), num_nodes, keep=keep))
+    drafts = trie(wide.to(DEVICE)[:, :, :5], lengths.to(DEVICE), weights.to(DEVICE), num_nodes, keep=keep).to(HOST)
     for i in range(4):
         tokens = [row[:length] for row, length in zip(wide[i].tolist(), lengths[i].tolist(), strict=True)]
-        expected = shares(tokens, weights[i].tolist(), keep)
-        found = paths_of(drafts, i)
-        assert len(found) == min(num_nodes, len(expected))
-        assert found == pytest.approx({path: expected[path] for path in found}, rel=1e-5)
-        assert sum(found.values()) == pytest.approx(sum(sorted(expected.values(), reverse=True)[:num_nodes]), rel=1e-5)
+        assert_best(drafts, i, shares(tokens, weights[i].tolist(), keep))
     assert drafts.num_drafts[3] == 0 and drafts.tree.parents[3].eq(0).all() and drafts.tree.depths[3].eq(1).all()
 
 
@@ -49,14 +36,9 @@ def test_unions(num_nodes: int) -> None:
     continuations, lengths, weights = (tensor.to(DEVICE) for tensor in case(5))
     other = trie(continuations, lengths, weights, 10, keep=0.7)
     for first, second in ((one, other), (other, one), (one, one._replace(scores=one.scores - 0.1))):
-        drafts = on(torch.device("cpu"), merge_trees(first, second, num_nodes, 5))
+        drafts = merge_trees(first, second, num_nodes, 5).to(HOST)
         for i in range(4):
-            sides = [paths_of(on(torch.device("cpu"), side), i) for side in (first, second)]
-            expected = {path: max(side.get(path, 0.0) for side in sides) for path in sides[0] | sides[1]}
-            found = paths_of(drafts, i)
-            assert len(found) == min(num_nodes, len(expected))
-            assert found == pytest.approx({path: expected[path] for path in found}, rel=1e-5)
-            assert sum(found.values()) == pytest.approx(sum(sorted(expected.values(), reverse=True)[:num_nodes]), rel=1e-5)
+            assert_best(drafts, i, union_of([first.to(HOST), second.to(HOST)], i))
 
 
 def test_the_check_passes() -> None:

@@ -6,7 +6,7 @@ import torch
 from specdec.sampling.trees import best_first, walk
 from specdec.sampling.tries import ScoredDrafts, merge_trees, trie
 from tests.helpers.guards import no_host_sync
-from tests.helpers.trie_case import case, paths_of, shares
+from tests.helpers.trie_case import assert_best, case, paths_of, shares, union_of
 
 
 @pytest.mark.parametrize(("seed", "num_nodes", "keep"), [(0, 8, 0.8), (1, 30, 1.0), (2, 1, 0.5)])
@@ -17,11 +17,7 @@ def test_tries(seed: int, num_nodes: int, keep: float) -> None:
         drafts = trie(continuations, lengths, weights, num_nodes, keep=keep)
     for i in range(4):
         tokens = [row[:length] for row, length in zip(continuations[i].tolist(), lengths[i].tolist(), strict=True)]
-        expected = shares(tokens, weights[i].tolist(), keep)
-        found = paths_of(drafts, i)
-        assert len(found) == min(num_nodes, len(expected))
-        assert found == pytest.approx({path: expected[path] for path in found}, rel=1e-5)
-        assert sum(found.values()) == pytest.approx(sum(sorted(expected.values(), reverse=True)[:num_nodes]), rel=1e-5)
+        assert_best(drafts, i, shares(tokens, weights[i].tolist(), keep))
     assert drafts.num_drafts[3] == 0 and drafts.tree.parents[3].eq(0).all() and drafts.tree.depths[3].eq(1).all()
 
 
@@ -53,9 +49,4 @@ def test_unions() -> None:
         with no_host_sync():
             drafts = merge_trees(one, other, num_nodes, 5)
         for i in range(4):
-            first, second = paths_of(one, i), paths_of(other, i)
-            expected = {path: max(first.get(path, 0.0), second.get(path, 0.0)) for path in first | second}
-            found = paths_of(drafts, i)
-            assert len(found) == min(num_nodes, len(expected))
-            assert found == pytest.approx({path: expected[path] for path in found}, rel=1e-5)
-            assert sum(found.values()) == pytest.approx(sum(sorted(expected.values(), reverse=True)[:num_nodes]), rel=1e-5)
+            assert_best(drafts, i, union_of([one, other], i))
