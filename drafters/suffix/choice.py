@@ -15,25 +15,13 @@ from torch import Tensor
 from specdec.sampling.tries import common_prefixes
 
 
-class Choice(NamedTuple):
-    """The best continuation of each row.
-
-    Attributes:
-        scores: float32 [num_reqs], expected drafts accepted; 0 where there is no match.
-        places: int64 [num_reqs], which of the C occurrences.
-    """
-
-    scores: Tensor
-    places: Tensor
-
-
 class Chain(NamedTuple):
-    """The best continuation itself.
+    """The best continuation of each row.
 
     Attributes:
         token_ids: int64 [num_reqs, K], 0 past its end.
         num_drafts: int64 [num_reqs], its tokens; 0 where there is no match, and then `token_ids` are any valid ones.
-        scores: see `Choice`.
+        scores: float32 [num_reqs], expected drafts accepted; 0 where there is no match.
     """
 
     token_ids: Tensor
@@ -42,13 +30,6 @@ class Chain(NamedTuple):
 
 
 def best_chain(continuations: Tensor, lengths: Tensor, longest: int) -> Chain:
-    """The tokens of the `best_continuation`, which takes the same."""
-    scores, places = best_continuation(continuations, lengths, longest)
-    tokens = continuations.gather(1, places[:, None, None].expand(-1, -1, continuations.shape[2])).squeeze(1)
-    return Chain(tokens.clamp(min=0), (tokens >= 0).sum(dim=1) * (scores > 0), scores)
-
-
-def best_continuation(continuations: Tensor, lengths: Tensor, longest: int) -> Choice:
     """The continuation of the highest score; of equal ones that of a longer match, then the one that comes first.
 
     Args:
@@ -58,11 +39,13 @@ def best_continuation(continuations: Tensor, lengths: Tensor, longest: int) -> C
     """
     count = continuations.shape[1]
     if count == 1:
-        agreed = (continuations[:, 0] >= 0).sum(dim=1)
-        return Choice(torch.minimum(lengths[:, 0].clamp(max=longest), agreed).float(), torch.zeros_like(agreed))
-    levels = torch.arange(longest, 0, -1, device=lengths.device)[:, None]  # m, the longest first
-    counts = lengths[:, None] >= levels  # [num_reqs, M, C]
-    agreed = torch.minimum(common_prefixes(continuations)[:, None], levels[..., None]) * counts[:, :, None]
-    means = agreed.sum(dim=3) / counts.sum(dim=2, keepdim=True).clamp(min=1)
-    scores, cells = torch.where(counts, means, 0.0).flatten(1).max(dim=1)
-    return Choice(scores, cells % count)
+        tokens = continuations[:, 0]
+        scores = torch.minimum(lengths[:, 0].clamp(max=longest), (tokens >= 0).sum(dim=1)).float()
+    else:
+        levels = torch.arange(longest, 0, -1, device=lengths.device)[:, None]  # m, the longest first
+        counts = lengths[:, None] >= levels  # [num_reqs, M, C]
+        agreed = torch.minimum(common_prefixes(continuations)[:, None], levels[..., None]) * counts[:, :, None]
+        means = agreed.sum(dim=3) / counts.sum(dim=2, keepdim=True).clamp(min=1)
+        scores, cells = torch.where(counts, means, 0.0).flatten(1).max(dim=1)
+        tokens = continuations.gather(1, (cells % count)[:, None, None].expand(-1, -1, continuations.shape[2])).squeeze(1)
+    return Chain(tokens.clamp(min=0), (tokens >= 0).sum(dim=1) * (scores > 0), scores)

@@ -8,12 +8,11 @@ tree holds what followed all of them. Every chain has k drafts, whatever they pr
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from drafters.suffix.matches import Limits, Texts
+from drafters.suffix.matches import Found, Limits, Texts
 from drafters.suffix.pool import TextPool
 from drafters.suffix.search import best_chain, search, searches_on_triton
 from specdec.batch import DecodeBatch
@@ -34,25 +33,6 @@ TREE_OCCURRENCES = 8
 _BY_LENGTH = 4.0  # times as much does a match weigh as one that is a token shorter
 _BY_AGE = 0.9  # the same, of one that is next in order
 _SHORTEST = -16  # tokens by which a match may be shorter and still weigh less; bounds the weights
-
-
-class _Found(NamedTuple):
-    """Occurrences of the ends of texts.
-
-    Attributes:
-        slots: int64 [num_reqs], of the requests.
-        continuations: int64 [num_reqs, C, K], what followed them; see `continued`.
-        lengths: int64 [num_reqs, C], of the matches, see `Matches`.
-    """
-
-    slots: Tensor
-    continuations: Tensor
-    lengths: Tensor
-
-    def serves(self, batch: DecodeBatch, count: int) -> bool:
-        """Whether the best `count` of a step's texts are among these, with what follows them; the host looks."""
-        _, most, depth = self.continuations.shape
-        return count <= most and batch.shape.depth <= depth and torch.equal(self.slots, batch.slots)
 
 
 class SuffixDrafter(Drafter):
@@ -116,7 +96,7 @@ class BoundSuffix(BoundDrafter):
         self._drafter, self.history = drafter, history
         self.pool = TextPool(drafter.pool_tokens, history.device) if drafter.pool_tokens else None
         self._spans = torch.zeros(2, len(history), dtype=torch.int64, device=history.device)  # of what is to go to the pool
-        self._found: _Found | None = None
+        self._found: Found | None = None
 
     def begin(self, slot: int, token_ids: Sequence[int]) -> None:
         """Uploads the tokens of a request, and pools the output of the one that had its slot."""
@@ -149,13 +129,13 @@ class BoundSuffix(BoundDrafter):
         continuations, lengths = found.continuations[:, :count, : shape.depth], found.lengths[:, :count]
         return self._tree(batch, continuations, lengths) if shape.is_tree else self._chain(continuations, lengths)
 
-    def _find(self, batch: DecodeBatch, count: int) -> "_Found":
+    def _find(self, batch: DecodeBatch, count: int) -> Found:
         """The best `count` occurrences of the texts' ends, and what followed them."""
         self._store(batch, batch.anchors[:, None])
         drafter, pool = self._drafter, self.pool.tokens if self.pool else None
         texts = Texts(pool, self.history, batch.slots, batch.seq_lens, batch.max_seq_len)
         limits = Limits(count, drafter.longest, drafter.compared, drafter.shortest, batch.shape.depth)
-        return _Found(batch.slots, *search(texts, limits))
+        return search(texts, limits)
 
     def _chain(self, continuations: Tensor, lengths: Tensor) -> DraftOutput:
         """The best continuation."""

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specdec.batch import DecodeBatch
+
 NOTHING = -1
 """Stands between texts, and for what is not there; no token has it."""
 _BEFORE_THE_TEXT = -2  # in an end that is shorter than what is compared; equal to nothing
@@ -64,10 +66,17 @@ class Found(NamedTuple):
     Attributes:
         continuations: int64 [num_reqs, C, K], see `continued`; anything where there is no match.
         lengths: int64 [num_reqs, C], of the matches, see `Matches`.
+        slots: int64 [num_reqs], of the requests.
     """
 
     continuations: Tensor
     lengths: Tensor
+    slots: Tensor
+
+    def serves(self, batch: DecodeBatch, count: int) -> bool:
+        """Whether the best `count` of a step's texts are among these, with what follows them; the host looks."""
+        _, most, depth = self.continuations.shape
+        return count <= most and batch.shape.depth <= depth and torch.equal(self.slots, batch.slots)
 
 
 def search(texts: Texts, limits: Limits) -> Found:
@@ -81,7 +90,7 @@ def search(texts: Texts, limits: Limits) -> Found:
     last = seq_lens[:, None] + first
     suffix = last_tokens(columns, first, last, longest)
     matches = find(columns, suffix, count, compared=compared, shortest=shortest, before=last)
-    return Found(continued(columns, first, last, matches.ends, depth), matches.lengths)
+    return Found(continued(columns, first, last, matches.ends, depth), matches.lengths, slots)
 
 
 def last_tokens(texts: Tensor, first: int, last: Tensor, count: int) -> Tensor:

@@ -1,6 +1,6 @@
 """Searching and choosing on our kernels where they run, and in plain torch (`matches`, `choice`) elsewhere, with equal results.
 
-On a GPU plain torch takes some 60 small kernels for it, which cost more than what they do.
+On a GPU plain torch takes dozens of small kernels for it, whose launches cost more than what they do.
 """
 
 from functools import lru_cache, partial
@@ -15,18 +15,13 @@ from specdec.deviation import Deviation, mismatches, worst
 from specdec.kernels.triton_launch import unavailable_reasons
 from specdec.self_check import passes
 
-MOST_MATCHES = 64
-"""Of which our kernels keep what followed; more are searched for by plain torch."""
-MOST_TOKENS = 64
-"""Of a continuation, the same."""
-
 
 def search(texts: Texts, limits: Limits) -> Found:
     """See `drafters.suffix.matches.search`."""
     if _fits(texts.history.device, limits.occurrences, limits.depth):
         from specdec.kernels import triton_matches  # it imports Triton
 
-        return Found(*triton_matches.search(*texts, *limits))
+        return Found(*triton_matches.search(*texts, *limits), texts.slots)
     return matches.search(texts, limits)
 
 
@@ -40,7 +35,12 @@ def best_chain(continuations: Tensor, lengths: Tensor, longest: int) -> Chain:
 
 
 def _fits(device: torch.device, count: int, depth: int) -> bool:
-    return count <= MOST_MATCHES and depth <= MOST_TOKENS and searches_on_triton(device)
+    """Whether our kernels keep so many continuations of such a depth."""
+    if not searches_on_triton(device):
+        return False
+    from specdec.kernels.triton_matches import MOST_MATCHES, MOST_TOKENS  # it imports Triton
+
+    return count <= MOST_MATCHES and depth <= MOST_TOKENS
 
 
 @lru_cache(maxsize=16)

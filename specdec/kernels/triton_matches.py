@@ -14,6 +14,7 @@ from specdec.kernels.triton_launch import on_device, overlap_options
 from specdec.kernels.triton_overlap import await_previous
 
 MOST_MATCHES = 64
+"""Of which a program keeps what followed."""
 MOST_TOKENS = 64
 """Of an end, and of a continuation."""
 CHUNK = 1024

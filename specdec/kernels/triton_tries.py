@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.blocks import DraftTree
+from specdec.blocks import MOST_NODES, DraftTree
 from specdec.kernels.triton_argmax import token_key
 from specdec.kernels.triton_candidates import number_of
 from specdec.kernels.triton_launch import on_device, overlap_options
@@ -229,6 +229,7 @@ def merge(one: Drafts, other: Drafts, num_nodes: int, depth: int) -> Drafts:
 
 def _room(num_reqs: int, num_nodes: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """For the outcome of so many requests."""
+    assert 1 <= num_nodes <= MOST_NODES
     found = torch.empty(5, num_reqs, num_nodes, dtype=torch.int64, device=device)
     scores = torch.empty(num_reqs, num_nodes, dtype=torch.float32, device=device)
     return found, scores, found.new_empty(num_reqs)

@@ -83,7 +83,7 @@ def test_cases_have_what_they_are_for() -> None:
     """Fewer matches than asked for, all of them, none, and ones that are followed back; texts that end in time and that go on."""
     seen = []
     for case in CASES:
-        continuations, lengths = matches.search(texts_of(case), case.limits)
+        continuations, lengths, _ = matches.search(texts_of(case), case.limits)
         ended = continuations[..., -1] < 0
         few, all_there, none = (lengths[:, 0] > 0) & (lengths[:, -1] == 0), lengths[:, -1] > 0, lengths[:, 0] == 0
         followed = lengths > case.limits.compared
@@ -103,7 +103,7 @@ def test_no_more_programs_than_one_can_look_through(monkeypatch: pytest.MonkeyPa
 def test_more_than_the_kernels_keep() -> None:
     """Is searched for by plain torch."""
     found = search(on_device(texts_of(CASES[0])), CASES[0].limits._replace(occurrences=65))
-    assert found.lengths.shape == (5, 65) and best_chain(*found, 16).token_ids.shape == (5, 9)
+    assert found.lengths.shape == (5, 65) and best_chain(found.continuations, found.lengths, 16).token_ids.shape == (5, 9)
 
 
 def test_the_check_notices(monkeypatch: pytest.MonkeyPatch) -> None:
