@@ -13,6 +13,7 @@ from specdec.kernels import aiter
 from specdec.kernels.aiter import AiterRouter
 from specdec.kernels.experts import PLAIN, Experts
 from specdec.kernels.packed import PackedWeight
+from specdec.layers.joined_experts import JoinedExperts
 from specdec.layers.linear import DenseLinear
 from specdec.layers.mlp import GatedMLP, MixtureOfExperts, MlpBesideExperts
 from specdec.layers.norm import Norm
@@ -33,8 +34,10 @@ def mixture(weights: Weights, description: Description) -> MixtureOfExperts:
     latent = None
     if weights.has("fc1_latent_proj.weight"):
         latent = weights.linear("fc1_latent_proj"), weights.linear("fc2_latent_proj")
-    chooses = router(weights, description)
-    return MixtureOfExperts(chooses, routed, shared, shared_gate, latent, description.weighs_inputs, weights.group)
+    chooses, joined = router(weights, description), None
+    if shared is not None and latent is None and not description.weighs_inputs:
+        joined = JoinedExperts.of(chooses, routed, shared, shared_gate)
+    return MixtureOfExperts(chooses, routed, shared, shared_gate, latent, description.weighs_inputs, weights.group, joined)
 
 
 def mlp_beside_experts(weights: Weights, description: Description, norm: Callable[[str], Norm | None]) -> MlpBesideExperts:

@@ -62,6 +62,23 @@ class Routing:
         return self.topk_groups < self.num_groups
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedExperts:
+    """What every row has beside the experts it chooses: an MLP like theirs, as parts as wide as theirs, whose sum it is.
+
+    A kernel takes them for experts whose numbers follow those of the others.
+
+    Attributes:
+        gate_up: [2 * count * I, H], the rows of gate, then those of up; without gates [count * I, H]. Contiguous, like `down`.
+        down: [H, count * I].
+        count: parts.
+    """
+
+    gate_up: Tensor
+    down: Tensor
+    count: int
+
+
 @dataclass(frozen=True, slots=True)
 class Experts:
     """A layer's routed experts: each a gated MLP, `down(activation(gate(x), up(x)))`, or without gates `down(activation(up(x)))`.

@@ -18,6 +18,7 @@ def few_rows_kernel(
     weight: tl.tensor,
     scale: tl.tensor,
     zero: tl.tensor,
+    shared: tl.tensor,
     bias: tl.tensor,
     factors: tl.tensor,
     output: tl.tensor,
@@ -27,6 +28,8 @@ def few_rows_kernel(
     WIDTH: tl.constexpr,
     INPUTS: tl.constexpr,
     TOP_K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    SHARED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BY_RANK: tl.constexpr,
     BY_EXPERT: tl.constexpr,
@@ -69,8 +72,8 @@ def few_rows_kernel(
         await_previous(OVERLAP)
     if PACKED is None:
         multiply(
-            x, weight, bias, factors, output, expert, pair, row < count, tl.program_id(1), num_rows * TOP_K, x_stride,
-            WIDTH, INPUTS, TOP_K, ACTIVATION, BY_RANK, COLUMNS, DEPTH, PRECISION, False,
+            x, weight, shared, bias, factors, output, expert, pair, row < count, tl.program_id(1), num_rows * TOP_K, x_stride,
+            WIDTH, INPUTS, TOP_K, EXPERTS, SHARED, ACTIVATION, BY_RANK, COLUMNS, DEPTH, PRECISION, False,
         )  # fmt: skip
     else:
         multiply_packed(
@@ -123,8 +126,8 @@ def grouped_kernel(
     pair = tl.load(pairs + block * ROWS + tl.arange(0, ROWS))
     if PACKED is None:
         multiply(
-            x, weight, bias, factors, output, expert, pair, pair < num_pairs, within // beside, num_pairs, x_stride,
-            WIDTH, INPUTS, TOP_K, ACTIVATION, False, COLUMNS, DEPTH, PRECISION, DESCRIBED,
+            x, weight, None, bias, factors, output, expert, pair, pair < num_pairs, within // beside, num_pairs, x_stride,
+            WIDTH, INPUTS, TOP_K, 0, 0, ACTIVATION, False, COLUMNS, DEPTH, PRECISION, DESCRIBED,
         )  # fmt: skip
     else:
         multiply_packed(

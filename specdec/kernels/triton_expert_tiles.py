@@ -71,7 +71,8 @@ def _finish(
 @triton.jit
 def multiply(
     x: tl.tensor,  # [rows, INPUTS], or with ACTIVATION None [pairs, INPUTS]
-    weight: tl.tensor,  # [experts, WIDTH, INPUTS], or twice that width with gates: gate, then up; or a descriptor of it
+    weight: tl.tensor,  # [EXPERTS, WIDTH, INPUTS], or twice that width with gates: gate, then up; or a descriptor of it
+    shared: tl.tensor,  # see `specdec.kernels.experts.SharedExperts`, whose first has the number EXPERTS; or None
     bias: tl.tensor,  # [experts, WIDTH] or as wide as the weight, or None
     factors: tl.tensor,  # float32 [pairs], of the outputs, or None
     output: tl.tensor,  # [pairs, WIDTH], or with BY_RANK [TOP_K, pairs / TOP_K, WIDTH]
@@ -84,6 +85,8 @@ def multiply(
     WIDTH: tl.constexpr,
     INPUTS: tl.constexpr,
     TOP_K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    SHARED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BY_RANK: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -109,7 +112,20 @@ def multiply(
     row = (pair // TOP_K if FIRST else pair).to(tl.int64)
     first = expert.to(tl.int64) * SIDES * WIDTH
     corner = (first + tile * COLUMNS).to(tl.int32)
-    weights = weight if DESCRIBED else weight + (first + column)[:, None] * INPUTS + depth[None, :]
+    up_rows = WIDTH  # from gate to up
+    row_inputs = INPUTS  # from a column of the output to the next
+    if shared is not None:
+        beyond = expert - EXPERTS
+        if FIRST:
+            up_rows = tl.where(beyond >= 0, SHARED * WIDTH, WIDTH)
+            part = shared + beyond.to(tl.int64) * (WIDTH * INPUTS)
+        else:
+            row_inputs = tl.where(beyond >= 0, SHARED * INPUTS, INPUTS)
+            part = shared + beyond.to(tl.int64) * INPUTS
+        weight = tl.where(beyond >= 0, part, weight + first * INPUTS)
+    elif not DESCRIBED:
+        weight += first * INPUTS
+    weights = weight if DESCRIBED else weight + column[:, None] * row_inputs + depth[None, :]
     inputs = x + row[None, :] * x_stride + depth[:, None]
     total = tl.zeros([ROWS, COLUMNS] if ROWS_FIRST else [COLUMNS, ROWS], tl.float32)
     up = tl.zeros([ROWS, COLUMNS] if ROWS_FIRST else [COLUMNS, ROWS], tl.float32)
@@ -123,7 +139,7 @@ def multiply(
             if DESCRIBED:
                 side = weights.load([corner + WIDTH, start])
             else:
-                side = _load(weights + WIDTH * INPUTS, inside, remaining[None, :], CUT, UNEVEN)
+                side = _load(weights + up_rows * INPUTS, inside, remaining[None, :], CUT, UNEVEN)
             up = _dot(side, values, up, PRECISION, ROWS_FIRST)
         if not DESCRIBED:
             weights += DEPTH

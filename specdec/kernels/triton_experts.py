@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from specdec.kernels import triton_launch
-from specdec.kernels.experts import Experts
+from specdec.kernels.experts import Experts, SharedExperts
 from specdec.kernels.packed import PackedWeight
 from specdec.kernels.triton_argmax import DTYPES
 from specdec.kernels.triton_expert_groups import Groups, group_by_expert
@@ -121,7 +121,7 @@ def describable(weight: Tensor, tile: Tile) -> bool:
     return tile.num_warps == 8 and aligned and bool(overlap_options(weight.device)["OVERLAP"])
 
 
-def experts(x: Tensor, weights: Tensor, ids: Tensor, layer: Experts) -> Tensor:
+def experts(x: Tensor, weights: Tensor, ids: Tensor, layer: Experts, shared: SharedExperts | None = None) -> Tensor:
     """The weighted sum of each row's experts, or for up to `FEW_ROWS` rows what is to be added up.
 
     Args:
@@ -129,17 +129,19 @@ def experts(x: Tensor, weights: Tensor, ids: Tensor, layer: Experts) -> Tensor:
         weights: float32 [T, top_k], contiguous.
         ids: int32 [T, top_k], contiguous, different ones in each row.
         layer: one that `unsupported_reasons` has none against.
+        shared: further experts of up to `FEW_ROWS` rows, of a layer whose weights are neither packed nor biased.
 
     Returns:
         float32 [top_k, T, H], whose sum over the first axis counts, of up to `FEW_ROWS` rows; of more [T, H] in the type of `x`.
     """
     assert x.dtype == layer.down.dtype and x.stride(-1) == 1 and ids.dtype == torch.int32 and weights.dtype == torch.float32
     assert ids.is_contiguous() and weights.is_contiguous() and ids.shape == weights.shape and len(ids) == len(x)
+    assert shared is None or len(x) <= FEW_ROWS
     with on_device(x):
-        return _few_rows(x, weights, ids, layer) if len(x) <= FEW_ROWS else _many_rows(x, weights, ids, layer)
+        return _few_rows(x, weights, ids, layer, shared) if len(x) <= FEW_ROWS else _many_rows(x, weights, ids, layer)
 
 
-def _few_rows(x: Tensor, weights: Tensor, ids: Tensor, layer: Experts) -> Tensor:
+def _few_rows(x: Tensor, weights: Tensor, ids: Tensor, layer: Experts, shared: SharedExperts | None) -> Tensor:
     (rows, hidden), top_k = x.shape, ids.shape[1]
     pairs = ids.numel()
     middle = x.new_empty(pairs, layer.width)
@@ -147,8 +149,10 @@ def _few_rows(x: Tensor, weights: Tensor, ids: Tensor, layer: Experts) -> Tensor
     first, second = (
         _few_rows_tile(x, weight, top_k, gated) for weight, gated in ((layer.gate_up, layer.gated), (layer.down, False))
     )
-    multiply_few(x, layer.gate_up, layer.gate_up_bias, None, middle, ids, first, layer.activation)
-    multiply_few(middle, layer.down, layer.down_bias, weights, parts, ids, second, None)
+    count = 0 if shared is None else shared.count
+    gate_up, down = (None, None) if shared is None else (shared.gate_up, shared.down)
+    multiply_few(x, layer.gate_up, layer.gate_up_bias, None, middle, ids, first, layer.activation, gate_up, count)
+    multiply_few(middle, layer.down, layer.down_bias, weights, parts, ids, second, None, down, count)
     return parts
 
 
@@ -195,12 +199,16 @@ def multiply_few(
     ids: Tensor,
     tile: Tile,
     activation: str | None,
+    shared: Tensor | None = None,
+    shared_count: int = 0,
 ) -> None:
     """One product of few rows; see `specdec.kernels.triton_expert_products`."""
     (rows, top_k), num_experts, width = ids.shape, weight.shape[0], output.shape[-1]
-    few_rows_kernel[(min(rows * top_k, num_experts), triton.cdiv(width, tile.columns))](
+    most = num_experts + shared_count
+    few_rows_kernel[(min(rows * top_k, most), triton.cdiv(width, tile.columns))](
         x,
         *_tensors(weight),
+        shared,
         bias,
         factors,
         output,
@@ -210,9 +218,11 @@ def multiply_few(
         WIDTH=width,
         INPUTS=x.shape[1],
         TOP_K=top_k,
+        EXPERTS=num_experts,
+        SHARED=shared_count,
         ACTIVATION=activation,
         BY_RANK=activation is None,
-        BY_EXPERT=rows * top_k > num_experts,
+        BY_EXPERT=rows * top_k > most,
         ALONE=rows == 1,
         ROWS=tile.rows,
         PACKED=expert_codes(weight, tile.num_warps, x.device) if isinstance(weight, PackedWeight) else None,

@@ -37,11 +37,11 @@ def _strongest(choice: tl.tensor, key: tl.tensor, group: tl.tensor, COUNT: tl.co
 
 @triton.jit
 def _route_kernel(
-    logits: tl.tensor,  # [rows, EXPERTS], or [PARTS, rows, EXPERTS] whose sum counts
+    logits: tl.tensor,  # [rows, EXPERTS], and with SHARED_GATE one more, or [PARTS, rows, EXPERTS] whose sum counts
     gate_bias: tl.tensor,  # [EXPERTS] or None, joins the logits
     bias: tl.tensor,  # [EXPERTS] or None, joins the choice
-    weights: tl.tensor,  # float32 [rows, TOP_K]
-    ids: tl.tensor,  # int32 [rows, TOP_K]
+    weights: tl.tensor,  # float32 [rows, TOP_K + SHARED]
+    ids: tl.tensor,  # int32 [rows, TOP_K + SHARED]
     part_stride: tl.tensor,
     row_stride: tl.tensor,
     scaling: tl.tensor,
@@ -53,9 +53,12 @@ def _route_kernel(
     SIGMOID: tl.constexpr,
     RENORMALIZED: tl.constexpr,
     PARTS: tl.constexpr,
+    SHARED: tl.constexpr,
+    SHARED_GATE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     SIZE: tl.constexpr = EXPERTS // GROUPS
+    SLOTS: tl.constexpr = TOP_K + SHARED
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, triton.next_power_of_2(GROUPS))[:, None]
     member = tl.arange(0, triton.next_power_of_2(SIZE))[None, :]
@@ -68,6 +71,13 @@ def _route_kernel(
     x = tl.load(place, mask=exists, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         x += tl.load(place + part * part_stride, mask=exists, other=0.0).to(tl.float32)
+    share = 1.0
+    if SHARED_GATE:
+        gate = logits + row * row_stride + EXPERTS
+        total = tl.load(gate).to(tl.float32)
+        for part in tl.static_range(1, PARTS):
+            total += tl.load(gate + part * part_stride).to(tl.float32)
+        share = tl.sigmoid(total)
     x += gate_shift
     score = x  # of a softmax the logits are enough where what is chosen is renormalized
     if SIGMOID:
@@ -96,26 +106,39 @@ def _route_kernel(
         if not SIGMOID:
             weight = tl.exp(weight - tl.max(weight, 0))
         weight = weight / (tl.sum(weight, 0) + epsilon)
-    tl.store(weights + row * TOP_K + slot, weight * scaling, mask=slot < TOP_K)
-    tl.store(ids + row * TOP_K + slot, chosen, mask=slot < TOP_K)
+    tl.store(weights + row * SLOTS + slot, weight * scaling, mask=slot < TOP_K)
+    tl.store(ids + row * SLOTS + slot, chosen, mask=slot < TOP_K)
+    if SHARED:
+        other = tl.arange(0, triton.next_power_of_2(SHARED))
+        tl.store(weights + row * SLOTS + TOP_K + other, tl.zeros_like(other).to(tl.float32) + share, mask=other < SHARED)
+        tl.store(ids + row * SLOTS + TOP_K + other, EXPERTS + other, mask=other < SHARED)
 
 
 def route(
-    logits: Tensor, routing: Routing, bias: Tensor | None = None, *, gate_bias: Tensor | None = None
+    logits: Tensor,
+    routing: Routing,
+    bias: Tensor | None = None,
+    *,
+    gate_bias: Tensor | None = None,
+    shared: int = 0,
+    shared_gate: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """See `specdec.layers.router.route`; partial sums of logits are added up in float32 and not rounded.
 
     Args:
-        logits: [rows, num_experts], or partial sums [parts, rows, num_experts]; the last axis is contiguous.
+        logits: [rows, num_experts], or partial sums [parts, rows, num_experts]; the last axis is contiguous and may be longer.
         routing: how.
         bias: [num_experts], if and only if `routing.biased`.
         gate_bias: [num_experts], added to the logits, or None.
+        shared: parts of `specdec.kernels.experts.SharedExperts`, which all rows have behind what they choose.
+        shared_gate: the sigmoid of what follows the logits is the weight of those, which else is 1.
 
     Returns:
-        weights float32 [rows, top_k], and expert ids int32 of the same shape, from the highest score to the lowest.
+        weights float32 [rows, top_k + shared], and expert ids int32 of the same shape, from the highest score to the lowest.
     """
-    assert logits.stride(-1) == 1 and logits.shape[-1] == routing.num_experts and routing.biased == (bias is not None)
-    shape = (logits.shape[-2], routing.top_k)
+    assert logits.stride(-1) == 1 and logits.shape[-1] >= routing.num_experts + shared_gate
+    assert routing.biased == (bias is not None)
+    shape = (logits.shape[-2], routing.top_k + shared)
     weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
     ids = torch.empty(shape, dtype=torch.int32, device=logits.device)
     with on_device(logits):
@@ -136,6 +159,8 @@ def route(
             SIGMOID=routing.scores == "sigmoid",
             RENORMALIZED=routing.renormalized,
             PARTS=len(logits) if logits.ndim == 3 else 1,
+            SHARED=shared,
+            SHARED_GATE=shared_gate,
             num_warps=1 if routing.num_experts <= 512 else 4,
             **overlap_options(logits.device),
         )

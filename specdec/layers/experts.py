@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdec.deviation import Deviation, deviation, mismatches, normal, worst
-from specdec.kernels.experts import Experts, Routing
+from specdec.kernels.experts import Experts, Routing, SharedExperts
 from specdec.kernels.packed import PackedWeight
 from specdec.layers.activation import activate
 from specdec.layers.router import route
@@ -69,7 +69,7 @@ def _product(rows: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None, e
 
 
 def check_experts(device: torch.device, dtype: torch.dtype) -> Deviation:
-    """Both kinds of scores, and experts of one row, of a few that share some, and of many that are sorted."""
+    """Both kinds of scores; experts of one row, of a few that share some, and of many that are sorted; one that all rows share."""
     return worst([*_routing_deviations(device), *_expert_deviations(device, dtype)])
 
 
@@ -104,3 +104,11 @@ def _expert_deviations(device: torch.device, dtype: torch.dtype) -> Iterator[Dev
         got = got.sum(0).to(dtype) if got.ndim == 3 else got
         exact = apply_experts(x.double(), weights, ids, layer.to(torch.float64))
         yield deviation(got, apply_experts(x, weights, ids, layer), exact)
+    gate_up, down = normal(4, 320, 128).to(dtype) / 8, normal(4, 128, 160).to(dtype) / 8
+    three, all_four = (Experts(gate_up[:count], down[:count], "silu") for count in (3, 4))
+    x, weights = normal(5, 128).to(dtype), torch.full((5, 2), 0.5)
+    ids = torch.tensor([[0, 3], [2, 3], [1, 3], [0, 3], [2, 3]])
+    last = SharedExperts(gate_up[3].to(device), down[3].to(device), 1)
+    got = triton_experts.experts(x.to(device), weights.to(device), ids.int().to(device), three.to(device), last).sum(0).to(dtype)
+    exact = apply_experts(x.double(), weights, ids, all_four.to(torch.float64))
+    yield deviation(got, apply_experts(x, weights, ids, all_four), exact)

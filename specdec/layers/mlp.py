@@ -8,6 +8,7 @@ from torch import Tensor
 
 from specdec.kernels.experts import Experts
 from specdec.layers.grouped_convolution import GroupedConvolution
+from specdec.layers.joined_experts import JoinedExperts
 from specdec.layers.linear import Linear
 from specdec.layers.norm import Norm
 from specdec.layers.ops import Join, Ops
@@ -87,6 +88,7 @@ class MixtureOfExperts(FeedForward):
         latent: to what the experts are given, and from what they give back to H; None where both are H.
         weighs_inputs: weights are factors of what experts are given, not of what they put out, as in Llama 4.
         group: ranks that have parts of every expert, and of what is shared; None for one that has them whole.
+        joined: `router`, `experts`, `shared` and `shared_gate` for kernels that have all at once; None where there are none.
     """
 
     router: Router
@@ -96,6 +98,7 @@ class MixtureOfExperts(FeedForward):
     latent: tuple[Linear, Linear] | None = None
     weighs_inputs: bool = False
     group: Group | None = None
+    joined: JoinedExperts | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -103,6 +106,11 @@ class MixtureOfExperts(FeedForward):
         return self.router.gate, *shared, *(() if self.shared_gate is None else (self.shared_gate,)), *(self.latent or ())
 
     def __call__(self, ops: Ops, hidden: Tensor, residual: Tensor, join: Join, ahead: Linear | None) -> tuple[Tensor, Tensor]:
+        output = None if self.joined is None else ops.join(self.joined, hidden)
+        return ops.add(self._apart(ops, hidden) if output is None else output, residual, join, ahead, self.group)
+
+    def _apart(self, ops: Ops, hidden: Tensor) -> Tensor:
+        """What it puts out, or parts of that, see `Ops.add`."""
         weights, ids = ops.route(self.router, hidden)
         if self.weighs_inputs:
             given = (hidden[:, None] * weights[..., None].to(hidden.dtype)).flatten(0, 1)
@@ -118,7 +126,7 @@ class MixtureOfExperts(FeedForward):
             if self.shared_gate is not None:
                 shared = shared * ops.project(self.shared_gate, hidden).sigmoid()
             output = output + shared if output.ndim == 2 else torch.cat([output, shared[None].to(output.dtype)])
-        return ops.add(output, residual, join, ahead, self.group)
+        return output
 
 
 @dataclass(frozen=True, slots=True, eq=False)

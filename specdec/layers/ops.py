@@ -17,6 +17,7 @@ from specdec.layers.activation import activate
 from specdec.layers.convolution import convolve
 from specdec.layers.experts import apply_experts
 from specdec.layers.grouped_convolution import GroupedConvolution, Side, mix_rows
+from specdec.layers.joined_experts import JoinedExperts
 from specdec.layers.linear import Linear
 from specdec.layers.norm import GroupNorm, Norm, gated_norm, rms_norm
 from specdec.layers.recurrence import Recurrence, RecurrentRows, recur
@@ -91,6 +92,9 @@ class Ops(Protocol):
 
     def experts(self, experts: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """The weighted sum [T, H] of each row's experts for `x` [T, H], or float32 [parts, T, H] whose sum it is."""
+
+    def join(self, joined: JoinedExperts, hidden: Tensor) -> Tensor | None:
+        """Experts of rows `hidden` [T, H] and what these share, as float32 [parts, T, H]; None where no kernel has both at once."""
 
     def attend(
         self,
@@ -190,6 +194,9 @@ class TorchOps(Ops):
 
     def experts(self, experts: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         return apply_experts(x, weights, ids, experts)
+
+    def join(self, joined: JoinedExperts, hidden: Tensor) -> Tensor | None:
+        return None
 
     def attend(
         self,

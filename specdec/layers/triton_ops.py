@@ -18,8 +18,8 @@ from specdec.attention.triton.fa import TritonFaBackend
 from specdec.kernels.experts import PLAIN, Experts
 from specdec.kernels.triton_activation import gated
 from specdec.kernels.triton_embedding import embed
+from specdec.kernels.triton_experts import FEW_ROWS, unsupported_reasons
 from specdec.kernels.triton_experts import experts as mix
-from specdec.kernels.triton_experts import unsupported_reasons
 from specdec.kernels.triton_gated_norm import gated_norm, sigmoid_gate
 from specdec.kernels.triton_grouped_convolution import mix_rows
 from specdec.kernels.triton_linear import MOST_ROWS
@@ -32,6 +32,7 @@ from specdec.kv_cache import LayerCache, StateCache
 from specdec.layers.experts import experts_on_triton
 from specdec.layers.fused import convolves_on_triton, embeds, multiplies_few_rows
 from specdec.layers.grouped_convolution import GroupedConvolution, Side
+from specdec.layers.joined_experts import JoinedExperts
 from specdec.layers.linear import Linear
 from specdec.layers.norm import GroupNorm, Norm
 from specdec.layers.ops import Heads, Join, TorchOps
@@ -131,9 +132,20 @@ class TritonOps(TorchOps):
     def route(self, router: Router, hidden: Tensor) -> tuple[Tensor, Tensor]:
         if router.aiter is not None or not self._mixes:
             return super().route(router, hidden)
-        gate, rows = router.gate, hidden.to(router.gate.dtype)
+        return route(self._logits(router.gate, hidden), router.routing, router.bias)
+
+    def join(self, joined: JoinedExperts, hidden: Tensor) -> Tensor | None:
+        if not self._mixes or len(hidden) > FEW_ROWS:  # many rows are better multiplied with what is shared by themselves
+            return None
+        logits, count = self._logits(joined.gate, hidden), joined.shared.count
+        weights, ids = route(logits, joined.routing, joined.bias, shared=count, shared_gate=joined.gated)
+        return mix(hidden, weights, ids, joined.experts, joined.shared)
+
+    def _logits(self, gate: Linear, hidden: Tensor) -> Tensor:
+        """Of rows [T, H], for experts; perhaps as partial sums."""
+        rows = hidden.to(gate.dtype)
         logits = gate.few_rows(rows, may_split=True) if self._multiplies_few_rows else None
-        return route(gate(rows) if logits is None else logits, router.routing, router.bias)
+        return gate(rows) if logits is None else logits
 
     def experts(self, experts: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         if id(experts) not in self._suited:

@@ -194,7 +194,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen2_moe": lambda: Qwen2MoeConfig(
         **_without("head_dim"),
         moe_intermediate_size=24,
-        shared_expert_intermediate_size=20,
+        shared_expert_intermediate_size=48,  # two of the others'
         num_experts=4,
         num_experts_per_tok=2,
         mlp_only_layers=[2],

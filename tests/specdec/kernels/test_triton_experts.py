@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.kernels.experts import PLAIN, Experts
+from specdec.kernels.experts import PLAIN, Experts, SharedExperts
 from specdec.layers.experts import apply_experts
 from tests.helpers.bounds import assert_as_exact
 from tests.helpers.guards import no_host_sync
@@ -106,6 +106,36 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it(name: str) -> None:
         others[: count // 2] = ids  # half of them choose the same
         rows[place], factors[place], others[place] = x[0], weights[0], ids[0]
         assert experts(rows, factors, others, layer)[:, place].equal(alone), (count, place)
+
+
+SHARED = {
+    "half, one part": (CASES["half"], 1),
+    "nothing divides, two parts": (CASES["nothing divides"]._replace(biased=False), 2),
+    "float32, three parts": (CASES["float32"], 3),
+    "without gates, two parts": (CASES["without gates"]._replace(biased=False), 2),
+}
+
+
+@pytest.mark.parametrize("count", [1, 5, 33])
+@pytest.mark.parametrize("name", SHARED)
+def test_shared_experts(name: str, count: int) -> None:
+    """As if they were further experts that each row has chosen, with the same bits for a row alone."""
+    case, parts = SHARED[name]
+    layer, (x, weights, ids) = layer_of(case), rows_of(case, count)
+    sides = 1 if case.activation in PLAIN else 2
+    assert isinstance(layer.gate_up, Tensor) and isinstance(layer.down, Tensor)
+    gate_up, down = -layer.gate_up[:parts], layer.down[:parts].flip(1)
+    # One side of all parts, then the other; inputs of all parts, side by side.
+    joined = gate_up.unflatten(1, (sides, case.width)).transpose(0, 1).reshape(-1, case.hidden).contiguous()
+    shared = SharedExperts(joined, down.transpose(0, 1).flatten(1).contiguous(), parts)
+    others = torch.arange(case.num_experts, case.num_experts + parts, dtype=torch.int32, device=DEVICE).expand(count, parts)
+    ids, weights = torch.cat([ids, others], 1), torch.cat([weights, torch.rand(count, parts).to(DEVICE)], 1)
+    got = experts(x, weights, ids, layer, shared)
+    assert got.shape == (case.top_k + parts, *x.shape)
+    whole = Experts(torch.cat([layer.gate_up, gate_up]), torch.cat([layer.down, down]), case.activation)
+    exact = apply_experts(x.double(), weights, ids, whole.to(torch.float64))
+    assert_as_exact(summed(got, case.dtype), apply_experts(x, weights, ids, whole), exact)
+    assert experts(x[-1:], weights[-1:], ids[-1:], layer, shared)[:, 0].equal(got[:, -1])
 
 
 def test_many_rows_are_independent() -> None:

@@ -20,11 +20,15 @@ from specdec.batch import DecodeBatch
 from specdec.config import CacheConfig, EngineConfig
 from specdec.core import DraftOutput, Verifier
 from specdec.engine.engine import SpecEngine
+from specdec.kernels.experts import Experts, Routing
 from specdec.kv_cache import KVLayerSpec, LayerCache
+from specdec.layers.joined_experts import JoinedExperts
 from specdec.layers.linear import DenseLinear
+from specdec.layers.mlp import GatedMLP, MixtureOfExperts
 from specdec.layers.norm import Norm
 from specdec.layers.ops import Heads, Join, TorchOps
 from specdec.layers.rotary import Angles, rotate
+from specdec.layers.router import Router
 from specdec.sampling_params import SamplingParams
 from tests.helpers.bounds import assert_as_exact
 from tests.helpers.guards import no_host_sync
@@ -39,6 +43,7 @@ DEVICE = require_triton()
 from specdec.kernels import triton_prefetch  # noqa: E402 (only where Triton can run)
 from specdec.kernels.triton_activation import gated as triton_gated  # noqa: E402
 from specdec.kernels.triton_embedding import embed  # noqa: E402
+from specdec.kernels.triton_experts import FEW_ROWS  # noqa: E402
 from specdec.kernels.triton_launch import num_processors, overlap_options  # noqa: E402
 from specdec.kernels.triton_linear import divide, few_rows  # noqa: E402
 from specdec.kernels.triton_norm import add_rms_norm, rms_norm  # noqa: E402
@@ -62,6 +67,49 @@ def check(got: Tensor, formula: Callable[..., Tensor], *inputs: Tensor | None) -
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Normal numbers on the device."""
     return torch.randn(*shape).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_joined_experts(gated: bool) -> None:
+    """Routed experts and what is shared at once, as exact as one after the other; more rows than that product takes have two."""
+    torch.manual_seed(0)
+
+    def linear(*shape: int) -> DenseLinear:
+        return DenseLinear(random(*shape) / shape[-1] ** 0.5)
+
+    router = Router(linear(9, 24), Routing(9, 3))
+    experts = Experts(random(9, 32, 24), random(9, 24, 16), "silu")
+    mlp, gate = GatedMLP(linear(64, 24), linear(24, 32)), linear(1, 24) if gated else None
+    joined = JoinedExperts.of(router, experts, mlp, gate)
+    assert joined is not None and joined.shared.count == 2
+    layer = MixtureOfExperts(router, experts, mlp, gate, joined=joined)
+    weights = [router.gate.weight, mlp.gate_up.weight, mlp.down.weight, *([] if gate is None else [gate.weight])]  # type: ignore[attr-defined]
+
+    def formula(x: Tensor, *weights: Tensor) -> Tensor:
+        chooses, gate_up, down, *gates = (DenseLinear(weight) for weight in weights)
+        shared, shared_gate = GatedMLP(gate_up, down), gates[0] if gates else None
+        plain = MixtureOfExperts(Router(chooses, router.routing), experts.to(x.dtype), shared, shared_gate)
+        return plain(TorchOps(), x, x, Join(None), None)[1]
+
+    ops = TritonOps(DEVICE, torch.float32, mixes=True)
+    for rows in (1, 7, FEW_ROWS + 1):
+        x = random(rows, 24)
+        assert (ops.join(joined, x) is None) == (rows > FEW_ROWS)
+        check(layer(ops, x, x, Join(None), None)[1], formula, x, *weights)
+
+
+def test_what_is_not_joined() -> None:
+    """Layers with biases, of other widths, types or activations."""
+    router, gate_up, down = (DenseLinear(random(*shape)) for shape in ((9, 24), (64, 24), (24, 32)))
+    experts = Experts(random(9, 32, 24), random(9, 24, 16), "silu")
+    of = partial(JoinedExperts.of, Router(router, Routing(9, 3)))
+    assert of(experts, GatedMLP(gate_up, down), None) is not None
+    biased = DenseLinear(down.weight, random(24))
+    for mlp in (GatedMLP(gate_up, down, "gelu"), GatedMLP(gate_up, biased), GatedMLP(gate_up, DenseLinear(down.weight.half()))):
+        assert of(experts, mlp, None) is None
+    assert of(experts, GatedMLP(DenseLinear(random(40, 24)), DenseLinear(random(24, 20))), None) is None
+    assert of(Experts(experts.gate_up, experts.down, "silu", random(9, 32)), GatedMLP(gate_up, down), None) is None
+    assert of(experts, GatedMLP(gate_up, down), DenseLinear(random(1, 24), random(1))) is None
 
 
 @pytest.mark.parametrize("width", [48, 576, 5])

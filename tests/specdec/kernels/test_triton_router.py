@@ -100,6 +100,24 @@ def test_partial_sums_and_a_bias_of_the_gate(kind: str) -> None:
     assert all(x.equal(y) for x, y in zip(got, expected, strict=True))
 
 
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid in groups"])
+def test_what_is_shared(kind: str, gated: bool) -> None:
+    """Comes behind what is chosen, which stays as it is, with a weight of 1 or the sigmoid of one more logit."""
+    torch.manual_seed(0)
+    routing = KINDS[kind]
+    parts, bias = torch.randn(3, ROWS, routing.num_experts + 9).to(DEVICE), on_device(biases(routing))
+    weights, ids = route(parts, routing, bias, shared=3, shared_gate=gated)
+    expected = route(parts[..., : routing.num_experts], routing, bias)
+    assert weights[:, : routing.top_k].equal(expected[0]) and ids[:, : routing.top_k].equal(expected[1])
+    assert ids[:, routing.top_k :].tolist() == [[routing.num_experts + part for part in range(3)]] * ROWS
+    gate = (parts[0] + parts[1] + parts[2])[:, [routing.num_experts]].cpu()
+    if not gated:
+        gate[:] = torch.inf  # whose sigmoid is 1
+    plain, exact = gate.sigmoid(), gate.double().sigmoid()
+    assert_as_exact(weights[:, routing.top_k :].cpu(), plain.expand(-1, 3), exact.expand(-1, 3))
+
+
 def test_rows_alone() -> None:
     """A row has the same bits whatever rows are beside it."""
     torch.manual_seed(0)
