@@ -38,7 +38,8 @@ class Calibration:
             of_trees: the drafts formed trees.
         """
         sums, seen = self._sums[int(of_trees)], counts.expand_as(forecasts)
-        news = torch.stack([seen * (accepted - forecasts), seen]).flatten(1)
+        errors = torch.where(seen > 0, accepted - forecasts, 0.0)  # what does not count may be no number
+        news = torch.stack([errors, seen]).flatten(1)
         late = torch.zeros_like(sums).index_add_(1, self._buckets(forecasts).flatten(), news)
         sums.mul_((1 - 1 / MEMORY) ** late[1]).add_(late)
 

@@ -1,8 +1,7 @@
 """A composition of drafters: copying where a text repeats itself, a model where it does not.
 
-Every drafter drafts in every step, in a captured one those that copy beside the models (`specdec.beside`); on a CPU models are
-left out of a step where they are not worth their time (`worth`). For each request the chain is verified of which most drafts are
-expected to be accepted, or the union of the trees (`union`). What a drafter expects is put right by what was accepted of its drafts
+Every drafter drafts in every step; on a CPU models are left out of a step where they are not worth their time (`worth`). For each
+request the chain is verified of which most drafts are expected to be accepted, or the union of the trees (`union`). What a drafter expects is put right by what was accepted of its drafts
 lately. The tokens that the target puts out tell that of all that drafted, not of the chosen one alone, so none has to be tried for
 it. Drafts are point masses, so whose they are changes no output.
 """
@@ -20,7 +19,6 @@ from drafters.composed.calibration import Calibration
 from drafters.composed.union import LEAST, union
 from drafters.composed.worth import Kind, Worth
 from specdec.batch import DecodeBatch, PrefillBatch
-from specdec.beside import Beside
 from specdec.blocks import BlockShape
 from specdec.config import DraftSampling
 from specdec.core import AcceptOutput, BoundDrafter, Drafter, DraftOutput, Verifier, VerifyOutput
@@ -125,8 +123,6 @@ class BoundComposed(BoundDrafter):
         # Models that may be left out of a step: all that they keep is written when it is committed.
         self._optional = [n for n, part in enumerate(drafter.parts) if part.weight_bytes and not part.late_context]
         self.worth = Worth()
-        self._beside = Beside(verifier.device)
-        self._lookups = [n for n, part in enumerate(drafter.parts) if not part.weight_bytes]
         self._step: _Step | None = None
 
     def allow(self, most_drafts: int) -> None:
@@ -165,10 +161,7 @@ class BoundComposed(BoundDrafter):
         kind = batch.num_reqs, batch.shape.rows, batch.shape.is_tree
         optional = self._optional if self.host_may_look and len(self._optional) < len(self.parts) else []
         begin = perf_counter()
-        with self._beside.branch():
-            drafts = {n: self._draft(n, batch) for n in self._lookups}
-        drafts |= {n: self._draft(n, batch) for n in range(len(self.parts)) if n not in self._lookups and n not in optional}
-        self._beside.join()
+        drafts = {n: self._draft(n, batch) for n in range(len(self.parts)) if n not in optional}
         looked = self._corrected(drafts, batch)[1].amax(dim=0).tolist() if optional else None
         middle = perf_counter()
         if looked is not None and self.worth.pays(kind, looked):
@@ -188,15 +181,10 @@ class BoundComposed(BoundDrafter):
     def commit(self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput) -> None:
         """Every part takes over the context, whoever drafted; forecasts are compared with what came out."""
         step, self._step = self._step, None  # nothing outlives a step: it may be a graph's
-        with self._beside.branch():
-            if step is not None:
-                self._learn(step, batch, accept)
-            for number in self._lookups:
-                self.parts[number].commit(batch, token_ids, accept, self._taps_of(number, verify))
+        if step is not None:
+            self._learn(step, batch, accept)
         for number, part in enumerate(self.parts):
-            if number not in self._lookups:
-                part.commit(batch, token_ids, accept, self._taps_of(number, verify))
-        self._beside.join()
+            part.commit(batch, token_ids, accept, self._taps_of(number, verify))
 
     def _draft(self, number: int, batch: DecodeBatch) -> DraftOutput:
         return self._padded(self.parts[number].propose(self._limited(number, batch)), batch)

@@ -152,7 +152,7 @@ def _union_kernel(
     depth = tl.load(depths + place, mask=is_first, other=0) + tl.load(other_depths + other_place, mask=is_other, other=0)
     score = tl.load(logs + place, mask=is_first, other=0.0) + tl.load(other_logs + other_place, mask=is_other, other=0.0)
     exists = (is_first & (entry < tl.load(counts + request))) | (is_other & (number < tl.load(other_counts + request)))
-    exists = exists & (depth <= DEPTH)
+    exists = exists & (depth <= DEPTH) & (score > -float("inf"))
     score = tl.where(exists, score, -float("inf"))
     link = (token << 16) | before
     # Parents come before their children, so a draft of the other tree that is the same as an earlier one hands its children over.

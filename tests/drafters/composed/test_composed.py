@@ -1,9 +1,7 @@
 """Compositions: who drafts, what forecasts become, and that no output depends on it."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +15,6 @@ from drafters.composed.calibration import MEMORY, PRIOR, Calibration
 from drafters.composed.drafter import BoundComposed, ComposedDrafter
 from drafters.suffix.drafter import SuffixDrafter
 from specdec.batch import DecodeBatch
-from specdec.beside import Beside
 from specdec.blocks import BlockShape
 from specdec.config import CacheConfig, DraftSampling, EngineConfig
 from specdec.core import BoundDrafter, Drafter, DraftOutput, Verifier, VerifyOutput
@@ -80,49 +77,6 @@ def test_the_highest_forecast_drafts() -> None:
     assert draft.token_ids.tolist() == [[3], [3]] and draft.forecast is not None and draft.forecast.tolist() == [1, 1]
 
 
-class Model(Fixed):
-    """It has weights."""
-
-    weight_bytes = 8
-
-
-def test_copies_are_a_branch_beside_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches models within the branch, and drafts that are compared before it has ended."""
-    log: list[str] = []
-
-    @contextmanager
-    def branch(self: Beside) -> Iterator[None]:
-        log.append("(")
-        yield
-        log.append(")")
-
-    def noted(name: str, function: Any) -> Any:
-        def call(*args: Any, **options: Any) -> Any:
-            log.append(name)
-            return function(*args, **options)
-
-        return call
-
-    monkeypatch.setattr(Beside, "branch", branch)
-    monkeypatch.setattr(Beside, "join", lambda self: log.append("join"))
-    model, copy = Model([3, 4], [1.0, 1.0]), Fixed([7, 8], [2.0, 2.0])
-    rig = rig_of(model, copy)
-    assert isinstance(rig.bound, BoundComposed)
-    rig.bound.host_may_look = False  # as where steps are captured
-    for part, name in ((model, "model"), (copy, "copy")):
-        for method in ("propose", "commit"):
-            monkeypatch.setattr(part, method, noted(f"{name} {method}s", getattr(part, method)))
-    for method, name in (("corrected", "comparison"), ("observe", "lesson")):
-        monkeypatch.setattr(rig.bound.calibration, method, noted(name, getattr(rig.bound.calibration, method)))
-    batch = rig.batch([1, 1], [3, 3], 2)
-    assert rig.bound.propose(batch).token_ids.tolist() == [[7, 8], [7, 8]]
-    assert log == ["(", "copy proposes", ")", "model proposes", "join", "comparison"]
-    log.clear()
-    accept: Any = SimpleNamespace(token_ids=torch.tensor([[7, 8, 5]] * 2), num_accepted=torch.tensor([1, 1]))
-    rig.bound.commit(batch, torch.tensor([[3, 7, 8]] * 2), accept, VerifyOutput(torch.zeros(0)))
-    assert log == ["(", "lesson", "copy commits", ")", "model commits", "join"]
-
-
 class Foresighted(Fixed):
     """It expects the same of every text before it drafts."""
 
@@ -175,11 +129,13 @@ def test_calibration_against_running_means() -> None:
     """Errors by drafter and size of forecast, chains apart from trees; what does not count leaves no trace."""
     calibration = Calibration(2, torch.device("cpu"))
     forecasts = torch.tensor([[2.0, 2.0, 9.0], [2.0, 0.0, 0.5]])
+    none = torch.full((2, 1), torch.nan)  # what a model may make of rows that only pad a batch
     accepted = torch.tensor([[1.0, 4.0, 0.0], [3.0, 1.0, 5.0]])
     counts = torch.tensor([1.0, 1.0, 0.0])
     with no_host_sync():
         for _ in range(2):
             calibration.observe(forecasts, accepted, counts, of_trees=False)
+            calibration.observe(none, none, torch.zeros(1), of_trees=False)
         found = calibration.corrected(forecasts, of_trees=False)
     kept = 1 - 1 / MEMORY
 

@@ -41,6 +41,22 @@ def test_unions(num_nodes: int) -> None:
             assert_best(drafts, i, union_of([first.to(HOST), second.to(HOST)], i))
 
 
+def test_scores_that_are_no_numbers() -> None:
+    """A tree that has them, as rows that only pad a batch may, counts as none, whichever comes first."""
+    scores = torch.randn(4, 4, 3, generator=torch.Generator().manual_seed(4)).log_softmax(-1).sort(descending=True).values
+    best = best_first(scores.to(DEVICE), 31)
+    full = torch.full((4,), 31, device=DEVICE)
+    none = ScoredDrafts(best.tree, best.tree.ranks, torch.full_like(best.scores, torch.nan), full)
+    continuations, lengths, weights = (tensor.to(DEVICE) for tensor in case(5))
+    other = trie(continuations, lengths, weights, 31, keep=0.7)
+    expected = merge_trees(other, none._replace(num_drafts=full * 0), 63, 5).to(HOST)
+    for trees in ((other, none), (none, other)):
+        drafts = merge_trees(*trees, 63, 5).to(HOST)
+        for i in range(4):
+            assert_best(drafts, i, union_of([other.to(HOST)], i))
+        assert drafts.num_drafts.equal(expected.num_drafts) and drafts.tree.parents.equal(expected.tree.parents)
+
+
 def test_the_check_passes() -> None:
     """Every field as in plain torch, those of drafts that do not count as well."""
     found = check_tries(DEVICE)
