@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from drafters.composed.drafter import ComposedDrafter
 from drafters.dflash2.selector import SelectorConfig
 from drafters.dspark.markov import MarkovConfig
 from drafters.head import HeadConfig
 from drafters.ngram import NGramDrafter
+from drafters.suffix.drafter import SuffixDrafter
 from specdec.attention.selector import select_backend
 from specdec.batch import DecodeBatch
 from specdec.config import CacheConfig, DraftSampling, EngineConfig
@@ -72,3 +74,19 @@ def test_captured_steps_equal_eager_ones_and_nothing_waits(name: str, backend: s
         assert bool(engine.runner.graphs and engine.runner.graphs.graphs) == graphs
         outputs.append([request.output_token_ids for request in requests])
     assert outputs[0] == outputs[1]
+
+
+def test_captured_compositions_equal_eager_ones() -> None:
+    """Wide trees of copies and of a model, in batches that change; catches drafts that are put together before they are there."""
+    verifier = paged_verifier(plain_model("llama"), 16, device="cuda", backend=partial(select_backend, "triton_fa"))
+    outputs = []
+    for graphs, tree_nodes in ((False, None), (False, 63), (True, 63)):
+        drafter = ComposedDrafter([SuffixDrafter(), random_dflash(verifier)])
+        config = EngineConfig(max_num_seqs=8, tree_nodes=tree_nodes, graphs=graphs, cache=CacheConfig(memory_bytes=2**26))
+        engine = guarded(SpecEngine(verifier, drafter, config))
+        prompts = [prompt * 8 for prompt in random_prompts(20, longest=9)]  # of which there is much to copy
+        requests = [engine.add_request(prompt, SamplingParams(max_tokens=24 + 5 * i)) for i, prompt in enumerate(prompts)]
+        while engine.has_work:
+            engine.step()
+        outputs.append([request.output_token_ids for request in requests])
+    assert outputs[0] == outputs[1] == outputs[2]
