@@ -106,7 +106,7 @@ class MixtureOfExperts(FeedForward):
         return self.router.gate, *shared, *(() if self.shared_gate is None else (self.shared_gate,)), *(self.latent or ())
 
     def __call__(self, ops: Ops, hidden: Tensor, residual: Tensor, join: Join, ahead: Linear | None) -> tuple[Tensor, Tensor]:
-        output = None if self.joined is None else ops.join(self.joined, hidden)
+        output = None if self.joined is None else ops.joined_experts(self.joined, hidden)
         return ops.add(self._apart(ops, hidden) if output is None else output, residual, join, ahead, self.group)
 
     def _apart(self, ops: Ops, hidden: Tensor) -> Tensor:

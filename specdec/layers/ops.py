@@ -93,7 +93,7 @@ class Ops(Protocol):
     def experts(self, experts: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """The weighted sum [T, H] of each row's experts for `x` [T, H], or float32 [parts, T, H] whose sum it is."""
 
-    def join(self, joined: JoinedExperts, hidden: Tensor) -> Tensor | None:
+    def joined_experts(self, joined: JoinedExperts, hidden: Tensor) -> Tensor | None:
         """Experts of rows `hidden` [T, H] and what these share, as float32 [parts, T, H]; None where no kernel has both at once."""
 
     def attend(
@@ -195,7 +195,7 @@ class TorchOps(Ops):
     def experts(self, experts: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         return apply_experts(x, weights, ids, experts)
 
-    def join(self, joined: JoinedExperts, hidden: Tensor) -> Tensor | None:
+    def joined_experts(self, joined: JoinedExperts, hidden: Tensor) -> Tensor | None:
         return None
 
     def attend(

@@ -134,7 +134,7 @@ class TritonOps(TorchOps):
             return super().route(router, hidden)
         return route(self._logits(router.gate, hidden), router.routing, router.bias)
 
-    def join(self, joined: JoinedExperts, hidden: Tensor) -> Tensor | None:
+    def joined_experts(self, joined: JoinedExperts, hidden: Tensor) -> Tensor | None:
         if not self._mixes or len(hidden) > FEW_ROWS:  # many rows are better multiplied with what is shared by themselves
             return None
         logits, count = self._logits(joined.gate, hidden), joined.shared.count

@@ -94,7 +94,7 @@ def test_joined_experts(gated: bool) -> None:
     ops = TritonOps(DEVICE, torch.float32, mixes=True)
     for rows in (1, 7, FEW_ROWS + 1):
         x = random(rows, 24)
-        assert (ops.join(joined, x) is None) == (rows > FEW_ROWS)
+        assert (ops.joined_experts(joined, x) is None) == (rows > FEW_ROWS)
         check(layer(ops, x, x, Join(None), None)[1], formula, x, *weights)
 
 
