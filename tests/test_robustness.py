@@ -51,6 +51,25 @@ def begun(decoder: SpecDecoder) -> Handle:
     return handle
 
 
+def test_the_first_error_is_told(decoder: SpecDecoder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A device that is lost fails once more when the engine is to begin anew, and that says less."""
+
+    def failing(text: str) -> Callable[[], None]:
+        def fail() -> None:
+            raise RuntimeError(text)
+
+        return fail
+
+    with monkeypatch.context() as patch:
+        patch.setattr(decoder.engine, "step", failing("an assertion of the device"))
+        patch.setattr(decoder.engine, "reset", failing("the device is lost"))
+        with pytest.raises(RuntimeError, match="an assertion of the device") as raised:
+            in_time(lambda: decoder.generate(PROMPT, LONG))
+    assert raised.value.__context__ is None
+    assert caplog.messages == ["the engine cannot begin anew: the device is lost"]
+    decoder.engine.reset()
+
+
 def test_a_dropped_handle_frees_its_blocks(decoder: SpecDecoder) -> None:
     """Nobody can read the rest, so nobody has to ask for its end; an open iterator still reads."""
     handle = begun(decoder)

@@ -152,12 +152,12 @@ class SpecEngine:
             request.status, request.finish_reason = Status.FINISHED, "error"
         self.pool.reset()
         self.scheduler.reset()
-        if self.runner.drafter:
-            self.runner.drafter.forget()
         self.results.reset()
         self._touched.clear()
         self._compiling.clear()
         self._previous_end = None
+        if self.runner.drafter:
+            self.runner.drafter.forget()  # last, for a device that is lost refuses it
 
     @torch.inference_mode()
     def step(self) -> list[Request]:

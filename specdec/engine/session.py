@@ -278,7 +278,9 @@ class Session:
             self._new, self._cancelled = [], deque()
             try:
                 self.engine.reset()
-            finally:  # of a device that is lost, this fails as well
+            except Exception as lost:  # as of a device that is lost; what is raised is the error that came first
+                logger.warning("the engine cannot begin anew: %s", lost)
+            finally:
                 for handle in handles:
                     handle.stream.fail(error)
                 self._turns.wake()
