@@ -82,11 +82,13 @@ def test_captured_compositions_equal_eager_ones() -> None:
     outputs = []
     for graphs, tree_nodes in ((False, None), (False, 63), (True, 63)):
         drafter = ComposedDrafter([SuffixDrafter(), random_dflash(verifier)])
-        config = EngineConfig(max_num_seqs=8, tree_nodes=tree_nodes, graphs=graphs, cache=CacheConfig(memory_bytes=2**26))
+        cache = CacheConfig(memory_bytes=2**26)
+        config = EngineConfig(num_draft_tokens=None, tree_nodes=tree_nodes, max_num_seqs=8, graphs=graphs, cache=cache)
         engine = guarded(SpecEngine(verifier, drafter, config))
         prompts = [prompt * 8 for prompt in random_prompts(20, longest=9)]  # of which there is much to copy
         requests = [engine.add_request(prompt, SamplingParams(max_tokens=24 + 5 * i)) for i, prompt in enumerate(prompts)]
         while engine.has_work:
             engine.step()
+        assert bool(engine.runner.graphs and engine.runner.graphs.graphs) == graphs
         outputs.append([request.output_token_ids for request in requests])
     assert outputs[0] == outputs[1] == outputs[2]

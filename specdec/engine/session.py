@@ -278,7 +278,7 @@ class Session:
             self._new, self._cancelled = [], deque()
             try:
                 self.engine.reset()
-            except Exception as lost:  # as of a device that is lost; what is raised is the error that came first
+            except RuntimeError as lost:  # as of a device that is lost; what is raised is the error that came first
                 logger.warning("the engine cannot begin anew: %s", lost)
             finally:
                 for handle in handles:
