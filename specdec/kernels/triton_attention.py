@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.kernels.triton_launch import HOPPER_SHARED_MEMORY, num_stages, on_device, overlap_options, shared_memory
-from specdec.kernels.triton_overlap import await_previous
+from specdec.kernels.triton_overlap import await_previous, release_next
 from specdec.kernels.triton_splits import merge_splits
 from specdec.kv_cache import LayerCache
 
@@ -33,6 +33,8 @@ MAX_TILE_ROWS = 128
 """Most rows (heads of a group times query rows) of one program."""
 KEY_TILE_BYTES = 16384
 """Keys that one iteration loads; as many values come with them."""
+FEW_ROWS = 512
+"""Rows of one head up to which the kernel behind is set up meanwhile, see `release_next`."""
 MOST_PER_WARPS = 64 * 256
 """Numbers of an output that four warps hold."""
 
@@ -79,10 +81,13 @@ def _attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    FEW: tl.constexpr,  # whether there are so few rows that programs that wait take no room
     OVERLAP: tl.constexpr,
 ) -> None:
     TILE_ROWS: tl.constexpr = BLOCK_M // GROUP
     await_previous(OVERLAP)
+    if FEW:
+        release_next(OVERLAP)
     request = tl.program_id(0) // num_tiles
     tile_row = tl.program_id(0) % num_tiles * TILE_ROWS
     kv_head = tl.program_id(1)
@@ -280,6 +285,7 @@ def paged_attention(
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
             BLOCK_D=padded(head_dim),
+            FEW=num_tokens * num_heads <= FEW_ROWS,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
             **overlap_options(query.device),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specdec.kernels.triton_activation import activate
 from specdec.kernels.triton_launch import num_processors, num_stages, on_device, overlap_options, shared_memory
-from specdec.kernels.triton_overlap import await_previous
+from specdec.kernels.triton_overlap import await_previous, release_next
 from specdec.kernels.triton_prefetch import MOST_BYTES, hint_options, hint_program, send_hints, surplus
 
 MOST_ROWS = 64
@@ -47,6 +47,7 @@ def _few_rows_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     SPLITS: tl.constexpr,
+    SMALL: tl.constexpr,  # see `is_small`
     AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
@@ -66,6 +67,8 @@ def _few_rows_kernel(
     total = tl.zeros([COLUMNS, ROWS], tl.float32)
     up_total = tl.zeros([COLUMNS, ROWS], tl.float32)
     await_previous(OVERLAP)
+    if SMALL:
+        release_next(OVERLAP)
     for _ in range(0, SHARE, DEPTH):
         tile = tl.load(inputs, mask=real, other=0.0)
         total = tl.dot(tl.load(weights), tile, total)
@@ -82,6 +85,11 @@ def _few_rows_kernel(
         total = activate(total.to(dtype).to(tl.float32), up_total.to(dtype).to(tl.float32), ACTIVATION)
     place = (split * num_rows + row[None, :]) * WIDTH + column[:, None]
     tl.store(output + place, total.to(dtype), mask=real)
+
+
+def is_small(width: int, inputs: int, *, gated: bool) -> bool:
+    """Whether the weight of a product is one that is asked for before, see `triton_prefetch`."""
+    return (1 + gated) * width * inputs * 2 <= MOST_BYTES
 
 
 @lru_cache(maxsize=256)
@@ -102,7 +110,7 @@ def divide(width: int, inputs: int, *, gated: bool, may_split: bool, processors:
     possible = [n for n in range(1, MOST_SPLITS + 1) if may_split and inputs % (64 * n) == 0] or [1]
     tiles = [columns for columns in (64, 32, 16) if width % columns == 0]
     # A small weight comes from the L2 cache, see `triton_prefetch`, where wide tiles are best; a large one takes all processors.
-    small = (1 + gated) * width * inputs * 2 <= MOST_BYTES
+    small = is_small(width, inputs, gated=gated)
     columns = tiles[0] if small else next((n for n in tiles if 5 * width // n * possible[-1] >= 3 * processors), tiles[-1])
     splits = next((n for n in possible if 4 * width // columns * n >= 3 * processors), possible[-1])
     # Where a processor has one program, that one has to ask for more at a time; where it has several, they must fit side by side.
@@ -176,6 +184,7 @@ def few_rows(
             COLUMNS=plan.columns,
             DEPTH=plan.depth,
             SPLITS=plan.splits,
+            SMALL=is_small(width, inputs, gated=gated),
             num_warps=4,
             num_stages=stages_of(plan, padded, gated=gated, memory=shared_memory(x.device)),
             **hint_options(ahead),

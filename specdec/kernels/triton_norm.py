@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specdec.kernels.triton_exchange import sum_over_ranks
 from specdec.kernels.triton_launch import on_device, overlap_options
-from specdec.kernels.triton_overlap import await_previous
+from specdec.kernels.triton_overlap import await_previous, release_next
 from specdec.kernels.triton_prefetch import hint_options, hint_program, send_hints, surplus
 from specdec.parallel.shared_rows import MOST_ROWS, SharedRows
 
@@ -67,6 +67,7 @@ def _rms_norm_kernel(
     if weight is not None:  # depends on no kernel
         gain = tl.load(weight + column, mask=exists, other=0.0).to(tl.float32)
     await_previous(OVERLAP)
+    release_next(OVERLAP)
     rows = tl.load(x + row * x_stride + column, mask=exists, other=0.0).to(tl.float32)
     if PARTS > 1:
         for part in tl.static_range(1, PARTS):

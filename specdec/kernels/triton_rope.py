@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specdec.kernels.triton_launch import on_device, overlap_options
 from specdec.kernels.triton_norm import weighted
-from specdec.kernels.triton_overlap import await_previous
+from specdec.kernels.triton_overlap import await_previous, release_next
 from specdec.kernels.triton_prefetch import hint_options, hint_program, send_hints, surplus
 from specdec.kv_cache import LayerCache
 
@@ -91,6 +91,7 @@ def _rope_store_kernel(
             send_hints(ahead, program, AHEAD)
             return
     await_previous(OVERLAP)
+    release_next(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)  # key, value, query
     if cos is not None:

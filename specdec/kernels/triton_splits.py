@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.kernels.triton_launch import overlap_options
-from specdec.kernels.triton_overlap import await_previous
+from specdec.kernels.triton_overlap import await_previous, release_next
 
 MANY_ROWS = 1024
 """Rows of one head to merge from which on a program takes several."""
@@ -24,6 +24,7 @@ def _merge_kernel(
     OVERLAP: tl.constexpr,
 ) -> None:
     await_previous(OVERLAP)
+    release_next(OVERLAP)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     split = tl.arange(0, SPLITS)
     dim = tl.arange(0, BLOCK_D)

@@ -230,6 +230,7 @@ def attention(
         "CAUSAL": True,
         "WINDOW": None,
         "SOFTCAP": False,
+        "FEW": width * group <= triton_attention.FEW_ROWS,
         "OVERLAP": target.overlaps,
         "sinks": None,
         **({} if tree else {"ancestors": None, "depths": None}),
@@ -334,6 +335,7 @@ def few_rows(target: Target, gated: bool, splits: int, count: int) -> Any:
     plan = triton_linear.divide(width, 4096, gated=gated, may_split=not gated, processors=132)
     assert plan is not None and plan.splits == splits
     sizes = {"WIDTH": width, "INPUTS": 4096, "ACTIVATION": "silu" if gated else None, "ROWS": count, "SPLITS": splits}
+    sizes["SMALL"] = triton_linear.is_small(width, 4096, gated=gated)
     tile = {"COLUMNS": plan.columns, "DEPTH": plan.depth, "OVERLAP": target.overlaps, "ahead": None, "AHEAD": None}
     stages = 1 if target.assembly == "amdgcn" else triton_linear.stages_of(plan, count, gated=gated, memory=target.shared_memory)
     return compile_for(

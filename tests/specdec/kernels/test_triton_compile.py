@@ -39,7 +39,7 @@ def test_every_kernel(name: str) -> None:
 
     Every kernel for the target that leads its maker's, and elsewhere what its matrix instructions and its memory decide.
     """
-    target = TARGETS[name]
+    target, released = TARGETS[name], set()
     for title, kernel in kernels(target, every_shape=False):
         assembly = kernel.asm[target.assembly]
         assert kernel.metadata.shared <= target.shared_memory, title
@@ -47,6 +47,10 @@ def test_every_kernel(name: str) -> None:
             assert any(instruction in assembly for instruction in MATRIX_INSTRUCTIONS), title
         assert not target.is_cdna or use_of(kernel).spilled == 0, title
         assert ("griddepcontrol.wait" in assembly) == target.overlaps, title
+        if "griddepcontrol.launch_dependents" in assembly:
+            assert "griddepcontrol.wait" in assembly.partition("griddepcontrol.launch_dependents")[0], title
+            released.add(title)
+    assert bool(released) == target.overlaps and any("RoPE" in title for title in released) == target.overlaps
 
 
 def test_hints() -> None:
