@@ -1,7 +1,8 @@
-"""Trees out of paths in Triton, one program of one warp per request: what `specdec.sampling.tries` puts together.
+"""Trees out of paths in Triton, one program per request: what `specdec.sampling.tries` puts together.
 
-Paths are entries, each with the entry before it; those that are alike are one. The best is taken again and again: no path is
-likelier than its beginning, so that is among the chosen already. A score is compared as one integer with the depth and the entry.
+Paths are entries, each with the entry before it; those that are alike are one. The best entries are sorted out at once: no path is
+likelier than its beginning, so that is among them already. A score is compared as one integer with the depth and the entry. Nothing
+is done draft by draft, but for the rows that lead to one, which are followed twice as far in each of a few turns.
 """
 
 import torch
@@ -15,9 +16,25 @@ from specdec.kernels.triton_candidates import number_of
 from specdec.kernels.triton_launch import on_device, overlap_options
 from specdec.kernels.triton_overlap import await_previous
 
+WARPS = 8
+"""So many hold what 63 drafts are compared with, without spilling."""
 _LEAST = tl.constexpr(-(2**63))
-_SMALL = 16
-"""Occurrences up to which one warp holds a table of all pairs."""
+
+
+@triton.constexpr_function
+def _turns(depth: int) -> int:
+    """Times that paths of up to `depth` entries are doubled until they are whole."""
+    return (depth - 1).bit_length()
+
+
+@triton.jit
+def _followed(sums: tl.tensor, before: tl.tensor, TURNS: tl.constexpr) -> tl.tensor:
+    """Sums along the paths to entries [N], each with the number of the one before it, from 1 on; 0 for none."""
+    for _ in tl.static_range(TURNS):
+        place = tl.maximum(before - 1, 0)
+        sums += tl.where(before > 0, tl.gather(sums, place, 0), 0)
+        before = tl.where(before > 0, tl.gather(before, place, 0), 0)
+    return sums
 
 
 @triton.jit
@@ -27,47 +44,40 @@ def _store_best(
     found: tl.tensor,  # int64 [5, requests, NODES]
     scores: tl.tensor,  # float32 [requests, NODES]
     num_drafts: tl.tensor,  # int64 [requests]
-    ENTRIES: tl.constexpr,
+    SECOND: tl.constexpr,  # the first entry of odd places, those before it have even ones; or None: an entry's place is its own
     NODES: tl.constexpr,
+    DEPTH: tl.constexpr,
     LOGARITHMS: tl.constexpr,  # scores become them
 ) -> None:
     """Writes parents, depths, ancestors, ranks and tokens of the best entries, their scores, and how many there are."""
+    MOST: tl.constexpr = max(2, triton.next_power_of_2(NODES))  # one would be no vector
     request = tl.program_id(0).to(tl.int64)
-    entry = tl.arange(0, ENTRIES)
-    node = tl.arange(0, triton.next_power_of_2(NODES))
-    row_of = tl.zeros([ENTRIES], tl.int32)
-    chosen = tl.full([triton.next_power_of_2(NODES)], _LEAST, tl.int64)
-    above = tl.zeros([triton.next_power_of_2(NODES)], tl.int64)
-    parent = tl.zeros([triton.next_power_of_2(NODES)], tl.int32)
-    token = tl.zeros([triton.next_power_of_2(NODES)], tl.int64)
-    for n in range(NODES):
-        best = tl.max(key, 0)
-        here = (key == best) & (key > _LEAST)
-        its_link = tl.sum(tl.where(here, link, 0), 0)
-        row = tl.sum(tl.where(entry + 1 == (its_link & 0xFFFF).to(tl.int32), row_of, 0), 0)
-        bit = tl.full([], 1, tl.int64) << n
-        above = tl.where(node == n, tl.sum(tl.where(node + 1 == row, above, 0), 0) | bit, above)
-        parent = tl.where(node == n, row, parent)
-        token = tl.where(node == n, its_link >> 16, token)
-        chosen = tl.where(node == n, best, chosen)
-        row_of = tl.where(here, n + 1, row_of)
-        key = tl.where(here, _LEAST, key)
-    counts = chosen > _LEAST
+    node = tl.arange(0, MOST)
+    chosen = tl.topk(key, MOST)
+    counts = (chosen > _LEAST) & (node < NODES)
+    who = 0x7FFFFFFF - (chosen & 0x7FFFFFFF).to(tl.int32)
+    entry = tl.where(counts, who & 0xFFFF, 0)
+    place = entry
+    if SECOND is not None:
+        place = tl.where(entry < SECOND, 2 * entry, 2 * (entry - SECOND) + 1)
+    its_link = tl.where(counts, tl.gather(link, place, 0), 0)
+    before = (its_link & 0xFFFF).to(tl.int32)
+    earlier = (node[None, :] < node[:, None]) & counts[None, :]
+    parent = tl.max(tl.where(earlier & (entry[None, :] + 1 == before[:, None]), node[None, :] + 1, 0), 1)
+    above = _followed(tl.full([MOST], 1, tl.int64) << node, parent, _turns(DEPTH))
     score = tl.where(counts, number_of((chosen >> 32).to(tl.int32)), -float("inf"))
-    earlier = node[None, :] < node[:, None]
     if LOGARITHMS:  # whatever they are rounded to, none is above the one before
         score = tl.where(counts, tl.log(tl.where(counts, score, 1.0)), -float("inf"))
         score = tl.minimum(score, tl.min(tl.where(earlier, score[None, :], float("inf")), 1))
-    depth = (0x7FFFFFFF - (chosen & 0x7FFFFFFF)) >> 16
-    rank = tl.sum((earlier & (parent[None, :] == parent[:, None])).to(tl.int64), 1)
+    rank = tl.sum(((node[None, :] < node[:, None]) & (parent[None, :] == parent[:, None])).to(tl.int64), 1)
     within = node < NODES
     stride = tl.num_programs(0).to(tl.int64) * NODES
     place = request * NODES + node
     tl.store(found + place, parent.to(tl.int64), mask=within)
-    tl.store(found + stride + place, tl.where(counts, depth, 1), mask=within)
+    tl.store(found + stride + place, tl.where(counts, who >> 16, 1).to(tl.int64), mask=within)
     tl.store(found + 2 * stride + place, above, mask=within)
     tl.store(found + 3 * stride + place, rank, mask=within)
-    tl.store(found + 4 * stride + place, token, mask=within)
+    tl.store(found + 4 * stride + place, its_link >> 16, mask=within)
     tl.store(scores + place, score, mask=within)
     tl.store(num_drafts + request, tl.sum(counts.to(tl.int64), 0))
 
@@ -96,6 +106,8 @@ def _trie_kernel(
     await_previous(OVERLAP)
     place = request * COUNT + one
     length = tl.load(lengths + place, mask=one < COUNT, other=0)
+    rows = continuations + request * request_stride + one * occurrence_stride
+    tokens = tl.load(rows[None, :] + level, mask=(level < DEPTH) & (level < length[None, :]), other=-1)
     kept = tl.where(length > 0, tl.load(weights + place, mask=one < COUNT, other=0.0), 0.0)
     keep = tl.load(keeps + place, mask=one < COUNT, other=0.0)
     total = tl.sum(kept, 0)
@@ -104,9 +116,8 @@ def _trie_kernel(
     before = tl.full([MANY], 0, tl.int32)
     keys = tl.full([LEVELS, MANY], _LEAST, tl.int64)
     links = tl.zeros([LEVELS, MANY], tl.int64)
-    rows = continuations + request * request_stride + one * occurrence_stride
     for depth in range(DEPTH):
-        token = tl.load(rows + depth, mask=depth < length, other=-1)
+        token = tl.max(tl.where(level == depth, tokens, -1), 0)
         agreeing = agreeing & (token[:, None] == token[None, :]) & (token >= 0)[:, None]
         kept = kept * keep
         share = tl.sum(tl.where(agreeing, kept[None, :], 0.0), 1) / total
@@ -116,17 +127,49 @@ def _trie_kernel(
         links = tl.where(level == depth, ((token << 16) | before)[None, :], links)
         before = depth * MANY + first + 1
     key, link = tl.reshape(keys, [LEVELS * MANY]), tl.reshape(links, [LEVELS * MANY])
-    _store_best(key, link, found, scores, num_drafts, LEVELS * MANY, NODES, True)
+    _store_best(key, link, found, scores, num_drafts, None, NODES, DEPTH, True)
 
 
 @triton.jit
-def _union_kernel(
-    tokens: tl.tensor,  # int64 [requests, FIRST], of the first tree, as all below but where it says otherwise
+def _mixed(token: tl.tensor, depth: tl.tensor) -> tl.tensor:
+    """int64 that no other token or depth has: the finalizer of MurmurHash3 (public domain) is a permutation."""
+    x = ((token << 16) | depth).to(tl.uint64)
+    x = (x ^ (x >> 33)) * 0xFF51AFD7ED558CCD
+    x = (x ^ (x >> 33)) * 0xC4CEB9FE1A85EC53
+    return (x ^ (x >> 33)).to(tl.int64)
+
+
+@triton.jit
+def _tree(
+    tokens: tl.tensor,  # int64 [requests, NODES], as all below but where it says otherwise
     parents: tl.tensor,
     depths: tl.tensor,
     logs: tl.tensor,  # float32
     counts: tl.tensor,  # int64 [requests]
-    other_tokens: tl.tensor,  # int64 [requests, SECOND], of the other tree
+    request: tl.tensor,
+    NODES: tl.constexpr,
+    SIZE: tl.constexpr,
+    DEPTH: tl.constexpr,
+) -> tl.tuple:
+    """Which drafts of a tree count [SIZE], their tokens, parents and depths, their scores, and sums that tell their paths."""
+    node = tl.arange(0, SIZE)
+    within, place = node < NODES, request * NODES + node
+    token = tl.load(tokens + place, mask=within, other=0)
+    parent = tl.load(parents + place, mask=within, other=0).to(tl.int32)
+    depth = tl.load(depths + place, mask=within, other=0).to(tl.int32)
+    score = tl.load(logs + place, mask=within, other=0.0)
+    exists = within & (node < tl.load(counts + request)) & (depth <= DEPTH) & (score > -float("inf"))
+    return exists, token, parent, depth, score, _followed(_mixed(token, depth), parent, _turns(DEPTH))
+
+
+@triton.jit
+def _union_kernel(
+    tokens: tl.tensor,  # see `_tree`; of the first tree
+    parents: tl.tensor,
+    depths: tl.tensor,
+    logs: tl.tensor,
+    counts: tl.tensor,
+    other_tokens: tl.tensor,  # of the other one
     other_parents: tl.tensor,
     other_depths: tl.tensor,
     other_logs: tl.tensor,
@@ -140,33 +183,26 @@ def _union_kernel(
     NODES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    ENTRIES: tl.constexpr = triton.next_power_of_2(FIRST + SECOND)
+    SIZE: tl.constexpr = max(triton.next_power_of_2(FIRST), triton.next_power_of_2(SECOND))
     request = tl.program_id(0).to(tl.int64)
-    entry = tl.arange(0, ENTRIES)
+    node = tl.arange(0, SIZE)
     await_previous(OVERLAP)
-    is_first, place, number = entry < FIRST, request * FIRST + entry, entry - FIRST
-    is_other, other_place = (number >= 0) & (number < SECOND), request * SECOND + number
-    token = tl.load(tokens + place, mask=is_first, other=0) + tl.load(other_tokens + other_place, mask=is_other, other=0)
-    before = tl.load(other_parents + other_place, mask=is_other, other=0)
-    before = tl.where(before > 0, before + FIRST, 0) + tl.load(parents + place, mask=is_first, other=0)
-    depth = tl.load(depths + place, mask=is_first, other=0) + tl.load(other_depths + other_place, mask=is_other, other=0)
-    score = tl.load(logs + place, mask=is_first, other=0.0) + tl.load(other_logs + other_place, mask=is_other, other=0.0)
-    exists = (is_first & (entry < tl.load(counts + request))) | (is_other & (number < tl.load(other_counts + request)))
-    exists = exists & (depth <= DEPTH) & (score > -float("inf"))
-    score = tl.where(exists, score, -float("inf"))
-    link = (token << 16) | before
-    # Parents come before their children, so a draft of the other tree that is the same as an earlier one hands its children over.
-    for n in range(FIRST, FIRST + SECOND):
-        its_link = tl.sum(tl.where(entry == n, link, 0), 0)
-        its_score = tl.max(tl.where(entry == n, score, -float("inf")), 0)
-        same = exists & (link == its_link) & (entry < n)
-        twin = ENTRIES - tl.max(tl.where(same, ENTRIES - entry, 0), 0)
-        is_twin = twin < ENTRIES
-        score = tl.where(entry == twin, tl.maximum(score, its_score), score)
-        exists = exists & ~(is_twin & (entry == n))
-        link = tl.where(is_twin & ((link & 0xFFFF) == n + 1), (link >> 16 << 16) | (twin + 1), link)
-    key = tl.where(exists & (score > -float("inf")), token_key(score, (depth.to(tl.int32) << 16) | entry), _LEAST)
-    _store_best(key, link, found, scores, num_drafts, ENTRIES, NODES, False)
+    one = _tree(tokens, parents, depths, logs, counts, request, FIRST, SIZE, DEPTH)
+    other = _tree(other_tokens, other_parents, other_depths, other_logs, other_counts, request, SECOND, SIZE, DEPTH)
+    exists, token, parent, depth, score, path = one
+    other_exists, other_token, other_parent, other_depth, other_score, other_path = other
+    # Equal sums are equal paths, or rather chance would have to make equals of 64 bits; then a draft were wrong, and no output.
+    same = (path[:, None] == other_path[None, :]) & exists[:, None] & other_exists[None, :]
+    score = tl.maximum(score, tl.max(tl.where(same, other_score[None, :], -float("inf")), 1))
+    twin = tl.max(tl.where(same, node[:, None] + 1, 0), 0)  # of the other tree's drafts, those of the first count from 1 on
+    row = tl.where(twin > 0, twin, FIRST + node + 1)
+    other_parent = tl.where(other_parent > 0, tl.gather(row, tl.maximum(other_parent - 1, 0), 0), 0)
+    key = tl.where(exists, token_key(score, (depth << 16) | node), _LEAST)
+    other_key = token_key(other_score, (other_depth << 16) | (FIRST + node))
+    other_key = tl.where(other_exists & (twin == 0), other_key, _LEAST)
+    links = tl.join((token << 16) | parent, (other_token << 16) | other_parent)
+    keys = tl.reshape(tl.join(key, other_key), [2 * SIZE])
+    _store_best(keys, tl.reshape(links, [2 * SIZE]), found, scores, num_drafts, FIRST, NODES, DEPTH, False)
 
 
 Drafts = tuple[DraftTree, Tensor, Tensor, Tensor]
@@ -199,7 +235,7 @@ def trie(continuations: Tensor, lengths: Tensor, weights: Tensor, num_nodes: int
             COUNT=count,
             DEPTH=depth,
             NODES=num_nodes,
-            num_warps=1 if count <= _SMALL else 4,
+            num_warps=WARPS,
             **overlap_options(continuations.device),
         )
     return _drafts(found, scores, num_drafts)
@@ -221,7 +257,7 @@ def merge(one: Drafts, other: Drafts, num_nodes: int, depth: int) -> Drafts:
             SECOND=second,
             DEPTH=depth,
             NODES=num_nodes,
-            num_warps=1,
+            num_warps=WARPS,
             **overlap_options(found.device),
         )
     return _drafts(found, scores, num_drafts)

@@ -54,7 +54,7 @@ def tree_kernels(target: "Target") -> Iterator[tuple[str, Any]]:
             triton_tries._trie_kernel,
             pointers={"continuations": "i64", "lengths": "i64", "weights": "fp32", "keeps": "fp32"} | outcome,
             constants={"COUNT": 8, "DEPTH": 31, "NODES": 63} | overlap,
-            num_warps=1,
+            num_warps=triton_tries.WARPS,
         ),
     )
     tree = {"tokens": "i64", "parents": "i64", "depths": "i64", "logs": "fp32", "counts": "i64"}
@@ -64,7 +64,7 @@ def tree_kernels(target: "Target") -> Iterator[tuple[str, Any]]:
             triton_tries._union_kernel,
             pointers=tree | {f"other_{name}": kind for name, kind in tree.items()} | outcome,
             constants={"FIRST": 63, "SECOND": 63, "DEPTH": 15, "NODES": 63} | overlap,
-            num_warps=1,
+            num_warps=triton_tries.WARPS,
         ),
     )
     yield (
