@@ -43,6 +43,7 @@ NAMES = (
     "trees",
     "tries",
     "matches",
+    "forecasts",
     "cache_rows",
     "masks",
     "embedding",

@@ -1,9 +1,33 @@
 """How many drafts the target would have accepted of a block, from the tokens that it has put out since."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-from specdec.core import DraftOutput
+from drafters.composed.calibration import calibrates_on_triton
+from specdec.core import AcceptOutput, DraftOutput
+
+
+def agreements(drafts: Mapping[int, DraftOutput], count: int, accept: AcceptOutput) -> Tensor:
+    """int64 [P, num_reqs], `agreement` of each of P drafters with what came out; 0 of those that did not draft.
+
+    Args:
+        drafts: point masses, by drafter.
+        count: P.
+        accept: of the step.
+    """
+    output, num_accepted = accept.token_ids, accept.num_accepted
+    if calibrates_on_triton(output.device):
+        from specdec.kernels.triton_forecasts import agree  # it imports Triton
+
+        agreed = output.new_zeros(count, len(output)) if len(drafts) < count else output.new_empty(count, len(output))
+        for n, draft in drafts.items():
+            agree(agreed[n], draft.token_ids, draft.num_drafts, draft.tree, output, num_accepted)
+        return agreed
+    counts = num_accepted + 1
+    right = {n: agreement(draft, output, counts) for n, draft in drafts.items()}
+    return torch.stack([right.get(n, torch.zeros_like(counts)) for n in range(count)])
 
 
 def agreement(draft: DraftOutput, token_ids: Tensor, counts: Tensor) -> Tensor:

@@ -1,14 +1,39 @@
 """What forecasts are worth: drafters count their expectations in different ways, and what was accepted lately puts them right."""
 
+from functools import lru_cache, partial
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+from specdec.deviation import Deviation, deviation, mismatches, worst
+from specdec.kernels.triton_launch import unavailable_reasons
+from specdec.self_check import passes
 
 MEMORY = 256
 """Observations after which one weighs 1/e."""
 PRIOR = 4
 """Observations that a forecast itself counts as."""
+LEAST = 0.05
+"""Forecasts, and their ratios, count as no less: late acceptance says little about what is hardly ever accepted."""
 _PER_DOUBLING = 3  # buckets, of one more than the forecast
 _BUCKETS = 6 * _PER_DOUBLING + 1  # up to 63 drafts
+_KEEP = 1 - 1 / MEMORY
+
+
+class Forecasts(NamedTuple):
+    """What the drafters of a composition expect in a step; 0 of those that did not draft.
+
+    Attributes:
+        told: float32 [P, num_reqs], drafts that will be accepted.
+        corrected: float32 [P, num_reqs], the same, put right.
+        shifts: float32 [P, num_reqs], logarithms of how many times as many it is then. At most 0: more than once as many would make
+            a path likelier than its beginning.
+    """
+
+    told: Tensor
+    corrected: Tensor
+    shifts: Tensor
 
 
 class Calibration:
@@ -20,29 +45,102 @@ class Calibration:
     """
 
     def __init__(self, count: int, device: torch.device) -> None:
-        self._first = _BUCKETS * torch.arange(count, device=device)[:, None]  # bucket of each drafter
+        self._on_triton = calibrates_on_triton(device)
         self._sums = torch.zeros(2, 2, count * _BUCKETS, device=device)  # of chains and of trees, errors and observations
 
-    def corrected(self, forecasts: Tensor, *, of_trees: bool) -> Tensor:
-        """float32 [P, num_reqs], how many drafts will be accepted, for `forecasts` float32 [P, num_reqs]."""
-        errors, observations = self._sums[int(of_trees)][:, self._buckets(forecasts)]
-        return forecasts + errors / (observations + PRIOR)
+    def correct(self, told: Tensor, *, of_trees: bool) -> Forecasts:
+        """Puts forecasts float32 [P, num_reqs] right."""
+        return Forecasts(told, *(_correct_on_triton if self._on_triton else _correct)(told, self._sums[int(of_trees)]))
 
-    def observe(self, forecasts: Tensor, accepted: Tensor, counts: Tensor, *, of_trees: bool) -> None:
-        """Takes over a step: what was accepted float32 [P, num_reqs] of drafts with these forecasts.
+    def observe(
+        self,
+        forecasts: Forecasts,
+        agreed: Tensor,
+        num_accepted: Tensor,
+        counts: Tensor,
+        *,
+        of_trees: bool,
+        best: Tensor | None = None,
+    ) -> None:
+        """Takes over what came out of a step.
 
         Args:
-            forecasts: float32 [P, num_reqs], not corrected.
-            accepted: of each drafter's drafts, whether it was its turn or not.
+            forecasts: for the step.
+            agreed: int64 [P, num_reqs], tokens of the output that each drafter had right, whether it was its turn or not.
+            num_accepted: int64 [num_reqs]; the output has one token more.
             counts: float32 [num_reqs], or [P, num_reqs] where not all drafted, 1 for each request that is to count, and 0.
             of_trees: the drafts formed trees.
+            best: int64 [num_reqs], takes the drafter that had most right, of equal ones the first; or None.
         """
-        sums, seen = self._sums[int(of_trees)], counts.expand_as(forecasts)
-        errors = torch.where(seen > 0, accepted - forecasts, 0.0)  # what does not count may be no number
-        news = torch.stack([errors, seen]).flatten(1)
-        late = torch.zeros_like(sums).index_add_(1, self._buckets(forecasts).flatten(), news)
-        sums.mul_((1 - 1 / MEMORY) ** late[1]).add_(late)
+        take = _observe_on_triton if self._on_triton and counts.ndim == 1 else _observe
+        take(self._sums[int(of_trees)], forecasts, agreed, num_accepted, counts, best)
 
-    def _buckets(self, forecasts: Tensor) -> Tensor:
-        """int64 [P, num_reqs], places in the tables."""
-        return self._first + (_PER_DOUBLING * (forecasts + 1).log2()).long().clamp(0, _BUCKETS - 1)
+
+def _correct(told: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+    """The rest of `Forecasts`, by sums float32 [2, P * buckets]."""
+    errors, observations = sums[:, _buckets(told)]
+    corrected = told + errors / (observations + PRIOR)
+    return corrected, (corrected / told.clamp(min=LEAST)).clamp(LEAST, 1.0).log()
+
+
+def _correct_on_triton(told: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+    from specdec.kernels import triton_forecasts  # it imports Triton
+
+    return triton_forecasts.correct(told, sums, buckets=_BUCKETS, per_doubling=_PER_DOUBLING, prior=float(PRIOR), least=LEAST)
+
+
+def _observe(sums: Tensor, forecasts: Forecasts, agreed: Tensor, num_accepted: Tensor, counts: Tensor, best: Tensor | None) -> None:
+    """Updates sums [2, P * buckets], and `best`; see `Calibration.observe`."""
+    if best is not None:
+        best.copy_(agreed.max(dim=0).indices)
+    # What fits everything that came out might have gone on: for as long as it was expected to.
+    right = agreed.to(forecasts.told.dtype)
+    observed = torch.where(agreed <= num_accepted, right, torch.maximum(right, forecasts.corrected))
+    seen = counts.expand_as(observed)
+    errors = torch.where(seen > 0, observed - forecasts.told, 0.0)  # what does not count may be no number
+    news = torch.stack([errors, seen]).flatten(1)
+    late = torch.zeros_like(sums).index_add_(1, _buckets(forecasts.told).flatten(), news)
+    sums.mul_(_KEEP ** late[1]).add_(late)
+
+
+def _observe_on_triton(
+    sums: Tensor, forecasts: Forecasts, agreed: Tensor, num_accepted: Tensor, counts: Tensor, best: Tensor | None
+) -> None:
+    from specdec.kernels import triton_forecasts  # it imports Triton
+
+    before = forecasts.told, forecasts.corrected
+    triton_forecasts.observe(
+        sums, *before, agreed, num_accepted, counts, best, buckets=_BUCKETS, per_doubling=_PER_DOUBLING, keep=_KEEP
+    )
+
+
+def _buckets(told: Tensor) -> Tensor:
+    """int64 [P, num_reqs], places of forecasts in the sums."""
+    first = _BUCKETS * torch.arange(len(told), device=told.device)[:, None]
+    return first + (_PER_DOUBLING * (told + 1).log2()).long().clamp(0, _BUCKETS - 1)
+
+
+@lru_cache(maxsize=16)
+def calibrates_on_triton(device: torch.device) -> bool:
+    """Whether our kernels keep account of forecasts on `device`."""
+    return not unavailable_reasons(device) and passes("forecasts", device, partial(check_forecasts, device))
+
+
+def check_forecasts(device: torch.device) -> Deviation:
+    """Two steps of three drafters and more requests than a program looks at together, some of which do not count."""
+    generator = torch.Generator().manual_seed(0)
+    sides = [torch.zeros(2, 3 * _BUCKETS, dtype=dtype) for dtype in (torch.float32, torch.float64)]
+    ours, found = torch.zeros_like(sides[0], device=device), []
+    for _ in range(2):
+        told = 9 * torch.rand(3, 70, generator=generator)
+        agreed, num_accepted = torch.randint(6, (3, 70), generator=generator), torch.randint(5, (70,), generator=generator)
+        counts = (torch.rand(70, generator=generator) < 0.8).float()
+        expected = [Forecasts(x, *_correct(x, sums)) for x, sums in zip((told, told.double()), sides, strict=True)]
+        got = Forecasts(told.to(device), *_correct_on_triton(told.to(device), ours))
+        found += [deviation(*three) for three in list(zip(got, *expected, strict=True))[1:]]
+        best = torch.zeros_like(num_accepted), torch.zeros_like(num_accepted, device=device)
+        for sums, forecasts in zip(sides, expected, strict=True):
+            _observe(sums, forecasts, agreed, num_accepted, counts.to(sums.dtype), best[0])
+        _observe_on_triton(ours, got, agreed.to(device), num_accepted.to(device), counts.to(device), best[1])
+        found += [deviation(ours, *sides), mismatches(best[1], best[0])]
+    return worst(found)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafters.composed.agreement import agreement
-from drafters.composed.calibration import Calibration
-from drafters.composed.union import LEAST, union
+from drafters.composed.agreement import agreements
+from drafters.composed.calibration import Calibration, Forecasts
+from drafters.composed.union import union
 from drafters.composed.worth import Kind, Worth
 from specdec.batch import DecodeBatch, PrefillBatch
 from specdec.blocks import BlockShape
@@ -83,7 +83,7 @@ class _Step:
 
     Attributes:
         drafts: of the parts that drafted, by their numbers.
-        forecasts, corrected: float32 [P, num_reqs], 0 of the others.
+        forecasts: of all parts.
         output: what was verified.
         looked: what the host expects of the parts that are no models, by request; None where it does not look.
         kind: of the step.
@@ -92,8 +92,7 @@ class _Step:
     """
 
     drafts: dict[int, DraftOutput]
-    forecasts: Tensor
-    corrected: Tensor
+    forecasts: Forecasts
     output: DraftOutput
     looked: list[float] | None
     kind: Kind
@@ -162,20 +161,19 @@ class BoundComposed(BoundDrafter):
         optional = self._optional if self.host_may_look and len(self._optional) < len(self.parts) else []
         begin = perf_counter()
         drafts = {n: self._draft(n, batch) for n in range(len(self.parts)) if n not in optional}
-        looked = self._corrected(drafts, batch)[1].amax(dim=0).tolist() if optional else None
+        looked = self._forecasts(drafts, batch).corrected.amax(dim=0).tolist() if optional else None
         middle = perf_counter()
         if looked is not None and self.worth.pays(kind, looked):
             drafts |= {n: self._draft(n, batch) for n in optional}
         drafts = dict(sorted(drafts.items()))
         models = perf_counter() - middle
-        forecasts, corrected = self._corrected(drafts, batch)
+        forecasts = self._forecasts(drafts, batch)
         if batch.shape.is_tree:
-            trust = corrected / forecasts.clamp(min=LEAST)
-            output = union(list(drafts.values()), [trust[n] for n in drafts], batch.shape)
+            output = union(list(drafts.values()), [forecasts.shifts[n] for n in drafts], batch.shape)
         else:
-            output = _chosen(drafts, corrected)
-        output.forecast = corrected.amax(dim=0) if self.forecasts else None
-        self._step = _Step(drafts, forecasts, corrected, output, looked, kind, perf_counter(), (middle - begin, models))
+            output = _chosen(drafts, forecasts.corrected)
+        output.forecast = forecasts.corrected.amax(dim=0) if self.forecasts else None
+        self._step = _Step(drafts, forecasts, output, looked, kind, perf_counter(), (middle - begin, models))
         return output
 
     def commit(self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput) -> None:
@@ -189,34 +187,31 @@ class BoundComposed(BoundDrafter):
     def _draft(self, number: int, batch: DecodeBatch) -> DraftOutput:
         return self._padded(self.parts[number].propose(self._limited(number, batch)), batch)
 
-    def _corrected(self, drafts: Mapping[int, DraftOutput], batch: DecodeBatch) -> tuple[Tensor, Tensor]:
-        """Forecasts float32 [P, num_reqs] before and after correction; 0 of parts that did not draft."""
+    def _forecasts(self, drafts: Mapping[int, DraftOutput], batch: DecodeBatch) -> Forecasts:
+        """Of all parts."""
         zeros = torch.zeros_like(batch.anchors, dtype=torch.float32)
         told = {n: draft.forecast for n, draft in drafts.items()}
-        forecasts = torch.stack([zeros if (one := told.get(n)) is None else one for n in range(len(self.parts))])
-        corrected = self.calibration.corrected(forecasts, of_trees=batch.shape.is_tree)
+        every = torch.stack([zeros if (one := told.get(n)) is None else one for n in range(len(self.parts))])
+        forecasts = self.calibration.correct(every, of_trees=batch.shape.is_tree)
         if len(drafts) < len(self.parts):
-            corrected = torch.stack([corrected[n] if n in drafts else zeros for n in range(len(self.parts))])
-        return forecasts, corrected
+            corrected = [forecasts.corrected[n] if n in drafts else zeros for n in range(len(self.parts))]
+            forecasts = forecasts._replace(corrected=torch.stack(corrected))
+        return forecasts
 
     def _learn(self, step: _Step, batch: DecodeBatch, accept: AcceptOutput) -> None:
         """Compares what was expected with what came out."""
-        counts, drafts, every = accept.num_accepted + 1, step.drafts, range(len(self.parts))
-        right = {n: agreement(draft, accept.token_ids, counts) for n, draft in drafts.items()}
-        accepted = torch.stack([right.get(n, torch.zeros_like(counts)) for n in every])
-        if batch.shape.is_tree and step.output.part is not None:
-            step.output.part.copy_(accepted.max(dim=0).indices)
-        # What fits everything that came out might have gone on: for as long as it was expected to.
-        observed = torch.where(accepted < counts, accepted.float(), torch.maximum(accepted.float(), step.corrected))
+        drafts, every, of_trees = step.drafts, range(len(self.parts)), batch.shape.is_tree
+        agreed = agreements(drafts, len(self.parts), accept)
         counted = self._begun.index_select(0, batch.slots)
         if len(drafts) < len(self.parts):
             counted = torch.stack([counted if n in drafts else torch.zeros_like(counted) for n in every])
-        self.calibration.observe(step.forecasts, observed, counted, of_trees=batch.shape.is_tree)
+        best = step.output.part if of_trees else None
+        self.calibration.observe(step.forecasts, agreed, accept.num_accepted, counted, of_trees=of_trees, best=best)
         if step.looked is not None:
             (others, models), asked = step.seconds, len(drafts) == len(self.parts)
             self.worth.took(step.kind, others + perf_counter() - step.end, models if asked else None)
             if asked:
-                without = torch.stack([right[n] for n in every if n not in self._optional]).amax(dim=0)
+                without = torch.stack([agreed[n] for n in every if n not in self._optional]).amax(dim=0)
                 self.worth.observe(step.looked, (accept.num_accepted - without).tolist())
 
     def _limited(self, number: int, batch: DecodeBatch) -> DecodeBatch:

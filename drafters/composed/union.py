@@ -11,31 +11,26 @@ from specdec.core import DraftOutput
 from specdec.errors import InvalidInputError
 from specdec.sampling.tries import ScoredDrafts, merge_trees
 
-LEAST = 0.05
-"""Forecasts, and their ratios, count as no less: late acceptance says little about what is hardly ever accepted."""
 
-
-def union(drafts: Sequence[DraftOutput], trust: Iterable[Tensor], shape: BlockShape) -> DraftOutput:
+def union(drafts: Sequence[DraftOutput], shifts: Iterable[Tensor], shape: BlockShape) -> DraftOutput:
     """The best `shape.drafts` paths of all trees; one that is in several has the highest of its probabilities.
 
     Args:
         drafts: trees with scores.
-        trust: float32 [num_reqs] for each, how many times as many of its drafts are accepted as it forecasts; more than once as
-            many changes nothing, so that no path is likelier than its beginning.
+        shifts: float32 [num_reqs] for each, see `drafters.composed.calibration.Forecasts`.
         shape: of the block.
 
     Raises:
         InvalidInputError: a tree without scores.
     """
     trees = []
-    for draft, factor in zip(drafts, trust, strict=True):
+    for draft, shift in zip(drafts, shifts, strict=True):
         if draft.tree is None or draft.scores is None:
             raise InvalidInputError(
                 "a drafter of this composition draws trees without DraftOutput.scores; use tree_nodes=0, which makes chains"
             )
         counts = torch.full_like(draft.tree.parents[:, 0], shape.drafts) if draft.num_drafts is None else draft.num_drafts
-        scores = draft.scores + factor.clamp(LEAST, 1.0).log()[:, None]
-        trees.append(ScoredDrafts(draft.tree, draft.token_ids, scores, counts))
+        trees.append(ScoredDrafts(draft.tree, draft.token_ids, draft.scores, counts, shift))
     merged = reduce(partial(merge_trees, num_nodes=shape.drafts, depth=shape.depth), trees)
     part = torch.zeros_like(merged.num_drafts)  # known once some are accepted
     return DraftOutput(merged.token_ids, num_drafts=merged.num_drafts, tree=merged.tree, scores=merged.scores, part=part)

@@ -14,6 +14,13 @@ from torch import Tensor
 
 from specdec.sampling.tries import common_prefixes
 
+BY_LENGTH = 4.0
+"""Times as much does a match weigh in a tree as one that is a token shorter."""
+BY_AGE = 0.9
+"""The same, of one that is next in order."""
+SHORTEST = -16
+"""Tokens by which a match may be shorter and still weigh less; bounds the weights."""
+
 
 class Chain(NamedTuple):
     """The best continuation of each row.
@@ -27,6 +34,20 @@ class Chain(NamedTuple):
     token_ids: Tensor
     num_drafts: Tensor
     scores: Tensor
+
+
+class Weighed(NamedTuple):
+    """What a tree is made by, see `specdec.sampling.tries.trie`; each [num_reqs, C].
+
+    Attributes:
+        tokens: int64, of the continuations; 0 where there is no match.
+        weights: float32.
+        keep: float32.
+    """
+
+    tokens: Tensor
+    weights: Tensor
+    keep: Tensor
 
 
 def best_chain(continuations: Tensor, lengths: Tensor, longest: int) -> Chain:
@@ -49,3 +70,15 @@ def best_chain(continuations: Tensor, lengths: Tensor, longest: int) -> Chain:
         scores, cells = torch.where(counts, means, 0.0).flatten(1).max(dim=1)
         tokens = continuations.gather(1, (cells % count)[:, None, None].expand(-1, -1, continuations.shape[2])).squeeze(1)
     return Chain(tokens.clamp(min=0), (tokens >= 0).sum(dim=1) * (scores > 0), scores)
+
+
+def weigh(continuations: Tensor, lengths: Tensor) -> Weighed:
+    """How much each continuation counts in a tree: the longer and later a match, the more its own weighs.
+
+    Args:
+        continuations, lengths: see `best_chain`.
+    """
+    tokens = (continuations >= 0).sum(dim=2) * (lengths > 0)
+    shorter = (lengths - lengths.amax(dim=1, keepdim=True)).clamp(min=SHORTEST)
+    weights = BY_LENGTH**shorter * BY_AGE ** torch.arange(lengths.shape[1], dtype=lengths.dtype, device=lengths.device)
+    return Weighed(tokens, weights, lengths / (lengths + 1))  # so a match is expected to go on for as many tokens as it has

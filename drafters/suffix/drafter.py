@@ -14,7 +14,7 @@ from torch import Tensor
 
 from drafters.suffix.matches import Found, Limits, Texts
 from drafters.suffix.pool import TextPool
-from drafters.suffix.search import best_chain, search, searches_on_triton
+from drafters.suffix.search import best_chain, search, searches_on_triton, weigh
 from specdec.batch import DecodeBatch
 from specdec.config import DraftSampling
 from specdec.core import AcceptOutput, BoundDrafter, Drafter, DraftOutput, Verifier, VerifyOutput
@@ -30,9 +30,6 @@ POOL_CONTEXT = 4
 """Tokens of a prompt's end that the pool keeps before its output, so that the output's beginning can be found."""
 TREE_OCCURRENCES = 8
 """Occurrences of which a tree is made, or as many as it takes to fill it."""
-_BY_LENGTH = 4.0  # times as much does a match weigh as one that is a token shorter
-_BY_AGE = 0.9  # the same, of one that is next in order
-_SHORTEST = -16  # tokens by which a match may be shorter and still weigh less; bounds the weights
 
 
 class SuffixDrafter(Drafter):
@@ -143,17 +140,12 @@ class BoundSuffix(BoundDrafter):
         return DraftOutput(token_ids, num_drafts=num_drafts, forecast=scores if self.forecasts else None)
 
     def _tree(self, batch: DecodeBatch, continuations: Tensor, lengths: Tensor) -> DraftOutput:
-        """All continuations, put together; the longer and later a match, the more its own weighs."""
-        ages = torch.arange(lengths.shape[1], device=lengths.device)
-        longest = lengths.amax(dim=1, keepdim=True)
-        weights = _BY_LENGTH ** (lengths - longest).clamp(min=_SHORTEST) * _BY_AGE**ages
-        keep = lengths / (lengths + 1)  # so that a match is expected to go on for as many tokens as it has
-        tokens = (continuations >= 0).sum(dim=2) * (lengths > 0)
+        """All continuations, put together."""
+        tokens, weights, keep = weigh(continuations, lengths)
         drafts = trie(continuations, tokens, weights, batch.k, keep=keep)
         output = DraftOutput(drafts.token_ids, num_drafts=drafts.num_drafts, tree=drafts.tree)
         if self.forecasts:
-            counts = torch.arange(batch.k, device=lengths.device) < drafts.num_drafts[:, None]
-            output.forecast, output.scores = torch.where(counts, drafts.scores.exp(), 0.0).sum(dim=1), drafts.scores
+            output.forecast, output.scores = drafts.scores.exp().sum(dim=1), drafts.scores
         return output
 
     def commit(self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput) -> None:

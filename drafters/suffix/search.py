@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from drafters.suffix import choice, matches
-from drafters.suffix.choice import Chain
+from drafters.suffix.choice import BY_AGE, BY_LENGTH, SHORTEST, Chain, Weighed
 from drafters.suffix.matches import NOTHING, Found, Limits, Texts
-from specdec.deviation import Deviation, mismatches, worst
+from specdec.deviation import Deviation, deviation, mismatches, worst
 from specdec.kernels.triton_launch import unavailable_reasons
 from specdec.self_check import passes
 
@@ -32,6 +32,18 @@ def best_chain(continuations: Tensor, lengths: Tensor, longest: int) -> Chain:
 
         return Chain(*triton_choice.best_chain(continuations, lengths, longest))
     return choice.best_chain(continuations, lengths, longest)
+
+
+def weigh(continuations: Tensor, lengths: Tensor) -> Weighed:
+    """See `drafters.suffix.choice.weigh`."""
+    fits = _fits(lengths.device, *continuations.shape[1:])
+    return (_weigh_on_triton if fits else choice.weigh)(continuations, lengths)
+
+
+def _weigh_on_triton(continuations: Tensor, lengths: Tensor) -> Weighed:
+    from specdec.kernels import triton_choice  # it imports Triton
+
+    return Weighed(*triton_choice.weigh(continuations, lengths, by_length=BY_LENGTH, by_age=BY_AGE, shortest=SHORTEST))
 
 
 def _fits(device: torch.device, count: int, depth: int) -> bool:
@@ -68,4 +80,8 @@ def check_matches(device: torch.device) -> Deviation:
         chosen = triton_choice.best_chain(expected.to(device), plain.lengths.to(device), limits.longest)
         chains = choice.best_chain(expected, plain.lengths, limits.longest)
         found += [mismatches(one, other) for one, other in zip(chosen, chains, strict=True)]
+        tokens, *weights = _weigh_on_triton(expected.to(device), plain.lengths.to(device))
+        sides = choice.weigh(expected, plain.lengths), choice.weigh(expected, plain.lengths.double())
+        found.append(mismatches(tokens, sides[0].tokens))
+        found += [deviation(*three) for three in zip(weights, sides[0][1:], sides[1][1:], strict=True)]
     return worst(found)

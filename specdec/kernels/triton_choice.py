@@ -1,7 +1,9 @@
-"""Which of several continuations to draft, in Triton, one program per request: what `drafters.suffix.choice` chooses.
+"""Which of several continuations to draft, in Triton, one program per request: what `drafters.suffix.choice` chooses and weighs.
 
 How far each continuation agrees with another is added up for every length of match at once, in integers, so the means are torch's.
 """
+
+import math
 
 import torch
 import triton
@@ -62,6 +64,40 @@ def _best_chain_kernel(
     tl.store(scores + request, score)
 
 
+@triton.jit
+def _weigh_kernel(
+    continuations: tl.tensor,  # int64 [requests, COUNT, DEPTH]
+    lengths: tl.tensor,  # int64 [requests, COUNT]
+    tokens: tl.tensor,  # int64 [requests, COUNT]
+    weights: tl.tensor,  # float32 [requests, COUNT]
+    keep: tl.tensor,  # the same
+    request_stride: tl.tensor,
+    path_stride: tl.tensor,
+    lengths_stride: tl.tensor,
+    log_length: tl.tensor,  # to the base 2
+    log_age: tl.tensor,
+    SHORTEST: tl.constexpr,
+    COUNT: tl.constexpr,
+    DEPTH: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    request = tl.program_id(0).to(tl.int64)
+    path = tl.arange(0, triton.next_power_of_2(COUNT))
+    step = tl.arange(0, triton.next_power_of_2(DEPTH))
+    exists = path < COUNT
+    place = continuations + request * request_stride + path[:, None] * path_stride + step[None, :]
+    await_previous(OVERLAP)
+    token = tl.load(place, mask=exists[:, None] & (step < DEPTH)[None, :], other=_NOTHING)
+    length = tl.load(lengths + request * lengths_stride + path, mask=exists, other=0).to(tl.int32)
+    shorter = tl.maximum(length - tl.max(length, 0), SHORTEST)
+    count = tl.where(length > 0, tl.sum((token >= 0).to(tl.int64), 1), 0)
+    weight = tl.exp2(shorter * log_length) * tl.exp2(path * log_age)
+    place = request * COUNT + path
+    tl.store(tokens + place, count, mask=exists)
+    tl.store(weights + place, weight, mask=exists)
+    tl.store(keep + place, tl.div_rn(length.to(tl.float32), (length + 1).to(tl.float32)), mask=exists)
+
+
 def best_chain(continuations: Tensor, lengths: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
     """See `drafters.suffix.choice.best_chain`; the last axis of both is contiguous."""
     num_reqs, count, depth = continuations.shape
@@ -74,3 +110,30 @@ def best_chain(continuations: Tensor, lengths: Tensor, longest: int) -> tuple[Te
     with on_device(lengths):
         _best_chain_kernel[(num_reqs,)](*arguments, **sizes, num_warps=4, **overlap_options(lengths.device))
     return token_ids, num_drafts, scores
+
+
+def weigh(
+    continuations: Tensor, lengths: Tensor, *, by_length: float, by_age: float, shortest: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `drafters.suffix.choice.weigh`; the last axis of both is contiguous."""
+    num_reqs, count, depth = continuations.shape
+    assert continuations.stride(2) == 1 and lengths.stride(1) == 1
+    tokens = torch.empty(num_reqs, count, dtype=torch.int64, device=lengths.device)
+    weights, keep = torch.empty(2, num_reqs, count, dtype=torch.float32, device=lengths.device)
+    strides = (*continuations.stride()[:2], lengths.stride(0))
+    sizes = {"SHORTEST": shortest, "COUNT": count, "DEPTH": depth}
+    with on_device(lengths):
+        _weigh_kernel[(num_reqs,)](
+            continuations,
+            lengths,
+            tokens,
+            weights,
+            keep,
+            *strides,
+            math.log2(by_length),
+            math.log2(by_age),
+            **sizes,
+            num_warps=4,
+            **overlap_options(lengths.device),
+        )
+    return tokens, weights, keep

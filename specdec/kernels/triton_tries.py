@@ -146,6 +146,7 @@ def _tree(
     depths: tl.tensor,
     logs: tl.tensor,  # float32
     counts: tl.tensor,  # int64 [requests]
+    shifts: tl.tensor,  # float32 [requests], of all scores, or None
     request: tl.tensor,
     NODES: tl.constexpr,
     SIZE: tl.constexpr,
@@ -158,6 +159,8 @@ def _tree(
     parent = tl.load(parents + place, mask=within, other=0).to(tl.int32)
     depth = tl.load(depths + place, mask=within, other=0).to(tl.int32)
     score = tl.load(logs + place, mask=within, other=0.0)
+    if shifts is not None:
+        score += tl.load(shifts + request)
     exists = within & (node < tl.load(counts + request)) & (depth <= DEPTH) & (score > -float("inf"))
     return exists, token, parent, depth, score, _followed(_mixed(token, depth), parent, _turns(DEPTH))
 
@@ -169,11 +172,13 @@ def _union_kernel(
     depths: tl.tensor,
     logs: tl.tensor,
     counts: tl.tensor,
+    shifts: tl.tensor,
     other_tokens: tl.tensor,  # of the other one
     other_parents: tl.tensor,
     other_depths: tl.tensor,
     other_logs: tl.tensor,
     other_counts: tl.tensor,
+    other_shifts: tl.tensor,
     found: tl.tensor,  # see `_store_best`
     scores: tl.tensor,
     num_drafts: tl.tensor,
@@ -187,10 +192,10 @@ def _union_kernel(
     request = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, SIZE)
     await_previous(OVERLAP)
-    one = _tree(tokens, parents, depths, logs, counts, request, FIRST, SIZE, DEPTH)
-    other = _tree(other_tokens, other_parents, other_depths, other_logs, other_counts, request, SECOND, SIZE, DEPTH)
-    exists, token, parent, depth, score, path = one
-    other_exists, other_token, other_parent, other_depth, other_score, other_path = other
+    exists, token, parent, depth, score, path = _tree(tokens, parents, depths, logs, counts, shifts, request, FIRST, SIZE, DEPTH)
+    other_exists, other_token, other_parent, other_depth, other_score, other_path = _tree(
+        other_tokens, other_parents, other_depths, other_logs, other_counts, other_shifts, request, SECOND, SIZE, DEPTH
+    )
     # Equal sums are equal paths, or rather chance would have to make equals of 64 bits; then a draft were wrong, and no output.
     same = (path[:, None] == other_path[None, :]) & exists[:, None] & other_exists[None, :]
     score = tl.maximum(score, tl.max(tl.where(same, other_score[None, :], -float("inf")), 1))
@@ -206,7 +211,7 @@ def _union_kernel(
 
 
 Drafts = tuple[DraftTree, Tensor, Tensor, Tensor]
-"""The fields of `specdec.sampling.tries.ScoredDrafts`."""
+"""The fields of `specdec.sampling.tries.ScoredDrafts`, without a shift."""
 
 
 def trie(continuations: Tensor, lengths: Tensor, weights: Tensor, num_nodes: int, keep: Tensor) -> Drafts:
@@ -241,12 +246,13 @@ def trie(continuations: Tensor, lengths: Tensor, weights: Tensor, num_nodes: int
     return _drafts(found, scores, num_drafts)
 
 
-def merge(one: Drafts, other: Drafts, num_nodes: int, depth: int) -> Drafts:
-    """See `specdec.sampling.tries.merge_trees`."""
+def merge(one: tuple[*Drafts, Tensor | None], other: tuple[*Drafts, Tensor | None], num_nodes: int, depth: int) -> Drafts:
+    """See `specdec.sampling.tries.merge_trees`; of the trees all fields of `ScoredDrafts`."""
     num_reqs, first = one[1].shape
     second = other[1].shape[1]
     found, scores, num_drafts = _room(num_reqs, num_nodes, one[1].device)
-    trees = [part.contiguous() for tree, *rest in (one, other) for part in (rest[0], tree.parents, tree.depths, *rest[1:])]
+    parts = (part for tree, token_ids, *rest in (one, other) for part in (token_ids, tree.parents, tree.depths, *rest))
+    trees = [None if part is None else part.contiguous() for part in parts]
     with on_device(found):
         _union_kernel[(num_reqs,)](
             *trees,

@@ -25,16 +25,19 @@ class ScoredDrafts(NamedTuple):
         scores: float32 [num_reqs, N], log-probabilities of the paths, in falling order.
         num_drafts: int64 [num_reqs], drafts that count, the first ones: there may be fewer than N. The others are valid tokens
             behind the anchor.
+        shift: float32 [num_reqs], is yet to be added to the scores of a tree that joins others; None for 0.
     """
 
     tree: DraftTree
     token_ids: Tensor
     scores: Tensor
     num_drafts: Tensor
+    shift: Tensor | None = None
 
     def to(self, device: torch.device) -> "ScoredDrafts":
         """The same drafts on another device."""
-        return ScoredDrafts(self.tree.to(device), *(tensor.to(device) for tensor in self[1:]))
+        moved = (None if tensor is None else tensor.to(device) for tensor in self[1:])
+        return ScoredDrafts(self.tree.to(device), *moved)  # type: ignore[arg-type]
 
 
 def trie(continuations: Tensor, lengths: Tensor, weights: Tensor, num_nodes: int, *, keep: float | Tensor = 1.0) -> ScoredDrafts:
@@ -102,7 +105,8 @@ def _plain_union(one: ScoredDrafts, other: ScoredDrafts, num_nodes: int, depth: 
     """`merge_trees` in plain torch."""
     paths = torch.cat([_paths(one, depth), _paths(other, depth)], dim=1)
     same = _same(paths, paths)
-    scores = torch.cat([one.scores, other.scores], dim=1)
+    sides = (side.scores if side.shift is None else side.scores + side.shift[:, None] for side in (one, other))
+    scores = torch.cat(list(sides), dim=1)
     entries = torch.arange(paths.shape[1], device=paths.device)
     is_first = ~(same & (entries < entries[:, None])).any(dim=2)
     return _best(paths, is_first, torch.where(same, scores[:, None], -torch.inf).amax(dim=2), num_nodes, depth)
@@ -178,6 +182,7 @@ def check_tries(device: torch.device) -> Deviation:
         ours = ScoredDrafts(*triton_tries.trie(*moved, num_nodes, keep.to(device)))
         found += [*_mismatches(ours, drafts), deviation(ours.scores.exp(), drafts.scores.exp(), exact.scores.exp())]
         plain.append(drafts)
+    plain[1] = plain[1]._replace(shift=-torch.rand(3, generator=generator))
     one, other = (drafts.to(device) for drafts in plain)
     union, expected = ScoredDrafts(*triton_tries.merge(one, other, 25, 4)), _plain_union(plain[0], plain[1], 25, 4)
     return worst([*found, *_mismatches(union, expected), mismatches(union.scores, expected.scores)])

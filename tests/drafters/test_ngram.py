@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafters.ngram import NGramDrafter, load_ngram
-from drafters.suffix import drafter as suffix
+from drafters.suffix.choice import BY_AGE, BY_LENGTH
+from drafters.suffix.drafter import TREE_OCCURRENCES
 from specdec.blocks import BlockShape
 from specdec.config import CacheConfig, EngineConfig
 from specdec.core import DraftOutput
@@ -75,7 +76,7 @@ def naive_shares(tokens: list[int], depth: int, most: int, longest: int, shortes
             matches.append((max(lengths), end))
     shares: dict[tuple[int, ...], float] = {}
     matches = sorted(matches, reverse=True)[:most]
-    weights = [suffix._BY_LENGTH**n * suffix._BY_AGE**age for age, (n, _) in enumerate(matches)]
+    weights = [BY_LENGTH**n * BY_AGE**age for age, (n, _) in enumerate(matches)]
     for weight, (n, end) in zip(weights, matches, strict=True):
         copied = list(tokens)
         for i in range(depth):
@@ -130,7 +131,7 @@ def test_against_plain_python(texts: list[list[int]], k: int, limits: list[int])
 def test_trees_against_plain_python(texts: list[list[int]], shape: BlockShape, limits: list[int]) -> None:
     """The likeliest paths behind the best matches; more of them where a tree could not be filled otherwise."""
     shortest, longest = limits
-    most = max(suffix.TREE_OCCURRENCES, -(-shape.drafts // shape.depth))
+    most = max(TREE_OCCURRENCES, -(-shape.drafts // shape.depth))
     draft = tree_of(texts, shape, max_draft_tokens=shape.depth, prompt_lookup_max=longest, prompt_lookup_min=shortest)
     for row, text in enumerate(texts):
         shares, found = naive_shares(text, shape.depth, most, longest, shortest), paths_of(draft, row)

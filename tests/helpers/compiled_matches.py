@@ -42,3 +42,11 @@ def match_kernels(target: "Target") -> Iterator[tuple[str, Any]]:
             f"best continuation{title}",
             compiled(triton_choice._best_chain_kernel, pointers=found | chosen, constants=sizes, num_warps=4),
         )
+        weighed = found | {"tokens": "i64", "weights": "fp32", "keep": "fp32"}
+        shares = {"COUNT": count, "DEPTH": depth, "SHORTEST": -16} | overlap
+        yield (
+            f"weights of continuations{title}",
+            compiled(
+                triton_choice._weigh_kernel, pointers=weighed, floats=("log_length", "log_age"), constants=shares, num_warps=4
+            ),
+        )

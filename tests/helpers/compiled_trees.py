@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from specdec.kernels import triton_cache_rows, triton_candidates, triton_masks, triton_trees, triton_tries
+from specdec.kernels import triton_cache_rows, triton_candidates, triton_forecasts, triton_masks, triton_trees, triton_tries
 from specdec.kernels.triton_argmax import SLICE
 from tests.helpers.triton_interpreter import compile_for
 
@@ -57,7 +57,7 @@ def tree_kernels(target: "Target") -> Iterator[tuple[str, Any]]:
             num_warps=triton_tries.WARPS,
         ),
     )
-    tree = {"tokens": "i64", "parents": "i64", "depths": "i64", "logs": "fp32", "counts": "i64"}
+    tree = {"tokens": "i64", "parents": "i64", "depths": "i64", "logs": "fp32", "counts": "i64", "shifts": "fp32"}
     yield (
         "union of trees",
         compiled(
@@ -66,6 +66,21 @@ def tree_kernels(target: "Target") -> Iterator[tuple[str, Any]]:
             constants={"FIRST": 63, "SECOND": 63, "DEPTH": 15, "NODES": 63} | overlap,
             num_warps=triton_tries.WARPS,
         ),
+    )
+    agreed = dict.fromkeys(("token_ids", "num_drafts", "output_ids", "num_accepted", "agreed", "depths", "ancestors"), "i64")
+    for title, absent in ((" of trees", {}), (" of chains", {"depths": None, "ancestors": None})):
+        sizes = {"DRAFTS": 63, "OUTPUT": 16, **absent} | overlap
+        yield f"agreement{title}", compiled(triton_forecasts._agree_kernel, pointers=agreed, constants=sizes, num_warps=1)
+    forecasts = dict.fromkeys(("forecasts", "sums", "corrected", "shifts", "counts"), "fp32")
+    buckets = {"COUNT": 19, "PER_DOUBLING": 3, "BLOCK": 64} | overlap
+    yield (
+        "forecasts put right",
+        compiled(triton_forecasts._correct_kernel, pointers=forecasts, floats=("prior", "least"), constants=buckets, num_warps=1),
+    )
+    outcome = forecasts | {"agreed": "i64", "num_accepted": "i64", "best": "i64"}
+    yield (
+        "forecasts and what came",
+        compiled(triton_forecasts._observe_kernel, pointers=outcome, floats=("log_keep",), constants=buckets | {"PARTS": 2}),
     )
     yield (
         "rows of a path",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drafters.composed.agreement import agreement
-from drafters.composed.calibration import MEMORY, PRIOR, Calibration
+from drafters.composed.calibration import LEAST, MEMORY, PRIOR, Calibration, Forecasts
 from drafters.composed.drafter import BoundComposed, ComposedDrafter
 from drafters.suffix.drafter import SuffixDrafter
 from specdec.batch import DecodeBatch
@@ -121,7 +121,7 @@ def test_drafts_that_may_have_gone_on_are_not_held_against_a_part() -> None:
     accept = type("Accept", (), {"token_ids": torch.tensor([[7, 8, 0, 0]] * 2), "num_accepted": torch.tensor([1, 1])})()
     rig.bound.commit(batch, torch.cat([batch.anchors[:, None], draft.token_ids], dim=1), accept, VerifyOutput(torch.zeros(0)))
     assert isinstance(rig.bound, BoundComposed)
-    found = rig.bound.calibration.corrected(torch.tensor([[3.5], [3.0], [3.0]]), of_trees=False)
+    found = rig.bound.calibration.correct(torch.tensor([[3.5], [3.0], [3.0]]), of_trees=False).corrected
     assert found[1, 0] == 3 and found[2, 0] < 3 and found[0, 0] < 3
 
 
@@ -129,14 +129,14 @@ def test_calibration_against_running_means() -> None:
     """Errors by drafter and size of forecast, chains apart from trees; what does not count leaves no trace."""
     calibration = Calibration(2, torch.device("cpu"))
     forecasts = torch.tensor([[2.0, 2.0, 9.0], [2.0, 0.0, 0.5]])
-    none = torch.full((2, 1), torch.nan)  # what a model may make of rows that only pad a batch
-    accepted = torch.tensor([[1.0, 4.0, 0.0], [3.0, 1.0, 5.0]])
-    counts = torch.tensor([1.0, 1.0, 0.0])
+    none = Forecasts(*torch.full((3, 2, 1), torch.nan))  # what a model may make of rows that only pad a batch
+    agreed, num_accepted = torch.tensor([[1, 4, 0], [3, 1, 5]]), torch.tensor([9, 9, 9])
+    told, counts = Forecasts(forecasts, forecasts, forecasts), torch.tensor([1.0, 1.0, 0.0])
     with no_host_sync():
         for _ in range(2):
-            calibration.observe(forecasts, accepted, counts, of_trees=False)
-            calibration.observe(none, none, torch.zeros(1), of_trees=False)
-        found = calibration.corrected(forecasts, of_trees=False)
+            calibration.observe(told, agreed, num_accepted, counts, of_trees=False)
+            calibration.observe(none, agreed[:, :1], num_accepted[:1], torch.zeros(1), of_trees=False)
+        found, shifts = calibration.correct(forecasts, of_trees=False)[1:]
     kept = 1 - 1 / MEMORY
 
     def late(errors: list[float]) -> float:
@@ -145,10 +145,11 @@ def test_calibration_against_running_means() -> None:
 
     expected = [[2 + late([-1.0, 2.0]), 2 + late([-1.0, 2.0]), 9.0], [2 + late([1.0]), late([1.0]), 0.5]]
     torch.testing.assert_close(found, torch.tensor(expected))
-    torch.testing.assert_close(calibration.corrected(forecasts, of_trees=True), forecasts)
+    torch.testing.assert_close(shifts.exp(), (found / forecasts.clamp(min=LEAST)).clamp(LEAST, 1))
+    torch.testing.assert_close(calibration.correct(forecasts, of_trees=True).corrected, forecasts)
     for _ in range(3 * MEMORY):
-        calibration.observe(forecasts, accepted, counts, of_trees=True)
-    assert calibration.corrected(forecasts, of_trees=True)[1, 0].item() == pytest.approx(3, abs=0.05)
+        calibration.observe(told, agreed, num_accepted, counts, of_trees=True)
+    assert calibration.correct(forecasts, of_trees=True).corrected[1, 0].item() == pytest.approx(3, abs=0.05)
 
 
 def walked(draft: DraftOutput, row: int, output: list[int]) -> int:
