@@ -11,11 +11,11 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from specdec.attention.backend import AttentionMetadata, TreeRows, Visibility
 from specdec.blocks import BlockShape, DraftTree
 from specdec.kv_cache import NULL_BLOCK
+from specdec.layers.block_rows import BlockRows, TreePlaces, block_rows, places_on_triton, tree_places
 from specdec.sampling.tensors import SamplingTensors
 
 
@@ -102,6 +102,8 @@ class DecodeBatch:
     _positions: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
     _position_ids: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
     _metadata: dict[int, AttentionMetadata] = field(default_factory=dict, init=False, repr=False)
+    _rows: dict[int, BlockRows] = field(default_factory=dict, init=False, repr=False)
+    _places: tuple[DraftTree, TreePlaces] | None = field(default=None, init=False, repr=False)
 
     @property
     def num_reqs(self) -> int:
@@ -116,8 +118,19 @@ class DecodeBatch:
     def positions(self, width: int) -> Tensor:
         """int64 [num_reqs, width]: positions L, L+1, ... of each request, not clamped."""
         if width not in self._positions:
-            self._positions[width] = self.seq_lens[:, None] + torch.arange(width, device=self.slots.device)
+            rows = self._rows_of(width)
+            self._positions[width] = (
+                rows.positions if rows else self.seq_lens[:, None] + torch.arange(width, device=self.slots.device)
+            )
         return self._positions[width]
+
+    def _rows_of(self, width: int) -> BlockRows | None:
+        """All about rows of a width at once; None where that is not one kernel."""
+        if not places_on_triton(self.slots.device):
+            return None
+        if width not in self._rows:
+            self._rows[width] = block_rows(self.seq_lens, self.block_table, width, self.block_size)
+        return self._rows[width]
 
     def position_ids(self, width: int) -> Tensor:
         """int64 [num_reqs * width]: the same for a model; only surplus rows past the model's length are clamped.
@@ -138,9 +151,21 @@ class DecodeBatch:
     def metadata(self, width: int, *, visibility: Visibility) -> AttentionMetadata:
         """Attention metadata of `width` new rows per request, starting at the anchor."""
         if width not in self._metadata:
-            self._metadata[width] = self.rows_from(
-                self.seq_lens, self.positions(width), max_seq_len=self.max_seq_len, min_seq_len=self.min_seq_len + width
-            )
+            rows, least = self._rows_of(width), self.min_seq_len + width
+            if rows is None:
+                self._metadata[width] = self.rows_from(
+                    self.seq_lens, self.positions(width), max_seq_len=self.max_seq_len, min_seq_len=least
+                )
+            else:
+                self._metadata[width] = AttentionMetadata.uniform(
+                    width,
+                    rows.seq_lens,
+                    self.block_table,
+                    rows.slots,
+                    max_seq_len=self.max_seq_len,
+                    min_seq_len=least,
+                    starts=rows.starts,
+                )
         return replace(self._metadata[width], visibility=visibility)
 
     def rows_from(
@@ -167,19 +192,22 @@ class DecodeBatch:
 
     def row_positions(self, tree: DraftTree | None) -> Tensor:
         """int64 [num_reqs, k + 1]: positions of the rows of the block, not clamped."""
-        return self.positions(self.shape.rows) if tree is None else self.seq_lens[:, None] + F.pad(tree.depths, (1, 0))
+        return self.positions(self.shape.rows) if tree is None else self._places_of(tree).positions
 
-    def verification(self, token_ids: Tensor, positions: Tensor, tree: DraftTree | None, *, max_pending: int) -> ForwardInput:
-        """The forward of the target over the rows of the block: `token_ids` and `positions`, of `row_positions`, int64
-        [num_reqs, k + 1].
-        """
+    def _places_of(self, tree: DraftTree) -> TreePlaces:
+        if self._places is None or self._places[0] is not tree:
+            self._places = tree, tree_places(self.seq_lens, tree, self.max_model_len)
+        return self._places[1]
+
+    def verification(self, token_ids: Tensor, tree: DraftTree | None, *, max_pending: int) -> ForwardInput:
+        """The forward of the target over the rows of the block: `token_ids` int64 [num_reqs, k + 1], at `row_positions`."""
         width = self.shape.rows
         if tree is None:
             position_ids, metadata = self.position_ids(width), self.metadata(width, visibility="causal")
         else:
-            position_ids = positions.clamp(max=self.max_model_len - 1).flatten()
-            rows = TreeRows(F.pad(tree.ancestors, (1, 0)).flatten(), (positions - self.seq_lens[:, None]).flatten())
-            metadata = replace(self.metadata(width, visibility="ancestors"), tree=rows)
+            places = self._places_of(tree)
+            position_ids = places.position_ids
+            metadata = replace(self.metadata(width, visibility="ancestors"), tree=TreeRows(places.ancestors, places.depths))
         return ForwardInput(
             token_ids.flatten(),
             position_ids,

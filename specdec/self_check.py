@@ -44,6 +44,8 @@ NAMES = (
     "tries",
     "matches",
     "forecasts",
+    "block_rows",
+    "acceptance",
     "cache_rows",
     "masks",
     "embedding",

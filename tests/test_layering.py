@@ -23,7 +23,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"packages", "validation"},
         {"grammar"},
         {"amd_gpus", "config", "sampling_params", "metrics", "registry", "files", "hub"},
-        {"beside", "device", "kv_cache", "parallel"},
+        {"device", "kv_cache", "parallel"},
         {"self_check"},
         {"kernels"},
         {"attention"},

@@ -94,19 +94,19 @@ BREAKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 verification = DecodeBatch.verification
 
 
-def by_depth(self: DecodeBatch, token_ids: Tensor, positions: Tensor, tree: DraftTree, **options: Any) -> ForwardInput:
-    rows = verification(self, token_ids, positions, tree, **options)
+def by_depth(self: DecodeBatch, token_ids: Tensor, tree: DraftTree, **options: Any) -> ForwardInput:
+    rows = verification(self, token_ids, tree, **options)
     slots = self.slot_mapping(self.shape.rows).view(token_ids.shape).gather(1, F.pad(tree.depths, (1, 0)))
     return replace(rows, metadata=replace(rows.metadata, slot_mapping=slots.flatten()))
 
 
-def causal(self: DecodeBatch, token_ids: Tensor, positions: Tensor, tree: DraftTree, **options: Any) -> ForwardInput:
-    rows = verification(self, token_ids, positions, tree, **options)
+def causal(self: DecodeBatch, token_ids: Tensor, tree: DraftTree, **options: Any) -> ForwardInput:
+    rows = verification(self, token_ids, tree, **options)
     return replace(rows, metadata=replace(rows.metadata, visibility="causal", tree=None))
 
 
-def in_turn(self: DecodeBatch, token_ids: Tensor, positions: Tensor, tree: DraftTree, **options: Any) -> ForwardInput:
-    return replace(verification(self, token_ids, positions, tree, **options), position_ids=self.position_ids(self.shape.rows))
+def in_turn(self: DecodeBatch, token_ids: Tensor, tree: DraftTree, **options: Any) -> ForwardInput:
+    return replace(verification(self, token_ids, tree, **options), position_ids=self.position_ids(self.shape.rows))
 
 
 @pytest.mark.parametrize("broken", BREAKS)

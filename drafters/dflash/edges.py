@@ -60,7 +60,13 @@ def logprobs_of(edges: Tensor, scores: Tensor) -> Tensor:
     vocabulary it would also move some to or from the other tokens; that would cost a product with all of `right` for each candidate
     before.
     """
-    return (edges.log_softmax(dim=-1) + scores.logsumexp(dim=-1)[..., None, None]).clamp(max=0)
+    return (edges.log_softmax(dim=-1) + together(scores)[..., None, None]).clamp(max=0)
+
+
+def together(scores: Tensor) -> Tensor:
+    """`scores.logsumexp(dim=-1)` where the first is not minus infinity unless all are; on a GPU torch takes nine kernels for it."""
+    first = scores[..., 0]
+    return first - scores.log_softmax(dim=-1)[..., 0]
 
 
 def _within(compared: Guesses, head: Head, left: Tensor, columns: Tensor, bonus: Tensor) -> Tensor:

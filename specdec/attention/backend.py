@@ -144,13 +144,23 @@ class AttentionMetadata:
 
     @classmethod
     def uniform(
-        cls, width: int, seq_lens: Tensor, block_table: Tensor, slot_mapping: Tensor, *, max_seq_len: int, min_seq_len: int = 0
+        cls,
+        width: int,
+        seq_lens: Tensor,
+        block_table: Tensor,
+        slot_mapping: Tensor,
+        *,
+        max_seq_len: int,
+        min_seq_len: int = 0,
+        starts: Tensor | None = None,
     ) -> "AttentionMetadata":
-        """`width` new rows for every request, with lengths that only the device knows."""
+        """`width` new rows for every request, with lengths that only the device knows; `starts` if `query_start_loc` is there."""
         num_reqs = len(seq_lens)
         num_tokens = num_reqs * width
+        if starts is None:
+            starts = torch.arange(0, num_tokens + 1, width, dtype=torch.int32, device=seq_lens.device)
         return cls(
-            query_start_loc=torch.arange(0, num_tokens + 1, width, dtype=torch.int32, device=seq_lens.device),
+            query_start_loc=starts,
             seq_lens=seq_lens,
             block_table=block_table,
             slot_mapping=slot_mapping,

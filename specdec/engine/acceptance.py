@@ -10,11 +10,15 @@ Both rules leave the target's distribution exactly as it is:
   min(1, p/q) (Leviathan et al. 2022, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318).
 """
 
+from functools import lru_cache, partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from specdec.core import AcceptOutput, DraftOutput
+from specdec.deviation import Deviation, mismatches, worst
+from specdec.kernels.triton_launch import unavailable_reasons
 from specdec.layers.argmax import argmax
 from specdec.sampling.filters import processed_probs
 from specdec.sampling.logprobs import Logprobs, logprobs_of
@@ -24,6 +28,7 @@ from specdec.sampling.sampler import sample, sample_from
 from specdec.sampling.scores import scored
 from specdec.sampling.tensors import SamplingTensors
 from specdec.sampling.trees import walk
+from specdec.self_check import passes
 
 
 def accept(
@@ -69,34 +74,94 @@ def accept(
         if draft is not None and tree is not None:
             path, num_accepted = walk(draft.token_ids, tree, token_ids, depth or k, num_drafts)
             return _along(path, num_accepted, token_ids, finite, _logprobs(raw, token_ids, sampling))
-        num_accepted = _prefix_length(token_ids[:, :k] == drafts, num_drafts)
+        num_accepted, next_anchors, whole = _of_chain(tokens, token_ids, num_drafts, finite)
     else:
         assert tree is None, "what is rejected on another branch would have to leave the residual, too"
         _, finite = argmax(scores)
         probs = processed_probs(scores, sampling)
         token_ids, num_accepted, looked_at = _block_verification(drafts, num_drafts, probs, draft, sampling.seeds, positions)
-        finite = (finite | ~looked_at).all(dim=1, keepdim=True).expand_as(finite)
+        next_anchors, whole = _last(token_ids, num_accepted), (finite | ~looked_at).all(dim=1)
 
     return AcceptOutput(
         token_ids=token_ids,
         num_accepted=num_accepted,
-        next_anchors=token_ids.gather(1, num_accepted[:, None]).squeeze(1),
-        finite=_prefix_length(finite) > num_accepted,
+        next_anchors=next_anchors,
+        finite=whole,
         logprobs=_logprobs(raw, token_ids, sampling),
     )
 
 
 def _along(path: Tensor, num_accepted: Tensor, token_ids: Tensor, finite: Tensor, logprobs: Logprobs | None) -> AcceptOutput:
     """What the target chose along a path through a tree, from its choices `token_ids` [num_reqs, k + 1] behind all rows."""
-    chosen = token_ids.gather(1, path)
+    chosen, next_anchors, whole = _of_path(path, num_accepted, token_ids, finite)
     return AcceptOutput(
         token_ids=chosen,
         num_accepted=num_accepted,
-        next_anchors=chosen.gather(1, num_accepted[:, None]).squeeze(1),
-        finite=_prefix_length(finite.gather(1, path)) > num_accepted,
+        next_anchors=next_anchors,
+        finite=whole,
         logprobs=None if logprobs is None else logprobs.along(path),
         path=path,
     )
+
+
+def _of_chain(tokens: Tensor, token_ids: Tensor, num_drafts: Tensor | None, finite: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """See `specdec.kernels.triton_acceptance.chain_outcome`."""
+    if accepts_on_triton(tokens.device):
+        from specdec.kernels.triton_acceptance import chain_outcome  # it imports Triton
+
+        return chain_outcome(tokens, token_ids, num_drafts, finite)
+    return _plain_chain(tokens, token_ids, num_drafts, finite)
+
+
+def _plain_chain(tokens: Tensor, token_ids: Tensor, num_drafts: Tensor | None, finite: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    num_accepted = _prefix_length(token_ids[:, :-1] == tokens[:, 1:], num_drafts)
+    return num_accepted, _last(token_ids, num_accepted), _prefix_length(finite) > num_accepted
+
+
+def _of_path(path: Tensor, num_accepted: Tensor, token_ids: Tensor, finite: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """See `specdec.kernels.triton_acceptance.path_outcome`."""
+    if accepts_on_triton(path.device):
+        from specdec.kernels.triton_acceptance import path_outcome  # it imports Triton
+
+        return path_outcome(path, num_accepted, token_ids, finite)
+    return _plain_path(path, num_accepted, token_ids, finite)
+
+
+def _plain_path(path: Tensor, num_accepted: Tensor, token_ids: Tensor, finite: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    chosen = token_ids.gather(1, path)
+    return chosen, _last(chosen, num_accepted), _prefix_length(finite.gather(1, path)) > num_accepted
+
+
+def _last(token_ids: Tensor, num_accepted: Tensor) -> Tensor:
+    """int64 [num_reqs], the tokens behind the accepted ones."""
+    return token_ids.gather(1, num_accepted[:, None]).squeeze(1)
+
+
+@lru_cache(maxsize=16)
+def accepts_on_triton(device: torch.device) -> bool:
+    """Whether our kernels tell on `device` what steps come to."""
+    return not unavailable_reasons(device) and passes("acceptance", device, partial(check_acceptance, device))
+
+
+def check_acceptance(device: torch.device) -> Deviation:
+    """Chains and paths of two tokens, some of whose drafts do not count, and some rows are not finite."""
+    from specdec.kernels import triton_acceptance
+
+    generator = torch.Generator().manual_seed(0)
+    found: list[Deviation] = []
+    for rows in (1, 6, 17):
+        tokens, target_ids = torch.randint(2, (2, 9, rows), generator=generator)
+        finite = torch.rand(9, rows, generator=generator) < 0.8
+        num_drafts = torch.randint(rows, (9,), generator=generator)
+        chain, path = (tokens, target_ids, num_drafts, finite), torch.randint(rows, (9, 4), generator=generator)
+        paths = path, torch.randint(4, (9,), generator=generator), target_ids, finite
+        for ours, plain, given in (
+            (triton_acceptance.chain_outcome, _plain_chain, chain),
+            (triton_acceptance.path_outcome, _plain_path, paths),
+        ):
+            sides = ours(*(tensor.to(device) for tensor in given)), plain(*given)
+            found += [mismatches(*pair) for pair in zip(*sides, strict=True)]
+    return worst(found)
 
 
 def _prefix_length(kept: Tensor, most: Tensor | None = None) -> Tensor:

@@ -4,7 +4,16 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from specdec.kernels import triton_cache_rows, triton_candidates, triton_forecasts, triton_masks, triton_trees, triton_tries
+from specdec.kernels import (
+    triton_acceptance,
+    triton_block_rows,
+    triton_cache_rows,
+    triton_candidates,
+    triton_forecasts,
+    triton_masks,
+    triton_trees,
+    triton_tries,
+)
 from specdec.kernels.triton_argmax import SLICE
 from tests.helpers.triton_interpreter import compile_for
 
@@ -82,6 +91,19 @@ def tree_kernels(target: "Target") -> Iterator[tuple[str, Any]]:
         "forecasts and what came",
         compiled(triton_forecasts._observe_kernel, pointers=outcome, floats=("log_keep",), constants=buckets | {"PARTS": 2}),
     )
+    rows = {"seq_lens": "i64", "block_table": "i32", "positions": "i64", "slots": "i64", "lengths": "i32", "starts": "i32"}
+    of_blocks = {"WIDTH": 16, "BLOCK_SIZE": 16, **overlap}
+    yield "rows of blocks", compiled(triton_block_rows._block_rows_kernel, pointers=rows, constants=of_blocks, num_warps=1)
+    places = dict.fromkeys(("seq_lens", "depths", "ancestors", "places"), "i64")
+    yield (
+        "rows of trees",
+        compiled(triton_block_rows._tree_places_kernel, pointers=places, constants={"NODES": 63, **overlap}, num_warps=1),
+    )
+    ends = dict.fromkeys(("target_ids", "tokens", "num_drafts", "path", "num_accepted", "chosen", "next_anchors"), "i64")
+    ends |= {"finite": "i1", "whole": "i1"}
+    for title, rows_of_it in (("chains", {"path": None, "chosen": None}), ("paths", {"tokens": None, "num_drafts": None})):
+        of_them = {"ROWS": 64, "WIDTH": 64 if title == "chains" else 16, **overlap, **rows_of_it}
+        yield f"outcome of {title}", compiled(triton_acceptance._outcome_kernel, pointers=ends, constants=of_them, num_warps=1)
     yield (
         "rows of a path",
         compiled(
