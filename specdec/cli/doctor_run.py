@@ -10,12 +10,14 @@ import specdec.device
 from specdec.attention.backend import AttentionBackend, AttentionSpec
 from specdec.attention.check import check_attention, tiny_spec, types_of
 from specdec.config import DEFAULT_BLOCK_SIZE
+from specdec.engine.acceptance import check_acceptance
 from specdec.engine.capture import has_graphs
 from specdec.engine.graph_check import check_captured_step
 from specdec.errors import SpecDecError
 from specdec.kernels.triton_launch import unavailable_reasons
 from specdec.layers.aiter_layers import check_aiter_layers, unsupported_reasons
 from specdec.layers.argmax import check_argmax
+from specdec.layers.block_rows import check_block_rows
 from specdec.layers.cache_rows import check_cache_rows
 from specdec.layers.experts import check_experts
 from specdec.layers.fused import check_embedding, check_few_rows, check_fused_layers, check_grouped_convolution
@@ -80,7 +82,10 @@ def kinds(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype | N
     yield Kind("candidates", (), missing, partial(check_candidates, device))
     yield Kind("trees", (), missing, partial(check_trees, device))
     yield Kind("tries", (), missing, partial(check_tries, device))
-    yield Kind("matches", (), missing, partial(resolve(PARTS, "matches", "part"), device))
+    for name in ("matches", "forecasts"):
+        yield Kind(name, (), missing, partial(resolve(PARTS, name, "part"), device))
+    yield Kind("block_rows", (), missing, partial(check_block_rows, device))
+    yield Kind("acceptance", (), missing, partial(check_acceptance, device))
     yield Kind("cache_rows", (), missing, partial(check_cache_rows, device))
     yield Kind("masks", (), missing, partial(check_masks, device))
     yield Kind("embedding", (), missing, partial(check_embedding, device))

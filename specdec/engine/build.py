@@ -11,6 +11,7 @@ from specdec.attention import selector
 from specdec.blocks import MOST_NODES, BlockShape
 from specdec.config import EngineConfig
 from specdec.core import Drafter, Verifier
+from specdec.engine import acceptance
 from specdec.engine.block_choice import MOST_TREE_ROWS, checked_draft_tokens, shapes
 from specdec.engine.buckets import BATCH_SIZES, batch_bucket
 from specdec.engine.capture import Capture, CudaCapture, captures_graphs
@@ -26,7 +27,7 @@ from specdec.engine.step import StepRunner
 from specdec.engine.timing import StepTimer
 from specdec.errors import InvalidInputError
 from specdec.kv_cache import BlockPool, PagedKVCache, blocks_for, bytes_per_slot
-from specdec.layers import argmax, cache_rows
+from specdec.layers import argmax, block_rows, cache_rows
 from specdec.parallel.collectives import least
 from specdec.parallel.group import group_of
 from specdec.sampling import candidates, masks, sampler, trees, tries
@@ -94,6 +95,8 @@ def build_engine(verifier: Verifier, drafter: Drafter | None, config: EngineConf
         tries.puts_together_on_triton,
         cache_rows.moves_on_triton,
         masks.masks_on_triton,
+        block_rows.places_on_triton,
+        acceptance.accepts_on_triton,
     ):
         runs(device)  # a self-check, if there is one, belongs before the first step
     group, wanted = group_of(verifier), config.graphs

@@ -12,7 +12,7 @@ from torch import Tensor
 from specdec.batch import Context, DecodeBatch, PrefillBatch
 from specdec.blocks import BlockShape
 from specdec.core import AcceptOutput, BoundDrafter, DraftOutput, Verifier, VerifyOutput
-from specdec.engine.acceptance import accept, accepts_on_triton
+from specdec.engine.acceptance import accept
 from specdec.engine.agreement import agreed
 from specdec.engine.block import Block
 from specdec.engine.graphs import StepGraphs
@@ -26,7 +26,6 @@ from specdec.engine.slots import SlotState, samples_first_token
 from specdec.engine.step_table import result_table
 from specdec.engine.timing import StepClock, StepTimer
 from specdec.kv_cache import copy_states
-from specdec.layers.block_rows import places_on_triton
 from specdec.layers.cache_rows import CacheRows
 from specdec.parallel.group import group_of
 from specdec.sampling.logprobs import logprobs_of
@@ -68,8 +67,6 @@ class StepRunner:
         trees: bool = False,
     ) -> None:
         self.verifier, self.drafter = verifier, drafter
-        for ready in (places_on_triton, accepts_on_triton):
-            ready(slots.device)  # a self-check, if there is one, belongs before the first step
         self._rows = CacheRows(caches) if trees else None
         self.host_may_look = slots.device.type == "cpu"
         self._max_pending = most_rows if drafter else 0

@@ -204,6 +204,7 @@ def test_run_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("triton_fa-bfloat16", "argmax", "embedding", "few_rows-bfloat16", "experts-bfloat16", "fused_layers-bfloat16"):
         assert line_of(out, name) == ["not", "here:", "cpu", "is", "not", "a", "CUDA", "or", "ROCm", "device"]
     assert line_of(out, "captured_step") == ["not", "here:", "cpu", "has", "no", "graphs"]
+    assert all(any(line.split()[:1] and line.split()[0].startswith(name) for line in out.splitlines()) for name in self_check.NAMES)
     assert " ".join(line_of(out, "aiter_layers-bfloat16")).startswith("not here: cpu (AITER's compiled kernels are for gfx942")
     assert line_of(out, "rocm_aiter_fa-bfloat16") == ["not", "here:", "cpu", "is", "not", "a", "ROCm", "device"]
     assert not self_check.cache_folder().exists()
