@@ -29,9 +29,11 @@ from specdec.kernels.triton_splits import merge_splits
 from specdec.kv_cache import LayerCache
 
 LOG2E = tl.constexpr(1.4426950408889634)
-MAX_TILE_ROWS = 64
-"""Most rows (heads of a group times query rows) of one program. With 128 a processor has one program instead of two: trees of 8
-requests took 1.6 times as long on an H100, and nothing less."""
+MAX_TILE_ROWS = 128
+"""Most rows (heads of a group times query rows) of one program."""
+MANY_TILE_ROWS = 512
+"""Such rows of a request from which on a program has so many. With fewer it has half of them, as a processor then has two programs:
+trees of 8 requests take two thirds of the time on an H100."""
 KEY_TILE_BYTES = 16384
 """Keys that one iteration loads; as many values come with them."""
 FEW_ROWS = 640
@@ -195,7 +197,8 @@ def tile_for(group: int, query_len: int, head_dim: int, dtype: torch.dtype, memo
     (16, 128)
     """
     block_d = padded(head_dim)
-    most = 16 if dtype == torch.float32 else min(MAX_TILE_ROWS, 16384 // block_d)  # what the registers hold
+    most = MAX_TILE_ROWS if group * query_len > MANY_TILE_ROWS else MAX_TILE_ROWS // 2
+    most = 16 if dtype == torch.float32 else min(most, 16384 // block_d)  # what the registers hold
     block_m = max(min(padded(group * query_len), most), padded(group))
     block_n = min(max(KEY_TILE_BYTES // (block_d * dtype.itemsize), 16), 128)
     most_stages, num_warps = 3, 8 if block_m > 64 or block_m * block_d > MOST_PER_WARPS else 4
