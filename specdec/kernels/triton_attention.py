@@ -197,7 +197,7 @@ def tile_for(group: int, query_len: int, head_dim: int, dtype: torch.dtype, memo
     (16, 128)
     """
     block_d = padded(head_dim)
-    most = MAX_TILE_ROWS if group * query_len > MANY_TILE_ROWS else MAX_TILE_ROWS // 2
+    most = MAX_TILE_ROWS if group * query_len >= MANY_TILE_ROWS else MAX_TILE_ROWS // 2
     most = 16 if dtype == torch.float32 else min(most, 16384 // block_d)  # what the registers hold
     block_m = max(min(padded(group * query_len), most), padded(group))
     block_n = min(max(KEY_TILE_BYTES // (block_d * dtype.itemsize), 16), 128)
