@@ -65,6 +65,7 @@ PARTS = {
     "fit": "drafters.fit:read_fit",  # doctor --drafter
     "matches": "drafters.suffix.search:check_matches",  # doctor --run
     "forecasts": "drafters.composed.calibration:check_forecasts",  # the same
+    "edges": "drafters.dflash.edges:check_edges",  # the same
     "prediction": "verifiers.prediction:read_prediction",  # --drafter mtp, whose layers are like those of the target
 }
 """What the command line and drafters take from a package that they do not import."""

@@ -46,6 +46,8 @@ NAMES = (
     "forecasts",
     "block_rows",
     "acceptance",
+    "angles",
+    "edges",
     "cache_rows",
     "masks",
     "embedding",

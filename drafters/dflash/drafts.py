@@ -152,15 +152,14 @@ class Drafts:
         if self._head is None:
             token_ids, scores = self._candidates(block, count)
         else:
-            token_ids, scores, edges = self._edges(block, self._head, count)
-            scores = logprobs_of(edges, scores)
+            token_ids, _, scores = self._edges(block, self._head, count, as_logprobs=True)
         best = best_first(scores, batch.k)
         output = DraftOutput(token_ids.flatten(1).gather(1, best.places), tree=best.tree)
         if self.forecasts:
             output.forecast, output.scores = best.scores.exp().sum(dim=1), best.scores
         return output
 
-    def _edges(self, block: _Block, head: Head, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _edges(self, block: _Block, head: Head, count: int, *, as_logprobs: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Candidates int64 [num_reqs, depth, count], their scores without the head, and its table, see `edges_of`."""
         batch, slots, scale = block.batch, block.slots, None
         token_ids, scores = self._candidates(block, count)
@@ -173,7 +172,8 @@ class Drafts:
                 assert head.num_candidates is not None
                 likeliest = self._candidates(block._replace(sees_noise=False), min(head.num_candidates, slots.logits.shape[-1]))
                 compared = Guesses(self._columns_of(likeliest.token_ids), likeliest.scores)
-        return token_ids, scores, edges_of(head, slots.hidden, batch.anchors, token_ids, columns, scores, scale, compared)
+        arguments = head, slots.hidden, batch.anchors, token_ids, columns, scores, scale, compared
+        return token_ids, scores, edges_of(*arguments, as_logprobs=as_logprobs)
 
     def _columns_of(self, token_ids: Tensor) -> Tensor:
         """Where in the drafter's vocabulary tokens of the target stand."""

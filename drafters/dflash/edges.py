@@ -1,12 +1,17 @@
 """Scores of every candidate of a slot behind every candidate of the slot before: what a head says, for all paths at once."""
 
+from functools import lru_cache, partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from drafters.choice import Guesses
 from drafters.head import Head
+from specdec.deviation import Deviation, deviation, worst
+from specdec.kernels.triton_launch import unavailable_reasons
 from specdec.layers.argmax import argmax
+from specdec.self_check import passes
 
 
 def edges_of(
@@ -18,6 +23,8 @@ def edges_of(
     scores: Tensor,
     scale: Tensor | None,
     compared: Guesses | None = None,
+    *,
+    as_logprobs: bool = False,
 ) -> Tensor:
     """The head's table for `specdec.sampling.trees.best_chain`: the scores, and the head's corrections of them.
 
@@ -34,23 +41,35 @@ def edges_of(
         scale: float32 [num_reqs, K], factor on the head's corrections; None are ones.
         compared: the tokens, as columns, that a head with `compares_candidates` compares, with their log-probabilities; None where
             they are the candidates.
+        as_logprobs: gives `logprobs_of` the table.
 
     Returns:
         float32 [num_reqs, K, C, C], by the candidate before and the candidate; before the first slot all of them are the anchor.
     """
-    right = F.embedding(columns, head.right)
     before = torch.cat([anchors[:, None, None].expand(-1, 1, token_ids.shape[2]), token_ids[:, :-1]], dim=1)
     if head.has_state:
-        return _behind_the_best(head, hidden, before, right, scores, scale)
+        table = _behind_the_best(head, hidden, before, F.embedding(columns, head.right), scores, scale)
+        return logprobs_of(table, scores) if as_logprobs else table
     left, _ = head.left(hidden[:, :, None], before, None)
-    bonus = torch.matmul(left, right.mT).float()
+    if compared is None and left.dtype == head.right.dtype and multiplies_on_triton(left.device):
+        from specdec.kernels import triton_edges  # it imports Triton
+
+        sides = left.contiguous(), columns, head.right.detach().contiguous()
+        return triton_edges.edges(*sides, scores, scale, first_slot=head.first_slot, as_logprobs=as_logprobs)
+    bonus = torch.matmul(left, F.embedding(columns, head.right).mT).float()
     if compared is not None:
         bonus = _within(compared, head, left, columns, bonus)
+    return _table(bonus, scores, scale, head.first_slot, as_logprobs=as_logprobs)
+
+
+def _table(bonus: Tensor, scores: Tensor, scale: Tensor | None, first_slot: int, *, as_logprobs: bool) -> Tensor:
+    """The table from corrections [num_reqs, K, C, C], whose first slots are overwritten."""
     if scale is not None:
         bonus = bonus * scale[..., None, None]
-    if head.first_slot:
-        bonus[:, : head.first_slot] = 0
-    return scores[:, :, None] + bonus
+    if first_slot:
+        bonus[:, :first_slot] = 0
+    table = scores[:, :, None] + bonus
+    return logprobs_of(table, scores) if as_logprobs else table
 
 
 def logprobs_of(edges: Tensor, scores: Tensor) -> Tensor:
@@ -93,3 +112,44 @@ def _behind_the_best(head: Head, hidden: Tensor, before: Tensor, right: Tensor, 
         tables.append(table)
         rank = argmax(table.gather(1, rank[..., None].expand(-1, -1, table.shape[-1])).squeeze(1))[0][:, None]
     return torch.stack(tables, dim=1)
+
+
+@lru_cache(maxsize=16)
+def multiplies_on_triton(device: torch.device) -> bool:
+    """Whether our kernel makes tables on `device`."""
+    return not unavailable_reasons(device) and passes("edges", device, partial(check_edges, device))
+
+
+def check_edges(device: torch.device) -> Deviation:
+    """Tables of several sizes, with slots that are not corrected, of scores and of log-probabilities."""
+    from specdec.kernels import triton_edges
+
+    generator, found = torch.Generator().manual_seed(0), []
+    half = torch.float16 if device.type == "cpu" else torch.bfloat16  # of which Triton's interpreter has no products
+    for count, rank, first_slot in ((16, 128, 0), (5, 40, 1), (20, 16, 2)):
+        left, right = (
+            torch.randn(2, 6, count, rank, generator=generator),
+            torch.randn(90, rank, generator=generator) / (4 * rank**0.5),
+        )
+        columns, scale = torch.randint(90, (2, 6, count), generator=generator), 0.5 + torch.rand(2, 6, generator=generator)
+        scores = torch.randn(2, 6, count, generator=generator).log_softmax(dim=-1)
+        for dtype, factor, as_logprobs in (
+            (half, scale, True),
+            (torch.float16, None, False),
+            (torch.float32, None, True),
+        ):
+            sides = left.to(dtype), right.to(dtype)
+            bonus = torch.matmul(sides[0], sides[1][columns].mT)
+            plain, exact = (
+                _table(product, numbers, factor, first_slot, as_logprobs=as_logprobs)
+                for product, numbers in ((bonus.float(), scores), (_exactly(*sides, columns), scores.double()))
+            )
+            arguments = sides[0].to(device), columns.to(device), sides[1].to(device), scores.to(device)
+            here = None if factor is None else factor.to(device)
+            ours = triton_edges.edges(*arguments, here, first_slot=first_slot, as_logprobs=as_logprobs)
+            found.append(deviation(ours, plain, exact))
+    return worst(found)
+
+
+def _exactly(left: Tensor, right: Tensor, columns: Tensor) -> Tensor:
+    return torch.matmul(left.double(), right.double()[columns].mT)

@@ -23,6 +23,7 @@ from specdec.layers.experts import check_experts
 from specdec.layers.fused import check_embedding, check_few_rows, check_fused_layers, check_grouped_convolution
 from specdec.layers.packed_check import check_packed
 from specdec.layers.recurrence_check import check_recurrence
+from specdec.layers.rotary import check_angles
 from specdec.registry import ATTENTION_BACKENDS, PARTS, VERIFIERS, resolve
 from specdec.sampling.candidates import check_candidates
 from specdec.sampling.masks import check_masks
@@ -82,10 +83,11 @@ def kinds(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype | N
     yield Kind("candidates", (), missing, partial(check_candidates, device))
     yield Kind("trees", (), missing, partial(check_trees, device))
     yield Kind("tries", (), missing, partial(check_tries, device))
-    for name in ("matches", "forecasts"):
+    for name in ("matches", "forecasts", "edges"):
         yield Kind(name, (), missing, partial(resolve(PARTS, name, "part"), device))
     yield Kind("block_rows", (), missing, partial(check_block_rows, device))
     yield Kind("acceptance", (), missing, partial(check_acceptance, device))
+    yield Kind("angles", (), missing, partial(check_angles, device))
     yield Kind("cache_rows", (), missing, partial(check_cache_rows, device))
     yield Kind("masks", (), missing, partial(check_masks, device))
     yield Kind("embedding", (), missing, partial(check_embedding, device))

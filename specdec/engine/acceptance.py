@@ -132,6 +132,30 @@ def _plain_path(path: Tensor, num_accepted: Tensor, token_ids: Tensor, finite: T
     return chosen, _last(chosen, num_accepted), _prefix_length(finite.gather(1, path)) > num_accepted
 
 
+def follow(path: Tensor, token_ids: Tensor, features: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The rows of paths through trees.
+
+    Args:
+        path: int64 [num_reqs, depth + 1], rows of each request.
+        token_ids: int64 [num_reqs, N + 1].
+        features: [num_reqs * (N + 1), F], or None.
+
+    Returns:
+        Their tokens int64 [num_reqs, depth + 1], and features [num_reqs * (depth + 1), F] or None.
+    """
+    if accepts_on_triton(path.device):
+        from specdec.kernels import triton_acceptance  # it imports Triton
+
+        return triton_acceptance.follow(path, token_ids, features)
+    return _plainly_follow(path, token_ids, features)
+
+
+def _plainly_follow(path: Tensor, token_ids: Tensor, features: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    first = torch.arange(0, token_ids.numel(), token_ids.shape[1], device=path.device)
+    kept = None if features is None else features.index_select(0, (first[:, None] + path).flatten())
+    return token_ids.gather(1, path), kept
+
+
 def _last(token_ids: Tensor, num_accepted: Tensor) -> Tensor:
     """int64 [num_reqs], the tokens behind the accepted ones."""
     return token_ids.gather(1, num_accepted[:, None]).squeeze(1)
@@ -144,7 +168,7 @@ def accepts_on_triton(device: torch.device) -> bool:
 
 
 def check_acceptance(device: torch.device) -> Deviation:
-    """Chains and paths of two tokens, some of whose drafts do not count, and some rows are not finite."""
+    """Chains and paths of two tokens, some of whose drafts do not count, and some rows are not finite; features along paths."""
     from specdec.kernels import triton_acceptance
 
     generator = torch.Generator().manual_seed(0)
@@ -161,6 +185,12 @@ def check_acceptance(device: torch.device) -> Deviation:
         ):
             sides = ours(*(tensor.to(device) for tensor in given)), plain(*given)
             found += [mismatches(*pair) for pair in zip(*sides, strict=True)]
+        of_paths = path, tokens, torch.rand(9 * rows, 1100, generator=generator)
+        for one, other in zip(
+            triton_acceptance.follow(*(tensor.to(device) for tensor in of_paths)), _plainly_follow(*of_paths), strict=True
+        ):
+            assert one is not None and other is not None
+            found.append(mismatches(one, other))
     return worst(found)
 
 

@@ -27,7 +27,7 @@ from specdec.engine.step import StepRunner
 from specdec.engine.timing import StepTimer
 from specdec.errors import InvalidInputError
 from specdec.kv_cache import BlockPool, PagedKVCache, blocks_for, bytes_per_slot
-from specdec.layers import argmax, block_rows, cache_rows
+from specdec.layers import argmax, block_rows, cache_rows, rotary
 from specdec.parallel.collectives import least
 from specdec.parallel.group import group_of
 from specdec.sampling import candidates, masks, sampler, trees, tries
@@ -97,6 +97,7 @@ def build_engine(verifier: Verifier, drafter: Drafter | None, config: EngineConf
         masks.masks_on_triton,
         block_rows.places_on_triton,
         acceptance.accepts_on_triton,
+        rotary.turns_on_triton,
     ):
         runs(device)  # a self-check, if there is one, belongs before the first step
     group, wanted = group_of(verifier), config.graphs

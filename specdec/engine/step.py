@@ -12,7 +12,7 @@ from torch import Tensor
 from specdec.batch import Context, DecodeBatch, PrefillBatch
 from specdec.blocks import BlockShape
 from specdec.core import AcceptOutput, BoundDrafter, DraftOutput, Verifier, VerifyOutput
-from specdec.engine.acceptance import accept
+from specdec.engine.acceptance import accept, follow
 from specdec.engine.agreement import agreed
 from specdec.engine.block import Block
 from specdec.engine.graphs import StepGraphs
@@ -122,11 +122,8 @@ class StepRunner:
         """
         assert self._rows is not None, "blocks are trees where the engine was built for trees"
         self._rows.move(batch.slot_mapping(token_ids.shape[1]).view(token_ids.shape), path)
-        hidden = verify.aux_hidden
-        if hidden is not None:
-            first = torch.arange(0, token_ids.numel(), token_ids.shape[1], device=path.device)
-            hidden = hidden.index_select(0, (first[:, None] + path).flatten())
-        return token_ids.gather(1, path), VerifyOutput(verify.logits, hidden)
+        token_ids, hidden = follow(path, token_ids, verify.aux_hidden)
+        return token_ids, VerifyOutput(verify.logits, hidden)
 
     def prefill_step(self, batch: PrefillBatch) -> Tensor:
         """Writes what the target and the drafter keep of prompt chunks; logits of the rows that the batch asks for."""

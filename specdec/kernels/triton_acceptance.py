@@ -8,6 +8,9 @@ from torch import Tensor
 from specdec.kernels.triton_launch import on_device, overlap_options
 from specdec.kernels.triton_overlap import await_previous
 
+_BLOCK = 1024
+"""Features of a row that a program copies."""
+
 
 @triton.jit
 def _outcome_kernel(
@@ -47,6 +50,58 @@ def _outcome_kernel(
     fine = tl.load(finite + row, mask=within & counts, other=1) != 0
     tl.store(next_anchors + request, tl.sum(tl.where(place == count, token, 0), 0))
     tl.store(whole + request, tl.min(fine.to(tl.int32), 0) != 0)
+
+
+@triton.jit
+def _follow_kernel(
+    path: tl.tensor,  # int64 [requests, WIDTH]
+    token_ids: tl.tensor,  # int64 [requests, ROWS]
+    features: tl.tensor,  # [requests * ROWS, FEATURES], or None
+    kept_ids: tl.tensor,  # int64 [requests, WIDTH]
+    kept: tl.tensor,  # [requests * WIDTH, FEATURES]
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FEATURES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    place = tl.program_id(0).to(tl.int64)
+    await_previous(OVERLAP)
+    row = place // WIDTH * ROWS + tl.load(path + place)
+    tl.store(kept_ids + place, tl.load(token_ids + row), mask=tl.program_id(1) == 0)
+    if features is not None:
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        numbers = tl.load(features + row * FEATURES + column, mask=column < FEATURES)
+        tl.store(kept + place * FEATURES + column, numbers, mask=column < FEATURES)
+
+
+def follow(path: Tensor, token_ids: Tensor, features: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Tokens int64 [num_reqs, depth + 1] and features [num_reqs * (depth + 1), F] of a path's rows.
+
+    Args:
+        path: int64 [num_reqs, depth + 1].
+        token_ids: int64 [num_reqs, N + 1].
+        features: [num_reqs * (N + 1), F], or None.
+    """
+    rows, width = token_ids.shape[1], path.shape[1]
+    kept_ids = torch.empty_like(path, memory_format=torch.contiguous_format)
+    count = 0 if features is None else features.shape[1]
+    kept = None if features is None else features.new_empty(path.numel(), count)
+    with on_device(path):
+        _follow_kernel[(path.numel(), max(1, triton.cdiv(count, _BLOCK)))](
+            path.contiguous(),
+            token_ids.contiguous(),
+            None if features is None else features.contiguous(),
+            kept_ids,
+            kept,
+            ROWS=rows,
+            WIDTH=width,
+            FEATURES=count,
+            BLOCK=_BLOCK,
+            num_warps=4,
+            **overlap_options(path.device),
+        )
+    return kept_ids, kept
 
 
 def chain_outcome(tokens: Tensor, target_ids: Tensor, num_drafts: Tensor | None, finite: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,8 +1,8 @@
 """Draft trees and chains in Triton, one program of one warp per request: what `specdec.sampling.trees` builds and walks.
 
 The builder keeps the best draft that is not yet chosen behind each one that is, and the best that remains of its siblings: the next
-of the tree is among them. A sum of scores is compared as one integer with the draft's depth, parent and candidate, which also tells
-who it is.
+of the tree is among them. A sum of scores is compared as one integer with the draft's depth, parent, the parent's candidate and its
+own, which also tells who it is.
 """
 
 import torch
@@ -20,12 +20,12 @@ _LEAST = tl.constexpr(-(2**63))
 
 
 @triton.jit
-def _children(row: tl.tensor, before: tl.tensor, depth: tl.tensor, parent: tl.tensor, COUNT: tl.constexpr) -> tl.tensor:
-    """Keys of the candidates behind a draft whose sum is `before`, which lies in row `parent`; their own depth is `depth`."""
+def _children(row: tl.tensor, before: tl.tensor, who: tl.tensor, COUNT: tl.constexpr) -> tl.tensor:
+    """Keys of the candidates behind a draft whose sum is `before`; `who` says the rest of them, see `_best_first_kernel`."""
     child = tl.arange(0, triton.next_power_of_2(COUNT))
     exists = child < COUNT
     score = before + tl.load(row + child, mask=exists, other=0.0)
-    return tl.where(exists, token_key(score, (depth << 16) | (parent << 8) | child), _LEAST)
+    return tl.where(exists, token_key(score, who | child), _LEAST)
 
 
 @triton.jit
@@ -49,38 +49,40 @@ def _best_first_kernel(
     node = tl.arange(0, triton.next_power_of_2(NODES))
     edges += request * request_stride
     chosen = tl.full([triton.next_power_of_2(NODES)], _LEAST, tl.int64)
+    sums = tl.zeros([triton.next_power_of_2(NODES)], tl.float32)
     above = tl.zeros([triton.next_power_of_2(NODES)], tl.int64)
     await_previous(OVERLAP)
-    frontier = tl.where(node == 0, tl.max(_children(edges, 0.0, 1, 0, COUNT), 0), _LEAST)
+    # Who a draft is: 7 bits of its depth, 7 of its parent's row, 8 of its parent's candidate, and 8 of its own.
+    frontier = tl.where(node == 0, tl.max(_children(edges, 0.0, 1 << 23, COUNT), 0), _LEAST)
     for n in range(NODES):
         best = tl.max(frontier, 0)
         who = 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32)
-        depth, parent, rank = who >> 16, (who >> 8) & 255, who & 255
+        depth, parent, rank = who >> 23, (who >> 16) & 127, who & 255
         is_parent = node == parent - 1
-        of_parent = tl.max(tl.where(is_parent, chosen, _LEAST), 0)
-        parents_rank = (0x7FFFFFFF - (of_parent & 0x7FFFFFFF).to(tl.int32)) & 255
-        before = tl.where(parent > 0, number_of((of_parent >> 32).to(tl.int32)), 0.0)
-        siblings = edges + (depth - 1) * depth_stride + tl.where(parent > 0, parents_rank, 0) * parent_stride
-        sibling = _children(siblings, before, depth, parent, COUNT)
+        before = tl.sum(tl.where(is_parent, sums, 0.0), 0)
+        siblings = edges + (depth - 1) * depth_stride + ((who >> 8) & 255) * parent_stride
+        sibling = _children(siblings, before, who - rank, COUNT)
         sibling = tl.max(tl.where(sibling < best, sibling, _LEAST), 0)
+        total = number_of((best >> 32).to(tl.int32))
         behind = edges + tl.minimum(depth, DEPTH - 1) * depth_stride + rank * parent_stride
-        child = tl.max(_children(behind, number_of((best >> 32).to(tl.int32)), depth + 1, n + 1, COUNT), 0)
+        child = tl.max(_children(behind, total, ((depth + 1) << 23) | ((n + 1) << 16) | (rank << 8), COUNT), 0)
         child = tl.where(depth < DEPTH, child, _LEAST)
         frontier = tl.where(frontier == best, sibling, frontier)
         frontier = tl.where(node == n + 1, child, frontier)
         chosen = tl.where(node == n, best, chosen)
+        sums = tl.where(node == n, total, sums)
         bit = tl.full([], 1, tl.int64) << n
         above = tl.where(node == n, tl.sum(tl.where(is_parent, above, 0), 0) | bit, above)
     place = request * NODES + node
     within = node < NODES
     who = 0x7FFFFFFF - (chosen & 0x7FFFFFFF)
-    depth, rank = who >> 16, who & 255
-    tl.store(parents + place, (who >> 8) & 255, mask=within)
+    depth, rank = who >> 23, who & 255
+    tl.store(parents + place, (who >> 16) & 127, mask=within)
     tl.store(depths + place, depth, mask=within)
     tl.store(ancestors + place, above, mask=within)
     tl.store(ranks + place, rank, mask=within)
     tl.store(places + place, (depth - 1) * COUNT + rank, mask=within)
-    tl.store(totals + place, number_of((chosen >> 32).to(tl.int32)), mask=within)
+    tl.store(totals + place, sums, mask=within)
 
 
 def best_first(edges: Tensor, num_nodes: int) -> tuple[Tensor, ...]:
@@ -94,7 +96,7 @@ def best_first(edges: Tensor, num_nodes: int) -> tuple[Tensor, ...]:
         parents, depths, ancestors, ranks and places, int64 [num_reqs, N], and sums, float32 [num_reqs, N].
     """
     num_reqs, depth, _, count = edges.shape
-    assert edges.dtype == torch.float32 and edges.stride(-1) == 1 and depth < 2**15 and count <= 256
+    assert edges.dtype == torch.float32 and edges.stride(-1) == 1 and num_nodes <= 64 and count <= 256
     found = torch.empty(5, num_reqs, num_nodes, dtype=torch.int64, device=edges.device)
     totals = torch.empty(num_reqs, num_nodes, dtype=torch.float32, device=edges.device)
     options = {"num_warps": 1, **overlap_options(edges.device)}
@@ -121,7 +123,7 @@ def _best_chain_kernel(
     rank = tl.zeros([], tl.int32)
     await_previous(OVERLAP)
     for position in range(DEPTH):
-        best = tl.max(_children(edges + rank * parent_stride, 0.0, 0, 0, COUNT), 0)
+        best = tl.max(_children(edges + rank * parent_stride, 0.0, 0, COUNT), 0)
         rank = 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32)
         tl.store(ranks + request * DEPTH + position, rank.to(tl.int64))
         edges += depth_stride

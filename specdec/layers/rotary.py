@@ -2,14 +2,17 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specdec.deviation import Deviation, deviation, worst
 from specdec.errors import CheckpointError
+from specdec.kernels.triton_launch import unavailable_reasons
+from specdec.self_check import passes
 
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "proportional", "yarn")
 """RoPE types, as Transformers names them, whose frequencies stay what they are, however long a sequence grows."""
@@ -172,6 +175,15 @@ def half_angles(
     Returns:
         Two tensors [..., head_dim / 2].
     """
+    if frequencies.ndim == 1 and isinstance(amplitude, (int, float)) and turns_on_triton(position_ids.device):
+        from specdec.kernels import triton_angles  # it imports Triton
+
+        return triton_angles.angles(position_ids, frequencies, dtype, amplitude)
+    return _half_angles(position_ids, frequencies, dtype, amplitude)
+
+
+def _half_angles(position_ids: Tensor, frequencies: Tensor, dtype: torch.dtype, amplitude: float | Tensor) -> tuple[Tensor, Tensor]:
+    """`half_angles` in plain torch."""
     angles = position_ids[..., None] * frequencies
 
     def rounded(turn: Callable[..., Tensor]) -> Tensor:
@@ -184,6 +196,30 @@ def half_angles(
         )
 
     return rounded(torch.cos), rounded(torch.sin)
+
+
+@lru_cache(maxsize=16)
+def turns_on_triton(device: torch.device) -> bool:
+    """Whether our kernel computes angles on `device`."""
+    return not unavailable_reasons(device) and passes("angles", device, partial(check_angles, device))
+
+
+def check_angles(device: torch.device) -> Deviation:
+    """Positions near and far, heads of two sizes, in every type."""
+    from specdec.kernels import triton_angles
+
+    generator, found = torch.Generator().manual_seed(0), []
+    for half, amplitude in ((32, 1.0), (48, 1.3)):
+        position_ids = torch.randint(10**6, (3, 70), generator=generator)
+        frequencies = 1.0 / 1e4 ** (torch.arange(half) / half)
+        # What is rounded to float32 is the angle, which no kernel knows better.
+        exact = (position_ids[..., None] * frequencies).double()
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            ours = triton_angles.angles(position_ids.to(device), frequencies.to(device), dtype, amplitude)
+            plain = _half_angles(position_ids, frequencies, dtype, amplitude)
+            right = exact.cos() * amplitude, exact.sin() * amplitude
+            found += [deviation(*sides) for sides in zip(ours, plain, right, strict=True)]
+    return worst(found)
 
 
 _NOT_OF_THE_TYPE = ("partial_rotary_factor", "temperature", "llama_4_scaling_beta", "max_position_embeddings")

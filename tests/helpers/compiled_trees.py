@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.kernels import (
     triton_acceptance,
+    triton_angles,
     triton_block_rows,
     triton_cache_rows,
     triton_candidates,
+    triton_edges,
     triton_forecasts,
     triton_masks,
     triton_trees,
@@ -104,6 +106,15 @@ def tree_kernels(target: "Target") -> Iterator[tuple[str, Any]]:
     for title, rows_of_it in (("chains", {"path": None, "chosen": None}), ("paths", {"tokens": None, "num_drafts": None})):
         of_them = {"ROWS": 64, "WIDTH": 64 if title == "chains" else 16, **overlap, **rows_of_it}
         yield f"outcome of {title}", compiled(triton_acceptance._outcome_kernel, pointers=ends, constants=of_them, num_warps=1)
+    follows = {"path": "i64", "token_ids": "i64", "features": "bf16", "kept_ids": "i64", "kept": "bf16"}
+    of_rows = {"ROWS": 64, "WIDTH": 16, "FEATURES": 2880, "BLOCK": 1024, **overlap}
+    yield "features of a path", compiled(triton_acceptance._follow_kernel, pointers=follows, constants=of_rows)
+    turned = {"position_ids": "i64", "frequencies": "fp32", "cos": "bf16", "sin": "bf16"}
+    of_heads = {"HALF": 64, "ROWS": 16, **overlap}
+    yield "angles", compiled(triton_angles._angles_kernel, pointers=turned, floats=("amplitude",), constants=of_heads)
+    tables = {"left": "bf16", "columns": "i64", "right": "bf16", "scores": "fp32", "scale": "fp32", "edges": "fp32"}
+    of_head = {"RANK": 128, "COUNT": 16, "DEPTH": 15, "FIRST": 1, "LOGS": True, "SIDE": 16, "STEP": 64, **overlap}
+    yield "tables of a head", compiled(triton_edges._edges_kernel, pointers=tables, constants=of_head, num_warps=1)
     yield (
         "rows of a path",
         compiled(

@@ -20,7 +20,19 @@ triton = pytest.importorskip("triton")
         ["amd", "router", "experts"],
         ["fa", "tree_attention", "prefill"],
         ["packed", "packed_experts"],
-        ["aiter_layers", "candidates", "trees", "tries", "matches", "forecasts", "block_rows", "acceptance", "cache_rows", "masks"],
+        [
+            "aiter_layers",
+            "candidates",
+            "trees",
+            "tries",
+            "matches",
+            "forecasts",
+            "block_rows",
+            "acceptance",
+            "cache_rows",
+            "masks",
+            "edges",
+        ],
     ],
 )
 def test_kernels_in_the_interpreter(names: list[str]) -> None:
