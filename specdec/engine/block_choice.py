@@ -286,8 +286,11 @@ class BlockChoice:
         return {shape: max(took, 1e-9) for shape, took in sorted((estimated | times.measured()).items())}
 
     def _shapes(self, here: Situation, known: Mapping[StepSize, float]) -> list[BlockShape]:
-        """Chains, and trees of at most four times the rows that have been tried: the time of a much larger one would be a guess."""
-        most = min(MOST_TREE_ROWS // here.num_reqs, 4 * max((step.shape.rows for step in known), default=0))
+        """Chains, and trees of at most four times the rows of those that have been tried: the time of a much larger one would be a
+        guess. Before any they have at most as many rows as chains had.
+        """
+        rows = max((step.shape.rows * (4 if step.shape.is_tree else 1) for step in known), default=0)
+        most = min(MOST_TREE_ROWS // here.num_reqs, rows)
         return [shape for shape in self.rungs if not shape.is_tree or shape.rows <= most]
 
     def _acceptance_in(self, here: Situation) -> BlockAcceptance:
