@@ -103,8 +103,8 @@ class StepSize(NamedTuple):
     def estimate(self, known: Mapping["StepSize", float]) -> float | None:
         """Seconds by rows between the longest known step below and the shortest above; without one of them what the other took.
 
-        Without one above it grows on as between trees of fewer drafts, and a quarter as fast as between shorter chains. Plain
-        decoding is hoped to take no longer than what is below, lest it be given up unmeasured when it would be the fastest.
+        Without one above it grows on, a quarter as fast as between fewer drafts. Plain decoding is hoped to take no longer than
+        what is below, lest it be given up unmeasured when it would be the fastest.
         """
         below = max(((took, step.rows) for step, took in known.items() if self.exceeds(step)), default=None)
         above = min(((took, step.rows) for step, took in known.items() if step.exceeds(self)), default=None)
@@ -115,7 +115,7 @@ class StepSize(NamedTuple):
         return below[0] + (above[0] - below[0]) * (self.rows - below[1]) / (above[1] - below[1])
 
     def _grown(self, known: Mapping["StepSize", float]) -> float:
-        """Seconds if they grow on so, by the two largest numbers of fewer drafts; 0 when nothing tells."""
+        """Seconds if each draft more costs a quarter of those before, by the two largest numbers of them; 0 when nothing tells."""
         drafts = self.shape.drafts
         alike = (step for step in known if step.num_reqs == self.num_reqs and step.shape.is_tree == self.shape.is_tree)
         fewer = sorted(step for step in alike if step.shape.drafts < drafts)[-2:]
@@ -123,7 +123,7 @@ class StepSize(NamedTuple):
             return 0.0
         less, more = fewer
         slope = (known[more] - known[less]) / (more.shape.drafts - less.shape.drafts)
-        return known[more] + slope * (drafts - more.shape.drafts) * (1 if self.shape.is_tree else 0.25)
+        return known[more] + slope * (drafts - more.shape.drafts) / 4
 
 
 def _lower_quartile(values: Iterable[float]) -> float:

@@ -7,6 +7,7 @@ before; they change no value. Only NVIDIA's chips from Hopper on have the instru
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -40,6 +41,11 @@ def send_hints(ahead: tl.tensor, program: tl.tensor, NUM_BYTES: tl.constexpr) ->
         is_pure=False,
         pack=1,
     )
+
+
+def beginning(weight: Tensor) -> Tensor:
+    """As many bytes of a contiguous weight as are asked for at most."""
+    return weight if weight.nbytes <= MOST_BYTES else weight.view(torch.uint8).view(-1)[:MOST_BYTES]
 
 
 def worth_prefetching(weight: Tensor) -> bool:

@@ -49,9 +49,11 @@ class PackedLinear(Linear):
     def prefetchable(self) -> Tensor | None:
         if not self._has_kernels:
             return None
-        from specdec.kernels.triton_prefetch import worth_prefetching  # it imports Triton
+        from specdec.kernels.triton_prefetch import beginning, worth_prefetching  # it imports Triton
 
-        return self.weight.codes if worth_prefetching(self.weight.codes) else None
+        # Products of half-byte codes compute about as long as they read, so a large weight's beginning is worth it, too.
+        codes = beginning(self.weight.codes) if self.weight.halves else self.weight.codes
+        return codes if worth_prefetching(codes) else None
 
     def few_rows(
         self, x: Tensor, *, activation: str | None = None, may_split: bool = False, ahead: Tensor | None = None
