@@ -21,12 +21,14 @@ from specdec.config import CacheConfig, EngineConfig
 from specdec.core import DraftOutput, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.kernels.experts import Experts, Routing
+from specdec.kernels.packed import PackedWeight
 from specdec.kv_cache import KVLayerSpec, LayerCache
 from specdec.layers.joined_experts import JoinedExperts
 from specdec.layers.linear import DenseLinear
 from specdec.layers.mlp import GatedMLP, MixtureOfExperts
 from specdec.layers.norm import Norm
 from specdec.layers.ops import Heads, Join, TorchOps
+from specdec.layers.packed import PackedLinear
 from specdec.layers.rotary import Angles, rotate
 from specdec.layers.router import Router
 from specdec.sampling_params import SamplingParams
@@ -222,12 +224,20 @@ def test_embedding(width: int) -> None:
 
 
 def test_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights up to the limit, on chips that take hints; every byte of them is some thread's."""
+    """Weights up to the limit, of half bytes the beginning of larger ones, where chips take hints; every byte is some thread's."""
     weights = [random(rows, 1024, dtype=torch.float16) for rows in (4096, 4097)]
     assert DenseLinear(weights[0]).prefetchable is None or overlap_options(DEVICE)["OVERLAP"]
     monkeypatch.setattr(triton_prefetch, "overlap_options", lambda device: {"OVERLAP": True})
     small, large = map(DenseLinear, weights)
     assert small.prefetchable is small.weight and large.prefetchable is None
+    codes, scale = (
+        torch.zeros(9000, 1024, dtype=torch.uint8, device=DEVICE),
+        torch.ones(9000, 8, dtype=torch.float16, device=DEVICE),
+    )
+    halves = PackedLinear(PackedWeight(codes, scale, None, 256, "int4", torch.float16))
+    whole = PackedLinear(PackedWeight(codes.view(torch.int8), scale, None, 128, "int8", torch.float16))
+    assert halves.prefetchable is not None and halves.prefetchable.nbytes == 8 * 2**20
+    assert whole._has_kernels and whole.prefetchable is None
     assert hint_options(small.weight) == {"ahead": small.weight, "AHEAD": 8 * 2**20}
     assert (surplus(small.weight, 4), surplus(large.weight, 4), surplus(large.weight, 8), surplus(None, 4)) == (64, 65, 33, 0)
 
