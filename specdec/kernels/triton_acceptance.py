@@ -1,4 +1,7 @@
-"""What a step comes to where drafts are point masses, in Triton, one program per request; see `specdec.engine.acceptance`."""
+"""What a step comes to where drafts are point masses, in Triton; see `specdec.engine.acceptance`.
+
+One program per request tells the outcome; one per row of a path, and piece of its features, copies what goes on from there.
+"""
 
 import torch
 import triton

@@ -175,7 +175,7 @@ def half_angles(
     Returns:
         Two tensors [..., head_dim / 2].
     """
-    if frequencies.ndim == 1 and isinstance(amplitude, (int, float)) and turns_on_triton(position_ids.device):
+    if frequencies.ndim == 1 and not isinstance(amplitude, Tensor) and turns_on_triton(position_ids.device):
         from specdec.kernels import triton_angles  # it imports Triton
 
         return triton_angles.angles(position_ids, frequencies, dtype, amplitude)
