@@ -2,9 +2,10 @@
 
 import math
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from drafters.copied_keys import is_copied
 from specdec.errors import CheckpointError
 
 
@@ -23,24 +24,87 @@ _OF_SPECULATORS = {
 """What every config.json in the layout of speculators may say."""
 
 
-def check_known(place: Mapping[str, Any], known: Iterable[str], name: str) -> None:
+PLAIN_VALUES: dict[str, tuple[Any, ...]] = {
+    "enable_qwen35_gated_q_proj": (False,),
+    "hidden_act": ("silu", "swish"),
+    "use_aux_norm": (False,),
+    "use_gemma_norm": (False,),
+}
+"""Keys of relatives of all drafters that would change the maths, with the values under which they do not."""
+
+_ROPE = {
+    "attention_factor", "beta_fast", "beta_slow", "factor", "finetuned", "high_freq_factor",
+    "llama_4_scaling_beta", "long_factor", "low_freq_factor", "max_position_embeddings",
+    "mrope_interleaved", "mrope_section", "mscale", "mscale_all_dim",
+    "original_max_position_embeddings", "partial_rotary_factor", "rope_dim", "rope_theta",
+    "rope_type", "short_factor", "truncate", "type",
+}  # fmt: skip
+"""What a set of RoPE parameters may say: Transformers' keys, and what is of images and of queries in a target's own layers."""
+
+_PLAIN_ROPE = {"apply_yarn_scaling": (True,), "attn_factor": (1,), "extrapolation_factor": (1,)}
+"""What engines read there besides, with the values under which it changes nothing."""
+
+
+def check_known(place: Mapping[str, Any], known: Iterable[str], name: str, *, copies: bool = False) -> None:
     """Refuses a key that nobody reads: it might change the maths, and acceptance would drop without any error.
 
     Args:
-        place: an object of config.json.
+        place: an object of config.json; null says nothing.
         known: keys that it may have; of the file in the layout of speculators, besides those that all such files have.
         name: of the object, for messages.
+        copies: it may carry whatever a language model's config says, see `drafters.copied_keys`.
 
     Raises:
         CheckpointError: another key.
     """
     allowed = {*known, *(_OF_SPECULATORS if "speculators_model_type" in place else ())}
-    unknown = [key for key in place if key not in allowed]
+    unknown = [key for key, value in place.items() if value is not None and key not in allowed]
+    if copies and unknown:
+        unknown = [key for key in unknown if not is_copied(key)]
+    others = "its own keys and those of language models" if copies else ", ".join(sorted(allowed))
     require(
         not unknown,
-        f"{name} says {unknown[0] if unknown else ''}, which this loader does not know (known: {', '.join(sorted(allowed))});"
+        f"{name} says {unknown[0] if unknown else ''}, which this loader does not know (known: {others});"
         " take it out of config.json if the drafter is the same without it",
     )
+
+
+def check_plain(keys: "Keys", plain_values: Mapping[str, tuple[Any, ...]], kind: str) -> None:
+    """Refuses values of relatives that change the maths.
+
+    Args:
+        keys: where they may stand.
+        plain_values: by key, the values that ask for nothing.
+        kind: of drafter, for messages.
+
+    Raises:
+        CheckpointError: another value.
+    """
+    for key, plain in plain_values.items():
+        value = keys.find(key)
+        known = value is None or value in plain
+        require(known, f"{kind} with {key} {reprlib.repr(value)} is not supported yet; supported: {plain[0]!r}")
+
+
+def rope_sets(place: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Every set of RoPE parameters in an object of config.json, with its name; a set for each kind of layer is one of its own."""
+    for name in ("rope_parameters", "rope_scaling", "swa_rope_parameters"):
+        stated = place.get(name)
+        if isinstance(stated, Mapping):
+            kinds = {key: value for key, value in stated.items() if isinstance(value, Mapping)}
+            yield name, {key: value for key, value in stated.items() if key not in kinds}
+            yield from ((f"{name}.{kind}", parameters) for kind, parameters in kinds.items())
+
+
+def check_rope(place: Mapping[str, Any]) -> None:
+    """Refuses a RoPE parameter that nobody reads, in all sets of an object of config.json.
+
+    Raises:
+        CheckpointError: such a key, or a value of a relative.
+    """
+    for name, parameters in rope_sets(place):
+        check_known(parameters, _ROPE | _PLAIN_ROPE.keys(), name)
+        check_plain(Keys([parameters]), _PLAIN_ROPE, f"RoPE in {name}")
 
 
 def is_number(value: object) -> bool:

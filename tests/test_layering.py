@@ -39,6 +39,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"__init__", "__main__"},
     ],
     "drafters": [
+        {"copied_keys"},
         {"keys"},
         {"algorithms", "attention", "checkpoint", "choice", "head", "license", "vocabulary"},
         {"dspark", "dflash2", "domino", "sequential", "suffix", "composed"},

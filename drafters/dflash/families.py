@@ -8,8 +8,6 @@ from drafters.attention import LatentSizes
 from drafters.dflash.config import AttentionGate
 from drafters.keys import Keys, require
 
-_SILU: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu",)}
-
 
 @dataclass(frozen=True, slots=True)
 class Family:
@@ -25,7 +23,7 @@ class Family:
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    plain_values: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: _SILU)
+    plain_values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     laguna: bool = False
     gemma: bool = False
     mixes_taps: bool = False
@@ -75,7 +73,6 @@ _K3 = Family(
     latent=True,
     defaults={"block_size": 7},  # which the published config leaves to the engine's options
     plain_values={
-        **_SILU,
         "attention_bias": (False,),
         "aux_hidden_stream": ("prefix",),
         "mla_use_nope": (False,),

@@ -25,9 +25,6 @@ ALGORITHMS = ("dflash", *_PARSERS)
 HEAD_KEYS = selector.KEYS | markov.KEYS | gru.KEYS
 """All that `config.json` says about heads."""
 
-_PREFIXES = ("confidence_", "dspark_", "markov_", "selector_")
-"""What keys about heads begin with, wherever in `config.json` they stand."""
-
 ARCHITECTURES = {
     "dflash": {"z-lab": "DFlashDraftModel", "speculators": "DFlashSpeculator"},
     "dflash2": {"z-lab": "DFlash2DraftModel", "speculators": "DFlash2DraftModel"},
@@ -53,11 +50,8 @@ def parse_head(algorithm: str, keys: Keys) -> HeadConfig | None:
     """The head of a drafter of this algorithm; None for plain DFlash.
 
     Raises:
-        CheckpointError: a missing or malformed value, or a key that is not known.
+        CheckpointError: a missing or malformed value.
     """
-    said = {name for place in keys.places for name, value in place.items() if value is not None and name.startswith(_PREFIXES)}
-    unknown = sorted(said - HEAD_KEYS - {"dspark_bonus_anchor"})
-    require(not unknown, f"config.json says {unknown[0] if unknown else ''} of a head, which this loader does not know")
     parse = _PARSERS.get(algorithm)
     return None if parse is None else parse(keys)
 

@@ -9,7 +9,7 @@ from drafters.dflash.config import MOST_LAYERS, DFlashConfig, default_taps
 from drafters.dflash.coupling import parse_coupling
 from drafters.dflash.families import Family, family_of
 from drafters.dflash.heads import ALGORITHMS, HEAD_KEYS, parse_head, predicts_from_anchor
-from drafters.keys import Keys, check_known, is_number, require, section
+from drafters.keys import PLAIN_VALUES, Keys, check_known, check_plain, check_rope, is_number, require, section
 
 Layout = Literal["z-lab", "speculators"]
 T = TypeVar("T")
@@ -24,7 +24,7 @@ _PLAIN_VALUES: dict[str, tuple[Any, ...]] = {
 
 # What `dflash_config` may say besides; a key that nobody reads would lower acceptance without any error.
 _OWN_KEYS = {
-    "aux_hidden_state_layer_ids", "block_size", "causal", "causal_head", "draft_vocab_size", "final_logit_softcapping",
+    "aux_hidden_state_layer_ids", "block_size", "causal", "causal_head", "draft_vocab_size", "fc_norm", "final_logit_softcapping",
     "input_embedding_scale", "is_causal", "layer_types", "logit_scale", "mask_token_id", "num_target_layers",
     "output_multiplier", "sample_from_anchor", "sliding_window", "sliding_window_non_causal", "swa_window_size",
     "target_hidden_size", "target_layer_ids", "use_sliding_window", "use_swa",
@@ -35,6 +35,13 @@ _OWN_KEYS = {
 
 _BESIDE_LAYERS = {"coupling", "dflare_config", "dflash_config", "embed_requires_grad", "max_anchors"}
 """What else a file of speculators may say."""
+
+_OF_FLAT_FILES = {
+    "coupling", "dflare_config", "dflash_config", "eagle_aux_hidden_state_layer_ids",
+    "speculators_config", "swa_rope_parameters", "target_num_hidden_layers",
+    "transformer_layer_config", "verifier_architectures", "verifier_name_or_path",
+}  # fmt: skip
+"""What else the top level of another file may say."""
 
 
 def parse_config(raw: Mapping[str, Any]) -> DFlashConfig:
@@ -114,23 +121,24 @@ def _head_dim(keys: Keys, family: Family, default: int) -> int:
 
 
 def _check_keys(raw: Mapping[str, Any], keys: Keys, own: Mapping[str, Any], family: Family) -> None:
-    """Refuses what would change the maths: keys of `dflash_config`, or in the layout of speculators beside the layers, that are not
-    known, and values of relatives.
-    """
-    known = _OWN_KEYS | HEAD_KEYS | _PLAIN_VALUES.keys()
+    """Refuses what would change the maths, or might: keys that nobody reads, and values of relatives."""
+    plain = PLAIN_VALUES | _PLAIN_VALUES | dict(family.plain_values)
+    known = _OWN_KEYS | HEAD_KEYS | plain.keys()
     check_known(own, known, "dflash_config")
-    if "speculators_model_type" in raw:
-        check_known(raw, known | _BESIDE_LAYERS, "config.json")
-    for key, plain in (_PLAIN_VALUES | dict(family.plain_values)).items():
-        value = keys.find(key)
-        require(value is None or value in plain, f"DFlash with {key} {value!r} is not supported yet; supported: {plain[0]!r}")
+    of_speculators = "speculators_model_type" in raw
+    check_known(raw, known | (_BESIDE_LAYERS if of_speculators else _OF_FLAT_FILES), "config.json", copies=not of_speculators)
+    layers = section(raw, "transformer_layer_config")
+    check_known(layers, known, "transformer_layer_config", copies=True)
+    for place in (own, raw, layers):
+        check_rope(place)
+    check_plain(keys, plain, "DFlash")
 
 
 def _target_layer_ids(keys: Keys, layer_count: int) -> tuple[int, ...]:
     """Tapped layers, 0-based; the speculators layout counts the embedding output as 0."""
     ids, shift = keys.find("target_layer_ids"), 0
     if ids is None:
-        ids, shift = keys.find("aux_hidden_state_layer_ids"), 1
+        ids, shift = _or(keys.find("aux_hidden_state_layer_ids"), keys.find("eagle_aux_hidden_state_layer_ids")), 1
     if ids is None:
         num_target_layers = _or(keys.integer("num_target_layers"), 0)
         require(num_target_layers > 0, "config.json lacks target_layer_ids, and num_target_layers to derive them from")

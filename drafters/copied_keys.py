@@ -1,0 +1,69 @@
+"""Keys of `config.json` that say nothing of a drafter: those of language models, which copies of their configs carry along.
+
+Trainers copy the target's config and change what they need, while layers are those of Qwen3 or Llama, whose modules look at none of
+the rest. So a key that some language model of Transformers has is a copy, and a key that none has is one of a drafter.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from functools import cache
+
+_PARTS = re.compile(
+    r"_.*|(audio|image|index|linear|mamba|moe|mtp|quantization|router|ssm|unsloth|video|vision)_.*"
+    r"|.*_(dropout|implementation|index|pdrop|token_ids?|version)|.*experts?(_.*|$)"
+)
+"""Parts that the layers of a drafter have not, and what only training or Transformers itself looks at."""
+
+_OTHERS = {
+    "add_classification_head", "attn_output_gate", "attn_type_list", "auto_map", "aux_loss_alpha",
+    "block_auto_adjust_ff_dim", "block_dim", "block_ff_dim", "block_mlp_init_scale",
+    "block_norm_eps", "block_out_init_scale", "block_use_swiglu", "block_use_xavier_init",
+    "cla_share_factor", "conv_dim", "conv_dim_out", "conv_use_xavier_init", "embed_requires_grad",
+    "ep_size", "experts_per_token", "full_attention_interval", "global_head_dim", "group_norm_size",
+    "has_no_defaults_at_init", "hybrid_override_pattern", "initial_context_length",
+    "language_model_only", "mlp_intermediate_size", "model_max_length", "model_type",
+    "mup_denominator", "norm_head", "norm_softmax", "num_draft_layers",
+    "num_global_key_value_heads", "num_mtp_modules", "pruned_heads", "score_function", "seq_aux",
+    "shared_moe_mode", "target_model_name_or_path", "target_model_type", "target_text_model_type",
+    "text_config", "tf_legacy_loss", "theta", "tie_embedding", "torch_dtype", "torchscript",
+    "use_bfloat16", "use_cla", "use_grouped_topk", "use_mtp", "use_pos_enc", "use_rmsnorm",
+    "use_rotary_pos_emb", "use_routing_bias",
+}  # fmt: skip
+"""Of published configs, which Transformers' classes do not declare; the three of the target are DeepSpec's and SpecForge's."""
+
+
+_PLAIN = ("llama", "qwen3")
+"""Types of most drafters' layers, looked at first: those of all models take half a second to import."""
+
+
+def is_copied(key: str) -> bool:
+    """Whether a key is one of language models, or of Transformers itself."""
+    return key in _OTHERS or _PARTS.fullmatch(key) is not None or key in _declared(_PLAIN) or key in _declared(_all_kinds())
+
+
+@cache
+def _all_kinds() -> tuple[str, ...]:
+    """Model types of Transformers' language models, and of the text parts of others."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *(kind for kind in CONFIG_MAPPING_NAMES if kind.endswith("_text"))
+
+
+@cache
+def _declared(kinds: tuple[str, ...]) -> frozenset[str]:
+    """What configs of these types declare, and what older versions wrote of generation."""
+    from transformers import GenerationConfig
+
+    return frozenset(name for kind in kinds for name in _fields(kind)) | GenerationConfig().to_dict().keys()
+
+
+def _fields(kind: str) -> Iterator[str]:
+    """Keys of a model type, and of the parts that it is made of."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    whole = CONFIG_MAPPING[kind]
+    for config in (whole, *(part for part in whole.sub_configs.values() if dataclasses.is_dataclass(part))):
+        yield from (field.name for field in dataclasses.fields(config))
+        yield from config.attribute_map
