@@ -81,7 +81,7 @@ def convert(source: str | Path, folder: str | Path, layout: str, *, target: str 
         if algorithm in ALGORITHMS:
             note = _convert_dflash(found, made, layout, target)
         elif algorithm in ("eagle3", "peagle"):
-            _convert_eagle3(found, made, layout)
+            _convert_eagle3(found, made, layout, target)
         else:
             raise CheckpointError(f"drafters of algorithm {algorithm!r} are not converted; DFlash's and EAGLE-3's are")
     if (found / CARD).is_file():
@@ -106,14 +106,15 @@ def _convert_dflash(source: Path, folder: Path, layout: str, target: str | None)
     return misreading(config, words)
 
 
-def _convert_eagle3(source: Path, folder: Path, layout: str) -> None:
+def _convert_eagle3(source: Path, folder: Path, layout: str, target: str | None) -> None:
     from drafters.eagle3.checkpoint import read_checkpoint
     from drafters.eagle3.layout import write_checkpoint
 
     if layout == "z-lab":
         raise CheckpointError("z-lab's layout has no words for EAGLE-3; use --to sglang or --to speculators")
     config, tensors = read_checkpoint(source)
-    write_checkpoint(folder, config, tensors, "sglang" if layout == "sglang" else "speculators")
+    num_target_layers = None if target is None else _target(target)[1]
+    write_checkpoint(folder, config, tensors, "sglang" if layout == "sglang" else "speculators", num_target_layers)
 
 
 def _untied(config: DFlashConfig, tensors: dict[str, Tensor], name: str | None) -> tuple[DFlashConfig, dict[str, Tensor]]:
@@ -134,16 +135,26 @@ def _untied(config: DFlashConfig, tensors: dict[str, Tensor], name: str | None) 
 
 def _with_target(config: DFlashConfig, name: str) -> DFlashConfig:
     """The config with what the source does not say of its target."""
-    from specdec.hub import json_file
-
-    raw: dict[str, Any] = json_file(name, "config.json", what="target") or {}
-    layers = raw.get("text_config", raw).get("num_hidden_layers")
+    architectures, layers = _target(name)
     stated = config.num_target_layers
-    if not isinstance(layers, int) or stated not in (None, layers):
+    if stated not in (None, layers):
         raise CheckpointError(f"the drafter was made for {stated} target layers, and {name!r} has {layers}; name its own target")
     return replace(
         config,
         num_target_layers=layers,
         verifier_name=config.verifier_name or name,
-        verifier_architectures=config.verifier_architectures or tuple(raw.get("architectures") or ()),
+        verifier_architectures=config.verifier_architectures or architectures,
     )
+
+
+def _target(name: str) -> tuple[tuple[str, ...], int]:
+    """Architectures of the target of that name, and the number of its layers."""
+    from drafters.keys import Keys, section
+    from specdec.hub import json_file
+
+    raw: dict[str, Any] = json_file(name, "config.json", what="target") or {}
+    layers = Keys([section(raw, "text_config"), raw]).integer("num_hidden_layers")
+    if layers is None or layers < 1:
+        raise CheckpointError(f"config.json of {name!r} does not say how many layers it has; name the drafter's own target")
+    names = raw.get("architectures")
+    return tuple(map(str, names)) if isinstance(names, list) else (), layers

@@ -1,30 +1,21 @@
 """`config.json` of EAGLE-3 heads, in the layout of sglang and SpecForge and in that of speculators."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
-from transformers import DeepseekV3Config, LlamaConfig, Qwen3Config
+from transformers import DeepseekV3Config, Qwen3Config
 
 from drafters.algorithms import algorithm_of
 from drafters.attention import LatentSizes
+from drafters.eagle3.layers import Layers, read_layers, windows
+from drafters.eagle3.taps import StatedTaps, stated_taps, taps
 from drafters.keys import Keys, check_known, require, section
 from drafters.sequential.drafter import USUAL_DRAFTS
-from specdec.errors import one_line
-from specdec.layers.rotary import STATIC_ROPE_TYPES
 
 MOST_DRAFTS = 64
 """More than any head is trained for."""
 
-Layers: TypeAlias = LlamaConfig | Qwen3Config | DeepseekV3Config
-"""What a head's layers may be like."""
-
-_LAYERS: dict[str, type[Layers]] = {
-    "llama": LlamaConfig,
-    "qwen3": Qwen3Config,
-    "deepseek_v3": DeepseekV3Config,
-    "kimi_k2": DeepseekV3Config,
-}
 _USUAL_TAPS = 3
 
 # Keys of relatives that would change the maths, with the values under which they do not.
@@ -60,7 +51,7 @@ class Eagle3Config:
         layers: what the decoder layers are like, a config of Llama, Qwen3, or DeepSeek-V3 without experts.
         vocab_size: of the target.
         draft_vocab_size: of a reduced vocabulary with a head of its own, or None.
-        stated_taps: tapped decoder layers of the target, 0-based; None where it depends on their number.
+        stated_taps: tapped decoder layers of the target, as far as `config.json` says.
         tap_width: hidden width of the target.
         windows: per layer, the sliding window or None for full attention.
         norm_before_residual: the residual stream begins with the normed features.
@@ -77,7 +68,7 @@ class Eagle3Config:
     layers: Layers
     vocab_size: int
     draft_vocab_size: int | None
-    stated_taps: tuple[int, ...] | None
+    stated_taps: StatedTaps
     tap_width: int
     windows: tuple[int | None, ...]
     norm_before_residual: bool = False
@@ -93,7 +84,7 @@ class Eagle3Config:
     @property
     def num_taps(self) -> int:
         """Tapped layers."""
-        return _USUAL_TAPS if self.stated_taps is None else len(self.stated_taps)
+        return len(self.stated_taps.layers or ()) or _USUAL_TAPS
 
     @property
     def has_head_norms(self) -> bool:
@@ -116,18 +107,8 @@ class Eagle3Config:
         )
 
     def taps(self, num_target_layers: int) -> tuple[int, ...]:
-        """Tapped layers of a target of so many, 0-based: those stated, or a low, a middle and a high one."""
-        return default_taps(num_target_layers) if self.stated_taps is None else self.stated_taps
-
-
-def default_taps(num_target_layers: int) -> tuple[int, ...]:
-    """Layers, 0-based, whose outputs a head reads that names none: entries 2, T // 2 and T - 3 of Transformers' hidden states, the
-    first of which are the embeddings.
-
-    >>> default_taps(32)
-    (1, 15, 28)
-    """
-    return 1, num_target_layers // 2 - 1, num_target_layers - 4
+        """Tapped layers of a target of so many, 0-based; see `drafters.eagle3.taps`."""
+        return taps(self.stated_taps, num_target_layers)
 
 
 def parse_config(raw: Mapping[str, Any]) -> Eagle3Config:
@@ -140,7 +121,7 @@ def parse_config(raw: Mapping[str, Any]) -> Eagle3Config:
     own, shape = section(raw, "eagle_config"), section(raw, "transformer_layer_config") or raw
     keys = Keys([own, raw, shape])
     _check_keys(raw, keys, own)
-    layers = _layers(shape)
+    layers = read_layers(shape)
     draft_vocab_size = keys.integer("draft_vocab_size")
     reduced = draft_vocab_size is not None and draft_vocab_size != layers.vocab_size
     require(
@@ -151,9 +132,9 @@ def parse_config(raw: Mapping[str, Any]) -> Eagle3Config:
         layers=layers,
         vocab_size=layers.vocab_size,
         draft_vocab_size=draft_vocab_size if reduced else None,
-        stated_taps=_stated_taps(raw, own),
+        stated_taps=stated_taps(raw, own),
         tap_width=keys.integer("target_hidden_size") or layers.hidden_size,
-        windows=_windows(layers),
+        windows=windows(layers),
         norm_before_residual=keys.flag("norm_before_residual") or False,
         norm_before_fc=keys.flag("norm_before_fc") or False,
         fc_norm=keys.flag("fc_norm") or False,
@@ -179,62 +160,6 @@ def _check_keys(raw: Mapping[str, Any], keys: Keys, own: Mapping[str, Any]) -> N
     for key, plain in _PLAIN_VALUES.items():
         value = keys.find(key)
         require(value is None or value in plain, f"EAGLE-3 with {key} {value!r} is not supported yet; supported: {plain[0]!r}")
-
-
-def _layers(shape: Mapping[str, Any]) -> Layers:
-    """What the layers are like, read by Transformers, which knows every way of writing RoPE's parameters."""
-    kind = shape.get("model_type")
-    require(kind in _LAYERS, f"layers of type {kind!r} are not supported in an EAGLE-3 head; supported: {', '.join(_LAYERS)}")
-    sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
-    for name in sizes:
-        value = Keys([shape]).required(name)
-        require(1 <= value < 2**31, f"{name} is {value}; it must be positive and below 2**31")
-    try:
-        layers = _LAYERS[str(kind)](**shape)
-    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
-        require(False, f"the layers' part of config.json is not valid ({one_line(error)}); correct it")
-    require(
-        layers.num_attention_heads % layers.num_key_value_heads == 0 and layers.head_dim % 2 == 0,
-        f"{layers.num_attention_heads} query heads on {layers.num_key_value_heads} key heads of {layers.head_dim}:"
-        " the first must be a multiple of the second, the third even",
-    )
-    biased = isinstance(layers, DeepseekV3Config) and layers.attention_bias
-    require(not biased, "attention_bias is true, which latent attention is not supported with; it must be false")
-    rope_type = layers.rope_parameters.get("rope_type")
-    if rope_type == "mrope":  # positions of text are the same on all its axes
-        rope_type = layers.rope_parameters["rope_type"] = "default"
-    supported = ", ".join(STATIC_ROPE_TYPES)
-    require(rope_type in STATIC_ROPE_TYPES, f"RoPE type {rope_type!r} is not supported in a drafter; supported: {supported}")
-    return layers
-
-
-def _stated_taps(raw: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Tapped layers, 0-based. Within `eagle_config`, and as `target_layer_ids`, they are counted so; at the top level, as
-    speculators and vLLM have them, the embeddings are 0.
-    """
-    places = [
-        (own, "eagle_aux_hidden_state_layer_ids", 0),
-        (raw, "target_layer_ids", 0),
-        (raw, "eagle_aux_hidden_state_layer_ids", 1),
-    ]
-    ids, shift = next(((place[name], shift) for place, name, shift in places if place.get(name) is not None), (None, 0))
-    if ids is None:
-        return None
-    valid = isinstance(ids, list) and bool(ids) and all(type(i) is int for i in ids)
-    require(valid, f"target layer ids are {ids!r}; they must be a list of integers")
-    taps = tuple(i - shift for i in ids)
-    require(min(taps) >= 0, f"target layer ids are {ids}; the embeddings cannot be tapped, only outputs of layers")
-    return taps
-
-
-def _windows(layers: Layers) -> tuple[int | None, ...]:
-    kinds: Sequence[str] = getattr(layers, "layer_types", None) or ["full_attention"] * layers.num_hidden_layers
-    known = len(kinds) == layers.num_hidden_layers and set(kinds) <= {"full_attention", "sliding_attention"}
-    require(known, f"layer_types is {kinds!r}; it must name full_attention or sliding_attention for each layer")
-    window = getattr(layers, "sliding_window", None)
-    stated = "sliding_attention" not in kinds or (type(window) is int and window >= 1)
-    require(stated, "a layer is sliding_attention but config.json enables no window; set sliding_window")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _mask(keys: Keys, vocab_size: int) -> int:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from drafters.checkpoint import write_folder
 from drafters.eagle3.config import Eagle3Config
+from drafters.eagle3.taps import IDS, settled
 from drafters.keys import require
 from drafters.vocabulary import drafted
 
@@ -20,20 +21,28 @@ _NOT_OF_LAYERS = {
 """What a flat config.json says beside its layers."""
 
 
-def write_checkpoint(path: Path, config: Eagle3Config, tensors: Mapping[str, Tensor], layout: Layout) -> None:
+def write_checkpoint(
+    path: Path,
+    config: Eagle3Config,
+    tensors: Mapping[str, Tensor],
+    layout: Layout,
+    num_target_layers: int | None = None,
+) -> None:
     """Writes a head as a new folder that appears whole or not at all.
 
     Args:
         path: folder to make; it must not exist yet, or be empty.
         config, tensors: as `drafters.eagle3.checkpoint.read_checkpoint` returns them.
         layout: of names and config.json.
+        num_target_layers: where it is known.
 
     Raises:
         CheckpointError: what the layout cannot express, a taken path, or a failed write.
     """
     require(config.latent is None, "a head with latent attention can be read, but not written")
     dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
-    written = _to_sglang(config, dtype) if layout == "sglang" else _to_speculators(config, dtype)
+    stated = settled(config.stated_taps, num_target_layers)
+    written = _to_sglang(config, dtype, stated) if layout == "sglang" else _to_speculators(config, dtype, stated)
     stored = {_name(name, layout): tensor.contiguous() for name, tensor in tensors.items()}
     if config.draft_vocab_size is not None:
         stored["t2d"] = drafted(tensors["d2t"], config.vocab_size)
@@ -58,13 +67,15 @@ def _flags(config: Eagle3Config) -> dict[str, bool]:
     return {name: getattr(config, name) for name in names}
 
 
-def _to_sglang(config: Eagle3Config, dtype: str) -> dict[str, Any]:
+def _to_sglang(config: Eagle3Config, dtype: str, stated: tuple[int, ...] | None) -> dict[str, Any]:
     require(config.mask_token_id is None, "a head that drafts in parallel (P-EAGLE) has no words in the sglang layout")
     require(not config.has_head_norms, "norms of queries and keys have no words in the sglang layout")
     require(len(config.windows) == 1, f"a head of {len(config.windows)} layers has no words in the sglang layout")
     own: dict[str, Any] = {"use_aux_hidden_state": True, **{name: True for name, value in _flags(config).items() if value}}
-    if config.stated_taps is not None:
-        own["eagle_aux_hidden_state_layer_ids"] = list(config.stated_taps)
+    # SGLang reads the first, mostly as it is meant here; the second leaves no doubt.
+    ids = {} if stated is None else {"target_layer_ids": list(stated)}
+    if stated is not None:
+        own[IDS] = list(stated)
     return {
         **_layers(config, dtype),
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -73,10 +84,11 @@ def _to_sglang(config: Eagle3Config, dtype: str) -> dict[str, Any]:
         "embed_requires_grad": config.own_embeddings,
         "bias": config.fc_bias,
         "eagle_config": own,
+        **ids,
     }
 
 
-def _to_speculators(config: Eagle3Config, dtype: str) -> dict[str, Any]:
+def _to_speculators(config: Eagle3Config, dtype: str, stated: tuple[int, ...] | None) -> dict[str, Any]:
     kind = "eagle3" if config.mask_token_id is None else "peagle"
     require(not config.fc_bias, "a bias of fc has no words in the speculators layout")
     method = {
@@ -85,7 +97,6 @@ def _to_speculators(config: Eagle3Config, dtype: str) -> dict[str, Any]:
         "verifier_accept_k": 1,
         "accept_tolerance": 0.0,
     }
-    taps = config.stated_taps
     return {
         "architectures": ["Eagle3Speculator" if kind == "eagle3" else "PEagleSpeculator"],
         "speculators_model_type": kind,
@@ -99,7 +110,7 @@ def _to_speculators(config: Eagle3Config, dtype: str) -> dict[str, Any]:
         "dtype": dtype,
         "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
         "target_hidden_size": config.tap_width,
-        "eagle_aux_hidden_state_layer_ids": None if taps is None else [tap + 1 for tap in taps],
+        IDS: None if stated is None else [layer + 1 for layer in stated],
         "embed_requires_grad": config.own_embeddings,
         **_flags(config),
         **({} if config.mask_token_id is None else {"mask_token_id": config.mask_token_id}),
