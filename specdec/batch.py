@@ -28,7 +28,8 @@ class ForwardInput:
         position_ids: int64 [num_tokens].
         metadata: attention metadata of these rows.
         logit_rows: int64 [n], rows whose logits are wanted; None for all rows.
-        long: bool [num_tokens], rows of requests that may come to more than `Verifier.short_len` tokens; None for none.
+        rope_lens: int64 [num_tokens], length that the rotations of a row's request are for at least; 0 for the usual ones, None for
+            all. See `specdec.core.LengthRule`.
 
     What follows is for layers that keep a state per request, see `specdec.kv_cache.StateCache`:
 
@@ -42,7 +43,7 @@ class ForwardInput:
     position_ids: Tensor
     metadata: AttentionMetadata
     logit_rows: Tensor | None = None
-    long: Tensor | None = None
+    rope_lens: Tensor | None = None
     slots: Tensor | None = None
     row_counts: Tensor | None = None
     final: bool = True
@@ -81,7 +82,7 @@ class DecodeBatch:
         max_model_len: position ids never reach this, so that learned position tables are safe.
         sampling: sampling state of the requests.
         min_seq_len: host bound, at most the smallest L; requests that only pad the batch may have less.
-        long: bool [num_reqs], see `ForwardInput.long`; None where the target does not ask.
+        rope_lens: int64 [num_reqs], see `ForwardInput.rope_lens`; None where the target does not ask.
         context: see `Context`.
 
     What the models of a step are fed beside tokens depends on the rows per request alone. It is computed once for each width.
@@ -97,7 +98,7 @@ class DecodeBatch:
     max_model_len: int
     sampling: SamplingTensors
     min_seq_len: int = 0
-    long: Tensor | None = None
+    rope_lens: Tensor | None = None
     context: Context = "now"
     _positions: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
     _position_ids: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
@@ -212,7 +213,7 @@ class DecodeBatch:
             token_ids.flatten(),
             position_ids,
             metadata,
-            long=None if self.long is None else self.long.repeat_interleave(width),
+            rope_lens=None if self.rope_lens is None else self.rope_lens.repeat_interleave(width),
             slots=self.slots,
             final=width == 1,
             max_pending=max_pending,

@@ -95,7 +95,7 @@ class EngineConfig:
 
     Attributes:
         max_num_seqs: requests decoded at once; sizes all per-request device state.
-        max_model_len: most tokens of prompt and output together; None takes the model's own limit.
+        max_model_len: most tokens of prompt and output together; None takes what the model is made for.
         max_prefill_tokens: prompt tokens per step, the size of a prefill chunk; None takes 512 on a CPU, elsewhere up to 8,192, as
             the attention backend says, and 2,048 beside requests that decode, which wait for a chunk.
         num_draft_tokens: k, drafts per step: a number, 0 for plain decoding, or "auto" for what decodes fastest, chosen step by

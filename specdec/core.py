@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -125,6 +125,44 @@ class RoutedExperts:
         return round(self.weight_bytes * self.expected(rows) / self.num_experts)
 
 
+class ContextLimits(NamedTuple):
+    """How long a sequence of a model may be, prompt and output together, in tokens.
+
+    Attributes:
+        usual: what an engine takes where nobody asks for another; `Verifier.max_model_len`.
+        extended: as far as its positions were made to go.
+        most: where they end; None where more is possible, if poor.
+    """
+
+    usual: int
+    extended: int
+    most: int | None = None
+
+    def advice(self, current: int) -> str:
+        """What can be done about a prompt that `current` tokens do not hold."""
+        if current < self.extended:
+            return f"shorten it, or raise max_model_len, which may be {self.extended:,}"
+        return "shorten it" + ("" if self.most else ", or raise max_model_len beyond what the model was made for")
+
+
+class LengthRule(NamedTuple):
+    """How rotations follow the length of a request.
+
+    Attributes:
+        start: tokens up to which they are the usual ones.
+        grows: beyond it they change row by row (`specdec.layers.rotary.Growth`); otherwise a request that may come to be longer has
+            others from its first token on (LongRoPE).
+    """
+
+    start: int
+    grows: bool
+
+    def rope_len(self, prompt: int, total: int) -> int:
+        """`ForwardInput.rope_lens` of a request with so many tokens, and so many with its output; equal ones rotate alike."""
+        length = prompt if self.grows else total - 1  # the last token is never read
+        return 0 if length <= self.start else length if self.grows else self.start + 1
+
+
 class Verifier(Protocol):
     """The target model, seen from the engine and from drafters."""
 
@@ -135,8 +173,9 @@ class Verifier(Protocol):
     hidden_size: int
     num_layers: int
     max_model_len: int
-    short_len: int | None
-    """Most tokens that are read of a request without its being `ForwardInput.long`; None where the target makes no difference."""
+    context: ContextLimits
+    length_rule: LengthRule | None
+    """None where rotations are the same for requests of any length."""
     eos_token_ids: tuple[int, ...]
     embedding_scale: float
     """Factor the model applies to its input embeddings (sqrt(H) for Gemma, else 1)."""

@@ -28,8 +28,8 @@ class ScratchCache:
 
     def __init__(self, verifier: Verifier, lengths: Sequence[int], specs: Sequence[LayerSpec] | None = None) -> None:
         attention = verifier.attention.spec
-        short_len = verifier.short_len
-        self._long = None if short_len is None else [length > short_len for length in lengths]
+        rule = verifier.length_rule
+        self._rope_lens = None if rule is None else [rule.rope_len(length, length + 1) for length in lengths]
         self._device, self._block_size = verifier.device, attention.block_size
         blocks = [blocks_for(length, self._block_size) for length in lengths]
         self._first_blocks = [0, *accumulate(blocks)]  # of every sequence, and the end
@@ -64,8 +64,10 @@ class ScratchCache:
         )
         tokens = chain.from_iterable(tokens for _, _, tokens in pieces)
         owners = self._tensor(sequence for sequence, _, _ in pieces)
-        long = None if self._long is None else self._tensor(self._long[n] for n, _, some in pieces for _ in some).bool()
-        return ForwardInput(self._tensor(tokens), self._tensor(chain.from_iterable(positions)), metadata, long=long, slots=owners)
+        lens = self._rope_lens
+        rope_lens = None if lens is None else self._tensor(lens[number] for number, _, some in pieces for _ in some)
+        position_ids = self._tensor(chain.from_iterable(positions))
+        return ForwardInput(self._tensor(tokens), position_ids, metadata, rope_lens=rope_lens, slots=owners)
 
     def _tensor(self, values: Iterable[int]) -> Tensor:
         return torch.tensor(list(values), device=self._device)

@@ -20,7 +20,7 @@ from verifiers.description import Description, norm_epsilon
 from verifiers.latent import latent_attention
 from verifiers.mixture import gated_mlp, mixture, mlp_beside_experts
 from verifiers.recurrent import attends, is_recurrent, mamba, mixer
-from verifiers.shape import cache_layers, layer_kinds, layer_windows, max_model_len
+from verifiers.shape import cache_layers, layer_kinds, layer_windows, position_embeddings
 from verifiers.shared_blocks import SharedBlocks
 from verifiers.weights import Reorder, Weights
 
@@ -168,7 +168,7 @@ class LayerBuilder:
     def _rope(self, parameters: Any, head_dim: int) -> Rope:
         key = repr((head_dim, *sorted(parameters.items())))
         if key not in self._ropes:
-            self._ropes[key] = Rope.of(parameters, head_dim, max_model_len(self._config)).to(self._device)
+            self._ropes[key] = Rope.of(parameters, head_dim, position_embeddings(self._config)).to(self._device)
         return self._ropes[key]
 
     def _feed_forward(self, weights: Weights) -> FeedForward:

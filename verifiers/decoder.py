@@ -22,7 +22,7 @@ from specdec.layers.sharded import Embedding, GatheredLinear
 from verifiers.builder import LayerBuilder
 from verifiers.description import Description
 from verifiers.recurrent import recurrent_rows
-from verifiers.shape import layer_caches, layer_kinds, layer_specs, layer_windows, max_model_len, short_len
+from verifiers.shape import context_limits, layer_caches, layer_kinds, layer_specs, layer_windows, length_rule
 from verifiers.shares import shared
 from verifiers.weights import Weights
 
@@ -80,7 +80,8 @@ class DecoderVerifier:
         if self.group is not None:
             self._head = GatheredLinear(self._head, self.group, config.vocab_size)
         self.hidden_size, self.num_layers = config.hidden_size, config.num_hidden_layers
-        self.max_model_len, self.short_len = max_model_len(config), short_len(config)
+        self.context, self.length_rule = context_limits(config, own=True), length_rule(config)
+        self.max_model_len = self.context.usual
         self.vocab_size = self._head.out_features
         self.kv_specs = layer_specs(own, backend)
         self._places = layer_caches(config)
@@ -129,7 +130,7 @@ class DecoderVerifier:
     def hidden(self, rows: ForwardInput, caches: Sequence[Any], taps: Sequence[int] = ()) -> tuple[Tensor, list[Tensor]]:
         """Hidden states [T, H] after the final norm, and the raw outputs [T, H] of the layers in `taps`."""
         embeddings = self._embedding(self._ops, rows.token_ids, self.embedding_scale)
-        angles = self._decoder.angles(rows.position_ids, self.dtype, rows.long)
+        angles = self._decoder.angles(rows.position_ids, self.dtype, rows.rope_lens)
         inputs = None if self._inputs is None else self._inputs(self._ops, rows.token_ids, embeddings)
         each = self.attention.each
         of_each = [_plan(backend, rows.metadata) for backend in each]

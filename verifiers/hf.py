@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from specdec.attention.backend import AttentionBackend
 from specdec.attention.mla import MlaBackend
 from specdec.batch import ForwardInput
-from specdec.core import RoutedExperts, Verifier, VerifyOutput
+from specdec.core import LengthRule, RoutedExperts, Verifier, VerifyOutput
 from specdec.errors import UnsupportedModelError
 from verifiers.decoder import DecoderVerifier
 from verifiers.description import Description
 from verifiers.families import describe
 from verifiers.hf_attention import ATTENTION_NAME, PagedForward
-from verifiers.shape import eos_token_ids, expert_counts, layer_kinds, layer_specs, layer_windows, max_model_len, peculiarity
+from verifiers.shape import context_limits, eos_token_ids, expert_counts, layer_kinds, layer_specs, layer_windows, peculiarity
 from verifiers.weights import Weights
 from verifiers.wrappers import is_composite, load_text, text_class
 
@@ -132,8 +132,9 @@ class HFVerifier:
         self.attention = backend
         self.device, self.dtype = model.device, model.dtype
         self.hidden_size, self.num_layers = config.hidden_size, config.num_hidden_layers
-        self.max_model_len = max_model_len(config)
-        self.short_len: int | None = None
+        self.context = context_limits(config, own=False)
+        self.max_model_len = self.context.usual
+        self.length_rule: LengthRule | None = None
         _keep_frequencies(model)
         self.kv_specs = layer_specs(config, backend)
         description = describe(config)
@@ -213,7 +214,7 @@ class HFVerifier:
 
 
 def _keep_frequencies(model: nn.Module) -> None:
-    """Makes RoPE of type "dynamic" what it is up to `max_position_embeddings`; to look at positions, the host would wait."""
+    """Makes RoPE of type "dynamic" what it is where it does not stretch; to look at positions, the host would wait."""
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
         if isinstance(kind, dict):

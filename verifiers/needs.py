@@ -13,6 +13,7 @@ from specdec.attention.backend import AttentionSpec
 from specdec.attention.mla import MlaSpec
 from specdec.attention.selector import refusals, select_backend
 from specdec.config import DEFAULT_BLOCK_SIZE
+from specdec.core import ContextLimits
 from specdec.errors import CheckpointError
 from specdec.hub import json_file
 from specdec.kv_cache import KVLayerSpec, SharedLayerSpec, StateLayerSpec, bytes_per_slot
@@ -22,7 +23,7 @@ from verifiers.families import describe
 from verifiers.formats.method import method_of, stated_quantization
 from verifiers.load import EMBEDDED
 from verifiers.prediction_families import predicts
-from verifiers.shape import INDEXED_MODELS, LATENT_MODELS, backend_spec, layer_caches, layer_specs, layer_windows, max_model_len
+from verifiers.shape import INDEXED_MODELS, LATENT_MODELS, backend_spec, context_limits, layer_caches, layer_specs, layer_windows
 from verifiers.sizes import weight_bytes
 from verifiers.support import unsupported_reasons
 from verifiers.wrappers import config_of, text_config
@@ -55,7 +56,7 @@ class Needs:
         gpus: needed for the weights.
         hidden_size, num_layers, vocab_size: what a drafter has to fit.
         predicts: it has layers for multi-token prediction, which can draft.
-        max_len: most tokens of a request.
+        context: how long requests may be; None where it would not run.
         missing: everything in the way; empty when it would run.
     """
 
@@ -76,7 +77,7 @@ class Needs:
     num_layers: int = 0
     vocab_size: int = 0
     predicts: bool = False
-    max_len: int = 0
+    context: ContextLimits | None = None
     missing: tuple[str, ...] = ()
 
     @property
@@ -176,7 +177,7 @@ def needs_of(
         num_layers=text.num_hidden_layers,
         vocab_size=text.vocab_size,
         predicts=own and predicts(text, names),
-        max_len=max_model_len(text),
+        context=context_limits(text, own=own),
         missing=(*missing, *_too_large(gpus, gpu_bytes)),
     )
 

@@ -9,8 +9,13 @@ from transformers import PreTrainedConfig
 
 from specdec.attention.backend import AttentionBackend, AttentionSpec, HeadShape
 from specdec.attention.mla import IndexerSpec, MlaBackend, MlaSpec
+from specdec.core import ContextLimits, LengthRule
 from specdec.kv_cache import KVLayerSpec, LayerSpec, SharedLayerSpec
+from specdec.layers.rotary import STATIC_ROPE_TYPES
 from verifiers.recurrent import attends, is_recurrent, state_layer_spec
+
+STRETCHED = ("dynamic", "linear", "longrope", "yarn")
+"""RoPE types whose `factor` is one of lengths."""
 
 CHUNKED = "chunked_attention"
 """What configs call layers that attend within chunks."""
@@ -169,23 +174,52 @@ def expert_counts(config: PreTrainedConfig) -> tuple[int, int] | None:
     return None if experts is None or chosen is None else (experts, chosen)
 
 
-def max_model_len(config: PreTrainedConfig) -> int:
-    """Most tokens of a sequence."""
+def position_embeddings(config: PreTrainedConfig) -> int:
+    """Positions that the config states, and that some types of RoPE look at."""
     return getattr(config, "max_position_embeddings", None) or 8192
+
+
+def context_limits(config: PreTrainedConfig, *, own: bool) -> ContextLimits:
+    """How long sequences may be.
+
+    YaRN and LongRoPE state which length they stretch, and how far. Of linear and dynamic RoPE some configs mean the length that
+    they state, others the stretched one: it goes on if asked to. Llama 3's factor is none of lengths.
+
+    Args:
+        config: of the text model.
+        own: our own layers run it, none of which has a table of positions.
+    """
+    stated, kinds = position_embeddings(config), rope_kinds(config)
+    usual = extended = stated
+    for rope in kinds:
+        factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
+        if not factor or rope.get("rope_type") not in STRETCHED:
+            continue
+        if original:
+            usual = max(usual, int(factor * original))
+        elif len(kinds) == 1:  # a config with several kinds counts the stretched length
+            extended = max(extended, int(factor * stated))
+    # Transformers' modules without RoPE have a table of positions, and "dynamic" is kept from stretching in them.
+    if not own and not (kinds and all(rope.get("rope_type") in STATIC_ROPE_TYPES for rope in kinds)):
+        return ContextLimits(stated, stated, stated)
+    return ContextLimits(usual, max(usual, extended))
 
 
 def rope_kinds(config: PreTrainedConfig) -> list[dict[str, Any]]:
     """RoPE parameters of all layers, each kind once."""
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    if all(isinstance(entry, dict) for entry in parameters.values()):
-        return list(parameters.values())
-    return [parameters]
+    nested = [entry for entry in parameters.values() if isinstance(entry, dict)]
+    return nested or [parameters] if parameters else []
 
 
-def short_len(config: PreTrainedConfig) -> int | None:
-    """See `Verifier.short_len`: the length up to which LongRoPE has its first frequencies."""
-    lengths = [rope["original_max_position_embeddings"] for rope in rope_kinds(config) if rope.get("rope_type") == "longrope"]
-    return min(lengths, default=None)
+def length_rule(config: PreTrainedConfig) -> LengthRule | None:
+    """See `Verifier.length_rule`."""
+    kinds = rope_kinds(config)
+    lengths = [rope["original_max_position_embeddings"] for rope in kinds if rope.get("rope_type") == "longrope"]
+    if lengths:
+        return LengthRule(min(lengths), grows=False)
+    grows = any(rope.get("rope_type") == "dynamic" for rope in kinds)
+    return LengthRule(position_embeddings(config), grows=True) if grows else None
 
 
 def value_widths(config: PreTrainedConfig) -> tuple[int, int] | None:
@@ -204,7 +238,8 @@ def peculiarity(config: PreTrainedConfig) -> str | None:
         return "layers that attend within chunks"
     if value_widths(config) is not None:
         return "keys and values of different widths"
-    return None if short_len(config) is None else "RoPE that differs between requests"
+    rule = length_rule(config)
+    return None if rule is None or rule.grows else "RoPE that differs between requests"
 
 
 def eos_token_ids(*candidates: int | list[int] | tuple[int, ...] | None) -> tuple[int, ...]:

@@ -35,7 +35,7 @@ class DraftModel(SequentialDrafter):
     ) -> None:
         network = DraftModelNetwork(model, verifier, model.vocab_size if num_tokens is None else num_tokens)
         super().__init__(network, verifier, max_draft_tokens=max_draft_tokens)
-        self.longest = model.max_model_len
+        self.longest = model.length_rule.start if model.length_rule else model.context.extended
 
     def bound(self, caches: Sequence[Any], max_num_seqs: int, draft_sampling: DraftSampling) -> BoundDrafter:
         return BoundDraftModel(self, caches, max_num_seqs, draft_sampling)

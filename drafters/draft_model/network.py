@@ -31,9 +31,9 @@ class DraftModelNetwork(SequentialNetwork):
                 f"draft model {model.name!r} has recurrent layers, whose states cannot take rejected drafts back;"
                 " choose one with attention alone"
             )
-        if model.short_len is not None:
+        if model.length_rule is not None and not model.length_rule.grows:
             raise CheckpointError(
-                f"draft model {model.name!r} rotates requests longer than {model.short_len:,} tokens in another way,"
+                f"draft model {model.name!r} rotates requests longer than {model.length_rule.start:,} tokens in another way,"
                 " which a draft model cannot yet; choose another"
             )
         self.model = model
@@ -56,7 +56,7 @@ class DraftModelNetwork(SequentialNetwork):
         token_ids = rows.token_ids
         if self.target_ids is not None:
             token_ids = token_ids.where(token_ids < self.num_tokens, 0)  # of a token that it lacks it learns the place alone
-        position_ids, stored, held = rows.position_ids.clamp(max=self.model.max_model_len - 1), iter(caches), list[Any]()
+        position_ids, stored, held = rows.position_ids.clamp(max=self.model.context.extended - 1), iter(caches), list[Any]()
         for spec in self.model.kv_specs:
             held.append(held[spec.layer] if isinstance(spec, SharedLayerSpec) else next(stored))
         return self.model.forward(ForwardInput(token_ids, position_ids, rows.metadata, logit_rows=wanted), held).logits

@@ -114,9 +114,9 @@ class PackedForward:
         metadata = AttentionMetadata.packed(batch.lengths_host, batch.lengths_host, table, slots)
         places = sequences * width + positions
         owners = torch.arange(num_seqs, device=ends.device)
-        short_len = self._verifier.short_len
-        long = None if short_len is None else (batch.lengths > short_len)[sequences]
-        rows = ForwardInput(batch.token_ids.flatten()[places], positions, metadata, long=long, slots=owners)
+        rule = self._verifier.length_rule
+        rope_lens = None if rule is None else (batch.lengths * (batch.lengths > rule.start))[sequences]
+        rows = ForwardInput(batch.token_ids.flatten()[places], positions, metadata, rope_lens=rope_lens, slots=owners)
         final, tapped = self._verifier.hidden(rows, cache.layers, self._layer_ids)
         return _unpack(torch.cat(tapped, dim=-1), places, num_seqs, width), _unpack(final, places, num_seqs, width)
 

@@ -51,8 +51,10 @@ def run_model(args: argparse.Namespace) -> int:
     if needs.caches:
         _say("cache", "; ".join(needs.caches))
         _say("", _cache_sizes(needs, args.kv_dtype))
-        longest = needs.max_len * needs.token_bytes + needs.request_bytes
-        _say("context", f"{needs.max_len:,} tokens, whose cache takes {_gigabytes(longest)}")
+        usual, extended, most = needs.context
+        longest = f"{usual:,} tokens, whose cache takes {_gigabytes(usual * needs.token_bytes + needs.request_bytes)}"
+        further = f"; its RoPE goes to {extended:,} with --max-model-len" if extended > usual else ", and no more" if most else ""
+        _say("context", longest + further)
     if needs.weights:
         _say("weights", f"{_gigabytes(needs.weights)}, stored as {needs.stored}{' and plain here' if needs.unpacked else ''}")
         place = "GPU" if args.gpu_memory is not None or device.type == "cuda" else "machine"

@@ -1,5 +1,6 @@
 """What becomes a request: prompts and wishes that the target, the cache and the grammars can fulfil."""
 
+import logging
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,6 +11,8 @@ from specdec.errors import CapacityError, InvalidInputError
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.kv_cache import blocks_for
 from specdec.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 OnTokens = Callable[[Request, list[int]], int | None]
 
@@ -42,6 +45,7 @@ class Admission:
         self.max_model_len, self._block_size, self._num_blocks = max_model_len, block_size, num_blocks
         self._overshoot = overshoot
         self._next_id = 0
+        self._told_crossing = False
         self._seeds = random.Random(seed)
 
     def new_request(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, on_tokens: OnTokens | None = None) -> Request:
@@ -60,8 +64,10 @@ class Admission:
         prompt = list(prompt_token_ids)
         total = self._total_len(prompt, sampling)
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
-        short_len = self.verifier.short_len
-        is_long = short_len is not None and total - 1 > short_len  # the last token is never read
+        rule = self.verifier.length_rule
+        rope_len = 0 if rule is None else rule.rope_len(len(prompt), total)
+        if rule is not None and not rule.grows and rope_len > 0 and len(prompt) <= rule.start:
+            self._tell_crossing(len(prompt), rule.start)
         request = Request(
             self._next_id,
             prompt,
@@ -69,7 +75,7 @@ class Admission:
             seed=seed,
             max_total_len=total,
             stop_ids=frozenset([*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.verifier.eos_token_ids)]),
-            long=is_long,
+            rope_len=rope_len,
             on_tokens=on_tokens,
         )
         if self.grammars and sampling.grammar is not None:
@@ -101,6 +107,18 @@ class Admission:
                 f"the prompt holds token {found}, which stands for {media[found]}; {self.verifier.name!r} runs as a text model,"
                 " so give text alone"
             )
+
+    def _tell_crossing(self, prompt_len: int, start: int) -> None:
+        """Says once where an output differs from that of Transformers."""
+        if not self._told_crossing:
+            logger.warning(
+                "a prompt of %s tokens and its max_tokens reach beyond %s, where LongRoPE changes: it has the rotations of long"
+                " requests from its first token on, other than in `generate`; max_tokens of %s or less keeps the first ones",
+                f"{prompt_len:,}",
+                f"{start:,}",
+                f"{start + 1 - prompt_len:,}",
+            )
+        self._told_crossing = True
 
     def _with_all_ends(self, sampling: SamplingParams) -> SamplingParams:
         """The same, naming the model's own end-of-sequence ids as well where what ends the output must be known beforehand."""
@@ -134,7 +152,7 @@ class Admission:
         if len(prompt) + min(sampling.max_tokens, 1) > self.max_model_len:
             raise CapacityError(
                 f"the prompt has {len(prompt)} tokens and the limit is {self.max_model_len} for prompt and output together;"
-                " shorten it or raise max_model_len, if the model allows more"
+                f" {self.verifier.context.advice(self.max_model_len)}"
             )
         total = min(len(prompt) + sampling.max_tokens, self.max_model_len)
         needed = blocks_for(total + self._overshoot, self._block_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import NamedTuple
 
@@ -31,6 +32,8 @@ from specdec.layers import argmax, block_rows, cache_rows, rotary
 from specdec.parallel.collectives import least
 from specdec.parallel.group import group_of
 from specdec.sampling import candidates, masks, sampler, trees, tries
+
+logger = logging.getLogger(__name__)
 
 PREFILL_TOKENS_BESIDE = 2048
 """Prompt tokens of a step beside requests that decode: they wait for the chunk, about ten of their steps with a model of 8 B on an
@@ -69,7 +72,8 @@ def build_engine(verifier: Verifier, drafter: Drafter | None, config: EngineConf
     """Sizes everything, allocates it, and binds the drafter.
 
     Raises:
-        InvalidInputError: more drafts per step than the drafter can give, or drafts without a drafter.
+        InvalidInputError: more drafts per step than the drafter can give, drafts without a drafter, or a context that goes on where
+            the target's positions end.
         CheckpointError, BackendError: the drafter does not fit the target, or no attention backend can serve it.
         CapacityError: the cache budget does not pay for two blocks, or the device does not have it.
     """
@@ -82,7 +86,7 @@ def build_engine(verifier: Verifier, drafter: Drafter | None, config: EngineConf
         drafter = None
     num_lookahead_tokens = drafter.num_lookahead_tokens if drafter else 0
     pipeline_depth = config.pipeline_depth if config.pipeline_depth is not None else int(device.type == "cuda")
-    max_model_len = min(config.max_model_len or verifier.max_model_len, verifier.max_model_len)
+    max_model_len = _max_model_len(verifier, config.max_model_len)
     in_flight = pipeline_depth * (depth + 1)
     overshoot = in_flight + max(reserved + 1, num_lookahead_tokens)
     max_blocks = blocks_for(max_model_len + in_flight + max(most_drafts + 1, num_lookahead_tokens), block_size)
@@ -160,7 +164,7 @@ def build_engine(verifier: Verifier, drafter: Drafter | None, config: EngineConf
         vocab_size=verifier.vocab_size,
         device=device,
         num_lookahead_tokens=num_lookahead_tokens,
-        tells_long=verifier.short_len is not None,
+        rotates_by_length=verifier.length_rule is not None,
     )
     bound = None
     if drafter:
@@ -186,6 +190,29 @@ def build_engine(verifier: Verifier, drafter: Drafter | None, config: EngineConf
     if captures:
         capture_steps(runner, slots, CudaCapture(device), prefill_rows, required=bool(config.graphs))
     return EngineParts(blocks, max_model_len, pipeline_depth, overshoot, timer, kv_cache, pool, scheduler, slots, runner)
+
+
+def _max_model_len(verifier: Verifier, asked: int | None) -> int:
+    """Most tokens of prompt and output together.
+
+    Raises:
+        InvalidInputError: more than the target has positions for.
+    """
+    usual, extended, most = verifier.context
+    if asked is None:
+        return usual
+    if most is not None and asked > most:
+        raise InvalidInputError(
+            f"max_model_len is {asked:,} and the positions of {verifier.name!r} end at {most:,}; ask for no more"
+        )
+    if asked > extended:
+        logger.warning(
+            "max_model_len is %s and %s was made for %s tokens: what it writes beyond may be poor",
+            f"{asked:,}",
+            verifier.name,
+            f"{extended:,}",
+        )
+    return asked
 
 
 def _shapes(verifier: Verifier, drafter: Drafter | None, config: EngineConfig) -> tuple[BlockShape, ...]:

@@ -167,9 +167,9 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
             slots, logit_rows, seq_lens, row_counts, next_token_ids = inputs[3 * count :].view(5, num_reqs)
             block_table = state.block_table.index_select(0, slots)
             metadata = AttentionMetadata.uniform(width, seq_lens.int(), block_table, slot_mapping, max_seq_len=max_seq_len)
-            long = state.long_of(slots)
-            long = None if long is None else long.repeat_interleave(width)
-            rows = ForwardInput(token_ids, position_ids, metadata, logit_rows, long, slots, row_counts)
+            rope_lens = state.rope_lens_of(slots)
+            rope_lens = None if rope_lens is None else rope_lens.repeat_interleave(width)
+            rows = ForwardInput(token_ids, position_ids, metadata, logit_rows, rope_lens, slots, row_counts)
             logits.copy_(self._forward(PrefillBatch(rows, slots, next_token_ids)))
 
         replay = self._capture.capture(launch, PrefillShape)

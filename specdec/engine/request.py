@@ -28,8 +28,8 @@ class Request:
     """One sequence on the host.
 
     Set by the caller: `request_id`, `prompt_token_ids`, `sampling`, `seed`, `max_total_len` (prompt and output together),
-    `stop_ids` (tokens that end the output), `long` (see `specdec.batch.ForwardInput.long`), `grammar` (of an output that has one,
-    until the request ends).
+    `stop_ids` (tokens that end the output), `rope_len` (see `specdec.batch.ForwardInput.rope_lens`), `grammar` (of an output that
+    has one, until the request ends).
     Set by the engine as results arrive: `output_token_ids`, all log-probabilities, `finish_reason`, `error`, `steps`.
     Set by the scheduler and the engine between steps: `status`, `slot`, `block_ids`, `num_scored`, `num_prefilled`, `snapshot`,
     `num_cached_tokens`, `offers_from`, `num_deferred`, `num_kv_tokens`, `num_in_flight`, `num_unread`.
@@ -43,7 +43,7 @@ class Request:
     seed: int
     max_total_len: int
     stop_ids: frozenset[int] = frozenset()
-    long: bool = False
+    rope_len: int = 0
     on_tokens: Callable[[Request, list[int]], int | None] | None = None
     """Called with the tokens about to be added; returns how many to keep when a stop string ends among them, else None."""
 

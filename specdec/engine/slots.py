@@ -31,7 +31,7 @@ class SlotState:
         vocab_size: width of the table of tokens seen, which exists once a request has a repetition penalty.
         device: where the tensors live.
         num_lookahead_tokens: see `specdec.core.Drafter.num_lookahead_tokens`.
-        tells_long: the target asks which requests are long, see `specdec.batch.ForwardInput.long`.
+        rotates_by_length: the target asks, see `specdec.batch.ForwardInput.rope_lens`.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class SlotState:
         vocab_size: int,
         device: torch.device,
         num_lookahead_tokens: int = 0,
-        tells_long: bool = False,
+        rotates_by_length: bool = False,
     ) -> None:
         self.device = device
         self.block_size, self.max_model_len, self.vocab_size = block_size, max_model_len, vocab_size
@@ -56,7 +56,7 @@ class SlotState:
         self.seq_lens, self.anchors = self._progress[0], self._progress[1]
         self.block_table = torch.full((self.num_slots, max_blocks), NULL_BLOCK, dtype=torch.int32, device=device)
         self.sampling = SamplingTensors.neutral(self.num_slots, device)
-        self.long = torch.zeros(self.num_slots, dtype=torch.bool, device=device) if tells_long else None
+        self.rope_lens = torch.zeros(self.num_slots, dtype=torch.int64, device=device) if rotates_by_length else None
         self._num_blocks = [0] * max_num_seqs  # entries of each row that are the request's own
         self._selection = Selection([])
 
@@ -75,8 +75,8 @@ class SlotState:
         )
         self.sampling.put(slots, rows)
         self._begin_edits(requests, slots)
-        if self.long is not None:
-            self.long.index_copy_(0, slots, self.tensor([request.long for request in requests]).bool())
+        if self.rope_lens is not None:
+            self.rope_lens.index_copy_(0, slots, self.tensor([request.rope_len for request in requests]))
         for request in requests:
             self._num_blocks[request.slot] = 0
             if request.sampling.repetition_penalty != 1:
@@ -138,9 +138,9 @@ class SlotState:
         slots: list[int] = []
         logit_rows: list[int] = []
         scored_rows: list[int] = []
-        long: list[int] = []
+        rope_lens: list[int] = []
         for chunk in chunks:
-            long += [chunk.request.long] * (chunk.end - chunk.start)
+            rope_lens += [chunk.request.rope_len] * (chunk.end - chunk.start)
             scored_rows += [len(tokens) + position - chunk.start for position in chunk.rows_to_score]
             tokens += prefill_tokens(chunk.request)[chunk.start : chunk.end]
             positions += range(chunk.start, chunk.end)
@@ -155,13 +155,12 @@ class SlotState:
             self.tensor(slots),
         )
         wanted = self.tensor(logit_rows + scored_rows)
-        is_long = None if self.long is None else self.tensor(long).bool()
         rows = ForwardInput(
             self.tensor(tokens),
             self.tensor(positions),
             metadata,
             logit_rows=wanted,
-            long=is_long,
+            rope_lens=None if self.rope_lens is None else self.tensor(rope_lens),
             slots=slot_rows,
             max_pending=most_pending(chunks),
         )
@@ -214,13 +213,13 @@ class SlotState:
             block_size=self.block_size,
             max_model_len=self.max_model_len,
             sampling=sampling,
-            long=self.long_of(slots),
+            rope_lens=self.rope_lens_of(slots),
             context=context,
         )
 
-    def long_of(self, slots: Tensor) -> Tensor | None:
-        """bool [num_reqs]: which of the requests in `slots` are long; None where the target does not ask."""
-        return None if self.long is None else self.long.index_select(0, slots)
+    def rope_lens_of(self, slots: Tensor) -> Tensor | None:
+        """int64 [num_reqs]: those of the requests in `slots`; None where the target does not ask."""
+        return None if self.rope_lens is None else self.rope_lens.index_select(0, slots)
 
     def commit(self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput) -> None:
         """Moves the requests of a step on: L grows by the accepted drafts and the old anchor, the next anchor takes its place.

@@ -14,19 +14,19 @@ class PrefixCounts:
     found: int = 0
 
 
-def prefix_root(*, long: bool, salt: str | None) -> bytes:
+def prefix_root(*, rope_len: int, salt: str | None) -> bytes:
     """What the first digest is chained to: all that changes keys and values beside the tokens, and whose blocks they are.
 
     Args:
-        long: see `specdec.batch.ForwardInput.long`.
+        rope_len: see `specdec.batch.ForwardInput.rope_lens`.
         salt: see `specdec.sampling_params.SamplingParams.cache_salt`.
 
-    >>> prefix_root(long=False, salt=None)
+    >>> prefix_root(rope_len=0, salt=None)
     b''
-    >>> prefix_root(long=False, salt="a") == prefix_root(long=True, salt="a")
+    >>> prefix_root(rope_len=0, salt="a") == prefix_root(rope_len=9, salt="a")
     False
     """
-    return b"" if salt is None and not long else _digest(repr((long, salt)).encode())
+    return b"" if salt is None and not rope_len else _digest(repr((rope_len, salt)).encode())
 
 
 def prefix_hashes(
@@ -44,7 +44,7 @@ def prefix_hashes(
     >>> a, b = prefix_hashes([1, 2, 3, 4, 5], 2), prefix_hashes([1, 2, 3, 9], 2)
     >>> len(a), a[0] == b[0], a[1] == b[1]
     (2, True, False)
-    >>> prefix_hashes([8, 8, 3, 4], 2)[1] == a[1], prefix_hashes([1, 2], 2, root=prefix_root(long=True, salt=None))[0] == a[0]
+    >>> prefix_hashes([8, 8, 3, 4], 2)[1] == a[1], prefix_hashes([1, 2], 2, root=prefix_root(rope_len=9, salt=None))[0] == a[0]
     (False, False)
     >>> a, b = prefix_hashes([1, 2, 3, 4, 5], 2, ahead=1), prefix_hashes([1, 2, 3, 4, 6], 2, ahead=1)
     >>> a[0] == b[0], a[1] == b[1], len(prefix_hashes([1, 2, 3, 4], 2, ahead=1))

@@ -111,9 +111,9 @@ class Decoder:
         """Drops the layers from `count` on; what comes after the norm means nothing any more."""
         del self.layers[count:]
 
-    def angles(self, position_ids: Tensor, dtype: torch.dtype, long: Tensor | None = None) -> dict[Rope, Angles]:
-        """Of positions int64 [T], once for every kind of rotation; `long` bool [T] names rows of long requests."""
-        return {rope: Angles.of(position_ids, rope, dtype, long) for rope in self._ropes}
+    def angles(self, position_ids: Tensor, dtype: torch.dtype, rope_lens: Tensor | None = None) -> dict[Rope, Angles]:
+        """Of positions int64 [T], once for every kind of rotation; for `rope_lens` see `specdec.batch.ForwardInput`."""
+        return {rope: Angles.of(position_ids, rope, dtype, rope_lens) for rope in self._ropes}
 
     def __call__(
         self,

@@ -18,7 +18,7 @@ STATIC_ROPE_TYPES = ("default", "linear", "llama3", "proportional", "yarn")
 """RoPE types, as Transformers names them, whose frequencies stay what they are, however long a sequence grows."""
 
 ROPE_TYPES = (*STATIC_ROPE_TYPES, "dynamic", "longrope")
-"""Those that targets may have. "dynamic" changes frequencies beyond `max_position_embeddings` alone, which no request exceeds."""
+"""Those that targets may have; of the last two frequencies depend on a request's length."""
 
 
 class Temperature(NamedTuple):
@@ -43,6 +43,25 @@ class Temperature(NamedTuple):
         return factors.to(dtype) if self.rounds else factors
 
 
+class Growth(NamedTuple):
+    """How frequencies change with a length of more than `start` tokens: dynamic NTK scaling, as `generate` of Transformers has it.
+
+    Rows of a prompt have those of the whole prompt, later rows those of the length that they make, whatever was cached before.
+    """
+
+    theta: float
+    factor: float
+    start: int
+    rotated: int
+
+    def frequencies(self, lengths: Tensor) -> Tensor:
+        """float32 [..., rotated / 2] for lengths int64 [...] of at least `start`."""
+        exponents = torch.arange(0, self.rotated, 2, device=lengths.device) / self.rotated
+        scale = self.factor * lengths / self.start - (self.factor - 1)
+        theta = self.theta * scale ** (self.rotated / (self.rotated - 2))
+        return 1.0 / theta[..., None] ** exponents
+
+
 @dataclass(frozen=True, eq=False)
 class Rope:
     """How heads are rotated: number `i` of a head against number `i + head_dim / 2`.
@@ -53,6 +72,7 @@ class Rope:
         rotated: numbers of a head that are rotated; None means all.
         long_frequencies: those of long requests, like `frequencies`, in LongRoPE (arXiv 2402.13753); None where all have the same.
         temperature: of the queries of layers that are rotated like this; None where there is none.
+        growth: what frequencies become in sequences that are long enough; None where they stay.
     """
 
     frequencies: Tensor
@@ -60,6 +80,7 @@ class Rope:
     rotated: int | None = None
     long_frequencies: Tensor | None = None
     temperature: Temperature | None = None
+    growth: Growth | None = None
 
     @classmethod
     def of(cls, parameters: Mapping[str, Any], head_dim: int, max_position_embeddings: int) -> "Rope":
@@ -88,9 +109,23 @@ class Rope:
                 amplitude = F.pad(torch.full_like(frequencies, factor), (0, still), value=1.0)
             frequencies = F.pad(frequencies, (0, still))
             if parameters["rope_type"] != "longrope":
-                return cls(frequencies, amplitude, rotated, temperature=temperature)
+                growth = None
+                if parameters["rope_type"] == "dynamic":
+                    growth = Growth(parameters["rope_theta"], parameters["factor"], max_position_embeddings, rotated)
+                return cls(frequencies, amplitude, rotated, temperature=temperature, growth=growth)
             long_frequencies, _ = _frequencies(parameters, rotated, max_position_embeddings, is_long=True)
             return cls(frequencies, amplitude, rotated, F.pad(long_frequencies, (0, still)), temperature)
+
+    def frequencies_of(self, position_ids: Tensor, rope_lens: Tensor) -> Tensor:
+        """float32 [..., head_dim / 2] for rows with these positions and `specdec.batch.ForwardInput.rope_lens`, int64 [...]."""
+        if self.long_frequencies is not None:
+            return torch.where(rope_lens[..., None] > 0, self.long_frequencies, self.frequencies)
+        if self.growth is None:
+            return self.frequencies
+        lengths = torch.maximum(position_ids + 1, rope_lens)
+        grown = self.growth.frequencies(lengths.clamp(min=self.growth.start))
+        grown = F.pad(grown, (0, len(self.frequencies) - grown.shape[-1]))
+        return torch.where(lengths[..., None] > self.growth.start, grown, self.frequencies)
 
     def to(self, device: torch.device) -> "Rope":
         """The same on another device."""
@@ -111,18 +146,16 @@ class Angles:
         self.cos, self.sin, self.factors = cos, sin, factors
 
     @classmethod
-    def of(cls, position_ids: Tensor, rope: Rope, dtype: torch.dtype, long: Tensor | None = None) -> "Angles":
+    def of(cls, position_ids: Tensor, rope: Rope, dtype: torch.dtype, rope_lens: Tensor | None = None) -> "Angles":
         """Those of positions int64 [...], computed in float32, in type `dtype`.
 
         Args:
             position_ids: of the rows.
             rope: how they are rotated.
             dtype: of the result.
-            long: bool like `position_ids`, rows of long requests; None for none.
+            rope_lens: int64 like `position_ids`, see `specdec.batch.ForwardInput`; None for the usual frequencies.
         """
-        frequencies = rope.frequencies
-        if long is not None and rope.long_frequencies is not None:
-            frequencies = torch.where(long[..., None], rope.long_frequencies, frequencies)
+        frequencies = rope.frequencies if rope_lens is None else rope.frequencies_of(position_ids, rope_lens)
         factors = None if rope.temperature is None else rope.temperature.factors(position_ids, dtype)
         return cls(*half_angles(position_ids, frequencies, dtype, amplitude=rope.amplitude), factors)
 

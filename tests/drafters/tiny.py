@@ -18,7 +18,7 @@ from specdec.attention.backend import AttentionBackend, AttentionMetadata, Atten
 from specdec.attention.torch_ref.fa import TorchRefBackend
 from specdec.batch import DecodeBatch, ForwardInput, PrefillBatch
 from specdec.blocks import BlockShape
-from specdec.core import AcceptOutput, Drafter, VerifyOutput
+from specdec.core import AcceptOutput, ContextLimits, Drafter, LengthRule, VerifyOutput
 from specdec.kv_cache import PagedKVCache
 from specdec.sampling.tensors import SamplingTensors
 from specdec.sampling_params import SamplingParams
@@ -115,7 +115,7 @@ class FakeVerifier:
         self.name = "tiny"
         self.device, self.dtype = torch.device("cpu"), torch.float32
         self.vocab_size, self.hidden_size, self.num_layers = config.vocab_size, config.hidden_size, config.num_hidden_layers
-        self.max_model_len = 512
+        self.max_model_len, self.context = 512, ContextLimits(512, 512)
         self.eos_token_ids: tuple[int, ...] = ()
         self.weight_bytes, self.routed_experts = 0, None
         self.kv_specs: list[Any] = []
@@ -123,7 +123,7 @@ class FakeVerifier:
         self.embedding_scale = 1.0
         self.final_softcap: float | None = None
         self.media_token_ids: Mapping[int, str] = {}
-        self.short_len: int | None = None
+        self.length_rule: LengthRule | None = None
         self.weight_codes: tuple[str, ...] = ()
         spec = AttentionSpec(self.device, self.dtype, num_heads=4, num_kv_heads=2, head_dim=8, block_size=BLOCK)
         self.attention: AttentionBackend = TorchRefBackend(spec)

@@ -72,10 +72,12 @@ class PackedRun:
             seq_lens_host=ends if host_lengths else None,
         )
         owners = torch.tensor([i for i, _, _ in spans])
-        long = None
-        if (short_len := self.verifier.short_len) is not None:
-            long = torch.tensor([len(self.sequences[i]) > short_len for i, a, b in spans for _ in range(a, b)])
-        output = self.verifier.forward(ForwardInput(tokens, positions, metadata, long=long, slots=owners), self.cache.layers, aux)
+        rope_lens = None
+        if (rule := self.verifier.length_rule) is not None:
+            lens = [rule.rope_len(len(sequence), len(sequence) + 1) for sequence in self.sequences]
+            rope_lens = torch.tensor([lens[i] for i, a, b in spans for _ in range(a, b)])
+        rows_in = ForwardInput(tokens, positions, metadata, rope_lens=rope_lens, slots=owners)
+        output = self.verifier.forward(rows_in, self.cache.layers, aux)
         rows = output.aux_hidden if aux else output.logits
         assert rows is not None
         return list(torch.split(rows, widths))
