@@ -139,13 +139,24 @@ _USUAL: dict[str, dict[str, Any]] = {
 }
 """What public models of a type have and its defaults have not."""
 
+_CONTEXT = (
+    "Without `--max-model-len` (`EngineConfig.max_model_len`) a request may have `max_position_embeddings` tokens, or what YaRN and"
+    " LongRoPE stretch theirs to: `factor` times `original_max_position_embeddings`. So the edit of `config.json` that model cards"
+    " give for long texts is all it takes. Of `linear` and `dynamic` RoPE without an original length some configs state the length"
+    " that is stretched, others the result; it is not stretched unless asked to. With RoPE, or without positions, more than a model"
+    " was made for is allowed, and said in one line. Positions that are looked up in a table, as those of GPT-2, end with it, and"
+    " `dynamic` RoPE does not stretch in Transformers' modules."
+)
+
 _LENGTHS = (
-    "LongRoPE (`longrope`: Phi-3 with 128k, Phi-4-mini) has two sets of frequencies. A request is rotated by one of them from its"
-    " first token to its last: by the first where prompt and `max_tokens` together stay within"
+    "`dynamic` RoPE changes row by row beyond `max_position_embeddings`, as in `generate` of a model that has just been loaded: a"
+    " prompt has the frequencies of its length, and each further token those of the length that it makes. Prompts of different"
+    " lengths beyond it find nothing of each other in the prefix cache. LongRoPE (`longrope`: Phi-3 with 128k, Phi-4-mini) has two"
+    " sets of frequencies. A request is rotated by one of them from its first token to its"
+    " last: by the first where prompt and `max_tokens` together stay within"
     " `original_max_position_embeddings`, else by the second. Neighbors do not matter, and outputs equal those of `generate`, but"
     " for a request whose prompt is within that length and whose `max_tokens` reaches beyond it: `generate` starts such a one with"
-    " the first set and changes in its midst. Lower `max_tokens` and it has the first set throughout. `dynamic` RoPE is the usual"
-    " one up to `max_position_embeddings`, which is the limit of a request here."
+    " the first set and changes in its midst. One line says so; lower `max_tokens` and it has the first set throughout."
 )
 
 _STATE = "it keeps a recurrent state (state-space model or linear attention), which cannot be rolled back"
@@ -171,7 +182,9 @@ def page() -> str:
         "",
         "In bfloat16. States are float32; with them come the inputs of the rows of a step, 8 here.",
         "",
-        "## RoPE that follows the length",
+        "## How long a request may be",
+        "",
+        *wrap(_CONTEXT, 132),
         "",
         *wrap(_LENGTHS, 132),
         "",
