@@ -199,6 +199,7 @@ class SpecDecoder:
 
     def _chunks(self, prompts: list[Prompt], single: bool, sampling: SamplingParams, *, incremental: bool) -> Iterator[StreamChunk]:
         """Chunks of all prompts; those that cannot be served come first, as errors."""
+        self.engine.admission.wait_for_grammar(sampling)
         served: list[tuple[int, list[int]]] = []
         for index, prompt in enumerate(prompts):
             try:

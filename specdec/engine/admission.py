@@ -87,6 +87,21 @@ class Admission:
         """Raises what `new_request` would."""
         self._total_len(prompt_token_ids, self._with_all_ends(sampling))
 
+    def wait_for_grammar(self, sampling: SamplingParams) -> None:
+        """Waits until the grammar of a request can be followed, if it has one.
+
+        Raises:
+            InvalidInputError: there can be no grammars, or this one cannot be compiled.
+        """
+        if sampling.grammar is not None:
+            self._grammars().wait(sampling.grammar)
+
+    def _grammars(self) -> GrammarCompiler:
+        if self.grammars is None:
+            raise InvalidInputError("a grammar needs the target's tokenizer and this engine has none; give it a GrammarCompiler")
+        self.grammars.check()
+        return self.grammars
+
     def check_tokens(self, prompt: Sequence[int]) -> None:
         """Whether the target can read a prompt, however long.
 
@@ -144,11 +159,7 @@ class Admission:
         self.check_tokens(prompt)
         self._check_tokens_of(sampling)
         if sampling.grammar is not None:
-            if self.grammars is None:
-                raise InvalidInputError(
-                    "a grammar needs the target's tokenizer and this engine has none; give it a GrammarCompiler"
-                )
-            self.grammars.check()
+            self._grammars()
         if len(prompt) + min(sampling.max_tokens, 1) > self.max_model_len:
             raise CapacityError(
                 f"the prompt has {len(prompt)} tokens and the limit is {self.max_model_len} for prompt and output together;"

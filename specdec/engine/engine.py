@@ -240,7 +240,7 @@ class SpecEngine:
         self._compiling = [request for request in waiting if not request.may_start]
         for request in waiting:
             if request.may_start and request.grammar and (error := request.grammar.error):
-                request.error = error
+                request.error, request.bad_input = error, True
                 self._finish(request, "error")
 
     def _prefill(self, chunks: list[Chunk]) -> None:

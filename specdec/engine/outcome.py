@@ -54,7 +54,7 @@ def take_over(step: FinishedStep) -> Outcome:
         if tree and num_accepted:
             outcome.paths.append(Path(columns.rows[tree], columns.ranks[tree]))
         if told % 2 == 0:
-            request.error = _why_not_finite(request, columns.rows[tree] if tree else range(1, num_accepted + 1))
+            _explain(request, columns.rows[tree] if tree else range(1, num_accepted + 1))
             outcome.ended.append((request, "error"))
             continue
         if known + num_accepted + 1 < request.max_output_tokens and request.stop_ids.isdisjoint(tokens) and not request.on_tokens:
@@ -104,12 +104,13 @@ def _append_logprobs(request: Request, tokens: Sequence[int], logprobs: Unpacked
             request.top_logprobs.append(top_of(token, value, top_ids, top_values, request.sampling.top_logprobs))
 
 
-def _why_not_finite(request: Request, rows: Sequence[int]) -> str:
-    """Why the logits behind the anchor or one of these rows, which were kept, are not finite."""
+def _explain(request: Request, rows: Sequence[int]) -> None:
+    """Says why the logits behind the anchor or one of these rows, which were kept, are not finite."""
     known = len(request.output_token_ids)
-    if request.grammar is not None and not request.grammar.dead_ends.isdisjoint([0, *rows]):
-        return (
-            f"the grammar allows no token of the vocabulary after {known} output tokens, or a few more;"
-            " it leads where it cannot go on, so change it"
-        )
-    return f"the target's logits are NaN or infinite after {known} output tokens; use --dtype float32 or check the checkpoint"
+    request.bad_input = request.grammar is not None and not request.grammar.dead_ends.isdisjoint([0, *rows])
+    request.error = (
+        f"the grammar allows no token of the vocabulary after {known} output tokens, or a few more;"
+        " it leads where it cannot go on, so change it"
+        if request.bad_input
+        else f"the target's logits are NaN or infinite after {known} output tokens; use --dtype float32 or check the checkpoint"
+    )

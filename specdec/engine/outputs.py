@@ -21,6 +21,7 @@ class GenerationResult:
         token_ids: the output, its stop token included.
         finish_reason: "stop", "length", "cancelled" or "error".
         error: one line, when the reason is "error".
+        bad_input: the error lies in what was asked for.
         logprobs: one per output token when asked for, under the target's unprocessed logits; else None.
         top_logprobs: one per output token when asked for: log-probabilities of the likeliest tokens, and of the token itself.
         prompt_logprobs: one per prompt token when asked for, under the target's unprocessed logits after the tokens before it; the
@@ -43,6 +44,7 @@ class GenerationResult:
     seed: int = 0
     stats: AcceptanceStats = field(default_factory=lambda: AcceptanceStats([], [], []))
     num_cached_tokens: int = 0
+    bad_input: bool = False
 
     @classmethod
     def of(cls, request: Request, text: str) -> GenerationResult:
@@ -55,6 +57,7 @@ class GenerationResult:
             token_ids=request.output_token_ids,
             finish_reason=request.finish_reason or "cancelled",
             error=request.error,
+            bad_input=request.bad_input,
             logprobs=request.logprobs if params.logprobs else None,
             top_logprobs=request.top_logprobs if params.top_logprobs else None,
             prompt_logprobs=[None, *request.prompt_logprobs] if scored else None,
@@ -74,7 +77,7 @@ class GenerationResult:
     @classmethod
     def refused(cls, error: Exception) -> GenerationResult:
         """What an input becomes that cannot be served."""
-        return cls([], "", [], "error", error=str(error))
+        return cls([], "", [], "error", error=str(error), bad_input=True)
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> GenerationResult:

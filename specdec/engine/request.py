@@ -55,6 +55,7 @@ class Request:
     prompt_top_logprobs: list[Top] = field(default_factory=list)
     finish_reason: str | None = None
     error: str | None = None
+    bad_input: bool = False  # the error is who asked's: of a grammar
     steps: list[int] = field(default_factory=list)  # five numbers per verify step, those of `num_drafted` and what follows it
     num_by_rank: Counter[int] = field(default_factory=Counter)  # drafts of trees that were kept, by their rank
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import logging
+import re
 from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import cached_property
@@ -13,7 +14,10 @@ from typing import TYPE_CHECKING, Any
 from specdec.errors import InvalidInputError
 from specdec.grammar.grammar import Grammar
 from specdec.grammar.progress import GrammarProgress
+from specdec.grammar.rules import rules_of
 from specdec.packages import install_command
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     import xgrammar
@@ -24,12 +28,6 @@ THREADS = 2
 
 CACHE_BYTES = 2**29
 """Of compiled grammars that are kept for the next request; those of unfinished requests come on top. A schema takes a few MB."""
-
-LOOSE, STRICT = r"[^\"\\\r\n]", r"[^\0-\x1f\"\\]"
-"""Characters of strings with a length, as xgrammar 0.2.8 writes them into a schema's grammar, and as JSON has them: no tab."""
-
-WHITESPACE = 16
-"""Characters of white space between two parts of JSON: a line's end and its indentation, not a page of blanks."""
 
 
 class GrammarCompiler:
@@ -63,11 +61,23 @@ class GrammarCompiler:
 
     def start(self, grammar: Grammar) -> GrammarProgress:
         """Where an output stands before its first token. Its grammar may be ready only later."""
+        return GrammarProgress(self.compiled(grammar), self._eos_token_ids, self._special_token_ids)
+
+    def wait(self, grammar: Grammar) -> None:
+        """Waits until a grammar is compiled.
+
+        Raises:
+            InvalidInputError: it cannot be.
+        """
+        self.compiled(grammar).result()
+
+    def compiled(self, grammar: Grammar) -> Future[xgrammar.CompiledGrammar]:
+        """The grammar as soon as it is compiled, or why it cannot be: an `InvalidInputError`."""
         with self._lock:
             future = self._compiled.pop(grammar, None) or self._submit(grammar)
             self._compiled[grammar] = future  # the latest come last
             self._forget()
-        return GrammarProgress(future, self._eos_token_ids, self._special_token_ids)
+        return future
 
     def after_fork(self) -> None:
         """In a child process: no thread of the parent's compiles anything here, and no lock is held."""
@@ -78,12 +88,15 @@ class GrammarCompiler:
     def _forget(self) -> None:
         """Lets go of those that were not asked for the longest, as far as they take too much; under the lock."""
         done = {grammar: future for grammar, future in self._compiled.items() if future.done()}
-        sizes = {grammar: future.result().memory_size_bytes for grammar, future in done.items() if not future.exception()}
+        failed = [grammar for grammar, future in done.items() if future.exception()]
+        for grammar in failed:
+            del self._compiled[grammar], done[grammar]
+        sizes = {grammar: future.result().memory_size_bytes for grammar, future in done.items()}
         excess = sum(sizes.values()) - CACHE_BYTES
-        for grammar in done:
+        for grammar, size in sizes.items():
             if excess <= 0:
                 break
-            excess -= sizes.get(grammar, 0)
+            excess -= size
             del self._compiled[grammar]
 
     def _submit(self, grammar: Grammar) -> Future[xgrammar.CompiledGrammar]:
@@ -128,36 +141,18 @@ class GrammarCompiler:
         Raises:
             InvalidInputError: xgrammar refuses the grammar.
         """
-        library = self._library
+        for note in grammar.notes:
+            logger.warning("a JSON schema asks for more than outputs are held to: %s", note)
         try:
-            match grammar.kind:
-                case "json_schema":
-                    import xgrammar
-
-                    rules = str(xgrammar.Grammar.from_json_schema(grammar.text, max_whitespace_cnt=WHITESPACE))
-                    return library.compile_grammar(rules.replace(LOOSE, STRICT))
-                case "json_object":
-                    return library.compile_json_schema('{"type": "object"}', max_whitespace_cnt=WHITESPACE, strict_mode=False)
-                case "regex":
-                    return library.compile_regex(grammar.text)
-                case "choice":
-                    return library.compile_grammar(f"root ::= {' | '.join(map(_literal, json.loads(grammar.text)))}")
-                case "ebnf":
-                    return library.compile_grammar(grammar.text)
+            return self._library.compile_grammar(rules_of(grammar))
+        except InvalidInputError:
+            raise
         except Exception as error:  # of the library's own types, and others
-            reason = str(error).strip().splitlines()[-1].rpartition(".cc:")[2] or type(error).__name__
+            said = (str(error).strip().splitlines() or [""])[-1]
+            reason = re.sub(r"^.*\.cc:\d+: ", "", said) or type(error).__name__
             raise InvalidInputError(f"the grammar of kind {grammar.kind} cannot be compiled: {reason}") from error
 
 
 def wait_for(futures: Iterable[Future[Any]], seconds: float) -> None:
     """Waits until one of them is done, but no longer than so many seconds."""
     wait(list(futures), timeout=seconds, return_when=FIRST_COMPLETED)
-
-
-def _literal(text: str) -> str:
-    """A string in GBNF, whose escapes are those of JSON.
-
-    >>> _literal('say "a"')
-    '"say \\\\"a\\\\""'
-    """
-    return json.dumps(text, ensure_ascii=False)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from specdec.errors import InvalidInputError
-from specdec.grammar.schema import unsupported
+from specdec.grammar.schema import NO_TEXT, reading
+from specdec.grammar.text_rules import Text
 
 Kind = Literal["json_schema", "json_object", "regex", "choice", "ebnf"]
 
@@ -44,10 +45,18 @@ class Grammar:
                 raise InvalidInputError(
                     f"choices are {reprlib.repr(choices)}; give a list of at least one string, none of them empty"
                 )
-        if self.kind == "json_schema":
-            reasons = unsupported(_parsed("the JSON schema", self.text))
-            if reasons:
-                raise InvalidInputError(f"the JSON schema asks for what cannot be held to: {'; '.join(reasons)}; leave that out")
+        plain = "".join(choices) if self.kind == "choice" else self.text
+        if self.kind != "json_schema" and NO_TEXT.search(plain):
+            raise InvalidInputError(f"the text of a grammar of kind {self.kind} holds NUL or half a character; leave that out")
+        if self.kind == "regex":
+            Text((self.text,)).check()
+        if self.kind == "json_schema" and (reasons := reading(self.text).reasons):
+            raise InvalidInputError(f"the JSON schema asks for what cannot be held to: {'; '.join(reasons)}; leave that out")
+
+    @property
+    def notes(self) -> list[str]:
+        """What a JSON schema says that the standard lets be, and that the output need not follow; said to who asked."""
+        return list(reading(self.text).notes) if self.kind == "json_schema" else []
 
     @classmethod
     def json_schema(cls, schema: str | bool | Mapping[str, Any]) -> Grammar:
@@ -67,7 +76,7 @@ class Grammar:
     @classmethod
     def choice(cls, choices: Sequence[str]) -> Grammar:
         """One of some strings."""
-        return cls("choice", _written("the list of choices", list(choices)))
+        return cls("choice", _written("the list of choices", choices if isinstance(choices, str) else list(choices)))
 
     @classmethod
     def ebnf(cls, rules: str) -> Grammar:
@@ -78,12 +87,12 @@ class Grammar:
 def _parsed(what: str, text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidInputError(f"{what} is no JSON: {error}") from error
 
 
 def _written(what: str, value: Any) -> str:
     try:
-        return json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError) as error:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
         raise InvalidInputError(f"{what} cannot be written as JSON: {error}") from error

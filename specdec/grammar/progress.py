@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specdec.errors import SpecDecError
-
 if TYPE_CHECKING:
     import xgrammar
 
@@ -49,15 +47,9 @@ class GrammarProgress:
 
     @property
     def error(self) -> str | None:
-        """Why the grammar could not be compiled; None otherwise. Only when it is ready.
-
-        Raises:
-            Exception: the compiler failed in a way that is no fault of the grammar.
-        """
+        """Why the grammar could not be compiled; None otherwise. Only when it is ready."""
         error = self.compiled.exception()
-        if error is not None and not isinstance(error, SpecDecError):
-            raise error
-        return None if error is None else str(error)
+        return None if error is None else str(error) or type(error).__name__
 
     def advance(self, token_ids: Sequence[int]) -> bool:
         """Takes over output tokens; False if the grammar does not allow one of them."""

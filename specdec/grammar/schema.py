@@ -1,15 +1,26 @@
-"""JSON schemas of which xgrammar would not hold to every word: it leaves out what it does not know, with a warning at most.
+"""JSON schemas, read before xgrammar is given them: it leaves out what it does not know, with a warning at most.
 
 Refused is what would let an invalid document pass. What makes it stricter than the schema is let be: it writes no properties that
 the schema does not name, and takes a pattern for the whole of a string. Found with xgrammar 0.2.8, by documents that are valid and
-others that are not.
+others that are not. What goes to it is written anew: references lead to definitions of its own, strings with a pattern or a format
+are marks in the place of which rules of ours are put, and what the standard calls an annotation is gone.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
+
+from specdec.errors import InvalidInputError
+from specdec.grammar.formats import FORMATS, LONGEST
+from specdec.grammar.pattern import NOT_HELD
+from specdec.grammar.schema_form import BOUNDS, LENGTHS, malformed, meets, narrowed
+from specdec.grammar.schema_refs import Root, is_of, types_of
+from specdec.grammar.text_rules import Text
 
 NOT_KNOWN = (
     "not",
@@ -23,26 +34,9 @@ NOT_KNOWN = (
 )
 """Keywords that are never held to."""
 
-FORMATS = (
-    "date",
-    "time",
-    "date-time",
-    "duration",
-    "email",
-    "hostname",
-    "ipv4",
-    "ipv6",
-    "json-pointer",
-    "relative-json-pointer",
-    "uri",
-    "uri-reference",
-    "uri-template",
-    "uuid",
-)
-
 OF_TYPE = {
-    "string": ("minLength", "maxLength", "pattern", "format"),
-    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+    "string": (*LENGTHS, "pattern", "format"),
+    "number": (*BOUNDS, "multipleOf"),
     "array": ("items", "prefixItems", "minItems", "maxItems", "unevaluatedItems", "uniqueItems"),
     "object": (
         "properties",
@@ -60,169 +54,243 @@ OF_TYPE = {
 CHOICES = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
 """The first of these that a schema has is held to alone."""
 
-TYPES: dict[str, type | tuple[type, ...]] = {
-    "string": str,
-    "integer": int,
-    "number": (int, float),
-    "boolean": bool,
-    "null": type(None),
-    "array": list,
-    "object": dict,
-}
+WORDS = {"type", *CHOICES, *(keyword for words in OF_TYPE.values() for keyword in words)}
+
+DEEPEST = 100
+"""Schemas within schemas."""
+
+SHORT = 64
+"""A longest length up to which an endless format is held to it as well."""
+
+DECIMALS = 6
+"""That xgrammar 0.2.8 writes of a number with a bound."""
+
+MARK, FIRST_MARK, LAST_MARK = "\ue000", 0xE100, 0xEFFF
+"""What stands for a string of our own: the mark, and a character of private use for its number."""
 
 
-def unsupported(schema: Any, path: str = "#") -> list[str]:
-    """What a schema asks for and would not get, one line each with its place; empty where every output will be valid."""
-    if isinstance(schema, bool):
-        return [] if schema else [f"{path} allows nothing"]
-    if not isinstance(schema, Mapping):
-        return [f"{path} is no schema"]
-    found = [f"{keyword} at {path}" for keyword in NOT_KNOWN if keyword in schema]
-    choice = next((keyword for keyword in CHOICES if keyword in schema), None)
-    if choice:
-        found += _beside(schema, choice, path)
-        if choice in ("const", "enum"):
-            return found + _excluded_values(schema, choice, path)
-        if choice == "$ref" and not str(schema["$ref"]).startswith("#"):
-            found.append(f"$ref to another document at {path}")
-        if choice == "oneOf" and not _disjoint(schema["oneOf"]):
-            found.append(f"oneOf whose options no type or constant property tells apart at {path}")
-        if choice == "allOf" and len(schema["allOf"]) > 1:
-            found.append(f"allOf with several options at {path}")
-    else:
-        found += _without_type(schema, path) + _numbers(schema, path) + _strings(schema, path)
-        found += _arrays(schema, path) + _objects(schema, path)
-    for place, part in _parts(schema):
-        found += unsupported(part, f"{path}/{place}")
-    return found
+NO_TEXT = re.compile(r"[\x00\ud800-\udfff]")
+"""Characters that have no UTF-8, and the one that ends the library's texts."""
 
 
-def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Schemas within a schema, those that are left out aside; a bool says whether something is allowed at all."""
-    for keyword in ("items", "additionalProperties", "unevaluatedItems", "unevaluatedProperties"):
-        if isinstance(schema.get(keyword), Mapping):
-            yield keyword, schema[keyword]
-    if isinstance(schema.get("propertyNames"), Mapping):
-        yield "propertyNames", {"type": "string"} | schema["propertyNames"]
-    for keyword in ("anyOf", "oneOf", "allOf", "prefixItems"):
-        for index, part in enumerate(schema.get(keyword, ())):
-            yield f"{keyword}/{index}", part
-    for keyword in ("properties", "patternProperties", "$defs", "definitions"):
-        for name, part in schema.get(keyword, {}).items():
-            yield f"{keyword}/{name}", part
+@dataclass(slots=True)
+class Reading:
+    """What was found in a schema.
+
+    Attributes:
+        schema: for the library.
+        reasons: what it asks for and would not get, each with its place.
+        notes: what it asks for and the standard lets be, and so do we.
+        texts: strings of our own, by number.
+    """
+
+    schema: Any = None
+    reasons: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    texts: list[Text] = field(default_factory=list)
 
 
-def _types(schema: Mapping[str, Any]) -> list[str]:
-    named = schema.get("type", [])
-    return [named] if isinstance(named, str) else list(named)
+@lru_cache(64)
+def reading(text: str) -> Reading:
+    """What a schema asks for.
+
+    Raises:
+        InvalidInputError: it is no JSON.
+    """
+    try:
+        schema = json.loads(text, parse_constant=_no_constant)
+        return _Reader(schema).read()
+    except ValueError as error:
+        raise InvalidInputError(f"the JSON schema is no JSON: {error}") from error
+    except RecursionError as error:
+        raise InvalidInputError("the JSON schema is nested too deeply; make it flatter") from error
 
 
-def _beside(schema: Mapping[str, Any], choice: str, path: str) -> list[str]:
-    """What stands beside a keyword that is held to alone."""
-    keywords = {keyword for words in OF_TYPE.values() for keyword in words} | set(CHOICES) - {choice}
-    if choice not in ("const", "enum"):
-        keywords.add("type")
-    return [f"{keyword} beside {choice} at {path}" for keyword in schema if keyword in keywords]
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number")
 
 
-def _excluded_values(schema: Mapping[str, Any], choice: str, path: str) -> list[str]:
-    values = [schema["const"]] if choice == "const" else schema["enum"]
-    types = _types(schema)
-    wrong = [value for value in values if types and not any(_is(value, name) for name in types)]
-    return [f"{json.dumps(value)} in {choice}, which the type at {path} excludes" for value in wrong]
+class _Reader:
+    """Reads one schema, and those that its references name, each once."""
 
+    def __init__(self, schema: Any) -> None:
+        self._schema, self._root, self._found = schema, Root(schema), Reading()
+        self._names: dict[str, str] = {}  # of definitions, by reference
 
-def _is(value: Any, name: str) -> bool:
-    if isinstance(value, bool):
-        return name == "boolean"
-    return isinstance(value, TYPES[name]) or (name == "integer" and isinstance(value, float) and value.is_integer())
+    def read(self) -> Reading:
+        found = self._found
+        whole = self._part(self._schema, "#", 0)
+        made: dict[str, Any] = {}
+        while len(made) < len(self._names):  # definitions may name others
+            reference, name = list(self._names.items())[len(made)]
+            made[name] = self._part(self._root.target(reference), reference, 0)
+        found.schema = whole | {"$defs": made} if made else whole
+        if NO_TEXT.search(json.dumps(found.schema, ensure_ascii=False).replace("\\u0000", "\0")):
+            found.reasons.append("NUL or half a character")
+        found.reasons[:] = dict.fromkeys(found.reasons)
+        found.notes[:] = dict.fromkeys(found.notes)
+        if not found.reasons and self._root.loops(self._names):
+            found.reasons.append("a $ref that comes back to itself")
+        if not found.reasons and not self._root.finite(self._names):
+            found.reasons.append("values without an end: a required part that holds itself")
+        return found
 
+    def _refuse(self, *reasons: str) -> dict[str, Any]:
+        self._found.reasons += reasons
+        return {}
 
-def _without_type(schema: Mapping[str, Any], path: str) -> list[str]:
-    """Keywords of strings and numbers need the type beside them; those of arrays and objects bring it along."""
-    if "type" in schema:
-        return []
-    return [
-        f"{keyword} without a type at {path}" for name in ("string", "number") for keyword in OF_TYPE[name] if keyword in schema
-    ]
+    def _part(self, schema: Any, path: str, depth: int) -> Any:
+        if isinstance(schema, bool):
+            return {} if schema else self._refuse(f"{path} allows nothing")
+        if not isinstance(schema, Mapping):
+            return self._refuse(f"{path} is no schema")
+        if depth > DEEPEST:
+            return self._refuse(f"more than {DEEPEST} schemas within each other")
+        wrong = [f"{one} at {path}" for one in malformed(schema)]
+        if wrong:
+            return self._refuse(*wrong)
+        self._refuse(*(f"{keyword} at {path}" for keyword in NOT_KNOWN if keyword in schema))
+        if isinstance(schema.get("$id"), str) and path != "#":
+            return self._refuse(f"$id below the top at {path}")
+        choice = next((keyword for keyword in CHOICES if keyword in schema), None)
+        if choice is None:
+            return self._plain(schema, path, depth)
+        self._refuse(*self._beside(schema, choice, path))
+        match choice:
+            case "const" | "enum":
+                return {choice: schema[choice]}
+            case "$ref":
+                return self._reference(schema["$ref"], path)
+        parts = [self._part(part, f"{path}/{choice}/{number}", depth + 1) for number, part in enumerate(schema[choice])]
+        if choice == "oneOf" and not self._root.disjoint(schema["oneOf"]):
+            self._refuse(f"oneOf whose options no type or constant property tells apart at {path}")
+        if choice == "allOf" and len(parts) > 1:
+            self._refuse(f"allOf with several options at {path}")
+        return parts[0] if choice == "allOf" else {"anyOf": parts}
 
+    def _reference(self, reference: str, path: str) -> dict[str, Any]:
+        if not reference.startswith("#"):
+            return self._refuse(f"$ref to another document at {path}")
+        if self._root.target(reference) is None:
+            return self._refuse(f"$ref {reference!r} at {path}, where there is nothing")
+        name = self._names.setdefault(reference, f"d{len(self._names)}")
+        return {"$ref": f"#/$defs/{name}"}
 
-def _numbers(schema: Mapping[str, Any], path: str) -> list[str]:
-    if "multipleOf" not in schema:
-        return []
-    alone = not any(keyword in schema for keyword in OF_TYPE["number"] if keyword != "multipleOf")
-    whole = _types(schema) == ["integer"] and isinstance(schema["multipleOf"], int)
-    return [] if alone and whole else [f"multipleOf of other than unbounded integers at {path}"]
+    def _beside(self, schema: Mapping[str, Any], choice: str, path: str) -> Iterator[str]:
+        """What stands beside a keyword that is held to alone, and excludes something."""
+        values = [schema["const"]] if choice == "const" else schema["enum"] if choice == "enum" else None
+        for keyword in WORDS & schema.keys() - {choice}:
+            if keyword == "type" and values is not None:
+                wrong = [value for value in values if not any(is_of(value, name) for name in types_of(schema))]
+                yield from (f"{json.dumps(value)} in {choice}, which the type at {path} excludes" for value in wrong)
+                continue
+            if keyword == "type":
+                vacuous = self._root.within({choice: schema[choice]}, types_of(schema))
+            elif values is not None:
+                vacuous = all(meets(value, keyword, schema[keyword]) for value in values)
+            else:
+                vacuous = keyword == "format" and schema["format"] not in FORMATS
+            if not vacuous:
+                yield f"{keyword} beside {choice} at {path}"
 
+    def _plain(self, schema: Mapping[str, Any], path: str, depth: int) -> dict[str, Any]:
+        """A schema that chooses nothing; what speaks of other types than its own has no effect."""
+        types = types_of(schema)
+        if not types:
+            for name in ("string", "number"):
+                words = [one for one in OF_TYPE[name] if one in schema and (one != "format" or schema[one] in FORMATS)]
+                self._refuse(*(f"{keyword} without a type at {path}" for keyword in words))
+        families = {"number" if name == "integer" else name for name in types} or {"array", "object"}
+        made: dict[str, Any] = {"type": schema["type"]} if types else {}
+        for family in OF_TYPE:
+            own = {keyword: schema[keyword] for keyword in OF_TYPE[family] if keyword in schema}
+            if family in families and own:
+                read = {"string": self._string, "number": self._number, "array": self._array, "object": self._object}
+                made |= read[family](own, types, path, depth)
+        return made
 
-def _strings(schema: Mapping[str, Any], path: str) -> list[str]:
-    found = []
-    if "format" in schema and schema["format"] not in FORMATS:
-        found.append(f"format {schema['format']} at {path}")
-    for keyword in ("pattern", "format"):
-        if keyword in schema and ("minLength" in schema or "maxLength" in schema):
-            found.append(f"{keyword} with a length at {path}")
-    if "pattern" in schema and "format" in schema:
-        found.append(f"pattern with a format at {path}")
-    return found
+    def _string(self, own: dict[str, Any], types: list[str], path: str, depth: int) -> dict[str, Any]:
+        least, most = int(own.get("minLength", 0)), int(own["maxLength"]) if "maxLength" in own else None
+        asked = own.get("format")
+        if asked is not None and asked not in FORMATS:
+            self._found.notes.append(f"format {asked} at {path} is taken for an annotation")
+        patterns = [own["pattern"]] if "pattern" in own else []
+        patterns += [FORMATS[asked]] if asked in FORMATS else []
+        if not patterns:
+            return {keyword: int(own[keyword]) for keyword in LENGTHS if keyword in own}
+        if most is not None and asked in FORMATS and most > SHORT and "pattern" not in own:
+            if asked not in LONGEST:
+                self._found.notes.append(f"maxLength {most} beside format {asked} at {path} is not held to")
+            most = None
+        return {"pattern": self._mark(Text((*patterns,), least, most, in_json=True), path)}
 
+    def _mark(self, text: Text, path: str) -> str:
+        """A pattern that stands for a string of our own."""
+        try:
+            text.check()
+        except InvalidInputError as error:
+            self._refuse(f"{str(error).partition(NOT_HELD)[0]} at {path}")
+        if text not in self._found.texts:
+            self._found.texts.append(text)
+        number = FIRST_MARK + self._found.texts.index(text)
+        if number > LAST_MARK:
+            self._refuse("too many patterns")
+        return MARK + chr(min(number, LAST_MARK))
 
-def _arrays(schema: Mapping[str, Any], path: str) -> list[str]:
-    found = [f"uniqueItems at {path}"] if schema.get("uniqueItems") else []
-    if isinstance(schema.get("items"), list):
-        found.append(f"items as a list, today's prefixItems, at {path}")
-    return found
+    def _number(self, own: dict[str, Any], types: list[str], path: str, depth: int) -> dict[str, Any]:
+        step = own.pop("multipleOf", None)
+        if step is not None:
+            if own or types != ["integer"] or step != int(step):
+                return self._refuse(f"multipleOf of other than unbounded integers at {path}")
+            return {"multipleOf": int(step)}
+        least, most = narrowed(own, 0 if "number" not in types else DECIMALS)
+        if least is not None and most is not None and least > most:
+            return self._refuse(f"no number of at most {DECIMALS} decimals within the bounds at {path}")
+        return {keyword: value for keyword, value in (("minimum", least), ("maximum", most)) if value is not None}
 
+    def _array(self, own: dict[str, Any], types: list[str], path: str, depth: int) -> dict[str, Any]:
+        if own.pop("uniqueItems", False):
+            self._refuse(f"uniqueItems at {path}")
+        if isinstance(own.get("items"), list):
+            return self._refuse(f"items as a list, today's prefixItems, at {path}")
+        if "prefixItems" in own:
+            rows = enumerate(own["prefixItems"])
+            own["prefixItems"] = [self._part(part, f"{path}/prefixItems/{number}", depth + 1) for number, part in rows]
+        return self._with_parts(own, ("items", "unevaluatedItems"), path, depth)
 
-def _objects(schema: Mapping[str, Any], path: str) -> list[str]:
-    found = []
-    properties = schema.get("properties", {})
-    missing = [name for name in schema.get("required", ()) if name not in properties]
-    if missing:
-        found.append(f"required property {missing[0]!r} that is not among the properties at {path}")
-    patterns = schema.get("patternProperties", {})
-    further = schema.get("additionalProperties", schema.get("unevaluatedProperties", False if properties or patterns else None))
-    open_ended = further is not False or patterns
-    if schema.get("minProperties", 0) > 1 and open_ended:
-        found.append(f"minProperties above 1 where names are free, and so may come twice, at {path}")
-    if patterns and (properties or len(patterns) > 1 or further is not False):
-        found.append(f"patternProperties beside other properties at {path}")
-    if "propertyNames" in schema and (properties or patterns):
-        found.append(f"propertyNames beside properties at {path}")
-    return found
+    def _object(self, own: dict[str, Any], types: list[str], path: str, depth: int) -> dict[str, Any]:
+        named, patterns = own.get("properties", {}), own.get("patternProperties", {})
+        missing = [name for name in own.get("required", ()) if name not in named]
+        if missing:
+            self._refuse(f"required property {missing[0]!r} that is not among the properties at {path}")
+        further = own.get("additionalProperties", own.get("unevaluatedProperties", False if named or patterns else None))
+        if own.get("minProperties", 0) > 1 and (further is not False or patterns):
+            self._refuse(f"minProperties above 1 where names are free, and so may come twice, at {path}")
+        if patterns and (named or len(patterns) > 1 or further is not False):
+            self._refuse(f"patternProperties beside other properties at {path}")
+        if "propertyNames" in own:
+            own["propertyNames"] = self._names_of(own["propertyNames"], bool(named or patterns), path, depth)
+        for keyword in ("properties", "patternProperties"):
+            if keyword in own:
+                parts = own[keyword].items()
+                own[keyword] = {name: self._part(part, f"{path}/{keyword}/{name}", depth + 1) for name, part in parts}
+        if patterns:
+            own["patternProperties"] = {
+                self._mark(Text((name,), in_json=True), path): part for name, part in own["patternProperties"].items()
+            }
+        return self._with_parts(own, ("additionalProperties", "unevaluatedProperties"), path, depth)
 
+    def _names_of(self, names: Any, beside: bool, path: str, depth: int) -> Any:
+        if beside:
+            self._refuse(f"propertyNames beside properties at {path}")
+        if isinstance(names, Mapping) and not {"type", *CHOICES} & names.keys():
+            names = {"type": "string", **names}
+        if self._root.kinds(names) != {"string"}:
+            self._refuse(f"propertyNames of other than strings at {path}")
+        return self._part(names, f"{path}/propertyNames", depth + 1)
 
-def _disjoint(options: Any) -> bool:
-    """Whether it is plain that no value fits two options."""
-    return all(_apart(one, other) for index, one in enumerate(options) for other in options[:index])
-
-
-def _apart(one: Any, other: Any) -> bool:
-    if not isinstance(one, Mapping) or not isinstance(other, Mapping):
-        return False
-    values, others = _values(one), _values(other)
-    if values is not None and others is not None:
-        return not any(value in others for value in values)
-    types, other_types = _kinds(one), _kinds(other)
-    if types and other_types and not types & other_types:
-        return True
-    shared = set(one.get("required", ())) & set(other.get("required", ()))
-    tags = ((one.get("properties", {}).get(name), other.get("properties", {}).get(name)) for name in shared)
-    return types == other_types == {"object"} and any(
-        isinstance(tag, Mapping) and isinstance(rest, Mapping) and None not in (_values(tag), _values(rest)) and _apart(tag, rest)
-        for tag, rest in tags
-    )
-
-
-def _values(schema: Mapping[str, Any]) -> list[str] | None:
-    """The constants that a schema names, as JSON; None where it names none."""
-    constants = [schema["const"]] if "const" in schema else schema.get("enum")
-    return None if constants is None else [json.dumps(value, sort_keys=True) for value in constants]
-
-
-def _kinds(schema: Mapping[str, Any]) -> set[str]:
-    """Types of the values that fit; empty where it is not said."""
-    constants = [schema["const"]] if "const" in schema else schema.get("enum")
-    if constants is not None:
-        return {name for name in TYPES for value in constants if name != "integer" and _is(value, name)}
-    return {"number" if name == "integer" else name for name in _types(schema)}
+    def _with_parts(self, own: dict[str, Any], keywords: tuple[str, ...], path: str, depth: int) -> dict[str, Any]:
+        for keyword in keywords:  # a bool says whether something is allowed at all
+            if isinstance(own.get(keyword), Mapping):
+                own[keyword] = self._part(own[keyword], f"{path}/{keyword}", depth + 1)
+        return own

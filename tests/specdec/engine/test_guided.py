@@ -21,6 +21,7 @@ from specdec.engine.guided import GuidedGraphs
 from specdec.errors import InvalidInputError
 from specdec.grammar.compiler import GrammarCompiler, wait_for
 from specdec.grammar.grammar import Grammar
+from specdec.grammar.rules import rules_of
 from specdec.sampling_params import SamplingParams
 from tests.helpers.guided import GRAMMARS, MAX_TOKENS, SAMPLINGS, GuidedCase, tokens
 from tests.helpers.scripted import ScriptedDrafter
@@ -211,12 +212,32 @@ def test_a_dead_end_is_an_error(case: GuidedCase) -> None:
         assert tokens(others) == tokens(case.plain["greedy"])
 
 
-def test_a_grammar_that_cannot_be_compiled_ends_its_request(case: GuidedCase) -> None:
+@pytest.mark.parametrize("failure", [None, RuntimeError(""), MemoryError("\nall of it\n"), KeyError("a\nb")], ids=repr)
+def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone(
+    case: GuidedCase, failure: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the library raises."""
+    bad = Grammar.ebnf("root ::= missing")
     engine = case.engine(None)
-    request = engine.add_request(case.prompts[0], SamplingParams(grammar=Grammar.regex("a(")))
+    if failure is not None:
+        engine.admission.grammars = GrammarCompiler(case.tokenizer, case.verifier.vocab_size, case.verifier.eos_token_ids)
+
+        def fail(grammar: Grammar) -> str:
+            if grammar == bad:
+                raise failure
+            return rules_of(grammar)
+
+        monkeypatch.setattr("specdec.grammar.compiler.rules_of", fail)
+    others = case.add(engine)
+    request = engine.add_request(case.prompts[0], SamplingParams(grammar=bad))
     while engine.has_work:
         engine.step()
-    assert request.finish_reason == "error" and "parenthesis" in (request.error or "") and "\n" not in (request.error or "")
+    error = request.error or ""
+    assert request.finish_reason == "error" and request.bad_input
+    assert error.startswith("the grammar of kind ebnf cannot be compiled: ") and "\n" not in error
+    assert tokens(others) == tokens(case.plain["greedy"])
+    with pytest.raises(InvalidInputError, match="cannot be compiled"):
+        engine.admission.wait_for_grammar(request.sampling)
 
 
 def test_a_request_waits_outside_the_batch(case: GuidedCase, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """What is refused of JSON schemas: all that xgrammar lets pass though it is not valid, and nothing that it holds to."""
 
 import json
+import random
 from typing import Any
 
 import pytest
@@ -15,16 +16,16 @@ from transformers import PreTrainedTokenizerFast
 
 from specdec.errors import InvalidInputError
 from specdec.grammar.compiler import GrammarCompiler
+from specdec.grammar.formats import FORMATS
 from specdec.grammar.grammar import Grammar
-from specdec.grammar.schema import unsupported
+from tests.helpers.grammar_texts import CHARACTERS, sample, writes, writes_json
 
 INTEGERS = {"a": {"type": "integer"}, "b": {"type": "integer"}}
 
 REFUSED: list[tuple[Any, Any, str]] = [
     ({"type": "number", "multipleOf": 0.5}, 0.3, "multipleOf"),
     ({"type": "integer", "multipleOf": 3, "minimum": 4}, 7, "multipleOf"),
-    ({"type": "string", "pattern": "^a+$", "maxLength": 2}, "aaa", "pattern with a length"),
-    ({"type": "string", "format": "date", "maxLength": 3}, "2020-01-02", "format with a length"),
+    ({"$ref": "#/x", "x": {"type": "integer", "not": {"const": 3}}}, 3, "not at #/x"),
     ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, [1, 1], "uniqueItems"),
     ({"type": "object", "properties": INTEGERS, "dependentRequired": {"a": ["b"]}}, {"a": 1}, "dependentRequired"),
     ({"type": "object", "properties": INTEGERS, "dependentSchemas": {"a": {"required": ["b"]}}}, {"a": 1}, "dependentSchemas"),
@@ -49,7 +50,47 @@ HELD: list[tuple[Any, list[Any], list[Any]]] = [
     ({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}, [0.5], [0, 1, -0.1]),
     ({"type": "string", "minLength": 2, "maxLength": 4}, ["ab", "abcd"], ["a", "abcde"]),
     ({"type": "string", "pattern": "^a+b$"}, ["aab"], ["b", "xab"]),
-    ({"type": "string", "format": "date"}, ["2020-01-02"], ["x"]),
+    ({"type": "string", "format": "date"}, ["2020-02-29"], ["x", "2021-02-29", "2020-04-31"]),
+    ({"type": "string", "format": "email"}, ["a.b@c.de"], ["a..b@c.de", "@b.c", '"a"@b.cd']),
+    ({"type": "string", "format": "ipv4"}, ["10.0.0.255"], ["256.1.1.1", "1.2.3"]),
+    ({"type": "string", "format": "json-pointer"}, ["", '/a"b'], ["a", "/~2"]),
+    ({"type": "string", "format": "email", "minLength": 1, "maxLength": 7}, ["a@bc.de"], ["ab@cd.ef"]),
+    ({"type": "string", "format": "date-time", "pattern": "^2.*Z$"}, ["2024-02-29T01:02:03.5Z"], ["1999-01-01T00:00:00Z"]),
+    (
+        {"type": "string", "format": "uuid", "pattern": "^.{14}4"},
+        [f"{0:08}-0000-4000-8000-{0:012}"],
+        [f"{0:08}-0000-1000-8000-{0:012}"],
+    ),
+    ({"type": "string", "pattern": "^a+$", "minLength": 2, "maxLength": 3}, ["aa", "aaa"], ["a", "aaaa"]),
+    ({"type": "integer", "format": "int64", "pattern": "^x$", "minLength": 9}, [3], ["x"]),
+    ({"type": ["string", "null"], "maxLength": 1}, [None, "a"], ["ab"]),
+    ({"type": "integer", "minimum": 0.5, "exclusiveMaximum": 2.5}, [1, 2], [0, 3]),
+    ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.000001}, [], [0, 0.5]),
+    ({"enum": ["ab", "c"], "type": "string", "maxLength": 2}, ["ab", "c"], ["abc"]),
+    ({"const": 4, "type": "integer", "minimum": 3}, [4], [3]),
+    ({"$ref": "#/$defs/p", "type": "number", "$defs": {"p": {"type": "integer"}}}, [1], ["a"]),
+    ({"anyOf": [{"type": "integer"}, {"const": 0.5}], "type": "number"}, [1, 0.5], ["a"]),
+    ({"$ref": "#/components/a~1b", "components": {"a/b": {"type": "null"}}}, [None], [1]),
+    ({"type": "object", "propertyNames": {"$ref": "#/$defs/c"}, "$defs": {"c": {"enum": ["x", "y"]}}}, [{"x": 1}], [{"z": 1}]),
+    ({"oneOf": [{"$ref": "#/$defs/a"}, {"type": "null"}], "$defs": {"a": {"type": "object"}}}, [None, {}], [1]),
+    ({"oneOf": [{"const": number} for number in range(3000)]}, [0, 2999], [3000]),
+    (
+        {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"}},
+        [{"a": 1, "b": ""}],
+        [{"a": ""}],
+    ),
+    (
+        {
+            "$defs": {
+                "A": {"type": "object", "properties": {"k": {"const": "a"}, "x": {"type": "integer"}}, "required": ["k", "x"]},
+                "B": {"type": "object", "properties": {"k": {"enum": ["b", "c"]}, "y": {"type": "string"}}, "required": ["k"]},
+                "C": {"oneOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}], "discriminator": {"propertyName": "k"}},
+            },
+            "oneOf": [{"$ref": "#/$defs/C"}, {"type": "null"}],
+        },
+        [{"k": "a", "x": 1}, {"k": "b", "y": "s"}, {"k": "c"}, None],
+        [{"k": "a", "y": "s"}, {"k": "d"}, {"x": 1}],
+    ),
     ({"type": "string", "format": "uuid"}, ["123e4567-e89b-12d3-a456-426614174000"], ["x"]),
     ({"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 2}, [[1], [1, 2]], [[], [1, 2, 3], ["a"]]),
     ({"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}], "items": False}, [[1, "a"]], [["a"], [1, "a", 2]]),
@@ -78,34 +119,139 @@ HELD: list[tuple[Any, list[Any], list[Any]]] = [
 """Schemas, documents that xgrammar writes, and documents that they exclude."""
 
 
+LOOSE_FORMATS = ("email", "json-pointer", "date-time", "uuid")
+"""Which `jsonschema` checks with packages that are not installed, or not to the last character."""
+
+SAMPLED: list[Any] = [
+    *({"type": "string", "format": name} for name in FORMATS),
+    {"enum": ['é"\t\n\\', {"a": [1, "x"]}, 1.5, True]},
+    {"type": "number", "minimum": 0.1, "exclusiveMaximum": 0.3},
+    {"type": "number", "maximum": -1e-9},
+    {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, 'q"\n': {}},
+        "additionalProperties": {"type": "string", "maxLength": 2},
+    },
+    {
+        "type": "object",
+        "propertyNames": {"pattern": '^[a"\\\\]+$'},
+        "additionalProperties": {"type": "integer"},
+        "minProperties": 1,
+    },
+    {
+        "type": "object",
+        "patternProperties": {'^[a"]{1,2}$': {"type": "integer"}},
+        "additionalProperties": False,
+        "minProperties": 1,
+    },
+    {"type": "string", "pattern": '^(?=.*[0-9])(?=.*").{3,5}$'},
+    {"type": "string", "minLength": 1, "maxLength": 2, "pattern": '^["\\\\n]*$'},
+    {"type": ["string", "null", "integer"], "pattern": "^a?$", "minimum": 3},
+    {"anyOf": [{"type": "string", "maxLength": 1}, {"type": "array", "items": {"$ref": "#"}, "maxItems": 1}]},
+]
+
+_WRONG_TYPES: list[Any] = ["str", {}, [], None, ["string", "any"]]
+_WRONG_PARTS: list[Any] = [["a"], None, {"a": 3}]
+_WRONG_ITEMS: list[Any] = [[{}], 3]
+MALFORMED: list[Any] = [
+    *({"type": wrong} for wrong in _WRONG_TYPES),
+    *({"type": "object", "properties": wrong} for wrong in _WRONG_PARTS),
+    *({keyword: wrong} for keyword in ("anyOf", "oneOf", "allOf", "enum", "prefixItems", "required") for wrong in (None, 5, "a")),
+    *({"type": "string", "minLength": wrong} for wrong in ("1", -1, 1.5, True)),
+    *({"type": "integer", "minimum": wrong} for wrong in ("1", True, 2**70, 10**400)),
+    *({"type": "array", "items": wrong} for wrong in _WRONG_ITEMS),
+    {"enum": []},
+    {"$defs": []},
+    {"enum": [1], "type": "foo"},
+    {"$ref": "#/nope"},
+    {"$ref": "#name"},
+    {"$ref": 5},
+    {"type": "integer", "multipleOf": 0},
+    {"type": "string", "minLength": 3, "maxLength": 1},
+    {"type": "number", "minimum": 3, "maximum": 1},
+    {"type": "number", "exclusiveMinimum": 0, "maximum": 1e-7},
+    {"const": "\ud800"},
+    {"properties": {"\ud800": {}}},
+    {"const": "\0"},
+    {"$ref": "#"},
+    {"$ref": "#/$defs/A", "$defs": {"A": {"anyOf": [{"$ref": "#/$defs/B"}]}, "B": {"$ref": "#/$defs/A"}}},
+    {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+    {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+    {"type": "object", "properties": {"a": {"type": "object", "$id": "x"}}},
+    {"type": "object", "propertyNames": {"type": "integer"}},
+    "[" * 100_000,
+    '{"items":' * 300 + "{}" + "}" * 300,
+    '{"const": NaN}',
+    '{"type": "number", "minimum": 1e999}',
+]
+
+
 @pytest.fixture(scope="module")
 def compiler() -> Any:
     characters = [*map(chr, range(32, 127)), "</s>"]
     return xgrammar.GrammarCompiler(xgrammar.TokenizerInfo(characters, stop_token_ids=[len(characters) - 1]))
 
 
-def writes(compiler: Any, schema: Any, document: Any) -> bool:
-    matcher = xgrammar.GrammarMatcher(compiler.compile_json_schema(json.dumps(schema)))
-    return bool(matcher.accept_string(json.dumps(document)) and matcher.is_completed())
-
-
 @pytest.mark.parametrize(("schema", "document", "reason"), REFUSED)
 def test_refused(compiler: Any, schema: Any, document: Any, reason: str) -> None:
     """For a reason: a document that is not valid would pass. Nested ones are found as well."""
-    assert writes(compiler, schema, document) and not jsonschema.Draft202012Validator(schema).is_valid(document)
-    for nested in (schema, {"type": "array", "items": schema} if "$defs" not in schema else schema):
+    matcher = xgrammar.GrammarMatcher(compiler.compile_json_schema(json.dumps(schema)))
+    assert matcher.accept_string(json.dumps(document)) and matcher.is_completed()
+    assert not jsonschema.Draft202012Validator(schema).is_valid(document)
+    for nested in (schema, {"type": "array", "items": schema} if "$ref" not in schema else schema):
         with pytest.raises(InvalidInputError, match=reason):
             Grammar.json_schema(nested)
 
 
 @pytest.mark.parametrize(("schema", "right", "wrong"), HELD)
-def test_held_to(compiler: Any, schema: Any, right: list[Any], wrong: list[Any]) -> None:
-    assert unsupported(schema) == []
-    assert all(writes(compiler, schema, document) for document in right)
-    assert not any(writes(compiler, schema, document) for document in wrong)
+def test_held_to(schema: Any, right: list[Any], wrong: list[Any]) -> None:
+    grammar = Grammar.json_schema(schema)
+    assert [document for document in [*right, *wrong] if writes_json(grammar, document)] == right
     validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
     assert all(validator.is_valid(document) for document in right)
-    assert not any(validator.is_valid(document) for document in wrong)
+    assert not any(validator.is_valid(document) for document in wrong if schema.get("format") not in LOOSE_FORMATS)
+
+
+@pytest.mark.parametrize(
+    ("schema", "note"),
+    [
+        ({"type": "string", "format": "byte"}, "format byte at # is taken for an annotation"),
+        ({"type": "string", "format": "uri", "minLength": 1, "maxLength": 2083}, "maxLength 2083 beside format uri at #"),
+        ({"type": "string", "format": "uuid", "maxLength": 100}, ""),
+        ({"type": "integer", "format": "uint32"}, ""),
+    ],
+)
+def test_what_is_let_be_is_said(schema: Any, note: str, caplog: pytest.LogCaptureFixture) -> None:
+    grammar = Grammar.json_schema(schema)
+    assert len(grammar.notes) == bool(note) and note in "".join(grammar.notes)
+    pieces = [*CHARACTERS, "</s>"]
+    model = models.BPE(vocab={piece: token for token, piece in enumerate(pieces)}, merges=[], unk_token="</s>")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), eos_token="</s>")
+    GrammarCompiler(tokenizer, len(pieces), [len(pieces) - 1]).wait(grammar)
+    assert [record.getMessage().rpartition("held to: ")[2] for record in caplog.records] == grammar.notes
+
+
+def test_a_name_is_not_written_twice_in_another_spelling() -> None:
+    grammar = Grammar.json_schema(
+        {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": {"type": "string"}}
+    )
+    assert writes(grammar, '{"a": 1, "b": "x"}')
+    assert not any(writes(grammar, f'{{"a": 1, "{name}": "x"}}') for name in ("a", "\\u0061"))
+
+
+@pytest.mark.parametrize("schema", SAMPLED, ids=lambda schema: json.dumps(schema)[:60])
+def test_whatever_comes_out_is_valid(schema: Any) -> None:
+    draw, grammar = random.Random(5), Grammar.json_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker(["date", "ipv4", "ipv6", "email"]))
+    found = [text for _ in range(15) if (text := sample(grammar, draw)) is not None]
+    assert len(found) > 3 and all(validator.is_valid(json.loads(text)) for text in found), found
+
+
+@pytest.mark.parametrize("schema", MALFORMED, ids=lambda schema: repr(schema)[:60])
+def test_malformed_schemas_are_refused_in_one_line(schema: Any) -> None:
+    with pytest.raises(InvalidInputError) as caught:
+        Grammar.json_schema(schema)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
 @pytest.mark.parametrize(
@@ -113,7 +259,7 @@ def test_held_to(compiler: Any, schema: Any, right: list[Any], wrong: list[Any])
     [
         ({"type": "array", "contains": {"type": "integer"}}, "contains at #"),
         ({"type": "array", "items": [{"type": "integer"}]}, "prefixItems"),
-        ({"type": "string", "format": "zip"}, "format zip"),
+        ({"format": "date"}, "format without a type"),
         ({"type": "object", "minProperties": 2, "additionalProperties": True}, "twice"),
         ({"type": "object", "properties": {"p": {"items": {"uniqueItems": True}}}}, "uniqueItems at #/properties/p/items"),
         ({"$ref": "https://example.com/schema"}, "another document"),
