@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from drafters.keys import require, section
+from specdec.errors import CheckpointError
+from specdec.registry import DRAFTERS
 
 _ARCHITECTURES = {
     "DFlashDraftModel": "dflash",
@@ -87,6 +89,20 @@ def algorithm_of(raw: Mapping[str, Any]) -> str:
         return name
     # SafeAILab's own EAGLE-3 heads are called like the model whose layer they have; no such model has a vocabulary for drafts.
     return "draft-model" if raw.get("draft_vocab_size") is None else "eagle3"
+
+
+def drafter_and_target(raw: Mapping[str, Any]) -> tuple[str, str | None] | None:
+    """What a checkpoint is that can be nothing but a drafter: its algorithm, and its target's name where that is stated."""
+    try:
+        algorithm = algorithm_of(raw)
+        stated = section(section(raw, "speculators_config"), "verifier").get("name_or_path")
+    except CheckpointError:
+        return None
+    of_speculators = "speculators_model_type" in raw or "speculators_config" in raw
+    if algorithm == "draft-model" or not (of_speculators or algorithm in DRAFTERS or algorithm == "medusa"):
+        return None
+    target = stated or raw.get("verifier_name_or_path")
+    return algorithm, str(target) if target else None
 
 
 def _family(name: str) -> str | None:

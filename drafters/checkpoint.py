@@ -1,8 +1,7 @@
-"""Checkpoints of drafters on disk, whatever the algorithm: `config.json` and safetensors in a folder, or on the hub."""
+"""Checkpoints of drafters on disk, whatever the algorithm: `config.json` and weights in a folder, or on the hub."""
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,43 +9,44 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from drafters.keys import require, section
 from specdec.core import Verifier
-from specdec.errors import CheckpointError, InvalidInputError, one_line
+from specdec.errors import CheckpointError, InvalidInputError, SpecDecError, one_line
+from specdec.hub import CONFIG, checkpoint_folder
+from specdec.kinds import checkpoint_config
 from specdec.registry import WEIGHT_READERS, resolve
-
-CONFIG = "config.json"
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-_FILES = ["*.json", "*.safetensors", "mask_embedding.pt", "README.md", "tokenizer*", "*.model", "*.txt"]
-"""What a drafter may consist of: weights and config, its card, and the tokenizer of a draft model."""
+from specdec.tensor_files import TensorFiles
 
 
 def find_folder(path: str | Path) -> Path:
     """The local folder, downloaded only when `path` can be nothing but a name on the hub.
 
     Raises:
-        CheckpointError: nothing there.
+        CheckpointError: nothing there, or something that is no drafter.
     """
-    folder = Path(os.path.expanduser(path))
-    if os.path.isdir(folder):
-        return folder
-    if os.path.exists(folder) or isinstance(path, Path) or not _HUB_NAME.fullmatch(str(path)):
-        raise CheckpointError(
-            f"drafter {str(path)!r} is not a folder; give the folder that holds config.json and model.safetensors"
-        )
+    folder = checkpoint_folder(path, what="drafter")
+    checkpoint_config(path, folder, what="drafter")
+    return folder
+
+
+@contextmanager
+def called(folder: Path, path: str | Path, *, kind: str = "drafter") -> Iterator[None]:
+    """Makes messages about a folder name the checkpoint as the user did; one in the hub's cache tells nobody anything.
+
+    Args:
+        folder: where it lies.
+        path: as the user gave it.
+        kind: what it is, where a loader of targets reads it.
+    """
     try:
-        return Path(snapshot_download(str(path), allow_patterns=_FILES, ignore_patterns="*/*"))
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        raise CheckpointError(
-            f"drafter {str(path)!r} is neither a local folder nor to be had from the hub ({one_line(error)});"
-            " check the name and the connection, or give a local folder"
-        ) from error
+        yield
+    except SpecDecError as error:
+        named = str(error).replace(f"target {str(folder)!r}", f"{kind} {str(folder)!r}").replace(str(folder), str(path))
+        raise type(error)(named) from error.__cause__
 
 
 @contextmanager
@@ -74,28 +74,13 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of `model.safetensors`, or of the shards that its index names, on the CPU and in the type of the file.
+    """All tensors of a folder's files of weights, see `specdec.tensor_files`, on the CPU and in the type of the file.
 
     Raises:
         CheckpointError: missing or damaged files.
     """
-    names = ["model.safetensors"]
-    if not (folder / names[0]).is_file():
-        index = folder / "model.safetensors.index.json"
-        require(index.is_file(), "model.safetensors is missing; other weight formats are not read")
-        weight_map = read_json(index).get("weight_map")
-        valid = isinstance(weight_map, dict) and all(
-            isinstance(name, str) and os.path.basename(name) == name for name in weight_map.values()
-        )
-        require(valid, f"{index.name} has no weight_map of names of files beside it")
-        names = sorted(set(weight_map.values())) if isinstance(weight_map, dict) else []
-    tensors: dict[str, Tensor] = {}
-    for name in names:
-        require(os.path.isfile(folder / name), f"{name} is missing; the index names it")
-        try:
-            tensors |= load_file(folder / name)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{name} is damaged or cut short ({one_line(error)}); download it again") from error
+    files = TensorFiles(folder)
+    tensors = {name: files.read(name) for name in files.names}
     for name, tensor in tensors.items():  # a sum is NaN or infinite where an element is; such drafts would all be rejected
         finite = not tensor.is_floating_point() or bool(tensor.float().sum().isfinite())
         require(finite, f"tensor {name} holds NaN or infinite values; download it again")
@@ -118,7 +103,8 @@ def plain_tensors(folder: Path, raw: Mapping[str, Any], tensors: dict[str, Tenso
         stated = section(read_json(folder / "hf_quant_config.json"), "quantization")
     if not stated:
         return tensors
-    name = str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    name = str(raw.get("dtype") or raw.get("torch_dtype") or "auto").removeprefix("torch.")
+    name = "bfloat16" if name == "auto" else name
     dtype = getattr(torch, name, None)
     require(isinstance(dtype, torch.dtype) and dtype.is_floating_point, f"dtype is {name!r}, which is no type of weights")
     return dict(resolve(WEIGHT_READERS, "quantized", "reader of weights")(tensors, stated, dtype))

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specdec.cli.options import revision_option
 from specdec.errors import CheckpointError, InvalidInputError
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="FOLDER", help="what to make; it must not exist yet, or be empty")
     parser.add_argument("--to", required=True, choices=LAYOUTS, metavar="LAYOUT", help=f"one of {', '.join(LAYOUTS)}")
     parser.add_argument("--model", metavar="NAME", help="the target, where the source does not say enough of it")
+    revision_option(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -67,7 +69,7 @@ def convert(source: str | Path, folder: str | Path, layout: str, *, target: str 
         SpecDecError: see `run`; or no such layout, or no such target.
     """
     from drafters.algorithms import algorithm_of
-    from drafters.checkpoint import CONFIG, find_folder, naming, read_json
+    from drafters.checkpoint import CONFIG, called, find_folder, naming, read_json
     from drafters.dflash.heads import ALGORITHMS
     from drafters.license import CARD, license_note
 
@@ -78,6 +80,7 @@ def convert(source: str | Path, folder: str | Path, layout: str, *, target: str 
     with naming(source):
         raw = read_json(found / CONFIG)
         algorithm = algorithm_of(raw)
+    with called(found, source):
         if algorithm in ALGORITHMS:
             note = _convert_dflash(found, made, layout, target)
         elif algorithm in ("eagle3", "peagle"):

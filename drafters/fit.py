@@ -8,7 +8,6 @@ from typing import Any, Protocol, cast
 import torch
 
 from drafters.algorithms import algorithm_of, unsupported
-from drafters.checkpoint import CONFIG
 from drafters.dflash import layout as dflash
 from drafters.dflash.checkpoint import tensor_shapes
 from drafters.dflash.drafter import check_fit
@@ -21,7 +20,8 @@ from drafters.sequential.drafter import USUAL_DRAFTS
 from drafters.shipped import shipped_drafter_path
 from specdec.core import Verifier
 from specdec.errors import CheckpointError
-from specdec.hub import checkpoint_file, json_file
+from specdec.hub import checkpoint_file
+from specdec.kinds import check_adapter, checkpoint_config
 from specdec.registry import DRAFTERS, PARTS, resolve
 
 _WITHOUT_WEIGHTS = ("none", "ngram", "suffix")
@@ -88,9 +88,8 @@ def read_fit(name: str, target: TargetShape) -> Fit:
         missing = (f"target {target.name!r} has no layers for multi-token prediction that could draft",)
         return Fit(name, USUAL_DRAFTS, (target.num_layers - 1,), problems=() if target.predicts else missing)
     where = str(shipped_drafter_path()) if name == "smollm2-dflash" else name
-    raw = json_file(where, CONFIG, what="drafter")
-    if raw is None:
-        raise CheckpointError(f"drafter {name!r} has no config.json; give the folder that holds it, or owner/name")
+    raw = checkpoint_config(where, what="drafter")
+    check_adapter(where, what="drafter")
     card = checkpoint_file(where, CARD, what="drafter")
     fit = fit_of(raw, target)
     if fit.algorithm == "draft-model":

@@ -89,7 +89,7 @@ def _composed(choice: str, names: Sequence[str]) -> Callable[[Verifier], Drafter
 
 def _is_checkpoint(name: str) -> bool:
     """Whether `name` is a folder, or in the form of one or of a hub name."""
-    return os.path.exists(os.path.expanduser(name)) or ("/" in name and ":" not in name)
+    return os.path.exists(os.path.expanduser(name)) or "/" in name.partition(":")[0]
 
 
 def _made(drafter: Any, choice: object) -> Drafter:

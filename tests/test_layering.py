@@ -20,10 +20,10 @@ MAY_IMPORT: dict[str, set[str]] = {
 FLOORS: dict[str, list[set[str]]] = {
     "specdec": [
         {"errors", "sizes", "deviation", "blocks"},
-        {"packages", "validation"},
+        {"packages", "validation", "tensor_files"},
         {"grammar"},
         {"amd_gpus", "config", "sampling_params", "metrics", "registry", "files", "hub"},
-        {"device", "kv_cache", "parallel"},
+        {"device", "kinds", "kv_cache", "parallel"},
         {"self_check"},
         {"kernels"},
         {"attention"},

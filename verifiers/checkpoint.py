@@ -15,6 +15,7 @@ from specdec.errors import CheckpointError, one_line
 from specdec.kernels.packed import PackedWeight
 from specdec.parallel.collectives import all_agree
 from specdec.parallel.group import Group
+from specdec.tensor_files import TensorFiles
 from verifiers.formats.float8 import plain_float8
 from verifiers.formats.format import Format, Stored
 from verifiers.formats.gguf import gguf_file, read_gguf
@@ -22,7 +23,6 @@ from verifiers.formats.method import format_of, stated_quantization
 from verifiers.names import EXPERT, class_facts, name_of, place_of
 from verifiers.shape import expert_counts
 from verifiers.shares import Share
-from verifiers.tensor_files import TensorFiles
 
 logger = logging.getLogger(__name__)
 

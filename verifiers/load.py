@@ -6,8 +6,7 @@ its own, without transformers' model code, so that a start takes a second or two
 
 import json
 import logging
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,10 +21,13 @@ from specdec.attention.mla import MlaBackend
 from specdec.attention.selector import select_backend
 from specdec.core import Verifier
 from specdec.errors import CheckpointError, SpecDecError, UnsupportedModelError, one_line
-from specdec.hub import json_file, target_folder
+from specdec.hub import checkpoint_folder, json_file, json_object, unpinned
+from specdec.kinds import ADAPTER, check_adapter, checkpoint_config
 from specdec.layers.linear import can_pack_four_bit
 from specdec.layers.packed_check import keeps_packed
 from specdec.parallel.group import Group
+from specdec.registry import PARTS, resolve
+from specdec.tensor_files import usually_named
 from verifiers.decoder import Checkpoint, DecoderVerifier
 from verifiers.description import Description
 from verifiers.embedded import FOUR_BIT, embedded_model_path
@@ -80,39 +82,39 @@ def load_verifier(
     """
     if not isinstance(name, str | Path):
         raise CheckpointError(f"the target is a {type(name).__name__}; give a folder, a hub name, or {EMBEDDED!r}")
-    local, name = isinstance(name, Path), str(name)
-    path = str(embedded_model_path()) if name == EMBEDDED else name
-    if (local or path.startswith((".", "/", "~"))) and not os.path.isdir(os.path.expanduser(path)):
-        raise CheckpointError(f"target {name!r} is not a folder; give a folder with config.json, a hub name, or {EMBEDDED!r}")
-    path = os.path.expanduser(path)
+    given, name = name, str(name)
     direct = name == EMBEDDED and fuse and group is None
+    path = embedded_model_path() if name == EMBEDDED else checkpoint_folder(given, what="target", weights=False)
     if direct:
         whole = config = _read(name, "config", partial(_read_config, path))
     else:
         from verifiers.support import check_supported
         from verifiers.wrappers import media_token_ids, read_config, text_config
 
-        whole = _read(name, "config", partial(read_config, path))
+        refuse_drafter(name, checkpoint_config(given, path, what="target"))
+        whole = _read(name, "config", partial(read_config, str(path)))
         config = text_config(whole)
         _check_sizes(name, config)
         check_supported(name, whole)
     share = None if group is None else _share(config, group, name, fuse)
     options: dict[str, Any] = {"block_size": block_size, "cache_dtype": cache_dtype, "fp8_prefill": fp8_prefill}
     backend = select_backend(attention, backend_spec(shared(config, group), device=device, dtype=dtype, **options))
-    tokenizer = load_tokenizer(name)
+    tokenizer = _tokenizer(name, path)
     if direct:
-        tensors = _read(name, "weights", partial(load_file, Path(path) / "model.safetensors"))
+        tensors = _read(name, "weights", partial(load_file, path / "model.safetensors"))
         tensors = {key: tensor.to(device, dtype) for key, tensor in tensors.items()}
         if can_pack_four_bit(tensors["model.embed_tokens.weight"]):
-            tensors |= _read(name, "four-bit weights", partial(load_file, Path(path) / FOUR_BIT))
+            tensors |= _read(name, "four-bit weights", partial(load_file, path / FOUR_BIT))
         eos = eos_token_ids(GenerationConfig.from_pretrained(path).eos_token_id, tokenizer.eos_token_id)
         description = describe(config)
         assert isinstance(backend, AttentionBackend) and description is not None
         return DecoderVerifier(config, description, Weights(dict(tensors)), name=name, backend=backend, eos=eos), tokenizer
 
     packed = as_stored and keeps_packed(device, dtype)
-    reading = _Reading(name, target_folder(path), whole, backend, device, dtype, packed, tokenizer.eos_token_id, share)
-    verifier = _own(reading, fuse) or _theirs(reading, path, fuse)
+    folder = path if name == EMBEDDED else checkpoint_folder(given, what="target", snapshot=path)
+    check_adapter(given, folder, what="target")
+    reading = _Reading(name, folder, whole, backend, device, dtype, packed, tokenizer.eos_token_id, share)
+    verifier = _own(reading, fuse) or _theirs(reading, fuse)
     verifier.media_token_ids = media_token_ids(whole)
     return verifier, tokenizer
 
@@ -123,10 +125,41 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     Raises:
         CheckpointError: nothing there, or damaged files.
     """
-    name = str(name)
+    if str(name) == EMBEDDED:
+        return _tokenizer(EMBEDDED, embedded_model_path())
+    return _tokenizer(str(name), checkpoint_folder(name, what="target", weights=False))
+
+
+def _tokenizer(name: str, folder: Path) -> PreTrainedTokenizerBase:
     if name == EMBEDDED:
-        return _read(name, "tokenizer", partial(PreTrainedTokenizerFast.from_pretrained, str(embedded_model_path())))
-    return _read(name, "tokenizer", partial(AutoTokenizer.from_pretrained, os.path.expanduser(name), **NO_FOREIGN_CODE))
+        return _read(name, "tokenizer", partial(PreTrainedTokenizerFast.from_pretrained, str(folder)))
+    tokenizer = _read(name, "tokenizer", partial(_read_tokenizer, name, folder))
+    of_processor = folder / "chat_template.json"  # which transformers leaves to processors
+    if not tokenizer.chat_template and of_processor.is_file():
+        template = json_object(of_processor, name, what="target").get("chat_template")
+        tokenizer.chat_template = template if isinstance(template, str) else None
+    return tokenizer
+
+
+def _read_tokenizer(name: str, folder: Path) -> PreTrainedTokenizerBase:
+    from verifiers.wrappers import read_config
+
+    config = read_config(str(folder))
+    config.name_or_path = unpinned(name).partition(":")[0]  # by which transformers knows whose entries are wrong
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(folder), config=config, **NO_FOREIGN_CODE)
+    return tokenizer
+
+
+def refuse_drafter(name: str, entries: Mapping[str, Any]) -> None:
+    """Refuses as a target what can be nothing but a drafter.
+
+    Raises:
+        UnsupportedModelError: the config.json is of one; the message names its target.
+    """
+    if (found := resolve(PARTS, "drafter", "part")(entries)) is not None:
+        algorithm, target = found
+        beside = f"its target, {target}" if target else "its target, which its card names"
+        raise UnsupportedModelError(f"{name!r} is no target but a drafter ({algorithm}); give it as --drafter, beside {beside}")
 
 
 class _Reading(NamedTuple):
@@ -180,13 +213,6 @@ def _own(reading: _Reading, fuse: bool) -> Verifier | None:
     description = describe(config) if reading.share is None else reading.share.description
     if description is None or not (fuse or peculiarity(config) or isinstance(reading.backend, MlaBackend)):
         return None
-    if not _has_weights(reading.folder):
-        if reading.share is not None:
-            raise CheckpointError(f"target {reading.name!r} has no safetensors files, of which ranks read parts; start one process")
-        if reading.quantized:
-            raise CheckpointError(f"target {reading.name!r} is quantized and has no safetensors files; take a checkpoint with them")
-        logger.warning("%s has no safetensors files, so transformers reads its weights", reading.name)
-        return None
     say_text_only(reading.whole)
     return _read(reading.name, "weights", partial(_built, reading, config, description))
 
@@ -208,13 +234,15 @@ def _built(reading: _Reading, config: Any, description: Description) -> Verifier
     return DecoderVerifier(config, description, weights, name=reading.name, backend=reading.backend, eos=eos, checkpoint=checkpoint)
 
 
-def _theirs(reading: _Reading, path: str, fuse: bool) -> Verifier:
+def _theirs(reading: _Reading, fuse: bool) -> Verifier:
     """A target whose modules transformers makes; quantized weights become plain numbers before it sees them."""
     from verifiers.hf import load_model, verifier_for
     from verifiers.wrappers import say_text_only
 
     say_text_only(reading.whole)
-    load = partial(_dequantized, reading) if reading.quantized else partial(load_model, path, reading.whole, reading.dtype)
+    # transformers finds files of the usual names alone, and would take an adapter's word for what the model is.
+    plain = not reading.quantized and usually_named(reading.folder) and not (reading.folder / ADAPTER).is_file()
+    load = partial(load_model, str(reading.folder), reading.whole, reading.dtype) if plain else partial(_read_whole, reading)
     model, missing = _read(reading.name, "weights", load)
     if missing:
         raise CheckpointError(
@@ -224,7 +252,7 @@ def _theirs(reading: _Reading, path: str, fuse: bool) -> Verifier:
     return verifier_for(model.to(reading.device), name=reading.name, backend=reading.backend, eos=reading.eos, fuse=fuse)
 
 
-def _dequantized(reading: _Reading) -> tuple[Any, list[str]]:
+def _read_whole(reading: _Reading) -> tuple[Any, list[str]]:
     from verifiers.checkpoint import read_weights
     from verifiers.hf import model_of
 
@@ -235,17 +263,9 @@ def _dequantized(reading: _Reading) -> tuple[Any, list[str]]:
     return model, missing
 
 
-def _has_weights(folder: Path) -> bool:
-    """Whether there are files that `verifiers.checkpoint` reads."""
-    from verifiers.formats.gguf import gguf_file
-    from verifiers.tensor_files import INDEX, SINGLE
-
-    return any((folder / file).is_file() for file in (SINGLE, INDEX)) or gguf_file(folder) is not None
-
-
-def _read_config(path: str) -> Any:
+def _read_config(path: Path) -> Any:
     """The entries of config.json as attributes; transformers' own class would import much of its model code."""
-    return SimpleNamespace(**json.loads((Path(path) / "config.json").read_text()))
+    return SimpleNamespace(**json.loads((path / "config.json").read_text()))
 
 
 def _check_sizes(name: str, config: Any) -> None:

@@ -16,12 +16,14 @@ from specdec.config import DEFAULT_BLOCK_SIZE
 from specdec.core import ContextLimits
 from specdec.errors import CheckpointError
 from specdec.hub import json_file
+from specdec.kinds import check_adapter, checkpoint_config
 from specdec.kv_cache import KVLayerSpec, SharedLayerSpec, StateLayerSpec, bytes_per_slot
 from specdec.layers.packed_check import keeps_packed
+from specdec.tensor_files import INDEXES
 from verifiers.embedded import embedded_model_path
 from verifiers.families import describe
 from verifiers.formats.method import method_of, stated_quantization
-from verifiers.load import EMBEDDED
+from verifiers.load import EMBEDDED, refuse_drafter
 from verifiers.prediction_families import predicts
 from verifiers.shape import INDEXED_MODELS, LATENT_MODELS, backend_spec, context_limits, layer_caches, layer_specs, layer_windows
 from verifiers.sizes import weight_bytes
@@ -32,8 +34,6 @@ ROOM = 0.9
 """Part of a GPU's memory that weights may take; the cache, a drafter and activations need the rest."""
 
 OWN, THEIRS = "our own layers", "transformers' modules"
-
-_INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,13 +93,14 @@ def read_needs(name: str, *, device: torch.device, dtype: torch.dtype, gpu_bytes
         CheckpointError: its config cannot be read.
     """
     where = str(embedded_model_path()) if name == EMBEDDED else name
-    entries = json_file(where, "config.json", what="target")
-    if entries is None:
-        raise CheckpointError(f"target {name!r} has no config.json; give a checkpoint in the layout of transformers")
-    index = json_file(where, _INDEX, what="target") or {}
-    size = (index.get("metadata") or {}).get("total_size")
-    options["total_size"] = int(size) if isinstance(size, int | float) else None
-    options["names"] = tuple(index.get("weight_map") or ())
+    entries = checkpoint_config(where, what="target")
+    refuse_drafter(name, entries)
+    check_adapter(where, what="target")
+    index = next(filter(None, (json_file(where, file, what="target") for file in INDEXES)), {})
+    about, files = index.get("metadata"), index.get("weight_map")
+    size = about.get("total_size") if isinstance(about, dict) else None
+    options["total_size"] = int(size) if isinstance(size, int | float) and 0 < size < 2**63 else None
+    options["names"] = tuple(files) if isinstance(files, dict) else ()
     return needs_of(entries, name=name, device=device, dtype=dtype, gpu_bytes=gpu_bytes, **options)
 
 

@@ -3,7 +3,7 @@
 import copy
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING,
 )
 from transformers.utils import logging as transformers_logging
+
+from specdec.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +61,7 @@ _SENSES = {"image": "an image", "video": "a video", "audio": "a sound"}
 def read_config(path: str) -> PreTrainedConfig:
     """The config of a checkpoint, of the composite if it is one."""
     entries, _ = PreTrainedConfig.get_config_dict(path)
-    if entries.get("model_type") in READ_AS:
+    if entries.get("model_type") in READ_AS or _with_types(entries) != entries:
         return config_of(entries)
     config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
     return config
@@ -71,10 +73,32 @@ def config_of(entries: dict[str, Any]) -> PreTrainedConfig:
     Raises:
         ValueError: transformers knows no such model type.
     """
-    kept = {name: value for name, value in entries.items() if name not in ("model_type", "auto_map")}
+    kept = {name: value for name, value in _with_types(entries).items() if name not in ("model_type", "auto_map")}
     model_type = entries.get("model_type", "")
     config: PreTrainedConfig = AutoConfig.for_model(READ_AS.get(model_type, model_type), **kept)
     return config
+
+
+def _with_types(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Entries whose types of numbers have names that transformers knows; "auto" says nothing.
+
+    >>> _with_types({"torch_dtype": "torch.bfloat16", "text_config": {"dtype": "auto"}})
+    {'torch_dtype': 'bfloat16', 'text_config': {}}
+
+    Raises:
+        CheckpointError: torch has no such type.
+    """
+    found: dict[str, Any] = {}
+    for name, value in entries.items():
+        if isinstance(value, Mapping) and name.endswith("_config") and name != "quantization_config":
+            found[name] = _with_types(value)
+        elif name not in ("dtype", "torch_dtype") or not isinstance(value, str):
+            found[name] = value
+        elif value != "auto":
+            found[name] = value.removeprefix("torch.")
+            if not isinstance(getattr(torch, found[name], None), torch.dtype):
+                raise CheckpointError(f"{name} is {value!r}, which is no type of numbers; write one such as bfloat16")
+    return found
 
 
 def is_composite(config: PreTrainedConfig) -> bool:

@@ -1,8 +1,7 @@
-"""Checkpoints of DFlash drafters on disk: `config.json` and safetensors in either public layout."""
+"""Checkpoints of DFlash drafters on disk: `config.json` and weights in either public layout."""
 
 from collections.abc import Mapping
 from pathlib import Path
-from pickle import UnpicklingError
 
 import torch
 from torch import Tensor
@@ -27,7 +26,8 @@ from drafters.dflash.names import zlab_names
 from drafters.dflash.tied import TIED
 from drafters.keys import require
 from drafters.vocabulary import check_map, drafted, without_full_map
-from specdec.errors import CheckpointError, one_line
+from specdec.errors import CheckpointError
+from specdec.tensor_files import read_pickle
 
 _MASK = "mask_embedding.pt"
 
@@ -92,10 +92,7 @@ def _mask_embedding(file: Path, config: DFlashConfig) -> Tensor:
     Raises:
         CheckpointError: another kind of content, or the row of another token.
     """
-    try:
-        content = torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, ValueError, UnpicklingError, EOFError) as error:
-        raise CheckpointError(f"{file.name} is damaged ({one_line(error)}); download it again") from error
+    content = read_pickle(file)
     if isinstance(content, Mapping):
         token = content.get("mask_token_id", config.mask_token_id)
         require(token == config.mask_token_id, f"{file.name} is of token {token}, mask_token_id is {config.mask_token_id}")

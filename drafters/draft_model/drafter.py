@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from drafters.checkpoint import CONFIG, find_folder, read_json
+from drafters.checkpoint import CONFIG, called, find_folder, read_json
 from drafters.draft_model.network import DraftModelNetwork
 from drafters.draft_model.vocabulary import common_tokens
 from drafters.sequential.drafter import USUAL_DRAFTS, BoundSequential, SequentialDrafter
@@ -72,14 +72,15 @@ def load_draft_model(path: str | Path | None, *, verifier: Verifier) -> DraftMod
     latent = "kv_lora_rank" in read_json(folder / CONFIG)
     same_kind = not latent or isinstance(verifier.attention, MlaBackend)
     named = verifier.attention.name if latent else verifier.attention.mha_backend.name
-    model, tokenizer = resolve(VERIFIERS, "hf", "verifier")(
-        folder,
-        device=verifier.device,
-        dtype=verifier.dtype,
-        attention=named if same_kind else "auto",
-        block_size=shared.block_size,
-        cache_dtype=shared.cache_dtype,
-    )
+    with called(folder, path, kind="draft model"):
+        model, tokenizer = resolve(VERIFIERS, "hf", "verifier")(
+            folder,
+            device=verifier.device,
+            dtype=verifier.dtype,
+            attention=named if same_kind else "auto",
+            block_size=shared.block_size,
+            cache_dtype=shared.cache_dtype,
+        )
     model.name = str(path)
     target_tokenizer = resolve(TOKENIZERS, "hf", "tokenizer")(verifier.name)
     return DraftModel(model, verifier, num_tokens=common_tokens(target_tokenizer, tokenizer))

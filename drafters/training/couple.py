@@ -12,7 +12,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from specdec.cli.fields import add_options, from_options
-from specdec.cli.options import load_decoder
+from specdec.cli.options import load_decoder, revision_option
 from specdec.config import EngineConfig, LoadConfig
 from specdec.errors import CheckpointError, InvalidInputError, SpecDecError
 from specdec.files import write_text
@@ -73,7 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.add_argument("drafter", metavar="FOLDER", help="a DFlash drafter; its config.json is written anew")
     add_options(parser.add_argument_group("answers"), CoupleConfig, nargs="+")
-    add_options(parser.add_argument_group("target"), LoadConfig, ("device", "dtype", "attention"))
+    group = parser.add_argument_group("target")
+    revision_option(group)
+    add_options(group, LoadConfig, ("device", "dtype", "attention"))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -27,6 +27,7 @@ from specdec.cli.progress import ProgressBar
 from specdec.config import EngineConfig
 from specdec.decoder import SpecDecoder
 from specdec.errors import InvalidInputError, SpecDecError
+from specdec.hub import pinned
 from specdec.journal import Journal
 from specdec.sampling_params import SamplingParams
 
@@ -40,6 +41,7 @@ class SpecdecLM(TemplateLM):
 
     Args:
         pretrained: "embedded", a folder, or a hub name.
+        revision: branch, tag or commit of that on the hub, as in owner/name@revision.
         drafter: "auto", "smollm2-dflash", "ngram", a checkpoint, or "none"; see `SpecDecoder.from_pretrained`.
         num_draft_tokens: k, or "auto"; see `EngineConfig`.
         dtype, device, attention: see `SpecDecoder.from_pretrained`.
@@ -73,13 +75,14 @@ class SpecdecLM(TemplateLM):
         *,
         decoder: SpecDecoder | None = None,
         system: System | None = None,
+        revision: str | None = None,
         journal: Journal | None = None,
         title: str = "specdec",
     ) -> None:
         super().__init__()
         if system is None and decoder is None:
             decoder = SpecDecoder.from_pretrained(
-                pretrained,
+                pinned(pretrained, revision),
                 drafter=drafter,
                 device=device or "auto",
                 dtype=dtype,

@@ -1,18 +1,18 @@
 """Where a figure comes from: the run, and the exact files of target and drafters."""
 
-import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
 
 from specdec.attention.mla import MlaBackend
 from specdec.decoder import SpecDecoder
+from specdec.hub import CONFIG, found_folder, revision_of
 from specdec.provenance import dtype_name, origin_of_run, sha256_of
 from specdec.registry import parts_of
+from specdec.tensor_files import weight_files
 
 _WITHOUT_FILES = ("none", "ngram", "suffix")
 
@@ -37,9 +37,11 @@ def provenance(decoder: SpecDecoder, drafters: Sequence[str]) -> dict[str, Any]:
 
 def checkpoint(name: str) -> dict[str, Any]:
     """Name, hub revision where there is one, and SHA-256 of every file of weights and configuration."""
-    folder, revision = _folder(name)
-    files = sorted([*folder.glob("*.safetensors"), *folder.glob("config.json")]) if folder else []
-    return {"name": name, "revision": revision, "sha256": {path.name: sha256_of(path) for path in files}}
+    folder, files = checkpoint_folder(name), set[Path]()
+    if folder is not None:
+        files = {*folder.glob("*.safetensors"), *folder.glob(CONFIG), *(folder / file for file in weight_files(folder))}
+    digests = {path.name: sha256_of(path) for path in sorted(files)}
+    return {"name": name, "revision": None if folder is None else revision_of(folder), "sha256": digests}
 
 
 def _drafter_checkpoint(name: str) -> dict[str, Any]:
@@ -53,19 +55,8 @@ def _drafter_checkpoint(name: str) -> dict[str, Any]:
 
 def checkpoint_folder(name: str) -> Path | None:
     """Where the files of a checkpoint lie on this machine; None when they do not."""
-    return _folder(name)[0]
-
-
-def _folder(name: str) -> tuple[Path | None, str | None]:
     if name == "embedded":
         from verifiers.embedded import embedded_model_path
 
-        return embedded_model_path(), None
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return path, None
-    cached = try_to_load_from_cache(name, "config.json") if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) else None
-    if not isinstance(cached, str):
-        return None, None
-    snapshot = Path(cached).parent  # .../snapshots/<revision>/config.json
-    return snapshot, snapshot.name
+        return embedded_model_path()
+    return found_folder(name)

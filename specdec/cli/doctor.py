@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from specdec import __version__
 from specdec.cli.fields import whole_number
+from specdec.cli.options import revision_option
 from specdec.errors import InvalidInputError
 from specdec.packages import foreign_packages, overwritten_packages
 
@@ -69,10 +70,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `specdec doctor`."""
     parser.usage = "%(prog)s [options]"
     parser.add_argument("--run", action="store_true", help="run every kind of kernel once at tiny size; print its error and time")
-    add = parser.add_argument_group(
-        "a checkpoint: would it run, and what does it take? Its config files alone are read"
-    ).add_argument
+    group = parser.add_argument_group("a checkpoint: would it run, and what does it take? Its config files alone are read")
+    add = group.add_argument
     add("--model", metavar="NAME", help="the target: embedded, a folder, or a hub name")
+    revision_option(group)
     add("--drafter", default="auto", metavar="NAME", help="beside it: auto (default), none, ngram, a folder, or a hub name")
     add("--gpu-memory", type=float, metavar="GB", help="memory of one GPU (default: what this device has)")
     add = parser.add_argument_group("a model to ask the backends about").add_argument

@@ -125,10 +125,25 @@ def _dispatch(arguments: list[str]) -> int:
         namespace = parser.parse(arguments[1:])
     except SystemExit:  # argparse has printed --help or --version
         return EXIT_OK
+    if getattr(namespace, "revision", None) is not None:
+        _pin(namespace)
     if hasattr(namespace, "tensor_parallel") and not getattr(namespace, "dummy_weights", None):  # whose ranks all measure
         _join_torchrun(namespace)
     status: int = home.run(namespace)
     return status
+
+
+def _pin(namespace: argparse.Namespace) -> None:
+    """Puts the target's revision behind its name.
+
+    Raises:
+        InvalidInputError: there is no such name.
+    """
+    if getattr(namespace, "model", None) is None:
+        raise InvalidInputError("--revision is about the target; name it with --model")
+    from specdec.hub import pinned
+
+    namespace.model = pinned(namespace.model, namespace.revision)
 
 
 def _join_torchrun(namespace: argparse.Namespace) -> None:

@@ -32,7 +32,7 @@ class ModelConfig:
     """Which models take part.
 
     Attributes:
-        model: the target: embedded, a folder, or a hub name.
+        model: the target: embedded, a folder, or a hub name (owner/name, owner/name:folder, with @revision at its end).
         drafter: auto (smollm2-dflash for the embedded model, else ngram), smollm2-dflash, ngram, suffix, mtp, a checkpoint of a
             drafter or a small language model (folder or hub name), several of these with + between them, or none.
     """
@@ -45,7 +45,13 @@ def model_options(parser: argparse.ArgumentParser, *, several: Collection[str] =
     """The group of options that say which models run, and where."""
     group = parser.add_argument_group("model")
     add_options(group, ModelConfig, several=several)
+    revision_option(group)
     add_options(group, LoadConfig)
+
+
+def revision_option(group: argparse._ActionsContainer) -> None:
+    """The option for what may stand behind the target's name as well; `specdec.cli.main` puts it there."""
+    group.add_argument("--revision", metavar="NAME", help="branch, tag or commit of the target on the hub, as in owner/name@NAME")
 
 
 def engine_options(parser: argparse.ArgumentParser, names: Collection[str] | None = None, **options: Any) -> None:

@@ -45,12 +45,14 @@ def run(args: argparse.Namespace) -> int:
             f"specdec serve needs {error.name}, which is not installed; pip install 'specdec-dflash[serve]'"
         ) from error
     logging.basicConfig(format="specdec: %(message)s", level=logging.WARNING, stream=sys.stderr)
+    from specdec.hub import unpinned
+
     config = ServeConfig(**from_options(ServeConfig, args))
     sock = listen(config)  # a port that is taken is told before a model is loaded
     drafter = drafter_name(args.drafter, args.model)
     decoder = load_decoder(args, args.drafter, engine_config(args))
     try:
-        front = Front(decoder, config, args.model, drafter)
+        front = Front(decoder, config, unpinned(args.model), drafter)
         server = Server(front, sock)
         print(f"specdec: {front.names[0]} with drafter {drafter} at {server.url}/v1", file=sys.stderr, flush=True)
         asyncio.run(server.serve_until_stopped())

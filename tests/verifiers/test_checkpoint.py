@@ -209,7 +209,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     kept = lost.read_bytes()
     lost.unlink()
     with pytest.raises(
-        CheckpointError, match=rf"lacks 1 of the files that .*index.json names, the first being '{lost.name}'; fetch"
+        CheckpointError, match=rf"1 of the files that model\S+index.json tells of are missing, the first being '{lost.name}'"
     ):
         read(tmp_path, model.config)
     lost.write_bytes(kept[: len(kept) // 2])
@@ -227,12 +227,12 @@ def test_an_index_that_is_wrong(tmp_path: Path) -> None:
         read(tmp_path, model.config)
     for text in ("{}", "[", json.dumps({"weight_map": {"model.norm.weight": "../model.safetensors"}})):
         index.write_text(text)
-        with pytest.raises(CheckpointError, match="does not name a file for each tensor; fetch it again"):
+        with pytest.raises(CheckpointError, match=r"(does not name a file beside it for each tensor|is not valid JSON)"):
             read(tmp_path, model.config)
 
 
 def test_a_folder_without_weights(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"has neither model.safetensors nor model.safetensors.index.json; give a folder"):
+    with pytest.raises(CheckpointError, match=r"there are no weights: neither safetensors files nor pytorch_model\.bin"):
         read(tmp_path, CONFIGS["llama"]())
 
 

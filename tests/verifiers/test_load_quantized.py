@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, CohereConfig, PreTrainedModel
 
-from specdec import SpecDecoder, hub
+from specdec import SpecDecoder
 from specdec.core import Verifier
 from specdec.errors import CheckpointError
 from specdec.kernels.packed import PackedWeight
@@ -133,24 +132,6 @@ def test_transformers_modules_are_given_plain_numbers(name: str, tmp_path: Path,
         load(folder, fuse=False)
 
 
-def test_files_of_another_kind(tmp_path: Path, caplog: Log) -> None:
-    """Pickled weights go through transformers, which the log says; quantized ones are refused."""
-    model = plain_model("llama")
-    model.save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
-    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    (tmp_path / "model.safetensors").unlink()
-    with caplog.at_level(logging.WARNING):
-        verifier = load(tmp_path)
-    lines = [record.getMessage() for record in caplog.records if record.name == "verifiers.load"]
-    assert lines == [f"{tmp_path} has no safetensors files, so transformers reads its weights"]
-    assert isinstance(verifier, DecoderVerifier)
-    check(verifier, model)
-    change(tmp_path / "config.json", quantization_config=FP8)
-    with pytest.raises(CheckpointError, match="is quantized and has no safetensors files; take a checkpoint with them"):
-        load(tmp_path)
-
-
 def test_ends_come_from_the_generation_config_first(tmp_path: Path) -> None:
     """Then from the config, then from the tokenizer."""
     plain_model("llama").save_pretrained(tmp_path)
@@ -206,33 +187,6 @@ def test_weights_stay_as_stored_where_that_pays(asked: Any, kept: bool, stored: 
     SpecDecoder.from_pretrained(fp8_target(tmp_path, "llama"), drafter=None, device="cpu", weights=asked)
     ((as_stored, dtype),) = seen
     assert as_stored == stored and (dtype == torch.bfloat16 or asked == "as-stored")
-
-
-def test_a_name_on_the_hub(tmp_path: Path, monkeypatch: Patch) -> None:
-    """Fetches what a target consists of, no other form of its weights, and says so in one line when it cannot."""
-    asked: dict[str, Any] = {}
-
-    def snapshot(name: str, **options: Any) -> str:
-        asked.update(options, name=name)
-        return str(tmp_path)
-
-    monkeypatch.setattr(hub, "snapshot_download", snapshot)
-    assert hub.target_folder("some/model") == tmp_path and asked.pop("name") == "some/model"
-    from huggingface_hub.utils import filter_repo_objects
-
-    wanted = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
-    wanted += ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "merges.txt", "tokenizer.model"]
-    others = ["pytorch_model.bin", "original/model.safetensors", "consolidated.safetensors", "README.md", "model.gguf", "a.pth"]
-    assert list(filter_repo_objects([*wanted, *others], **asked)) == wanted
-
-    def unreachable(name: str, **options: Any) -> str:
-        raise LocalEntryNotFoundError("offline\nand more")
-
-    monkeypatch.setattr(hub, "snapshot_download", unreachable)
-    with pytest.raises(CheckpointError) as caught:
-        hub.target_folder("some/model")
-    assert "the hub is out of reach and its weights are not in the cache; go online, or give a local folder" in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_text_only_is_said_once(tmp_path: Path, caplog: Log) -> None:

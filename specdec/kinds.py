@@ -1,0 +1,99 @@
+"""Checkpoints that are something else than what was asked for: adapters, MLX, GGUF, folders of variants. Each is told in a line."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from specdec.errors import CheckpointError
+from specdec.hub import CONFIG, checkpoint_file, files_of, json_file, json_object
+from specdec.tensor_files import weight_files
+
+logger = logging.getLogger(__name__)
+
+ADAPTER = "adapter_config.json"
+
+
+def checkpoint_config(name: str | Path, folder: Path | None = None, *, what: str) -> dict[str, Any]:
+    """The entries of a checkpoint's config.json.
+
+    Args:
+        name: of the checkpoint, as the user gave it.
+        folder: where its files lie; None fetches this one alone.
+        what: it is, for messages: "target", "drafter".
+
+    Raises:
+        CheckpointError: there is none, or it is of a checkpoint that cannot be read; the message says what it is instead.
+    """
+    path = checkpoint_file(str(name), CONFIG, what=what) if folder is None else folder / CONFIG
+    if path is None or not path.is_file():
+        raise missing_config(name, what)
+    entries = json_object(path, str(name), what=what)
+    check_entries(entries, name, what)
+    return entries
+
+
+def check_entries(entries: Mapping[str, Any], name: str | Path, what: str) -> None:
+    """Refuses the config.json of a checkpoint in a format that is not read.
+
+    Raises:
+        CheckpointError: MLX's, whose quantized weights are in an order of their own.
+    """
+    stated = entries.get("quantization")
+    if isinstance(stated, Mapping) and {"bits", "group_size"} <= stated.keys():
+        raise CheckpointError(
+            f"{what} {str(name)!r} is quantized by MLX ({CONFIG} has quantization), which is not read; take the checkpoint that it"
+            " was made of"
+        )
+
+
+def missing_config(name: str | Path, what: str) -> CheckpointError:
+    """The error of a checkpoint without config.json: what it is instead, as far as its files tell."""
+    files = files_of(name)
+    variants = sorted({file.rpartition("/")[0] for file in files if file.endswith(f"/{CONFIG}")})
+    if ADAPTER in files:
+        return _lone_adapter(name, what)
+    if any(file.endswith(".gguf") for file in files):
+        read = "which are not read of drafters" if what == "drafter" else f"beside which {CONFIG} is missing"
+        return CheckpointError(f"{what} {str(name)!r} has GGUF files, {read}; take its safetensors files")
+    if variants:
+        return CheckpointError(
+            f"{what} {str(name)!r} has no {CONFIG} itself, but its folders {', '.join(variants)} have; name one, such as"
+            f" {_inside(str(name), variants[0])!r}"
+        )
+    return CheckpointError(f"{what} {str(name)!r} has no {CONFIG}; give a checkpoint in the layout of transformers")
+
+
+def _inside(name: str, folder: str) -> str:
+    """How a checkpoint in a folder of another one is called."""
+    if Path(name).expanduser().is_dir():
+        return f"{name}/{folder}"
+    repo, at, revision = name.partition("@")
+    return f"{repo}:{folder}{at}{revision}"
+
+
+def check_adapter(name: str | Path, folder: Path | None = None, *, what: str) -> None:
+    """Says that an adapter beside a checkpoint's weights is not applied.
+
+    Args:
+        name, folder, what: see `checkpoint_config`; without a folder it is not seen whether there are weights.
+
+    Raises:
+        CheckpointError: there are no weights but the adapter's.
+    """
+    path = checkpoint_file(str(name), ADAPTER, what=what) if folder is None else folder / ADAPTER
+    if path is None or not path.is_file():
+        return
+    if folder is not None and not weight_files(folder) and not any(folder.glob("*.gguf")):
+        raise _lone_adapter(name, what)
+    logger.warning(
+        "%s %r has an adapter (%s), which is not applied; merge it into the weights if it belongs to them", what, str(name), ADAPTER
+    )
+
+
+def _lone_adapter(name: str | Path, what: str) -> CheckpointError:
+    base = (json_file(str(name), ADAPTER, what=what) or {}).get("base_model_name_or_path") or "the model that it changes"
+    return CheckpointError(
+        f"{what} {str(name)!r} is an adapter (LoRA or the like) and no model; merge it into {base} (merge_and_unload of peft), and"
+        " give the result"
+    )
