@@ -1,5 +1,6 @@
 """Which algorithm a drafter's `config.json` names, in the words of the programs that write such files."""
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,14 +18,23 @@ _ARCHITECTURES = {
     "Qwen3DSparkModel": "dspark",
     "DSparkDraftModel": "dspark",
     "LlamaForCausalLMEagle3": "eagle3",
+    "LlamaEagle3DraftModel": "eagle3",
     "Qwen3Eagle3Model": "eagle3",
     "Eagle3LlamaForCausalLM": "eagle3",
+    "EAGLE3LlamaForCausalLM": "eagle3",
+    "Eagle3MiniMaxM2ForCausalLM": "eagle3",
     "Eagle3Qwen2_5vlForCausalLM": "eagle3",
+    "Eagle3Qwen3ForCausalLM": "eagle3",
     "Eagle3Qwen3vlForCausalLM": "eagle3",
     "Eagle3DeepseekV2ForCausalLM": "eagle3",
+    "Eagle3DeepseekV3ForCausalLM": "eagle3",
     "Eagle3Speculator": "eagle3",
     "Eagle3DraftModel": "eagle3",
+    "LlamaForCausalLMPeagle": "peagle",
+    "PEagleDraftModel": "peagle",
     "PEagleSpeculator": "peagle",
+    "PeagleLlamaForCausalLM": "peagle",
+    "PeagleQwen3ForCausalLM": "peagle",
     "Gemma4DSparkModel": "dspark",
     "K3DSparkModel": "dspark",
     "KimiK3DSpark5MLADraftModel": "dspark",
@@ -46,6 +56,9 @@ _FAMILIES = {
 }
 """What a name may contain, and what that is; a longer name stands before one that it contains."""
 
+MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
+"""Keys of the token that stands for drafts of an EAGLE-3 head in parallel; only such heads have the last two."""
+
 _LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 """How the names of transformers' language models end."""
 
@@ -62,15 +75,27 @@ def stated_algorithm(raw: Mapping[str, Any]) -> str:
     if name is None:
         kinds = ["dspark"] * (raw.get("model_type") == "k3_dspark")  # whose published config names no architecture
         kinds += ["dflash"] * bool(own) + ["medusa"] * ("medusa_num_heads" in raw)
-        names = raw.get("architectures") or kinds
-        require(
-            isinstance(names, list) and bool(names), "config.json names no architecture; a DFlash drafter says DFlashDraftModel"
-        )
-        name = _ARCHITECTURES.get(names[0], names[0])
+        name = architecture_of(raw) or next(iter(kinds), None)
+        require(name is not None, "config.json names no architecture; a DFlash drafter says DFlashDraftModel")
+        name = _ARCHITECTURES.get(str(name), name)
+        if name == "eagle3" and any(raw.get(mask) is not None for mask in MASKS[1:]):
+            return "peagle"
     if name == "dflash" and (own.get("selector_rank") or raw.get("selector_rank")) is not None:
         return "dflash2"
     # The projector "dspark" is DFlash's own but for its Markov head.
     return str(projector) if name == "dflash" and projector not in (None, "dspark") else str(name)
+
+
+def architecture_of(raw: Mapping[str, Any]) -> str | None:
+    """The class that `config.json` names first, or None.
+
+    Raises:
+        CheckpointError: the list of them is no list of names.
+    """
+    names = raw.get("architectures") or []
+    right = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    require(right, f"architectures is {reprlib.repr(names)}; it must be a list of names")
+    return next(iter(names), None)
 
 
 def algorithm_of(raw: Mapping[str, Any]) -> str:

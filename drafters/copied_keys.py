@@ -28,7 +28,7 @@ _OTHERS = {
     "shared_moe_mode", "target_model_name_or_path", "target_model_type", "target_text_model_type",
     "text_config", "tf_legacy_loss", "theta", "tie_embedding", "torch_dtype", "torchscript",
     "use_bfloat16", "use_cla", "use_grouped_topk", "use_mtp", "use_pos_enc", "use_rmsnorm",
-    "use_rotary_pos_emb", "use_routing_bias",
+    "rotary_pct", "use_rotary_pos_emb", "use_routing_bias",
 }  # fmt: skip
 """Of published configs, which Transformers' classes do not declare; the three of the target are DeepSpec's and SpecForge's."""
 

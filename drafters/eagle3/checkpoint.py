@@ -10,6 +10,9 @@ from drafters.checkpoint import CONFIG, check_tensors, find_folder, naming, own_
 from drafters.eagle3.config import Eagle3Config, parse_config
 from drafters.vocabulary import check_map, without_full_map
 
+_FORMER_NAMES = {f"aux_norm_{tap}.weight": f"fc_norm.{i}.weight" for i, tap in enumerate(("low", "mid", "high"))}
+"""What SGLang called the norms of taps at first."""
+
 
 def read_checkpoint(path: str | Path) -> tuple[Eagle3Config, dict[str, Tensor]]:
     """Reads a head from a folder, or from the hub when `path` is an `owner/name` and no such folder exists.
@@ -28,6 +31,9 @@ def read_checkpoint(path: str | Path) -> tuple[Eagle3Config, dict[str, Tensor]]:
         tensors = own_tensors(plain_tensors(folder, raw, read_tensors(folder)))
         if config.draft_vocab_size is None:
             tensors = without_full_map(tensors)
+        tensors = {_FORMER_NAMES.get(name, name): tensor for name, tensor in tensors.items()}
+        if config.mask_token_id is not None and "mask_hidden" in tensors:
+            tensors["mask_hidden"] = tensors["mask_hidden"].reshape(1, 1, -1)
         for index in range(1, len(config.windows)):  # sglang calls the norm before a further layer's attention so
             name = f"layers.{index}.input_layernorm.weight"
             if name not in tensors and f"layers.{index}.hidden_norm.weight" in tensors:

@@ -6,11 +6,11 @@ from typing import Any
 
 from transformers import DeepseekV3Config, Qwen3Config
 
-from drafters.algorithms import algorithm_of
+from drafters.algorithms import MASKS, algorithm_of, architecture_of
 from drafters.attention import LatentSizes
 from drafters.eagle3.layers import Layers, read_layers, windows
 from drafters.eagle3.taps import StatedTaps, stated_taps, taps
-from drafters.keys import Keys, check_known, require, section
+from drafters.keys import PLAIN_VALUES, Keys, check_known, check_plain, check_rope, require, section
 from drafters.sequential.drafter import USUAL_DRAFTS
 
 MOST_DRAFTS = 64
@@ -20,13 +20,16 @@ _USUAL_TAPS = 3
 
 # Keys of relatives that would change the maths, with the values under which they do not.
 _PLAIN_VALUES: dict[str, tuple[Any, ...]] = {
+    **{key: plain for key, plain in PLAIN_VALUES.items() if key != "use_aux_norm"},
     "attention_sink_bias": (False,),
     "eagle_type": ("eagle3",),
-    "hidden_act": ("silu",),
     "is_causal": (True,),
+    "is_neox_style": (True,),
     "logit_scale": (1,),
     "next_layer_regular": (True,),
     "parallel_draft_step": (1,),
+    "rope_is_neox_style": (True,),
+    "swa_rope_parameters": (None,),
     "use_aux_hidden_state": (True,),
     "use_input_layernorm_in_first_layer": (True,),
     "use_last_layernorm": (True,),
@@ -35,12 +38,22 @@ _PLAIN_VALUES: dict[str, tuple[Any, ...]] = {
 
 # What `eagle_config` may say besides; a key that nobody reads would lower acceptance without any error.
 _OWN_KEYS = {
-    "eagle_aux_hidden_state_layer_ids", "fc_norm", "norm_before_fc", "norm_before_residual", "norm_output",
-    "parallel_draft_heads_num_layers",
+    "eagle_aux_hidden_state_layer_ids", "fc_norm", "norm_before_fc", "norm_before_residual",
+    "norm_output", "num_aux_hidden_states", "num_aux_layers", "parallel_draft_heads_num_layers",
+    "use_aux_norm",
 }  # fmt: skip
 
-_BESIDE_LAYERS = {"bias", "draft_vocab_size", "eagle_config", "embed_requires_grad", "mask_token_id", "target_hidden_size"}
-"""What else a file of speculators may say."""
+_BESIDE_LAYERS = {
+    "bias", "draft_vocab_size", "eagle_config", "embed_requires_grad", *MASKS, "target_hidden_size",
+    "down_sample_ratio", "down_sample_ratio_min", "num_depths",
+}  # fmt: skip
+"""What else a file of speculators may say; the last three are of P-EAGLE's training."""
+
+_OF_FLAT_FILES = {
+    "draft_num_hidden_layers", "num_target_layers", "parallel_drafting", "speculators_config",
+    "step_loss_decay", "target_layer_ids", "ttt_length",
+}  # fmt: skip
+"""What else another file may say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +134,7 @@ def parse_config(raw: Mapping[str, Any]) -> Eagle3Config:
     own, shape = section(raw, "eagle_config"), section(raw, "transformer_layer_config") or raw
     keys = Keys([own, raw, shape])
     _check_keys(raw, keys, own)
-    layers = read_layers(shape)
+    layers = read_layers(shape, architecture_of(raw))
     draft_vocab_size = keys.integer("draft_vocab_size")
     reduced = draft_vocab_size is not None and draft_vocab_size != layers.vocab_size
     require(
@@ -133,39 +146,55 @@ def parse_config(raw: Mapping[str, Any]) -> Eagle3Config:
         vocab_size=layers.vocab_size,
         draft_vocab_size=draft_vocab_size if reduced else None,
         stated_taps=stated_taps(raw, own),
-        tap_width=keys.integer("target_hidden_size") or layers.hidden_size,
+        tap_width=_or(keys.integer("target_hidden_size"), layers.hidden_size),
         windows=windows(layers),
         norm_before_residual=keys.flag("norm_before_residual") or False,
         norm_before_fc=keys.flag("norm_before_fc") or False,
-        fc_norm=keys.flag("fc_norm") or False,
+        fc_norm=keys.flag("fc_norm") or keys.flag("use_aux_norm") or False,
         norm_output=keys.flag("norm_output") or False,
         own_embeddings=keys.flag("embed_requires_grad") or False,
         fc_bias=keys.flag("bias") or False,
         mask_token_id=_mask(keys, layers.vocab_size) if parallel else None,
         max_draft_tokens=_most_drafts(raw, parallel=parallel),
-        verifier_name=section(section(raw, "speculators_config"), "verifier").get("name_or_path"),
+        verifier_name=_verifier_name(raw),
     )
+    require(config.tap_width >= 1, f"target_hidden_size is {config.tap_width}; it must be at least 1")
+    for name in ("num_aux_hidden_states", "num_aux_layers"):
+        count = _or(keys.integer(name), config.num_taps)
+        require(count == config.num_taps, f"{name} is {count}, but {config.num_taps} layers are tapped; correct the wrong one")
     require(not (config.norm_before_fc and config.fc_norm), "norm_before_fc and fc_norm exclude each other; one must be false")
     return config
 
 
 def _check_keys(raw: Mapping[str, Any], keys: Keys, own: Mapping[str, Any]) -> None:
-    """Refuses what would change the maths: keys of `eagle_config`, or in the layout of speculators beside the layers, that are not
-    known, and values of relatives.
-    """
+    """Refuses what would change the maths, or might: keys that nobody reads, values of relatives."""
     known = _OWN_KEYS | _PLAIN_VALUES.keys()
     check_known(own, known, "eagle_config")
-    if "speculators_model_type" in raw:
-        check_known(raw, known | _BESIDE_LAYERS, "config.json")
-    for key, plain in _PLAIN_VALUES.items():
-        value = keys.find(key)
-        require(value is None or value in plain, f"EAGLE-3 with {key} {value!r} is not supported yet; supported: {plain[0]!r}")
+    flat = "speculators_model_type" not in raw
+    check_known(raw, known | _BESIDE_LAYERS | (_OF_FLAT_FILES if flat else set()), "config.json", copies=flat)
+    layers = section(raw, "transformer_layer_config")
+    check_known(layers, known, "transformer_layer_config", copies=True)
+    for place in (raw, layers):
+        check_rope(place)
+    check_plain(keys, _PLAIN_VALUES, "EAGLE-3")
+
+
+def _or(value: int | None, default: int) -> int:
+    return default if value is None else value
 
 
 def _mask(keys: Keys, vocab_size: int) -> int:
-    mask = keys.required("mask_token_id")
+    mask = next((keys.integer(name) for name in MASKS if keys.find(name) is not None), None)
+    require(mask is not None, "config.json lacks mask_token_id, which a head that drafts in parallel has")
+    assert mask is not None
     require(0 <= mask < vocab_size, f"mask_token_id {mask} lies outside {vocab_size} embeddings")
     return mask
+
+
+def _verifier_name(raw: Mapping[str, Any]) -> str | None:
+    name = section(section(raw, "speculators_config"), "verifier").get("name_or_path")
+    require(name is None or isinstance(name, str), f"the verifier's name_or_path is {name!r}; it must be a string")
+    return name
 
 
 def _most_drafts(raw: Mapping[str, Any], *, parallel: bool) -> int:

@@ -1,5 +1,6 @@
 """What the decoder layers of an EAGLE-3 head are like, read from `config.json`."""
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -7,6 +8,7 @@ import torch
 from transformers import DeepseekV3Config, LlamaConfig, Qwen3Config
 
 from drafters.keys import Keys, is_number, require, section
+from drafters.rope import whole_heads
 from specdec.errors import one_line
 from specdec.layers.rotary import STATIC_ROPE_TYPES, Rope
 
@@ -19,6 +21,16 @@ _KINDS: dict[str, type[Layers]] = {
     "deepseek_v3": DeepseekV3Config,
     "kimi_k2": DeepseekV3Config,
 }
+_CLASSES = {
+    **dict.fromkeys(("Eagle3LlamaForCausalLM", "EAGLE3LlamaForCausalLM", "LlamaForCausalLMEagle3"), "llama"),
+    **dict.fromkeys(("LlamaEagle3DraftModel", "Eagle3MiniMaxM2ForCausalLM"), "llama"),
+    **dict.fromkeys(("Eagle3Qwen2_5vlForCausalLM", "Eagle3Qwen3vlForCausalLM"), "llama"),
+    **dict.fromkeys(("LlamaForCausalLMPeagle", "PEagleDraftModel", "PeagleLlamaForCausalLM"), "llama"),
+    **dict.fromkeys(("Eagle3Qwen3ForCausalLM", "PeagleQwen3ForCausalLM", "Qwen3Eagle3Model"), "qwen3"),
+    **dict.fromkeys(("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM"), "deepseek_v3"),
+}
+"""What layers a class has, whose config may be called like that of its target."""
+
 _NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 _LIMITS = {
     **dict.fromkeys((*_NEEDED, "num_key_value_heads", "max_position_embeddings"), 2**31 - 1),
@@ -36,39 +48,32 @@ _NUMBERS_OF_ROPE = (
     "attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor", "low_freq_factor", "mscale", "mscale_all_dim",
     "original_max_position_embeddings", "partial_rotary_factor", "rope_theta",
 )  # fmt: skip
+_OTHERS_OF_ROPE = ("rope_dim", "truncate")
 
 
-def read_layers(shape: Mapping[str, Any]) -> Layers:
+def read_layers(shape: Mapping[str, Any], architecture: str | None = None) -> Layers:
     """What the layers are like, with Transformers' defaults for what is not said, as by a null.
 
     Args:
         shape: the object of `config.json` that describes them.
+        architecture: the head's class, which decides what they are like where it can have but one
+            kind of layers; else `model_type` does.
 
     Raises:
         CheckpointError: another kind of layers, or a missing, malformed or contradictory value.
     """
-    kind, keys = shape.get("model_type"), Keys([shape])
+    kind, keys = _CLASSES.get(architecture or "", shape.get("model_type")), Keys([shape])
     known = isinstance(kind, str) and kind in _KINDS
     require(known, f"layers of type {kind!r} are not supported in an EAGLE-3 head; supported: {', '.join(_KINDS)}")
     made = _KINDS[str(kind)]
-    for name in _NEEDED:
-        keys.required(name)
-    found: dict[str, Any] = {name: _count(keys, name, most) for name, most in _LIMITS.items()}
-    found |= {name: keys.flag(name) for name in _FLAGS}
-    found |= {"rms_norm_eps": _epsilon(keys), "max_window_layers": keys.integer("max_window_layers")}
-    found |= {name: shape[name] for name in _PASSED_ON if _is_token(shape.get(name))}
-    found |= {name: value for name in ("layer_types", "sliding_window") if (value := shape.get(name)) is not None}
-    declared = made.__dataclass_fields__.keys() | {"layer_types", "sliding_window"}
-    said = {name: value for name, value in found.items() if value is not None and name in declared}
-    if "q_lora_rank" in shape and made is DeepseekV3Config:
-        said["q_lora_rank"] = found["q_lora_rank"]  # here null says that queries are not compressed
-    if "sliding_window" in shape:
-        said["sliding_window"] = shape["sliding_window"]  # and here, that there is no window
+    said, rope_parameters = _said(shape, keys, made), _rope_parameters(keys, made)
     try:
-        layers = made(**said, rope_parameters=_rope_parameters(keys, made))
+        layers = made(**said, rope_parameters=rope_parameters)
     except Exception as error:  # whatever Transformers makes of values that passed
         require(False, f"the layers' part of config.json is not valid ({one_line(error)}); correct it")
-    _check(layers)
+    _check_heads(layers)
+    layers.rope_parameters = whole_heads(layers.rope_parameters, layers.head_dim)
+    _check_rope(layers)
     return layers
 
 
@@ -88,6 +93,30 @@ def windows(layers: Layers) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
+def _said(shape: Mapping[str, Any], keys: Keys, made: type[Layers]) -> dict[str, Any]:
+    """Values for a config of that class, but for RoPE."""
+    for name in _NEEDED:
+        keys.required(name)
+    found: dict[str, Any] = {name: _count(keys, name, most) for name, most in _LIMITS.items()}
+    if shape.get("model_type") == "llama4_text":  # whose usual size is that of experts
+        dense = _count(keys, "intermediate_size_mlp", _LIMITS["intermediate_size"])
+        found["intermediate_size"] = found["intermediate_size"] if dense is None else dense
+    found |= {name: keys.flag(name) for name in _FLAGS}
+    found |= {name: shape[name] for name in _PASSED_ON if _is_token(shape.get(name))}
+    found["rms_norm_eps"] = _epsilon(keys)
+    found["max_window_layers"] = keys.integer("max_window_layers")
+    declared = made.__dataclass_fields__.keys()
+    said = {name: value for name, value in found.items() if value is not None and name in declared}
+    if shape.get("layer_types") is not None:
+        said["layer_types"] = shape["layer_types"]
+    # With these a null does say something: that there is no window, no compression of queries.
+    if "sliding_window" in shape:
+        said["sliding_window"] = shape["sliding_window"]
+    if made is DeepseekV3Config and "q_lora_rank" in shape:
+        said["q_lora_rank"] = found["q_lora_rank"]
+    return said
+
+
 def _count(keys: Keys, name: str, most: int) -> int | None:
     value = keys.integer(name)
     require(value is None or 1 <= value <= most, f"{name} is {value}; it must lie in [1, {most:,}]")
@@ -105,35 +134,30 @@ def _is_token(value: object) -> bool:
 
 
 def _rope_parameters(keys: Keys, made: type[Layers]) -> dict[str, Any]:
-    """RoPE in the form of Transformers 5, from that form or from `rope_theta` and `rope_scaling`.
-
-    A `partial_rotary_factor`, which trainers copy from a target's config, says something in type
-    "proportional" alone: the modules of Llama, Qwen3 and DeepSeek-V3 turn whole heads.
-    """
+    """RoPE in the form of Transformers 5, from that or from `rope_theta` and `rope_scaling`."""
     place = next((name for name in ("rope_parameters", "rope_scaling") if keys.find(name)), "rope_parameters")
     stated = section(keys.places[0], place)
-    parameters = {name: value for name, value in stated.items() if value is not None and name != "type"}
-    parameters.setdefault("rope_type", stated.get("type") or "default")
-    if parameters["rope_type"] == "mrope":  # positions of text are the same on all its axes
-        parameters["rope_type"] = "default"
-    kind, supported = parameters["rope_type"], ", ".join(STATIC_ROPE_TYPES)
-    require(
-        isinstance(kind, str) and kind in STATIC_ROPE_TYPES,
-        f"RoPE type {kind!r} is not supported in a drafter; supported: {supported}",
-    )
+    flat = not any(isinstance(value, Mapping) for value in stated.values())
+    require(flat, f"{place} is {dict(stated)!r}; one set of RoPE parameters for all layers is supported")
+    kind = stated.get("rope_type") or stated.get("type") or "default"
+    kind = "default" if kind == "mrope" else kind  # positions of text are the same on all its axes
+    supported = ", ".join(STATIC_ROPE_TYPES)
+    known = isinstance(kind, str) and kind in STATIC_ROPE_TYPES
+    require(known, f"RoPE type {kind!r} is not supported in a drafter; supported: {supported}")
+    parameters = {name: stated[name] for name in (*_NUMBERS_OF_ROPE, *_OTHERS_OF_ROPE) if stated.get(name) is not None}
     theta = keys.find("rope_theta")
     parameters.setdefault("rope_theta", made.default_theta if theta is None else theta)
     for name in _NUMBERS_OF_ROPE:
         value = parameters.get(name)
         right = value is None or (is_number(value) and (value > 0 or name.startswith("mscale")))
-        require(right, f"RoPE's {name} is {value!r}; it must be a positive number")
-    if kind != "proportional":
-        parameters.pop("partial_rotary_factor", None)
-    return parameters
+        require(right, f"RoPE's {name} is {reprlib.repr(value)}; it must be a positive number")
+    truncate = parameters.get("truncate", True)
+    require(isinstance(truncate, bool), f"RoPE's truncate is {truncate!r}; it must be true or false")
+    return {"rope_type": kind, **parameters}
 
 
-def _check(layers: Layers) -> None:
-    """Refuses heads that do not divide, and angles that no float32 holds."""
+def _check_heads(layers: Layers) -> None:
+    """Refuses heads that do not divide."""
     heads, kv_heads, head_dim = layers.num_attention_heads, layers.num_key_value_heads, layers.head_dim
     require(
         heads % kv_heads == 0 and head_dim % 2 == 0 and head_dim > 0,
@@ -141,6 +165,10 @@ def _check(layers: Layers) -> None:
     )
     biased = isinstance(layers, DeepseekV3Config) and layers.attention_bias
     require(not biased, "attention_bias is true, which latent attention is not supported with; it must be false")
-    rope = Rope.of(layers.rope_parameters, head_dim, layers.max_position_embeddings)
+
+
+def _check_rope(layers: Layers) -> None:
+    """Refuses angles that no float32 holds."""
+    rope = Rope.of(layers.rope_parameters, layers.head_dim, layers.max_position_embeddings)
     finite = torch.as_tensor(rope.amplitude).isfinite().all() and rope.frequencies.isfinite().all()
     require(bool(finite), f"RoPE parameters {layers.rope_parameters} give no finite angles; correct them in config.json")

@@ -82,7 +82,10 @@ def test_whether_a_head_fits_is_told_from_its_config() -> None:
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [-1, 2]}}, "the embeddings cannot be tapped"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": "2"}}, "must be a list of integers"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}}, "it taps layer 4 of a target whose last layer is 3"),
-        ({"model_type": "gpt2"}, "layers of type 'gpt2' are not supported in an EAGLE-3 head"),
+        (
+            {"model_type": "gpt2", "architectures": ["LlamaForCausalLM"]},
+            "layers of type 'gpt2' are not supported in an EAGLE-3 head",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "RoPE type 'dynamic' is not supported"),
         ({"num_key_value_heads": 3}, "the first must be a multiple"),

@@ -84,12 +84,14 @@ def test_the_papers_formulas(taps: str, own_embeddings: bool, tmp_path: Path) ->
     assert largest_error(noted, states, late, model) > 1e-2
 
 
+COPIED = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "residual after the norm": {"norm_before_residual": True, "draft_vocab_size": LLAMA["vocab_size"]},
     "all taps normed, two layers": {"norm_before_fc": True, "transformer_layer_config": {**LLAMA, "num_hidden_layers": 2}},
     "EAGLE-3.1": {"fc_norm": True, "norm_output": True, "eagle_aux_hidden_state_layer_ids": [1, 2, 3, 3]},
     "Qwen3": {"transformer_layer_config": {**LLAMA, "model_type": "qwen3", "num_key_value_heads": 1}, "embed_requires_grad": True},
+    "a copied partial factor": {"transformer_layer_config": {**LLAMA, "rope_parameters": COPIED}},
     "windows": {
         "transformer_layer_config": {
             **{**LLAMA, "model_type": "qwen3", "num_hidden_layers": 2},
@@ -100,6 +102,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 PARALLEL = {"speculators_model_type": "peagle", "architectures": ["PEagleSpeculator"], "mask_token_id": 3}
 P_EAGLE = {"plain": {}, "normed": {"norm_before_residual": True, "fc_norm": True}, "windows": VARIANTS["windows"]}
+P_EAGLE["as of speculators 0.6, a copied partial factor"] = VARIANTS["a copied partial factor"] | {"num_depths": 8}
 
 
 class _Enough(Exception):
