@@ -11,6 +11,7 @@ DraftSampling = Literal["coupled", "greedy", "probabilistic"]
 CacheDtype = Literal["auto", "fp8"]
 PrefillDtype = Literal["auto", "model"]
 WeightForm = Literal["as-stored", "bfloat16"]
+GenerationSource = Literal["model", "none"]
 
 
 DEFAULT_BLOCK_SIZE = 16
@@ -34,6 +35,8 @@ class LoadConfig:
             accelerator; "bfloat16" makes plain numbers of them when they are read, as everywhere else.
         tensor_parallel: processes, each with an accelerator of its own, that compute the target together; None takes those that
             `torchrun` has started for a command, and one otherwise.
+        generation_config: "model" decodes as the checkpoint's generation_config.json says where a request does not say; "none"
+            takes nothing but end-of-sequence tokens from it.
     """
 
     device: str = "auto"
@@ -44,6 +47,7 @@ class LoadConfig:
     prefill_dtype: PrefillDtype = "auto"
     weights: WeightForm = "as-stored"
     tensor_parallel: int | None = None
+    generation_config: GenerationSource = "model"
 
     def __post_init__(self) -> None:
         for name in ("device", "dtype", "attention"):
@@ -58,6 +62,8 @@ class LoadConfig:
         require(self.kv_dtype in ("auto", "fp8"), f"kv_dtype is {self.kv_dtype!r}; choose 'auto' or 'fp8'")
         right = self.prefill_dtype in ("auto", "model")
         require(right, f"prefill_dtype is {self.prefill_dtype!r}; choose 'auto' or 'model'")
+        right = self.generation_config in ("model", "none")
+        require(right, f"generation_config is {self.generation_config!r}; choose 'model' or 'none'")
         right = self.weights in ("as-stored", "bfloat16")
         require(right, f"weights is {self.weights!r}; choose 'as-stored' or 'bfloat16'")
         right = self.weights == "as-stored" or self.dtype in ("auto", "bfloat16")

@@ -20,6 +20,7 @@ from specdec.blocks import DraftTree
 from specdec.config import DraftSampling
 from specdec.kv_cache import LayerSpec
 from specdec.sampling.logprobs import Logprobs
+from specdec.sampling_params import SamplingDefaults
 
 
 @dataclass(slots=True)
@@ -177,6 +178,8 @@ class Verifier(Protocol):
     length_rule: LengthRule | None
     """None where rotations are the same for requests of any length."""
     eos_token_ids: tuple[int, ...]
+    defaults: SamplingDefaults
+    """What its checkpoint asks of requests that do not say it themselves."""
     embedding_scale: float
     """Factor the model applies to its input embeddings (sqrt(H) for Gemma, else 1)."""
     final_softcap: float | None

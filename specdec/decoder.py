@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, overload
 from jinja2 import TemplateError
 from torch import Tensor
 
-from specdec.config import DEFAULT_BLOCK_SIZE, CacheDtype, EngineConfig, LoadConfig, PrefillDtype, WeightForm
+from specdec.config import DEFAULT_BLOCK_SIZE, CacheDtype, EngineConfig, GenerationSource, LoadConfig, PrefillDtype, WeightForm
 from specdec.core import Drafter, Verifier
 from specdec.device import resolve_device
 from specdec.drafter_choice import DrafterChoice, find_drafter
@@ -78,6 +78,7 @@ class SpecDecoder:
         prefill_dtype: PrefillDtype = "auto",
         weights: WeightForm = "as-stored",
         tensor_parallel: int | None = None,
+        generation_config: GenerationSource = "model",
         engine: EngineConfig | None = None,
     ) -> SpecDecoder:
         """Loads a target and a drafter.
@@ -87,7 +88,8 @@ class SpecDecoder:
             drafter: "auto", "smollm2-dflash" (comes with the package, for the embedded model), "ngram", "suffix", the folder or
                 hub name of a checkpoint, several of these with + between them, a drafter of your own (see `find_drafter`), or
                 None. "auto" takes smollm2-dflash for the embedded model and n-gram lookup for all others.
-            device, dtype, attention, block_size, kv_dtype, prefill_dtype, weights: see `specdec.config.LoadConfig`.
+            device, dtype, attention, block_size, kv_dtype, prefill_dtype, weights, generation_config: see
+                `specdec.config.LoadConfig`.
             tensor_parallel: processes that compute the target together, this one among them: docs/tensor-parallel.md. They are
                 started here, or by `torchrun`. None is this one alone.
             engine: limits and choices.
@@ -95,7 +97,9 @@ class SpecDecoder:
         Raises:
             SpecDecError: one line that names what is wrong with an argument, a checkpoint or their combination.
         """
-        load = LoadConfig(device, dtype, attention, block_size, kv_dtype, prefill_dtype, weights, tensor_parallel)
+        load = LoadConfig(
+            device, dtype, attention, block_size, kv_dtype, prefill_dtype, weights, tensor_parallel, generation_config
+        )
         where, make_drafter = resolve_device(load.device), find_drafter(drafter)
         with load_target(target, load, where) as (verifier, tokenizer, ranks):
             decoder = cls(verifier, tokenizer, make_drafter(verifier), engine)

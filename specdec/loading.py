@@ -70,5 +70,6 @@ def _load(target: str | Path, load: LoadConfig, where: torch.device, group: Grou
         fp8_prefill=load.prefill_dtype == "auto",
         as_stored=load.weights == "as-stored",
         group=group,
+        generation_config=load.generation_config,
     )
     return loaded

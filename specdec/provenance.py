@@ -29,6 +29,7 @@ def origin_of_run(verifier: Verifier) -> dict[str, Any]:
         "dtype": dtype_name(verifier.dtype),
         "weights": ", ".join(verifier.weight_codes) or dtype_name(verifier.dtype),
         "attention": verifier.attention.name,
+        "generation_config": verifier.defaults.stated,
     }
 
 

@@ -30,7 +30,8 @@ class SamplingParams:
         top_k: keep the `top_k` most likely tokens; 0 keeps all.
         top_p: keep the smallest set whose probability reaches `top_p`, in (0, 1]; 1 keeps all.
         min_p: drop tokens less likely than `min_p` times the most likely one, in [0, 1).
-        repetition_penalty: divides positive and multiplies negative logits of tokens seen in prompt or output; 1 is off.
+        repetition_penalty: divides positive and multiplies negative logits of tokens seen in prompt or output, where 1 is off; None
+            takes the checkpoint's own, else 1. See `SamplingDefaults`.
         seed: random stream of the request, in [0, 2**63); None draws one, which the result reports.
         stop: strings that end the output; the text is cut before them.
         stop_token_ids: token ids that end the output, beside the model's own end-of-sequence ids.
@@ -40,13 +41,14 @@ class SamplingParams:
         prompt_logprobs: return the same of every prompt token but the first, with so many of the likeliest; None returns none.
             Such a prompt is computed anew, whatever the prefix cache holds.
         min_tokens: least new tokens before an end-of-sequence id or one of `stop_token_ids`, which cannot be chosen until then, and
-            before the text in which a stop string is found.
+            before the text in which a stop string is found; None takes the checkpoint's own, else 0.
         presence_penalty: taken off the logit of every token of the output so far; negative numbers favor it.
         frequency_penalty: the same, as often as the output has the token.
         logit_bias: numbers added to the logits of tokens, by id: a mapping or pairs.
         grammar: what the output must look like; it ends with an end-of-sequence token once it is complete.
         cache_salt: prompts share cached beginnings only with those of the same salt, such as a tenant's name; None is a salt, too.
         read_prefix_cache: begin with what the cache has of the prompt; False computes all of it, and still offers it to others.
+        skip_special_tokens: leave special tokens out of the text. A stop string that is one of them ends the output all the same.
     """
 
     max_tokens: int = 256
@@ -54,7 +56,7 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    repetition_penalty: float | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -62,7 +64,7 @@ class SamplingParams:
     logprobs: bool = False
     top_logprobs: int = 0
     prompt_logprobs: int | None = None
-    min_tokens: int = 0
+    min_tokens: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
@@ -70,11 +72,12 @@ class SamplingParams:
 
     cache_salt: str | None = None
     read_prefix_cache: bool = True
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         integers(self, "max_tokens", "top_k", "seed", "top_logprobs", "prompt_logprobs", "min_tokens")
         numbers(self, "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-        flags(self, "ignore_eos", "logprobs", "read_prefix_cache")
+        flags(self, "ignore_eos", "logprobs", "read_prefix_cache", "skip_special_tokens")
         salt = self.cache_salt
         right = salt is None or (isinstance(salt, str) and salt != "")
         require(right, f"cache_salt is {reprlib.repr(salt)}; it must be a string that is not empty, or be left out")
@@ -92,7 +95,7 @@ class SamplingParams:
             require(0 <= count <= MOST_TOP_LOGPROBS, f"{name} is {count}; it must lie in [0, {MOST_TOP_LOGPROBS}]")
         object.__setattr__(self, "logprobs", self.logprobs or self.top_logprobs > 0)
         require(
-            0 <= self.min_tokens <= self.max_tokens,
+            self.min_tokens is None or 0 <= self.min_tokens <= self.max_tokens,
             f"min_tokens is {self.min_tokens}; it must lie in [0, {self.max_tokens}], max_tokens being the most",
         )
         for name in ("presence_penalty", "frequency_penalty"):
@@ -111,7 +114,8 @@ class SamplingParams:
         require(0 < self.top_p <= 1, f"top_p is {self.top_p}; it must lie in (0, 1], where 1 is off")
         require(0 <= self.min_p < 1, f"min_p is {self.min_p}; it must lie in [0, 1), where 0 is off")
         require(
-            1e-30 <= self.repetition_penalty <= 1e30,  # what divides float32 logits without making them infinite
+            # What divides float32 logits without making them infinite.
+            self.repetition_penalty is None or 1e-30 <= self.repetition_penalty <= 1e30,
             f"repetition_penalty is {self.repetition_penalty}; it must lie in [1e-30, 1e30], where 1 is off",
         )
         require(
@@ -129,6 +133,11 @@ class SamplingParams:
         )
         require(all(self.stop), "stop holds an empty string, which would end every output at once; remove it")
 
+    @property
+    def penalized(self) -> bool:
+        """Whether there is a repetition penalty."""
+        return self.repetition_penalty not in (None, 1.0)
+
     def choice(self, index: int) -> "SamplingParams":
         """Those of output number `index` of several from one prompt: its seed lies so much higher, and of those that go on only the
         first scores the prompt.
@@ -140,6 +149,47 @@ class SamplingParams:
             return self
         seed = None if self.seed is None else (self.seed + index) % 2**63
         return replace(self, seed=seed, prompt_logprobs=None if self.max_tokens else self.prompt_logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What a checkpoint asks of requests that do not say it themselves; by itself, nothing.
+
+    Attributes:
+        repetition_penalty, min_tokens: see `SamplingParams`; they hold everywhere, as in Transformers' `generate`.
+        min_length: the same as `min_tokens`, the prompt counted; that goes first.
+        sampled: temperature, top-k, top-p and min-p, as far as they are stated; only `specdec serve` decodes by them.
+        served_ends: end-of-sequence ids at which `specdec serve` stops beside the verifier's.
+    """
+
+    repetition_penalty: float = 1.0
+    min_tokens: int | None = None
+    min_length: int = 0
+    sampled: tuple[tuple[str, float], ...] = ()
+    served_ends: tuple[int, ...] = ()
+
+    def fill(self, sampling: SamplingParams, prompt_len: int) -> SamplingParams:
+        """The same with nothing left to be said, for a prompt of so many tokens.
+
+        A grammar says itself where an output may end.
+
+        >>> filled = SamplingDefaults(1.1, min_length=8).fill(SamplingParams(max_tokens=4), 3)
+        >>> filled.repetition_penalty, filled.min_tokens
+        (1.1, 4)
+        """
+        penalty, least = sampling.repetition_penalty, sampling.min_tokens
+        if penalty is not None and least is not None:
+            return sampling
+        if least is None:
+            own = max(0, self.min_length - prompt_len) if self.min_tokens is None else self.min_tokens
+            least = 0 if sampling.grammar is not None else min(own, sampling.max_tokens)
+        return replace(sampling, repetition_penalty=self.repetition_penalty if penalty is None else penalty, min_tokens=least)
+
+    @property
+    def stated(self) -> dict[str, Any]:
+        """What differs from asking nothing, for a report."""
+        own = {"repetition_penalty": self.repetition_penalty, "min_new_tokens": self.min_tokens, "min_length": self.min_length}
+        return {name: value for name, value in own.items() if value not in (None, 0, 1)} | dict(self.sampled)
 
 
 def _bias(given: Any) -> tuple[tuple[int, float], ...]:

@@ -38,9 +38,11 @@ def integers(config: Any, *names: str) -> None:
 
 
 def numbers(config: Any, *names: str) -> None:
-    """Makes fields Python's own floats."""
+    """Makes fields Python's own floats, those of None aside whose default that is."""
     for name in names:
         value = getattr(config, name)
+        if value is None and type(config).__dataclass_fields__[name].default is None:
+            continue
         right = isinstance(value, Real) and not isinstance(value, bool)
         require(right, f"{name} is {reprlib.repr(value)}; it must be a number")
         try:

@@ -19,6 +19,7 @@ from specdec.layers.linear import linear
 from specdec.layers.mlp import MixtureOfExperts, MlpBesideExperts
 from specdec.layers.ops_choice import ops_for
 from specdec.layers.sharded import Embedding, GatheredLinear
+from specdec.sampling_params import SamplingDefaults
 from verifiers.builder import LayerBuilder
 from verifiers.description import Description
 from verifiers.recurrent import recurrent_rows
@@ -67,6 +68,7 @@ class DecoderVerifier:
         self.checkpoint = checkpoint
         self.name, self.attention, self.eos_token_ids = name, backend, eos
         self.media_token_ids: Mapping[int, str] = {}
+        self.defaults = SamplingDefaults()
         self.config, self.group, self._description = config, weights.group, description
         own = shared(config, self.group)
         weights.rename(description.names)

@@ -15,6 +15,7 @@ from specdec.attention.mla import MlaBackend
 from specdec.batch import ForwardInput
 from specdec.core import LengthRule, RoutedExperts, Verifier, VerifyOutput
 from specdec.errors import UnsupportedModelError
+from specdec.sampling_params import SamplingDefaults
 from verifiers.decoder import DecoderVerifier
 from verifiers.description import Description
 from verifiers.families import describe
@@ -63,23 +64,20 @@ def model_of(config: PreTrainedConfig, weights: Mapping[str, Any], dtype: torch.
     return model, sorted(report["missing_keys"])
 
 
-def verifier_for(
-    model: PreTrainedModel, *, name: str, backend: AttentionBackend | MlaBackend, eos: int | None = None, fuse: bool = True
-) -> Verifier:
+def verifier_for(model: PreTrainedModel, *, name: str, backend: AttentionBackend | MlaBackend, fuse: bool = True) -> Verifier:
     """The verifier that runs `model`: `DecoderVerifier` for the families it knows, which takes the weights over, else `HFVerifier`.
 
     Args:
         model: a causal language model loaded with `attn_implementation=ATTENTION_NAME`, on its device.
         name: how to call it in messages.
         backend: attention over the cache.
-        eos: end-of-sequence id when the model's generation config names none.
         fuse: False runs every model through its own modules, but for latent attention and what `verifiers.shape.peculiarity`
             names, which they do not have on our cache.
 
     Raises:
         UnsupportedModelError: only our own layers could run it, and its projections are no plain ones.
     """
-    ends = eos_token_ids(getattr(model.generation_config, "eos_token_id", None), model.config.eos_token_id, eos)
+    ends = eos_token_ids(getattr(model.generation_config, "eos_token_id", None), model.config.eos_token_id)
     description = description_of(model)
     peculiar = peculiarity(model.config)
     if description is not None and (fuse or peculiar or isinstance(backend, MlaBackend)):
@@ -142,6 +140,7 @@ class HFVerifier:
         self.final_softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self.eos_token_ids = eos
         self.media_token_ids: Mapping[int, str] = {}
+        self.defaults = SamplingDefaults()
         self.weight_codes: tuple[str, ...] = ()
         self._embedding = model.get_input_embeddings().weight
         self._head: nn.Module = model.get_output_embeddings()

@@ -14,14 +14,15 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from specdec.attention.backend import AttentionBackend
 from specdec.attention.mla import MlaBackend
 from specdec.attention.selector import select_backend
+from specdec.config import GenerationSource
 from specdec.core import Verifier
 from specdec.errors import CheckpointError, SpecDecError, UnsupportedModelError, one_line
-from specdec.hub import checkpoint_folder, json_file, json_object, unpinned
+from specdec.hub import checkpoint_folder, json_object, unpinned
 from specdec.kinds import ADAPTER, check_adapter, checkpoint_config
 from specdec.layers.linear import can_pack_four_bit
 from specdec.layers.packed_check import keeps_packed
@@ -32,7 +33,8 @@ from verifiers.decoder import Checkpoint, DecoderVerifier
 from verifiers.description import Description
 from verifiers.embedded import FOUR_BIT, embedded_model_path
 from verifiers.families import describe
-from verifiers.shape import backend_spec, eos_token_ids, peculiarity
+from verifiers.generation import read_generation
+from verifiers.shape import backend_spec, peculiarity
 from verifiers.shares import Share, shared
 from verifiers.weights import Weights
 
@@ -59,6 +61,7 @@ def load_verifier(
     fuse: bool = True,
     as_stored: bool = True,
     group: Group | None = None,
+    generation_config: GenerationSource = "model",
 ) -> tuple[Verifier, PreTrainedTokenizerBase]:
     """Loads a target and its tokenizer.
 
@@ -74,6 +77,7 @@ def load_verifier(
         as_stored: quantized weights stay packed where `specdec.layers.packed_check.keeps_packed` says so; otherwise they become
             numbers of `dtype` when they are read.
         group: the ranks that compute the target together; each calls this, and reads its part. None for a process alone.
+        generation_config: "none" leaves aside what the checkpoint asks of requests, but for what ends them.
 
     Raises:
         UnsupportedModelError: the architecture cannot run yet; said from its config, before weights are read.
@@ -100,22 +104,25 @@ def load_verifier(
     options: dict[str, Any] = {"block_size": block_size, "cache_dtype": cache_dtype, "fp8_prefill": fp8_prefill}
     backend = select_backend(attention, backend_spec(shared(config, group), device=device, dtype=dtype, **options))
     tokenizer = _tokenizer(name, path)
+    generation = read_generation(name, path, vocab_size=config.vocab_size, tokenizer=tokenizer, source=generation_config)
+    if group is None or group.rank == 0:
+        generation.say()
+    verifier: Verifier
     if direct:
         tensors = _read(name, "weights", partial(load_file, path / "model.safetensors"))
         tensors = {key: tensor.to(device, dtype) for key, tensor in tensors.items()}
         if can_pack_four_bit(tensors["model.embed_tokens.weight"]):
             tensors |= _read(name, "four-bit weights", partial(load_file, path / FOUR_BIT))
-        eos = eos_token_ids(GenerationConfig.from_pretrained(path).eos_token_id, tokenizer.eos_token_id)
         description = describe(config)
         assert isinstance(backend, AttentionBackend) and description is not None
-        return DecoderVerifier(config, description, Weights(dict(tensors)), name=name, backend=backend, eos=eos), tokenizer
-
-    packed = as_stored and keeps_packed(device, dtype)
-    folder = path if name == EMBEDDED else checkpoint_folder(given, what="target", snapshot=path)
-    check_adapter(given, folder, what="target")
-    reading = _Reading(name, folder, whole, backend, device, dtype, packed, tokenizer.eos_token_id, share)
-    verifier = _own(reading, fuse) or _theirs(reading, fuse)
-    verifier.media_token_ids = media_token_ids(whole)
+        verifier = DecoderVerifier(config, description, Weights(dict(tensors)), name=name, backend=backend)
+    else:
+        folder = path if name == EMBEDDED else checkpoint_folder(given, what="target", snapshot=path)
+        check_adapter(given, folder, what="target")
+        reading = _Reading(name, folder, whole, backend, device, dtype, as_stored and keeps_packed(device, dtype), share)
+        verifier = _own(reading, fuse) or _theirs(reading, fuse)
+        verifier.media_token_ids = media_token_ids(whole)
+    verifier.eos_token_ids, verifier.defaults = generation.ends, generation.defaults
     return verifier, tokenizer
 
 
@@ -172,7 +179,6 @@ class _Reading(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     as_stored: bool
-    eos: int | None  # as the tokenizer has it
     share: Share | None = None
 
     @property
@@ -225,13 +231,11 @@ def _built(reading: _Reading, config: Any, description: Description) -> Verifier
     if share is not None:
         share.check(shapes_of(config))
         group = share.group
-    generation = json_file(str(reading.folder), "generation_config.json", what="target") or {}
     device, dtype, as_stored = reading.device, reading.dtype, reading.as_stored
     read = read_weights(reading.folder, config, device=device, dtype=dtype, as_stored=as_stored, share=share)
-    eos = eos_token_ids(generation.get("eos_token_id"), config.eos_token_id, reading.eos)
     weights = Weights(complete(read, config, share), group=group)
     checkpoint = Checkpoint(reading.folder, reading.as_stored)
-    return DecoderVerifier(config, description, weights, name=reading.name, backend=reading.backend, eos=eos, checkpoint=checkpoint)
+    return DecoderVerifier(config, description, weights, name=reading.name, backend=reading.backend, checkpoint=checkpoint)
 
 
 def _theirs(reading: _Reading, fuse: bool) -> Verifier:
@@ -249,7 +253,7 @@ def _theirs(reading: _Reading, fuse: bool) -> Verifier:
             f"target {reading.name!r} lacks {len(missing)} tensors, the first being {missing[0]!r};"
             " fetch the whole checkpoint again"
         )
-    return verifier_for(model.to(reading.device), name=reading.name, backend=reading.backend, eos=reading.eos, fuse=fuse)
+    return verifier_for(model.to(reading.device), name=reading.name, backend=reading.backend, fuse=fuse)
 
 
 def _read_whole(reading: _Reading) -> tuple[Any, list[str]]:
@@ -257,10 +261,7 @@ def _read_whole(reading: _Reading) -> tuple[Any, list[str]]:
     from verifiers.hf import model_of
 
     weights = read_weights(reading.folder, reading.config, device=torch.device("cpu"), dtype=reading.dtype, as_stored=False)
-    model, missing = model_of(reading.config, weights, reading.dtype)
-    if (reading.folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(reading.folder)
-    return model, missing
+    return model_of(reading.config, weights, reading.dtype)
 
 
 def _read_config(path: Path) -> Any:

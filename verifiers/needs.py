@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from specdec.tensor_files import INDEXES
 from verifiers.embedded import embedded_model_path
 from verifiers.families import describe
 from verifiers.formats.method import method_of, stated_quantization
+from verifiers.generation import FILE, generation_of
 from verifiers.load import EMBEDDED, refuse_drafter
 from verifiers.prediction_families import predicts
 from verifiers.shape import INDEXED_MODELS, LATENT_MODELS, backend_spec, context_limits, layer_caches, layer_specs, layer_windows
@@ -57,6 +58,7 @@ class Needs:
         hidden_size, num_layers, vocab_size: what a drafter has to fit.
         predicts: it has layers for multi-token prediction, which can draft.
         context: how long requests may be; None where it would not run.
+        notes: what its generation_config.json asks of requests, in lines.
         missing: everything in the way; empty when it would run.
     """
 
@@ -78,6 +80,7 @@ class Needs:
     vocab_size: int = 0
     predicts: bool = False
     context: ContextLimits | None = None
+    notes: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
 
     @property
@@ -101,7 +104,14 @@ def read_needs(name: str, *, device: torch.device, dtype: torch.dtype, gpu_bytes
     size = about.get("total_size") if isinstance(about, dict) else None
     options["total_size"] = int(size) if isinstance(size, int | float) and 0 < size < 2**63 else None
     options["names"] = tuple(files) if isinstance(files, dict) else ()
-    return needs_of(entries, name=name, device=device, dtype=dtype, gpu_bytes=gpu_bytes, **options)
+    needs = needs_of(entries, name=name, device=device, dtype=dtype, gpu_bytes=gpu_bytes, **options)
+    if not needs.vocab_size:
+        return needs
+    try:
+        file = json_file(where, FILE, what="target")
+        return replace(needs, notes=tuple(generation_of(name, file, entries, vocab_size=needs.vocab_size).notes))
+    except CheckpointError as error:
+        return replace(needs, missing=(*needs.missing, str(error)))
 
 
 def needs_of(

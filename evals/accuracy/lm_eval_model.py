@@ -24,7 +24,7 @@ from evals.accuracy.lm_eval_sample import Sample, key_of, note, record_of, sampl
 from evals.accuracy.scoring import score
 from evals.system import LocalSystem, System
 from specdec.cli.progress import ProgressBar
-from specdec.config import EngineConfig
+from specdec.config import EngineConfig, GenerationSource
 from specdec.decoder import SpecDecoder
 from specdec.errors import InvalidInputError, SpecDecError
 from specdec.hub import pinned
@@ -44,7 +44,7 @@ class SpecdecLM(TemplateLM):
         revision: branch, tag or commit of that on the hub, as in owner/name@revision.
         drafter: "auto", "smollm2-dflash", "ngram", a checkpoint, or "none"; see `SpecDecoder.from_pretrained`.
         num_draft_tokens: k, or "auto"; see `EngineConfig`.
-        dtype, device, attention: see `SpecDecoder.from_pretrained`.
+        dtype, device, attention, generation_config: see `SpecDecoder.from_pretrained`.
         batch_size: requests decoded at once; "auto" takes the engine's default.
         max_batch_size: ignored, for the engine needs no search for a size.
         max_length: most tokens of prompt and output together; None takes the model's limit.
@@ -72,6 +72,7 @@ class SpecdecLM(TemplateLM):
         max_length: int | None = None,
         max_gen_toks: int = 256,
         seed: int = 0,
+        generation_config: GenerationSource = "model",
         *,
         decoder: SpecDecoder | None = None,
         system: System | None = None,
@@ -87,6 +88,7 @@ class SpecdecLM(TemplateLM):
                 device=device or "auto",
                 dtype=dtype,
                 attention=attention,
+                generation_config=generation_config,
                 engine=EngineConfig(
                     max_num_seqs=_batch_size(batch_size), max_model_len=max_length, num_draft_tokens=num_draft_tokens
                 ),

@@ -27,7 +27,7 @@ from specdec.engine.build import tree_reasons
 from specdec.errors import InvalidInputError
 from specdec.metrics import AcceptanceStats, pooled
 from specdec.registry import drafter_name
-from specdec.sampling_params import SamplingParams
+from specdec.sampling_params import SamplingDefaults, SamplingParams
 
 SPLIT_ITEMS = 4
 """Conversations, or as many as there are at once, that the split of a step's time is taken from."""
@@ -186,12 +186,19 @@ class Bench:
         sides += [side(*named, k) for named, k in product(self.drafters.items(), config.num_draft_tokens)]
         sides += [side(*named, None, tree) for named, tree in product(self.drafters.items(), config.trees)]
         for peer in self._peers:
-            sides.append(_Side(drafter=peer.name, peer=peer, decoder=self._base, generate=partial(_ask, peer, concurrency)))
+            ask = partial(_ask, peer, verifier.defaults, concurrency)
+            sides.append(_Side(drafter=peer.name, peer=peer, decoder=self._base, generate=ask))
         return sides
 
 
 def _ask(
-    peer: Peer, concurrency: int, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams], on_step: OnStep | None
+    peer: Peer,
+    defaults: SamplingDefaults,
+    concurrency: int,
+    prompts: Sequence[list[int]],
+    samplings: Sequence[SamplingParams],
+    on_step: OnStep | None,
 ) -> list[Decoded]:
-    """A peer in the place of an engine; it shows no progress and tells nothing of its steps."""
+    """A peer in the place of an engine, told what the engine takes of the checkpoint's; it tells nothing of its steps."""
+    samplings = [defaults.fill(sampling, len(prompt)) for prompt, sampling in zip(prompts, samplings, strict=True)]
     return [Decoded(tokens, AcceptanceStats()) for tokens in peer.generate(prompts, samplings, concurrency=concurrency)]

@@ -60,8 +60,14 @@ def load(detail: str | None, *, verifier: Verifier) -> LlamaCppPeer:
     """llama.cpp on the embedded model's own file, or on the GGUF file named behind the colon.
 
     Raises:
-        InvalidInputError: not installed, or no file.
+        InvalidInputError: not installed, no file, or the target's checkpoint asks for what it has otherwise.
     """
+    defaults = verifier.defaults
+    if defaults.repetition_penalty != 1 or defaults.min_tokens or defaults.min_length:
+        raise InvalidInputError(
+            f"peer {NAME!r} has no repetition penalty and least length like those that {verifier.name!r} asks for in its"
+            " generation_config.json; measure all without, by --generation-config none"
+        )
     if detail is None and verifier.name != "embedded":
         raise InvalidInputError(f"peer {NAME!r} needs the GGUF file of {verifier.name!r}; give it as {NAME}:FILE")
     if detail is None:

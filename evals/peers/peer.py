@@ -36,7 +36,10 @@ class Peer(Protocol):
     tau: float | None
 
     def generate(self, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams], *, concurrency: int) -> list[list[int]]:
-        """Output tokens of every prompt, an end token included, decoding at most `concurrency` of them at a time."""
+        """Output tokens of every prompt, an end token included, decoding at most `concurrency` of them at a time.
+
+        The samplings leave nothing to the checkpoint, see `SamplingDefaults.fill`.
+        """
 
 
 def load_peer(name: str, verifier: Verifier) -> Peer:

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, __version__
+from transformers import AutoModelForCausalLM, GenerationConfig, __version__
 
 from evals.peers.peer import only_greedy
 from evals.report.provenance import checkpoint_folder
 from specdec.core import Verifier
+from specdec.errors import InvalidInputError
 from specdec.sampling_params import SamplingParams
 
 LOOKUP_TOKENS = 10
@@ -35,6 +36,7 @@ class TransformersPeer:
         self.max_concurrency = 1 if lookup else None
         path: Path | str = checkpoint_folder(verifier.name) or verifier.name
         self._model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=verifier.dtype).to(verifier.device).eval()
+        self._model.generation_config = GenerationConfig()  # it is told all that holds
         self._eos = list(verifier.eos_token_ids)
         self._options: dict[str, Any] = {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if lookup else {}
 
@@ -46,6 +48,10 @@ class TransformersPeer:
         asked = list(zip(prompts, samplings, strict=True))
         for start in range(0, len(asked), concurrency):
             group = asked[start : start + concurrency]
+            controls = {(sampling.repetition_penalty or 1.0, sampling.min_tokens or 0) for _, sampling in group}
+            if len(controls) > 1:
+                raise InvalidInputError(f"peer {self.name!r} takes one least length and penalty per batch; use concurrency 1")
+            ((penalty, least),) = controls
             ids, mask = _padded([prompt for prompt, _ in group])
             ids, mask = ids.to(self._model.device), mask.to(self._model.device)
             result = self._model.generate(
@@ -53,6 +59,8 @@ class TransformersPeer:
                 attention_mask=mask,
                 max_new_tokens=max(sampling.max_tokens for _, sampling in group),
                 do_sample=False,
+                repetition_penalty=penalty,
+                min_new_tokens=least,
                 eos_token_id=self._eos,
                 pad_token_id=self._eos[0],
                 **self._options,
@@ -78,8 +86,11 @@ def load_lookup(detail: str | None, *, verifier: Verifier) -> TransformersPeer:
 
 
 def _padded(prompts: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
-    """Ids and attention mask [num_prompts, longest], padded on the left."""
+    """Ids and attention mask [num_prompts, longest], padded on the left with the prompt's own first token.
+
+    A repetition penalty may count what pads.
+    """
     longest = max(map(len, prompts))
-    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    ids = torch.tensor([[prompt[0]] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     return ids, mask

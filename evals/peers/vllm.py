@@ -128,6 +128,8 @@ class VllmPeer:
             max_tokens=sampling.max_tokens,
             stop_token_ids=[*(() if sampling.ignore_eos else self._verifier.eos_token_ids), *sampling.stop_token_ids],
             ignore_eos=sampling.ignore_eos,
+            repetition_penalty=sampling.repetition_penalty or 1.0,
+            min_tokens=sampling.min_tokens or 0,
             detokenize=False,
             output_kind=library.sampling_params.RequestOutputKind.FINAL_ONLY,
         )

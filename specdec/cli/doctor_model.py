@@ -59,6 +59,8 @@ def run_model(args: argparse.Namespace) -> int:
         _say("weights", f"{_gigabytes(needs.weights)}, stored as {needs.stored}{' and plain here' if needs.unpacked else ''}")
         place = "GPU" if args.gpu_memory is not None or device.type == "cuda" else "machine"
         _say("memory", f"{needs.gpus} {place}{'s' if needs.gpus > 1 else ''} of {_gigabytes(memory)}")
+    for index, note in enumerate(needs.notes):
+        _say("" if index else "requests", note)
     if needs.predicts:
         _say("prediction", "layers for multi-token prediction are in the checkpoint: --drafter mtp")
     missing = list(needs.missing)

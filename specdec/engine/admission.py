@@ -60,8 +60,8 @@ class Admission:
             InvalidInputError: see `check_tokens`; or there can be no grammars.
             CapacityError: it cannot fit the model or the cache, even alone.
         """
-        sampling = self._with_all_ends(sampling)
         prompt = list(prompt_token_ids)
+        sampling = self._complete(sampling, len(prompt))
         total = self._total_len(prompt, sampling)
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
         rule = self.verifier.length_rule
@@ -85,7 +85,7 @@ class Admission:
 
     def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
         """Raises what `new_request` would."""
-        self._total_len(prompt_token_ids, self._with_all_ends(sampling))
+        self._total_len(prompt_token_ids, self._complete(sampling, len(prompt_token_ids)))
 
     def wait_for_grammar(self, sampling: SamplingParams) -> None:
         """Waits until the grammar of a request can be followed, if it has one.
@@ -135,8 +135,11 @@ class Admission:
             )
         self._told_crossing = True
 
-    def _with_all_ends(self, sampling: SamplingParams) -> SamplingParams:
-        """The same, naming the model's own end-of-sequence ids as well where what ends the output must be known beforehand."""
+    def _complete(self, sampling: SamplingParams, prompt_len: int) -> SamplingParams:
+        """The same with the checkpoint's defaults, naming the model's own end-of-sequence ids as well where what ends the output
+        must be known beforehand.
+        """
+        sampling = self.verifier.defaults.fill(sampling, prompt_len)
         if not sampling.min_tokens or sampling.ignore_eos:
             return sampling
         ends = dict.fromkeys([*sampling.stop_token_ids, *self.verifier.eos_token_ids])

@@ -79,7 +79,7 @@ class SlotState:
             self.rope_lens.index_copy_(0, slots, self.tensor([request.rope_len for request in requests]))
         for request in requests:
             self._num_blocks[request.slot] = 0
-            if request.sampling.repetition_penalty != 1:
+            if request.sampling.penalized:
                 if self.sampling.seen is None:
                     self.sampling.seen = torch.zeros(self.num_slots, self.vocab_size, dtype=torch.bool, device=self.device)
                 self.sampling.seen[request.slot] = False

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,8 @@ from specdec.validation import as_integer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 
 def token_ids(prompt: Iterable[Any]) -> list[int]:
@@ -25,8 +28,10 @@ def token_ids(prompt: Iterable[Any]) -> list[int]:
     return ids
 
 
-def text_of(tokenizer: PreTrainedTokenizerBase, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
-    """Text of tokens that nothing follows."""
+def text_of(tokenizer: PreTrainedTokenizerBase | None, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+    """Text of tokens that nothing follows; none without a tokenizer."""
+    if tokenizer is None:
+        return ""
     text = tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
     assert isinstance(text, str)
     return text
@@ -45,6 +50,32 @@ def _byte_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     names = [f"<0x{byte:02X}>" for byte in range(256)]
     found = zip(names, tokenizer.convert_tokens_to_ids(names), strict=True)
     return frozenset(token for name, token in found if token is not None and tokenizer.convert_ids_to_tokens(token) == name)
+
+
+@lru_cache(maxsize=4)
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, int]:
+    """Ids of the tokens that texts leave out, by what they read."""
+    return {added.content: token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+
+
+_never_found: set[str] = set()
+"""Stop strings that were said never to match; so many at most that requests fill neither memory nor log."""
+
+
+def _stop_ids(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> frozenset[int]:
+    """Special tokens that are stop strings; says of strings that hold one beside more text that they never match."""
+    special = _special_tokens(tokenizer) if stop else {}
+    for entry in stop:
+        held = None if entry in special else next((name for name in special if name and name in entry), None)
+        if held is not None and entry not in _never_found and len(_never_found) < 1000:
+            _never_found.add(entry)
+            logger.warning(
+                "stop string %.80r holds the special token %r, which texts leave out, so it never matches;"
+                " set skip_special_tokens to false, or stop at the token alone",
+                entry,
+                held,
+            )
+    return frozenset(special[entry] for entry in stop if entry in special)
 
 
 class IncrementalDecoder:
@@ -67,7 +98,7 @@ class IncrementalDecoder:
         stop: strings that end the output. The one completed first wins, whichever way it is cut into tokens; of two completed
             by the same character, the longer one.
         min_tokens: tokens in whose text no stop string is looked for.
-        skip_special_tokens: leave special tokens out of the text; a stop string then cannot match one.
+        skip_special_tokens: leave special tokens out of the text; a stop string that is one of them is known by its id then.
     """
 
     def __init__(
@@ -75,6 +106,7 @@ class IncrementalDecoder:
     ) -> None:
         self._tokenizer, self._byte_tokens = tokenizer, _byte_tokens(tokenizer)
         self._stop = tuple(stop)
+        self._stop_ids = _stop_ids(tokenizer, self._stop) if skip_special_tokens else frozenset[int]()
         self._longest_stop = max(map(len, self._stop), default=0)
         self._num_exempt, self._search_from = min_tokens, 0  # tokens before the search begins, and where it will
         self._skip_special_tokens = skip_special_tokens
@@ -115,6 +147,9 @@ class IncrementalDecoder:
             if self._num_exempt:
                 self._num_exempt, self._search_from = self._num_exempt - 1, len(self._text)
             elif self._cut_at_stop(search_from):
+                return num_kept
+            elif token_id in self._stop_ids:  # which has no text that would have to be cut
+                self._stopped = True
                 return num_kept
         return None
 

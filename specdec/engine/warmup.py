@@ -52,7 +52,7 @@ def warm_up_shapes(engine: SpecEngine, sampling: SamplingParams | None = None) -
         engine: without unfinished requests, from the first `run` to the last.
         sampling: how requests will be decoded; None is greedy.
     """
-    sampling = sampling or SamplingParams()
+    sampling = engine.verifier.defaults.fill(sampling or SamplingParams(), 1)
     return [*_prefills(engine, sampling), *_steps(engine, sampling)]
 
 

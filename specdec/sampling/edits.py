@@ -77,4 +77,4 @@ def _entries(params: SamplingParams, first: int) -> list[tuple[int, int, float]]
     """Token, end and number of everything that a request changes."""
     barred = params.stop_token_ids if params.min_tokens else ()
     bias = [(token, _NEVER, value) for token, value in params.logit_bias]
-    return bias + [(token, first + params.min_tokens, float("-inf")) for token in barred]
+    return bias + [(token, first + (params.min_tokens or 0), float("-inf")) for token in barred]

@@ -53,7 +53,7 @@ class SamplingPlan(NamedTuple):
         """The facts of these requests."""
         sampled = [p for p in params if p.temperature > 0]
         return cls(
-            penalized=any(p.repetition_penalty != 1 for p in params),
+            penalized=any(p.penalized for p in params),
             all_greedy=not sampled,
             max_top_k=power_of_two(max((p.top_k for p in sampled), default=0)),
             any_top_p=any(p.top_p < 1 for p in sampled),
@@ -113,7 +113,8 @@ class SamplingTensors:
         """The numbers of these requests on the host, in pinned memory with `pin`; `firsts` are the positions of their first output
         tokens, 0 when left out.
         """
-        floats = torch.tensor([[getattr(p, name) for p in params] for name in _FLOATS], dtype=torch.float32, pin_memory=pin)
+        numbers = [[_number(p, name) for p in params] for name in _FLOATS]
+        floats = torch.tensor(numbers, dtype=torch.float32, pin_memory=pin)
         rows = [[p.top_k for p in params], list(seeds), list(firsts or [0] * len(params))]
         ints = torch.tensor(rows, dtype=torch.int64, pin_memory=pin)
         return cls(SamplingPlan.of(params), floats, ints, seen)
@@ -189,3 +190,8 @@ class SamplingTensors:
     def firsts(self) -> Tensor:
         """int64 [num_reqs], the positions of the first output tokens."""
         return self.ints[2]
+
+
+def _number(params: SamplingParams, name: str) -> float:
+    value: float | None = getattr(params, name)
+    return _NEUTRAL[_FLOATS.index(name)] if value is None else value

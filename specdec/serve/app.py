@@ -47,7 +47,7 @@ def _add_generation(app: FastAPI, front: Front) -> None:
         _check(front, asked)
         prompts = _prompts(asked.prompt)
         made = [await _completion_tokens(front, prompt, asked) for prompt in prompts]
-        sampling = sampling_params(asked, most=decoder.engine.max_model_len)
+        sampling = sampling_params(asked, decoder.verifier.defaults, most=decoder.engine.max_model_len)
         echoes = None
         if asked.echo:
             decode = decoder.tokenizer.decode
@@ -59,7 +59,7 @@ def _add_generation(app: FastAPI, front: Front) -> None:
     async def chat(asked: ChatRequest, http: Request) -> Response:
         _check(front, asked)
         tokens = await front.in_thread(chat_tokens, decoder, asked)
-        sampling = sampling_params(asked, most=max(1, decoder.engine.max_model_len - len(tokens)))
+        sampling = sampling_params(asked, decoder.verifier.defaults, most=max(1, decoder.engine.max_model_len - len(tokens)))
         return await _respond(front, http, ChatCompletion(asked, front.names[0], [tokens], decoder.tokenizer), sampling)
 
 

@@ -54,6 +54,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         front = Front(decoder, config, unpinned(args.model), drafter)
         server = Server(front, sock)
+        if sampled := dict(decoder.verifier.defaults.sampled):
+            says = ", ".join(f"{name} {value:g}" for name, value in sampled.items())
+            print(f"specdec: requests that do not say have {says}, as the model's generation_config.json says", file=sys.stderr)
         print(f"specdec: {front.names[0]} with drafter {drafter} at {server.url}/v1", file=sys.stderr, flush=True)
         asyncio.run(server.serve_until_stopped())
     finally:

@@ -40,8 +40,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "top_a": ((0.0,), _NO_SUCH_TEXT),
     "typical_p": ((1.0,), _NO_SUCH_TEXT),
     "include_stop_str_in_output": ((False,), "outputs are cut before a stop string; leave it out"),
-    "skip_special_tokens": ((True,), "special tokens are left out of texts; ask for return_token_ids"),
-    "spaces_between_special_tokens": ((True,), "special tokens are left out of texts; leave it out"),
+    "spaces_between_special_tokens": ((True,), "texts are as the tokenizer decodes them; leave it out"),
     "truncate_prompt_tokens": ((), "prompts are never cut; shorten it"),
     "prompt_logprobs": ((), "completions give them with echo and logprobs"),
     "chat_template": ((), "the template is the model's own; leave it out"),
@@ -106,6 +105,7 @@ class Generation(Body):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     cache_salt: str | None = None
+    skip_special_tokens: bool | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     response_format: dict[str, Any] | None = None

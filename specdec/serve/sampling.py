@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from specdec.grammar.fields import grammar_of
-from specdec.sampling_params import SamplingParams
+from specdec.sampling_params import SamplingDefaults, SamplingParams
 from specdec.serve.errors import RequestError
 from specdec.serve.protocol import GRAMMAR_FIELDS, ChatRequest, CompletionRequest, Generation
 
@@ -26,15 +26,17 @@ _SAME = (
     "frequency_penalty",
     "repetition_penalty",
     "cache_salt",
+    "skip_special_tokens",
 )
 """Fields that mean the same here and there."""
 
 
-def sampling_params(asked: Generation, *, most: int) -> SamplingParams:
-    """What a request asks for. As everywhere, its temperature is 1 when it does not say, where the engine's own would be 0.
+def sampling_params(asked: Generation, defaults: SamplingDefaults, *, most: int) -> SamplingParams:
+    """What a request asks for. It is sampled as the checkpoint says when it does not say, else at temperature 1.
 
     Args:
         asked: the request.
+        defaults: of the checkpoint.
         most: tokens that an output can have.
 
     Raises:
@@ -43,13 +45,19 @@ def sampling_params(asked: Generation, *, most: int) -> SamplingParams:
     """
     if asked.best_of not in (None, asked.n or 1):
         raise RequestError(400, f"best_of is {asked.best_of}: outputs are not ranked; leave it out", param="best_of")
-    values: dict[str, Any] = {"temperature": 1.0}
+    values: dict[str, Any] = {"temperature": 1.0, **dict(defaults.sampled)}
     for name in _SAME:
         value = getattr(asked, name)
         if value is not None:
             values[name] = value
     if asked.top_k is not None:
         values["top_k"] = 0 if asked.top_k == -1 else asked.top_k  # vLLM's word for all
+    if values.get("seed") == -1:
+        del values["seed"]  # the same for a random one
+    if values.get("top_p") == 0:
+        values |= {"temperature": 0.0, "top_p": 1.0}  # the likeliest token alone
+    if not asked.ignore_eos:
+        values["stop_token_ids"] = [*values.get("stop_token_ids", ()), *defaults.served_ends]
     if isinstance(asked, CompletionRequest):
         values["max_tokens"] = COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens
         values |= _completion_logprobs(asked)

@@ -21,7 +21,7 @@ from evals.report.compare import compare_reports
 from evals.report.html import html_report
 from evals.report.table import format_report
 from specdec.errors import InvalidInputError
-from specdec.sampling_params import SamplingParams
+from specdec.sampling_params import SamplingDefaults, SamplingParams
 from tests.drafters.tiny import TINY, write_tiny_dflash
 from tests.evals.tiny import PROMPTS, PROVENANCE, save_tiny, tiny_decoder
 
@@ -40,7 +40,8 @@ def decoder_of(folder: Path) -> Any:
 
 
 @pytest.mark.slow
-def test_transformers_gives_the_same_tokens_side_by_side(folder: Path) -> None:
+@pytest.mark.parametrize("defaults", [SamplingDefaults(), SamplingDefaults(1.2, min_tokens=4)], ids=["plain", "penalized"])
+def test_transformers_gives_the_same_tokens_side_by_side(folder: Path, defaults: SamplingDefaults) -> None:
     """Padded batches, an end token inside a batch, and prompt lookup; in float32 nothing may differ from plain decoding."""
     config = BenchConfig(
         sets=(PROMPTS,),
@@ -50,7 +51,9 @@ def test_transformers_gives_the_same_tokens_side_by_side(folder: Path) -> None:
         warmup=0,
         peers=("transformers", "transformers-lookup"),
     )
-    *_, report = Bench(decoder_of(folder), config).run(PROVENANCE)
+    decoder = decoder_of(folder)
+    decoder.verifier.defaults = defaults
+    *_, report = Bench(decoder, config).run(PROVENANCE)
     rows = {row["drafter"]: row for row in report["rows"]}
     assert list(rows) == ["none", "ngram", "transformers", "transformers-lookup"]
     for name in ("transformers", "transformers-lookup"):
@@ -79,6 +82,14 @@ def test_a_batch_stops_each_answer_at_its_own_end(folder: Path) -> None:
     expected = [tokens[: tokens.index(peer._eos[0]) + 1] if peer._eos[0] in tokens else tokens for tokens in expected]  # type: ignore[attr-defined]
     assert len(expected[1]) == 3
     assert peer.generate(prompts, samplings, concurrency=3) == expected
+
+
+def test_a_checkpoint_that_asks_for_what_llama_cpp_has_otherwise(folder: Path) -> None:
+    verifier = decoder_of(folder).verifier
+    for defaults in (SamplingDefaults(1.1), SamplingDefaults(min_tokens=1), SamplingDefaults(min_length=9)):
+        verifier.defaults = defaults
+        with pytest.raises(InvalidInputError, match="measure all without, by --generation-config none"):
+            load_peer("llama.cpp:x.gguf", verifier)
 
 
 def test_llama_cpp_decodes_the_embedded_file() -> None:
@@ -169,7 +180,8 @@ def test_vllm_is_asked_for_the_same_work(folder: Path, vllm: FakeVllm) -> None:
     with pytest.raises(InvalidInputError, match="names no drafter checkpoint"):
         load_peer("vllm:nothing", gpu_verifier(folder))
     peer = load_peer("vllm", gpu_verifier(folder))
-    samplings = [SamplingParams(max_tokens=5, stop_token_ids=(8, 9)), SamplingParams(max_tokens=6, ignore_eos=True)]
+    controls = {"repetition_penalty": 1.3, "min_tokens": 2}
+    samplings = [SamplingParams(max_tokens=5, stop_token_ids=(8, 9), **controls), SamplingParams(max_tokens=6, ignore_eos=True)]
     assert peer.generate([[1, 2], [3]], samplings, concurrency=8) == [[1, 2, 2], [3, 2]]
     started, *asked = vllm.calls
     assert (started["model"], started["max_num_seqs"], started["dtype"]) == (str(folder), 256, "float32")
@@ -177,6 +189,7 @@ def test_vllm_is_asked_for_the_same_work(folder: Path, vllm: FakeVllm) -> None:
     assert [one["prompt"] for one in asked] == [{"prompt_token_ids": [1, 2]}, {"prompt_token_ids": [3]}]
     params = [one["params"] for one in asked]
     assert [one["max_tokens"] for one in params] == [5, 6]
+    assert [(one["repetition_penalty"], one["min_tokens"]) for one in params] == [(1.3, 2), (1.0, 0)]
     assert [(one["stop_token_ids"], one["ignore_eos"]) for one in params] == [([2, 8, 9], False), ([], True)]
 
 

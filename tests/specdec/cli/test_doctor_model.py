@@ -227,6 +227,7 @@ def test_a_folder_without_a_config(capsys: pytest.CaptureFixture[str], tmp_path:
 def test_only_config_files_are_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """From the hub, file by file, and never a weight."""
     source, asked = Path(folder(tmp_path / "target", QWEN3_8B, total_size=16 * GB)), []
+    (source / "generation_config.json").write_text('{"eos_token_id": 2, "repetition_penalty": 1.1, "num_beams": 4}')
 
     def download(name: str, file: str, **_: Any) -> str:
         asked.append(file)
@@ -238,8 +239,21 @@ def test_only_config_files_are_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path
     found = needs.read_needs("some/model", device=torch.device("cpu"), dtype=torch.bfloat16, gpu_bytes=192 * GB)
     assert found.weights == 16 * GB and found.would_run
     assert all(file.endswith(".json") for file in asked)
+    (note,) = found.notes
+    assert "repetition_penalty 1.1 where a request names none" in note and "generate would apply num_beams 4" in note
     with pytest.raises(CheckpointError, match="give a folder with config"):
         hub.json_file("/nowhere", "config.json", what="target")
+
+
+def test_what_a_checkpoint_asks_of_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Is named; what no request could ask is in the way."""
+    target = folder(tmp_path / "target", QWEN3_8B, eos_token_id=2)
+    assert "requests" not in doctor(capsys, target)
+    path = Path(target) / "generation_config.json"
+    path.write_text('{"eos_token_id": 2, "min_new_tokens": 3}')
+    assert "min_new_tokens 3 where a request names none" in doctor(capsys, target)["requests"]
+    path.write_text('{"eos_token_id": "2"}')
+    assert "eos_token_id in generation_config.json" in doctor(capsys, target, status=1)["missing"]
 
 
 def test_a_language_model_as_drafter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,7 +42,7 @@ CANDIDATE_PROBS = DRAFT_LOGITS.topk(C).values.softmax(-1)
 def sampling_for(params: list[SamplingParams], repeat: int = 1) -> SamplingTensors:
     """Request `i` of `len(params) * repeat` has seed `i` and setting `i % len(params)`; penalties have seen nothing yet."""
     params = params * repeat
-    penalized = any(p.repetition_penalty != 1 for p in params)
+    penalized = any(p.penalized for p in params)
     sampling = tensors(params, torch.zeros(len(params), V).bool() if penalized else None)
     sampling.ints[2] = START
     if sampling.plan.counted:

@@ -62,13 +62,15 @@ def metaspace_tokenizer() -> PreTrainedTokenizerFast:
 
 TOKENIZERS = {"byte_level": byte_level_tokenizer, "byte_fallback": byte_fallback_tokenizer, "metaspace": metaspace_tokenizer}
 each_tokenizer = pytest.mark.parametrize("kind", TOKENIZERS)
-quick = settings(max_examples=150, deadline=None, derandomize=True, database=None)
+both_ways = pytest.mark.parametrize("skip", [True, False], ids=["hidden", "shown"])  # special tokens
+quick = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 
 
-def token_streams(kind: str) -> st.SearchStrategy[list[int]]:
-    """Noise, and real text with noise in it; special tokens only where no run of bytes can be cut by one."""
+def token_streams(kind: str, *, skip: bool) -> st.SearchStrategy[list[int]]:
+    """Noise, and real text with noise in it; hidden special tokens only where no run of bytes can be cut by one."""
     tokenizer = TOKENIZERS[kind]()
-    ids = [i for i in range(len(tokenizer)) if kind != "byte_fallback" or i not in tokenizer.all_special_ids]
+    never = tokenizer.all_special_ids if kind == "byte_fallback" and skip else ()
+    ids = [i for i in range(len(tokenizer)) if i not in never]
     noise = st.lists(st.sampled_from(ids), max_size=12)
     real = st.sampled_from([tokenizer.encode(line, add_special_tokens=False) for line in CORPUS])
     return st.lists(st.one_of(noise, real), max_size=4).map(lambda parts: [i for part in parts for i in part])
@@ -80,63 +82,77 @@ def groups_of(token_ids: list[int], data: st.DataObject) -> list[list[int]]:
     return [token_ids[a:b] for a, b in zip([0, *cuts], [*cuts, len(token_ids)], strict=True)]
 
 
-def decode(kind: str, token_ids: list[int]) -> str:
-    text = TOKENIZERS[kind]().decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+def decode(kind: str, token_ids: list[int], *, skip: bool) -> str:
+    text = TOKENIZERS[kind]().decode(token_ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
     assert isinstance(text, str)
     return text
 
 
-def plain_stop(kind: str, token_ids: list[int], stop: list[str]) -> tuple[int, str] | None:
-    """The definition: after each token, decode everything and look for every stop string at every place."""
+def plain_stop(kind: str, token_ids: list[int], stop: list[str], *, skip: bool) -> tuple[int, str] | None:
+    """The definition: after each token, decode everything and look for every stop string at every place, and for a special token
+    that is one and does not show.
+    """
     for num_tokens in range(1, len(token_ids) + 1):
-        text = decode(kind, token_ids[:num_tokens]).rstrip("\ufffd")
+        whole = decode(kind, token_ids[:num_tokens], skip=skip)
+        text = whole.rstrip("\ufffd")
         found = [(i + len(s), i) for s in stop for i in range(len(text)) if text.startswith(s, i)]
         if found:
             return num_tokens, text[: min(found)[1]]
+        if skip and "<end>" in stop and token_ids[num_tokens - 1] == TOKENIZERS[kind]().eos_token_id:
+            return num_tokens, whole
     return None
 
 
+@both_ways
 @each_tokenizer
-def test_pieces_add_up_to_the_whole_text(kind: str) -> None:
+def test_pieces_add_up_to_the_whole_text(kind: str, skip: bool) -> None:
     """Catches lost or doubled spaces and characters at window borders."""
 
     @quick
     @given(st.data())
     def check(data: st.DataObject) -> None:
-        token_ids = data.draw(token_streams(kind))
-        decoder = IncrementalDecoder(TOKENIZERS[kind]())
+        token_ids = data.draw(token_streams(kind, skip=skip))
+        decoder = IncrementalDecoder(TOKENIZERS[kind](), skip_special_tokens=skip)
         pieces = []
         for group in groups_of(token_ids, data):
             assert decoder.push(group) is None
             pieces.append(decoder.take())
         pieces.append(decoder.finish())
-        assert "".join(pieces) == decoder.text == decode(kind, token_ids)
+        assert "".join(pieces) == decoder.text == decode(kind, token_ids, skip=skip)
 
     check()
 
 
+@both_ways
 @each_tokenizer
-def test_stops_where_plain_decoding_stops(kind: str) -> None:
+def test_stops_where_plain_decoding_stops(kind: str, skip: bool) -> None:
     """Catches a stop that depends on grouping, on token borders, or on which of two stops is found first."""
 
     @quick
     @given(st.data())
     def check(data: st.DataObject) -> None:
-        token_ids = data.draw(token_streams(kind))
-        stop = data.draw(st.lists(st.sampled_from(STOPS), min_size=1, max_size=3, unique=True))
-        expected = plain_stop(kind, token_ids, stop)
-        decoder = IncrementalDecoder(TOKENIZERS[kind](), stop)
+        token_ids = data.draw(token_streams(kind, skip=skip))
+        stop = data.draw(st.lists(st.sampled_from(["<end>", *STOPS]), min_size=1, max_size=3, unique=True))
+        expected = plain_stop(kind, token_ids, stop, skip=skip)
+        decoder = IncrementalDecoder(TOKENIZERS[kind](), stop, skip_special_tokens=skip)
         num_kept, pieces = 0, []
         for group in groups_of(token_ids, data):
             keep = decoder.push(group)
             num_kept += len(group) if keep is None else keep
             pieces.append(decoder.take())
         pieces.append(decoder.finish())
-        assert (num_kept, decoder.text) == (expected or (len(token_ids), decode(kind, token_ids)))
+        assert (num_kept, decoder.text) == (expected or (len(token_ids), decode(kind, token_ids, skip=skip)))
         assert "".join(pieces) == decoder.text
         assert decoder.stopped == (expected is not None)
 
     check()
+
+
+def test_a_stop_string_that_can_never_match_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    for skip in (True, True, False):
+        IncrementalDecoder(byte_level_tokenizer(), ["<end>", "a<end>", "a"], skip_special_tokens=skip)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("stop string 'a<end>' holds the special token '<end>', which texts leave out, so it never matches;")
 
 
 def character_tokens(text: str) -> list[int]:

@@ -48,7 +48,7 @@ def transformers_probs(params: SamplingParams, input_ids: Tensor, logits: Tensor
     chain: Any = LogitsProcessorList()
     if params.logit_bias:
         chain.append(SequenceBiasLogitsProcessor({(token,): value for token, value in params.logit_bias}))
-    if params.repetition_penalty != 1:
+    if params.penalized:
         chain.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
     if params.temperature > 0:
         chain.append(TemperatureLogitsWarper(params.temperature))
@@ -146,7 +146,7 @@ def test_every_combination_in_one_batch_equals_transformers(coarse: bool) -> Non
             assert (probs[i, j : j + 1] - expected).abs().max() < 1e-6, params
 
 
-@pytest.mark.parametrize("params", [p for p in GRID if p.repetition_penalty == 1 and p.temperature in (0, 1)], ids=str)
+@pytest.mark.parametrize("params", [p for p in GRID if not p.penalized and p.temperature in (0, 1)], ids=str)
 def test_alone_or_among_all_others_gives_the_same_bits(params: SamplingParams) -> None:
     """Catches a host flag whose code path changes rows that do not use the filter, and a flag that skips one that does."""
     logits = random_logits(1, 2, 40, seed=2)

@@ -34,7 +34,7 @@ def reference(params: SamplingParams, path: list[int], logits: Tensor) -> Tensor
     if params.min_tokens:
         ends = list(params.stop_token_ids)
         chain.append(MinNewTokensLengthLogitsProcessor(PROMPT, params.min_tokens, ends, device="cpu"))
-    if params.repetition_penalty != 1:
+    if params.penalized:
         chain.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
     scores: Tensor = chain(torch.tensor([path]), logits[None].clone())[0]
     for token, count in Counter(path[PROMPT:]).items():

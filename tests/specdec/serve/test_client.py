@@ -12,6 +12,9 @@ import pytest
 
 from specdec.decoder import SpecDecoder
 from specdec.metrics import pooled
+from specdec.sampling_params import SamplingDefaults
+from specdec.serve.protocol import CompletionRequest
+from specdec.serve.sampling import sampling_params
 from tests.helpers.live_server import MODEL, Live, live_server, tiny_decoder
 
 CHAT: Any = [{"role": "user", "content": "hello"}]
@@ -228,6 +231,81 @@ def test_an_unknown_field_is_warned_of_once(live: Live, caplog: pytest.LogCaptur
     assert [record.getMessage() for record in caplog.records].count(
         "a request has the field 'colour', which is not known and is left alone"
     ) == 1
+
+
+@pytest.fixture(scope="module")
+def asking(decoder: SpecDecoder) -> Iterator[Live]:
+    """A server whose checkpoint asks for something, and whose tokenizer ends texts with one token more."""
+    asking = tiny_decoder()
+    ends = (decoder.generate("abc", max_tokens=6).token_ids[5],)
+    asking.verifier.defaults = SamplingDefaults(1.4, sampled=(("temperature", 0.7), ("top_k", 9)), served_ends=ends)
+    with live_server(asking) as live:
+        yield live
+
+
+def choice_of(live: Live, **fields: Any) -> dict[str, Any]:
+    body = {"prompt": "abc", "max_tokens": 12, "return_token_ids": True, **fields}
+    answer = httpx.post(live.url + "/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json()["choices"][0])
+
+
+@pytest.mark.parametrize(
+    ("asked", "meant"),
+    [
+        ({}, {"temperature": 0.7, "top_k": 9, "repetition_penalty": 1.4}),
+        (dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "min_tokens", "skip_special_tokens")),
+         {"temperature": 0.7, "top_k": 9, "repetition_penalty": 1.4}),
+        ({"temperature": 1.0, "top_k": 0, "repetition_penalty": 1.0}, {"temperature": 1.0}),
+        ({"temperature": 2.0, "top_k": -1}, {"temperature": 2.0, "repetition_penalty": 1.4}),
+        ({"top_p": 0, "repetition_penalty": 1.0}, {}),
+        ({"top_p": 0, "temperature": 3.0}, {"repetition_penalty": 1.4}),
+    ],
+)  # fmt: skip
+def test_the_checkpoint_says_what_a_request_does_not(
+    asking: Live, decoder: SpecDecoder, asked: dict[str, Any], meant: dict[str, Any]
+) -> None:
+    """What is null is not said; what is said wins, also where it asks for nothing."""
+    choice = choice_of(asking, seed=3, ignore_eos=True, **asked)
+    assert choice["token_ids"] == decoder.generate("abc", max_tokens=12, seed=3, ignore_eos=True, **meant).token_ids
+
+
+def test_an_end_that_only_the_tokenizer_names_ends_outputs(asking: Live, decoder: SpecDecoder) -> None:
+    plain = decoder.generate("abc", max_tokens=12).token_ids
+    end = plain.index(plain[5])
+    greedy: dict[str, Any] = {"temperature": 0, "repetition_penalty": 1}
+    choice = choice_of(asking, **greedy, stop_token_ids=[96])
+    assert (choice["token_ids"], choice["finish_reason"]) == (plain[: end + 1], "stop")
+    assert len(choice_of(asking, **greedy, ignore_eos=True)["token_ids"]) == 12
+
+
+def test_a_seed_of_minus_one_is_random() -> None:
+    asked = [CompletionRequest.model_validate({"prompt": "a", "seed": seed}) for seed in (-1, 7)]
+    assert [sampling_params(one, SamplingDefaults(), most=9).seed for one in asked] == [None, 7]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_special_tokens_in_texts(live: Live, client: openai.OpenAI, stream: bool) -> None:
+    """Left out unless asked for; a stop string that is one ends the output either way."""
+    options: Any = {"model": MODEL, "messages": CHAT, "max_tokens": 3, "temperature": 0, "logit_bias": {"1": 60}, "stream": stream}
+
+    def text(n: int = 1, **extra: Any) -> str:
+        made = client.chat.completions.create(**options, n=n, extra_body=extra)
+        if not stream:
+            return "|".join(choice.message.content for choice in made.choices)
+        pieces: dict[int, str] = {}
+        for event in made:
+            for choice in event.choices:
+                pieces[choice.index] = pieces.get(choice.index, "") + (choice.delta.content or "")
+        return "|".join(pieces[index] for index in range(n))
+
+    assert (text(), text(skip_special_tokens=True)) == ("", "")
+    assert text(2, skip_special_tokens=False) == "<s><s><s>|<s><s><s>"
+    assert text(skip_special_tokens=False, stop=["><"]) == "<s"
+    for skip in (True, False):
+        choice = choice_of(live, temperature=0, logit_bias={"1": 60}, stop=["<s>"], skip_special_tokens=skip, logprobs=0)
+        assert (choice["token_ids"], choice["text"], choice["finish_reason"]) == ([1], "", "stop")
+        assert choice["logprobs"]["tokens"] == ["<s>"]
 
 
 def test_an_output_follows_a_regex_and_salts_part_the_cache(live: Live) -> None:

@@ -38,6 +38,7 @@ LONG = {"prompt": "abc", "max_tokens": 480, "temperature": 0, "ignore_eos": True
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, {"prompt": ["abc", "some other text"], "max_tokens": 12, "n": 2, "ignore_eos": True, **SAMPLED}),
     (CHATS, {**CHAT, "max_tokens": 9, "temperature": 0}),
+    (CHATS, {**CHAT, "max_tokens": 9, "logit_bias": {"1": 9}, "skip_special_tokens": False, "stop": ["s><s><s"], **SAMPLED}),
     (COMPLETIONS, {"prompt": "number: ", "max_tokens": 9, "guided_regex": "[0-9]{3,6}x", **SAMPLED}),
     (CHATS, {**CHAT, "max_tokens": 30, "temperature": 0, "guided_json": SCHEMA, "logprobs": True, "top_logprobs": 3}),
     (COMPLETIONS, {"prompt": "abcabc", "max_tokens": 8, "temperature": 0, "logprobs": 2, "echo": True}),
@@ -46,7 +47,9 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("tiny"))
+    folder = save_tiny(tmp_path_factory.mktemp("tiny"))
+    (folder / "generation_config.json").write_text('{"eos_token_id": 2, "repetition_penalty": 1.1, "min_new_tokens": 3}')
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +105,7 @@ def test_answers_are_those_of_one_process(one: Live, two: Live) -> None:
     assert same and steps > 5
     logits = one.front.decoder.next_token_logits("abcabc")
     bound = 64 * torch.finfo(torch.float32).eps * float(logits.abs().max())
-    for answer, own in zip(got[3:], expected[3:], strict=True):
+    for answer, own in zip(got[4:], expected[4:], strict=True):
         found, wanted = (numbers(one["choices"][0]["logprobs"]) for one in (answer, own))
         assert len(found) >= 8 and found == pytest.approx(wanted, rel=0, abs=bound)
 
