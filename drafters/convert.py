@@ -68,10 +68,10 @@ def convert(source: str | Path, folder: str | Path, layout: str, *, target: str 
     Raises:
         SpecDecError: see `run`; or no such layout, or no such target.
     """
-    from drafters.algorithms import algorithm_of
     from drafters.checkpoint import CONFIG, called, find_folder, naming, read_json
     from drafters.dflash.heads import ALGORITHMS
     from drafters.license import CARD, license_note
+    from drafters.load import algorithm_in
 
     if layout not in LAYOUTS:
         raise InvalidInputError(f"unknown layout {layout!r} (known: {', '.join(LAYOUTS)})")
@@ -79,7 +79,7 @@ def convert(source: str | Path, folder: str | Path, layout: str, *, target: str 
     note = None
     with naming(source):
         raw = read_json(found / CONFIG)
-        algorithm = algorithm_of(raw)
+        algorithm = algorithm_in(found, raw)
     with called(found, source):
         if algorithm in ALGORITHMS:
             note = _convert_dflash(found, made, layout, target)

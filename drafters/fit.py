@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
@@ -16,6 +17,7 @@ from drafters.eagle3 import config as eagle3
 from drafters.eagle3.checkpoint import tensor_shapes as eagle3_shapes
 from drafters.eagle3.drafter import check_fit as check_head_fit
 from drafters.license import CARD, license_note
+from drafters.load import first_eagle
 from drafters.sequential.drafter import USUAL_DRAFTS
 from drafters.shipped import shipped_drafter_path
 from specdec.core import Verifier
@@ -92,6 +94,9 @@ def read_fit(name: str, target: TargetShape) -> Fit:
     check_adapter(where, what="drafter")
     card = checkpoint_file(where, CARD, what="drafter")
     fit = fit_of(raw, target)
+    folder = Path(where).expanduser()
+    if folder.is_dir() and (refusal := first_eagle(folder, fit.algorithm)):
+        fit = Fit("unknown", problems=(refusal,))
     if fit.algorithm == "draft-model":
         fit = _draft_model(name)
     return replace(fit, license=license_note(card, raw))

@@ -3,12 +3,16 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from drafters.algorithms import algorithm_of
+from drafters.convert import convert
 from drafters.dflash.drafter import DFlashDrafter
+from drafters.fit import TargetShape, read_fit
 from drafters.load import load_drafter
 from drafters.ngram import NGramDrafter, load_ngram
 from specdec import registry
@@ -16,7 +20,9 @@ from specdec.core import Verifier
 from specdec.drafter_choice import find_drafter
 from specdec.errors import CheckpointError, InvalidInputError, SpecDecError
 from specdec.registry import register_drafter
-from tests.drafters.tiny import FakeVerifier, write_tiny_dflash
+from tests.drafters.eagle3.heads import LLAMA
+from tests.drafters.tiny import FakeVerifier, tiny_target, write_tiny_dflash
+from tests.helpers.tiny_models import paged_verifier, plain_model
 
 Patch = pytest.MonkeyPatch
 
@@ -45,6 +51,8 @@ Patch = pytest.MonkeyPatch
         ({"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 32000}, "eagle3"),
         ({"architectures": ["Gemma4AssistantForCausalLM"]}, "mtp"),
         ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "eagle3"),
+        ({"architectures": ["LlamaForCausalLMEagle3"], "pard_token": 0}, "peagle"),
+        ({"architectures": ["PeagleLlamaForCausalLM"]}, "peagle"),
     ],
 )
 def test_algorithm(raw: dict[str, Any], algorithm: str) -> None:
@@ -160,3 +168,29 @@ def test_a_loader_that_makes_no_drafter() -> None:
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(SpecDecError, match="is not a folder"):
         find_drafter(tmp_path / "nowhere")(FakeVerifier())
+
+
+@pytest.mark.parametrize("form", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize("names", [["LlamaForCausalLM"], ["LlamaForCausalLMEagle3"], ["Unheard"], None])
+def test_heads_of_eagle_and_eagle_2_are_refused_by_name(names: list[str] | None, form: str, tmp_path: Path) -> None:
+    """Their tensors tell, whatever model their config names: by every command, and before a tokenizer is missed."""
+    shapes = {"fc.weight": (32, 64), "embed_tokens.weight": (97, 32), "layers.0.self_attn.q_proj.weight": (48, 32)}
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "architectures": names, "bias": True}))
+    if form.endswith("bin"):
+        torch.save(tensors, tmp_path / form)
+    else:
+        save_file(tensors, tmp_path / form)
+    target = FakeVerifier(tiny_target())
+    with pytest.raises(CheckpointError, match=r"^drafter .*: this is a head of EAGLE or EAGLE-2"):
+        load_drafter(tmp_path, verifier=target)
+    with pytest.raises(CheckpointError, match="this is a head of EAGLE or EAGLE-2"):
+        convert(tmp_path, tmp_path / "made", "sglang")
+    assert read_fit(str(tmp_path), cast(TargetShape, target)).problems[0].startswith("this is a head of EAGLE")
+
+
+def test_a_draft_model_without_a_tokenizer(tmp_path: Path) -> None:
+    """It is no target that lacks it."""
+    plain_model("llama").save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="tokenizer of draft model"):
+        load_drafter(tmp_path, verifier=paged_verifier(plain_model("llama")))
