@@ -136,6 +136,9 @@ def grammar_of(option: str) -> Grammar:
             text = Path(text[1:]).read_text(encoding="utf-8")
         except (OSError, UnicodeError) as error:
             raise InvalidInputError(f"the grammar's file {text[1:]!r} cannot be read: {error}") from error
+    kind = {"json": "json_schema", "grammar": "ebnf"}.get(kind, kind)
+    if kind == "json_object" and text:
+        kind = "json_schema"
     if kind == "choice":
         return Grammar.choice(text.split("|"))
     return Grammar(cast(Any, kind), text)

@@ -3,7 +3,9 @@
 import logging
 import random
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any
 
 from specdec.core import Verifier
 from specdec.engine.request import Request
@@ -93,8 +95,17 @@ class Admission:
         Raises:
             InvalidInputError: there can be no grammars, or this one cannot be compiled.
         """
-        if sampling.grammar is not None:
-            self._grammars().wait(sampling.grammar)
+        compiled = self.compiled_grammar(sampling)
+        if compiled is not None:
+            compiled.result()
+
+    def compiled_grammar(self, sampling: SamplingParams) -> Future[Any] | None:
+        """What becomes of the grammar of a request; None where it has none.
+
+        Raises:
+            InvalidInputError: there can be no grammars.
+        """
+        return None if sampling.grammar is None else self._grammars().compiled(sampling.grammar)
 
     def _grammars(self) -> GrammarCompiler:
         if self.grammars is None:

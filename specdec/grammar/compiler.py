@@ -63,14 +63,6 @@ class GrammarCompiler:
         """Where an output stands before its first token. Its grammar may be ready only later."""
         return GrammarProgress(self.compiled(grammar), self._eos_token_ids, self._special_token_ids)
 
-    def wait(self, grammar: Grammar) -> None:
-        """Waits until a grammar is compiled.
-
-        Raises:
-            InvalidInputError: it cannot be.
-        """
-        self.compiled(grammar).result()
-
     def compiled(self, grammar: Grammar) -> Future[xgrammar.CompiledGrammar]:
         """The grammar as soon as it is compiled, or why it cannot be: an `InvalidInputError`."""
         with self._lock:

@@ -1,9 +1,9 @@
-"""The grammar that a request over HTTP asks for, in OpenAI's words or in vLLM's."""
+"""The grammar that a request over HTTP asks for, in OpenAI's words or those of other servers."""
 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from specdec.errors import InvalidInputError
@@ -18,13 +18,36 @@ MAKERS: dict[str, Callable[[Any], Grammar]] = {
 }
 """By the keys of vLLM's `structured_outputs`; with `guided_` before it each is a field of its own."""
 
+TYPES: dict[str, tuple[type, ...]] = {"json": (str, Mapping), "json_object": (bool,), "choice": (list, tuple)}
+"""What each is made of; others of a string."""
+
+FIELDS = {f"guided_{name}": name for name in MAKERS} | {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}
+"""Fields of a request that are a grammar's text: vLLM's, then llama.cpp's and SGLang's."""
+
+GRAMMAR_FIELDS = (*FIELDS, "response_format", "structured_outputs", "grammar", "format")
+"""All fields that `grammar_of` looks at."""
+
+FORMATS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "json_object": ("json", ("schema", "json_schema", "value")),
+    "json": ("json", ("schema", "json_schema", "value")),
+    "json_schema": ("json", ("json_schema", "schema", "value")),
+    "regex": ("regex", ("regex", "pattern", "value")),
+    "regex_schema": ("regex", ("regex_schema",)),
+    "grammar": ("grammar", ("grammar", "value")),
+    "ebnf": ("grammar", ("ebnf", "grammar", "value")),
+    "choice": ("choice", ("choice", "value")),
+}
+"""By the type of a `response_format`: what it makes, and where servers look for its text."""
+
+SCHEMA_WORDS = {"name", "schema", "strict", "description"}
+"""Keys of OpenAI's `response_format.json_schema`."""
+
 
 def grammar_of(fields: Mapping[str, Any]) -> Grammar | None:
     """The grammar of a completion or a chat; None where its fields ask for none.
 
     Args:
-        fields: of the request: `response_format`, `structured_outputs`, `guided_json`, `guided_json_object`, `guided_regex`,
-            `guided_choice` or `guided_grammar`. What is null or False is not asked for; others are not looked at.
+        fields: of the request, of which those of `GRAMMAR_FIELDS` are looked at. What is null or False is not asked for.
 
     Raises:
         InvalidInputError: two are asked for, or one is not of its form.
@@ -32,19 +55,20 @@ def grammar_of(fields: Mapping[str, Any]) -> Grammar | None:
     >>> grammar_of({"guided_regex": "a+", "temperature": 0})
     Grammar(kind='regex', text='a+')
     """
-    asked = {name: fields[f"guided_{name}"] for name in MAKERS if _is_given(fields.get(f"guided_{name}"))}
-    outputs = fields.get("structured_outputs")
-    if outputs is not None:
-        if not isinstance(outputs, Mapping):
-            raise InvalidInputError(f"structured_outputs is a {type(outputs).__name__}; it must be an object")
-        given = {name: value for name, value in outputs.items() if _is_given(value)}
-        unknown = next((name for name in given if name not in MAKERS), None)
-        if unknown is not None:
-            raise InvalidInputError(f"structured_outputs asks for {unknown!r}; choose one of {', '.join(MAKERS)}")
-        asked |= given
-    made = [_made(name, value) for name, value in asked.items()]
-    formatted = _formatted(fields.get("response_format"))
-    made += [formatted] if formatted else []
+    made = [_made(kind, fields[name], name) for name, kind in FIELDS.items() if _is_given(fields.get(name))]
+    made += _structured(fields.get("structured_outputs"))
+    rules, answer = fields.get("grammar"), fields.get("format")
+    if isinstance(rules, Mapping):  # in the words of text-generation-inference
+        made += _formatted(rules, "grammar")
+    elif _is_given(rules):
+        made.append(_made("grammar", rules, "grammar"))
+    if answer == "json":  # in Ollama's
+        made.append(Grammar.json_object())
+    elif isinstance(answer, str) and answer:
+        raise InvalidInputError(f"format is {answer[:60]!r}; it must be json, or a schema")
+    elif answer:
+        made.append(_made("json", answer, "format"))
+    made += _formatted(fields.get("response_format"), "response_format")
     if len(made) > 1:
         raise InvalidInputError(
             "the request asks for several grammars; give one of response_format, structured_outputs and guided_*"
@@ -52,31 +76,59 @@ def grammar_of(fields: Mapping[str, Any]) -> Grammar | None:
     return made[0] if made else None
 
 
+def unknown_keys(fields: Mapping[str, Any]) -> Iterator[str]:
+    """Keys within `response_format` that nothing is made of, with the names of what they are in."""
+    given = fields.get("response_format")
+    if not isinstance(given, Mapping):
+        return
+    _, places = FORMATS.get(str(given.get("type")), ("", ()))
+    yield from (f"response_format.{name}" for name in given if name not in {"type", "strict", *places})
+    described = given.get("json_schema")
+    if isinstance(described, Mapping) and "schema" in described:
+        yield from (f"response_format.json_schema.{name}" for name in described if name not in SCHEMA_WORDS)
+
+
 def _is_given(value: Any) -> bool:
     return value is not None and value is not False
 
 
-def _made(name: str, value: Any) -> Grammar:
-    types: dict[str, tuple[type, ...]] = {"json": (str, Mapping), "json_object": (bool,), "choice": (list, tuple)}
-    if not isinstance(value, types.get(name, (str,))):
-        raise InvalidInputError(f"the grammar of kind {name!r} is {reprlib.repr(value)}, which has the wrong type")
-    return MAKERS[name](value)
+def _made(kind: str, value: Any, name: str) -> Grammar:
+    if kind == "json" and isinstance(value, Mapping) and value and value.keys() <= SCHEMA_WORDS:
+        name, value = f"{name}.schema", value.get("schema")  # OpenAI puts it into an object that has a name as well
+    if not isinstance(value, TYPES.get(kind, (str,))):
+        raise InvalidInputError(f"{name} is {reprlib.repr(value)}, which has the wrong type for a grammar of kind {kind!r}")
+    return MAKERS[kind](value)
 
 
-def _formatted(response_format: Any) -> Grammar | None:
-    """The grammar of OpenAI's `response_format`."""
-    if response_format is None:
-        return None
-    kind = response_format.get("type") if isinstance(response_format, Mapping) else None
-    match kind:
-        case "text":
-            return None
-        case "json_object":
-            return Grammar.json_object()
-        case "json_schema":
-            described = response_format.get("json_schema")
-            schema = described.get("schema") if isinstance(described, Mapping) else None
-            if not isinstance(schema, Mapping):
-                raise InvalidInputError("response_format has no object json_schema.schema; give the schema there")
-            return Grammar.json_schema(schema)
-    raise InvalidInputError(f"the type of response_format is {kind!r}; choose text, json_object or json_schema")
+def _structured(outputs: Any) -> list[Grammar]:
+    """vLLM's `structured_outputs`."""
+    if outputs is None:
+        return []
+    if not isinstance(outputs, Mapping):
+        raise InvalidInputError(f"structured_outputs is a {type(outputs).__name__}; it must be an object")
+    given = {name: value for name, value in outputs.items() if _is_given(value)}
+    unknown = next((name for name in given if name not in MAKERS), None)
+    if unknown is not None:
+        raise InvalidInputError(f"structured_outputs asks for {unknown!r}; choose one of {', '.join(MAKERS)}")
+    return [_made(name, value, f"structured_outputs.{name}") for name, value in given.items()]
+
+
+def _formatted(given: Any, field: str) -> list[Grammar]:
+    """OpenAI's `response_format`, and what others made of it."""
+    if given is None:
+        return []
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    if kind == "text":
+        return []
+    if kind not in FORMATS:
+        raise InvalidInputError(f"the type of {field} is {kind!r}; choose text, {', '.join(FORMATS)}")
+    maker, places = FORMATS[kind]
+    found = {name: given[name] for name in places if _is_given(given.get(name))}
+    if len(found) > 1:
+        raise InvalidInputError(f"{field} has {' and '.join(found)}; give one of them")
+    if not found and kind in ("json_object", "json"):
+        return [Grammar.json_object()]
+    if not found:
+        raise InvalidInputError(f"{field} of type {kind} has no {places[0]}; give it there")
+    name, value = next(iter(found.items()))
+    return [_made(maker, value, f"{field}.{name}")]

@@ -23,6 +23,9 @@ class Answer:
         model: name of the model.
         prompts: token ids, `asked.n` outputs for each.
         tokenizer: tells the text of single tokens.
+
+    Attributes:
+        notes: what the request says and the outputs are not held to.
     """
 
     kind = ""  # of the object
@@ -33,6 +36,7 @@ class Answer:
         self.asked, self.prompts, self.n = asked, prompts, asked.n or 1
         self._frame = {"id": f"{self.prefix}{uuid4().hex}", "created": int(time.time()), "model": model}
         self._tokenizer = tokenizer
+        self.notes: list[str] = []
         self._names: dict[int, str] = {}
 
     def choice(self, result: GenerationResult, index: int, first: GenerationResult) -> dict[str, Any]:
@@ -111,4 +115,5 @@ class Answer:
             },
             "meta_info": meta_info(results),
             "metrics": {"speculative_decoding": speculative_decoding(results)},
+            **({"warnings": self.notes} if self.notes else {}),
         }

@@ -24,7 +24,7 @@ from specdec.serve.metrics import CONTENT_TYPE, Metrics
 from specdec.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
 from specdec.serve.sampling import sampling_params
 from specdec.serve.status import PAGE, Status
-from specdec.serve.transport import ClientGone, EventStream, unless_gone
+from specdec.serve.transport import ClientGone, Defects, EventStream, unless_gone
 
 
 def make_app(front: Front) -> FastAPI:
@@ -32,6 +32,7 @@ def make_app(front: Front) -> FastAPI:
     app = FastAPI(title="specdec", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.front = front
     app.add_middleware(Guard, config=front.config)
+    app.add_middleware(Defects)
     _add_errors(app)
     _add_generation(app, front)
     _add_tokens(app, front)
@@ -161,10 +162,6 @@ def _add_errors(app: FastAPI) -> None:
     async def forget(http: Request, error: ClientGone) -> Response:
         return Response(status_code=499)  # which nobody reads
 
-    @app.exception_handler(Exception)
-    async def fail(http: Request, error: Exception) -> Response:
-        return answer(RequestError(500, "the server has a defect; its log has the traceback"))
-
 
 def _check(front: Front, asked: Generation) -> None:
     front.check_open()
@@ -188,7 +185,10 @@ async def _completion_tokens(front: Front, prompt: str | list[int], asked: Compl
 
 
 async def _respond(front: Front, http: Request, answer: Answer, sampling: SamplingParams) -> Response:
-    """Submits the outputs and makes the response."""
+    """Submits the outputs and makes the response. What cannot be followed is refused before there is a status."""
+    if sampling.grammar is not None:
+        await unless_gone(http.receive, front.wait_for_grammar(sampling))
+        answer.notes = sampling.grammar.notes
     asked = [(tokens, sampling.choice(number)) for tokens in answer.prompts for number in range(answer.n)]
     if answer.asked.stream:
         outputs = front.submit(asked, incremental=True)

@@ -50,6 +50,11 @@ def engine_failed(error: Exception) -> RequestError:
     return RequestError(500, " ".join(str(error).split()) or type(error).__name__, code="engine_failed")
 
 
+def defect() -> RequestError:
+    """A defect of the server's own, of which a client is told no more."""
+    return RequestError(500, "the server has a defect; its log has the traceback")
+
+
 def refused(error: SpecDecError) -> RequestError:
     """A value out of range, or a prompt that is too long."""
     return RequestError(400, str(error), code="context_length_exceeded" if isinstance(error, CapacityError) else None)

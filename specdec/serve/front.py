@@ -91,6 +91,18 @@ class Front:
         if self.draining:
             raise busy("the server is about to end; ask another one")
 
+    async def wait_for_grammar(self, sampling: SamplingParams) -> None:
+        """Waits until the grammar of a request, if it has one, can be followed.
+
+        Raises:
+            SpecDecError: there can be no grammars, or this one cannot be compiled.
+        """
+        compiled = self.decoder.engine.admission.compiled_grammar(sampling)
+        if compiled is not None:
+            waiting = asyncio.wrap_future(compiled)
+            waiting.add_done_callback(asyncio.Future.exception)  # asked for, though nobody may wait any more
+            await asyncio.shield(waiting)  # others may wait for the grammar, so it goes on without this request
+
     def submit(self, asked: Sequence[tuple[list[int], SamplingParams]], *, incremental: bool) -> Outputs:
         """Queues the outputs of one request, all or none.
 
@@ -282,6 +294,8 @@ def _check_result(result: GenerationResult) -> None:
     """Raises:
     RequestError: the output was not finished.
     """
+    if result.bad_input:
+        raise RequestError(400, result.error or "the request cannot be served")
     if result.finish_reason == "error":
         raise engine_failed(RuntimeError(result.error or "the engine failed"))
     if result.finish_reason == "cancelled":

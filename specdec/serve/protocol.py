@@ -5,21 +5,12 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from specdec.grammar.fields import unknown_keys
 from specdec.serve.errors import RequestError
 
 logger = logging.getLogger(__name__)
-
-GRAMMAR_FIELDS = (
-    "response_format",
-    "structured_outputs",
-    "guided_json",
-    "guided_json_object",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-)
 
 _NO_TOOLS = "this server calls no tools; leave it out"
 _NO_SUCH_TEXT = "this server has no such way to choose tokens; leave it out"
@@ -43,6 +34,8 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "spaces_between_special_tokens": ((True,), "texts are as the tokenizer decodes them; leave it out"),
     "truncate_prompt_tokens": ((), "prompts are never cut; shorten it"),
     "prompt_logprobs": ((), "completions give them with echo and logprobs"),
+    "structural_tag": ((), "give a schema or rules instead, as response_format or guided_grammar"),
+    "guided_whitespace_pattern": ((), "white space is what docs/structured-output.md says; leave it out"),
     "chat_template": ((), "the template is the model's own; leave it out"),
     "documents": (([],), "give them in the messages or in chat_template_kwargs"),
     "priority": ((0,), "requests are served in the order in which they come; leave it out"),
@@ -69,17 +62,29 @@ class Body(BaseModel):
         for name, value in (self.model_extra or {}).items():
             if name in REFUSED:
                 harmless, way_out = REFUSED[name]
-                if value is not None and value not in harmless:
+                if value not in harmless:
                     raise RequestError(400, f"{name} is not offered: {way_out}", param=name)
-            elif name not in SILENT and name not in _warned and len(_warned) < 1000:
-                _warned.add(name)
-                logger.warning("a request has the field %r, which is not known and is left alone", name[:80])
+            elif name not in SILENT:
+                _warn(name)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        """Null is what many clients write for a field that is not set."""
+        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
+
+
+def _warn(name: str) -> None:
+    if name not in _warned and len(_warned) < 1000:
+        _warned.add(name)
+        logger.warning("a request has the field %r, which is not known and is left alone", name[:80])
 
 
 class StreamOptions(Body):
-    """Attributes as OpenAI has them."""
+    """Attributes as OpenAI has them, and vLLM."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class Generation(Body):
@@ -115,6 +120,19 @@ class Generation(Body):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    json_schema: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    grammar: Any = None
+    format: Any = None
+
+    def check_others(self) -> None:
+        """Looks within `stream_options` and `response_format`, too."""
+        super().check_others()
+        for name in self.stream_options.model_extra or () if self.stream_options else ():
+            _warn(f"stream_options.{name}")
+        for name in unknown_keys({"response_format": self.response_format}):
+            _warn(name)
 
 
 class CompletionRequest(Generation):

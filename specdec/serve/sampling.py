@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from specdec.grammar.fields import grammar_of
+from specdec.grammar.fields import GRAMMAR_FIELDS, grammar_of
 from specdec.sampling_params import SamplingDefaults, SamplingParams
 from specdec.serve.errors import RequestError
-from specdec.serve.protocol import GRAMMAR_FIELDS, ChatRequest, CompletionRequest, Generation
+from specdec.serve.protocol import ChatRequest, CompletionRequest, Generation
 
 COMPLETION_TOKENS = 16
 """What a completion gets when it does not say, as everywhere."""

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specdec.serve.errors import RequestError
+from specdec.serve.errors import RequestError, defect
 
 T = TypeVar("T")
+
+
+LINE_ENDS = {ord(sign): f"\\u{ord(sign):04x}" for sign in "\x85\u2028\u2029"}
+"""Characters that JSON may hold as they are, and that some clients take for the end of a line."""
+
+logger = logging.getLogger(__name__)
 
 
 class ClientGone(Exception):
@@ -36,6 +43,35 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
         for task in (working, gone):
             task.cancel()
         await asyncio.gather(working, gone, return_exceptions=True)
+
+
+class Defects:
+    """Answers where the application fails, with a traceback in the log alone: the connection serves the next request.
+
+    Args:
+        app: serves.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request."""
+        begun = False
+
+        async def watched(message: Message) -> None:
+            nonlocal begun
+            begun = begun or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except Exception:
+            if begun or scope["type"] != "http":
+                raise
+            logger.exception("%s %s failed", scope["method"], scope["path"])
+            error = defect()
+            await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)
 
 
 class EventStream(Response):
@@ -66,9 +102,12 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
             async for event in self._events:
-                await _send_line(send, json.dumps(event, ensure_ascii=False))
+                await _send_line(send, json.dumps(event, ensure_ascii=False).translate(LINE_ENDS))
         except RequestError as error:  # the status has gone out
             await _send_line(send, json.dumps(error.body))
+        except Exception:
+            logger.exception("an answer failed")
+            await _send_line(send, json.dumps(defect().body))
         await _send_line(send, "[DONE]")
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -227,7 +227,7 @@ def test_what_is_let_be_is_said(schema: Any, note: str, caplog: pytest.LogCaptur
     pieces = [*CHARACTERS, "</s>"]
     model = models.BPE(vocab={piece: token for token, piece in enumerate(pieces)}, merges=[], unk_token="</s>")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), eos_token="</s>")
-    GrammarCompiler(tokenizer, len(pieces), [len(pieces) - 1]).wait(grammar)
+    GrammarCompiler(tokenizer, len(pieces), [len(pieces) - 1]).compiled(grammar).result()
     assert [record.getMessage().rpartition("held to: ")[2] for record in caplog.records] == grammar.notes
 
 

@@ -225,14 +225,6 @@ def test_what_a_chat_may_not_hold(client: openai.OpenAI) -> None:
         client.chat.completions.create(model="other", messages=CHAT)
 
 
-def test_an_unknown_field_is_warned_of_once(live: Live, caplog: pytest.LogCaptureFixture) -> None:
-    for _ in range(2):
-        httpx.post(live.url + "/v1/completions", json={"prompt": "a", "max_tokens": 1, "colour": 3}).raise_for_status()
-    assert [record.getMessage() for record in caplog.records].count(
-        "a request has the field 'colour', which is not known and is left alone"
-    ) == 1
-
-
 @pytest.fixture(scope="module")
 def asking(decoder: SpecDecoder) -> Iterator[Live]:
     """A server whose checkpoint asks for something, and whose tokenizer ends texts with one token more."""

@@ -1,0 +1,135 @@
+"""Requests of a form of their own: nulls, unknown fields, grammars that fail; and answers in lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from pydantic import BaseModel
+
+from specdec.serve.protocol import REFUSED, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from tests.helpers.live_server import Live, live_server
+
+CHAT: Any = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Live]:
+    """One server for all tests, which leave it as it is."""
+    with live_server() as live:
+        yield live
+
+
+def test_an_unknown_field_is_warned_of_once(live: Live, caplog: pytest.LogCaptureFixture) -> None:
+    """Also within others."""
+    body = {"prompt": "a", "max_tokens": 1, "colour": 3, "stream": True}
+    body |= {"response_format": {"type": "text", "depth": 1}, "stream_options": {"include_use": True}}
+    for _ in range(2):
+        httpx.post(live.url + "/v1/completions", json=body).raise_for_status()
+    said = [record.getMessage() for record in caplog.records]
+    for name in ("colour", "response_format.depth", "stream_options.include_use"):
+        assert said.count(f"a request has the field {name!r}, which is not known and is left alone") == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "model", "needed"),
+    [
+        ("/v1/completions", CompletionRequest, {"prompt": "a"}),
+        ("/v1/chat/completions", ChatRequest, {"messages": CHAT}),
+        ("/tokenize", TokenizeRequest, {"prompt": "a"}),
+        ("/detokenize", DetokenizeRequest, {"tokens": [5]}),
+    ],
+    ids=str,
+)
+def test_null_is_a_field_that_is_not_set(live: Live, path: str, model: type[BaseModel], needed: dict[str, Any]) -> None:
+    """In each field by itself and in all at once; those that the server refuses or does not know as well."""
+    fields = [name for name in model.model_fields if name not in needed]
+    for name in fields:
+        assert model.model_validate(needed | {name: None}) == model.model_validate(needed)
+    within = {"stream_options": {"include_usage": None, "colour": None}} if "stream_options" in fields else {}
+    limit = {"max_tokens": 1, "seed": 0} if "max_tokens" in fields else {}
+    want, found = (
+        httpx.post(live.url + path, json=more | needed | limit)
+        for more in ({}, within | dict.fromkeys([*REFUSED, "colour", *fields]))
+    )
+    assert found.status_code == 200, found.text
+    assert found.json().get("choices") == want.json().get("choices") and found.json().keys() == want.json().keys()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_json": {"type": "object", "properties": ["a"]}},
+        {"guided_json": {"$ref": "#"}},
+        {"guided_json": {"type": "integer", "minimum": 10**400}},
+        {"guided_json": {"type": "string", "pattern": "^(?=a)b"}},
+        {"guided_json": "[" * 100_000},
+        {"guided_regex": "["},
+        {"guided_choice": ["\ud800"]},
+        {"guided_grammar": "root ::= missing"},
+        {"response_format": {"type": "json_object", "schema": {"type": "str"}}},
+    ],
+    ids=lambda fields: str(fields)[:60],
+)
+def test_a_bad_grammar_is_the_client_s_mistake(live: Live, fields: dict[str, Any]) -> None:
+    """Before there is a status, in streams, too; and the connection serves the next request."""
+    with httpx.Client(base_url=live.url) as client:
+        for stream in (False, True):
+            body = json.dumps({"prompt": "a", "max_tokens": 2, "stream": stream, **fields})
+            answer = client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+            error = answer.json()["error"]
+            assert (answer.status_code, error["type"]) == (400, "invalid_request_error"), error
+            assert "\n" not in error["message"] and len(error["message"]) < 400
+            client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).raise_for_status()
+
+
+def test_a_dead_end_in_the_midst_is_the_client_s_mistake(live: Live) -> None:
+    """No token of this vocabulary is a ~."""
+    body = {"prompt": "a", "max_tokens": 9, "guided_grammar": 'root ::= "ab" "~"'}
+    answer = httpx.post(live.url + "/v1/completions", json=body)
+    assert answer.status_code == 400 and "allows no token of the vocabulary" in answer.json()["error"]["message"]
+    events = httpx.post(live.url + "/v1/completions", json=body | {"stream": True}).text
+    assert '"type": "invalid_request_error"' in events and events.endswith("data: [DONE]\n\n")
+
+
+def test_what_a_schema_is_not_held_to_is_said_in_the_answer(live: Live) -> None:
+    body = {"prompt": "a", "max_tokens": 30, "guided_json": {"type": "string", "format": "colour", "maxLength": 2}}
+    (warning,) = httpx.post(live.url + "/v1/completions", json=body).json()["warnings"]
+    assert warning == "format colour at # is taken for an annotation"
+    assert "warnings" not in httpx.post(live.url + "/v1/completions", json={"prompt": "a", "max_tokens": 1}).json()
+
+
+def test_a_defect_keeps_the_connection(live: Live, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Its traceback is in the log alone; in a stream an event says so."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError("secret")
+
+    with httpx.Client(base_url=live.url) as client:
+        body = {"prompt": "a", "max_tokens": 2}
+        with monkeypatch.context() as patch:
+            patch.setattr("specdec.serve.app.sampling_params", fail)
+            answer = client.post("/v1/completions", json=body)
+            assert answer.status_code == 500 and "defect" in answer.json()["error"]["message"] and "secret" not in answer.text
+            assert "connection" not in answer.headers
+        with monkeypatch.context() as patch:
+            patch.setattr("specdec.serve.completion.Completion.delta", fail)
+            events = client.post("/v1/completions", json=body | {"stream": True}).text
+            assert "the server has a defect" in events and events.endswith("data: [DONE]\n\n")
+        stream = next(iter(client._transport._pool.connections))  # type: ignore[attr-defined]
+        client.post("/v1/completions", json=body).raise_for_status()
+        assert [stream] == client._transport._pool.connections  # type: ignore[attr-defined]
+    assert sum("ZeroDivisionError" in (record.exc_text or str(record.exc_info)) for record in caplog.records) == 2
+
+
+def test_line_ends_of_unicode_are_escaped_in_events(live: Live) -> None:
+    """Clients that read lines of text lose an event that holds one."""
+    text = "a\u2028b\u2029c\x85d"
+    body = {"prompt": text, "max_tokens": 1, "stream": True, "echo": True}
+    events = httpx.post(live.url + "/v1/completions", json=body).text
+    assert not set(text) - set("abcd") & set(events)
+    first = next(line for line in events.splitlines() if line)
+    assert json.loads(first.removeprefix("data: "))["choices"][0]["text"] == text
