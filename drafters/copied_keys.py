@@ -16,19 +16,22 @@ _PARTS = re.compile(
 """Parts that the layers of a drafter have not, and what only training or Transformers itself looks at."""
 
 _OTHERS = {
-    "add_classification_head", "attn_output_gate", "attn_type_list", "auto_map", "aux_loss_alpha",
-    "block_auto_adjust_ff_dim", "block_dim", "block_ff_dim", "block_mlp_init_scale",
-    "block_norm_eps", "block_out_init_scale", "block_use_swiglu", "block_use_xavier_init",
-    "cla_share_factor", "conv_dim", "conv_dim_out", "conv_use_xavier_init", "embed_requires_grad",
-    "ep_size", "experts_per_token", "full_attention_interval", "global_head_dim", "group_norm_size",
-    "has_no_defaults_at_init", "hybrid_override_pattern", "initial_context_length",
+    "add_classification_head", "add_full_attention_sink_bias", "add_swa_attention_sink_bias",
+    "attention_other_setting", "attention_projection_layout", "attn_output_gate", "attn_type_list",
+    "auto_map", "aux_loss_alpha", "block_auto_adjust_ff_dim", "block_dim", "block_ff_dim",
+    "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale", "block_use_swiglu",
+    "block_use_xavier_init", "cla_share_factor", "conv_dim", "conv_dim_out", "conv_use_xavier_init",
+    "embed_requires_grad", "ep_size", "experts_per_token", "full_attention_interval",
+    "global_head_dim", "group_norm_size", "has_no_defaults_at_init", "hybrid_block_size",
+    "hybrid_layer_pattern", "hybrid_override_pattern", "initial_context_length",
     "language_model_only", "mlp_intermediate_size", "model_max_length", "model_type",
-    "mup_denominator", "norm_head", "norm_softmax", "num_draft_layers",
-    "num_global_key_value_heads", "num_mtp_modules", "pruned_heads", "score_function", "seq_aux",
-    "shared_moe_mode", "target_model_name_or_path", "target_model_type", "target_text_model_type",
-    "text_config", "tf_legacy_loss", "theta", "tie_embedding", "torch_dtype", "torchscript",
-    "use_bfloat16", "use_cla", "use_grouped_topk", "use_mtp", "use_pos_enc", "use_rmsnorm",
-    "rotary_pct", "use_rotary_pos_emb", "use_routing_bias",
+    "mup_denominator", "norm_head", "norm_softmax", "num_attention_groups", "num_draft_layers",
+    "num_global_key_value_heads", "num_mtp_modules", "pruned_heads", "rotary_pct", "score_function",
+    "seq_aux", "shared_moe_mode", "swa_v_head_dim", "swiglu_limits", "target_model_name_or_path",
+    "target_model_type", "target_text_model_type", "text_config", "tf_legacy_loss", "theta",
+    "tie_embedding", "torch_dtype", "torchscript", "use_bfloat16", "use_cla", "use_grouped_topk",
+    "use_head_wise_attn_gate", "use_mtp", "use_pos_enc", "use_rmsnorm", "use_rotary_pos_emb",
+    "use_routing_bias", "yarn_only_types",
 }  # fmt: skip
 """Of published configs, which Transformers' classes do not declare; the three of the target are DeepSpec's and SpecForge's."""
 

@@ -8,6 +8,7 @@ from drafters.attention import LatentSizes
 from drafters.dflash.coupling import Coupling
 from drafters.head import HeadConfig, HeadSizes
 from drafters.keys import require
+from specdec.core import Verifier
 from specdec.layers.rotary import STATIC_ROPE_TYPES
 
 MOST_LAYERS = MOST_DRAFTS = 1024
@@ -37,8 +38,8 @@ class DFlashConfig:
         sample_from_anchor: row `i` predicts the token after its own position, so the anchor row predicts too and a block
             gives `block_size` drafts; otherwise row `i` predicts its own position, the anchor row's output is unused and a
             block gives `block_size - 1` drafts.
-        input_embedding_scale: factor on raw embedding rows; None when the checkpoint does not say, and then the target's own
-            scale and, unless stated, its final softcap apply.
+        input_embedding_scale: factor on raw embedding rows; None for the target's own, and then, unless stated, its final
+            softcap applies too.
         output_multiplier: factor on logits, before the softcap.
         final_logit_softcapping: `c` in `c * tanh(logit / c)`, or None.
         draft_vocab_size: size of a reduced draft vocabulary with its own head, or None.
@@ -193,6 +194,16 @@ class DFlashConfig:
         """What of a checkpoint with these tensors training does not know, in words; "" for nothing."""
         own_mask = ["its own mask row"] if "mask_embedding" in tensors else []
         return " and ".join([*self.peculiarities, *own_mask])
+
+    def scales(self, target: Verifier) -> tuple[float, float | None]:
+        """Factor of raw embedding rows, and softcap of logits or None, beside this target."""
+        if self.input_embedding_scale is None:
+            return target.embedding_scale, self.final_logit_softcapping or target.final_softcap
+        return self.input_embedding_scale, self.final_logit_softcapping
+
+    def scaled_like(self, target: Verifier) -> bool:
+        """Whether embeddings and logits are scaled as the target scales its own."""
+        return self.scales(target) == (target.embedding_scale, target.final_softcap)
 
     @property
     def convolves(self) -> bool:

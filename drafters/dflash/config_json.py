@@ -31,6 +31,9 @@ def _layer_section(config: DFlashConfig, dtype: str) -> dict[str, Any]:
     """What both layouts say about the draft layers: a Qwen3 configuration and the rarer values of the drafter."""
     windows = {window for window in config.windows if window is not None}
     require(len(windows) <= 1, f"layers have windows of {sorted(windows)}; config.json can name one for all of them")
+    rope = dict(config.rope_parameters)
+    if partial := rope.get("partial_rotary_factor"):
+        rope["rope_dim"] = int(partial * config.head_dim)  # without which the factor would be taken for the target's
     section: dict[str, Any] = {
         "model_type": "qwen3",
         "dtype": dtype,
@@ -51,13 +54,15 @@ def _layer_section(config: DFlashConfig, dtype: str) -> dict[str, Any]:
         "sliding_window": max(windows, default=None),
         "max_window_layers": config.windows.index(max(windows)) if windows else config.num_hidden_layers,
         "rope_theta": config.rope_parameters["rope_theta"],
-        "rope_parameters": dict(config.rope_parameters),
+        "rope_parameters": rope,
     }
     optional = {
         # What Transformers 4 reads; it agrees with rope_parameters.
-        "rope_scaling": dict(config.rope_parameters) if config.rope_parameters["rope_type"] != "default" else None,
+        "rope_scaling": rope if rope["rope_type"] != "default" else None,
         "num_target_layers": config.num_target_layers,
         "input_embedding_scale": config.input_embedding_scale,
+        # A key of our own: others take rows as they are, or know the target's scale without it.
+        "target_embedding_scale": True if config.input_embedding_scale is None else None,
         "output_multiplier": config.output_multiplier if config.output_multiplier != 1 else None,
         "final_logit_softcapping": config.final_logit_softcapping,
     }

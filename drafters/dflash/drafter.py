@@ -4,6 +4,7 @@ The target's tapped features of every context position are projected once and be
 drafter's paged cache. The block `[anchor, mask, mask, ...]` then runs through the layers as queries over that context.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,8 @@ from specdec.core import AcceptOutput, BoundDrafter, Drafter, DraftOutput, Verif
 from specdec.errors import InvalidInputError
 from specdec.kv_cache import NULL_BLOCK, KVLayerSpec
 from specdec.layers.rotary import Angles, Rope
+
+logger = logging.getLogger(__name__)
 
 MOST_DEFERRED = 16
 """Steps without drafts whose context is put off at most."""
@@ -65,10 +68,14 @@ class DFlashDrafter(Drafter):
         self.aux_layer_ids = config.target_layer_ids
         self.masks = torch.full((1, self.first_row + self.max_draft_tokens), config.mask_token_id, device=verifier.device)
         self.target_ids = None if model.d2t is None else target_ids(model.d2t)
-        # A checkpoint that states no scale was trained on the target's own embedding module and head.
-        unstated = config.input_embedding_scale is None
-        self.embedding_scale = verifier.embedding_scale if config.input_embedding_scale is None else config.input_embedding_scale
-        self.softcap = config.final_logit_softcapping or (verifier.final_softcap if unstated else None)
+        self.embedding_scale, self.softcap = config.scales(verifier)
+        if self.embedding_scale != verifier.embedding_scale:
+            logger.info(
+                "the drafter takes embeddings times %g, the target takes them times %g; if it was trained like the target,"
+                " config.json has to say target_embedding_scale true",
+                self.embedding_scale,
+                verifier.embedding_scale,
+            )
         self.head = None if config.head is None else config.head.head(self.model, self.embed)
         self.likeliest_first = self.head is None
 

@@ -20,6 +20,7 @@ class Family:
         gemma: layers are those of Gemma 4.
         mixes_taps: every layer mixes the taps for itself (DFlare).
         latent: attention is latent.
+        partial_rope: a stated `partial_rotary_factor` is what its layers turn.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -28,6 +29,7 @@ class Family:
     gemma: bool = False
     mixes_taps: bool = False
     latent: bool = False
+    partial_rope: bool = False
 
     def sizes(self, keys: Keys) -> LatentSizes | None:
         """Of latent attention; None without it.
@@ -80,13 +82,21 @@ _K3 = Family(
     },
 )
 
+_RAW_ROWS = Family(defaults={"input_embedding_scale": 1.0})
+"""Trained, or run by its authors, on rows of the target's table as they are."""
+
 _FAMILIES = {
+    "DFlash2DraftModel": _RAW_ROWS,  # by the dflash package and vLLM
+    "DSparkDraftModel": _RAW_ROWS,  # by SpecForge, which trains on a table of its own, as DeepSpec does
+    "DominoDraftModel": _RAW_ROWS,
+    "Qwen3DSparkModel": _RAW_ROWS,
     "K3DSparkModel": _K3,
     "KimiK3DSpark5MLADraftModel": _K3,
     "DFlareDraftModel": Family(mixes_taps=True),
-    "DFlashLagunaForCausalLM": Family(laguna=True),
+    "DFlashLagunaForCausalLM": Family(laguna=True, partial_rope=True),
     "Gemma4DSparkModel": Family(
         gemma=True,
+        partial_rope=True,
         plain_values={
             "hidden_activation": ("gelu_pytorch_tanh",),
             "enable_moe_block": (False,),
@@ -95,8 +105,10 @@ _FAMILIES = {
             "use_double_wide_mlp": (False,),
         },
     ),
-    # Rows of a block see each other, whatever its windows; embeddings are raw rows of the target's table.
-    "MuseGlimmerAssistantModel": Family(defaults={"is_causal": False, "input_embedding_scale": 1.0, "vocab_size": 202_048}),
+    # Rows of a block see each other, whatever its windows.
+    "MuseGlimmerAssistantModel": Family(
+        defaults={"is_causal": False, "input_embedding_scale": 1.0, "vocab_size": 202_048}, partial_rope=True
+    ),
 }
 
 

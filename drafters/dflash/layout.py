@@ -1,6 +1,5 @@
 """Reading the `config.json` of a DFlash drafter, in any public layout."""
 
-import reprlib
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
@@ -9,7 +8,8 @@ from drafters.dflash.config import MOST_LAYERS, DFlashConfig, default_taps
 from drafters.dflash.coupling import parse_coupling
 from drafters.dflash.families import Family, family_of
 from drafters.dflash.heads import ALGORITHMS, HEAD_KEYS, parse_head, predicts_from_anchor
-from drafters.keys import PLAIN_VALUES, Keys, check_known, check_plain, check_rope, is_number, require, section
+from drafters.dflash.rope import rope_parameters
+from drafters.keys import PLAIN_VALUES, Keys, check_known, check_plain, check_rope, require, section
 
 Layout = Literal["z-lab", "speculators"]
 T = TypeVar("T")
@@ -27,7 +27,7 @@ _OWN_KEYS = {
     "aux_hidden_state_layer_ids", "block_size", "causal", "causal_head", "draft_vocab_size", "fc_norm", "final_logit_softcapping",
     "input_embedding_scale", "is_causal", "layer_types", "logit_scale", "mask_token_id", "num_target_layers",
     "output_multiplier", "sample_from_anchor", "sliding_window", "sliding_window_non_causal", "swa_window_size",
-    "target_hidden_size", "target_layer_ids", "use_sliding_window", "use_swa",
+    "target_embedding_scale", "target_hidden_size", "target_layer_ids", "use_sliding_window", "use_swa",
     "attention_sink_bias", "attention_value_scale", "conv_group_size", "conv_kernel_size", "dspark_bonus_anchor",
     "partial_rotary_factor", "shift_label", "tied_tables",
     "loss_decay_gamma", "num_anchors",  # of training
@@ -61,7 +61,7 @@ def parse_config(raw: Mapping[str, Any]) -> DFlashConfig:
     windows, causal = _layer_kinds(keys, layer_count, non_causal=raw.get("speculators_model_type") == "dflash2")
     keys_as_values = family.gemma and _or(keys.flag("attention_k_eq_v"), False)
     hidden_size, heads, vocab_size = keys.required("hidden_size"), keys.required("num_attention_heads"), keys.required("vocab_size")
-    draft_vocab_size = keys.integer("draft_vocab_size")
+    draft_vocab_size, head_dim = keys.integer("draft_vocab_size"), _head_dim(keys, family, hidden_size // max(heads, 1))
     verifier = section(section(raw, "speculators_config"), "verifier")
     architectures = verifier.get("architectures") or keys.find("verifier_architectures") or []
     require(isinstance(architectures, list), f"the verifier's architectures are {architectures!r}; they must be a list")
@@ -75,14 +75,14 @@ def parse_config(raw: Mapping[str, Any]) -> DFlashConfig:
         intermediate_size=keys.required("intermediate_size"),
         num_attention_heads=heads,
         num_key_value_heads=keys.required("num_global_key_value_heads" if keys_as_values else "num_key_value_heads"),
-        head_dim=_head_dim(keys, family, hidden_size // max(heads, 1)),
+        head_dim=head_dim,
         vocab_size=vocab_size,
-        rope_parameters=_rope_parameters(keys, windows),
+        rope_parameters=rope_parameters(keys, family, windows, head_dim),
         max_position_embeddings=keys.required("max_position_embeddings"),
         rms_norm_eps=_or(keys.number("rms_norm_eps"), 1e-6),
         attention_bias=_or(keys.flag("attention_bias"), False),
         sample_from_anchor=predicts_from_anchor(raw, algorithm, keys),
-        input_embedding_scale=keys.number("input_embedding_scale"),
+        input_embedding_scale=_embedding_scale(raw, keys),
         output_multiplier=_or(keys.number("output_multiplier"), _or(keys.number("logit_scale"), 1.0)),
         final_logit_softcapping=keys.number("final_logit_softcapping") or None,
         draft_vocab_size=None if draft_vocab_size == vocab_size else draft_vocab_size,
@@ -111,6 +111,20 @@ def parse_config(raw: Mapping[str, Any]) -> DFlashConfig:
 
 def _or(value: T | None, default: T) -> T:
     return default if value is None else value
+
+
+def _embedding_scale(raw: Mapping[str, Any], keys: Keys) -> float | None:
+    """Factor of raw embedding rows; None for the target's own.
+
+    Where nothing is stated, speculators means 1, since it trains on a plain table, and z-lab's DFlash the target's own.
+    """
+    if keys.flag("target_embedding_scale"):
+        require(
+            Keys(keys.places[:-1]).find("input_embedding_scale") is None,
+            "input_embedding_scale and target_embedding_scale exclude each other; take the wrong one out of config.json",
+        )
+        return None
+    return _or(keys.number("input_embedding_scale"), 1.0 if "speculators_model_type" in raw else None)
 
 
 def _head_dim(keys: Keys, family: Family, default: int) -> int:
@@ -183,30 +197,6 @@ def _layer_kinds(keys: Keys, layer_count: int, *, non_causal: bool) -> tuple[tup
     non_causal = _or(keys.flag("sliding_window_non_causal"), non_causal)
     causal = tuple(stated if stated is not None else slides and not non_causal for slides in by_type)
     return tuple(stated_window if is_sliding else None for is_sliding in sliding), causal
-
-
-def _rope_parameters(keys: Keys, windows: tuple[int | None, ...]) -> dict[str, Any]:
-    """RoPE in the Transformers 5 form, from that form or from `rope_theta` and `rope_scaling`."""
-    stated = keys.find("rope_parameters") or keys.find("rope_scaling") or {}
-    kinds = {"full_attention" if window is None else "sliding_attention" for window in windows}
-    if isinstance(stated, Mapping) and any(isinstance(value, Mapping) for value in stated.values()) and len(kinds) == 1:
-        stated = stated.get(*kinds) or {}  # one set for each kind of layer, of which the drafter has one
-    if kinds == {"sliding_attention"}:
-        stated = keys.find("swa_rope_parameters") or stated
-    flat = isinstance(stated, Mapping) and not any(isinstance(value, Mapping) for value in stated.values())
-    require(flat, f"RoPE parameters are {stated!r}; one set for all layers is supported")
-    parameters = {name: value for name, value in stated.items() if name != "type" and value is not None}
-    parameters.setdefault("rope_type", stated.get("type", "default"))
-    parameters.setdefault("rope_theta", keys.find("rope_theta"))
-    partial = keys.number("partial_rotary_factor")
-    if partial not in (None, 1):
-        parameters.setdefault("partial_rotary_factor", partial)
-    theta = parameters["rope_theta"]
-    require(is_number(theta) and theta > 0, f"rope_theta is {reprlib.repr(theta)}; config.json must give RoPE's base frequency")
-    for name in {"factor", "original_max_position_embeddings"} & parameters.keys():
-        right = is_number(parameters[name]) and parameters[name] > 0
-        require(right, f"RoPE's {name} is {reprlib.repr(parameters[name])}; it must be a positive number")
-    return parameters
 
 
 def _check_alignment(raw: Mapping[str, Any], config: DFlashConfig) -> None:

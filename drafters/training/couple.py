@@ -92,11 +92,10 @@ def run(args: argparse.Namespace) -> int:
     config, load = CoupleConfig(**from_options(CoupleConfig, args)), LoadConfig(**from_options(LoadConfig, args))
     folder = Path(args.drafter).expanduser()
     shape, tensors = read_checkpoint(folder)
-    stated = shape.output_multiplier != 1 or shape.final_logit_softcapping or shape.input_embedding_scale is not None
-    if stated or {"lm_head.weight", "embed_tokens.weight"} & tensors.keys():
-        raise CheckpointError(
-            f"drafter {str(folder)!r} has embeddings, a head or scales of its own; weights are fitted where it takes the target's"
-        )
+    own = (
+        shape.output_multiplier != 1 or shape.final_logit_softcapping or {"lm_head.weight", "embed_tokens.weight"} & tensors.keys()
+    )
+    _require_targets(folder, not own)
     if peculiar := shape.untrainable(tensors):
         raise CheckpointError(f"drafter {str(folder)!r} has {peculiar}; weights cannot be fitted for it")
     temperatures = tuple(sorted(set(config.temperatures)))
@@ -105,6 +104,7 @@ def run(args: argparse.Namespace) -> int:
     texts = _prompts(config)
     decoder = load_decoder(args, None, EngineConfig(max_num_seqs=config.max_num_seqs))
     check_fit(shape, decoder.verifier, borrows=True)
+    _require_targets(folder, shape.scaled_like(decoder.verifier))
     answers = _answers(config, decoder, texts, temperatures)
     del decoder
     gc.collect()  # the target is loaded once more
@@ -150,6 +150,13 @@ def _answers(config: CoupleConfig, decoder: SpecDecoder, prompts: list[TrainingP
         _say(f"couple: temperature {temperature:g}: {len(pairs)} answers, {sum(len(a.answer_ids) for _, a in pairs):,} tokens")
         found[temperature] = pairs
     return found
+
+
+def _require_targets(folder: Path, ok: bool) -> None:
+    if not ok:
+        raise CheckpointError(
+            f"drafter {str(folder)!r} has embeddings, a head or scales of its own; weights are fitted where it takes the target's"
+        )
 
 
 def _fitted(config: CoupleConfig, load: LoadConfig, shape: DFlashConfig, tensors: dict[str, Tensor], answers: Answers) -> Coupling:

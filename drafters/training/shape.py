@@ -39,6 +39,11 @@ def make_drafter(config: TrainConfig, verifier: Any, tokenizer: Any) -> DFlashMo
         if peculiar := shape.untrainable(known):
             raise InvalidInputError(f"drafter {config.init!r} has {peculiar}, which training does not know; leave --init out")
         check_fit(shape, verifier, borrows=True)
+        if not shape.scaled_like(verifier):
+            raise InvalidInputError(
+                f"drafter {config.init!r} scales embeddings or caps logits unlike its target, and training does as the target;"
+                " leave --init out"
+            )
         _check_taps(shape.target_layer_ids, verifier)
         shape = replace(shape, coupling=None)  # it was fitted to what the drafter said before
     model = DFlashModel(_with_options(shape, config))

@@ -33,6 +33,7 @@ CONFIGS = {
     "reduced vocabulary": replace(TINY, draft_vocab_size=20),
     "anchor predicts": replace(TINY, sample_from_anchor=True),
     "scales": replace(TINY, input_embedding_scale=2.0, output_multiplier=0.5, final_logit_softcapping=30.0),
+    "raw embeddings": replace(TINY, input_embedding_scale=1.0),
     "yarn": replace(
         TINY,
         rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128},

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from drafters.dflash.config import DFlashConfig
 from drafters.dflash.config_json import config_json
@@ -78,7 +79,7 @@ def test_both_layouts_mean_the_same() -> None:
     """Taps are one apart between the layouts; everything else agrees."""
     assert parse_config(zlab()) == TINY
     named = replace(TINY, num_target_layers=None, verifier_name="some/target", verifier_architectures=("Qwen3ForCausalLM",))
-    assert parse_config(speculators()) == named
+    assert parse_config(speculators(target_embedding_scale=True)) == named
 
 
 @pytest.mark.parametrize("section", ["top", "own"])
@@ -95,6 +96,29 @@ def test_values_are_found_in_either_place(section: str) -> None:
     assert (config.block_size, config.output_multiplier, config.final_logit_softcapping) == (5, 2.0, 30.0)
     assert config.input_embedding_scale == 1.0
     assert parse_config(zlab()).input_embedding_scale is None, "a missing scale differs from a scale of 1"
+
+
+SELECTOR = {"selector_rank": 4, "selector_top_k": 4}
+SCALES: list[tuple[dict[str, Any], float | None]] = [
+    (zlab(), None),
+    (zlab(input_embedding_scale=2.0), 2.0),
+    (speculators(), 1.0),
+    (speculators(layers={"input_embedding_scale": 2.0}), 2.0),
+    (speculators(target_embedding_scale=True), None),
+    (speculators("dflash2", **SELECTOR), 1.0),
+    (speculators("dspark", tokens=8, markov_rank=4), 1.0),
+    (zlab(architectures=["DFlash2DraftModel"], own=SELECTOR), 1.0),
+    (zlab(architectures=["DFlash2DraftModel"], own=SELECTOR, target_embedding_scale=True), None),
+    (zlab(architectures=["DSparkDraftModel"], markov_rank=4), 1.0),
+    (zlab(architectures=["Qwen3DSparkModel"], markov_rank=4), 1.0),
+    (zlab(architectures=["DominoDraftModel"], own={"emb_dim": 4, "gru_hidden_dim": 4}), 1.0),
+]
+
+
+@pytest.mark.parametrize(("raw", "scale"), SCALES)
+def test_scale_of_embeddings(raw: dict[str, Any], scale: float | None) -> None:
+    """What nobody states is what the trainer of that kind of file does; None is the target's own."""
+    assert parse_config(raw).input_embedding_scale == scale
 
 
 ALIGNMENTS: list[tuple[str, dict[str, Any], bool, int]] = [
@@ -196,7 +220,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (zlab(own={"causal_head": "yes"}), "causal_head is 'yes'; it must be true or false"),
     (zlab(own={"attention_mode": "mla"}), "attention_mode 'mla'"),
     (zlab(own={"attention_sink_bias": 1}), "attention_sink_bias is 1; it must be true or false"),
-    (zlab(partial_rotary_factor=0.2), "RoPE turns 3.2 of 16 numbers of a head"),
+    (zlab(own={"partial_rotary_factor": 0.2}), "RoPE turns 3.2 of 16 numbers of a head"),
     (zlab(architectures=["DFlashLagunaForCausalLM"], gating="per-token"), "gating is 'per-token'; supported: true"),
     (zlab(architectures=["Gemma4DSparkModel"], markov_rank=0, enable_moe_block=True), "enable_moe_block True"),
     (zlab(own={"use_aux_hidden_state": False}), "use_aux_hidden_state False"),
@@ -229,6 +253,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (speculators(tokens=8), "speculative_tokens is 8, but block_size 8 with sample_from_anchor false gives 7"),
     (speculators(tokens=7, sample_from_anchor=True), "speculative_tokens is 7, but block_size 8 with sample_from_anchor true"),
+    (zlab(input_embedding_scale=1.0, target_embedding_scale=True), "target_embedding_scale exclude each other"),
+    (zlab(rope_scaling={"rope_dim": 18}), r"rope_dim is 18; it must lie in \[1, 16\]"),
+    (zlab(rope_scaling={"rope_dim": 5}), "RoPE turns 5 of 16"),
+    (zlab(rope_scaling={"rope_dim": "8"}), "rope_dim is '8'; it must be an integer"),
     (zlab(draft_vocab_size=62), "draft_vocab_size is 62"),
     (zlab(own={"coupling": couple()}), "dflash_config says coupling, which this loader does not know"),
     (zlab(coupling=[1]), "coupling is list; it must be an object with temperatures, a and b"),
@@ -310,7 +338,7 @@ COPIED: dict[str, dict[str, Any]] = {
 def test_copied_keys_change_nothing(name: str) -> None:
     copied = COPIED[name]
     rope = copied.get("rope_parameters", {"rope_type": "default"})
-    for raw in (zlab(**copied), speculators(layers=copied)):
+    for raw in (zlab(**copied), speculators(layers=copied, target_embedding_scale=True)):
         config = parse_config(raw)
         plain = parse_config(zlab(rope_theta=rope.get("rope_theta", 1e6)))
         kept = {key: value for key, value in config.rope_parameters.items() if not key.startswith("mrope")}
@@ -323,6 +351,7 @@ ROUND_TRIPS: dict[str, DFlashConfig] = {
     "sliding": replace(TINY, windows=(9, 9, None), causal=(True, True, False)),
     "convolutions": replace(TINY, conv_kernel_size=2, conv_group_size=4),
     "sliding non-causal": replace(TINY, windows=(9, None, 9)),
+    "raw embeddings": replace(TINY, input_embedding_scale=1.0),
     "selector": replace(TINY, windows=(9,) * 3, head=SelectorConfig(4, 8), conv_kernel_size=2, conv_group_size=4),
     "Markov head": replace(TINY, sample_from_anchor=True, head=MarkovConfig(4, "gated", has_confidence=True)),
     "Markov head on masks": replace(TINY, head=MarkovConfig(4, has_confidence=True, confidence_sees_token=False, draft_top_k=5)),
@@ -437,6 +466,76 @@ def test_yarn_amplitude_ignores_mscale() -> None:
     rope = rope_of(config)
     assert rope.amplitude == pytest.approx(1 + 0.1 * math.log(64))
     torch.testing.assert_close(rope.frequencies, rope_of(replace(TINY, rope_parameters=values)).frequencies)
+
+
+DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}
+KINDS_OF_DRAFTERS: dict[str, dict[str, Any]] = {
+    "DFlash": zlab(),
+    "DSpark": zlab(architectures=["Qwen3DSparkModel"], markov_rank=4),
+    "SpecForge's DSpark": zlab(architectures=["DSparkDraftModel"], own={"projector_type": "dspark", "markov_rank": 4}),
+    "DFlash 2": zlab(architectures=["DFlash2DraftModel"], own=SELECTOR),
+    "Domino": zlab(architectures=["DominoDraftModel"], own={"emb_dim": 4, "gru_hidden_dim": 4}),
+    "DFlare": zlab(architectures=["DFlareDraftModel"]),
+    "speculators": speculators(),
+    "speculators DSpark": speculators("dspark", tokens=8, markov_rank=4),
+}
+COPIES: dict[str, dict[str, Any]] = {
+    "top": {"partial_rotary_factor": 0.25},
+    "rope_parameters": {"rope_parameters": DEFAULT | {"partial_rotary_factor": 0.25}},
+    "rope_scaling": {"rope_scaling": {"type": "default", "partial_rotary_factor": 0.25}},
+    "both": {"partial_rotary_factor": 0.25, "rope_parameters": DEFAULT | {"partial_rotary_factor": 0.25}},
+    "each kind": {"rope_parameters": {F: DEFAULT | {"partial_rotary_factor": 0.25}, S: DEFAULT}},
+    "yarn": {"rope_parameters": YARN | {"partial_rotary_factor": 0.25}},
+    "M-RoPE": {"rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}, "partial_rotary_factor": 0.5},
+}
+
+
+def with_copied(kind: str, values: dict[str, Any]) -> dict[str, Any]:
+    """A drafter of this kind whose layers' part of config.json says so too."""
+    raw = KINDS_OF_DRAFTERS[kind]
+    layers = "transformer_layer_config"
+    return raw | ({layers: raw[layers] | values} if layers in raw else values)
+
+
+@pytest.mark.parametrize("place", COPIES)
+@pytest.mark.parametrize("kind", KINDS_OF_DRAFTERS)
+def test_a_copied_partial_factor_turns_the_whole_head(kind: str, place: str) -> None:
+    """What Qwen3's module in Transformers does, on which all these are trained; a quarter of a head would lower acceptance."""
+    config = parse_config(with_copied(kind, COPIES[place]))
+    base = YARN if place == "yarn" else {"rope_type": "default", "rope_theta": config.rope_parameters["rope_theta"]}
+    theirs = Qwen3RotaryEmbedding(Qwen3Config(head_dim=16, max_position_embeddings=512, rope_parameters=base))
+    torch.testing.assert_close(rope_of(config).frequencies, theirs.inv_freq)
+
+
+@pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize("kind", KINDS_OF_DRAFTERS)
+def test_the_trained_width_counts(kind: str, place: str) -> None:
+    """SGLang calls `rope_dim` so; it holds beside any factor, and through our own files."""
+    raw = with_copied(kind, {place: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25, "rope_dim": 8}})
+    config = parse_config(raw)
+    rope = rope_of(config)
+    assert rope.frequencies.numel() == 4
+    torch.testing.assert_close(rope.frequencies, 1e4 ** (-torch.arange(0, 8, 2) / 8))
+    if kind == "DFlash":
+        assert parse_config(config_json(config, "z-lab", dtype="float32")).rope_parameters["partial_rotary_factor"] == 0.5
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        zlab(own={"partial_rotary_factor": 0.5}),
+        zlab(own={"attention_value_scale": 0.7}, partial_rotary_factor=0.5),
+        zlab(architectures=["DFlashLagunaForCausalLM"], rope_parameters=DEFAULT | {"partial_rotary_factor": 0.5}),
+        zlab(
+            architectures=["Gemma4DSparkModel"], global_head_dim=16, hidden_act=None,
+            rope_parameters={F: DEFAULT | {"rope_type": "proportional", "partial_rotary_factor": 0.5}, S: DEFAULT},
+        ),
+    ],
+    ids=["dflash_config", "MiMo", "Laguna", "Gemma 4"],
+)  # fmt: skip
+def test_layers_that_turn_a_part(raw: dict[str, Any]) -> None:
+    assert parse_config(raw).rope_parameters["partial_rotary_factor"] == 0.5
 
 
 def test_rope_without_its_values() -> None:
