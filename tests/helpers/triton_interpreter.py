@@ -13,8 +13,10 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 
 def require_triton() -> torch.device:
@@ -22,11 +24,44 @@ def require_triton() -> torch.device:
     if find_spec("triton") is None:
         pytest.skip("triton is not installed", allow_module_level=True)
     if os.environ.get("TRITON_INTERPRET") == "1":
+        _fix_order_of_products()
         _hasten()
         return torch.device("cpu")
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device; test_triton_interpreted.py runs this file", allow_module_level=True)
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def product(left: NDArray[Any], right: NDArray[Any], dtype: Any) -> NDArray[Any]:
+    """`left [..., M, K] @ right [..., K, N]`, each element summed over K from its beginning, rounded at every term.
+
+    NumPy's own goes to a BLAS, whose order of a sum depends on the processor and on M and N: bits would say nothing about our kernels.
+    """
+    out = np.zeros((*left.shape[:-1], right.shape[-1]), dtype)
+    left, right, term = left.astype(dtype), right.astype(dtype), np.empty_like(out)
+    for k in range(left.shape[-1]):
+        np.multiply(left[..., k, None], right[..., k, None, :], out=term)
+        out += term
+    return out
+
+
+@cache
+def _fix_order_of_products() -> None:
+    """The interpreter multiplies with `product`."""
+    numpy = _Numpy()
+    import_module("triton.runtime.interpreter").np = numpy
+
+
+class _Numpy:
+    """NumPy with another `matmul`."""
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(np, name)
+        setattr(self, name, value)
+        return value
+
+    def matmul(self, left: NDArray[Any], right: NDArray[Any], dtype: Any) -> NDArray[Any]:
+        return product(left, right, dtype)
 
 
 @cache
