@@ -7,7 +7,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -19,9 +18,9 @@ from specdec.engine.outputs import StreamChunk
 from specdec.engine.request import Request
 from specdec.errors import InvalidInputError
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, tiny_tokenizer
+from tests.helpers.waiting import HANG, Gate, gated, in_time, wait_until
 
 PROMPT, LONG = [5, 6, 7], SamplingParams(max_tokens=120, ignore_eos=True)
-T = TypeVar("T")
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +35,6 @@ def nothing_stays_behind(decoder: SpecDecoder) -> Iterator[None]:
     yield
     assert len(in_time(lambda: decoder.generate(PROMPT, max_tokens=9, ignore_eos=True)).token_ids) == 9
     assert decoder.session.idle and decoder.engine.pool.num_used == 0
-
-
-def in_time(work: Callable[[], T], seconds: float = 20) -> T:
-    """What `work` returns or raises; fails when it hangs."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(work).result(timeout=seconds)
 
 
 def begun(decoder: SpecDecoder) -> Handle:
@@ -112,15 +105,14 @@ def test_a_cancelled_task_ends_its_request(decoder: SpecDecoder) -> None:
             pass
 
     async def main() -> None:
-        task = asyncio.create_task(read())
-        while not decoder.engine.pool.num_used:
-            await asyncio.sleep(0.001)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        with gated(decoder.engine, 3) as gate:
+            task = asyncio.create_task(read())
+            await asyncio.to_thread(wait_until, lambda: gate.stands)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
         del task
-        while not decoder.session.idle:
-            await asyncio.sleep(0.001)
+        await asyncio.to_thread(wait_until, lambda: decoder.session.idle)
 
     in_time(lambda: asyncio.run(main()))
     assert requests[0].finish_reason == "cancelled"
@@ -136,11 +128,11 @@ def test_an_event_loop_that_dies_fails_nobody(decoder: SpecDecoder) -> None:
 
     async def leave() -> None:
         reader = asyncio.create_task(read())
-        while not decoder.engine.pool.num_used:
-            await asyncio.sleep(0.001)
+        await asyncio.to_thread(wait_until, lambda: gate.stands)
         reader.cancel()
 
-    asyncio.run(leave())
+    with gated(decoder.engine, 3) as gate:
+        asyncio.run(leave())
     for unfinished in (handle, other):
         assert in_time(unfinished.result).finish_reason == "length"
 
@@ -158,13 +150,13 @@ def test_readers_share_a_handle(decoder: SpecDecoder) -> None:
 
     async def tasks() -> list[int]:
         handle = decoder.session.submit(PROMPT, LONG)
-        return await asyncio.wait_for(asyncio.gather(*(read(handle) for _ in range(3))), 20)
+        return await asyncio.gather(*(read(handle) for _ in range(3)))
 
-    assert sum(asyncio.run(tasks())) == LONG.max_tokens
+    assert sum(in_time(lambda: asyncio.run(tasks()))) == LONG.max_tokens
     handle = decoder.session.submit(PROMPT, LONG)
     with ThreadPoolExecutor(3) as pool:
         counts = [pool.submit(lambda: sum(len(chunk.token_ids) for chunk in handle)) for _ in range(3)]
-        assert sum(count.result(timeout=20) for count in counts) == LONG.max_tokens
+        assert sum(count.result(timeout=HANG) for count in counts) == LONG.max_tokens
 
 
 def test_a_faster_reader_does_not_end_a_stream(decoder: SpecDecoder) -> None:
@@ -196,16 +188,18 @@ def test_a_forked_child_decodes(decoder: SpecDecoder, busy: bool) -> None:
     num_threads = torch.get_num_threads()
     torch.set_num_threads(2)  # which the child lacks, too
     other = threading.Thread(target=lambda: decoder.generate([PROMPT] * 4, LONG))
+    gate = Gate(decoder.engine)
     if busy:
         other.start()
-        while not decoder.session._turns.taken:
-            pass
+        wait_until(lambda: gate.stands)
     child = os.fork()
     if not child:
-        signal.alarm(20)
+        vars(decoder.engine).pop("step")  # the gate's lock may be anybody's
+        signal.alarm(int(HANG))
         right = len(decoder.generate(PROMPT, max_tokens=9, ignore_eos=True).token_ids) == 9 and asyncio.run(whole()) == 9
         os._exit(0 if right and torch.get_num_threads() == 1 else 1)
     torch.set_num_threads(num_threads)
+    gate.open()
     assert os.waitpid(child, 0)[1] == 0
     if busy:
         other.join()

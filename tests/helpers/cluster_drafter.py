@@ -4,9 +4,9 @@ The target's folder holds `plan.json` for it, and gets a line in `begun.jsonl` f
 """
 
 import json
+import math
 import os
 import signal
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,9 @@ from typing import Any
 from drafters.ngram import load_ngram
 from specdec import provenance
 from specdec.core import BoundDrafter, Drafter, Verifier
+from tests.helpers.waiting import wait_until
 
 HOME = "tests.helpers.cluster_drafter:load"
-WAIT = 120.0
-"""Seconds at most that engines wait for each other."""
 
 
 def begun(folder: Path) -> list[tuple[int, list[int]]]:
@@ -56,14 +55,20 @@ def _begin(folder: Path, plan: dict[str, Any], prompt: list[int]) -> None:
     if len(prompt) < 2:
         return  # the warm-up
     with (folder / "begun.jsonl").open("a") as file:
-        file.write(json.dumps({"pid": os.getpid(), "prompt": prompt, "time": time.time()}) + "\n")
-    until = time.monotonic() + WAIT
-    while not _both(folder, plan) and time.monotonic() < until:  # else one engine may do it all
-        time.sleep(0.05)
-    time.sleep(plan.get("seconds", 0.0))
+        file.write(json.dumps({"pid": os.getpid(), "prompt": prompt}) + "\n")
+    wait_until(lambda: _both(folder, plan))  # else one engine may do it all
+    if len(begun(folder)) > plan.get("most", math.inf):
+        wait_until((folder / "go_on").exists)
     if prompt == plan.get("poison"):
-        time.sleep(0.5)  # what was finished before is on its way
+        own = [prompt for pid, prompt in begun(folder) if pid == os.getpid()][:-1]
+        wait_until(lambda: len(_kept(folder)) >= len(own) - 1)  # the other slot's may be unfinished
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _kept(folder: Path) -> list[str]:
+    """Answers in the journal."""
+    path = folder / "kept.jsonl"
+    return path.read_text().splitlines()[1:] if path.exists() else []
 
 
 def _both(folder: Path, plan: dict[str, Any]) -> bool:

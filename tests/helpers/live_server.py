@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import httpx
 
 from specdec.config import CacheConfig, EngineConfig
 from specdec.decoder import SpecDecoder
@@ -15,8 +16,11 @@ from specdec.serve.config import ServeConfig
 from specdec.serve.front import Front
 from specdec.serve.server import Server, listen
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, tiny_tokenizer
+from tests.helpers.waiting import HANG, wait_until
 
 MODEL = "tiny"
+for phase in ("connect", "read", "write", "pool"):  # five seconds by default, which a busy machine may need
+    setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, phase, HANG)
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}{{ name | default('assistant') }}: {% endif %}"
@@ -49,18 +53,10 @@ class Live:
         self._thread.start()
         wait_until(lambda: self.server.started)
 
-    def join(self, seconds: float = 30) -> None:
+    def join(self) -> None:
         """Waits for its end."""
-        self._thread.join(seconds)
-        assert not self._thread.is_alive(), f"the server runs on after {seconds} seconds"
-
-
-def wait_until(done: Any, seconds: float = 30) -> None:
-    """Waits for something that another thread does."""
-    until = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < until, f"nothing after {seconds} seconds"
-        time.sleep(0.005)
+        self._thread.join(HANG)
+        assert not self._thread.is_alive(), f"the server runs on after {HANG:g} seconds"
 
 
 @contextmanager

@@ -35,7 +35,8 @@ def require_triton() -> torch.device:
 def product(left: NDArray[Any], right: NDArray[Any], dtype: Any) -> NDArray[Any]:
     """`left [..., M, K] @ right [..., K, N]`, each element summed over K from its beginning, rounded at every term.
 
-    NumPy's own goes to a BLAS, whose order of a sum depends on the processor and on M and N: bits would say nothing about our kernels.
+    NumPy's own goes to a BLAS: its order depends on the processor, M and N, and bits would say
+    nothing about our kernels.
     """
     out = np.zeros((*left.shape[:-1], right.shape[-1]), dtype)
     left, right, term = left.astype(dtype), right.astype(dtype), np.empty_like(out)

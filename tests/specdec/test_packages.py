@@ -10,13 +10,14 @@ import pytest
 
 from specdec import packages
 from specdec.packages import ROOT, foreign_packages, install_command, overwritten_packages
+from tests.helpers.waiting import HANG
 
 
 def run_beside(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """`specdec` with `folder` first on Python's path and our packages behind it."""
     environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
     command = [sys.executable, "-P", "-m", "specdec", *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=HANG, check=False)
 
 
 def test_our_packages_are_ours() -> None:

@@ -5,7 +5,6 @@ import logging
 import math
 import multiprocessing
 import os
-import time
 from collections.abc import Callable
 from multiprocessing.context import ForkProcess
 from pathlib import Path
@@ -18,6 +17,7 @@ from specdec import self_check
 from specdec.deviation import Deviation
 from specdec.errors import InvalidInputError
 from specdec.self_check import Verdict, passes, reasons_against, run, verdict_of
+from tests.helpers.waiting import HANG, wait_until
 
 CPU = torch.device("cpu")
 
@@ -139,7 +139,7 @@ def test_a_check_that_kills_the_process_is_not_run_again(caplog: pytest.LogCaptu
         os._exit(134)
 
     process = in_another_process(passes, "argmax", CPU, die)
-    process.join(60)
+    process.join(HANG)
     assert process.exitcode == 134
     check = Counted()
     for _ in range(2):
@@ -156,7 +156,7 @@ def test_a_check_that_kills_the_process_is_not_run_again(caplog: pytest.LogCaptu
 def test_checking_again_goes_past_a_check_that_has_just_killed_the_process() -> None:
     """So that `doctor --run`, run once more, comes to what stands behind it; a third time tries it anew."""
     process = in_another_process(lambda: verdict_of("argmax", CPU, lambda: os._exit(134), again=True))
-    process.join(60)
+    process.join(HANG)
     assert process.exitcode == 134
     check = Counted()
     assert "a process ended" in str(verdict_of("argmax", CPU, check, again=True).failure) and check.runs == 0
@@ -174,32 +174,33 @@ def test_what_stops_a_check_from_outside_is_no_verdict(stop: BaseException) -> N
 
 def test_processes_at_once_check_once(tmp_path: Path) -> None:
     """All but one wait for its verdict, and take what is being checked for neither failed nor new."""
-    runs = tmp_path / "runs"
+    runs, arrived = tmp_path / "runs", tmp_path / "arrived"
+    arrived.mkdir()
 
     def check() -> Deviation:
         with runs.open("a") as file:
             file.write("x")
-        time.sleep(0.5)
+        wait_until(lambda: len(list(arrived.iterdir())) == 4)
         return Deviation(0.0, 0.0)
 
     def start() -> None:
         next_start()
+        (arrived / str(os.getpid())).touch()
         os._exit(0 if passes("argmax", CPU, check) else 1)
 
     processes = [in_another_process(start) for _ in range(4)]
     for process in processes:
-        process.join(60)
+        process.join(HANG)
     assert [process.exitcode for process in processes] == [0] * 4
     assert runs.read_text() == "x"
 
 
 def test_a_process_that_never_ends_its_check_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU that hangs."""
-    monkeypatch.setattr(self_check, "PATIENCE", 0.2)
-    process = in_another_process(passes, "argmax", CPU, lambda: time.sleep(60))
+    monkeypatch.setattr(self_check, "PATIENCE", 0.0)
+    process = in_another_process(passes, "argmax", CPU, lambda: wait_until(lambda: False))
     try:
-        while not kept().exists():
-            time.sleep(0.01)
+        wait_until(kept().exists)
         check = Counted()
         assert "another process" in reasons_against("argmax", CPU, check)[0] and check.runs == 0
     finally:
@@ -260,17 +261,19 @@ def test_names_overrule(monkeypatch: pytest.MonkeyPatch, architecture: str | Non
         passes("argmax", CPU, check)
 
 
-def test_run_measures() -> None:
+def test_run_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time, error and bound; without gradients."""
 
+    now = [0.0]
+    monkeypatch.setattr(self_check.time, "perf_counter", lambda: now[0])
+
     def check() -> Deviation:
-        time.sleep(0.02)
+        now[0] += 0.02
         assert torch.is_inference_mode_enabled()
         return Deviation(1.0, 2.0)
 
     verdict = run(check)
-    assert verdict == Verdict(None, 1.0, 2.0, verdict.milliseconds) and verdict.milliseconds is not None
-    assert 15 < verdict.milliseconds < 2000
+    assert verdict == Verdict(None, 1.0, 2.0, 20.0)
 
 
 @pytest.mark.parametrize("architecture", [None, "gfx942", "gfx1100"])

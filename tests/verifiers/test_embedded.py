@@ -5,9 +5,9 @@ import hashlib
 import os
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +20,7 @@ from specdec.decoder import SpecDecoder
 from specdec.device import uses_avx512
 from specdec.engine.outputs import GenerationResult
 from specdec.errors import CapacityError, CheckpointError, InvalidInputError
+from tests.helpers.waiting import HANG
 from verifiers import embedded
 from verifiers.embedded import embedded_model_path
 from verifiers.load import load_verifier
@@ -44,13 +45,12 @@ def tokenizer(model_folder: Path) -> PreTrainedTokenizerBase:
 
 
 @pytest.fixture
-def small_model(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Puts two small files in the place of the real conversion; returns the times at which they were made."""
-    made: list[float] = []
+def small_model(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Puts two small files in the place of the real conversion; returns of what they were made, each time."""
+    made: list[Path] = []
 
     def model_files(payload: Path) -> dict[str, bytes]:
-        made.append(time.monotonic())
-        time.sleep(0.02)
+        made.append(payload)
         return SMALL_FILES
 
     monkeypatch.setattr(embedded, "gguf_path", Path)
@@ -173,7 +173,7 @@ def test_payload_is_found_without_importing_its_package() -> None:
     assert embedded.PACKAGE not in sys.modules
 
 
-def test_second_call_only_looks(small_model: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_call_only_looks(small_model: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither hashes nor needs the payload again."""
     folder = embedded_model_path(tmp_path)
     monkeypatch.setattr(embedded, "gguf_path", lambda: pytest.fail("looked for the payload again"))
@@ -182,13 +182,13 @@ def test_second_call_only_looks(small_model: list[float], tmp_path: Path, monkey
     assert {path.name for path in folder.iterdir()} == {*SMALL_FILES, embedded.MANIFEST}
 
 
-def test_cache_folder_from_the_environment(small_model: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_folder_from_the_environment(small_model: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path / "new" / "cache"))
     assert embedded_model_path().parent == tmp_path / "new" / "cache"
 
 
 @pytest.mark.parametrize("damage", ["truncated", "removed", "no manifest", "empty manifest"])
-def test_damaged_folder_is_made_again(small_model: list[float], tmp_path: Path, damage: str) -> None:
+def test_damaged_folder_is_made_again(small_model: list[Path], tmp_path: Path, damage: str) -> None:
     folder = embedded_model_path(tmp_path)
     weights, manifest = folder / "model.safetensors", folder / embedded.MANIFEST
     match damage:
@@ -205,9 +205,15 @@ def test_damaged_folder_is_made_again(small_model: list[float], tmp_path: Path, 
     assert weights.read_bytes() == SMALL_FILES["model.safetensors"]
 
 
-def test_simultaneous_calls_make_it_once(small_model: list[float], tmp_path: Path) -> None:
+def test_simultaneous_calls_make_it_once(small_model: list[Path], tmp_path: Path) -> None:
+    arrived = Barrier(4)
+
+    def call(_: int) -> Path:
+        arrived.wait(HANG)
+        return embedded_model_path(tmp_path)
+
     with ThreadPoolExecutor(4) as pool:
-        folders = set(pool.map(lambda _: embedded_model_path(tmp_path), range(8)))
+        folders = set(pool.map(call, range(8)))
     assert len(folders) == 1
     assert len(small_model) == 1
 
@@ -215,7 +221,7 @@ def test_simultaneous_calls_make_it_once(small_model: list[float], tmp_path: Pat
 @pytest.mark.parametrize("call", ["write_bytes", "write_text", "rename"])
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, MemoryError])
 def test_interruption_leaves_nothing(
-    small_model: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, interruption: type[BaseException]
+    small_model: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, interruption: type[BaseException]
 ) -> None:
     """Ctrl-C in the middle of the files, at the manifest, and when the folder is put in place."""
 
@@ -229,14 +235,14 @@ def test_interruption_leaves_nothing(
     assert embedded_model_path(tmp_path).is_dir()
 
 
-def test_leftovers_of_a_killed_process_are_removed(small_model: list[float], tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_process_are_removed(small_model: list[Path], tmp_path: Path) -> None:
     folder = embedded_model_path(tmp_path)
     folder.rename(folder.with_name(folder.name + ".partial"))
     embedded_model_path(tmp_path)
     assert entries(tmp_path) == [folder.name]
 
 
-def test_full_disk(small_model: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk(small_model: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, content: bytes) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
@@ -267,7 +273,7 @@ except CapacityError as error:
     assert entries(tmp_path) == []
 
 
-def test_cache_that_cannot_be_written(small_model: list[float], tmp_path: Path) -> None:
+def test_cache_that_cannot_be_written(small_model: list[Path], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InvalidInputError, match=r"cannot write the model cache .*file.*SPECDEC_CACHE"):
         embedded_model_path(tmp_path / "file")

@@ -27,6 +27,7 @@ from specdec.cli.main import main
 from specdec.errors import CapacityError, CheckpointError, InvalidInputError, SpecDecError
 from tests.drafters.training.toy import MASK, VOCAB, as_flags, one_thread, toy_config, write_prompts, write_target  # noqa: F401
 from tests.helpers.guards import no_host_sync
+from tests.helpers.waiting import HANG
 
 pytestmark = pytest.mark.slow
 
@@ -219,7 +220,7 @@ def test_a_step_is_the_same_however_it_is_split(toy: Path, short: Path, answered
     same = {"model": str(toy / "target"), "prompts": (str(toy / "prompts.txt"),)}  # of which the answers are
     command += as_flags(toy_config(processes, max_steps=40, **same))
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(command, cwd=Path(__file__).parents[3], env=environment, capture_output=True, timeout=300)
+    ran = subprocess.run(command, cwd=Path(__file__).parents[3], env=environment, capture_output=True, timeout=HANG)
     assert ran.returncode == 0, ran.stderr.decode()
     for folder in (answered, processes):
         for name in ("loss", "train_tau", "grad_norm"):

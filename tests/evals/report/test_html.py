@@ -14,6 +14,7 @@ from tests.evals.tiny import tiny_report
 pytest.importorskip("matplotlib", reason="the page is drawn with matplotlib, which comes with the extra eval")
 
 from evals.report.html import html_report
+from tests.helpers.waiting import HANG
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 
@@ -134,4 +135,4 @@ def _chromium(width: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     # A window narrower than 500 cannot be had headless, so the device is emulated by its size.
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr", "--log-level=0"]
     command = [CHROMIUM, *options, f"--window-size={width},1600", "--virtual-time-budget=2000", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG, check=True)

@@ -9,6 +9,7 @@ import pytest
 
 from specdec.cli.choose_torch import TorchBuild, pins
 from specdec.errors import InvalidInputError
+from tests.helpers.waiting import HANG
 
 ROOT = Path(__file__).parents[3]
 CONSTRAINTS = "tokenizers==0.23.3\ntorch==2.13.0\ntqdm==4.70.1\ntriton==3.7.1\n"
@@ -71,7 +72,7 @@ def make(folder: Path, *variables: str) -> subprocess.CompletedProcess[str]:
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "PYTHON", "TORCH"))}
     venv = folder / "venv"
     command = ["make", f"VENV={venv}", f"PYTHON={folder / 'python'}", "PIP_INSTALL=echo pip", *variables, f"{venv}/.package"]
-    return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=HANG, check=False)
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ from specdec.metrics import AcceptanceStats
 from specdec.registry import VERBS
 from specdec.sampling_params import SamplingParams
 from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_model, tiny_tokenizer
+from tests.helpers.waiting import HANG
 
 Capture = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
@@ -89,7 +90,7 @@ def one_line(capsys: Capture) -> str:
 
 
 def python(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "timeout": 60} | options
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "timeout": HANG} | options
     return subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], check=False, **options)
 
 

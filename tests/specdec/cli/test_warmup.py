@@ -1,7 +1,5 @@
 """`specdec warmup` as a user meets it: progress, what took long, what failed, and an interruption."""
 
-import time
-
 import pytest
 
 from specdec.cli import warmup
@@ -37,12 +35,17 @@ def test_what_took_long_and_what_failed(command: list[str], capsys: Capture, mon
     def fail() -> None:
         raise RuntimeError("hipcc:\n not found")
 
-    monkeypatch.setattr(warmup, "SLOW", 0.01)
+    now = [0.0]
+    monkeypatch.setattr(warmup.time, "perf_counter", lambda: now[0])
+
+    def slow_down() -> None:
+        now[0] += 2 * warmup.SLOW
+
     use(
         monkeypatch,
         WarmUpShape("fast", lambda: None),
         WarmUpShape("broken", fail),
-        WarmUpShape("slow", lambda: time.sleep(0.05)),
+        WarmUpShape("slow", slow_down),
     )
     assert main(command) == 1
     captured = capsys.readouterr()

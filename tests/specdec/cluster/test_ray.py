@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from specdec.metrics import pooled
 from specdec.sampling_params import SamplingParams
 from tests.evals.tiny import save_tiny
 from tests.helpers.cluster_drafter import HOME, begun
+from tests.helpers.waiting import HANG, wait_until
 
 ray = pytest.importorskip("ray")
 
@@ -61,7 +61,7 @@ def test_engines_of_a_cluster(subtests: pytest.Subtests, tmp_path: Path) -> None
                 part(context.address_info["gcs_address"], alone, save_tiny(tmp_path / part.__name__))
     finally:
         for thread in filter(of_ray_data, threading.enumerate()):
-            thread.join(5)
+            thread.join(HANG)
         ray.shutdown()
 
 
@@ -90,7 +90,7 @@ def same(found: list[GenerationResult], expected: list[GenerationResult]) -> Non
 
 def killed_driver(address: str, alone: SpecDecoder, folder: Path) -> None:
     """`kill -9`, then the same command: what was kept is not computed again, nothing is lost, figures are those of one engine."""
-    plan(folder, seconds=0.3)
+    plan(folder, most=6)
     prompts, kept = folder / "prompts.txt", folder / "kept.jsonl"
     prompts.write_text("\n".join(PROMPTS))
     command = [sys.executable, "-m", "specdec", "generate", "--file", str(prompts), "--raw", "--json", "--out", str(kept)]
@@ -99,11 +99,11 @@ def killed_driver(address: str, alone: SpecDecoder, folder: Path) -> None:
     command += ["--temperature", "0.7", "--seed", "3", "--engines", "2", "--cpus-per-engine", "0.5", "--ray", address]
 
     first = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    while not kept.exists() or len(kept.read_text().splitlines()) < 3:  # settings and two answers
-        assert first.poll() is None, first.stderr and first.stderr.read()
-        time.sleep(0.02)
+    wait_until(lambda: first.poll() is not None or (kept.exists() and len(kept.read_text().splitlines()) >= 3))
+    assert first.poll() is None, first.stderr and first.stderr.read()
     os.kill(first.pid, signal.SIGKILL)
     first.communicate()
+    (folder / "go_on").touch()
     lines = kept.read_text().splitlines(keepends=True)
     whole = [json.loads(line) for line in lines if line.endswith("\n")]
     assert 1 + 2 <= len(whole) < 1 + len(PROMPTS), "killed in the middle"
@@ -169,6 +169,6 @@ def unlike_engines(address: str, alone: SpecDecoder, folder: Path) -> None:
     # Threads that hand rows over end while the error is held. Ray stops its prefetcher after the last row alone; it is parked.
     threads = [thread for thread in threading.enumerate() if of_ray_data(thread) and thread.name != "Prefetcher"]
     for thread in threads:
-        thread.join(30)
+        thread.join(HANG)
     assert not [thread.name for thread in threads if thread.is_alive()]
     assert all(json.loads(line).get("key") != None for line in (folder / "kept.jsonl").read_text().splitlines()[1:])  # noqa: E711

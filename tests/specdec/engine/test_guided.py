@@ -28,6 +28,7 @@ from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.scripted_trees import ScriptedTrees
 from tests.helpers.tiny_models import random_dflash
 from tests.helpers.trees import random_trees
+from tests.helpers.waiting import HANG
 from tests.specdec.engine.test_graphs import Recorder
 
 K, NODES = 4, 9
@@ -247,7 +248,7 @@ def test_a_request_waits_outside_the_batch(case: GuidedCase, monkeypatch: pytest
     compile_now = compilers[0]._compile
 
     def slow(grammar: Grammar) -> Any:
-        assert go_on.wait(60)
+        assert go_on.wait(HANG)
         return compile_now(grammar)
 
     monkeypatch.setattr(compilers[0], "_compile", slow)
@@ -276,7 +277,7 @@ def test_kept_are_the_latest(case: GuidedCase, monkeypatch: pytest.MonkeyPatch) 
     compiler = GrammarCompiler(case.tokenizer, case.verifier.vocab_size, case.verifier.eos_token_ids)
     first, second, third = Grammar.regex("a{3}"), Grammar.regex("b{3}"), Grammar.regex("c{3}")
     one, two = compiler.start(first).compiled, compiler.start(second).compiled
-    wait_for([one], 60)
+    wait_for([one], HANG)
     room = one.result().memory_size_bytes + two.result().memory_size_bytes
     monkeypatch.setattr("specdec.grammar.compiler.CACHE_BYTES", room)
     assert compiler.start(first).compiled is one and compiler.start(third).compiled.result()

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,9 +18,9 @@ from specdec.errors import CapacityError, InvalidInputError
 from specdec.sampling_params import SamplingParams
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_model, tiny_tokenizer
+from tests.helpers.waiting import in_time
 
 NUM_THREADS, NUM_PROMPTS = 8, 25
-PATIENCE = 120  # seconds after which a test says that somebody waits for ever
 
 
 @pytest.fixture(scope="module")
@@ -44,26 +43,6 @@ def cases_of(seed: int, count: int) -> list[tuple[list[int], SamplingParams]]:
         )
         for i in range(count)
     ]
-
-
-def in_time(work: Callable[[], Any]) -> Any:
-    """The result of `work`, done in a thread of its own, so that a hang is a failure and not the end of the run."""
-    with_result: list[Any] = []
-    errors: list[BaseException] = []
-
-    def target() -> None:
-        try:
-            with_result.append(work())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=target, daemon=True)
-    thread.start()
-    thread.join(PATIENCE)
-    assert not thread.is_alive(), f"still waiting after {PATIENCE} seconds"
-    if errors:
-        raise errors[0]
-    return with_result[0]
 
 
 @pytest.fixture(scope="module")

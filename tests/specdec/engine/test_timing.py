@@ -37,4 +37,4 @@ def test_a_cpu_has_the_clock_of_the_host() -> None:
     clock = StepClock(torch.device("cpu"))
     start, end = clock.stamp(), clock.stamp()
     clock.wait(end)
-    assert 0 <= clock.seconds(start, end) < 60
+    assert clock.seconds(start, end) >= 0

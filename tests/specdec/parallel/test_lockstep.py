@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +24,7 @@ from specdec.parallel.mirror import current, everywhere
 from tests.evals.tiny import save_tiny
 from tests.helpers import lockstep_parts as parts
 from tests.helpers.tiny_models import random_prompts
+from tests.helpers.waiting import HANG, wait_until
 
 PROMPTS = [*random_prompts(3, seed=4, longest=20), [5, 6, 7, 5, 6, 7, 5, 6]]
 LOAD: dict[str, Any] = {"drafter": "ngram", "device": "cpu", "dtype": "float32"}
@@ -193,17 +193,16 @@ def test_what_belongs_to_one_process(two: SpecDecoder) -> None:
     ],
 )
 def test_a_rank_that_ends_in_a_step_ends_the_group(folder: Path, two: SpecDecoder, how: str, said: str) -> None:
-    """With one line, within ten seconds; another group can be started then."""
+    """With one line; another group can be started then."""
     two.close()  # a process has one group at a time
     decoder = SpecDecoder.from_pretrained(folder, **LOAD, tensor_parallel=2, engine=EngineConfig(max_num_seqs=2))
     if how == "astray":
         everywhere(decoder.verifier, parts.lose_a_block, decoder.engine)
     else:
         everywhere(decoder.verifier, parts.be_killed_in_forward, decoder.verifier, 4)
-    started = time.monotonic()
     with pytest.raises(SpecDecError, match=said) as error:
         decoder.generate(PROMPTS, max_tokens=30, ignore_eos=True)
-    assert time.monotonic() - started < 10 and "\n" not in str(error.value)
+    assert "\n" not in str(error.value)
     with pytest.raises(SpecDecError, match="load the target again"):
         decoder.generate(PROMPTS, max_tokens=3)
 
@@ -228,10 +227,7 @@ def test_ranks_that_no_collective_wakes_end_with_each_other(folder: Path, killed
     sibling = int(program.stdout.readline().split()[0])
     assert is_running(sibling)
     os.kill(program.pid if killed == "rank 0" else sibling, signal.SIGKILL)
-    limit = time.monotonic() + 10
-    while (is_running(sibling) or is_running(program.pid)) and time.monotonic() < limit:
-        time.sleep(0.05)
-    assert not is_running(sibling) and not is_running(program.pid)
+    wait_until(lambda: not is_running(sibling) and not is_running(program.pid))
     said = program.communicate()[1].splitlines()
     line = "specdec: error: rank 1 of the tensor-parallel group was ended by SIGKILL"
     assert (killed == "rank 0" or line in said) and program.returncode == (-signal.SIGKILL if killed == "rank 0" else 1)
@@ -280,7 +276,7 @@ def test_torchrun(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str
         [*torchrun, str(tmp_path / "command.py"), *command],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=HANG,
         check=False,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )

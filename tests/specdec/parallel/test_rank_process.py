@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 
 from specdec.parallel.rank import Settings
 from specdec.parallel.siblings import START
+from tests.helpers.waiting import HANG, wait_until
 
 _RANK_0 = """
 import json, os, sys, time
@@ -57,10 +57,8 @@ def test_the_signal_of_the_kernel_ends_it() -> None:
         try:
             assert lives(rank_1)
             program.kill()
-            limit = time.monotonic() + 10
-            while lives(rank_1) and time.monotonic() < limit:
-                time.sleep(0.02)
-            assert not lives(rank_1) and lives(fork)
+            wait_until(lambda: not lives(rank_1))
+            assert lives(fork)
         finally:
             for process in (fork, rank_1):
                 if lives(process):
@@ -91,7 +89,7 @@ def test_the_end_of_its_input_ends_it() -> None:
         said.readline()
         assert process.poll() is None
         given.close()
-        assert process.wait(10) == 1
+        assert process.wait(HANG) == 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the signal is Linux's")
@@ -100,4 +98,4 @@ def test_it_does_not_begin_without_its_parent() -> None:
     with started(START) as (process, given, said):
         given.write(json.dumps(settings(1, os.getppid())).encode() + b"\n")
         given.flush()  # and stays open
-        assert process.wait(10) == 1 and not said.read()
+        assert process.wait(HANG) == 1 and not said.read()

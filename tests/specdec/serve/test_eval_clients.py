@@ -24,6 +24,7 @@ from specdec.config import EngineConfig
 from specdec.decoder import SpecDecoder
 from tests.evals.tiny import save_tiny, tiny_decoder, write_jsonl
 from tests.helpers.live_server import Live, live_server
+from tests.helpers.waiting import HANG
 
 MOST_TOKENS = 24
 Task = dict[str, Any]
@@ -132,7 +133,7 @@ def test_the_benchmark_of_dflash(
     questions = ["abcabcabcabc", "one two one two one two", "What is 2 + 2?"]
     dataset = [{"turns": [question]} for question in questions]
     monkeypatch.setattr(benchmark, "load_and_process_dataset", lambda name: dataset)  # the real one asks a hub
-    options = {"model": "tiny", "max_new_tokens": 40, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "timeout_s": 300}
+    options = {"model": "tiny", "max_new_tokens": 40, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "timeout_s": int(HANG)}
     benchmark.run(
         Namespace(backend="openai", base_url=server.url, dataset="made up", num_prompts=3, concurrency=2, reasoning=None, **options)
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import signal
 import subprocess
 import sys
@@ -20,18 +22,31 @@ from specdec.cli.main import main
 from specdec.errors import SpecDecError
 from specdec.serve.config import ServeConfig
 from specdec.serve.server import Server, listen
-from tests.helpers.live_server import MODEL, Live, live_server, tiny_decoder, wait_until
+from tests.helpers.live_server import MODEL, Live, live_server, tiny_decoder
+from tests.helpers.waiting import HANG, gated, wait_until
 
 LONG = {"prompt": "abc", "max_tokens": 480, "temperature": 0, "ignore_eos": True}
 
 
+FEW = 8
+"""Steps that bring first tokens and end nothing of `LONG`."""
+
+
 @contextmanager
 def running(live: Live, count: int = 1) -> Iterator[None]:
-    """While a stream has begun and nobody reads on."""
-    with httpx.stream("POST", live.url + "/v1/completions", json={**LONG, "stream": True, "n": count}) as stream:
-        parts = stream.iter_raw()  # the stream ends with its iterator
-        next(parts)
-        yield
+    """While a stream has begun, nobody reads on and the engine stands; then the client leaves."""
+    with gated(live.front.decoder.engine, FEW) as gate:
+        with httpx.stream("POST", live.url + "/v1/completions", json={**LONG, "stream": True, "n": count}) as stream:
+            parts = stream.iter_raw()  # the stream ends with its iterator
+            next(parts)
+            wait_until(lambda: gate.stands)
+            yield
+        wait_until(lambda: cancelled(live) == count)
+
+
+def cancelled(live: Live) -> int:
+    """How many outputs the engine is to end at its next step."""
+    return len(set(map(id, live.front.decoder.session._cancelled)))
 
 
 def ends_in_engine(live: Live, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -66,8 +81,12 @@ def test_a_client_that_leaves_a_stream_cancels_it(monkeypatch: pytest.MonkeyPatc
 def test_a_client_that_leaves_while_it_waits_cancels_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with live_server() as live:
         reasons = ends_in_engine(live, monkeypatch)
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(live.url + "/v1/completions", json={**LONG, "n": 6}, timeout=1.0)
+        with gated(live.front.decoder.engine, FEW) as gate:
+            client = http.client.HTTPConnection(live.url.removeprefix("http://"))
+            client.request("POST", "/v1/completions", json.dumps({**LONG, "n": 6}), {"Content-Type": "application/json"})
+            wait_until(lambda: live.front.num_open == 6 and gate.stands)
+            client.close()
+            wait_until(lambda: cancelled(live) == 6)
         assert_nothing_is_left(live)
         assert reasons == ["cancelled"] * 6
 
@@ -111,10 +130,10 @@ def test_a_body_has_a_limit_with_its_length_and_without() -> None:
 
 
 def test_an_end_lets_the_unfinished_finish_and_refuses_the_new() -> None:
-    with live_server(drain_seconds=60.0) as live:
+    with live_server(drain_seconds=HANG) as live:
         made: list[Any] = []
-        waiting = threading.Thread(target=lambda: made.append(httpx.post(live.url + "/v1/completions", json=LONG, timeout=60)))
-        with httpx.Client() as other:
+        waiting = threading.Thread(target=lambda: made.append(httpx.post(live.url + "/v1/completions", json=LONG)))
+        with gated(live.front.decoder.engine, FEW), httpx.Client() as other:
             assert other.get(live.url + "/health").status_code == 200
             waiting.start()
             wait_until(lambda: live.front.num_open == 1)
@@ -130,10 +149,14 @@ def test_an_end_lets_the_unfinished_finish_and_refuses_the_new() -> None:
 
 def test_an_end_without_patience_cuts_what_is_unfinished() -> None:
     with live_server(drain_seconds=0.0) as live:
-        with httpx.stream("POST", live.url + "/v1/completions", json={**LONG, "stream": True, "n": 4}) as stream:
+        asked, engine = {**LONG, "stream": True, "n": 4}, live.front.decoder.engine
+        with gated(engine, FEW) as gate, httpx.stream("POST", live.url + "/v1/completions", json=asked) as stream:
             lines = stream.iter_lines()
             next(lines)
+            wait_until(lambda: gate.stands)
             live.server.stop()
+            wait_until(lambda: cancelled(live) == 4)
+            gate.open()
             *_, error, end = [line for line in lines if line]
         assert '"code": "server_busy"' in error and end == "data: [DONE]"
         live.join()
@@ -173,7 +196,7 @@ def test_a_lost_device_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) ->
     with live_server() as live:
         monkeypatch.setattr(live.front.decoder.engine, "step", lost)
         monkeypatch.setattr(live.front.decoder.engine, "reset", lost)
-        assert httpx.post(live.url + "/v1/completions", json=LONG, timeout=60).status_code == 500
+        assert httpx.post(live.url + "/v1/completions", json=LONG).status_code == 500
         live.join()
         assert live.front.dead
 
@@ -186,7 +209,7 @@ def test_a_rank_that_ends_while_nobody_waits_ends_the_server(
     with live_server() as live:
         assert httpx.post(live.url + "/v1/completions", json={**LONG, "max_tokens": 2}).status_code == 200
         ranks.ended = "rank 1 of the tensor-parallel group was ended by SIGKILL"
-        live.join(10)
+        live.join()
         assert live.front.dead and caplog.messages == [f"the server ends: {ranks.ended}"]
 
 
@@ -214,7 +237,7 @@ def test_the_command_serves_the_embedded_model_and_ends_at_sigterm() -> None:
             made = client.chat.completions.create(model="embedded", messages=chat, max_tokens=12, temperature=0)
             assert "Paris" in (made.choices[0].message.content or "")
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(HANG) == 0
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,7 +26,8 @@ from specdec.parallel.mirror import everywhere
 from specdec.sampling_params import SamplingParams
 from tests.evals.tiny import save_tiny
 from tests.helpers import lockstep_parts as parts
-from tests.helpers.live_server import Live, live_server, wait_until
+from tests.helpers.live_server import Live, live_server
+from tests.helpers.waiting import HANG, gated, wait_until
 
 LOAD: dict[str, Any] = {"drafter": "tests.helpers.tiny_ranks:random_drafter", "device": "cpu", "dtype": "float32"}
 ENGINE = EngineConfig(max_num_seqs=4, num_draft_tokens=3)
@@ -117,12 +118,14 @@ def test_a_client_that_leaves_cancels_on_both_ranks(one: Live, two: Live) -> Non
     """
     rank_1 = everywhere(two.front.decoder.verifier, parts.process_of_rank_1)
     with ThreadPoolExecutor(1) as threads:
-        with httpx.stream("POST", two.url + COMPLETIONS, json={**LONG, "stream": True, "n": 2}) as stream:
-            events = stream.iter_raw()  # the stream ends with its iterator
-            next(events)
-            other = threads.submit(httpx.post, two.url + COMPLETIONS, json={**LONG, "max_tokens": 60}, timeout=60)
-            wait_until(lambda: two.front.num_open == 3)
-            os.kill(rank_1, signal.SIGTERM)
+        with gated(two.front.decoder.engine, 8) as gate:
+            with httpx.stream("POST", two.url + COMPLETIONS, json={**LONG, "stream": True, "n": 2}) as stream:
+                events = stream.iter_raw()  # the stream ends with its iterator
+                next(events)
+                other = threads.submit(httpx.post, two.url + COMPLETIONS, json={**LONG, "max_tokens": 60})
+                wait_until(lambda: two.front.num_open == 3 and gate.stands)
+                os.kill(rank_1, signal.SIGTERM)
+            wait_until(lambda: two.front.num_open == 1)
         text = other.result().json()["choices"][0]["text"]
     assert two.front.totals.finished["cancelled"] == 2
     assert text == one.front.decoder.generate("abc", max_tokens=60, ignore_eos=True).text
@@ -132,13 +135,12 @@ def test_a_client_that_leaves_cancels_on_both_ranks(one: Live, two: Live) -> Non
 
 
 def test_a_rank_without_memory_ends_the_server_with_one_line(two: Live, caplog: pytest.LogCaptureFixture) -> None:
-    """All who wait are told, whatever they wait for, and within ten seconds the server and the other rank have ended."""
+    """All who wait are told, whatever they wait for, and the server and the other rank end."""
     decoder = two.front.decoder
     everywhere(decoder.verifier, parts.run_out_of_memory, decoder.verifier, 20)
-    started = time.monotonic()
     handle = decoder.session.submit([5, 6, 7], SamplingParams(max_tokens=480, ignore_eos=True))
     with ThreadPoolExecutor(1) as threads:
-        whole = threads.submit(httpx.post, two.url + COMPLETIONS, json=LONG, timeout=60)
+        whole = threads.submit(httpx.post, two.url + COMPLETIONS, json=LONG)
         with httpx.stream("POST", two.url + COMPLETIONS, json={**LONG, "stream": True}) as stream:
             *_, event, end = [line for line in stream.iter_lines() if line]
         answer = whole.result()
@@ -147,8 +149,8 @@ def test_a_rank_without_memory_ends_the_server_with_one_line(two: Live, caplog: 
     assert answer.status_code == 500 and answer.json()["error"]["message"] == f"the engine failed: {line}"
     with pytest.raises(RuntimeError, match=re.escape(line)):
         handle.result()
-    two.join(10)
-    assert time.monotonic() - started < 10 and two.front.dead
+    two.join()
+    assert two.front.dead
     assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [f"the server ends: {line}"]
 
 
@@ -178,15 +180,17 @@ def test_sigterm_to_both_ranks_lets_the_unfinished_finish(folder: Path, one: Liv
     try:
         assert ranks[0].stderr is not None
         url = next(line for line in ranks[0].stderr if " at http" in line).split()[-1].removesuffix("/v1")
-        with ThreadPoolExecutor(1) as threads:
-            waiting = threads.submit(httpx.post, url + COMPLETIONS, json={**LONG, "max_tokens": 200}, timeout=60)
-            wait_until(lambda: httpx.get(url + "/status").json()["running"] == 1)
+        asked = {**LONG, "max_tokens": 200, "stream": True}
+        with httpx.stream("POST", url + COMPLETIONS, json=asked) as stream:
+            events = (line.removeprefix("data: ") for line in stream.iter_lines() if line)
+            begun = next(events)
             for rank in reversed(ranks):
                 rank.send_signal(signal.SIGTERM)
-            answer = waiting.result()
-        assert answer.status_code == 200, answer.text
-        assert answer.json()["choices"][0]["text"] == one.front.decoder.generate("abc", max_tokens=200, ignore_eos=True).text
-        said = [line for rank in ranks for line in rank.communicate(timeout=60)[1].splitlines() if "specdec" in line]
+            *rest, end = events
+        assert end == "[DONE]"
+        text = "".join(json.loads(event)["choices"][0]["text"] for event in [begun, *rest])
+        assert text == one.front.decoder.generate("abc", max_tokens=200, ignore_eos=True).text
+        said = [line for rank in ranks for line in rank.communicate(timeout=HANG)[1].splitlines() if "specdec" in line]
         assert not said and [rank.returncode for rank in ranks] == [0, 0]
     finally:
         for rank in ranks:

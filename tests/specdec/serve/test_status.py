@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 import threading
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -21,6 +20,7 @@ from specdec.decoder import SpecDecoder
 from specdec.serve.status import PAGE
 from tests.evals.tiny import tiny_decoder
 from tests.helpers.live_server import Live, live_server
+from tests.helpers.waiting import HANG, gated, wait_until
 
 PROMPTS = ["abcabcabcabc", "one two one two one two", "What is 2 + 2?"]
 
@@ -32,7 +32,7 @@ def decoder() -> SpecDecoder:
 
 
 def get(server: Live, path: str, **headers: str) -> bytes:
-    with urllib.request.urlopen(urllib.request.Request(server.url + path, headers=headers), timeout=60) as reply:
+    with urllib.request.urlopen(urllib.request.Request(server.url + path, headers=headers), timeout=HANG) as reply:
         body: bytes = reply.read()
     return body
 
@@ -40,7 +40,7 @@ def get(server: Live, path: str, **headers: str) -> bytes:
 def complete(server: Live, prompt: str, **options: Any) -> dict[str, Any]:
     asked = {"prompt": prompt, "temperature": 0, "ignore_eos": True, **options}
     body, headers = json.dumps(asked).encode(), {"Content-Type": "application/json"}
-    with urllib.request.urlopen(urllib.request.Request(server.url + "/v1/completions", body, headers), timeout=60) as reply:
+    with urllib.request.urlopen(urllib.request.Request(server.url + "/v1/completions", body, headers), timeout=HANG) as reply:
         answer: dict[str, Any] = json.load(reply)
     return answer
 
@@ -53,12 +53,16 @@ def test_numbers_are_those_of_the_answers() -> None:
             threading.Thread(target=lambda prompt=prompt: answers.append(complete(server, prompt, max_tokens=150)))
             for prompt in PROMPTS
         ]
-        for thread in threads:
-            thread.start()
         seen = []
-        while any(thread.is_alive() for thread in threads):
-            seen.append(json.loads(get(server, "/status")))
-            time.sleep(0.01)
+        with gated(server.front.decoder.engine) as gate:
+            for thread in threads:
+                thread.start()
+            wait_until(lambda: server.front.num_open == 3)
+            for _ in range(5):
+                gate.allow(4)
+                seen.append(json.loads(get(server, "/status")))
+        for thread in threads:
+            thread.join()
         last = json.loads(get(server, "/status"))
     meta = [answer["meta_info"] for answer in answers]
     assert (last["model"], last["drafter"], last["max_num_seqs"]) == ("tiny", "ngram", 2)
@@ -104,7 +108,7 @@ def test_it_shows_itself(width: int, tmp_path: Path) -> None:
         # Scripts cannot be put into the page, so the browser tells what it has made of it.
         command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
         options = [f"--window-size={width},900", "--virtual-time-budget=3000", "--dump-dom"]
-        done = subprocess.run([*command, *options, server.url], capture_output=True, text=True, timeout=120)
+        done = subprocess.run([*command, *options, server.url], capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stderr[-2000:]
     text = re.sub(r"<(script|style)>.*?</\1>", "", done.stdout, flags=re.DOTALL)
     assert "tiny, drafts by ngram" in text and ">live<" in text
