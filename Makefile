@@ -13,6 +13,8 @@ PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet 
 PINS := --constraint $(VENV)/constraints.txt
 NAMED := $(if $(TORCH_INDEX)$(TORCH),--named)
 
+INTERPRETED := TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1
+
 .PHONY: help demo test check check-fast lint format clean
 .DELETE_ON_ERROR:
 
@@ -27,6 +29,8 @@ test: lint check ## everything that has to pass: format, lint, types, tests
 check: $(VENV)/.dev ## tests only
 	@# One thread per worker: more would only wait for each other.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+	@# Kernels once more, interpreted: Triton decides for a whole process.
+	$(INTERPRETED) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/specdec/kernels
 
 check-fast: $(VENV)/.dev ## tests that are not slow, one worker per core
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m 'not slow'

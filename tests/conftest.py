@@ -2,6 +2,8 @@
 
 import gc
 import itertools
+import os
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +12,16 @@ from specdec.cli.doctor import describe_device
 
 _folders = itertools.count()
 gc.disable()  # until all tests are collected: what is imported stays
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests of kernels that are asked for by name run in Triton's interpreter where there is no GPU."""
+    from specdec.device import resolve_device
+
+    files = [Path(str(argument).partition("::")[0]) for argument in config.args]
+    kernels = all(file.is_file() and "require_triton()" in file.read_text() for file in files)
+    if files and kernels and resolve_device().type == "cpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_report_header() -> str:
@@ -22,7 +34,7 @@ def pytest_report_header() -> str:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Starts with the slow ones, the longest before all, so that no worker is left alone with them in the end."""
-    longest = "test_triton_interpreted", "test_triton_compile"  # whole files in the interpreter, and all kernels of a target
+    longest = ("test_triton_compile",)  # all kernels of a target
     items.sort(key=lambda item: (item.get_closest_marker("slow") is None, not any(name in item.nodeid for name in longest)))
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,33 @@ from tests.checks.amd_first_day import run
 from tests.checks.amd_first_day.record import MOST, page
 from tests.checks.amd_first_day.run import run_step
 from tests.checks.amd_first_day.steps import BACKENDS, Step, all_steps
+from tests.helpers.waiting import wait_until
 
 Capture = pytest.CaptureFixture[str]
-HANG = "import os, time; print('so far', os.getpid(), flush=True); time.sleep(600)"
+HANGS = "import os, time; print('so far', os.getpid(), flush=True); time.sleep(600)"
 STEPS = [
     Step("works", "a command that works", ("json.tool", "--help")),
     Step("fails", "a command that fails", ("json.tool", "nowhere.json")),
-    Step("hangs", "a command without an end", ("timeit", "-n", "1", "-r", "1", HANG), 0.03),
+    Step("hangs", "a command without an end", ("timeit", "-n", "1", "-r", "1", HANGS), 0.03),
     Step(
         "figures", "a command that leaves figures", ("leaves_figures", "--out", "FOLDER/out.json"), environ={"PYTHONPATH": "FOLDER"}
     ),
 ]
+
+
+class Launched(subprocess.Popen[bytes]):
+    """A step whose time is up when it has said what it says before it hangs, and never otherwise."""
+
+    def __init__(self, command: Any, stdout: Any = None, **options: Any) -> None:
+        self._log = stdout
+        super().__init__(command, stdout=stdout, **options)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit status."""
+        if timeout is not None and HANGS in self.args:  # type: ignore[operator]
+            wait_until(lambda: "so far" in Path(self._log.name).read_text())
+            raise subprocess.TimeoutExpired(HANGS, timeout)
+        return super().wait()
 
 
 @pytest.fixture
@@ -44,6 +61,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         for step in STEPS
     ]
     monkeypatch.setattr(first_day, "all_steps", lambda folder, **options: own)
+    monkeypatch.setattr(run.subprocess, "Popen", Launched)
     return tmp_path
 
 

@@ -1,10 +1,10 @@
 """Many clients at a server, some of which leave: nothing leaks and no answer is lost.
 
-    python -m tests.checks.serve --clients 200 --seconds 120
+    python -m tests.checks.serve --clients 200 --requests 100
 
 A tiny model serves in a thread of this process. Every client asks again and again, whole or as a stream, and leaves every third
 time, before its first token or in the midst. Answers are compared with those that the engine gives without a server. At the end no
-request is left, no block of the cache, no handle; and the process has hardly grown since a quarter of the time.
+request is left, no block of the cache, no handle; and the process has hardly grown since a quarter of the requests.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import gc
 import json
+import math
 import random
 import sys
 import time
@@ -25,7 +26,8 @@ import httpx
 
 from specdec.decoder import SpecDecoder
 from specdec.engine.handle import Handle
-from tests.helpers.live_server import Live, live_server, tiny_decoder, wait_until
+from tests.helpers.live_server import Live, live_server, tiny_decoder
+from tests.helpers.waiting import Gate, wait_until
 
 NUM_CASES = 24
 MORE_MEMORY = 32 * 2**20
@@ -101,28 +103,39 @@ async def turned_away(report: Report) -> None:
     await asyncio.sleep(0.1)
 
 
-async def load(live: Live, cases: list[tuple[dict[str, Any], list[str]]], clients: int, seconds: float) -> tuple[Report, int]:
-    """All clients at once; what they saw, and the memory of the process after a quarter of the time."""
-    report, until = Report(), time.monotonic() + seconds
-    memory: list[int] = []
+async def load(
+    live: Live, cases: list[tuple[dict[str, Any], list[str]]], clients: int, requests: int, until: float, gate: Gate
+) -> tuple[Report, int]:
+    """All clients at once; what they saw, and the memory of the process after a quarter of the requests.
+
+    The engine begins when the queue is full, where that many clients fill it.
+    """
+    report, memory, asked = Report(), resident(), 0
 
     async def one(client: httpx.AsyncClient, number: int) -> None:
+        nonlocal asked, memory
         rng = random.Random(number)
-        while time.monotonic() < until:
+        for _ in range(requests):
+            if time.monotonic() > until:
+                break
             body, want = rng.choice(cases)
             try:
                 await ask(client, body, want, rng, report)
             except httpx.HTTPError as error:
                 report.wrong.append(f"{body}: {type(error).__name__}: {error}")
+            asked += 1
+            if asked == clients * requests // 4:
+                memory = resident()
 
-    async def measure() -> None:
-        await asyncio.sleep(seconds / 4)
-        memory.append(resident())
+    async def begin() -> None:
+        while clients > live.front.config.max_queue and not report.outcomes["busy"]:
+            await asyncio.sleep(0.01)
+        gate.open()
 
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=clients)
     async with httpx.AsyncClient(base_url=live.url, limits=limits, verify=False) as client:
-        await asyncio.gather(measure(), *(one(client, number) for number in range(clients)))
-    return report, memory[0]
+        await asyncio.gather(begin(), *(one(client, number) for number in range(clients)))
+    return report, memory
 
 
 def resident() -> int:
@@ -133,7 +146,7 @@ def resident() -> int:
 def what_leaks(live: Live) -> list[str]:
     """What is left although nobody asks for anything."""
     engine, session, front = live.front.decoder.engine, live.front.decoder.session, live.front
-    wait_until(lambda: front.idle and session.idle and not engine.has_work, 60)
+    wait_until(lambda: front.idle and session.idle and not engine.has_work)
     gc.collect()
     left = {
         "blocks of the cache": engine.pool.num_used,
@@ -144,20 +157,21 @@ def what_leaks(live: Live) -> list[str]:
     return [f"{count} {what} are left" for what, count in left.items() if count]
 
 
-def check(clients: int, seconds: float, max_queue: int) -> tuple[Report, list[str], str]:
+def check(clients: int, requests: int, max_queue: int, seconds: float = math.inf) -> tuple[Report, list[str], str]:
     """Runs it; what clients saw, what is wrong, and a line of figures."""
     cases = make_cases(tiny_decoder(), seed=0)
     with live_server(tiny_decoder(max_num_seqs=16), max_queue=max_queue) as live:
-        report, early = asyncio.run(load(live, cases, clients, seconds))
+        until, gate = time.monotonic() + seconds, Gate(live.front.decoder.engine)
+        report, early = asyncio.run(load(live, cases, clients, requests, until, gate))
         wrong = [*report.wrong[:5], *what_leaks(live)]
         grown, totals = resident() - early, live.front.totals
     if grown > MORE_MEMORY:
         wrong.append(f"the process has grown by {grown / 2**20:.0f} MiB")
     line = (
-        f"{clients} clients, {seconds:g} s: {dict(report.outcomes)};"
+        f"{clients} clients, {requests} requests of each: {dict(report.outcomes)};"
         f" {totals.output_tokens:,} tokens, outputs {dict(totals.finished)};"
         f" first token after {report.quantile(0.5):.3f} s (median), {report.quantile(0.99):.3f} s (p99);"
-        f" memory {grown / 2**20:+.1f} MiB since a quarter of the time"
+        f" memory {grown / 2**20:+.1f} MiB since a quarter of them"
     )
     return report, wrong, line
 
@@ -166,10 +180,11 @@ def main() -> int:
     """Prints the figures and what is wrong; 1 where something is."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=200)
-    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--requests", type=int, default=100, help="of each client")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="at most")
     parser.add_argument("--max-queue", type=int, default=1024)
     args = parser.parse_args()
-    _, wrong, line = check(args.clients, args.seconds, args.max_queue)
+    _, wrong, line = check(args.clients, args.requests, args.max_queue, args.seconds)
     print(line)
     for one in wrong:
         print(f"WRONG: {one}", file=sys.stderr)

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-LIMIT = 240.0
-"""Seconds that all ranks together may take."""
+from tests.helpers.waiting import HANG
 
 
 def run_ranks(size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
@@ -38,13 +37,14 @@ def run_ranks(size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
             results = []
             for rank, (receiver, sender) in enumerate(pipes):
                 sender.close()
-                assert receiver.poll(LIMIT), f"rank {rank} said nothing for {LIMIT:.0f} s"
+                assert receiver.poll(HANG), f"rank {rank} said nothing for {HANG:.0f} s"
                 failed, result = pickle.loads(receiver.recv_bytes())
                 assert not failed, f"rank {rank}: {result}"
                 results.append(result)
+            for process in processes:
+                process.join(HANG)
         finally:
             for process in processes:
-                process.join(5)
                 process.kill()
     return results
 

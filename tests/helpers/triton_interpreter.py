@@ -1,15 +1,16 @@
 """Running and compiling Triton kernels in tests where there is no GPU.
 
-Triton decides when it is imported whether its kernels are compiled or interpreted, and other tests import it long before. So files
-whose tests need kernels run on CUDA devices as they are, and elsewhere in a process of their own with `TRITON_INTERPRET=1`:
-`tests/specdec/kernels/test_triton_interpreted.py` starts it. By hand:
-`TRITON_INTERPRET=1 pytest tests/specdec/kernels/test_triton_fa.py`.
+Triton decides when a kernel is imported whether it is compiled or interpreted, and other tests
+import kernels to compile them. So files whose tests run kernels use a CUDA device where there is
+one, and skip themselves elsewhere, but with `TRITON_INTERPRET=1`: `make check` runs them so, after
+all others. Where files or cases of them alone are named, `tests/conftest.py` sets it.
 """
 
 import os
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
@@ -23,12 +24,14 @@ def require_triton() -> torch.device:
     """Where kernels run in this process; skips the calling module when they cannot."""
     if find_spec("triton") is None:
         pytest.skip("triton is not installed", allow_module_level=True)
+    if version("triton") < "3.7" and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
+        pytest.skip("the interpreter of Triton before 3.7 needs numpy before 2.4", allow_module_level=True)
     if os.environ.get("TRITON_INTERPRET") == "1":
         _fix_order_of_products()
         _hasten()
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        pytest.skip("no CUDA device; test_triton_interpreted.py runs this file", allow_module_level=True)
+        pytest.skip("no CUDA device; run this file alone, or make check", allow_module_level=True)
     return torch.device("cuda", torch.cuda.current_device())
 
 

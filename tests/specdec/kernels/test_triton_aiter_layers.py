@@ -30,7 +30,7 @@ from tests.helpers.triton_interpreter import require_triton
 
 DEVICE = require_triton()
 if DEVICE.type != "cpu":
-    pytest.skip("this machine's own GPU is no AMD GPU; test_triton_interpreted.py runs this file", allow_module_level=True)
+    pytest.skip("this machine's own GPU is no AMD GPU; make check interprets this file", allow_module_level=True)
 
 from specdec.layers.aiter_ops import AiterOps  # noqa: E402 (only where Triton can run)
 from specdec.layers.triton_ops import TritonOps  # noqa: E402
