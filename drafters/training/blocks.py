@@ -108,4 +108,5 @@ def block_hidden(
         return attention(kinds[layer], query, torch.cat([keys[layer], key], dim=1), torch.cat([values[layer], value], dim=1))
 
     hidden = model.block_forward(embed(token_ids.flatten(1)), positions.flatten(1), attend)
-    return hidden.view(*anchors.shape, width, -1)[:, :, width - config.max_draft_tokens :]
+    # Contiguous, or the frozen head would be multiplied block by block, and read as often.
+    return hidden.view(*anchors.shape, width, -1)[:, :, width - config.max_draft_tokens :].contiguous()

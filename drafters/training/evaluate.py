@@ -94,13 +94,13 @@ def walk(matches: Sequence[int]) -> int:
     return steps
 
 
-def shapes_of(depth: int, vocab_size: int) -> tuple[BlockShape, ...]:
-    """The chain of `depth` drafts, and the trees of `TREES` that so many rows can make.
+def shapes_of(depth: int, vocab_size: int, *, trees: bool = True) -> tuple[BlockShape, ...]:
+    """The chain of `depth` drafts, and the trees of `TREES` that so many rows can make, if the target is served with trees.
 
     >>> [str(shape) for shape in shapes_of(15, 49152)]
     ['15', 'tree 16', 'tree 64']
     """
-    paths = sum(min(MOST_CANDIDATES, vocab_size) ** min(d, 6) for d in range(1, depth + 1))
+    paths = sum(min(MOST_CANDIDATES, vocab_size) ** min(d, 6) for d in range(1, depth + 1)) if trees else 0
     return (BlockShape(depth), *(BlockShape(n, depth) for n in TREES if n <= paths))
 
 
@@ -160,7 +160,7 @@ class _Drafts:
 
     def __init__(self, model: DFlashModel, target: Target, config: TrainConfig) -> None:
         vocab_size = target.verifier.vocab_size
-        self.shapes = shapes_of(model.config.max_draft_tokens, vocab_size)
+        self.shapes = shapes_of(model.config.max_draft_tokens, vocab_size, trees=not target.tree_reasons)
         self._to_logits, self._rows, self._width = target.head, config.loss_rows, min(MOST_CANDIDATES, vocab_size)
         coupling = model.config.coupling
         table = None if coupling is None else CouplingTable(coupling, target.device)

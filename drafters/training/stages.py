@@ -136,8 +136,11 @@ def _finish(config: TrainConfig, device: torch.device) -> bool:
     load_weights(model, state)
     model.to(device, target.dtype)
     folder = export(config, model, verifier)
-    chain, *trees = shapes_of(model.config.max_draft_tokens, target.verifier.vocab_size)
-    runs = [(greedy, chain), *((answers, shape) for answers in (greedy, drawn) for shape in trees[:1])]
+    chain, *trees = shapes_of(model.config.max_draft_tokens, target.verifier.vocab_size, trees=not target.tree_reasons)
+    if target.tree_reasons:
+        say(f"finish: drafts are checked in chains alone: {'; '.join(target.tree_reasons)}")
+    sampled = trees[0] if trees else chain
+    runs = [(greedy, chain), *((greedy, shape) for shape in trees[:1]), (drawn, sampled)]
     agreements = {}
     for answers, shape in (run for run in runs if run[0]):
         tau, answered = engine_run(config, folder, answers, shape)

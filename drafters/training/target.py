@@ -8,6 +8,7 @@ from torch import Tensor
 
 from drafters.training.blocks import SequenceBatch
 from drafters.training.target_forward import PackedForward, PlainForward
+from specdec.engine.build import target_tree_reasons
 from specdec.errors import InvalidInputError
 
 
@@ -25,6 +26,9 @@ class Target:
 
     Raises:
         InvalidInputError: a layer does not exist.
+
+    Attributes:
+        tree_reasons: why it is not served with trees of drafts; empty where it is.
     """
 
     def __init__(self, verifier: Any, layer_ids: Sequence[int], *, distribution: bool = False, compile: bool = False) -> None:
@@ -35,6 +39,7 @@ class Target:
             )
         self.verifier = verifier
         self.device, self.dtype = verifier.device, verifier.dtype
+        self.tree_reasons = target_tree_reasons(verifier)  # before layers are dropped
         count = verifier.num_layers if distribution else max(layer_ids) + 1
         verifier.keep_layers(count)
         self._forward = (

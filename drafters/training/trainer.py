@@ -222,7 +222,9 @@ class Trainer:
         self.tau = result.tau()
         rates = " ".join(f"{rate:.2f}" for rate in result.row_rates)
         figures = result.figures()
-        trees = {column: figures.get(name) for column, name in (("tree", "tree 16"), ("sampled", "sampled tree 16"))}
+        tree = next((str(shape) for shape in result.shapes if shape.is_tree), None)
+        sampled = f"sampled {tree or result.shapes[0]}"
+        trees = {"tree": figures.get(tree or ""), "sampled": figures.get(sampled)}
         log.write(row | {"tau": self.tau, "row1": result.row_rates[0]} | trees, self.progress)
         taus = ", ".join(f"{name}: {tau:.3f}" for name, tau in figures.items())
         recall = " ".join(f"{rate:.2f}" for rate in result.recall)

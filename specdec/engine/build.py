@@ -241,8 +241,13 @@ def tree_reasons(verifier: Verifier, drafter: Drafter | None, config: EngineConf
     reasons = [] if drafter.draws_trees else ["the drafter makes chains"]
     if config.draft_sampling == "probabilistic":
         reasons.append("probabilistic drafts form chains")
-    if bytes_per_slot(verifier.kv_specs, 1):
-        reasons.append(f"{verifier.name!r} has recurrent layers, whose states follow a chain")
+    return reasons + target_tree_reasons(verifier)
+
+
+def target_tree_reasons(verifier: Verifier) -> list[str]:
+    """Those that lie in the target, whatever the drafter."""
+    recurrent = bytes_per_slot(verifier.kv_specs, 1) > 0
+    reasons = [f"{verifier.name!r} has recurrent layers, whose states follow a chain"] if recurrent else []
     return reasons + selector.tree_reasons(verifier.attention)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from drafters.training.blocks import SequenceBatch, block_hidden, make_blocks, sample_anchors
 from drafters.training.config import TrainConfig
@@ -19,6 +20,8 @@ from drafters.training.mask import BlockAttention, Kind, use_flex
 from drafters.training.objective import Objective
 from drafters.training.optimizer import MasterOptimizer
 from drafters.training.target import Target
+from specdec.attention.backend import AttentionSpec
+from specdec.attention.torch_ref.fa import TorchRefBackend
 from specdec.errors import InvalidInputError
 from tests.drafters.tiny import TINY, VOCAB, input_table, tiny_model, tiny_target
 from tests.drafters.training.toy import one_thread  # noqa: F401
@@ -45,6 +48,19 @@ def sees(anchor: int, row: int, block: int, key: int, causal: bool, window: int 
     if key_block != block or (causal and key_row > row):
         return False
     return window is None or abs(row - key_row) < window
+
+
+class Products(TorchDispatchMode):
+    """Notes the shapes of the matrices that are multiplied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[tuple[int, ...], ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in ("mm", "addmm", "bmm", "baddbmm"):
+            self.shapes.append(tuple(tuple(part.shape) for part in args[-2:]))
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -100,6 +116,22 @@ def test_no_feature_at_or_after_the_anchor_reaches_a_block(changes: dict[str, An
             assert torch.equal(hidden(changed)[:, block], before[:, block])
             changed[:, anchor - 1] += 100.0
             assert not torch.equal(hidden(changed)[:, block], before[:, block])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_frozen_head_is_multiplied_once_for_all_blocks(dtype: torch.dtype) -> None:
+    """Catches hidden states that are not contiguous: torch then multiplies block by block, and a CPU copies the head for each."""
+    target, model = Target(TinyVerifier(), TINY.target_layer_ids), tiny_model().to(dtype)
+    batch = sequences(torch.arange(40).view(2, 20) % VOCAB)
+    context = model.context_kv(target.features(batch)[0].to(dtype), torch.arange(20))
+    anchors = torch.tensor([[3, 9, 12], [2, 5, 8]])
+    hidden = block_hidden(model, lambda ids: target.embed(ids).to(dtype), batch, anchors, context, flex=False)
+    hidden = hidden.detach().requires_grad_()
+    weight = torch.randn(VOCAB, hidden.shape[-1], dtype=dtype)
+    with Products() as products:
+        F.linear(hidden.flatten(0, 1), weight).sum().backward()
+    rows = hidden.shape[:-1].numel()
+    assert products.shapes == [((rows, hidden.shape[-1]), (hidden.shape[-1], VOCAB)), ((rows, VOCAB), tuple(weight.shape))]
 
 
 def test_anchors_are_answer_positions_with_a_successor() -> None:
@@ -287,7 +319,8 @@ class TinyVerifier:
     """What `Target` needs of a loaded target."""
 
     name, embedding_scale, final_softcap, device, dtype = "tiny", 1.0, None, torch.device("cpu"), torch.float32
-    attention = None
+    kv_specs: tuple[()] = ()
+    attention = TorchRefBackend(AttentionSpec(device, dtype, num_heads=4, num_kv_heads=2, head_dim=8, block_size=16))
 
     def __init__(self, model: Any = None) -> None:
         self.model: Any = model or tiny_target()

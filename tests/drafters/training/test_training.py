@@ -201,11 +201,26 @@ def test_a_head_is_trained_on_an_earlier_drafter_and_agrees_with_the_engine(
 @pytest.mark.slow
 def test_a_target_with_latent_attention_trains_and_agrees_with_the_engine(tmp_path: Path) -> None:
     """Catches features that are not what the engine taps, or cannot be trained on; distillation needs the final states too."""
-    write_target(tmp_path / "target", latent=True)
+    write_target(tmp_path / "target", family="deepseek_v3")
     write_prompts(tmp_path / "prompts.txt", count=80)
     assert run_stages(("answers", "train", "finish"), toy_config(tmp_path, kl=0.3, max_steps=100, heldout=8))
     assert report(tmp_path)["tau_engine"] > 1.8
     assert report(tmp_path)["same_answers"] == 1.0
+
+
+def test_a_hybrid_target_is_checked_in_chains_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a run that asks the engine for trees which it refuses, and a log that tells of them."""
+    write_target(tmp_path / "target", family="qwen3_5")
+    write_prompts(tmp_path / "prompts.txt", count=24)
+    config = toy_config(tmp_path, max_steps=3, heldout=4, max_tokens=12, batch_size=4, anchors=3, taps=(0, 2))
+    assert run_stages(("answers", "train", "finish"), config)
+    assert "in chains alone" in capsys.readouterr().err
+    drafts = report(tmp_path)["drafts"]
+    assert list(drafts) == ["7", "sampled 7"]
+    for figures in drafts.values():
+        assert figures["tau_engine"] == pytest.approx(figures["tau_replayed"], rel=1e-6)
+    last = log_rows(tmp_path)[-1]
+    assert not last["tree"] and float(last["sampled"]) >= 1
 
 
 @pytest.mark.slow

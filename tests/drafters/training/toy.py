@@ -1,16 +1,17 @@
 """A toy target on disk, with a tokenizer, whose answers a small drafter can learn in seconds, and prompts for it."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
 from drafters.training.config import TrainConfig
+from tests.helpers.tiny_hybrids import hybrid_configs
 
 VOCAB = 64
 MASK = VOCAB - 1  # the only special token without a part of its own
@@ -40,10 +41,10 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def write_target(folder: Path, *, latent: bool = False) -> Path:
+def write_target(folder: Path, *, family: Literal["llama", "deepseek_v3", "qwen3_5"] = "llama") -> Path:
     """A model of 6 layers that continues almost every word with a fixed one, and never says a special token.
 
-    It is a Llama, or with `latent` attention a DeepSeek-V3 with experts.
+    A DeepSeek-V3 has latent attention and experts; a Qwen3.5 has recurrent layers, and 4 in all.
     """
     torch.manual_seed(0)
     words = {word: i for i, word in enumerate([*SPECIAL, *(f"w{i}" for i in range(4, MASK)), "<reserved>"])}
@@ -66,7 +67,12 @@ def write_target(folder: Path, *, latent: bool = False) -> Path:
         "tie_word_embeddings": False,
     }
     heads: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 8}
-    model = AutoModelForCausalLM.from_config(DeepseekV3Config(**values, **LATENT) if latent else LlamaConfig(**values, **heads))
+    configs: dict[str, Callable[[], PreTrainedConfig]] = {
+        "llama": lambda: LlamaConfig(**values, **heads),
+        "deepseek_v3": lambda: DeepseekV3Config(**values, **LATENT),
+        "qwen3_5": hybrid_configs({**values, **heads, "num_hidden_layers": 4})["qwen3_5"],
+    }
+    model = AutoModelForCausalLM.from_config(configs[family]())
     with torch.no_grad():
         model.lm_head.weight[[0, 1, 2, 3, MASK]] = 0
     model.save_pretrained(folder)
