@@ -17,7 +17,7 @@ class Matches(NamedTuple):
     """Occurrences of a text's end, the longest first as far as `find` compares, and of equal ones the latest.
 
     Attributes:
-        ends: int64 [num_reqs, C], place of the last token of each.
+        ends: int64 [num_reqs, C], place of the last token of each; before the text's last token where there is no match.
         lengths: int64 [num_reqs, C], how many tokens up to there are the same; 0 where there is no match.
     """
 
@@ -64,7 +64,7 @@ class Found(NamedTuple):
     """What followed the best occurrences of texts' ends.
 
     Attributes:
-        continuations: int64 [num_reqs, C, K], see `continued`; anything where there is no match.
+        continuations: int64 [num_reqs, C, K], see `continued`; the text's last token again and again where there is no match.
         lengths: int64 [num_reqs, C], of the matches, see `Matches`.
         slots: int64 [num_reqs], of the requests.
     """
@@ -119,7 +119,8 @@ def find(texts: Tensor, suffix: Tensor, count: int, *, compared: int, shortest: 
         lengths[:, j:] += matched
     order = torch.where(lengths >= shortest, lengths * width + columns, -1)
     best, ends = F.pad(order, (0, max(0, count - width)), value=-1).topk(count, dim=1)
-    found = torch.where(best >= 0, best // width, 0).long()
+    matched = best >= 0
+    found, ends = torch.where(matched, best // width, 0).long(), torch.where(matched, ends, before - 1)
     more = torch.arange(compared, suffix.shape[1], device=texts.device)
     if len(more):
         places = ends[..., None] - more

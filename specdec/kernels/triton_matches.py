@@ -116,7 +116,7 @@ def _best_matches_kernel(
     key = _highest(tl.load(keys + request * num_keys + entry, mask=entry < num_keys, other=-1), COUNT)
     found = key >= 0
     length = tl.where(found, key // width, 0)
-    end = tl.where(found, key % width, 0)
+    end = tl.where(found, key % width, first + last - 1)  # without a match the text's last token follows
     if LONGEST > COMPARED:
         more = COMPARED + tl.arange(0, triton.next_power_of_2(LONGEST - COMPARED))
         wanted = tl.load(text + (last - more), mask=(more < LONGEST) & (more <= last), other=_BEFORE_THE_TEXT)[None, :]
@@ -126,15 +126,13 @@ def _best_matches_kernel(
         length = tl.where(length == COMPARED, tl.min(tl.where(agrees, LONGEST, more), 1), length)
     # An overlapping copy goes on from its start; a past text ends before that.
     place = end[:, None] + 1 + step % tl.maximum(first + last - end, 1)[:, None]
-    there = found[:, None] & (step < DEPTH)
+    there = (number < COUNT)[:, None] & (step < DEPTH)
     token = _tokens(pool, text, tl.minimum(place, width - 1), first, there)
     if pool is not None:
         token = tl.where(step < tl.min(tl.where(token < 0, step, DEPTH), 1)[:, None], token, _NOTHING)
-    within = number < COUNT
     continuations += request * (COUNT * DEPTH)
-    token = tl.where(found[:, None], token, _NOTHING).to(tl.int64)
-    tl.store(continuations + (number[:, None] * DEPTH + step), token, mask=within[:, None] & (step < DEPTH))
-    tl.store(lengths + request * COUNT + number, length.to(tl.int64), mask=within)
+    tl.store(continuations + (number[:, None] * DEPTH + step), token.to(tl.int64), mask=there)
+    tl.store(lengths + request * COUNT + number, length.to(tl.int64), mask=number < COUNT)
 
 
 def warps_for(chunk: int) -> int:
@@ -154,7 +152,7 @@ def search(
     shortest: int,
     depth: int,
 ) -> tuple[Tensor, Tensor]:
-    """See `drafters.suffix.matches.search`; these are its `Texts` and `Limits`. What follows no match is -1."""
+    """See `drafters.suffix.matches.search`; these are its `Texts` and `Limits`."""
     device, num_reqs = history.device, len(slots)
     assert history.dtype == torch.int32 and history.stride(1) == 1 and slots.is_contiguous() and seq_lens.is_contiguous()
     assert pool is None or (pool.dtype == torch.int32 and pool.is_contiguous())
