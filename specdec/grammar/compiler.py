@@ -61,7 +61,7 @@ class GrammarCompiler:
 
     def start(self, grammar: Grammar) -> GrammarProgress:
         """Where an output stands before its first token. Its grammar may be ready only later."""
-        return GrammarProgress(self.compiled(grammar), self._eos_token_ids, self._special_token_ids)
+        return GrammarProgress(self.compiled(grammar), self._eos_token_ids)
 
     def compiled(self, grammar: Grammar) -> Future[xgrammar.CompiledGrammar]:
         """The grammar as soon as it is compiled, or why it cannot be: an `InvalidInputError`."""

@@ -22,23 +22,16 @@ class GrammarProgress:
 
     Args:
         compiled: the grammar, which may still be compiled.
-        eos_token_ids: tokens that end the output.
-        special_token_ids: tokens that are no text; of them the grammar allows those alone.
+        eos_token_ids: tokens that end the output; of those that are no text the grammar allows them alone.
 
     Attributes:
         dead_ends: rows of the last masks behind which no token may follow, though the grammar allows the row itself.
     """
 
-    def __init__(
-        self,
-        compiled: Future[xgrammar.CompiledGrammar],
-        eos_token_ids: Sequence[int],
-        special_token_ids: frozenset[int] = frozenset(),
-    ) -> None:
+    def __init__(self, compiled: Future[xgrammar.CompiledGrammar], eos_token_ids: Sequence[int]) -> None:
         self.compiled = compiled
         self.dead_ends: frozenset[int] = frozenset()
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._never = special_token_ids - self._eos_token_ids  # of which the library would warn each time
 
     @property
     def ready(self) -> bool:
@@ -102,6 +95,11 @@ class GrammarProgress:
     def _refused_or_last(self, mask: Tensor, token: int) -> bool:
         """Whether a row of `token` needs no mask: `mask`, of the row before it, does not allow it, or the output ends with it."""
         return token in self._eos_token_ids or token >= 32 * len(mask) or not int(mask[token // 32]) >> token % 32 & 1
+
+    @cached_property
+    def _never(self) -> frozenset[int]:
+        """Tokens without a text, of which the library would warn each time: special ones, and those that pad the vocabulary."""
+        return frozenset(self.compiled.result().tokenizer_info.special_token_ids) - self._eos_token_ids
 
     @cached_property
     def _matcher(self) -> xgrammar.GrammarMatcher:

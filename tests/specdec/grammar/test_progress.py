@@ -16,6 +16,7 @@ from tests.helpers.tiny_models import VOCAB, tiny_tokenizer
 TOKENIZER = tiny_tokenizer()
 EOS = TOKENIZER.eos_token_id
 COMPILER = GrammarCompiler(TOKENIZER, VOCAB, [EOS])
+PADDED = GrammarCompiler(TOKENIZER, 128, [EOS])
 
 
 def ids(text: str) -> list[int]:
@@ -105,10 +106,10 @@ def test_logits(dtype: torch.dtype) -> None:
     ],
 )
 def test_mended(drafts: str, alternatives: list[str], expected: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """Without a trace; the first that fits is taken. Nothing is said of special tokens, which drafters may well propose."""
-    progress = COMPILER.start(Grammar.regex("abc"))
+    """Without a trace; the first that fits is taken. Nothing is said of tokens without a text, which drafters may propose."""
+    progress = PADDED.start(Grammar.regex("abc"))
     for _ in range(2):
-        special = [token for token in TOKENIZER.all_special_ids if token != EOS]
+        special = [*(token for token in TOKENIZER.all_special_ids if token != EOS), VOCAB, 127]
         assert progress.mended(ids(drafts), [[*special, *ids(others)] for others in alternatives]) == ids(expected)
     assert masks_of(progress, "") == ["a"]
     assert capfd.readouterr() == ("", "")
