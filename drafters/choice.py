@@ -86,11 +86,12 @@ def guess(
     *,
     weights: Tensor | None = None,
 ) -> Guesses:
-    """The `count` likeliest tokens of each of a few drafts, given the noise that the target will choose by if drafts are coupled.
+    """The `count` likeliest tokens of each of a few drafts, or as many as there are, given the noise that the target will choose by
+    if drafts are coupled.
 
     Arguments as of `choose`.
     """
-    sampling, end = batch.sampling, first + logits.shape[1]
+    sampling, end, count = batch.sampling, first + logits.shape[1], min(count, logits.shape[-1])
     if draft_sampling == "greedy":
         sampling, weights = replace(sampling, plan=SamplingPlan.of([])), None  # as of greedy requests
     if weights is not None:

@@ -96,8 +96,9 @@ def _observe(sums: Tensor, forecasts: Forecasts, agreed: Tensor, num_accepted: T
     # What fits everything that came out might have gone on: for as long as it was expected to.
     right = agreed.to(forecasts.told.dtype)
     observed = torch.where(agreed <= num_accepted, right, torch.maximum(right, forecasts.corrected))
-    seen = counts.expand_as(observed)
-    errors = torch.where(seen > 0, observed - forecasts.told, 0.0)  # what does not count may be no number
+    errors = observed - forecasts.told
+    seen = torch.where(errors.abs() < torch.inf, counts, 0.0)  # one that is no number says nothing, and would never be forgotten
+    errors = torch.where(seen > 0, errors, 0.0)
     news = torch.stack([errors, seen]).flatten(1)
     late = torch.zeros_like(sums).index_add_(1, _buckets(forecasts.told).flatten(), news)
     sums.mul_(_KEEP ** late[1]).add_(late)

@@ -128,7 +128,7 @@ class Drafts:
         """The chain that takes the best candidate behind the one before; where drafts are drawn, only candidates are."""
         batch, draws = block.batch, self.draft_sampling == "probabilistic" and block.sees_noise
         block = block._replace(sees_noise=block.sees_noise and not draws)  # it takes no part in which candidates may be drawn
-        candidate_ids, scores, edges = self._edges(block, head, min(count, block.slots.logits.shape[-1]))
+        candidate_ids, scores, edges = self._edges(block, head, count)
         if draws:
             edges = edges / batch.sampling.temperature[:, None, None, None].clamp(min=COLDEST)
             bits = stream(batch.sampling.seeds, of_step(batch.seq_lens, batch.k), Purpose.DRAFT)
@@ -156,7 +156,7 @@ class Drafts:
         else:
             token_ids, _, scores = self._edges(block, self._head, count, as_logprobs=True)
         best = best_first(scores, batch.k)
-        output = DraftOutput(token_ids.flatten(1).gather(1, best.places), tree=best.tree)
+        output = DraftOutput(token_ids.flatten(1).gather(1, best.places), num_drafts=best.num_drafts, tree=best.tree)
         if self.forecasts:
             output.forecast, output.scores = best.scores.exp().sum(dim=1), best.scores
         return output
@@ -172,7 +172,7 @@ class Drafts:
             scale = torch.where(temperature > 0, trust / temperature.clamp(min=COLDEST), 1.0)
             if head.compares_candidates:  # those it was trained on; the noise makes candidates of others
                 assert head.num_candidates is not None
-                likeliest = self._candidates(block._replace(sees_noise=False), min(head.num_candidates, slots.logits.shape[-1]))
+                likeliest = self._candidates(block._replace(sees_noise=False), head.num_candidates)
                 compared = Guesses(self._columns_of(likeliest.token_ids), likeliest.scores)
         arguments = head, slots.hidden, batch.anchors, token_ids, columns, scores, scale, compared
         return token_ids, scores, edges_of(*arguments, as_logprobs=as_logprobs)

@@ -63,7 +63,7 @@ class TokenByToken(BoundDrafter):
             edges[:, :, 0] = scores
             scores = edges
         best = best_first(scores, batch.k)
-        output = DraftOutput(token_ids.flatten(1).gather(1, best.places), tree=best.tree)
+        output = DraftOutput(token_ids.flatten(1).gather(1, best.places), num_drafts=best.num_drafts, tree=best.tree)
         if self.forecasts:
             output.forecast, output.scores = best.scores.exp().sum(dim=1), best.scores
         return output
@@ -76,4 +76,4 @@ class TokenByToken(BoundDrafter):
         """So many candidates as a tree of the step's size may need, if each but the likeliest ends a path."""
         logits, depth = self.network.logits(hidden).view(batch.num_reqs, count, -1), batch.shape.depth
         most = max(min(MOST_CANDIDATES, batch.k), -(-batch.k // depth))
-        return guess(batch, logits, first, min(most, logits.shape[-1]), self.draft_sampling, self.network.target_ids)
+        return guess(batch, logits, first, most, self.draft_sampling, self.network.target_ids)

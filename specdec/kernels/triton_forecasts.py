@@ -118,7 +118,11 @@ def _observe_kernel(
             expected = tl.load(corrected + part * num_reqs + request, mask=exists, other=0.0)
             whole = right > tl.load(num_accepted + request, mask=exists, other=0)
             observed = tl.where(whole, tl.maximum(right.to(tl.float32), expected), right.to(tl.float32))
-            wrong = tl.where(count > 0, observed - forecast, 0.0)  # what does not count may be no number
+            wrong = observed - forecast
+            count = tl.where(
+                tl.abs(wrong) < float("inf"), count, 0.0
+            )  # what is no number says nothing, and would never be forgotten
+            wrong = tl.where(count > 0, wrong, 0.0)
             own = (_bucket(forecast, COUNT, PER_DOUBLING)[:, None] == bucket[None, :]) & exists[:, None]
             error += tl.sum(tl.where(own, wrong[:, None], 0.0), 0)
             seen += tl.sum(tl.where(own, count[:, None], 0.0), 0)

@@ -93,7 +93,7 @@ def _best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def highest_columns(scores: Tensor, count: int) -> Tensor:
-    """Columns int64 [rows, count] of the highest of float32 [rows, V], of equal ones the first."""
+    """Columns int64 [rows, count] of the highest of float32 [rows, V], of equal ones the first; a NaN counts as infinite."""
     # They lie in as many groups of columns, those of the highest maxima: the maximum of any other comes after one of each.
     spare = -scores.shape[-1] % _GROUP
     groups = (F.pad(scores, (0, spare), value=-torch.inf) if spare else scores).unflatten(-1, (-1, _GROUP))
@@ -104,7 +104,8 @@ def highest_columns(scores: Tensor, count: int) -> Tensor:
 
 def _first_highest(scores: Tensor, count: int) -> Tensor:
     """Columns int64 [rows, count] of the highest; `topk` alone would take any of equal ones."""
-    bits = (scores + 0.0).view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0
+    # As bits a NaN may come before the least of all numbers, and with it columns beyond the last; + 0.0 makes -0.0 equal to 0.0.
+    bits = (scores.nan_to_num(torch.inf, torch.inf, -torch.inf) + 0.0).view(torch.int32)
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # ascends as the scores do
     keys = (order.long() << 32) | torch.arange(0x7FFFFFFF, 0x7FFFFFFF - scores.shape[-1], -1, device=scores.device)
     return 0x7FFFFFFF - (keys.topk(count, dim=-1).values & 0x7FFFFFFF)

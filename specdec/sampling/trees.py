@@ -25,11 +25,13 @@ class BestPaths(NamedTuple):
         tree: of the drafts.
         places: int64 [num_reqs, N], where a draft lies in the table of candidates [K * C].
         scores: float32 [num_reqs, N], of the paths, in falling order.
+        num_drafts: int64 [num_reqs], drafts that count, the first ones, where there are fewer paths than N; None means all.
     """
 
     tree: DraftTree
     places: Tensor
     scores: Tensor
+    num_drafts: Tensor | None = None
 
 
 def best_first(scores: Tensor, num_nodes: int) -> BestPaths:
@@ -40,10 +42,13 @@ def best_first(scores: Tensor, num_nodes: int) -> BestPaths:
     Args:
         scores: float32, at most 0, of C candidates at each of K positions: [num_reqs, K, C] whatever came before them, or
             [num_reqs, K, C, C], where each of the C before gives its own to those that follow it; the first position reads row 0.
-        num_nodes: N, at most 64 and no more than there are paths.
+        num_nodes: N, at most 64.
     """
     depth, count = scores.shape[1], scores.shape[-1]
-    assert 1 <= num_nodes <= min(MOST_NODES, sum(count ** min(d, 6) for d in range(1, depth + 1)))
+    paths = sum(count ** min(d, 6) for d in range(1, depth + 1))
+    assert 1 <= num_nodes <= MOST_NODES
+    if num_nodes > paths:
+        return _filled_up(best_first(scores, paths), num_nodes)
     if builds_on_triton(scores.device):
         from specdec.kernels import triton_trees  # it imports Triton
 
@@ -51,6 +56,24 @@ def best_first(scores: Tensor, num_nodes: int) -> BestPaths:
         parents, depths, ancestors, ranks, places, totals = triton_trees.best_first(edges, num_nodes)
         return BestPaths(DraftTree(parents, depths, ancestors, ranks), places, totals)
     return _level_beams(scores, num_nodes)
+
+
+def _filled_up(best: BestPaths, num_nodes: int) -> BestPaths:
+    """The same with further drafts behind the anchor that do not count."""
+    tree, known = best.tree, best.tree.parents.shape[1]
+    rows = torch.arange(known, num_nodes, device=tree.parents.device).expand(len(tree.parents), -1)
+    parts = (
+        (tree.parents, torch.zeros_like(rows)),
+        (tree.depths, torch.ones_like(rows)),
+        (tree.ancestors, torch.ones_like(rows) << rows),
+        (tree.ranks, torch.zeros_like(rows)),
+    )
+    return BestPaths(
+        DraftTree(*(torch.cat(part, dim=1) for part in parts)),
+        F.pad(best.places, (0, num_nodes - known)),
+        F.pad(best.scores, (0, num_nodes - known), value=-torch.inf),
+        torch.full_like(rows[:, 0], known),
+    )
 
 
 def best_chain(edges: Tensor) -> Tensor:
@@ -189,7 +212,7 @@ def check_trees(device: torch.device) -> Deviation:
         edges = scores if scores.ndim == 4 else scores[:, :, None].expand(-1, -1, shape[-1], -1)
         found.append(mismatches(triton_trees.best_chain(edges.to(device)), _followed_edges(edges)))
         on_device = triton_trees.best_first(edges.to(device), num_nodes)
-        tree, places, totals = _level_beams(scores, num_nodes)
+        tree, places, totals, _ = _level_beams(scores, num_nodes)
         plain = (tree.parents, tree.depths, tree.ancestors, tree.ranks, places, totals)
         found += [mismatches(ours, expected) for ours, expected in zip(on_device, plain, strict=True)]
         target_ids = torch.randint(2, (shape[0], num_nodes + 1), generator=generator)

@@ -136,6 +136,7 @@ def test_calibration_against_running_means() -> None:
         for _ in range(2):
             calibration.observe(told, agreed, num_accepted, counts, of_trees=False)
             calibration.observe(none, agreed[:, :1], num_accepted[:1], torch.zeros(1), of_trees=False)
+            calibration.observe(none, agreed[:, :1], num_accepted[:1], torch.ones(1), of_trees=False)  # or a head that overflows
         found, shifts = calibration.correct(forecasts, of_trees=False)[1:]
     kept = 1 - 1 / MEMORY
 

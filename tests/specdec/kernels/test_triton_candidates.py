@@ -79,6 +79,18 @@ def test_equal_scores_and_rows_that_are_not_finite() -> None:
     assert token_ids[0, 4].tolist() == [0, 1, 2, 3, 4, 5] and logprobs[0, 4].isneginf().tolist() == [False] * 4 + [True] * 2
 
 
+@pytest.mark.parametrize("bits", [0x7FC00000, -0x400000, 0x7F800000])
+@pytest.mark.parametrize("vocab_size", [97, SLICE + 9])
+def test_tokens_exist_whatever_is_no_number(vocab_size: int, bits: int) -> None:
+    """NaN of either sign and infinity, in a whole row and in its last column, of requests that sample and of those that do not."""
+    logits = torch.randn(len(PARAMS), 2, vocab_size, generator=torch.Generator().manual_seed(4))
+    bad = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    logits[:, 0], logits[:, 1, -1] = bad, bad
+    sampling, positions = SamplingTensors.of(PARAMS, range(len(PARAMS))), torch.arange(2).expand(len(PARAMS), 2)
+    token_ids, logprobs = find(logits, sampling, positions, 33)
+    assert ((token_ids >= 0) & (token_ids < vocab_size)).all() and not logprobs.isnan().any()
+
+
 def test_the_check_passes() -> None:
     error, bound = check_candidates(DEVICE)
     assert error <= bound

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from specdec.layers.argmax import argmax
-from specdec.sampling.candidates import candidates, off
+from specdec.sampling.candidates import candidates, highest_columns, off
 from specdec.sampling.sampler import sample
 from specdec.sampling.tensors import SamplingTensors
 from specdec.sampling_params import SamplingParams
@@ -80,6 +80,21 @@ def test_rows_that_are_not_finite(value: float) -> None:
     token_ids, logprobs = candidates(logits, sampling, positions, 4)
     assert ((token_ids >= 0) & (token_ids < 211)).all() and logprobs[:, 1].isneginf().all()
     assert torch.equal(token_ids[:, ::2], usual[0][:, ::2]) and torch.equal(logprobs[:, ::2], usual[1][:, ::2])
+
+
+@pytest.mark.parametrize("vocab_size", [97, 128, 49155, 50257, 128167])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_nan_of_either_sign_leads_to_columns_that_exist(vocab_size: int, sign: int) -> None:
+    """Catches columns beyond a vocabulary that is no multiple of 64: as bits a NaN may come before what pads it."""
+    scores = torch.randn(5, vocab_size, generator=torch.Generator().manual_seed(1))
+    nan = torch.tensor(0x7FC00000 if sign > 0 else -0x400000, dtype=torch.int32).view(torch.float32)
+    scores[0], scores[1, [7, vocab_size - 1]], scores[2, :-3], scores[3] = nan, nan, nan, -torch.inf
+    for count in (1, 2, 3, 17, 64):
+        found = highest_columns(scores, count)
+        assert ((found >= 0) & (found < vocab_size)).all()
+        assert all(len(row.unique()) == count for row in found)
+        assert torch.equal(found[4], scores[4].topk(count).indices)
+        assert found[1, :2].tolist() == [7, vocab_size - 1][:count], "as for torch a NaN is above all"
 
 
 @pytest.mark.parametrize("vocab_size", [7, 64, 65, 1000])

@@ -49,6 +49,24 @@ def test_a_smaller_tree_is_the_beginning_of_a_larger_one() -> None:
         assert path[i].tolist() == [0, *rows, *range(len(rows) + 1, 16)] and num_accepted[i] == len(rows)
 
 
+@pytest.mark.parametrize("shape", [(1, 40), (2, 3), (1, 1), (3, 2, 2)], ids=str)
+def test_a_tree_of_more_drafts_than_there_are_paths(shape: tuple[int, ...]) -> None:
+    """Has them all; the others do not count, and can be verified all the same."""
+    generator = torch.Generator().manual_seed(3)
+    scores = torch.rand(2, *shape, generator=generator).log().sort(dim=-1, descending=True).values
+    depth, count = shape[0], shape[-1]
+    paths = sum(count**d for d in range(1, depth + 1))
+    best = best_first(scores, 64)
+    assert best.num_drafts is not None and best.num_drafts.tolist() == [paths] * 2
+    whole = best_first(scores, paths)
+    for name in ("parents", "depths", "ancestors", "ranks"):
+        assert torch.equal(getattr(best.tree, name)[:, :paths], getattr(whole.tree, name))
+    assert torch.equal(best.scores[:, :paths], whole.scores) and best.scores[:, paths:].isneginf().all()
+    assert ((best.places >= 0) & (best.places < depth * count)).all() and (best.tree.parents[:, paths:] == 0).all()
+    right = torch.full((2, 65), best.places[0, 0].item())
+    assert walk(best.places, best.tree, right, depth, best.num_drafts)[1].max() <= depth
+
+
 def test_the_sum_of_probabilities_is_the_best_there_is() -> None:
     """No other tree of as many drafts promises more: by enumeration."""
     scores = (2 * torch.randn(1, 3, 3, generator=torch.Generator().manual_seed(1))).log_softmax(-1).sort(descending=True).values
