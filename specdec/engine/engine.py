@@ -29,6 +29,7 @@ from specdec.engine.outcome import take_over
 from specdec.engine.request import Request, Status
 from specdec.engine.results import ResultQueue
 from specdec.engine.scheduler import Chunk, Schedule
+from specdec.engine.second_try import SecondTries
 from specdec.engine.selection import Selection
 from specdec.engine.slots import samples_first_token
 from specdec.engine.timing import StepClock
@@ -58,6 +59,7 @@ class SpecEngine:
         guided_choice: the same for batches in which an output follows a grammar, whose steps take longer and accept otherwise.
         admission: makes and checks requests.
         runner: launches the work of a step; holds what is captured.
+        second_tries: of requests whose logits were not finite.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class SpecEngine:
         self.max_model_len, self.pipeline_depth = parts.max_model_len, parts.pipeline_depth
         self.timer, self.kv_cache, self.pool = parts.timer, parts.kv_cache, parts.pool
         self.scheduler, self.slots, self.runner = parts.scheduler, parts.slots, parts.runner
+        self.second_tries = SecondTries(self.scheduler, self.pool, self.kv_cache)
         self.block_choice = self._new_choice()
         self.guided_choice = self._new_choice()
         self.clock = StepClock(verifier.device)
@@ -153,6 +156,7 @@ class SpecEngine:
         self.pool.reset()
         self.scheduler.reset()
         self.results.reset()
+        self.second_tries.reset()
         self._touched.clear()
         self._compiling.clear()
         self._previous_end = None
@@ -209,6 +213,8 @@ class SpecEngine:
     def _shape(self, batch: Selection) -> BlockShape:
         """Shape of blocks for a step of a batch: fixed or what pays most; a chain is shorter when none has room for it."""
         requests, shape, choice = batch.requests, self.shapes[-1], self._choice(batch)
+        if self.second_tries.concern(requests):
+            return BlockShape(0)
         if choice and requests:
             graphs = self.runner.graphs
             self._outlook = self.runner.outlook(batch, self.num_draft_tokens)
@@ -245,6 +251,7 @@ class SpecEngine:
 
     def _prefill(self, chunks: list[Chunk]) -> None:
         """Launches the prefill of prompt chunks, and the first token of every prompt that ends among them."""
+        self.second_tries.admitted(chunks)
         table, scored = self.runner.prefill(chunks)
         newly_started = [chunk.request for chunk in chunks if samples_first_token(chunk)]
         rows = [(chunk.request.slot, self.scheduler.prefilled(chunk)) for chunk in chunks]
@@ -266,9 +273,11 @@ class SpecEngine:
         with self.timer.phase("collect"):
             self._previous_end = self.results.send(batch, shape, table, start, context=context, outlook=self._outlook)
         self.timer.count_step(shape)
+        self.second_tries.launched(batch.requests)
 
     def _read_results(self, leave: int = 0) -> None:
         """Takes over results, oldest first, until only `leave` launched steps are unread."""
+        again = False
         for step in self.results.receive(leave):
             if step.scored:
                 step.scored.take_over()
@@ -278,6 +287,11 @@ class SpecEngine:
                 self.scheduler.prefix.committed(request, start, step.context, plain=step.shape == BlockShape(0))
             for request, reason in outcome.ended:
                 self._finish(request, reason)
+            for request in outcome.spoiled:
+                if self.second_tries.send_back(request):
+                    again = True
+                else:
+                    self._finish(request, "error")
             batch, choice = step.selection, self._choice(step.selection)
             if choice and step.shape is not None:
                 choice.observe(
@@ -289,13 +303,14 @@ class SpecEngine:
                     outlook=step.outlook,
                     paths=outcome.paths,
                 )
+        if again:  # what is unread of who was sent back has to be read before it begins again
+            self._read_results()
 
     def _finish(self, request: Request, reason: str) -> None:
         request.finish_reason, request.grammar = reason, None
         self._touched[request] = None
+        self.second_tries.forget(request)
         blocks = list(request.block_ids)
         freed = self.scheduler.finish(request)
         if reason == "error":
-            # Its keys and values may be NaN, and a masked NaN is still NaN to the next owner of the block.
-            self.pool.discard(blocks)
-            self.kv_cache.scrub(freed)
+            self.second_tries.take_back(blocks, freed)

@@ -8,7 +8,7 @@ from specdec.engine.request import Request, Status
 from specdec.engine.results import FinishedStep
 from specdec.sampling.logprobs import Unpacked, top_of
 
-_FINISHED = Status.FINISHED
+_RUNNING = Status.RUNNING
 
 
 @dataclass(slots=True)
@@ -16,12 +16,13 @@ class Outcome:
     """What a step has done.
 
     Attributes:
-        requests: that had not ended before.
+        requests: that had not ended before and have got tokens.
         num_accepted: drafts accepted, by each of these.
         paths: of a tree, what was accepted by each of these that accepted any.
         ended: of these, who ends and why; not yet taken out of the schedule.
         filled: of these, whose blocks may have become full.
         starts: of each of those, L before the step.
+        spoiled: whose logits were not finite; `Request.error` says why.
     """
 
     requests: list[Request] = field(default_factory=list)
@@ -30,21 +31,26 @@ class Outcome:
     ended: list[tuple[Request, str]] = field(default_factory=list)
     filled: list[Request] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
+    spoiled: list[Request] = field(default_factory=list)
 
 
 def take_over(step: FinishedStep) -> Outcome:
-    """Adds what a step gave to its requests. One that ended while the step was in flight gets nothing: it is surplus."""
+    """Adds what a step gave to its requests. One that ended, or was sent back, while the step was in flight gets nothing."""
     outcome, columns, shape = Outcome(), step.columns(), step.shape
     depth = shape.depth if shape is not None else 0
     tree_size = shape.drafts if shape is not None and shape.is_tree else 0
     token_ids, logprobs = columns.token_ids, columns.logprobs
     results = zip(step.selection.requests, columns.num_accepted, columns.num_drafts, columns.told, strict=True)
     for index, (request, num_accepted, num_drafts, told) in enumerate(results):
-        if request.status is _FINISHED:
+        if request.status is not _RUNNING:
+            continue
+        first, tree = index * (depth + 1), slice(index * depth, index * depth + num_accepted) if tree_size else None
+        if told % 2 == 0:
+            _explain(request, columns.rows[tree] if tree else range(1, num_accepted + 1))
+            outcome.spoiled.append(request)
             continue
         outcome.requests.append(request)
         outcome.num_accepted.append(num_accepted)
-        first, tree = index * (depth + 1), slice(index * depth, index * depth + num_accepted) if tree_size else None
         tokens = token_ids[first : first + num_accepted + 1]
         known, start = len(request.output_token_ids), request.num_kv_tokens
         request.num_unread -= 1
@@ -53,10 +59,6 @@ def take_over(step: FinishedStep) -> Outcome:
             request.num_in_flight -= depth + 1
         if tree and num_accepted:
             outcome.paths.append(Path(columns.rows[tree], columns.ranks[tree]))
-        if told % 2 == 0:
-            _explain(request, columns.rows[tree] if tree else range(1, num_accepted + 1))
-            outcome.ended.append((request, "error"))
-            continue
         if known + num_accepted + 1 < request.max_output_tokens and request.stop_ids.isdisjoint(tokens) and not request.on_tokens:
             request.output_token_ids += tokens  # nearly always
             reason, kept = None, num_accepted + 1

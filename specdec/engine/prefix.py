@@ -85,7 +85,8 @@ class PrefixCache:
         digests = self._digests(request, tokens)
         # The last token is always computed: its logits choose the first output token. So are all whose logits are asked for.
         most = request.num_scored if request.num_to_score else len(tokens) - 1
-        return self.pool.match(digests[: most // self.block_size]) if params.read_prefix_cache else []
+        reads = params.read_prefix_cache and not request.num_tries  # what it found may be what was wrong
+        return self.pool.match(digests[: most // self.block_size]) if reads else []
 
     def admit(self, request: Request, cached: Sequence[int], num_tokens: int) -> None:
         """Notes that a request with so many tokens to prefill begins with these blocks."""

@@ -32,7 +32,7 @@ class Request:
     has one, until the request ends).
     Set by the engine as results arrive: `output_token_ids`, all log-probabilities, `finish_reason`, `error`, `steps`.
     Set by the scheduler and the engine between steps: `status`, `slot`, `block_ids`, `num_scored`, `num_prefilled`, `snapshot`,
-    `num_cached_tokens`, `offers_from`, `num_deferred`, `num_kv_tokens`, `num_in_flight`, `num_unread`.
+    `num_cached_tokens`, `offers_from`, `num_deferred`, `num_kv_tokens`, `num_in_flight`, `num_tries`, `tried_at`, `num_unread`.
 
     Every step goes through hundreds of these, so what it looks at are plain numbers.
     """
@@ -70,6 +70,8 @@ class Request:
     offers_from: int = 0  # L from which on a block may be full that is not yet offered to other requests
     num_kv_tokens: int = 0  # L, as far as results have been read
     num_in_flight: int = 0  # tokens that launched steps whose results are unread add at most
+    num_tries: int = 0  # after logits that were not finite, see `specdec.engine.second_try`
+    tried_at: int = -1  # output tokens that were known at the last of them
     num_unread: int = 0  # launches whose result is unread, each of at least one token: the prefill's last one, and steps
     max_output_tokens: int = field(init=False)
     plan: SamplingPlan = field(init=False)  # what its sampling needs

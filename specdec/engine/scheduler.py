@@ -113,6 +113,15 @@ class Scheduler:
         self.prefix.forget(request)
         return freed
 
+    def send_back(self, request: Request) -> list[int]:
+        """Lets a request in work wait again, and returns the blocks that nobody holds any more; its tokens so far will be prefilled
+        again. Results that are unread then are not its own.
+        """
+        freed = self._withdraw(request)
+        request.status, request.num_unread = Status.WAITING, 0
+        insort(self.waiting, request, key=_arrival)
+        return freed
+
     @property
     def decoding(self) -> list[Request]:
         """Requests to which one more step can still add a token: what is unread adds at least one each."""
@@ -236,11 +245,8 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request) -> None:
-        """Sends a request back to wait; its tokens so far will be prefilled again."""
         self.num_preemptions += 1
-        self._withdraw(request)
-        request.status = Status.WAITING
-        insort(self.waiting, request, key=_arrival)
+        self.send_back(request)
 
     def _withdraw(self, request: Request) -> list[int]:
         freed = self.pool.release(request.block_ids)

@@ -23,7 +23,8 @@ from specdec.sampling_params import SamplingParams
 def requests(count: int, most: int = 9, **sampling: Any) -> list[Request]:
     """In the midst of a step of at most two drafts."""
     params = SamplingParams(**sampling)
-    return [Request(i, [5], params, seed=0, max_total_len=1 + most, num_unread=1, num_in_flight=3) for i in range(count)]
+    numbers: dict[str, Any] = {"seed": 0, "max_total_len": 1 + most, "num_unread": 1, "num_in_flight": 3}
+    return [Request(i, [5], params, status=Status.RUNNING, **numbers) for i in range(count)]
 
 
 def sent_and_received(batch: list[Request], shape: BlockShape | None, table: Tensor) -> FinishedStep:
@@ -50,8 +51,8 @@ def test_every_request_gets_its_own_row() -> None:
     assert table.shape[1] == num_columns(BlockShape(2), SamplingPlan.of([SamplingParams(top_logprobs=2)]))
     batch = requests(2, top_logprobs=2)
     outcome = take_over(sent_and_received(batch, BlockShape(2), table))
-    assert outcome.requests == batch and outcome.num_accepted == [2, 0] and not outcome.paths
-    assert outcome.ended == [(batch[1], "error")] and "NaN or infinite after 0 output tokens" in (batch[1].error or "")
+    assert outcome.requests == batch[:1] and outcome.num_accepted == [2] and not outcome.paths
+    assert outcome.spoiled == batch[1:] and "NaN or infinite after 0 output tokens" in (batch[1].error or "")
     assert [request.output_token_ids for request in batch] == [[11, 12, 13], []]
     assert batch[0].logprobs == values[0].tolist() and batch[1].logprobs == []
     tops = zip(*(x[0].tolist() for x in logprobs[1:]), strict=True)
@@ -60,7 +61,7 @@ def test_every_request_gets_its_own_row() -> None:
         {**dict(zip(*top, strict=True)), token: value} for top, (token, value) in zip(tops, own, strict=True)
     ]
     assert [request.steps for request in batch] == [[2, 2, 3, 0, 0], []]
-    assert [(one.num_kv_tokens, one.num_in_flight, one.num_unread) for one in batch] == [(3, 0, 0), (1, 0, 0)]
+    assert [(one.num_kv_tokens, one.num_in_flight, one.num_unread) for one in batch[:1]] == [(3, 0, 0)]
 
 
 def test_positions_that_a_tree_has_drafts_for() -> None:

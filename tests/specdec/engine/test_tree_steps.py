@@ -160,7 +160,7 @@ def poisoned(verifier: Verifier, slot_bound: Any) -> Iterator[list[int]]:
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("on_the_path", [False, True])
 def test_nan(case: TreeCase, on_the_path: bool, depth: int) -> None:
-    """Beside the path it harms nobody; on it the request ends with what came before, and its neighbors go on."""
+    """Beside the path it harms nobody; on it the request is decoded again without drafts, and its neighbors go on."""
     engine = case.scripted(pipeline_depth=depth)
     bound = engine.runner.drafter
     assert isinstance(bound, BoundTrees)
@@ -181,12 +181,9 @@ def test_nan(case: TreeCase, on_the_path: bool, depth: int) -> None:
 
     with poisoned(case.verifier, bad):
         finish(engine)
+    assert bool(victim.num_tries) == on_the_path and victim.error is None
     if on_the_path:
-        assert victim.finish_reason == "error" and victim.error is not None and "NaN" in victim.error
-        whole = case.outputs[tuple(victim.prompt_token_ids)]
-        assert victim.output_token_ids == whole[: len(victim.output_token_ids)] and len(victim.output_token_ids) <= 10
         assert all(torch.isfinite(side).all() for layer in engine.kv_cache.layers for side in layer)
-        requests.remove(victim)
     for request in requests:
         assert request.output_token_ids == case.outputs[tuple(request.prompt_token_ids)]
 
