@@ -15,7 +15,7 @@ NAMED := $(if $(TORCH_INDEX)$(TORCH),--named)
 
 INTERPRETED := TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1
 
-.PHONY: help demo test check check-fast lint format clean
+.PHONY: help demo test check check-fast test-cpus lint format clean
 .DELETE_ON_ERROR:
 
 help: ## what there is
@@ -25,6 +25,8 @@ demo: $(VENV)/.package ## the embedded model answers with and without drafts
 	@$(BIN)/specdec generate "$(QUESTION)" $(DEMO)
 
 test: lint check ## everything that has to pass: format, lint, types, tests
+	@echo "What compares bits, as another processor computes it:"
+	@$(BIN)/python -m tests.checks.cpus --bits --workers $(WORKERS)
 
 check: $(VENV)/.dev ## tests only
 	@# One thread per worker: more would only wait for each other.
@@ -34,6 +36,9 @@ check: $(VENV)/.dev ## tests only
 
 check-fast: $(VENV)/.dev ## tests that are not slow, one worker per core
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m 'not slow'
+
+test-cpus: $(VENV)/.dev ## what compares numbers, as five other processors compute it
+	$(BIN)/python -m tests.checks.cpus --workers $(WORKERS)
 
 lint: $(VENV)/.dev ## format, lint and types, nothing changed
 	$(BIN)/ruff format --check .
