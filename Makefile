@@ -15,7 +15,7 @@ NAMED := $(if $(TORCH_INDEX)$(TORCH),--named)
 
 INTERPRETED := TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1
 
-.PHONY: help demo test check check-fast test-cpus lint format clean
+.PHONY: help demo test check check-fast check-lowest test-cpus lint format clean
 .DELETE_ON_ERROR:
 
 help: ## what there is
@@ -39,6 +39,9 @@ check-fast: $(VENV)/.dev ## tests that are not slow, one worker per core
 
 test-cpus: $(VENV)/.dev ## what compares numbers, as five other processors compute it
 	$(BIN)/python -m tests.checks.cpus --workers $(WORKERS)
+
+check-lowest: ## the quick tests with the oldest versions that pyproject.toml allows, in an environment of their own
+	$(MAKE) check-fast VENV=.venv-lowest LOWEST=1
 
 lint: $(VENV)/.dev ## format, lint and types, nothing changed
 	$(BIN)/ruff format --check .
@@ -65,7 +68,7 @@ $(VENV)/.package: $(VENV)/.python pyproject.toml constraints.txt
 	@echo "Setting up $(VENV): once, a few minutes."
 	@echo "  1 of 3: PyTorch, the largest download"
 	@$(if $(NAMED),$(PIP_INSTALL) $(if $(TORCH_INDEX),--index-url '$(TORCH_INDEX)') $(patsubst %,'%',$(or $(TORCH),torch)))
-	@$(BIN)/python -m specdec.cli.choose_torch $(NAMED) > $(VENV)/constraints.txt
+	@$(if $(LOWEST),$(PYTHON) -m tests.checks.lowest,$(BIN)/python -m specdec.cli.choose_torch $(NAMED)) > $(VENV)/constraints.txt
 	@$(PIP_INSTALL) $(PINS) torch
 	@echo "  2 of 3: Transformers, tokenizers and this package"
 	@$(PIP_INSTALL) $(PINS) --editable .
@@ -77,11 +80,11 @@ $(VENV)/.package: $(VENV)/.python pyproject.toml constraints.txt
 $(VENV)/.dev: $(VENV)/.package
 	@echo "Installing the tools for tests and lint."
 	@$(PIP_INSTALL) $(PINS) --editable '.[dev,eval,ray,serve]'
-	@# Without what it asks for beside these: a torch that has no Triton gets its own below.
-	@$(PIP_INSTALL) $(PINS) --no-deps 'xgrammar>=0.2.8'
-	@$(PIP_INSTALL) $(PINS) 'apache-tvm-ffi>=0.1.11' pydantic
 	@# Torch's own Triton stays: that of a ROCm build is another one under the same name.
 	@$(BIN)/python -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("triton"))' || $(PIP_INSTALL) $(PINS) --editable '.[triton]'
+	@# Without what it asks for beside these, such as another Triton.
+	@$(PIP_INSTALL) $(PINS) --no-deps 'xgrammar>=0.2.8'
+	@$(PIP_INSTALL) $(PINS) 'apache-tvm-ffi>=0.1.11' pydantic
 	@# The public DFlash implementation, which tests compare with; its dependencies serve its own benchmarks.
 	@$(PIP_INSTALL) --no-deps dflash==0.1.0
 	@# Likewise vLLM's trainer of drafters: the public DSpark, DFlash 2 and EAGLE-3.
