@@ -192,8 +192,8 @@ def files_of(name: str | Path) -> list[str]:
         place = _place(name, "checkpoint")
         try:
             root = f"{place.folder}/" if place.folder else ""
-            listed = HfApi().list_repo_files(place.repo, revision=place.revision)
-            return [file.removeprefix(root) for file in listed if file.startswith(root)]
+            listed = HfApi().model_info(place.repo, revision=place.revision, timeout=10).siblings or []
+            return [file.rfilename.removeprefix(root) for file in listed if file.rfilename.startswith(root)]
         except Exception:  # it is asked to explain an error, and must not be another
             folder = place.cached
     return [] if folder is None else [path.relative_to(folder).as_posix() for path in [*folder.glob("*"), *folder.glob("*/*")]]
@@ -241,9 +241,9 @@ def _fetched(place: _Place, name: str, what: str, patterns: tuple[str, ...]) -> 
         return cached
     except Exception as error:  # the hub's client lets errors of its HTTP library through
         raise _refusal(error, place, name, what, "") from error
-    if not folder.is_dir():
+    if place.folder and not folder.is_dir():
         raise CheckpointError(f"{what} {place.repo!r} has no folder {place.folder!r}; check the name")
-    return folder
+    return folder  # which is not there if the repository has no such file at all
 
 
 def _has_weights(folder: Path) -> bool:

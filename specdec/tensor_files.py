@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -32,20 +32,25 @@ _PART = re.compile(r"-(\d+)-of-(\d+)(?!\d)")
 def weight_files(folder: Path) -> list[str]:
     """Names of the files that hold a checkpoint's weights, the index first where there is one; empty where there are none.
 
-    An index wins over a file alone, if all that it names is there; without either it is every file with the ending.
+    Safetensors come before pickles, and an index before a file alone, but of several forms one that is whole wins.
     """
+    forms = list(_forms(folder))
+    whole = (files for files in forms if all(os.path.isfile(folder / file) for file in files))
+    return next(whole, forms[0] if forms else [])
+
+
+def _forms(folder: Path) -> Iterator[list[str]]:
     for ending, single in _KINDS.items():
-        index = f"{single}.index.json"
+        index, usual = f"{single}.index.json", False
         if (folder / index).is_file():
-            named = sorted(set(_read_index(folder / index).values()))
-            if not (folder / single).is_file() or all((folder / name).is_file() for name in named):
-                return [index, *named]
+            usual = True
+            yield [index, *sorted(set(_read_index(folder / index).values()))]
         if (folder / single).is_file():
-            return [single]
-        found = sorted(path.name for path in folder.glob(f"*.{ending}") if not _OTHERS.match(path.name))
-        if found:
-            return found
-    return []
+            usual = True
+            yield [single]
+        found = [path.name for path in folder.glob(f"*.{ending}") if not _OTHERS.match(path.name)]
+        if found and not usual:  # which may be a part of what an index names
+            yield sorted(found)
 
 
 def usually_named(folder: Path) -> bool:

@@ -62,7 +62,7 @@ def test_forms(form: str, tmp_path: Path) -> None:
 
 
 def test_what_comes_first(tmp_path: Path) -> None:
-    """Safetensors before pickles, and a file alone before an index whose files are gone."""
+    """Safetensors before pickles and an index before a file alone, unless its files are gone."""
     assert weight_files(tmp_path) == []
     written(tmp_path, ("pytorch_model.bin",))
     assert weight_files(tmp_path) == ["pytorch_model.bin"]
@@ -72,6 +72,10 @@ def test_what_comes_first(tmp_path: Path) -> None:
     assert weight_files(tmp_path)[0] == INDEX
     (tmp_path / "model-1.safetensors").unlink()
     assert weight_files(tmp_path) == ["model.safetensors"]
+    (tmp_path / "model.safetensors").unlink()
+    assert weight_files(tmp_path) == ["pytorch_model.bin"]
+    (tmp_path / "pytorch_model.bin").unlink()
+    assert weight_files(tmp_path)[0] == INDEX  # whose lost file is told
 
 
 def test_a_pickle_of_an_old_torch(tmp_path: Path) -> None:
