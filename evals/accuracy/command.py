@@ -38,6 +38,18 @@ The same command after a kill goes on where it stopped, given --out. docs/evalua
 """
 
 
+_HARNESS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("--num_fewshot", "num_fewshot", {"type": whole_number}),
+    ("--apply_chat_template", "chat", {"action": "store_true"}),
+    ("--system_instruction", "system", {}),
+    ("--log_samples", "log_samples", {"action": "store_true"}),
+    ("--output_path", "out", {}),
+    ("--batch_size", "max_num_seqs", {"type": whole_number}),
+    ("--gen_kwargs", "gen_kwargs", {}),
+)
+"""Options as lm-eval spells them, which no help shows, with what they stand for."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `specdec eval`."""
     parser.usage = "%(prog)s --tasks NAME ... [options]"
@@ -49,6 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-fewshot", type=whole_number, metavar="N", help="examples in the prompt (default: the task's own number)")
     add("--chat", action="store_true", help="use the chat template, with few-shot examples as turns")
     add("--system", metavar="TEXT", help="system message, with --chat")
+    for option, name, how in _HARNESS:
+        add(option, dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **how)
 
     model_options(parser)
     engine_options(
@@ -77,6 +91,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         SpecDecError: an option, a task, a file or a model is wrong.
     """
+    args.tasks = [name for names in args.tasks or () for name in names.split(",") if name]
     if not args.tasks:
         raise InvalidInputError("no task given; name some with --tasks, such as gsm8k or bundled")
     if args.drafter == "none" or args.num_draft_tokens == 0:
@@ -149,12 +164,16 @@ def _provenance_and_origin(decoder: SpecDecoder, drafter: str) -> tuple[dict[str
 
 
 def _gen_kwargs(args: argparse.Namespace) -> dict[str, Any]:
-    """Generation arguments in lm-eval's words.
+    """Generation arguments in lm-eval's words, those of its own option among them.
 
     >>> _gen_kwargs(argparse.Namespace(max_tokens=64, temperature=0.7))
     {'max_gen_toks': 64, 'temperature': 0.7, 'do_sample': True}
     """
     given: dict[str, Any] = {}
+    if getattr(args, "gen_kwargs", None):
+        from evals.accuracy.lm_eval_arguments import parsed_arguments
+
+        given |= parsed_arguments(args.gen_kwargs)
     if args.max_tokens is not None:
         given["max_gen_toks"] = args.max_tokens
     if args.temperature is not None:

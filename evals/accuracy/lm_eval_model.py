@@ -10,6 +10,7 @@ and `python -m evals.accuracy.lm_eval_model run --model specdec ...` is lm-eval'
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 
@@ -20,8 +21,9 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from evals.accuracy.lm_eval_arguments import batch_size_of, check_model_arguments, device_of, sampling_of
 from evals.accuracy.lm_eval_sample import Sample, key_of, note, record_of, sample_of
-from evals.accuracy.scoring import score
+from evals.accuracy.scoring import Scored, score
 from evals.system import LocalSystem, System
 from specdec.cli.progress import ProgressBar
 from specdec.config import EngineConfig, GenerationSource
@@ -30,9 +32,6 @@ from specdec.errors import InvalidInputError, SpecDecError
 from specdec.hub import pinned
 from specdec.journal import Journal
 from specdec.sampling_params import SamplingParams
-
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""Generation arguments of a task that mean the same here."""
 
 
 @register_model("specdec")
@@ -50,6 +49,7 @@ class SpecdecLM(TemplateLM):
         max_length: most tokens of prompt and output together; None takes the model's limit.
         max_gen_toks: most new tokens where a task does not say.
         seed: request `i` of a call samples with `seed + i`, unless the task's own arguments hold a seed.
+        others: those of other models of lm-eval; what asks for nothing is let be.
         decoder: an existing one instead of all of the above but the last three.
         system: what generates instead of a decoder, see `evals.system`; then given texts cannot be scored.
         journal: where finished samples are looked up and stored.
@@ -79,18 +79,20 @@ class SpecdecLM(TemplateLM):
         revision: str | None = None,
         journal: Journal | None = None,
         title: str = "specdec",
+        **others: Any,
     ) -> None:
         super().__init__()
+        check_model_arguments(others, SpecdecLM)
         if system is None and decoder is None:
             decoder = SpecDecoder.from_pretrained(
                 pinned(pretrained, revision),
                 drafter=drafter,
-                device=device or "auto",
+                device=device_of(device),
                 dtype=dtype,
                 attention=attention,
                 generation_config=generation_config,
                 engine=EngineConfig(
-                    max_num_seqs=_batch_size(batch_size), max_model_len=max_length, num_draft_tokens=num_draft_tokens
+                    max_num_seqs=batch_size_of(batch_size), max_model_len=max_length, num_draft_tokens=num_draft_tokens
                 ),
             )
         self.decoder = decoder
@@ -127,6 +129,11 @@ class SpecdecLM(TemplateLM):
         """Token ids; without an order, the tokenizer decides on special tokens unless the text begins with one already."""
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(self.tokenizer.decode([self.prefix_token_id]))
+        try:
+            string.encode()
+        except UnicodeEncodeError as error:
+            message = f"a text is not Unicode: character {error.start + 1} is half of a surrogate pair; remove it"
+            raise InvalidInputError(message) from error
         ids: list[int] = self.tokenizer(string, add_special_tokens=add_special_tokens)["input_ids"]
         return ids
 
@@ -153,9 +160,12 @@ class SpecdecLM(TemplateLM):
                     f"a continuation has {len(continuation)} tokens and the limit is {self.max_length};"
                     " shorten it or raise max_length"
                 )
-            sequences.append(((context + continuation)[-(self.max_length + 1) :], len(continuation)))
-        results = []
-        for (key, _, _), scored in zip(requests, score(self.decoder, sequences), strict=True):
+            if continuation:  # an empty one is certain
+                sequences.append(((context + continuation)[-(self.max_length + 1) :], len(continuation)))
+        results: list[tuple[float, bool]] = []
+        values = score(self.decoder, sequences)
+        for key, _, continuation in requests:
+            scored = next(values) if continuation else Scored(0.0, True)
             results.append((scored.log_probability, scored.is_greedy))
             if key is not None:
                 self.cache_hook.add_partial("loglikelihood", key, results[-1])
@@ -225,37 +235,22 @@ class SpecdecLM(TemplateLM):
         stops = handle_stop_sequences(given.pop("until", None), eos=None)
         given.pop("do_sample")
         max_tokens, seed = given.pop("max_gen_toks"), given.pop("seed", seed)
-        unknown = [name for name in given if name not in _SAMPLING]
-        if unknown:
-            raise InvalidInputError(
-                f"generation argument {unknown[0]!r} is not known"
-                f" (known: until, max_gen_toks, do_sample, seed, {', '.join(_SAMPLING)})"
-            )
+        values = sampling_of(given)
+        ends = values.pop("stop_token_ids", ())
         special = [stop for stop in stops if stop in self.tokenizer.all_special_tokens]  # these never show in the text
         return SamplingParams(
             max_tokens=max_tokens,
             seed=seed,
             stop=tuple(stop for stop in stops if stop and stop not in special),
-            stop_token_ids=(self.eot_token_id, *self.tokenizer.convert_tokens_to_ids(special)),
-            **{name: value for name, value in given.items() if value is not None},
+            stop_token_ids=(self.eot_token_id, *self.tokenizer.convert_tokens_to_ids(special), *ends),
+            **values,
         )
-
-
-def _batch_size(value: int | str) -> int:
-    """Requests at once.
-
-    >>> _batch_size("4"), _batch_size("auto") == EngineConfig().max_num_seqs
-    (4, True)
-    """
-    if str(value).startswith("auto"):
-        return EngineConfig().max_num_seqs
-    try:
-        return int(value)
-    except ValueError:
-        raise InvalidInputError(f"batch_size is {value!r}; it must be a whole number or auto") from None
 
 
 if __name__ == "__main__":
     from lm_eval.__main__ import cli_evaluate
 
-    cli_evaluate()
+    try:
+        cli_evaluate()
+    except SpecDecError as error:
+        sys.exit(f"specdec: error: {error}")

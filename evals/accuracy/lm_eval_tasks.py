@@ -56,9 +56,12 @@ class Tasks:
 
     def evaluate(self, lm: LM, **options: Any) -> dict[str, Any]:
         """Results of `lm_eval.simple_evaluate`."""
-        results: dict[str, Any] = simple_evaluate(
-            lm, tasks=list(self._load().values()), limit=self._limit, task_manager=self._manager, **options
-        )
+        try:
+            results: dict[str, Any] = simple_evaluate(
+                lm, tasks=list(self._load().values()), limit=self._limit, task_manager=self._manager, **options
+            )
+        except ImportError as error:
+            raise _needs(error) from error
         return results
 
     def _load(self) -> dict[str, Any]:
@@ -68,7 +71,9 @@ class Tasks:
             raise InvalidInputError(
                 f"a task needs split {error}, which its data lacks; give a folder with one JSONL file per split"
             ) from error
-        except (OSError, ValueError, RuntimeError) as error:
+        except ImportError as error:
+            raise _needs(error) from error
+        except (OSError, ValueError, RuntimeError, LookupError) as error:
             raise InvalidInputError(
                 f"cannot load the data of the tasks: {one_line(error)}; name local files with --data TASK=PATH"
             ) from error
@@ -91,6 +96,14 @@ class Tasks:
         }
         override.write_text(json.dumps(content), encoding="utf-8")  # JSON is YAML, too
         return str(override)
+
+
+def _needs(error: ImportError) -> InvalidInputError:
+    """What to say where lm-eval's own code of a task cannot be imported."""
+    if error.name is None:
+        return InvalidInputError(f"a task cannot be imported: {one_line(error)}")
+    package = error.name.partition(".")[0]
+    return InvalidInputError(f"a task needs the package {package}, which is not installed; run: pip install {package}")
 
 
 @cache

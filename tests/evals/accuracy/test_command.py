@@ -1,5 +1,6 @@
 """`specdec eval` where lm-eval is missing, and options that do not go together."""
 
+import argparse
 from typing import Any
 
 import pytest
@@ -32,3 +33,28 @@ def test_what_is_missing_is_said_in_one_line(
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert all(fragment in error for fragment in fragments), error
+
+
+def test_the_harness_s_own_spellings_are_known() -> None:
+    parser = argparse.ArgumentParser()
+    eval_command.add_arguments(parser)
+    ours = [
+        "--tasks",
+        "a",
+        "b",
+        "--num-fewshot",
+        "2",
+        "--chat",
+        "--system",
+        "s",
+        "--log-samples",
+        "--out",
+        "o",
+        "--max-num-seqs",
+        "4",
+    ]
+    theirs = ["--tasks", "a", "b", "--num_fewshot", "2", "--apply_chat_template", "--system_instruction", "s", "--log_samples"]
+    theirs += ["--output_path", "o", "--batch_size", "4"]
+    assert parser.parse_args(ours) == parser.parse_args(theirs)
+    more = argparse.Namespace(gen_kwargs="top_p=0.5,temperature=0", max_tokens=None, temperature=0.7)
+    assert eval_command._gen_kwargs(more) == {"top_p": 0.5, "temperature": 0.7, "do_sample": True}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from evals.prompt_sets import load_prompt_set
 from evals.report.report import read_report
@@ -164,13 +165,58 @@ def test_sampled_answers_depend_on_the_seed_alone(folder: Path) -> None:
     assert len(set(one[:3])) == 3
 
 
-def test_unknown_generation_arguments_are_refused(models: tuple[HFLM, SpecdecLM]) -> None:
-    with pytest.raises(InvalidInputError, match="'num_beams' is not known"):
-        models[1].generate_until(instances("generate_until", ("x", {"num_beams": 4})), disable_tqdm=True)
+def test_unknown_arguments_are_refused(models: tuple[HFLM, SpecdecLM]) -> None:
+    """In one line; those that ask for nothing pass."""
+    wrong = {"num_beams": 4, "early_stopping": True, "typical_p": 0.9, "colour": 1}
+    for name, value in wrong.items():
+        with pytest.raises(InvalidInputError, match=f"generation argument '{name}'.* is not known"):
+            models[1].generate_until(instances("generate_until", ("x", {name: value})), disable_tqdm=True)
     with pytest.raises(InvalidInputError, match="max_gen_toks is 600 and the model holds 512 tokens"):
         models[1].generate_until(instances("generate_until", ("x", {"max_gen_toks": 600})), disable_tqdm=True)
     with pytest.raises(InvalidInputError, match="batch_size is 'many'"):
         SpecdecLM(batch_size="many")
+    for argument in ({"colour": 1}, {"parallelize": True}, {"tensor_parallel_size": 2}, {"max_model_len": 5}):
+        with pytest.raises(InvalidInputError, match=r"^model argument .* is not offered: [^\n]+$"):
+            SpecdecLM(**argument)
+
+
+def test_arguments_that_ask_for_nothing_change_nothing(models: tuple[HFLM, SpecdecLM]) -> None:
+    lm = models[1]
+    plain, other = (
+        lm.generate_until(instances("generate_until", ("same", {"max_gen_toks": 8, **more})), disable_tqdm=True)
+        for more in ({}, {"num_beams": 1, "use_cache": False, "pad_token_id": 3, "top_k": -1, "length_penalty": 1, "top_p": None})
+    )
+    assert plain == other
+    kept = {"presence_penalty": 1.5, "frequency_penalty": 0.5, "min_new_tokens": 3, "stop_token_ids": [9]}
+    sampling = lm._sampling({"max_gen_toks": 8, **kept}, seed=0)
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.min_tokens) == (1.5, 0.5, 3)
+    assert sampling.stop_token_ids == (lm.eot_token_id, 9)
+
+
+def test_texts_at_the_edge(models: tuple[HFLM, SpecdecLM]) -> None:
+    assert models[1].loglikelihood(instances("loglikelihood", ("a", ""), ("a", "b")))[0] == (0.0, True)
+    with pytest.raises(InvalidInputError, match="half of a surrogate pair"):
+        models[1].generate_until(instances("generate_until", ("a\ud800", {})), disable_tqdm=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="lm-eval's default device is there")
+def test_the_documented_command_runs_without_a_gpu(
+    folder: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capture, caplog: pytest.LogCaptureFixture
+) -> None:
+    """lm-eval's command hands over the device cuda:0 where nobody names one."""
+    from lm_eval.__main__ import cli_evaluate
+
+    from evals.accuracy.bundled_task import bundled_task
+
+    task = tmp_path / "task.yaml"
+    task.write_text(json.dumps(bundled_task(tmp_path)), encoding="utf-8")
+    model = f"pretrained={folder},drafter=ngram,max_length=4096,max_gen_toks=4,trust_remote_code=True"
+    words = ["run", "--model", "specdec", "--model_args", model, "--tasks", str(task), "--limit", "1"]
+    monkeypatch.setattr("sys.argv", ["lm-eval", *words, "--gen_kwargs", "max_gen_toks=4"])
+    cli_evaluate()
+    assert "exact_match" in capsys.readouterr().out
+    said = [record.getMessage() for record in caplog.records if record.name == "evals.accuracy.lm_eval_arguments"]
+    assert [line.partition(" ")[0] for line in said] == ["trust_remote_code", "device"]
 
 
 def test_one_import_makes_the_model_known_to_lm_eval(folder: Path, tmp_path: Path) -> None:
@@ -305,6 +351,7 @@ def test_local_files_feed_a_task_of_lm_eval(folder: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "fragments"),
     [
+        (["--tasks", "bundled,gsm8kk"], ["unknown task 'gsm8kk'"]),
         (["--tasks", "gsm8kk"], ["unknown task 'gsm8kk'", "near: gsm8k"]),
         (["--limit", "5000"], ["limit is 5000 and task 'bundled' has", "choose 1 to"]),
         (["--tasks", "gsm8k", "--data", "gsm8k=missing"], ["'missing'", "no such file"]),
@@ -325,6 +372,19 @@ def test_mistakes_are_one_line(
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("specdec: error: ")
     assert all(fragment in error for fragment in fragments), error
+
+
+def test_a_package_that_a_task_needs_is_named(tmp_path: Path, monkeypatch: Patch) -> None:
+    from lm_eval.tasks import TaskManager
+
+    from evals.accuracy.lm_eval_tasks import Tasks
+
+    def load(self: TaskManager, specs: Any) -> Any:
+        raise ModuleNotFoundError("No module named 'langdetect.x'", name="langdetect.x")
+
+    monkeypatch.setattr(TaskManager, "load", load)
+    with pytest.raises(InvalidInputError, match=r"a task needs the package langdetect, .*; run: pip install langdetect"):
+        Tasks(["bundled"], data={}, limit=None, folder=tmp_path)
 
 
 def test_tasks_that_score_given_texts_are_refused(tmp_path: Path, monkeypatch: Patch) -> None:
