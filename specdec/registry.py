@@ -55,7 +55,7 @@ VERIFIERS = {
 """Functions `(name_or_path, *, device, dtype, attention) -> (Verifier, tokenizer)`."""
 
 TOKENIZERS = {
-    "hf": "verifiers.load:load_tokenizer",
+    "hf": "verifiers.tokenizer:load_tokenizer",
 }
 """Functions `(name_or_path) -> tokenizer`, of targets that the function of the same name above loads."""
 

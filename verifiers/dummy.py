@@ -26,8 +26,8 @@ from verifiers.families import describe
 from verifiers.formats.format import Stored
 from verifiers.hf import description_of, verifier_for
 from verifiers.hf_attention import ATTENTION_NAME
-from verifiers.load import NO_FOREIGN_CODE
 from verifiers.quantize import WAYS
+from verifiers.reading import NO_FOREIGN_CODE
 from verifiers.shape import backend_spec, eos_token_ids
 from verifiers.shares import Share, shared
 from verifiers.support import check_supported

@@ -29,6 +29,9 @@ PAYLOAD_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db
 FORMAT_VERSION = 2
 """Goes up when the files made from the payload change, so that older folders are left alone."""
 
+EMBEDDED = "embedded"
+"""Name of the model that comes with the package."""
+
 FOUR_BIT = "four_bit.safetensors"
 """The projections of all layers in four bits."""
 

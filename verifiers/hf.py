@@ -20,7 +20,16 @@ from verifiers.decoder import DecoderVerifier
 from verifiers.description import Description
 from verifiers.families import describe
 from verifiers.hf_attention import ATTENTION_NAME, PagedForward
-from verifiers.shape import context_limits, eos_token_ids, expert_counts, layer_kinds, layer_specs, layer_windows, peculiarity
+from verifiers.shape import (
+    context_limits,
+    declared,
+    eos_token_ids,
+    expert_counts,
+    layer_kinds,
+    layer_specs,
+    layer_windows,
+    peculiarity,
+)
 from verifiers.weights import Weights
 from verifiers.wrappers import is_composite, load_text, text_class
 
@@ -137,7 +146,7 @@ class HFVerifier:
         self.kv_specs = layer_specs(config, backend)
         description = describe(config)
         self.embedding_scale = 1.0 if description is None else description.embedding_scale_in(self.dtype)
-        self.final_softcap: float | None = getattr(config, "final_logit_softcapping", None)
+        self.final_softcap: float | None = declared(config, "final_logit_softcapping")
         self.eos_token_ids = eos
         self.media_token_ids: Mapping[int, str] = {}
         self.defaults = SamplingDefaults()

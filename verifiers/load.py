@@ -6,23 +6,23 @@ its own, without transformers' model code, so that a start takes a second or two
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
-from specdec.attention.backend import AttentionBackend
-from specdec.attention.mla import MlaBackend
+from specdec.attention.backend import AttentionBackend, AttentionSpec
+from specdec.attention.mla import MlaBackend, MlaSpec
 from specdec.attention.selector import select_backend
 from specdec.config import GenerationSource
 from specdec.core import Verifier
-from specdec.errors import CheckpointError, SpecDecError, UnsupportedModelError, one_line
-from specdec.hub import checkpoint_folder, json_object, unpinned
+from specdec.errors import CheckpointError, UnsupportedModelError
+from specdec.hub import checkpoint_folder
 from specdec.kinds import ADAPTER, check_adapter, checkpoint_config
 from specdec.layers.linear import can_pack_four_bit
 from specdec.layers.packed_check import keeps_packed
@@ -31,22 +31,16 @@ from specdec.registry import PARTS, resolve
 from specdec.tensor_files import usually_named
 from verifiers.decoder import Checkpoint, DecoderVerifier
 from verifiers.description import Description
-from verifiers.embedded import FOUR_BIT, embedded_model_path
+from verifiers.embedded import EMBEDDED, FOUR_BIT, embedded_model_path
 from verifiers.families import describe
 from verifiers.generation import read_generation
+from verifiers.reading import blamed, check_counts, check_sizes, read
 from verifiers.shape import backend_spec, peculiarity
 from verifiers.shares import Share, shared
+from verifiers.tokenizer import tokenizer_in
 from verifiers.weights import Weights
 
 logger = logging.getLogger(__name__)
-
-EMBEDDED = "embedded"
-"""Name of the model that comes with the package."""
-
-Read = TypeVar("Read")
-
-NO_FOREIGN_CODE = {"trust_remote_code": False}
-"""Said each time, since transformers otherwise asks on standard input whether to run code from a repository."""
 
 
 def load_verifier(
@@ -89,34 +83,32 @@ def load_verifier(
     given, name = name, str(name)
     direct = name == EMBEDDED and fuse and group is None
     path = embedded_model_path() if name == EMBEDDED else checkpoint_folder(given, what="target", weights=False)
+    options: dict[str, Any] = {"device": device, "dtype": dtype, "block_size": block_size}
+    options |= {"cache_dtype": cache_dtype, "fp8_prefill": fp8_prefill}
     if direct:
-        whole = config = _read(name, "config", partial(_read_config, path))
+        whole = config = read(name, "config", partial(_read_config, path))
+        share, spec = None, backend_spec(config, **options)
     else:
-        from verifiers.support import check_supported
-        from verifiers.wrappers import media_token_ids, read_config, text_config
-
-        refuse_drafter(name, checkpoint_config(given, path, what="target"))
-        whole = _read(name, "config", partial(read_config, str(path)))
-        config = text_config(whole)
-        _check_sizes(name, config)
-        check_supported(name, whole)
-    share = None if group is None else _share(config, group, name, fuse)
-    options: dict[str, Any] = {"block_size": block_size, "cache_dtype": cache_dtype, "fp8_prefill": fp8_prefill}
-    backend = select_backend(attention, backend_spec(shared(config, group), device=device, dtype=dtype, **options))
-    tokenizer = _tokenizer(name, path)
+        entries = checkpoint_config(given, path, what="target")
+        refuse_drafter(name, entries)
+        whole, config, share, spec = _understood(name, path, entries, group, fuse, options)
+    backend = select_backend(attention, spec)
+    tokenizer = tokenizer_in(path, name)
     generation = read_generation(name, path, vocab_size=config.vocab_size, tokenizer=tokenizer, source=generation_config)
     if group is None or group.rank == 0:
         generation.say()
     verifier: Verifier
     if direct:
-        tensors = _read(name, "weights", partial(load_file, path / "model.safetensors"))
+        tensors = read(name, "weights", partial(load_file, path / "model.safetensors"))
         tensors = {key: tensor.to(device, dtype) for key, tensor in tensors.items()}
         if can_pack_four_bit(tensors["model.embed_tokens.weight"]):
-            tensors |= _read(name, "four-bit weights", partial(load_file, path / FOUR_BIT))
+            tensors |= read(name, "four-bit weights", partial(load_file, path / FOUR_BIT))
         description = describe(config)
         assert isinstance(backend, AttentionBackend) and description is not None
         verifier = DecoderVerifier(config, description, Weights(dict(tensors)), name=name, backend=backend)
     else:
+        from verifiers.wrappers import media_token_ids
+
         folder = path if name == EMBEDDED else checkpoint_folder(given, what="target", snapshot=path)
         check_adapter(given, folder, what="target")
         reading = _Reading(name, folder, whole, backend, device, dtype, as_stored and keeps_packed(device, dtype), share)
@@ -124,37 +116,6 @@ def load_verifier(
         verifier.media_token_ids = media_token_ids(whole)
     verifier.eos_token_ids, verifier.defaults = generation.ends, generation.defaults
     return verifier, tokenizer
-
-
-def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a target, by the target's name as in `load_verifier`.
-
-    Raises:
-        CheckpointError: nothing there, or damaged files.
-    """
-    if str(name) == EMBEDDED:
-        return _tokenizer(EMBEDDED, embedded_model_path())
-    return _tokenizer(str(name), checkpoint_folder(name, what="target", weights=False))
-
-
-def _tokenizer(name: str, folder: Path) -> PreTrainedTokenizerBase:
-    if name == EMBEDDED:
-        return _read(name, "tokenizer", partial(PreTrainedTokenizerFast.from_pretrained, str(folder)))
-    tokenizer = _read(name, "tokenizer", partial(_read_tokenizer, name, folder))
-    of_processor = folder / "chat_template.json"  # which transformers leaves to processors
-    if not tokenizer.chat_template and of_processor.is_file():
-        template = json_object(of_processor, name, what="target").get("chat_template")
-        tokenizer.chat_template = template if isinstance(template, str) else None
-    return tokenizer
-
-
-def _read_tokenizer(name: str, folder: Path) -> PreTrainedTokenizerBase:
-    from verifiers.wrappers import read_config
-
-    config = read_config(str(folder))
-    config.name_or_path = unpinned(name).partition(":")[0]  # by which transformers knows whose entries are wrong
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(folder), config=config, **NO_FOREIGN_CODE)
-    return tokenizer
 
 
 def refuse_drafter(name: str, entries: Mapping[str, Any]) -> None:
@@ -167,6 +128,27 @@ def refuse_drafter(name: str, entries: Mapping[str, Any]) -> None:
         algorithm, target = found
         beside = f"its target, {target}" if target else "its target, which its card names"
         raise UnsupportedModelError(f"{name!r} is no target but a drafter ({algorithm}); give it as --drafter, beside {beside}")
+
+
+def _understood(
+    name: str, path: Path, entries: Mapping[str, Any], group: Group | None, fuse: bool, options: dict[str, Any]
+) -> tuple[Any, Any, Share | None, AttentionSpec | MlaSpec]:
+    """The config of a target, that of its text part, this rank's share, and what it asks of an attention backend."""
+    from verifiers.support import check_supported
+    from verifiers.wrappers import config_of, read_config, text_config
+
+    def judge(whole: Any) -> tuple[Any, Any, Share | None, AttentionSpec | MlaSpec]:
+        config = text_config(whole)
+        check_sizes(name, config)
+        check_supported(name, whole)
+        share = None if group is None else _share(config, group, name, fuse)
+        return whole, config, share, backend_spec(shared(config, group), **options)
+
+    def blame(error: BaseException) -> str:
+        return blamed(entries, lambda kept: judge(config_of(kept)), error)
+
+    check_counts(name, entries)
+    return read(name, "config", lambda: judge(read_config(str(path))), blame)
 
 
 class _Reading(NamedTuple):
@@ -220,7 +202,7 @@ def _own(reading: _Reading, fuse: bool) -> Verifier | None:
     if description is None or not (fuse or peculiarity(config) or isinstance(reading.backend, MlaBackend)):
         return None
     say_text_only(reading.whole)
-    return _read(reading.name, "weights", partial(_built, reading, config, description))
+    return read(reading.name, "weights", partial(_built, reading, config, description))
 
 
 def _built(reading: _Reading, config: Any, description: Description) -> Verifier:
@@ -247,13 +229,14 @@ def _theirs(reading: _Reading, fuse: bool) -> Verifier:
     # transformers finds files of the usual names alone, and would take an adapter's word for what the model is.
     plain = not reading.quantized and usually_named(reading.folder) and not (reading.folder / ADAPTER).is_file()
     load = partial(load_model, str(reading.folder), reading.whole, reading.dtype) if plain else partial(_read_whole, reading)
-    model, missing = _read(reading.name, "weights", load)
+    model, missing = read(reading.name, "weights", load)
     if missing:
         raise CheckpointError(
             f"target {reading.name!r} lacks {len(missing)} tensors, the first being {missing[0]!r};"
             " fetch the whole checkpoint again"
         )
-    return verifier_for(model.to(reading.device), name=reading.name, backend=reading.backend, fuse=fuse)
+    build = partial(verifier_for, name=reading.name, backend=reading.backend, fuse=fuse)
+    return read(reading.name, "weights", lambda: build(model.to(reading.device)))
 
 
 def _read_whole(reading: _Reading) -> tuple[Any, list[str]]:
@@ -267,36 +250,3 @@ def _read_whole(reading: _Reading) -> tuple[Any, list[str]]:
 def _read_config(path: Path) -> Any:
     """The entries of config.json as attributes; transformers' own class would import much of its model code."""
     return SimpleNamespace(**json.loads((path / "config.json").read_text()))
-
-
-def _check_sizes(name: str, config: Any) -> None:
-    """Refuses what no model can have, before anything is allocated for it."""
-    for key in ("vocab_size", "num_hidden_layers", "max_position_embeddings"):
-        value = getattr(config, key, None)
-        if isinstance(value, int) and not 1 <= value < 2**31:
-            raise CheckpointError(f"{key} of target {name!r} is {value}; it must lie in [1, 2**31), so fetch config.json again")
-
-
-def _read(name: str, what: str, load: Callable[[], Read]) -> Read:
-    """Calls `load`, turning what a bad path or damaged file raises into one line."""
-    try:
-        return load()
-    except CheckpointError as error:
-        raise CheckpointError(f"cannot read the {what} of target {name!r}: {error}") from error
-    except SpecDecError:
-        raise
-    except ImportError as error:  # transformers reads some quantized weights through other packages
-        raise CheckpointError(
-            f"the {what} of target {name!r} need a package that is not installed: {one_line(error, 300)}"
-        ) from error
-    except (MemoryError, torch.OutOfMemoryError):
-        raise  # nothing is wrong with the files
-    except Exception as error:  # transformers believes what files say: a damaged one ends in any kind of error
-        if "trust_remote_code" in str(error):
-            raise UnsupportedModelError(
-                f"the {what} of target {name!r} need code from its repository, which is never run;"
-                " use a checkpoint whose architecture transformers has itself"
-            ) from error
-        raise CheckpointError(
-            f"cannot read the {what} of target {name!r}: {one_line(error, 300)}; check the name or folder, or fetch it again"
-        ) from error

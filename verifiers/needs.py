@@ -1,12 +1,13 @@
 """Whether a target would run, on what, and what it would take: told from its config files, before any weight is fetched."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial, wraps
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers import __version__ as transformers_version
 
 from specdec.attention.backend import AttentionSpec
@@ -20,16 +21,19 @@ from specdec.kinds import check_adapter, checkpoint_config
 from specdec.kv_cache import KVLayerSpec, SharedLayerSpec, StateLayerSpec, bytes_per_slot
 from specdec.layers.packed_check import keeps_packed
 from specdec.tensor_files import INDEXES
-from verifiers.embedded import embedded_model_path
+from verifiers.divisions import divisions
+from verifiers.embedded import EMBEDDED, embedded_model_path
 from verifiers.families import describe
 from verifiers.formats.method import method_of, stated_quantization
 from verifiers.generation import FILE, generation_of
-from verifiers.load import EMBEDDED, refuse_drafter
+from verifiers.load import refuse_drafter
 from verifiers.prediction_families import predicts
+from verifiers.reading import blamed, check_counts, check_sizes, read
 from verifiers.shape import INDEXED_MODELS, LATENT_MODELS, backend_spec, context_limits, layer_caches, layer_specs, layer_windows
 from verifiers.sizes import weight_bytes
 from verifiers.support import unsupported_reasons
-from verifiers.wrappers import config_of, text_config
+from verifiers.tokenizer import tokenizer_reasons
+from verifiers.wrappers import READ_AS, config_of, text_config
 
 ROOM = 0.9
 """Part of a GPU's memory that weights may take; the cache, a drafter and activations need the rest."""
@@ -55,6 +59,7 @@ class Needs:
         unpacked: quantized weights become plain numbers there.
         gpu_bytes: memory of one GPU.
         gpus: needed for the weights.
+        ranks: bytes of a rank's weights by the number of ranks, see `verifiers.divisions`; of those that divide it.
         hidden_size, num_layers, vocab_size: what a drafter has to fit.
         predicts: it has layers for multi-token prediction, which can draft.
         context: how long requests may be; None where it would not run.
@@ -75,6 +80,7 @@ class Needs:
     unpacked: bool = False
     gpu_bytes: int = 0
     gpus: int = 0
+    ranks: Mapping[int, int] = field(default_factory=dict)
     hidden_size: int = 0
     num_layers: int = 0
     vocab_size: int = 0
@@ -105,6 +111,8 @@ def read_needs(name: str, *, device: torch.device, dtype: torch.dtype, gpu_bytes
     options["total_size"] = int(size) if isinstance(size, int | float) and 0 < size < 2**63 else None
     options["names"] = tuple(files) if isinstance(files, dict) else ()
     needs = needs_of(entries, name=name, device=device, dtype=dtype, gpu_bytes=gpu_bytes, **options)
+    reasons = [] if name == EMBEDDED else tokenizer_reasons(name)
+    needs = replace(needs, missing=(*needs.missing, *reasons))
     if not needs.vocab_size:
         return needs
     try:
@@ -114,6 +122,19 @@ def read_needs(name: str, *, device: torch.device, dtype: torch.dtype, gpu_bytes
         return replace(needs, missing=(*needs.missing, str(error)))
 
 
+def _in_one_line(needs_of: Callable[..., Needs]) -> Callable[..., Needs]:
+    """A `needs_of` that says what entries of any kind make it raise."""
+
+    @wraps(needs_of)
+    def guarded(entries: Mapping[str, Any], *, name: str, **options: Any) -> Needs:
+        judge = partial(needs_of, name=name, **options)
+        check_counts(name, entries)
+        return read(name, "config", partial(judge, entries), lambda error: blamed(entries, judge, error))
+
+    return guarded
+
+
+@_in_one_line
 def needs_of(
     entries: Mapping[str, Any],
     *,
@@ -126,6 +147,7 @@ def needs_of(
     cache_dtype: torch.dtype | None = None,
     most_rows: int = 8,
     packed: bool | None = None,
+    most_gpus: int = 8,
 ) -> Needs:
     """What a target needs.
 
@@ -140,20 +162,20 @@ def needs_of(
         cache_dtype: type of the cache when it is not `dtype`.
         most_rows: rows of a step, k + 1.
         packed: quantized weights stay packed on our own layers; None for what loading does on `device`.
+        most_gpus: that a machine has.
 
     Raises:
         CheckpointError: the entries make no config.
     """
-    model_type = str(entries.get("model_type", ""))
-    try:
-        config = config_of(dict(entries))
-    except ValueError as error:
-        if not str(error).startswith("Unrecognized model identifier"):
-            raise CheckpointError(f"config.json of target {name!r} makes no config: {str(error)[:200]}") from error
+    model_type = entries.get("model_type", "")
+    if not isinstance(model_type, str) or (model_type not in READ_AS and model_type not in CONFIG_MAPPING):
         unknown = f"transformers {transformers_version} has no model of type {model_type!r}"
         gpus = _gpus(total_size or 0, gpu_bytes)
-        return Needs(name=name, model_type=model_type, gpus=gpus, missing=(unknown, *_too_large(gpus, gpu_bytes)))
+        missing = unknown, *_too_large(gpus, gpu_bytes, {}, most_gpus)
+        return Needs(name=name, model_type=str(model_type), gpus=gpus, missing=missing)
+    config = config_of(dict(entries))
     text = text_config(config)
+    check_sizes(name, text)
     reasons = unsupported_reasons(config)
     quantization = stated_quantization(text)
     common = {
@@ -165,14 +187,19 @@ def needs_of(
     }
     if reasons:
         gpus = _gpus(total_size or 0, gpu_bytes)
-        return Needs(**common, weights=total_size or 0, gpus=gpus, missing=(*reasons, *_too_large(gpus, gpu_bytes)))
+        missing = *reasons, *_too_large(gpus, gpu_bytes, {}, most_gpus)
+        return Needs(**common, weights=total_size or 0, gpus=gpus, missing=missing)
     own = describe(text) is not None
     packed = own and (keeps_packed(device, dtype) if packed is None else packed)
     weights = weight_bytes(text, quantization, dtype, total_size=total_size, packed=packed)
-    gpus = _gpus(weights, gpu_bytes)
+    ranks = {1: weights}
+    if own:
+        ranks = divisions(text, quantization, weights, device=device, dtype=dtype, packed=packed)
+    fitting = [count for count, size in ranks.items() if count <= most_gpus and size <= ROOM * gpu_bytes]
+    gpus = fitting[0] if fitting else _gpus(weights, gpu_bytes)
     spec = backend_spec(text, device=device, dtype=dtype, block_size=DEFAULT_BLOCK_SIZE)
     chosen = next((backend for backend, against in refusals(spec, auto=True).items() if not against), "")
-    missing = [] if chosen else [f"{backend}: {'; '.join(against)}" for backend, against in refusals(spec).items()]
+    against = [] if chosen else [f"{backend}: {'; '.join(reasons)}" for backend, reasons in refusals(spec).items()]
     caches, token_bytes, request_bytes = _caches(text, spec, chosen, cache_dtype or dtype, most_rows) if chosen else ((), 0, 0)
     return Needs(
         **common,
@@ -184,12 +211,13 @@ def needs_of(
         weights=weights,
         unpacked=quantization is not None and not packed,
         gpus=gpus,
+        ranks=ranks,
         hidden_size=text.hidden_size,
         num_layers=text.num_hidden_layers,
         vocab_size=text.vocab_size,
         predicts=own and predicts(text, names),
         context=context_limits(text, own=own),
-        missing=(*missing, *_too_large(gpus, gpu_bytes)),
+        missing=(*against, *([] if fitting else _too_large(gpus, gpu_bytes, ranks, most_gpus))),
     )
 
 
@@ -197,10 +225,15 @@ def _gpus(weights: int, gpu_bytes: int) -> int:
     return math.ceil(weights / (ROOM * gpu_bytes))
 
 
-def _too_large(gpus: int, gpu_bytes: int) -> list[str]:
-    if gpus <= 1:
+def _too_large(gpus: int, gpu_bytes: int, ranks: Mapping[int, int], most_gpus: int) -> list[str]:
+    """What is said of weights that so many GPUs do not hold; `ranks` are those of `Needs`, none where it is not known."""
+    if gpus <= most_gpus and not ranks:
         return []
-    return [f"its weights need {gpus} GPUs of {gpu_bytes / 1e9:.0f} GB, and a target runs on one"]
+    counts = [str(count) for count in ranks if 1 < count <= most_gpus]
+    why = f"there are {most_gpus} at most" if most_gpus > 1 else "there is one"
+    if most_gpus > 1 and ranks:
+        why = f"it is divided among {' or '.join(counts)} alone" if counts else "it is not divided among several"
+    return [f"its weights need {gpus} GPUs of {gpu_bytes / 1e9:.0f} GB, and {why}"]
 
 
 def _stored(config: PreTrainedConfig, quantization: Mapping[str, Any] | None, dtype: torch.dtype) -> str:

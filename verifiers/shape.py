@@ -1,6 +1,7 @@
 """What a model's config says of its attention and its cache."""
 
 from dataclasses import replace
+from inspect import signature
 from itertools import accumulate
 from typing import Any
 
@@ -10,6 +11,7 @@ from transformers import PreTrainedConfig
 from specdec.attention.backend import AttentionBackend, AttentionSpec, HeadShape
 from specdec.attention.mla import IndexerSpec, MlaBackend, MlaSpec
 from specdec.core import ContextLimits, LengthRule
+from specdec.errors import CheckpointError
 from specdec.kv_cache import KVLayerSpec, LayerSpec, SharedLayerSpec
 from specdec.layers.rotary import STATIC_ROPE_TYPES
 from verifiers.recurrent import attends, is_recurrent, state_layer_spec
@@ -32,13 +34,34 @@ LATENT_MODELS = INDEXED_MODELS | {"axk1", "deepseek_v2", "deepseek_v3", "glm4_mo
 
 def layer_windows(config: PreTrainedConfig) -> list[int | None]:
     """Sliding window of each decoder layer in tokens, None for full attention: a row sees positions less than a window away."""
-    layers = range(config.num_hidden_layers)
-    windows = [getattr(_own(config, layer), "sliding_window", None) for layer in layers]
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
-        active = getattr(config, "use_sliding_window", True)
-        return windows if active else [None] * len(windows)
-    return [window if kind == "sliding_attention" else None for window, kind in zip(windows, kinds, strict=True)]
+        kinds = [
+            "sliding_attention" if declared(config, "use_sliding_window", True) else "full_attention"
+        ] * config.num_hidden_layers
+    return [
+        _tokens(_own(config, layer), "sliding_window") if kind == "sliding_attention" else None for layer, kind in enumerate(kinds)
+    ]
+
+
+def declared(config: Any, name: str, default: Any = None) -> Any:
+    """An entry that transformers has for models of this type; of others its models know nothing, whatever a file says."""
+    kind = type(config)
+    if isinstance(config, PreTrainedConfig) and not hasattr(kind, name) and name not in signature(kind.__init__).parameters:
+        return default
+    return getattr(config, name, default)
+
+
+def _tokens(config: Any, name: str) -> int | None:
+    """An entry that counts tokens, which may be null.
+
+    Raises:
+        CheckpointError: it does not count any.
+    """
+    value = declared(config, name)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise CheckpointError(f"{name} is {value!r} and must be a positive number of tokens; fetch config.json again")
+    return value
 
 
 def _own(config: PreTrainedConfig, layer: int) -> Any:
@@ -49,21 +72,21 @@ def _own(config: PreTrainedConfig, layer: int) -> Any:
 def head_shape(config: PreTrainedConfig, layer: int) -> HeadShape:
     """Heads of one decoder layer."""
     own = _own(config, layer)
-    per_layer = getattr(config, "num_attention_heads_per_layer", None)
+    per_layer = declared(config, "num_attention_heads_per_layer")
     heads = per_layer[layer] if per_layer else own.num_attention_heads
     kv_heads = getattr(own, "num_key_value_heads", None) or heads
     head_dim = getattr(own, "head_dim", None) or config.hidden_size // heads
     # Releases of transformers without a config per layer have entries of other names for layers of full attention.
     if own is config and layer_windows(config)[layer] is None:
-        head_dim = getattr(config, "global_head_dim", None) or head_dim
-        if getattr(config, "attention_k_eq_v", False):
-            kv_heads = getattr(config, "num_global_key_value_heads", None) or kv_heads
+        head_dim = declared(config, "global_head_dim") or head_dim
+        if declared(config, "attention_k_eq_v"):
+            kv_heads = declared(config, "num_global_key_value_heads") or kv_heads
     if getattr(config, "model_type", None) == "mimo_v2_flash" and layer_windows(config)[layer] is not None:
         kv_heads *= 2  # as its module in Transformers has it; no entry of the config says so
     kinds = getattr(config, "layer_types", None)
     chunked = kinds is not None and kinds[layer] == CHUNKED
     ranks = getattr(config, "ranks", 1)  # see `verifiers.shares.shared`
-    return HeadShape(heads // ranks, kv_heads // ranks, head_dim, config.attention_chunk_size if chunked else None)
+    return HeadShape(heads // ranks, kv_heads // ranks, head_dim, _tokens(config, "attention_chunk_size") if chunked else None)
 
 
 def cache_layers(config: PreTrainedConfig) -> list[int]:
@@ -72,7 +95,7 @@ def cache_layers(config: PreTrainedConfig) -> list[int]:
     -1 are those of another model.
     """
     count = config.num_hidden_layers
-    own = count - (getattr(config, "num_kv_shared_layers", None) or 0)
+    own = count - (declared(config, "num_kv_shared_layers") or 0)
     if own == count:
         return list(range(count))
     last = {kind: layer for layer, kind in enumerate(config.layer_types[:own])}
@@ -94,7 +117,7 @@ def attention_spec(config: PreTrainedConfig, *, device: torch.device, dtype: tor
         further=tuple((shape, frozenset(others)) for shape, others in further),
         reads_others=cache_layers(config)[-1] != config.num_hidden_layers - 1,
         sinks=config.model_type in SINKS,
-        softcap=getattr(config, "attn_logit_softcapping", None),
+        softcap=declared(config, "attn_logit_softcapping"),
     )
 
 

@@ -119,11 +119,24 @@ class Share:
             return whole.select(torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces]).to(whole.device))
         (piece,) = pieces
         if not (whole.divides(piece.start) and whole.divides(piece.stop)):
-            raise UnsupportedModelError(
-                f"{name!r} of target {self._name!r} has scales for groups of {whole.group} of its {whole.in_features} inputs, which"
-                f" {self.group.size} ranks do not divide; start fewer ranks, or take the checkpoint in plain numbers"
-            )
+            raise self._undivided(name, whole.group, whole.in_features)
         return whole.inputs(piece.start, piece.stop)
+
+    def check_groups(self, name: str, shape: Sequence[int], group: int) -> None:
+        """Whether the ranks divide a packed tensor with a scale for every `group` inputs; the rest is as in `shape`."""
+        rule = self._rule(name)
+        if rule is None or rule.kind != "slices":
+            return
+        inputs = shape[rule.axis]
+        outputs = -2 if not (self._transposed and len(shape) == 3) else -1
+        if rule.axis != outputs and group < inputs and inputs // self.group.size % group:
+            raise self._undivided(name, group, inputs)
+
+    def _undivided(self, name: str, group: int, inputs: int) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            f"{name!r} of target {self._name!r} has scales for groups of {group} of its {inputs} inputs, which"
+            f" {self.group.size} ranks do not divide; start fewer ranks, or take the checkpoint in plain numbers"
+        )
 
     def _rule(self, name: str) -> _Rule | None:
         for expression, replacement in self.description.names:

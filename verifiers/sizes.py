@@ -1,6 +1,6 @@
 """What the weights of a target take, told from configs alone."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ def weight_bytes(
     counts = parameters(config)
     if quantization is None or not packed:
         return sum(counts.values()) * dtype.itemsize
-    narrow = sum(counts[name] for name in _packed(counts, quantization))
+    narrow = sum(counts[name] for name in packed_names(counts, quantization))
     return int(narrow * _bits(quantization) / 8) + (sum(counts.values()) - narrow) * dtype.itemsize
 
 
@@ -56,9 +56,10 @@ def _itemsize(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     return stated.itemsize if isinstance(stated, torch.dtype) else dtype.itemsize
 
 
-def _packed(counts: Mapping[str, int], quantization: Mapping[str, Any]) -> Iterator[str]:
+def packed_names(names: Iterable[str], quantization: Mapping[str, Any]) -> Iterator[str]:
+    """Those of the tensors that the file has quantized, as far as the config tells."""
     experts_alone = method_of(quantization) in _EXPERTS_ALONE or any("self_attn" in entry for entry in _left_out(quantization))
-    for name in counts:
+    for name in names:
         if any(part in name for part in _ALWAYS_PLAIN):
             continue
         if not experts_alone or ".experts." in name:

@@ -119,7 +119,7 @@ def _attention_reasons(config: PreTrainedConfig, own: frozenset[str]) -> Iterato
         kinds -= INDEXED_LAYER_TYPES
     if kinds - LAYER_TYPES:
         yield f"it has layers of type {', '.join(sorted(kinds - LAYER_TYPES))}"
-    elif "sliding_attention" in kinds and not _value(config, "sliding_window"):
+    elif "sliding_attention" in kinds and _value(config, "sliding_window") is None:
         yield "it has sliding_attention layers without a sliding_window"
     if (chunk := _value(config, "attention_chunk_size")) and CHUNKED not in own:
         yield f"it attends within chunks of {chunk} tokens"

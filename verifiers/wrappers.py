@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -55,16 +55,35 @@ TEXT_KEYS = {
 READ_AS = {"kimi_k2": "deepseek_v3"}
 """Model types that transformers does not know and whose layers are those of another one."""
 
+OURS = frozenset(
+    {
+        *(f"{mark}{part}_implementation" for part in ("attn", "experts") for mark in ("", "_")),
+        *(f"_{part}_implementation_internal" for part in ("attn", "experts")),
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "use_return_dict",
+    }
+)
+"""Entries that say how to run a model and not what it is: whatever a file says, that is for us to choose."""
+
 _SENSES = {"image": "an image", "video": "a video", "audio": "a sound"}
 
 
 def read_config(path: str) -> PreTrainedConfig:
     """The config of a checkpoint, of the composite if it is one."""
-    entries, _ = PreTrainedConfig.get_config_dict(path)
-    if entries.get("model_type") in READ_AS or _with_types(entries) != entries:
+    entries = config_entries(path)
+    model_type = entries.get("model_type")
+    if isinstance(model_type, str) and (model_type in READ_AS or model_type in CONFIG_MAPPING):
         return config_of(entries)
     config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
     return config
+
+
+def config_entries(path: str) -> dict[str, Any]:
+    """What the config.json of a checkpoint states."""
+    entries: dict[str, Any] = PreTrainedConfig.get_config_dict(path)[0]
+    return entries
 
 
 def config_of(entries: dict[str, Any]) -> PreTrainedConfig:
@@ -73,7 +92,8 @@ def config_of(entries: dict[str, Any]) -> PreTrainedConfig:
     Raises:
         ValueError: transformers knows no such model type.
     """
-    kept = {name: value for name, value in _with_types(entries).items() if name not in ("model_type", "auto_map")}
+    kept = _with_types(_settled(entries))
+    kept = {name: value for name, value in kept.items() if name not in ("model_type", "auto_map")}
     model_type = entries.get("model_type", "")
     config: PreTrainedConfig = AutoConfig.for_model(READ_AS.get(model_type, model_type), **kept)
     return config
@@ -99,6 +119,12 @@ def _with_types(entries: Mapping[str, Any]) -> dict[str, Any]:
             if not isinstance(getattr(torch, found[name], None), torch.dtype):
                 raise CheckpointError(f"{name} is {value!r}, which is no type of numbers; write one such as bfloat16")
     return found
+
+
+def _settled(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries without those of `OURS`, at any depth."""
+    kept = {name: value for name, value in entries.items() if name not in OURS}
+    return {name: _settled(value) if isinstance(value, Mapping) else value for name, value in kept.items()}
 
 
 def is_composite(config: PreTrainedConfig) -> bool:

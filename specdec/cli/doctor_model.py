@@ -39,8 +39,8 @@ def run_model(args: argparse.Namespace) -> int:
     require_ours("drafters", "verifiers")
     # The memory of a GPU is given where there is none: quantized weights would stay packed on it.
     packed = True if args.gpu_memory is not None and device.type == "cpu" and dtype.itemsize == 2 else None
-    needs_of = resolve(PARTS, "needs", "part")
-    needs = needs_of(args.model, device=device, dtype=dtype, gpu_bytes=memory, cache_dtype=kept, packed=packed)
+    options = {"cache_dtype": kept, "packed": packed, "most_gpus": _most_gpus(args, device)}
+    needs = resolve(PARTS, "needs", "part")(args.model, device=device, dtype=dtype, gpu_bytes=memory, **options)
     _say("model", args.model)
     of = "" if needs.text_type in ("", needs.model_type) else f", its text part {needs.text_type}"
     _say("type", f"{needs.model_type}{of}")
@@ -55,10 +55,12 @@ def run_model(args: argparse.Namespace) -> int:
         longest = f"{usual:,} tokens, whose cache takes {_gigabytes(usual * needs.token_bytes + needs.request_bytes)}"
         further = f"; its RoPE goes to {extended:,} with --max-model-len" if extended > usual else ", and no more" if most else ""
         _say("context", longest + further)
+    place = "GPU" if args.gpu_memory is not None or device.type == "cuda" else "machine"
     if needs.weights:
         _say("weights", f"{_gigabytes(needs.weights)}, stored as {needs.stored}{' and plain here' if needs.unpacked else ''}")
-        place = "GPU" if args.gpu_memory is not None or device.type == "cuda" else "machine"
         _say("memory", f"{needs.gpus} {place}{'s' if needs.gpus > 1 else ''} of {_gigabytes(memory)}")
+    if needs.ranks and place == "GPU":
+        _say("ranks", _ranks(needs))
     for index, note in enumerate(needs.notes):
         _say("" if index else "requests", note)
     if needs.predicts:
@@ -89,6 +91,24 @@ def _drafter(name: str, needs: Any) -> list[str]:
     if fit.license:
         _say("", fit.license)
     return []
+
+
+def _ranks(needs: Any) -> str:
+    """Among how many GPUs the target can be divided, and what each has of its weights then."""
+    further = [f"{_gigabytes(size)} on {count}" for count, size in needs.ranks.items() if count > 1]
+    if not further:
+        why = "its layers are not divided" if needs.runs_on == "our own layers" else "transformers' modules are not divided"
+        return f"one GPU alone, since {why}"
+    return f"weights of a GPU: {', '.join(further)} (--tensor-parallel)"
+
+
+def _most_gpus(args: argparse.Namespace, device: torch.device) -> int:
+    """GPUs to reckon with: those that are here, unless the memory of others is given."""
+    import torch
+
+    if args.gpu_memory is not None:
+        return 8
+    return torch.cuda.device_count() if device.type == "cuda" else 1
 
 
 def _cache_sizes(needs: Any, kv_dtype: str) -> str:

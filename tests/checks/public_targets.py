@@ -59,6 +59,7 @@ def target_needs(target: str, gpu_bytes: int) -> Needs:
         gpu_bytes=gpu_bytes,
         total_size=int(entry["gigabytes"] * 1e9),
         packed=True,
+        most_gpus=1,
     )
 
 

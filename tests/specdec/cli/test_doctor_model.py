@@ -151,13 +151,68 @@ def test_quantized_weights_are_counted_as_they_would_be_in_memory(
     assert doctor(capsys, target)["weights"] == "16.4 GB, stored as fp8 and plain here"
 
 
-def test_too_large(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """A tenth of a GPU is left for what is no weight: 172.8 of 192 GB."""
+def test_a_target_for_several_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A tenth of a GPU is left for what is no weight: 172.8 of 192 GB. Its 8 key heads are divided by 2, 4 and 8."""
     fits = folder(tmp_path / "fits", QWEN3_8B, total_size=172 * GB)
     assert doctor(capsys, fits)["memory"] == "1 GPU of 192 GB"
-    said = doctor(capsys, folder(tmp_path / "large", QWEN3_8B, total_size=173 * GB), status=1)
-    assert said["memory"] == "2 GPUs of 192 GB"
-    assert said["missing"] == "its weights need 2 GPUs of 192 GB, and a target runs on one" and said["would run"] == "no"
+    said = doctor(capsys, folder(tmp_path / "large", QWEN3_8B, total_size=346 * GB))
+    assert said["memory"] == "4 GPUs of 192 GB" and said["would run"] == "yes"
+    assert said["ranks"] == "weights of a GPU: 173 GB on 2, 86.5 GB on 4, 43.3 GB on 8 (--tensor-parallel)"
+    said = doctor(capsys, folder(tmp_path / "huge", QWEN3_8B, total_size=1400 * GB), status=1)
+    assert said["missing"] == "its weights need 9 GPUs of 192 GB, and it is divided among 2 or 4 or 8 alone"
+
+
+def test_groups_of_packed_weights_are_divided_or_not(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """4,096 and 12,288 inputs in groups of 1,024: 8 ranks would cut those of the first."""
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 1024, "sym": True, "desc_act": False}
+    said = doctor(capsys, folder(tmp_path / "target", QWEN3_8B, total_size=6 * GB, quantization_config=gptq))
+    assert said["ranks"].startswith("weights of a GPU: 3.0 GB on 2, 1.5 GB on 4 (")
+
+
+def test_transformers_modules_have_one_gpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    said = doctor(capsys, folder(tmp_path / "target", {"model_type": "gpt2"}, total_size=200 * GB), status=1)
+    assert said["ranks"] == "one GPU alone, since transformers' modules are not divided"
+    assert said["missing"] == "its weights need 2 GPUs of 192 GB, and it is not divided among several"
+
+
+def test_the_context_and_how_far_it_goes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    said = doctor(capsys, folder(tmp_path / "yarn", QWEN3_8B, rope_scaling=yarn))
+    assert said["context"] == "131,072 tokens, whose cache takes 19.3 GB"
+    said = doctor(capsys, folder(tmp_path / "linear", QWEN3_8B, rope_scaling={"rope_type": "linear", "factor": 2.0}))
+    assert said["context"].endswith("; its RoPE goes to 81,920 with --max-model-len")
+    assert doctor(capsys, folder(tmp_path / "table", {"model_type": "gpt2"}))["context"].endswith(", and no more")
+
+
+KIMI = {"tokenizer_class": "TikTokenTokenizer", "auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}}
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        (
+            {"tokenizer_config.json": json.dumps(KIMI), "tiktoken.model": "IQ== 0"},
+            "its tokenizer is TikTokenTokenizer, code from its",
+        ),
+        ({"tokenizer_config.json": '{"auto_map": {"AutoTokenizer": ["a.B", null]}}'}, "its tokenizer is a class of its own, code"),
+        ({"tiktoken.model": "IQ== 0"}, "its tokenizer is tiktoken.model of tiktoken alone, which does not say where text is split"),
+        ({"some.tiktoken": "IQ== 0"}, "its tokenizer is some.tiktoken of tiktoken alone"),
+        ({"tokenizer.model": "I+/Q== 0\nIg== 1\n"}, "its tokenizer is tokenizer.model of tiktoken alone"),
+        ({"model.safetensors": ""}, "it has no tokenizer: neither tokenizer.json nor another vocabulary"),
+        ({"tokenizer.model": "\n\x0e\n\x05", "model.safetensors": ""}, None),
+        ({"tokenizer_config.json": json.dumps(KIMI), "tiktoken.model": "IQ== 0", "tokenizer.json": "{}"}, None),
+        ({"tokenizer_config.json": '{"tokenizer_class": "Qwen2TokenizerFast"}', "vocab.json": "{}", "model.safetensors": ""}, None),
+    ],
+)
+def test_the_tokenizer_is_looked_at(
+    files: dict[str, str], reason: str | None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    target = folder(tmp_path / "target", QWEN3_8B)
+    for name, text in files.items():
+        (Path(target) / name).write_text(text)
+    said = doctor(capsys, target, status=int(reason is not None))
+    assert said["would run"] == ("yes" if reason is None else "no")
+    assert reason is None or said["missing"].replace("\n", " ").startswith(reason)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +239,7 @@ def test_what_is_missing_is_named(config: dict[str, Any], reason: str, capsys: p
             {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [1, 36]}},
             "it taps layer 36 of a target whose last layer is 35",
         ),
-        ({"architectures": ["Eagle3DeepseekV2ForCausalLM"], "dflash_config": None}, "EAGLE-3"),
+        ({"architectures": ["LiLiCorrDraftModel"]}, "LiLiCorrDraftModel"),
         ({"block_size": None}, "config.json lacks block_size"),
     ],
     ids=["hidden size", "vocabulary", "taps", "algorithm", "config"],

@@ -1,0 +1,88 @@
+"""Among how many ranks a target can be divided, and what each has of its weights, told from its config."""
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import torch
+
+from specdec.attention.selector import refusals
+from specdec.config import DEFAULT_BLOCK_SIZE
+from specdec.errors import UnsupportedModelError
+from specdec.parallel.group import Group
+from verifiers.complete import shapes_of
+from verifiers.families import describe
+from verifiers.formats.method import method_of
+from verifiers.shape import backend_spec
+from verifiers.shares import Share, shared
+from verifiers.sizes import packed_names
+
+RANKS = (2, 3, 4, 5, 6, 7, 8, 16)
+"""GPUs that a machine may have."""
+
+
+def divisions(
+    config: Any,
+    quantization: Mapping[str, Any] | None,
+    weights: int,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    packed: bool,
+) -> dict[int, int]:
+    """Bytes of a rank's weights, by the number of ranks, one included; of numbers that divide the target alone.
+
+    Args:
+        config: of the text model, which our own layers run.
+        quantization: how the file has its weights; None for plain numbers.
+        weights: bytes of all of them in memory.
+        device, dtype: where they would run, and in which type.
+        packed: quantized weights stay as they are.
+    """
+    shapes = shapes_of(config)
+    whole = sum(map(prod, shapes.values()))
+    group = _group(quantization) if packed and quantization is not None else None
+    narrow = set() if group is None or quantization is None else set(packed_names(shapes, quantization))
+    found = {1: weights}
+    for count in RANKS:
+        share = _share(config, count)
+        spec = (
+            None
+            if share is None
+            else backend_spec(shared(config, share.group), device=device, dtype=dtype, block_size=DEFAULT_BLOCK_SIZE)
+        )
+        if share is None or spec is None or all(refusals(spec).values()):
+            continue
+        try:
+            for name in narrow:
+                share.check_groups(name, shapes[name], group or 1)
+            own = sum(prod(share.shape(name, shape)) for name, shape in shapes.items())
+        except UnsupportedModelError:
+            continue
+        found[count] = weights * own // whole
+    return found
+
+
+def _share(config: Any, count: int) -> Share | None:
+    group = Group(rank=0, size=count, device_group=None, host_group=None)
+    try:
+        description = describe(shared(config, group))
+        return None if description is None else Share(config, description, group, name="")
+    except UnsupportedModelError:
+        return None
+
+
+def _group(quantization: Mapping[str, Any]) -> int | None:
+    """Inputs of a packed weight that share a scale; None where all do."""
+    method = method_of(quantization)
+    if method == "modelopt":
+        return 16 if "4" in str(quantization.get("quant_algo", "")) else None
+    if method == "compressed-tensors":
+        groups = (quantization.get("config_groups") or {}).values()
+        sizes = [group["weights"].get("group_size") or (group["weights"].get("block_structure") or [0])[-1] for group in groups]
+        return max((size for size in sizes if size and size > 0), default=None)
+    if method == "fp8":
+        block = quantization.get("weight_block_size")
+        return int(block[-1]) if block else None
+    size = 32 if method == "mxfp4" else quantization.get("group_size")
+    return size if size and size > 0 else None

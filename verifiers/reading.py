@@ -1,0 +1,119 @@
+"""The boundary to files of strangers: whatever stands in them, a user reads one line, which names the entry at fault."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from specdec.errors import CheckpointError, SpecDecError, UnsupportedModelError, one_line
+
+Read = TypeVar("Read")
+Judge = Callable[[dict[str, Any]], object]
+
+NO_FOREIGN_CODE = {"trust_remote_code": False}
+"""Said each time, since transformers otherwise asks on standard input whether to run code from a repository."""
+
+MOST_PARTS = {"layers": 4096, "layer": 4096, "blocks": 4096, "experts": 2**16, "labels": 2**16}
+"""Most parts of a model by the last word of an entry that counts them; of each Transformers makes an object or a list's item."""
+
+
+def read(name: str, what: str, load: Callable[[], Read], blame: Callable[[BaseException], str] | None = None) -> Read:
+    """Calls `load`, turning what a bad path or damaged file raises into one line.
+
+    Args:
+        name: of the target.
+        what: is read of it.
+        load: reads it.
+        blame: says which entry is at fault, with a colon behind it, or nothing; asked where `load` fails for no known reason.
+    """
+    try:
+        return load()
+    except CheckpointError as error:
+        raise CheckpointError(f"cannot read the {what} of target {name!r}: {error}") from error
+    except SpecDecError:
+        raise
+    except ImportError as error:  # transformers reads some quantized weights through other packages
+        raise CheckpointError(
+            f"the {what} of target {name!r} need a package that is not installed: {one_line(error, 300)}"
+        ) from error
+    except (MemoryError, torch.OutOfMemoryError):
+        raise  # nothing is wrong with the files
+    except Exception as error:  # transformers believes what files say: a damaged one ends in any kind of error
+        if "trust_remote_code" in str(error):
+            raise UnsupportedModelError(
+                f"the {what} of target {name!r} need code from its repository, which is never run;"
+                " use a checkpoint whose architecture transformers has itself"
+            ) from error
+        entry = "" if blame is None else blame(error)
+        raise CheckpointError(
+            f"cannot read the {what} of target {name!r}: {entry}{one_line(error, 300)}; check the name or folder, or fetch it again"
+        ) from error
+
+
+def blamed(entries: Mapping[str, Any], judge: Judge, error: BaseException) -> str:
+    """Which entry of a config makes `judge` fail, as `read` wants it: the first without which it does not.
+
+    >>> blamed({"a": 1, "b": {"c": 0}}, lambda entries: 1 / entries.get("b", {}).get("c", 1), ZeroDivisionError())
+    'b.c is 0: '
+    """
+    said = str(error)
+    for path in sorted(_paths(entries), key=lambda path: path[-1] not in said):
+        if _passes(judge, _without(entries, path)):
+            value: Any = entries
+            for key in path:
+                value = value[key]
+            return f"{'.'.join(path)} is {one_line(ValueError(repr(value)), 60)}: "
+    return ""
+
+
+def _paths(entries: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Those of all entries, nested ones before the one that they stand in."""
+    for key, value in entries.items():
+        if isinstance(value, Mapping):
+            yield from ((key, *path) for path in _paths(value))
+        if key != "model_type":  # without which nothing fails
+            yield (key,)
+
+
+def _without(entries: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    first, *rest = path
+    if not rest:
+        return {key: value for key, value in entries.items() if key != first}
+    return {**entries, first: _without(entries[first], tuple(rest))}
+
+
+def _passes(judge: Judge, entries: dict[str, Any]) -> bool:
+    try:
+        judge(entries)
+    except SpecDecError:
+        return True  # which says in its own words what is wrong
+    except Exception:  # of whatever kind
+        return False
+    return True
+
+
+def check_counts(name: str, entries: Mapping[str, Any]) -> None:
+    """Refuses counts that no model has, before anything is made for them.
+
+    Raises:
+        CheckpointError: one is out of range.
+    """
+    for key, value in entries.items():
+        if isinstance(value, Mapping):
+            check_counts(name, value)
+        most = MOST_PARTS.get(re.split(r"[_.]", str(key))[-1])
+        if most is not None and isinstance(value, int | float) and value > most:
+            raise CheckpointError(f"{key} of target {name!r} is {value}; it must not exceed {most:,}, so fetch config.json again")
+
+
+def check_sizes(name: str, config: Any) -> None:
+    """Refuses what no model can have, before anything is allocated for it.
+
+    Raises:
+        CheckpointError: a size is out of range.
+    """
+    for key in ("vocab_size", "num_hidden_layers", "max_position_embeddings"):
+        value = getattr(config, key, None)
+        if isinstance(value, int) and not 1 <= value < 2**31:
+            raise CheckpointError(f"{key} of target {name!r} is {value}; it must lie in [1, 2**31), so fetch config.json again")
