@@ -6,7 +6,7 @@ its own, without transformers' model code, so that a start takes a second or two
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,7 +35,7 @@ from verifiers.embedded import EMBEDDED, FOUR_BIT, embedded_model_path
 from verifiers.families import describe
 from verifiers.generation import read_generation
 from verifiers.reading import blamed, check_counts, check_sizes, read
-from verifiers.shape import backend_spec, peculiarity
+from verifiers.shape import backend_spec, context_limits, peculiarity
 from verifiers.shares import Share, shared
 from verifiers.tokenizer import tokenizer_in
 from verifiers.weights import Weights
@@ -111,7 +111,8 @@ def load_verifier(
 
         folder = path if name == EMBEDDED else checkpoint_folder(given, what="target", snapshot=path)
         check_adapter(given, folder, what="target")
-        reading = _Reading(name, folder, whole, backend, device, dtype, as_stored and keeps_packed(device, dtype), share)
+        packed = as_stored and keeps_packed(device, dtype)
+        reading = _Reading(name, folder, whole, backend, device, dtype, packed, partial(_blame_of_shapes, folder), share)
         verifier = _own(reading, fuse) or _theirs(reading, fuse)
         verifier.media_token_ids = media_token_ids(whole)
     verifier.eos_token_ids, verifier.defaults = generation.ends, generation.defaults
@@ -142,6 +143,7 @@ def _understood(
         check_sizes(name, config)
         check_supported(name, whole)
         share = None if group is None else _share(config, group, name, fuse)
+        context_limits(config, own=True)
         return whole, config, share, backend_spec(shared(config, group), **options)
 
     def blame(error: BaseException) -> str:
@@ -149,6 +151,14 @@ def _understood(
 
     check_counts(name, entries)
     return read(name, "config", lambda: judge(read_config(str(path))), blame)
+
+
+def _blame_of_shapes(folder: Path, error: BaseException) -> str:
+    """What of a config keeps a model from being made of it; see `verifiers.reading.read`."""
+    from verifiers.complete import shapes_of
+    from verifiers.wrappers import config_entries, config_of, text_config
+
+    return blamed(config_entries(str(folder)), lambda entries: shapes_of(text_config(config_of(entries))), error)
 
 
 class _Reading(NamedTuple):
@@ -161,6 +171,7 @@ class _Reading(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     as_stored: bool
+    blame: Callable[[BaseException], str]
     share: Share | None = None
 
     @property
@@ -202,7 +213,7 @@ def _own(reading: _Reading, fuse: bool) -> Verifier | None:
     if description is None or not (fuse or peculiarity(config) or isinstance(reading.backend, MlaBackend)):
         return None
     say_text_only(reading.whole)
-    return read(reading.name, "weights", partial(_built, reading, config, description))
+    return read(reading.name, "weights", partial(_built, reading, config, description), reading.blame)
 
 
 def _built(reading: _Reading, config: Any, description: Description) -> Verifier:
@@ -229,7 +240,7 @@ def _theirs(reading: _Reading, fuse: bool) -> Verifier:
     # transformers finds files of the usual names alone, and would take an adapter's word for what the model is.
     plain = not reading.quantized and usually_named(reading.folder) and not (reading.folder / ADAPTER).is_file()
     load = partial(load_model, str(reading.folder), reading.whole, reading.dtype) if plain else partial(_read_whole, reading)
-    model, missing = read(reading.name, "weights", load)
+    model, missing = read(reading.name, "weights", load, reading.blame)
     if missing:
         raise CheckpointError(
             f"target {reading.name!r} lacks {len(missing)} tensors, the first being {missing[0]!r};"

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from specdec.errors import CheckpointError, SpecDecError, UnsupportedModelError, one_line
+from specdec.errors import CheckpointError, InvalidInputError, SpecDecError, UnsupportedModelError, one_line
 
 Read = TypeVar("Read")
 Judge = Callable[[dict[str, Any]], object]
@@ -31,6 +31,9 @@ def read(name: str, what: str, load: Callable[[], Read], blame: Callable[[BaseEx
         return load()
     except CheckpointError as error:
         raise CheckpointError(f"cannot read the {what} of target {name!r}: {error}") from error
+    except InvalidInputError as error:  # as if a user had given the value
+        entry = "" if blame is None else blame(error)
+        raise CheckpointError(f"cannot read the {what} of target {name!r}: {entry}{error}") from error
     except SpecDecError:
         raise
     except ImportError as error:  # transformers reads some quantized weights through other packages
@@ -57,13 +60,15 @@ def blamed(entries: Mapping[str, Any], judge: Judge, error: BaseException) -> st
     >>> blamed({"a": 1, "b": {"c": 0}}, lambda entries: 1 / entries.get("b", {}).get("c", 1), ZeroDivisionError())
     'b.c is 0: '
     """
+    if _passes(judge, dict(entries)):
+        return ""
     said = str(error)
-    for path in sorted(_paths(entries), key=lambda path: path[-1] not in said):
+    for path in sorted(_paths(entries), key=lambda path: str(path[-1]) not in said):
         if _passes(judge, _without(entries, path)):
             value: Any = entries
             for key in path:
                 value = value[key]
-            return f"{'.'.join(path)} is {one_line(ValueError(repr(value)), 60)}: "
+            return f"{'.'.join(map(str, path))} is {one_line(ValueError(repr(value)), 60)}: "
     return ""
 
 
@@ -86,6 +91,8 @@ def _without(entries: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any
 def _passes(judge: Judge, entries: dict[str, Any]) -> bool:
     try:
         judge(entries)
+    except InvalidInputError:  # as if a user had given the value
+        return False
     except SpecDecError:
         return True  # which says in its own words what is wrong
     except Exception:  # of whatever kind

@@ -1,0 +1,186 @@
+"""Configs of strangers: whatever stands at any entry, loading and `doctor` end in a result or in one line that names the entry."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec import SpecDecoder
+from specdec.config import CacheConfig, EngineConfig
+from specdec.errors import CheckpointError, SpecDecError
+from tests.helpers.tiny_models import CONFIGS, LATENT_CONFIGS, plain_greedy, plain_model, tiny_tokenizer
+from verifiers import needs
+from verifiers.load import load_verifier
+from verifiers.needs import needs_of, read_needs
+
+CPU = torch.device("cpu")
+VALUES: tuple[Any, ...] = (None, 5, "x", [], 0)
+EXTRA = ("layer_types", "sliding_window", "quantization_config", "text_config", "per_layer_config", "is_causal", "auto_map")
+"""What a config may state though its type has no such entry."""
+
+COMPOSITE = {"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text", "num_hidden_layers": 4}, "vision_config": {}}
+FAMILIES: dict[str, Any] = {
+    "llama": lambda: CONFIGS["llama"]().to_dict(),
+    "gemma4_shared": lambda: CONFIGS["gemma4_shared"]().to_dict(),
+    "gpt_oss": lambda: CONFIGS["gpt_oss"]().to_dict(),
+    "qwen3_5_moe": lambda: CONFIGS["qwen3_5_moe"]().to_dict(),
+    "deepseek_v32": lambda: LATENT_CONFIGS["deepseek_v32"]().to_dict(),
+    "composite": lambda: COMPOSITE,
+    "gpt2": lambda: {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 97, "n_positions": 40},
+}
+
+
+def entries_of(family: str) -> dict[str, Any]:
+    entries: dict[str, Any] = json.loads(json.dumps(FAMILIES[family](), default=str))
+    return {name: value for name, value in entries.items() if value is not None}
+
+
+def changed(entries: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """With each value at each entry, at any depth."""
+    for name in (*entries, *EXTRA):
+        yield from ({**entries, name: value} for value in VALUES)
+        if isinstance(entries.get(name), dict):
+            yield from ({**entries, name: inner} for inner in changed(entries[name]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_value_at_any_entry_ends_in_one_line(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(needs, "blamed", lambda entries, judge, error: "")  # which takes a while, and is tested below
+    monkeypatch.setattr(needs, "divisions", lambda config, *_, **__: {1: 1})
+    if family != "llama":
+        monkeypatch.setattr(needs, "weight_bytes", lambda *_, **__: 1)
+    said = 0
+    for entries in changed(entries_of(family)):
+        try:
+            needs_of(entries, name="target", device=CPU, dtype=torch.float32, gpu_bytes=10**9)
+        except SpecDecError as error:
+            said += 1
+            assert "\n" not in str(error) and "'target'" in str(error)
+    assert said > 20, "so many of these make no config"
+
+
+@pytest.mark.parametrize(
+    ("entry", "value"),
+    [
+        ("num_attention_heads", 0),
+        ("layer_types", 5),
+        ("quantization_config", 5),
+        ("quantization_config", {"quant_method": "compressed-tensors", "config_groups": 5}),
+        ("vocab_size", "x"),
+        ("rope_parameters", {"rope_type": "yarn", "factor": "x"}),
+        ("text_config", 5),
+        ("to_dict", 5),
+    ],
+)
+def test_the_entry_is_named(entry: str, value: Any, llama: Path, tmp_path: Path) -> None:
+    change(tmp_path, llama, **{entry: value})
+    with pytest.raises(CheckpointError, match=rf"{entry}[.\w]* is ") as doctor:
+        read_needs(str(tmp_path), device=CPU, dtype=torch.float32, gpu_bytes=10**9)
+    with pytest.raises(CheckpointError, match=rf"{entry}[.\w]* is ") as loading:
+        load_verifier(str(tmp_path), device=CPU, dtype=torch.float32)
+    assert "\n" not in str(doctor.value) + str(loading.value)
+
+
+@pytest.mark.parametrize("entry", ["num_hidden_layers", "num_nextn_predict_layers", "num_experts", "n_layer", "num_labels"])
+def test_counts_are_refused_before_memory_is_taken(entry: str, tmp_path: Path) -> None:
+    """At any depth; a list of a billion layers would not fit."""
+    for number, entries in enumerate(({entry: 10**9}, {"text_config": {entry: 10**9}})):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"model_type": "llama"} | entries))
+        with pytest.raises(CheckpointError, match=f"{entry} of target .* is 1000000000; it must not exceed"):
+            read_needs(str(folder), device=CPU, dtype=torch.float32, gpu_bytes=10**9)
+        with pytest.raises(CheckpointError, match=f"{entry} of target .* is 1000000000; it must not exceed"):
+            load_verifier(str(folder), device=CPU, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    "junk", [[1], 5, "x", None, {"metadata": [1], "weight_map": 5}, {"metadata": {"total_size": float("nan")}}]
+)
+def test_a_junk_index(junk: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["llama"]().to_dict(), default=str))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(junk))
+    try:
+        assert read_needs(str(tmp_path), device=CPU, dtype=torch.float32, gpu_bytes=10**9).weights > 0
+    except CheckpointError as error:
+        assert "holds no JSON object" in str(error)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    plain_model("llama").save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def change(folder: Path, source: Path, **entries: Any) -> None:
+    """Makes `folder` the checkpoint in `source` with these entries."""
+    for file in source.iterdir():
+        (folder / file.name).unlink(missing_ok=True)
+        (folder / file.name).symlink_to(file)
+    stated = json.loads((source / "config.json").read_text())
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(stated | entries))
+
+
+def decoder(folder: Path, source: Path, **entries: Any) -> SpecDecoder:
+    change(folder, source, **entries)
+    engine = EngineConfig(max_num_seqs=1, cache=CacheConfig(memory_bytes=2**19))
+    return SpecDecoder.from_pretrained(str(folder), drafter="none", device="cpu", dtype="float32", engine=engine)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "sliding_window",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "num_kv_shared_layers",
+        "num_attention_heads_per_layer",
+    ],
+)
+def test_entries_of_other_types_change_nothing(llama: Path, tmp_path: Path, entry: str) -> None:
+    """A Llama has no windows in Transformers, whatever its file says."""
+    expected = plain_greedy(plain_model("llama"), list(range(3, 23)), 4)
+    for value in (0, 4, "x"):
+        own = decoder(tmp_path, llama, **{entry: value})
+        assert own.generate(list(range(3, 23)), max_tokens=4, ignore_eos=True).token_ids == expected
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"attn_implementation": "flash_attention_2"},
+        {"_attn_implementation": "owner/kernels", "_attn_implementation_internal": "flash_attention_3"},
+        {"attn_implementation": {"": "flash_attention_2", "text_config": "sdpa"}, "experts_implementation": "owner/kernels"},
+        {"output_attentions": True, "output_hidden_states": True, "return_dict": False},
+    ],
+)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_how_to_run_a_model_is_not_for_its_file_to_say(name: str, entries: dict[str, Any], llama: Path, tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    source, folder = llama, tmp_path / "changed"
+    folder.mkdir()
+    if name == "gpt2":
+        torch.manual_seed(0)
+        model: Any = GPT2LMHeadModel(GPT2Config(vocab_size=97, n_positions=40, n_embd=32, n_layer=2, n_head=2)).eval()
+        source = tmp_path / "gpt2"
+        model.save_pretrained(source)
+        tiny_tokenizer().save_pretrained(source)
+    else:
+        model = plain_model("llama")
+    expected = plain_greedy(model, list(range(3, 23)), 4)
+    own = decoder(folder, source, **entries)
+    assert own.generate(list(range(3, 23)), max_tokens=4, ignore_eos=True).token_ids == expected
+
+
+@pytest.mark.parametrize("window", [0, -4, True, "x", 1.5, [4]])
+def test_a_window_counts_tokens(window: Any) -> None:
+    entries = json.loads(json.dumps(CONFIGS["mistral"]().to_dict())) | {"sliding_window": window}
+    with pytest.raises(CheckpointError, match="sliding_window"):
+        needs_of(entries, name="target", device=CPU, dtype=torch.float32, gpu_bytes=10**9)
