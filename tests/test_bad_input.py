@@ -139,7 +139,7 @@ ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
         (remove("config.json"), ("target", "has no config.json")),
         (remove("model.safetensors"), ("cannot read the weights of target", "there are no weights")),
         (write("config.json", "null"), ("config.json of target", "holds no JSON object")),
-        (write("tokenizer_config.json", "[]"), ("cannot read the tokenizer of target", "fetch it again")),
+        (write("tokenizer_config.json", "[]"), ("cannot read the tokenizer of target", "write it again")),
         (set_key(vocab_size="97"), ("cannot read the config of target", "vocab_size")),
         (set_key(num_key_value_heads=0), ("target", "fetch it again")),
         (set_key(num_hidden_layers=0), ("num_hidden_layers of target", "is 0", "[1, 2**31)")),

@@ -1,7 +1,7 @@
 """What a model's config says of its attention and its cache."""
 
 from dataclasses import replace
-from inspect import signature
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -46,10 +46,17 @@ def layer_windows(config: PreTrainedConfig) -> list[int | None]:
 
 def declared(config: Any, name: str, default: Any = None) -> Any:
     """An entry that transformers has for models of this type; of others its models know nothing, whatever a file says."""
-    kind = type(config)
-    if isinstance(config, PreTrainedConfig) and not hasattr(kind, name) and name not in signature(kind.__init__).parameters:
-        return default
-    return getattr(config, name, default)
+    known = not isinstance(config, PreTrainedConfig) or _has(type(config), name)
+    return getattr(config, name, default) if known else default
+
+
+@cache
+def _has(kind: type[PreTrainedConfig], name: str) -> bool:
+    """Whether configs of a type have an entry, be it that they work it out."""
+    try:
+        return hasattr(kind, name) or hasattr(kind(), name)
+    except Exception:  # of whatever kind: one that is nothing without entries
+        return True
 
 
 def _tokens(config: Any, name: str) -> int | None:
