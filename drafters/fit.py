@@ -9,6 +9,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from drafters.algorithms import algorithm_of, unsupported
+from drafters.checkpoint import called
 from drafters.dflash import layout as dflash
 from drafters.dflash.checkpoint import tensor_shapes
 from drafters.dflash.drafter import check_fit
@@ -16,12 +17,13 @@ from drafters.dflash.heads import ALGORITHMS
 from drafters.eagle3 import config as eagle3
 from drafters.eagle3.checkpoint import tensor_shapes as eagle3_shapes
 from drafters.eagle3.drafter import check_fit as check_head_fit
+from drafters.keys import LIMITS, Keys, count, section
 from drafters.license import CARD, license_note
 from drafters.load import first_eagle
 from drafters.sequential.drafter import USUAL_DRAFTS
 from drafters.shipped import shipped_drafter_path
 from specdec.core import Verifier
-from specdec.errors import CheckpointError
+from specdec.errors import CheckpointError, SpecDecError, one_line
 from specdec.hub import checkpoint_file
 from specdec.kinds import check_adapter, checkpoint_config
 from specdec.registry import DRAFTERS, PARTS, resolve
@@ -98,13 +100,27 @@ def read_fit(name: str, target: TargetShape) -> Fit:
     if folder.is_dir() and (refusal := first_eagle(folder, fit.algorithm)):
         fit = Fit("unknown", problems=(refusal,))
     if fit.algorithm == "draft-model":
-        fit = _draft_model(name)
+        fit = _draft_model(name, raw)
     return replace(fit, license=license_note(card, raw))
 
 
-def _draft_model(name: str) -> Fit:
-    """What a language model needs to draft; whether its tokens are the target's is seen when it is loaded."""
-    needs = resolve(PARTS, "needs", "part")(name, device=torch.device("cpu"), dtype=torch.bfloat16, gpu_bytes=2**63)
+def _draft_model(name: str, raw: Mapping[str, Any]) -> Fit:
+    """What a language model needs to draft; whether its tokens are the target's is seen when it is loaded.
+
+    Raises:
+        CheckpointError: its config describes no model.
+    """
+    for size in LIMITS:
+        count(Keys([section(raw, "text_config"), raw]), size)
+    try:
+        with called(Path(name), name, kind="draft model"):
+            needs = resolve(PARTS, "needs", "part")(name, device=torch.device("cpu"), dtype=torch.bfloat16, gpu_bytes=2**63)
+    except SpecDecError:
+        raise
+    except Exception as error:  # transformers believes what files say: a wrong value ends in any kind of error
+        raise CheckpointError(
+            f"config.json of draft model {name!r} describes no model ({type(error).__name__}: {one_line(error)}); fetch it again"
+        ) from error
     problems = list(needs.missing)
     if needs.request_bytes:
         problems.append("a draft model cannot have recurrent layers, whose states cannot take rejected drafts back")

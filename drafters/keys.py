@@ -167,3 +167,26 @@ class Keys:
         right = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
         require(value is None or right, f"{name} is {value!r}; it must be {noun}")
         return value
+
+
+_SIZES = (
+    "hidden_size", "intermediate_size", "kv_lora_rank", "max_position_embeddings",
+    "num_attention_heads", "num_key_value_heads", "q_lora_rank", "v_head_dim", "vocab_size",
+)  # fmt: skip
+LIMITS = {
+    **dict.fromkeys(_SIZES, 2**31 - 1),
+    **dict.fromkeys(("global_head_dim", "head_dim", "qk_nope_head_dim", "qk_rope_head_dim"), 2**16),
+    "num_hidden_layers": 1024,
+}
+"""Counts and sizes of layers, all at least 1, and the most that each may be."""
+
+
+def count(keys: Keys, name: str) -> int | None:
+    """A count or a size of `LIMITS`, or None.
+
+    Raises:
+        CheckpointError: it is outside them.
+    """
+    value, most = keys.integer(name), LIMITS[name]
+    require(value is None or 1 <= value <= most, f"{name} is {value}; it must lie in [1, {most:,}]")
+    return value

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import torch
 from transformers import DeepseekV3Config, LlamaConfig, Qwen3Config
 
-from drafters.keys import Keys, is_number, require, section
+from drafters.keys import LIMITS, Keys, count, is_number, require, section
 from drafters.rope import whole_heads
 from specdec.errors import one_line
 from specdec.layers.rotary import STATIC_ROPE_TYPES, Rope
@@ -32,14 +32,6 @@ _CLASSES = {
 """What layers a class has, whose config may be called like that of its target."""
 
 _NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
-_LIMITS = {
-    **dict.fromkeys((*_NEEDED, "num_key_value_heads", "max_position_embeddings"), 2**31 - 1),
-    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "v_head_dim"), 2**31 - 1),
-    **dict.fromkeys(("head_dim", "qk_nope_head_dim", "qk_rope_head_dim"), 2**16),
-    "num_hidden_layers": 1024,
-}
-"""Counts and sizes, all of which are at least 1, and the most that each may be."""
-
 _FLAGS = ("attention_bias", "mlp_bias", "rope_interleave", "tie_word_embeddings", "use_sliding_window")
 _PASSED_ON = ("bos_token_id", "eos_token_id", "pad_token_id")
 """What no head looks at, and what converted checkpoints keep."""
@@ -97,10 +89,10 @@ def _said(shape: Mapping[str, Any], keys: Keys, made: type[Layers]) -> dict[str,
     """Values for a config of that class, but for RoPE."""
     for name in _NEEDED:
         keys.required(name)
-    found: dict[str, Any] = {name: _count(keys, name, most) for name, most in _LIMITS.items()}
+    found: dict[str, Any] = {name: count(keys, name) for name in LIMITS}
     if shape.get("model_type") == "llama4_text":  # whose usual size is that of experts
-        dense = _count(keys, "intermediate_size_mlp", _LIMITS["intermediate_size"])
-        found["intermediate_size"] = found["intermediate_size"] if dense is None else dense
+        dense = Keys([{"intermediate_size": shape.get("intermediate_size_mlp")}, shape])
+        found["intermediate_size"] = count(dense, "intermediate_size")
     found |= {name: keys.flag(name) for name in _FLAGS}
     found |= {name: shape[name] for name in _PASSED_ON if _is_token(shape.get(name))}
     found["rms_norm_eps"] = _epsilon(keys)
@@ -115,12 +107,6 @@ def _said(shape: Mapping[str, Any], keys: Keys, made: type[Layers]) -> dict[str,
     if made is DeepseekV3Config and "q_lora_rank" in shape:
         said["q_lora_rank"] = found["q_lora_rank"]
     return said
-
-
-def _count(keys: Keys, name: str, most: int) -> int | None:
-    value = keys.integer(name)
-    require(value is None or 1 <= value <= most, f"{name} is {value}; it must lie in [1, {most:,}]")
-    return value
 
 
 def _epsilon(keys: Keys) -> float | None:

@@ -1,12 +1,17 @@
 """Loading the layers that a target, or a checkpoint made for it, has for multi-token prediction."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-from drafters.checkpoint import find_folder, naming
+from drafters.checkpoint import find_folder, naming, read_json
+from drafters.keys import LIMITS, Keys, count, section
 from drafters.mtp.assistant import AssistantDrafter
 from drafters.mtp.network import PredictionNetwork
 from drafters.sequential.drafter import USUAL_DRAFTS, SequentialDrafter
 from specdec.core import Verifier
+from specdec.errors import CheckpointError, SpecDecError, one_line
+from specdec.hub import CONFIG
 from specdec.layers.prediction import PredictionLayers
 from specdec.registry import PARTS, resolve
 
@@ -24,6 +29,26 @@ def load_mtp(path: str | Path | None = None, *, verifier: Verifier) -> Sequentia
     else:
         folder = find_folder(path)
         with naming(path):
-            layers = read(verifier, folder)
+            _check_sizes(read_json(folder / CONFIG))
+            layers = _believing(lambda: read(verifier, folder))
     kind = AssistantDrafter if layers.reads_target else SequentialDrafter
     return kind(PredictionNetwork(layers, verifier), verifier, max_draft_tokens=USUAL_DRAFTS)
+
+
+def _check_sizes(raw: Mapping[str, Any]) -> None:
+    """Refuses sizes of layers that no model has, which would take all memory or all time."""
+    for name in ("text_config", "transformer_layer_config"):
+        for size in LIMITS:
+            count(Keys([section(raw, name)]), size)
+
+
+def _believing(read: Callable[[], PredictionLayers]) -> PredictionLayers:
+    """What `read` returns, where transformers believes what files say: a wrong value ends in any kind of error."""
+    try:
+        return read()
+    except SpecDecError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"its config.json describes no layers ({type(error).__name__}: {one_line(error)}); fetch it again"
+        ) from error
