@@ -37,6 +37,7 @@ class _Sequence:
     # For recurrent layers:
     num_in_state: int = 0  # tokens that the states have taken in after the last step whose result was read
     last_end: int = 0  # where the last snapshot was taken, or the prefill ended
+    last_chunk: int | None = None  # block that has the snapshot of the last chunk of the prefill
     kept: int | None = None  # block that has the last snapshot of generated tokens
     copied: _Copied | None = None
 
@@ -94,8 +95,11 @@ class PrefixCache:
             request.offers_from = maxsize
             return
         sequence, found = self._sequences[request.request_id], len(cached) * self.block_size
-        sequence.num_offered, sequence.last_end, sequence.kept = len(cached), num_tokens, None
-        request.snapshot = self.pool.snapshot_at(cached[-1]) if cached and self._recurrent else None
+        sequence.num_offered, sequence.last_end, sequence.kept, sequence.last_chunk = len(cached), num_tokens, None, None
+        if self._recurrent:
+            request.snapshot = self.pool.snapshot_at(cached[-1]) if cached else None
+            most = (num_tokens - 1) // self.block_size
+            request.parts_at = self.pool.num_known(sequence.digests[:most], len(cached)) * self.block_size
         if request.num_cached_tokens is None:  # not again after a preemption
             request.num_cached_tokens = found
             if request.sampling.read_prefix_cache and not request.num_to_score:
@@ -112,11 +116,19 @@ class PrefixCache:
             return None
         # What drafting caches for the last position depends on a token that is yet to be chosen.
         self._offer(request, end - self._ahead if last else end)
-        self._sequences[request.request_id].num_in_state = end
-        if not self._recurrent or end % self.block_size:
+        sequence = self._sequences[request.request_id]
+        sequence.num_in_state = end
+        number = end // self.block_size - 1
+        if not self._recurrent or end % self.block_size or number >= len(sequence.digests):
             return None
-        block = request.block_ids[end // self.block_size - 1]
-        row = self.pool.take_row() if self.pool.takes_snapshot(block) else None
+        block = self.pool.published(sequence.digests[number])  # whoever has computed it first
+        if block is None or not self.pool.takes_snapshot(block):
+            return None
+        # Of one prompt the states at its end serve most, and those where it parts from another; the others go first.
+        if sequence.last_chunk is not None:
+            self.pool.demote_snapshot(sequence.last_chunk)
+        sequence.last_chunk = block if end != request.parts_at else None
+        row = self.pool.take_row()
         if row is not None:
             self.pool.keep_snapshot(block, Snapshot(row))
         return row

@@ -32,7 +32,8 @@ class Request:
     has one, until the request ends).
     Set by the engine as results arrive: `output_token_ids`, all log-probabilities, `finish_reason`, `error`, `steps`.
     Set by the scheduler and the engine between steps: `status`, `slot`, `block_ids`, `num_scored`, `num_prefilled`, `snapshot`,
-    `num_cached_tokens`, `offers_from`, `num_deferred`, `num_kv_tokens`, `num_in_flight`, `num_tries`, `tried_at`, `num_unread`.
+    `parts_at`, `num_cached_tokens`, `offers_from`, `num_deferred`, `num_kv_tokens`, `num_in_flight`, `num_tries`, `tried_at`,
+    `num_unread`.
 
     Every step goes through hundreds of these, so what it looks at are plain numbers.
     """
@@ -65,6 +66,7 @@ class Request:
     num_scored: int = 0  # prompt rows whose log-probabilities are launched; these need not be computed again
     num_prefilled: int = 0  # tokens whose KV the prefill has written or found in the cache
     snapshot: Snapshot | None = None  # recurrent states that its prefill goes on from
+    parts_at: int = 0  # tokens that it has in common with what was computed before, though no states were kept there
     num_cached_tokens: int | None = None  # of those, the tokens found in the cache when it was first admitted
     num_deferred: int = 0  # last steps whose context the drafter has put off
     offers_from: int = 0  # L from which on a block may be full that is not yet offered to other requests

@@ -60,8 +60,8 @@ class Scheduler:
         prefix: finds and offers what requests have in common; None does neither.
         num_draft_tokens: drafts per step for which there must be room.
         num_lookahead_tokens: see `specdec.core.Drafter.num_lookahead_tokens`.
-        snapshot_tokens: tokens to prefill for which a snapshot of recurrent states is worth a step of its own at the end of a
-            prompt; None where no layer is recurrent.
+        snapshot_tokens: tokens to prefill for which a snapshot of recurrent states is worth a step of its own, at the end of a
+            prompt or where it parts from another; None where no layer is recurrent.
     """
 
     def __init__(
@@ -214,15 +214,20 @@ class Scheduler:
         if request.num_to_score:
             room = MOST_ROWS_TO_SCORE - sum(len(chunk.rows_to_score) for chunk in chunks)
             end = min(end, start + max(room, 1))
-        end = self._snapshot_end(start, end, total)
+        end = self._snapshot_end(request, start, end, total)
         if end > start:
             chunks.append(Chunk(request, start, end, admitted=admitted, last=end == total))
         return budget - (end - start)
 
-    def _snapshot_end(self, start: int, end: int, total: int) -> int:
-        """Where a chunk ends that may go as far as `end`: at a block's end where states are kept, if that is not too near."""
+    def _snapshot_end(self, request: Request, start: int, end: int, total: int) -> int:
+        """Where a chunk ends that may go as far as `end`: at a block's end where states are kept, if that is not too near.
+
+        The second request that begins as another did keeps them where it parts from that one, for all those that come after.
+        """
         if self._snapshot_tokens is None:
             return end
+        if start + self._snapshot_tokens <= request.parts_at < end:
+            return request.parts_at
         least = self._snapshot_tokens if end == total else 1
         boundary = (end - (end == total)) // self.block_size * self.block_size  # the last token is computed after it
         return boundary if boundary - start >= least else end

@@ -121,6 +121,17 @@ class BlockPool:
             self._ref_counts[block] += 1
         return found
 
+    def num_known(self, digests: Sequence[bytes], first: int = 0) -> int:
+        """How many of the first `digests` are published, where those before `first` are known to be."""
+        count = first
+        while count < len(digests) and digests[count] in self._block_of:
+            count += 1
+        return count
+
+    def published(self, digest: bytes) -> int | None:
+        """The block that is offered under a digest."""
+        return self._block_of.get(digest)
+
     def snapshot_at(self, block: int) -> Snapshot:
         """The states at the end of a block that `match` has found to end in a snapshot."""
         self._snapshot_of.move_to_end(block)
@@ -148,6 +159,11 @@ class BlockPool:
     def keep_snapshot(self, block: int, snapshot: Snapshot) -> None:
         """Keeps the states at the end of a block that `takes_snapshot`, in a row of `take_row`."""
         self._snapshot_of[block] = snapshot
+
+    def demote_snapshot(self, block: int) -> None:
+        """Lets a block's snapshot, if it has one, be the next to go."""
+        if block in self._snapshot_of:
+            self._snapshot_of.move_to_end(block, last=False)
 
     def drop_snapshot(self, block: int) -> None:
         """Takes back the row of a block's snapshot, if it has one."""

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from itertools import cycle
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from drafters.composed.drafter import ComposedDrafter
 from drafters.suffix.drafter import SuffixDrafter
@@ -15,6 +17,7 @@ from specdec.batch import DecodeBatch, ForwardInput
 from specdec.blocks import BlockShape
 from specdec.config import CacheConfig, EngineConfig
 from specdec.core import Drafter, DraftOutput, Verifier, VerifyOutput
+from specdec.engine import build
 from specdec.engine import prefix as module
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request
@@ -23,7 +26,7 @@ from specdec.kv_cache import BlockPool, StateCache, prefix_hashes
 from specdec.sampling_params import SamplingParams
 from tests.drafters.sequential.toy import toy_drafter
 from tests.helpers.scripted import ScriptedDrafter
-from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts
+from tests.helpers.tiny_models import paged_verifier, plain_greedy, plain_model, random_dflash, random_prompts
 
 BLOCK = 4
 SAMPLED = SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.8, top_p=0.9, seed=5)
@@ -167,6 +170,67 @@ def test_the_next_turn_of_a_chat(verifier: Verifier, name: str, sampling: Sampli
         before += len(words) + len(output)
     assert engine.prefix_counts.found == sum(cached) > 40
     assert engine.prefix_counts.queried == sum(sum(map(len, [*news[: i + 1], *said[:i]])) for i in range(3))
+
+
+@cache
+def hybrid() -> tuple[PreTrainedModel, Verifier]:
+    model = plain_model("qwen3_5", 0)
+    return model, paged_verifier(model, BLOCK)
+
+
+def in_turn(engine: SpecEngine, prompts: list[list[int]]) -> list[Request]:
+    """One request after the other; every output is that of `generate`."""
+    requests = []
+    for prompt in prompts:
+        requests.append(engine.add_request(prompt, SamplingParams(max_tokens=5, ignore_eos=True)))
+        finish(engine)
+        assert requests[-1].output_token_ids == plain_greedy(hybrid()[0], prompt, 5)
+    return requests
+
+
+@pytest.mark.parametrize("drafts", ["plain", "dflash"])
+@pytest.mark.parametrize(("chunk", "counts"), [(512, [0, 0, 60, 60, 60]), (32, [0, 32, 60, 60, 60]), (50, [0, 48, 48, 48, 48])])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_states_where_prompts_part(chunk: int, counts: list[int], drafts: str, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second request that begins as another did keeps them for all that come after, however long chunks are.
+
+    Where the last chunk's are near, a step more would not pay.
+    """
+    monkeypatch.setattr(build, "SNAPSHOT_TOKENS", 16)
+    monkeypatch.setitem(MAKERS, "dflash", (lambda v: random_dflash(v, taps=(0, 1, 2)), {}))
+    system = [3 + (7 * j + j // 50) % 90 for j in range(62)]
+    prompts = [system + [3 + (31 * i + j + 1) % 90 for j in range(11)] for i in range(5)]
+    with an_engine(hybrid()[1], drafts, pipeline_depth=depth, max_prefill_tokens=chunk) as engine:
+        requests = in_turn(engine, prompts)
+        assert [request.num_cached_tokens for request in requests] == counts
+        assert len(engine.pool._free_rows) + len(engine.pool._snapshot_of) == 3
+
+
+def test_states_where_a_prompt_parts_from_one_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks are offered from its prefill on, and it need not have ended."""
+    monkeypatch.setattr(build, "SNAPSHOT_TOKENS", 16)
+    system = [3 + (7 * j + j // 50) % 90 for j in range(62)]
+    with an_engine(hybrid()[1], max_prefill_tokens=512) as engine:
+        requests = []
+        for i in range(3):
+            requests.append(engine.add_request([*system, 9 + i, *range(20, 30)], SamplingParams(max_tokens=30)))
+            engine.step()
+            engine.step()
+        assert [request.num_cached_tokens for request in requests] == [0, 0, 60]
+        texts = finish(engine, *requests)
+    assert texts == [plain_greedy(hybrid()[0], request.prompt_token_ids, 30) for request in requests]
+
+
+@pytest.mark.parametrize("chunk", [512, 64, 32])
+def test_a_long_prompt_takes_few_states_of_others(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three chats, then a prompt of many chunks by somebody else: the chats' next turns find what they have said."""
+    monkeypatch.setattr(build, "SNAPSHOT_TOKENS", 16)
+    chats = [[3 + (31 * i + 7 * j) % 90 for j in range(40)] for i in range(3)]
+    with an_engine(hybrid()[1], max_prefill_tokens=chunk, max_num_seqs=4) as engine:
+        answers = [request.output_token_ids for request in in_turn(engine, chats)]
+        in_turn(engine, [[3 + j * 13 % 90 for j in range(256)]])
+        turns = in_turn(engine, [[*chat, *answer, 9, 10] for chat, answer in zip(chats, answers, strict=True)])
+        assert [turn.num_cached_tokens for turn in turns] == [40] * 3
 
 
 def test_preempted_requests_take_back_what_they_had(verifier: Verifier) -> None:
