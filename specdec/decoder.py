@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from jinja2 import TemplateError
 from torch import Tensor
 
 from specdec.config import DEFAULT_BLOCK_SIZE, CacheDtype, EngineConfig, GenerationSource, LoadConfig, PrefillDtype, WeightForm
@@ -21,6 +20,7 @@ from specdec.engine.session import Session
 from specdec.engine.text import token_ids
 from specdec.errors import InvalidInputError, SpecDecError
 from specdec.loading import load_target
+from specdec.messages import for_template, readable
 from specdec.parallel.mirror import Mirror, everywhere
 from specdec.sampling_params import SamplingParams
 from specdec.scratch import next_token_logits
@@ -174,9 +174,10 @@ class SpecDecoder:
         if prompt and isinstance(prompt[0], dict):
             if not getattr(self.tokenizer, "chat_template", None):
                 raise InvalidInputError(f"the tokenizer of {self.verifier.name!r} has no chat template; give text or token ids")
+            messages = for_template(readable(prompt), self.tokenizer)
             try:
-                text = self.tokenizer.apply_chat_template(list(prompt), tokenize=False, **template)
-            except (TemplateError, TypeError, ValueError) as error:
+                text = self.tokenizer.apply_chat_template(messages, tokenize=False, **template)
+            except Exception as error:  # a template may raise whatever it likes
                 raise InvalidInputError(f"the chat template of {self.verifier.name!r} refuses these messages: {error}") from error
             return self._ids_of(text, add_special_tokens=bool(add_special_tokens))
         return token_ids(prompt)

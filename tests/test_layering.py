@@ -20,7 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 FLOORS: dict[str, list[set[str]]] = {
     "specdec": [
         {"errors", "sizes", "deviation", "blocks"},
-        {"packages", "validation", "tensor_files"},
+        {"packages", "validation", "tensor_files", "messages"},
         {"grammar"},
         {"amd_gpus", "config", "sampling_params", "metrics", "registry", "files", "hub"},
         {"device", "kinds", "kv_cache", "parallel"},

@@ -31,6 +31,7 @@ from specdec.decoder import SpecDecoder
 from specdec.errors import InvalidInputError, SpecDecError
 from specdec.hub import pinned
 from specdec.journal import Journal
+from specdec.messages import for_template
 from specdec.sampling_params import SamplingParams
 
 
@@ -140,7 +141,7 @@ class SpecdecLM(TemplateLM):
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """A chat as one text; without `add_generation_prompt` its last message stays open, to be continued."""
         text: str = self.tokenizer.apply_chat_template(
-            chat_history,
+            for_template(chat_history, self.tokenizer),
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
 from specdec.engine.outputs import GenerationResult, StreamChunk
 from specdec.serve.acceptance import meta_info, speculative_decoding
 from specdec.serve.protocol import Generation
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from specdec.serve.token_bytes import TokenBytes
 
 
 class Answer:
@@ -22,7 +21,7 @@ class Answer:
         asked: the request.
         model: name of the model.
         prompts: token ids, `asked.n` outputs for each.
-        tokenizer: tells the text of single tokens.
+        tokens: tells the text of single tokens.
 
     Attributes:
         notes: what the request says and the outputs are not held to.
@@ -32,12 +31,12 @@ class Answer:
     chunk_kind = ""  # of its events
     prefix = ""  # of its id
 
-    def __init__(self, asked: Generation, model: str, prompts: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, asked: Generation, model: str, prompts: Sequence[list[int]], tokens: TokenBytes) -> None:
         self.asked, self.prompts, self.n = asked, prompts, asked.n or 1
         self._frame = {"id": f"{self.prefix}{uuid4().hex}", "created": int(time.time()), "model": model}
-        self._tokenizer = tokenizer
         self.notes: list[str] = []
-        self._names: dict[int, str] = {}
+        self.tokens = tokens
+        self._counts: Counter[int] = Counter()  # of tokens that events have told of, by output
 
     def choice(self, result: GenerationResult, index: int, first: GenerationResult) -> dict[str, Any]:
         """An output as a whole; `first` is that of the same prompt that has its log-probabilities."""
@@ -66,28 +65,21 @@ class Answer:
         for index in range(self.n * len(self.prompts)):
             begun = self.opening(index)
             if begun is not None:
-                yield self._framed(self.chunk_kind, [{"index": index, **begun, "finish_reason": None}])
+                yield self._event([{"index": index, **begun, "finish_reason": None}])
 
     def events(self, chunk: StreamChunk) -> Iterator[dict[str, Any]]:
         """Events of what came: none where it shows nothing yet, and one more at the end of an output."""
+        self._counts[chunk.index] += len(chunk.token_ids)
         if chunk.text or (chunk.token_ids and (chunk.logprobs or self.asked.return_token_ids)):
             choice = {"index": chunk.index, **self.delta(chunk), "finish_reason": None}
             if self.asked.return_token_ids:
                 choice["token_ids"] = chunk.token_ids
-            yield self._framed(self.chunk_kind, [choice])
+            yield self._event([choice])
         if chunk.result is not None:
             end = self.delta(StreamChunk(chunk.index, "", []))
-            yield self._framed(
-                self.chunk_kind,
-                [
-                    {
-                        "index": chunk.index,
-                        **end,
-                        "finish_reason": chunk.result.finish_reason,
-                        "meta_info": meta_info([chunk.result]),
-                    }
-                ],
-            )
+            reason, figures = chunk.result.finish_reason, meta_info([chunk.result])
+            last = {"index": chunk.index, **end, "finish_reason": reason, "meta_info": figures}
+            yield self._event([last]) | self._warnings
 
     def closing(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
         """The event that has no output and the usage of all."""
@@ -95,25 +87,31 @@ class Answer:
 
     def name(self, token: int) -> str:
         """The text of a single token, or its number where the request wants that."""
-        if self.asked.return_tokens_as_token_ids:
-            return f"token_id:{token}"
-        if token not in self._names:
-            self._names[token] = str(self._tokenizer.decode([token]))
-        return self._names[token]
+        return f"token_id:{token}" if self.asked.return_tokens_as_token_ids else self.tokens.text(token)
 
     def _framed(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {**self._frame, "object": kind, "choices": choices}
 
+    def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        options, event = self.asked.stream_options, self._framed(self.chunk_kind, choices)
+        if options is not None and options.continuous_usage_stats:
+            event["usage"] = _usage(sum(map(len, self.prompts)), self._counts.total())
+        return event
+
+    @property
+    def _warnings(self) -> dict[str, Any]:
+        return {"warnings": self.notes} if self.notes else {}
+
     def _figures(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
-        prompt, output = sum(map(len, self.prompts)), sum(len(result.token_ids) for result in results)
+        usage = _usage(sum(map(len, self.prompts)), sum(len(result.token_ids) for result in results))
+        cached = sum(result.num_cached_tokens for result in results[:: self.n])
         return {
-            "usage": {
-                "prompt_tokens": prompt,
-                "completion_tokens": output,
-                "total_tokens": prompt + output,
-                "prompt_tokens_details": {"cached_tokens": sum(result.num_cached_tokens for result in results[:: self.n])},
-            },
+            "usage": usage | {"prompt_tokens_details": {"cached_tokens": cached}},
             "meta_info": meta_info(results),
             "metrics": {"speculative_decoding": speculative_decoding(results)},
-            **({"warnings": self.notes} if self.notes else {}),
+            **self._warnings,
         }
+
+
+def _usage(prompt: int, output: int) -> dict[str, Any]:
+    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}

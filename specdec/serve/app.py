@@ -9,6 +9,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from specdec import __version__
 from specdec.engine.outputs import GenerationResult
@@ -24,6 +25,7 @@ from specdec.serve.metrics import CONTENT_TYPE, Metrics
 from specdec.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
 from specdec.serve.sampling import sampling_params
 from specdec.serve.status import PAGE, Status
+from specdec.serve.token_bytes import TokenBytes
 from specdec.serve.transport import ClientGone, Defects, EventStream, unless_gone
 
 
@@ -33,6 +35,9 @@ def make_app(front: Front) -> FastAPI:
     app.state.front = front
     app.add_middleware(Guard, config=front.config)
     app.add_middleware(Defects)
+    if front.config.allowed_origins:
+        origins = list(front.config.allowed_origins)
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     _add_errors(app)
     _add_generation(app, front)
     _add_tokens(app, front)
@@ -42,6 +47,7 @@ def make_app(front: Front) -> FastAPI:
 
 def _add_generation(app: FastAPI, front: Front) -> None:
     decoder = front.decoder
+    tokens_of = TokenBytes(decoder.tokenizer)
 
     @app.post("/v1/completions")
     async def completions(asked: CompletionRequest, http: Request) -> Response:
@@ -53,7 +59,7 @@ def _add_generation(app: FastAPI, front: Front) -> None:
         if asked.echo:
             decode = decoder.tokenizer.decode
             echoes = [one if isinstance(one, str) else str(await front.in_thread(decode, one)) for one in prompts]
-        answer = Completion(asked, front.names[0], made, decoder.tokenizer, echoes=echoes)
+        answer = Completion(asked, front.names[0], made, tokens_of, echoes=echoes)
         return await _respond(front, http, answer, sampling)
 
     @app.post("/v1/chat/completions")
@@ -61,7 +67,7 @@ def _add_generation(app: FastAPI, front: Front) -> None:
         _check(front, asked)
         tokens = await front.in_thread(chat_tokens, decoder, asked)
         sampling = sampling_params(asked, decoder.verifier.defaults, most=max(1, decoder.engine.max_model_len - len(tokens)))
-        return await _respond(front, http, ChatCompletion(asked, front.names[0], [tokens], decoder.tokenizer), sampling)
+        return await _respond(front, http, ChatCompletion(asked, front.names[0], [tokens], tokens_of), sampling)
 
 
 def _add_tokens(app: FastAPI, front: Front) -> None:
@@ -105,7 +111,8 @@ def _add_state(app: FastAPI, front: Front) -> None:
 
     def described(name: str) -> dict[str, Any]:
         most = front.decoder.engine.max_model_len
-        return {"id": name, "object": "model", "created": front.created, "owned_by": "specdec", "max_model_len": most}
+        own = {"owned_by": "specdec", "root": front.names[0], "parent": None, "max_model_len": most}
+        return {"id": name, "object": "model", "created": front.created, **own}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -115,6 +122,11 @@ def _add_state(app: FastAPI, front: Front) -> None:
     async def model(name: str) -> dict[str, Any]:
         front.check_model(name)
         return described(name)
+
+    @app.get("/server_info")
+    async def server_info() -> dict[str, Any]:
+        front.count()
+        return {"internal_states": [{"avg_spec_accept_length": front.totals.tau}]}
 
     @app.get("/health")
     async def health() -> Response:

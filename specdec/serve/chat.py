@@ -8,6 +8,8 @@ from typing import Any
 
 from specdec.decoder import SpecDecoder
 from specdec.engine.outputs import GenerationResult, StreamChunk
+from specdec.errors import InvalidInputError
+from specdec.messages import readable
 from specdec.sampling.logprobs import Top
 from specdec.serve.answer import Answer
 from specdec.serve.errors import RequestError
@@ -21,7 +23,10 @@ def chat_tokens(decoder: SpecDecoder, asked: Chat | TokenizeRequest) -> list[int
         RequestError: a message is of no use to a text model, or an option of the template is not one.
         SpecDecError: see `SpecDecoder.tokenize`.
     """
-    messages = [_as_text(number, message) for number, message in enumerate(asked.messages or [])]
+    try:
+        messages = readable(asked.messages or [])
+    except InvalidInputError as error:
+        raise RequestError(400, str(error), param="messages") from error
     options = asked.chat_template_kwargs or {}
     own = inspect.signature(decoder.tokenizer.apply_chat_template).parameters
     taken = next((name for name in options if name in own), None)
@@ -39,23 +44,6 @@ def chat_tokens(decoder: SpecDecoder, asked: Chat | TokenizeRequest) -> list[int
             **options,
         },
     )
-
-
-def _as_text(number: int, message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose content is text, of which OpenAI's form may have several parts."""
-    if not isinstance(message.get("role"), str):
-        raise RequestError(400, f"message {number} has no role; give one, such as user", param="messages")
-    content = message.get("content")
-    if isinstance(content, list):
-        for part in content:
-            text = part.get("text") if isinstance(part, dict) else None
-            if not isinstance(text, str):
-                kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-                raise RequestError(400, f"message {number} holds a part of type {kind!r}; give text alone", param="messages")
-        content = "\n".join(part["text"] for part in content)
-    elif content is not None and not isinstance(content, str):
-        raise RequestError(400, f"the content of message {number} is a {type(content).__name__}; give text", param="messages")
-    return {**message, "content": content or ""}
 
 
 class ChatCompletion(Answer):
@@ -96,6 +84,5 @@ class ChatCompletion(Answer):
         return {"content": content, "refusal": None}
 
     def _entry(self, token: int, value: float) -> dict[str, Any]:
-        """Bytes are those of the text, none where the token is but a part of a character."""
-        name = self.name(token)
-        return {"token": name, "logprob": value, "bytes": None if "\ufffd" in name else list(name.encode())}
+        """Bytes are those that the token adds, so that joined they are the text."""
+        return {"token": self.name(token), "logprob": value, "bytes": list(self.tokens.of(token))}

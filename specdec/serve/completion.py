@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from typing import Any
 
 from specdec.engine.outputs import GenerationResult, StreamChunk
 from specdec.sampling.logprobs import Top
 from specdec.serve.answer import Answer
 from specdec.serve.protocol import CompletionRequest
+from specdec.serve.token_bytes import TextLength
 
 
 class Completion(Answer):
@@ -22,7 +22,7 @@ class Completion(Answer):
     def __init__(self, *arguments: Any, echoes: Sequence[str] | None = None) -> None:
         super().__init__(*arguments)
         self._echoes = echoes
-        self._lengths: dict[int, int] = {}  # of texts named by `text_offset` so far
+        self._lengths: dict[int, TextLength] = {}  # of texts named by `text_offset` so far
 
     def choice(self, result: GenerationResult, index: int, first: GenerationResult) -> dict[str, Any]:
         """An output as a whole."""
@@ -56,11 +56,10 @@ class Completion(Answer):
     def _logprobs(
         self, index: int, tokens: Sequence[int], values: Sequence[float | None], tops: Sequence[Top | None]
     ) -> dict[str, Any]:
-        names = [self.name(token) for token in tokens]
-        *offsets, end = accumulate(map(len, names), initial=self._lengths.get(index, 0))
-        self._lengths[index] = end
+        length = self._lengths.setdefault(index, TextLength())
+        offsets = [length.add(self.tokens.of(token)) for token in tokens]
         return {
-            "tokens": names,
+            "tokens": [self._name(token) for token in tokens],
             "token_logprobs": list(values),
             "top_logprobs": list(self._tops(tokens, values, tops)),
             "text_offset": offsets,
@@ -77,5 +76,9 @@ class Completion(Answer):
                 continue
             named: dict[str, float] = {}
             for one, its_value in (top or {token: value}).items():
-                named.setdefault(self.name(one), its_value)
+                named.setdefault(self._name(one), its_value)
             yield named
+
+    def _name(self, token: int) -> str:
+        """Unlike in chats, of parts of characters their bytes: likely tokens are told apart by their names."""
+        return self.name(token) if self.asked.return_tokens_as_token_ids else self.tokens.name(token)

@@ -62,6 +62,7 @@ class Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 lifespan="off",
+                timeout_keep_alive=front.config.keep_alive_seconds,
                 timeout_graceful_shutdown=LAST_SECONDS,
             )
         )

@@ -46,6 +46,11 @@ class Totals:
         self.accepted: list[int] = []
         self.first_token, self.between_tokens, self.whole = Times(), Times(), Times()
 
+    @property
+    def tau(self) -> float:
+        """Tokens per verify step, 1 before there is one."""
+        return self.step_tokens / self.steps if self.steps else 1.0
+
     def add(self, stats: AcceptanceStats) -> None:
         """Counts verify steps."""
         self.steps += stats.num_steps

@@ -248,6 +248,8 @@ def test_the_command_serves_the_embedded_model_and_ends_at_sigterm() -> None:
         (["--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid:8000"),
         (["--api-key", ""], "the API key is empty"),
         (["--drain-seconds", "-1"], "drain_seconds is -1.0"),
+        (["--keep-alive-seconds", "0"], "keep_alive_seconds is 0; it must be at least 1"),
+        (["--allowed-origins", "a.example"], "allowed_origins has 'a.example'; give a scheme and a host"),
     ],
 )
 def test_bad_options_are_told_in_one_line(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

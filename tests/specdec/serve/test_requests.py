@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from specdec.serve.protocol import REFUSED, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from tests.helpers.live_server import Live, live_server
+from tests.helpers.live_server import Live, live_server, tiny_decoder
 
 CHAT: Any = [{"role": "user", "content": "hello"}]
 
@@ -133,3 +133,58 @@ def test_line_ends_of_unicode_are_escaped_in_events(live: Live) -> None:
     assert not set(text) - set("abcd") & set(events)
     first = next(line for line in events.splitlines() if line)
     assert json.loads(first.removeprefix("data: "))["choices"][0]["text"] == text
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_usage_in_every_event(live: Live, path: str) -> None:
+    body = {"prompt": "abc", "n": 2} if path == "/v1/completions" else {"messages": CHAT, "n": 2}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events = httpx.post(live.url + path, json={**body, "max_tokens": 6, "stream": True, "stream_options": options}).text
+    found = [json.loads(line.removeprefix("data: "))["usage"] for line in events.splitlines() if line and "[DONE]" not in line]
+    counts = [usage["completion_tokens"] for usage in found]
+    assert counts == sorted(counts) and counts[-1] == counts[-2] > counts[0]
+    assert all(usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"] for usage in found)
+    assert len({usage["prompt_tokens"] for usage in found}) == 1
+
+
+def test_warnings_come_with_the_end_of_a_stream(live: Live) -> None:
+    body = {"prompt": "a", "max_tokens": 30, "guided_json": {"type": "string", "format": "colour", "maxLength": 2}, "stream": True}
+    *_, last, _ = [line for line in httpx.post(live.url + "/v1/completions", json=body).text.splitlines() if line]
+    assert json.loads(last.removeprefix("data: "))["warnings"] == ["format colour at # is taken for an annotation"]
+
+
+def test_what_benchmarks_of_others_read(live: Live) -> None:
+    httpx.post(live.url + "/v1/completions", json={"prompt": "a", "max_tokens": 9, "ignore_eos": True}).raise_for_status()
+    (model,) = httpx.get(live.url + "/v1/models").json()["data"]
+    assert model["root"] == model["id"]
+    (state,) = httpx.get(live.url + "/server_info").json()["internal_states"]
+    assert state["avg_spec_accept_length"] == live.front.totals.tau >= 1
+
+
+def test_pages_from_elsewhere_are_let_in_by_name_alone() -> None:
+    ask = {
+        "Origin": "https://a.example",
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization",
+    }
+    with live_server(api_key="k", allowed_origins=("https://a.example",)) as live:
+        answer = httpx.options(live.url + "/v1/completions", headers=ask)
+        assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == "https://a.example"
+        assert "authorization" in answer.headers["access-control-allow-headers"]
+        for origin, allowed in (("https://a.example", True), ("https://b.example", False)):
+            headers = {"Origin": origin, "Authorization": "Bearer k"}
+            assert ("access-control-allow-origin" in httpx.get(live.url + "/v1/models", headers=headers).headers) == allowed
+        refused = httpx.get(live.url + "/v1/models", headers={"Origin": "https://a.example"})
+        assert refused.status_code == 401 and "access-control-allow-origin" in refused.headers
+
+
+def test_none_are_by_default(live: Live) -> None:
+    answer = httpx.options(live.url + "/v1/models", headers={"Origin": "https://a.example", "Access-Control-Request-Method": "GET"})
+    assert answer.status_code == 405 and not any(name.startswith("access-control") for name in answer.headers)
+
+
+def test_connections_stay_open(live: Live) -> None:
+    """Longer than clients of others keep theirs, so that none asks over one that is just being closed."""
+    assert live.server.config.timeout_keep_alive == 65
+    with live_server(tiny_decoder(), keep_alive_seconds=7) as other:
+        assert other.server.config.timeout_keep_alive == 7

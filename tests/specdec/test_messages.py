@@ -1,0 +1,89 @@
+"""Chat messages of all forms reach templates of all kinds, with every word."""
+
+from typing import Any
+
+import pytest
+
+from specdec.decoder import SpecDecoder
+from specdec.errors import InvalidInputError
+from specdec.messages import readable
+from tests.helpers.live_server import tiny_decoder
+
+PARTS = "{% for m in messages %}[{{ m.role }}]{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+TEXTS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+BOTH = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}{% endfor %}"
+)
+STRICT = (
+    "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant'] %}{{ raise_exception('no such role') }}{% endif %}"
+    "[{{ m.role }}]{{ m.content }}{% endfor %}"
+)
+CALLS = (
+    "{% for m in messages %}{% for t in m.tool_calls or [] %}{{ t.function.arguments | tojson }}"
+    "{% for name, value in t.function.arguments | items %}<{{ name }}={{ value }}>{% endfor %}{% endfor %}{% endfor %}"
+)
+
+
+def rendered(template: str, messages: list[dict[str, Any]]) -> str:
+    decoder: SpecDecoder = tiny_decoder()
+    decoder.tokenizer.chat_template = template
+    return str(decoder.tokenizer.decode(decoder.tokenize(messages)))
+
+
+@pytest.mark.parametrize("template", [PARTS, TEXTS, BOTH, STRICT])
+@pytest.mark.parametrize("content", ["ab", [{"type": "text", "text": "ab"}], ["ab"], [{"type": "input_text", "text": "ab"}]])
+def test_no_template_loses_what_was_written(template: str, content: Any) -> None:
+    assert rendered(template, [{"role": "system", "content": "x"}, {"role": "user", "content": content}]) == "[system]x[user]ab"
+
+
+def test_a_template_that_knows_no_developer_gets_a_system_message(caplog: pytest.LogCaptureFixture) -> None:
+    chat = [{"role": "developer", "content": "x"}, {"role": "user", "content": "y"}]
+    assert rendered(STRICT, chat) == "[system]x[user]y"
+    assert "knows no role developer" in caplog.messages[0]
+    assert rendered("{# developer #}" + TEXTS, chat) == "[developer]x[user]y"
+
+
+def test_arguments_of_calls_are_objects() -> None:
+    def call(arguments: Any) -> list[dict[str, Any]]:
+        return [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]
+
+    assert rendered(CALLS, call('{"a": 1}')) == rendered(CALLS, call({"a": 1})) == '{"a": 1}<a=1>'
+    assert readable(call("no json")) == [{**call("no json")[0], "content": ""}]
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        ({"content": None, "refusal": "no"}, "no"),
+        ({"content": [{"type": "refusal", "refusal": "no"}]}, "no"),
+        ({"content": None}, ""),
+        ({}, ""),
+        ({"content": []}, ""),
+    ],
+)
+def test_what_stands_for_a_text(message: dict[str, Any], text: str) -> None:
+    (made,) = readable([{"role": "assistant", **message}])
+    assert made["content"] == text
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ({"content": "a"}, "message 0 has no role"),
+        ("a", "message 0 has no role"),
+        ({"role": 3}, "message 0 has no role"),
+        ({"role": "user", "content": 3}, "the content of message 0 is a int"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "message 0 holds a part of type 'image_url'"),
+        ({"role": "user", "content": [3]}, "message 0 holds a part of type 'int'"),
+    ],
+)
+def test_what_is_no_message(message: Any, reason: str) -> None:
+    with pytest.raises(InvalidInputError, match=reason):
+        readable([message])
+
+
+@pytest.mark.parametrize("expression", ["1 / 0", "raise_exception('no')", "messages[5].x.y", "[].pop()"])
+def test_a_template_that_fails_is_one_line(expression: str) -> None:
+    with pytest.raises(InvalidInputError, match=r"the chat template of .* refuses these messages"):
+        rendered("{{ " + expression + " }}", [{"role": "user", "content": "a"}])
