@@ -114,7 +114,8 @@ def _draft_model(name: str, raw: Mapping[str, Any]) -> Fit:
         count(Keys([section(raw, "text_config"), raw]), size)
     try:
         with called(Path(name), name, kind="draft model"):
-            needs = resolve(PARTS, "needs", "part")(name, device=torch.device("cpu"), dtype=torch.bfloat16, gpu_bytes=2**63)
+            options = {"device": torch.device("cpu"), "dtype": torch.bfloat16, "gpu_bytes": 2**63, "divides": False}
+            needs = resolve(PARTS, "needs", "part")(name, **options)
     except SpecDecError:
         raise
     except Exception as error:  # transformers believes what files say: a wrong value ends in any kind of error

@@ -148,6 +148,7 @@ def needs_of(
     most_rows: int = 8,
     packed: bool | None = None,
     most_gpus: int = 8,
+    divides: bool = True,
 ) -> Needs:
     """What a target needs.
 
@@ -163,6 +164,7 @@ def needs_of(
         most_rows: rows of a step, k + 1.
         packed: quantized weights stay packed on our own layers; None for what loading does on `device`.
         most_gpus: that a machine has.
+        divides: asks how the target can be divided among GPUs.
 
     Raises:
         CheckpointError: the entries make no config.
@@ -193,7 +195,7 @@ def needs_of(
     packed = own and (keeps_packed(device, dtype) if packed is None else packed)
     weights = weight_bytes(text, quantization, dtype, total_size=total_size, packed=packed)
     ranks = {1: weights}
-    if own:
+    if own and divides:
         ranks = divisions(text, quantization, weights, device=device, dtype=dtype, packed=packed)
     fitting = [count for count, size in ranks.items() if count <= most_gpus and size <= ROOM * gpu_bytes]
     gpus = fitting[0] if fitting else _gpus(weights, gpu_bytes)

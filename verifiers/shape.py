@@ -51,7 +51,7 @@ def declared(config: Any, name: str, default: Any = None) -> Any:
 
 
 @cache
-def _has(kind: type[PreTrainedConfig], name: str) -> bool:
+def _has(kind: type, name: str) -> bool:
     """Whether configs of a type have an entry, be it that they work it out."""
     try:
         return hasattr(kind, name) or hasattr(kind(), name)

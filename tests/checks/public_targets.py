@@ -60,6 +60,7 @@ def target_needs(target: str, gpu_bytes: int) -> Needs:
         total_size=int(entry["gigabytes"] * 1e9),
         packed=True,
         most_gpus=1,
+        divides=False,
     )
 
 

@@ -159,6 +159,12 @@ _LENGTHS = (
     " the first set and changes in its midst. One line says so; lower `max_tokens` and it has the first set throughout."
 )
 
+_TOKENIZERS = (
+    "A tokenizer is read from `tokenizer.json`, or made by a class of Transformers from another vocabulary. Code of a repository is"
+    " never run, and files of tiktoken (`tiktoken.model`) do not say where text is split: where nothing else is there, as in the"
+    " Kimi K2 repositories, the target is refused, and a `tokenizer.json` of the model beside its files is the way out."
+)
+
 _STATE = "it keeps a recurrent state (state-space model or linear attention), which cannot be rolled back"
 
 _ENCODERS = ("its attention is bidirectional", "it is an encoder-decoder model")
@@ -187,6 +193,10 @@ def page() -> str:
         *wrap(_CONTEXT, 132),
         "",
         *wrap(_LENGTHS, 132),
+        "",
+        "## Tokenizers",
+        "",
+        *wrap(_TOKENIZERS, 132),
         "",
         "## Through Transformers' modules",
         "",
@@ -262,7 +272,7 @@ def _example(model_type: str) -> tuple[str, Needs]:
         name, changes = _SIZES.get(model_type, ("default", {}))
         entries = {"model_type": model_type, **changes}
     device, dtype = torch.device("cpu"), torch.bfloat16
-    return name, needs_of(entries, name=name, device=device, dtype=dtype, gpu_bytes=10**12, total_size=1)
+    return name, needs_of(entries, name=name, device=device, dtype=dtype, gpu_bytes=10**12, total_size=1, divides=False)
 
 
 def _wrapper_lines() -> Iterator[str]:

@@ -87,7 +87,8 @@ def test_the_entry_is_named(entry: str, value: Any, llama: Path, tmp_path: Path)
 @pytest.mark.parametrize("entry", ["num_hidden_layers", "num_nextn_predict_layers", "num_experts", "n_layer", "num_labels"])
 def test_counts_are_refused_before_memory_is_taken(entry: str, tmp_path: Path) -> None:
     """At any depth; a list of a billion layers would not fit."""
-    for number, entries in enumerate(({entry: 10**9}, {"text_config": {entry: 10**9}})):
+    forms: tuple[dict[str, Any], ...] = ({entry: 10**9}, {"text_config": {entry: 10**9}})
+    for number, entries in enumerate(forms):
         folder = tmp_path / str(number)
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps({"model_type": "llama"} | entries))

@@ -10,8 +10,10 @@ import torch
 
 from specdec.core import Verifier
 from specdec.errors import UnsupportedModelError
+from tests.helpers.hub_cache import cached, offline
 from tests.helpers.tiny_models import plain_model, tiny_tokenizer
 from verifiers.load import load_verifier
+from verifiers.tokenizer import load_tokenizer, tokenizer_reasons
 
 FOREIGN = "raise SystemExit('code of the repository was run')\n"
 AUTO_MAP = {"AutoConfig": "foreign.Config", "AutoModelForCausalLM": "foreign.Model", "AutoTokenizer": ["foreign.Tok", None]}
@@ -56,3 +58,60 @@ def test_an_architecture_of_foreign_code_is_refused(folder: Path) -> None:
     change(folder / "config.json", model_type="never_heard_of", architectures=["Model"])
     with pytest.raises(UnsupportedModelError, match="need code from its repository, which is never run; use a checkpoint"):
         load(folder)
+
+
+OF_KIMI = {"tokenizer_class": "TikTokenTokenizer", "auto_map": {"AutoTokenizer": ["foreign.TikTokenTokenizer", None]}}
+
+
+def with_ranks(folder: Path, file: str, **stated: Any) -> None:
+    """Leaves tiktoken's file alone of the tokenizer."""
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer_config.json").write_text(json.dumps(stated))
+    (folder / file).write_text("IQ== 0\nIg== 1\nIyM= 2\n")
+
+
+@pytest.mark.parametrize("model_type", ["llama", "deepseek_v3", "qwen3"])
+@pytest.mark.parametrize(
+    ("file", "stated", "reason"),
+    [
+        ("tiktoken.model", OF_KIMI, "is TikTokenTokenizer, code from its repository, which is never run; put a tokenizer.json"),
+        ("tiktoken.model", {}, "is tiktoken.model of tiktoken alone, which does not say where text is split; put a tokenizer.json"),
+        ("qwen.tiktoken", {"tokenizer_class": "QWenTokenizer"}, "is QWenTokenizer, code from its repository"),
+        ("tokenizer.model", {"tokenizer_class": "LlamaTokenizer"}, "is tokenizer.model of tiktoken alone"),
+    ],
+)
+def test_a_tokenizer_whose_files_do_not_say_how_text_is_split(
+    folder: Path, model_type: str, file: str, stated: dict[str, Any], reason: str
+) -> None:
+    """Transformers would take a pattern that is none of the model's; whatever the model's type."""
+    with_ranks(folder, file, **stated)
+    change(folder / "config.json", model_type=model_type)
+    with pytest.raises(UnsupportedModelError, match=f"the tokenizer of target .* {reason}"):
+        load_tokenizer(str(folder))
+
+
+def test_a_whole_tokenizer_beside_foreign_code(folder: Path) -> None:
+    """The way out that the line names."""
+    expected = tiny_tokenizer()
+    (folder / "tiktoken.model").write_text("IQ== 0\n")
+    for model_type in ("llama", "kimi_k2", "kimi_k25"):
+        change(folder / "config.json", model_type=model_type)
+        change(folder / "tokenizer_config.json", **OF_KIMI)
+        read = load_tokenizer(folder)
+        assert read("helloWorld 12").input_ids == expected("helloWorld 12").input_ids
+        assert read.eos_token_id == expected.eos_token_id
+
+
+def test_the_tokenizer_of_a_repository_in_the_cache_is_looked_at(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path_factory.mktemp("cache")
+    cached(cache, "acme/whole", folder)
+    with_ranks(folder, "tiktoken.model", **OF_KIMI)
+    cached(cache, "acme/ranks", folder)
+    offline(monkeypatch, cache)
+    assert tokenizer_reasons("acme/whole") == []
+    (reason,) = tokenizer_reasons("acme/ranks")
+    assert reason.startswith("its tokenizer is TikTokenTokenizer, code from its repository")
+    with pytest.raises(UnsupportedModelError, match="TikTokenTokenizer, code"):
+        load_tokenizer("acme/ranks")

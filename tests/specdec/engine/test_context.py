@@ -60,7 +60,7 @@ def check_as_generate(name: str, rope: dict[str, Any], *, fuse: bool = True, cap
         engine.runner.graphs = StepGraphs(Recorder(), engine.slots, engine.runner.step_table)
     for _ in range(2):
         assert decoded(engine, PROMPTS) == expected
-    assert engine.prefix_counts.found > 0 or engine.kv_cache.num_slots
+    assert engine.prefix_counts.found > 0 or name == "qwen3_5"
 
 
 @pytest.mark.parametrize(
