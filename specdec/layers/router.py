@@ -123,4 +123,5 @@ def route_with_aiter(ops: AiterRouter, logits: Tensor, routing: Routing, bias: T
     else:
         ops.topk_softmax(**common, topk_indices=ids, token_expert_indices=torch.empty_like(ids))
         weights *= routing.scaling
-    return weights, ids.long()  # experts are looked up with 64 bits
+    # Experts are looked up with 64 bits, and what a kernel says of a row of NaN must be one of them.
+    return weights, torch.remainder(ids, routing.num_experts, out=torch.empty_like(ids, dtype=torch.int64))

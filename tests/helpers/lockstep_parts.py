@@ -112,6 +112,30 @@ def judge_apart(engine: Any) -> None:
     drafter.worth.pays, drafter.outlook = lambda *_: rank() == 0, refuse
 
 
+def spoil_drafts(verifier: Any, engine: Any, token: int) -> None:
+    """Every block has a token at its second place, whose row makes all rows of its request NaN, as a backend may have it."""
+    forward, propose = verifier.forward, engine.runner.drafter.propose
+
+    def spoiled(rows: Any, *rest: Any) -> Any:
+        output = forward(rows, *rest)
+        if rows.metadata.max_query_len > 1 and rows.logit_rows is None:
+            bad = (rows.token_ids.view(rows.metadata.num_reqs, -1) == token).any(dim=1)
+            output.logits[bad.repeat_interleave(rows.metadata.max_query_len)] = torch.nan
+        return output
+
+    def drafted(batch: Any) -> Any:
+        draft = propose(batch)
+        draft.token_ids[:, min(1, batch.k - 1)] = token
+        return draft
+
+    verifier.forward, engine.runner.drafter.propose = spoiled, drafted
+
+
+def mend(verifier: Any) -> None:
+    """Its forward is its own again."""
+    del verifier.forward
+
+
 def num_blocks(engine: Any) -> tuple[int, int]:
     """The least and the most of all ranks' caches."""
     mirror = current()

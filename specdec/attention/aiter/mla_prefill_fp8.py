@@ -186,9 +186,11 @@ def quantized(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """A tensor in 8-bit floats, and the factor, float32 [1], that turns them back.
 
     The factor comes from the largest magnitude, computed on the device and not read by the host. It is a power of two, so that
-    the larger numbers of a neighbor in the batch change nothing but what is then too small for the type. Out of range saturates.
+    the larger numbers of a neighbor in the batch change nothing but what is then too small for the type. Out of range saturates;
+    a neighbor's NaN or infinity takes no part.
     """
     most = torch.finfo(dtype).max
-    largest = torch.linalg.vector_norm(tensor, torch.inf, dtype=torch.float32).clamp(min=torch.finfo(torch.float16).tiny)
+    rows = torch.linalg.vector_norm(tensor, torch.inf, dim=-1, dtype=torch.float32)
+    largest = torch.where(rows < torch.inf, rows, 0.0).amax().clamp(min=torch.finfo(torch.float16).tiny)
     scale = torch.exp2(torch.ceil(torch.log2(largest / most)))
     return (tensor * (1 / scale).to(tensor.dtype)).clamp(-most, most).to(dtype), scale.reshape(1)

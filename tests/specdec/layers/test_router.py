@@ -275,6 +275,30 @@ def test_d1_logits_and_bias_have_the_type_of_the_gate(
 
 
 @pytest.mark.parametrize("kind", ["v2_greedy", "v2_groups", "v3"])
+def test_whatever_a_kernel_says_of_nan_is_an_expert(
+    rocm: Callable[..., Machine], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row that is no number names none out of range: the look-up would end all requests."""
+    rocm()
+    ours = our_router(kind, hf_router(kind, torch.float32))
+    assert ours.aiter is not None
+    name = {"v2_greedy": "topk_softmax", "v2_groups": "grouped_topk"}.get(kind, "biased_grouped_topk")
+    kernel = getattr(ours.aiter, name)
+
+    def lost(**arguments: Any) -> None:
+        kernel(**arguments)
+        ids = arguments.get("topk_ids", arguments.get("topk_indices"))
+        ids[1], ids[2] = -1, 2**30
+
+    object.__setattr__(ours.aiter, name, lost)
+    hidden = torch.randn(3, HIDDEN)
+    ids = ours(hidden)[1]
+    assert ids.dtype == torch.int64 and ((ids >= 0) & (ids < EXPERTS)).all()
+    object.__setattr__(ours.aiter, name, kernel)
+    assert torch.equal(ours(hidden)[1][0], ids[0])
+
+
+@pytest.mark.parametrize("kind", ["v2_greedy", "v2_groups", "v3"])
 def test_bfloat16_kernels_equal_the_formulas(rocm: Callable[..., Machine], kind: str) -> None:
     """On the same bfloat16 logits and bias both choose the same, so only the type of the logits tells them apart."""
     rocm()

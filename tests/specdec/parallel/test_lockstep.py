@@ -146,6 +146,20 @@ def test_the_smallest_cache_counts(one: SpecDecoder, two: SpecDecoder) -> None:
     )
 
 
+def test_requests_begin_again_alike(one: SpecDecoder, two: SpecDecoder) -> None:
+    """What is not finite on account of a draft is computed again without any, on all ranks in the same step."""
+    expected = again(one, num_draft_tokens=3).generate(PROMPTS, max_tokens=14)
+    used = {token for prompt, result in zip(PROMPTS, expected, strict=True) for token in (*prompt, *result.token_ids)}
+    decoder = again(two, num_draft_tokens=3, pipeline_depth=1)
+    everywhere(two.verifier, parts.spoil_drafts, two.verifier, decoder.engine, min(set(range(3, 90)) - used))
+    try:
+        results = decoder.generate(PROMPTS, max_tokens=14)
+    finally:
+        everywhere(two.verifier, parts.mend, two.verifier)
+    assert written(results) == written(expected)
+    assert decoder.engine.second_tries._told, "the test needs rows that do harm"
+
+
 @pytest.mark.parametrize("k", [3, "auto"])
 def test_no_rank_goes_by_its_own_clock(one: SpecDecoder, two: SpecDecoder, k: Any) -> None:
     """Whether models draft: they ask the target's divided head, where a rank that left them out would be missing."""

@@ -318,3 +318,9 @@ def test_c7_rounding_saturates_and_ignores_the_neighbors() -> None:
     assert torch.equal(round_trip(100.0)[:1000][normal], alone[normal])
     assert round_trip(450.0, -3e4)[-1] == pytest.approx(-3e4, rel=half)
     assert not round_trip(0.0)[-1] and not quantized(torch.zeros(3), dtype)[0].float().any()
+    rows = torch.randn(5, 2, 16, dtype=torch.bfloat16)
+    expected = quantized(rows[:3], dtype)
+    rows[3, 1, 7], rows[4] = torch.nan, torch.inf
+    rounded, factor = quantized(rows, dtype)
+    assert torch.equal(rounded[:3].float(), expected[0].float()) and torch.equal(factor, expected[1])
+    assert rounded[3, 1, 7].float().isnan()
