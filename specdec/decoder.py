@@ -19,6 +19,7 @@ from specdec.engine.outputs import GenerationResult, StreamChunk
 from specdec.engine.session import Session
 from specdec.engine.text import token_ids
 from specdec.errors import InvalidInputError, SpecDecError
+from specdec.grammar.grammar import Grammar
 from specdec.loading import load_target
 from specdec.messages import for_template, readable
 from specdec.parallel.mirror import Mirror, everywhere
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 Prompt = str | Sequence[int] | Tensor | Sequence[dict[str, Any]]
 """Raw text, token ids (also an array or a tensor of one dimension), or chat messages with `role` and `content`."""
 
+Sampling = SamplingParams | Sequence[SamplingParams] | None
 Prompts = list[str] | list[list[int]] | list[list[dict[str, Any]]] | tuple[str, ...] | Sequence[Sequence[int]] | list[Prompt]
 """Many of them."""
 
@@ -120,15 +122,15 @@ class SpecDecoder:
     @overload
     def generate(self, inputs: Prompt, sampling: SamplingParams | None = None, **overrides: Any) -> GenerationResult: ...
     @overload
-    def generate(self, inputs: Prompts, sampling: SamplingParams | None = None, **overrides: Any) -> list[GenerationResult]: ...
+    def generate(self, inputs: Prompts, sampling: Sampling = None, **overrides: Any) -> list[GenerationResult]: ...
     def generate(
-        self, inputs: Prompt | Prompts, sampling: SamplingParams | None = None, **overrides: Any
+        self, inputs: Prompt | Prompts, sampling: Sampling = None, **overrides: Any
     ) -> GenerationResult | list[GenerationResult]:
         """Generates for one prompt, or for many at once.
 
         Args:
             inputs: a string (raw text, no chat template), token ids, chat messages, or a list of these.
-            sampling: how to decode.
+            sampling: how to decode; a list has one for each of many inputs.
             **overrides: fields of `SamplingParams`, by name; `max_new_tokens` is another name of `max_tokens`.
 
         Returns:
@@ -139,17 +141,17 @@ class SpecDecoder:
                 gets a result with `finish_reason` "error", and the others go on.
         """
         prompts, single = _as_prompts(inputs)
-        chunks = self._chunks(prompts, single, _with(sampling, overrides), incremental=False)
+        chunks = self._chunks(prompts, single, _samplings(sampling, overrides, len(prompts)), incremental=False)
         results = {chunk.index: chunk.result for chunk in chunks if chunk.result is not None}
         return results[0] if single else [results[index] for index in range(len(prompts))]
 
-    def stream(self, inputs: Prompt | Prompts, sampling: SamplingParams | None = None, **overrides: Any) -> Iterator[StreamChunk]:
+    def stream(self, inputs: Prompt | Prompts, sampling: Sampling = None, **overrides: Any) -> Iterator[StreamChunk]:
         """Like `generate`, as chunks that arrive while decoding goes on; chunks of many inputs interleave.
 
         Closing the iterator early cancels what is unfinished.
         """
         prompts, single = _as_prompts(inputs)
-        return self._chunks(prompts, single, _with(sampling, overrides), incremental=True)
+        return self._chunks(prompts, single, _samplings(sampling, overrides, len(prompts)), incremental=True)
 
     def tokenize(
         self, prompt: Prompt, *, add_special_tokens: bool | None = None, template: Mapping[str, Any] | None = None
@@ -202,12 +204,16 @@ class SpecDecoder:
         self.engine.admission.check_tokens(ids)
         return everywhere(self.verifier, next_token_logits, self.verifier, ids)
 
-    def _chunks(self, prompts: list[Prompt], single: bool, sampling: SamplingParams, *, incremental: bool) -> Iterator[StreamChunk]:
+    def _chunks(
+        self, prompts: list[Prompt], single: bool, samplings: list[SamplingParams], *, incremental: bool
+    ) -> Iterator[StreamChunk]:
         """Chunks of all prompts; those that cannot be served come first, as errors."""
-        self.engine.admission.wait_for_grammar(sampling)
+        wrong = self._wrong_grammars(samplings)
         served: list[tuple[int, list[int]]] = []
-        for index, prompt in enumerate(prompts):
+        for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
             try:
+                if sampling.grammar in wrong:
+                    raise wrong[sampling.grammar]
                 token_ids = self.tokenize(prompt)
                 self.engine.admission.check(token_ids, sampling)
                 served.append((index, token_ids))
@@ -215,11 +221,24 @@ class SpecDecoder:
                 if single:
                     raise
                 yield StreamChunk(index, "", [], GenerationResult.refused(error))
-        prepared = ((token_ids, sampling) for _, token_ids in served)
+        prepared = ((token_ids, samplings[index]) for index, token_ids in served)
         with closing(self.session.map(prepared, incremental=incremental)) as chunks:  # early, if this one is closed early
             for chunk in chunks:
                 chunk.index = served[chunk.index][0]
                 yield chunk
+
+    def _wrong_grammars(self, samplings: Sequence[SamplingParams]) -> dict[Grammar | None, SpecDecError]:
+        """Grammars that cannot be compiled; raises where all prompts have the one."""
+        wrong: dict[Grammar | None, SpecDecError] = {}
+        by_grammar = {sampling.grammar: sampling for sampling in samplings}
+        for grammar, sampling in by_grammar.items():
+            try:
+                self.engine.admission.wait_for_grammar(sampling)
+            except SpecDecError as error:
+                if len(by_grammar) == 1:
+                    raise
+                wrong[grammar] = error
+        return wrong
 
 
 _FORMS = "a prompt is a string, a list of token ids or a list of messages"
@@ -248,6 +267,15 @@ def _listed(inputs: Any) -> Any:
     if isinstance(inputs, Mapping | Set | bytes | bytearray) or not isinstance(inputs, Iterable):
         raise InvalidInputError(f"the input is a {type(inputs).__name__}; {_FORMS}")
     return [item.tolist() if hasattr(item, "tolist") else item for item in inputs]
+
+
+def _samplings(sampling: Sampling, overrides: dict[str, Any], count: int) -> list[SamplingParams]:
+    """One per input."""
+    if not isinstance(sampling, Sequence):
+        return [_with(sampling, overrides)] * count
+    if len(sampling) != count:
+        raise InvalidInputError(f"{len(sampling)} samplings are given for {count} inputs; give one, or one for each")
+    return [_with(one, dict(overrides)) for one in sampling]
 
 
 def _with(sampling: SamplingParams | None, overrides: dict[str, Any]) -> SamplingParams:

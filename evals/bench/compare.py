@@ -118,6 +118,10 @@ def compare(
 def run(args: argparse.Namespace) -> int:
     """Runs `specdec generate --compare` and prints its report."""
     prompts, sampling, engine = read_prompts(args.prompts, args.file), sampling_params(args), engine_config(args)
+    own = next((prompt for prompt in prompts if prompt.asked), None)
+    if own is not None:
+        name = next(iter(own.asked))
+        raise InvalidInputError(f"--compare decodes all prompts alike and {own.source} has its own {name}; give it as an option")
     decoder = load_decoder(args, args.drafter, engine)
     inputs = model_inputs(prompts, decoder.tokenizer, raw=args.raw, system=args.system)
 

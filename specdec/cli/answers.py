@@ -10,10 +10,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specdec.cli.line_fields import sampled
 from specdec.cli.options import load_decoder, load_pool
 from specdec.cli.prompts import Prompt, model_inputs
 from specdec.cli.summary import counted, describe_drafts
 from specdec.config import EngineConfig
+from specdec.errors import InvalidInputError
 from specdec.packages import require_ours
 from specdec.registry import TOKENIZERS, drafter_name, resolve
 from specdec.sampling_params import SamplingParams
@@ -40,9 +42,11 @@ class LocalAnswers:
         from specdec.journal import Journal
 
         decoder = load_decoder(args, args.drafter, engine)
-        self._decoder, self._sampling = decoder, sampling
+        self._decoder = decoder
+        self._samplings = [sampled(prompt.asked, sampling, prompt.source) for prompt in prompts]
         self._inputs = model_inputs(prompts, decoder.tokenizer, raw=args.raw, system=args.system)
-        self._keys = _keys(self._inputs, sampling)
+        self._empty = [not prompt.label for prompt in prompts]
+        self._keys = _keys(self._inputs, self._samplings)
         settings = _asked(args) | origin(decoder) if args.out else {}
         self._journal = Journal(Path(args.out) if args.out else None, settings, command=COMMAND)
         self.drafts = describe_drafts(decoder, drafter_name(args.drafter, args.model))
@@ -52,15 +56,18 @@ class LocalAnswers:
         """Chunks as they come."""
         missing = []
         for index, key in enumerate(self._keys):
-            if record := self._journal.get(key):
+            if self._empty[index]:
+                yield _refused(index)
+            elif record := self._journal.get(key):
                 yield _stored(index, record)
             else:
                 missing.append(index)
         if not missing:
             return
-        inputs = [self._inputs[index] for index in missing]
+        inputs, samplings = [self._inputs[index] for index in missing], [self._samplings[index] for index in missing]
         # One input alone raises what is wrong with it; among several, it fails without stopping the others.
-        for chunk in self._decoder.stream(inputs if len(self._inputs) > 1 else inputs[0], self._sampling):
+        alone = len(self._inputs) == 1
+        for chunk in self._decoder.stream(inputs[0] if alone else inputs, samplings[0] if alone else samplings):
             chunk.index = missing[chunk.index]
             if chunk.result is not None and chunk.result.error is None:
                 self._journal.add(self._keys[chunk.index], {"results": [asdict(chunk.result)]})
@@ -79,7 +86,10 @@ class ClusterAnswers:
         require_ours("drafters", "verifiers")
         tokenizer = resolve(TOKENIZERS, "hf", "tokenizer")(args.model)
         inputs = model_inputs(prompts, tokenizer, raw=args.raw, system=args.system)
-        self._rows = [Row(key, given, sampling) for key, given in zip(_keys(inputs, sampling), inputs, strict=True)]
+        samplings = [sampled(prompt.asked, sampling, prompt.source) for prompt in prompts]
+        keyed = zip(_keys(inputs, samplings), inputs, samplings, prompts, strict=True)
+        self._rows = {index: Row(*row) for index, (*row, prompt) in enumerate(keyed) if prompt.label}
+        self._num_prompts = len(prompts)
         self._journal = ClusterJournal(Path(args.out) if args.out else None, _asked(args), command=COMMAND)
         self._pool = load_pool(args, args.drafter, engine)
         engines = counted(self._pool.config.engines or 0, "engine")
@@ -87,11 +97,12 @@ class ClusterAnswers:
 
     def __iter__(self) -> Iterator[StreamChunk]:
         """Answers as they come."""
-        index_of = {row.key: index for index, row in enumerate(self._rows)}
+        yield from (_refused(index) for index in range(self._num_prompts) if index not in self._rows)
+        index_of = {row.key: index for index, row in self._rows.items()}
         for key, index in index_of.items():
             if record := self._journal.get(key):
                 yield _chunk(index, record["results"][0])
-        for answer in self._journal.run(self._pool, self._rows):
+        for answer in self._journal.run(self._pool, list(self._rows.values())):
             yield _chunk(index_of[answer.key], answer.results[0])
 
 
@@ -100,9 +111,16 @@ def _asked(args: argparse.Namespace) -> dict[str, Any]:
     return {"model": args.model, "drafter": drafter_name(args.drafter, args.model), "tree_nodes": args.tree_nodes}
 
 
-def _keys(inputs: Sequence[Any], sampling: SamplingParams) -> list[str]:
+def _refused(index: int) -> StreamChunk:
+    from specdec.engine.outputs import GenerationResult
+
+    return _chunk(index, GenerationResult.refused(InvalidInputError("the prompt is empty; give it some text")))
+
+
+def _keys(inputs: Sequence[Any], samplings: Sequence[SamplingParams]) -> list[str]:
     """One key per input: of its place, of what the tokenizer is given, and of how it is decoded."""
-    parts = (json.dumps([index, given, repr(sampling)]) for index, given in enumerate(inputs))
+    pairs = enumerate(zip(inputs, samplings, strict=True))
+    parts = (json.dumps([index, given, repr(sampling)]) for index, (given, sampling) in pairs)
     return [hashlib.sha256(part.encode()).hexdigest()[:32] for part in parts]
 
 

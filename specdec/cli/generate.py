@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 
 from specdec.cli.answers import ClusterAnswers, LocalAnswers
 from specdec.cli.fields import whole_number
+from specdec.cli.line_fields import sampled
 from specdec.cli.options import (
     cluster_config,
     engine_config,
@@ -17,7 +19,7 @@ from specdec.cli.options import (
     sampling_options,
     sampling_params,
 )
-from specdec.cli.prompts import read_prompts
+from specdec.cli.prompts import Prompt, read_prompts
 from specdec.cli.result_writer import ResultWriter
 from specdec.cli.summary import format_summary, format_timing
 from specdec.errors import InvalidInputError
@@ -42,7 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     add = parser.add_argument_group("prompts").add_argument
     add("prompts", nargs="*", metavar="PROMPT", help="text to answer; - reads standard input")
-    add("--file", metavar="FILE", help="one prompt per line; a .jsonl line has a prompt, messages or question field")
+    add(
+        "--file",
+        metavar="FILE",
+        help="one prompt per line; a .jsonl line has a prompt, messages or question, and may say how it is decoded",
+    )
     add("--system", metavar="TEXT", help="system message before every prompt")
     add("--raw", action="store_true", help="continue the prompts as they are, without the chat template")
 
@@ -77,6 +83,9 @@ def run(args: argparse.Namespace) -> int:
         return status
     check_writable(args.out)
     prompts, sampling, engine = read_prompts(args.prompts, args.file), sampling_params(args), engine_config(args)
+    for prompt in prompts:  # told before a model is loaded
+        sampled(prompt.asked, sampling, prompt.source)
+    _say_carried(prompts, as_json=args.json)
     writer = ResultWriter(prompts, as_json=args.json, live=args.stream)
     cluster_config(args)
     where = LocalAnswers if args.ray is None else ClusterAnswers
@@ -90,6 +99,14 @@ def run(args: argparse.Namespace) -> int:
     if args.timing and source.timer is not None:
         print("\n" + format_timing(source.timer), file=sys.stderr)
     return 1 if writer.num_failed else 0
+
+
+def _say_carried(prompts: Sequence[Prompt], *, as_json: bool) -> None:
+    """One line about fields of a file that change no answer."""
+    names = dict.fromkeys(name for prompt in prompts for name in prompt.carried)
+    if names:
+        way = "are carried along to the answers" if as_json else "are left out, and carried along with --json"
+        print(f"specdec: fields that change no answer {way}: {', '.join(names)}", file=sys.stderr)
 
 
 def _check_combination(args: argparse.Namespace) -> None:

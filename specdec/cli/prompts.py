@@ -1,15 +1,17 @@
 """Prompts as a user gives them: arguments, files, a pipe."""
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from specdec.cli.line_fields import parted, unpacked
 from specdec.errors import InvalidInputError
 from specdec.files import parse_object, read_lines
+from specdec.messages import readable
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
 
 JSON_FIELDS = ("prompt", "messages", "question")
 """Where a line of a .jsonl file may hold its prompt; it holds exactly one of them."""
@@ -22,10 +24,14 @@ class Prompt:
     Attributes:
         source: what error messages call it, such as "prompt 2" or "questions.jsonl:7".
         content: text, or chat messages with `role` and `content`.
+        asked: what its line says of sampling.
+        carried: other fields of its line, which its answer has as well.
     """
 
     source: str
     content: str | Messages
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    carried: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -40,19 +46,17 @@ def read_prompts(texts: Sequence[str], file: str | None) -> list[Prompt]:
     Without either, standard input is the one prompt.
 
     Raises:
-        InvalidInputError: there is no prompt, one is empty, or a file cannot be read or understood.
+        InvalidInputError: there is no prompt, an argument is empty, or a file cannot be read or understood.
     """
     prompts = [_read_stdin() if text == "-" else _prompt(f"prompt {number}", text) for number, text in enumerate(texts, start=1)]
-    if file is not None:
-        prompts += _read_file(Path(file))
-    elif not prompts:
+    if file is None and not prompts:
         if sys.stdin.isatty():
             raise InvalidInputError("no prompt given; write one in quotes, name a file with --file, or pipe text in")
         prompts = [_read_stdin()]
     for prompt in prompts:
         if not prompt.label:
             raise InvalidInputError(f"{prompt.source} is empty; give it some text")
-    return prompts
+    return prompts if file is None else prompts + _read_file(Path(file))
 
 
 def model_inputs(prompts: Sequence[Prompt], tokenizer: Any, *, raw: bool, system: str | None) -> list[Any]:
@@ -102,29 +106,23 @@ def _prompt(source: str, text: str) -> Prompt:
 def _read_file(path: Path) -> list[Prompt]:
     lines = read_lines(path, what="prompt", way_out="--file takes a text file with one prompt per line")
     as_json = path.suffix.lower() == ".jsonl"
-    return [Prompt(source, _parse(line, source) if as_json else line.strip()) for source, line in lines]
+    return [_parse(line, source) if as_json else Prompt(source, line.strip()) for source, line in lines]
 
 
-def _parse(line: str, source: str) -> str | Messages:
-    record = parse_object(line, source)
+def _parse(line: str, source: str) -> Prompt:
+    record = unpacked(parse_object(line, source))
     given = [name for name in JSON_FIELDS if name in record]
     if len(given) != 1:
         found = " and ".join(given) if given else "none"
         raise InvalidInputError(f"{source} must have exactly one of the fields {', '.join(JSON_FIELDS)}, but has {found}")
-    content = record[given[0]]
+    content = record.pop(given[0])
     if given[0] == "messages":
-        if not _are_messages(content):
-            raise InvalidInputError(f"{source}: messages must be a list of objects with a role and a content, both strings")
+        if not isinstance(content, list) or not content:
+            raise InvalidInputError(f"{source}: messages must be a list of at least one object with a role and a content")
+        try:
+            content = readable(content)
+        except InvalidInputError as error:
+            raise InvalidInputError(f"{source}: {error}") from error
     elif not isinstance(content, str):
         raise InvalidInputError(f"{source}: {given[0]} is a JSON {type(content).__name__}; it must be a string")
-    return content
-
-
-def _are_messages(content: Any) -> bool:
-    return (
-        isinstance(content, list)
-        and len(content) > 0
-        and all(
-            isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str) for one in content
-        )
-    )
+    return Prompt(source, content, *parted(record))

@@ -14,6 +14,13 @@ if TYPE_CHECKING:
     from specdec.engine.outputs import GenerationResult, StreamChunk
 
 
+_OWN = {
+    *("index", "prompt", "messages", "text", "finish_reason", "error", "token_ids", "logprobs", "top_logprobs"),
+    *("prompt_logprobs", "prompt_top_logprobs", "num_prompt_tokens", "seed", "stats"),
+}
+"""Names in a record that are its own; a field of the prompt's line that has one of them gets another."""
+
+
 class ResultWriter:
     """Prints results in the order of the prompts, in whichever order they arrive.
 
@@ -94,6 +101,8 @@ class ResultWriter:
             "prompt" if isinstance(content, str) else "messages": content,
             "text": self._texts[self._current],
         }
+        carried = self._prompts[self._current].carried
+        record |= {f"given_{name}" if name in _OWN else name: value for name, value in carried.items()}
         if result is None:
             return record | {"finish_reason": "cancelled"}
         return record | {

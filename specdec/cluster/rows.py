@@ -9,6 +9,7 @@ from typing import Any
 
 from specdec.engine.outputs import GenerationResult
 from specdec.errors import SpecDecError
+from specdec.grammar.grammar import Grammar
 from specdec.sampling_params import SamplingParams
 
 
@@ -36,7 +37,10 @@ class Row:
     def from_json(cls, text: str) -> Row:
         """The row of a line."""
         given = json.loads(text)
-        return cls(given["key"], given["prompt"], SamplingParams(**given["sampling"]), tuple(given["follow_ups"]))
+        sampling = given["sampling"]
+        if sampling["grammar"] is not None:
+            sampling["grammar"] = Grammar(**sampling["grammar"])
+        return cls(given["key"], given["prompt"], SamplingParams(**sampling), tuple(given["follow_ups"]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ import torch
 
 from specdec import EngineConfig, SamplingParams, SpecDecoder
 from specdec.engine.outputs import GenerationResult
-from specdec.errors import SpecDecError
+from specdec.errors import InvalidInputError, SpecDecError
+from specdec.grammar.grammar import Grammar
 from tests.helpers.tiny_models import paged_verifier, plain_model, tiny_tokenizer
 
 
@@ -86,11 +87,29 @@ def test_one_of_many_that_is_no_prompt(decoder: SpecDecoder) -> None:
 
 
 def test_a_message_that_is_no_text(decoder: SpecDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Templates add strings, and end in a TypeError for what is none."""
+    """Told before a template sees it, and where the template itself adds what is no string."""
     monkeypatch.setattr(decoder.tokenizer, "chat_template", "{{ 'user: ' + messages[0].content }}")
-    with pytest.raises(SpecDecError, match="refuses these messages: can only concatenate str"):
+    with pytest.raises(SpecDecError, match="the content of message 0 is a int; give text"):
         decoder.generate([{"role": "user", "content": 5}])
+    with monkeypatch.context() as patch, pytest.raises(SpecDecError, match="refuses these messages: can only concatenate str"):
+        patch.setattr(decoder.tokenizer, "chat_template", "{{ 'user: ' + messages[0].name }}")
+        decoder.generate([{"role": "user", "content": "hi", "name": 5}])
     assert decoder.generate([{"role": "user", "content": "hi"}], max_tokens=2).finish_reason == "length"
+
+
+def test_each_input_may_be_decoded_in_its_own_way(decoder: SpecDecoder) -> None:
+    """A grammar that fails is its own input's mistake, and the call's where all have it."""
+    pytest.importorskip("xgrammar")
+    bad = SamplingParams(max_tokens=2, grammar=Grammar.ebnf("root ::= missing"))
+    ways = [SamplingParams(max_tokens=3, ignore_eos=True), bad, SamplingParams(max_tokens=5, ignore_eos=True)]
+    results = decoder.generate(["a", "b", "c"], ways)
+    assert [len(result.token_ids) for result in results] == [3, 0, 5]
+    assert "cannot be compiled" in (results[1].error or "") and results[1].bad_input
+    for inputs in ("b", ["b", "c"]):
+        with pytest.raises(InvalidInputError, match="cannot be compiled"):
+            decoder.generate(inputs, bad)
+    with pytest.raises(InvalidInputError, match="2 samplings are given for 3 inputs"):
+        decoder.generate(["a", "b", "c"], ways[:2])
 
 
 def test_options_by_other_names_and_types(decoder: SpecDecoder) -> None:

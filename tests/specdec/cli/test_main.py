@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from specdec.decoder import SpecDecoder
 from specdec.engine.outputs import GenerationResult, StreamChunk
 from specdec.engine.timing import StepTimer
 from specdec.errors import CapacityError
+from specdec.grammar.grammar import Grammar
 from specdec.metrics import AcceptanceStats
 from specdec.registry import VERBS
 from specdec.sampling_params import SamplingParams
@@ -162,8 +164,14 @@ def test_mistakes_are_one_line(arguments: list[str], fragments: list[str], capsy
         ('{"text": "a"}', ["prompt, messages, question", "has none"]),
         ('{"prompt": "a", "question": "b"}', ["exactly one", "prompt and question"]),
         ('{"prompt": 3}', ["prompt is a JSON int", "must be a string"]),
-        ('{"messages": [{"role": "user"}]}', ["messages must be a list", "role and a content"]),
-        ('{"question": ""}', ["is empty"]),
+        ('{"messages": []}', ["messages must be a list", "role and a content"]),
+        ('{"messages": [{"content": "a"}]}', ["message 0 has no role"]),
+        ('{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', ["'image_url'; give text alone"]),
+        ('{"prompt": "a", "max_tokens": 0}', ["max_tokens is 0", "at least 1"]),
+        ('{"prompt": "a", "temperature": "hot"}', ["temperature is 'hot'"]),
+        ('{"prompt": "a", "guided_regex": "("}', [r"a ( without its )"]),
+        ('{"prompt": "a", "n": 2}', ["n is 2; a line has one answer"]),
+        ('{"custom_id": "x", "body": {"model": "m"}}', ["has none"]),
     ],
 )
 def test_a_malformed_line_is_named_with_its_number(line: str, fragments: list[str], tmp_path: Path, capsys: Capture) -> None:
@@ -223,6 +231,49 @@ def test_prompts_come_from_arguments_pipe_and_files(monkeypatch: Patch, tmp_path
     monkeypatch.setattr(sys, "stdin", io.StringIO("piped\n"))
     main(["generate", "--raw"])
     assert decoder.inputs == "piped"
+
+
+def test_lines_say_how_they_are_decoded_and_carry_the_rest(monkeypatch: Patch, tmp_path: Path, capsys: Capture) -> None:
+    """In OpenAI's batches as well; what nobody reads is said."""
+    file = tmp_path / "lines.jsonl"
+    lines: list[Any] = [
+        {"id": 7, "prompt": "a", "max_tokens": 3, "temperature": 0.5, "stop": ["x"], "topic": None},
+        {"question": "b", "answer": "c", "seed": 5, "max_new_tokens": 4, "text": "t", "top_p": None},
+        {"custom_id": "r", "method": "POST", "body": {"messages": [{"role": "user", "content": ["d"]}], "guided_regex": "a+"}},
+        {"prompt": "e"},
+    ]
+    file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    decoder = use(monkeypatch, FakeDecoder(*(chunk(index, "o", done=True) for index in range(4))))
+    assert main(["generate", "--file", str(file), "--json", "--max-tokens", "9", "--seed", "1"]) == 0
+    base = SamplingParams(max_tokens=9, seed=1)
+    assert decoder.sampling == [
+        replace(base, max_tokens=3, temperature=0.5, stop=("x",)),
+        replace(base, max_tokens=4, seed=5),
+        replace(base, grammar=Grammar.regex("a+")),
+        base,
+    ]
+    assert [one[-1]["content"] for one in decoder.inputs] == ["a", "b", "d", "e"]
+    captured = capsys.readouterr()
+    records = [json.loads(line) for line in captured.out.splitlines()]
+    assert (records[0]["id"], records[0]["topic"], records[2]["custom_id"]) == (7, None, "r")
+    assert (records[1]["answer"], records[1]["given_text"], records[1]["text"]) == ("c", "t", "o")
+    assert "carried along to the answers: id, topic, answer, text, custom_id\n" in captured.err
+    main(["generate", "--file", str(file)])
+    assert "left out, and carried along with --json: id," in capsys.readouterr().err
+    assert main(["generate", "--file", str(file), "--compare"]) == 2
+    assert "lines.jsonl:1 has its own max_tokens" in one_line(capsys)
+
+
+def test_an_empty_line_of_a_file_has_an_error_of_its_own(monkeypatch: Patch, tmp_path: Path, capsys: Capture) -> None:
+    file = tmp_path / "lines.jsonl"
+    file.write_text('{"prompt": "a"}\n{"prompt": " "}\n{"messages": [{"role": "user", "content": null}]}\n{"prompt": "b"}\n')
+    decoder = use(monkeypatch, FakeDecoder(chunk(0, "A", done=True), chunk(1, "B", done=True)))
+    assert main(["generate", "--json", "--file", str(file)]) == 1
+    captured = capsys.readouterr()
+    records = [json.loads(line) for line in captured.out.splitlines()]
+    assert [record["text"] for record in records] == ["A", "", "", "B"] and len(decoder.inputs) == 2
+    assert [record["error"] for record in records] == [None, *["the prompt is empty; give it some text"] * 2, None]
+    assert f"specdec: error: {file}:2: the prompt is empty" in captured.err
 
 
 def test_chat_template_is_used_when_there_is_one(monkeypatch: Patch, tmp_path: Path, capsys: Capture) -> None:

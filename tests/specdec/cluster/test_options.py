@@ -4,7 +4,10 @@ import pytest
 
 from specdec.cli.main import main
 from specdec.cluster.config import ClusterConfig
+from specdec.cluster.rows import Row
 from specdec.errors import InvalidInputError
+from specdec.grammar.grammar import Grammar
+from specdec.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -30,3 +33,9 @@ def test_engines_that_a_cluster_has_no_room_for_are_refused() -> None:
         ClusterConfig(engines=3, gpus_per_engine=2).placed(gpus=4, cpus=64, machines=1)
     with pytest.raises(InvalidInputError, match="1 engines need 1 CPU cores and the cluster has"):
         ClusterConfig().placed(gpus=0, cpus=0.5, machines=1)
+
+
+def test_a_row_travels_with_its_grammar() -> None:
+    for grammar in (None, Grammar.regex("a+"), Grammar.json_schema({"type": "null"})):
+        row = Row("k", "text", SamplingParams(max_tokens=3, stop=("a",), logit_bias=((5, 1.0),), grammar=grammar))
+        assert Row.from_json(row.to_json()) == row
