@@ -140,6 +140,7 @@ def fit_of(raw: Mapping[str, Any], target: TargetShape) -> Fit:
     if not of_eagle3 and algorithm not in ALGORITHMS:
         return Fit(algorithm)  # one that was registered: what its config has to say, its loader knows
     try:
+        resolve(PARTS, "quantization", "part")(raw)
         if of_eagle3:
             head = eagle3.parse_config(raw)
             check_head_fit(head, shape, borrows=not head.own_embeddings)

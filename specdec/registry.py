@@ -63,6 +63,7 @@ PARTS = {
     "compare": "evals.bench.compare:run",  # generate --compare
     "needs": "verifiers.needs:read_needs",  # doctor --model
     "fit": "drafters.fit:read_fit",  # doctor --drafter
+    "quantization": "verifiers.formats.method:check_quantization",  # the same
     "drafter": "drafters.algorithms:drafter_and_target",  # --model, which must not be one
     "matches": "drafters.suffix.search:check_matches",  # doctor --run
     "forecasts": "drafters.composed.calibration:check_forecasts",  # the same

@@ -16,10 +16,9 @@ from specdec.kernels.packed import PackedWeight
 from specdec.parallel.collectives import all_agree
 from specdec.parallel.group import Group
 from specdec.tensor_files import TensorFiles
-from verifiers.formats.float8 import plain_float8
-from verifiers.formats.format import Format, Stored
+from verifiers.formats.format import Format, Stored, check_floats
 from verifiers.formats.gguf import gguf_file, read_gguf
-from verifiers.formats.method import format_of, stated_quantization
+from verifiers.formats.method import QUANTIZATION, format_of, stated_quantization
 from verifiers.names import EXPERT, class_facts, name_of, place_of
 from verifiers.shape import expert_counts
 from verifiers.shares import Share
@@ -110,10 +109,11 @@ def quantization_of(path: Path, config: Any) -> Mapping[str, Any] | None:
     if stated := stated_quantization(config):
         return stated
     whole = _json(path / "config.json")
-    for entries in (whole, whole.get("text_config") or {}):
-        if entries.get("quantization_config"):
-            return dict(entries["quantization_config"])
-    return _json(path / "hf_quant_config.json").get("quantization")
+    apart = {"quantization_config": _json(path / QUANTIZATION).get("quantization")}
+    for entries in (whole, whole.get("text_config"), apart):
+        if isinstance(entries, Mapping) and (stated := stated_quantization(entries)):
+            return stated
+    return None
 
 
 class _Reader:
@@ -156,6 +156,7 @@ class _Reader:
             else:
                 self._parts.setdefault(module, {})[part] = source
         self._listed: list[str] = []
+        self._widened: list[str] = []
 
     def read_all(self) -> dict[str, Stored]:
         """Every tensor of the model, experts joined."""
@@ -176,6 +177,12 @@ class _Reader:
                 "%d modules are quantized though the config lists them as plain, the first being %s; their scales are used",
                 len(self._listed),
                 self._listed[0],
+            )
+        if self._widened:
+            logger.warning(
+                "%d quantized weights become plain numbers, which take more memory: no packed form of ours has what %s stores",
+                len(self._widened),
+                self._widened[0],
             )
         return weights
 
@@ -227,7 +234,9 @@ class _Reader:
         sources = self._parts[module]
         name = self._name(module)
         if set(sources) == {"weight"}:
-            return self._number(name, plain_float8(module, self._part(name, sources["weight"])))
+            plain = self._part(name, sources["weight"])
+            check_floats({module: plain})
+            return self._number(name, plain)
         parts = {part: self._files.read(source).to(self._device) for part, source in sources.items()}
         assert self._format is not None
         source = next(iter(sources.values())).rpartition(".")[0]
@@ -235,6 +244,10 @@ class _Reader:
         if self._format.lists_as_plain(source):
             self._listed.append(source)
         stored = self._format.read(source, parts, self._dtype)
+        if isinstance(stored, Tensor):
+            stored = stored.to(self._dtype)
+            if self._as_stored:
+                self._widened.append(source)
         return stored if self._share is None else self._share.part(name, stored)
 
     def _part(self, name: str, source: str) -> Tensor:
@@ -250,6 +263,7 @@ class _Reader:
         """A tensor that is not quantized, on the device and in its type."""
         if not tensor.is_floating_point():
             return tensor.to(self._device)
+        check_floats({name: tensor})
         wide = self._wide is not None and self._wide.search(name)
         return tensor.to(self._device, torch.float32 if wide else self._dtype)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from specdec.errors import CheckpointError
 from specdec.kernels.packed import PackedWeight
 from verifiers.checkpoint import EMBEDDING, HEAD
-from verifiers.formats.format import Stored
+from verifiers.formats.format import Stored, check_floats
 from verifiers.shares import Share
 from verifiers.wrappers import bare_class, text_class
 
@@ -57,7 +57,7 @@ def complete(weights: Mapping[str, Stored], config: Any, share: Share | None = N
 
 
 def check_shapes(weights: Mapping[str, Stored], shapes: Mapping[str, Sequence[int]], ignored: Sequence[str] = ()) -> None:
-    """Whether there is a weight of each of these names, in its shape.
+    """Whether there is a weight of each of these names, in its shape and of floats.
 
     Args:
         weights: as `verifiers.checkpoint.read_named` returns them.
@@ -65,11 +65,12 @@ def check_shapes(weights: Mapping[str, Stored], shapes: Mapping[str, Sequence[in
         ignored: expressions for names that may be missing.
 
     Raises:
-        CheckpointError: one is missing, or has another shape.
+        CheckpointError: one is missing, or is something else.
     """
     missing = [name for name in sorted(shapes.keys() - weights.keys()) if not any(re.search(one, name) for one in ignored)]
     if missing:
         raise CheckpointError(f"it lacks {len(missing)} tensors, the first being {missing[0]!r}; fetch the whole checkpoint again")
+    check_floats({name: weight for name, weight in weights.items() if name in shapes or name == HEAD})
     for name, shape in shapes.items():
         weight = weights.get(name)
         if weight is None or tuple(weight.shape) == tuple(shape):

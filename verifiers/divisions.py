@@ -12,7 +12,7 @@ from specdec.errors import UnsupportedModelError
 from specdec.parallel.group import Group
 from verifiers.complete import shapes_of
 from verifiers.families import describe
-from verifiers.formats.method import method_of
+from verifiers.formats.method import format_of
 from verifiers.shape import backend_spec
 from verifiers.shares import Share, shared
 from verifiers.sizes import packed_names
@@ -41,8 +41,8 @@ def divisions(
     """
     shapes = shapes_of(config)
     whole = sum(map(prod, shapes.values()))
-    group = _group(quantization) if packed and quantization is not None else None
-    narrow = set() if group is None or quantization is None else set(packed_names(shapes, quantization))
+    form = format_of(quantization) if packed and quantization is not None else None
+    narrow = set() if form is None or form.group is None else set(packed_names(shapes, form))
     found = {1: weights}
     for count in RANKS:
         share = _share(config, count)
@@ -55,7 +55,7 @@ def divisions(
             continue
         try:
             for name in narrow:
-                share.check_groups(name, shapes[name], group or 1)
+                share.check_groups(name, shapes[name], (form and form.group) or 1)
             own = sum(prod(share.shape(name, shape)) for name, shape in shapes.items())
         except UnsupportedModelError:
             continue
@@ -70,19 +70,3 @@ def _share(config: Any, count: int) -> Share | None:
         return None if description is None else Share(config, description, group, name="")
     except UnsupportedModelError:
         return None
-
-
-def _group(quantization: Mapping[str, Any]) -> int | None:
-    """Inputs of a packed weight that share a scale; None where all do."""
-    method = method_of(quantization)
-    if method == "modelopt":
-        return 16 if "4" in str(quantization.get("quant_algo", "")) else None
-    if method == "compressed-tensors":
-        groups = (quantization.get("config_groups") or {}).values()
-        sizes = [group["weights"].get("group_size") or (group["weights"].get("block_structure") or [0])[-1] for group in groups]
-        return max((size for size in sizes if size and size > 0), default=None)
-    if method == "fp8":
-        block = quantization.get("weight_block_size")
-        return int(block[-1]) if block else None
-    size = 32 if method == "mxfp4" else quantization.get("group_size")
-    return size if size and size > 0 else None

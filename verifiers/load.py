@@ -28,11 +28,12 @@ from specdec.layers.linear import can_pack_four_bit
 from specdec.layers.packed_check import keeps_packed
 from specdec.parallel.group import Group
 from specdec.registry import PARTS, resolve
-from specdec.tensor_files import usually_named
+from specdec.tensor_files import TensorFiles, usually_named
 from verifiers.decoder import Checkpoint, DecoderVerifier
 from verifiers.description import Description
 from verifiers.embedded import EMBEDDED, FOUR_BIT, embedded_model_path
 from verifiers.families import describe
+from verifiers.formats.format import check_floats
 from verifiers.generation import read_generation
 from verifiers.reading import blamed, check_counts, check_sizes, read
 from verifiers.shape import backend_spec, context_limits, peculiarity
@@ -100,6 +101,7 @@ def load_verifier(
     verifier: Verifier
     if direct:
         tensors = read(name, "weights", partial(load_file, path / "model.safetensors"))
+        check_floats(tensors)
         tensors = {key: tensor.to(device, dtype) for key, tensor in tensors.items()}
         if can_pack_four_bit(tensors["model.embed_tokens.weight"]):
             tensors |= read(name, "four-bit weights", partial(load_file, path / FOUR_BIT))
@@ -233,13 +235,13 @@ def _built(reading: _Reading, config: Any, description: Description) -> Verifier
 
 def _theirs(reading: _Reading, fuse: bool) -> Verifier:
     """A target whose modules transformers makes; quantized weights become plain numbers before it sees them."""
-    from verifiers.hf import load_model, verifier_for
+    from verifiers.hf import verifier_for
     from verifiers.wrappers import say_text_only
 
     say_text_only(reading.whole)
     # transformers finds files of the usual names alone, and would take an adapter's word for what the model is.
     plain = not reading.quantized and usually_named(reading.folder) and not (reading.folder / ADAPTER).is_file()
-    load = partial(load_model, str(reading.folder), reading.whole, reading.dtype) if plain else partial(_read_whole, reading)
+    load = partial(_load_plain, reading) if plain else partial(_read_whole, reading)
     model, missing = read(reading.name, "weights", load, reading.blame)
     if missing:
         raise CheckpointError(
@@ -250,11 +252,28 @@ def _theirs(reading: _Reading, fuse: bool) -> Verifier:
     return read(reading.name, "weights", lambda: build(model.to(reading.device)))
 
 
+def _load_plain(reading: _Reading) -> tuple[Any, list[str]]:
+    """By transformers, which would turn integers into floats without a word."""
+    from verifiers.complete import shapes_of
+    from verifiers.hf import load_model
+    from verifiers.names import name_of
+
+    files, shapes = TensorFiles(reading.folder), shapes_of(reading.config)
+    for source in files.names:
+        name = name_of(source, reading.config)
+        if name is not None and (name in shapes or name.endswith(".weight")):
+            check_floats({source: files.read(source, piece=range(0)) if files.shape(source) else files.read(source)})
+    return load_model(str(reading.folder), reading.whole, reading.dtype)
+
+
 def _read_whole(reading: _Reading) -> tuple[Any, list[str]]:
     from verifiers.checkpoint import read_weights
+    from verifiers.complete import shapes_of
     from verifiers.hf import model_of
 
     weights = read_weights(reading.folder, reading.config, device=torch.device("cpu"), dtype=reading.dtype, as_stored=False)
+    shapes = shapes_of(reading.config)
+    check_floats({name: weight for name, weight in weights.items() if name in shapes})
     return model_of(reading.config, weights, reading.dtype)
 
 

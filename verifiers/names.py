@@ -13,9 +13,10 @@ DROPPED = re.compile(
 """Towers of composites, layers that draft, and what is computed from the config."""
 
 UNUSED = re.compile(
-    r"\.(input_scale|input_global_scale|input_zero_point|activation_scale|[qkv]_scale|prob_scale|output_scale|output_zero_point)$"
+    r"\.((input|output|prob_output|bias)_(scale|zero_point)(_2)?|input_global_scale|input_scale_ub|activation_scale|[qkv]_scale"
+    r"|prob_scale|weight_format)$"
 )
-"""Scales of activations and of the cache, which keep their own type here."""
+"""Scales of activations and of the cache, which keep their own type here, and a mark of bitsandbytes."""
 
 RENAMED = (
     (re.compile(r"^(model\.)?language_model\.(model\.)?(?!lm_head)"), "model."),  # of composites, old and new
@@ -62,9 +63,12 @@ MERGED = re.compile(r"^(.*\.experts\.(?:gate_up_proj|down_proj))(?:_(blocks|scal
 
 PARTS = (
     *("weight", "weight_scale_inv", "weight_scale", "weight_scale_2", "weight_global_scale", "weight_packed", "weight_shape"),
-    *("weight_zero_point", "weight_g_idx", "qweight", "qzeros", "scales", "g_idx"),
+    *("weight_zero_point", "weight_g_idx", "qweight", "qzeros", "scales", "g_idx", "pre_quant_scale", "SCB"),
 )
 """What follows the name of a linear layer."""
+
+OF_WEIGHT = re.compile(r"^(.*)\.(weight\.(?:(?:nested_)?(?:absmax|quant_map)|quant_state\.bitsandbytes__\w+))$")
+"""The same of bitsandbytes."""
 
 WIDE = {"lfm2_moe": ("expert_bias",), "olmo_hybrid": ("A_log",)}
 """What transformers has in float32 and its class does not name."""
@@ -107,6 +111,8 @@ def place_of(name: str) -> Place:
     """
     if merged := MERGED.match(name):
         return Place(merged[1], f"weight_{merged[2]}" if merged[2] else "weight")
+    if of_weight := OF_WEIGHT.match(name):
+        return Place(of_weight[1], of_weight[2])
     module, _, part = name.rpartition(".")
     return Place(module, part) if part in PARTS else Place(name, None)
 

@@ -24,7 +24,7 @@ from specdec.tensor_files import INDEXES
 from verifiers.divisions import divisions
 from verifiers.embedded import EMBEDDED, embedded_model_path
 from verifiers.families import describe
-from verifiers.formats.method import method_of, stated_quantization
+from verifiers.formats.method import QUANTIZATION, format_of, method_of, stated_quantization
 from verifiers.generation import FILE, generation_of
 from verifiers.load import refuse_drafter
 from verifiers.prediction_families import predicts
@@ -104,6 +104,9 @@ def read_needs(name: str, *, device: torch.device, dtype: torch.dtype, gpu_bytes
     where = str(embedded_model_path()) if name == EMBEDDED else name
     entries = checkpoint_config(where, what="target")
     refuse_drafter(name, entries)
+    apart = json_file(where, QUANTIZATION, what="target")
+    if apart and not entries.get("quantization_config"):
+        entries = {**entries, "quantization_config": apart.get("quantization")}
     check_adapter(where, what="target")
     index = next(filter(None, (json_file(where, file, what="target") for file in INDEXES)), {})
     about, files = index.get("metadata"), index.get("weight_map")
@@ -179,20 +182,20 @@ def needs_of(
     text = text_config(config)
     check_sizes(name, text)
     reasons = unsupported_reasons(config)
-    quantization = stated_quantization(text)
     common = {
         "name": name,
         "model_type": config.model_type,
         "text_type": text.model_type,
-        "stored": _stored(text, quantization, dtype),
+        "stored": _stored(text, dtype),
         "gpu_bytes": gpu_bytes,
     }
     if reasons:
         gpus = _gpus(total_size or 0, gpu_bytes)
         missing = *reasons, *_too_large(gpus, gpu_bytes, {}, most_gpus)
         return Needs(**common, weights=total_size or 0, gpus=gpus, missing=missing)
-    own = describe(text) is not None
+    own, quantization = describe(text) is not None, stated_quantization(text)
     packed = own and (keeps_packed(device, dtype) if packed is None else packed)
+    packed = packed and (quantization is None or format_of(quantization).stays_packed)
     weights = weight_bytes(text, quantization, dtype, total_size=total_size, packed=packed)
     ranks = {1: weights}
     if own and divides:
@@ -238,8 +241,8 @@ def _too_large(gpus: int, gpu_bytes: int, ranks: Mapping[int, int], most_gpus: i
     return [f"its weights need {gpus} GPUs of {gpu_bytes / 1e9:.0f} GB, and {why}"]
 
 
-def _stored(config: PreTrainedConfig, quantization: Mapping[str, Any] | None, dtype: torch.dtype) -> str:
-    if quantization is not None:
+def _stored(config: PreTrainedConfig, dtype: torch.dtype) -> str:
+    if (quantization := stated_quantization(config)) is not None:
         return method_of(quantization)
     stated = getattr(config, "dtype", None) or dtype
     return str(stated).removeprefix("torch.")

@@ -14,6 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 from specdec.errors import CheckpointError, UnsupportedModelError
 from verifiers.families import describe
 from verifiers.formats.method import format_of, stated_quantization
+from verifiers.formats.settings import SettingError
 from verifiers.hybrids import HYBRIDS
 from verifiers.recurrent import MIXERS_ALONE, STATES
 from verifiers.shape import CHUNKED, INDEXED_MODELS, LATENT_MODELS, rope_kinds, value_widths
@@ -57,15 +58,20 @@ def check_supported(name: str, config: PreTrainedConfig) -> None:
         UnsupportedModelError: naming the model, its type and every reason.
     """
     reasons = unsupported_reasons(config)
-    if reasons:
-        raise UnsupportedModelError(
-            f"model {name!r} of type {config.model_type!r} is not supported: {'; '.join(reasons)};"
-            " choose a decoder-only text model such as Llama, Qwen3 or Gemma 2"
-        )
+    if not reasons:
+        return
+    message = f"model {name!r} of type {config.model_type!r} is not supported: {'; '.join(reasons)}"
+    if reasons != [*_weight_reasons(text_config(config))]:  # which say what to take instead
+        message += "; choose a decoder-only text model such as Llama, Qwen3 or Gemma 2"
+    raise UnsupportedModelError(message)
 
 
 def unsupported_reasons(config: PreTrainedConfig) -> list[str]:
-    """All reasons why a model of this config cannot be a target; empty when it can."""
+    """All reasons why a model of this config cannot be a target; empty when it can.
+
+    Raises:
+        SettingError: its `quantization_config` is none.
+    """
     text = text_config(config)
     model_class = text_class(text)
     described = describe(text) is not None
@@ -167,13 +173,14 @@ def _latent_reasons(config: PreTrainedConfig) -> Iterator[str]:
 
 
 def _weight_reasons(config: PreTrainedConfig) -> Iterator[str]:
-    quantization = stated_quantization(config)
-    if quantization is None:
-        return
     try:
-        format_of(quantization)
+        quantization = stated_quantization(config)
+        if quantization is not None:
+            format_of(quantization)
+    except SettingError:
+        raise
     except CheckpointError as error:
-        yield str(error).partition(";")[0]
+        yield str(error)
 
 
 def _position_reasons(config: PreTrainedConfig, described: bool) -> Iterator[str]:

@@ -63,11 +63,10 @@ def float8(weight: Tensor, block: tuple[int, int], kind: torch.dtype = torch.flo
 
 
 def words(codes: Tensor, bits: int) -> Tensor:
-    """int32 [rows, ceil(columns * bits / 32)], the first code lowest."""
-    per_word = 32 // bits
-    packed = torch.zeros(codes.shape[0], -(-codes.shape[1] // per_word), dtype=torch.int64)
-    for column in range(codes.shape[1]):
-        packed[:, column // per_word] |= codes[:, column] << (column % per_word * bits)
+    """int32 [rows, ceil(columns * bits / 32)], a stream of bits with the first code lowest."""
+    single = (codes[..., None] >> torch.arange(bits) & 1).flatten(1)
+    single = torch.nn.functional.pad(single, (0, -single.shape[1] % 32)).unflatten(1, (-1, 32))
+    packed = (single << torch.arange(32)).sum(-1)
     return torch.where(packed >= 2**31, packed - 2**32, packed).int()
 
 
@@ -143,6 +142,71 @@ def nvfp4(weight: Tensor, *, divides: bool) -> Written:
     else:
         parts = {"weight": pairs(codes), "weight_scale": scale, "weight_scale_2": factor.reshape(())}
     return Written(parts, values * spread((scale.float() * factor).double(), weight, block))
+
+
+def mxfp4_pairs(weight: Tensor) -> Written:
+    """Quark's MXFP4: `weight` uint8 [out, in / 2] and powers of two in bytes."""
+    codes, scale = random_codes(weight, 16), random_scales(weight, (1, 32), torch.uint8)
+    values = torch.tensor(E2M1, dtype=torch.float64)[codes]
+    return Written({"weight": pairs(codes), "weight_scale": scale}, values * spread(as_factor(scale), weight, (1, 32)))
+
+
+def modelopt_int4(weight: Tensor, group: int, *, factors: bool) -> Written:
+    """ModelOpt's AWQ: signed halves, of neighboring outputs in a byte; `factors` of the inputs belong to the weight."""
+    scale, codes = random_scales(weight, (1, group)), random_codes(weight, 16)
+    stored = codes ^ 8
+    parts = {"weight": (stored[::2] | stored[1::2] << 4).to(torch.uint8), "weight_scale": scale}
+    numbers = (codes - 8) * spread(scale, weight, (1, group)).double()
+    if factors:
+        parts["pre_quant_scale"] = torch.linspace(0.5, 2, weight.shape[1])
+        numbers = numbers * parts["pre_quant_scale"].double()
+    return Written(parts, numbers)
+
+
+def quark_int4(weight: Tensor, group: int | None, *, signed: bool, reordered: bool = True) -> Written:
+    """Quark's integers: with groups [in, out / 8] and scales [groups, out], else [out, in / 8] and a scale per output."""
+    block = (1, group or weight.shape[1])
+    scale, codes = random_scales(weight, block), random_codes(weight, 16)
+    zero = torch.full(scale.shape, 8) if signed else random_codes(scale, 16)
+    places = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7] if reordered else range(8))
+
+    def packed(numbers: Tensor) -> Tensor:
+        stored = numbers ^ 8 if signed else numbers
+        return words(stored.unflatten(1, (-1, 8))[..., places].flatten(1), 4)
+
+    if group:
+        parts = {"weight": packed(codes.t()), "weight_scale": scale.t().contiguous(), "weight_zero_point": packed(zero.t())}
+    else:
+        parts = {"weight": packed(codes), "weight_scale": scale[:, 0], "weight_zero_point": packed(zero.t())[0]}
+    return Written(parts, (codes - spread(zero, weight, block)) * spread(scale, weight, block).double())
+
+
+def bitsandbytes4(weight: Tensor, kind: str = "nf4", *, nested: bool = False) -> Written:
+    """Four bits: high halves first, in blocks of 64 numbers of row after row; `nested` scales are codes of 8 bits."""
+    codes, block, nested_block, offset = random_codes(weight, 16).flatten(), 64, 256, 0.25
+    table = torch.linspace(-1, 1, 16).pow(3)
+    parts = {"weight.absmax": random_scales(codes[None], (1, block))[0]}
+    scale = parts["weight.absmax"].double()
+    state: dict[str, Any] = {"quant_type": kind, "blocksize": block, "dtype": "float32", "shape": list(weight.shape)}
+    if nested:
+        parts = {"weight.absmax": random_codes(scale, 256).to(torch.uint8)}
+        parts["weight.nested_quant_map"] = torch.linspace(-1, 1, 256)
+        parts["weight.nested_absmax"] = random_scales(scale[None], (1, nested_block))[0]
+        large = parts["weight.nested_absmax"].double().repeat_interleave(nested_block)[: len(scale)]
+        scale = parts["weight.nested_quant_map"].double()[parts["weight.absmax"].long()] * large + offset
+        state |= {"nested_blocksize": nested_block, "nested_offset": offset, "nested_dtype": "float32"}
+    parts["weight"] = (codes[::2] << 4 | codes[1::2]).to(torch.uint8)[:, None]
+    parts["weight.quant_map"] = table
+    parts[f"weight.quant_state.bitsandbytes__{kind}"] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    numbers = table.double()[codes] * scale.repeat_interleave(block)[: len(codes)]
+    return Written(parts, numbers.view(weight.shape))
+
+
+def bitsandbytes8(weight: Tensor) -> Written:
+    """Eight bits: the largest number of each row, whose code is 127."""
+    codes, largest = random_codes(weight, 255) - 127, random_scales(weight, (1, weight.shape[1]))[:, 0]
+    parts = {"weight": codes.to(torch.int8), "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    return Written(parts, codes * (largest.double() / 127)[:, None])
 
 
 def mxfp4(shape: tuple[int, int, int]) -> Written:

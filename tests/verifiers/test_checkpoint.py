@@ -278,8 +278,8 @@ def test_a_head_that_is_tied(tmp_path: Path) -> None:
 def test_a_method_that_is_not_read_is_named(tmp_path: Path) -> None:
     """Before any weight is read: there is none here."""
     config: Any = CONFIGS["llama"]()
-    config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    with pytest.raises(CheckpointError, match=r"quantized with 'bitsandbytes' are not read, but awq, .* and GGUF are; take such"):
+    config.quantization_config = {"quant_method": "hqq"}
+    with pytest.raises(CheckpointError, match=r"quantized with 'hqq' are not read, but auto-round, .* and GGUF are; take such"):
         read(tmp_path, config)
 
 

@@ -69,6 +69,7 @@ def test_any_value_at_any_entry_ends_in_one_line(family: str, monkeypatch: pytes
         ("layer_types", 5),
         ("quantization_config", 5),
         ("quantization_config", {"quant_method": "compressed-tensors", "config_groups": 5}),
+        ("quantization_config", {"quant_method": "gptq", "bits": "x"}),
         ("vocab_size", "x"),
         ("rope_parameters", {"rope_type": "yarn", "factor": "x"}),
         ("text_config", 5),

@@ -26,7 +26,7 @@ from tests.verifiers.test_quantized_checkpoint import BLOCK as SCALED
 from tests.verifiers.test_quantized_checkpoint import PLAIN, fp8_files
 from verifiers import load as loading
 from verifiers.decoder import DecoderVerifier
-from verifiers.formats.lists import matches, part_of_name
+from verifiers.formats.lists import Listed
 from verifiers.hf import HFVerifier
 from verifiers.load import load_verifier
 from verifiers.wrappers import read_config, text_config
@@ -110,7 +110,7 @@ def test_transformers_modules_are_given_plain_numbers(name: str, tmp_path: Path,
     model.save_pretrained(tmp_path / "plain")
 
     def write(module: str, weight: Tensor) -> Any:
-        return None if matches(module, PLAIN, part_of_name) else quantized.float8(weight, SCALED)
+        return None if module in Listed(PLAIN) else quantized.float8(weight, SCALED)
 
     folder = tmp_path / "fp8"
     quantized.quantize_files(tmp_path / "plain", folder, FP8, write)
@@ -130,6 +130,50 @@ def test_transformers_modules_are_given_plain_numbers(name: str, tmp_path: Path,
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=rf"lacks 1 tensors, the first being '{lost}'"):
         load(folder, fuse=False)
+
+
+CODES = [torch.int8, torch.bool, torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("dtype", CODES, ids=str)
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("llama", "q_proj.weight"),
+        ("llama", "embed_tokens.weight"),
+        ("qwen3_moe", "experts.1.up_proj.weight"),
+        ("gpt_oss", "sinks"),
+        ("cohere", "q_proj.weight"),
+        ("cohere", "input_layernorm.weight"),
+    ],
+)
+def test_codes_that_nothing_explains_are_refused(name: str, part: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """By whichever way weights are read; integers that are no weights of the model pass."""
+    if name == "cohere":
+        cohere(tmp_path)
+    else:
+        plain_model(name).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path) | {"model.position_ids": torch.arange(4)}
+    tensors["model.layers.0.self_attn.rotary_emb.position_ids"] = torch.arange(4)
+    save_file(tensors, path)
+    assert load(tmp_path)
+    found = next(key for key in tensors if key.endswith(part))
+    save_file(tensors | {found: tensors[found].to(dtype)}, path)
+    kind = "8-bit floats without a scale" if dtype.is_floating_point else f"{str(dtype)[6:]} where floats belong"
+    with pytest.raises(CheckpointError, match=rf"'{found.removesuffix('.weight')}.*' holds {kind}") as caught:
+        load(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_pickle_of_integers_is_refused(tmp_path: Path) -> None:
+    model = cohere(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({name: tensor.to(torch.int8) for name, tensor in model.state_dict().items()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="holds int8 where floats belong"):
+        load(tmp_path)
 
 
 def test_ends_come_from_the_generation_config_first(tmp_path: Path) -> None:
@@ -208,7 +252,7 @@ def test_linear_attention_whose_projections_are_stored_in_two_ways(name: str, tm
     left = (*PLAIN, "in_proj_a", "in_proj_b", "in_proj_ba")
 
     def write(module: str, weight: Tensor) -> Any:
-        return None if matches(module, left, part_of_name) else quantized.float8(weight, SCALED)
+        return None if module in Listed(left) else quantized.float8(weight, SCALED)
 
     quantized.quantize_files(tmp_path / "plain", tmp_path / "fp8", FP8, write)
     model.config.quantization_config = FP8

@@ -17,7 +17,7 @@ from tests.helpers import quantized
 from tests.helpers.quantized import Written, quantize_files
 from tests.helpers.tiny_models import plain_model
 from tests.verifiers.test_checkpoint import logits, read, verifier_of
-from verifiers.formats.lists import matches, part_of_name
+from verifiers.formats.lists import Listed
 
 PLAIN = ("lm_head", "embed_tokens", "mlp.gate", "router", "shared_expert_gate", "weights_proj")
 """What checkpoints leave as it is."""
@@ -67,6 +67,28 @@ CASES = {
     "nvfp4": Case(
         {"quant_method": "modelopt", "quant_algo": "NVFP4"}, lambda w: quantized.nvfp4(w, divides=False), "exclude_modules"
     ),
+    "int4_factors": Case(
+        {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"},
+        lambda w: quantized.modelopt_int4(w, 8, factors=True),
+        "ignore",
+        stored=False,
+    ),
+    "quark": Case(
+        {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32}}},
+        quantized.mxfp4_pairs,
+        "exclude",
+    ),
+    "auto_round": Case(
+        {"quant_method": "auto-round", "bits": 4, "group_size": 8, "packing_format": "auto_round:auto_gptq"},
+        lambda w: quantized.gptq(w, 4, 8),
+        "",
+    ),
+    "bitsandbytes": Case(
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        lambda w: quantized.bitsandbytes4(w, nested=True),
+        "llm_int8_skip_modules",
+        stored=False,
+    ),
 }
 MODELS = ("llama", "mixtral", "qwen3_moe", "deepseek_v3", "qwen3_5_moe")
 RUNS = [(case, "qwen3_moe") for case in CASES] + [("fp8", name) for name in MODELS if name != "qwen3_moe"]
@@ -74,9 +96,10 @@ RUNS = [(case, "qwen3_moe") for case in CASES] + [("fp8", name) for name in MODE
 
 def fits(case: str, weight: Tensor) -> bool:
     """Whether a format can say such a shape; each model has shapes that are no multiples of its groups."""
-    return {"awq": weight.shape[0] % 8 == 0, "gptq": weight.shape[0] % 8 == 0, "nvfp4": weight.shape[1] % 16 == 0}.get(
-        case.removesuffix("_scattered"), True
+    rows, columns = {"awq": (8, 1), "gptq": (8, 1), "auto_round": (8, 1), "nvfp4": (1, 16), "quark": (1, 32)}.get(
+        case.removesuffix("_scattered"), (1, 1)
     )
+    return weight.shape[0] % rows == 0 and weight.shape[1] % columns == 0
 
 
 @pytest.fixture
@@ -89,7 +112,7 @@ def written(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path,
     listed: set[str] = set()
 
     def write(module: str, weight: Tensor) -> Written | None:
-        if matches(module, PLAIN, part_of_name) or not fits(case_name, weight):
+        if module in Listed(PLAIN) or not fits(case_name, weight):
             listed.add(module)
             return None
         return case.write(weight)
@@ -175,7 +198,7 @@ def fp8_files(tmp_path: Path, name: str = "llama", prefix: str = "", **changes: 
     quantization = {**_FP8, "modules_to_not_convert": ["lm_head"], **changes}
 
     def write(module: str, weight: Tensor) -> Written | None:
-        return None if matches(module, PLAIN, part_of_name) else quantized.float8(weight, BLOCK)
+        return None if module in Listed(PLAIN) else quantized.float8(weight, BLOCK)
 
     quantize_files(tmp_path / "plain", tmp_path / "fp8", quantization, write, prefix=prefix, shards=1)
     model.config.quantization_config = quantization
@@ -253,7 +276,7 @@ def test_experts_of_several_kinds_become_numbers(tmp_path: Path, caplog: pytest.
     model.save_pretrained(tmp_path / "plain")
 
     def write(module: str, weight: Tensor) -> Written | None:
-        out = matches(module, (*PLAIN, "layers.1.block_sparse_moe.experts.2"), part_of_name)
+        out = module in Listed((*PLAIN, "layers.1.block_sparse_moe.experts.2"))
         return None if out else quantized.float8(weight, BLOCK)
 
     numbers = quantize_files(tmp_path / "plain", tmp_path / "fp8", _FP8, write)

@@ -62,6 +62,24 @@ def test_a_model_without_a_head_of_its_own_class_has_one() -> None:
         ({"quant_method": "fp8"}, 8.0),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, 8.0),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 4.5),
+        ({"quant_method": "modelopt_fp4", "quant_algo": "W4A16_NVFP4"}, 4.5),
+        ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, 8.0),
+        ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3"}}}, 8.0),
+        (
+            {
+                "quant_method": "quark",
+                "global_quant_config": {"weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32}},
+                "exclude": ["lm_head"],
+            },
+            4.25,
+        ),
+        ({"quant_method": "auto-round", "bits": 2, "group_size": 32}, 4.5),
+        ({"quant_method": "auto-round", "bits": 4, "group_size": 128, "packing_format": "auto_round:auto_awq"}, 4.125),
+        ({"quant_method": "auto-round", "bits": 8, "data_type": "mx_fp"}, 8.0),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, 8 + 1 / 64),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 16.0),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}, 16.0),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, 16.0),
         ({"quant_method": "awq", "bits": 4, "group_size": 128}, 4.125),
         ({"quant_method": "gptq", "bits": 8, "group_size": 128}, 8.125),
         (
@@ -87,9 +105,18 @@ def test_a_files_size_comes_first() -> None:
     fp8 = {"quant_method": "fp8"}
     assert weight_bytes(config, fp8, torch.bfloat16, total_size=1000) == 1000
     assert weight_bytes(config, fp8, torch.bfloat16, total_size=1000, packed=False) / GB == pytest.approx(16.38, rel=0.01)
+    for widened, gigabytes in (({"quant_method": "bitsandbytes"}, 16.38), ({"quant_method": "gptq", "bits": 2}, 6.05)):
+        assert weight_bytes(config, widened, torch.bfloat16, total_size=1000) / GB == pytest.approx(gigabytes, rel=0.02)
 
 
-@pytest.mark.parametrize("quantization", [{"quant_method": "mxfp4"}, {"quant_method": "fp8", "ignore": ["re:.*self_attn.*"]}])
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        {"quant_method": "mxfp4"},
+        {"quant_method": "fp8", "modules_to_not_convert": ["self_attn"]},
+        {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["*.self_attn*"]},
+    ],
+)
 def test_experts_alone_are_packed(quantization: dict[str, Any]) -> None:
     """By MXFP4 always, and by others whose lists leave attention out."""
     config = text_of("gpt-oss-20b")

@@ -165,8 +165,8 @@ VARIANTS_REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
         "it has layers of type",
     ),
     "another quantization": (
-        LlamaConfig(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
-        "weights quantized with 'bitsandbytes' are not read",
+        LlamaConfig(quantization_config={"quant_method": "hqq"}),
+        "weights quantized with 'hqq' are not read",
     ),
     "no output gate": (Qwen3_5TextConfig(attn_output_gate=False), "has no output gate (attn_output_gate false)"),
     "another output gate": (Qwen3_5MoeTextConfig(output_gate_type="sigmoid"), "gated by sigmoid (output_gate_type)"),

@@ -6,11 +6,12 @@ from typing import Any, NamedTuple
 import torch
 
 from specdec.errors import CheckpointError
-from verifiers.formats.float4 import MX_GROUP, NV_GROUP, float4, nvfp4
-from verifiers.formats.float8 import float8
+from verifiers.formats.float4 import MX_GROUP, NV_GROUP
+from verifiers.formats.float8 import float8, floats
 from verifiers.formats.format import Format, Parts, Stored
-from verifiers.formats.integers import byte_integers, packed_integers
-from verifiers.formats.lists import aliases, matches, name_or_expression
+from verifiers.formats.integers import ALIGNED, byte_integers, check_width, memory_bits, packed_integers
+from verifiers.formats.lists import Listed, aliases, expression
+from verifiers.formats.settings import Settings, block_size, group_size, integer, names, section, word, wrong
 
 STRATEGIES = ("tensor", "channel", "group", "tensor_group", "block")
 """What shares a scale."""
@@ -39,28 +40,34 @@ class CompressedTensors(Format):
 
     required = (("weight", "weight_packed"), ("weight_scale",))
 
-    def __init__(self, quantization: Mapping[str, Any]) -> None:
-        if any(map(_active, (quantization.get("sparsity_config"), quantization.get("transform_config")))):
+    def __init__(self, quantization: Settings) -> None:
+        parts = (section(quantization, "sparsity_config"), section(quantization, "transform_config"))
+        if any(map(_active, parts)) or quantization.get("format") == "marlin-24":
             raise CheckpointError("its weights are sparse or rotated, which is not read; take a checkpoint without")
-        self._plain: Sequence[str] = quantization.get("ignore") or ()
-        groups = (quantization.get("config_groups") or {}).values()
-        self._schemes = [_scheme(group["targets"], group["weights"]) for group in groups if group.get("weights")]
-
-    def lists_as_plain(self, module: str) -> bool:
-        return matches(module, self._plain, name_or_expression)
+        schemes = list[Scheme]()
+        for name, group in section(quantization, "config_groups").items():
+            if not isinstance(group, Mapping):
+                wrong(f"config_groups[{name!r}]", group, "an object")
+            if weights := section(group, "weights"):
+                schemes.append(_scheme(names(group, "targets"), weights))
+        first = schemes[0] if schemes else Scheme((), 8, "int", "channel", None, None)
+        plain, widens = Listed(names(quantization, "ignore")), any(one.bits not in ALIGNED for one in schemes)
+        groups = [size for one in schemes for size in (one.group, one.block and one.block[1]) if size]
+        super().__init__(memory_bits(first.bits, first.group), plain, group=max(groups, default=None), widens=widens)
+        targets = [(target, scheme) for scheme in schemes for target in scheme.targets]
+        self._named = dict(reversed(targets))
+        self._expressions = [(expression(name[3:]), scheme) for name, scheme in targets if name.startswith("re:")]
+        self._of_a_class = next((scheme for name, scheme in targets if name[:1].isupper()), None)
 
     def read(self, module: str, parts: Parts, dtype: torch.dtype) -> Stored:
         scheme = self._scheme(module)
-        packed, scale = parts.get("weight_packed"), parts["weight_scale"]
-        if packed is not None and scheme.kind == "float":
-            if scheme.group == MX_GROUP:
-                return float4(module, packed, scale, MX_GROUP, dtype)
-            if scheme.group != NV_GROUP or "weight_global_scale" not in parts:
-                raise CheckpointError(f"4-bit floats of {module!r} have groups of {scheme.group}; MXFP4 and NVFP4 are read")
-            return nvfp4(module, packed, scale, 1 / parts["weight_global_scale"].float(), dtype)
-        if packed is not None:
+        if "weight_packed" in parts and scheme.kind == "int":
             return packed_integers(module, parts, scheme.bits, scheme.group, dtype)
-        weight = parts["weight"]
+        if "weight_packed" in parts:
+            if scheme.group != MX_GROUP and "weight_global_scale" not in parts:
+                raise CheckpointError(f"{module!r} has no weight_global_scale, as NVFP4 has; fetch the whole checkpoint again")
+            return floats(module, parts, None, dtype)
+        weight, scale = parts["weight"], parts["weight_scale"]
         if weight.dtype == torch.int8:
             return byte_integers(module, parts, scheme.group, dtype)
         out_features, in_features = weight.shape[-2:]
@@ -73,28 +80,29 @@ class CompressedTensors(Format):
 
     def _scheme(self, module: str) -> Scheme:
         """The scheme of a module: one that names it, before one whose expression fits, before one for a class."""
-        names = aliases(module)
-        for fits in (
-            lambda target: target in names,
-            lambda target: target.startswith("re:") and any(name_or_expression(name, target) for name in names),
-            lambda target: target[:1].isupper(),
-        ):
-            for scheme in self._schemes:
-                if any(map(fits, scheme.targets)):
-                    return scheme
-        raise CheckpointError(f"{module!r} is quantized but no group of quantization_config has it; fetch config.json again")
+        own = aliases(module)
+        named = next((self._named[name] for name in own if name in self._named), None)
+        scheme = named or next((one for fits, one in self._expressions if any(map(fits.match, own))), self._of_a_class)
+        if scheme is None:
+            raise CheckpointError(f"{module!r} is quantized but no group of quantization_config has it; fetch config.json again")
+        return scheme
 
 
-def _scheme(targets: Sequence[str], weights: Mapping[str, Any]) -> Scheme:
-    group, block = weights.get("group_size"), weights.get("block_structure")
-    group = group if group and group > 0 else None
-    strategy = weights.get("strategy") or ("group" if group else "tensor")
-    if strategy not in STRATEGIES or (strategy == "block" and (not block or len(block) != 2)):
+def _scheme(targets: Sequence[str], weights: Settings) -> Scheme:
+    group, block = group_size(weights), block_size(weights, "block_structure")
+    strategy = word(weights, "strategy", default="group" if group else "tensor")
+    if strategy not in STRATEGIES or (strategy == "block" and block is None):
         raise CheckpointError(f"weights share scales by {strategy!r} with blocks {block}; {', '.join(STRATEGIES)} are read")
-    kind = str(weights.get("type", "int"))
-    return Scheme(targets, int(weights.get("num_bits", 8)), kind, strategy, group, (block[0], block[1]) if block else None)
+    kind, bits = word(weights, "type", default="int"), integer(weights, "num_bits", default=8)
+    if kind == "int":
+        check_width(bits, "quantization_config")
+    elif bits != 8 and (bits != 4 or group not in (MX_GROUP, NV_GROUP)):
+        raise CheckpointError(
+            f"it has {kind}s of {bits} bits in groups of {group}, and 8 bits, MXFP4 and NVFP4 are read; take such a checkpoint"
+        )
+    return Scheme(targets, bits, kind, strategy, group, block)
 
 
-def _active(part: Any) -> bool:
+def _active(part: Mapping[str, Any]) -> bool:
     """Whether a config for sparse or rotated weights says anything."""
     return bool(part) and bool(part.get("config_groups") or part.get("format", "dense") != "dense")

@@ -6,6 +6,7 @@ from torch import Tensor
 from specdec.errors import CheckpointError
 from specdec.kernels.packed import PackedWeight
 from verifiers.formats.format import Format, Parts, as_number, per_output
+from verifiers.formats.settings import Settings
 
 MX_GROUP = 32
 """Inputs that share a power of two in OCP's microscaling formats."""
@@ -13,11 +14,24 @@ MX_GROUP = 32
 NV_GROUP = 16
 """Inputs that share an 8-bit float in NVFP4."""
 
+MX_BITS, NV_BITS = 4 + 8 / MX_GROUP, 4 + 8 / NV_GROUP
+"""Bits of a number, with its part of the scale."""
+
 
 class Mxfp4(Format):
-    """`quant_method: mxfp4`, experts of gpt-oss: `_blocks` uint8 [E, out, in / 32, 16] and `_scales` uint8 [E, out, in / 32]."""
+    """`quant_method: mxfp4`, experts of gpt-oss: `_blocks` uint8 [E, out, in / 32, 16] and `_scales` uint8 [E, out, in / 32].
+
+    Args:
+        quantization: the config's `quantization_config`.
+    """
 
     required = (("weight_blocks",), ("weight_scales",))
+
+    def __init__(self, quantization: Settings) -> None:
+        super().__init__(MX_BITS, group=MX_GROUP)
+
+    def lists_as_plain(self, module: str) -> bool:
+        return ".experts." not in f".{module}."
 
     def read(self, module: str, parts: Parts, dtype: torch.dtype) -> PackedWeight:
         return float4(module, parts["weight_blocks"].flatten(-2), parts["weight_scales"], MX_GROUP, dtype)
@@ -49,9 +63,16 @@ def nvfp4(module: str, codes: Tensor, scale: Tensor, factor: Tensor, dtype: torc
 
     Args:
         module: it belongs to, for messages.
-        codes: uint8 [out, in / 2], the low half first.
-        scale: float8_e4m3fn [out, in / 16].
-        factor: of all scales, float32, one number.
+        codes: uint8 [..., out, in / 2], the low half first.
+        scale: float8_e4m3fn [..., out, in / 16].
+        factor: of all scales, one number, or one for each expert.
         dtype: of the model.
+
+    Raises:
+        CheckpointError: another type, or scales that do not fit.
     """
-    return float4(module, codes, scale.float() * factor.float().reshape(()), NV_GROUP, dtype)
+    experts = scale.shape[:-2]
+    if factor.numel() not in (1, experts.numel()):
+        raise CheckpointError(f"{module!r} has {factor.numel()} second scales, not one; fetch the checkpoint again")
+    factor = factor.float().reshape(*experts, 1, 1) if factor.numel() > 1 else factor.float().reshape(())
+    return float4(module, codes, scale.float() * factor, NV_GROUP, dtype)

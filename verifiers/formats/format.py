@@ -8,6 +8,7 @@ from torch import Tensor
 
 from specdec.errors import CheckpointError
 from specdec.kernels.packed import PackedWeight
+from verifiers.formats.lists import Listed
 
 Stored = Tensor | PackedWeight
 """A weight [..., out, in] in plain numbers or as the checkpoint stores it."""
@@ -15,15 +16,39 @@ Stored = Tensor | PackedWeight
 Parts = Mapping[str, Tensor]
 """Tensors of one linear layer by what follows its name, such as "weight" and "weight_scale"."""
 
+INTEGERS = ("tid2eid",)
+"""How names of tensors end that are integers in a model: the experts of each token in DeepSeek-V4."""
+
 
 class Format(ABC):
     """One way to store weights.
 
+    Args:
+        bits: see below.
+        plain: modules that the config says are not quantized.
+        group, stays_packed, widens: see below.
+
     Attributes:
         required: of each tuple one part has to be there.
+        bits: of a number in memory where weights stay packed, with its part of a scale.
+        group: most inputs that share a scale where not all do; None as well where the config does not tell.
+        stays_packed: a packed form of ours says the same; otherwise weights become plain numbers when they are read.
+        widens: codes take more room in memory than in files.
     """
 
     required: Sequence[tuple[str, ...]]
+
+    def __init__(
+        self,
+        bits: float,
+        plain: Listed | None = None,
+        *,
+        group: int | None = None,
+        stays_packed: bool = True,
+        widens: bool = False,
+    ) -> None:
+        self.bits, self.group, self.stays_packed, self.widens = bits, group, stays_packed, widens
+        self._plain = plain or Listed([])
 
     @abstractmethod
     def read(self, module: str, parts: Parts, dtype: torch.dtype) -> Stored:
@@ -43,7 +68,7 @@ class Format(ABC):
 
     def lists_as_plain(self, module: str) -> bool:
         """Whether the checkpoint's config says that this module is not quantized."""
-        return False
+        return module in self._plain
 
     def check(self, module: str, parts: Parts) -> None:
         """Whether the tensors are there that this format has.
@@ -56,6 +81,27 @@ class Format(ABC):
                 raise CheckpointError(
                     f"{module!r} has {', '.join(sorted(parts))} but no {' or '.join(names)}; fetch the whole checkpoint again"
                 )
+
+
+def check_floats(weights: Mapping[str, Stored]) -> None:
+    """Whether none of the weights is of codes, which the model would take for what they stand for.
+
+    Args:
+        weights: by name, those alone that are numbers in the model.
+
+    Raises:
+        CheckpointError: the first that is.
+    """
+    for name, weight in weights.items():
+        if not isinstance(weight, Tensor) or name.endswith(INTEGERS):
+            continue
+        if weight.is_floating_point() and weight.element_size() == 1:
+            raise CheckpointError(f"{name!r} holds 8-bit floats without a scale; fetch the whole checkpoint again")
+        if not weight.is_floating_point():
+            raise CheckpointError(
+                f"{name!r} holds {str(weight.dtype)[6:]} where floats belong, and no quantization_config tells what they stand for;"
+                " take a checkpoint in floats, or fetch config.json again"
+            )
 
 
 def per_output(scale: Tensor, module: str, shape: Sequence[int], block: tuple[int, int]) -> Tensor:

@@ -1,49 +1,61 @@
-"""GPTQ (arXiv 2210.17323): 4- or 8-bit integers with zeros, whose inputs may be sorted by size."""
-
-from collections.abc import Mapping
-from typing import Any
+"""GPTQ (arXiv 2210.17323): integers with zeros, whose inputs may be sorted by size."""
 
 import torch
 
 from specdec.errors import CheckpointError
-from verifiers.formats.bits import bytes_of, halves
+from verifiers.formats.bits import bytes_of, unpacked
 from verifiers.formats.format import Format, Parts, Stored
-from verifiers.formats.integers import integers
+from verifiers.formats.integers import ALIGNED, check_width, integers, memory_bits, stream
+from verifiers.formats.settings import Settings, group_size, integer, word
+
+LAYOUTS = ("gptq", "gptq_v2")
+"""In the first one a zero is stored less by one, so that 0 becomes the highest code."""
 
 
 class Gptq(Format):
     """`quant_method: gptq`.
 
     `qweight` int32 [in * bits / 32, out], `qzeros` int32 [groups, out * bits / 32], `scales` [groups, out], perhaps `g_idx` [in].
+    Bits and groups of a module are told by its tensors, as some have settings of their own.
 
     Args:
         quantization: the config's `quantization_config`.
+        layout: of the zeros; None for what the config says.
 
     Raises:
-        CheckpointError: other bits, another layout, or modules with settings of their own.
+        CheckpointError: other bits, or another layout.
     """
 
     required = (("qweight",), ("qzeros",), ("scales",))
 
-    def __init__(self, quantization: Mapping[str, Any]) -> None:
-        self._bits = int(quantization.get("bits", 4))
-        layout = str(quantization.get("checkpoint_format") or "gptq").lower()
-        if self._bits not in (4, 8) or layout not in ("gptq", "gptq_v2"):
-            raise CheckpointError(
-                f"GPTQ with {self._bits} bits in layout {layout!r} is not read; 4 and 8 bits in layouts gptq and gptq_v2 are"
-            )
-        dynamic = quantization.get("dynamic") or {}
-        if own := [rule for rule, settings in dynamic.items() if settings and not rule.startswith("-")]:
-            raise CheckpointError(f"GPTQ with settings of their own for {own[0]!r} is not read; take one with the same for all")
-        self._stored_less_one = layout == "gptq"  # a zero is stored less by one, so that 0 becomes the highest code
-        self._group = int(quantization.get("group_size", 128))
+    def __init__(self, quantization: Settings, layout: str | None = None) -> None:
+        bits = integer(quantization, "bits", default=4)
+        layout = layout or word(quantization, "checkpoint_format", "format", default="gptq")
+        check_width(bits, "GPTQ")
+        if layout not in LAYOUTS:
+            raise CheckpointError(f"GPTQ in layout {layout!r} is not read, but gptq and gptq_v2 are; take such a checkpoint")
+        self._stored_less_one = layout == LAYOUTS[0]
+        group = group_size(quantization, default=128)
+        scattered = quantization.get("desc_act") is True and quantization.get("static_groups") is not True
+        bits_of_one = memory_bits(bits, group)
+        super().__init__(bits_of_one, group=group, stays_packed=not scattered, widens=bits not in ALIGNED)
 
     def read(self, module: str, parts: Parts, dtype: torch.dtype) -> Stored:
-        raw = bytes_of(parts["qweight"]).transpose(0, 1).flatten(1).contiguous()
-        zeros = bytes_of(parts["qzeros"]).flatten(1)
-        if self._bits == 4:
-            zeros = halves(zeros)
+        words, zero_words, scale = parts["qweight"], parts["qzeros"], parts["scales"].t().float()
+        out_features, groups = scale.shape
+        bits, rest = divmod(zero_words.shape[-1] * 32, out_features)
+        in_features = words.shape[0] * 32 // max(bits, 1)
+        if rest or zero_words.shape[0] != groups or words.shape[1] != out_features:
+            raise CheckpointError(
+                f"{module!r} has words {list(words.shape)} and zeros {list(zero_words.shape)} for {out_features} outputs with"
+                f" {groups} scales each, which do not go together; fetch the checkpoint again"
+            )
+        check_width(bits, repr(module))
+        codes = stream(bytes_of(words).transpose(0, 1).flatten(1), bits, in_features, module)
+        zeros = unpacked(bytes_of(zero_words).flatten(1), bits, out_features)
         if self._stored_less_one:
-            zeros = (zeros + 1) & (2**self._bits - 1)
-        group = self._group if self._group > 0 else raw.shape[1] * 8 // self._bits
-        return integers(module, raw, parts["scales"].t().float(), zeros.t(), parts.get("g_idx"), self._bits, group, dtype)
+            zeros = (zeros + 1) & (2**bits - 1)
+        group = self.group or in_features
+        if -(-in_features // group) != groups and in_features % groups == 0:
+            group = in_features // groups
+        return integers(module, codes, scale, zeros.t(), parts.get("g_idx"), bits, group, dtype)

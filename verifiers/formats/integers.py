@@ -1,15 +1,30 @@
-"""Integers of 4 and 8 bits with a scale per group of inputs, as compressed-tensors packs them."""
+"""Integers of few bits with a scale per group of inputs, as compressed-tensors packs them."""
 
 import torch
 from torch import Tensor
 
 from specdec.errors import CheckpointError
 from specdec.kernels.packed import PackedWeight
-from verifiers.formats.bits import bytes_of, halves, signed
+from verifiers.formats.bits import bytes_of, paired, signed, unpacked
 from verifiers.formats.format import Parts, Stored, as_number, per_output
 
-MIDDLE = {4: 8, 8: 0}
-"""What a code of zero is: halves of bytes are read as they are, bytes with their sign."""
+WIDTHS = range(2, 9)
+"""Bits of a code. In memory those of up to four have half a byte, others a byte."""
+
+
+ALIGNED = (4, 8)
+"""Those that take the same in files."""
+
+
+def check_width(bits: int, name: str) -> None:
+    """Refuses integers of other widths, which `name` has."""
+    if bits not in WIDTHS:
+        raise CheckpointError(f"{name} has integers of {bits} bits, and 2 to 8 are read; take another checkpoint of the model")
+
+
+def memory_bits(bits: int, group: int | None) -> float:
+    """Bits of a number in memory, with its part of a scale in half precision."""
+    return (4 if bits <= 4 else 8) + 16 / (group or 1024)
 
 
 def packed_integers(module: str, parts: Parts, bits: int, group: int | None, dtype: torch.dtype) -> Stored:
@@ -19,68 +34,89 @@ def packed_integers(module: str, parts: Parts, bits: int, group: int | None, dty
         module: it belongs to, for messages.
         parts: `weight_scale` [out, groups] beside it, and perhaps `weight_shape`, `weight_zero_point` int32
             [out * bits / 32, groups], packed along the outputs, and `weight_g_idx` [in], the group of each input.
-        bits: 4 or 8.
+        bits: of a code.
         group: inputs of a group; None for one scale per output or one for all.
         dtype: of the model.
 
     Raises:
         CheckpointError: other bits, or an odd number of inputs.
     """
-    if bits not in MIDDLE:
-        raise CheckpointError(f"{module!r} has integers of {bits} bits; 4 and 8 are read, so take another checkpoint")
+    check_width(bits, repr(module))
     words, scale = parts["weight_packed"], as_number(parts["weight_scale"])
     shape = parts.get("weight_shape")
     out_features, in_features = words.shape[0], words.shape[1] * 32 // bits
     if shape is not None:
         out_features, in_features = (int(size) for size in shape.tolist())
-    if in_features * bits % 8:
+    if words.shape != (out_features, -(-in_features * bits // 32)):
         raise CheckpointError(
-            f"{module!r} has {in_features} inputs; halves of bytes need an even number, so take another checkpoint"
+            f"{module!r} holds {list(words.shape)} words of {bits}-bit integers for [{out_features}, {in_features}];"
+            " take a checkpoint that packs them without gaps"
         )
-    raw = bytes_of(words).flatten(1)[:, : in_features * bits // 8].contiguous()
     zeros = parts.get("weight_zero_point")
     if zeros is not None and zeros.dtype == torch.int32:
-        across = bytes_of(zeros.t()).flatten(1)
-        zeros = (halves(across) if bits == 4 else across).t()[:out_features]
+        zeros = unpacked(bytes_of(zeros.t()).flatten(1), bits, out_features).t()
     elif zeros is not None:  # one for the whole weight is not packed
         zeros = zeros.int() + 2 ** (bits - 1)
-    return integers(module, raw, scale, zeros, parts.get("weight_g_idx"), bits, group or in_features, dtype)
+    codes = stream(bytes_of(words).flatten(1), bits, in_features, module)
+    return integers(module, codes, scale, zeros, parts.get("weight_g_idx"), bits, group or in_features, dtype)
+
+
+def stream(packed: Tensor, bits: int, count: int, module: str) -> Tensor:
+    """What `integers` takes, from a stream of bits: uint8 [out, count / 2] for up to four bits, else [out, count].
+
+    Raises:
+        CheckpointError: halves of bytes, and an odd number of them.
+    """
+    if bits > 4:
+        return unpacked(packed, bits, count).contiguous()
+    if count % 2:
+        raise CheckpointError(f"{module!r} has {count} inputs; halves of bytes need an even number, so take another checkpoint")
+    return packed[:, : count // 2].contiguous() if bits == 4 else paired(unpacked(packed, bits, count))
 
 
 def integers(
-    module: str, raw: Tensor, scale: Tensor, zeros: Tensor | None, groups: Tensor | None, bits: int, group: int, dtype: torch.dtype
+    module: str,
+    codes: Tensor,
+    scale: Tensor,
+    zeros: Tensor | None,
+    groups: Tensor | None,
+    bits: int,
+    group: int,
+    dtype: torch.dtype,
 ) -> Stored:
     """A weight `scale * (code - zero)`.
 
     Args:
         module: it belongs to, for messages.
-        raw: uint8 [out, in * bits / 8], codes from 0 on, of two in a byte the low half first.
+        codes: uint8 from 0 on, for up to four bits [out, in / 2] with the low half first, else [out, in].
         scale: float32 or bfloat16 [out, groups], or as `per_output` takes it.
         zeros: integers [out, groups], codes of zero; None for the middle code.
         groups: the group of each input [in], where inputs were sorted by size; None, or all -1, for their own order.
-        bits: 4 or 8.
+        bits: of a code.
         group: inputs of a group.
         dtype: of the model.
 
     Returns:
         Packed, or in plain numbers where a group's inputs are not neighbors.
     """
-    out_features, in_features = raw.shape[0], raw.shape[1] * 8 // bits
+    middle, halved = 2 ** (bits - 1), bits <= 4
+    out_features, in_features = codes.shape[0], codes.shape[1] * (2 if halved else 1)
     group = min(group, in_features)
-    codes = raw if bits == 4 else signed(raw)
     sorted_by_size = groups is not None and bool((groups >= 0).all()) and not _in_order(groups, group)
     wanted = (scale.shape[0], scale.shape[1] * group) if sorted_by_size else (out_features, in_features)
     scale = per_output(scale, module, wanted, (1 if scale.numel() > 1 else out_features, group))
-    zero, middle = None, MIDDLE[bits] if zeros is None else 0
+    zero, offset = None, 0 if halved else middle  # bytes are signed, so that theirs is none
     if zeros is not None:
-        offset = 0 if bits == 4 else 128
         zero = per_output(zeros.to(scale.dtype) - offset, module, wanted, (1 if zeros.numel() > 1 else out_features, group))
     if sorted_by_size:
         assert groups is not None
-        values = (halves(raw) if bits == 4 else codes).float()
         each = groups.long()
-        return (values - (middle if zero is None else zero.float()[:, each])) * scale.float()[:, each]
-    return PackedWeight(codes, scale, zero, group, "int4" if bits == 4 else "int8", dtype, middle=middle)
+        values = unpacked(codes, 4 if halved else 8, in_features).float()
+        zero_of_each = middle if zero is None else zero.float()[:, each] + offset
+        return (values - zero_of_each) * scale.float()[:, each]
+    if halved:
+        return PackedWeight(codes, scale, zero, group, "int4", dtype, middle=middle if zero is None else 0)
+    return PackedWeight(signed(codes, middle), scale, zero, group, "int8", dtype)
 
 
 def byte_integers(module: str, parts: Parts, group: int | None, dtype: torch.dtype) -> PackedWeight:

@@ -1,8 +1,10 @@
 """Lists of modules in a quantization config: names, parts of names, patterns and expressions."""
 
 import re
-from collections.abc import Callable, Sequence
-from fnmatch import fnmatch
+from collections.abc import Iterable
+from fnmatch import translate
+
+from verifiers.formats.settings import SettingError
 
 PREFIXES = ("model.language_model.", "language_model.model.", "model.")
 """What the names of a decoder's modules begin with, in a checkpoint of several parts and in one of its own."""
@@ -20,33 +22,51 @@ def aliases(module: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def matches(module: str, entries: Sequence[str], match: Callable[[str, str], bool]) -> bool:
-    """Whether an entry matches the module under any of its names."""
-    return bool(entries) and any(match(name, entry) for name in aliases(module) for entry in entries)
+class Listed:
+    """Modules that a list names.
 
+    >>> listed = Listed(["mlp.gate", "model.layers.1.self_attn*", "re:.*head"])
+    >>> [name in listed for name in ("model.layers.0.mlp.gate", "layers.1.self_attn.q_proj", "lm_head", "mlp.gate_proj")]
+    [True, True, True, False]
 
-def part_of_name(name: str, entry: str) -> bool:
-    """Whether the entry is the name or whole parts of it.
+    Args:
+        entries: names or whole parts of them, patterns with stars, or after "re:" expressions for their beginning.
 
-    >>> part_of_name("model.layers.0.mlp.gate", "mlp.gate"), part_of_name("model.layers.0.mlp.gate_proj", "mlp.gate")
-    (True, False)
+    Raises:
+        SettingError: an entry that is no expression.
     """
-    return f".{entry.strip('.')}." in f".{name}."
+
+    def __init__(self, entries: Iterable[str]) -> None:
+        self._names = set[str]()
+        self._expressions = list[re.Pattern[str]]()
+        for entry in entries:
+            if entry.startswith("re:"):
+                self._expressions.append(expression(entry[3:]))
+            elif "*" in entry:
+                self._expressions.append(re.compile(translate(entry)))
+            else:
+                self._names.add(entry.strip("."))
+
+    def __contains__(self, module: str) -> bool:
+        return any(map(self._has, aliases(module)))
+
+    def _has(self, name: str) -> bool:
+        parts = name.split(".")
+        ends = range(1, len(parts) + 1) if self._names else ()
+        if any(".".join(parts[start:end]) in self._names for end in ends for start in range(end)):
+            return True
+        return any(expression.match(name) for expression in self._expressions)
 
 
-def name_or_expression(name: str, entry: str) -> bool:
-    """Whether the entry is the name, or after "re:" an expression that its beginning satisfies.
+def expression(text: str) -> re.Pattern[str]:
+    """A regular expression.
 
-    >>> name_or_expression("lm_head", "re:.*head"), name_or_expression("lm_head", "head")
-    (True, False)
+    Raises:
+        SettingError: it is none.
     """
-    return bool(re.match(entry[3:], name)) if entry.startswith("re:") else name == entry
-
-
-def pattern(name: str, entry: str) -> bool:
-    """Whether the name, or that of a module around it, satisfies a pattern with stars.
-
-    >>> pattern("model.layers.0.mlp.gate", "*.mlp.gate"), pattern("model.layers.0.mlp.gate", "model.layers.0*")
-    (True, True)
-    """
-    return fnmatch(name, entry) or name.startswith(f"{entry}.")
+    try:
+        return re.compile(text)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise SettingError(
+            f"quantization_config names modules by {text[:60]!r}, which is no expression ({error}); fetch config.json again"
+        ) from error

@@ -1,43 +1,76 @@
 """Which format a checkpoint has, told from its config before any weight is read."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from specdec.errors import CheckpointError
+from verifiers.formats.auto_round import AutoRound
 from verifiers.formats.awq import Awq
+from verifiers.formats.bitsandbytes import BitsAndBytes
 from verifiers.formats.compressed_tensors import CompressedTensors
 from verifiers.formats.float4 import Mxfp4
 from verifiers.formats.float8 import Float8
 from verifiers.formats.format import Format
 from verifiers.formats.gptq import Gptq
 from verifiers.formats.modelopt import ModelOpt
+from verifiers.formats.quark import Quark
+from verifiers.formats.settings import SettingError, Settings
 
-FORMATS: dict[str, Callable[[Mapping[str, Any]], Format]] = {
+FORMATS: dict[str, Callable[[Settings], Format]] = {
+    "auto-round": AutoRound,
     "awq": Awq,
+    "bitsandbytes": BitsAndBytes,
     "compressed-tensors": CompressedTensors,
+    "fbgemm-fp8": Float8,
     "fp8": Float8,
     "gptq": Gptq,
     "modelopt": ModelOpt,
-    "mxfp4": lambda quantization: Mxfp4(),
+    "mxfp4": Mxfp4,
+    "mxfp8": Float8,
+    "quark": Quark,
 }
 """What is read, by `quant_method`."""
 
-
-def stated_quantization(config: Any) -> Mapping[str, Any] | None:
-    """How weights are quantized, as a model's config says it; None for plain numbers."""
-    stated = getattr(config, "quantization_config", None)
-    if not stated:
-        return None
-    return stated if isinstance(stated, Mapping) else dict(stated.to_dict())
+QUANTIZATION = "hf_quant_config.json"
+"""File of ModelOpt that says it."""
 
 
-def method_of(quantization: Mapping[str, Any]) -> str:
-    """The name of the method; the files of ModelOpt do not always state it."""
-    stated = quantization.get("quant_method") or ("modelopt" if "quant_algo" in quantization else None)
-    return str(getattr(stated, "value", stated)).lower().replace("_", "-")
+def check_quantization(entries: Settings) -> None:
+    """Whether weights are read, from the entries of a config.json.
+
+    Raises:
+        CheckpointError: they are quantized in a way that is not.
+    """
+    if (quantization := stated_quantization(entries)) is not None:
+        format_of(quantization)
 
 
-def format_of(quantization: Mapping[str, Any]) -> Format:
+def stated_quantization(config: Any) -> Settings | None:
+    """How weights are quantized, as a model's config or its entries say it; None for plain numbers.
+
+    Raises:
+        SettingError: what it says is no object.
+    """
+    stated = (config.get if isinstance(config, Mapping) else partial(getattr, config))("quantization_config", None)
+    if stated is None or isinstance(stated, Mapping):
+        return stated or None
+    if not hasattr(stated, "to_dict"):
+        raise SettingError(f"quantization_config is {str(stated)[:60]!r}; it must be an object, so fetch config.json again")
+    return dict(stated.to_dict()) or None
+
+
+def method_of(quantization: Settings) -> str:
+    """The name of the method; not all files of ModelOpt and of MLX state it."""
+    stated = quantization.get("quant_method")
+    if stated is None:
+        told = ("quant_algo" in quantization or "quantization" in quantization) and "modelopt"
+        return told or ("mlx" if {"bits", "group_size"} <= quantization.keys() else "a method that it does not name")
+    name = str(getattr(stated, "value", stated)).lower().replace("_", "-").removeprefix("intel/")
+    return "modelopt" if name.startswith("modelopt-") else name.removesuffix("-4bit").removesuffix("-8bit")
+
+
+def format_of(quantization: Settings) -> Format:
     """The format of a quantized checkpoint.
 
     Args:
@@ -49,7 +82,7 @@ def format_of(quantization: Mapping[str, Any]) -> Format:
     method = method_of(quantization)
     if method not in FORMATS:
         raise CheckpointError(
-            f"weights quantized with {method!r} are not read, but {', '.join(sorted(FORMATS))} and GGUF are;"
+            f"weights quantized with {method[:60]!r} are not read, but {', '.join(sorted(FORMATS))} and GGUF are;"
             " take such a checkpoint of the model or an unquantized one"
         )
     return FORMATS[method](quantization)

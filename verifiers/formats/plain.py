@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.packed import PackedWeight
-from verifiers.formats.float8 import plain_float8
+from verifiers.formats.format import check_floats
 from verifiers.formats.method import format_of
 from verifiers.names import UNUSED, place_of
 
@@ -38,7 +38,8 @@ def plain_numbers(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any]
             modules.setdefault(module, {})[part] = tensor
     for module, parts in modules.items():
         if set(parts) == {"weight"}:
-            found[f"{module}.weight"] = plain_float8(module, parts["weight"])
+            check_floats({module: parts["weight"]})
+            found[f"{module}.weight"] = parts["weight"]
             continue
         form.check(module, parts)
         weight = form.read(module, parts, dtype)

@@ -136,6 +136,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda p: rewrite(p, lambda t: t | {"fc.weight": t["fc.weight"].to(torch.int8)}),
         "tensor fc.weight is torch.int8; config.json has no quantization_config for it",
     ),
+    "quantized to floats": (
+        lambda p: rewrite(p, lambda t: t | {"fc.weight": t["fc.weight"].to(torch.float8_e4m3fn)}),
+        "tensor fc.weight is torch.float8_e4m3fn; config.json has no quantization_config for it",
+    ),
     "reordered full vocabulary": (
         lambda p: rewrite(p, lambda t: t | {"d2t": torch.ones(VOCAB, dtype=torch.long)}),
         "d2t reorders a full vocabulary",
@@ -210,6 +214,15 @@ def test_write_refuses(tmp_path: Path) -> None:
 
 
 QUANTIZED: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], quantized.Written]]] = {
+    "w4a16_nvfp4": (
+        {"quant_method": "modelopt_fp4", "quant_algo": "W4A16_NVFP4"},
+        lambda weight: quantized.nvfp4(weight, divides=False),
+    ),
+    "bitsandbytes": ({"quant_method": "bitsandbytes"}, quantized.bitsandbytes4),
+    "quark": (
+        {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}},
+        lambda weight: quantized.float8(weight, (weight.shape[0], weight.shape[1]), name="weight_scale"),
+    ),
     "nvfp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, lambda weight: quantized.nvfp4(weight, divides=False)),
     "fp8": (
         {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme": "dynamic"},
@@ -250,6 +263,6 @@ def test_quantized_weights_become_plain_numbers(kind: str, apart: bool, tmp_path
 def test_quantizations_that_are_not_read_are_named(tmp_path: Path) -> None:
     path = write_tiny_dflash(tmp_path / "drafter")
     raw = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(raw | {"quantization_config": {"quant_method": "quark"}}))
-    with pytest.raises(CheckpointError, match=r"drafter '.*': weights quantized with 'quark' are not read"):
+    (path / "config.json").write_text(json.dumps(raw | {"quantization_config": {"quant_method": "hqq"}}))
+    with pytest.raises(CheckpointError, match=r"drafter '.*': weights quantized with 'hqq' are not read"):
         read_checkpoint(path)

@@ -24,7 +24,7 @@ from tests.test_lossless import run as decode
 from tests.verifiers.test_load_quantized import FP8
 from tests.verifiers.test_quantized_checkpoint import BLOCK as SCALED
 from tests.verifiers.test_quantized_checkpoint import PLAIN
-from verifiers.formats.lists import matches, part_of_name
+from verifiers.formats.lists import Listed
 from verifiers.load import load_verifier
 
 K = 3
@@ -68,7 +68,7 @@ def test_quantized_layers_are_read_as_those_of_the_target(name: str, tmp_path: P
     """8-bit floats with experts one by one: the same logits as of a file that holds the numbers they stand for."""
 
     def write(module: str, weight: Tensor) -> Any:
-        return None if matches(module, (*PLAIN, "fc", "eh_proj"), part_of_name) else quantized.float8(weight, SCALED)
+        return None if module in Listed((*PLAIN, "fc", "eh_proj")) else quantized.float8(weight, SCALED)
 
     ref = reference(name)
     plain = write_target(tmp_path / "plain", ref, CASES[name][0])

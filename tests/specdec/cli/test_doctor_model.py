@@ -151,6 +151,19 @@ def test_quantized_weights_are_counted_as_they_would_be_in_memory(
     assert doctor(capsys, target)["weights"] == "16.4 GB, stored as fp8 and plain here"
 
 
+def test_formats_that_no_packed_form_has_are_counted_in_plain_numbers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Others as they lie in the files; ModelOpt may say it in a file of its own."""
+    four = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    target = folder(tmp_path / "bnb", QWEN3_8B, total_size=6 * GB, quantization_config=four)
+    assert doctor(capsys, target)["weights"] == "16.4 GB, stored as bitsandbytes and plain here"
+    quark = {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}}
+    target = folder(tmp_path / "quark", QWEN3_8B, total_size=9 * GB, quantization_config=quark)
+    assert doctor(capsys, target)["weights"] == "9.0 GB, stored as quark"
+    apart = folder(tmp_path / "apart", QWEN3_8B, total_size=6 * GB)
+    (tmp_path / "apart" / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "W4A16_NVFP4"}}))
+    assert doctor(capsys, apart)["weights"] == "6.0 GB, stored as modelopt"
+
+
 def test_a_target_for_several_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A tenth of a GPU is left for what is no weight: 172.8 of 192 GB. Its 8 key heads are divided by 2, 4 and 8."""
     fits = folder(tmp_path / "fits", QWEN3_8B, total_size=172 * GB)
@@ -220,7 +233,7 @@ def test_the_tokenizer_is_looked_at(
     [
         ({"model_type": "jamba"}, "it keeps a recurrent state"),
         ({"model_type": "never_heard_of"}, "has no model of type 'never_heard_of'"),
-        ({**QWEN3_8B, "quantization_config": {"quant_method": "bitsandbytes"}}, "'bitsandbytes' are not read"),
+        ({**QWEN3_8B, "quantization_config": {"quant_method": "hqq"}}, "'hqq' are not read, but auto-round, awq, bitsandbytes"),
         ({**QWEN3_8B, "num_attention_heads": 30}, "torch_ref: 30 query heads do not share 8 key heads evenly"),
     ],
     ids=["recurrent", "unknown", "quantized", "no backend"],
@@ -241,8 +254,9 @@ def test_what_is_missing_is_named(config: dict[str, Any], reason: str, capsys: p
         ),
         ({"architectures": ["LiLiCorrDraftModel"]}, "LiLiCorrDraftModel"),
         ({"block_size": None}, "config.json lacks block_size"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "weights quantized with 'hqq' are not read"),
     ],
-    ids=["hidden size", "vocabulary", "taps", "algorithm", "config"],
+    ids=["hidden size", "vocabulary", "taps", "algorithm", "config", "format"],
 )
 def test_a_drafter_that_does_not_fit(
     changes: dict[str, Any], reason: str, capsys: pytest.CaptureFixture[str], tmp_path: Path

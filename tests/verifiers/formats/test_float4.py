@@ -7,7 +7,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from specdec.errors import CheckpointError
 from specdec.kernels.packed import PackedWeight
 from tests.helpers import quantized
-from verifiers.formats.float4 import Mxfp4
+from verifiers.formats.float4 import Mxfp4, float4
 from verifiers.formats.modelopt import ModelOpt
 
 DTYPE = torch.bfloat16
@@ -18,7 +18,7 @@ DTYPE = torch.bfloat16
 def test_experts_are_those_of_transformers(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     """To the bit; transformers has them transposed."""
     file = quantized.mxfp4(shape)
-    weight = Mxfp4().read("x", {f"weight_{name}": part for name, part in file.parts.items()}, dtype)
+    weight = Mxfp4({}).read("x", {f"weight_{name}": part for name, part in file.parts.items()}, dtype)
     assert weight.dequantized(torch.float64).equal(file.numbers)
     theirs = convert_moe_packed_tensors(file.parts["blocks"], file.parts["scales"], dtype=dtype)
     assert weight.dequantized().transpose(1, 2).equal(theirs)
@@ -28,7 +28,7 @@ def test_every_power_of_two() -> None:
     """Down to 2 ** -127, which is no ordinary number of its type."""
     blocks = torch.full((1, 255, 1, 16), 0x22, dtype=torch.uint8)  # 1.0 throughout
     scales = torch.arange(255, dtype=torch.uint8).view(1, 255, 1)
-    weight = Mxfp4().read("x", {"weight_blocks": blocks, "weight_scales": scales}, torch.float32)
+    weight = Mxfp4({}).read("x", {"weight_blocks": blocks, "weight_scales": scales}, torch.float32)
     assert weight.dequantized(torch.float64)[0, :, 0].equal(torch.pow(2.0, torch.arange(255).double() - 127))
 
 
@@ -51,10 +51,8 @@ def test_8_bit_floats_of_modelopt() -> None:
 
 
 def test_what_is_not_read_is_named() -> None:
-    with pytest.raises(CheckpointError, match="ModelOpt's W4A8_AWQ is not read, but FP8 and NVFP4 are"):
-        ModelOpt({"quant_algo": "W4A8_AWQ"})
     with pytest.raises(CheckpointError, match="'x' holds 4-bit floats as int32; pairs in uint8 are read"):
-        ModelOpt({}).read("x", quantized.nvfp4(torch.empty(8, 16), divides=False).parts | {"weight": torch.ones(8, 8).int()}, DTYPE)
+        float4("x", torch.ones(8, 8).int(), torch.ones(8, 1), 16, DTYPE)
 
 
 def test_modules_left_out_may_be_patterns() -> None:

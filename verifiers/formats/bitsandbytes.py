@@ -1,0 +1,89 @@
+"""Checkpoints of bitsandbytes: blocks of codes that a table turns into numbers (arXiv 2305.14314), and rows of 8-bit integers."""
+
+import json
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec.errors import CheckpointError
+from verifiers.formats.format import Format, Parts, Stored
+from verifiers.formats.integers import byte_integers, memory_bits
+from verifiers.formats.lists import Listed
+from verifiers.formats.settings import Settings, names
+
+LARGEST = 127
+"""Code of a row's largest number in 8 bits."""
+
+TABLES = {"weight.quant_state.bitsandbytes__nf4": "nf4", "weight.quant_state.bitsandbytes__fp4": "fp4"}
+"""Parts that hold the settings of a 4-bit weight, as JSON in bytes."""
+
+
+class BitsAndBytes(Format):
+    """`quant_method: bitsandbytes`, 4 bits (`nf4`, `fp4`) or 8 bits.
+
+    In 4 bits `weight` has two codes to a byte, the first in the high half, row by row, and `weight.absmax` has a scale for
+    each block of them. Scales may be codes themselves, with a table and scales of their own. In 8 bits `SCB` has the largest
+    number of each row of `weight`. Only the 8 bits stay packed: our kernels have no such tables.
+
+    Args:
+        quantization: the config's `quantization_config`.
+    """
+
+    required = (("weight",), ("SCB", "weight.absmax"))
+
+    def __init__(self, quantization: Settings) -> None:
+        eight = quantization.get("load_in_8bit") is True
+        plain = Listed(names(quantization, "llm_int8_skip_modules"))
+        super().__init__(memory_bits(8, None) if eight else 4.5, plain, stays_packed=eight)
+
+    def read(self, module: str, parts: Parts, dtype: torch.dtype) -> Stored:
+        if "SCB" in parts:
+            if parts["weight"].dtype != torch.int8:
+                raise CheckpointError(f"{module!r} has rows of {parts['weight'].dtype}, not int8; fetch the checkpoint again")
+            return byte_integers(module, {**parts, "weight_scale": parts["SCB"].float() / LARGEST}, None, dtype)
+        state = _State.of(module, parts)
+        scales = parts["weight.absmax"]
+        if "weight.nested_absmax" in parts:
+            nested = parts["weight.nested_quant_map"].float()[scales.flatten().long()]
+            scales = _scaled(module, nested, parts["weight.nested_absmax"].float(), state.nested_block) + state.nested_offset
+        pairs = parts["weight"].view(torch.uint8).flatten()
+        codes = torch.stack([pairs >> 4, pairs & 15], dim=-1).flatten()
+        values = parts["weight.quant_map"].float()[codes[: state.shape.numel()].long()]
+        if values.numel() != state.shape.numel():
+            raise CheckpointError(f"{module!r} holds {values.numel()} codes for {list(state.shape)}; fetch the checkpoint again")
+        return _scaled(module, values, scales.float().flatten(), state.block).view(state.shape)
+
+
+class _State(NamedTuple):
+    """Settings of a 4-bit weight."""
+
+    shape: torch.Size
+    block: int
+    nested_block: int
+    nested_offset: float
+
+    @staticmethod
+    def of(module: str, parts: Parts) -> "_State":
+        """Those among the parts of a module."""
+        stored = next((parts[name] for name in TABLES if name in parts), None)
+        missing = [name for name in ("weight.quant_map",) if name not in parts]
+        if stored is None or missing or ("weight.nested_absmax" in parts) != ("weight.nested_quant_map" in parts):
+            raise CheckpointError(f"{module!r} has {', '.join(sorted(parts))} but no whole state; fetch the whole checkpoint again")
+        try:
+            entries: dict[str, Any] = json.loads(bytes(stored.flatten().tolist()))
+            shape = torch.Size(entries["shape"])
+            block, nested = int(entries["blocksize"]), int(entries.get("nested_blocksize", 256))
+            assert len(shape) == 2 and min(*shape, block, nested) > 0
+            return _State(shape, block, nested, float(entries.get("nested_offset", 0)))
+        except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+            raise CheckpointError(f"the state of {module!r} is none of bitsandbytes; fetch the checkpoint again") from error
+
+
+def _scaled(module: str, values: Tensor, scales: Tensor, block: int) -> Tensor:
+    """Numbers in blocks, each times the scale of its block."""
+    if scales.numel() != -(-values.numel() // block):
+        raise CheckpointError(
+            f"{module!r} has {scales.numel()} scales for {values.numel()} numbers in blocks of {block}; fetch the checkpoint again"
+        )
+    return values * scales.repeat_interleave(block)[: values.numel()]
