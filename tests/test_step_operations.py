@@ -30,7 +30,7 @@ from specdec.engine.engine import SpecEngine
 from specdec.engine.graphs import StepGraphs
 from specdec.kernels import triton_argmax, triton_candidates, triton_linear, triton_sampler
 from specdec.layers import argmax, decoder, linear
-from specdec.sampling import candidates, sampler
+from specdec.sampling import candidates, sampler, scores
 from specdec.sampling_params import SamplingParams
 from tests.helpers.tiny_models import CONFIGS, random_dflash
 from verifiers.hf import verifier_for
@@ -121,6 +121,7 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> OperationCounter:
     monkeypatch.setattr(JITFunction, "run", lambda self, *args, **options: made.count(self.fn.__name__))
     monkeypatch.setattr(triton_fa, "unavailable_reasons", lambda device: [])
     monkeypatch.setattr(linear, "can_block", lambda weight: False)  # a layout for CPUs
+    monkeypatch.setattr(scores, "lowered_in_cache", scores.lowered)  # a way for CPUs
     for module in (triton_fa, triton_linear):
         monkeypatch.setattr(module, "num_processors", lambda device: 132)
     return made

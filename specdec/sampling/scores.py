@@ -43,9 +43,8 @@ def penalized(
     if sampling.seen is not None:
         # Row j names the tokens that it counts; in place of others it names the anchor again, which every row has.
         fed = torch.where(counted, tokens[:, None, :], tokens[:, :1, None])
-        seen = sampling.seen[:, None, :].repeat(1, tokens.shape[1], 1).scatter_(-1, fed, True)
-        penalty = sampling.repetition_penalty[:, None, None]
-        scores = torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
+        lower = lowered_in_cache if scores.device.type == "cpu" else lowered
+        scores = lower(scores, sampling.seen, sampling.repetition_penalty, fed)
     if sampling.counts is not None:
         ours = counted & (positions >= sampling.firsts[:, None])[:, None, :]
         fed = tokens[:, None, :].expand_as(ours)
@@ -53,6 +52,36 @@ def penalized(
         frequency, presence = (x[:, None, None] for x in (sampling.frequency_penalty, sampling.presence_penalty))
         scores = scores - frequency * counts - presence * (counts > 0)
     return scores
+
+
+def lowered(scores: Tensor, seen: Tensor, penalties: Tensor, fed: Tensor) -> Tensor:
+    """Scores [num_reqs, n, V] under repetition penalties.
+
+    Args:
+        scores: float32.
+        seen: bool [num_reqs, V], tokens that all rows of a request count.
+        penalties: float32 [num_reqs].
+        fed: int64 [num_reqs, n, n], further tokens that each row counts.
+    """
+    seen = seen[:, None, :].repeat(1, scores.shape[1], 1).scatter_(-1, fed, True)
+    penalty = penalties[:, None, None]
+    return torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
+
+
+def lowered_in_cache(scores: Tensor, seen: Tensor, penalties: Tensor, fed: Tensor) -> Tensor:
+    """The same, bit for bit, one row after the other and without conditions: many times as fast on a CPU.
+
+    Of a score times and by its penalty the smaller one is meant, and the larger one where the penalty is below 1: the smaller one
+    with both signs turned.
+    """
+    sign = torch.where(penalties < 1, -1.0, 1.0)
+    factors, own = torch.where(seen, penalties[:, None], 1.0).mul_(sign[:, None]), (penalties * sign)[:, None].expand(fed.shape[:2])
+    found = torch.empty_like(scores)
+    for request, factor in enumerate(factors):
+        for row, ids, out in zip(scores[request], fed[request], found[request], strict=True):
+            factor_here = factor.scatter(-1, ids, own[request])
+            torch.minimum(row * factor_here, row / factor_here, out=out)
+    return found.mul_(sign[:, None, None])
 
 
 def _counted(tokens: Tensor, tree: DraftTree | None) -> Tensor:

@@ -10,7 +10,7 @@ from transformers.generation.logits_process import SequenceBiasLogitsProcessor
 
 from specdec.blocks import DraftTree
 from specdec.sampling.edits import Edits
-from specdec.sampling.scores import scored
+from specdec.sampling.scores import lowered, lowered_in_cache, scored
 from specdec.sampling.tensors import SamplingTensors
 from specdec.sampling_params import SamplingParams
 
@@ -40,6 +40,17 @@ def reference(params: SamplingParams, path: list[int], logits: Tensor) -> Tensor
     for token, count in Counter(path[PROMPT:]).items():
         scores[token] -= params.frequency_penalty * count + params.presence_penalty
     return scores
+
+
+def test_a_penalty_is_the_same_row_by_row() -> None:
+    """Bit for bit, above 1 and below, of zeros and infinities too."""
+    torch.manual_seed(0)
+    scores = torch.randn(5, 4, V)
+    scores[:, :, :4] = torch.tensor([0.0, -0.0, float("inf"), float("-inf")])
+    seen, fed = torch.rand(5, V) < 0.4, torch.randint(0, V, (5, 4, 4))
+    seen[:, :4] = True
+    penalties = torch.tensor([1.0, 1.3, 0.7, 1e30, 1e-30])
+    assert torch.equal(lowered_in_cache(scores, seen, penalties, fed), lowered(scores, seen, penalties, fed))
 
 
 def state(histories: Tensor) -> SamplingTensors:
