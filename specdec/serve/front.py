@@ -192,7 +192,8 @@ class Outputs:
         self._stream = Stream(front.decoder.session)
         self._handles: list[Handle] = []
         self._arrived = time.perf_counter()
-        self._last: dict[int, float] = {}  # when the last chunk of an output came
+        self._first: dict[int, tuple[float, int]] = {}  # when the first chunk of an output came, and its tokens
+        self._last: dict[int, float] = {}  # when the last one did
         self._counted: set[int] = set()  # outputs that have ended and are in the totals
         self._tokens: Counter[int] = Counter()  # of each output, those in the totals
         self._steps: Counter[int] = Counter()
@@ -267,6 +268,7 @@ class Outputs:
                 totals.prompt_tokens += len(self._handles[index].request.prompt_token_ids)
                 if self._incremental:
                     totals.first_token.add(now - self._arrived)
+                    self._first[index] = (now, len(chunk.token_ids))
             else:
                 totals.between_tokens.add(now - self._last[index])
             self._last[index] = now
@@ -286,8 +288,14 @@ class Outputs:
     def _end(self, index: int, reason: str) -> None:
         self._add_news(index, self._handles[index].request)
         self._counted.add(index)
-        self._front.totals.finished[reason] += 1
-        self._front.totals.whole.add(time.perf_counter() - self._arrived)
+        now, totals, request = time.perf_counter(), self._front.totals, self._handles[index].request
+        totals.finished[reason] += 1
+        totals.whole.add(now - self._arrived)
+        totals.request_prompt.add(len(request.prompt_token_ids))
+        totals.request_output.add(len(request.output_token_ids))
+        begun, tokens = self._first.get(index, (now, 0))
+        if index in self._first and len(request.output_token_ids) > tokens:
+            totals.per_token.add((now - begun) / (len(request.output_token_ids) - tokens))
 
 
 def _check_result(result: GenerationResult) -> None:

@@ -11,7 +11,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 from specdec.serve.front import Front
-from specdec.serve.totals import Times
+from specdec.serve.totals import Histogram
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -76,13 +76,16 @@ class Metrics(Collector):
 
     def _histograms(self, prefix: str) -> Iterator[Metric]:
         totals = self._front.totals
-        for name, times, text in (
+        for name, counted, text in (
             ("time_to_first_token_seconds", totals.first_token, "From a request to its first token, of streams."),
             ("inter_token_latency_seconds", totals.between_tokens, "Between the steps that add to an output, of streams."),
+            ("request_time_per_output_token_seconds", totals.per_token, "Mean of an output after its first token, of streams."),
             ("e2e_request_latency_seconds", totals.whole, "From a request to its end."),
+            ("request_prompt_tokens", totals.request_prompt, "Prompt tokens of each output that has ended."),
+            ("request_generation_tokens", totals.request_output, "Tokens of each output that has ended."),
         ):
             family = HistogramMetricFamily(f"{prefix}:{name}", text, labels=list(self._labels))
-            family.add_metric(list(self._labels.values()), buckets=_buckets(times), sum_value=times.sum)
+            family.add_metric(list(self._labels.values()), buckets=_buckets(counted), sum_value=counted.sum)
             yield family
 
     def _one(self, family: CounterMetricFamily | GaugeMetricFamily, value: float) -> Metric:
@@ -95,7 +98,7 @@ class Metrics(Collector):
         return family
 
 
-def _buckets(times: Times) -> list[tuple[str, float]]:
+def _buckets(counted: Histogram) -> list[tuple[str, float]]:
     """Counts up to each bound, the infinite one last."""
-    bounds = [*(f"{bound:g}" for bound in times.BOUNDS), "+Inf"]
-    return list(zip(bounds, map(float, accumulate(times.counts)), strict=True))
+    bounds = [*(f"{bound:g}" for bound in counted.bounds), "+Inf"]
+    return list(zip(bounds, map(float, accumulate(counted.counts)), strict=True))

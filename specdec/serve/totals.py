@@ -8,20 +8,20 @@ from itertools import zip_longest
 
 from specdec.metrics import AcceptanceStats
 
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+TOKENS = tuple(float(first * 10**power) for power in range(6) for first in (1, 2, 5))
 
-class Times:
-    """How many of some seconds were at most as long as each bound."""
 
-    BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+class Histogram:
+    """How many of some numbers were at most as large as each bound."""
 
-    def __init__(self) -> None:
-        self.counts = [0] * (len(self.BOUNDS) + 1)
-        self.sum = 0.0
+    def __init__(self, bounds: tuple[float, ...] = SECONDS) -> None:
+        self.bounds, self.counts, self.sum = bounds, [0] * (len(bounds) + 1), 0.0
 
-    def add(self, seconds: float) -> None:
+    def add(self, number: float) -> None:
         """Counts one."""
-        self.counts[bisect_left(self.BOUNDS, seconds)] += 1
-        self.sum += seconds
+        self.counts[bisect_left(self.bounds, number)] += 1
+        self.sum += number
 
 
 class Totals:
@@ -36,6 +36,8 @@ class Totals:
         draft_tokens: drafts verified.
         offered, accepted: by position, verify steps that offered a draft there, and that kept it.
         first_token, between_tokens, whole: seconds to the first token, between chunks, and to the end.
+        per_token: seconds from the first token to the end by tokens after it; it and the two before are of streams.
+        request_prompt, request_output: tokens of each output that has ended.
     """
 
     def __init__(self) -> None:
@@ -44,7 +46,8 @@ class Totals:
         self.steps = self.step_tokens = self.drafts = self.draft_tokens = 0
         self.offered: list[int] = []
         self.accepted: list[int] = []
-        self.first_token, self.between_tokens, self.whole = Times(), Times(), Times()
+        self.first_token, self.between_tokens, self.per_token, self.whole = (Histogram() for _ in range(4))
+        self.request_prompt, self.request_output = Histogram(TOKENS), Histogram(TOKENS)
 
     @property
     def tau(self) -> float:

@@ -170,6 +170,11 @@ def test_metrics_count_what_was_done() -> None:
             f"{prefix}:spec_decode_num_draft_tokens_total{{{labels}}} {2.0 * sum(stats.num_verified)}",
             f"{prefix}:time_to_first_token_seconds_count{{{labels}}} 1.0",
             f"{prefix}:e2e_request_latency_seconds_count{{{labels}}} 2.0",
+            f"{prefix}:request_time_per_output_token_seconds_count{{{labels}}} 1.0",
+            f"{prefix}:request_prompt_tokens_sum{{{labels}}} 6.0",
+            f"{prefix}:request_generation_tokens_sum{{{labels}}} 60.0",
+            f'{prefix}:request_generation_tokens_bucket{{{labels[:11]}le="20",{labels[11:]}}} 0.0',
+            f'{prefix}:request_generation_tokens_bucket{{{labels[:11]}le="50",{labels[11:]}}} 2.0',
         ):
             assert line in text.splitlines()
 
