@@ -165,6 +165,32 @@ _TOKENIZERS = (
     " Kimi K2 repositories, the target is refused, and a `tokenizer.json` of the model beside its files is the way out."
 )
 
+_FORMATS = {
+    "`auto-round`": ("tensors of GPTQ, AWQ gemm, FP8, MXFP4, MXFP8 and NVFP4; bits and groups by layer", "packed"),
+    "`awq`": ("gemm, 4 bits", "packed"),
+    "`bitsandbytes`": ("8 bits; NF4 and FP4, with scales that are quantized or not", "8 bits packed, others plain"),
+    "`compressed-tensors`": (
+        "integers of 2 to 8 bits, FP8 by tensor, output or block, MXFP4, MXFP8, NVFP4; neither sparse nor rotated",
+        "packed, but plain with scattered groups",
+    ),
+    "`fp8`, `fbgemm_fp8`, `mxfp8`": ("blocks, outputs, groups of 32 with powers of two, or one scale", "packed"),
+    "`gptq`": ("2 to 8 bits, both layouts of zeros, settings by module", "packed, but plain with `desc_act`"),
+    "`modelopt`": (
+        "FP8 by tensor, output and block, MXFP4, MXFP8, NVFP4 with its relatives, INT4 AWQ, INT8, mixtures",
+        "packed, but plain where AWQ left factors of the inputs",
+    ),
+    "`mxfp4`": ("the experts of gpt-oss", "packed"),
+    "`quark`": ("FP8 by tensor, output, block and group, MXFP4, MXFP8, NVFP4, INT4, UINT4, INT8", "packed"),
+    "GGUF": ("what Transformers reads; needs package `gguf`", "plain"),
+}
+
+_FORMAT_NOTE = (
+    "By `quant_method` of `quantization_config`; drafters may have all but GGUF, and become plain. Integers of up to four bits take"
+    " half a byte in memory, those of five to eight a byte. Activations and the cache keep their own type. Other methods (HQQ,"
+    " torchao, Quanto, AQLM, MLX, AWQ gemv) are refused by name, as are integers and 8-bit floats that no `quantization_config`"
+    " explains. Where weights become plain on the way, one line says so."
+)
+
 _STATE = "it keeps a recurrent state (state-space model or linear attention), which cannot be rolled back"
 
 _ENCODERS = ("its attention is bidirectional", "it is an encoder-decoder model")
@@ -197,6 +223,14 @@ def page() -> str:
         "## Tokenizers",
         "",
         *wrap(_TOKENIZERS, 132),
+        "",
+        "## Quantized weights",
+        "",
+        "| format | what is read | in memory on a GPU |",
+        "|---|---|---|",
+        *(f"| {name} | {read} | {stays} |" for name, (read, stays) in _FORMATS.items()),
+        "",
+        *wrap(_FORMAT_NOTE, 132),
         "",
         "## Through Transformers' modules",
         "",
