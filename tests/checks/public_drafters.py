@@ -1,14 +1,17 @@
-"""Counts how many public drafters we can read, whatever their targets, and says what is in the way of the others.
+"""Counts how many public drafters would run as published, and says what is in the way of the others.
 
-    python -m tests.checks.public_drafters                  counts, and every refusal with its reason
-    python -m tests.checks.public_drafters --layout Laguna  one layout
-    python -m tests.checks.public_drafters --write          the table in docs/drafters.md
+    python -m tests.checks.public_drafters                      one GPU of 192 GB; every refusal with its reason
+    python -m tests.checks.public_drafters --gpus 2 --gpu-memory 141
+    python -m tests.checks.public_drafters --layout Laguna      one layout
+    python -m tests.checks.public_drafters --write              the table in docs/drafters.md
 
 `tests/drafters/public_drafters.json` holds every row of `public_targets.json` as its publisher writes it: the content of
-config.json, and name and shape of every tensor. Few of them were to be seen: the others are rebuilt from the code that trained and
-exported them, and numbers that nobody states are those of their kind. Each is read twice. With its own numbers config.json has to
-fit its target; and scaled down, with random weights in a folder, it has to load. Layers for multi-token prediction, which lie in
-their targets' files, are read from a tiny target of the same type (`tests/helpers/tiny_predictions.py`). Nothing is fetched.
+config.json, name and shape of every tensor, and the form of the file. `quoted` says of a row what of it is quoted from a public
+file: its config, keys that decide ("keys"), or its tensors. All else is rebuilt from the code that trained and exported it, and
+numbers that nobody states are those of their kind. Each is read twice. With its own numbers config.json has to fit its target; and
+scaled down, with random weights in a folder, it has to load. Layers for multi-token prediction, which lie in their targets' files,
+are read from a tiny target of the same type (`tests/helpers/tiny_predictions.py`). `compared` says of a layout with whose code
+drafts were compared, step for step, and where. Nothing is fetched, and no published weights were read.
 """
 
 import argparse
@@ -18,7 +21,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -34,7 +37,7 @@ from drafters.load import load_drafter
 from specdec.attention.mla import MlaSpec
 from specdec.attention.torch_ref.mla import TorchRefMlaBackend
 from specdec.errors import SpecDecError
-from tests.checks import public_predictions
+from tests.checks import public_predictions, public_targets
 from tests.drafters.tiny import FakeVerifier, tiny_target
 
 DATA = Path(__file__).parents[1] / "drafters" / "public_drafters.json"
@@ -71,6 +74,9 @@ class Row:
         config: content of config.json; empty where the publisher has another file.
         shapes: shape and type of every tensor, in letters, with `*` for each draft layer and `+` for each tap.
         files: beside config.json and the weights.
+        weights: the form of the weights' file.
+        quoted: what is quoted from a public file, see above.
+        compared: whose code drafts were compared with.
     """
 
     checkpoint: str
@@ -83,6 +89,9 @@ class Row:
     files: tuple[str, ...] = ()
     vocab_size: int | None = None
     model: str | None = None
+    weights: str = "model.safetensors"
+    quoted: tuple[str, ...] = ()
+    compared: str | None = None
 
 
 @cache
@@ -97,8 +106,9 @@ def rows() -> tuple[Row, ...]:
             shapes |= data["tensors"][name]
         config = _merged(layout["config"], entry.get("config", {}))
         about = {key: entry.get(key) for key in ("checkpoint", "target", "family", "layout", "vocab_size", "model")}
-        files = tuple(entry.get("files", ()))
-        found.append(Row(**about, target_layers=entry.get("target_layers", 0), config=config, shapes=shapes, files=files))
+        about |= {"weights": entry.get("weights", "model.safetensors"), "compared": layout.get("compared")}
+        about |= {key: tuple(entry.get(key, ())) for key in ("files", "quoted")}
+        found.append(Row(**about, target_layers=entry.get("target_layers", 0), config=config, shapes=shapes))
     return tuple(found)
 
 
@@ -131,7 +141,8 @@ def write(folder: Path, config: Mapping[str, Any], row: Row) -> None:
         (folder / "config.json").write_text(json.dumps(config))
     for name in row.files:
         torch.save(torch.randn(TINY["hidden_size"]), folder / name)
-    save_file(tensors(config, row.shapes), folder / "model.safetensors")
+    weights, path = tensors(config, row.shapes), folder / row.weights
+    save_file(weights, path) if path.suffix == ".safetensors" else torch.save(weights, path)
 
 
 def tensors(config: Mapping[str, Any], shapes: Mapping[str, str]) -> dict[str, Tensor]:
@@ -227,16 +238,67 @@ def _are_objects(*values: object) -> bool:
 
 
 Found = Sequence[tuple[Row, str | None]]
-"""Rows, and what is in the way of each."""
+"""Rows, and what is in the way of each head."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is known of a row."""
+
+    config_quoted: bool
+    keys_quoted: bool
+    tensors_quoted: bool
+    target_accepted: bool
+    tokenizer_readable: bool
+    head_loads: bool
+    fits: bool
+    compared: bool
+
+    @property
+    def runs(self) -> bool:
+        """Whether nothing is in the way."""
+        return self.target_accepted and self.tokenizer_readable and self.head_loads and self.fits
+
+
+def verdict(row: Row, reason: str | None, *, gpus: int, gpu_bytes: int) -> Verdict:
+    """What is known of a row on so many GPUs."""
+    needs = public_targets.target_needs(row.target, gpu_bytes, gpus)
+    return Verdict(
+        config_quoted="config" in row.quoted,
+        keys_quoted="keys" in row.quoted,
+        tensors_quoted="tensors" in row.quoted,
+        target_accepted=not any(not one.startswith(public_targets.TOO_LARGE) for one in needs.missing),
+        tokenizer_readable="tokenizer" not in public_targets.data()["targets"][row.target],
+        head_loads=reason is None,
+        fits=bool(needs.weights) and not any(one.startswith(public_targets.TOO_LARGE) for one in needs.missing),
+        compared=row.compared is not None,
+    )
+
+
+def counts(found: Found, *, gpus: int, gpu_bytes: int) -> dict[str, dict[str, int]]:
+    """How many rows of each family are so."""
+    sums: dict[str, dict[str, int]] = {}
+    for row, reason in found:
+        known = verdict(row, reason, gpus=gpus, gpu_bytes=gpu_bytes)
+        lines = {field.name.replace("_", " "): getattr(known, field.name) for field in fields(known)}
+        lines |= {"all of the four": known.runs, "and compared": known.runs and known.compared}
+        family = sums.setdefault(row.family, {"rows": 0})
+        family["rows"] += 1
+        for name, holds in lines.items():
+            family[name] = family.get(name, 0) + holds
+    return sums
 
 
 def table(found: Found) -> str:
     """Counts by family and layout, in Markdown."""
-    lines = ["| family | layout | load |", "|---|---|---|"]
+    lines = ["| family | layout | heads load | quoted in part | drafts compared with |", "|---|---|---|---|---|"]
     for family in dict.fromkeys(row.family for row, _ in found):
-        lines.append(f"| **{family}** | | **{_count(found, family=family)}** |")
+        lines.append(f"| **{family}** | | **{_count(found, family=family)}** | | |")
         for layout in dict.fromkeys(row.layout for row, _ in found if row.family == family):
-            lines.append(f"| | {layout} | {_count(found, family=family, layout=layout)} |")
+            own = [row for row, _ in found if (row.family, row.layout) == (family, layout)]
+            quoted = sum(bool(row.quoted) for row in own) or ""
+            loads = _count(found, family=family, layout=layout)
+            lines.append(f"| | {layout} | {loads} | {quoted} | {own[0].compared or ''} |")
     return "\n".join(lines)
 
 
@@ -249,11 +311,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints the counts and every refusal; 0."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--layout", metavar="NAME", help="one layout alone")
+    parser.add_argument("--gpus", type=int, default=1, help="of one machine (default %(default)s)")
+    parser.add_argument("--gpu-memory", type=float, default=192, metavar="GB", help="of one GPU (default %(default)s)")
     parser.add_argument("--write", action="store_true", help="put the counts into docs/drafters.md")
     args = parser.parse_args(argv)
     found = [(row, refusal(row)) for row in rows() if args.layout in (None, row.layout)]
-    for family in dict.fromkeys(row.family for row, _ in found):
-        print(f"{_count(found, family=family)} drafters load: {family}")
+    sums = counts(found, gpus=args.gpus, gpu_bytes=int(args.gpu_memory * 1e9))
+    print(f"{args.gpus} x {args.gpu_memory:g} GB".ljust(22) + "".join(f"{family:>9}" for family in sums))
+    for line in next(iter(sums.values())):
+        print(f"{line:<22}" + "".join(f"{family[line]:>9}" for family in sums.values()))
     print("\nby layout")
     for layout in dict.fromkeys(row.layout for row, _ in found):
         print(f"  {_count(found, layout=layout):>8}  {layout}")
