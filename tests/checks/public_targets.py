@@ -48,8 +48,8 @@ def data() -> dict[str, Any]:
 
 
 @cache
-def target_needs(target: str, gpu_bytes: int) -> Needs:
-    """What a public target needs on GPUs of that size, with the attention that runs anywhere."""
+def target_needs(target: str, gpu_bytes: int, gpus: int = 1) -> Needs:
+    """What a public target needs on so many GPUs of that size, with the attention that runs anywhere."""
     entry = data()["targets"][target]
     return needs_of(
         entry["config"],
@@ -59,8 +59,8 @@ def target_needs(target: str, gpu_bytes: int) -> Needs:
         gpu_bytes=gpu_bytes,
         total_size=int(entry["gigabytes"] * 1e9),
         packed=True,
-        most_gpus=1,
-        divides=False,
+        most_gpus=gpus,
+        divides=gpus > 1,
     )
 
 
