@@ -7,11 +7,14 @@ from importlib.util import find_spec
 import pytest
 
 from tests.checks import public_targets
-from tests.checks.public_drafters import Row, main, refusal, rows
+from tests.checks.public_drafters import Row, counts, main, refusal, rows
 
 ASSISTANTS = 5 if find_spec("transformers.models.gemma4_assistant") else 0
 LEAST = {"DFlash": 86, "EAGLE-3": 52, "MTP": 29 + ASSISTANTS}
 """Rows of each family that load; a number here only grows."""
+
+RUN = {"DFlash": 57, "EAGLE-3": 31}
+"""The same on one GPU of 192 GB, with targets and tokenizers."""
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +52,19 @@ def test_a_wrong_tensor_is_refused(layout: str) -> None:
     assert f"{place or 'config.json'} says twist, which this loader does not know" in str(refusal(replace(row, config=twisted)))
 
 
+def test_what_would_run_on_one_gpu(found: list[tuple[Row, str | None]]) -> None:
+    """Target, tokenizer, head and memory together; a number here only grows."""
+    sums = counts(found, gpus=1, gpu_bytes=192 * 10**9)
+    assert all(sums[family]["all of the four"] >= least for family, least in RUN.items()), sums
+    assert sums["DFlash"]["tokenizer readable"] < 89 and sums["DFlash"]["fits"] < sums["DFlash"]["target accepted"]
+
+
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--layout", "z-lab"]) == 0
-    assert capsys.readouterr().out.startswith("11 of 11 drafters load: DFlash\n")
+    """More GPUs hold more."""
+    printed = {}
+    for gpus in ("1", "8"):
+        assert main(["--layout", "speculators DFlash", "--gpus", gpus]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        printed[gpus] = {line[:22].strip(): line[22:].strip() for line in lines[:12]}
+    assert printed["1"]["rows"] == printed["1"]["head loads"] == "10"
+    assert int(printed["1"]["fits"]) < int(printed["8"]["fits"])
