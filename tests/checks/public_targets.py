@@ -6,9 +6,8 @@
 
 A row is one drafter for one target; whether we have its head is not asked. `tests/verifiers/public_targets.json` holds of every
 target the entries of its config that decide, and the size of its weights: sizes are right to a sixth, and where a config was not
-to be seen, entries are those of the family in transformers. `unverified` marks targets of which not even the model type is sure, and
-`tokenizer` says which files a tokenizer that we do not read consists of.
-No weight is read and nothing is fetched.
+to be seen, entries are those of the family in transformers. `unverified` marks targets of which not even the model type is sure;
+`tokenizer` names the files of a tokenizer that we do not read. No weight is read and nothing is fetched.
 """
 
 import argparse
