@@ -46,12 +46,13 @@ def layer_windows(config: PreTrainedConfig) -> list[int | None]:
 
 def declared(config: Any, name: str, default: Any = None) -> Any:
     """An entry that transformers has for models of this type; of others its models know nothing, whatever a file says."""
-    known = not isinstance(config, PreTrainedConfig) or _has(type(config), name)
+    kind: Any = type(config)
+    known = not isinstance(config, PreTrainedConfig) or _has(kind, name)
     return getattr(config, name, default) if known else default
 
 
 @cache
-def _has(kind: type, name: str) -> bool:
+def _has(kind: Any, name: str) -> bool:
     """Whether configs of a type have an entry, be it that they work it out."""
     try:
         return hasattr(kind, name) or hasattr(kind(), name)
@@ -93,6 +94,10 @@ def head_shape(config: PreTrainedConfig, layer: int) -> HeadShape:
     kinds = getattr(config, "layer_types", None)
     chunked = kinds is not None and kinds[layer] == CHUNKED
     ranks = getattr(config, "ranks", 1)  # see `verifiers.shares.shared`
+    if min(heads, kv_heads, head_dim) < 1:
+        raise CheckpointError(
+            f"layer {layer} has {heads} heads, {kv_heads} for keys, of {head_dim} numbers; fetch config.json again"
+        )
     return HeadShape(heads // ranks, kv_heads // ranks, head_dim, _tokens(config, "attention_chunk_size") if chunked else None)
 
 
@@ -218,6 +223,9 @@ def context_limits(config: PreTrainedConfig, *, own: bool) -> ContextLimits:
     Args:
         config: of the text model.
         own: our own layers run it, none of which has a table of positions.
+
+    Raises:
+        CheckpointError: longer than positions can be.
     """
     stated, kinds = position_embeddings(config), rope_kinds(config)
     usual = extended = stated
@@ -232,6 +240,10 @@ def context_limits(config: PreTrainedConfig, *, own: bool) -> ContextLimits:
     # Transformers' modules without RoPE have a table of positions, and "dynamic" is kept from stretching in them.
     if not own and not (kinds and all(rope.get("rope_type") in STATIC_ROPE_TYPES for rope in kinds)):
         return ContextLimits(stated, stated, stated)
+    if max(usual, extended) >= 2**31:
+        raise CheckpointError(
+            f"rope_parameters stretch positions to {max(usual, extended)}, of 2**31 at most; fetch config.json again"
+        )
     return ContextLimits(usual, max(usual, extended))
 
 

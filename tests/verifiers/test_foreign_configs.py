@@ -85,6 +85,24 @@ def test_the_entry_is_named(entry: str, value: Any, llama: Path, tmp_path: Path)
     assert "\n" not in str(doctor.value) + str(loading.value)
 
 
+@pytest.mark.parametrize(
+    ("entries", "reason"),
+    [
+        ({"head_dim": -16}, "layer 0 has 4 heads, 2 for keys, of -16 numbers"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 1e30, "original_max_position_embeddings": 32}},
+            "rope_parameters stretch positions to 32000000",
+        ),
+    ],
+)
+def test_sizes_that_no_model_has(entries: dict[str, Any], reason: str, llama: Path, tmp_path: Path) -> None:
+    change(tmp_path, llama, **entries)
+    for judge in (read_needs, load_verifier):
+        options: dict[str, Any] = {"gpu_bytes": 10**9} if judge is read_needs else {}
+        with pytest.raises(CheckpointError, match=reason):
+            judge(str(tmp_path), device=CPU, dtype=torch.float32, **options)
+
+
 @pytest.mark.parametrize("entry", ["num_hidden_layers", "num_nextn_predict_layers", "num_experts", "n_layer", "num_labels"])
 def test_counts_are_refused_before_memory_is_taken(entry: str, tmp_path: Path) -> None:
     """At any depth; a list of a billion layers would not fit."""
