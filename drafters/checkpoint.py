@@ -34,7 +34,7 @@ def find_folder(path: str | Path) -> Path:
 
 
 @contextmanager
-def called(folder: Path, path: str | Path, *, kind: str = "drafter") -> Iterator[None]:
+def called(folder: str | Path, path: str | Path, *, kind: str = "drafter") -> Iterator[None]:
     """Makes messages about a folder name the checkpoint as the user did; one in the hub's cache tells nobody anything.
 
     Args:

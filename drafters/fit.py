@@ -93,7 +93,6 @@ def read_fit(name: str, target: TargetShape) -> Fit:
         return Fit(name, USUAL_DRAFTS, (target.num_layers - 1,), problems=() if target.predicts else missing)
     where = str(shipped_drafter_path()) if name == "smollm2-dflash" else name
     raw = checkpoint_config(where, what="drafter")
-    check_adapter(where, what="drafter")
     card = checkpoint_file(where, CARD, what="drafter")
     fit = fit_of(raw, target)
     folder = Path(where).expanduser()
@@ -101,6 +100,8 @@ def read_fit(name: str, target: TargetShape) -> Fit:
         fit = Fit("unknown", problems=(refusal,))
     if fit.algorithm == "draft-model":
         fit = _draft_model(name, raw)
+    else:
+        check_adapter(where, what="drafter")
     return replace(fit, license=license_note(card, raw))
 
 
@@ -113,7 +114,7 @@ def _draft_model(name: str, raw: Mapping[str, Any]) -> Fit:
     for size in LIMITS:
         count(Keys([section(raw, "text_config"), raw]), size)
     try:
-        with called(Path(name), name, kind="draft model"):
+        with called(name, name, kind="draft model"):
             options = {"device": torch.device("cpu"), "dtype": torch.bfloat16, "gpu_bytes": 2**63, "divides": False}
             needs = resolve(PARTS, "needs", "part")(name, **options)
     except SpecDecError:

@@ -31,7 +31,8 @@ def load_drafter(path: str | Path, *, verifier: Verifier) -> Drafter:
         require(algorithm in DRAFTERS, unsupported(algorithm))
     if note := license_note(folder / CARD, raw):
         logger.warning("drafter %r: %s", str(path), note)
-    check_adapter(path, folder, what="drafter")
+    if algorithm != "draft-model":  # which is loaded as a target is
+        check_adapter(path, folder, what="drafter")
     with called(folder, path):
         drafter: Drafter = resolve(DRAFTERS, algorithm, "drafter")(folder, verifier=verifier)
     return drafter

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import CheckpointError
+from specdec.errors import CheckpointError, UnsupportedModelError
 from specdec.hub import CONFIG, checkpoint_file, files_of, json_file, json_object
+from specdec.registry import PARTS, resolve
 from specdec.tensor_files import weight_files
 
 logger = logging.getLogger(__name__)
@@ -34,16 +35,25 @@ def checkpoint_config(name: str | Path, folder: Path | None = None, *, what: str
 
 
 def check_entries(entries: Mapping[str, Any], name: str | Path, what: str) -> None:
-    """Refuses the config.json of a checkpoint in a format that is not read.
+    """Refuses the config.json of what cannot be read, or is no target.
 
     Raises:
         CheckpointError: MLX's, whose quantized weights are in an order of their own.
+        UnsupportedModelError: a target that can be nothing but a drafter; the message names its own target.
     """
     stated = entries.get("quantization")
     if isinstance(stated, Mapping) and {"bits", "group_size"} <= stated.keys():
         raise CheckpointError(
             f"{what} {str(name)!r} is quantized by MLX ({CONFIG} has quantization), which is not read; take the checkpoint that it"
             " was made of"
+        )
+
+    drafter = resolve(PARTS, "drafter", "part")(entries) if what == "target" else None
+    if drafter is not None:
+        algorithm, target = drafter
+        beside = f"its target, {target}" if target else "its target, which its card names"
+        raise UnsupportedModelError(
+            f"{str(name)!r} is no target but a drafter ({algorithm}); give it as --drafter, beside {beside}"
         )
 
 
@@ -87,7 +97,7 @@ def check_adapter(name: str | Path, folder: Path | None = None, *, what: str) ->
     if folder is not None and not weight_files(folder) and not any(folder.glob("*.gguf")):
         raise _lone_adapter(name, what)
     logger.warning(
-        "%s %r has an adapter (%s), which is not applied; merge it into the weights if it belongs to them", what, str(name), ADAPTER
+        "%r has an adapter (%s), which is not applied; merge it into the weights if it belongs to them", str(name), ADAPTER
     )
 
 

@@ -27,7 +27,6 @@ from specdec.kinds import ADAPTER, check_adapter, checkpoint_config
 from specdec.layers.linear import can_pack_four_bit
 from specdec.layers.packed_check import keeps_packed
 from specdec.parallel.group import Group
-from specdec.registry import PARTS, resolve
 from specdec.tensor_files import TensorFiles, usually_named
 from verifiers.decoder import Checkpoint, DecoderVerifier
 from verifiers.description import Description
@@ -91,7 +90,6 @@ def load_verifier(
         share, spec = None, backend_spec(config, **options)
     else:
         entries = checkpoint_config(given, path, what="target")
-        refuse_drafter(name, entries)
         whole, config, share, spec = _understood(name, path, entries, group, fuse, options)
     backend = select_backend(attention, spec)
     tokenizer = tokenizer_in(path, name)
@@ -119,18 +117,6 @@ def load_verifier(
         verifier.media_token_ids = media_token_ids(whole)
     verifier.eos_token_ids, verifier.defaults = generation.ends, generation.defaults
     return verifier, tokenizer
-
-
-def refuse_drafter(name: str, entries: Mapping[str, Any]) -> None:
-    """Refuses as a target what can be nothing but a drafter.
-
-    Raises:
-        UnsupportedModelError: the config.json is of one; the message names its target.
-    """
-    if (found := resolve(PARTS, "drafter", "part")(entries)) is not None:
-        algorithm, target = found
-        beside = f"its target, {target}" if target else "its target, which its card names"
-        raise UnsupportedModelError(f"{name!r} is no target but a drafter ({algorithm}); give it as --drafter, beside {beside}")
 
 
 def _understood(

@@ -26,7 +26,6 @@ from verifiers.embedded import EMBEDDED, embedded_model_path
 from verifiers.families import describe
 from verifiers.formats.method import QUANTIZATION, format_of, method_of, stated_quantization
 from verifiers.generation import FILE, generation_of
-from verifiers.load import refuse_drafter
 from verifiers.prediction_families import predicts
 from verifiers.reading import blamed, check_counts, check_sizes, read
 from verifiers.shape import INDEXED_MODELS, LATENT_MODELS, backend_spec, context_limits, layer_caches, layer_specs, layer_windows
@@ -103,7 +102,6 @@ def read_needs(name: str, *, device: torch.device, dtype: torch.dtype, gpu_bytes
     """
     where = str(embedded_model_path()) if name == EMBEDDED else name
     entries = checkpoint_config(where, what="target")
-    refuse_drafter(name, entries)
     apart = json_file(where, QUANTIZATION, what="target")
     if apart and not entries.get("quantization_config"):
         entries = {**entries, "quantization_config": apart.get("quantization")}

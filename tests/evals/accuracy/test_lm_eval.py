@@ -219,6 +219,17 @@ def test_the_documented_command_runs_without_a_gpu(
     assert [line.partition(" ")[0] for line in said] == ["trust_remote_code", "device"]
 
 
+def test_a_revision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As lm-eval's own models take it."""
+
+    def load(target: str, **options: Any) -> None:
+        raise InvalidInputError(f"asked for {target}")
+
+    monkeypatch.setattr(SpecDecoder, "from_pretrained", load)
+    with pytest.raises(InvalidInputError, match="asked for owner/name@v1"):
+        SpecdecLM.create_from_arg_string("pretrained=owner/name,revision=v1")
+
+
 def test_one_import_makes_the_model_known_to_lm_eval(folder: Path, tmp_path: Path) -> None:
     """lm-eval's own Python API, with a chat template and few-shot examples as turns."""
     from evals.accuracy.bundled_task import bundled_task
