@@ -11,6 +11,7 @@ _ZONE = r"(?:Z|[+-](?:[01]\d|2[0-3]):[0-5]\d)"
 _TIME = rf"(?:[01]\d|2[0-3]):[0-5]\d:[0-5]\d(?:\.\d+)?{_ZONE}"
 _CLOCK = r"T(?:\d+H(?:\d+M(?:\d+S)?)?|\d+M(?:\d+S)?|\d+S)"
 _DAYS = r"(?:\d+Y(?:\d+M(?:\d+D)?)?|\d+M(?:\d+D)?|\d+D)"
+_HEX = "[0-9A-Fa-f]"
 _LABEL = r"[A-Za-z0-9]+(?:-+[A-Za-z0-9]+)*"
 _OCTET = r"(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
 _H = "[0-9A-Fa-f]{1,4}"
@@ -39,6 +40,16 @@ FORMATS = {
     "uri-reference": rf"(?:[A-Za-z][A-Za-z0-9+.-]*:)?(?://{_HOST}{_PATH}|/?[A-Za-z0-9._~]+{_PATH}|/)?{_AFTER}",
     "uri-template": rf"(?:[A-Za-z0-9._~!$&()*+,;=:@/?#-]|\{{[+#./;?&]?{_NAME}(?:,{_NAME})*\}})*",
     "uuid": r"[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}",
+}
+
+FORMATS |= {
+    "idn-email": FORMATS["email"],
+    "idn-hostname": FORMATS["hostname"],
+    "iri": FORMATS["uri"],
+    "iri-reference": FORMATS["uri-reference"],
+    "base64": r"(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/][AQgw]==|[A-Za-z0-9+/]{2}[AEIMQUYcgkosw048]=)?",
+    "ipv4network": rf"{_OCTET}(?:\.{_OCTET}){{3}}/32",
+    **{f"uuid{number}": rf"{_HEX}{{8}}-{_HEX}{{4}}-{number}{_HEX}{{3}}-[89abAB]{_HEX}{{3}}-{_HEX}{{12}}" for number in range(1, 9)},
 }
 
 LONGEST = {"date": 10, "ipv4": 15, "ipv6": 39, "uuid": 36}

@@ -170,6 +170,10 @@ class Algebra:
         return self._derived[key]
 
 
+class TooManyStates(InvalidInputError):
+    """What meets all conditions at once takes too much to find out."""
+
+
 Steps = dict[Expression, Ranges]
 """By what may follow, the characters that lead there."""
 
@@ -178,7 +182,7 @@ def automaton(algebra: Algebra, start: Expression) -> dict[Expression, Steps]:
     """By expression, beginning with the first, where characters lead; dead ends are left out, so it may be empty.
 
     Raises:
-        InvalidInputError: there are too many.
+        TooManyStates: there are more than `MOST_STATES`.
     """
     found: dict[Expression, Steps] = {}
     waiting = [start]
@@ -187,7 +191,7 @@ def automaton(algebra: Algebra, start: Expression) -> dict[Expression, Steps]:
         if state in found:
             continue
         if len(found) == MOST_STATES:
-            raise InvalidInputError(
+            raise TooManyStates(
                 f"patterns, lookaheads and lengths of a string come to more than {MOST_STATES} states together; make them simpler"
             )
         steps: Steps = {}

@@ -214,15 +214,15 @@ class _Reader:
         asked = own.get("format")
         if asked is not None and asked not in FORMATS:
             self._found.notes.append(f"format {asked} at {path} is taken for an annotation")
-        patterns = [own["pattern"]] if "pattern" in own else []
-        patterns += [FORMATS[asked]] if asked in FORMATS else []
-        if not patterns:
+        patterns = (own["pattern"],) if "pattern" in own else ()
+        formats = (FORMATS[asked],) if asked in FORMATS else ()
+        if not patterns + formats:
             return {keyword: int(own[keyword]) for keyword in LENGTHS if keyword in own}
         if most is not None and asked in FORMATS and most > SHORT and "pattern" not in own:
             if asked not in LONGEST:
                 self._found.notes.append(f"maxLength {most} beside format {asked} at {path} is not held to")
             most = None
-        return {"pattern": self._mark(Text((*patterns,), least, most, in_json=True), path)}
+        return {"pattern": self._mark(Text(patterns, least, most, in_json=True, formats=formats), path)}
 
     def _mark(self, text: Text, path: str) -> str:
         """A pattern that stands for a string of our own."""

@@ -65,20 +65,21 @@ class _Settler:
             elif isinstance(part, Look):
                 if not end:
                     raise refusal(self._pattern, "a lookahead within a group that text can follow")
-                behind = (Both(self._ahead(part.part), part.wanted, Row(behind)),)
+                behind = (Both(self._ahead(part.part, start=first), part.wanted, Row(behind)),)
             else:
                 behind = (self.part(part, start=first, end=last), *behind)
         return behind[0] if len(behind) == 1 else Row(behind)
 
-    def _ahead(self, node: Node) -> Node:
+    def _ahead(self, node: Node, *, start: bool) -> Node:
         """Texts that begin with a part, or with `$` are it."""
         match node:
             case Options(parts):
-                return Options(tuple(map(self._ahead, parts)))
+                return Options(tuple(self._ahead(part, start=start) for part in parts))
             case Row((*before, Anchor("$"))):
-                return self._row(tuple(before), start=False, end=False)
+                return self._row(tuple(before), start=start, end=False)
             case Row((*before, (Row() | Options()) as last)):
-                return Row((self._row(tuple(before), start=False, end=False), self._ahead(last)))
+                first = start and all(one == Anchor("^") for one in before)
+                return Row((self._row(tuple(before), start=start, end=False), self._ahead(last, start=first)))
             case Anchor("$"):
                 return Row(())
-        return Row((self.part(node, start=False, end=False), EVERYTHING))
+        return Row((self.part(node, start=start, end=False), EVERYTHING))

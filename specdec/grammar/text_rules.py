@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 
 from specdec.errors import InvalidInputError
 from specdec.grammar.characters import LAST, Characters, Ranges, both, ranges
-from specdec.grammar.language import Algebra, automaton
+from specdec.grammar.language import Algebra, TooManyStates, automaton
 from specdec.grammar.pattern import Both, Node, Options, Repeat, Row
 from specdec.grammar.settle import settled
+
+logger = logging.getLogger(__name__)
 
 SHORT = {0x22: '"', 0x5C: "\\", 0x08: "b", 0x0C: "f", 0x0A: "n", 0x0D: "r", 0x09: "t"}
 """What JSON escapes with one letter."""
@@ -22,6 +25,7 @@ class Text:
 
     Attributes:
         patterns: all of which match the whole of it.
+        formats: the same, but not held to beside patterns where all together would take too much.
         least, most: characters.
         in_json: it stands between the quotes of a JSON string, where some characters are escaped.
     """
@@ -30,6 +34,7 @@ class Text:
     least: int = 0
     most: int | None = None
     in_json: bool = False
+    formats: tuple[str, ...] = ()
 
     def check(self) -> None:
         """Raises:
@@ -49,6 +54,8 @@ class Text:
         >>> Text(("^[ab]*$",), most=1).rules("x")
         ('x_0', ['x_0 ::= [a-b] x_1|""', 'x_1 ::= ""'])
         """
+        if self.formats:
+            return self._with_formats(name)
         nodes = [settled(pattern) for pattern in self.patterns]
         if len(nodes) == 1 and not self.least and self.most is None and not _has_looks(nodes[0]):
             return self._written(nodes[0]) or '""', []
@@ -69,6 +76,15 @@ class Text:
             ways += ['""'] if algebra.ends(state) else []
             made.append(f"{names[state]} ::= {'|'.join(ways)}")
         return names[start], made
+
+    def _with_formats(self, name: str) -> tuple[str, list[str]]:
+        try:
+            return replace(self, patterns=self.patterns + self.formats, formats=()).rules(name)
+        except TooManyStates:
+            if not self.patterns:
+                raise
+            logger.warning("a JSON schema asks for more than outputs are held to: a format beside the pattern %s", self.patterns[0])
+            return replace(self, formats=()).rules(name)
 
     def _written(self, node: Node) -> str:
         """A part in GBNF; empty where it matches the empty text alone."""

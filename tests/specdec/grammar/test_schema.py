@@ -231,6 +231,17 @@ def test_what_is_let_be_is_said(schema: Any, note: str, caplog: pytest.LogCaptur
     assert [record.getMessage().rpartition("held to: ")[2] for record in caplog.records] == grammar.notes
 
 
+def test_a_format_gives_way_to_a_pattern_with_which_it_takes_too_much(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("specdec.grammar.language.MOST_STATES", 20)
+    grammar = Grammar.json_schema({"type": "string", "format": "ipv6", "pattern": "^[0-9:]*$"})
+    assert writes_json(grammar, "1:2") and not writes_json(grammar, "a::b")
+    assert "a format beside the pattern ^[0-9:]*$" in caplog.messages[0]
+    with pytest.raises(InvalidInputError, match="more than 20 states"):
+        writes_json(Grammar.json_schema({"type": "string", "format": "ipv6", "maxLength": 30}), "::1")
+
+
 def test_a_name_is_not_written_twice_in_another_spelling() -> None:
     grammar = Grammar.json_schema(
         {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": {"type": "string"}}
