@@ -64,6 +64,11 @@ def tensor_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
         if config.latent is not None:
             layer = {name: shape for name, shape in layer.items() if "self_attn" not in name}
             layer |= _latent_shapes(config, config.latent, given)
+        if config.gemma is not None:
+            layer |= {f"{place}_feedforward_layernorm.weight": (hidden,) for place in ("pre", "post")}
+            layer["layer_scalar"] = (1,)
+            if config.gemma.keys_as_values:
+                del layer["self_attn.v_proj.weight"]
         if index == 0:
             layer["hidden_norm.weight"] = (hidden,)
         if config.has_head_norms:

@@ -8,6 +8,7 @@ from transformers import DeepseekV3Config, Qwen3Config
 
 from drafters.algorithms import MASKS, algorithm_of, architecture_of
 from drafters.attention import LatentSizes
+from drafters.eagle3.gemma import ARCHITECTURE, Gemma, read_gemma
 from drafters.eagle3.layers import Layers, read_layers, windows
 from drafters.eagle3.taps import StatedTaps, stated_taps, taps
 from drafters.keys import PLAIN_VALUES, Keys, check_known, check_plain, check_rope, require, section
@@ -61,7 +62,7 @@ class Eagle3Config:
     """Everything needed to run an EAGLE-3 head (arXiv 2503.01840), or one that drafts in parallel (P-EAGLE).
 
     Attributes:
-        layers: what the decoder layers are like, a config of Llama, Qwen3, or DeepSeek-V3 without experts.
+        layers: what the decoder layers are like, a config of Llama, Qwen3, or DeepSeek-V3 without experts; for Gemma's of Llama.
         vocab_size: of the target.
         draft_vocab_size: of a reduced vocabulary with a head of its own, or None.
         stated_taps: tapped decoder layers of the target, as far as `config.json` says.
@@ -76,6 +77,7 @@ class Eagle3Config:
         mask_token_id: of a head that drafts all tokens in one forward; None where it takes a forward for each.
         max_draft_tokens: largest number of drafts.
         verifier_name: the target it was trained for, when stated.
+        gemma: what layers of Gemma 4 have besides; None for others.
     """
 
     layers: Layers
@@ -93,6 +95,7 @@ class Eagle3Config:
     mask_token_id: int | None = None
     max_draft_tokens: int = USUAL_DRAFTS
     verifier_name: str | None = None
+    gemma: Gemma | None = None
 
     @property
     def num_taps(self) -> int:
@@ -102,7 +105,7 @@ class Eagle3Config:
     @property
     def has_head_norms(self) -> bool:
         """Whether queries and keys are normed."""
-        return isinstance(self.layers, Qwen3Config)
+        return isinstance(self.layers, Qwen3Config) or self.gemma is not None
 
     @property
     def latent(self) -> LatentSizes | None:
@@ -134,7 +137,10 @@ def parse_config(raw: Mapping[str, Any]) -> Eagle3Config:
     own, shape = section(raw, "eagle_config"), section(raw, "transformer_layer_config") or raw
     keys = Keys([own, raw, shape])
     _check_keys(raw, keys, own)
-    layers = read_layers(shape, architecture_of(raw))
+    architecture, gemma = architecture_of(raw), None
+    if architecture == ARCHITECTURE:
+        (gemma, shape), architecture = read_gemma(shape), None
+    layers = read_layers(shape, architecture)
     draft_vocab_size = keys.integer("draft_vocab_size")
     reduced = draft_vocab_size is not None and draft_vocab_size != layers.vocab_size
     require(
@@ -157,6 +163,7 @@ def parse_config(raw: Mapping[str, Any]) -> Eagle3Config:
         mask_token_id=_mask(keys, layers.vocab_size) if parallel else None,
         max_draft_tokens=_most_drafts(raw, parallel=parallel),
         verifier_name=_verifier_name(raw),
+        gemma=gemma,
     )
     require(config.tap_width >= 1, f"target_hidden_size is {config.tap_width}; it must be at least 1")
     for name in ("num_aux_hidden_states", "num_aux_layers"):

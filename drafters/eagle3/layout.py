@@ -39,7 +39,8 @@ def write_checkpoint(
     Raises:
         CheckpointError: what the layout cannot express, a taken path, or a failed write.
     """
-    require(config.latent is None, "a head with latent attention can be read, but not written")
+    unsaid = "latent attention" if config.latent else "Gemma's layers" if config.gemma else None
+    require(unsaid is None, f"a head with {unsaid} can be read, but not written")
     dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
     stated = settled(config.stated_taps, num_target_layers)
     written = _to_sglang(config, dtype, stated) if layout == "sglang" else _to_speculators(config, dtype, stated)

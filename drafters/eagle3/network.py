@@ -73,11 +73,12 @@ class Eagle3Network(SequentialNetwork):
         self._ops = ops_for(self._attention)
         self._rope = Rope.of(layers.rope_parameters, layers.head_dim, layers.max_position_embeddings).to(verifier.device)
         self._fc = linear(tensors["fc.weight"], tensors.get("fc.bias"))
-        weights = _Weights(tensors, layers.rms_norm_eps)
+        weights = _Weights(tensors, layers.rms_norm_eps, config.gemma is not None)
         self._taps_norm = weights.norm("input_norm") if config.norm_before_fc else None
         self._tap_norms = [weights.norm(f"fc_norm.{index}") for index in range(config.num_taps)] if config.fc_norm else []
         self._stream_norm = weights.norm("layers.0.hidden_norm")
         self._table = tensors.get("embed_tokens.weight")
+        self._embedding_scale = layers.hidden_size**0.5 if config.gemma is not None else 1.0
         head = tensors.get("lm_head.weight")
         if head is None and layers.tie_word_embeddings:
             head = self._table
@@ -116,7 +117,11 @@ class Eagle3Network(SequentialNetwork):
     def forward(self, rows: Rows, caches: Sequence[Any], wanted: Tensor | None) -> Tensor:
         """Hidden states [n, 2, H]: normed, for the head, and the stream itself."""
         assert rows.features is not None
-        embeddings = self._verifier.embed(rows.token_ids) if self._table is None else self._ops.embed(rows.token_ids, self._table)
+        if self._table is not None:
+            embeddings = self._ops.embed(rows.token_ids, self._table, self._embedding_scale)
+        else:
+            embeddings = self._verifier.embed(rows.token_ids)
+            embeddings = embeddings if self._embedding_scale == 1 else embeddings * self._embedding_scale
         hidden = rows.features
         if self._config.norm_before_residual:
             hidden = self._ops.norm(hidden, self._stream_norm)
@@ -135,8 +140,11 @@ class Eagle3Network(SequentialNetwork):
         return torch.stack([normed, stream], dim=1)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        normed = hidden[:, 0].contiguous()
-        return self._verifier.head(normed) if self._head is None else self._head(normed)
+        normed, gemma = hidden[:, 0].contiguous(), self._config.gemma
+        if self._head is None:
+            return self._verifier.head(normed)
+        logits = self._head(normed)
+        return logits if gemma is None or gemma.softcap is None else torch.tanh(logits / gemma.softcap) * gemma.softcap
 
     def next_features(self, hidden: Tensor) -> Tensor:
         """The stream, or in EAGLE-3.1 what the head is given."""
@@ -146,12 +154,22 @@ class Eagle3Network(SequentialNetwork):
         config, name = self._config, f"layers.{index}"
         attention, input_norm = self._attention_of(index, weights), weights.norm(f"{name}.input_layernorm")
         stream_norm = None if config.norm_before_residual else self._stream_norm
+        shared: dict[str, Any] = {
+            "input_norm": input_norm if index else stream_norm,
+            "attention": attention if index else AttentionToBoth(attention, input_norm),
+            "output": weights.join(f"{name}.self_attn", "o_proj"),
+        }
+        products = weights.join(f"{name}.mlp", "gate_proj", "up_proj"), weights.join(f"{name}.mlp", "down_proj")
+        attended = weights.norm(f"{name}.post_attention_layernorm")
+        if config.gemma is None:
+            return DecoderLayer(**shared, mlp_norm=attended, mlp=GatedMLP(*products))
         return DecoderLayer(
-            input_norm=input_norm if index else stream_norm,
-            attention=attention if index else AttentionToBoth(attention, input_norm),
-            output=weights.join(f"{name}.self_attn", "o_proj"),
-            mlp_norm=weights.norm(f"{name}.post_attention_layernorm"),
-            mlp=GatedMLP(weights.join(f"{name}.mlp", "gate_proj", "up_proj"), weights.join(f"{name}.mlp", "down_proj")),
+            **shared,
+            attention_norm=attended,
+            mlp_norm=weights.norm(f"{name}.pre_feedforward_layernorm"),
+            mlp=GatedMLP(*products, "gelu_tanh"),
+            output_norm=weights.norm(f"{name}.post_feedforward_layernorm"),
+            factor=weights.tensors[f"{name}.layer_scalar"],
         )
 
     def _attention_of(self, index: int, weights: "_Weights") -> HeadAttention | LatentAttention:
@@ -160,13 +178,17 @@ class Eagle3Network(SequentialNetwork):
             assert isinstance(self._attention, MlaBackend)
             parameters, spec = config.layers.rope_parameters, self._attention.spec
             return latent_attention(weights.tensors, name, config.latent, self._rope, spec, rope_parameters=parameters)
+        gemma, head_dim = config.gemma, config.layers.head_dim
+        ones = torch.ones(head_dim, device=self._verifier.device)
         heads = Heads(
-            scale=config.layers.head_dim**-0.5,
+            scale=head_dim**-0.5 if gemma is None else 1.0,
             window=config.windows[index],
             query_norm=weights.norm(f"{name}.q_norm") if config.has_head_norms else None,
             key_norm=weights.norm(f"{name}.k_norm") if config.has_head_norms else None,
+            value_norm=None if gemma is None else Norm(ones, weights.epsilon),
         )
-        return HeadAttention(weights.join(name, "q_proj", "k_proj", "v_proj"), heads, self._rope)
+        values = "k_proj" if gemma is not None and gemma.keys_as_values else "v_proj"
+        return HeadAttention(weights.join(name, "q_proj", "k_proj", values), heads, self._rope)
 
 
 def _attention(config: Eagle3Config, verifier: Verifier) -> AttentionBackend | MlaBackend:
@@ -186,9 +208,12 @@ def _attention(config: Eagle3Config, verifier: Verifier) -> AttentionBackend | M
 class _Weights(NamedTuple):
     tensors: Mapping[str, Tensor]
     epsilon: float
+    rounds_last: bool  # behind the weight of a norm, as Gemma does
 
     def norm(self, name: str) -> Norm:
-        return Norm(self.tensors[f"{name}.weight"], self.epsilon)
+        weight = self.tensors[f"{name}.weight"]
+        wide = torch.promote_types(weight.dtype, torch.float32) if self.rounds_last else weight.dtype
+        return Norm(weight.to(wide), self.epsilon)
 
     def join(self, module: str, *names: str) -> Linear:
         """Projections as one product."""
