@@ -21,7 +21,7 @@ from specdec.blocks import BlockShape
 from specdec.core import AcceptOutput, ContextLimits, Drafter, LengthRule, VerifyOutput
 from specdec.kv_cache import PagedKVCache
 from specdec.sampling.tensors import SamplingTensors
-from specdec.sampling_params import SamplingParams
+from specdec.sampling_params import SamplingDefaults, SamplingParams
 
 TARGET_LAYERS, HIDDEN, VOCAB, BLOCK = 6, 32, 61, 4
 
@@ -117,6 +117,7 @@ class FakeVerifier:
         self.vocab_size, self.hidden_size, self.num_layers = config.vocab_size, config.hidden_size, config.num_hidden_layers
         self.max_model_len, self.context = 512, ContextLimits(512, 512)
         self.eos_token_ids: tuple[int, ...] = ()
+        self.defaults = SamplingDefaults()
         self.weight_bytes, self.routed_experts = 0, None
         self.kv_specs: list[Any] = []
         self.windows: list[int | None] = []

@@ -52,8 +52,8 @@ def product(left: NDArray[Any], right: NDArray[Any], dtype: Any) -> NDArray[Any]
 @cache
 def _fix_order_of_products() -> None:
     """The interpreter multiplies with `product`."""
-    numpy = _Numpy()
-    import_module("triton.runtime.interpreter").np = numpy
+    interpreter: Any = import_module("triton.runtime.interpreter")
+    interpreter.np = _Numpy()
 
 
 class _Numpy:
