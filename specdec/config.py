@@ -106,8 +106,8 @@ class EngineConfig:
             the attention backend says, and 2,048 beside requests that decode, which wait for a chunk.
         num_draft_tokens: k, drafts per step: a number, 0 for plain decoding, or "auto" for what decodes fastest, chosen step by
             step up to the drafter's own number, by the times and the acceptance measured so far (`specdec.engine.block_choice`).
-            None takes the drafter's own number. With "auto", probabilistic drafts make sampled output depend on the speed of the
-            machine, which a seed does not repeat.
+            None takes what the drafter's checkpoint recommends, else its own number. With "auto", probabilistic drafts make sampled
+            output depend on the speed of the machine, which a seed does not repeat.
         tree_nodes: drafts of a step that form a tree, up to 64; 0 makes chains alone. None leaves it to "auto", which chooses among
             chains and trees where drafter and target serve trees; a number of draft tokens makes chains.
         draft_sampling: "coupled" drafts of sampled requests are chosen with the noise that the target will choose by (Daliri, Musco

@@ -231,6 +231,8 @@ class Drafter(Protocol):
 
     max_draft_tokens: int
     """Largest k."""
+    usual_draft_tokens: int | None = None
+    """The k that its checkpoint recommends; None for the largest."""
     num_lookahead_tokens: int = 0
     """Cache positions from L on that drafting writes whatever k is; 0 where it writes none, or no more than k + 1."""
     aux_layer_ids: tuple[int, ...] = ()

@@ -38,6 +38,7 @@ class DFlashConfig:
         sample_from_anchor: row `i` predicts the token after its own position, so the anchor row predicts too and a block
             gives `block_size` drafts; otherwise row `i` predicts its own position, the anchor row's output is unused and a
             block gives `block_size - 1` drafts.
+        speculative_tokens: how many to draft unless the user says; None for all that a block gives.
         input_embedding_scale: factor on raw embedding rows; None for the target's own, and then, unless stated, its final
             softcap applies too.
         output_multiplier: factor on logits, before the softcap.
@@ -79,6 +80,7 @@ class DFlashConfig:
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
     sample_from_anchor: bool = False
+    speculative_tokens: int | None = None
     input_embedding_scale: float | None = None
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
@@ -108,6 +110,11 @@ class DFlashConfig:
             require(1 <= getattr(self, name) < 2**31, f"{name} is {getattr(self, name)}; it must be positive and below 2**31")
         require(self.max_draft_tokens >= 1, f"block_size is {self.block_size}, which leaves no row to predict a token; at least 2")
         require(self.max_draft_tokens <= MOST_DRAFTS, f"block_size is {self.block_size}; it must be at most {MOST_DRAFTS:,}")
+        require(
+            self.speculative_tokens is None or 1 <= self.speculative_tokens <= self.max_draft_tokens,
+            f"speculative_tokens is {self.speculative_tokens}, but block_size {self.block_size} with sample_from_anchor"
+            f" {str(self.sample_from_anchor).lower()} gives 1 to {self.max_draft_tokens}; correct the wrong one in config.json",
+        )
         require(
             self.num_attention_heads % self.num_key_value_heads == 0 and self.head_dim % 2 == 0,
             f"{self.num_attention_heads} query heads on {self.num_key_value_heads} key heads of {self.head_dim}:"

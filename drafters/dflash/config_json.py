@@ -96,6 +96,7 @@ def _to_zlab(config: DFlashConfig, dtype: str) -> dict[str, Any]:
         "is_causal": None if by_kind else config.causal[0],
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,
+        "speculative_tokens": config.speculative_tokens,  # a key of our own
         "verifier_name_or_path": config.verifier_name,
         "verifier_architectures": list(config.verifier_architectures) or None,
     }
@@ -118,7 +119,7 @@ def _to_speculators(config: DFlashConfig, dtype: str) -> dict[str, Any]:
     require(architecture is not None, f"the speculators layout has no {config.algorithm}; write the z-lab layout")
     method = {
         "proposal_type": "greedy",
-        "speculative_tokens": config.max_draft_tokens,
+        "speculative_tokens": config.speculative_tokens or config.max_draft_tokens,
         "verifier_accept_k": 1,
         "accept_tolerance": 0.0,
     }

@@ -60,7 +60,7 @@ class DFlashDrafter(Drafter):
         self.attention = _attention(config, verifier)
         self.model = model.requires_grad_(False).eval().to(verifier.device, verifier.dtype)
         self.network = DFlashNetwork(self.model, self.attention)
-        self.max_draft_tokens = config.max_draft_tokens
+        self.max_draft_tokens, self.usual_draft_tokens = config.max_draft_tokens, config.speculative_tokens
         self.first_row = 0 if config.sample_from_anchor else 1
         # A row sees those after it, so a block shorter than in training drafts worse: whatever k is, the whole block runs.
         whole = not all(config.causal) or config.convolves  # whose rows come in whole blocks

@@ -26,7 +26,7 @@ _PLAIN_VALUES: dict[str, tuple[Any, ...]] = {
 _OWN_KEYS = {
     "aux_hidden_state_layer_ids", "block_size", "causal", "causal_head", "draft_vocab_size", "fc_norm", "final_logit_softcapping",
     "input_embedding_scale", "is_causal", "layer_types", "logit_scale", "mask_token_id", "num_target_layers",
-    "output_multiplier", "sample_from_anchor", "sliding_window", "sliding_window_non_causal", "swa_window_size",
+    "output_multiplier", "sample_from_anchor", "sliding_window", "sliding_window_non_causal", "speculative_tokens", "swa_window_size",
     "target_embedding_scale", "target_hidden_size", "target_layer_ids", "use_sliding_window", "use_swa",
     "attention_sink_bias", "attention_value_scale", "conv_group_size", "conv_kernel_size", "dspark_bonus_anchor",
     "partial_rotary_factor", "shift_label", "tied_tables",
@@ -65,8 +65,10 @@ def parse_config(raw: Mapping[str, Any]) -> DFlashConfig:
     verifier = section(section(raw, "speculators_config"), "verifier")
     architectures = verifier.get("architectures") or keys.find("verifier_architectures") or []
     require(isinstance(architectures, list), f"the verifier's architectures are {architectures!r}; they must be a list")
-    config = DFlashConfig(
-        block_size=keys.required("block_size"),
+    block_size, recommended = keys.required("block_size"), _recommended(raw, keys)
+    from_anchor = predicts_from_anchor(raw, algorithm, keys, one_less=recommended == block_size - 1)
+    return DFlashConfig(
+        block_size=block_size,
         mask_token_id=keys.required("mask_token_id"),
         target_layer_ids=_target_layer_ids(keys, layer_count),
         windows=windows,
@@ -81,7 +83,8 @@ def parse_config(raw: Mapping[str, Any]) -> DFlashConfig:
         max_position_embeddings=keys.required("max_position_embeddings"),
         rms_norm_eps=_or(keys.number("rms_norm_eps"), 1e-6),
         attention_bias=_or(keys.flag("attention_bias"), False),
-        sample_from_anchor=predicts_from_anchor(raw, algorithm, keys),
+        sample_from_anchor=from_anchor,
+        speculative_tokens=None if recommended == block_size - 1 + from_anchor else recommended,
         input_embedding_scale=_embedding_scale(raw, keys),
         output_multiplier=_or(keys.number("output_multiplier"), _or(keys.number("logit_scale"), 1.0)),
         final_logit_softcapping=keys.number("final_logit_softcapping") or None,
@@ -105,8 +108,6 @@ def parse_config(raw: Mapping[str, Any]) -> DFlashConfig:
         tied_tables=_or(keys.flag("tied_tables"), False),
         coupling=parse_coupling(raw.get("coupling")),
     )
-    _check_alignment(raw, config)
-    return config
 
 
 def _or(value: T | None, default: T) -> T:
@@ -199,14 +200,9 @@ def _layer_kinds(keys: Keys, layer_count: int, *, non_causal: bool) -> tuple[tup
     return tuple(stated_window if is_sliding else None for is_sliding in sliding), causal
 
 
-def _check_alignment(raw: Mapping[str, Any], config: DFlashConfig) -> None:
-    """The speculators layout states the number of drafts beside the values that determine it; they must agree."""
+def _recommended(raw: Mapping[str, Any], keys: Keys) -> int | None:
+    """How many tokens to draft, as the layout of speculators names it, or a key of our own; None where nothing does."""
     methods = section(raw, "speculators_config").get("proposal_methods") or []
-    require(isinstance(methods, list), f"proposal_methods is {methods!r}; it must be a list")
-    for method in methods:
-        stated = method.get("speculative_tokens") if isinstance(method, Mapping) else None
-        require(
-            stated is None or stated == config.max_draft_tokens,
-            f"speculative_tokens is {stated}, but block_size {config.block_size} with sample_from_anchor"
-            f" {str(config.sample_from_anchor).lower()} gives {config.max_draft_tokens}; correct the wrong one in config.json",
-        )
+    valid = isinstance(methods, list) and all(isinstance(method, Mapping) for method in methods)
+    require(valid, f"proposal_methods is {methods!r}; it must be a list of objects")
+    return Keys([*methods, *keys.places]).integer("speculative_tokens")

@@ -46,12 +46,14 @@ _LEAST_COST = 0.02  # of a step, for measuring one that seems to cost nothing
 
 
 def checked_draft_tokens(asked: int | Literal["auto"] | None, drafter: Drafter | None) -> int:
-    """Most drafts per step: what is asked for, or the drafter's own number.
+    """Most drafts per step: what is asked for, or the drafter's own number, which is the largest where the engine chooses.
 
     Raises:
         InvalidInputError: the drafter cannot give that many.
     """
     most = drafter.max_draft_tokens if drafter else 0
+    if asked is None and drafter:
+        return drafter.usual_draft_tokens or most
     if asked is None or asked == "auto":
         return most
     if asked > most:

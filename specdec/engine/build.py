@@ -221,7 +221,7 @@ def _shapes(verifier: Verifier, drafter: Drafter | None, config: EngineConfig) -
     Raises:
         InvalidInputError: more drafts per step than the drafter can give, drafts without a drafter, or trees that are not served.
     """
-    most = checked_draft_tokens(config.num_draft_tokens, drafter)
+    most = checked_draft_tokens("auto" if config.tree_nodes else config.num_draft_tokens, drafter)
     reasons = tree_reasons(verifier, drafter, config) if config.tree_nodes != 0 else []
     if config.tree_nodes:
         if reasons:

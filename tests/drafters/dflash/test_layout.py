@@ -138,6 +138,10 @@ ALIGNMENTS: list[tuple[str, dict[str, Any], bool, int]] = [
     ("speculators stated", speculators(tokens=8, sample_from_anchor=True), True, 8),
     ("speculators dspark without a Markov head", speculators("dspark", tokens=8, markov_rank=0), True, 8),
     ("speculators without a count", speculators(tokens=None), False, 7),
+    ("speculators, fewer recommended", speculators(tokens=3), False, 7),
+    ("speculators stated, one less recommended", speculators(tokens=7, sample_from_anchor=True), True, 8),
+    ("speculators dspark, unstated", speculators("dspark", tokens=7, markov_rank=4), False, 7),
+    ("speculators dspark, unstated, fewer recommended", speculators("dspark", tokens=3, markov_rank=4), True, 8),
 ]
 
 
@@ -251,8 +255,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         zlab(rope_parameters={F: {"rope_theta": 1e4}, S: {"rope_theta": 1e4}}, layer_types=[S, S, F], sliding_window=4),
         "one set for all layers",
     ),
-    (speculators(tokens=8), "speculative_tokens is 8, but block_size 8 with sample_from_anchor false gives 7"),
-    (speculators(tokens=7, sample_from_anchor=True), "speculative_tokens is 7, but block_size 8 with sample_from_anchor true"),
+    (speculators(tokens=8), "speculative_tokens is 8, but block_size 8 with sample_from_anchor false gives 1 to 7"),
+    (speculators(tokens=9, sample_from_anchor=True), "speculative_tokens is 9, but block_size 8 with sample_from_anchor true"),
+    (speculators(tokens=0), "speculative_tokens is 0, but"),
+    (speculators("dspark", tokens="7", markov_rank=4), "speculative_tokens is '7'; it must be an integer"),  # type: ignore[arg-type]
+    (speculators(speculators_config={"proposal_methods": [7]}), r"proposal_methods is \[7\]; it must be a list of objects"),
     (zlab(input_embedding_scale=1.0, target_embedding_scale=True), "target_embedding_scale exclude each other"),
     (zlab(rope_scaling={"rope_dim": 18}), r"rope_dim is 18; it must lie in \[1, 16\]"),
     (zlab(rope_scaling={"rope_dim": 5}), "RoPE turns 5 of 16"),
@@ -352,6 +359,7 @@ ROUND_TRIPS: dict[str, DFlashConfig] = {
     "convolutions": replace(TINY, conv_kernel_size=2, conv_group_size=4),
     "sliding non-causal": replace(TINY, windows=(9, None, 9)),
     "raw embeddings": replace(TINY, input_embedding_scale=1.0),
+    "fewer recommended": replace(TINY, sample_from_anchor=True, speculative_tokens=7),
     "selector": replace(TINY, windows=(9,) * 3, head=SelectorConfig(4, 8), conv_kernel_size=2, conv_group_size=4),
     "Markov head": replace(TINY, sample_from_anchor=True, head=MarkovConfig(4, "gated", has_confidence=True)),
     "Markov head on masks": replace(TINY, head=MarkovConfig(4, has_confidence=True, confidence_sees_token=False, draft_top_k=5)),

@@ -487,3 +487,13 @@ def test_k_is_fixed_unless_asked_for(case: Case) -> None:
     assert engine.block_choice is None
     assert set(request.num_drafted[:-4]) == {3}
     assert case.engine(None, num_draft_tokens="auto").block_choice is None
+
+
+def test_what_the_checkpoint_recommends_is_the_drafters_number(case: Case) -> None:
+    """And more of them can be asked for, up to what the drafter gives."""
+    for asked, drafted in ((None, 2), (5, 5)):
+        drafter = ScriptedDrafter(case.outputs, 8, [{0}])
+        drafter.usual_draft_tokens = 2
+        engine = case.engine(drafter, num_draft_tokens=asked)
+        (request,) = case.run(engine, case.prompts[:1])
+        assert set(request.num_drafted[:-8]) == {drafted}
