@@ -17,6 +17,7 @@ _ARCHITECTURES = {
     "DominoDraftModel": "domino",
     "Qwen3DSparkModel": "dspark",
     "DSparkDraftModel": "dspark",
+    "Lfm2DSparkDraftModel": "dspark",
     "LlamaForCausalLMEagle3": "eagle3",
     "LlamaEagle3DraftModel": "eagle3",
     "Qwen3Eagle3Model": "eagle3",
@@ -46,6 +47,7 @@ _ARCHITECTURES = {
 
 _FAMILIES = {
     "dspark": "DSpark on layers of its own, not Qwen3's",
+    "lilicorr": "LiLiCorr, which ranks paths through the candidates of a DFlash block",
     "xpress": "XPress, which refines a DFlash block in several passes",
     "dflash": "DFlash on layers of its own, not Qwen3's",
     "eagle3": "EAGLE-3 on layers of its own",
@@ -108,7 +110,8 @@ def algorithm_of(raw: Mapping[str, Any]) -> str:
         CheckpointError: it names none.
     """
     name = stated_algorithm(raw)
-    rank = section(raw, "dflash_config").get("markov_rank") or raw.get("markov_rank")
+    ranks = (section(raw, "dflash_config").get("markov_rank"), raw.get("markov_rank"), raw.get("dspark_markov_rank"))
+    rank = any(ranks)
     if name in ("dflash", "dspark"):
         return "dspark" if rank else "dflash"
     if not name.endswith(_LANGUAGE_MODELS) or _family(name) is not None:

@@ -100,6 +100,7 @@ def _mask_embedding(file: Path, config: DFlashConfig) -> Tensor:
     right = isinstance(content, Tensor) and content.is_floating_point() and content.numel() == config.hidden_size
     require(right, f"{file.name} holds no row of {config.hidden_size} numbers; download it again")
     assert isinstance(content, Tensor)
+    require(bool(content.isfinite().all()), f"{file.name} holds NaN or infinite values; download it again")
     return content.reshape(-1)
 
 

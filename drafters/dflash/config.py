@@ -49,6 +49,7 @@ class DFlashConfig:
         verifier_name, verifier_architectures: the target it was trained for, when stated.
         conv_kernel_size, conv_group_size: rows that the convolutions around sublayers mix, and channels that share the changing
             part of their kernels (DFlash 2); both None without convolutions.
+        interleaved: RoPE turns neighboring numbers of a head instead of halves (LFM2.5).
         attention_sinks: every head has a learned logit that joins the softmax and attends to nothing (MiMo).
         attention_value_scale: factor of values (MiMo).
         attention_gate: attention's output is scaled by the softplus of gates (Laguna); None without gates.
@@ -91,6 +92,7 @@ class DFlashConfig:
     verifier_architectures: tuple[str, ...] = ()
     conv_kernel_size: int | None = None
     conv_group_size: int | None = None
+    interleaved: bool = False
     attention_sinks: bool = False
     attention_value_scale: float = 1.0
     attention_gate: AttentionGate | None = None
@@ -148,6 +150,7 @@ class DFlashConfig:
             0 < rotated <= self.head_dim and (rope_type == "proportional" or int(rotated) % 2 == 0),
             f"RoPE turns {rotated:g} of {self.head_dim} numbers of a head; it must be an even part of them",
         )
+        require(not (self.interleaved and self.keys_as_values), "interleaved RoPE where keys are values too is not supported")
         self._check_convolutions()
         if self.latent is not None:
             self._check_latent(self.latent)
@@ -186,6 +189,7 @@ class DFlashConfig:
     def peculiarities(self) -> tuple[str, ...]:
         """What neither training nor the public layouts that we write know, in words."""
         found = {
+            "interleaved RoPE": self.interleaved,
             "attention sinks": self.attention_sinks,
             "a factor of values": self.attention_value_scale != 1,
             "gated attention": self.attention_gate is not None,

@@ -1,9 +1,10 @@
 """Families of DFlash drafters, by the class that their `config.json` names: what it leaves unsaid, and how their layers differ."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from drafters.algorithms import architecture_of
 from drafters.attention import LatentSizes
 from drafters.dflash.config import AttentionGate
 from drafters.keys import Keys, require
@@ -87,6 +88,7 @@ _RAW_ROWS = Family(defaults={"input_embedding_scale": 1.0})
 
 _FAMILIES = {
     "DFlash2DraftModel": _RAW_ROWS,  # by the dflash package and vLLM
+    "Lfm2DSparkDraftModel": _RAW_ROWS,
     "DSparkDraftModel": _RAW_ROWS,  # by SpecForge, which trains on a table of its own, as DeepSpec does
     "DominoDraftModel": _RAW_ROWS,
     "Qwen3DSparkModel": _RAW_ROWS,
@@ -114,9 +116,12 @@ _FAMILIES = {
 
 def family_of(raw: Mapping[str, Any]) -> Family:
     """The family of a drafter with this `config.json`; plain DFlash for classes that are not listed."""
-    name = (raw.get("architectures") or [None])[0]
+    name = architecture_of(raw)
     if raw.get("speculators_model_type") == "dflare":
         name = "DFlareDraftModel"
     if raw.get("model_type") == "k3_dspark":
         name = "K3DSparkModel"
-    return _FAMILIES.get(name, Family())
+    family = _FAMILIES.get(str(name), Family())
+    if "has_embed_tokens" in raw:  # of ModelOpt, whose DFlash leaves the block to SGLang's default
+        family = replace(family, defaults={"block_size": 16, **family.defaults})
+    return family

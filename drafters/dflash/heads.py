@@ -56,12 +56,12 @@ def parse_head(algorithm: str, keys: Keys) -> HeadConfig | None:
     return None if parse is None else parse(keys)
 
 
-def predicts_from_anchor(raw: Mapping[str, Any], algorithm: str, keys: Keys, *, one_less: bool) -> bool:
+def predicts_from_anchor(raw: Mapping[str, Any], algorithm: str, keys: Keys, *, all_rows: bool) -> bool:
     """Whether rows predict the token after their own, see `DFlashConfig.sample_from_anchor`.
 
     What is stated counts: `sample_from_anchor`, vLLM's `dspark_bonus_anchor`, or `shift_label` of SpecForge and ModelOpt. Else it
-    is so with a Markov head, which DeepSpec, SpecForge and ModelOpt train so, and for all that DeepSpec calls DSpark; but not in
-    the layout of speculators where it recommends `one_less` drafts than a block has rows, as its first releases trained.
+    is so with a Markov head, which DeepSpec, SpecForge and ModelOpt train so, and for all that DeepSpec calls DSpark; in the
+    layout of speculators, whose first releases trained it otherwise, where `all_rows` of a block are recommended as drafts.
 
     Raises:
         CheckpointError: two of them that disagree.
@@ -77,9 +77,8 @@ def predicts_from_anchor(raw: Mapping[str, Any], algorithm: str, keys: Keys, *, 
         len(set(stated.values())) <= 1,
         f"{' and '.join(stated)} disagree about which row predicts the first draft; correct the wrong one in config.json",
     )
-    if one_less and "speculators_model_type" in raw:
-        return next(iter(stated.values()), False)
-    return next(iter(stated.values()), "dspark" in (algorithm, stated_algorithm(raw)))
+    trained = "dspark" in (algorithm, stated_algorithm(raw))
+    return next(iter(stated.values()), trained and (all_rows or "speculators_model_type" not in raw))
 
 
 def head_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

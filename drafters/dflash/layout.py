@@ -1,5 +1,6 @@
 """Reading the `config.json` of a DFlash drafter, in any public layout."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
@@ -11,34 +12,39 @@ from drafters.dflash.heads import ALGORITHMS, HEAD_KEYS, parse_head, predicts_fr
 from drafters.dflash.rope import rope_parameters
 from drafters.keys import PLAIN_VALUES, Keys, check_known, check_plain, check_rope, require, section
 
+logger = logging.getLogger(__name__)
+
 Layout = Literal["z-lab", "speculators"]
 T = TypeVar("T")
 
 # Keys of close relatives that would change the maths, with the values under which they do not.
 _PLAIN_VALUES: dict[str, tuple[Any, ...]] = {
     "attention_mode": ("gqa", "mha"),
-    "is_neox_style": (True,),
-    "projector_type": ("dflash", "dspark", "domino"),
+    "dspark_fixup_head_type": ("markov",),
+    "projector_type": ("dflash", "dflash2", "dspark", "domino"),
     "use_aux_hidden_state": (True,),
 }
 
 # What `dflash_config` may say besides; a key that nobody reads would lower acceptance without any error.
 _OWN_KEYS = {
-    "aux_hidden_state_layer_ids", "block_size", "causal", "causal_head", "draft_vocab_size", "fc_norm", "final_logit_softcapping",
-    "input_embedding_scale", "is_causal", "layer_types", "logit_scale", "mask_token_id", "num_target_layers",
-    "output_multiplier", "sample_from_anchor", "sliding_window", "sliding_window_non_causal", "speculative_tokens", "swa_window_size",
-    "target_embedding_scale", "target_hidden_size", "target_layer_ids", "use_sliding_window", "use_swa",
-    "attention_sink_bias", "attention_value_scale", "conv_group_size", "conv_kernel_size", "dspark_bonus_anchor",
-    "partial_rotary_factor", "shift_label", "tied_tables",
-    "loss_decay_gamma", "num_anchors",  # of training
+    "attention_sink_bias", "attention_value_scale", "aux_hidden_state_layer_ids", "block_size",
+    "causal", "causal_head", "conv_group_size", "conv_kernel_size", "dflash_query_causal",
+    "draft_vocab_size", "dspark_bonus_anchor", "fc_norm", "final_logit_softcapping",
+    "input_embedding_scale", "is_causal", "is_neox_style", "layer_types", "logit_scale",
+    "loss_decay_gamma", "mask_token_id", "num_anchors", "num_target_layers", "output_multiplier",
+    "partial_rotary_factor", "rope_is_neox_style", "sample_from_anchor", "shift_label",
+    "sliding_window", "sliding_window_non_causal", "speculative_tokens", "swa_window_size",
+    "target_embedding_scale", "target_hidden_size", "target_layer_ids", "tied_tables",
+    "use_sliding_window", "use_swa",
 }  # fmt: skip
 
-_BESIDE_LAYERS = {"coupling", "dflare_config", "dflash_config", "embed_requires_grad", "max_anchors"}
+_BESIDE_LAYERS = {"max_window_layers", "coupling", "dflare_config", "dflash_config", "embed_requires_grad", "max_anchors"}
 """What else a file of speculators may say."""
 
 _OF_FLAT_FILES = {
     "coupling", "dflare_config", "dflash_config", "eagle_aux_hidden_state_layer_ids",
-    "speculators_config", "swa_rope_parameters", "target_num_hidden_layers",
+    "has_embed_tokens", "has_lm_head", "num_aux_layers", "pard_token", "speculators_config",
+    "swa_rope_parameters", "target_num_hidden_layers", "train_embed_tokens",
     "transformer_layer_config", "verifier_architectures", "verifier_name_or_path",
 }  # fmt: skip
 """What else the top level of another file may say."""
@@ -57,8 +63,8 @@ def parse_config(raw: Mapping[str, Any]) -> DFlashConfig:
     _check_keys(raw, keys, own, family)
     layer_count = keys.required("num_hidden_layers")
     require(1 <= layer_count <= MOST_LAYERS, f"num_hidden_layers is {layer_count}; it must lie in [1, {MOST_LAYERS:,}]")
-    # Speculators' DFlash 2 looks both ways unless it says otherwise.
-    windows, causal = _layer_kinds(keys, layer_count, non_causal=raw.get("speculators_model_type") == "dflash2")
+    # The first releases of speculators had no causal layers, and no key to say so.
+    windows, causal = _layer_kinds(keys, layer_count, non_causal="speculators_model_type" in raw)
     keys_as_values = family.gemma and _or(keys.flag("attention_k_eq_v"), False)
     hidden_size, heads, vocab_size = keys.required("hidden_size"), keys.required("num_attention_heads"), keys.required("vocab_size")
     draft_vocab_size, head_dim = keys.integer("draft_vocab_size"), _head_dim(keys, family, hidden_size // max(heads, 1))
@@ -66,11 +72,13 @@ def parse_config(raw: Mapping[str, Any]) -> DFlashConfig:
     architectures = verifier.get("architectures") or keys.find("verifier_architectures") or []
     require(isinstance(architectures, list), f"the verifier's architectures are {architectures!r}; they must be a list")
     block_size, recommended = keys.required("block_size"), _recommended(raw, keys)
-    from_anchor = predicts_from_anchor(raw, algorithm, keys, one_less=recommended == block_size - 1)
+    if Keys(keys.places[:-1]).find("block_size") is None:
+        logger.warning("config.json lacks block_size: %d is taken, as engines do for such drafters", block_size)
+    from_anchor = predicts_from_anchor(raw, algorithm, keys, all_rows=recommended == block_size)
     return DFlashConfig(
         block_size=block_size,
         mask_token_id=keys.required("mask_token_id"),
-        target_layer_ids=_target_layer_ids(keys, layer_count),
+        target_layer_ids=_target_layer_ids(keys, layer_count, guesses=algorithm == "dflash" and family == Family()),
         windows=windows,
         causal=causal,
         hidden_size=hidden_size,
@@ -95,6 +103,7 @@ def parse_config(raw: Mapping[str, Any]) -> DFlashConfig:
         verifier_architectures=tuple(architectures),
         conv_kernel_size=keys.integer("conv_kernel_size"),
         conv_group_size=keys.integer("conv_group_size"),
+        interleaved=not family.latent and _or(_or(keys.flag("rope_is_neox_style"), keys.flag("is_neox_style")), True) is False,
         attention_sinks=_or(keys.flag("attention_sink_bias"), False),
         attention_value_scale=_or(keys.number("attention_value_scale"), 1.0),
         attention_gate=family.gate(keys),
@@ -149,15 +158,21 @@ def _check_keys(raw: Mapping[str, Any], keys: Keys, own: Mapping[str, Any], fami
     check_plain(keys, plain, "DFlash")
 
 
-def _target_layer_ids(keys: Keys, layer_count: int) -> tuple[int, ...]:
-    """Tapped layers, 0-based; the speculators layout counts the embedding output as 0."""
+def _target_layer_ids(keys: Keys, layer_count: int, *, guesses: bool) -> tuple[int, ...]:
+    """Tapped layers, 0-based; the speculators layout counts the embedding output as 0.
+
+    Where none are stated, z-lab's rule `guesses` those of its own drafters alone; others are trained on other layers.
+    """
     ids, shift = keys.find("target_layer_ids"), 0
     if ids is None:
         ids, shift = _or(keys.find("aux_hidden_state_layer_ids"), keys.find("eagle_aux_hidden_state_layer_ids")), 1
     if ids is None:
         num_target_layers = _or(keys.integer("num_target_layers"), 0)
+        require(guesses, "config.json lacks target_layer_ids, the target's layers that it was trained on; add them")
         require(num_target_layers > 0, "config.json lacks target_layer_ids, and num_target_layers to derive them from")
-        return default_taps(num_target_layers, layer_count)
+        taps = default_taps(num_target_layers, layer_count)
+        logger.warning("config.json lacks target_layer_ids: layers %s are taken, by z-lab's rule", list(taps))
+        return taps
     valid = isinstance(ids, list) and all(type(i) is int for i in ids)
     require(valid, f"target layer ids are {ids!r}; they must be a list of integers")
     return tuple(i - shift for i in ids)
@@ -168,11 +183,12 @@ def _layer_kinds(keys: Keys, layer_count: int, *, non_causal: bool) -> tuple[tup
 
     A stated `is_causal`, `causal` or JetSpec's `causal_head` holds for all layers. Otherwise full layers are bidirectional inside
     the block, and sliding layers are causal unless `sliding_window_non_causal` says that they are not. `use_swa` slides all
-    layers, and leaves causal those alone that `layer_types` names as sliding. `non_causal` holds where nothing is said.
+    layers where `layer_types` names none, and they are not causal for that. `non_causal` holds where nothing is said.
     """
     stated_window = keys.find("swa_window_size") or keys.find("sliding_window")
     kinds = keys.find("layer_types")
     use_swa = _or(keys.flag("use_swa"), False)
+    by_kind = isinstance(kinds, list) and "sliding_attention" in kinds
     if kinds is None and use_swa:
         kinds = ["full_attention"] * layer_count
     elif kinds is None:
@@ -185,7 +201,7 @@ def _layer_kinds(keys: Keys, layer_count: int, *, non_causal: bool) -> tuple[tup
         f"layer_types is {kinds!r}; it must name full_attention or sliding_attention for each of {layer_count} layers",
     )
     by_type = [kind == "sliding_attention" for kind in kinds]
-    sliding = [use_swa or slides for slides in by_type]
+    sliding = [slides or (use_swa and not by_kind) for slides in by_type]
     require(
         not any(sliding) or (type(stated_window) is int and stated_window >= 1),
         f"layer {sliding.index(True) if any(sliding) else 0} is sliding_attention but config.json enables no window;"
@@ -193,7 +209,7 @@ def _layer_kinds(keys: Keys, layer_count: int, *, non_causal: bool) -> tuple[tup
     )
     own, top, layers, defaults = keys.places
     outer, inner = Keys([top, layers, own, defaults]), Keys([own])
-    answers = (outer.flag("is_causal"), inner.flag("causal"), keys.flag("causal_head"))
+    answers = (outer.flag("is_causal"), inner.flag("causal"), *map(keys.flag, ("causal", "causal_head", "dflash_query_causal")))
     stated = next((answer for answer in answers if answer is not None), None)
     non_causal = _or(keys.flag("sliding_window_non_causal"), non_causal)
     causal = tuple(stated if stated is not None else slides and not non_causal for slides in by_type)

@@ -159,7 +159,7 @@ def _pair_up(model: DFlashModel, rope: Rope) -> None:
             cast(LatentProjections, cast(DFlashLayer, layer).self_attn).put_halves_first(model.config)
         return
     width = model.config.head_dim
-    order = rotation_order(width, rope.rotated or width, interleaved=False)
+    order = rotation_order(width, rope.rotated or width, interleaved=model.config.interleaved)
     if order is None:
         return
     for layer in model.layers:

@@ -7,6 +7,12 @@ from typing import Any
 from drafters.dflash.families import Family
 from drafters.keys import Keys, is_number, require, rope_sets
 
+_NUMBERS = {
+    "attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor", "low_freq_factor",
+    "mscale", "mscale_all_dim", "original_max_position_embeddings",
+}  # fmt: skip
+"""Parameters of all types of RoPE that are numbers."""
+
 
 def rope_parameters(keys: Keys, family: Family, windows: tuple[int | None, ...], head_dim: int) -> dict[str, Any]:
     """RoPE in the Transformers 5 form, from that form or from `rope_theta` and `rope_scaling`.
@@ -36,9 +42,10 @@ def rope_parameters(keys: Keys, family: Family, windows: tuple[int | None, ...],
         is_number(theta) and theta > 0,
         f"rope_theta is {reprlib.repr(theta)}; config.json must give RoPE's base frequency",
     )
-    for name in {"factor", "original_max_position_embeddings"} & parameters.keys():
+    for name in _NUMBERS & parameters.keys():
         right = is_number(parameters[name]) and parameters[name] > 0
         require(right, f"RoPE's {name} is {reprlib.repr(parameters[name])}; it must be a positive number")
+    Keys([parameters]).flag("truncate")
     return parameters
 
 

@@ -26,8 +26,8 @@ MOST_RANK = 2**16
 """More than any head has: a rank beyond comes from a damaged file."""
 
 KEYS = {
-    "confidence_head_alpha", "confidence_head_with_markov", "dspark_draft_topk", "enable_confidence_head", "markov_head_type",
-    "markov_rank", "use_confidence_head",
+    "confidence_head_alpha", "confidence_head_with_markov", "dspark_draft_topk", "dspark_fixup_head_type", "dspark_markov_rank",
+    "enable_confidence_head", "markov_head_type", "markov_rank", "use_confidence_head",
 }  # fmt: skip
 """What `config.json` may say about these heads; alpha is a weight in training."""
 
@@ -99,9 +99,9 @@ def parse_markov(keys: Keys) -> MarkovConfig:
         CheckpointError: a missing or malformed value.
     """
     enabled, used = keys.flag("enable_confidence_head"), keys.flag("use_confidence_head")
-    sees_token = keys.flag("confidence_head_with_markov")
+    sees_token, rank = keys.flag("confidence_head_with_markov"), keys.integer("dspark_markov_rank")
     return MarkovConfig(
-        rank=keys.required("markov_rank"),
+        rank=rank if keys.integer("markov_rank") is None and rank is not None else keys.required("markov_rank"),
         kind=str(keys.find("markov_head_type") or "vanilla"),
         has_confidence=bool(used if enabled is None else enabled),
         confidence_sees_token=True if sees_token is None else sees_token,

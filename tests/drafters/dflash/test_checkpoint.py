@@ -153,6 +153,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda p: torch.save(torch.zeros(31), p / "mask_embedding.pt"),
         "mask_embedding.pt holds no row of 32 numbers",
     ),
+    "mask row of NaN": (
+        lambda p: torch.save(torch.full((32,), float("nan")), p / "mask_embedding.pt"),
+        "mask_embedding.pt holds NaN or infinite values",
+    ),
 }
 
 

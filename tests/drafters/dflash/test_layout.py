@@ -141,7 +141,20 @@ ALIGNMENTS: list[tuple[str, dict[str, Any], bool, int]] = [
     ("speculators, fewer recommended", speculators(tokens=3), False, 7),
     ("speculators stated, one less recommended", speculators(tokens=7, sample_from_anchor=True), True, 8),
     ("speculators dspark, unstated", speculators("dspark", tokens=7, markov_rank=4), False, 7),
-    ("speculators dspark, unstated, fewer recommended", speculators("dspark", tokens=3, markov_rank=4), True, 8),
+    ("speculators dspark, unstated, fewer recommended", speculators("dspark", tokens=3, markov_rank=4), False, 7),
+    ("speculators dspark, nothing stated", speculators("dspark", tokens=None, markov_rank=4), False, 7),
+    (
+        "Nemotron 3.5's keys",
+        zlab(
+            architectures=["Qwen3DSparkModel"],
+            dspark_markov_rank=4,
+            dspark_fixup_head_type="markov",
+            dspark_bonus_anchor=True,
+            own={"sample_from_anchor": False},
+        ),
+        False,
+        7,
+    ),
 ]
 
 
@@ -166,8 +179,10 @@ KINDS: list[tuple[str, dict[str, Any], list[int | None], list[bool]]] = [
     ("top level first", zlab(is_causal=True, own={"is_causal": False, "causal": False}), [None] * 3, [True] * 3),
     ("is_causal before causal", zlab(own={"is_causal": True, "causal": False}), [None] * 3, [True] * 3),
     ("forced window", zlab(own={"use_swa": True, "swa_window_size": 5}, layer_types=[F] * 3), [5] * 3, [False] * 3),
-    ("forced window over types", zlab(own={"use_swa": True, "swa_window_size": 5}, layer_types=[S, F, F]),
-     [5] * 3, [True, False, False]),
+    ("types before a forced window", zlab(own={"use_swa": True, "swa_window_size": 5}, layer_types=[S, F, F]),
+     [5, None, None], [True, False, False]),
+    ("queries are causal", zlab(dflash_query_causal=True), [None] * 3, [True] * 3),
+    ("causal at the top", zlab(causal=True), [None] * 3, [True] * 3),
     ("forced window alone", zlab(own={"use_swa": True, "swa_window_size": 5}), [5] * 3, [False] * 3),
     ("jetspec", zlab(own={"causal_head": True}), [None] * 3, [True] * 3),
     ("jetspec, sliding", zlab(own={"causal_head": True}, layer_types=[S, F, F], sliding_window=9), [9, None, None], [True] * 3),
@@ -178,7 +193,11 @@ KINDS: list[tuple[str, dict[str, Any], list[int | None], list[bool]]] = [
      [None, None, 9], [False, False, True]),
     ("explicit types win", zlab(use_sliding_window=True, sliding_window=9, max_window_layers=3, layer_types=[S, F, F]),
      [9, None, None], [True, False, False]),
-    ("speculators", speculators(layers={"layer_types": [S, F, F], "sliding_window": 9}), [9, None, None], [True, False, False]),
+    ("speculators, unstated", speculators(layers={"layer_types": [S, F, F], "sliding_window": 9}), [9, None, None], [False] * 3),
+    ("speculators 0.5", speculators(layers={"layer_types": [S, F, F], "sliding_window": 9}, max_window_layers=3),
+     [9, None, None], [False] * 3),
+    ("speculators causal", speculators(layers={"layer_types": [S, F, F], "sliding_window": 9}, sliding_window_non_causal=False),
+     [9, None, None], [True, False, False]),
     ("speculators DFlash 2",
      speculators("dflash2", layers={"layer_types": [S, S, F], "sliding_window": 9}, selector_rank=4, selector_top_k=4),
      [9, 9, None], [False] * 3),
@@ -195,6 +214,30 @@ def test_windows_and_causality(raw: dict[str, Any], windows: list[int | None], c
     config = parse_config(raw)
     assert list(config.windows) == windows
     assert list(config.causal) == causal
+
+
+def test_block_of_model_opt(caplog: pytest.LogCaptureFixture) -> None:
+    """Its DFlash leaves the size to SGLang, which takes 16; others have to state theirs."""
+    raw = zlab(remove=("block_size",), has_embed_tokens=True, has_lm_head=False, num_aux_layers=3, pard_token=60)
+    assert parse_config(raw).block_size == 16
+    assert caplog.messages == ["config.json lacks block_size: 16 is taken, as engines do for such drafters"]
+    assert parse_config(raw | {"block_size": 8}).block_size == 8
+
+
+@pytest.mark.parametrize("kind", ["DFlash 2", "DSpark", "SpecForge's DSpark", "Domino", "DFlare"])
+def test_taps_are_guessed_for_plain_dflash_alone(kind: str) -> None:
+    raw = KINDS_OF_DRAFTERS[kind]
+    raw = raw | {"dflash_config": {"mask_token_id": 60, **{n: v for n, v in raw["dflash_config"].items() if "layer_ids" not in n}}}
+    with pytest.raises(CheckpointError, match="lacks target_layer_ids, the target's layers"):
+        parse_config(raw)
+
+
+def test_guessed_taps_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    parse_config(zlab(dflash_config={"mask_token_id": 60}))
+    assert caplog.messages == ["config.json lacks target_layer_ids: layers [1, 2, 3] are taken, by z-lab's rule"]
+    caplog.clear()
+    parse_config(zlab())
+    assert not caplog.messages
 
 
 def test_default_taps() -> None:
@@ -219,7 +262,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (zlab(architectures=["DSparkDraftModel"], markov_rank=8, markov_head_type="rnn", sample_from_anchor=False), "'rnn' without"),
     (zlab(architectures=["DSparkDraftModel"], markov_rank=8, markov_window=3), "config.json says markov_window, which"),
     (zlab(sample_from_anchor=True, dspark_bonus_anchor=True), "sample_from_anchor and dspark_bonus_anchor disagree"),
-    (zlab(own={"dflash_query_causal": True}), r"dflash_config says dflash_query_causal, which .* not know \(known: .*causal_head"),
+    (zlab(own={"query_causal": True}), r"dflash_config says query_causal, which .* not know \(known: .*causal_head"),
     (zlab(own={"log_snr_conditioning": 0}), "dflash_config says log_snr_conditioning"),
     (zlab(own={"causal_head": "yes"}), "causal_head is 'yes'; it must be true or false"),
     (zlab(own={"attention_mode": "mla"}), "attention_mode 'mla'"),
@@ -228,7 +271,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (zlab(architectures=["DFlashLagunaForCausalLM"], gating="per-token"), "gating is 'per-token'; supported: true"),
     (zlab(architectures=["Gemma4DSparkModel"], markov_rank=0, enable_moe_block=True), "enable_moe_block True"),
     (zlab(own={"use_aux_hidden_state": False}), "use_aux_hidden_state False"),
-    (zlab(is_neox_style=False), "is_neox_style False"),
+    (zlab(dspark_fixup_head_type="gru"), "dspark_fixup_head_type 'gru'"),
     (zlab(remove=("architectures", "dflash_config")), "names no architecture"),
     (zlab(remove=("hidden_size",)), "lacks hidden_size"),
     (zlab(remove=("block_size",)), "lacks block_size"),
@@ -295,7 +338,6 @@ def test_refusals(raw: dict[str, Any], message: str) -> None:
 FOREIGN: list[tuple[str, Any]] = [
     ("made_up", 1),
     ("made_up", False),
-    ("dflash_query_causal", True),
     ("enable_qwen35_gated_q_proj", True),
     ("hidden_act", "gelu"),
     ("use_aux_norm", True),

@@ -102,6 +102,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_theta": 1e6,
         "dflare_config": OWN,
     },
+    "lfm2": SHARED
+    | {
+        "architectures": ["Lfm2DSparkDraftModel"],
+        "model_type": "qwen3",
+        "markov_rank": 0,
+        "rope_theta": 1e4,
+        "rope_is_neox_style": False,
+        "dflash_config": OWN | {"num_target_layers": TARGET_LAYERS},
+    },
+    "neighbors in a part": SHARED
+    | {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "rope_scaling": {"rope_type": "default", "rope_theta": 1e4, "rope_dim": WIDTH // 2},
+        "is_neox_style": False,
+        "dflash_config": OWN,
+    },
     "gemma": SHARED
     | OWN
     | {
@@ -211,6 +228,12 @@ def rope(x: Tensor, positions: Tensor, theta: float, turned: int, spread: int) -
 def rotated(kind: str, x: Tensor, positions: Tensor) -> Tensor:
     if kind == "mimo":
         return rope(x, positions, 10000.0, WIDTH // 2, WIDTH // 2)
+    if kind in ("lfm2", "neighbors in a part"):  # as complex numbers
+        turned = WIDTH if kind == "lfm2" else WIDTH // 2
+        angles = positions[:, None, None].double() * 1e4 ** -(torch.arange(0, turned, 2, dtype=torch.float64) / turned)
+        pairs = torch.view_as_complex(x[..., :turned].double().reshape(*x.shape[:-1], -1, 2).contiguous())
+        part = torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2).to(x.dtype)
+        return torch.cat([part, x[..., turned:]], -1)
     if kind == "gemma":  # pairs lie half a head apart, and of their frequencies the highest quarter is not zero
         pairs = WIDTH // 8
         order = [*range(pairs), *range(WIDTH // 2, WIDTH // 2 + pairs)]
