@@ -216,7 +216,8 @@ def _place(name: str | Path, what: str) -> _Place:
         raise CheckpointError(f"{what} {str(name)!r} is a GGUF file; {way_out}")
     if match is None or ".." in (match[3] or "") or ("/" not in match[1] and what != "target"):
         raise CheckpointError(
-            f"{what} {str(name)!r} is not a folder, and no name on the hub; give a folder with {CONFIG}, or owner/name"
+            f"{what} {str(name)!r} is not a folder, and no name on the hub; give a folder with {CONFIG}, owner/name, or"
+            " owner/name:folder"
         )
     place = _Place(*match.groups())
     if place.revision and re.fullmatch("[0-9a-f]{4,39}", place.revision) and place.cached is None:

@@ -308,5 +308,5 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise CheckpointError(f"{str(path)!r} is not JSON ({one_line(error)}); fetch it again") from error
+        raise CheckpointError(f"{path.name!r} is not JSON ({one_line(error)}); fetch it again") from error
     return entries if isinstance(entries, dict) else {}

@@ -217,7 +217,7 @@ def _read(
     as_stored = verifier.checkpoint is not None and verifier.checkpoint.as_stored
     weights = read_named(folder, config, name, device=verifier.device, dtype=verifier.dtype, as_stored=as_stored)
     if not weights:
-        raise CheckpointError(f"{str(folder)!r} holds no layers for multi-token prediction; use another drafter")
+        raise CheckpointError("the checkpoint holds no layers for multi-token prediction; use another drafter")
     of_layers = {name: shape for name, shape in shapes.items() if name.startswith("model.layers.")}
     check_shapes(weights, of_layers | {f"{module}.weight": shape for module, shape in extra.items()})
     return Weights(weights)

@@ -47,7 +47,7 @@ def tokenizer_in(folder: Path, name: str) -> PreTrainedTokenizerBase:
 def _read(folder: Path, name: str) -> PreTrainedTokenizerBase:
     from verifiers.wrappers import read_config
 
-    stated = json_file(str(folder), STATED, what="target") or {}
+    stated = json_object(folder / STATED, name, what="target") if (folder / STATED).is_file() else {}
     tokenizer: PreTrainedTokenizerBase
     if not (folder / WHOLE).is_file():
         if reason := _reason([path.name for path in folder.iterdir()], stated, folder):

@@ -6,7 +6,7 @@ import sys
 
 from drafters.training.config import TrainConfig, add_flags, build_config
 from specdec.cli.fields import whole_number
-from specdec.cli.options import ray_option, revision_option, say_gpu
+from specdec.cli.options import ray_option, say_gpu
 from specdec.errors import InvalidInputError
 
 STAGES = ("answers", "train", "finish")
@@ -33,7 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("stages", nargs="*", metavar="STAGE", help="answers, train, finish (default: all three)")
     parser.add_argument("--config", metavar="FILE", help="TOML or JSON file with the options below as keys; flags win")
     add_flags(parser)
-    revision_option(parser)
     ray_option(parser.add_argument_group("cluster"), "train in processes of a Ray cluster that all see the run's folder")
     parser.add_argument("--workers", type=whole_number, metavar="N", help="how many with --ray (default: the cluster's GPUs, or 1)")
 

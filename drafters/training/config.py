@@ -41,6 +41,7 @@ class TrainConfig:
         "", "run", "folder of the run; running again with the same folder goes on where the last run stopped", metavar="FOLDER"
     )
     model: str = _option("embedded", "run", "target: embedded, a folder, or a hub name")
+    revision: str | None = _option(None, "run", "branch, tag or commit of the target on the hub, as in owner/name@NAME")
     device: str = _option("auto", "run", "auto, cpu, cuda or cuda:N")
     dtype: str = _option("auto", "run", "type of the target and of the drafter's forward: auto, float32 or bfloat16")
     seed: int = _option(0, "run", "fixes prompts, answers, order and anchors")
@@ -185,6 +186,10 @@ def build_config(flags: Mapping[str, Any], file: str | None) -> TrainConfig:
     values |= {name: tuple(value) if kinds[name].many else value for name, value in flags.items() if name in kinds}
     if not values.get("out"):
         raise InvalidInputError("the run has no folder; name one with --out")
+    if (revision := values.pop("revision", None)) is not None:
+        from specdec.hub import pinned
+
+        values["model"] = pinned(values.get("model", "embedded"), revision)
     return TrainConfig(**values)
 
 

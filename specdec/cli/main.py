@@ -139,11 +139,13 @@ def _pin(namespace: argparse.Namespace) -> None:
     Raises:
         InvalidInputError: there is no such name.
     """
-    if getattr(namespace, "model", None) is None:
+    if not hasattr(namespace, "model"):
+        return  # which a config file may name
+    if namespace.model is None:
         raise InvalidInputError("--revision is about the target; name it with --model")
     from specdec.hub import pinned
 
-    namespace.model = pinned(namespace.model, namespace.revision)
+    namespace.model, namespace.revision = pinned(namespace.model, namespace.revision), None
 
 
 def _join_torchrun(namespace: argparse.Namespace) -> None:

@@ -13,6 +13,7 @@ from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, Repo
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file
 
+from drafters.training.config import build_config
 from evals.report.provenance import checkpoint
 from specdec import SpecDecoder, hub
 from specdec.cli.main import main
@@ -90,15 +91,30 @@ def test_a_cache_without_what_is_needed(cache: Path) -> None:
             hub.checkpoint_file("acme/tiny-dflash", file, what="drafter")
 
 
-def test_messages_have_the_name_that_was_typed(cache: Path) -> None:
+IN_BOTH = ("config.json", "hf_quant_config.json", "model.safetensors")
+DAMAGED = [(what, file) for what in ("target", "drafter") for file in IN_BOTH]
+DAMAGED += [("target", "tokenizer_config.json"), ("target", "generation_config.json")]
+
+
+@pytest.mark.parametrize(("what", "file"), DAMAGED)
+def test_messages_have_the_name_that_was_typed(what: str, file: str, cache: Path) -> None:
     """And not the path in the cache."""
-    snapshot = cache / "models--acme--tiny-dflash" / "snapshots" / COMMIT
-    (snapshot / "model.safetensors").unlink()
-    (snapshot / "model.safetensors").write_bytes(b"\x10")
+    name = "acme/tiny@v1.0" if what == "target" else "acme/tiny-dflash"
+    damaged = cache / f"models--{name.partition('@')[0].replace('/', '--')}" / "snapshots" / COMMIT / file
+    damaged.unlink(missing_ok=True)
+    damaged.write_bytes(b"[")
     with pytest.raises(CheckpointError) as caught:
         SpecDecoder.from_pretrained("acme/tiny@v1.0", drafter="acme/tiny-dflash", device="cpu")
-    assert str(caught.value).startswith("drafter 'acme/tiny-dflash': 'model.safetensors' is damaged")
-    assert str(cache) not in str(caught.value)
+    assert f"{what} {name!r}" in str(caught.value) and str(cache) not in str(caught.value)
+
+
+def test_a_revision_in_a_training_config(tmp_path: Path) -> None:
+    """As every flag of `specdec train`; one on the command line wins."""
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps({"out": "run", "model": "some/model", "revision": "v1"}))
+    assert build_config({}, str(file)).model == "some/model@v1"
+    assert build_config({"revision": "v2"}, str(file)).model == "some/model@v2"
+    assert build_config({"model": "other@v3", "revision": None}, str(file)).model == "other@v3"
 
 
 def test_a_folder_of_a_repository(folders: Path, tmp_path: Path, monkeypatch: Patch) -> None:
@@ -257,7 +273,7 @@ def test_what_cannot_be_fetched(error: Exception, said: str, tmp_path: Path, mon
     ("arguments", "said"),
     [
         (["doctor", "--revision", "v1"], "--revision is about the target; name it with --model"),
-        (["train", "--out", "x", "--revision", "v1"], "--revision is about the target; name it with --model"),
+        (["train", "--out", "x", "--revision", "v1"], "revision 'v1' is of a checkpoint on the hub, and 'embedded' is none"),
         (["generate", "a", "--revision", "v1"], "revision 'v1' is of a checkpoint on the hub, and 'embedded' is none"),
         (["convert", "a", "b", "--to", "z-lab", "--model", "x/y@v2", "--revision", "v1"], "'x/y@v2' names a revision already"),
     ],
