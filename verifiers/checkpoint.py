@@ -214,11 +214,15 @@ class _Reader:
 
     def _joined(self, experts: Sequence[Sequence[str]]) -> Stored:
         """[E, out, in] from the modules of each expert."""
-        outputs = [self._side_by_side([self._kept(self._stored(module)) for module in modules]) for modules in experts]
+        outputs, any_packed = list[Stored](), False
+        for modules in experts:
+            parts = [self._kept(self._stored(module)) for module in modules]
+            any_packed = any_packed or any(isinstance(part, PackedWeight) for part in parts)
+            outputs.append(self._side_by_side(parts))
         packed = [output for output in outputs if isinstance(output, PackedWeight)]
         if len(packed) == len(outputs) and PackedWeight.alike(packed):
             return PackedWeight.stacked(packed)
-        if self._as_stored and any(set(self._parts[module]) != {"weight"} for modules in experts for module in modules):
+        if any_packed:
             logger.warning("experts of %s are stored in several ways and become plain numbers", experts[0][0])
         return torch.stack([self._dense(output) for output in outputs])
 

@@ -289,3 +289,31 @@ def test_experts_of_several_kinds_become_numbers(tmp_path: Path, caplog: pytest.
     assert isinstance(found["model.layers.0.mlp.experts.down_proj"], PackedWeight)
     said = [record.message for record in caplog.records if record.name == "verifiers.checkpoint"]
     assert len(said) == 2 and all("layers.1.mlp.experts.0." in line and "stored in several ways" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "write"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, quantized.bitsandbytes4),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 8}, lambda w: quantized.gptq(w, 4, 8, scattered=True)),
+    ],
+    ids=["bitsandbytes", "gptq"],
+)
+def test_what_no_packed_form_has_is_said_once(
+    quantization: dict[str, Any], write: Callable[[Tensor], Written], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And becomes numbers of the model's type."""
+    model = plain_model("mixtral")
+    model.save_pretrained(tmp_path / "plain")
+
+    def each(module: str, weight: Tensor) -> Written | None:
+        return None if module in Listed(PLAIN) else write(weight)
+
+    quantize_files(tmp_path / "plain", tmp_path / "target", quantization, each)
+    for as_stored, count in ((True, 1), (False, 0)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            found = read(tmp_path / "target", model.config, torch.bfloat16, as_stored=as_stored)
+        assert all(isinstance(weight, Tensor) and weight.dtype == torch.bfloat16 for weight in found.values())
+        said = [record.message for record in caplog.records if record.name == "verifiers.checkpoint"]
+        assert len(said) == count and all("68 quantized weights become plain numbers" in line for line in said)

@@ -34,6 +34,7 @@ class Gptq(Format):
         check_width(bits, "GPTQ")
         if layout not in LAYOUTS:
             raise CheckpointError(f"GPTQ in layout {layout!r} is not read, but gptq and gptq_v2 are; take such a checkpoint")
+        self._bits = bits
         self._stored_less_one = layout == LAYOUTS[0]
         group = group_size(quantization, default=128)
         scattered = quantization.get("desc_act") is True and quantization.get("static_groups") is not True
@@ -43,7 +44,9 @@ class Gptq(Format):
     def read(self, module: str, parts: Parts, dtype: torch.dtype) -> Stored:
         words, zero_words, scale = parts["qweight"], parts["qzeros"], parts["scales"].t().float()
         out_features, groups = scale.shape
-        bits, rest = divmod(zero_words.shape[-1] * 32, out_features)
+        bits, rest = self._bits, 0
+        if zero_words.shape[-1] != -(-out_features * bits // 32):
+            bits, rest = divmod(zero_words.shape[-1] * 32, out_features)
         in_features = words.shape[0] * 32 // max(bits, 1)
         if rest or zero_words.shape[0] != groups or words.shape[1] != out_features:
             raise CheckpointError(

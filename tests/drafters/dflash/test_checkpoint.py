@@ -217,7 +217,23 @@ def test_write_refuses(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["d"]
 
 
+def compressed(**weights: Any) -> dict[str, Any]:
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
+
+
 QUANTIZED: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], quantized.Written]]] = {
+    "compressed int4": (
+        compressed(num_bits=4, type="int", group_size=16),
+        lambda weight: quantized.packed_integers(weight, 4, 16),
+    ),
+    "compressed nvfp4": (
+        compressed(num_bits=4, type="float", strategy="tensor_group", group_size=16),
+        lambda weight: quantized.nvfp4(weight, divides=True),
+    ),
+    "compressed fp8": (
+        compressed(num_bits=8, type="float", strategy="channel"),
+        lambda weight: quantized.float8(weight, (1, weight.shape[1]), torch.bfloat16, name="weight_scale"),
+    ),
     "w4a16_nvfp4": (
         {"quant_method": "modelopt_fp4", "quant_algo": "W4A16_NVFP4"},
         lambda weight: quantized.nvfp4(weight, divides=False),
