@@ -1,8 +1,10 @@
 """The families that run on our own decoder stack, each described from its config."""
 
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from typing import Any
 
+from specdec.errors import InvalidInputError
 from specdec.kernels.experts import Routing
 from specdec.layers.activation import LIMIT, SLOPE
 from specdec.layers.rotary import ROPE_TYPES, Temperature
@@ -19,6 +21,14 @@ ACTIVATIONS = {
 }
 """From transformers' names to those of `specdec.layers.activation`."""
 
+PARTIAL = frozenset(
+    {
+        *("bamba", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "laguna", "mellum", "mimo_v2_flash", "mistral4", "phi3"),
+        *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+    }
+)
+"""Model types that rotate a part of each head where the config says so; others rotate all, whatever it says."""
+
 AROUND_GLM = NormNames("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 
 
@@ -30,7 +40,23 @@ def describe(config: Any) -> Description | None:
     activation = ACTIVATIONS.get(str(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "silu")))
     ropes = _ropes(config)
     known = all(rope is None or rope["rope_type"] in ROPE_TYPES for rope in ropes)
-    return family(config, {"ropes": ropes, "activation": activation}) if activation and known else None
+    description = family(config, {"ropes": ropes, "activation": activation}) if activation and known else None
+    if description is not None:
+        _check_factors(description)
+    return description
+
+
+def _check_factors(description: Description) -> None:
+    """Whether every factor is a number, which not every type of config sees to.
+
+    Raises:
+        InvalidInputError: one is not.
+    """
+    for name in ("scale", "embedding_scale", "residual_scale", "logits_scale", "final_softcap", "value_scale"):
+        value = getattr(description, name)
+        missing = value is None and name in ("scale", "final_softcap")
+        if not missing and not (isinstance(value, int | float) and isfinite(value)):
+            raise InvalidInputError(f"{name} comes to {value!r}, which is no number; fetch config.json again")
 
 
 def _plain(**options: Any) -> Family:
@@ -277,5 +303,7 @@ def _ropes(config: Any) -> Sequence[Mapping[str, Any] | None]:
     parameters: dict[Any, Any] = getattr(config, "rope_parameters", None) or {}
     if not parameters or parameters.get("rope_theta", 0) is None:
         return [None] * config.num_hidden_layers
-    by_kind = all(isinstance(value, dict) for value in parameters.values())
-    return [(parameters[kind] if by_kind else parameters) if on else None for kind, on in zip(kinds, rotated, strict=True)]
+    by_kind = any(isinstance(value, dict) for value in parameters.values())
+    ropes = [(parameters[kind] if by_kind else parameters) if on else None for kind, on in zip(kinds, rotated, strict=True)]
+    whole = {} if config.model_type in PARTIAL else {"partial_rotary_factor": None}
+    return [{**rope, **whole} if rope and rope["rope_type"] != "proportional" else rope for rope in ropes]

@@ -138,6 +138,10 @@ def mla_spec(config: PreTrainedConfig, *, device: torch.device, dtype: torch.dty
     indexer = None
     if config.model_type in INDEXED_MODELS:
         indexer = IndexerSpec(num_heads=config.index_n_heads, head_dim=config.index_head_dim, topk=config.index_topk)
+    widths = ("num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    for name in (*widths, *(("index_n_heads", "index_head_dim", "index_topk") if indexer else ())):
+        if getattr(config, name) < 1:
+            raise CheckpointError(f"{name} is {getattr(config, name)!r} and must be positive; fetch config.json again")
     return MlaSpec(
         device=device,
         dtype=dtype,

@@ -166,7 +166,7 @@ def decoder(folder: Path, source: Path, **entries: Any) -> SpecDecoder:
 def test_entries_of_other_types_change_nothing(llama: Path, tmp_path: Path, entry: str) -> None:
     """A Llama has no windows in Transformers, whatever its file says."""
     expected = plain_greedy(plain_model("llama"), list(range(3, 23)), 4)
-    for value in (0, 4, "x"):
+    for value in (0, 4, "x") if entry != "partial_rotary_factor" else (0.5,):
         own = decoder(tmp_path, llama, **{entry: value})
         assert own.generate(list(range(3, 23)), max_tokens=4, ignore_eos=True).token_ids == expected
 
@@ -197,6 +197,23 @@ def test_how_to_run_a_model_is_not_for_its_file_to_say(name: str, entries: dict[
     expected = plain_greedy(model, list(range(3, 23)), 4)
     own = decoder(folder, source, **entries)
     assert own.generate(list(range(3, 23)), max_tokens=4, ignore_eos=True).token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "entry", "value"),
+    [
+        ("gemma3", "query_pre_attn_scalar", -1),
+        ("falcon_h1", "embedding_multiplier", None),
+        ("falcon_h1", "lm_head_multiplier", None),
+        ("granite", "attention_multiplier", float("inf")),
+        ("deepseek_v32", "index_topk", -1),
+    ],
+)
+def test_numbers_that_layers_would_stumble_over(name: str, entry: str, value: Any) -> None:
+    """What no config class sees to, and a first step would: a root of a negative number, nothing as a factor."""
+    entries = json.loads(json.dumps((CONFIGS | LATENT_CONFIGS)[name]().to_dict(), default=str)) | {entry: value}
+    with pytest.raises(CheckpointError, match=f"{entry} is "):
+        needs_of(entries, name="target", device=CPU, dtype=torch.float32, gpu_bytes=10**9)
 
 
 @pytest.mark.parametrize("window", [0, -4, True, "x", 1.5, [4]])
