@@ -29,8 +29,8 @@ def license_note(card: Path | None, config: Mapping[str, Any]) -> str | None:
     """
     stated = _card_entries(card) | {key: config[key] for key in ("license", "license_name") if config.get(key)}
     names = stated.get("license") or []
-    for name in [names] if isinstance(names, str) else names:
-        if name.lower() not in _FREE:
+    for name in names if isinstance(names, list) else [names]:
+        if isinstance(name, str) and name.lower() not in _FREE:
             return _note(str(stated.get("license_name") or name) if name == "other" else str(name))
     return None
 
@@ -47,6 +47,7 @@ def _card_entries(card: Path | None) -> dict[str, Any]:
     if card is None or not card.is_file():
         return {}
     try:
-        return metadata_load(card) or {}
+        entries = metadata_load(card)
+        return dict(entries) if isinstance(entries, Mapping) else {}
     except Exception:  # whatever stands there, a card is no reason to refuse a drafter
         return {}

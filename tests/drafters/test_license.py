@@ -36,6 +36,8 @@ from tests.drafters.tiny import HIDDEN, TARGET_LAYERS, VOCAB, FakeVerifier, writ
         ("---\nlicense:\n- mit\n- gemma\n---", {}, "its license is gemma: read its terms"),
         (None, {"license": "cc-by-nd-4.0"}, "its license is cc-by-nd-4.0: it forbids changed copies"),
         ("---\nlicense: [\n---", {}, None),
+        ("---\n- license\n---", {"license": 3}, None),
+        ("---\nlicense: true\n---", {"license": [1, "gemma"]}, "its license is gemma: read its terms"),
     ],
 )
 def test_note(card: str | None, config: dict[str, Any], note: str | None, tmp_path: Path) -> None:
