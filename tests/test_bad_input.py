@@ -1,6 +1,7 @@
 """Bad input from the command line down to real files: one line with the value, the limit and the way out, and nothing lost."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,7 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from drafters.dflash.checkpoint import write_checkpoint
 from specdec import EngineConfig, SamplingParams, SpecDecError, SpecDecoder
+from specdec.cli import main as main_module
 from specdec.cli.main import main
+from specdec.registry import VERBS
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, tiny_tokenizer
 
 Capture = pytest.CaptureFixture[str]
@@ -305,6 +308,15 @@ def test_no_memory_is_one_line(folders: Path, capsys: Capture, monkeypatch: pyte
     monkeypatch.setattr(SpecDecoder, "from_pretrained", full)
     line = fails(capsys, "abc", "--model", folders / "target")
     assert "out of memory" in line and "--max-num-seqs" in line
+
+
+@pytest.mark.parametrize("verb", [verb.name for verb in VERBS])
+def test_what_saves_memory_is_an_option_of_the_command(verb: str) -> None:
+    """Training has others than decoding."""
+    named = re.findall(r"--[a-z-]+", main_module._less_memory(verb))
+    known = main_module._parser_of(verb)[1]._option_string_actions
+    assert all(option in known for option in named)
+    assert verb != "train" or {"--anchors", "--loss-rows", "--batch-size", "--accumulation"} <= set(named)
 
 
 def test_paths_that_are_not_there(folders: Path, tmp_path: Path, capsys: Capture) -> None:

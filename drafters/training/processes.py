@@ -13,16 +13,27 @@ from torch import distributed as dist
 
 @contextmanager
 def termination() -> Iterator[list[int]]:
-    """A list that a termination signal makes non-empty, so that the loop can end between two steps; in the main thread alone."""
+    """A list that SIGTERM or Ctrl-C makes non-empty, so that the loop can end between two steps; in the main thread alone.
+
+    A second Ctrl-C interrupts at once.
+    """
     received: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        if number == signal.SIGINT and received:
+            raise KeyboardInterrupt
+        received.append(number)
+        os.write(2, b"\ntrain: ends behind this step and saves; another Ctrl-C ends it at once\n")
+
     if threading.current_thread() is not threading.main_thread():  # under Ray Train, which tells its workers otherwise
         yield received
         return
-    previous = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    previous = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield received
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

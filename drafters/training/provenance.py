@@ -1,6 +1,7 @@
 """Where the files of a stage come from: settings, prompt files and versions, kept beside them and compared before more come."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from specdec.files import write_text
 from specdec.provenance import origin_of_run, sha256_of
 
 PROVENANCE = "provenance.json"
+_TARGET = r"verifier_name=('[^']*'|\"[^\"]*\"), "  # in a drafter's config, as it was spelled
 
 
 def origin_of(config: TrainConfig, settings: Sequence[str]) -> dict[str, Any]:
@@ -36,7 +38,7 @@ def check_origin(folder: Path, origin: dict[str, Any]) -> None:
         settings, files = then["settings"], then["prompt_files"]
     except (ValueError, KeyError) as error:
         raise CheckpointError(f"{path} is damaged ({error}); delete {folder} to write its files again") from error
-    changed = [name for name, value in origin["settings"].items() if settings.get(name) != value]
+    changed = [name for name, value in origin["settings"].items() if not alike(name, value, settings.get(name))]
     if files != origin["prompt_files"]:
         changed.append("prompts")
     if changed:
@@ -51,3 +53,12 @@ def write_origin(folder: Path, origin: dict[str, Any], decoder: SpecDecoder) -> 
     if not (folder / PROVENANCE).exists():
         about = origin | origin_of_run(decoder.verifier) | {"target": decoder.verifier.name}
         write_text(folder / PROVENANCE, json.dumps(about, indent=2) + "\n")
+
+
+def alike(name: str, one: Any, other: Any) -> bool:
+    """Whether two runs have the same setting, however the target's folder is spelled."""
+    if name == "model" and isinstance(other, str):
+        return Path(one).expanduser().resolve() == Path(other).expanduser().resolve()
+    if name == "drafter" and isinstance(other, str):
+        return re.sub(_TARGET, "", one) == re.sub(_TARGET, "", other)
+    return bool(one == other)

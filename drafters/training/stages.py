@@ -70,6 +70,8 @@ def _answers(config: TrainConfig, device: torch.device) -> bool:
         cache=CacheConfig(memory_bytes=config.kv_memory),
     )
 
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
     @cache
     def load_decoder() -> SpecDecoder:
         decoder = SpecDecoder.from_pretrained(
@@ -77,9 +79,10 @@ def _answers(config: TrainConfig, device: torch.device) -> bool:
         )
         # What cannot work must not wait for the answers.
         make_drafter(config, decoder.verifier, decoder.tokenizer)
+        if rank == 0 and not getattr(decoder.tokenizer, "chat_template", None):
+            say(f"answers: {config.model!r} has no chat template, so it goes on with prompts as plain text")
         return decoder
 
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if config.self_prompts and not _everywhere(write_self_prompts(config, load_decoder, say, rank=rank, world=world), device):
         return False
     complete = write_answers(config, load_decoder, say, rank=rank, world=world)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from drafters.dflash.model import DFlashModel
+from drafters.training.provenance import alike
 from specdec.errors import CheckpointError, one_line
 from specdec.files import write_atomically
 
@@ -40,9 +41,11 @@ def load_weights(model: DFlashModel, state: dict[str, Any]) -> None:
     Raises:
         CheckpointError: the saved run trained another drafter.
     """
-    if state["identity"]["drafter"] != repr(model.config):
+    then, now = state["identity"]["drafter"], repr(model.config)
+    if not alike("drafter", then, now):
+        fields = [part for part in then.split("(", 1)[1].removesuffix(")").split(", ") if part not in now]
         raise CheckpointError(
-            f"the saved run trained another drafter, {state['identity']['drafter']}; give the model and drafter options of that run"
+            f"the saved run trained another drafter, with {', '.join(fields)}; give the model and drafter options of that run"
         )
     for name, parameter in model.named_parameters():
         parameter.copy_(state["optimizer"]["masters"][name])

@@ -1,6 +1,7 @@
 """The training loop: random anchors, the target's features online, one optimizer step after the other."""
 
 import math
+import signal
 import time
 from dataclasses import asdict
 from typing import Any
@@ -21,6 +22,7 @@ from drafters.training.mask import use_flex
 from drafters.training.objective import Objective
 from drafters.training.optimizer import MasterOptimizer, lr_factor
 from drafters.training.processes import termination
+from drafters.training.provenance import alike
 from drafters.training.state import load_state, save_state
 from drafters.training.target import Target
 from specdec.errors import InvalidInputError, SpecDecError
@@ -103,6 +105,7 @@ class Trainer:
             Whether the run is complete.
 
         Raises:
+            KeyboardInterrupt: by Ctrl-C, behind the save.
             SpecDecError: the loss is not finite, or the state cannot be written.
         """
         if self.progress >= 1:
@@ -131,6 +134,8 @@ class Trainer:
             if self.progress >= 1:
                 self._evaluate(log, {"step": self.step, "minutes": self.seconds / 60})
             self._save()
+            if signal.SIGINT in stopping:
+                raise KeyboardInterrupt
         finally:
             log.close()
         return self.progress >= 1
@@ -256,7 +261,7 @@ class Trainer:
             InvalidInputError: it belongs to other settings, another drafter or other answers; the message names one.
         """
         now, then = self._identity(), state["identity"]
-        changed = sorted(name for name in now if now[name] != then.get(name))
+        changed = sorted(name for name in now if not alike(name, now[name], then.get(name)))
         if changed:
             name = changed[0]
             raise InvalidInputError(

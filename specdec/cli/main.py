@@ -20,7 +20,8 @@ from specdec.files import reason_of
 from specdec.packages import require_ours
 from specdec.registry import VERBS, unknown_name
 
-_SMALLER = "give smaller --max-num-seqs, --max-model-len or --kv-memory, or a smaller model"
+_SMALLER = ("--max-num-seqs", "--max-model-len", "--kv-memory", "--batch-size", "--anchors", "--loss-rows")
+"""Options that save memory by smaller values, as far as a command has them."""
 
 EXIT_OK = 0
 EXIT_FAILED = 1  # part of the work failed
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         if "--debug" in arguments:
             traceback.print_exc()
-        print(f"specdec: error: out of memory ({_first_line(error)}); {_SMALLER}", file=sys.stderr)
+        print(f"specdec: error: out of memory ({_first_line(error)}); {_less_memory(arguments[0])}", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:
         print("specdec: interrupted", file=sys.stderr)
@@ -105,6 +106,27 @@ class Parser(argparse.ArgumentParser):
         return namespace
 
 
+def _parser_of(name: str) -> tuple[Any, Parser]:
+    """The module of a command, and what parses its arguments."""
+    verb = next((verb for verb in VERBS if verb.name == name), None)
+    if verb is None:
+        raise unknown_name([verb.name for verb in VERBS], name, "command")
+    parser = Parser(f"specdec {name}", description=f"{verb.summary.capitalize()}.")
+    require_ours(verb.home.partition(".")[0])
+    home = import_module(verb.home)
+    home.add_arguments(parser)
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return home, parser
+
+
+def _less_memory(name: str) -> str:
+    """What a command can be given to take less memory."""
+    known = _parser_of(name)[1]._option_string_actions
+    smaller = [option for option in _SMALLER if option in known]
+    larger = ["a larger --accumulation"] if "--accumulation" in known else []
+    return f"give {', '.join([*(f'a smaller {option}' for option in smaller), *larger, 'or a smaller model'])}"
+
+
 def _dispatch(arguments: list[str]) -> int:
     if not arguments:
         _overview().print_help(sys.stderr)
@@ -114,14 +136,7 @@ def _dispatch(arguments: list[str]) -> int:
         if name.startswith("-"):
             _overview().parse(arguments)
             raise InvalidInputError("no command given; see specdec --help")
-        verb = next((verb for verb in VERBS if verb.name == name), None)
-        if verb is None:
-            raise unknown_name([verb.name for verb in VERBS], name, "command")
-        parser = Parser(f"specdec {name}", description=f"{verb.summary.capitalize()}.")
-        require_ours(verb.home.partition(".")[0])
-        home = import_module(verb.home)
-        home.add_arguments(parser)
-        parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        home, parser = _parser_of(name)
         namespace = parser.parse(arguments[1:])
     except SystemExit:  # argparse has printed --help or --version
         return EXIT_OK

@@ -121,13 +121,13 @@ def test_a_complete_run_is_not_repeated(toy: Path, capsys: pytest.CaptureFixture
     assert "to write" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("how", ["killed", "terminated", "stopped"])
+@pytest.mark.parametrize("how", ["killed", "terminated", "interrupted", "stopped"])
 def test_an_interrupted_run_resumes_to_the_same_curve(
     short: Path, answered: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """Catches state that is not saved: optimizer, order, anchors, step, and log lines written twice or lost."""
     save = Trainer._save
-    signals = [signal.SIGTERM] if how == "terminated" else []
+    signals = {"terminated": [signal.SIGTERM], "interrupted": [signal.SIGINT]}.get(how, [])
 
     def interrupt(self: Trainer) -> None:
         if self.step == 30 and how == "killed":
@@ -141,9 +141,11 @@ def test_an_interrupted_run_resumes_to_the_same_curve(
         assert not run_stages(("train",), replace(config, stop_after=1e-9))
     else:
         monkeypatch.setattr(Trainer, "_save", interrupt)
-        if how == "killed":
+        if how in ("killed", "interrupted"):
             with pytest.raises(KeyboardInterrupt):
                 run_stages(("train",), config)
+            saved = state.load_state(answered / "run" / "training", torch.device("cpu"))
+            assert saved is not None and saved["step"] == (20 if how == "killed" else 30), "Ctrl-C saves what was trained"
         else:
             assert not run_stages(("train",), config)
         monkeypatch.undo()
@@ -214,7 +216,8 @@ def test_a_hybrid_target_is_checked_in_chains_alone(tmp_path: Path, capsys: pyte
     write_prompts(tmp_path / "prompts.txt", count=24)
     config = toy_config(tmp_path, max_steps=3, heldout=4, max_tokens=12, batch_size=4, anchors=3, taps=(0, 2))
     assert run_stages(("answers", "train", "finish"), config)
-    assert "in chains alone" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "in chains alone" in said and "has no chat template" in said
     drafts = report(tmp_path)["drafts"]
     assert list(drafts) == ["7", "sampled 7"]
     for figures in drafts.values():
@@ -332,8 +335,15 @@ def test_other_settings_are_not_mixed_into_a_run(toy: Path) -> None:
 
 def test_finish_refuses_options_of_another_drafter(toy: Path) -> None:
     """Catches other taps of the same shape, with which training and engine would agree on a low tau."""
-    with pytest.raises(CheckpointError, match="the saved run trained another drafter"):
+    other = r"the saved run trained another drafter, with target_layer_ids=\(1, 3\)|with target_layer_ids=[^=]*; give the model"
+    with pytest.raises(CheckpointError, match=other):
         run_stages(("finish",), toy_config(toy, taps=(0, 2)))
+
+
+def test_a_target_may_be_spelled_in_another_way(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same folder, from elsewhere: the run goes on."""
+    monkeypatch.chdir(toy / "run")
+    assert run_stages(("answers", "train", "finish"), toy_config(toy, model="../target"))
 
 
 def test_a_damaged_state_is_named(answered: Path) -> None:
