@@ -41,7 +41,7 @@ FLOORS: dict[str, list[set[str]]] = {
     "drafters": [
         {"copied_keys"},
         {"keys"},
-        {"algorithms", "attention", "checkpoint", "choice", "head", "license", "rope", "vocabulary"},
+        {"algorithms", "attention", "checkpoint", "choice", "head", "license", "vocabulary"},
         {"dspark", "dflash2", "domino", "sequential", "suffix", "composed"},
         {"dflash", "draft_model", "eagle3", "mtp", "ngram"},
         {"load", "shipped"},

@@ -1,16 +1,13 @@
 """What the decoder layers of an EAGLE-3 head are like, read from `config.json`."""
 
-import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-import torch
 from transformers import DeepseekV3Config, LlamaConfig, Qwen3Config
 
-from drafters.keys import LIMITS, Keys, count, is_number, require, section
-from drafters.rope import whole_heads
+from drafters.eagle3.rope import check_angles, rope_parameters, whole_heads
+from drafters.keys import LIMITS, Keys, count, require
 from specdec.errors import one_line
-from specdec.layers.rotary import STATIC_ROPE_TYPES, Rope
 
 Layers: TypeAlias = LlamaConfig | Qwen3Config | DeepseekV3Config
 """What a head's layers may be like."""
@@ -36,12 +33,6 @@ _FLAGS = ("attention_bias", "mlp_bias", "rope_interleave", "tie_word_embeddings"
 _PASSED_ON = ("bos_token_id", "eos_token_id", "pad_token_id")
 """What no head looks at, and what converted checkpoints keep."""
 
-_NUMBERS_OF_ROPE = (
-    "attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor", "low_freq_factor", "mscale", "mscale_all_dim",
-    "original_max_position_embeddings", "partial_rotary_factor", "rope_theta",
-)  # fmt: skip
-_OTHERS_OF_ROPE = ("rope_dim", "truncate")
-
 
 def read_layers(shape: Mapping[str, Any], architecture: str | None = None) -> Layers:
     """What the layers are like, with Transformers' defaults for what is not said, as by a null.
@@ -58,14 +49,14 @@ def read_layers(shape: Mapping[str, Any], architecture: str | None = None) -> La
     known = isinstance(kind, str) and kind in _KINDS
     require(known, f"layers of type {kind!r} are not supported in an EAGLE-3 head; supported: {', '.join(_KINDS)}")
     made = _KINDS[str(kind)]
-    said, rope_parameters = _said(shape, keys, made), _rope_parameters(keys, made)
+    said, rope = _said(shape, keys, made), rope_parameters(keys, made.default_theta)
     try:
-        layers = made(**said, rope_parameters=rope_parameters)
+        layers = made(**said, rope_parameters=rope)
     except Exception as error:  # whatever Transformers makes of values that passed
         require(False, f"the layers' part of config.json is not valid ({one_line(error)}); correct it")
     _check_heads(layers)
     layers.rope_parameters = whole_heads(layers.rope_parameters, layers.head_dim)
-    _check_rope(layers)
+    check_angles(layers.rope_parameters, layers.head_dim, layers.max_position_embeddings)
     return layers
 
 
@@ -119,29 +110,6 @@ def _is_token(value: object) -> bool:
     return type(value) is int or (isinstance(value, list) and all(type(one) is int for one in value))
 
 
-def _rope_parameters(keys: Keys, made: type[Layers]) -> dict[str, Any]:
-    """RoPE in the form of Transformers 5, from that or from `rope_theta` and `rope_scaling`."""
-    place = next((name for name in ("rope_parameters", "rope_scaling") if keys.find(name)), "rope_parameters")
-    stated = section(keys.places[0], place)
-    flat = not any(isinstance(value, Mapping) for value in stated.values())
-    require(flat, f"{place} is {dict(stated)!r}; one set of RoPE parameters for all layers is supported")
-    kind = stated.get("rope_type") or stated.get("type") or "default"
-    kind = "default" if kind == "mrope" else kind  # positions of text are the same on all its axes
-    supported = ", ".join(STATIC_ROPE_TYPES)
-    known = isinstance(kind, str) and kind in STATIC_ROPE_TYPES
-    require(known, f"RoPE type {kind!r} is not supported in a drafter; supported: {supported}")
-    parameters = {name: stated[name] for name in (*_NUMBERS_OF_ROPE, *_OTHERS_OF_ROPE) if stated.get(name) is not None}
-    theta = keys.find("rope_theta")
-    parameters.setdefault("rope_theta", made.default_theta if theta is None else theta)
-    for name in _NUMBERS_OF_ROPE:
-        value = parameters.get(name)
-        right = value is None or (is_number(value) and (value > 0 or name.startswith("mscale")))
-        require(right, f"RoPE's {name} is {reprlib.repr(value)}; it must be a positive number")
-    truncate = parameters.get("truncate", True)
-    require(isinstance(truncate, bool), f"RoPE's truncate is {truncate!r}; it must be true or false")
-    return {"rope_type": kind, **parameters}
-
-
 def _check_heads(layers: Layers) -> None:
     """Refuses heads that do not divide."""
     heads, kv_heads, head_dim = layers.num_attention_heads, layers.num_key_value_heads, layers.head_dim
@@ -151,10 +119,3 @@ def _check_heads(layers: Layers) -> None:
     )
     biased = isinstance(layers, DeepseekV3Config) and layers.attention_bias
     require(not biased, "attention_bias is true, which latent attention is not supported with; it must be false")
-
-
-def _check_rope(layers: Layers) -> None:
-    """Refuses angles that no float32 holds."""
-    rope = Rope.of(layers.rope_parameters, layers.head_dim, layers.max_position_embeddings)
-    finite = torch.as_tensor(rope.amplitude).isfinite().all() and rope.frequencies.isfinite().all()
-    require(bool(finite), f"RoPE parameters {layers.rope_parameters} give no finite angles; correct them in config.json")

@@ -58,8 +58,10 @@ def _layers(config: Eagle3Config, dtype: str) -> dict[str, Any]:
     """What both layouts say about layers, in the words of Transformers 5 and 4."""
     stated = {name: value for name, value in config.layers.to_dict().items() if name not in _NOT_OF_LAYERS}
     rope = dict(config.layers.rope_parameters)
+    if (part := rope.get("partial_rotary_factor")) and rope["rope_type"] != "proportional":
+        rope["rope_dim"] = int(part * config.layers.head_dim)  # without which the factor would be taken for the target's
     scaling = rope if rope["rope_type"] != "default" else None
-    return stated | {"dtype": dtype, "rope_theta": rope["rope_theta"], "rope_scaling": scaling}
+    return stated | {"dtype": dtype, "rope_theta": rope["rope_theta"], "rope_parameters": rope, "rope_scaling": scaling}
 
 
 def _flags(config: Eagle3Config) -> dict[str, bool]:

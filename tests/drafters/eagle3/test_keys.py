@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from drafters.algorithms import algorithm_of
+from drafters.convert import convert
 from drafters.eagle3.checkpoint import read_checkpoint, tensor_shapes
 from drafters.eagle3.config import parse_config
 from drafters.fit import fit_of
@@ -178,11 +179,15 @@ def test_a_copied_partial_factor(kind: str, copied: str, nested: bool) -> None:
     assert torch.equal(rope.frequencies, module(config_class(**shape)).inv_freq)
 
 
-def test_a_trained_width_of_rope() -> None:
-    """What engines call `rope_dim` was turned in training, whatever factor stands beside it."""
+def test_a_trained_width_of_rope(tmp_path: Path) -> None:
+    """What engines call `rope_dim` was turned in training, whatever factor stands beside it; other layouts keep it."""
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25, "rope_dim": 8}
-    layers = parse_config({**SGLANG, "rope_parameters": rope}).layers
-    assert Rope.of(layers.rope_parameters, layers.head_dim, 512).rotated == 8
+    write_head(tmp_path / "a", {**SGLANG, "rope_parameters": rope})
+    convert(tmp_path / "a", tmp_path / "b", "speculators")
+    convert(tmp_path / "b", tmp_path / "c", "sglang")
+    for folder in "abc":
+        layers = read_checkpoint(tmp_path / folder)[0].layers
+        assert Rope.of(layers.rope_parameters, layers.head_dim, 512).rotated == 8
 
 
 NAMES = {

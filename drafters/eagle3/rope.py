@@ -1,0 +1,87 @@
+"""RoPE of an EAGLE-3 head's layers: what `config.json` says of it, and what their trainers' modules turn."""
+
+import math
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from drafters.keys import Keys, is_number, require, section
+from specdec.layers.rotary import STATIC_ROPE_TYPES, Rope
+
+_NUMBERS_OF_ROPE = (
+    "attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor", "low_freq_factor", "mscale", "mscale_all_dim",
+    "original_max_position_embeddings", "partial_rotary_factor", "rope_theta",
+)  # fmt: skip
+_OTHERS_OF_ROPE = ("rope_dim", "truncate")
+
+
+def rope_parameters(keys: Keys, default_theta: float) -> dict[str, Any]:
+    """RoPE in the form of Transformers 5, from that or from `rope_theta` and `rope_scaling`.
+
+    Args:
+        keys: of the object that describes the layers.
+        default_theta: the base where none is stated.
+
+    Raises:
+        CheckpointError: a type that no drafter has, or a malformed value.
+    """
+    place = next((name for name in ("rope_parameters", "rope_scaling") if keys.find(name)), "rope_parameters")
+    stated = section(keys.places[0], place)
+    flat = not any(isinstance(value, Mapping) for value in stated.values())
+    require(flat, f"{place} is {dict(stated)!r}; one set of RoPE parameters for all layers is supported")
+    kind = stated.get("rope_type") or stated.get("type") or "default"
+    kind = "default" if kind == "mrope" else kind  # positions of text are the same on all its axes
+    supported = ", ".join(STATIC_ROPE_TYPES)
+    known = isinstance(kind, str) and kind in STATIC_ROPE_TYPES
+    require(known, f"RoPE type {kind!r} is not supported in a drafter; supported: {supported}")
+    parameters = {name: stated[name] for name in (*_NUMBERS_OF_ROPE, *_OTHERS_OF_ROPE) if stated.get(name) is not None}
+    theta = keys.find("rope_theta")
+    parameters.setdefault("rope_theta", default_theta if theta is None else theta)
+    for name in _NUMBERS_OF_ROPE:
+        value = parameters.get(name)
+        right = value is None or (is_number(value) and (value > 0 or name.startswith("mscale")))
+        require(right, f"RoPE's {name} is {reprlib.repr(value)}; it must be a positive number")
+    truncate = parameters.get("truncate", True)
+    require(isinstance(truncate, bool), f"RoPE's truncate is {truncate!r}; it must be true or false")
+    return {"rope_type": kind, **parameters}
+
+
+def whole_heads(parameters: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
+    """RoPE parameters for layers whose modules turn whole heads: those of Llama, Qwen3 and DeepSeek-V3.
+
+    A `partial_rotary_factor` says nothing there. Trainers copy it from the target's config, and it
+    lowers acceptance where it is obeyed. `rope_dim` does say how many numbers were turned in
+    training, and type "proportional" has frequencies of its own.
+
+    Args:
+        parameters: in the form of Transformers 5.
+        head_dim: numbers of a head, or in latent attention of the part that is turned.
+
+    Raises:
+        CheckpointError: a `rope_dim` that is no even part of a head.
+
+    >>> whole_heads({"rope_type": "default", "partial_rotary_factor": 0.25}, 128)
+    {'rope_type': 'default'}
+    """
+    if parameters.get("rope_type") == "proportional":
+        return dict(parameters)
+    said = {name: value for name, value in parameters.items() if name not in ("partial_rotary_factor", "rope_dim")}
+    turned = parameters.get("rope_dim")
+    if turned not in (None, head_dim):
+        valid = type(turned) is int and 2 <= turned < head_dim and turned % 2 == 0
+        require(valid, f"RoPE's rope_dim is {turned!r}; it must be even, from 2 to {head_dim}")
+        said["partial_rotary_factor"] = math.nextafter(turned / head_dim, 1)  # for it is rounded down
+    return said
+
+
+def check_angles(parameters: Mapping[str, Any], head_dim: int, max_position_embeddings: int) -> None:
+    """Refuses parameters that are not complete, or whose angles no float32 holds.
+
+    Raises:
+        CheckpointError: they are so.
+    """
+    rope = Rope.of(parameters, head_dim, max_position_embeddings)
+    finite = torch.as_tensor(rope.amplitude).isfinite().all() and rope.frequencies.isfinite().all()
+    require(bool(finite), f"RoPE parameters {dict(parameters)} give no finite angles; correct them in config.json")
