@@ -131,7 +131,7 @@ def _untied(config: DFlashConfig, tensors: dict[str, Tensor], name: str | None) 
     if name is None:
         raise CheckpointError("the head's tables are made of the target's, and the drafter names none; name it with --model")
     dtype = next(iter(tensors.values())).dtype
-    verifier, _ = resolve(VERIFIERS, "hf", "verifier")(name, device=torch.device("cpu"), dtype=dtype)
+    verifier, _ = resolve(VERIFIERS, "hf", "verifier")(name, device=torch.device("cpu"), dtype=dtype, generation_config=None)
     check_fit(config, verifier, borrows=True)
     return replace(config, tied_tables=False), expanded(tensors, verifier)
 

@@ -55,7 +55,7 @@ def load_verifier(
     fuse: bool = True,
     as_stored: bool = True,
     group: Group | None = None,
-    generation_config: GenerationSource = "model",
+    generation_config: GenerationSource | None = "model",
 ) -> tuple[Verifier, PreTrainedTokenizerBase]:
     """Loads a target and its tokenizer.
 
@@ -71,7 +71,8 @@ def load_verifier(
         as_stored: quantized weights stay packed where `specdec.layers.packed_check.keeps_packed` says so; otherwise they become
             numbers of `dtype` when they are read.
         group: the ranks that compute the target together; each calls this, and reads its part. None for a process alone.
-        generation_config: "none" leaves aside what the checkpoint asks of requests, but for what ends them.
+        generation_config: "none" leaves aside what the checkpoint asks of requests, but for what ends them. None says nothing of
+            it, either: the target gets no requests.
 
     Raises:
         UnsupportedModelError: the architecture cannot run yet; said from its config, before weights are read.
@@ -93,8 +94,8 @@ def load_verifier(
         whole, config, share, spec = _understood(name, path, entries, group, fuse, options)
     backend = select_backend(attention, spec)
     tokenizer = tokenizer_in(path, name)
-    generation = read_generation(name, path, vocab_size=config.vocab_size, tokenizer=tokenizer, source=generation_config)
-    if group is None or group.rank == 0:
+    generation = read_generation(name, path, vocab_size=config.vocab_size, tokenizer=tokenizer, source=generation_config or "none")
+    if generation_config is not None and (group is None or group.rank == 0):
         generation.say()
     verifier: Verifier
     if direct:

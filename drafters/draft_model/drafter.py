@@ -80,6 +80,7 @@ def load_draft_model(path: str | Path | None, *, verifier: Verifier) -> DraftMod
             attention=named if same_kind else "auto",
             block_size=shared.block_size,
             cache_dtype=shared.cache_dtype,
+            generation_config=None,
         )
     model.name = str(path)
     target_tokenizer = resolve(TOKENIZERS, "hf", "tokenizer")(verifier.name)

@@ -175,7 +175,12 @@ def _fitted(config: CoupleConfig, load: LoadConfig, shape: DFlashConfig, tensors
         torch.cuda.empty_cache()
     # In a form of its own: attention is no longer paged.
     verifier, _ = resolve(VERIFIERS, "hf", "verifier")(
-        config.model, device=device, dtype=resolve_dtype(load.dtype, device), attention=load.attention, fuse=False
+        config.model,
+        device=device,
+        dtype=resolve_dtype(load.dtype, device),
+        attention=load.attention,
+        fuse=False,
+        generation_config=None,
     )
     target, model = Target(verifier, shape.target_layer_ids), DFlashModel(shape)
     model.load_state_dict(expanded(tensors, verifier) if shape.tied_tables else tensors)

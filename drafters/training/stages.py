@@ -176,7 +176,12 @@ def _load_target(config: TrainConfig, device: torch.device) -> tuple[Any, Any]:
     """The target in a form of its own: training may change its attention and drop layers."""
     load = resolve(VERIFIERS, "hf", "verifier")
     verifier, tokenizer = load(
-        config.model, device=device, dtype=resolve_dtype(config.dtype, device), attention=config.attention, fuse=False
+        config.model,
+        device=device,
+        dtype=resolve_dtype(config.dtype, device),
+        attention=config.attention,
+        fuse=False,
+        generation_config=None,
     )
     return verifier, tokenizer
 

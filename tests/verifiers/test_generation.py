@@ -40,7 +40,7 @@ def folder(model: PreTrainedModel, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def load(folder: Path, file: Any, config: dict[str, Any] | None = None, source: GenerationSource = "model") -> Verifier:
+def load(folder: Path, file: Any, config: dict[str, Any] | None = None, source: GenerationSource | None = "model") -> Verifier:
     """The target with such a generation_config.json, None for none, and such changes of its config.json."""
     path = folder / "generation_config.json"
     path.unlink(missing_ok=True)
@@ -287,6 +287,12 @@ def test_an_end_that_only_the_tokenizer_names(folder: Path, model: PreTrainedMod
     assert "ends texts with 2 ('</s>'), which generation_config.json does not name: specdec serve stops there, too" in line
     assert load(folder, {"eos_token_id": [END, 2]}).defaults.served_ends == ()
     assert load(folder, {"eos_token_id": END}, source="none").defaults.served_ends == (2,)
+
+
+def test_of_a_model_that_gets_no_requests_nothing_is_said(folder: Path, caplog: Log) -> None:
+    """Such as a draft model, whose file may hold anything."""
+    verifier = load(folder, {"eos_token_id": [END, -1], "repetition_penalty": "1.3", "num_beams": 4}, source=None)
+    assert (verifier.defaults, lines(caplog)) == (SamplingDefaults(served_ends=(2,)), [])
 
 
 def test_how_the_file_samples_is_for_the_server(folder: Path) -> None:
