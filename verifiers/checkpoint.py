@@ -244,10 +244,9 @@ class _Reader:
         parts = {part: self._files.read(source).to(self._device) for part, source in sources.items()}
         assert self._format is not None
         source = next(iter(sources.values())).rpartition(".")[0]
-        self._format.check(module, parts)
         if self._format.lists_as_plain(source):
             self._listed.append(source)
-        stored = self._format.read(source, parts, self._dtype)
+        stored = self._format.weight(source, parts, self._dtype)
         if isinstance(stored, Tensor):
             stored = stored.to(self._dtype)
             if self._as_stored:

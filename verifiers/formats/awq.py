@@ -5,7 +5,7 @@ from torch import Tensor
 
 from specdec.errors import CheckpointError
 from verifiers.formats.bits import bytes_of, halves, paired
-from verifiers.formats.format import Format, Parts, Stored
+from verifiers.formats.format import Format, Parts, Stored, as_number
 from verifiers.formats.integers import integers, memory_bits
 from verifiers.formats.lists import Listed
 from verifiers.formats.settings import Settings, group_size, integer, names, word
@@ -39,7 +39,7 @@ class Awq(Format):
     def read(self, module: str, parts: Parts, dtype: torch.dtype) -> Stored:
         codes, zeros = (in_order(parts[name]).t() for name in ("qweight", "qzeros"))
         group = self.group or codes.shape[1]
-        return integers(module, paired(codes.contiguous()), parts["scales"].t().float(), zeros, None, 4, group, dtype)
+        return integers(module, paired(codes.contiguous()), as_number(parts["scales"]).t().float(), zeros, None, 4, group, dtype)
 
 
 def in_order(words: Tensor) -> Tensor:

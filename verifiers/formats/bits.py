@@ -5,7 +5,13 @@ from torch import Tensor
 
 
 def bytes_of(words: Tensor) -> Tensor:
-    """The bytes of 32-bit words, uint8 [..., 4] from int32 [...], the lowest first."""
+    """The bytes of 32-bit words, uint8 [..., 4] from int32 [...], the lowest first.
+
+    Raises:
+        TypeError: they are something else.
+    """
+    if words.dtype not in (torch.int32, torch.uint32):
+        raise TypeError(f"words are {words.dtype}")
     return words.contiguous().view(torch.uint8).view(*words.shape, 4)
 
 

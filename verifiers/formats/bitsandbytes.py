@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specdec.errors import CheckpointError
-from verifiers.formats.format import Format, Parts, Stored
+from verifiers.formats.format import Format, Parts, Stored, as_number
 from verifiers.formats.integers import byte_integers, memory_bits
 from verifiers.formats.lists import Listed
 from verifiers.formats.settings import Settings, names
@@ -41,17 +41,19 @@ class BitsAndBytes(Format):
         if "SCB" in parts:
             if parts["weight"].dtype != torch.int8:
                 raise CheckpointError(f"{module!r} has rows of {parts['weight'].dtype}, not int8; fetch the checkpoint again")
-            return byte_integers(module, {**parts, "weight_scale": parts["SCB"].float() / LARGEST}, None, dtype)
+            return byte_integers(module, {**parts, "weight_scale": as_number(parts["SCB"]).float() / LARGEST}, None, dtype)
         state = _State.of(module, parts)
         scales = parts["weight.absmax"]
         if "weight.nested_absmax" in parts:
-            nested = parts["weight.nested_quant_map"].float()[scales.flatten().long()]
-            scales = _scaled(module, nested, parts["weight.nested_absmax"].float(), state.nested_block) + state.nested_offset
+            nested = as_number(parts["weight.nested_quant_map"]).float()[scales.flatten().long()]
+            scales = (
+                _scaled(module, nested, as_number(parts["weight.nested_absmax"]).float(), state.nested_block) + state.nested_offset
+            )
         pairs = parts["weight"].view(torch.uint8).flatten()
-        codes = torch.stack([pairs >> 4, pairs & 15], dim=-1).flatten()
-        values = parts["weight.quant_map"].float()[codes[: state.shape.numel()].long()]
-        if values.numel() != state.shape.numel():
-            raise CheckpointError(f"{module!r} holds {values.numel()} codes for {list(state.shape)}; fetch the checkpoint again")
+        codes, count = torch.stack([pairs >> 4, pairs & 15], dim=-1).flatten(), state.shape.numel()
+        if codes.numel() != count + count % 2:
+            raise CheckpointError(f"{module!r} holds {codes.numel()} codes for {list(state.shape)}; fetch the checkpoint again")
+        values = as_number(parts["weight.quant_map"]).float()[codes[:count].long()]
         return _scaled(module, values, scales.float().flatten(), state.block).view(state.shape)
 
 
@@ -67,15 +69,18 @@ class _State(NamedTuple):
     def of(module: str, parts: Parts) -> "_State":
         """Those among the parts of a module."""
         stored = next((parts[name] for name in TABLES if name in parts), None)
-        missing = [name for name in ("weight.quant_map",) if name not in parts]
-        if stored is None or missing or ("weight.nested_absmax" in parts) != ("weight.nested_quant_map" in parts):
+        scales, table = parts["weight.absmax"], parts.get("weight.quant_map")
+        nested = [parts[name] for name in ("weight.nested_absmax", "weight.nested_quant_map") if name in parts]
+        coded = scales.dtype == torch.uint8
+        fits = len(nested) == 2 and nested[1].numel() == 256 if coded else not nested and scales.is_floating_point()
+        if stored is None or table is None or table.numel() != 16 or not fits:
             raise CheckpointError(f"{module!r} has {', '.join(sorted(parts))} but no whole state; fetch the whole checkpoint again")
         try:
             entries: dict[str, Any] = json.loads(bytes(stored.flatten().tolist()))
             shape = torch.Size(entries["shape"])
-            block, nested = int(entries["blocksize"]), int(entries.get("nested_blocksize", 256))
-            assert len(shape) == 2 and min(*shape, block, nested) > 0
-            return _State(shape, block, nested, float(entries.get("nested_offset", 0)))
+            block, nested_block = int(entries["blocksize"]), int(entries.get("nested_blocksize", 256))
+            assert len(shape) == 2 and min(*shape, block, nested_block) > 0
+            return _State(shape, block, nested_block, float(entries.get("nested_offset", 0)))
         except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
             raise CheckpointError(f"the state of {module!r} is none of bitsandbytes; fetch the checkpoint again") from error
 

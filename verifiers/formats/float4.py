@@ -74,5 +74,5 @@ def nvfp4(module: str, codes: Tensor, scale: Tensor, factor: Tensor, dtype: torc
     experts = scale.shape[:-2]
     if factor.numel() not in (1, experts.numel()):
         raise CheckpointError(f"{module!r} has {factor.numel()} second scales, not one; fetch the checkpoint again")
-    factor = factor.float().reshape(*experts, 1, 1) if factor.numel() > 1 else factor.float().reshape(())
-    return float4(module, codes, scale.float() * factor, NV_GROUP, dtype)
+    factor = as_number(factor).float().reshape([*experts, 1, 1] if factor.numel() > 1 else [])
+    return float4(module, codes, as_number(scale).float() * factor, NV_GROUP, dtype)

@@ -56,7 +56,7 @@ def floats(module: str, parts: Parts, block: tuple[int, int] | None, dtype: torc
     if "weight_scale_2" in parts:
         return nvfp4(module, weight, scale, parts["weight_scale_2"], dtype)
     if "weight_global_scale" in parts:
-        return nvfp4(module, weight, scale, 1 / parts["weight_global_scale"].float(), dtype)
+        return nvfp4(module, weight, scale, 1 / as_number(parts["weight_global_scale"]).float(), dtype)
     return float4(module, weight, scale, MX_GROUP, dtype)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from specdec.errors import CheckpointError
+from specdec.errors import CheckpointError, SpecDecError, one_line
 from specdec.kernels.packed import PackedWeight
 from verifiers.formats.lists import Listed
 
@@ -65,6 +65,18 @@ class Format(ABC):
         Raises:
             CheckpointError: shapes, types or settings that do not go together.
         """
+
+    def weight(self, module: str, parts: Parts, dtype: torch.dtype) -> Stored:
+        """As `read`; whatever the tensors are, an error is one line."""
+        self.check(module, parts)
+        try:
+            return self.read(module, parts, dtype)
+        except (SpecDecError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise CheckpointError(
+                f"tensors of {module!r} do not go together ({one_line(error)}); fetch the whole checkpoint again"
+            ) from error
 
     def lists_as_plain(self, module: str) -> bool:
         """Whether the checkpoint's config says that this module is not quantized."""
@@ -134,9 +146,14 @@ def per_output(scale: Tensor, module: str, shape: Sequence[int], block: tuple[in
 def as_number(scale: Tensor) -> Tensor:
     """Scales as float32 or bfloat16, exactly; bytes are powers of two, as in OCP's microscaling formats.
 
+    Raises:
+        TypeError: they are neither floats nor bytes.
+
     >>> as_number(torch.tensor([0, 126, 129], dtype=torch.uint8)).tolist()
     [5.877471754111438e-39, 0.5, 4.0]
     """
+    if scale.dtype != torch.uint8 and not scale.is_floating_point():
+        raise TypeError(f"scales are {scale.dtype}")
     if scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
         return scale.view(torch.float8_e8m0fnu).to(torch.bfloat16)
     return scale if scale.dtype == torch.bfloat16 else scale.float()

@@ -4,7 +4,7 @@ import torch
 
 from specdec.errors import CheckpointError
 from verifiers.formats.bits import bytes_of, unpacked
-from verifiers.formats.format import Format, Parts, Stored
+from verifiers.formats.format import Format, Parts, Stored, as_number
 from verifiers.formats.integers import ALIGNED, check_width, integers, memory_bits, stream
 from verifiers.formats.settings import Settings, group_size, integer, word
 
@@ -42,7 +42,7 @@ class Gptq(Format):
         super().__init__(bits_of_one, group=group, stays_packed=not scattered, widens=bits not in ALIGNED)
 
     def read(self, module: str, parts: Parts, dtype: torch.dtype) -> Stored:
-        words, zero_words, scale = parts["qweight"], parts["qzeros"], parts["scales"].t().float()
+        words, zero_words, scale = parts["qweight"], parts["qzeros"], as_number(parts["scales"]).t().float()
         out_features, groups = scale.shape
         bits, rest = self._bits, 0
         if zero_words.shape[-1] != -(-out_features * bits // 32):

@@ -111,6 +111,8 @@ def integers(
     if sorted_by_size:
         assert groups is not None
         each = groups.long()
+        if int(each.max()) >= scale.shape[1]:
+            raise IndexError(f"an input is of group {int(each.max())} of {scale.shape[1]}")
         values = unpacked(codes, 4 if halved else 8, in_features).float()
         zero_of_each = middle if zero is None else zero.float()[:, each] + offset
         return (values - zero_of_each) * scale.float()[:, each]

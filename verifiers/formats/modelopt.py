@@ -7,7 +7,7 @@ from specdec.kernels.packed import PackedWeight
 from verifiers.formats.bits import halves, paired
 from verifiers.formats.float4 import MX_BITS, MX_GROUP, NV_BITS, NV_GROUP
 from verifiers.formats.float8 import BLOCK, floats
-from verifiers.formats.format import Format, Parts, Stored
+from verifiers.formats.format import Format, Parts, Stored, as_number
 from verifiers.formats.integers import byte_integers, integers, memory_bits
 from verifiers.formats.lists import Listed
 from verifiers.formats.settings import Settings, group_size, names, section, word
@@ -59,13 +59,13 @@ class ModelOpt(Format):
         elif weight.dtype == torch.uint8 and scale.ndim == 2 and scale.shape[0] == 2 * weight.shape[0]:
             codes = paired(halves(weight.t()).t() ^ 8)  # a byte has two outputs, as signed halves
             group = 2 * codes.shape[1] // max(scale.shape[1], 1)
-            stored = integers(module, codes, scale.float(), None, None, 4, group, dtype)
+            stored = integers(module, codes, as_number(scale), None, None, 4, group, dtype)
         else:
             stored = floats(module, parts, self._block, dtype)
         if "pre_quant_scale" not in parts:
             return stored
         numbers = stored.dequantized(torch.float32) if isinstance(stored, PackedWeight) else stored
-        factors = parts["pre_quant_scale"].float().reshape(-1)
+        factors = as_number(parts["pre_quant_scale"]).float().reshape(-1)
         if len(factors) != numbers.shape[-1]:
             raise CheckpointError(
                 f"{module!r} has {len(factors)} factors for {numbers.shape[-1]} inputs; fetch the checkpoint again"

@@ -41,7 +41,6 @@ def plain_numbers(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any]
             check_floats({module: parts["weight"]})
             found[f"{module}.weight"] = parts["weight"]
             continue
-        form.check(module, parts)
-        weight = form.read(module, parts, dtype)
+        weight = form.weight(module, parts, dtype)
         found[f"{module}.weight"] = weight.dequantized(dtype) if isinstance(weight, PackedWeight) else weight.to(dtype)
     return found

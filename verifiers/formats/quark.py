@@ -11,7 +11,7 @@ from verifiers.formats.awq import in_order
 from verifiers.formats.bits import bytes_of, halves, paired
 from verifiers.formats.float4 import MX_BITS, MX_GROUP, NV_BITS, NV_GROUP
 from verifiers.formats.float8 import BLOCK, floats
-from verifiers.formats.format import Format, Parts, Stored
+from verifiers.formats.format import Format, Parts, Stored, as_number
 from verifiers.formats.integers import byte_integers, integers, memory_bits
 from verifiers.formats.lists import Listed, aliases
 from verifiers.formats.settings import Settings, block_size, group_size, names, section, word, wrong
@@ -78,7 +78,7 @@ class Quark(Format):
             codes = (in_order(words) if self._reordered else halves(bytes_of(words)).flatten(-2)) ^ sign
             return codes.t() if grouped else codes
 
-        codes, scale, zeros = unpacked(parts["weight"]), parts["weight_scale"].float(), parts.get("weight_zero_point")
+        codes, scale, zeros = unpacked(parts["weight"]), as_number(parts["weight_scale"]).float(), parts.get("weight_zero_point")
         scale = scale.t() if grouped and scale.ndim == 2 else scale
         if zeros is not None:
             out_features = codes.shape[0]

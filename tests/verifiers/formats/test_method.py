@@ -208,3 +208,48 @@ def test_every_setting_may_be_anything(method: str) -> None:
                 refused += 1
                 assert "\n" not in str(error) and ";" in str(error), (path, value)
     assert refused >= len(VALUES) - 2
+
+
+ODD: dict[str, Any] = {
+    **{
+        str(kind): lambda tensor, kind=kind: tensor.float().to(kind)
+        for kind in (torch.float32, torch.int64, torch.bool, torch.int8)
+    },
+    "complex": lambda tensor: tensor.float().to(torch.complex64),
+    "a number": lambda tensor: tensor.flatten()[0],
+    "empty": lambda tensor: tensor.flatten()[:0],
+    "flat": lambda tensor: tensor.flatten(),
+    "shorter": lambda tensor: tensor.flatten()[:-1],
+    "deeper": lambda tensor: tensor[None, None],
+    "twice": lambda tensor: torch.cat([tensor.flatten()] * 2),
+}
+MORE: dict[str, tuple[dict[str, Any], dict[str, Tensor]]] = {
+    "scattered groups": (
+        {"quant_method": "compressed-tensors", "config_groups": {"group_0": _GROUP}},
+        quantized.packed_integers(W, 4, 16, zeros=True, scattered=True).parts,
+    ),
+    "nested scales": ({"quant_method": "bitsandbytes"}, quantized.bitsandbytes4(W, nested=True).parts),
+    "eight bits": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, quantized.bitsandbytes8(W).parts),
+    "factors": ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, quantized.modelopt_int4(W, 32, factors=True).parts),
+    "nvfp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, quantized.nvfp4(W, divides=False).parts),
+    "words": (
+        {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "uint4", "qscheme": "per_group", "group_size": 32}}},
+        quantized.quark_int4(W, 32, signed=False).parts,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*WHOLE, *MORE])
+def test_every_tensor_may_be_anything(name: str) -> None:
+    """What goes together is read, and all else is refused by one line; scales are never of integers."""
+    quantization, parts = MORE.get(name) or ({"quant_method": name} | WHOLE[name][0], WHOLE[name][1])
+    form = format_of(quantization)
+    for part in parts:
+        for kind, change in ODD.items():
+            try:
+                form.weight("x", parts | {part: change(parts[part])}, torch.bfloat16)
+            except CheckpointError as error:
+                assert "\n" not in str(error) and ";" in str(error), (part, kind)
+            else:
+                wrong = kind in ("torch.int64", "torch.bool", "complex")
+                assert not wrong or not part.endswith(("scale", "scales", "scale_inv", "absmax", "SCB", "scale_2")), (part, kind)
