@@ -1,8 +1,9 @@
-"""Counts for how many public drafters the target would run on one GPU, and says what is in the way of the others.
+"""Counts for how many public drafters the target would run on one GPU, or several, and says what is in the way of the others.
 
     python -m tests.checks.public_targets                     drafters of the DFlash family, one GPU of 192 GB
     python -m tests.checks.public_targets --all               EAGLE-3 and multi-token prediction beside them
     python -m tests.checks.public_targets --gpu-memory 141    another GPU
+    python -m tests.checks.public_targets --gpus 8            up to 8 of them, if they can divide the target
 
 A row is one drafter for one target; whether we have its head is not asked. `tests/verifiers/public_targets.json` holds of every
 target the entries of its config that decide, and the size of its weights: sizes are right to a sixth, and where a config was not
@@ -64,10 +65,11 @@ def target_needs(target: str, gpu_bytes: int, gpus: int = 1) -> Needs:
     )
 
 
-def rows(gpu_bytes: int, *, everything: bool = False) -> list[Row]:
+def rows(gpu_bytes: int, *, gpus: int = 1, everything: bool = False) -> list[Row]:
     """All rows of the DFlash family, or of every family."""
     entries = data()["drafters"] + (data()["others"] if everything else [])
-    return [Row(entry["checkpoint"], entry["head"], entry["target"], target_needs(entry["target"], gpu_bytes)) for entry in entries]
+    needs = {entry["target"]: target_needs(entry["target"], gpu_bytes, gpus) for entry in entries}
+    return [Row(entry["checkpoint"], entry["head"], entry["target"], needs[entry["target"]]) for entry in entries]
 
 
 def missing_types(found: Iterable[Row]) -> Counter[str]:
@@ -80,13 +82,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints the count and every refusal; 0."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--gpu-memory", type=float, default=192, metavar="GB", help="memory of one GPU (default 192)")
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs of the machine (default 1)")
     parser.add_argument("--all", action="store_true", help="heads of every family")
     args = parser.parse_args(argv)
-    found = rows(int(args.gpu_memory * 1e9), everything=args.all)
+    found = rows(int(args.gpu_memory * 1e9), gpus=args.gpus, everything=args.all)
     accepted = [row for row in found if row.needs.would_run]
     refused = {row.target: row.needs for row in found if not row.needs.would_run}
     counts = Counter(row.target for row in found)
-    print(f"{len(accepted)} of {len(found)} drafters have a target that would run on one GPU of {args.gpu_memory:g} GB\n")
+    gpus = "one GPU" if args.gpus == 1 else f"up to {args.gpus} GPUs"
+    print(f"{len(accepted)} of {len(found)} drafters have a target that would run on {gpus} of {args.gpu_memory:g} GB\n")
     for target, needs in {row.target: row.needs for row in accepted}.items():
         print(f"  {counts[target]:>2}  {target:<34} {needs.runs_on}; {needs.weights / 1e9:.0f} GB")
     print(f"\n{len(found) - len(accepted)} have none\n")
