@@ -13,12 +13,12 @@ from zlib import crc32
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from specdec.attention.selector import select_backend
 from specdec.core import Verifier
-from specdec.errors import CheckpointError, InvalidInputError, UnsupportedModelError, one_line
+from specdec.errors import CheckpointError, InvalidInputError, SpecDecError, UnsupportedModelError, one_line
 from specdec.kernels.packed import PackedWeight
 from specdec.parallel.group import Group
 from verifiers.decoder import DecoderVerifier
@@ -27,12 +27,13 @@ from verifiers.formats.format import Stored
 from verifiers.hf import description_of, verifier_for
 from verifiers.hf_attention import ATTENTION_NAME
 from verifiers.quantize import WAYS
-from verifiers.reading import NO_FOREIGN_CODE
+from verifiers.reading import check_counts
 from verifiers.shape import backend_spec, eos_token_ids
 from verifiers.shares import Share, shared
 from verifiers.support import check_supported
 from verifiers.weights import Weights
-from verifiers.wrappers import text_class, text_config
+from verifiers.wrappers import config_entries, text_class, text_config
+from verifiers.wrappers import read_config as config_in
 
 _LEFT_PLAIN = re.compile(r"\.(in_proj_a|in_proj_b|shared_expert_gate|weights_proj)$")
 """Linear layers of few outputs, which published checkpoints do not quantize."""
@@ -50,7 +51,11 @@ def read_config(path: Path) -> PreTrainedConfig:
         UnsupportedModelError: the model cannot be a target.
     """
     try:
-        config = text_config(AutoConfig.from_pretrained(path, **NO_FOREIGN_CODE))
+        check_counts(str(path), config_entries(str(path)))
+        config = text_config(config_in(str(path)))
+        check_supported(str(path), config)
+    except SpecDecError:
+        raise
     except Exception as error:  # a damaged file ends in any kind of error
         raise CheckpointError(
             f"cannot read a model's config from {str(path)!r}: {one_line(error, 300)}; give a config.json"
@@ -59,7 +64,6 @@ def read_config(path: Path) -> PreTrainedConfig:
         raise InvalidInputError(
             f"the config {str(path)!r} describes quantized weights and random ones are plain numbers; remove quantization_config"
         )
-    check_supported(str(path), config)
     return config
 
 
