@@ -52,5 +52,7 @@ FORMATS |= {
     **{f"uuid{number}": rf"{_HEX}{{8}}-{_HEX}{{4}}-{number}{_HEX}{{3}}-[89abAB]{_HEX}{{3}}-{_HEX}{{12}}" for number in range(1, 9)},
 }
 
+FORMATS = {name: f"^(?:{pattern})$" for name, pattern in FORMATS.items()}
+
 LONGEST = {"date": 10, "ipv4": 15, "ipv6": 39, "uuid": 36}
 """Characters, of those that have a bound."""

@@ -18,43 +18,9 @@ from typing import Any
 from specdec.errors import InvalidInputError
 from specdec.grammar.formats import FORMATS, LONGEST
 from specdec.grammar.pattern import NOT_HELD
-from specdec.grammar.schema_form import BOUNDS, LENGTHS, malformed, meets, narrowed
+from specdec.grammar.schema_form import CHOICES, LENGTHS, NOT_KNOWN, OF_TYPE, WORDS, malformed, meets, narrowed
 from specdec.grammar.schema_refs import Root, is_of, types_of
 from specdec.grammar.text_rules import Text
-
-NOT_KNOWN = (
-    "not",
-    "if",
-    "dependentRequired",
-    "dependentSchemas",
-    "dependencies",
-    "contains",
-    "$dynamicRef",
-    "$recursiveRef",
-)
-"""Keywords that are never held to."""
-
-OF_TYPE = {
-    "string": (*LENGTHS, "pattern", "format"),
-    "number": (*BOUNDS, "multipleOf"),
-    "array": ("items", "prefixItems", "minItems", "maxItems", "unevaluatedItems", "uniqueItems"),
-    "object": (
-        "properties",
-        "required",
-        "additionalProperties",
-        "patternProperties",
-        "propertyNames",
-        "minProperties",
-        "maxProperties",
-        "unevaluatedProperties",
-    ),
-}
-"""Keywords by the type of what they speak of; an integer is a number."""
-
-CHOICES = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
-"""The first of these that a schema has is held to alone."""
-
-WORDS = {"type", *CHOICES, *(keyword for words in OF_TYPE.values() for keyword in words)}
 
 DEEPEST = 100
 """Schemas within schemas."""
@@ -200,8 +166,9 @@ class _Reader:
             for name in ("string", "number"):
                 words = [one for one in OF_TYPE[name] if one in schema and (one != "format" or schema[one] in FORMATS)]
                 self._refuse(*(f"{keyword} without a type at {path}" for keyword in words))
-        families = {"number" if name == "integer" else name for name in types} or {"array", "object"}
-        made: dict[str, Any] = {"type": schema["type"]} if types else {}
+            types = [name for name in ("array", "object") if any(keyword in schema for keyword in OF_TYPE[name])]
+        families = {"number" if name == "integer" else name for name in types}
+        made: dict[str, Any] = {"type": types if len(types) > 1 else types[0]} if types else {}
         for family in OF_TYPE:
             own = {keyword: schema[keyword] for keyword in OF_TYPE[family] if keyword in schema}
             if family in families and own:
@@ -253,6 +220,8 @@ class _Reader:
             self._refuse(f"uniqueItems at {path}")
         if isinstance(own.get("items"), list):
             return self._refuse(f"items as a list, today's prefixItems, at {path}")
+        if not {"items", "prefixItems", "unevaluatedItems"} & own.keys():
+            own["items"] = {}  # else none could come
         if "prefixItems" in own:
             rows = enumerate(own["prefixItems"])
             own["prefixItems"] = [self._part(part, f"{path}/prefixItems/{number}", depth + 1) for number, part in rows]
@@ -266,10 +235,17 @@ class _Reader:
         further = own.get("additionalProperties", own.get("unevaluatedProperties", False if named or patterns else None))
         if own.get("minProperties", 0) > 1 and (further is not False or patterns):
             self._refuse(f"minProperties above 1 where names are free, and so may come twice, at {path}")
+        if not {"properties", "patternProperties", "propertyNames"} & own.keys() and further is None:
+            own["additionalProperties"] = {}
+        escaped = [name for name in named if further is not False and json.dumps(name, ensure_ascii=False) != f'"{name}"']
+        if escaped:
+            self._refuse(f"property {escaped[0]!r}, which JSON escapes, beside names that are free at {path}")
         if patterns and (named or len(patterns) > 1 or further is not False):
             self._refuse(f"patternProperties beside other properties at {path}")
         if "propertyNames" in own:
             own["propertyNames"] = self._names_of(own["propertyNames"], bool(named or patterns), path, depth)
+            if further is False:  # no names at all, which xgrammar 0.2.8 takes for any
+                del own["propertyNames"]
         for keyword in ("properties", "patternProperties"):
             if keyword in own:
                 parts = own[keyword].items()

@@ -22,6 +22,40 @@ TYPES: dict[str, type | tuple[type, ...]] = {
 LENGTHS = ("minLength", "maxLength")
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
+NOT_KNOWN = (
+    "not",
+    "if",
+    "dependentRequired",
+    "dependentSchemas",
+    "dependencies",
+    "contains",
+    "$dynamicRef",
+    "$recursiveRef",
+)
+"""Keywords that are never held to."""
+
+OF_TYPE = {
+    "string": (*LENGTHS, "pattern", "format"),
+    "number": (*BOUNDS, "multipleOf"),
+    "array": ("items", "prefixItems", "minItems", "maxItems", "unevaluatedItems", "uniqueItems"),
+    "object": (
+        "properties",
+        "required",
+        "additionalProperties",
+        "patternProperties",
+        "propertyNames",
+        "minProperties",
+        "maxProperties",
+        "unevaluatedProperties",
+    ),
+}
+"""Keywords by the type of what they speak of; an integer is a number."""
+
+CHOICES = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
+"""The first of these that a schema has is held to alone."""
+
+WORDS = {"type", *CHOICES, *(keyword for words in OF_TYPE.values() for keyword in words)}
+
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**63 and isfinite(value)

@@ -61,6 +61,7 @@ HELD: list[tuple[Any, list[Any], list[Any]]] = [
         [f"{0:08}-0000-4000-8000-{0:012}"],
         [f"{0:08}-0000-1000-8000-{0:012}"],
     ),
+    ({"type": "string", "format": "ipv6", "pattern": "5$", "maxLength": 5}, ["::5", "1::25"], ["|::5", "::51", "1::255"]),
     ({"type": "string", "pattern": "^a+$", "minLength": 2, "maxLength": 3}, ["aa", "aaa"], ["a", "aaaa"]),
     ({"type": "integer", "format": "int64", "pattern": "^x$", "minLength": 9}, [3], ["x"]),
     ({"type": ["string", "null"], "maxLength": 1}, [None, "a"], ["ab"]),
@@ -72,6 +73,12 @@ HELD: list[tuple[Any, list[Any], list[Any]]] = [
     ({"anyOf": [{"type": "integer"}, {"const": 0.5}], "type": "number"}, [1, 0.5], ["a"]),
     ({"$ref": "#/components/a~1b", "components": {"a/b": {"type": "null"}}}, [None], [1]),
     ({"type": "object", "propertyNames": {"$ref": "#/$defs/c"}, "$defs": {"c": {"enum": ["x", "y"]}}}, [{"x": 1}], [{"z": 1}]),
+    ({"type": "object", "propertyNames": {"maxLength": 2}, "additionalProperties": False}, [{}], [{"a": 1}]),
+    ({"type": "object", "propertyNames": {"maxLength": 2}, "unevaluatedProperties": False}, [{}], [{"a": 1}]),
+    ({"minItems": 1}, [[1]], [[]]),
+    ({"type": "object", "minProperties": 1}, [{"a": 1}], [{}]),
+    ({"type": "array", "items": {"maxItems": 1}}, [[[]], [[1]]], [[[1, 2]]]),
+    ({"maxProperties": 1, "maxItems": 1}, [{}, {"a": 1}, [1]], [[1, 2], {"a": 1, "b": 2}]),
     ({"oneOf": [{"$ref": "#/$defs/a"}, {"type": "null"}], "$defs": {"a": {"type": "object"}}}, [None, {}], [1]),
     ({"oneOf": [{"const": number} for number in range(3000)]}, [0, 2999], [3000]),
     (
@@ -129,7 +136,7 @@ SAMPLED: list[Any] = [
     {"type": "number", "maximum": -1e-9},
     {
         "type": "object",
-        "properties": {"a": {"type": "integer"}, 'q"\n': {}},
+        "properties": {"a": {"type": "integer"}, "qu": {}},
         "additionalProperties": {"type": "string", "maxLength": 2},
     },
     {
@@ -271,6 +278,10 @@ def test_malformed_schemas_are_refused_in_one_line(schema: Any) -> None:
         ({"type": "array", "contains": {"type": "integer"}}, "contains at #"),
         ({"type": "array", "items": [{"type": "integer"}]}, "prefixItems"),
         ({"format": "date"}, "format without a type"),
+        (
+            {"type": "object", "properties": {'a"': {}}, "additionalProperties": True},
+            "which JSON escapes, beside names that are free",
+        ),
         ({"type": "object", "minProperties": 2, "additionalProperties": True}, "twice"),
         ({"type": "object", "properties": {"p": {"items": {"uniqueItems": True}}}}, "uniqueItems at #/properties/p/items"),
         ({"$ref": "https://example.com/schema"}, "another document"),
