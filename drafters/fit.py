@@ -129,6 +129,23 @@ def _draft_model(name: str, raw: Mapping[str, Any]) -> Fit:
     return Fit("draft-model", USUAL_DRAFTS, numbers=needs.weights // torch.bfloat16.itemsize, problems=tuple(problems))
 
 
+def _prediction(raw: Mapping[str, Any], target: TargetShape) -> Fit:
+    """How layers for multi-token prediction in a checkpoint of their own fit, by their sizes; assistants have a width of theirs."""
+    try:
+        of_speculators = section(raw, "transformer_layer_config")
+        keys = Keys([of_speculators or section(raw, "text_config")])
+        sizes = {name: count(keys, name) for name in LIMITS}
+    except CheckpointError as error:
+        return Fit("mtp", problems=(str(error),))
+    wanted = {"vocab_size": target.vocab_size} | ({"hidden_size": target.hidden_size} if of_speculators else {})
+    problems = [
+        f"it was made for a target whose {name} is {sizes[name]}, not {value}"
+        for name, value in wanted.items()
+        if sizes[name] not in (None, value)
+    ]
+    return Fit("mtp", USUAL_DRAFTS, (target.num_layers - 1,), problems=tuple(problems))
+
+
 def fit_of(raw: Mapping[str, Any], target: TargetShape) -> Fit:
     """How a drafter fits `target`, from the content of its config.json."""
     try:
@@ -137,6 +154,8 @@ def fit_of(raw: Mapping[str, Any], target: TargetShape) -> Fit:
         return Fit("unknown", problems=(str(error),))
     if algorithm not in DRAFTERS:
         return Fit(algorithm, problems=(unsupported(algorithm).partition(";")[0],))
+    if algorithm == "mtp":
+        return _prediction(raw, target)
     of_eagle3, shape = algorithm in ("eagle3", "peagle"), cast(Verifier, target)  # of which it looks at the shape alone
     if not of_eagle3 and algorithm not in ALGORITHMS:
         return Fit(algorithm)  # one that was registered: what its config has to say, its loader knows

@@ -217,10 +217,14 @@ def test_a_class_decides_what_layers_are_like(name: str, model_type: str) -> Non
     assert algorithm_of(raw) == ("peagle" if mask else "eagle3") and config.mask_token_id == mask.get("pard_token")
 
 
-def test_a_head_that_drafts_in_parallel_under_another_name() -> None:
-    """Exports for vLLM name the class of EAGLE-3, and the mask as it does."""
+def test_a_head_that_drafts_in_parallel_under_another_name(tmp_path: Path) -> None:
+    """Exports for vLLM name the class of EAGLE-3, and the mask as it does, whose features may be a row."""
     raw = {**SGLANG, "ptd_token_id": 5, "parallel_drafting": True}
     assert algorithm_of(raw) == "peagle" and parse_config(raw).mask_token_id == 5
+    tensors = head_tensors(raw)
+    flat = {**tensors, "mask_hidden": tensors["mask_hidden"].flatten(0, 1)}
+    _, found = read_checkpoint(write_head(tmp_path / "head", raw, flat))
+    assert torch.equal(found["mask_hidden"], tensors["mask_hidden"])
     with pytest.raises(CheckpointError, match="lacks mask_token_id, which a head that drafts in parallel has"):
         parse_config({**SGLANG, "architectures": ["PEagleDraftModel"]})
 

@@ -4,13 +4,13 @@ import json
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from drafters.convert import convert
-from drafters.fit import read_fit
+from drafters.fit import fit_of, read_fit
 from drafters.load import load_drafter
 from specdec.core import Verifier
 from specdec.errors import SpecDecError
@@ -64,3 +64,19 @@ def test_every_key_with_every_kind_of_value(kind: str, tmp_path: Path) -> None:
                 except SpecDecError as error:
                     assert "\n" not in str(error), (key, value)
     assert loaded > 50
+
+
+@pytest.mark.parametrize("kind", ["assistant", "speculators"])
+def test_doctor_tells_what_loading_refuses(kind: str, tmp_path: Path) -> None:
+    """Layers for a target of another width or vocabulary, from their config alone."""
+    verifier, folder, place = made(kind, tmp_path)
+    names = ("name", "hidden_size", "num_layers", "vocab_size")
+    sizes = {name: getattr(verifier, name) for name in names}
+    fit = read_fit(str(folder), cast(Any, SimpleNamespace(**sizes)))
+    assert fit.problems == () and fit.taps == (verifier.num_layers - 1,)
+    assert place is not None
+    for name in ("vocab_size", "hidden_size")[: 1 if kind == "assistant" else 2]:
+        raw = json.loads((folder / "config.json").read_text())
+        raw[place][name] = 64
+        (problem, *_) = fit_of(raw, cast(Any, SimpleNamespace(**sizes))).problems
+        assert problem == f"it was made for a target whose {name} is 64, not {sizes[name]}"
