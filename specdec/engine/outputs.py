@@ -17,7 +17,7 @@ class GenerationResult:
 
     Attributes:
         prompt_token_ids: the prompt as the model saw it.
-        text: the output, special tokens left out, cut before a stop string.
+        text: the output, special tokens left out unless they were asked for, cut before a stop string.
         token_ids: the output, its stop token included.
         finish_reason: "stop", "length", "cancelled" or "error".
         error: one line, when the reason is "error".

@@ -180,7 +180,7 @@ def test_vllm_is_asked_for_the_same_work(folder: Path, vllm: FakeVllm) -> None:
     with pytest.raises(InvalidInputError, match="names no drafter checkpoint"):
         load_peer("vllm:nothing", gpu_verifier(folder))
     peer = load_peer("vllm", gpu_verifier(folder))
-    controls = {"repetition_penalty": 1.3, "min_tokens": 2}
+    controls: dict[str, Any] = {"repetition_penalty": 1.3, "min_tokens": 2}
     samplings = [SamplingParams(max_tokens=5, stop_token_ids=(8, 9), **controls), SamplingParams(max_tokens=6, ignore_eos=True)]
     assert peer.generate([[1, 2], [3]], samplings, concurrency=8) == [[1, 2, 2], [3, 2]]
     started, *asked = vllm.calls
