@@ -1,13 +1,16 @@
 """How long requests may be: what positions were made for, what is asked for, and the tokens of `generate` at every length."""
 
 import copy
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from drafters.draft_model.drafter import DraftModel
+from drafters.mtp.load import load_mtp
 from specdec.config import CacheConfig, EngineConfig
 from specdec.core import ContextLimits
 from specdec.engine.engine import SpecEngine
@@ -16,7 +19,9 @@ from specdec.errors import CapacityError, InvalidInputError
 from specdec.sampling_params import SamplingParams
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_greedy, plain_model
+from tests.helpers.tiny_predictions import CASES, reference, write_target
 from tests.specdec.engine.test_graphs import Recorder
+from verifiers.load import load_verifier
 from verifiers.shape import context_limits
 
 STATED, MORE, K = 40, 10, 3
@@ -159,6 +164,17 @@ def test_a_draft_model_of_fewer_positions_is_no_hindrance() -> None:
     drafter = DraftModel(paged_verifier(target("llama", PLAIN)), verifier, max_draft_tokens=K)
     assert drafter.longest == STATED
     assert decoded(SpecEngine(verifier, drafter, CONFIG), PROMPTS) == expected
+
+
+def test_prediction_layers_of_a_stretched_target_are_no_hindrance(tmp_path: Path) -> None:
+    """They are rotated as the target is, from its file."""
+    ref = reference("deepseek_v3", max_position_embeddings=STATED, rope_parameters=dict(YARN))
+    write_target(tmp_path, ref, CASES["deepseek_v3"][0])
+    ref.target.generation_config.eos_token_id = None
+    expected = [plain_greedy(ref.target, prompt, MORE) for prompt in PROMPTS]
+    verifier, _ = load_verifier(tmp_path, device=torch.device("cpu"), dtype=torch.float32, block_size=4)
+    assert verifier.context == ContextLimits(128, 128)
+    assert decoded(SpecEngine(verifier, load_mtp(verifier=verifier), CONFIG), PROMPTS) == expected
 
 
 def test_longrope_in_the_midst_of_a_request_is_said(caplog: pytest.LogCaptureFixture) -> None:
