@@ -130,13 +130,14 @@ def _draft_model(name: str, raw: Mapping[str, Any]) -> Fit:
 
 
 def _prediction(raw: Mapping[str, Any], target: TargetShape) -> Fit:
-    """How layers for multi-token prediction in a checkpoint of their own fit, by their sizes; assistants have a width of theirs."""
+    """How layers for multi-token prediction in their own checkpoint fit, told by their sizes."""
     try:
         of_speculators = section(raw, "transformer_layer_config")
         keys = Keys([of_speculators or section(raw, "text_config")])
         sizes = {name: count(keys, name) for name in LIMITS}
     except CheckpointError as error:
         return Fit("mtp", problems=(str(error),))
+    # Assistants are narrower than their targets.
     wanted = {"vocab_size": target.vocab_size} | ({"hidden_size": target.hidden_size} if of_speculators else {})
     problems = [
         f"it was made for a target whose {name} is {sizes[name]}, not {value}"

@@ -1,4 +1,4 @@
-"""RoPE of an EAGLE-3 head's layers: what `config.json` says of it, and what their trainers' modules turn."""
+"""RoPE of an EAGLE-3 head's layers: what `config.json` says, and what trainers' modules turn."""
 
 import math
 import reprlib
@@ -10,11 +10,12 @@ import torch
 from drafters.keys import Keys, is_number, require, section
 from specdec.layers.rotary import STATIC_ROPE_TYPES, Rope
 
-_NUMBERS_OF_ROPE = (
-    "attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor", "low_freq_factor", "mscale", "mscale_all_dim",
-    "original_max_position_embeddings", "partial_rotary_factor", "rope_theta",
+_NUMBERS = (
+    "attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor", "low_freq_factor",
+    "mscale", "mscale_all_dim", "original_max_position_embeddings", "partial_rotary_factor",
+    "rope_theta",
 )  # fmt: skip
-_OTHERS_OF_ROPE = ("rope_dim", "truncate")
+_OTHERS = ("rope_dim", "truncate")
 
 
 def rope_parameters(keys: Keys, default_theta: float) -> dict[str, Any]:
@@ -36,10 +37,10 @@ def rope_parameters(keys: Keys, default_theta: float) -> dict[str, Any]:
     supported = ", ".join(STATIC_ROPE_TYPES)
     known = isinstance(kind, str) and kind in STATIC_ROPE_TYPES
     require(known, f"RoPE type {kind!r} is not supported in a drafter; supported: {supported}")
-    parameters = {name: stated[name] for name in (*_NUMBERS_OF_ROPE, *_OTHERS_OF_ROPE) if stated.get(name) is not None}
+    parameters = {name: stated[name] for name in (*_NUMBERS, *_OTHERS) if stated.get(name) is not None}
     theta = keys.find("rope_theta")
     parameters.setdefault("rope_theta", default_theta if theta is None else theta)
-    for name in _NUMBERS_OF_ROPE:
+    for name in _NUMBERS:
         value = parameters.get(name)
         right = value is None or (is_number(value) and (value > 0 or name.startswith("mscale")))
         require(right, f"RoPE's {name} is {reprlib.repr(value)}; it must be a positive number")

@@ -180,7 +180,7 @@ def test_a_copied_partial_factor(kind: str, copied: str, nested: bool) -> None:
 
 
 def test_a_trained_width_of_rope(tmp_path: Path) -> None:
-    """What engines call `rope_dim` was turned in training, whatever factor stands beside it; other layouts keep it."""
+    """What engines call `rope_dim` was turned, whatever factor stands by; other layouts keep it."""
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25, "rope_dim": 8}
     write_head(tmp_path / "a", {**SGLANG, "rope_parameters": rope})
     convert(tmp_path / "a", tmp_path / "b", "speculators")
