@@ -133,6 +133,8 @@ def test_version_and_overview(capsys: Capture) -> None:
         (["generate", "x", "--temperature", "warm"], ["--temperature", "'warm' is not a number"]),
         (["generate", "x", "--top-p", "1.5"], ["top_p is 1.5", "(0, 1]"]),
         (["generate", "x", "--seed", "-3"], ["seed is -3", "[0, 2**63)"]),
+        (["generate", "x", "--grammar", 'json_schema:{"properties": ["a"]}'], ["properties is ['a'], which must be an object"]),
+        (["generate", "x", "--grammar", "regex:a("], ["has a ( without its )"]),
         (["generate", "x", "--stop", ""], ["stop holds an empty string"]),
         (["generate", "x", "--kv-memory", "12X"], ["--kv-memory", "'12X' is not a size", "512M"]),
         (["generate", "x", "--kv-memory", "0"], ["memory_bytes is 0", "positive"]),

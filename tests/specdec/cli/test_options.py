@@ -192,6 +192,9 @@ def test_grammar(tmp_path: Path) -> None:
     (tmp_path / "schema.json").write_text('{"type": "null"}')
     asked = {
         "json_object": Grammar.json_object(),
+        'json_object:{"type": "null"}': Grammar.json_schema({"type": "null"}),
+        'json:{"type": "null"}': Grammar.json_schema({"type": "null"}),
+        'grammar:root ::= "a"': Grammar.ebnf('root ::= "a"'),
         f"json_schema:@{tmp_path / 'schema.json'}": Grammar.json_schema({"type": "null"}),
         "regex:a:b|c": Grammar.regex("a:b|c"),
         "choice:a:b|c": Grammar.choice(["a:b", "c"]),
