@@ -16,7 +16,7 @@ from specdec.kernels.packed import PackedWeight
 from specdec.parallel.collectives import all_agree
 from specdec.parallel.group import Group
 from specdec.tensor_files import TensorFiles
-from verifiers.formats.format import Format, Stored, check_floats
+from verifiers.formats.format import Format, Stored, check_floats, check_known
 from verifiers.formats.gguf import gguf_file, read_gguf
 from verifiers.formats.method import QUANTIZATION, format_of, stated_quantization
 from verifiers.names import EXPERT, class_facts, name_of, place_of
@@ -155,6 +155,8 @@ class _Reader:
                 self._plain[target] = source
             else:
                 self._parts.setdefault(module, {})[part] = source
+        if form is not None:
+            check_known(self._plain, {module for module, parts in self._parts.items() if parts.keys() != {"weight"}})
         self._listed: list[str] = []
         self._widened: list[str] = []
 

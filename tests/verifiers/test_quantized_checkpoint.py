@@ -317,3 +317,21 @@ def test_what_no_packed_form_has_is_said_once(
         assert all(isinstance(weight, Tensor) and weight.dtype == torch.bfloat16 for weight in found.values())
         said = [record.message for record in caplog.records if record.name == "verifiers.checkpoint"]
         assert len(said) == count and all("68 quantized weights become plain numbers" in line for line in said)
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.svdquant_lora_a", "shared_input_rotation_64"])
+def test_what_a_quantized_layer_computes_besides_is_refused(name: str, tmp_path: Path) -> None:
+    """It would be left out without an error; biases and scales of activations are no such things."""
+    folder, config = fp8_files(tmp_path)
+    path = folder / "model-0.safetensors"
+
+    def add(added: str) -> None:
+        save_file({**load_file(path), added: torch.ones(3)}, path)
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(load_file(path), path.name)}))
+
+    for harmless in ("up_proj.bias", "up_proj.act_scale", "gate.extra"):
+        add(f"model.layers.1.mlp.{harmless}")
+    assert read(folder, config)
+    add(name)
+    with pytest.raises(CheckpointError, match=rf"'{name}' changes what a quantized layer computes and is not read"):
+        read(folder, config)

@@ -25,6 +25,8 @@ class AutoRound(Format):
     """
 
     def __init__(self, quantization: Settings) -> None:
+        if any(quantization.get(key) for key in ("rotation_config", "spinquant_config")):
+            raise CheckpointError("AutoRound's layers rotate their inputs, which is not read; take a checkpoint without rotations")
         packing = word(quantization, "packing_format", "backend", default="auto_round:auto_gptq")
         kind = word(quantization, "data_type", default="int")
         integral = kind == "int"

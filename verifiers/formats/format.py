@@ -1,7 +1,8 @@
 """What a format of quantized checkpoints does: it turns the tensors of one linear layer into its weight."""
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +16,11 @@ Stored = Tensor | PackedWeight
 
 Parts = Mapping[str, Tensor]
 """Tensors of one linear layer by what follows its name, such as "weight" and "weight_scale"."""
+
+HARMLESS = re.compile(r"bias|scale|zero_point|amax|shape|observer")
+"""In last parts of names beside a quantized weight: what is read elsewhere, or is of activations."""
+
+ROTATION = re.compile(r"rotation|hadamard|had_matrix")
 
 INTEGERS = ("tid2eid",)
 """How names of tensors end that are integers in a model: the experts of each token in DeepSeek-V4."""
@@ -93,6 +99,22 @@ class Format(ABC):
                 raise CheckpointError(
                     f"{module!r} has {', '.join(sorted(parts))} but no {' or '.join(names)}; fetch the whole checkpoint again"
                 )
+
+
+def check_known(others: Iterable[str], quantized: Container[str]) -> None:
+    """Whether nothing is known of a quantized layer that its weight leaves out, such as a rotation or a product to be added.
+
+    Args:
+        others: names of tensors that are no parts of a weight.
+        quantized: names of layers whose weights are.
+
+    Raises:
+        CheckpointError: such a tensor; biases and scales are none.
+    """
+    for name in others:
+        module, _, last = name.rpartition(".")
+        if (module in quantized and not HARMLESS.search(last)) or ROTATION.search(name):
+            raise CheckpointError(f"{name!r} changes what a quantized layer computes and is not read; take another checkpoint")
 
 
 def check_floats(weights: Mapping[str, Stored]) -> None:

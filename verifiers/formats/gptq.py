@@ -37,7 +37,7 @@ class Gptq(Format):
         self._bits = bits
         self._stored_less_one = layout == LAYOUTS[0]
         group = group_size(quantization, default=128)
-        scattered = quantization.get("desc_act") is True and quantization.get("static_groups") is not True
+        scattered = group is not None and quantization.get("desc_act") is True and quantization.get("static_groups") is not True
         bits_of_one = memory_bits(bits, group)
         super().__init__(bits_of_one, group=group, stays_packed=not scattered, widens=bits not in ALIGNED)
 

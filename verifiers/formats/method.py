@@ -61,9 +61,11 @@ def stated_quantization(config: Any) -> Settings | None:
 
 
 def method_of(quantization: Settings) -> str:
-    """The name of the method; not all files of ModelOpt and of MLX state it."""
+    """The name of the method; not all files of ModelOpt, bitsandbytes and MLX state it."""
     stated = quantization.get("quant_method")
     if stated is None:
+        if quantization.keys() & {"load_in_4bit", "load_in_8bit"}:
+            return "bitsandbytes"
         told = ("quant_algo" in quantization or "quantization" in quantization) and "modelopt"
         return told or ("mlx" if {"bits", "group_size"} <= quantization.keys() else "a method that it does not name")
     name = str(getattr(stated, "value", stated)).lower().replace("_", "-").removeprefix("intel/")

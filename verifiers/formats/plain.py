@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.packed import PackedWeight
-from verifiers.formats.format import check_floats
+from verifiers.formats.format import check_floats, check_known
 from verifiers.formats.method import format_of
 from verifiers.names import UNUSED, place_of
 
@@ -36,6 +36,7 @@ def plain_numbers(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any]
             found[name] = tensor
         else:
             modules.setdefault(module, {})[part] = tensor
+    check_known(found, {module for module, parts in modules.items() if set(parts) != {"weight"}})
     for module, parts in modules.items():
         if set(parts) == {"weight"}:
             check_floats({module: parts["weight"]})

@@ -43,7 +43,7 @@ class Quark(Format):
         quantization: the config's `quantization_config`.
 
     Raises:
-        CheckpointError: weights of another kind, or such as were exported in plain numbers.
+        CheckpointError: weights of another kind, such as were exported in plain numbers, or inputs that layers have to rotate.
     """
 
     required = (("weight",), ("weight_scale",))
@@ -52,6 +52,7 @@ class Quark(Format):
         export = section(quantization, "export")
         if word(export, "weight_format", default="real_quantized") != "real_quantized":
             raise CheckpointError("Quark's weights are not real_quantized, which alone is read; take such a checkpoint")
+        _check_rotation(quantization.get("algo_config"))
         self._reordered = word(export, "pack_method", default="reorder") == "reorder"
         everywhere = _scheme("global_quant_config", quantization.get("global_quant_config"))
         types = dict(_schemes(quantization, "layer_type_quant_config"))
@@ -91,6 +92,18 @@ class Quark(Format):
         """That of a module: of a name or a pattern before the one of its class, before the one of all."""
         own = aliases(module)
         return next((one for name, one in self._layers if any(fnmatchcase(alias, name) for alias in own)), self._common)
+
+
+def _check_rotation(algorithms: object) -> None:
+    """Rotations that were multiplied into weights on both sides are none; Hadamard's of `down_proj`, R4, leaves no tensor."""
+    for algorithm in algorithms if isinstance(algorithms, list) else [algorithms]:
+        if algorithm is None:
+            continue
+        if not isinstance(algorithm, Mapping):
+            wrong("algo_config", algorithm, "a list of objects")
+        rotates = algorithm.get("name") in ("rotation", "quarot") and algorithm.get("r4") is not False
+        if rotates or any(algorithm.get(key) for key in ("r4", "online_r1_rotation", "online_config")):
+            raise CheckpointError("Quark's layers rotate their inputs, which is not read; take a checkpoint without rotations")
 
 
 def _schemes(quantization: Settings, key: str) -> Iterator[tuple[str, Scheme | None]]:

@@ -60,6 +60,7 @@ def test_auto_round(kind: str, method: str) -> None:
     ("settings", "message"),
     [
         ({"bits": 4, "data_type": "mx_int"}, "AutoRound's mx_int is not read, but int, fp8, nv_fp and mx_fp are"),
+        ({"spinquant_config": {"r1": True}}, "AutoRound's layers rotate their inputs"),
         ({"bits": 4, "data_type": "nvfp4_v2"}, "AutoRound's nvfp4_v2 is not read"),
         ({"bits": 8, "packing_format": "auto_round:auto_awq"}, "AWQ with 8 bits"),
         ({"extra_config": {"x": 5}}, r"extra_config\['x'\] of quantization_config is 5, which must be an object"),
@@ -98,6 +99,10 @@ def test_other_methods_are_named_with_a_way_out(quantization: dict[str, Any], na
     with pytest.raises(CheckpointError, match=r"weights quantized with .* are not read, but .* and GGUF are; take such") as caught:
         format_of(quantization)
     assert method_of(quantization) in str(caught.value) and name.replace("\\", "") in str(caught.value)
+
+
+def test_bitsandbytes_may_not_name_itself() -> None:
+    assert method_of({"load_in_4bit": True}) == "bitsandbytes"
 
 
 def test_where_a_config_says_it() -> None:

@@ -99,9 +99,17 @@ def test_the_nearest_settings_are_taken() -> None:
         ({"weight": spec("fp4", "per_group", group_size=128)}, "Quark's fp4 weights with scales per_group, groups of 128"),
         ({"weight": [spec("fp8_e4m3", "per_tensor"), spec("int4", "per_channel")]}, "Quark's int4 of fp8_e4m3 weights"),
         ({"weight": MXFP4, "export": {"weight_format": "fake_quantized"}}, "not real_quantized"),
+        ({"weight": MXFP4, "algo_config": [{"name": "rotation", "r1": True}]}, "Quark's layers rotate their inputs"),
+        ({"weight": MXFP4, "algo_config": [{"name": "x", "online_r1_rotation": True}]}, "Quark's layers rotate their inputs"),
+        ({"weight": MXFP4, "algo_config": [5]}, "algo_config of quantization_config is 5, which must be a list of objects"),
         ({"weight": 5}, r"global_quant_config\.weight of quantization_config is 5, which must be an object or a list"),
     ],
 )
 def test_what_is_not_read_is_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         Quark(config(**changes))
+
+
+def test_rotations_that_weights_have_are_read() -> None:
+    offline = {"name": "rotation", "r1": True, "r2": True, "r4": False, "online_r1_rotation": False, "online_config": None}
+    assert Quark(config(MXFP4, algo_config=[offline, {"name": "smooth"}])) and Quark(config(MXFP4, algo_config=None))
