@@ -45,8 +45,8 @@ def test_rows_without_a_draft_hold_no_foreign_token(name: str, shape: dict[str, 
     bias = tuple((token, -100.0) for token in THEIRS)
     cache = CacheConfig(memory_bytes=2**22)
     engine = SpecEngine(verifier, DRAFTERS[name](verifier), EngineConfig(max_num_seqs=2, cache=cache, **shape))
-    for _ in range(4):
-        engine.add_request([*THEIRS] * 2, SamplingParams(max_tokens=20, ignore_eos=True))
+    for _ in range(2):
+        engine.add_request([*THEIRS] * 2, SamplingParams(max_tokens=9, ignore_eos=True))
     while engine.has_work:
         engine.step()
     draft, spare = engine.runner.draft, 0

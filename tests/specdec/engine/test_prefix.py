@@ -188,9 +188,8 @@ def in_turn(engine: SpecEngine, prompts: list[list[int]]) -> list[Request]:
     return requests
 
 
-@pytest.mark.parametrize("drafts", ["plain", "dflash"])
+@pytest.mark.parametrize(("drafts", "depth"), [("plain", 1), ("dflash", 0)])
 @pytest.mark.parametrize(("chunk", "counts"), [(512, [0, 0, 60, 60, 60]), (32, [0, 32, 60, 60, 60]), (50, [0, 48, 48, 48, 48])])
-@pytest.mark.parametrize("depth", [0, 1])
 def test_states_where_prompts_part(chunk: int, counts: list[int], drafts: str, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second request that begins as another did keeps them for all that come after, however long chunks are.
 
