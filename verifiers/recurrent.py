@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from specdec.batch import ForwardInput
+from specdec.errors import CheckpointError
 from specdec.kv_cache import StateLayerSpec
 from specdec.layers.attention import Attention
 from specdec.layers.linear import Linear, linear
@@ -182,6 +183,12 @@ def mamba(weights: Weights, config: Any) -> LinearAttention:
     """The Mamba-2 layer (arXiv 2405.21060) whose tensors these are."""
     sizes = sizes_of(config)
     keys, values = sizes.key_heads * sizes.key_dim, sizes.value_heads * sizes.value_dim
+    kernel = weights.tensor("conv1d.weight").squeeze(1)
+    if len(kernel) != values + 2 * keys:
+        raise CheckpointError(
+            f"recurrent layers have {sizes.value_heads} heads of {sizes.value_dim} numbers and {sizes.key_heads} groups of"
+            f" {sizes.key_dim}, but {len(kernel)} channels; fetch config.json again"
+        )
     widths = [values, values, keys, keys, sizes.value_heads]
     gate, x, b, c, step = torch.arange(sum(widths)).split(widths)
     channels = torch.cat([c, b, x]) - values
@@ -189,7 +196,7 @@ def mamba(weights: Weights, config: Any) -> LinearAttention:
     bias = weights.optional("conv1d.bias")
     recurrence = Recurrence(
         *sizes[:4],
-        kernel=weights.tensor("conv1d.weight").squeeze(1)[channels],
+        kernel=kernel[channels],
         kernel_bias=None if bias is None else bias[channels],
         rate=weights.tensor("A_log").float().exp(),
         time_bias=weights.tensor("dt_bias"),

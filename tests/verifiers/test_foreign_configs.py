@@ -216,6 +216,17 @@ def test_numbers_that_layers_would_stumble_over(name: str, entry: str, value: An
         needs_of(entries, name="target", device=CPU, dtype=torch.float32, gpu_bytes=10**9)
 
 
+@pytest.mark.parametrize("width", [0, 5, True])
+def test_recurrent_heads_fit_their_tensors(width: Any, tmp_path: Path) -> None:
+    source, folder = tmp_path / "zamba2", tmp_path / "changed"
+    folder.mkdir()
+    plain_model("zamba2").save_pretrained(source)
+    tiny_tokenizer().save_pretrained(source)
+    change(folder, source, mamba_headdim=width)
+    with pytest.raises(CheckpointError, match="recurrent layers have "):
+        load_verifier(folder, device=CPU, dtype=torch.float32)
+
+
 @pytest.mark.parametrize("window", [0, -4, True, "x", 1.5, [4]])
 def test_a_window_counts_tokens(window: Any) -> None:
     entries = json.loads(json.dumps(CONFIGS["mistral"]().to_dict())) | {"sliding_window": window}
