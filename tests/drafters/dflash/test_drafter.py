@@ -1,6 +1,7 @@
 """The DFlash drafter: fit to its target, alignment, vocabulary, sampling, and no wait for the device."""
 
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from drafters.dflash.checkpoint import read_checkpoint, tensor_shapes, write_che
 from drafters.dflash.config import DFlashConfig
 from drafters.dflash.drafter import BoundDFlash, load_dflash
 from drafters.dflash.model import DFlashModel
+from drafters.training.shape import make_drafter
 from specdec.attention.backend import AttentionSpec
 from specdec.attention.torch_ref.fa import TorchRefBackend
 from specdec.errors import BackendError, CheckpointError, InvalidInputError
@@ -287,6 +289,27 @@ def test_scale_and_softcap(own_scale: float | None, own_softcap: float | None, s
     assert_as_exact(hidden[0], plain[1:5], exact[1:5])
     raws = [3.0 * (hidden.to(dtype) @ verifier.target.lm_head.weight.to(dtype).T) for dtype in FLOATS]
     assert_as_exact(drafter.logits(hidden), *(raw if softcap is None else softcap * torch.tanh(raw / softcap) for raw in raws))
+
+
+@pytest.mark.parametrize(("scale", "softcap"), [(None, None), (6.0, 20.0), (None, 5.0), (1.0, None), (6.0, None)])
+def test_scales_unlike_the_targets(
+    scale: float | None, softcap: float | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Training does as the target and refuses them; drafting says which scale of embeddings it takes."""
+    alike = (scale, softcap) in ((None, None), (6.0, 20.0))
+    verifier = FakeVerifier()
+    verifier.embedding_scale, verifier.final_softcap = 6.0, 20.0
+    config = replace(TINY, input_embedding_scale=scale, final_logit_softcapping=softcap)
+    path = write_tiny_dflash(tmp_path / "drafter", config)
+    train: Any = type("Config", (), {"init": path})
+    assert config.scaled_like(verifier) is alike
+    if not alike:
+        with pytest.raises(InvalidInputError, match="scales embeddings or caps logits unlike its target"):
+            make_drafter(train, verifier, None)
+    with caplog.at_level(logging.INFO, "drafters.dflash.drafter"):
+        load_dflash(path, verifier=verifier)
+    assert bool(caplog.messages) is (scale == 1)
+    assert all("takes embeddings times 1, the target takes them times 6" in message for message in caplog.messages)
 
 
 def test_own_embeddings_and_head(tmp_path: Path) -> None:

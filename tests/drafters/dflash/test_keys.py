@@ -2,12 +2,16 @@
 
 from collections.abc import Mapping
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from drafters.dflash.layout import parse_config
 from drafters.fit import fit_of
-from tests.drafters.dflash.test_layout import KINDS_OF_DRAFTERS, YARN, F, S, couple, speculators, zlab
+from specdec.errors import CheckpointError
+from tests.drafters.dflash.test_layout import KINDS_OF_DRAFTERS, F, S, couple, speculators, zlab
+from tests.drafters.dflash.test_rope import YARN
 from tests.drafters.dflash.test_variants import CONFIGS
 from tests.drafters.eagle3.test_checkpoint import TargetShape
 
@@ -85,3 +89,63 @@ def test_every_key_with_every_kind_of_value(raw: Mapping[str, Any], place: tuple
         for value in VALUES:
             problems = fit_of(changed(raw, place, key, value), TARGET).problems
             assert all(problem and "\n" not in problem for problem in problems), (key, value)
+
+
+FOREIGN: list[tuple[str, Any]] = [
+    ("made_up", 1),
+    ("made_up", False),
+    ("enable_qwen35_gated_q_proj", True),
+    ("hidden_act", "gelu"),
+    ("use_aux_norm", True),
+    ("use_gemma_norm", True),
+]
+"""Keys and values that would change the maths, or might."""
+
+
+@pytest.mark.parametrize(("key", "value"), FOREIGN)
+@pytest.mark.parametrize("place", ["flat", "dflash_config", "speculators", "transformer_layer_config"])
+def test_foreign_keys_are_refused_wherever_they_stand(key: str, value: Any, place: str) -> None:
+    raw = {
+        "flat": zlab(**{key: value}),
+        "dflash_config": zlab(own={key: value}),
+        "speculators": speculators(**{key: value}),
+        "transformer_layer_config": speculators(layers={key: value}),
+    }[place]
+    with pytest.raises(CheckpointError, match=rf"(says|with) {key}\b"):
+        parse_config(raw)
+
+
+@pytest.mark.parametrize("layer", [{}, {"rope_theta": 1e4}], ids=["one set", "a set for each kind"])
+@pytest.mark.parametrize("name", ["rope_parameters", "rope_scaling", "swa_rope_parameters"])
+def test_foreign_rope_parameters_are_refused(name: str, layer: dict[str, Any]) -> None:
+    twisted = {"rope_type": "default", "rope_theta": 1e4, "twist": 2}
+    with pytest.raises(CheckpointError, match=rf"{name}.* says twist, which"):
+        parse_config(zlab(**{name: {F: twisted, S: layer} if layer else twisted}))
+
+
+COPIED: dict[str, dict[str, Any]] = {
+    "Qwen3.5": {"attn_output_gate": True, "full_attention_interval": 4, "linear_num_key_heads": 16, "mamba_ssm_dtype": "float32",
+                "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "language_model_only": False,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "mrope_interleaved": True, "mrope_section": [1]}},
+    "experts": {"decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": 8, "num_experts": 4,
+                "norm_topk_prob": True, "n_routed_experts": 4, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "ep_size": 1},
+    "Gemma": {"query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "sliding_window_pattern": 6},
+    "Granite": {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.01},
+    "Transformers": {"_name_or_path": "a/b", "_attn_implementation_autoset": True, "auto_map": {"AutoModel": "dflash.D"},
+                     "transformers_version": "5.1.0", "torch_dtype": "bfloat16", "use_cache": True, "initializer_range": 0.02,
+                     "attention_dropout": 0.0, "temperature": 1.0, "torchscript": False, "id2label": {"0": "LABEL_0"}},
+    "nothing asked for": {"made_up": None, "use_gemma_norm": False, "hidden_act": "swish"},
+}  # fmt: skip
+"""What copies of a target's config carry along."""
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_copied_keys_change_nothing(name: str) -> None:
+    copied = COPIED[name]
+    rope = copied.get("rope_parameters", {"rope_type": "default"})
+    for raw in (zlab(**copied), speculators(layers=copied, target_embedding_scale=True)):
+        config = parse_config(raw)
+        plain = parse_config(zlab(rope_theta=rope.get("rope_theta", 1e6)))
+        kept = {key: value for key, value in config.rope_parameters.items() if not key.startswith("mrope")}
+        found = replace(config, rope_parameters=kept, num_target_layers=6, verifier_name=None, verifier_architectures=())
+        assert found == plain
