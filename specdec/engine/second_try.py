@@ -15,6 +15,9 @@ from specdec.kv_cache import BlockPool, PagedKVCache
 
 logger = logging.getLogger(__name__)
 
+MOST_PLAIN = 64
+"""Steps without drafts after a try at most: they are those of all requests beside it, too."""
+
 
 class SecondTries:
     """Takes back the blocks of requests whose logits were not finite, and knows who decodes without drafts.
@@ -46,7 +49,7 @@ class SecondTries:
             request.prompt_logprobs.clear()
             request.prompt_top_logprobs.clear()
         request.num_tries, request.tried_at, request.error = request.num_tries + 1, known, None
-        self._plain[request] = 2**request.num_tries
+        self._plain[request] = min(2**request.num_tries, MOST_PLAIN)
         blocks = list(request.block_ids)
         self.take_back(blocks, self._scheduler.send_back(request))
         if not self._told:
