@@ -39,16 +39,15 @@ _PLAIN_VALUES: dict[str, tuple[Any, ...]] = {
 
 # What `eagle_config` may say besides; a key that nobody reads would lower acceptance without any error.
 _OWN_KEYS = {
-    "eagle_aux_hidden_state_layer_ids", "fc_norm", "norm_before_fc", "norm_before_residual",
-    "norm_output", "num_aux_hidden_states", "num_aux_layers", "parallel_draft_heads_num_layers",
-    "use_aux_norm",
+    "bias", "draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "embed_requires_grad", "fc_norm",
+    "norm_before_fc", "norm_before_residual", "norm_output", "num_aux_hidden_states",
+    "num_aux_layers", "parallel_draft_heads_num_layers", "target_hidden_size", "use_aux_norm",
 }  # fmt: skip
 
 _BESIDE_LAYERS = {
-    "bias", "draft_vocab_size", "eagle_config", "embed_requires_grad", *MASKS, "target_hidden_size",
-    "down_sample_ratio", "down_sample_ratio_min", "num_depths",
+    "down_sample_ratio", "down_sample_ratio_min", "eagle_config", "num_depths", *MASKS,
 }  # fmt: skip
-"""What else a file of speculators may say; the last three are of P-EAGLE's training."""
+"""What else a file of speculators may say; three keys are of P-EAGLE's training."""
 
 _OF_FLAT_FILES = {
     "draft_num_hidden_layers", "num_target_layers", "parallel_drafting", "speculators_config",

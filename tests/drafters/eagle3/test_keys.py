@@ -240,6 +240,14 @@ def test_the_first_names_of_the_norms_of_taps(tmp_path: Path) -> None:
     assert config.fc_norm and all(torch.equal(found[name], tensors[name]) for name in tensors)
 
 
+def test_what_eagle_config_may_repeat() -> None:
+    """Exports for vLLM say twice what its older versions look for inside."""
+    ids = "eagle_aux_hidden_state_layer_ids"
+    said = {"norm_before_fc": True, "target_hidden_size": 32, "num_aux_hidden_states": 3, ids: [2, 21, 39]}
+    config = parse_config({**SGLANG, **said, "eagle_config": said})
+    assert config.norm_before_fc and config.taps(42) == (1, 20, 38)
+
+
 def test_dense_layers_of_llama_4() -> None:
     """`intermediate_size` is that of experts there, which no head has."""
     raw = {**SGLANG, "model_type": "llama4_text", "intermediate_size": 24, "intermediate_size_mlp": 48}
