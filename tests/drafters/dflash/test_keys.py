@@ -25,19 +25,19 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
 }  # fmt: skip
-SLIDING = {"layer_types": [S, S, F], "sliding_window": 9, "use_sliding_window": True, "max_window_layers": 2}
-TOP = SLIDING | {
+SLIDING: dict[str, Any] = {"layer_types": [S, S, F], "sliding_window": 9, "use_sliding_window": True, "max_window_layers": 2}
+TOP: dict[str, Any] = SLIDING | {
     "attention_bias": False, "attention_sink_bias": False, "coupling": couple(), "draft_vocab_size": 61, "fc_norm": False,
     "final_logit_softcapping": None, "input_embedding_scale": 1.0, "is_causal": False, "is_neox_style": True, "logit_scale": 1.0,
     "rope_is_neox_style": True, "target_hidden_size": 32, "use_cache": True, "verifier_architectures": ["A"],
     "verifier_name_or_path": "a/b",
 }  # fmt: skip
-OWN = {
+OWN: dict[str, Any] = {
     "attention_mode": "gqa", "attention_value_scale": 1.0, "causal": False, "causal_head": False, "conv_group_size": 4,
     "conv_kernel_size": 2, "output_multiplier": 1.0, "partial_rotary_factor": 1.0, "projector_type": "dflash",
     "sample_from_anchor": False, "swa_window_size": 4, "tied_tables": False, "use_swa": False,
 }  # fmt: skip
-MARKOV = {
+MARKOV: dict[str, Any] = {
     "markov_rank": 4, "markov_head_type": "vanilla", "enable_confidence_head": True, "confidence_head_with_markov": True,
     "dspark_draft_topk": 4, "dspark_bonus_anchor": False, "dspark_fixup_head_type": "markov", "dspark_markov_rank": 4,
     "shift_label": True,
@@ -118,9 +118,10 @@ def test_foreign_keys_are_refused_wherever_they_stand(key: str, value: Any, plac
 @pytest.mark.parametrize("layer", [{}, {"rope_theta": 1e4}], ids=["one set", "a set for each kind"])
 @pytest.mark.parametrize("name", ["rope_parameters", "rope_scaling", "swa_rope_parameters"])
 def test_foreign_rope_parameters_are_refused(name: str, layer: dict[str, Any]) -> None:
-    twisted = {"rope_type": "default", "rope_theta": 1e4, "twist": 2}
+    twisted: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "twist": 2}
+    raw = zlab() | {name: {F: twisted, S: layer} if layer else twisted}
     with pytest.raises(CheckpointError, match=rf"{name}.* says twist, which"):
-        parse_config(zlab(**{name: {F: twisted, S: layer} if layer else twisted}))
+        parse_config(raw)
 
 
 COPIED: dict[str, dict[str, Any]] = {
@@ -142,7 +143,7 @@ COPIED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", COPIED)
 def test_copied_keys_change_nothing(name: str) -> None:
     copied = COPIED[name]
-    rope = copied.get("rope_parameters", {"rope_type": "default"})
+    rope: dict[str, Any] = copied.get("rope_parameters", {"rope_type": "default"})
     for raw in (zlab(**copied), speculators(layers=copied, target_embedding_scale=True)):
         config = parse_config(raw)
         plain = parse_config(zlab(rope_theta=rope.get("rope_theta", 1e6)))

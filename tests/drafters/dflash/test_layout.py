@@ -91,7 +91,7 @@ def test_values_are_found_in_either_place(section: str) -> None:
     assert parse_config(zlab()).input_embedding_scale is None, "a missing scale differs from a scale of 1"
 
 
-SELECTOR = {"selector_rank": 4, "selector_top_k": 4}
+SELECTOR: dict[str, Any] = {"selector_rank": 4, "selector_top_k": 4}
 SCALES: list[tuple[dict[str, Any], float | None]] = [
     (zlab(), None),
     (zlab(input_embedding_scale=2.0), 2.0),

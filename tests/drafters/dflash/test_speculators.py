@@ -88,7 +88,7 @@ def test_drafts_are_those_of_speculators(name: str, kind: str, tmp_path: Path) -
     target = plain_model(name)
     theirs, verifier = written(tmp_path, kind, target), paged_verifier(target)
     text = torch.randint(0, target.config.vocab_size - 1, (LENGTH,), generator=torch.Generator().manual_seed(2))
-    features = tapped(target, text.tolist(), TAPS).detach()  # type: ignore[arg-type]
+    features = tapped(target, text.tolist(), TAPS).detach()
     expected = their_drafts(theirs, kind, text, features)
     convert(tmp_path / "drafter", tmp_path / "z-lab", "z-lab", target=str(tmp_path / "target"))
     for folder in ("drafter", "z-lab"):

@@ -229,11 +229,11 @@ def rotated(kind: str, x: Tensor, positions: Tensor) -> Tensor:
     if kind == "mimo":
         return rope(x, positions, 10000.0, WIDTH // 2, WIDTH // 2)
     if kind in ("lfm2", "neighbors in a part"):  # as complex numbers
-        turned = WIDTH if kind == "lfm2" else WIDTH // 2
-        angles = positions[:, None, None].double() * 1e4 ** -(torch.arange(0, turned, 2, dtype=torch.float64) / turned)
-        pairs = torch.view_as_complex(x[..., :turned].double().reshape(*x.shape[:-1], -1, 2).contiguous())
-        part = torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2).to(x.dtype)
-        return torch.cat([part, x[..., turned:]], -1)
+        width = WIDTH if kind == "lfm2" else WIDTH // 2
+        angles = positions[:, None, None].double() * 1e4 ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
+        neighbors = torch.view_as_complex(x[..., :width].double().reshape(*x.shape[:-1], -1, 2).contiguous())
+        part = torch.view_as_real(neighbors * torch.polar(torch.ones_like(angles), angles)).flatten(-2).to(x.dtype)
+        return torch.cat([part, x[..., width:]], -1)
     if kind == "gemma":  # pairs lie half a head apart, and of their frequencies the highest quarter is not zero
         pairs = WIDTH // 8
         order = [*range(pairs), *range(WIDTH // 2, WIDTH // 2 + pairs)]
