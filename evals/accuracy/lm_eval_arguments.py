@@ -27,6 +27,7 @@ SAMPLING = (
     "presence_penalty",
     "frequency_penalty",
     "min_tokens",
+    "skip_special_tokens",
 )
 """Generation arguments of a task that mean the same here."""
 
@@ -45,7 +46,6 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "output_scores": (False,),
     "return_dict_in_generate": (False,),
     "ignore_eos": (False,),
-    "skip_special_tokens": (True,),
     "use_cache": _ANYTHING,
     "pad_token_id": _ANYTHING,
     "bos_token_id": _ANYTHING,

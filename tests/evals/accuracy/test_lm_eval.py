@@ -187,10 +187,16 @@ def test_arguments_that_ask_for_nothing_change_nothing(models: tuple[HFLM, Specd
         for more in ({}, {"num_beams": 1, "use_cache": False, "pad_token_id": 3, "top_k": -1, "length_penalty": 1, "top_p": None})
     )
     assert plain == other
-    kept = {"presence_penalty": 1.5, "frequency_penalty": 0.5, "min_new_tokens": 3, "stop_token_ids": [9]}
+    kept = {
+        "presence_penalty": 1.5,
+        "frequency_penalty": 0.5,
+        "min_new_tokens": 3,
+        "stop_token_ids": [9],
+        "skip_special_tokens": False,
+    }
     sampling = lm._sampling({"max_gen_toks": 8, **kept}, seed=0)
     assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.min_tokens) == (1.5, 0.5, 3)
-    assert sampling.stop_token_ids == (lm.eot_token_id, 9)
+    assert sampling.stop_token_ids == (lm.eot_token_id, 9) and not sampling.skip_special_tokens
 
 
 def test_texts_at_the_edge(models: tuple[HFLM, SpecdecLM]) -> None:
