@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 from specdec.errors import InvalidInputError
@@ -82,15 +83,17 @@ class _Reader:
     def __init__(self, schema: Any) -> None:
         self._schema, self._root, self._found = schema, Root(schema), Reading()
         self._names: dict[str, str] = {}  # of definitions, by reference
+        self._numbers: dict[Text, int] = {}  # of strings of our own
 
     def read(self) -> Reading:
         found = self._found
         whole = self._part(self._schema, "#", 0)
         made: dict[str, Any] = {}
         while len(made) < len(self._names):  # definitions may name others
-            reference, name = list(self._names.items())[len(made)]
+            reference, name = next(islice(self._names.items(), len(made), None))
             made[name] = self._part(self._root.target(reference), reference, 0)
         found.schema = whole | {"$defs": made} if made else whole
+        found.texts = list(self._numbers)
         if NO_TEXT.search(json.dumps(found.schema, ensure_ascii=False).replace("\\u0000", "\0")):
             found.reasons.append("NUL or half a character")
         found.reasons[:] = dict.fromkeys(found.reasons)
@@ -132,6 +135,8 @@ class _Reader:
             self._refuse(f"oneOf whose options no type or constant property tells apart at {path}")
         if choice == "allOf" and len(parts) > 1:
             self._refuse(f"allOf with several options at {path}")
+        if all(part.keys() <= {"const", "enum"} and part for part in parts):  # as one list they compile much sooner
+            return {"enum": [value for part in parts for value in part.get("enum", [part.get("const")])]}
         return parts[0] if choice == "allOf" else {"anyOf": parts}
 
     def _reference(self, reference: str, path: str) -> dict[str, Any]:
@@ -197,9 +202,7 @@ class _Reader:
             text.check()
         except InvalidInputError as error:
             self._refuse(f"{str(error).partition(NOT_HELD)[0]} at {path}")
-        if text not in self._found.texts:
-            self._found.texts.append(text)
-        number = FIRST_MARK + self._found.texts.index(text)
+        number = FIRST_MARK + self._numbers.setdefault(text, len(self._numbers))
         if number > LAST_MARK:
             self._refuse("too many patterns")
         return MARK + chr(min(number, LAST_MARK))

@@ -9,7 +9,7 @@ from urllib.parse import unquote
 
 from specdec.grammar.schema_form import TYPES, malformed
 
-MOST_OPTIONS = 200
+MOST_OPTIONS = 100
 """Of a `oneOf`, beside constants: each is compared with each."""
 
 

@@ -76,6 +76,8 @@ HELD: list[tuple[Any, list[Any], list[Any]]] = [
     ({"type": "object", "propertyNames": {"maxLength": 2}, "additionalProperties": False}, [{}], [{"a": 1}]),
     ({"type": "object", "propertyNames": {"maxLength": 2}, "unevaluatedProperties": False}, [{}], [{"a": 1}]),
     ({"minItems": 1}, [[1]], [[]]),
+    ({"anyOf": [{"const": None}, {"enum": [1, "a"]}]}, [None, 1, "a"], [2, "null"]),
+    ({"allOf": [{"const": 3}]}, [3], [None]),
     ({"type": "object", "minProperties": 1}, [{"a": 1}], [{}]),
     ({"type": "array", "items": {"maxItems": 1}}, [[[]], [[1]]], [[[1, 2]]]),
     ({"maxProperties": 1, "maxItems": 1}, [{}, {"a": 1}, [1]], [[1, 2], {"a": 1, "b": 2}]),
