@@ -10,7 +10,7 @@ from specdec.layers.activation import LIMIT, SLOPE
 from specdec.layers.rotary import ROPE_TYPES, Temperature
 from verifiers.description import AFTER, AROUND, BEFORE, Description, Family, NormNames, sigmoid_routing
 from verifiers.hybrids import HYBRIDS
-from verifiers.shape import layer_windows
+from verifiers.shape import declared, layer_windows
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -37,7 +37,7 @@ def describe(config: Any) -> Description | None:
     family = FAMILIES.get(config.model_type)
     if family is None:
         return None
-    activation = ACTIVATIONS.get(str(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "silu")))
+    activation = ACTIVATIONS.get(str(declared(config, "hidden_activation") or getattr(config, "hidden_act", "silu")))
     ropes = _ropes(config)
     known = all(rope is None or rope["rope_type"] in ROPE_TYPES for rope in ropes)
     description = family(config, {"ropes": ropes, "activation": activation}) if activation and known else None
@@ -299,11 +299,11 @@ FAMILIES: dict[str, Family] = {
 def _ropes(config: Any) -> Sequence[Mapping[str, Any] | None]:
     """RoPE parameters of each layer."""
     kinds = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
-    rotated = getattr(config, "no_rope_layers", None) or [True] * config.num_hidden_layers  # 0 where a layer has no RoPE
+    rotated = declared(config, "no_rope_layers") or [True] * config.num_hidden_layers  # 0 where a layer has no RoPE
     parameters: dict[Any, Any] = getattr(config, "rope_parameters", None) or {}
     if not parameters or parameters.get("rope_theta", 0) is None:
         return [None] * config.num_hidden_layers
-    by_kind = any(isinstance(value, dict) for value in parameters.values())
+    by_kind = "rope_type" not in parameters
     ropes = [(parameters[kind] if by_kind else parameters) if on else None for kind, on in zip(kinds, rotated, strict=True)]
     whole = {} if config.model_type in PARTIAL else {"partial_rotary_factor": None}
     return [{**rope, **whole} if rope and rope["rope_type"] != "proportional" else rope for rope in ropes]

@@ -254,7 +254,7 @@ def context_limits(config: PreTrainedConfig, *, own: bool) -> ContextLimits:
 def rope_kinds(config: PreTrainedConfig) -> list[dict[str, Any]]:
     """RoPE parameters of all layers, each kind once."""
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    nested = [entry for entry in parameters.values() if isinstance(entry, dict)]
+    nested = [entry for entry in parameters.values() if isinstance(entry, dict) and "rope_type" not in parameters]
     return nested or [parameters] if parameters else []
 
 

@@ -154,19 +154,22 @@ def decoder(folder: Path, source: Path, **entries: Any) -> SpecDecoder:
 
 
 @pytest.mark.parametrize(
-    "entry",
+    ("entry", "values"),
     [
-        "sliding_window",
-        "attn_logit_softcapping",
-        "final_logit_softcapping",
-        "num_kv_shared_layers",
-        "num_attention_heads_per_layer",
+        ("sliding_window", (0, 4, "x")),
+        ("attn_logit_softcapping", (0, 4, "x")),
+        ("final_logit_softcapping", (0, "x")),
+        ("num_kv_shared_layers", (2, "x")),
+        ("num_attention_heads_per_layer", (4, "x")),
+        ("partial_rotary_factor", (0.5,)),
+        ("no_rope_layers", ([0, 0, 1, 1],)),
+        ("hidden_activation", ("relu", 5)),
     ],
 )
-def test_entries_of_other_types_change_nothing(llama: Path, tmp_path: Path, entry: str) -> None:
+def test_entries_of_other_types_change_nothing(llama: Path, tmp_path: Path, entry: str, values: tuple[Any, ...]) -> None:
     """A Llama has no windows in Transformers, whatever its file says."""
     expected = plain_greedy(plain_model("llama"), list(range(3, 23)), 4)
-    for value in (0, 4, "x") if entry != "partial_rotary_factor" else (0.5,):
+    for value in values:
         own = decoder(tmp_path, llama, **{entry: value})
         assert own.generate(list(range(3, 23)), max_tokens=4, ignore_eos=True).token_ids == expected
 
