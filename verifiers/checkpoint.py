@@ -1,9 +1,8 @@
 """Weights of a local checkpoint, quantized or not, read tensor by tensor without transformers' modules."""
 
-import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.errors import CheckpointError, one_line
+from specdec.errors import CheckpointError
 from specdec.kernels.packed import PackedWeight
 from specdec.parallel.collectives import all_agree
 from specdec.parallel.group import Group
 from specdec.tensor_files import TensorFiles
 from verifiers.formats.format import Format, Stored, check_floats, check_known
 from verifiers.formats.gguf import gguf_file, read_gguf
-from verifiers.formats.method import QUANTIZATION, format_of, stated_quantization
+from verifiers.formats.method import format_of, quantization_of
 from verifiers.names import EXPERT, class_facts, name_of, place_of
 from verifiers.shape import expert_counts
 from verifiers.shares import Share
@@ -102,18 +101,6 @@ def read_named(
     quantization = quantization_of(path, config)
     form = format_of(quantization) if quantization else None
     return _Reader(TensorFiles(path), config, name, form, device, dtype, as_stored, share).read_all()
-
-
-def quantization_of(path: Path, config: Any) -> Mapping[str, Any] | None:
-    """The `quantization_config` of a checkpoint, from `config` or from its files; None for plain numbers."""
-    if stated := stated_quantization(config):
-        return stated
-    whole = _json(path / "config.json")
-    apart = {"quantization_config": _json(path / QUANTIZATION).get("quantization")}
-    for entries in (whole, whole.get("text_config"), apart):
-        if isinstance(entries, Mapping) and (stated := stated_quantization(entries)):
-            return stated
-    return None
 
 
 class _Reader:
@@ -304,14 +291,3 @@ def _settle_head(weights: dict[str, Stored], config: Any, group: Group | None) -
         del weights[HEAD]
     elif not tied and head is None:
         raise CheckpointError(f"there is no {HEAD!r} and it is not tied to the embeddings; fetch the whole checkpoint again")
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """What a JSON file holds; nothing where there is none."""
-    if not path.is_file():
-        return {}
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path.name!r} is not JSON ({one_line(error)}); fetch it again") from error
-    return entries if isinstance(entries, dict) else {}

@@ -173,7 +173,7 @@ class _Reading(NamedTuple):
     @property
     def quantized(self) -> bool:
         """Whether weights are."""
-        from verifiers.checkpoint import quantization_of
+        from verifiers.formats.method import quantization_of
 
         return quantization_of(self.folder, self.config) is not None
 

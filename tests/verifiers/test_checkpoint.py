@@ -18,10 +18,11 @@ from specdec.errors import CheckpointError
 from tests.helpers import tiny_composites
 from tests.helpers.tiny_models import CONFIGS, LATENT_CONFIGS, paged_verifier, plain_model, random_prompts
 from tests.verifiers.test_hf import BLOCK, PackedRun
-from verifiers.checkpoint import quantization_of, read_weights
+from verifiers.checkpoint import read_weights
 from verifiers.decoder import DecoderVerifier
 from verifiers.families import FAMILIES, describe
 from verifiers.formats.format import Stored
+from verifiers.formats.method import quantization_of
 from verifiers.names import name_of, place_of
 from verifiers.shape import backend_spec
 from verifiers.weights import COMPUTED, Weights

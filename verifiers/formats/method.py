@@ -1,10 +1,12 @@
 """Which format a checkpoint has, told from its config before any weight is read."""
 
+import json
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from specdec.errors import CheckpointError
+from specdec.errors import CheckpointError, one_line
 from verifiers.formats.auto_round import AutoRound
 from verifiers.formats.awq import Awq
 from verifiers.formats.bitsandbytes import BitsAndBytes
@@ -60,6 +62,18 @@ def stated_quantization(config: Any) -> Settings | None:
     return dict(stated.to_dict()) or None
 
 
+def quantization_of(path: Path, config: Any) -> Settings | None:
+    """The `quantization_config` of a checkpoint, from `config` or from its files; None for plain numbers."""
+    if stated := stated_quantization(config):
+        return stated
+    whole = _json(path / "config.json")
+    apart = {"quantization_config": _json(path / QUANTIZATION).get("quantization")}
+    for entries in (whole, whole.get("text_config"), apart):
+        if isinstance(entries, Mapping) and (stated := stated_quantization(entries)):
+            return stated
+    return None
+
+
 def method_of(quantization: Settings) -> str:
     """The name of the method; not all files of ModelOpt, bitsandbytes and MLX state it."""
     stated = quantization.get("quant_method")
@@ -88,3 +102,14 @@ def format_of(quantization: Settings) -> Format:
             " take such a checkpoint of the model or an unquantized one"
         )
     return FORMATS[method](quantization)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """What a JSON file holds; nothing where there is none."""
+    if not path.is_file():
+        return {}
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path.name!r} is not JSON ({one_line(error)}); fetch it again") from error
+    return entries if isinstance(entries, dict) else {}
