@@ -124,16 +124,13 @@ def _or(value: T | None, default: T) -> T:
 
 
 def _embedding_scale(raw: Mapping[str, Any], keys: Keys) -> float | None:
-    """Factor of raw embedding rows; None for the target's own.
+    """Factor of raw embedding rows; None for the target's own, as our key says where no number does.
 
     Where nothing is stated, speculators means 1, since it trains on a plain table, and z-lab's DFlash the target's own.
     """
-    if keys.flag("target_embedding_scale"):
-        require(
-            Keys(keys.places[:-1]).find("input_embedding_scale") is None,
-            "input_embedding_scale and target_embedding_scale exclude each other; take the wrong one out of config.json",
-        )
-        return None
+    stated, of_target = Keys(keys.places[:-1]).number("input_embedding_scale"), keys.flag("target_embedding_scale")
+    if stated is not None or of_target:
+        return stated
     return _or(keys.number("input_embedding_scale"), 1.0 if "speculators_model_type" in raw else None)
 
 

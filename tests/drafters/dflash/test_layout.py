@@ -98,6 +98,8 @@ SCALES: list[tuple[dict[str, Any], float | None]] = [
     (speculators(), 1.0),
     (speculators(layers={"input_embedding_scale": 2.0}), 2.0),
     (speculators(target_embedding_scale=True), None),
+    (speculators(target_embedding_scale=True, input_embedding_scale=2.0), 2.0),
+    (speculators(target_embedding_scale=False), 1.0),
     (speculators("dflash2", **SELECTOR), 1.0),
     (speculators("dspark", tokens=8, markov_rank=4), 1.0),
     (zlab(architectures=["DFlash2DraftModel"], own=SELECTOR), 1.0),
@@ -307,7 +309,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (speculators(tokens=0), "speculative_tokens is 0, but"),
     (speculators("dspark", tokens="7", markov_rank=4), "speculative_tokens is '7'; it must be an integer"),  # type: ignore[arg-type]
     (speculators(speculators_config={"proposal_methods": [7]}), r"proposal_methods is \[7\]; it must be a list of objects"),
-    (zlab(input_embedding_scale=1.0, target_embedding_scale=True), "target_embedding_scale exclude each other"),
     (zlab(rope_scaling={"rope_dim": 18}), r"rope_dim is 18; it must lie in \[1, 16\]"),
     (zlab(rope_scaling={"rope_dim": 5}), "RoPE turns 5 of 16"),
     (zlab(rope_scaling={"rope_dim": "8"}), "rope_dim is '8'; it must be an integer"),
