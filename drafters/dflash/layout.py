@@ -43,8 +43,8 @@ _BESIDE_LAYERS = {"max_window_layers", "coupling", "dflare_config", "dflash_conf
 
 _OF_FLAT_FILES = {
     "coupling", "dflare_config", "dflash_config", "eagle_aux_hidden_state_layer_ids",
-    "has_embed_tokens", "has_lm_head", "num_aux_layers", "pard_token", "speculators_config",
-    "swa_rope_parameters", "target_num_hidden_layers", "train_embed_tokens",
+    "has_embed_tokens", "has_lm_head", "num_aux_layers", "pard_token", "rope_theta",
+    "speculators_config", "swa_rope_parameters", "target_num_hidden_layers", "train_embed_tokens",
     "transformer_layer_config", "verifier_architectures", "verifier_name_or_path",
 }  # fmt: skip
 """What else the top level of another file may say."""
