@@ -4,6 +4,7 @@ Values are of another width than keys, and groups of heads share a key, so that 
 """
 
 from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import Any
 
 from transformers import (
@@ -20,6 +21,7 @@ from transformers import (
     Qwen3NextConfig,
     Zamba2Config,
 )
+from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
 
 _DELTA: dict[str, Any] = {
     "linear_num_key_heads": 2,
@@ -36,7 +38,11 @@ _EXPERTS: dict[str, Any] = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
 }
-_MAMBA: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 12}
+_NORMS_BY_GROUP = "group_size" in signature(BambaRMSNormGated.__init__).parameters
+"""Older Transformers norm all groups of Bamba and Granite together."""
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2 if _NORMS_BY_GROUP else 1, "mamba_d_state": 12,
+}  # fmt: skip
 _GRANITE: dict[str, Any] = {
     **_MAMBA,
     "mamba_d_conv": 4,

@@ -61,7 +61,8 @@ def test_weights_have_a_sensible_scale_and_their_own_type(name: str) -> None:
             continue
         assert tensor.dtype == torch.bfloat16, key
         assert tensor.isfinite().all(), key
-        if tensor.ndim > 1 and "bias" not in key and not (name == "nemotron_h" and key.endswith("out_proj.weight")):
+        told = tensor.ndim > 1 and tensor.numel() > 40  # few numbers tell nothing of their scale
+        if told and "bias" not in key and not (name == "nemotron_h" and key.endswith("out_proj.weight")):
             assert 0.7 < float(tensor.float().std()) / config.initializer_range < 2.5, key  # one family's embeddings have twice
     for key, tensor in model.named_buffers():
         if key.endswith(("inv_freq", "e_score_correction_bias")) and name != "kimi_linear":

@@ -33,7 +33,7 @@ def test_cpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("GPU_ARCHS", raising=False)
     out = doctor(capsys)
     for line in (
-        f"torch         {torch.__version__}",
+        f"torch         {metadata.version('torch')}",
         "amd-aiter     not installed",
         "  rocm_aiter_fa          no: cpu is not a ROCm device",
         "  torch_ref              chosen by --attention auto",

@@ -1,5 +1,7 @@
 """Norms with gates in plain torch against Transformers' modules: the same numbers, rounded in the same places."""
 
+from inspect import signature
+
 import pytest
 import torch
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
@@ -28,6 +30,8 @@ def test_gated_norm(kind: str, dtype: torch.dtype) -> None:
         module, weight = KimiLinearRMSNormGated(WIDTH, eps=EPSILON), weight[:WIDTH]
         norm = GroupNorm(weight, EPSILON, sigmoid=True)
     elif kind == "gate first":
+        if "group_size" not in signature(MambaRMSNormGated.__init__).parameters:
+            pytest.skip("this Transformers norms all groups together")
         module = MambaRMSNormGated(GROUPS * WIDTH, WIDTH, eps=EPSILON)
         norm = GroupNorm(weight, EPSILON, WIDTH, gate_first=True)
     else:
