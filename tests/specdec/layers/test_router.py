@@ -186,7 +186,7 @@ def test_one_description_covers_every_family(family: str) -> None:
     elif shift is not None:
         router.e_score_correction_bias = shift
     logits = F.linear(hidden, (router.wg if family == "hunyuan_v1_moe" else router).weight, getattr(router, "bias", None))
-    theirs = router(hidden, *others), in_float64(router, hidden.double(), *(x.double() for x in others))
+    theirs: Any = router(hidden, *others), in_float64(router, hidden.double(), *(x.double() for x in others))
     if family == "granitemoe" and not theirs[0][0].is_floating_point():  # older Transformers name experts first
         theirs = tuple((logits, weights, ids) for ids, weights, logits in theirs)
     runs = route(logits, routing, shift), theirs[0][1:], theirs[1][1:]
