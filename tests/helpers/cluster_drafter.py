@@ -60,15 +60,17 @@ def _begin(folder: Path, plan: dict[str, Any], prompt: list[int]) -> None:
     if len(begun(folder)) > plan.get("most", math.inf):
         wait_until((folder / "go_on").exists)
     if prompt == plan.get("poison"):
-        own = [prompt for pid, prompt in begun(folder) if pid == os.getpid()][:-1]
-        wait_until(lambda: len(_kept(folder)) >= len(own) - 1)  # the other slot's may be unfinished
+        keys = {plan["prompts"].index(prompt) for pid, prompt in begun(folder) if pid == os.getpid()}
+        wait_until(lambda: len(keys - _kept(folder)) <= 2)  # its own, and the other slot's may be unfinished
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _kept(folder: Path) -> list[str]:
-    """Answers in the journal."""
+def _kept(folder: Path) -> set[int]:
+    """Which prompts have their answers in the journal."""
     path = folder / "kept.jsonl"
-    return path.read_text().splitlines()[1:] if path.exists() else []
+    lines = path.read_text().splitlines(keepends=True)[1:] if path.exists() else []
+    keys = [json.loads(line)["key"] for line in lines if line.endswith("\n")]
+    return {int(key) for key in keys if key.isdigit()}
 
 
 def _both(folder: Path, plan: dict[str, Any]) -> bool:

@@ -66,9 +66,12 @@ def test_engines_of_a_cluster(subtests: pytest.Subtests, tmp_path: Path) -> None
 
 
 def of_ray_data(thread: threading.Thread) -> bool:
-    """Whether Ray Data has started it; one that found Ray gone would end this process."""
+    """Whether Ray Data has started it and it ends; one that found Ray gone would end this process.
+
+    Ray stops its prefetcher after the last row alone; else it is parked for good.
+    """
     started_by = getattr(thread, "_target", None), type(thread)
-    return any(str(getattr(one, "__module__", "")).startswith("ray.data") for one in started_by)
+    return thread.name != "Prefetcher" and any(str(getattr(one, "__module__", "")).startswith("ray.data") for one in started_by)
 
 
 def plan(folder: Path, **given: object) -> Path:
@@ -131,7 +134,7 @@ def prompt_that_kills(address: str, alone: SpecDecoder, folder: Path) -> None:
     """Rows of a killed engine run again, finished ones do not, and who kills an engine alone gets an error."""
     tokens = [alone.tokenize(prompt) for prompt in PROMPTS]
     too_long = list(range(10, 90)) * 2
-    plan(folder, poison=tokens[4])
+    plan(folder, poison=tokens[4], prompts=tokens)
     rows = [Row(str(index), prompt, sampling(index)) for index, prompt in enumerate(PROMPTS)]
     rows.append(Row("too long", too_long, sampling(0)))
     journal = ClusterJournal(folder / "kept.jsonl", {"k": 4}, command="bench")
@@ -166,8 +169,8 @@ def unlike_engines(address: str, alone: SpecDecoder, folder: Path) -> None:
     ) as raised:
         list(journal.run(pool, rows))
     assert "another GPU" in str(raised.value)
-    # Threads that hand rows over end while the error is held. Ray stops its prefetcher after the last row alone; it is parked.
-    threads = [thread for thread in threading.enumerate() if of_ray_data(thread) and thread.name != "Prefetcher"]
+    # Threads that hand rows over end while the error is held.
+    threads = list(filter(of_ray_data, threading.enumerate()))
     for thread in threads:
         thread.join(HANG)
     assert not [thread.name for thread in threads if thread.is_alive()]
