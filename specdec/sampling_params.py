@@ -169,21 +169,22 @@ class SamplingDefaults:
     served_ends: tuple[int, ...] = ()
 
     def fill(self, sampling: SamplingParams, prompt_len: int) -> SamplingParams:
-        """The same with nothing left to be said, for a prompt of so many tokens.
+        """The same with what the checkpoint asks of it, for a prompt of so many tokens.
 
-        A grammar says itself where an output may end.
+        A grammar says itself where an output may end. Mostly nothing is asked, and nothing copied.
 
         >>> filled = SamplingDefaults(1.1, min_length=8).fill(SamplingParams(max_tokens=4), 3)
         >>> filled.repetition_penalty, filled.min_tokens
         (1.1, 4)
         """
-        penalty, least = sampling.repetition_penalty, sampling.min_tokens
-        if penalty is not None and least is not None:
-            return sampling
-        if least is None:
+        changes: dict[str, Any] = {}
+        if sampling.repetition_penalty is None and self.repetition_penalty != 1:
+            changes["repetition_penalty"] = self.repetition_penalty
+        if sampling.min_tokens is None and sampling.grammar is None:
             own = max(0, self.min_length - prompt_len) if self.min_tokens is None else self.min_tokens
-            least = 0 if sampling.grammar is not None else min(own, sampling.max_tokens)
-        return replace(sampling, repetition_penalty=self.repetition_penalty if penalty is None else penalty, min_tokens=least)
+            if own:
+                changes["min_tokens"] = min(own, sampling.max_tokens)
+        return replace(sampling, **changes) if changes else sampling
 
     @property
     def stated(self) -> dict[str, Any]:
