@@ -119,9 +119,8 @@ def _observe_kernel(
             whole = right > tl.load(num_accepted + request, mask=exists, other=0)
             observed = tl.where(whole, tl.maximum(right.to(tl.float32), expected), right.to(tl.float32))
             wrong = observed - forecast
-            count = tl.where(
-                tl.abs(wrong) < float("inf"), count, 0.0
-            )  # what is no number says nothing, and would never be forgotten
+            # What is no number says nothing, and would never be forgotten.
+            count = tl.where(tl.abs(wrong) < float("inf"), count, 0.0)
             wrong = tl.where(count > 0, wrong, 0.0)
             own = (_bucket(forecast, COUNT, PER_DOUBLING)[:, None] == bucket[None, :]) & exists[:, None]
             error += tl.sum(tl.where(own, wrong[:, None], 0.0), 0)
