@@ -115,6 +115,15 @@ def is_number(value: object) -> bool:
         return False
 
 
+def rotary_factor(turned: int, head_dim: int) -> float:
+    """`partial_rotary_factor` that turns exactly `turned` of a head's `head_dim` numbers.
+
+    >>> int(30 / 44 * 44), int(rotary_factor(30, 44) * 44)
+    (29, 30)
+    """
+    return math.nextafter(turned / head_dim, 1)  # for it is rounded down
+
+
 def section(parent: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """The object `name` of `parent`; empty where there is none.
 

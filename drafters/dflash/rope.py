@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from drafters.dflash.families import Family
-from drafters.keys import Keys, is_number, require, rope_sets
+from drafters.keys import Keys, is_number, require, rope_sets, rotary_factor
 
 _NUMBERS = {
     "attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor", "low_freq_factor",
@@ -74,7 +74,7 @@ def _turned_part(keys: Keys, family: Family, stated: Mapping[str, Any], rope_typ
     width = Keys(sets).integer("rope_dim")
     if width is not None:
         require(0 < width <= head_dim, f"rope_dim is {width}; it must lie in [1, {head_dim}], the size of a head")
-        return width / head_dim
+        return rotary_factor(width, head_dim)
     own = Keys(keys.places[:1]).number("partial_rotary_factor")
     if family.partial_rope or rope_type == "proportional" or keys.find("attention_value_scale") is not None:
         return own or Keys([stated, *keys.places]).number("partial_rotary_factor")

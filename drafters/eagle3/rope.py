@@ -1,13 +1,12 @@
 """RoPE of an EAGLE-3 head's layers: what `config.json` says, and what trainers' modules turn."""
 
-import math
 import reprlib
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from drafters.keys import Keys, is_number, require, section
+from drafters.keys import Keys, is_number, require, rotary_factor, section
 from specdec.layers.rotary import STATIC_ROPE_TYPES, Rope
 
 _NUMBERS = (
@@ -73,7 +72,7 @@ def whole_heads(parameters: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
     if turned not in (None, head_dim):
         valid = type(turned) is int and 2 <= turned < head_dim and turned % 2 == 0
         require(valid, f"RoPE's rope_dim is {turned!r}; it must be even, from 2 to {head_dim}")
-        said["partial_rotary_factor"] = math.nextafter(turned / head_dim, 1)  # for it is rounded down
+        said["partial_rotary_factor"] = rotary_factor(turned, head_dim)
     return said
 
 

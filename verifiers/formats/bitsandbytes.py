@@ -15,7 +15,7 @@ from verifiers.formats.settings import Settings, names
 LARGEST = 127
 """Code of a row's largest number in 8 bits."""
 
-TABLES = {"weight.quant_state.bitsandbytes__nf4": "nf4", "weight.quant_state.bitsandbytes__fp4": "fp4"}
+TABLES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
 """Parts that hold the settings of a 4-bit weight, as JSON in bytes."""
 
 
@@ -79,9 +79,10 @@ class _State(NamedTuple):
             entries: dict[str, Any] = json.loads(bytes(stored.flatten().tolist()))
             shape = torch.Size(entries["shape"])
             block, nested_block = int(entries["blocksize"]), int(entries.get("nested_blocksize", 256))
-            assert len(shape) == 2 and min(*shape, block, nested_block) > 0
+            if len(shape) != 2 or min(*shape, block, nested_block) <= 0:
+                raise ValueError(f"{entries} has no sizes of a matrix")
             return _State(shape, block, nested_block, float(entries.get("nested_offset", 0)))
-        except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"the state of {module!r} is none of bitsandbytes; fetch the checkpoint again") from error
 
 

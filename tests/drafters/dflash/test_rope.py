@@ -100,7 +100,16 @@ def test_the_trained_width_counts(kind: str, place: str) -> None:
     assert rope.frequencies.numel() == 4
     torch.testing.assert_close(rope.frequencies, 1e4 ** (-torch.arange(0, 8, 2) / 8))
     if kind == "DFlash":
-        assert parse_config(config_json(config, "z-lab", dtype="float32")).rope_parameters["partial_rotary_factor"] == 0.5
+        again = parse_config(config_json(config, "z-lab", dtype="float32"))
+        assert rope_of(again).frequencies.numel() == 4
+
+
+@pytest.mark.parametrize("width", range(2, 45, 2))
+def test_the_trained_width_is_not_rounded_down(width: int) -> None:
+    """30 / 44 * 44 is less than 30 in floating point."""
+    config = parse_config(zlab(head_dim=44, rope_scaling={"rope_type": "default", "rope_dim": width}))
+    again = parse_config(config_json(config, "z-lab", dtype="float32"))
+    assert [rope_of(read).frequencies.numel() for read in (config, again)] == [width // 2] * 2
 
 
 @pytest.mark.parametrize(
