@@ -9,7 +9,7 @@ import shutil
 import signal
 import tempfile
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from multiprocessing import Pipe
@@ -36,7 +36,7 @@ def failures(kind: Kind, inputs: Iterable[Any], batch: int = 1_000) -> Iterator[
             some = some[(yield from _child(kind, some)) :]
 
 
-def _child(kind: Kind, inputs: Sequence[Any]) -> Iterator[Failure]:
+def _child(kind: Kind, inputs: Sequence[Any]) -> Generator[Failure, None, int]:
     """Like `failures`; gives how many inputs were looked at before the child ended."""
     folder = Path(tempfile.mkdtemp(prefix="specdec-fuzz-"))
     reader, writer = Pipe(duplex=False)

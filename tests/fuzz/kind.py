@@ -10,8 +10,8 @@ from typing import Any
 
 from specdec.errors import SpecDecError
 
-LONGEST = 2_000
-"""Characters of a line that somebody can read."""
+LONGEST = 30_000
+"""Characters of a line at most."""
 
 Check = Callable[[Any], None]
 

@@ -22,6 +22,8 @@ def written(value: Any) -> str:
         return f"[{', '.join(map(written, value))}]"
     if not isinstance(value, dict):
         return json.dumps(value)
+    sign: str
+    said: Any
     sign, said = next(iter(value.items()), ("", None))
     if sign == "$raw":
         return str(said)
