@@ -3,10 +3,12 @@
 import math
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from drafters.copied_keys import is_copied
 from specdec.errors import CheckpointError
+from specdec.validation import is_number
 
 
 def require(ok: bool, message: str) -> None:
@@ -61,12 +63,12 @@ def check_known(place: Mapping[str, Any], known: Iterable[str], name: str, *, co
     unknown = [key for key, value in place.items() if value is not None and key not in allowed]
     if copies and unknown:
         unknown = [key for key in unknown if not is_copied(key)]
-    others = "its own keys and those of language models" if copies else ", ".join(sorted(allowed))
-    require(
-        not unknown,
-        f"{name} says {unknown[0] if unknown else ''}, which this loader does not know (known: {others});"
-        " take it out of config.json if the drafter is the same without it",
-    )
+    for key in unknown:
+        others = "its own keys and those of language models" if copies else ", ".join(get_close_matches(key, allowed, 5, 0.5))
+        raise CheckpointError(
+            f"{name} says {key[:100]}, which this loader does not know (known: {others or 'none like it'});"
+            " take it out of config.json if the drafter is the same without it"
+        )
 
 
 def check_plain(keys: "Keys", plain_values: Mapping[str, tuple[Any, ...]], kind: str) -> None:
@@ -107,14 +109,6 @@ def check_rope(place: Mapping[str, Any]) -> None:
         check_plain(Keys([parameters]), _PLAIN_ROPE, f"RoPE in {name}")
 
 
-def is_number(value: object) -> bool:
-    """Whether a value is a finite number; JSON's true is an int to Python, and its numbers have no bounds."""
-    try:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:
-        return False
-
-
 def rotary_factor(turned: int, head_dim: int) -> float:
     """`partial_rotary_factor` that turns exactly `turned` of a head's `head_dim` numbers.
 
@@ -151,7 +145,9 @@ class Keys:
 
     def integer(self, name: str) -> int | None:
         """An integer, or None."""
-        return self._typed(name, int, "an integer")
+        value: int | None = self._typed(name, int, "an integer")
+        require(value is None or is_number(value), f"{name} is {reprlib.repr(value)}; it must be an integer below 2**63")
+        return value
 
     def required(self, name: str) -> int:
         """An integer that must be there."""

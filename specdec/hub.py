@@ -5,6 +5,7 @@ A name on the hub is `owner/name`, and may go on: `owner/name:folder` for a chec
 """
 
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -31,6 +32,9 @@ _OTHERS = ("adapter_model*", "consolidated*", "optimizer*", "training_args*")
 
 _WORD = r"\w[\w.-]*"
 _NAME = re.compile(rf"({_WORD}(?:/{_WORD})?)(?::({_WORD}(?:/{_WORD})*))?(?:@(\w[^\s:@?*\[\\^~]*))?")
+
+_FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+"""How Transformers writes numbers for which JSON has no words: as an object that names one."""
 
 _FOUND: dict[str, Path] = {}
 """Where each name was found last in this process: what reports tell of, whatever has come to the cache since."""
@@ -105,7 +109,7 @@ def json_object(path: Path, name: str, *, what: str) -> dict[str, Any]:
         CheckpointError: the file holds no JSON object.
     """
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes(), object_hook=_decoded)
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path.name} of {what} {name!r} is not valid JSON ({one_line(error)}); fetch or write it again"
@@ -113,6 +117,15 @@ def json_object(path: Path, name: str, *, what: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path.name} of {what} {name!r} holds no JSON object; fetch or write it again")
     return content
+
+
+def _decoded(found: dict[str, Any]) -> Any:
+    """An object of a JSON file, or the number that it stands for.
+
+    >>> _decoded({"__float__": "Infinity"}), _decoded({"a": 1})
+    (inf, {'a': 1})
+    """
+    return _FLOATS.get(str(found["__float__"]), found) if found.keys() == {"__float__"} else found
 
 
 def checkpoint_folder(name: str | Path, *, what: str, weights: bool = True, snapshot: Path | None = None) -> Path:

@@ -10,11 +10,21 @@ from typing import Any
 
 from specdec.errors import InvalidInputError
 
+LARGEST = (2 - 2**-23) * 2.0**127
+"""The largest number of float32."""
+
 
 def require(ok: bool, message: str) -> None:
     """Raises `InvalidInputError` with the message unless all is well."""
     if not ok:
         raise InvalidInputError(message)
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a number that float32 or int64 holds; JSON's true is an int to Python, and its numbers have no bounds."""
+    if isinstance(value, float):
+        return -LARGEST <= value <= LARGEST
+    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 
 
 def as_integer(name: str, value: Any) -> int:

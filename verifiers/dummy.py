@@ -27,7 +27,7 @@ from verifiers.formats.format import Stored
 from verifiers.hf import description_of, verifier_for
 from verifiers.hf_attention import ATTENTION_NAME
 from verifiers.quantize import WAYS
-from verifiers.reading import check_counts
+from verifiers.reading import check_numbers
 from verifiers.shape import backend_spec, eos_token_ids
 from verifiers.shares import Share, shared
 from verifiers.support import check_supported
@@ -51,7 +51,7 @@ def read_config(path: Path) -> PreTrainedConfig:
         UnsupportedModelError: the model cannot be a target.
     """
     try:
-        check_counts(str(path), config_entries(str(path)))
+        check_numbers(config_entries(str(path)))
         config = text_config(config_in(str(path)))
         check_supported(str(path), config)
     except SpecDecError:

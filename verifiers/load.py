@@ -34,7 +34,7 @@ from verifiers.embedded import EMBEDDED, FOUR_BIT, embedded_model_path
 from verifiers.families import describe
 from verifiers.formats.format import check_floats
 from verifiers.generation import read_generation
-from verifiers.reading import blamed, check_counts, check_sizes, read
+from verifiers.reading import blamed, check_numbers, check_sizes, read
 from verifiers.shape import backend_spec, context_limits, peculiarity
 from verifiers.shares import Share, shared
 from verifiers.tokenizer import tokenizer_in
@@ -138,8 +138,11 @@ def _understood(
     def blame(error: BaseException) -> str:
         return blamed(entries, lambda kept: judge(config_of(kept)), error)
 
-    check_counts(name, entries)
-    return read(name, "config", lambda: judge(read_config(str(path))), blame)
+    def judge_file() -> tuple[Any, Any, Share | None, AttentionSpec | MlaSpec]:
+        check_numbers(entries)
+        return judge(read_config(str(path)))
+
+    return read(name, "config", judge_file, blame)
 
 
 def _blame_of_shapes(folder: Path, error: BaseException) -> str:

@@ -27,7 +27,7 @@ from verifiers.families import describe
 from verifiers.formats.method import QUANTIZATION, format_of, method_of, stated_quantization
 from verifiers.generation import FILE, generation_of
 from verifiers.prediction_families import predicts
-from verifiers.reading import blamed, check_counts, check_sizes, read
+from verifiers.reading import blamed, check_numbers, check_sizes, read
 from verifiers.shape import INDEXED_MODELS, LATENT_MODELS, backend_spec, context_limits, layer_caches, layer_specs, layer_windows
 from verifiers.sizes import weight_bytes
 from verifiers.support import unsupported_reasons
@@ -128,8 +128,10 @@ def _in_one_line(needs_of: Callable[..., Needs]) -> Callable[..., Needs]:
 
     @wraps(needs_of)
     def guarded(entries: Mapping[str, Any], *, name: str, **options: Any) -> Needs:
-        judge = partial(needs_of, name=name, **options)
-        check_counts(name, entries)
+        def judge(entries: Mapping[str, Any]) -> Needs:
+            check_numbers(entries)
+            return needs_of(entries, name=name, **options)
+
         return read(name, "config", partial(judge, entries), lambda error: blamed(entries, judge, error))
 
     return guarded

@@ -1,12 +1,15 @@
 """The boundary to files of strangers: whatever stands in them, a user reads one line, which names the entry at fault."""
 
 import re
+import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
 
 from specdec.errors import CheckpointError, InvalidInputError, SpecDecError, UnsupportedModelError, one_line
+from specdec.layers.rotary import check_parameters
+from specdec.validation import LARGEST
 
 Read = TypeVar("Read")
 Judge = Callable[[dict[str, Any]], object]
@@ -14,8 +17,15 @@ Judge = Callable[[dict[str, Any]], object]
 NO_FOREIGN_CODE = {"trust_remote_code": False}
 """Said each time, since transformers otherwise asks on standard input whether to run code from a repository."""
 
-MOST_PARTS = {"layers": 4096, "layer": 4096, "blocks": 4096, "experts": 2**16, "labels": 2**16}
-"""Most parts of a model by the last word of an entry that counts them; of each Transformers makes an object or a list's item."""
+RANGES: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("layers", "layer", "blocks"), (-4096, 4096)),
+    **dict.fromkeys(("experts", "labels"), (-(2**16), 2**16)),
+    **dict.fromkeys(("eps", "epsilon"), (0, 1)),
+    "length": (-LARGEST, LARGEST),
+    "theta": (1e-30, 1e30),
+}
+"""Of numbers in a config, by the last word of an entry: parts, of each of which Transformers makes an object or a list's item, what
+norms add, a tokenizer's longest text, and bases of RoPE."""
 
 
 def read(name: str, what: str, load: Callable[[], Read], blame: Callable[[BaseException], str] | None = None) -> Read:
@@ -100,18 +110,26 @@ def _passes(judge: Judge, entries: dict[str, Any]) -> bool:
     return True
 
 
-def check_counts(name: str, entries: Mapping[str, Any]) -> None:
-    """Refuses counts that no model has, before anything is made for them.
+def check_numbers(entries: Mapping[str, Any], *, of_rope: bool = False) -> None:
+    """Refuses numbers that no model has, before anything is made of them. Limits in a list may be infinite.
+
+    Args:
+        entries: of a config, or of an object in it.
+        of_rope: they are parameters of RoPE, or of RoPE for each kind of layers.
 
     Raises:
         CheckpointError: one is out of range.
     """
+    if of_rope:
+        check_parameters(entries)
     for key, value in entries.items():
         if isinstance(value, Mapping):
-            check_counts(name, value)
-        most = MOST_PARTS.get(re.split(r"[_.]", str(key))[-1])
-        if most is not None and isinstance(value, int | float) and value > most:
-            raise CheckpointError(f"{key} of target {name!r} is {value}; it must not exceed {most:,}, so fetch config.json again")
+            check_numbers(value, of_rope=of_rope or str(key).startswith("rope_"))
+        usual = (-(2**63), 2**63 - 1) if isinstance(value, int) else (-LARGEST, LARGEST)
+        least, most = RANGES.get(re.split(r"[_.]", str(key))[-1], usual)
+        if isinstance(value, int | float) and not least <= value <= most:  # as NaN never does
+            limits = f"it must lie in [{least:,g}, {most:,g}], so fetch config.json again"
+            raise CheckpointError(f"{key} is {reprlib.repr(value)}; {limits}")
 
 
 def check_sizes(name: str, config: Any) -> None:

@@ -67,8 +67,8 @@ def _tokens(config: Any, name: str) -> int | None:
         CheckpointError: it does not count any.
     """
     value = declared(config, name)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise CheckpointError(f"{name} is {value!r} and must be a positive number of tokens; fetch config.json again")
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31):
+        raise CheckpointError(f"{name} is {value!r} and must be a positive number of tokens below 2**31; fetch config.json again")
     return value
 
 

@@ -1,17 +1,11 @@
 """RoPE parameters of a DFlash drafter, as its `config.json` states them."""
 
-import reprlib
 from collections.abc import Mapping
 from typing import Any
 
 from drafters.dflash.families import Family
-from drafters.keys import Keys, is_number, require, rope_sets, rotary_factor
-
-_NUMBERS = {
-    "attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor", "low_freq_factor",
-    "mscale", "mscale_all_dim", "original_max_position_embeddings",
-}  # fmt: skip
-"""Parameters of all types of RoPE that are numbers."""
+from drafters.keys import Keys, require, rope_sets, rotary_factor
+from specdec.layers.rotary import check_parameters
 
 
 def rope_parameters(keys: Keys, family: Family, windows: tuple[int | None, ...], head_dim: int) -> dict[str, Any]:
@@ -37,15 +31,8 @@ def rope_parameters(keys: Keys, family: Family, windows: tuple[int | None, ...],
     factor = _turned_part(keys, family, stated, parameters["rope_type"], head_dim)
     if factor not in (None, 1):
         parameters["partial_rotary_factor"] = factor
-    theta = parameters["rope_theta"]
-    require(
-        is_number(theta) and theta > 0,
-        f"rope_theta is {reprlib.repr(theta)}; config.json must give RoPE's base frequency",
-    )
-    for name in _NUMBERS & parameters.keys():
-        right = is_number(parameters[name]) and parameters[name] > 0
-        require(right, f"RoPE's {name} is {reprlib.repr(parameters[name])}; it must be a positive number")
-    Keys([parameters]).flag("truncate")
+    require(parameters["rope_theta"] is not None, "config.json lacks rope_theta, RoPE's base frequency")
+    check_parameters(parameters)
     return parameters
 
 

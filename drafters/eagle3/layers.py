@@ -5,9 +5,10 @@ from typing import Any, TypeAlias
 
 from transformers import DeepseekV3Config, LlamaConfig, Qwen3Config
 
-from drafters.eagle3.rope import check_angles, rope_parameters, whole_heads
+from drafters.eagle3.rope import rope_parameters, whole_heads
 from drafters.keys import LIMITS, Keys, count, require
 from specdec.errors import one_line
+from specdec.layers.rotary import Rope
 
 Layers: TypeAlias = LlamaConfig | Qwen3Config | DeepseekV3Config
 """What a head's layers may be like."""
@@ -56,7 +57,7 @@ def read_layers(shape: Mapping[str, Any], architecture: str | None = None) -> La
         require(False, f"the layers' part of config.json is not valid ({one_line(error)}); correct it")
     _check_heads(layers)
     layers.rope_parameters = whole_heads(layers.rope_parameters, layers.head_dim)
-    check_angles(layers.rope_parameters, layers.head_dim, layers.max_position_embeddings)
+    Rope.of(layers.rope_parameters, layers.head_dim, layers.max_position_embeddings)
     return layers
 
 

@@ -1,20 +1,16 @@
 """RoPE of an EAGLE-3 head's layers: what `config.json` says, and what trainers' modules turn."""
 
-import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-import torch
+from drafters.keys import Keys, require, rotary_factor, section
+from specdec.layers.rotary import STATIC_ROPE_TYPES, check_parameters
 
-from drafters.keys import Keys, is_number, require, rotary_factor, section
-from specdec.layers.rotary import STATIC_ROPE_TYPES, Rope
-
-_NUMBERS = (
+_KNOWN = (
     "attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor", "low_freq_factor",
     "mscale", "mscale_all_dim", "original_max_position_embeddings", "partial_rotary_factor",
-    "rope_theta",
+    "rope_dim", "rope_theta", "truncate",
 )  # fmt: skip
-_OTHERS = ("rope_dim", "truncate")
 
 
 def rope_parameters(keys: Keys, default_theta: float) -> dict[str, Any]:
@@ -36,15 +32,10 @@ def rope_parameters(keys: Keys, default_theta: float) -> dict[str, Any]:
     supported = ", ".join(STATIC_ROPE_TYPES)
     known = isinstance(kind, str) and kind in STATIC_ROPE_TYPES
     require(known, f"RoPE type {kind!r} is not supported in a drafter; supported: {supported}")
-    parameters = {name: stated[name] for name in (*_NUMBERS, *_OTHERS) if stated.get(name) is not None}
+    parameters = {name: stated[name] for name in _KNOWN if stated.get(name) is not None}
     theta = keys.find("rope_theta")
     parameters.setdefault("rope_theta", default_theta if theta is None else theta)
-    for name in _NUMBERS:
-        value = parameters.get(name)
-        right = value is None or (is_number(value) and (value > 0 or name.startswith("mscale")))
-        require(right, f"RoPE's {name} is {reprlib.repr(value)}; it must be a positive number")
-    truncate = parameters.get("truncate", True)
-    require(isinstance(truncate, bool), f"RoPE's truncate is {truncate!r}; it must be true or false")
+    check_parameters(parameters)
     return {"rope_type": kind, **parameters}
 
 
@@ -74,14 +65,3 @@ def whole_heads(parameters: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
         require(valid, f"RoPE's rope_dim is {turned!r}; it must be even, from 2 to {head_dim}")
         said["partial_rotary_factor"] = rotary_factor(turned, head_dim)
     return said
-
-
-def check_angles(parameters: Mapping[str, Any], head_dim: int, max_position_embeddings: int) -> None:
-    """Refuses parameters that are not complete, or whose angles no float32 holds.
-
-    Raises:
-        CheckpointError: they are so.
-    """
-    rope = Rope.of(parameters, head_dim, max_position_embeddings)
-    finite = torch.as_tensor(rope.amplitude).isfinite().all() and rope.frequencies.isfinite().all()
-    require(bool(finite), f"RoPE parameters {dict(parameters)} give no finite angles; correct them in config.json")

@@ -1,5 +1,6 @@
 """Rotary position embeddings (RoFormer, arXiv 2104.09864): frequencies from a config, angles of positions in few operations."""
 
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
@@ -13,12 +14,38 @@ from specdec.deviation import Deviation, deviation, worst
 from specdec.errors import CheckpointError
 from specdec.kernels.triton_launch import unavailable_reasons
 from specdec.self_check import passes
+from specdec.validation import is_number
 
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "proportional", "yarn")
 """RoPE types, as Transformers names them, whose frequencies stay what they are, however long a sequence grows."""
 
 ROPE_TYPES = (*STATIC_ROPE_TYPES, "dynamic", "longrope")
 """Those that targets may have; of the last two frequencies depend on a request's length."""
+
+
+_POSITIVE = {
+    *("attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor", "llama_4_scaling_beta", "low_freq_factor"),
+    *("original_max_position_embeddings", "partial_rotary_factor", "rope_theta"),
+}
+_NUMBERS = {*_POSITIVE, "mscale", "mscale_all_dim"}
+
+
+def check_parameters(parameters: Mapping[str, Any]) -> None:
+    """Refuses RoPE parameters, as Transformers writes them to a config, that are no numbers where numbers belong.
+
+    Raises:
+        CheckpointError: one is so.
+    """
+    for name in sorted(_NUMBERS & parameters.keys()):
+        value, positive = parameters[name], name in _POSITIVE
+        if value is not None and not (is_number(value) and (value > 0 or not positive)):
+            kind = "a positive number" if positive else "a number"
+            raise CheckpointError(f"RoPE's {name} is {reprlib.repr(value)}; it must be {kind}, so correct it in config.json")
+    truncate = parameters.get("truncate")
+    if not isinstance(truncate, bool | None):
+        raise CheckpointError(
+            f"RoPE's truncate is {reprlib.repr(truncate)}; it must be true or false, so correct it in config.json"
+        )
 
 
 class Temperature(NamedTuple):
@@ -93,28 +120,36 @@ class Rope:
             max_position_embeddings: longest sequence, which YaRN and LongRoPE look at.
 
         Raises:
-            CheckpointError: the RoPE type needs a value that is not there.
+            CheckpointError: the RoPE type needs a value that is not there, or angles are not finite.
         """
+        with torch.device("cpu"):
+            rope = cls._of(parameters, head_dim, max_position_embeddings)
+            found = (rope.frequencies, rope.long_frequencies, torch.as_tensor(rope.amplitude))
+        if not all(one.isfinite().all() for one in found if one is not None):
+            raise CheckpointError(f"RoPE parameters {dict(parameters)} give no finite angles; correct them in config.json")
+        return rope
+
+    @classmethod
+    def _of(cls, parameters: Mapping[str, Any], head_dim: int, max_position_embeddings: int) -> "Rope":
         temperature = parameters.get("temperature")
         rotated = int(head_dim * (parameters.get("partial_rotary_factor") or 1.0))
-        with torch.device("cpu"):
-            if parameters["rope_type"] == "none":
-                return cls(torch.zeros(head_dim // 2), temperature=temperature)
-            if parameters["rope_type"] == "proportional":
-                return cls(_proportional(parameters, head_dim), temperature=temperature)
-            frequencies, factor = _frequencies(parameters, rotated, max_position_embeddings)
-            still = (head_dim - rotated) // 2
-            amplitude: float | Tensor = factor
-            if still and factor != 1:
-                amplitude = F.pad(torch.full_like(frequencies, factor), (0, still), value=1.0)
-            frequencies = F.pad(frequencies, (0, still))
-            if parameters["rope_type"] != "longrope":
-                growth = None
-                if parameters["rope_type"] == "dynamic":
-                    growth = Growth(parameters["rope_theta"], parameters["factor"], max_position_embeddings, rotated)
-                return cls(frequencies, amplitude, rotated, temperature=temperature, growth=growth)
-            long_frequencies, _ = _frequencies(parameters, rotated, max_position_embeddings, is_long=True)
-            return cls(frequencies, amplitude, rotated, F.pad(long_frequencies, (0, still)), temperature)
+        if parameters["rope_type"] == "none":
+            return cls(torch.zeros(head_dim // 2), temperature=temperature)
+        if parameters["rope_type"] == "proportional":
+            return cls(_proportional(parameters, head_dim), temperature=temperature)
+        frequencies, factor = _frequencies(parameters, rotated, max_position_embeddings)
+        still = (head_dim - rotated) // 2
+        amplitude: float | Tensor = factor
+        if still and factor != 1:
+            amplitude = F.pad(torch.full_like(frequencies, factor), (0, still), value=1.0)
+        frequencies = F.pad(frequencies, (0, still))
+        if parameters["rope_type"] != "longrope":
+            growth = None
+            if parameters["rope_type"] == "dynamic":
+                growth = Growth(parameters["rope_theta"], parameters["factor"], max_position_embeddings, rotated)
+            return cls(frequencies, amplitude, rotated, temperature=temperature, growth=growth)
+        long_frequencies, _ = _frequencies(parameters, rotated, max_position_embeddings, is_long=True)
+        return cls(frequencies, amplitude, rotated, F.pad(long_frequencies, (0, still)), temperature)
 
     def frequencies_of(self, position_ids: Tensor, rope_lens: Tensor) -> Tensor:
         """float32 [..., head_dim / 2] for rows with these positions and `specdec.batch.ForwardInput.rope_lens`, int64 [...]."""
