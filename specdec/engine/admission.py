@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 from specdec.core import Verifier
@@ -46,7 +47,7 @@ class Admission:
         self.verifier, self.grammars = verifier, grammars
         self.max_model_len, self._block_size, self._num_blocks = max_model_len, block_size, num_blocks
         self._overshoot = overshoot
-        self._next_id = 0
+        self._ids = count()
         self._told_crossing = False
         self._seeds = random.Random(seed)
 
@@ -71,7 +72,7 @@ class Admission:
         if rule is not None and not rule.grows and rope_len > 0 and len(prompt) <= rule.start:
             self._tell_crossing(len(prompt), rule.start)
         request = Request(
-            self._next_id,
+            next(self._ids),
             prompt,
             sampling,
             seed=seed,
@@ -82,7 +83,6 @@ class Admission:
         )
         if self.grammars and sampling.grammar is not None:
             request.grammar = self.grammars.start(sampling.grammar)
-        self._next_id += 1
         return request
 
     def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:

@@ -11,8 +11,9 @@ class Callers:
     """The handles of unfinished requests, which belong to those who wait; nothing is kept for who has let go of his."""
 
     def __init__(self) -> None:
-        self._handles: dict[int, ref[Handle]] = {}  # by request id
-        self._listening: set[int] = set()  # requests whose handles get chunks before the end
+        self._handles: dict[Request, ref[Handle]] = {}
+        self._listening: set[Request] = set()  # whose handles get chunks before the end
+        self._served: Handle | None = None  # is being given its end
 
     def __len__(self) -> int:
         """Unfinished requests."""
@@ -20,32 +21,38 @@ class Callers:
 
     def __contains__(self, request: Request) -> bool:
         """Whether a request has not ended."""
-        return request.request_id in self._handles
+        return request in self._handles
 
     @property
     def handles(self) -> list[Handle]:
         """Those that somebody holds."""
-        return [handle for known in self._handles.values() if (handle := known()) is not None]
+        held = [handle for known in list(self._handles.values()) if (handle := known()) is not None]
+        return held if self._served is None else [*held, self._served]
+
+    @property
+    def left(self) -> list[Request]:
+        """Requests whose handles nobody holds."""
+        return [request for request, known in list(self._handles.items()) if known() is None]
 
     def add(self, handle: Handle, *, listens: bool) -> None:
         """Takes note of a handle, which gets chunks before the end if it `listens`."""
-        self._handles[handle.request.request_id] = ref(handle)
         if listens:
-            self._listening.add(handle.request.request_id)
+            self._listening.add(handle.request)
+        self._handles[handle.request] = ref(handle)
 
     def deliver(self, requests: Iterable[Request]) -> None:
         """Hands news of requests to those whom they concern: of most requests, only the end does."""
         finished, listening = Status.FINISHED, self._listening
-        for request in [one for one in requests if one.status is finished or one.request_id in listening]:
-            known = self._handles.get(request.request_id)
-            handle = known() if known is not None else None
+        for request in [one for one in requests if one.status is finished or one in listening]:
+            known = self._handles.get(request)
+            self._served = handle = known() if known is not None else None
             if request.status is finished:
-                self._handles.pop(request.request_id, None)
-                listening.discard(request.request_id)
+                self._handles.pop(request, None)
+                listening.discard(request)
             if handle is not None:
                 handle.deliver()
+        self._served = None
 
-    def clear(self) -> list[Handle]:
-        """Forgets all; gives the handles that somebody holds."""
-        handles, self._handles, self._listening = self.handles, {}, set()
-        return handles
+    def clear(self) -> None:
+        """Forgets all."""
+        self._handles, self._listening, self._served = {}, set(), None

@@ -1,5 +1,6 @@
-"""Who has to know when the process was forked."""
+"""Who has to know when the process was forked, or ends."""
 
+import atexit
 import os
 from typing import Protocol
 from weakref import WeakSet
@@ -12,7 +13,17 @@ class Forked(Protocol):
         """Called in the child process, where this is the only thread."""
 
 
+class Ending(Protocol):
+    """Has threads that must not be within torch when Python ends, which takes daemon threads out of whatever they do: the process
+    would abort.
+    """
+
+    def at_exit(self) -> None:
+        """Called when the program has ended, before Python does."""
+
+
 _known: WeakSet[Forked] = WeakSet()
+_ending: WeakSet[Ending] = WeakSet()
 
 
 def tell_of_forks(one: Forked) -> None:
@@ -20,9 +31,20 @@ def tell_of_forks(one: Forked) -> None:
     _known.add(one)
 
 
+def tell_of_exit(one: Ending) -> None:
+    """Has `one.at_exit` called, as long as somebody holds `one`."""
+    _ending.add(one)
+
+
 def _after_fork() -> None:
     for one in list(_known):
         one.after_fork()
+
+
+@atexit.register
+def _at_exit() -> None:
+    for one in list(_ending):
+        one.at_exit()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows

@@ -152,9 +152,10 @@ class Handle:
         decode: Callable[[list[int]], str],
     ) -> None:
         self.stream, self.request = stream, request
-        self._session, self._index, self._text, self._decode = session, index, text, decode
+        self._index, self._text, self._decode = index, text, decode
         self._num_shown = 0
         self._result: GenerationResult | None = None
+        self._session = session  # last: `__del__` looks for it
 
     @property
     def done(self) -> bool:
@@ -179,7 +180,7 @@ class Handle:
 
     def __del__(self) -> None:
         """Cancels what nobody can read."""
-        if not self.done:
+        if hasattr(self, "_session") and not self.done:
             self.cancel()
 
     def __iter__(self) -> Iterator[StreamChunk]:

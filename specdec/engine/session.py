@@ -8,6 +8,7 @@ may fork. Asynchronous callers cannot step; for them a thread waits in the other
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -18,7 +19,7 @@ import torch
 
 from specdec.engine.callers import Callers
 from specdec.engine.engine import SpecEngine
-from specdec.engine.forks import tell_of_forks
+from specdec.engine.forks import tell_of_exit, tell_of_forks
 from specdec.engine.handle import Handle, Stream
 from specdec.engine.outputs import StreamChunk
 from specdec.engine.request import Request
@@ -34,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 MAX_QUEUE = 1024
 """Unfinished requests that a session holds, or four times as many as the engine decodes at once, if that is more."""
+
+
+_INTERRUPTED = RuntimeError("a step was interrupted")
 
 
 class Session:
@@ -58,7 +62,9 @@ class Session:
         self._turns = Turns(self._lock)  # who has the turn steps the engine
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._unsound: BaseException | None = None  # a step is under way, or has failed and the engine has to begin anew
         tell_of_forks(self)
+        tell_of_exit(self)
 
     @property
     def idle(self) -> bool:
@@ -97,6 +103,8 @@ class Session:
             CapacityError: the queue is full and `wait` is False, or the session is closed.
         """
         sampling = sampling or SamplingParams()
+        if self._unsound is not None and self._turns.claim(sys._getframe()):
+            self._hand_over()  # a new request is not to end with those of a step that was interrupted
         while True:
             with self._lock:
                 if self._closed:
@@ -143,8 +151,10 @@ class Session:
 
         Raises:
             RuntimeError: somebody else is stepping it.
+            InvalidInputError: this thread is.
         """
-        if not self._turns.claim():
+        self._turns.check()
+        if not self._turns.claim(sys._getframe()):
             raise RuntimeError("another thread is stepping this engine")
         try:
             self._step()
@@ -157,9 +167,12 @@ class Session:
         Args:
             ready: asked after every step, in whichever thread.
             on_step: called after each step that this caller takes.
+
+        Raises:
+            InvalidInputError: this thread is stepping it already, and would wait for itself.
         """
         while not ready():
-            if not self._turns.wait(ready):
+            if not self._turns.wait(ready, sys._getframe()):
                 continue
             try:
                 while not ready():
@@ -174,7 +187,7 @@ class Session:
     def start(self) -> None:
         """Starts the thread that steps for asynchronous callers, unless it runs."""
         with self._lock:
-            if self._thread is None and not self._closed:
+            if not (self._closed or (self._thread and self._thread.is_alive())):
                 self._thread = threading.Thread(target=self._drive, name="specdec session", daemon=True)
                 self._thread.start()
 
@@ -186,7 +199,7 @@ class Session:
             self._arrived.notify()
         for handle in handles:
             handle.cancel()
-        if self._thread is not None:
+        if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
     def __enter__(self) -> Session:
@@ -200,10 +213,10 @@ class Session:
     def cancel(self, request: Request) -> None:
         """Ends a request with what it has; does nothing when it has ended."""
         with self._lock:
-            if request not in self._callers:
+            if self._turns.ending or request not in self._callers:
                 return
             self._cancelled.append(request)
-            if not self._turns.claim():
+            if not self._turns.claim(sys._getframe()):
                 return  # who steps does it, at the latest when it hands over
         self._hand_over()
 
@@ -223,9 +236,9 @@ class Session:
         request = self.engine.new_request(token_ids(prompt), sampling, on_tokens=push)
         whole = partial(text_of, self.tokenizer if text else None, skip_special_tokens=skip)
         handle = Handle(self, stream, request, index, decoder, whole)
-        self._callers.add(handle, listens=incremental)
         self._new.append(request)
         stream.open()
+        self._callers.add(handle, listens=incremental)  # last: what is new and has no caller was interrupted here
         self._arrived.notify()
         return handle
 
@@ -239,29 +252,45 @@ class Session:
                     return
             try:
                 self.run_until(lambda: not self._callers)
-            except Exception as error:
+            except BaseException as error:  # whatever a drafter raises, this thread goes on
                 logger.debug("the engine failed, and who waits for a request has been told: %s", error)
 
     def _step(self) -> None:
         """One step of the engine, and its news to everyone; by the caller whose turn it is."""
+        if self._turns.ending:
+            self._turns.park()
+        if self._unsound is not None:
+            self._fail(self._unsound)
+        else:
+            self._guarded(self._one_step)
+
+    def _one_step(self) -> None:
+        if self._new or self._cancelled:
+            self._take_over()
+        touched = self.engine.step()
+        with self._lock:
+            self._callers.deliver(touched)
+            self._turns.wake()
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """Does what leaves the engine unsound when it ends early, however it ends."""
         try:
-            if self._new or self._cancelled:
-                self._take_over()
-            touched = self.engine.step()
-            with self._lock:
-                self._callers.deliver(touched)
-                self._turns.wake()
+            self._unsound = _INTERRUPTED
+            work()
+            self._unsound = None
         except BaseException as error:
-            self._fail(error)
+            if self._unsound is not None:
+                self._fail(error)
             raise
 
     def _take_over(self) -> None:
         """Tells the engine of requests that have come or are cancelled."""
         with self._lock:
             new, self._new = self._new, []
-            cancelled, self._cancelled = self._cancelled, deque()
+            cancelled, self._cancelled = [*self._cancelled, *self._callers.left], deque()
         for request in new:
-            self.engine.enqueue(request)
+            if request in self._callers:
+                self.engine.enqueue(request)
         for request in cancelled:
             self.engine.abort(request)
         with self._lock:
@@ -270,23 +299,32 @@ class Session:
     def _hand_over(self) -> None:
         """Lets another caller step."""
         with self._lock:
+            if self._unsound is not None:
+                self._fail(self._unsound)
             while self._cancelled:
-                self._take_over()
+                self._guarded(self._take_over)
             self._turns.pass_on()
 
     def _fail(self, error: BaseException) -> None:
-        """After an error nobody knows how far the step came: every request ends, and the engine begins anew."""
+        """After an error nobody knows how far the step came: every request ends, and the engine begins anew.
+
+        What interrupts this, or cannot be done, is done again before anything else.
+        """
         with self._lock:
-            handles = self._callers.clear()
+            left: BaseException | None = error
+            self._unsound = error
+            handles = self._callers.handles
             self._new, self._cancelled = [], deque()
             try:
                 self.engine.reset()
-            except RuntimeError as lost:  # as of a device that is lost; what is raised is the error that came first
+                left = None
+            except Exception as lost:  # as of a device that is lost; what is raised is the error that came first
                 logger.warning("the engine cannot begin anew: %s", lost)
-            finally:
-                for handle in handles:
-                    handle.stream.fail(error)
-                self._turns.wake()
+            for handle in handles:
+                handle.stream.fail(error)
+            self._callers.clear()
+            self._turns.wake()
+            self._unsound = left
 
     def after_fork(self) -> None:
         """In a child process, where this is the only thread: nobody steps, nobody waits, and no lock is held.
@@ -302,3 +340,7 @@ class Session:
         self._turns = Turns(self._lock)
         if stepping:
             self._fail(RuntimeError("the process was forked while another thread was decoding"))
+
+    def at_exit(self) -> None:
+        """At the end of the program: no thread steps any more."""
+        self._turns.end()
