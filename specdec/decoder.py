@@ -18,7 +18,7 @@ from specdec.engine.lockstep import make_engine
 from specdec.engine.outputs import GenerationResult, StreamChunk
 from specdec.engine.session import Session
 from specdec.engine.text import token_ids
-from specdec.errors import InvalidInputError, SpecDecError
+from specdec.errors import InvalidInputError, SpecDecError, one_line
 from specdec.grammar.grammar import Grammar
 from specdec.loading import load_target
 from specdec.messages import for_template, readable
@@ -180,7 +180,9 @@ class SpecDecoder:
             try:
                 text = self.tokenizer.apply_chat_template(messages, tokenize=False, **template)
             except Exception as error:  # a template may raise whatever it likes
-                raise InvalidInputError(f"the chat template of {self.verifier.name!r} refuses these messages: {error}") from error
+                raise InvalidInputError(
+                    f"the chat template of {self.verifier.name!r} refuses these messages: {one_line(error, 300)}"
+                ) from error
             return self._ids_of(text, add_special_tokens=bool(add_special_tokens))
         return token_ids(prompt)
 
@@ -191,7 +193,12 @@ class SpecDecoder:
             raise InvalidInputError(
                 f"the prompt is not Unicode text: character {error.start + 1} is half of a surrogate pair; remove it"
             ) from error
-        ids: list[int] = self.tokenizer(text, **options)["input_ids"]
+        try:
+            ids: list[int] = self.tokenizer(text, **options)["input_ids"]
+        except BaseException as error:  # what panics in Rust is no Exception
+            if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
+                raise
+            raise InvalidInputError(f"the tokenizer of {self.verifier.name!r} cannot read the prompt: {one_line(error)}") from error
         return ids
 
     def next_token_logits(self, prompt: Prompt) -> Tensor:

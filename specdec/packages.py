@@ -32,7 +32,7 @@ def foreign_packages(names: Iterable[str] = PACKAGES) -> list[str]:
         folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
         where = str(folders[0]) if folders else spec.origin if spec else None
         if where is None:
-            found.append(f"package {name!r} is missing beside {ROOT / 'specdec'}; install {DISTRIBUTION} again")
+            found.append(f"package {name!r} is missing beside {ROOT / 'specdec'}; install {DISTRIBUTION} from its checkout again")
         elif folders != [ROOT / name] and [folder.resolve() for folder in folders] != [(ROOT / name).resolve()]:
             found.append(
                 f"package {name!r} is not the one of {DISTRIBUTION} but {where};"
@@ -56,7 +56,7 @@ def overwritten_packages() -> list[str]:
     owners = packages_distributions()
     return [
         f"distribution {other!r} has files in package {name!r} of {DISTRIBUTION};"
-        f" run: python -m pip uninstall {other}, then install {DISTRIBUTION} again"
+        f" run: python -m pip uninstall {other}, then install {DISTRIBUTION} from its checkout again"
         for name in PACKAGES
         for other in sorted(set(owners.get(name, ())) - {DISTRIBUTION})
     ]

@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Regex
+from tokenizers.pre_tokenizers import Split
 
 from drafters.dflash.checkpoint import write_checkpoint
 from specdec import EngineConfig, SamplingParams, SpecDecError, SpecDecoder
 from specdec.cli import main as main_module
 from specdec.cli.main import main
+from specdec.errors import InvalidInputError
 from specdec.registry import VERBS
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, tiny_tokenizer
 
@@ -282,13 +285,38 @@ def test_json_beyond_the_limits_of_its_reader(line: str, tmp_path: Path, capsys:
     assert f"{file}:1 is not JSON" in fails(capsys, "--file", file)
 
 
-def test_a_chat_template_that_refuses_is_one_line(capsys: Capture) -> None:
-    """Catches the template's own exception, as of models that know no system message."""
+def decoder_of(tokenizer: Any) -> SpecDecoder:
+    return SpecDecoder(paged_verifier(plain_model("llama")), tokenizer, None, EngineConfig(max_num_seqs=2, max_model_len=64))
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ raise_exception('no system\nhere') }}", "no system here"),  # the template's own, of models that know no system message
+        ("{{ 1/0 }}", "division by zero"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
+        ("{{ 1e400 | int }}", "inf"),
+        ("{{ [0] * 10**18 }}", "MemoryError"),
+        ("{{ [0] * 10**30 }}", "int"),
+        ("{{ 10.0 ** 1000 }}", "out of range"),
+        ("{{ messages[5].content }}", "no element 5"),
+        ("{% if %}", "Expected an expression"),
+    ],
+)
+def test_a_chat_template_that_refuses_is_one_line(template: str, reason: str) -> None:
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "{{ raise_exception('no system here') }}"
-    decoder = SpecDecoder(paged_verifier(plain_model("llama")), tokenizer, None, EngineConfig(max_num_seqs=2, max_model_len=64))
-    with pytest.raises(SpecDecError, match="refuses these messages: no system here"):
-        decoder.generate([{"role": "user", "content": "hi"}])
+    tokenizer.chat_template = template
+    with pytest.raises(InvalidInputError, match=f"refuses these messages: .*{reason}") as refusal:
+        decoder_of(tokenizer).generate([{"role": "user", "content": "hi"}])
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_tokenizer_that_panics_is_one_line() -> None:
+    """A panic of Rust is no `Exception`; here an expression that takes too many steps back."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.pre_tokenizer = Split(Regex("(x+x+)+y"), "isolated")
+    with pytest.raises(InvalidInputError, match=r"the tokenizer of .* cannot read the prompt: "):
+        decoder_of(tokenizer).generate("x" * 60)
 
 
 @pytest.mark.parametrize(

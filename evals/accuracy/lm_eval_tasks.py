@@ -103,7 +103,9 @@ def _needs(error: ImportError) -> InvalidInputError:
     if error.name is None:
         return InvalidInputError(f"a task cannot be imported: {one_line(error)}")
     package = error.name.partition(".")[0]
-    return InvalidInputError(f"a task needs the package {package}, which is not installed; run: pip install {package}")
+    return InvalidInputError(
+        f"a task needs the module {package}, which is not installed; the task's page in lm-eval names its package"
+    )
 
 
 @cache

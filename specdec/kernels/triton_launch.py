@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import specdec.device
+from specdec.packages import install_command
 
 HOPPER_SHARED_MEMORY = 227 * 1024
 AMD_SHARED_MEMORY = {"gfx950": 160 * 1024}
@@ -24,7 +25,7 @@ def unavailable_reasons(device: torch.device) -> list[str]:
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return [f"{device} is not a CUDA or ROCm device"]
     if find_spec("triton") is None:
-        return ["triton is not installed (pip install triton)"]
+        return [f"triton is not installed ({install_command('triton')})"]
     if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
         major, minor = torch.cuda.get_device_capability(device)
         return [f"compute capability {major}.{minor} (the kernels need 8.0)"]

@@ -41,8 +41,10 @@ def run(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] in ("specdec", "torch", "transformers"):
             raise
+        from specdec.packages import install_command
+
         raise InvalidInputError(
-            f"specdec serve needs {error.name}, which is not installed; pip install 'specdec-dflash[serve]'"
+            f"specdec serve needs {error.name}, which is not installed; run: {install_command('serve')}"
         ) from error
     logging.basicConfig(format="specdec: %(message)s", level=logging.WARNING, stream=sys.stderr)
     from specdec.hub import unpinned

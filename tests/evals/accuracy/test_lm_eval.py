@@ -400,7 +400,7 @@ def test_a_package_that_a_task_needs_is_named(tmp_path: Path, monkeypatch: Patch
         raise ModuleNotFoundError("No module named 'langdetect.x'", name="langdetect.x")
 
     monkeypatch.setattr(TaskManager, "load", load)
-    with pytest.raises(InvalidInputError, match=r"a task needs the package langdetect, .*; run: pip install langdetect"):
+    with pytest.raises(InvalidInputError, match=r"a task needs the module langdetect, which is not installed; the task's page"):
         Tasks(["bundled"], data={}, limit=None, folder=tmp_path)
 
 
