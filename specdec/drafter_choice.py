@@ -10,6 +10,7 @@ from typing import Any, cast
 from specdec.core import Drafter, Verifier
 from specdec.errors import InvalidInputError
 from specdec.parallel.mirror import everywhere, mirror_of
+from specdec.parallel.plain import on_ranks
 from specdec.registry import CHECKPOINTS, COMPOSITION, DRAFTERS, drafter_name, import_attribute, parts_of, resolve
 
 DrafterChoice = str | Path | Drafter | Callable[..., Drafter] | None
@@ -40,9 +41,12 @@ def _made_by_all(choice: DrafterChoice, verifier: Verifier) -> Drafter | None:
             f"drafter is a {type(choice).__name__} of this process, and every rank of the target's group makes its own; give a"
             " name, a checkpoint or module:function"
         )
+    if callable(choice):
+        choice = f"{choice.__module__}:{choice.__qualname__}"
     return everywhere(verifier, _make_drafter, choice, verifier, keep=True)
 
 
+@on_ranks
 def _make_drafter(choice: DrafterChoice, verifier: Verifier) -> Drafter | None:
     return _maker(choice)(verifier)
 

@@ -15,6 +15,7 @@ from specdec.device import cache_dtype, resolve_device, resolve_dtype
 from specdec.parallel.group import Group
 from specdec.parallel.launch import device_of_rank, open_ranks
 from specdec.parallel.mirror import Mirror, current
+from specdec.parallel.plain import on_ranks
 from specdec.registry import VERIFIERS, resolve
 
 if TYPE_CHECKING:
@@ -49,13 +50,14 @@ def load_target(
         raise
 
 
+@on_ranks
 def _load_part(target: str | Path, load: LoadConfig) -> Loaded:
     """This rank's part."""
     ranks = current()
     assert ranks is not None, "ranks have met before"
     where = device_of_rank(resolve_device(load.device), ranks.group.rank, ranks.group.size)
     verifier, tokenizer = _load(target, load, where, ranks.group)
-    return ranks.keep(verifier), tokenizer
+    return ranks.keep(verifier), ranks.keep(tokenizer)
 
 
 def _load(target: str | Path, load: LoadConfig, where: torch.device, group: Group | None = None) -> Loaded:

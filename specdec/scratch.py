@@ -12,6 +12,7 @@ from specdec.attention.backend import AttentionMetadata
 from specdec.batch import ForwardInput
 from specdec.core import Verifier
 from specdec.kv_cache import LayerSpec, PagedKVCache, blocks_for
+from specdec.parallel.plain import on_ranks
 
 
 class ScratchCache:
@@ -73,6 +74,7 @@ class ScratchCache:
         return torch.tensor(list(values), device=self._device)
 
 
+@on_ranks
 @torch.inference_mode()
 def next_token_logits(verifier: Verifier, token_ids: Sequence[int]) -> Tensor:
     """The target's unprocessed logits after `token_ids`, float32 [V]."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from specdec.core import Verifier
 from specdec.decoder import SpecDecoder
 from specdec.parallel.mirror import everywhere
+from specdec.parallel.plain import on_ranks
 from specdec.scratch import ScratchCache
 
 MAX_ROWS = 1024
@@ -52,6 +53,7 @@ def score(decoder: SpecDecoder, sequences: Sequence[tuple[Sequence[int], int]]) 
         yield from everywhere(decoder.verifier, _score_batch, decoder.verifier, batch)
 
 
+@on_ranks
 @torch.inference_mode()
 def _score_batch(verifier: Verifier, batch: list[tuple[Sequence[int], int]]) -> list[Scored]:
     """One forward when the batch has at most `MAX_ROWS` rows; a longer sequence stands alone and takes several."""

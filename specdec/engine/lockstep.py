@@ -9,10 +9,8 @@ where an output ends at a stop string; on an accelerator the device has the next
 
 from __future__ import annotations
 
-import pickle
 from collections import deque
 from collections.abc import Sequence
-from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +26,9 @@ from specdec.engine.scheduler import Schedule
 from specdec.engine.selection import Selection
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.parallel.mirror import STEP, Mirror, everywhere, mirror_of
+from specdec.parallel.plain import on_ranks, pack, unpack
 from specdec.parallel.wire import Message
+from specdec.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,6 +51,7 @@ def make_engine(
     return everywhere(verifier, _on_this_rank, verifier, drafter, config, tokenizer, keep=True)
 
 
+@on_ranks
 def _on_this_rank(
     verifier: Verifier, drafter: Drafter | None, config: EngineConfig | None, tokenizer: PreTrainedTokenizerBase | None
 ) -> SpecEngine:
@@ -81,13 +82,11 @@ class LeadingEngine(_RankEngine):
 
     def __init__(self, mirror: Mirror, *about: Any) -> None:
         super().__init__(mirror, *about)
-        self._news: deque[tuple[str, Any]] = deque()
+        self._news: deque[list[Any]] = deque()  # kinds, and what is told of each
 
     def enqueue(self, request: Request) -> None:
         """See `SpecEngine.enqueue`."""
-        told = copy(request)
-        told.on_tokens = told.grammar = None
-        self._news.append(("new", (told, request.on_tokens is not None)))
+        self._news.append(["new", *_told(request)])
         if request.on_tokens is not None:
             request.on_tokens = partial(self._asked, request.on_tokens)
         super().enqueue(request)
@@ -95,12 +94,12 @@ class LeadingEngine(_RankEngine):
     def abort(self, request: Request) -> None:
         """See `SpecEngine.abort`."""
         if request.status is not Status.FINISHED:
-            self._news.append(("abort", request.request_id))
+            self._news.append(["abort", request.request_id])
         super().abort(request)
 
     def reset(self) -> None:
         """See `SpecEngine.reset`."""
-        self._news.append(("reset", None))
+        self._news.append(["reset"])
         super().reset()
 
     def step(self) -> list[Request]:
@@ -116,7 +115,8 @@ class LeadingEngine(_RankEngine):
         shape = super()._shape(batch)
         number = self._mirror.number_of(self)
         numbers = [STEP, number, shape.drafts, shape.tree_depth, self.timer.enabled, *state_of(self)]
-        payload = pickle.dumps((self._cuts, self._news)) if self._cuts or self._news else b""
+        cuts = [[*place, keep] for place, keep in self._cuts.items()]
+        payload = pack([cuts, list(self._news)], {}) if cuts or self._news else b""
         self._mirror.say(numbers, payload)
         self._cuts, self._news = {}, deque()
         return shape
@@ -145,8 +145,8 @@ class FollowingEngine(_RankEngine):
         news = self._take(message)
         if self._reads:
             self._read_results(leave=self._unread)
-        for kind, what in news:
-            self._hear(kind, what)
+        for kind, *told in news:
+            self._hear(kind, told)
         self._unread, self._reads = self._launch(), True
         self._requests = {number: one for number, one in self._requests.items() if one.status is not Status.FINISHED}
         self._touched.clear()
@@ -162,20 +162,20 @@ class FollowingEngine(_RankEngine):
             self._take(self._mirror.hear())
             self._read_results()
 
-    def _take(self, message: Message) -> Sequence[tuple[str, Any]]:
+    def _take(self, message: Message) -> Sequence[list[Any]]:
         """Takes over the numbers of a message, and where outputs end; gives the rest of the news."""
         _, _, drafts, tree_depth, timed, *state = message.numbers
         self._block, self._state = BlockShape(drafts, tree_depth), state
         self.timer.enabled = bool(timed)
         if not message.payload:
             return ()
-        cuts, news = pickle.loads(message.payload)
-        self._cuts.update(cuts)
+        cuts, news = unpack(message.payload, {})
+        self._cuts.update({(number, place): keep for number, place, keep in cuts})
         return list(news)
 
-    def _hear(self, kind: str, what: Any) -> None:
+    def _hear(self, kind: str, told: list[Any]) -> None:
         if kind == "new":
-            request, asks = what
+            request, asks = _request(*told)
             if asks:
                 request.on_tokens = lambda request, tokens: self._cuts.pop(_place(request), None)
             if self.admission.grammars and request.sampling.grammar is not None:
@@ -183,7 +183,7 @@ class FollowingEngine(_RankEngine):
             self._requests[request.request_id] = request
             self.enqueue(request)
         elif kind == "abort":
-            self.abort(self._requests[what])
+            self.abort(self._requests[told[0]])
         else:
             self.reset()
             self._requests.clear()
@@ -201,6 +201,29 @@ def state_of(engine: SpecEngine) -> list[int]:
     scheduler = engine.scheduler
     counts = (engine.pool.num_free, len(scheduler.waiting), len(scheduler.working), scheduler.num_preemptions)
     return [*counts, len(engine.results)]
+
+
+def _told(request: Request) -> list[Any]:
+    """A request that is new, for `_request`."""
+    asks = request.on_tokens is not None
+    numbers = [request.request_id, request.seed, request.max_total_len, request.rope_len]
+    return [numbers, request.prompt_token_ids, sorted(request.stop_ids), request.sampling, asks]
+
+
+def _request(
+    numbers: list[int], prompt: list[int], stop_ids: list[int], sampling: SamplingParams, asks: bool
+) -> tuple[Request, bool]:
+    """What rank 0 tells of a request, and whether it looks for stop strings.
+
+    Raises:
+        RuntimeError: it is no request.
+    """
+    whole = all(type(number) is int for number in (*numbers, *prompt, *stop_ids))
+    if not (whole and len(numbers) == 4 and isinstance(sampling, SamplingParams)):
+        raise RuntimeError("a message between ranks tells of no request")
+    number, seed, total, rope_len = numbers
+    request = Request(number, prompt, sampling, seed, total, stop_ids=frozenset(stop_ids), rope_len=rope_len)
+    return request, asks
 
 
 def _place(request: Request) -> tuple[int, int]:

@@ -22,6 +22,7 @@ from specdec.engine.selection import Selection
 from specdec.kv_cache import blocks_for
 from specdec.kv_cache.block_pool import NULL_BLOCK
 from specdec.parallel.mirror import everywhere
+from specdec.parallel.plain import on_ranks
 from specdec.sampling_params import SamplingParams
 
 KEYS_PER_KERNEL = 16384
@@ -61,6 +62,7 @@ def launch_shape(engine: SpecEngine, sampling: SamplingParams | None, index: int
     everywhere(engine.verifier, _launch_shape, engine, sampling, index)
 
 
+@on_ranks
 def _launch_shape(engine: SpecEngine, sampling: SamplingParams | None, index: int) -> None:
     warm_up_shapes(engine, sampling)[index].run()
 

@@ -2,10 +2,14 @@
 
 import atexit
 import os
+import secrets
+import shutil
 import sys
+import tempfile
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,6 +20,7 @@ from specdec.parallel.group import WITHOUT_MULTICAST, join_group
 from specdec.parallel.mirror import Mirror, Ranks
 from specdec.parallel.rank import Settings, one_line, quieten
 from specdec.parallel.siblings import PATIENCE, Siblings
+from specdec.parallel.sockets import check_loopback, rank_sockets
 
 MEETING = timedelta(minutes=5)
 """How long ranks wait for each other at the start, where one may have to import more than another."""
@@ -90,10 +95,11 @@ def follow_torchrun(size: int | None, device: torch.device) -> int:
     return open_ranks(size or torchrun_size(), device).group.size
 
 
-def join(rank: int, size: int, port: int, device: str) -> Mirror:
+def join(settings: Settings) -> Mirror:
     """The end of another rank that rank 0 has started."""
-    where = device_of_rank(torch.device(device), rank, size)
-    return _meet(rank, size, dist.TCPStore("127.0.0.1", port, size, is_master=False, timeout=MEETING), where, None)
+    rank, size = settings["rank"], settings["size"]
+    where = device_of_rank(torch.device(settings["device"]), rank, size)
+    return _meet(rank, size, Path(settings["folder"]), where, None, bytes.fromhex(settings["secret"]))
 
 
 class Started(Ranks):
@@ -102,14 +108,16 @@ class Started(Ranks):
     Args:
         siblings: the processes.
         threads: of torch that this one had before.
+        folder: where the ranks have met.
     """
 
-    def __init__(self, siblings: Siblings, threads: int) -> None:
-        self._siblings, self._threads = siblings, threads
+    def __init__(self, siblings: Siblings, threads: int, folder: Path) -> None:
+        self._siblings, self._threads, self._folder = siblings, threads, folder
 
     def end(self, *, kill: bool) -> None:
         """See `Ranks.end`."""
         self._siblings.end(kill=kill)
+        shutil.rmtree(self._folder, ignore_errors=True)
         torch.set_num_threads(self._threads)
         if dist.get_backend() == "gloo":  # NCCL would wait for captured graphs, which refer to its communicator
             dist.destroy_process_group()
@@ -126,7 +134,8 @@ def _check_size(size: int, found: int, who: str) -> None:
 
 def _start(size: int, device: torch.device) -> Mirror:
     where = device_of_rank(device, 0, size)
-    store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False, timeout=MEETING)
+    check_loopback()
+    folder, secret = _private_folder(), secrets.token_hex(16)
     threads = torch.get_num_threads()
     each = threads if where.type == "cuda" or "OMP_NUM_THREADS" in os.environ else max(1, threads // size)
     siblings = Siblings(
@@ -135,7 +144,8 @@ def _start(size: int, device: torch.device) -> Mirror:
                 path=sys.path,
                 rank=rank,
                 size=size,
-                port=store.port,
+                folder=str(folder),
+                secret=secret,
                 device=where.type,
                 threads=each,
                 parent=os.getpid(),
@@ -146,35 +156,48 @@ def _start(size: int, device: torch.device) -> Mirror:
     try:
         siblings.wait()
         torch.set_num_threads(each)
-        mirror = _meet(0, size, store, where, Started(siblings, threads))
+        mirror = _meet(0, size, folder, where, Started(siblings, threads, folder), bytes.fromhex(secret))
     except BaseException:
         siblings.end(kill=True)
+        shutil.rmtree(folder, ignore_errors=True)
         raise
     siblings.on_loss = lambda line: _lost(mirror, line)
     return _lead(mirror)
 
 
-def _meet(rank: int, size: int, store: dist.Store, device: torch.device, ranks: Ranks | None) -> Mirror:
+def _private_folder() -> Path:
+    """A folder that no other user may look into; ranks tell each other there at which ports they listen."""
+    try:
+        return Path(tempfile.mkdtemp(prefix="specdec-ranks-"))
+    except OSError as error:
+        raise CapacityError(f"ranks need a folder to meet in, and there is none: {error}; set TMPDIR to one") from error
+
+
+def _meet(rank: int, size: int, folder: Path, device: torch.device, ranks: Ranks | None, secret: bytes) -> Mirror:
+    store = dist.FileStore(str(folder / "store"), size)
+    store.set_timeout(MEETING)
     os.environ.update(WITHOUT_MULTICAST)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        store=store,
-        rank=rank,
-        world_size=size,
-        device_id=device if device.type == "cuda" else None,
-    )
-    group = join_group(device)
-    assert group is not None, "there are several ranks"
-    return mirrors.install(Mirror(group, ranks))
+    with rank_sockets():
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=rank,
+            world_size=size,
+            device_id=device if device.type == "cuda" else None,
+        )
+        group = join_group(device)
+        assert group is not None, "there are several ranks"
+        return mirrors.install(Mirror(group, ranks, secret))
 
 
 def _join_torchrun(device: torch.device) -> Mirror:
     size = torchrun_size()
-    group = join_group(device_of_rank(device, int(os.environ.get("LOCAL_RANK", os.environ["RANK"])), size))
-    assert group is not None, "torchrun has started several ranks"
-    mirror = mirrors.install(Mirror(group))
+    with rank_sockets():
+        group = join_group(device_of_rank(device, int(os.environ.get("LOCAL_RANK", os.environ["RANK"])), size))
+        assert group is not None, "torchrun has started several ranks"
+        mirror = mirrors.install(Mirror(group))
     if mirror.leads:
         return _lead(mirror)
     quieten()

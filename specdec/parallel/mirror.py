@@ -10,9 +10,7 @@ An error on any rank in the midst of a call leaves others waiting in a collectiv
 from __future__ import annotations
 
 import gc
-import io
 import os
-import pickle
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -23,9 +21,12 @@ from weakref import finalize
 
 from specdec.errors import InvalidInputError, SpecDecError
 from specdec.parallel.group import Group, group_of
+from specdec.parallel.plain import pack, unpack
 from specdec.parallel.wire import Message, Wire
 
 Result = TypeVar("Result")
+
+_INTERRUPTED = "the tensor-parallel group has ended after an interruption"
 
 END, CALL, STEP = range(3)
 """What a message is about: its first number."""
@@ -54,13 +55,14 @@ class Mirror:
     Args:
         group: the ranks.
         ranks: whom rank 0 has started; None where somebody else did.
+        secret: of the run, by which ranks know each other's messages; empty where they have none in common.
     """
 
-    def __init__(self, group: Group, ranks: Ranks | None = None) -> None:
+    def __init__(self, group: Group, ranks: Ranks | None = None, secret: bytes = b"") -> None:
         self.group = group
         self._ranks = ranks
         self._process = os.getpid()
-        self._wire = Wire(group)
+        self._wire = Wire(group, secret)
         self._lock = threading.RLock()  # callers come one at a time
         self._inside = False
         self._owners = 0
@@ -93,8 +95,8 @@ class Mirror:
         """Calls a function on every rank.
 
         Args:
-            function: of a module.
-            args: what was kept by an earlier call, or what can be pickled.
+            function: marked by `specdec.parallel.plain.on_ranks`.
+            args: what was kept by an earlier call, or what has a plain form.
             keep: what the function makes may be an argument later.
 
         Returns:
@@ -143,6 +145,7 @@ class Mirror:
             except Unsendable:
                 raise
             except BaseException as error:
+                self._ended = self._ended or _INTERRUPTED  # first, for another interrupt may come from here on
                 self._fail(error)
                 raise
             finally:
@@ -204,7 +207,8 @@ class Mirror:
             SpecDecError: it does.
         """
         line = self._why(error)
-        self._ended = self._ended or line or f"the tensor-parallel group has ended after an error: {_first_line(error)}"
+        if self._ended is _INTERRUPTED:
+            self._ended = line or f"the tensor-parallel group has ended after an error: {_first_line(error)}"
         self._release(kill=True)
         if line:
             raise SpecDecError(line) from error
@@ -228,18 +232,16 @@ class Mirror:
     def _packed(self, call: tuple[Any, ...]) -> bytes:
         """A call, and the numbers of what rank 0 has let go of."""
         gone = [self._gone.popleft() for _ in range(len(self._gone))]
-        out = io.BytesIO()
         try:
-            _Pickler(out, self._by_id).dump((*call, gone))
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            return pack([*call, gone], self._by_id)
+        except TypeError as error:
             self._gone.extend(gone)
             raise Unsendable(
                 f"the other ranks cannot be told of this call: {_first_line(error)}; give names and numbers"
             ) from error
-        return out.getvalue()
 
     def _obey(self, payload: bytes) -> None:
-        function, args, keep, gone = _Unpickler(io.BytesIO(payload), self._by_number).load()
+        function, args, keep, gone = unpack(payload, self._by_number)
         for number in gone:
             del self._by_number[number]
         if keep:
@@ -262,24 +264,6 @@ class Mirror:
 
 class Unsendable(InvalidInputError):
     """Said before anything is sent, so the group lives on."""
-
-
-class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, numbers: dict[int, int]) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self._numbers = numbers
-
-    def persistent_id(self, obj: Any) -> int | None:
-        return self._numbers.get(id(obj))
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, kept: dict[int, Any]) -> None:
-        super().__init__(file)
-        self._kept = kept
-
-    def persistent_load(self, pid: int) -> Any:
-        return self._kept[pid]
 
 
 _current: Mirror | None = None

@@ -16,7 +16,8 @@ class Settings(TypedDict):
     Attributes:
         path: of Python's modules.
         rank, size: its place in the group.
-        port: of the store where the ranks meet.
+        folder: where the ranks meet, which nobody else may read.
+        secret: of the run, in hexadecimal; see `specdec.parallel.wire.Wire`.
         device: "cuda" or "cpu".
         threads: of torch.
         parent: process id of rank 0.
@@ -25,7 +26,8 @@ class Settings(TypedDict):
     path: list[str]
     rank: int
     size: int
-    port: int
+    folder: str
+    secret: str
     device: str
     threads: int
     parent: int
@@ -44,8 +46,7 @@ def main(settings: Settings) -> NoReturn:
 
         torch.set_num_threads(settings["threads"])
         print("ready", file=words, flush=True)
-        mirror = join(settings["rank"], settings["size"], settings["port"], settings["device"])
-        mirror.follow()
+        join(settings).follow()
     except BaseException as error:  # whatever it is, rank 0 has to be told
         if os.environ.get("SPECDEC_DEBUG"):
             traceback.print_exc()

@@ -26,6 +26,12 @@ READY = b"ready\n"
 PATIENCE = 5.0
 """Seconds that a process has to end when it is asked to, and a call on rank 0 to notice that a rank has ended."""
 
+LOOK = 0.5
+"""Seconds from one look at the processes to the next."""
+
+STOPPED = 20
+"""Looks in a row at which a process is stopped before it counts as lost. The watch itself stops with rank 0, as at Ctrl-Z."""
+
 GATHER = 0.5
 """Seconds in which others may end because of the rank that ended first."""
 
@@ -46,6 +52,7 @@ class Sibling(threading.Thread):
         self._process: subprocess.Popen[bytes] | None = None
         self.ready = threading.Event()
         self._words = ""
+        self._stopped = 0  # looks in a row
         self.start()
 
     def run(self) -> None:
@@ -75,11 +82,20 @@ class Sibling(threading.Thread):
         """Why it has ended, in one line."""
         assert self._process is not None
         code = self._process.returncode
-        if self.by_signal:
+        if self._stopped >= STOPPED:
+            why = f"was stopped for {STOPPED * LOOK:g} s, as by SIGSTOP, and has been ended"
+        elif self.by_signal:
             why = f"was ended by {signal.Signals(-code).name}"
         else:
             why = f"failed: {self._words.splitlines()[-1]}" if self._words else f"ended with status {code}"
         return f"rank {self.rank} of the tensor-parallel group {why}"
+
+    def look(self) -> None:
+        """Ends it if it has been stopped for long, for it would leave all others waiting."""
+        if self._process is not None and self._stopped < STOPPED:
+            self._stopped = self._stopped + 1 if is_stopped(self._process.pid) else 0
+            if self._stopped == STOPPED:
+                self.kill()
 
     def kill(self) -> None:
         """Ends it at once, unless it has ended."""
@@ -105,6 +121,7 @@ class Siblings:
         self._told = threading.Event()
         self.on_loss: Callable[[str], None] | None = None
         self._all = [Sibling(rank, one, self._ended) for rank, one in settings.items()]
+        threading.Thread(target=self._watch, name="specdec ranks", daemon=True).start()
 
     def wait(self) -> None:
         """Returns when all are ready to meet.
@@ -131,6 +148,12 @@ class Siblings:
         self._told.wait(4 * GATHER)
         return self._line
 
+    def _watch(self) -> None:
+        while any(sibling.is_alive() for sibling in self._all):
+            time.sleep(LOOK)
+            for sibling in self._all:
+                sibling.look()
+
     def _ended(self, sibling: Sibling) -> None:
         """In the sibling's own thread."""
         with self._lock:
@@ -147,3 +170,12 @@ class Siblings:
         self.end(kill=True)  # so that rank 0's own collectives fail
         if self.on_loss is not None:
             self.on_loss(self._line)
+
+
+def is_stopped(process: int) -> bool:
+    """Whether a process has been stopped by a signal; False where the system is not Linux."""
+    try:
+        with open(f"/proc/{process}/stat", "rb") as stat:
+            return stat.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    except OSError:
+        return False

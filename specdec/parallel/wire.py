@@ -1,8 +1,11 @@
 """What rank 0 tells the others: messages of a few numbers, with bytes behind them where there is more to say, over gloo."""
 
 import ctypes
+import struct
 from collections.abc import Sequence
 from datetime import timedelta
+from hashlib import blake2b
+from hmac import compare_digest
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +16,10 @@ from specdec.parallel.group import Group
 
 NUMBERS = 12
 """Of a message, its length in bytes among them."""
+
+_HEAD = struct.Struct(f"<{NUMBERS}q")
+_SEAL = 16  # bytes
+_MOST = 2**31  # bytes of a payload
 
 _FOREVER = timedelta(days=365)  # an idle engine says nothing; that a rank has ended is told by its connection
 
@@ -34,13 +41,15 @@ class Wire:
 
     Args:
         group: the ranks.
+        secret: seals each message with its place among all, so that whoever else may reach a rank's socket is not heard.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, secret: bytes = b"") -> None:
         # Of its own, so that what hosts exchange within a step cannot be taken for what begins the next one.
         self._group = dist.new_group(backend="gloo", timeout=_FOREVER)
         assert group.size == dist.get_world_size(self._group)
         self._under_way: list[tuple[Any, Tensor]] = []  # with what they send
+        self._secret, self._count = secret, 0  # messages so far
 
     def say(self, numbers: Sequence[int], payload: bytes = b"") -> None:
         """Sends a message, without waiting for those who are not listening yet.
@@ -49,9 +58,10 @@ class Wire:
             RuntimeError: a rank has ended.
         """
         self.flush()
-        data = [torch.tensor([len(payload), *numbers, *[0] * (NUMBERS - 1 - len(numbers))])]
+        head = _HEAD.pack(len(payload), *numbers, *[0] * (NUMBERS - 1 - len(numbers)))
+        data = [_tensor(head + self._seal(head, payload))]
         if payload:
-            data.append(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+            data.append(_tensor(payload))
         self._under_way = [(dist.broadcast(one, group_src=0, group=self._group, async_op=True), one) for one in data]
 
     def flush(self) -> None:
@@ -82,12 +92,29 @@ class Wire:
         """Waits for the next message, however long.
 
         Raises:
-            RuntimeError: a rank has ended.
+            RuntimeError: a rank has ended, or somebody else has spoken.
         """
-        length, *numbers = self._heard(torch.zeros(NUMBERS, dtype=torch.int64)).tolist()
-        payload = self._heard(torch.empty(length, dtype=torch.uint8)).numpy().tobytes() if length else b""
+        heard = self._heard(_HEAD.size + _SEAL)
+        head, seal = heard[: _HEAD.size], heard[_HEAD.size :]
+        length, *numbers = _HEAD.unpack(head)
+        payload = self._heard(length) if 0 < length <= _MOST else b""
+        if not compare_digest(seal, self._seal(head, payload)):
+            raise RuntimeError("a message between ranks does not have the seal of this run")
         return Message(numbers, payload)
 
-    def _heard(self, data: Tensor) -> Tensor:
+    def _seal(self, head: bytes, payload: bytes) -> bytes:
+        """Of the next message."""
+        self._count += 1
+        seal = blake2b(self._count.to_bytes(8) + head, digest_size=_SEAL, key=self._secret)
+        seal.update(payload)
+        return seal.digest()
+
+    def _heard(self, length: int) -> bytes:
+        data = torch.empty(length, dtype=torch.uint8)
         dist.broadcast(data, group_src=0, group=self._group)
-        return data
+        heard: bytes = data.numpy().tobytes()
+        return heard
+
+
+def _tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from hashlib import sha256
 from typing import Any
@@ -18,6 +19,8 @@ from specdec.engine.graphs import ShapeGraphs
 from specdec.errors import BackendError
 from specdec.parallel.collectives import least
 from specdec.parallel.mirror import current
+from specdec.parallel.plain import on_ranks
+from specdec.parallel.sockets import listening
 from specdec.sampling.masks import TokenMasks
 
 
@@ -28,11 +31,19 @@ def rank() -> int:
     return mirror.group.rank
 
 
+@on_ranks
+def wait(seconds: float) -> None:
+    """Nothing wakes it."""
+    time.sleep(seconds)
+
+
+@on_ranks
 def have_memory(*budgets: int) -> None:
     """From now on each rank finds so many bytes for its cache."""
     specdec.engine.memory.default_cache_bytes = lambda device: budgets[rank()]
 
 
+@on_ranks
 def be_killed_in_forward(verifier: Any, calls: int) -> None:
     """Rank 1 is killed in the midst of a forward, after so many more."""
     if rank() != 1:
@@ -48,6 +59,7 @@ def be_killed_in_forward(verifier: Any, calls: int) -> None:
     verifier.forward = forward_or_end
 
 
+@on_ranks
 def run_out_of_memory(verifier: Any, calls: int) -> None:
     """Rank 1's device refuses memory between two exchanges of a forward, after so many more."""
     if rank() != 1:
@@ -69,6 +81,7 @@ _masks: list[bytes] = []
 """Of every row with a grammar, by this rank."""
 
 
+@on_ranks
 def note_masks() -> None:
     """From now on each rank keeps the masks that it puts on its device."""
     put = guided.put
@@ -80,6 +93,7 @@ def note_masks() -> None:
     guided.put = put_and_note
 
 
+@on_ranks
 def same_masks() -> tuple[bool, int]:
     """Whether all ranks have put the same masks on their devices, and how many steps had some."""
     mirror = current()
@@ -88,6 +102,7 @@ def same_masks() -> tuple[bool, int]:
     return least(digest, mirror.group) == -least(-digest, mirror.group), len(_masks)
 
 
+@on_ranks
 def process_of_rank_1() -> int:
     """Its id, on all ranks."""
     mirror = current()
@@ -95,12 +110,23 @@ def process_of_rank_1() -> int:
     return least(os.getpid() if rank() == 1 else sys.maxsize, mirror.group)
 
 
+@on_ranks
+def listens_on_loopback() -> bool:
+    """Whether the ranks listen, and nowhere else."""
+    mirror = current()
+    assert mirror is not None
+    hosts = {host for host, _ in listening()}
+    return bool(least(int(bool(hosts) and hosts <= {"127.0.0.1", "::1"}), mirror.group))
+
+
+@on_ranks
 def lose_a_block(engine: Any) -> None:
     """Rank 1's schedule becomes another."""
     if rank() == 1:
         engine.pool.allocate(1)
 
 
+@on_ranks
 def judge_apart(engine: Any) -> None:
     """Rank 0 takes the models among its drafters to be worth their time and rank 1 does not; nobody asks what drafters expect."""
 
@@ -112,6 +138,7 @@ def judge_apart(engine: Any) -> None:
     drafter.worth.pays, drafter.outlook = lambda *_: rank() == 0, refuse
 
 
+@on_ranks
 def spoil_drafts(verifier: Any, engine: Any, token: int) -> None:
     """Every block has a token at its second place, whose row makes all rows of its request NaN, as a backend may have it."""
     forward, propose = verifier.forward, engine.runner.drafter.propose
@@ -131,11 +158,13 @@ def spoil_drafts(verifier: Any, engine: Any, token: int) -> None:
     verifier.forward, engine.runner.drafter.propose = spoiled, drafted
 
 
+@on_ranks
 def mend(verifier: Any) -> None:
     """Its forward is its own again."""
     del verifier.forward
 
 
+@on_ranks
 def num_blocks(engine: Any) -> tuple[int, int]:
     """The least and the most of all ranks' caches."""
     mirror = current()
@@ -143,6 +172,7 @@ def num_blocks(engine: Any) -> tuple[int, int]:
     return least(engine.pool.num_blocks, mirror.group), -least(-engine.pool.num_blocks, mirror.group)
 
 
+@on_ranks
 def captured(refusing: int) -> tuple[bool, bool]:
     """Whether rank 0 and whether any rank has a graph, when one rank cannot capture."""
     mirror = current()
@@ -158,6 +188,7 @@ def captured(refusing: int) -> tuple[bool, bool]:
     return has, not least(int(not has), mirror.group)
 
 
+@on_ranks
 def outcomes_agree(path: bool) -> bool:
     """Whether all ranks go on from the same outcome, though each has found another."""
     mirror = current()

@@ -19,7 +19,7 @@ from specdec.cli.main import main
 from specdec.drafter_choice import find_drafter
 from specdec.engine.outputs import GenerationResult
 from specdec.errors import SpecDecError
-from specdec.parallel import launch
+from specdec.parallel import launch, siblings
 from specdec.parallel.mirror import current, everywhere
 from tests.evals.tiny import save_tiny
 from tests.helpers import lockstep_parts as parts
@@ -199,19 +199,32 @@ def test_what_belongs_to_one_process(two: SpecDecoder) -> None:
     assert two.generate(PROMPTS[0], max_tokens=2).token_ids
 
 
+def test_ranks_listen_on_loopback_alone(two: SpecDecoder) -> None:
+    """And where they have met, nobody else may look."""
+    assert everywhere(two.verifier, parts.listens_on_loopback)
+    folder = current()._ranks._folder  # type: ignore[union-attr]
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
 @pytest.mark.parametrize(
     ("how", "said"),
     [
         ("killed", "rank 1 of the tensor-parallel group was ended by SIGKILL"),
+        ("stopped", "rank 1 of the tensor-parallel group was stopped for .* s, as by SIGSTOP, and has been ended"),
         ("astray", r"rank 1 of the tensor-parallel group failed: RuntimeError: this rank's schedule \[.*\] is not rank 0's"),
     ],
 )
-def test_a_rank_that_ends_in_a_step_ends_the_group(folder: Path, two: SpecDecoder, how: str, said: str) -> None:
+def test_a_rank_that_ends_in_a_step_ends_the_group(
+    folder: Path, two: SpecDecoder, how: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With one line; another group can be started then."""
     two.close()  # a process has one group at a time
     decoder = SpecDecoder.from_pretrained(folder, **LOAD, tensor_parallel=2, engine=EngineConfig(max_num_seqs=2))
     if how == "astray":
         everywhere(decoder.verifier, parts.lose_a_block, decoder.engine)
+    elif how == "stopped":
+        monkeypatch.setattr(siblings, "STOPPED", 2)
+        os.kill(everywhere(decoder.verifier, parts.process_of_rank_1), signal.SIGSTOP)
     else:
         everywhere(decoder.verifier, parts.be_killed_in_forward, decoder.verifier, 4)
     with pytest.raises(SpecDecError, match=said) as error:
@@ -222,12 +235,13 @@ def test_a_rank_that_ends_in_a_step_ends_the_group(folder: Path, two: SpecDecode
 
 
 _ALONE = """
-import sys, time
+import sys
 from specdec import EngineConfig, SpecDecoder
 from specdec.parallel.mirror import current, everywhere
+from tests.helpers import lockstep_parts
 decoder = SpecDecoder.from_pretrained(sys.argv[1], drafter="ngram", device="cpu", dtype="float32", tensor_parallel=2)
 print(current()._ranks._siblings._all[0]._process.pid, decoder.generate([5, 6, 7], max_tokens=3).token_ids, flush=True)
-everywhere(decoder.verifier, time.sleep, 600)
+everywhere(decoder.verifier, lockstep_parts.wait, 600)
 """
 
 

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,15 +27,9 @@ time.sleep(600)
 """
 
 
-def settings(port: int, parent: int) -> Settings:
-    return Settings(path=sys.path, rank=1, size=2, port=port, device="cpu", threads=1, parent=parent)
-
-
-@contextmanager
-def silent_store() -> Iterator[int]:
-    """The port of a store that takes connections and says nothing, as when rank 0 still imports; it outlives rank 0."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        yield listening.getsockname()[1]
+def settings(folder: object, parent: int) -> Settings:
+    """Of a rank that waits in a folder where nobody comes, as when rank 0 still imports."""
+    return Settings(path=sys.path, rank=1, size=2, folder=str(folder), secret="00", device="cpu", threads=1, parent=parent)
 
 
 def lives(process: int) -> bool:
@@ -48,23 +41,22 @@ def lives(process: int) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the signal is Linux's")
-def test_the_signal_of_the_kernel_ends_it() -> None:
+def test_the_signal_of_the_kernel_ends_it(tmp_path: Path) -> None:
     """Rank 0 is killed, and a fork of it, such as a program's own worker, still holds the other end of the pipe."""
-    with silent_store() as port:
-        program = subprocess.Popen([sys.executable, "-c", _RANK_0, json.dumps(settings(port, 0))], stdout=subprocess.PIPE)
-        assert program.stdout is not None
-        rank_1, fork = map(int, program.stdout.readline().split())
-        try:
-            assert lives(rank_1)
-            program.kill()
-            wait_until(lambda: not lives(rank_1))
-            assert lives(fork)
-        finally:
-            for process in (fork, rank_1):
-                if lives(process):
-                    os.kill(process, signal.SIGKILL)
-            program.wait()
-            program.stdout.close()
+    program = subprocess.Popen([sys.executable, "-c", _RANK_0, json.dumps(settings(tmp_path, 0))], stdout=subprocess.PIPE)
+    assert program.stdout is not None
+    rank_1, fork = map(int, program.stdout.readline().split())
+    try:
+        assert lives(rank_1)
+        program.kill()
+        wait_until(lambda: not lives(rank_1))
+        assert lives(fork)
+    finally:
+        for process in (fork, rank_1):
+            if lives(process):
+                os.kill(process, signal.SIGKILL)
+        program.wait()
+        program.stdout.close()
 
 
 _GUARDED = (
@@ -96,6 +88,6 @@ def test_the_end_of_its_input_ends_it() -> None:
 def test_it_does_not_begin_without_its_parent() -> None:
     """Which ended before the kernel had been asked for a signal."""
     with started(START) as (process, given, said):
-        given.write(json.dumps(settings(1, os.getppid())).encode() + b"\n")
+        given.write(json.dumps(settings("nowhere", os.getppid())).encode() + b"\n")
         given.flush()  # and stays open
         assert process.wait(HANG) == 1 and not said.read()
