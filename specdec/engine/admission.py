@@ -97,7 +97,10 @@ class Admission:
         """
         compiled = self.compiled_grammar(sampling)
         if compiled is not None:
-            compiled.result()
+            try:
+                compiled.result()
+            finally:
+                compiled.cancel()  # of one who is interrupted; else it is done
 
     def compiled_grammar(self, sampling: SamplingParams) -> Future[Any] | None:
         """What becomes of the grammar of a request; None where it has none.
@@ -162,6 +165,10 @@ class Admission:
         for token in [*ends, *(token for token, _ in sampling.logit_bias)]:
             if not 0 <= token < size:
                 raise InvalidInputError(f"logit_bias or min_tokens concerns token {token}; ids of this model lie in [0, {size})")
+        if len({*ends}) == size:
+            raise InvalidInputError(
+                f"stop_token_ids name all {size} tokens of this model, and min_tokens says none of them may begin; name fewer"
+            )
         most = max(sampling.top_logprobs, sampling.prompt_logprobs or 0)
         if most > size:
             raise InvalidInputError(

@@ -40,18 +40,25 @@ class Callers:
             self._listening.add(handle.request)
         self._handles[handle.request] = ref(handle)
 
-    def deliver(self, requests: Iterable[Request]) -> None:
-        """Hands news of requests to those whom they concern: of most requests, only the end does."""
-        finished, listening = Status.FINISHED, self._listening
+    def deliver(self, requests: Iterable[Request]) -> list[Request]:
+        """Hands news of requests to those whom they concern: of most requests, only the end does.
+
+        Returns:
+            Requests whose news could not be handed over. Their callers have been told, and wait no longer.
+        """
+        finished, listening, failed = Status.FINISHED, self._listening, []
         for request in [one for one in requests if one.status is finished or one in listening]:
             known = self._handles.get(request)
             self._served = handle = known() if known is not None else None
             if request.status is finished:
                 self._handles.pop(request, None)
                 listening.discard(request)
-            if handle is not None:
-                handle.deliver()
+            if handle is not None and not handle.deliver():
+                failed.append(request)
+                self._handles.pop(request, None)
+                listening.discard(request)
         self._served = None
+        return failed
 
     def clear(self) -> None:
         """Forgets all."""

@@ -153,6 +153,8 @@ class SpecEngine:
         """Forgets all requests, results, cached prefixes and past outputs, as after an error in the midst of a step."""
         for request in [*self.scheduler.waiting, *self.scheduler.working]:
             request.status, request.finish_reason = Status.FINISHED, "error"
+            if request.grammar is not None:
+                request.grammar.leave()
         self.pool.reset()
         self.scheduler.reset()
         self.results.reset()
@@ -246,11 +248,16 @@ class SpecEngine:
         self._compiling = [request for request in waiting if not request.may_start]
         for request in waiting:
             if request.may_start and request.grammar and (error := request.grammar.error):
-                request.error, request.bad_input = error, True
+                request.fail(error)
                 self._finish(request, "error")
 
     def _prefill(self, chunks: list[Chunk]) -> None:
         """Launches the prefill of prompt chunks, and the first token of every prompt that ends among them."""
+        for request in self.runner.begin([chunk.request for chunk in chunks if chunk.admitted]):
+            self._finish(request, "error")
+        chunks = [chunk for chunk in chunks if chunk.request.status is not Status.FINISHED]
+        if not chunks:
+            return
         self.second_tries.admitted(chunks)
         table, scored = self.runner.prefill(chunks)
         newly_started = [chunk.request for chunk in chunks if samples_first_token(chunk)]
@@ -281,6 +288,9 @@ class SpecEngine:
         for step in self.results.receive(leave):
             if step.scored:
                 step.scored.take_over()
+                for request, _ in step.scored.requests:
+                    if request.error and request.status is Status.PREFILLING:  # others are in a batch, see `take_over`
+                        self._finish(request, "error")
             outcome = take_over(step)
             self._touched.update(dict.fromkeys(outcome.requests))
             for request, start in zip(outcome.filled, outcome.starts, strict=True):
@@ -291,7 +301,7 @@ class SpecEngine:
                 if self.second_tries.send_back(request):
                     again = True
                 else:
-                    self._finish(request, "error")
+                    self._finish(request, "error", spoiled=True)
             batch, choice = step.selection, self._choice(step.selection)
             if choice and step.shape is not None:
                 choice.observe(
@@ -306,11 +316,14 @@ class SpecEngine:
         if again:  # what is unread of who was sent back has to be read before it begins again
             self._read_results()
 
-    def _finish(self, request: Request, reason: str) -> None:
+    def _finish(self, request: Request, reason: str, *, spoiled: bool = False) -> None:
+        """Takes a request out; what it has written to the cache is of no use where it is `spoiled`."""
+        if request.grammar is not None:
+            request.grammar.leave()
         request.finish_reason, request.grammar = reason, None
         self._touched[request] = None
         self.second_tries.forget(request)
         blocks = list(request.block_ids)
         freed = self.scheduler.finish(request)
-        if reason == "error":
+        if spoiled:
             self.second_tries.take_back(blocks, freed)

@@ -169,9 +169,12 @@ def run_guided(launches: GuidedStep | GuidedGraph, requests: Sequence[Request], 
 def _mended(request: Request, told: list[int], count: int) -> list[int]:
     """The drafts of a request out of `GuidedStep.told`, those that its grammar refuses replaced."""
     drafts, most = told[:count], len(told) // count - 1
-    if request.grammar is None:
-        return drafts
-    return request.grammar.mended(drafts, [told[start : start + most] for start in range(count, len(told), most)])
+    if request.grammar is not None and not request.error:
+        try:
+            return request.grammar.mended(drafts, [told[start : start + most] for start in range(count, len(told), most)])
+        except Exception as error:  # it ends when the step's results are read
+            request.fail(error)
+    return drafts
 
 
 class OnItsWay:
@@ -208,8 +211,11 @@ def fill(requests: Sequence[Request], rows: int, drafts: Sequence[Sequence[int]]
     places = [-1] * len(like.places)
     for place, (index, grammar) in enumerate(guided):
         tokens, parents = drafts[index][: rows - 1], drafts[index][rows - 1 :]
-        grammar.fill(words[place], tokens, parents or None)
-        places[index] = place
+        try:
+            grammar.fill(words[place], tokens, parents or None)
+            places[index] = place
+        except Exception as error:  # it goes without a mask, and ends when the step's results are read
+            requests[index].fail(error)
     return TokenMasks(words, torch.tensor(places, pin_memory=device.type == "cuda"))
 
 

@@ -204,9 +204,21 @@ class Handle:
             pass
         return self.result()
 
-    def deliver(self) -> None:
-        """Puts what is new into the stream; called by the session, in the midst of a request only where chunks are wanted then."""
-        self.stream.put(self._chunk())
+    def deliver(self) -> bool:
+        """Puts what is new into the stream; called by the session, in the midst of a request only where chunks are wanted then.
+
+        Returns:
+            False where that raises: the request ends, and no other.
+        """
+        failed = False
+        try:
+            chunk = self._chunk()
+        except Exception as error:
+            self.request.fail(error)
+            self._result, failed = GenerationResult.failed(self.request), True
+            chunk = StreamChunk(self._index, "", [], self._result)
+        self.stream.put(chunk)
+        return not failed
 
     def _chunk(self) -> StreamChunk:
         request, text = self.request, self._text

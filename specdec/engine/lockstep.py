@@ -57,7 +57,8 @@ def _on_this_rank(
 ) -> SpecEngine:
     mirror, grammars = mirror_of(verifier), None
     if tokenizer is not None:  # ranks have to have a grammar ready in the same step
-        grammars = GrammarCompiler(tokenizer, verifier.vocab_size, verifier.eos_token_ids, in_threads=mirror is None)
+        options = {"in_threads": mirror is None, "limited": mirror is None or mirror.leads}
+        grammars = GrammarCompiler(tokenizer, verifier.vocab_size, verifier.eos_token_ids, **options)
     if mirror is None:
         return SpecEngine(verifier, drafter, config, grammars)
     return (LeadingEngine if mirror.leads else FollowingEngine)(mirror, verifier, drafter, config, grammars)
@@ -122,9 +123,12 @@ class LeadingEngine(_RankEngine):
         return shape
 
     def _asked(self, on_tokens: OnTokens, request: Request, tokens: list[int]) -> int | None:
-        keep = on_tokens(request, tokens)
-        if keep is not None:
-            self._cuts[_place(request)] = keep
+        keep: int | None = 0  # where it raises, the others end it before these
+        try:
+            keep = on_tokens(request, tokens)
+        finally:
+            if keep is not None:
+                self._cuts[_place(request)] = keep
         return keep
 
 

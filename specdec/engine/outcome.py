@@ -35,7 +35,9 @@ class Outcome:
 
 
 def take_over(step: FinishedStep) -> Outcome:
-    """Adds what a step gave to its requests. One that ended, or was sent back, while the step was in flight gets nothing."""
+    """Adds what a step gave to its requests. One that ended, or was sent back, while the step was in flight gets nothing; one for
+    which something raises ends.
+    """
     outcome, columns, shape = Outcome(), step.columns(), step.shape
     depth = shape.depth if shape is not None else 0
     tree_size = shape.drafts if shape is not None and shape.is_tree else 0
@@ -45,38 +47,45 @@ def take_over(step: FinishedStep) -> Outcome:
         if request.status is not _RUNNING:
             continue
         first, tree = index * (depth + 1), slice(index * depth, index * depth + num_accepted) if tree_size else None
-        if told % 2 == 0:
-            _explain(request, columns.rows[tree] if tree else range(1, num_accepted + 1))
-            outcome.spoiled.append(request)
+        if request.error:  # which was raised while the step was launched
+            outcome.ended.append((request, "error"))
             continue
-        outcome.requests.append(request)
-        outcome.num_accepted.append(num_accepted)
-        tokens = token_ids[first : first + num_accepted + 1]
-        known, start = len(request.output_token_ids), request.num_kv_tokens
-        request.num_unread -= 1
-        if shape is not None:
-            request.num_kv_tokens = start + num_accepted + 1
-            request.num_in_flight -= depth + 1
-        if tree and num_accepted:
-            outcome.paths.append(Path(columns.rows[tree], columns.ranks[tree]))
-        if known + num_accepted + 1 < request.max_output_tokens and request.stop_ids.isdisjoint(tokens) and not request.on_tokens:
-            request.output_token_ids += tokens  # nearly always
-            reason, kept = None, num_accepted + 1
-        else:
-            reason = _append(request, tokens)
-            kept = len(request.output_token_ids) - known
-        if logprobs is not None and request.sampling.logprobs:
-            _append_logprobs(request, tokens[:kept], logprobs, first)
-        if shape is not None:
-            request.steps += (num_drafts, min(num_accepted, kept), kept, tree_size, told // 2)
-            if tree:
-                request.num_by_rank.update(columns.ranks[tree][:kept])
-            if request.num_kv_tokens >= request.offers_from:
-                outcome.filled.append(request)
-                outcome.starts.append(start)
-        if request.grammar is not None and not reason and not request.grammar.advance(tokens):
+        try:
+            if told % 2 == 0:
+                _explain(request, columns.rows[tree] if tree else range(1, num_accepted + 1))
+                outcome.spoiled.append(request)
+                continue
+            outcome.requests.append(request)
+            outcome.num_accepted.append(num_accepted)
+            tokens = token_ids[first : first + num_accepted + 1]
+            known, start = len(request.output_token_ids), request.num_kv_tokens
+            request.num_unread -= 1
+            if shape is not None:
+                request.num_kv_tokens = start + num_accepted + 1
+                request.num_in_flight -= depth + 1
+                if request.num_kv_tokens >= request.offers_from:
+                    outcome.filled.append(request)
+                    outcome.starts.append(start)
+            if tree and num_accepted:
+                outcome.paths.append(Path(columns.rows[tree], columns.ranks[tree]))
+            is_last = known + num_accepted + 1 >= request.max_output_tokens
+            if not is_last and request.stop_ids.isdisjoint(tokens) and not request.on_tokens:
+                request.output_token_ids += tokens  # nearly always
+                reason, kept = None, num_accepted + 1
+            else:
+                reason = _append(request, tokens)
+                kept = len(request.output_token_ids) - known
+            if logprobs is not None and request.sampling.logprobs:
+                _append_logprobs(request, tokens[:kept], logprobs, first)
+            if shape is not None:
+                request.steps += (num_drafts, min(num_accepted, kept), kept, tree_size, told // 2)
+                if tree:
+                    request.num_by_rank.update(columns.ranks[tree][:kept])
+            if request.grammar is not None and not reason and not request.grammar.advance(tokens):
+                raise RuntimeError(f"the grammar refuses one of the output tokens after the first {known}, which its mask allowed")
+        except Exception as error:
+            request.fail(error)
             reason = "error"
-            request.error = f"the grammar refuses one of the output tokens after the first {known}, which its mask allowed"
         if reason:
             outcome.ended.append((request, reason))
     return outcome

@@ -75,6 +75,11 @@ class GenerationResult:
         )
 
     @classmethod
+    def failed(cls, request: Request) -> GenerationResult:
+        """What becomes of a request for whose output something has raised."""
+        return cls(request.prompt_token_ids, "", [], "error", error=request.error, bad_input=request.bad_input)
+
+    @classmethod
     def refused(cls, error: Exception) -> GenerationResult:
         """What an input becomes that cannot be served."""
         return cls([], "", [], "error", error=str(error), bad_input=True)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
+from specdec.errors import SpecDecError, one_line
 from specdec.grammar.progress import GrammarProgress
 from specdec.kv_cache import Snapshot
 from specdec.sampling.logprobs import Top
 from specdec.sampling.tensors import SamplingPlan
 from specdec.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 
 class Status(Enum):
@@ -56,7 +60,7 @@ class Request:
     prompt_top_logprobs: list[Top] = field(default_factory=list)
     finish_reason: str | None = None
     error: str | None = None
-    bad_input: bool = False  # the error is who asked's: of a grammar
+    bad_input: bool = False  # the error is who asked's
     steps: list[int] = field(default_factory=list)  # five numbers per verify step, those of `num_drafted` and what follows it
     num_by_rank: Counter[int] = field(default_factory=Counter)  # drafts of trees that were kept, by their rank
 
@@ -81,6 +85,13 @@ class Request:
     def __post_init__(self) -> None:
         self.max_output_tokens = self.max_total_len - len(self.prompt_token_ids)
         self.plan = SamplingPlan.of([self.sampling])
+
+    def fail(self, error: BaseException) -> None:
+        """Notes what was raised for it, and whose fault that is; the engine ends it, and no other, at the next results."""
+        self.bad_input = isinstance(error, SpecDecError)
+        self.error = one_line(error, 1000) if self.bad_input else f"the request failed in the engine: {one_line(error)}"
+        if not self.bad_input:
+            logger.error("request %d failed", self.request_id, exc_info=error)
 
     @property
     def num_drafted(self) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -33,14 +33,21 @@ class ScoredPrompts:
     table: Tensor
 
     def take_over(self) -> None:
-        """Adds them to their requests; `table` is on the host."""
+        """Adds them to their requests; `table` is on the host. A request for which that raises has failed."""
         rows = iter(Unpacked(self.table, self.table.shape[1]))
         for request, count in self.requests:
-            wanted = request.sampling.prompt_logprobs or 0
-            for token_logprobs in islice(rows, count):
-                token = request.prompt_token_ids[len(request.prompt_logprobs) + 1]
-                request.prompt_logprobs.append(token_logprobs[0])
-                request.prompt_top_logprobs.append(top_of(token, *token_logprobs, wanted))
+            own = list(islice(rows, count))
+            try:
+                _add_prompt(request, own)
+            except Exception as error:
+                request.fail(error)
+
+
+def _add_prompt(request: Request, rows: Iterable[tuple[float, Sequence[int], Sequence[float]]]) -> None:
+    for token_logprobs in rows:
+        token = request.prompt_token_ids[len(request.prompt_logprobs) + 1]
+        request.prompt_logprobs.append(token_logprobs[0])
+        request.prompt_top_logprobs.append(top_of(token, *token_logprobs, request.sampling.prompt_logprobs or 0))
 
 
 @dataclass(slots=True)

@@ -269,7 +269,8 @@ class Session:
             self._take_over()
         touched = self.engine.step()
         with self._lock:
-            self._callers.deliver(touched)
+            for request in self._callers.deliver(touched):
+                self.engine.abort(request)
             self._turns.wake()
 
     def _guarded(self, work: Callable[[], None]) -> None:

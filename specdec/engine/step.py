@@ -221,6 +221,25 @@ class StepRunner:
         masks = TokenMasks.empty(len(selection.requests), shape.rows, self._slots.vocab_size, memory)
         return GuidedStep(self, partial(self._slots.decode_batch, selection, shape, context), masks)
 
+    def begin(self, newcomers: Sequence[Request]) -> list[Request]:
+        """Writes the rows of requests that have just got their slots; gives those for which that raises, which have failed."""
+        with self._timer.phase("schedule"):
+            try:
+                self._begin(newcomers)
+            except Exception as error:
+                if len(newcomers) == 1:
+                    newcomers[0].fail(error)
+                    return list(newcomers)
+                return [request for newcomer in newcomers for request in self.begin([newcomer])]
+        return []
+
+    def _begin(self, newcomers: Sequence[Request]) -> None:
+        self._slots.begin(newcomers)
+        self.copy_states([(request.snapshot.row, request.slot) for request in newcomers if request.snapshot is not None])
+        if self.drafter:
+            for request in newcomers:
+                self.drafter.begin(request.slot, request.token_ids)
+
     def prefill(self, chunks: Sequence[Chunk]) -> tuple[Tensor | None, ScoredPrompts | None]:
         """Writes the KV of prompt chunks and chooses the first token of every prompt that ends among them.
 
@@ -229,12 +248,6 @@ class StepRunner:
             what is told of prompt tokens; None where nobody asks.
         """
         with self._timer.phase("schedule"):
-            newcomers = [chunk.request for chunk in chunks if chunk.admitted]
-            self._slots.begin(newcomers)
-            self.copy_states([(request.snapshot.row, request.slot) for request in newcomers if request.snapshot is not None])
-            if self.drafter:
-                for request in newcomers:
-                    self.drafter.begin(request.slot, request.token_ids)
             self._slots.extend_block_tables([chunk.request for chunk in chunks])
         logits = None
         if self.prefill_graphs and not self._timer.enabled:

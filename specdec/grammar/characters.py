@@ -85,6 +85,11 @@ class Characters:
         return Characters(others(self.possible), others(self.sure))
 
     @property
+    def is_empty(self) -> bool:
+        """Whether none can be written for both readers."""
+        return all(any(low <= first and last <= high for low, high in NOT_TEXT) for first, last in self.sure)
+
+    @property
     def text(self) -> Ranges:
         """What can be written for both readers."""
         return both(self.sure, others(NOT_TEXT))

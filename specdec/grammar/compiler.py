@@ -1,18 +1,23 @@
-"""Compiling grammars for one tokenizer, in threads, so that no step waits for it."""
+"""Compiling grammars for one tokenizer, beside the engine's steps and within limits."""
 
 from __future__ import annotations
 
 import logging
-import re
+import os
+import socket
 from collections.abc import Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from functools import cached_property
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
+from contextlib import suppress
+from functools import cached_property, partial
 from importlib.util import find_spec
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from specdec.errors import InvalidInputError
 from specdec.grammar.grammar import Grammar
+from specdec.grammar.lanes import Job, lanes
+from specdec.grammar.limits import QUICK_SECONDS
+from specdec.grammar.process import Answer, Ended, Vocabulary, ask, reason_of
 from specdec.grammar.progress import GrammarProgress
 from specdec.grammar.rules import rules_of
 from specdec.packages import install_command
@@ -22,9 +27,6 @@ logger = logging.getLogger(__name__)
 if TYPE_CHECKING:
     import xgrammar
     from transformers import PreTrainedTokenizerBase
-
-THREADS = 2
-"""Grammars that are compiled at once."""
 
 CACHE_BYTES = 2**29
 """Of compiled grammars that are kept for the next request; those of unfinished requests come on top. A schema takes a few MB."""
@@ -38,14 +40,22 @@ class GrammarCompiler:
         vocab_size: V, numbers in a row of the target's logits.
         eos_token_ids: what may follow a complete output, and ends it.
         in_threads: compile beside the engine's steps; otherwise at once, so that engines that are to do the same can.
+        limited: keep to the limits, for which most are compiled in a process of their own first; otherwise another rank has.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: Sequence[int], *, in_threads: bool = True
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        *,
+        in_threads: bool = True,
+        limited: bool = True,
     ) -> None:
         self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, tuple(eos_token_ids)
-        self._in_threads = in_threads
-        self._compiled: dict[Grammar, Future[xgrammar.CompiledGrammar]] = {}
+        self._in_threads, self._limited = in_threads, limited
+        self._vocabulary = Vocabulary(lambda: self._info.serialize_json())
+        self._jobs: dict[Grammar, Job] = {}
         self._lock = Lock()
 
     def check(self) -> None:
@@ -60,89 +70,129 @@ class GrammarCompiler:
             raise InvalidInputError("a grammar needs an end-of-sequence token and the target has none; decode without a grammar")
 
     def start(self, grammar: Grammar) -> GrammarProgress:
-        """Where an output stands before its first token. Its grammar may be ready only later."""
-        return GrammarProgress(self.compiled(grammar), self._eos_token_ids)
+        """Where an output stands before its first token. Its grammar may be ready only later.
+
+        Raises:
+            CapacityError: too many wait to be compiled.
+            InvalidInputError: it cannot be compiled, where that is done at once.
+        """
+        compiled = self.compiled(grammar)
+        if not self._in_threads:
+            compiled.result()
+        return GrammarProgress(compiled, self._eos_token_ids)
 
     def compiled(self, grammar: Grammar) -> Future[xgrammar.CompiledGrammar]:
-        """The grammar as soon as it is compiled, or why it cannot be: an `InvalidInputError`."""
+        """The grammar as soon as it is compiled, or why it cannot be: an `InvalidInputError`, or where that is not who asked's
+        fault another. Who cancels this waits no longer, and a grammar for which nobody waits is not compiled.
+
+        Raises:
+            CapacityError: too many wait to be compiled.
+        """
         with self._lock:
-            future = self._compiled.pop(grammar, None) or self._submit(grammar)
-            self._compiled[grammar] = future  # the latest come last
+            job = self._jobs.pop(grammar, None)
+            own = None if job is None else job.join()
+            while job is None or own is None:
+                job = self._new_job(grammar)
+                own = job.join()
+            self._jobs[grammar] = job  # the latest come last
             self._forget()
-        return future
+        return own
 
     def after_fork(self) -> None:
         """In a child process: no thread of the parent's compiles anything here, and no lock is held."""
         self._lock = Lock()
-        self.__dict__.pop("_threads", None)
-        self._compiled = {grammar: future for grammar, future in self._compiled.items() if future.done()}
+        self._jobs = {grammar: job for grammar, job in self._jobs.items() if job.result.done()}
+
+    def _new_job(self, grammar: Grammar) -> Job:
+        job = Job(len(grammar.text), partial(self._compile, grammar))
+        if self._limited:
+            lanes().add(job)
+        else:
+            job.run(QUICK_SECONDS)
+        return job
 
     def _forget(self) -> None:
-        """Lets go of those that were not asked for the longest, as far as they take too much; under the lock."""
-        done = {grammar: future for grammar, future in self._compiled.items() if future.done()}
-        failed = [grammar for grammar, future in done.items() if future.exception()]
-        for grammar in failed:
-            del self._compiled[grammar], done[grammar]
-        sizes = {grammar: future.result().memory_size_bytes for grammar, future in done.items()}
+        """Lets go of those that were not asked for the longest, as far as they take too much, and of what tells of no grammar;
+        under the lock.
+        """
+        done = {grammar: job.result for grammar, job in self._jobs.items() if job.result.done()}
+        sizes = {grammar: 4 * len(grammar.text) for grammar in done}
+        for grammar, result in done.items():
+            if result.cancelled() or not isinstance(result.exception(), InvalidInputError | None):
+                del self._jobs[grammar], sizes[grammar]
+            elif not result.exception():
+                sizes[grammar] += result.result().memory_size_bytes
         excess = sum(sizes.values()) - CACHE_BYTES
         for grammar, size in sizes.items():
             if excess <= 0:
                 break
             excess -= size
-            del self._compiled[grammar]
-
-    def _submit(self, grammar: Grammar) -> Future[xgrammar.CompiledGrammar]:
-        if self._in_threads:
-            return self._threads.submit(self._compile, grammar)
-        future: Future[xgrammar.CompiledGrammar] = Future()
-        try:
-            future.set_result(self._compile(grammar))
-        except InvalidInputError as error:
-            future.set_exception(error)
-        return future
-
-    @cached_property
-    def _threads(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(THREADS, thread_name_prefix="specdec grammar")
+            del self._jobs[grammar]
 
     @cached_property
     def _special_token_ids(self) -> frozenset[int]:
         return frozenset(token for token, added in self._tokenizer.added_tokens_decoder.items() if added.special)
 
     @cached_property
-    def _library(self) -> Any:
-        """xgrammar's compiler for this tokenizer. What is made of its vocabulary takes a moment, so it is made once."""
+    def _info(self) -> xgrammar.TokenizerInfo:
+        """What the tokens read. It takes a moment, so it is made once."""
         import xgrammar
 
         stop = list(self._eos_token_ids)
         read = xgrammar.TokenizerInfo.from_huggingface(self._tokenizer, vocab_size=self._vocab_size, stop_token_ids=stop)
         # Special tokens would pass as the text that they are written with, such as <s> in a string, and decoding leaves them out.
         texts = [b"" if token in self._special_token_ids else text for token, text in enumerate(read.decoded_vocab)]
-        info = xgrammar.TokenizerInfo(
+        return xgrammar.TokenizerInfo(
             texts,
             xgrammar.VocabType.RAW,
             vocab_size=self._vocab_size,
             stop_token_ids=stop,
             add_prefix_space=read.add_prefix_space,
         )
-        return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
-    def _compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
+    @cached_property
+    def _library(self) -> Any:
+        import xgrammar
+
+        return xgrammar.GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
+
+    def _compile(self, grammar: Grammar, job: Job, seconds: float) -> xgrammar.CompiledGrammar:
         """Compiles; in a thread.
 
         Raises:
-            InvalidInputError: xgrammar refuses the grammar.
+            InvalidInputError: the library refuses the grammar, or it takes too much.
         """
-        for note in grammar.notes:
+        for note in grammar.notes if seconds == QUICK_SECONDS else ():
             logger.warning("a JSON schema asks for more than outputs are held to: %s", note)
         try:
-            return self._library.compile_grammar(rules_of(grammar))
-        except InvalidInputError:
-            raise
-        except Exception as error:  # of the library's own types, and others
-            said = (str(error).strip().splitlines() or [""])[-1]
-            reason = re.sub(r"^.*\.cc:\d+: ", "", said) or type(error).__name__
-            raise InvalidInputError(f"the grammar of kind {grammar.kind} cannot be compiled: {reason}") from error
+            if grammar.is_quick or not self._limited or not hasattr(os, "fork"):
+                return self._library.compile_grammar(rules_of(grammar))
+        except Exception as error:
+            raise InvalidInputError(reason_of(grammar.kind, error)) from error
+        answer = self._asked(grammar, job, seconds)
+        for note in answer.notes:
+            logger.warning("%s", note)
+        if answer.again:
+            return self._library.compile_grammar(answer.text)
+        import xgrammar
+
+        return xgrammar.CompiledGrammar.deserialize_json(answer.text, self._info)
+
+    def _asked(self, grammar: Grammar, job: Job, seconds: float) -> Answer:
+        """What another process makes of a grammar."""
+        for _ in range(2):  # the first may have been ended by something else
+            with suppress(Ended), lanes().process.open(self._vocabulary) as link:
+                job.on_stop = partial(_shut, link)
+                if not job.stopped:
+                    return ask(link, self._vocabulary, grammar, seconds)
+            if job.stopped:
+                raise CancelledError
+        raise RuntimeError("the process that compiles grammars has ended twice; is there memory for it?")
+
+
+def _shut(link: socket.socket) -> None:
+    with suppress(OSError):  # it is closed
+        link.shutdown(socket.SHUT_RDWR)
 
 
 def wait_for(futures: Iterable[Future[Any]], seconds: float) -> None:

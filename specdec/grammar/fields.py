@@ -109,7 +109,7 @@ def _structured(outputs: Any) -> list[Grammar]:
     given = {name: value for name, value in outputs.items() if _is_given(value)}
     unknown = next((name for name in given if name not in MAKERS), None)
     if unknown is not None:
-        raise InvalidInputError(f"structured_outputs asks for {unknown!r}; choose one of {', '.join(MAKERS)}")
+        raise InvalidInputError(f"structured_outputs asks for {reprlib.repr(unknown)}; choose one of {', '.join(MAKERS)}")
     return [_made(name, value, f"structured_outputs.{name}") for name, value in given.items()]
 
 
@@ -120,8 +120,8 @@ def _formatted(given: Any, field: str) -> list[Grammar]:
     kind = given.get("type") if isinstance(given, Mapping) else None
     if kind == "text":
         return []
-    if kind not in FORMATS:
-        raise InvalidInputError(f"the type of {field} is {kind!r}; choose text, {', '.join(FORMATS)}")
+    if not isinstance(kind, str) or kind not in FORMATS:
+        raise InvalidInputError(f"the type of {field} is {reprlib.repr(kind)}; choose text, {', '.join(FORMATS)}")
     maker, places = FORMATS[kind]
     found = {name: given[name] for name in places if _is_given(given.get(name))}
     if len(found) > 1:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
-from specdec.errors import InvalidInputError
+from specdec.errors import InvalidInputError, one_line
+from specdec.grammar.limits import MOST_CHARACTERS, MOST_PATTERN_CHARACTERS, check_size
 from specdec.grammar.schema import NO_TEXT, reading
 from specdec.grammar.text_rules import Text
 
 Kind = Literal["json_schema", "json_object", "regex", "choice", "ebnf"]
+
+QUICK_CHARACTERS = 4096
+"""Of a schema without counts or patterns of its own, or of choices: fuzzed ones of this length compile in a tenth of a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,7 @@ class Grammar:
             raise InvalidInputError(f"the grammar's kind is {self.kind!r}; choose one of {', '.join(get_args(Kind))}")
         if not isinstance(self.text, str) or bool(self.text) == (self.kind == "json_object"):
             raise InvalidInputError(f"the text of a grammar of kind {self.kind} is {reprlib.repr(self.text)}; it must be a string")
+        check_size(f"the grammar of kind {self.kind}", len(self.text), MOST_CHARACTERS)
         if self.kind == "choice":
             choices = _parsed("the list of choices", self.text)
             if not isinstance(choices, list) or not choices or not all(isinstance(one, str) and one for one in choices):
@@ -49,14 +55,30 @@ class Grammar:
         if self.kind != "json_schema" and NO_TEXT.search(plain):
             raise InvalidInputError(f"the text of a grammar of kind {self.kind} holds NUL or half a character; leave that out")
         if self.kind == "regex":
+            check_size("the regular expression", len(self.text), MOST_PATTERN_CHARACTERS)
             Text((self.text,)).check()
-        if self.kind == "json_schema" and (reasons := reading(self.text).reasons):
+        if self.kind == "json_schema" and (reasons := _said(self.text)[0]):
             raise InvalidInputError(f"the JSON schema asks for what cannot be held to: {'; '.join(reasons)}; leave that out")
 
     @property
     def notes(self) -> list[str]:
         """What a JSON schema says that the standard lets be, and that the output need not follow; said to who asked."""
-        return list(reading(self.text).notes) if self.kind == "json_schema" else []
+        return list(_said(self.text)[1]) if self.kind == "json_schema" else []
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether it plainly takes little to compile."""
+        if self.kind == "json_schema" and len(self.text) <= QUICK_CHARACTERS:
+            return not _said(self.text)[2]
+        return self.kind == "json_object" or (self.kind == "choice" and len(self.text) <= QUICK_CHARACTERS)
+
+    @classmethod
+    def known(cls, kind: Kind, text: str) -> Grammar:
+        """One that was checked before."""
+        made = object.__new__(cls)
+        for name, value in (("kind", kind), ("text", text)):
+            object.__setattr__(made, name, value)
+        return made
 
     @classmethod
     def json_schema(cls, schema: str | bool | Mapping[str, Any]) -> Grammar:
@@ -74,9 +96,11 @@ class Grammar:
         return cls("regex", pattern)
 
     @classmethod
-    def choice(cls, choices: Sequence[str]) -> Grammar:
+    def choice(cls, choices: Iterable[str]) -> Grammar:
         """One of some strings."""
-        return cls("choice", _written("the list of choices", choices if isinstance(choices, str) else list(choices)))
+        if not isinstance(choices, Iterable):
+            raise InvalidInputError(f"choices are {reprlib.repr(choices)}; give a list of strings")
+        return cls("choice", _written("the list of choices", choices if isinstance(choices, str) else [*choices]))
 
     @classmethod
     def ebnf(cls, rules: str) -> Grammar:
@@ -84,15 +108,22 @@ class Grammar:
         return cls("ebnf", rules)
 
 
+@lru_cache(16)
+def _said(text: str) -> tuple[list[str], list[str], bool]:
+    """Of a schema the reasons and notes, and whether it has counts or strings of our own."""
+    found = reading(text)
+    return found.reasons, found.notes, found.counts or bool(found.texts)
+
+
 def _parsed(what: str, text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InvalidInputError(f"{what} is no JSON: {error}") from error
+        raise InvalidInputError(f"{what} is no JSON: {one_line(error)}") from error
 
 
 def _written(what: str, value: Any) -> str:
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidInputError(f"{what} cannot be written as JSON: {error}") from error
+        raise InvalidInputError(f"{what} cannot be written as JSON: {one_line(error)}") from error

@@ -11,9 +11,8 @@ from typing import Any
 
 from specdec.errors import InvalidInputError
 from specdec.grammar.characters import LAST, NOT_TEXT, Characters, Ranges, both, others, ranges
+from specdec.grammar.limits import MOST_EXPRESSIONS, MOST_STATES
 from specdec.grammar.pattern import Both, Node, Options, Repeat, Row
-
-MOST_STATES = 1000
 
 Expression = int
 
@@ -32,6 +31,8 @@ class Algebra:
 
     def _kept(self, *form: Any) -> Expression:
         if form not in self._known:
+            if len(self._forms) == MOST_EXPRESSIONS:
+                raise TooManyStates
             self._known[form] = len(self._forms)
             self._forms.append(form)
         return self._known[form]
@@ -173,6 +174,12 @@ class Algebra:
 class TooManyStates(InvalidInputError):
     """What meets all conditions at once takes too much to find out."""
 
+    def __init__(self) -> None:
+        super().__init__(
+            f"patterns, lookaheads and lengths of a string come to more than {MOST_STATES:,} states together, or to too many on the"
+            " way there; make them simpler"
+        )
+
 
 Steps = dict[Expression, Ranges]
 """By what may follow, the characters that lead there."""
@@ -191,9 +198,7 @@ def automaton(algebra: Algebra, start: Expression) -> dict[Expression, Steps]:
         if state in found:
             continue
         if len(found) == MOST_STATES:
-            raise TooManyStates(
-                f"patterns, lookaheads and lengths of a string come to more than {MOST_STATES} states together; make them simpler"
-            )
+            raise TooManyStates
         steps: Steps = {}
         found[state] = steps
         for block in _blocks(algebra.firsts(state)):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from specdec.errors import InvalidInputError
 from specdec.grammar.characters import LAST, Characters, named
+from specdec.grammar.limits import DEEPEST, shown
 
 CONTROLS = {"t": "\t", "n": "\n", "r": "\r", "f": "\f", "v": "\v"}
 
@@ -33,9 +34,6 @@ COUNT = re.compile(r"\{(\d+,?\d*|,\d*)\}", re.ASCII)
 BOUNDS = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 
 NOT_HELD = ", which cannot be held to; write it without"
-
-DEEPEST = 100
-"""Groups within groups."""
 
 MOST = 2**16
 """Of one part in a row."""
@@ -138,9 +136,9 @@ class _Reader:
             return part
         if isinstance(part, Anchor | Look):
             raise self._wrong("a repeated anchor or lookahead")
-        least, most = BOUNDS.get(match[0]) or (int(match[1]), int(match[3]) if match[3] else None if match[2] else int(match[1]))
+        least, most = BOUNDS.get(match[0]) or (_count(match[1]), _count(match[3] or match[1]) if match[3] or not match[2] else None)
         if max(least, most or 0) > MOST or (most is not None and most < least):
-            raise self._wrong(f"the count {match[0]}, which must rise and reach {MOST} at most,")
+            raise self._wrong(f"the count {shown(match[0], 40)}, which must rise and reach {MOST} at most,")
         self._place = match.end()
         self._takes("?")  # lazy: the same texts
         if REPEAT.match(self._pattern, self._place):
@@ -250,3 +248,8 @@ class _Reader:
 
 def _is_one(some: Characters) -> bool:
     return len(some.sure) == 1 and some.sure == some.possible and some.sure[0][0] == some.sure[0][1]
+
+
+def _count(digits: str) -> int:
+    """A number as large as it matters; Python reads no endless ones."""
+    return int(digits.lstrip("0")[: len(str(MOST)) + 1] or "0")

@@ -39,10 +39,13 @@ class GrammarProgress:
         return self.compiled.done()
 
     @property
-    def error(self) -> str | None:
+    def error(self) -> BaseException | None:
         """Why the grammar could not be compiled; None otherwise. Only when it is ready."""
-        error = self.compiled.exception()
-        return None if error is None else str(error) or type(error).__name__
+        return self.compiled.exception()
+
+    def leave(self) -> None:
+        """Waits no longer, so that a grammar for which nobody else waits is not compiled."""
+        self.compiled.cancel()
 
     def advance(self, token_ids: Sequence[int]) -> bool:
         """Takes over output tokens; False if the grammar does not allow one of them."""

@@ -10,27 +10,26 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
-from itertools import islice
+from math import isfinite
 from typing import Any
 
 from specdec.errors import InvalidInputError
 from specdec.grammar.formats import FORMATS, LONGEST
+from specdec.grammar.limits import DEEPEST, MOST_PATTERN_CHARACTERS, MOST_REASONS, shown
 from specdec.grammar.pattern import NOT_HELD
-from specdec.grammar.schema_form import CHOICES, LENGTHS, NOT_KNOWN, OF_TYPE, WORDS, malformed, meets, narrowed
+from specdec.grammar.schema_form import CHOICES, LENGTHS, NOT_KNOWN, OF_TYPE, WORDS, meets, narrowed, parts_of
 from specdec.grammar.schema_refs import Root, is_of, types_of
 from specdec.grammar.text_rules import Text
-
-DEEPEST = 100
-"""Schemas within schemas."""
 
 SHORT = 64
 """A longest length up to which an endless format is held to it as well."""
 
 DECIMALS = 6
 """That xgrammar 0.2.8 writes of a number with a bound."""
+
+COUNTS = {"minLength", "maxLength", "minProperties", "maxProperties"}
 
 MARK, FIRST_MARK, LAST_MARK = "\ue000", 0xE100, 0xEFFF
 """What stands for a string of our own: the mark, and a character of private use for its number."""
@@ -49,15 +48,37 @@ class Reading:
         reasons: what it asks for and would not get, each with its place.
         notes: what it asks for and the standard lets be, and so do we.
         texts: strings of our own, by number.
+        counts: strings have lengths, or objects a number of properties.
     """
 
     schema: Any = None
     reasons: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     texts: list[Text] = field(default_factory=list)
+    counts: bool = False
 
 
-@lru_cache(64)
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in a schema something stands; written only where there is something to say of it."""
+
+    step: str
+    within: Place | None = None
+
+    def __truediv__(self, step: object) -> Place:
+        """What is in it."""
+        return Place(str(step), self)
+
+    def __str__(self) -> str:
+        """The whole way, or its beginning."""
+        steps: list[str] = []
+        place: Place | None = self
+        while place is not None:
+            steps.append(shown(place.step, 40))
+            place = place.within
+        return shown("/".join(reversed(steps)))
+
+
 def reading(text: str) -> Reading:
     """What a schema asks for.
 
@@ -65,10 +86,12 @@ def reading(text: str) -> Reading:
         InvalidInputError: it is no JSON.
     """
     try:
-        schema = json.loads(text, parse_constant=_no_constant)
+        schema = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
         return _Reader(schema).read()
+    except InvalidInputError:
+        raise
     except ValueError as error:
-        raise InvalidInputError(f"the JSON schema is no JSON: {error}") from error
+        raise InvalidInputError(f"the JSON schema is no JSON: {shown(error)}") from error
     except RecursionError as error:
         raise InvalidInputError("the JSON schema is nested too deeply; make it flatter") from error
 
@@ -77,21 +100,32 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no number")
 
 
+def _finite(digits: str) -> float:
+    if not isfinite(value := float(digits)):
+        raise ValueError(f"{shown(digits, 40)} is too large")
+    return value
+
+
 class _Reader:
     """Reads one schema, and those that its references name, each once."""
 
     def __init__(self, schema: Any) -> None:
         self._schema, self._root, self._found = schema, Root(schema), Reading()
         self._names: dict[str, str] = {}  # of definitions, by reference
+        self._left: list[str] = []  # references of those that are yet to be read
         self._numbers: dict[Text, int] = {}  # of strings of our own
+        self._num_characters = 0  # of their patterns
 
     def read(self) -> Reading:
         found = self._found
-        whole = self._part(self._schema, "#", 0)
+        self._look_at_forms()
+        if found.reasons:
+            return found
+        whole = self._part(self._schema, Place("#"), 0)
         made: dict[str, Any] = {}
-        while len(made) < len(self._names):  # definitions may name others
-            reference, name = next(islice(self._names.items(), len(made), None))
-            made[name] = self._part(self._root.target(reference), reference, 0)
+        while self._left:  # definitions may name others
+            reference = self._left.pop()
+            made[self._names[reference]] = self._part(self._root.target(reference), Place(shown(reference)), 0)
         found.schema = whole | {"$defs": made} if made else whole
         found.texts = list(self._numbers)
         if NO_TEXT.search(json.dumps(found.schema, ensure_ascii=False).replace("\\u0000", "\0")):
@@ -104,33 +138,51 @@ class _Reader:
             found.reasons.append("values without an end: a required part that holds itself")
         return found
 
+    def _look_at_forms(self) -> None:
+        """Refuses what is not of its form, wherever it stands."""
+        left = [(Place("#"), self._schema)]
+        while left:
+            place, schema = left.pop()
+            if isinstance(schema, Mapping):
+                wrong = self._root.malformed(schema)
+                self._refuse_all(f"{one} at {place}" for one in wrong)
+                left += () if wrong else ((place / step, part) for step, part in parts_of(schema))
+
     def _refuse(self, *reasons: str) -> dict[str, Any]:
-        self._found.reasons += reasons
+        return self._refuse_all(reasons)
+
+    def _refuse_all(self, reasons: Iterable[str]) -> dict[str, Any]:
+        room = MOST_REASONS - len(self._found.reasons)
+        self._found.reasons += (shown(reason, 300) for reason, _ in zip(reasons, range(room), strict=False))
         return {}
 
-    def _part(self, schema: Any, path: str, depth: int) -> Any:
+    def _note(self, note: str) -> None:
+        if len(self._found.notes) < MOST_REASONS:
+            self._found.notes.append(note)
+
+    def _part(self, schema: Any, path: Place, depth: int) -> Any:
         if isinstance(schema, bool):
             return {} if schema else self._refuse(f"{path} allows nothing")
         if not isinstance(schema, Mapping):
             return self._refuse(f"{path} is no schema")
         if depth > DEEPEST:
             return self._refuse(f"more than {DEEPEST} schemas within each other")
-        wrong = [f"{one} at {path}" for one in malformed(schema)]
-        if wrong:
-            return self._refuse(*wrong)
-        self._refuse(*(f"{keyword} at {path}" for keyword in NOT_KNOWN if keyword in schema))
-        if isinstance(schema.get("$id"), str) and path != "#":
+        wrong = self._root.malformed(schema)
+        if wrong:  # where only a reference leads
+            return self._refuse_all(f"{one} at {path}" for one in wrong)
+        self._refuse_all(f"{keyword} at {path}" for keyword in NOT_KNOWN if keyword in schema)
+        if isinstance(schema.get("$id"), str) and path != Place("#"):
             return self._refuse(f"$id below the top at {path}")
         choice = next((keyword for keyword in CHOICES if keyword in schema), None)
         if choice is None:
             return self._plain(schema, path, depth)
-        self._refuse(*self._beside(schema, choice, path))
+        self._refuse_all(self._beside(schema, choice, path))
         match choice:
             case "const" | "enum":
                 return {choice: schema[choice]}
             case "$ref":
                 return self._reference(schema["$ref"], path)
-        parts = [self._part(part, f"{path}/{choice}/{number}", depth + 1) for number, part in enumerate(schema[choice])]
+        parts = [self._part(part, path / choice / number, depth + 1) for number, part in enumerate(schema[choice])]
         if choice == "oneOf" and not self._root.disjoint(schema["oneOf"]):
             self._refuse(f"oneOf whose options no type or constant property tells apart at {path}")
         if choice == "allOf" and len(parts) > 1:
@@ -139,24 +191,27 @@ class _Reader:
             return {"enum": [value for part in parts for value in part.get("enum", [part.get("const")])]}
         return parts[0] if choice == "allOf" else {"anyOf": parts}
 
-    def _reference(self, reference: str, path: str) -> dict[str, Any]:
+    def _reference(self, reference: str, path: Place) -> dict[str, Any]:
         if not reference.startswith("#"):
             return self._refuse(f"$ref to another document at {path}")
         if self._root.target(reference) is None:
-            return self._refuse(f"$ref {reference!r} at {path}, where there is nothing")
-        name = self._names.setdefault(reference, f"d{len(self._names)}")
-        return {"$ref": f"#/$defs/{name}"}
+            return self._refuse(f"$ref {shown(reference)!r} at {path}, where there is nothing")
+        if reference not in self._names:
+            self._names[reference] = f"d{len(self._names)}"
+            self._left.append(reference)
+        return {"$ref": f"#/$defs/{self._names[reference]}"}
 
-    def _beside(self, schema: Mapping[str, Any], choice: str, path: str) -> Iterator[str]:
+    def _beside(self, schema: Mapping[str, Any], choice: str, path: Place) -> Iterator[str]:
         """What stands beside a keyword that is held to alone, and excludes something."""
         values = [schema["const"]] if choice == "const" else schema["enum"] if choice == "enum" else None
+        types = types_of(schema)
         for keyword in WORDS & schema.keys() - {choice}:
             if keyword == "type" and values is not None:
-                wrong = [value for value in values if not any(is_of(value, name) for name in types_of(schema))]
+                wrong = (value for value in values if not any(is_of(value, name) for name in types))
                 yield from (f"{json.dumps(value)} in {choice}, which the type at {path} excludes" for value in wrong)
                 continue
             if keyword == "type":
-                vacuous = self._root.within({choice: schema[choice]}, types_of(schema))
+                vacuous = self._root.within({choice: schema[choice]}, types)
             elif values is not None:
                 vacuous = all(meets(value, keyword, schema[keyword]) for value in values)
             else:
@@ -164,14 +219,15 @@ class _Reader:
             if not vacuous:
                 yield f"{keyword} beside {choice} at {path}"
 
-    def _plain(self, schema: Mapping[str, Any], path: str, depth: int) -> dict[str, Any]:
+    def _plain(self, schema: Mapping[str, Any], path: Place, depth: int) -> dict[str, Any]:
         """A schema that chooses nothing; what speaks of other types than its own has no effect."""
         types = types_of(schema)
         if not types:
             for name in ("string", "number"):
                 words = [one for one in OF_TYPE[name] if one in schema and (one != "format" or schema[one] in FORMATS)]
-                self._refuse(*(f"{keyword} without a type at {path}" for keyword in words))
+                self._refuse_all(f"{keyword} without a type at {path}" for keyword in words)
             types = [name for name in ("array", "object") if any(keyword in schema for keyword in OF_TYPE[name])]
+        self._found.counts |= not COUNTS.isdisjoint(schema)
         families = {"number" if name == "integer" else name for name in types}
         made: dict[str, Any] = {"type": types if len(types) > 1 else types[0]} if types else {}
         for family in OF_TYPE:
@@ -181,33 +237,39 @@ class _Reader:
                 made |= read[family](own, types, path, depth)
         return made
 
-    def _string(self, own: dict[str, Any], types: list[str], path: str, depth: int) -> dict[str, Any]:
+    def _string(self, own: dict[str, Any], types: list[str], path: Place, depth: int) -> dict[str, Any]:
         least, most = int(own.get("minLength", 0)), int(own["maxLength"]) if "maxLength" in own else None
         asked = own.get("format")
         if asked is not None and asked not in FORMATS:
-            self._found.notes.append(f"format {asked} at {path} is taken for an annotation")
+            self._note(f"format {shown(asked)} at {path} is taken for an annotation")
         patterns = (own["pattern"],) if "pattern" in own else ()
         formats = (FORMATS[asked],) if asked in FORMATS else ()
         if not patterns + formats:
             return {keyword: int(own[keyword]) for keyword in LENGTHS if keyword in own}
         if most is not None and asked in FORMATS and most > SHORT and "pattern" not in own:
             if asked not in LONGEST:
-                self._found.notes.append(f"maxLength {most} beside format {asked} at {path} is not held to")
+                self._note(f"maxLength {most} beside format {asked} at {path} is not held to")
             most = None
         return {"pattern": self._mark(Text(patterns, least, most, in_json=True, formats=formats), path)}
 
-    def _mark(self, text: Text, path: str) -> str:
+    def _mark(self, text: Text, path: Place) -> str:
         """A pattern that stands for a string of our own."""
-        try:
-            text.check()
-        except InvalidInputError as error:
-            self._refuse(f"{str(error).partition(NOT_HELD)[0]} at {path}")
-        number = FIRST_MARK + self._numbers.setdefault(text, len(self._numbers))
+        if text not in self._numbers:
+            self._numbers[text] = len(self._numbers)
+            self._num_characters += sum(map(len, text.patterns))
+            if self._num_characters > MOST_PATTERN_CHARACTERS:
+                self._refuse(f"patterns of more than {MOST_PATTERN_CHARACTERS:,} characters together")
+                return ""
+            try:
+                text.check()
+            except InvalidInputError as error:
+                self._refuse(f"{str(error).partition(NOT_HELD)[0]} at {path}")
+        number = FIRST_MARK + self._numbers[text]
         if number > LAST_MARK:
-            self._refuse("too many patterns")
+            self._refuse(f"more than {LAST_MARK - FIRST_MARK + 1:,} patterns, formats and lengths that differ")
         return MARK + chr(min(number, LAST_MARK))
 
-    def _number(self, own: dict[str, Any], types: list[str], path: str, depth: int) -> dict[str, Any]:
+    def _number(self, own: dict[str, Any], types: list[str], path: Place, depth: int) -> dict[str, Any]:
         step = own.pop("multipleOf", None)
         if step is not None:
             if own or types != ["integer"] or step != int(step):
@@ -218,7 +280,7 @@ class _Reader:
             return self._refuse(f"no number of at most {DECIMALS} decimals within the bounds at {path}")
         return {keyword: value for keyword, value in (("minimum", least), ("maximum", most)) if value is not None}
 
-    def _array(self, own: dict[str, Any], types: list[str], path: str, depth: int) -> dict[str, Any]:
+    def _array(self, own: dict[str, Any], types: list[str], path: Place, depth: int) -> dict[str, Any]:
         if own.pop("uniqueItems", False):
             self._refuse(f"uniqueItems at {path}")
         if isinstance(own.get("items"), list):
@@ -227,14 +289,14 @@ class _Reader:
             own["items"] = {}  # else none could come
         if "prefixItems" in own:
             rows = enumerate(own["prefixItems"])
-            own["prefixItems"] = [self._part(part, f"{path}/prefixItems/{number}", depth + 1) for number, part in rows]
+            own["prefixItems"] = [self._part(part, path / "prefixItems" / number, depth + 1) for number, part in rows]
         return self._with_parts(own, ("items", "unevaluatedItems"), path, depth)
 
-    def _object(self, own: dict[str, Any], types: list[str], path: str, depth: int) -> dict[str, Any]:
+    def _object(self, own: dict[str, Any], types: list[str], path: Place, depth: int) -> dict[str, Any]:
         named, patterns = own.get("properties", {}), own.get("patternProperties", {})
         missing = [name for name in own.get("required", ()) if name not in named]
         if missing:
-            self._refuse(f"required property {missing[0]!r} that is not among the properties at {path}")
+            self._refuse(f"required property {shown(missing[0])!r} that is not among the properties at {path}")
         further = own.get("additionalProperties", own.get("unevaluatedProperties", False if named or patterns else None))
         if own.get("minProperties", 0) > 1 and (further is not False or patterns):
             self._refuse(f"minProperties above 1 where names are free, and so may come twice, at {path}")
@@ -242,7 +304,7 @@ class _Reader:
             own["additionalProperties"] = {}
         escaped = [name for name in named if further is not False and json.dumps(name, ensure_ascii=False) != f'"{name}"']
         if escaped:
-            self._refuse(f"property {escaped[0]!r}, which JSON escapes, beside names that are free at {path}")
+            self._refuse(f"property {shown(escaped[0])!r}, which JSON escapes, beside names that are free at {path}")
         if patterns and (named or len(patterns) > 1 or further is not False):
             self._refuse(f"patternProperties beside other properties at {path}")
         if "propertyNames" in own:
@@ -252,24 +314,24 @@ class _Reader:
         for keyword in ("properties", "patternProperties"):
             if keyword in own:
                 parts = own[keyword].items()
-                own[keyword] = {name: self._part(part, f"{path}/{keyword}/{name}", depth + 1) for name, part in parts}
+                own[keyword] = {name: self._part(part, path / keyword / name, depth + 1) for name, part in parts}
         if patterns:
             own["patternProperties"] = {
                 self._mark(Text((name,), in_json=True), path): part for name, part in own["patternProperties"].items()
             }
         return self._with_parts(own, ("additionalProperties", "unevaluatedProperties"), path, depth)
 
-    def _names_of(self, names: Any, beside: bool, path: str, depth: int) -> Any:
+    def _names_of(self, names: Any, beside: bool, path: Place, depth: int) -> Any:
         if beside:
             self._refuse(f"propertyNames beside properties at {path}")
         if isinstance(names, Mapping) and not {"type", *CHOICES} & names.keys():
             names = {"type": "string", **names}
         if self._root.kinds(names) != {"string"}:
             self._refuse(f"propertyNames of other than strings at {path}")
-        return self._part(names, f"{path}/propertyNames", depth + 1)
+        return self._part(names, path / "propertyNames", depth + 1)
 
-    def _with_parts(self, own: dict[str, Any], keywords: tuple[str, ...], path: str, depth: int) -> dict[str, Any]:
+    def _with_parts(self, own: dict[str, Any], keywords: tuple[str, ...], path: Place, depth: int) -> dict[str, Any]:
         for keyword in keywords:  # a bool says whether something is allowed at all
             if isinstance(own.get(keyword), Mapping):
-                own[keyword] = self._part(own[keyword], f"{path}/{keyword}", depth + 1)
+                own[keyword] = self._part(own[keyword], path / keyword, depth + 1)
         return own

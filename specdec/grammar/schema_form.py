@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from math import ceil, floor, isfinite
 from typing import Any
@@ -86,14 +86,19 @@ def _are_names(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(one, str) for one in value)
 
 
+MANY = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+SEVERAL = ("anyOf", "oneOf", "allOf", "prefixItems")
+SINGLE = ("items", "additionalProperties", "unevaluatedProperties", "unevaluatedItems", "propertyNames")
+"""Keywords of objects of schemas, of lists of them, and of one."""
+
 _FORMS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("type", _are_types, f"one of {', '.join(TYPES)}, or a list of some"),
     ("enum", lambda value: isinstance(value, list) and bool(value), "a list of at least one value"),
     ("required", _are_names, "a list of names"),
-    ("properties patternProperties $defs definitions", _are_named, "an object of schemas"),
-    ("anyOf oneOf allOf prefixItems", _are_schemas, "a list of at least one schema"),
+    (" ".join(MANY[:-1]), _are_named, "an object of schemas"),
+    (" ".join(SEVERAL), _are_schemas, "a list of at least one schema"),
     ("items", lambda value: _is_schema(value) or isinstance(value, list), "a schema"),
-    ("additionalProperties unevaluatedProperties unevaluatedItems propertyNames", _is_schema, "a schema"),
+    (" ".join(SINGLE[1:]), _is_schema, "a schema"),
     (
         "minLength maxLength minItems maxItems minProperties maxProperties",
         _is_count,
@@ -118,6 +123,16 @@ def malformed(schema: Mapping[str, Any]) -> list[str]:
     ]
     crossed = ((least, most) for least, most in PAIRS if not found and least in schema and most in schema)
     return found + [f"{least} above {most}" for least, most in crossed if schema[least] > schema[most]]
+
+
+def parts_of(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The schemas within one that is of its form, by where they stand in it."""
+    for keyword in MANY:
+        some = schema.get(keyword)
+        yield from ((f"{keyword}/{name}", part) for name, part in some.items()) if isinstance(some, Mapping) else ()
+    for keyword in SEVERAL:
+        yield from ((f"{keyword}/{number}", part) for number, part in enumerate(schema.get(keyword, ())))
+    yield from ((keyword, schema[keyword]) for keyword in SINGLE if keyword in schema)
 
 
 def narrowed(bounds: Mapping[str, float], decimals: int) -> tuple[float | None, float | None]:

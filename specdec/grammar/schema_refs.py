@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from specdec.grammar.schema_form import TYPES, malformed
+from specdec.errors import InvalidInputError
+from specdec.grammar.limits import MOST_COMPARISONS
+from specdec.grammar.schema_form import OF_TYPE, TYPES, malformed
 
 MOST_OPTIONS = 100
 """Of a `oneOf`, beside constants: each is compared with each."""
 
 
 class Root:
-    """A whole schema, in which references are looked up."""
+    """A whole schema, in which references are looked up.
+
+    What looks at parts more than once counts them, so that a small schema never takes long: `InvalidInputError` then.
+    """
 
     def __init__(self, schema: Any) -> None:
-        self._schema = schema
+        self._schema, self._num_compared = schema, 0
+        self._malformed: dict[int, list[str]] = {}  # of schemas, by identity
+
+    def _compares(self, count: int = 1) -> None:
+        self._num_compared += count
+        if self._num_compared > MOST_COMPARISONS:
+            raise InvalidInputError(
+                f"the JSON schema takes more than {MOST_COMPARISONS:,} comparisons to tell its options, types and references"
+                " apart; make it simpler"
+            )
 
     def target(self, reference: str) -> Any:
         """What a reference names; None where there is no schema.
@@ -32,16 +46,23 @@ class Root:
             name = step.replace("~1", "/").replace("~0", "~")
             if isinstance(found, Mapping) and name in found:
                 found = found[name]
-            elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+            elif isinstance(found, list) and name.isdecimal() and len(name) < 9 and int(name) < len(found):
                 found = found[int(name)]
             else:
                 return None
         return found if isinstance(found, bool | Mapping) else None
 
+    def malformed(self, schema: Mapping[str, Any]) -> list[str]:
+        """See `specdec.grammar.schema_form.malformed`; looked at once."""
+        if id(schema) not in self._malformed:
+            self._malformed[id(schema)] = malformed(schema)
+        return self._malformed[id(schema)]
+
     def leaves(self, schema: Any, seen: set[str] | None = None) -> Iterator[Any]:
         """The schemas that a schema chooses from, through references, each followed once; itself where it does not."""
+        self._compares()
         seen = set() if seen is None else seen
-        if isinstance(schema, Mapping) and not malformed(schema):
+        if isinstance(schema, Mapping) and not self.malformed(schema):
             if "$ref" in schema:
                 reference = schema["$ref"]
                 if reference not in seen:
@@ -66,6 +87,7 @@ class Root:
         """Whether whatever fits is plainly of one of some types."""
         for leaf in self.leaves(schema):
             constants = _constants(leaf)
+            self._compares(len(constants or ()))
             if constants is not None:
                 fits = all(any(is_of(value, name) for name in types) for value in constants)
             else:
@@ -77,18 +99,32 @@ class Root:
 
     def loops(self, references: Iterable[str]) -> bool:
         """Whether one of some references comes back to itself before anything is said of a value."""
-        left = {one: set(_direct(self.target(one))) for one in references}
-        while ends := {one for one, others in left.items() if not others & left.keys()}:
-            left = {one: others for one, others in left.items() if one not in ends}
-        return bool(left)
+        some = set(references)
+        left = {one: some.intersection(_direct(self.target(one))) for one in references}
+        return bool(self._left(left, lambda one, known: left[one] <= known))
 
     def finite(self, references: Iterable[str]) -> bool:
         """Whether a value of finite size can fit the whole: a least fixed point over all its references."""
-        some = list(references)
-        known: set[str] = set()
-        while more := {one for one in some if one not in known and _finite(self.target(one), known)}:
-            known |= more
-        return _finite(self._schema, known)
+        left = {one: self.target(one) for one in references}
+        known = left.keys() - self._left(left, lambda one, known: self._finite(left[one], known))
+        return self._finite(self._schema, known)
+
+    def _left(self, some: Iterable[str], is_known: Callable[[str, set[str]], bool]) -> set[str]:
+        """References that are never known, where one is by those that are. Those that were found last, which lead to few others,
+        are looked at first.
+        """
+        left, known = list(some)[::-1], set[str]()
+        while True:
+            self._compares(len(left))
+            rest = []
+            for one in left:
+                if is_known(one, known):
+                    known.add(one)
+                else:
+                    rest.append(one)
+            if len(rest) == len(left):
+                return set(rest)
+            left = rest[::-1]  # in turns, whichever way they lead
 
     def disjoint(self, options: list[Any]) -> bool:
         """Whether it is plain that no value fits two options."""
@@ -97,18 +133,36 @@ class Root:
         kinds: set[str] = set()  # of constants
         rest: list[tuple[int, Any]] = []
         for number, leaf in leaves:
-            values = _values(leaf)
+            values = self._values(leaf)
             if values is None:
                 rest.append((number, leaf))
             elif any(owners.setdefault(value, number) != number for value in values):
                 return False
             else:
                 kinds |= _kinds(leaf)
+        if rest and not kinds and self._one_tag(rest):
+            return True
         if len(rest) > MOST_OPTIONS or (kinds and any(not _kinds(leaf) or _kinds(leaf) & kinds for _, leaf in rest)):
             return False
         return all(
             number == other or self._apart(one, two) for place, (number, one) in enumerate(rest) for other, two in rest[:place]
         )
+
+    def _one_tag(self, leaves: list[tuple[int, Any]]) -> bool:
+        """Whether objects, each with the number of its option, are told apart by the constants of one property."""
+        if any(_kinds(leaf) != {"object"} for _, leaf in leaves):
+            return False
+        names = set.intersection(*(set(leaf.get("required", ())) for _, leaf in leaves))
+        return any(self._is_told_by(name, leaves) for name in sorted(names))
+
+    def _is_told_by(self, name: str, leaves: list[tuple[int, Any]]) -> bool:
+        owners: dict[str, int] = {}
+        for number, leaf in leaves:
+            tag = leaf.get("properties", {}).get(name)
+            for values in [self._values(one) for one in self.leaves(tag)] if isinstance(tag, Mapping) else [None]:
+                if values is None or any(owners.setdefault(value, number) != number for value in values):
+                    return False
+        return True
 
     def _apart(self, one: Any, other: Any) -> bool:
         types, others = _kinds(one), _kinds(other)
@@ -116,21 +170,47 @@ class Root:
             return True
         if not types == others == {"object"}:
             return False
-        tags = (
-            (one.get("properties", {}).get(name), other.get("properties", {}).get(name))
-            for name in one.get("required", ())
-            if name in other.get("required", ())
-        )
+        self._compares(len(one.get("required", ())) + len(other.get("required", ())))
+        names = set(one.get("required", ())) & set(other.get("required", ()))
+        tags = ((one.get("properties", {}).get(name), other.get("properties", {}).get(name)) for name in sorted(names))
         return any(self._tell_apart(tag, rest) for tag, rest in tags)
 
     def _tell_apart(self, tag: Any, other: Any) -> bool:
         values, others = (
-            [_values(leaf) for leaf in self.leaves(one)] if isinstance(one, Mapping) else [None] for one in (tag, other)
+            [self._values(leaf) for leaf in self.leaves(one)] if isinstance(one, Mapping) else [None] for one in (tag, other)
         )
         if None in values or None in others:
             return False
         flat = {value for some in values for value in some or ()}
         return flat.isdisjoint(value for some in others for value in some or ())
+
+    def _values(self, schema: Any) -> list[str] | None:
+        """The values that a schema names as JSON, where 1.0 is 1; None where it names none."""
+        constants = _constants(schema)
+        self._compares(len(constants or ()))
+        plain = constants and [int(one) if isinstance(one, float) and one.is_integer() else one for one in constants]
+        return None if plain is None else [json.dumps(value, sort_keys=True) for value in plain]
+
+    def _finite(self, schema: Any, known: set[str]) -> bool:
+        """Whether a value of finite size fits a schema, given the references of which that is known."""
+        self._compares()
+        if not isinstance(schema, Mapping):
+            return schema is not False
+        if "const" in schema or "enum" in schema:
+            return True
+        if "$ref" in schema:
+            return schema["$ref"] in known
+        for keyword, enough in (("anyOf", any), ("oneOf", any), ("allOf", all)):
+            if keyword in schema:
+                return enough(self._finite(part, known) for part in schema[keyword])
+        types = types_of(schema) or [name for name in ("array", "object") if not schema.keys().isdisjoint(OF_TYPE[name])]
+        if not types or set(types) - {"array", "object"}:
+            return True
+        named = schema.get("properties", {})
+        rows = schema.get("prefixItems", [])[: int(schema.get("minItems", 0))]
+        more = [schema["items"]] if schema.get("minItems", 0) > len(rows) and "items" in schema else []
+        parts = {"object": [named[one] for one in schema.get("required", ()) if one in named], "array": [*rows, *more]}
+        return any(all(self._finite(part, known) for part in parts[name]) for name in types)
 
 
 def _direct(schema: Any) -> Iterator[str]:
@@ -144,29 +224,10 @@ def _direct(schema: Any) -> Iterator[str]:
             yield from _direct(part)
 
 
-def _finite(schema: Any, known: set[str]) -> bool:
-    """Whether a value of finite size fits a schema, given the references of which that is known."""
-    if not isinstance(schema, Mapping):
-        return schema is not False
-    if "const" in schema or "enum" in schema:
-        return True
-    if "$ref" in schema:
-        return schema["$ref"] in known
-    for keyword, enough in (("anyOf", any), ("oneOf", any), ("allOf", all)):
-        if keyword in schema:
-            return enough(_finite(part, known) for part in schema[keyword])
-    if set(types_of(schema)) - {"array", "object"}:
-        return True
-    named = schema.get("properties", {})
-    rows = schema.get("prefixItems", [])[: int(schema.get("minItems", 0))]
-    more = [schema["items"]] if schema.get("minItems", 0) > len(rows) and "items" in schema else []
-    return all(_finite(part, known) for part in [*(named[one] for one in schema.get("required", ())), *rows, *more])
-
-
 def types_of(schema: Mapping[str, Any]) -> list[str]:
     """The types that a schema names."""
     named = schema.get("type", [])
-    return [named] if isinstance(named, str) else list(named)
+    return [named] if isinstance(named, str) else list(dict.fromkeys(named))
 
 
 def is_of(value: Any, name: str) -> bool:
@@ -181,13 +242,6 @@ def _constants(schema: Any) -> list[Any] | None:
     if not isinstance(schema, Mapping) or malformed(schema):
         return None
     return [schema["const"]] if "const" in schema else schema.get("enum")
-
-
-def _values(schema: Any) -> list[str] | None:
-    """The same as JSON, where 1.0 is 1."""
-    constants = _constants(schema)
-    plain = constants and [int(one) if isinstance(one, float) and one.is_integer() else one for one in constants]
-    return None if plain is None else [json.dumps(value, sort_keys=True) for value in plain]
 
 
 def _kinds(schema: Any) -> set[str]:

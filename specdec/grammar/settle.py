@@ -39,7 +39,7 @@ class _Settler:
         """A part; `start` and `end` say whether no text can stand before it, or behind."""
         match node:
             case Characters():
-                if not node.text:
+                if node.is_empty:
                     raise refusal(self._pattern, "a class of no characters")
                 return node
             case Repeat(part, 0, 1):
@@ -54,10 +54,11 @@ class _Settler:
                 return self._row((node,), start=start, end=end)
 
     def _row(self, parts: tuple[Node, ...], *, start: bool, end: bool) -> Node:
-        behind: tuple[Node, ...] = ()
+        num_leading = next((place for place, part in enumerate(parts) if not isinstance(part, Anchor | Look)), len(parts))
+        behind: list[Node] = []  # the last one first
         for place in reversed(range(len(parts))):
             part = parts[place]
-            first = start and all(isinstance(one, Anchor | Look) for one in parts[:place])
+            first = start and place <= num_leading
             last = end and not behind
             if isinstance(part, Anchor):
                 if not (first if part.sign == "^" else last):
@@ -65,10 +66,10 @@ class _Settler:
             elif isinstance(part, Look):
                 if not end:
                     raise refusal(self._pattern, "a lookahead within a group that text can follow")
-                behind = (Both(self._ahead(part.part, start=first), part.wanted, Row(behind)),)
+                behind = [Both(self._ahead(part.part, start=first), part.wanted, Row(tuple(behind[::-1])))]
             else:
-                behind = (self.part(part, start=first, end=last), *behind)
-        return behind[0] if len(behind) == 1 else Row(behind)
+                behind.append(self.part(part, start=first, end=last))
+        return behind[0] if len(behind) == 1 else Row(tuple(behind[::-1]))
 
     def _ahead(self, node: Node, *, start: bool) -> Node:
         """Texts that begin with a part, or with `$` are it."""

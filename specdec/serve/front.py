@@ -95,13 +95,15 @@ class Front:
         """Waits until the grammar of a request, if it has one, can be followed.
 
         Raises:
+            RequestError: too many wait for theirs.
             SpecDecError: there can be no grammars, or this one cannot be compiled.
         """
-        compiled = self.decoder.engine.admission.compiled_grammar(sampling)
+        try:
+            compiled = self.decoder.engine.admission.compiled_grammar(sampling)
+        except CapacityError as error:
+            raise busy(str(error)) from error
         if compiled is not None:
-            waiting = asyncio.wrap_future(compiled)
-            waiting.add_done_callback(asyncio.Future.exception)  # asked for, though nobody may wait any more
-            await asyncio.shield(waiting)  # others may wait for the grammar, so it goes on without this request
+            await asyncio.wrap_future(compiled)  # cancelled, it waits no longer, and others may
 
     def submit(self, asked: Sequence[tuple[list[int], SamplingParams]], *, incremental: bool) -> Outputs:
         """Queues the outputs of one request, all or none.

@@ -2,7 +2,6 @@
 
 import json
 import re
-from concurrent.futures import Future
 from threading import Event
 from typing import Any
 
@@ -19,7 +18,7 @@ from specdec.decoder import SpecDecoder
 from specdec.engine.graphs import StepGraphs
 from specdec.engine.guided import GuidedGraphs
 from specdec.errors import InvalidInputError
-from specdec.grammar.compiler import GrammarCompiler, wait_for
+from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import Grammar
 from specdec.grammar.rules import rules_of
 from specdec.sampling_params import SamplingParams
@@ -213,12 +212,23 @@ def test_a_dead_end_is_an_error(case: GuidedCase) -> None:
         assert tokens(others) == tokens(case.plain["greedy"])
 
 
-@pytest.mark.parametrize("failure", [None, RuntimeError(""), MemoryError("\nall of it\n"), KeyError("a\nb")], ids=repr)
+@pytest.mark.parametrize(
+    ("failure", "reason"),
+    [
+        (None, "the grammar of kind ebnf cannot be compiled: "),
+        (RuntimeError(""), "cannot be compiled: RuntimeError"),
+        (KeyError("a\nb"), "cannot be compiled: "),
+        (MemoryError(), "takes too much memory to compile"),
+        (RuntimeError("std::bad_alloc"), "takes too much memory to compile"),
+        (RecursionError(), "nested too deeply"),
+    ],
+    ids=repr,
+)
 def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone(
-    case: GuidedCase, failure: Exception | None, monkeypatch: pytest.MonkeyPatch
+    case: GuidedCase, failure: Exception | None, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the library raises."""
-    bad = Grammar.ebnf("root ::= missing")
+    bad = Grammar.ebnf("root ::= missing") if failure is None else Grammar.choice(["it fails"])
     engine = case.engine(None)
     if failure is not None:
         engine.admission.grammars = GrammarCompiler(case.tokenizer, case.verifier.vocab_size, case.verifier.eos_token_ids)
@@ -234,10 +244,9 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone(
     while engine.has_work:
         engine.step()
     error = request.error or ""
-    assert request.finish_reason == "error" and request.bad_input
-    assert error.startswith("the grammar of kind ebnf cannot be compiled: ") and "\n" not in error
+    assert request.finish_reason == "error" and request.bad_input and reason in error and "\n" not in error
     assert tokens(others) == tokens(case.plain["greedy"])
-    with pytest.raises(InvalidInputError, match="cannot be compiled"):
+    with pytest.raises(InvalidInputError, match=re.escape(reason)):
         engine.admission.wait_for_grammar(request.sampling)
 
 
@@ -247,9 +256,9 @@ def test_a_request_waits_outside_the_batch(case: GuidedCase, monkeypatch: pytest
     compilers = [GrammarCompiler(case.tokenizer, case.verifier.vocab_size, case.verifier.eos_token_ids) for _ in range(1)]
     compile_now = compilers[0]._compile
 
-    def slow(grammar: Grammar) -> Any:
+    def slow(*about: Any) -> Any:
         assert go_on.wait(HANG)
-        return compile_now(grammar)
+        return compile_now(*about)
 
     monkeypatch.setattr(compilers[0], "_compile", slow)
     engine = case.engine(None, max_num_seqs=1)
@@ -268,24 +277,19 @@ def test_a_request_waits_outside_the_batch(case: GuidedCase, monkeypatch: pytest
 
 
 def test_equal_grammars_are_compiled_once(case: GuidedCase) -> None:
-    one, other = (case.grammars.start(Grammar.regex("a+")).compiled for _ in range(2))
-    assert one is other and isinstance(one, Future) and one is not case.grammars.start(Grammar.regex("a*")).compiled
+    one, other = (case.grammars.start(Grammar.regex("a+")).compiled.result() for _ in range(2))
+    assert one is other and one is not case.grammars.start(Grammar.regex("a*")).compiled.result()
 
 
 def test_kept_are_the_latest(case: GuidedCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as there is room for them; after a fork others than the parent's threads compile."""
+    """As far as there is room for them."""
     compiler = GrammarCompiler(case.tokenizer, case.verifier.vocab_size, case.verifier.eos_token_ids)
-    first, second, third = Grammar.regex("a{3}"), Grammar.regex("b{3}"), Grammar.regex("c{3}")
-    one, two = compiler.start(first).compiled, compiler.start(second).compiled
-    wait_for([one], HANG)
-    room = one.result().memory_size_bytes + two.result().memory_size_bytes
+    first, second, third = (Grammar.choice([letter * 3]) for letter in "abc")
+    one, two = compiler.compiled(first).result(), compiler.compiled(second).result()
+    room = one.memory_size_bytes + two.memory_size_bytes + 4 * len(first.text + second.text)
     monkeypatch.setattr("specdec.grammar.compiler.CACHE_BYTES", room)
-    assert compiler.start(first).compiled is one and compiler.start(third).compiled.result()
-    assert compiler.start(first).compiled is one and compiler.start(second).compiled is not two
-    threads = compiler._threads
-    compiler.after_fork()
-    assert compiler.start(Grammar.regex("d")).compiled.result() and compiler._threads is not threads
-    threads.shutdown()
+    assert compiler.compiled(first).result() is one and compiler.compiled(third).result()
+    assert compiler.compiled(first).result() is one and compiler.compiled(second).result() is not two
 
 
 def test_refusals(case: GuidedCase, monkeypatch: pytest.MonkeyPatch) -> None:

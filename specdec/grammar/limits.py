@@ -1,0 +1,60 @@
+"""What a grammar may take at most, and what is said of one that takes more."""
+
+from __future__ import annotations
+
+from specdec.errors import InvalidInputError
+
+MOST_CHARACTERS = 2**20
+"""Of a grammar's text: schema, pattern, rules, or all choices as JSON."""
+
+MOST_PATTERN_CHARACTERS = 2**14
+"""Of a regular expression, and of a schema's patterns that differ together."""
+
+DEEPEST = 100
+"""Schemas within schemas, and groups within groups of a pattern."""
+
+MOST_COMPARISONS = 200_000
+"""Parts of a schema that are looked at to tell options and types apart, and references from each other."""
+
+MOST_STATES = 1000
+"""Of the automaton of a string with lookaheads, lengths or several patterns."""
+
+MOST_EXPRESSIONS = 100_000
+"""That are made on the way there."""
+
+MOST_REASONS = 8
+"""Reasons that one refusal names."""
+
+LANES = {0.25: 2, 4.0: 1, 20.0: 1}
+"""By seconds of a processor that one grammar may take to compile, how many are compiled at once. What takes more
+begins again in the next lane, behind its like; in the last it is refused.
+"""
+
+QUICK_SECONDS, MOST_SECONDS = min(LANES), max(LANES)
+
+MOST_MEMORY = 2**30
+"""Bytes that compiling one grammar may take."""
+
+MOST_COMPILED = 2**26
+"""Characters of what a grammar is compiled to, where it took long and so is not compiled again."""
+
+MOST_WAITING = 256
+"""Grammars that wait to be compiled."""
+
+
+def check_size(what: str, size: int, most: int) -> None:
+    """Raises:
+    InvalidInputError: a text is too long.
+    """
+    if size > most:
+        raise InvalidInputError(f"{what} has {size:,} characters and the limit is {most:,}; make it smaller")
+
+
+def shown(text: object, most: int = 120) -> str:
+    """A value in a message: no more of it than its beginning.
+
+    >>> shown("a" * 200, 9)
+    'aaaaaaaaa...'
+    """
+    some = str(text)
+    return some if len(some) <= most else f"{some[:most]}..."
